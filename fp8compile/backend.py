@@ -1,0 +1,133 @@
+"""`torch.compile(model, backend="fp8")`: the whole story.
+
+Dynamo hands over a graph of the user's forward. We
+
+1. validate the options,
+2. read what only this graph knows: parameters' names, whether the model is training (`capture`),
+3. give the graph two more inputs, the scaling state of forward and backward (`state`),
+4. let Inductor compile it with our passes over the joint graph of forward and backward: find every matmul, decide,
+   quantize, rewrite, update the state (`passes`), and with our operators lowered to ATen before code is generated,
+5. report every matmul with its decision (`reports`), and
+6. return a callable that finds the state of the parameters it is called with, and starts cold slots (`runtime`).
+
+A graph that has nothing to differentiate, or whose model is in eval mode, takes the same way and stays in high precision.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule
+
+from . import compat, formats, ops, passes, scaling
+from .capture import Inputs, capture
+from .errors import CapacityExceeded, OptionError, StrictError
+from .logs import get_logger, say_once
+from .options import Options, parse
+from .passes import Rewritten
+from .reports import LEDGER, GraphReport
+from .runtime import CompiledGraph
+
+logger = get_logger(__name__)
+
+OLDEST_GPU = (8, 9)  # compute capability: the first tensor cores that multiply FP8
+
+
+def fp8(
+    gm: GraphModule, example_inputs: Sequence[Any], *, mode: str | None = None, options: Mapping[str, Any] | None = None
+) -> Callable:
+    """The Dynamo backend. `mode` and `options` are those of `torch.compile`; see `options.parse` for what is allowed.
+
+    Raises OptionError (a ValueError) for bad options and, with `strict`, StrictError if nothing can run in FP8.
+    """
+    try:
+        chosen = parse(options, mode)
+        inputs = capture(gm, example_inputs)
+        refusal = _refusal(inputs.devices)
+        if refusal is not None:
+            _complain(chosen, refusal)
+            return compat.compile_fx(gm, example_inputs, None, chosen.inductor)
+        return _compile(gm, list(example_inputs), inputs, chosen)
+    except (OptionError, StrictError) as error:
+        raise compat.shown(error) from None
+
+
+fp8.reset = LEDGER.clear  # type: ignore[attr-defined]  # torch._dynamo.reset() calls it
+
+
+def _compile(gm: GraphModule, example_inputs: list[Any], inputs: Inputs, chosen: Options) -> CompiledGraph:
+    recipe = chosen.recipe
+    stateful = recipe.delayed and inputs.training and inputs.grad and bool(inputs.weights)
+    guess = 16 * -(-3 * len(inputs.weights) // 16)
+    capacity = (guess, guess) if stateful else None
+    try:
+        return _compile_once(gm, example_inputs, inputs, chosen, capacity)
+    except CapacityExceeded as error:  # a weight that is used many times: now we know how many
+        capacity = (error.needed["forward"], max(1, error.needed["backward"]))
+        return _compile_once(gm, example_inputs, inputs, chosen, capacity)
+
+
+def _compile_once(
+    gm: GraphModule, example_inputs: list[Any], inputs: Inputs, chosen: Options, capacity: tuple[int, int] | None
+) -> CompiledGraph:
+    recipe = chosen.recipe
+    compiled = CompiledGraph(recipe.amax_history_len, capacity)
+    device = next(iter(inputs.devices), torch.device("cpu"))
+    gm = compat.copy_graph(gm)  # compile_fx takes ownership, and Dynamo still reads the placeholders of its own
+    if capacity is not None:
+        for direction, slots in zip(("forward", "backward"), capacity, strict=True):
+            page = scaling.new_page(slots, recipe.amax_history_len, device)
+            example_inputs = [*example_inputs, compat.add_input(gm, f"fp8_{direction}_state", page)]
+
+    def rewrite(graph: Graph) -> None:
+        if not compat.is_joint_graph(graph):
+            return  # of a nested graph: `collect` lists the operator that contains it
+        done = passes.run(graph, inputs, recipe, formats.pick(recipe.fp8_format, formats.fnuz()), capacity)
+        compiled.rewritten = done
+        _report(done, inputs, chosen)
+
+    patches = {
+        **chosen.inductor,
+        "joint_custom_pre_pass": compat.JointPass(rewrite, f"{recipe}-{capacity}", chosen.inductor.get("joint_custom_pre_pass")),
+        "custom_partitioner_fn": chosen.inductor.get("custom_partitioner_fn") or compat.Partitioner([ops.quantize.name()]),
+    }
+    compiled.call = compat.compile_fx(gm, example_inputs, compiled.inner_compile, patches)
+    return compiled
+
+
+def _report(done: Rewritten, inputs: Inputs, chosen: Options) -> None:
+    """Add a graph to the ledger, and say in a line what became of it. In strict mode, insist that something became FP8."""
+    training = inputs.training and not done.inference
+    name = f"{inputs.root}, {'training' if training else 'evaluation'}"
+    note = "" if training else "compiled in high precision: " + ("inference" if inputs.training else "the model is in eval mode")
+    records = tuple(matmul.record(chosen.recipe.name) for matmul in done.matmuls)
+    index = LEDGER.add(GraphReport(0, name, records, done.opaque, note), inputs.parameters)
+    report = LEDGER.graph(index)
+    if not training:
+        logger.info("fp8: %s: %s", name, note)
+        return
+    logger.info("fp8: %s", report.summary())
+    if inputs.weights and not any(matmul.fp8 for matmul in done.matmuls):
+        _complain(chosen, f"no matmul of {inputs.root} becomes FP8: {report.summary()}")
+
+
+def _refusal(devices: frozenset[torch.device]) -> str | None:
+    """Why this machine's GPU cannot, None if it can."""
+    for device in devices:
+        if device.type == "cuda" and torch.version.hip is None:
+            capability = torch.cuda.get_device_capability(device)
+            if capability < OLDEST_GPU:
+                return (
+                    f"{torch.cuda.get_device_name(device)} has compute capability {capability[0]}.{capability[1]}; FP8 matmuls "
+                    f"need {OLDEST_GPU[0]}.{OLDEST_GPU[1]} (RTX 40, L4, H100 or later): compiling in high precision"
+                )
+    return None
+
+
+def _complain(chosen: Options, message: str) -> None:
+    if chosen.strict:
+        raise StrictError(f"{message} (strict=True)")
+    say_once(logger, logging.WARNING, message)

@@ -1,0 +1,70 @@
+"""What the Dynamo graph knows that the joint graph forgets: names of parameters, and whether the model is training."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule
+
+from . import compat
+
+PART = re.compile(r"\._(?:modules|parameters|buffers)\['((?:[^'\\]|\\.)*)'\]")
+LOCAL = re.compile(r"^[LG]\['(\w+)'\]$")
+
+
+def readable(source: str) -> str:
+    """`L['self']._modules['up']._parameters['weight']` -> `up.weight`; `L['w']` -> `w`; anything else as it is."""
+    parts = PART.findall(source)
+    if parts:
+        return ".".join(parts)
+    local = LOCAL.match(source)
+    return local[1] if local else source
+
+
+def readable_module(path: str) -> str:
+    """A `nn_module_stack` path, `L['self'].layers.0` or `L['self']._modules['up']` -> `layers.0`, `up`; '' for the root."""
+    path = re.sub(r"\._modules\['([^']*)'\]", r".\1", path)
+    path = re.sub(r"^[LG]\[(?:'[^']*'|\"[^\"]*\")\]", "", path)
+    path = re.sub(r"^(\.__self__|\._orig_mod)", "", path)
+    return path.lstrip(".")
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The inputs of one Dynamo graph, by position."""
+
+    names: tuple[str, ...]
+    weights: frozenset[int]  # positions of parameters and of buffers: what a "weight" can be
+    parameters: tuple[torch.Tensor, ...]  # the real ones, as far as they are known at compile time
+    devices: frozenset[torch.device]
+    training: bool  # every root module is in training mode (True for a graph of a bare function)
+    grad: bool  # grad mode is on, and something may require gradients
+    root: str  # what to call the graph in a report
+
+
+def capture(gm: GraphModule, inputs: Sequence[Any]) -> Inputs:
+    """Read a Dynamo graph's inputs. Adds a guard on `training` of the modules in it."""
+    names, weights, parameters = [], set(), []
+    for i, (placeholder, real) in enumerate(zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True)):
+        source = compat.source_name(placeholder)
+        names.append(readable(source) or placeholder.name)
+        if isinstance(real, nn.Parameter) or (isinstance(real, torch.Tensor) and PART.search(source)):
+            weights.add(i)
+            parameters.append(real)
+    roots = compat.root_modules(gm)
+    for _, source in roots:
+        compat.guard_training(source)
+    return Inputs(
+        names=tuple(names),
+        weights=frozenset(weights),
+        parameters=tuple(parameters),
+        devices=frozenset(x.device for x in inputs if isinstance(x, torch.Tensor)),
+        training=all(module.training for module, _ in roots),
+        grad=torch.is_grad_enabled(),
+        root=", ".join(dict.fromkeys(type(module).__name__ for module, _ in roots)) or "function",
+    )

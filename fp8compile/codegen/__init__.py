@@ -1,0 +1,1 @@
+"""From our operators to what Inductor compiles. Knows no passes."""

@@ -1,0 +1,95 @@
+"""Our operators as plain torch functions for Inductor to fuse, by device.
+
+What the shapes below are for:
+
+* amax is taken in two stages, rows first: Inductor puts the first stage into the producer's or the cast's kernel, and
+  the second stages of a graph are gathered into one reduction for all tensors with equally many rows.
+* Scales of a direction are copied out of the page once; a slot's scale is a view of that copy (`as_strided` makes
+  Inductor keep it as one buffer), so there is no one-number kernel a slot.
+* On a CPU an FP8 matmul is a float32 matmul of the FP8 values: products are exact, the sum is float32, the result is
+  rounded once. On a GPU it is `aten._scaled_mm`, second operand column-major.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import ops, scaling
+
+aten = torch.ops.aten
+
+
+def row_amax(x: Tensor) -> Tensor:
+    """First stage: [R, C] -> [R] in the dtype of x; any other rank -> [1]. NaN propagates."""
+    if x.numel() == 0:
+        return x.new_zeros(1)
+    return x.abs().amax(-1) if x.dim() == 2 else x.abs().amax().reshape(1)
+
+
+def last_amax(rows: Tensor) -> Tensor:
+    """Second stage: [R] -> [1] float32."""
+    return rows.amax(0, keepdim=True).to(torch.float32)
+
+
+def last_amaxes(rows: list[Tensor]) -> Tensor:
+    """Second stage of n tensors with equally many rows: n x [R] -> [n] float32."""
+    if len(rows) == 1:
+        return last_amax(rows[0])
+    return torch.stack([r.to(torch.float32) for r in rows]).amax(1)
+
+
+def scales(page: Tensor) -> Tensor:
+    """The page's scales and inverses, `[slots, 2]`, in a buffer of their own."""
+    return page[:, : scaling.AGE].clone(memory_format=torch.contiguous_format)
+
+
+def stored_scale(scales: Tensor, slot: int) -> Tensor:
+    return aten.as_strided.default(scales, [1], [1], 2 * slot + scaling.SCALE)
+
+
+def stored_inverse(scales: Tensor, slot: int) -> Tensor:
+    return aten.as_strided.default(scales, [1], [1], 2 * slot + scaling.SCALE_INV)
+
+
+def quantize(x: Tensor, scale: Tensor, dtype: torch.dtype, fp8_max: float) -> Tensor:
+    return ops.cast(x, scale, dtype, fp8_max).contiguous()
+
+
+def quantize_transposed(x: Tensor, scale: Tensor, dtype: torch.dtype, fp8_max: float) -> Tensor:
+    """[R, C] -> [C, R padded to a multiple of 16], row-major and kept so."""
+    columns, rows = x.shape[1], x.shape[0]
+    padded = ops.padded_rows(rows)
+    copy = ops.cast(x, scale, dtype, fp8_max).t()
+    if isinstance(rows, int) and rows == padded:
+        copy = copy.clone(memory_format=torch.contiguous_format)
+    else:
+        copy = torch.nn.functional.pad(copy.to(torch.float32), (0, padded - rows)).to(dtype).contiguous()
+    return aten.as_strided.default(copy, [columns, padded], [padded, 1], 0)
+
+
+def concatenate(vectors: list[Tensor]) -> Tensor:
+    return torch.cat(vectors)
+
+
+def scaled_mm_cpu(
+    a: Tensor, b: Tensor, a_inv: Tensor, b_inv: Tensor, bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool
+) -> Tensor:
+    out = torch.mm(a.to(torch.float32), b.to(torch.float32).t()) * (a_inv * b_inv)
+    if bias is not None:
+        out = out + bias.to(torch.float32)
+    return out.to(out_dtype)
+
+
+def scaled_mm_gpu(
+    a: Tensor, b: Tensor, a_inv: Tensor, b_inv: Tensor, bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool
+) -> Tensor:
+    """cuBLASLt adds a bias in half precision only; any other is added by whatever reads the product."""
+    fused = bias if bias is not None and bias.dtype == out_dtype and out_dtype != torch.float32 else None
+    product_dtype = out_dtype if bias is None or fused is not None else torch.float32
+    scale_a = aten.as_strided.default(a_inv, [1, 1], [1, 1])
+    scale_b = aten.as_strided.default(b_inv, [1, 1], [1, 1])
+    out = aten._scaled_mm.default(a, b.t(), scale_a, scale_b, fused, None, product_dtype, fast_accum)
+    if bias is not None and fused is None:
+        out = (out + bias.to(torch.float32)).to(out_dtype)
+    return out

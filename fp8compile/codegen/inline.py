@@ -1,0 +1,66 @@
+"""Put a plain torch function in the place of a node: traced on the node's fake arguments, copied into its graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch.fx import GraphModule, Node, map_arg
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from ..graph import Emitter, fake_mode_of
+
+
+class Inliner:
+    """Traces each (function, shapes, constants) once: a deep model repeats a handful."""
+
+    def __init__(self) -> None:
+        self.traces: dict[Any, GraphModule] = {}
+
+    def __call__(self, before: Node, function: Callable, *args: Any) -> Node:
+        """Insert `function(*args)` before a node, with that node's metadata; `args` are nodes, lists of nodes and constants.
+        Returns the node of its result (one tensor)."""
+        nodes, spec = pytree.tree_flatten(args)
+        tensors = [i for i, arg in enumerate(nodes) if isinstance(arg, Node)]
+        values = [nodes[i].meta["val"] for i in tensors]
+        # which arguments are one tensor matters not: a trace sees them as different
+        key = (function, spec, *map(_describe, values), *(str(arg) for i, arg in enumerate(nodes) if i not in tensors))
+        if key not in self.traces:
+
+            def call(*given: torch.Tensor) -> torch.Tensor:
+                filled = list(nodes)
+                for i, tensor in zip(tensors, given, strict=True):
+                    filled[i] = tensor
+                return function(*pytree.tree_unflatten(filled, spec))
+
+            from torch._inductor.decomposition import select_decomp_table
+
+            with fake_mode_of(values):
+                distinct = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in values]
+                self.traces[key] = make_fx(call, decomposition_table=select_decomp_table())(*distinct)
+        return self._copy(self.traces[key], before, [nodes[i] for i in tensors])
+
+    @staticmethod
+    def _copy(trace: GraphModule, before: Node, arguments: list[Node]) -> Node:
+        emit = Emitter(before.graph, before, before)  # computes values anew: two copies must not look like one storage
+        given = iter(arguments)
+        copies: dict[Node, Node] = {}
+        for node in trace.graph.nodes:
+            if node.op == "placeholder":
+                copies[node] = next(given)
+            elif node.op == "call_function":
+                args, kwargs = map_arg((node.args, node.kwargs), copies.__getitem__)
+                copies[node] = emit(node.target, *args, **kwargs)
+            elif node.op == "output":
+                return copies[node.args[0]]
+            else:
+                raise AssertionError(f"a lowering must be made of operators only: {node.format_node()}")
+        raise AssertionError("a trace ends with its output")
+
+
+def _describe(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return str(value)
+    return str(value.shape), str(value.stride()), value.dtype, value.device

@@ -1,0 +1,236 @@
+"""Everything that leans on private parts of torch, in one file; read in 2.11, 2.13 and 2.15.
+
+What moves between versions is handled here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import importlib
+import pathlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch._functorch.config as functorch_config
+import torch._functorch.partitioners as partitioners
+from torch import nn
+from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
+from torch.fx import Graph, GraphModule, Node
+from torch.utils.checkpoint import CheckpointPolicy
+
+MUST_SAVE = CheckpointPolicy.MUST_SAVE
+
+
+# -- compiling ---------------------------------------------------------------------------------------------------------
+
+
+def compile_fx(gm: GraphModule, inputs: Sequence[Any], inner_compile: Callable | None, patches: dict[str, Any]) -> Callable:
+    """Inductor on a Dynamo graph, our `inner_compile` in the place of its own. AOTAutogradCache is off: a hit would skip
+    the joint pass, and with it the state and the report (FxGraphCache stays on)."""
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    with functorch_config.patch(enable_autograd_cache=False):
+        return compile_fx(gm, inputs, inner_compile=inner_compile or compile_fx_inner, config_patches=patches)
+
+
+def compile_inner(gm: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Callable:
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    return compile_fx_inner(gm, inputs, **kwargs)
+
+
+@functools.cache
+def sources_hash() -> str:
+    """A hash of the package's sources: part of the cache key of whatever our passes made."""
+    digest = hashlib.sha256()
+    for path in sorted(pathlib.Path(__file__).parent.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+class JointPass(CustomGraphPass):
+    """`run` as Inductor's `joint_custom_pre_pass`; `key` tells apart passes that do different things. `users` is a pass of
+    the user's own: it goes first."""
+
+    def __init__(self, run: Callable[[Graph], None], key: str, users: Any = None):
+        self.run, self.key, self.users = run, key, users
+
+    def __call__(self, graph: Graph) -> None:
+        if self.users is not None:
+            self.users(graph)
+        self.run(graph)
+
+    def uuid(self) -> Any:
+        theirs = self.users.uuid() if hasattr(self.users, "uuid") else None
+        return None if self.users is not None and theirs is None else f"fp8compile-joint-{sources_hash()}-{self.key}-{theirs}"
+
+
+class Partitioner(CustomPartitionerFn):
+    """The min-cut partitioner, told that `recomputable` operators fuse like pointwise ones and may run again in backward.
+
+    To the stock partitioner a custom operator is opaque, and it would save FP8 copies of whole weights (pytorch#141881).
+    """
+
+    def __init__(self, recomputable: Sequence[str]):
+        self.recomputable = tuple(recomputable)  # names: this object is part of a cache key, and pickled for it
+
+    def __call__(self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any):
+        with self._extended():
+            return partitioners.min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+
+    @contextlib.contextmanager
+    def _extended(self) -> Iterator[None]:
+        stock = partitioners.get_default_op_list
+        packets = [getattr(getattr(torch.ops, space), op) for space, op in (name.split("::") for name in self.recomputable)]
+
+        def op_list() -> Any:
+            types = stock()
+            types.fusible_ops.update(packets)
+            types.recomputable_ops.update(packets)
+            return types
+
+        partitioners.get_default_op_list = op_list
+        try:
+            yield
+        finally:
+            partitioners.get_default_op_list = stock
+
+    def uuid(self) -> Any:
+        return f"fp8compile-partition-{sources_hash()}"
+
+
+def random_prims() -> dict[Any, str]:
+    """Inductor's seeded random operators, whose eager forms ignore their seed: operator -> torch function name."""
+    prims = importlib.import_module("torch._inductor.inductor_prims")
+    return {prims.random: "random", prims.randint: "randint"}
+
+
+# -- what Dynamo knows about a graph -----------------------------------------------------------------------------------
+
+
+def source_name(placeholder: Node) -> str:
+    """The expression of a Dynamo placeholder in the user's frame, `L['self']._modules['up']._parameters['weight']`; or ''."""
+    return _name(getattr(placeholder, "_dynamo_source", None))
+
+
+def _name(source: Any) -> str:
+    name = getattr(source, "name", "") or ""
+    return name() if callable(name) else name  # a method up to 2.11, a property since
+
+
+def add_input(gm: GraphModule, name: str, example: torch.Tensor) -> torch.Tensor:
+    """Give a Dynamo graph one more tensor input, at the end, and return what stands for it at compile time. The caller
+    passes a tensor of the same sizes at each call, from a stable address (CUDA graphs need not copy it)."""
+    from torch._dynamo.source import ConstantSource
+    from torch._guards import detect_fake_mode
+
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    with gm.graph.inserting_after(placeholders[-1]) if placeholders else gm.graph.inserting_before(next(iter(gm.graph.nodes))):
+        node = gm.graph.placeholder(name)
+    node._dynamo_source = ConstantSource(source_name=name)
+    mode = detect_fake_mode()
+    if mode is not None:  # or AOTAutograd would take its sizes for dynamic ones
+        example = mode.from_tensor(example, static_shapes=True)
+    node.meta["example_value"] = example
+    node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
+    return example
+
+
+def input_index(placeholder: Node) -> int | None:
+    """Which input of the Dynamo graph a joint-graph placeholder is (or is part of, for a tensor subclass); None for a
+    tangent or what AOTAutograd added."""
+    desc = placeholder.meta.get("desc")
+    for _ in range(8):
+        if desc is None:
+            return None
+        if hasattr(desc, "idx") and "Tangent" not in type(desc).__name__:
+            return int(desc.idx)
+        desc = getattr(desc, "base", None)
+    return None
+
+
+def is_joint_graph(graph: Graph) -> bool:
+    """False for a nested graph (an attention's score function, a branch), whose inputs AOTAutograd does not describe."""
+    return any(input_index(node) is not None for node in graph.find_nodes(op="placeholder"))
+
+
+def copy_graph(gm: GraphModule) -> GraphModule:
+    """A copy of a Dynamo graph with what AOTAutograd reads from it (compile_fx takes ownership of what it is given)."""
+    graph = Graph()
+    copies: dict[Node, Node] = {}
+    graph.output(graph.graph_copy(gm.graph, copies))
+    for node, copy in copies.items():
+        if hasattr(node, "_dynamo_source"):
+            copy._dynamo_source = node._dynamo_source
+    made = GraphModule(gm, graph)
+    made.meta = dict(gm.meta)
+    for name in ("_param_name_to_source",):
+        if hasattr(gm, name):
+            setattr(made, name, getattr(gm, name))
+    return made
+
+
+def shown(error: Exception) -> Exception:
+    """`error` as an exception that Dynamo passes on to the user as it is, of the same class, instead of wrapping it."""
+    from torch._dynamo.exc import ShortenTraceback
+
+    kind = type(type(error).__name__, (type(error), ShortenTraceback), {"__module__": type(error).__module__})
+    made = kind.__new__(kind, *error.args)
+    ShortenTraceback.__init__(made, *error.args, first_useful_frame=None)
+    made.__dict__.update(error.__dict__)
+    return made
+
+
+def root_modules(gm: GraphModule) -> list[tuple[nn.Module, Any]]:
+    """The modules that the compiled frame refers to and whose parameters are inputs of the graph, each with its Dynamo source."""
+    scopes = _scopes()
+    found: dict[str, tuple[nn.Module, Any]] = {}
+    for placeholder in gm.graph.find_nodes(op="placeholder") if scopes else ():
+        source, root = getattr(placeholder, "_dynamo_source", None), None
+        if "._parameters[" not in _name(source) and "._buffers[" not in _name(source):
+            continue
+        prefix = _name(source).split("._modules[")[0].split("._parameters[")[0].split("._buffers[")[0]
+        while source is not None and root is None:
+            root = source if _name(source) == prefix else None
+            source = getattr(source, "base", None)
+        if root is None or prefix in found:
+            continue
+        try:
+            module = eval(prefix, {"__builtins__": {}}, scopes)  # Dynamo's own expression, as its guards evaluate it
+        except Exception:
+            continue
+        if isinstance(module, nn.Module):
+            found[prefix] = (module, root)
+    return list(found.values())
+
+
+def _scopes() -> dict[str, Any]:
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        output = InstructionTranslator.current_tx().output
+        return {"L": output.local_scope, "G": output.global_scope}
+    except AttributeError:  # not called from within Dynamo
+        return {}
+
+
+def guard_training(source: Any) -> None:
+    """Compile again when `training` of the module at `source` changes."""
+    from torch._dynamo.guards import GuardBuilder
+    from torch._dynamo.source import AttrSource
+    from torch._guards import TracingContext
+
+    context = TracingContext.try_get()
+    if context is not None:
+        context.guards_context.dynamo_guards.add(AttrSource(source, "training").make_guard(GuardBuilder.CONSTANT_MATCH))
+
+
+# -- while running -----------------------------------------------------------------------------------------------------
+
+
+def in_backward() -> bool:
+    """Is autograd's engine running a backward on this thread (so that a forward now is a recomputation)?"""
+    return torch._C._current_graph_task_id() != -1

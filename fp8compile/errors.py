@@ -1,0 +1,60 @@
+"""Every exception that fp8compile raises on purpose.
+
+All derive from :class:`Fp8CompileError`, and from the builtin that a caller would expect (``ValueError`` for a bad
+option), so that nobody has to import this package to catch them. Messages say what was given and what to write instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+class Fp8CompileError(Exception):
+    """Base class of everything raised on purpose."""
+
+
+class OptionError(Fp8CompileError, ValueError):
+    """An option of ``torch.compile(..., backend="fp8", options={...})`` that cannot be used.
+
+    ``key`` and ``value`` hold what was given (None when the error is not about one option).
+    """
+
+    key: str | None = None
+    value: Any = None
+
+    @classmethod
+    def of(cls, key: str, value: Any, allowed: str, near: Sequence[str] = ()) -> OptionError:
+        """The error for ``options[key] = value``; `allowed` completes "must be ...", `near` are suggestions."""
+        error = cls(f"fp8 option {key!r} must be {allowed}; got {describe(value)}.{did_you_mean(near)}")
+        error.key, error.value = key, value
+        return error
+
+
+class StrictError(Fp8CompileError, RuntimeError):
+    """Something that is only a warning without ``options={"strict": True}``."""
+
+
+class CapacityExceeded(Fp8CompileError):
+    """Internal: a graph needs more scaling slots than were allocated; `needed` says how many of each kind."""
+
+    def __init__(self, needed: dict[str, int]) -> None:
+        super().__init__(needed)
+        self.needed = needed
+
+    def __str__(self) -> str:
+        return "more scaling slots are needed: " + ", ".join(f"{kind} {n}" for kind, n in self.needed.items())
+
+
+def describe(value: Any, limit: int = 80) -> str:
+    """``repr`` with the type, cut to `limit` characters: ``'4' (str)``."""
+    text = repr(value)
+    return f"{text if len(text) <= limit else text[: limit - 3] + '...'} ({type(value).__name__})"
+
+
+def did_you_mean(near: Sequence[str]) -> str:
+    """`` Did you mean 'a' or 'b'?``, or nothing."""
+    quoted = [repr(name) for name in near]
+    if not quoted:
+        return ""
+    return " Did you mean " + (f"{', '.join(quoted[:-1])} or {quoted[-1]}" if len(quoted) > 1 else quoted[0]) + "?"

@@ -1,0 +1,127 @@
+"""Logging and dumps: the one place that reads fp8compile's environment variables.
+
+``FP8COMPILE_DUMP=dir``    writes graphs and kernels into that directory, one numbered file each
+``TORCH_LOGS=+fp8compile`` shows everything (+: debug, -: errors only), by torch's own handler and in its format
+
+Loggers live under "fp8compile". INFO is shown by default: the summary line must be seen by who configured nothing.
+Whoever configured something (a root handler, a handler on "fp8compile", TORCH_LOGS) gets it there and only there.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = "fp8compile"
+DUMP_VARIABLE = "FP8COMPILE_DUMP"
+
+_numbers = itertools.count()
+_said: set[tuple[str, int, str]] = set()
+
+
+class DefaultHandler(logging.Handler):
+    """Writes to the current sys.stderr, unless somebody else handles the record. Asked at each record: logging may be
+    configured after the import, and TORCH_LOGS adds its handler before it. INFO is written by rank 0 only."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self._handled_elsewhere(record.name) or (record.levelno <= logging.INFO and rank() not in (None, 0)):
+            return
+        try:
+            label = "" if record.levelno == logging.INFO else f"{record.levelname.lower()}: "
+            sys.stderr.write(f"{label}{self.format(record)}\n")
+            sys.stderr.flush()
+        except Exception:
+            self.handleError(record)
+
+    def _handled_elsewhere(self, name: str) -> bool:
+        logger: logging.Logger | None = logging.getLogger(name)
+        while logger is not None:
+            if any(handler is not self and not isinstance(handler, logging.NullHandler) for handler in logger.handlers):
+                return True
+            logger = logger.parent if logger.propagate else None
+        return False
+
+
+def get_logger(name: str = ROOT) -> logging.Logger:
+    """The logger of a module (pass ``__name__``); a name outside of "fp8compile" is put under it."""
+    _set_up()
+    return logging.getLogger(name if name == ROOT or name.startswith(ROOT + ".") else f"{ROOT}.{name}")
+
+
+def say_once(logger: logging.Logger, level: int, message: str) -> bool:
+    """Log `message` unless this process has already logged it there; returns whether it was new."""
+    key = (logger.name, level, message)
+    if key in _said:
+        return False
+    _said.add(key)
+    logger.log(level, "%s", message)
+    return True
+
+
+def rank() -> int | None:
+    """This process's rank in torch.distributed (or as the launcher's RANK says), None in a single process."""
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        return dist.get_rank()
+    launched = os.environ.get("RANK", "")
+    return int(launched) if launched.isdecimal() else None
+
+
+def dump_dir() -> Path | None:
+    """Where dumps go: FP8COMPILE_DUMP (a subdirectory a rank in a distributed job), None when unset."""
+    value = os.environ.get(DUMP_VARIABLE)
+    if not value:
+        return None
+    path = Path(value).expanduser()
+    return path if rank() is None else path / f"rank{rank()}"
+
+
+def dump(name: str, text: str | Callable[[], str]) -> None:
+    """Write `text` to the next numbered file in dump_dir() and hand it to torch's structured trace (tlparse).
+
+    `name` becomes the file's name; ".txt" is added if it has no suffix. `text` may be a function: it is called only if
+    someone reads. A directory that cannot be written is a warning: a dump never stops a compilation.
+    """
+    payload = text if callable(text) else lambda: text
+    _trace(name, payload)
+    directory = dump_dir()
+    if directory is None:
+        return
+    stem = re.sub(r"[^\w.+-]+", "_", name)
+    stem = stem if re.search(r"\.\w+$", stem) else stem + ".txt"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        while True:
+            try:  # "x": never overwrite the files of an earlier process
+                with open(directory / f"{next(_numbers):04d}_{stem}", "x", encoding="utf-8") as file:
+                    file.write(payload())
+                return
+            except FileExistsError:
+                continue
+    except OSError as error:
+        say_once(get_logger(__name__), logging.WARNING, f"{DUMP_VARIABLE}={directory}: {error}")
+
+
+def _trace(name: str, payload: Callable[[], str]) -> None:
+    # torch 2.11-2.15: calls its lambdas only while a trace is being collected (TORCH_TRACE, TORCH_COMPILE_DEBUG)
+    from torch._logging import trace_structured
+
+    trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": f"fp8compile_{name}", "encoding": "string"},
+        payload_fn=payload,
+        expect_trace_id=False,
+    )
+
+
+def _set_up() -> None:
+    root = logging.getLogger(ROOT)
+    if root.level == logging.NOTSET:  # otherwise the user, or TORCH_LOGS, has chosen
+        root.setLevel(logging.INFO)
+    if not any(isinstance(handler, DefaultHandler) for handler in root.handlers):
+        root.addHandler(DefaultHandler())

@@ -1,0 +1,69 @@
+"""A matmul of the joint graph: the unit that `collect` makes, `decide` fills in, the rewriting passes consume and the report prints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch.fx import Node
+
+from .graph import Matrix, hint
+from .reports import FP8, HIGH_PRECISION, MatmulRecord
+
+Gemm = Literal["fprop", "dgrad", "wgrad", "matmul"]
+GEMMS: tuple[Gemm, ...] = ("fprop", "dgrad", "wgrad")
+
+
+@dataclass(eq=False)
+class Matmul:
+    """`out[m, n] = a[m, k] @ b[k, n]`, `batch` times; sizes are ints or SymInts.
+
+    `weight` is the placeholder of the weight that this gemm belongs to (for wgrad: whose gradient it is), None for an
+    activation x activation product. `fprop` links dgrad and wgrad to their forward gemm.
+    """
+
+    node: Node
+    op: str
+    gemm: Gemm
+    a: Matrix
+    b: Matrix
+    batch: Any
+    m: Any
+    n: Any
+    k: Any
+    fqn: str
+    addend: Node | None = None
+    weight: Node | None = None
+    fprop: Matmul | None = None
+    reason: str | None = None  # why it stays in high precision; None: it becomes FP8
+
+    @property
+    def fp8(self) -> bool:
+        return self.reason is None
+
+    @property
+    def weight_operand(self) -> Matrix | None:
+        """The operand that is the weight (of fprop and dgrad)."""
+        return next((x for x in (self.b, self.a) if self.weight is not None and x.base is self.weight), None)
+
+    @property
+    def other_operand(self) -> Matrix:
+        """Of fprop the input, of dgrad the gradient."""
+        return self.a if self.weight_operand is self.b else self.b
+
+    def record(self, recipe: str) -> MatmulRecord:
+        sizes = (self.m, self.n, self.k, self.batch)
+        m, n, k, batch = map(hint, sizes)
+        return MatmulRecord(
+            fqn=self.fqn,
+            gemm=self.gemm,
+            m=m,
+            n=n,
+            k=k,
+            decision=FP8 if self.fp8 else HIGH_PRECISION,
+            reason=self.reason or "",
+            recipe=recipe if self.fp8 else "",
+            batch=batch,
+            op=self.op,
+            dynamic=not all(isinstance(size, int) for size in sizes),
+        )

@@ -1,0 +1,138 @@
+"""What ``torch.compile(model, backend="fp8", mode=..., options={...})`` hands us, validated.
+
+Our keys are those of OURS; any other key must be one of torch._inductor.config's and is passed on to Inductor; anything
+else is an OptionError (a ValueError) that lists near matches. Nothing is compiled before all of it is valid.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, get_args, get_origin
+
+from .errors import OptionError, did_you_mean
+from .logs import get_logger, say_once
+from .recipe import Recipe, boolean
+
+# option -> field of Recipe; `strict` is the one that is not the recipe's
+_RECIPE_FIELDS = {
+    "recipe": "name",
+    "fp8_format": "fp8_format",
+    "margin": "margin",
+    "amax_history_len": "amax_history_len",
+    "amax_compute_algo": "amax_compute_algo",
+    "interval": "interval",
+    "override_linear_precision": "override_linear_precision",
+    "reduce_amax": "reduce_amax",
+}
+OURS = (*_RECIPE_FIELDS, "strict")
+_DELAYED_ONLY = ("amax_history_len", "amax_compute_algo", "interval", "reduce_amax")
+# Inductor's switches of the passes that do our work
+_PASSES = ("use_joint_graph_passes", "use_post_grad_passes")
+
+
+@dataclass(frozen=True)
+class Options:
+    """`inductor` are config patches for compile_fx: dotted names such as "triton.cudagraphs" -> value."""
+
+    recipe: Recipe = field(default_factory=Recipe)
+    strict: bool = False
+    inductor: dict[str, Any] = field(default_factory=dict)
+
+
+def parse(options: Mapping[str, Any] | None = None, mode: str | None = None) -> Options:
+    """Validate `options` and `mode`. Inductor's patches are the mode's, overridden by the options'.
+
+    "-" in a key is read as "_", as torch.compile does. Raises OptionError.
+    """
+    if options is not None and not isinstance(options, Mapping):
+        raise OptionError.of("options", options, "a mapping from option names to values")
+    ours: dict[str, Any] = {}
+    theirs: dict[str, Any] = {}
+    for key, value in (options or {}).items():
+        if not isinstance(key, str):
+            raise OptionError(f"fp8 option names are strings; got {key!r} ({type(key).__name__}).")
+        name = key.replace("-", "_")
+        if name in ours or name in theirs:
+            raise OptionError(f"fp8 option {name!r} is given twice, with {key!r}.")
+        (ours if name in OURS else theirs)[name] = value
+    strict = ours.pop("strict", False)
+    boolean("strict", strict)
+    recipe = Recipe(**{_RECIPE_FIELDS[name]: value for name, value in ours.items()})
+    inductor = {**_mode_patches(mode), **_inductor_patches(theirs)}
+    unused = [name for name in _DELAYED_ONLY if name in ours]
+    if unused and not recipe.delayed:
+        say_once(
+            get_logger(__name__),
+            logging.WARNING,
+            f"fp8 option {', '.join(map(repr, unused))}: no effect with recipe={recipe.name!r}, which keeps no history",
+        )
+    return Options(recipe, strict, inductor)
+
+
+def near_matches(key: str, names: Iterable[str], count: int = 4) -> list[str]:
+    """The `count` best of `names` that somebody who wrote `key` may have meant, best first.
+
+    Dotted names are compared whole and by their last part: "cudagraphs" finds "triton.cudagraphs".
+    """
+
+    def score(name: str) -> float:
+        parts = {name.lower(), name.lower().rsplit(".", 1)[-1]}
+        best = max(difflib.SequenceMatcher(None, wanted, part).ratio() for part in parts)
+        contained = len(wanted) >= 4 and any(wanted in part or (len(part) >= 6 and part in wanted) for part in parts)
+        return max(best, 0.8) if contained else best
+
+    wanted = key.lower().replace("-", "_")
+    ranked = sorted(((score(name), name) for name in names), key=lambda pair: -pair[0])  # stable: ours are given first
+    least = max(0.7, ranked[0][0] - 0.15) if ranked else 1.0  # next to a good match, poor ones only distract
+    return [name for value, name in ranked if value >= least][:count]
+
+
+def _mode_patches(mode: str | None) -> dict[str, Any]:
+    if mode is None or mode == "default":
+        return {}
+    from torch._inductor import list_mode_options
+
+    # a mode without joint-graph passes ("lite") leaves no place for FP8 to happen
+    modes = {name: patches for name, patches in list_mode_options().items() if _keeps_passes(patches)}
+    if not isinstance(mode, str) or mode not in modes:
+        near = near_matches(mode, modes) if isinstance(mode, str) else ()
+        raise OptionError.of("mode", mode, "one of " + ", ".join(map(repr, modes)), near)
+    return dict(modes[mode])
+
+
+def _inductor_patches(given: dict[str, Any]) -> dict[str, Any]:
+    if not given:
+        return {}
+    from torch._inductor import config
+
+    current: dict[str, Any] = config.get_config_copy()
+    for key, value in given.items():
+        if key not in current:
+            near = near_matches(key, (*OURS, *current))
+            error = OptionError(
+                f"unknown fp8 option {key!r} (value {value!r}).{did_you_mean(near)} fp8compile's options are "
+                f"{', '.join(OURS)}; any option of torch._inductor.config is passed on to Inductor."
+            )
+            error.key, error.value = key, value
+            raise error
+        if key in _PASSES and value is False:
+            raise OptionError.of(key, value, "True (FP8 happens in these passes)")
+        expected = config.get_type(key)  # type: ignore[attr-defined]
+        if not _fits(value, expected):
+            wanted = getattr(expected, "__name__", str(expected))
+            raise OptionError.of(key, value, f"{wanted} (an Inductor option, now {current[key]!r})")
+    return dict(given)
+
+
+def _keeps_passes(patches: Mapping[str, Any]) -> bool:
+    return all(patches.get(key, True) for key in _PASSES)
+
+
+def _fits(value: Any, expected: Any) -> bool:
+    """isinstance, as far as `expected` allows: generics are not checked (torch's own wrapper does not either)."""
+    if get_origin(expected) is not None or get_args(expected) or not isinstance(expected, type):
+        return True
+    return isinstance(value, expected) or (expected is float and isinstance(value, int) and not isinstance(value, bool))

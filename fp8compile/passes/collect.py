@@ -1,0 +1,125 @@
+"""collect: find every matmul of the joint graph, with its name, its role and its operands.
+
+    view_1 = view(x)                                  Matmul(mm, "up", fprop, a=x [M, K], b=w [N, K] transposed)
+    mm_1 = mm(view_1, permute(w))             ->      Matmul(mm_2, "up", dgrad, a=dy [M, N], b=w [N, K])
+    mm_2 = mm(dy, w); mm_3 = mm(permute(dy), view_1)  Matmul(mm_3, "up", wgrad, a=dy [M, N] transposed, b=x [M, K])
+
+A forward matmul with a weight as operand is an fprop. Its dgrad and wgrad carry its `seq_nr` (autograd's number of the
+forward operator): dgrad reads the weight, wgrad does not. What is left is activation x activation. Nothing is changed.
+"""
+
+from __future__ import annotations
+
+from torch.fx import Graph, Node
+
+from .. import compat
+from ..capture import Inputs, readable_module
+from ..graph import Matrix, aten, peel, value
+from ..matmul import Gemm, Matmul
+from ..reports import OpaqueRecord
+
+MATMULS = {aten.mm: 0, aten.bmm: 0, aten.addmm: 1, aten.baddbmm: 1}  # operator: index of a among its arguments
+
+# operators that hide matmuls, by what their name contains
+HIDDEN = {
+    "scaled_dot_product": "attention",
+    "flash_attention": "attention",
+    "flex_attention": "attention",
+    "attention_forward": "attention",
+    "convolution": "convolution",
+    "grouped_mm": "grouped matmul",
+    "_scaled_mm": "already scaled by the model",
+    "lstm": "recurrent layer",
+    "gru": "recurrent layer",
+    "mkldnn": "oneDNN operator",
+    "_int_mm": "integer matmul",
+    "_sparse": "sparse matmul",
+    "weight_int4pack": "integer matmul",
+    "aten.addbmm": "matmul",
+    "addmv": "matrix-vector product",
+    "aten.mv": "matrix-vector product",
+    "aten.dot": "vector product",
+}
+OWN_NAMESPACES = {"aten", "prims", "prim", "_c10d_functional", "c10d", "inductor", "inductor_prims", "profiler", "higher_order", "rngprims"}
+
+
+def collect(graph: Graph, inputs: Inputs) -> tuple[list[Matmul], list[OpaqueRecord]]:
+    """The matmuls in the order of the graph, and the operators that hide some."""
+    weights = {}
+    for node in graph.find_nodes(op="placeholder"):
+        index = compat.input_index(node)
+        if index in inputs.weights:
+            weights[node] = inputs.names[index]
+    matmuls: list[Matmul] = []
+    opaque: list[OpaqueRecord] = []
+    fprops: dict[int, Matmul] = {}
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        if getattr(node.target, "overloadpacket", None) in MATMULS:
+            matmuls.append(_matmul(node, weights, fprops))
+        elif (hidden := _hidden(node)) is not None:
+            opaque.append(OpaqueRecord(_module_of(node), str(node.target), hidden))
+    return matmuls, opaque
+
+
+def _matmul(node: Node, weights: dict[Node, str], fprops: dict[int, Matmul]) -> Matmul:
+    first = MATMULS[node.target.overloadpacket]
+    left, right = node.args[first], node.args[first + 1]
+    a, b = peel(left), peel(right)
+    *batch, m, k = value(left).shape
+    found = Matmul(
+        node=node,
+        op=str(node.target).removeprefix("aten.").removesuffix(".default"),
+        gemm="matmul",
+        a=a,
+        b=b,
+        batch=batch[0] if batch else 1,
+        m=m,
+        n=value(right).shape[-1],
+        k=k,
+        fqn=_module_of(node),
+        addend=node.args[0] if first else None,
+    )
+    weight = next((x.base for x in (b, a) if x.base in weights), None)
+    seq_nr = node.meta.get("seq_nr")
+    if node.meta.get("partitioner_tag") != "is_backward":
+        if weight is not None:
+            found.gemm, found.weight, found.fqn = "fprop", weight, _weight_name(weights[weight], found.fqn)
+            fprops[seq_nr] = found
+    elif (fprop := _fprop_of(node, a, b, fprops)) is not None:
+        gemm: Gemm = "dgrad" if fprop.weight in (a.base, b.base) else "wgrad"
+        found.gemm, found.weight, found.fprop, found.fqn = gemm, fprop.weight, fprop, fprop.fqn
+    return found
+
+
+def _fprop_of(node: Node, a: Matrix, b: Matrix, fprops: dict[int, Matmul]) -> Matmul | None:
+    fprop = fprops.get(node.meta.get("seq_nr"))
+    if fprop is None:  # a custom autograd function: its forward and backward share only their tensors
+        fprop = next((f for f in fprops.values() if f.weight in (a.base, b.base)), None)
+    return fprop
+
+
+def _weight_name(weight: str, module: str) -> str:
+    """The module's name for its `weight`, the parameter's own name otherwise (`attn.in_proj_weight`, `w`)."""
+    owner, _, last = weight.rpartition(".")
+    return owner if last == "weight" and owner else (module if last == "weight" and module else weight)
+
+
+def _module_of(node: Node) -> str:
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    return readable_module(list(stack.values())[-1][0]) if stack else ""
+
+
+def _hidden(node: Node) -> str | None:
+    """What kind of matmuls hide in an operator, None if there are none that we know of."""
+    name = str(node.target)
+    namespace = getattr(node.target, "namespace", "")
+    for part, what in HIDDEN.items():
+        if part in name:
+            return what
+    if isinstance(namespace, str) and namespace and namespace not in OWN_NAMESPACES and not name.startswith("<"):
+        return "a third party's operator: what it computes is not visible"
+    if namespace == "higher_order" or type(node.target).__name__.endswith("HigherOrderOperator"):
+        return "a nested graph: not rewritten"
+    return None

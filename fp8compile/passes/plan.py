@@ -1,0 +1,94 @@
+"""plan: which tensors are quantized, once each for all their readers, in which slots their scales are kept.
+
+    q = linear(h, w_q); k = linear(h, w_k)    ->    h: one `Operand`, slot (w_q, "input", 0), read by both
+
+An operand is a base tensor with a role. Its slot is named by the weight of its first reader and the number of that
+weight's earlier uses. Slots of one direction are ordered so that amaxes over equally many rows are neighbours: their
+last reduction is one kernel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch.fx import Node
+
+from .. import compat
+from ..formats import Format
+from ..graph import Matrix
+from ..matmul import Matmul
+from ..state import SlotKey
+
+
+@dataclass(eq=False)
+class Operand:
+    """A tensor to quantize: `format` and `scale` are the same for all its readers and layouts."""
+
+    matrix: Matrix
+    key: SlotKey
+    format: Format
+    reader: Node  # the first matmul that reads it, whose metadata the casts inherit
+    slot: int = -1  # its row in the page of its direction
+
+    @property
+    def backward(self) -> bool:
+        return self.key.role == "gradient"
+
+
+@dataclass(eq=False)
+class Plan:
+    operands: dict[tuple[Node, str], Operand] = field(default_factory=dict)
+
+    def of(self, matrix: Matrix, role: str) -> Operand:
+        return self.operands[matrix.base, _format_role(role)]
+
+    def direction(self, backward: bool) -> list[Operand]:
+        """The operands of the forward or of the backward, by slot."""
+        return sorted((x for x in self.operands.values() if x.backward is backward), key=lambda x: x.slot)
+
+
+def _format_role(role: str) -> str:
+    return "gradient" if role == "gradient" else "forward"
+
+
+def roles(matmul: Matmul) -> tuple[tuple[Matrix, str], tuple[Matrix, str]]:
+    """The operands a and b of a weight's gemm with their roles."""
+    if matmul.gemm == "wgrad":
+        # the input is the operand that fprop reads; what is left is the gradient
+        base = matmul.fprop.other_operand.base if matmul.fprop is not None else None
+        return ((matmul.a, "input"), (matmul.b, "gradient")) if matmul.a.base is base else ((matmul.a, "gradient"), (matmul.b, "input"))
+    other = "input" if matmul.gemm == "fprop" else "gradient"
+    weight = matmul.weight_operand
+    return ((matmul.a, "weight" if matmul.a is weight else other), (matmul.b, "weight" if matmul.b is weight else other))
+
+
+def plan(matmuls: list[Matmul], forward: Format, gradient: Format) -> Plan:
+    """The operands of all matmuls that become FP8. Changes nothing."""
+    made = Plan()
+    uses: dict[Node, int] = {}  # weight -> its fprops so far
+    use_of: dict[Matmul, int] = {}
+    taken: set[SlotKey] = set()
+    for matmul in matmuls:
+        if matmul.gemm == "fprop" and matmul.weight is not None:
+            use_of[matmul] = uses.get(matmul.weight, 0)
+            uses[matmul.weight] = use_of[matmul] + 1
+    for matmul in (m for m in matmuls if m.fp8):
+        use = use_of[matmul.fprop or matmul]
+        index = compat.input_index(matmul.weight)  # type: ignore[arg-type]
+        assert index is not None
+        for matrix, role in roles(matmul):
+            if (matrix.base, _format_role(role)) in made.operands:
+                continue
+            key = SlotKey(index, role, 0 if role == "weight" else use)
+            while key in taken:  # say, a dgrad and a wgrad that see different copies of their gradient
+                key = SlotKey(index, role, key.use + 1)
+            taken.add(key)
+            fmt = gradient if role == "gradient" else forward
+            made.operands[matrix.base, _format_role(role)] = Operand(matrix, key, fmt, matmul.node)
+    for backward in (False, True):
+        rows: dict[str, list[Operand]] = {}
+        for operand in (x for x in made.operands.values() if x.backward is backward):
+            rows.setdefault(str(operand.matrix.shape[0]), []).append(operand)
+        for slot, operand in enumerate(x for group in rows.values() for x in group):
+            operand.slot = slot
+    return made

@@ -1,0 +1,151 @@
+"""rewrite: quantize each operand once, in the layouts that are read, and put FP8 matmuls in the place of the decided ones.
+
+    mm = mm(view(x), permute(w))
+
+becomes (delayed; `tensorwise` has `current_scale(amax)` in the place of `delayed_scale`)
+
+    amax_x = amax(x2d); scale_x = delayed_scale(scales, amax_x, 0); inv_x = delayed_inverse(scales, scale_x, 0)
+    amax_w = ...
+    x8 = quantize(x2d, scale_x, transposed=False); w8 = quantize(w, scale_w, transposed=False)
+    mm = scaled_mm(x8, w8, inv_x, inv_w)
+
+Scales are values of the forward that the backward needs as they were: they are tagged MUST_SAVE. The casts are not
+tagged: the partitioner chooses between saving an FP8 copy and casting again (weights always, for a weight is there
+anyway).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Graph, Node
+
+from .. import compat, ops
+from ..graph import Emitter, Matrix, aten, same_shape, value
+from ..matmul import Matmul
+from ..recipe import Recipe
+from .plan import Operand, Plan, roles
+
+
+def rewrite(graph: Graph, matmuls: list[Matmul], plan: Plan, recipe: Recipe, pages: tuple[Node, Node] | None) -> dict[Operand, Node]:
+    """Rewrite the decided matmuls; `pages` are the state inputs of forward and backward (None: no state).
+    Returns the amax of each operand."""
+    writer = _Writer(graph, plan, recipe, pages)
+    for matmul in matmuls:
+        if matmul.fp8:
+            writer.replace(matmul)
+    return writer.amaxes
+
+
+class _Writer:
+    def __init__(self, graph: Graph, plan: Plan, recipe: Recipe, pages: tuple[Node, Node] | None):
+        self.graph, self.plan, self.recipe, self.pages = graph, plan, recipe, pages
+        self.start = next(node for node in graph.nodes if node.op != "placeholder")  # what reads inputs goes before it
+        self.amaxes: dict[Operand, Node] = {}
+        self.scales: dict[Operand, tuple[Node, Node]] = {}  # scale, inverse
+        self.copies: dict[tuple[Operand, str, bool], Node] = {}
+        self.snapshots: dict[bool, Node] = {}
+        self.matrices: dict[tuple[Node, str], Node] = {}
+
+    def replace(self, matmul: Matmul) -> None:
+        (a, role_a), (b, role_b) = roles(matmul)
+        operand_a, operand_b = self.plan.of(a, role_a), self.plan.of(b, role_b)
+        # K-major: [m, k] and [n, k]
+        a8, b8 = self.copy(operand_a, a, a.transposed), self.copy(operand_b, b, not b.transposed)
+        node = matmul.node
+        emit = Emitter(self.graph, node, node)
+        bias, rest = _split_addend(matmul)
+        fast = matmul.gemm == "fprop"
+        inverses = self.scale_of(operand_a)[1], self.scale_of(operand_b)[1]
+        out = emit(ops.scaled_mm, a8, b8, *inverses, bias, value(node).dtype, fast)
+        if value(node).dim() == 3:
+            out = emit(aten.unsqueeze.default, out, 0)
+        if rest is not None:
+            out = _add(emit, rest, out, node)
+        node.replace_all_uses_with(out)
+        if node is self.start:
+            self.start = node.next
+        self.graph.erase_node(node)
+
+    def copy(self, operand: Operand, matrix: Matrix, transposed: bool) -> Node:
+        """The FP8 copy of an operand in one layout; written once."""
+        key = (operand, str(matrix.shape), transposed)
+        if key not in self.copies:
+            scale, _ = self.scale_of(operand)
+            emit = self.after(scale, operand, recompute=operand.reader.meta.get("recompute"))
+            source = self.matrix(matrix, operand)
+            self.copies[key] = emit(ops.quantize, source, scale, operand.format.dtype, operand.format.max, transposed)
+        return self.copies[key]
+
+    def scale_of(self, operand: Operand) -> tuple[Node, Node]:
+        if operand not in self.scales:
+            snapshot = self.snapshot(operand.backward) if self.recipe.delayed else None
+            amax = self.amax(operand)
+            emit = self.after(amax, operand, recompute=compat.MUST_SAVE, ac_graph_id=None)
+            if snapshot is not None:
+                scale = emit(ops.delayed_scale, snapshot, amax, operand.slot, operand.format.max, self.recipe.margin)
+                inverse = emit(ops.delayed_inverse, snapshot, scale, operand.slot)
+            else:
+                scale = emit(ops.current_scale, amax, operand.format.max, self.recipe.margin)
+                inverse = emit(ops.inverse, scale)
+            self.scales[operand] = scale, inverse
+        return self.scales[operand]
+
+    def amax(self, operand: Operand) -> Node:
+        if operand not in self.amaxes:
+            source = self.matrix(operand.matrix, operand)
+            self.amaxes[operand] = self.after(source, operand, recompute=None, ac_graph_id=None)(ops.amax, source)
+        return self.amaxes[operand]
+
+    def snapshot(self, backward: bool) -> Node:
+        if backward not in self.snapshots:
+            assert self.pages is not None
+            page = self.pages[backward]
+            tag = "is_backward" if backward else "is_forward"
+            emit = Emitter(self.graph, self.start, page, partitioner_tag=tag, recompute=compat.MUST_SAVE)
+            self.snapshots[backward] = emit(ops.snapshot, page)
+        return self.snapshots[backward]
+
+    def matrix(self, matrix: Matrix, operand: Operand) -> Node:
+        """The base as a 2-D node. A copy only if its strides make a view impossible (Inductor fuses that into the casts)."""
+        base = matrix.base
+        rows, columns = matrix.shape
+        key = (base, f"{rows} {columns}")
+        if value(base).dim() == 2 and same_shape(value(base).shape, matrix.shape):
+            return base
+        if key not in self.matrices:
+            emit = self.after(base, operand)
+            shape = [-1, columns] if isinstance(columns, int) and columns else [rows, -1]
+            try:
+                self.matrices[key] = emit(aten.view.default, base, shape)
+            except (RuntimeError, ValueError):
+                dense = emit(aten.clone.default, base, memory_format=torch.contiguous_format)
+                self.matrices[key] = emit(aten.view.default, dense, shape)
+        return self.matrices[key]
+
+    def after(self, node: Node, operand: Operand, **meta) -> Emitter:
+        """Emits right behind `node` (behind the inputs, if it is one), for `operand`."""
+        anchor = self.start if node.op == "placeholder" else node.next
+        tag = "is_backward" if operand.backward else "is_forward"
+        return Emitter(self.graph, anchor, operand.reader, **{"partitioner_tag": tag, **meta})
+
+
+def _split_addend(matmul: Matmul) -> tuple[Node | None, Node | None]:
+    """(bias that the FP8 matmul adds, anything else that has to be added): at most one is there."""
+    addend, node = matmul.addend, matmul.node
+    if addend is None:
+        return None, None
+    plain = node.kwargs.get("beta", 1) == 1 and node.kwargs.get("alpha", 1) == 1
+    shape = value(addend).shape
+    is_row = len(shape) == 1 and isinstance(shape[0], int) and shape[0] == matmul.n
+    return (addend, None) if plain and is_row and value(node).dim() == 2 else (None, addend)
+
+
+def _add(emit: Emitter, addend: Node, product: Node, node: Node) -> Node:
+    beta, alpha = node.kwargs.get("beta", 1), node.kwargs.get("alpha", 1)
+    if alpha != 1:
+        product = emit(aten.mul.Tensor, product, alpha)
+    if beta == 0:
+        return product
+    if beta != 1:
+        addend = emit(aten.mul.Tensor, addend, beta)
+    return emit(aten.add.Tensor, product, addend)

@@ -1,0 +1,203 @@
+"""How a compiled graph runs: which pages it gets, and whether a call is warm or cold.
+
+A *warm* call runs what Inductor made: every scale is known before its tensor is. In the first calls some slot has seen
+nothing, or zeros only (a zero-initialised projection has no gradient behind it), and a scale of 1 would flush gradients
+to zero. Such a *cold* call runs the same graph operator by operator, on the reference implementations in `ops`, which
+take the current amax where there is no scale. Forward and backward of one call are of one kind: what is saved between
+them (layouts, random numbers) is.
+
+The state moves once a training call. A forward inside of a running backward is a recomputation (eager checkpointing)
+if that call's forward has run before, and leaves the state as it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Interpreter, Node
+
+from . import compat, scaling
+from .passes import Rewritten
+from .passes.base import run_pass
+from .passes.lower import lower
+from .state import Book, PageSet
+
+Boxed = Callable[[list[Any]], Any]
+
+_interpreted = False
+
+
+@contextlib.contextmanager
+def interpreted() -> Iterator[None]:
+    """Inside, graphs are rewritten and lowered as always, but run by an FX interpreter instead of being compiled.
+    Inductor takes 10 to 20 s a graph; this takes none of them. For tests, and for finding out whose bug it is."""
+    global _interpreted
+    before, _interpreted = _interpreted, True
+    try:
+        yield
+    finally:
+        _interpreted = before
+
+
+class Eager(Interpreter):
+    """Runs a graph operator by operator. Inductor's random operators draw by their seed, as they do when compiled, so
+    that a mask that is computed again in backward is the same."""
+
+    def call_function(self, target: Any, args: tuple, kwargs: dict) -> Any:
+        kind = compat.random_prims().get(target)
+        return super().call_function(target, args, kwargs) if kind is None else _draw(kind, *args)
+
+
+def _draw(kind: str, *args: Any) -> torch.Tensor:
+    seed = args[1] if kind == "random" else args[3]
+    generator = torch.Generator(seed.device).manual_seed(int(seed))
+    if kind == "randint":
+        low, high, size = args[:3]
+        return torch.randint(low, high, size, device=seed.device, generator=generator)
+    size, _, mode = args[:3]
+    return getattr(torch, mode)(size, device=seed.device, dtype=torch.float32, generator=generator)
+
+
+class CompiledGraph:
+    """One Dynamo graph: compiles the two halves that AOTAutograd makes of it, then serves as its callable."""
+
+    def __init__(self, history: int, capacity: tuple[int, int] | None):
+        self.history, self.capacity = history, capacity
+        self.rewritten: Rewritten | None = None
+        self.book: Book | None = None
+        self.call: Callable[..., Any] | None = None
+        self.now: PageSet | None = None  # of the call in progress
+        self.idle: torch.Tensor | None = None  # a stand-in where the state inputs are unused
+        self.marker: str | None = None  # a value saved for backward, by which a cold call's backward is known
+        self.saved: list[str] = []
+
+    # -- compiling --
+
+    def inner_compile(self, gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+        """In the place of Inductor's own: lower, compile, and keep the graph as it was for cold calls."""
+        assert self.rewritten is not None
+        backward = bool(kwargs.get("is_backward"))
+        stateful = bool(self.rewritten.pages)
+        if stateful and self.book is None:
+            assert self.capacity is not None
+            self.book = Book(self.rewritten.forward, self.rewritten.backward, self.capacity, self.history)
+        cold = _copy(gm) if stateful else None
+        run_pass("lower_backward" if backward else "lower_forward", gm.graph, lambda: lower(gm))
+        warm: Any = _boxed(Eager(gm)) if _interpreted else compat.compile_inner(gm, example_inputs, **kwargs)
+        if cold is None:
+            return warm
+        device = next((x.meta["val"].device.type for x in cold.graph.nodes if isinstance(x.meta.get("val"), torch.Tensor)), "cpu")
+        return self._backward(cold, warm, device) if backward else self._forward(cold, warm, device)
+
+    def _forward(self, gm: GraphModule, warm: Boxed, device: str) -> Boxed:
+        eager, outputs = _boxed(Eager(gm)), [x.name if isinstance(x, Node) else "" for x in _outputs(gm)]
+        self.saved = outputs
+
+        def run(args: list[Any]) -> Any:
+            pages = self.now
+            if pages is None or not pages.cold or not _on(device, args):
+                return warm(args)
+            result = eager([_alias(x) for x in _drain(args)])
+            if self.marker in outputs:
+                pages.cold_marks.add(result[outputs.index(self.marker)].data_ptr())
+            pages.tries -= 1
+            return result
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    def _backward(self, gm: GraphModule, warm: Boxed, device: str) -> Boxed:
+        assert self.rewritten is not None and self.book is not None
+        book, eager = self.book, _boxed(Eager(gm))
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        names = [node.name for node in placeholders]
+        page_at = names.index(self.rewritten.pages[1]) if self.rewritten.pages[1] in names else None
+        tensors = {n.name for n in placeholders if isinstance(n.meta.get("val"), torch.Tensor)}
+        primals = ("primals", "tangents")
+        self.marker = next((x for x in names if x in tensors and x in self.saved and not x.startswith(primals)), None)
+        marker_at = names.index(self.marker) if self.marker is not None else None
+
+        def run(args: list[Any]) -> Any:
+            pages = book.by_pointer.get(args[page_at].data_ptr()) if page_at is not None else self.now
+            if pages is None:
+                return warm(args)
+            pages.pending = max(0, pages.pending - 1)
+            if marker_at is None:
+                cold = pages.cold
+            else:
+                mark = args[marker_at].data_ptr()
+                cold = mark in pages.cold_marks
+                pages.cold_marks.discard(mark)
+            if not cold or not _on(device, args):
+                return warm(args)
+            result = eager([_alias(x) for x in _drain(args)])
+            pages.after_cold_call()
+            return result
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    # -- running --
+
+    def __call__(self, *args: Any) -> Any:
+        assert self.call is not None
+        if self.capacity is None:
+            return self.call(*args)
+        if self.book is None:  # nothing became FP8: the state inputs are read by nobody
+            if self.idle is None:
+                self.idle = scaling.new_page(self.capacity[0], self.history, _device(args))
+            return self.call(*args, self.idle, self.idle)
+        pages = self.now = self.book.open(args, _device(args))
+        state = (pages.forward.tensor, pages.backward.tensor)
+        if not (pages.pending and compat.in_backward()):
+            pages.pending += 1
+            return self.call(*args, *state)
+        before = pages.forward.tensor.clone()
+        try:
+            return self.call(*args, *state)
+        finally:
+            pages.forward.tensor.data.copy_(before)
+
+
+def _copy(gm: GraphModule) -> GraphModule:
+    graph = Graph()
+    copies: dict[Node, Node] = {}
+    output = graph.graph_copy(gm.graph, copies)
+    graph.output(output)
+    return GraphModule(gm, graph)
+
+
+def _outputs(gm: GraphModule) -> list[Any]:
+    return list(next(iter(gm.graph.find_nodes(op="output"))).args[0])  # type: ignore[arg-type]
+
+
+def _boxed(interpreter: Interpreter) -> Boxed:
+    def run(args: list[Any]) -> Any:
+        return interpreter.boxed_run(args)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def _drain(args: list[Any]) -> list[Any]:
+    given = list(args)
+    args.clear()
+    return given
+
+
+def _alias(x: Any) -> Any:
+    """The same storage without the version counter: a page that is written here may be saved for a backward to come."""
+    return x.data if type(x) is torch.Tensor and not x.requires_grad else x
+
+
+def _on(device: str, args: Sequence[Any]) -> bool:
+    """Are the arguments where the graph was compiled for? (A graph compiled for a described GPU cannot run here.)"""
+    return _device(args).type == device
+
+
+def _device(args: Sequence[Any]) -> torch.device:
+    return next((x.device for x in args if isinstance(x, torch.Tensor)), torch.device("cpu"))
+

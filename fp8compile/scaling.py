@@ -1,0 +1,71 @@
+"""The arithmetic of a scale: one place, used by the reference operators, by the lowered graphs and by the state.
+
+    scale     = fp8_max / (amax * 2**margin)         multiplies into FP8
+    scale_inv = 1 / scale                            divides back
+
+Both are float32, computed in float64 and rounded once, so that eager and compiled code agree to the bit whatever
+instructions a compiler picks for a float32 division.
+
+One direction (forward or backward) of one set of parameters keeps its delayed scaling state in one float32 tensor, a
+*page* `[slots, 3 + history]`, one row a slot:
+
+    column   0       1           2                                                          3 ...
+             scale   scale_inv   calls since the scale was computed, -1 before the first    amax history, newest first
+
+The functions are written in plain torch with no data-dependent control flow: they run eagerly, on fake tensors and as
+nodes of a graph.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+SCALE, SCALE_INV, AGE, HISTORY = 0, 1, 2, 3
+LARGEST = torch.finfo(torch.float32).max
+
+
+def scale_of(amax: Tensor, fp8_max: float, margin: int) -> Tensor:
+    """The scale (float32, shape of `amax`) that brings `amax` to `fp8_max / 2**margin`; 1 where amax is 0 or not finite."""
+    wide = amax.to(torch.float64)
+    scale = (torch.full_like(wide, fp8_max) / (wide * 2.0**margin)).clamp(max=LARGEST)  # a number / a tensor is a reciprocal
+    usable = (wide > 0) & (wide < float("inf"))
+    return torch.where(usable, scale, torch.ones_like(scale)).to(torch.float32)
+
+
+def inverse_of(scale: Tensor) -> Tensor:
+    """1 / scale, float32."""
+    wide = scale.to(torch.float64)
+    return (torch.ones_like(wide) / wide).to(torch.float32)
+
+
+def new_page(slots: int, history: int, device: torch.device) -> Tensor:
+    """A page of cold slots: scale 1, nothing seen."""
+    page = torch.zeros(slots, HISTORY + history, dtype=torch.float32, device=device)
+    page[:, SCALE] = page[:, SCALE_INV] = 1.0
+    page[:, AGE] = -1.0
+    return page
+
+
+def next_page(page: Tensor, amax: Tensor, fp8_max: float, margin: int, interval: int, most_recent: bool) -> Tensor:
+    """The page after a training call that saw `amax` (float32 `[n]`, n <= slots: the first n rows move).
+
+    The history shifts by one. A slot's scale is recomputed at its first non-zero amax and at every `interval`-th call
+    from there, unless the amax to compute it from is 0. If any amax is not finite, nothing moves: one bad batch leaves
+    no trace (TransformerEngine keeps the infinity in the window for its whole length).
+    """
+    used = amax.shape[0]
+    rows = page[:used]
+    old_scale, old_inverse, age = rows[:, SCALE], rows[:, SCALE_INV], rows[:, AGE]
+    history = torch.cat([amax.unsqueeze(1), rows[:, HISTORY:-1]], 1)
+    peak = amax if most_recent else history.amax(1)
+    cold = age < 0
+    due = torch.where(cold, amax > 0, age + 1 >= interval)
+    fresh = due & (peak > 0)
+    scale = torch.where(fresh, scale_of(peak, fp8_max, margin), old_scale)
+    inverse = torch.where(fresh, inverse_of(scale), old_inverse)
+    still = torch.where(cold, age, age + 1)
+    age = torch.where(due, torch.zeros_like(age), still)
+    moved = torch.cat([torch.stack([scale, inverse, age], 1), history], 1)
+    kept = torch.where(amax.isfinite().all(), moved, rows)
+    return torch.cat([kept, page[used:]], 0)

@@ -1,0 +1,264 @@
+"""Options, recipes and formats: what is accepted, what it becomes, and what an error says."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import pickle
+
+import pytest
+import torch
+
+from fp8compile import formats, logs, options
+from fp8compile.errors import CapacityExceeded, Fp8CompileError, OptionError, StrictError
+from fp8compile.options import Options, near_matches, parse
+from fp8compile.recipe import Recipe
+
+
+def error_of(given, mode=None) -> str:
+    with pytest.raises(ValueError) as caught:
+        parse(given, mode)
+    assert isinstance(caught.value, OptionError)
+    return str(caught.value)
+
+
+# --- defaults and values --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("given", [None, {}])
+@pytest.mark.parametrize("mode", [None, "default"])
+def test_defaults(given, mode):
+    parsed = parse(given, mode)
+    assert parsed == Options(Recipe("delayed", "hybrid", 0, 16, "max", 1, (False, False, False), False), False, {})
+    assert parsed.recipe.delayed
+
+
+def test_every_option_reaches_its_field():
+    given = {
+        "recipe": "delayed",
+        "fp8_format": "e4m3",
+        "margin": 2,
+        "amax_history_len": 4,
+        "amax_compute_algo": "most_recent",
+        "interval": 3,
+        "override_linear_precision": [False, True, True],
+        "reduce_amax": True,
+        "strict": True,
+    }
+    parsed = parse(given)
+    assert dataclasses.asdict(parsed.recipe) == {
+        "name": "delayed",
+        "fp8_format": "e4m3",
+        "margin": 2,
+        "amax_history_len": 4,
+        "amax_compute_algo": "most_recent",
+        "interval": 3,
+        "override_linear_precision": (False, True, True),
+        "reduce_amax": True,
+    }
+    assert parsed.strict and parsed.inductor == {}
+    assert set(given) == set(options.OURS)
+
+
+def test_recipe_is_frozen_and_hashable():
+    gemms = [True, False, False]
+    assert hash(Recipe(override_linear_precision=gemms)) == hash(Recipe(override_linear_precision=tuple(gemms)))
+    assert not Recipe("tensorwise").delayed
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Recipe().margin = 1
+
+
+@pytest.mark.parametrize("spelling", ["HYBRID", "Hybrid", "hybrid"])
+def test_format_in_any_case(spelling):
+    assert parse({"fp8_format": spelling}).recipe.fp8_format == "hybrid"
+
+
+def test_dashes_are_underscores():
+    parsed = parse({"fp8-format": "e4m3", "max-autotune": True})
+    assert parsed.recipe.fp8_format == "e4m3" and parsed.inductor == {"max_autotune": True}
+    assert "'fp8_format' is given twice" in error_of({"fp8-format": "e4m3", "fp8_format": "e4m3"})
+
+
+# --- errors: key, value, what is allowed ----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "key, value, allowed",
+    [
+        ("recipe", "rowwise", "'delayed', 'tensorwise'"),
+        ("recipe", "Delayed", "'delayed', 'tensorwise'"),
+        ("recipe", None, "'delayed', 'tensorwise'"),
+        ("recipe", ["delayed"], "'delayed', 'tensorwise'"),
+        ("fp8_format", "E5M2", "'hybrid', 'e4m3'"),
+        ("fp8_format", 4, "'hybrid', 'e4m3'"),
+        ("margin", -1, "integer >= 0"),
+        ("margin", 1.0, "integer >= 0"),
+        ("margin", True, "integer >= 0"),
+        ("margin", "0", "integer >= 0"),
+        ("amax_history_len", 0, "integer >= 1"),
+        ("amax_history_len", True, "integer >= 1"),
+        ("amax_compute_algo", "mean", "'max', 'most_recent'"),
+        ("amax_compute_algo", max, "'max', 'most_recent'"),
+        ("interval", 0, "integer >= 1"),
+        ("interval", False, "integer >= 1"),
+        ("override_linear_precision", True, "fprop, dgrad, wgrad"),
+        ("override_linear_precision", (True, False), "fprop, dgrad, wgrad"),
+        ("override_linear_precision", (1, 0, 0), "fprop, dgrad, wgrad"),
+        ("override_linear_precision", "tff", "fprop, dgrad, wgrad"),
+        ("reduce_amax", 1, "True or False"),
+        ("strict", "yes", "True or False"),
+        ("strict", None, "True or False"),
+    ],
+)
+def test_bad_value(key, value, allowed):
+    message = error_of({key: value})
+    assert repr(key) in message and repr(value) in message and allowed in message and type(value).__name__ in message
+
+
+def test_error_carries_key_and_value_and_pickles():
+    with pytest.raises(OptionError) as caught:
+        parse({"margin": -3})
+    for error in (caught.value, pickle.loads(pickle.dumps(caught.value))):
+        assert (error.key, error.value) == ("margin", -3) and "-3" in str(error)
+
+
+def test_long_values_are_cut():
+    assert len(error_of({"recipe": "x" * 5000})) < 300
+
+
+def test_recipe_suggests_the_case():
+    assert "Did you mean 'delayed'?" in error_of({"recipe": "DELAYED"})
+
+
+@pytest.mark.parametrize(
+    "key, meant",
+    [
+        ("recpie", "recipe"),
+        ("format", "fp8_format"),
+        ("FP8_FORMAT", "fp8_format"),
+        ("amax_history_length", "amax_history_len"),
+        ("amax_histroy_len", "amax_history_len"),
+        ("stric", "strict"),
+        ("override_precision", "override_linear_precision"),
+        ("max_autotun", "max_autotune"),
+        ("cudagraphs", "triton.cudagraphs"),
+        ("triton.cudagraph", "triton.cudagraphs"),
+    ],
+)
+def test_unknown_key_lists_near_matches(key, meant):
+    message = error_of({key: "it"})
+    suggestions = message.partition("Did you mean ")[2].partition("?")[0]
+    assert repr(key) in message and "'it'" in message
+    assert suggestions.startswith(repr(meant)), message
+    assert all(name in message for name in options.OURS) and "torch._inductor.config" in message
+
+
+def test_unknown_key_without_a_near_match():
+    message = error_of({"qqqqqq": 1})
+    assert "Did you mean" not in message and "amax_history_len" in message
+
+
+def test_keys_are_strings_and_options_a_mapping():
+    assert "3 (int)" in error_of({3: True})
+    assert "a mapping" in error_of(["delayed"])
+
+
+def test_near_matches_is_ordered_and_bounded():
+    names = ["alpha_beta", "alpha_bets", "zeta", "a.alpha_beta", "alpha_betas", "alpha_beth"]
+    assert near_matches("alpha_bet", names, count=2) == ["alpha_beta", "alpha_bets"]
+    assert near_matches("alpha_beta", names)[:2] == ["alpha_beta", "a.alpha_beta"]
+    assert near_matches("q", names) == near_matches("q", []) == []
+
+
+# --- Inductor's -----------------------------------------------------------------------------------
+
+
+def test_inductor_options_pass_through():
+    given = {"max_autotune": True, "triton.cudagraphs": False, "epilogue_fusion": False, "margin": 1}
+    parsed = parse(given)
+    assert parsed.inductor == {key: given[key] for key in given if key != "margin"} and parsed.recipe.margin == 1
+
+
+@pytest.mark.parametrize("value", [1, "True", None])
+def test_inductor_type_is_checked(value):
+    message = error_of({"max_autotune": value})
+    assert "'max_autotune'" in message and repr(value) in message and "bool" in message
+
+
+def test_ours_are_not_inductors():
+    assert not set(options.OURS) & set(torch._inductor.config.get_config_copy())
+
+
+@pytest.mark.parametrize("key", ["use_joint_graph_passes", "use_post_grad_passes"])
+def test_the_passes_that_we_live_in_cannot_be_switched_off(key):
+    assert key in error_of({key: False})
+    assert parse({key: True}).inductor == {key: True}
+
+
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"])
+def test_modes_are_inductors(mode):
+    expected = torch._inductor.list_mode_options(mode)
+    assert expected and parse(None, mode).inductor == expected
+
+
+def test_options_override_the_mode():
+    patches = parse({"triton.cudagraphs": False}, "max-autotune").inductor
+    assert patches["triton.cudagraphs"] is False and patches["max_autotune"] is True
+    assert torch._inductor.list_mode_options("max-autotune")["triton.cudagraphs"] is True  # not changed in place
+
+
+def test_bad_modes():
+    assert "Did you mean 'max-autotune'" in (message := error_of(None, "max-autotun")) and "'mode'" in message
+    assert "'lite'" in error_of(None, "lite")  # has no joint-graph passes
+    assert "3 (int)" in error_of(None, 3)
+
+
+def test_options_without_effect_are_said_once(caplog, monkeypatch):
+    monkeypatch.setattr(logs, "_said", set())
+    with caplog.at_level(logging.WARNING, logger="fp8compile"):
+        for _ in range(2):
+            parse({"recipe": "tensorwise", "interval": 2, "amax_history_len": 4})
+        parse({"interval": 2, "amax_history_len": 4})
+    assert [record.getMessage() for record in caplog.records] == [
+        "fp8 option 'amax_history_len', 'interval': no effect with recipe='tensorwise', which keeps no history"
+    ]
+
+
+# --- formats and errors ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fmt", [formats.E4M3, formats.E5M2, formats.E4M3_FNUZ, formats.E5M2_FNUZ])
+def test_maximum_is_the_dtypes(fmt):
+    assert fmt.max == torch.finfo(fmt.dtype).max and isinstance(fmt.max, float)
+
+
+def test_pick():
+    assert formats.pick("hybrid", fnuz=False) == (formats.E4M3, formats.E5M2)
+    assert formats.pick("e4m3", fnuz=False) == (formats.E4M3, formats.E4M3)
+    assert formats.pick("hybrid", fnuz=True) == (formats.E4M3_FNUZ, formats.E5M2_FNUZ)
+    assert formats.pick("e4m3", fnuz=True) == (formats.E4M3_FNUZ, formats.E4M3_FNUZ)
+    with pytest.raises(OptionError, match="'fp8_format'.*'hybrid'.*'e6m1'"):
+        formats.pick("e6m1", fnuz=False)
+
+
+@pytest.mark.parametrize("arch, expected", [("gfx942:sramecc+", True), ("gfx950", False), ("gfx1201", False)])
+def test_fnuz_follows_the_architecture(monkeypatch, arch, expected):
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: type("P", (), {"gcnArchName": arch}))
+    assert formats.fnuz() is expected
+
+
+def test_fnuz_touches_no_device_without_rocm(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: pytest.fail("asked a device"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: pytest.fail("asked for CUDA"))
+    assert formats.fnuz() is False
+
+
+def test_error_classes():
+    assert issubclass(OptionError, ValueError) and issubclass(StrictError, RuntimeError)
+    assert all(issubclass(error, Fp8CompileError) for error in (OptionError, StrictError, CapacityExceeded))
+    error = pickle.loads(pickle.dumps(CapacityExceeded({"forward": 12, "backward": 3})))
+    assert error.needed == {"forward": 12, "backward": 3} and "forward 12, backward 3" in str(error)
