@@ -54,10 +54,10 @@ def next_page(page: Tensor, amax: Tensor, fp8_max: float, margin: int, interval:
     from there, unless the amax to compute it from is 0. If any amax is not finite, nothing moves: one bad batch leaves
     no trace (TransformerEngine keeps the infinity in the window for its whole length).
     """
-    used = amax.shape[0]
-    rows = page[:used]
-    old_scale, old_inverse, age = rows[:, SCALE], rows[:, SCALE_INV], rows[:, AGE]
-    history = torch.cat([amax.unsqueeze(1), rows[:, HISTORY:-1]], 1)
+    used, width = amax.shape[0], page.shape[1]  # narrow and select: an index would ask for the device, which may be a described one
+    rows = page.narrow(0, 0, used)
+    old_scale, old_inverse, age = rows.select(1, SCALE), rows.select(1, SCALE_INV), rows.select(1, AGE)
+    history = torch.cat([amax.unsqueeze(1), rows.narrow(1, HISTORY, width - HISTORY - 1)], 1)
     peak = amax if most_recent else history.amax(1)
     cold = age < 0
     due = torch.where(cold, amax > 0, age + 1 >= interval)
@@ -68,4 +68,4 @@ def next_page(page: Tensor, amax: Tensor, fp8_max: float, margin: int, interval:
     age = torch.where(due, torch.zeros_like(age), still)
     moved = torch.cat([torch.stack([scale, inverse, age], 1), history], 1)
     kept = torch.where(amax.isfinite().all(), moved, rows)
-    return torch.cat([kept, page[used:]], 0)
+    return torch.cat([kept, page.narrow(0, used, page.shape[0] - used)], 0)

@@ -41,7 +41,7 @@ def last_amaxes(rows: list[Tensor]) -> Tensor:
 
 def scales(page: Tensor) -> Tensor:
     """The page's scales and inverses, `[slots, 2]`, in a buffer of their own."""
-    return page[:, : scaling.AGE].clone(memory_format=torch.contiguous_format)
+    return page.narrow(1, 0, scaling.AGE).clone(memory_format=torch.contiguous_format)
 
 
 def stored_scale(scales: Tensor, slot: int) -> Tensor:
