@@ -92,7 +92,7 @@ def _compile_once(
     patches = {
         **chosen.inductor,
         "joint_custom_pre_pass": compat.JointPass(rewrite, f"{recipe}-{capacity}", chosen.inductor.get("joint_custom_pre_pass")),
-        "custom_partitioner_fn": chosen.inductor.get("custom_partitioner_fn") or compat.Partitioner([ops.quantize.name()]),
+        "custom_partitioner_fn": chosen.inductor.get("custom_partitioner_fn") or compat.Partitioner([ops.quantize.name(), ops.quantize_both.name()]),
     }
     compiled.call = compat.compile_fx(gm, example_inputs, compiled.inner_compile, patches)
     return compiled

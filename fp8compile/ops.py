@@ -8,6 +8,7 @@ implementations below, plain torch on any device, are the reference: a cold call
     delayed_scale(scales, amax, slot, ...)          the slot's scale from earlier calls
     inverse(scale) / delayed_inverse(...)           what divides back
     quantize(x, scale, dtype, fp8_max, transposed)  [R, C] -> FP8 [R, C], or [C, R padded to 16]
+    quantize_both(x, scale, dtype, fp8_max)         [R, C] -> both of them
     scaled_mm(a, b, a_inv, b_inv, bias, ...)        [M, K], [N, K] -> [M, N]
     snapshot(page) -> scales; gather(amaxes) -> vector; update(page, vector, ...) -> page
 
@@ -97,6 +98,11 @@ def quantize(x: Tensor, scale: Tensor, dtype: torch.dtype, fp8_max: float, trans
     return cast(padded, scale, dtype, fp8_max).contiguous()
 
 
+@_op("(Tensor x, Tensor scale, ScalarType dtype, float fp8_max) -> (Tensor, Tensor)")
+def quantize_both(x: Tensor, scale: Tensor, dtype: torch.dtype, fp8_max: float) -> tuple[Tensor, Tensor]:
+    return quantize(x, scale, dtype, fp8_max, False), quantize(x, scale, dtype, fp8_max, True)
+
+
 @_op("(Tensor a, Tensor b, Tensor a_inv, Tensor b_inv, Tensor? bias, ScalarType out_dtype, bool fast_accum) -> Tensor")
 def scaled_mm(
     a: Tensor, b: Tensor, a_inv: Tensor, b_inv: Tensor, bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool
@@ -117,4 +123,4 @@ def update(page: Tensor, amax: Tensor, fp8_max: float, margin: int, interval: in
     return scaling.next_page(page, amax, fp8_max, margin, interval, most_recent)
 
 
-ALL = (amax, current_scale, inverse, snapshot, delayed_scale, delayed_inverse, quantize, scaled_mm, gather, update)
+ALL = (amax, current_scale, inverse, snapshot, delayed_scale, delayed_inverse, quantize, quantize_both, scaled_mm, gather, update)

@@ -13,6 +13,7 @@ This is the warm graph: a delayed scale is the stored one, and no cast waits for
 
 from __future__ import annotations
 
+import operator
 from itertools import groupby
 
 from torch.fx import GraphModule, Node
@@ -42,7 +43,8 @@ class _Lowering:
             if name not in ours:
                 continue
             result = ours[name](node, *node.args)
-            node.replace_all_uses_with(result)
+            if result is not None:
+                node.replace_all_uses_with(result)
             graph.erase_node(node)
             replaced += 1
         graph.eliminate_dead_code()
@@ -86,6 +88,14 @@ class _Lowering:
     def quantize(self, node: Node, x: Node, scale: Node, dtype, fp8_max: float, transposed: bool) -> Node:
         form = forms.quantize_transposed if transposed else forms.quantize
         return self.inline(node, form, x, scale, dtype, fp8_max)
+
+    def quantize_both(self, node: Node, x: Node, scale: Node, dtype, fp8_max: float) -> Node | None:
+        for item in list(node.users):
+            if item.op != "call_function" or item.target is not operator.getitem:
+                raise Fp8CompileError(f"{node.name}: its copies are taken one by one, not by {item.format_node()}")
+            item.replace_all_uses_with(self.quantize(item, x, scale, dtype, fp8_max, bool(item.args[1])))
+            self.gm.graph.erase_node(item)
+        return None
 
     def scaled_mm(self, node: Node, *args) -> Node:
         form = forms.scaled_mm_cpu if value(node).device.type == "cpu" else forms.scaled_mm_gpu

@@ -9,12 +9,14 @@ becomes (delayed; `tensorwise` has `current_scale(amax)` in the place of `delaye
     x8 = quantize(x2d, scale_x, transposed=False); w8 = quantize(w, scale_w, transposed=False)
     mm = scaled_mm(x8, w8, inv_x, inv_w)
 
-Scales are values of the forward that the backward needs as they were: they are tagged MUST_SAVE. The casts are not
-tagged: the partitioner chooses between saving an FP8 copy and casting again (weights always, for a weight is there
-anyway).
+Scales are values of the forward that the backward needs as they were: they are tagged MUST_SAVE. So is the copy of an
+input that wgrad reads: one byte an element, written while the input is at hand. A weight's copies are not tagged: the
+partitioner casts them again in backward, from the weight that is there anyway.
 """
 
 from __future__ import annotations
+
+import operator
 
 import torch
 from torch.fx import Graph, Node
@@ -32,6 +34,9 @@ def rewrite(graph: Graph, matmuls: list[Matmul], plan: Plan, recipe: Recipe, pag
     writer = _Writer(graph, plan, recipe, pages)
     for matmul in matmuls:
         if matmul.fp8:
+            writer.demand.update((operand, str(matrix.shape), transposed) for operand, matrix, transposed in writer.operands(matmul))
+    for matmul in matmuls:
+        if matmul.fp8:
             writer.replace(matmul)
     return writer.amaxes
 
@@ -42,20 +47,24 @@ class _Writer:
         self.start = next(node for node in graph.nodes if node.op != "placeholder")  # what reads inputs goes before it
         self.amaxes: dict[Operand, Node] = {}
         self.scales: dict[Operand, tuple[Node, Node]] = {}  # scale, inverse
+        self.demand: set[tuple[Operand, str, bool]] = set()  # operand, shape as a matrix, transposed
         self.copies: dict[tuple[Operand, str, bool], Node] = {}
         self.snapshots: dict[bool, Node] = {}
         self.matrices: dict[tuple[Node, str], Node] = {}
 
-    def replace(self, matmul: Matmul) -> None:
+    def operands(self, matmul: Matmul) -> list[tuple[Operand, Matrix, bool]]:
+        """What a and b are copies of, and in which layout: both K-major, [m, k] and [n, k]."""
         (a, role_a), (b, role_b) = roles(matmul)
-        operand_a, operand_b = self.plan.of(a, role_a), self.plan.of(b, role_b)
-        # K-major: [m, k] and [n, k]
-        a8, b8 = self.copy(operand_a, a, a.transposed), self.copy(operand_b, b, not b.transposed)
+        return [(self.plan.of(a, role_a), a, a.transposed), (self.plan.of(b, role_b), b, not b.transposed)]
+
+    def replace(self, matmul: Matmul) -> None:
+        operands = self.operands(matmul)
+        a8, b8 = (self.copy(*operand) for operand in operands)
         node = matmul.node
         emit = Emitter(self.graph, node, node)
         bias, rest = _split_addend(matmul)
         fast = matmul.gemm == "fprop"
-        inverses = self.scale_of(operand_a)[1], self.scale_of(operand_b)[1]
+        inverses = [self.scale_of(operand)[1] for operand, _, _ in operands]
         out = emit(ops.scaled_mm, a8, b8, *inverses, bias, value(node).dtype, fast)
         if value(node).dim() == 3:
             out = emit(aten.unsqueeze.default, out, 0)
@@ -68,13 +77,22 @@ class _Writer:
 
     def copy(self, operand: Operand, matrix: Matrix, transposed: bool) -> Node:
         """The FP8 copy of an operand in one layout; written once."""
-        key = (operand, str(matrix.shape), transposed)
-        if key not in self.copies:
+        shape = str(matrix.shape)
+        if (operand, shape, transposed) not in self.copies:
             scale, _ = self.scale_of(operand)
-            emit = self.after(scale, operand, recompute=operand.reader.meta.get("recompute"))
-            source = self.matrix(matrix, operand)
-            self.copies[key] = emit(ops.quantize, source, scale, operand.format.dtype, operand.format.max, transposed)
-        return self.copies[key]
+            source, how = self.matrix(matrix, operand), (operand.format.dtype, operand.format.max)
+            recompute = operand.reader.meta.get("recompute")  # as the user's checkpointing has it
+            if operand.key.role == "input" and {(operand, shape, False), (operand, shape, True)} <= self.demand:
+                # one operator, so that the forward writes the copy that wgrad reads: cheaper than reading x again
+                emit = self.after(scale, operand, recompute=recompute)
+                both = emit(ops.quantize_both, source, scale, *how)
+                emit.anchor = both.next
+                for layout in (False, True):
+                    self.copies[operand, shape, layout] = emit(operator.getitem, both, int(layout))
+            else:
+                emit = self.after(scale, operand, recompute=recompute)
+                self.copies[operand, shape, transposed] = emit(ops.quantize, source, scale, *how, transposed)
+        return self.copies[operand, shape, transposed]
 
     def scale_of(self, operand: Operand) -> tuple[Node, Node]:
         if operand not in self.scales:
