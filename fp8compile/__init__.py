@@ -1,7 +1,7 @@
 """fp8compile: `torch.compile(model, backend="fp8")` trains a vanilla PyTorch model with its matmuls in FP8.
 
-    model = torch.compile(model, backend="fp8")     # no import of this package is needed
-    print(fp8compile.report(model))                 # every matmul: FP8, or why not
+model = torch.compile(model, backend="fp8")     # no import of this package is needed
+print(fp8compile.report(model))                 # every matmul: FP8, or why not
 """
 
 from __future__ import annotations

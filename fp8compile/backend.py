@@ -91,8 +91,11 @@ def _compile_once(
 
     patches = {
         **chosen.inductor,
-        "joint_custom_pre_pass": compat.JointPass(rewrite, f"{recipe}-{capacity}", chosen.inductor.get("joint_custom_pre_pass")),
-        "custom_partitioner_fn": chosen.inductor.get("custom_partitioner_fn") or compat.Partitioner([ops.quantize.name(), ops.quantize_both.name()]),
+        "joint_custom_pre_pass": compat.JointPass(
+            rewrite, f"{recipe}-{capacity}", chosen.inductor.get("joint_custom_pre_pass")
+        ),
+        "custom_partitioner_fn": chosen.inductor.get("custom_partitioner_fn")
+        or compat.Partitioner([ops.quantize.name(), ops.quantize_both.name()]),
     }
     compiled.call = compat.compile_fx(gm, example_inputs, compiled.inner_compile, patches)
     return compiled
@@ -102,7 +105,9 @@ def _report(done: Rewritten, inputs: Inputs, chosen: Options) -> None:
     """Add a graph to the ledger, and say in a line what became of it. In strict mode, insist that something became FP8."""
     training = inputs.training and not done.inference
     name = f"{inputs.root}, {'training' if training else 'evaluation'}"
-    note = "" if training else "compiled in high precision: " + ("inference" if inputs.training else "the model is in eval mode")
+    note = (
+        "" if training else "compiled in high precision: " + ("inference" if inputs.training else "the model is in eval mode")
+    )
     records = tuple(matmul.record(chosen.recipe.name) for matmul in done.matmuls)
     index = LEDGER.add(GraphReport(0, name, records, done.opaque, note), inputs.parameters)
     report = LEDGER.graph(index)

@@ -27,7 +27,7 @@ MUST_SAVE = CheckpointPolicy.MUST_SAVE
 # -- compiling ---------------------------------------------------------------------------------------------------------
 
 
-def compile_fx(gm: GraphModule, inputs: Sequence[Any], inner_compile: Callable | None, patches: dict[str, Any]) -> Callable:
+def compile_fx(gm: GraphModule, inputs: Sequence[Any], inner_compile: Callable | None, patches: dict[str, Any]) -> Any:
     """Inductor on a Dynamo graph, our `inner_compile` in the place of its own. AOTAutogradCache is off: a hit would skip
     the joint pass, and with it the state and the report (FxGraphCache stays on)."""
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
@@ -185,7 +185,7 @@ def shown(error: Exception) -> Exception:
 
 
 def root_modules(gm: GraphModule) -> list[tuple[nn.Module, Any]]:
-    """The modules that the compiled frame refers to and whose parameters are inputs of the graph, each with its Dynamo source."""
+    """The modules that the compiled frame refers to, whose parameters are inputs of the graph; each with its Dynamo source."""
     scopes = _scopes()
     found: dict[str, tuple[nn.Module, Any]] = {}
     for placeholder in gm.graph.find_nodes(op="placeholder") if scopes else ():

@@ -15,14 +15,19 @@ aten = torch.ops.aten
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 CASTS = (aten._to_copy.default, torch.ops.prims.convert_element_type.default)
-VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.unsqueeze.default)
-VIEWS += (aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default, aten.flatten.using_ints)
+VIEWS: tuple = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.flatten.using_ints)
+VIEWS += (aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
 SAME = (aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default)
 
 
 def value(node: Node) -> torch.Tensor:
     """The fake tensor that a node stands for."""
     return node.meta["val"]
+
+
+def arg(node: Node, index: int) -> Any:
+    """A positional argument: what it is, the operator's schema says better than fx's types."""
+    return node.args[index]
 
 
 def call_function(node: Any, targets: tuple) -> bool:
@@ -54,7 +59,16 @@ class Emitter:
     `meta` overrides single entries (None drops one). An operator that refuses its arguments leaves no node behind.
     """
 
-    KEEP = ("stack_trace", "nn_module_stack", "fwd_nn_module_stack", "seq_nr", "partitioner_tag", "recompute", "ac_graph_id", "custom")
+    KEEP = (
+        "stack_trace",
+        "nn_module_stack",
+        "fwd_nn_module_stack",
+        "seq_nr",
+        "partitioner_tag",
+        "recompute",
+        "ac_graph_id",
+        "custom",
+    )
 
     def __init__(self, graph: Graph, anchor: Node, like: Node, **meta: Any):
         self.graph, self.anchor, self.value = graph, anchor, like.meta.get("val")
@@ -98,15 +112,19 @@ def peel(operand: Node) -> Matrix:
     best = Matrix(node, shape, flipped)
     while True:
         if call_function(node, CASTS):
-            source = node.args[0]
-            if value(node).dtype not in FLOATS or value(source).dtype not in FLOATS or value(source).device != value(node).device:
+            source = arg(node, 0)
+            if (
+                value(node).dtype not in FLOATS
+                or value(source).dtype not in FLOATS
+                or value(source).device != value(node).device
+            ):
                 return best
         elif call_function(node, SAME):
-            source = node.args[0]
+            source = arg(node, 0)
         elif call_function(node, VIEWS):
-            source = node.args[0]
+            source = arg(node, 0)
         elif _swaps_last_two(node) and _is_matrix(value(node).shape, shape):
-            source, flipped, shape = node.args[0], not flipped, shape[::-1]
+            source, flipped, shape = arg(node, 0), not flipped, shape[::-1]
         else:
             return best
         node = source
@@ -123,8 +141,8 @@ def _swaps_last_two(node: Node) -> bool:
         return value(node).dim() == 2
     rank = value(node).dim() if isinstance(node.meta.get("val"), torch.Tensor) else 0
     if call_function(node, (aten.transpose.int,)):
-        return rank >= 2 and {int(d) % rank for d in node.args[1:3]} == {rank - 1, rank - 2}
+        return rank >= 2 and {int(arg(node, i)) % rank for i in (1, 2)} == {rank - 1, rank - 2}
     if call_function(node, (aten.permute.default,)):
-        order = [int(d) % rank for d in node.args[1]]
+        order = [int(d) % rank for d in arg(node, 1)]
         return rank >= 2 and order == [*range(rank - 2), rank - 1, rank - 2]
     return False

@@ -1,4 +1,4 @@
-"""A matmul of the joint graph: the unit that `collect` makes, `decide` fills in, the rewriting passes consume and the report prints."""
+"""A matmul of the joint graph: made by `collect`, filled in by `decide`, consumed by the rewriting passes and the report."""
 
 from __future__ import annotations
 

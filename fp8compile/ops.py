@@ -123,4 +123,16 @@ def update(page: Tensor, amax: Tensor, fp8_max: float, margin: int, interval: in
     return scaling.next_page(page, amax, fp8_max, margin, interval, most_recent)
 
 
-ALL = (amax, current_scale, inverse, snapshot, delayed_scale, delayed_inverse, quantize, quantize_both, scaled_mm, gather, update)
+ALL = (
+    amax,
+    current_scale,
+    inverse,
+    snapshot,
+    delayed_scale,
+    delayed_inverse,
+    quantize,
+    quantize_both,
+    scaled_mm,
+    gather,
+    update,
+)

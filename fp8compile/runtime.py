@@ -89,7 +89,9 @@ class CompiledGraph:
         warm: Any = _boxed(Eager(gm)) if _interpreted else compat.compile_inner(gm, example_inputs, **kwargs)
         if cold is None:
             return warm
-        device = next((x.meta["val"].device.type for x in cold.graph.nodes if isinstance(x.meta.get("val"), torch.Tensor)), "cpu")
+        device = next(
+            (x.meta["val"].device.type for x in cold.graph.nodes if isinstance(x.meta.get("val"), torch.Tensor)), "cpu"
+        )
         return self._backward(cold, warm, device) if backward else self._forward(cold, warm, device)
 
     def _forward(self, gm: GraphModule, warm: Boxed, device: str) -> Boxed:
@@ -200,4 +202,3 @@ def _on(device: str, args: Sequence[Any]) -> bool:
 
 def _device(args: Sequence[Any]) -> torch.device:
     return next((x.device for x in args if isinstance(x, torch.Tensor)), torch.device("cpu"))
-

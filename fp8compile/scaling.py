@@ -54,7 +54,8 @@ def next_page(page: Tensor, amax: Tensor, fp8_max: float, margin: int, interval:
     from there, unless the amax to compute it from is 0. If any amax is not finite, nothing moves: one bad batch leaves
     no trace (TransformerEngine keeps the infinity in the window for its whole length).
     """
-    used, width = amax.shape[0], page.shape[1]  # narrow and select: an index would ask for the device, which may be a described one
+    # narrow and select below: an index would ask for the device, which may be a described one
+    used, width = amax.shape[0], page.shape[1]
     rows = page.narrow(0, 0, used)
     old_scale, old_inverse, age = rows.select(1, SCALE), rows.select(1, SCALE_INV), rows.select(1, AGE)
     history = torch.cat([amax.unsqueeze(1), rows.narrow(1, HISTORY, width - HISTORY - 1)], 1)

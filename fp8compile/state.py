@@ -140,7 +140,7 @@ class Book:
 
 
 def _page_for(slots: list[tuple[Any, tuple[str, int]]], capacity: int, history: int, device: torch.device) -> Page:
-    """The page that already holds exactly these slots in this order (after a recompilation), or a new one that takes them over."""
+    """The page that holds just these slots in this order (after a recompilation), or a new one that takes them over."""
     held = [REGISTRY.get(owner, {}).get(name) for owner, name in slots]
     pages = {id(slot.page): slot.page for slot in held if slot is not None}
     if len(pages) == 1 and all(slot is not None and slot.row == i for i, slot in enumerate(held)):

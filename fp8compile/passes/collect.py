@@ -10,11 +10,13 @@ forward operator): dgrad reads the weight, wgrad does not. What is left is activ
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch.fx import Graph, Node
 
 from .. import compat
 from ..capture import Inputs, readable_module
-from ..graph import Matrix, aten, peel, value
+from ..graph import Matrix, arg, aten, peel, value
 from ..matmul import Gemm, Matmul
 from ..reports import OpaqueRecord
 
@@ -40,7 +42,18 @@ HIDDEN = {
     "aten.mv": "matrix-vector product",
     "aten.dot": "vector product",
 }
-OWN_NAMESPACES = {"aten", "prims", "prim", "_c10d_functional", "c10d", "inductor", "inductor_prims", "profiler", "higher_order", "rngprims"}
+OWN_NAMESPACES = {
+    "aten",
+    "prims",
+    "prim",
+    "_c10d_functional",
+    "c10d",
+    "inductor",
+    "inductor_prims",
+    "profiler",
+    "higher_order",
+    "rngprims",
+}
 
 
 def collect(graph: Graph, inputs: Inputs) -> tuple[list[Matmul], list[OpaqueRecord]]:
@@ -52,7 +65,7 @@ def collect(graph: Graph, inputs: Inputs) -> tuple[list[Matmul], list[OpaqueReco
             weights[node] = inputs.names[index]
     matmuls: list[Matmul] = []
     opaque: list[OpaqueRecord] = []
-    fprops: dict[int, Matmul] = {}
+    fprops: dict[int | None, Matmul] = {}
     for node in graph.nodes:
         if node.op != "call_function":
             continue
@@ -63,9 +76,10 @@ def collect(graph: Graph, inputs: Inputs) -> tuple[list[Matmul], list[OpaqueReco
     return matmuls, opaque
 
 
-def _matmul(node: Node, weights: dict[Node, str], fprops: dict[int, Matmul]) -> Matmul:
-    first = MATMULS[node.target.overloadpacket]
-    left, right = node.args[first], node.args[first + 1]
+def _matmul(node: Node, weights: dict[Node, str], fprops: dict[int | None, Matmul]) -> Matmul:
+    target: Any = node.target
+    first = MATMULS[target.overloadpacket]
+    left, right = arg(node, first), arg(node, first + 1)
     a, b = peel(left), peel(right)
     *batch, m, k = value(left).shape
     found = Matmul(
@@ -79,7 +93,7 @@ def _matmul(node: Node, weights: dict[Node, str], fprops: dict[int, Matmul]) -> 
         n=value(right).shape[-1],
         k=k,
         fqn=_module_of(node),
-        addend=node.args[0] if first else None,
+        addend=arg(node, 0) if first else None,
     )
     weight = next((x.base for x in (b, a) if x.base in weights), None)
     seq_nr = node.meta.get("seq_nr")
@@ -93,7 +107,7 @@ def _matmul(node: Node, weights: dict[Node, str], fprops: dict[int, Matmul]) -> 
     return found
 
 
-def _fprop_of(node: Node, a: Matrix, b: Matrix, fprops: dict[int, Matmul]) -> Matmul | None:
+def _fprop_of(node: Node, a: Matrix, b: Matrix, fprops: dict[int | None, Matmul]) -> Matmul | None:
     fprop = fprops.get(node.meta.get("seq_nr"))
     if fprop is None:  # a custom autograd function: its forward and backward share only their tensors
         fprop = next((f for f in fprops.values() if f.weight in (a.base, b.base)), None)

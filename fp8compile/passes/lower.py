@@ -100,4 +100,3 @@ class _Lowering:
     def scaled_mm(self, node: Node, *args) -> Node:
         form = forms.scaled_mm_cpu if value(node).device.type == "cpu" else forms.scaled_mm_gpu
         return self.inline(node, form, *args)
-

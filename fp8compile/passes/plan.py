@@ -56,7 +56,11 @@ def roles(matmul: Matmul) -> tuple[tuple[Matrix, str], tuple[Matrix, str]]:
     if matmul.gemm == "wgrad":
         # the input is the operand that fprop reads; what is left is the gradient
         base = matmul.fprop.other_operand.base if matmul.fprop is not None else None
-        return ((matmul.a, "input"), (matmul.b, "gradient")) if matmul.a.base is base else ((matmul.a, "gradient"), (matmul.b, "input"))
+        return (
+            ((matmul.a, "input"), (matmul.b, "gradient"))
+            if matmul.a.base is base
+            else ((matmul.a, "gradient"), (matmul.b, "input"))
+        )
     other = "input" if matmul.gemm == "fprop" else "gradient"
     weight = matmul.weight_operand
     return ((matmul.a, "weight" if matmul.a is weight else other), (matmul.b, "weight" if matmul.b is weight else other))

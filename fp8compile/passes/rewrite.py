@@ -28,13 +28,17 @@ from ..recipe import Recipe
 from .plan import Operand, Plan, roles
 
 
-def rewrite(graph: Graph, matmuls: list[Matmul], plan: Plan, recipe: Recipe, pages: tuple[Node, Node] | None) -> dict[Operand, Node]:
+def rewrite(
+    graph: Graph, matmuls: list[Matmul], plan: Plan, recipe: Recipe, pages: tuple[Node, Node] | None
+) -> dict[Operand, Node]:
     """Rewrite the decided matmuls; `pages` are the state inputs of forward and backward (None: no state).
     Returns the amax of each operand."""
     writer = _Writer(graph, plan, recipe, pages)
     for matmul in matmuls:
         if matmul.fp8:
-            writer.demand.update((operand, str(matrix.shape), transposed) for operand, matrix, transposed in writer.operands(matmul))
+            writer.demand.update(
+                (operand, str(matrix.shape), transposed) for operand, matrix, transposed in writer.operands(matmul)
+            )
     for matmul in matmuls:
         if matmul.fp8:
             writer.replace(matmul)
