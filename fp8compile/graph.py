@@ -59,16 +59,7 @@ class Emitter:
     `meta` overrides single entries (None drops one). An operator that refuses its arguments leaves no node behind.
     """
 
-    KEEP = (
-        "stack_trace",
-        "nn_module_stack",
-        "fwd_nn_module_stack",
-        "seq_nr",
-        "partitioner_tag",
-        "recompute",
-        "ac_graph_id",
-        "custom",
-    )
+    KEEP = "stack_trace nn_module_stack fwd_nn_module_stack seq_nr partitioner_tag recompute ac_graph_id custom".split()
 
     def __init__(self, graph: Graph, anchor: Node, like: Node, **meta: Any):
         self.graph, self.anchor, self.value = graph, anchor, like.meta.get("val")

@@ -15,35 +15,16 @@ from .matmul import GEMMS, Matmul
 from .recipe import Recipe
 
 SMALLEST = 128  # narrower weights: a LoRA's rank, a gate's handful of experts; the casts cost more than the gemm saves
-HEADS = {
-    "lm_head",
-    "head",
-    "heads",
-    "embed_out",
-    "unembed",
-    "unembedding",
-    "output_projection",
-    "score",
-    "classifier",
-    "logits",
-}
-ROUTERS = {"router", "routing", "gating"}
+HEADS = "lm_head head heads embed_out unembed unembedding output_projection score classifier logits".split()
+ROUTERS = "router routing gating".split()
 EMBEDDINGS = (aten.embedding.default, aten._embedding_bag.default, aten.index.Tensor)
 LOSSES = (aten._log_softmax.default, aten.logsumexp.default, aten.cross_entropy_loss.default, aten.nll_loss_forward.default)
 CHOICES: tuple = (aten._softmax.default, aten.topk.default, aten.sort.default)
 CHOICES += (aten._safe_softmax.default,)
 # what may stand between a head and its loss, or a router and its choice
-BETWEEN: tuple = (
-    *CASTS,
-    *SAME,
-    *VIEWS,
-    aten.slice.Tensor,
-    aten.clone.default,
-    aten.permute.default,
-    aten.add.Tensor,
-    aten.sigmoid.default,
-)
-BETWEEN += (aten.div.Tensor, aten.mul.Tensor, aten.tanh.default, aten.constant_pad_nd.default, aten.select.int)
+BETWEEN: tuple = (*CASTS, *SAME, *VIEWS, aten.slice.Tensor, aten.select.int, aten.clone.default, aten.permute.default)
+BETWEEN += (aten.add.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.sigmoid.default, aten.tanh.default)
+BETWEEN += (aten.constant_pad_nd.default,)
 
 
 def decide(matmul: Matmul, recipe: Recipe) -> str | None:
@@ -110,9 +91,7 @@ def _alignment(matmul: Matmul, recipe: Recipe) -> str | None:
 def _head(matmul: Matmul, recipe: Recipe) -> str | None:
     if matmul.fqn.rsplit(".", 1)[-1].lower() in HEADS:
         return "output head: by its name"
-    if matmul.weight is not None and any(
-        call_function(user, EMBEDDINGS) and user.args[0] is matmul.weight for user in _readers(matmul.weight)
-    ):
+    if matmul.weight is not None and any(call_function(user, EMBEDDINGS) for user in _readers(matmul.weight)):
         return "output head: the weight is tied to an embedding"
     if any(call_function(node, LOSSES) for node in _downstream(_fprop(matmul).node)):
         return "output head: its output is the loss's logits"

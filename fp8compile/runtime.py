@@ -71,7 +71,8 @@ class CompiledGraph:
         self.call: Callable[..., Any] | None = None
         self.now: PageSet | None = None  # of the call in progress
         self.idle: torch.Tensor | None = None  # a stand-in where the state inputs are unused
-        self.marker: str | None = None  # a value saved for backward, by which a cold call's backward is known
+        self.marker: str | None = None  # a value saved for backward, by which a cold call's backward is known:
+        self.cold_marks: set[int] = set()  # its addresses
         self.saved: list[str] = []
 
     # -- compiling --
@@ -104,8 +105,9 @@ class CompiledGraph:
                 return warm(args)
             result = eager([_alias(x) for x in _drain(args)])
             if self.marker in outputs:
-                pages.cold_marks.add(result[outputs.index(self.marker)].data_ptr())
+                self.cold_marks.add(result[outputs.index(self.marker)].data_ptr())
             pages.tries -= 1
+            pages.after_cold_call()
             return result
 
         run._boxed_call = True  # type: ignore[attr-defined]
@@ -123,20 +125,20 @@ class CompiledGraph:
         marker_at = names.index(self.marker) if self.marker is not None else None
 
         def run(args: list[Any]) -> Any:
-            pages = book.by_pointer.get(args[page_at].data_ptr()) if page_at is not None else self.now
-            if pages is None:
-                return warm(args)
-            pages.pending = max(0, pages.pending - 1)
+            pages = book.by_pointer.get(args[page_at].data_ptr()) if page_at is not None else None
             if marker_at is None:
-                cold = pages.cold
+                cold = pages is not None and pages.cold
             else:
                 mark = args[marker_at].data_ptr()
-                cold = mark in pages.cold_marks
-                pages.cold_marks.discard(mark)
+                cold = mark in self.cold_marks
+                self.cold_marks.discard(mark)
+            if pages is not None:
+                pages.pending = max(0, pages.pending - 1)
             if not cold or not _on(device, args):
                 return warm(args)
             result = eager([_alias(x) for x in _drain(args)])
-            pages.after_cold_call()
+            if pages is not None:
+                pages.after_cold_call()
             return result
 
         run._boxed_call = True  # type: ignore[attr-defined]
@@ -153,15 +155,16 @@ class CompiledGraph:
                 self.idle = scaling.new_page(self.capacity[0], self.history, _device(args))
             return self.call(*args, self.idle, self.idle)
         pages = self.now = self.book.open(args, _device(args))
-        state = (pages.forward.tensor, pages.backward.tensor)
-        if not (pages.pending and compat.in_backward()):
-            pages.pending += 1
-            return self.call(*args, *state)
-        before = pages.forward.tensor.clone()
+        again = pages.pending and compat.in_backward()  # a recomputation: the state stays where it is
+        before = pages.forward.tensor.clone() if again else None
         try:
-            return self.call(*args, *state)
+            return self.call(*args, pages.forward.tensor, pages.backward.tensor)
         finally:
-            pages.forward.tensor.data.copy_(before)
+            self.now = None
+            if before is None:
+                pages.pending += 1
+            else:
+                pages.forward.tensor.data.copy_(before)
 
 
 def _copy(gm: GraphModule) -> GraphModule:
@@ -178,7 +181,10 @@ def _outputs(gm: GraphModule) -> list[Any]:
 
 def _boxed(interpreter: Interpreter) -> Boxed:
     def run(args: list[Any]) -> Any:
-        return interpreter.boxed_run(args)
+        try:
+            return interpreter.boxed_run(args)
+        finally:
+            interpreter.env = {}  # it would keep what it returned, and with it the model
 
     run._boxed_call = True  # type: ignore[attr-defined]
     return run

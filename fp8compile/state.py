@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -84,9 +84,9 @@ class PageSet:
     tries: int  # cold calls left before a slot that only ever saw zeros is taken as it is
     cold: bool = True
     pending: int = 0  # training forwards whose backward has not run
-    cold_marks: set[int] = field(default_factory=set)
 
     def after_cold_call(self) -> None:
+        """Is it the last cold one?"""
         self.cold = self.tries > 0 and (self.forward.cold() or self.backward.cold())
 
     @property

@@ -42,18 +42,7 @@ HIDDEN = {
     "aten.mv": "matrix-vector product",
     "aten.dot": "vector product",
 }
-OWN_NAMESPACES = {
-    "aten",
-    "prims",
-    "prim",
-    "_c10d_functional",
-    "c10d",
-    "inductor",
-    "inductor_prims",
-    "profiler",
-    "higher_order",
-    "rngprims",
-}
+OWN_NAMESPACES = "aten prims prim _c10d_functional c10d inductor inductor_prims profiler higher_order rngprims".split()
 
 
 def collect(graph: Graph, inputs: Inputs) -> tuple[list[Matmul], list[OpaqueRecord]]:
