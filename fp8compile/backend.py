@@ -74,7 +74,7 @@ def _compile_once(
     gm: GraphModule, example_inputs: list[Any], inputs: Inputs, chosen: Options, capacity: tuple[int, int] | None
 ) -> CompiledGraph:
     recipe = chosen.recipe
-    compiled = CompiledGraph(recipe.amax_history_len, capacity)
+    compiled = CompiledGraph(sorted(inputs.weights), recipe.amax_history_len, capacity)
     device = next(iter(inputs.devices), torch.device("cpu"))
     gm = compat.copy_graph(gm)  # compile_fx takes ownership, and Dynamo still reads the placeholders of its own
     if capacity is not None:
@@ -87,7 +87,7 @@ def _compile_once(
             return  # of a nested graph: `collect` lists the operator that contains it
         done = passes.run(graph, inputs, recipe, formats.pick(recipe.fp8_format, formats.fnuz()), capacity)
         compiled.rewritten = done
-        _report(done, inputs, chosen)
+        compiled.record = _report(done, inputs, chosen)
 
     patches = {
         **chosen.inductor,
@@ -101,8 +101,9 @@ def _compile_once(
     return compiled
 
 
-def _report(done: Rewritten, inputs: Inputs, chosen: Options) -> None:
-    """Add a graph to the ledger, and say in a line what became of it. In strict mode, insist that something became FP8."""
+def _report(done: Rewritten, inputs: Inputs, chosen: Options) -> int:
+    """Add a graph to the ledger, and say in a line what became of it. In strict mode, insist that something became FP8.
+    Returns its index in the ledger."""
     training = inputs.training and not done.inference
     name = f"{inputs.root}, {'training' if training else 'evaluation'}"
     note = (
@@ -113,10 +114,11 @@ def _report(done: Rewritten, inputs: Inputs, chosen: Options) -> None:
     report = LEDGER.graph(index)
     if not training:
         logger.info("fp8: %s: %s", name, note)
-        return
+        return index
     logger.info("fp8: %s", report.summary())
     if inputs.weights and not any(matmul.fp8 for matmul in done.matmuls):
         _complain(chosen, f"no matmul of {inputs.root} becomes FP8: {report.summary()}")
+    return index
 
 
 def _refusal(devices: frozenset[torch.device]) -> str | None:

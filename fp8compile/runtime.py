@@ -18,11 +18,13 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Interpreter, Node
+from torch.utils.weak import WeakIdKeyDictionary
 
 from . import compat, scaling
 from .passes import Rewritten
 from .passes.base import run_pass
 from .passes.lower import lower
+from .reports import LEDGER
 from .state import Book, PageSet
 
 Boxed = Callable[[list[Any]], Any]
@@ -64,8 +66,10 @@ def _draw(kind: str, *args: Any) -> torch.Tensor:
 class CompiledGraph:
     """One Dynamo graph: compiles the two halves that AOTAutograd makes of it, then serves as its callable."""
 
-    def __init__(self, history: int, capacity: tuple[int, int] | None):
-        self.history, self.capacity = history, capacity
+    def __init__(self, weights: Sequence[int], history: int, capacity: tuple[int, int] | None):
+        self.weights, self.history, self.capacity = tuple(weights), history, capacity
+        self.record: int | None = None  # its entry in the ledger
+        self.met: Any = WeakIdKeyDictionary()  # a weight of each set of parameters that it was called with
         self.rewritten: Rewritten | None = None
         self.book: Book | None = None
         self.call: Callable[..., Any] | None = None
@@ -148,6 +152,10 @@ class CompiledGraph:
 
     def __call__(self, *args: Any) -> Any:
         assert self.call is not None
+        if self.weights and args[self.weights[0]] not in self.met:  # one piece of code may serve many layers, and models
+            self.met[args[self.weights[0]]] = True
+            if self.record is not None:
+                LEDGER.attach(self.record, [args[i] for i in self.weights])
         if self.capacity is None:
             return self.call(*args)
         if self.book is None:  # nothing became FP8: the state inputs are read by nobody
