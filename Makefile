@@ -1,4 +1,4 @@
-# make demo    train a small GPT in bf16 and in FP8 and compare them (about 4 minutes on 2 CPU cores)
+# make demo    train a small GPT in bf16 and in FP8 and compare them (under 4 minutes on 2 CPU cores)
 # make test    ruff, mypy and the tests
 # make lint    ruff and mypy alone
 # make venv    the virtual environment alone; the others make it themselves

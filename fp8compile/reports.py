@@ -95,10 +95,9 @@ class Report:
         return [record for graph in self.graphs for record in graph.opaque]
 
     @property
-    def _counted(self) -> list[MatmulRecord]:
-        """The matmuls of the training graphs; those of graphs with a note (evaluation) only if there is nothing else."""
-        graphs = [graph for graph in self.graphs if not graph.note] or self.graphs
-        return [record for graph in graphs for record in graph.matmuls]
+    def _counted(self) -> Report:
+        """The training graphs only; all graphs if there is no other than those with a note (evaluation)."""
+        return Report([graph for graph in self.graphs if not graph.note] or self.graphs)
 
     @property
     def fp8_flop_fraction(self) -> float:
@@ -106,18 +105,19 @@ class Report:
 
         Graphs compiled for evaluation are in high precision by design: they count only in a report that has no others.
         """
-        return _fraction(self._counted)
+        return _fraction(self._counted.matmuls)
 
     def summary(self) -> str:
         """One line: "84 of 87 matmuls, 99.1% of matmul FLOPs; 3 kept: 2 output head, 1 under 128 wide"."""
         if not self.graphs:
             return self._empty
-        parts = [_share(self._counted)]
-        kept = Counter(_rule(record.reason) for record in self._counted if record.decision != FP8)
+        counted = self._counted
+        parts = [_share(counted.matmuls)]
+        kept = Counter(_rule(record.reason) for record in counted.matmuls if record.decision != FP8)
         if kept:
             parts.append(f"{kept.total()} kept: {_counted(kept)}")
-        if self.opaque:
-            parts.append(f"not rewritten: {_counted(Counter(record.op for record in self.opaque))}")
+        if counted.opaque:
+            parts.append(f"not rewritten: {_counted(Counter(record.op for record in counted.opaque))}")
         if not self.matmuls:
             parts += dict.fromkeys(graph.note for graph in self.graphs if graph.note)
         return "; ".join(parts)

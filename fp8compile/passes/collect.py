@@ -104,9 +104,14 @@ def _fprop_of(node: Node, a: Matrix, b: Matrix, fprops: dict[int | None, Matmul]
 
 
 def _weight_name(weight: str, module: str) -> str:
-    """The module's name for its `weight`, the parameter's own name otherwise (`attn.in_proj_weight`, `w`)."""
+    """What to call a matmul: `weight` is the parameter's name, `module` where it is called from ('' for the root).
+
+    `up` for `up.weight`; `attn.out_proj` and `attn.in_proj_weight` for what `attn` does with the parameters of its own;
+    `lm_head` for a module that borrows `tokens.weight`.
+    """
     owner, _, last = weight.rpartition(".")
-    return owner if last == "weight" and owner else (module if last == "weight" and module else weight)
+    name = owner if last == "weight" and owner else weight
+    return name if not module or f"{name}.".startswith(f"{module}.") else module
 
 
 def _module_of(node: Node) -> str:

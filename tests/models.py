@@ -1,0 +1,188 @@
+"""Small vanilla models, 128 to 256 wide, in the shapes that training code has. None of them knows of FP8."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+
+class Mlp(nn.Module):
+    """up, GELU, down with biases, as in GPT-2; [..., width] -> [..., width]."""
+
+    def __init__(
+        self, width: int = 128, hidden: int = 256, bias: bool = True, act: Callable[[Tensor], Tensor] = F.gelu
+    ) -> None:
+        super().__init__()
+        self.act = act
+        self.up = nn.Linear(width, hidden, bias=bias)
+        self.down = nn.Linear(hidden, width, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.act(self.up(x)))
+
+
+class SwiGlu(nn.Module):
+    """silu(gate(x)) * up(x), then down, as in Llama: gate and up read one tensor; [..., width] -> [..., width]."""
+
+    def __init__(self, width: int = 128, hidden: int = 256) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, hidden, bias=False)
+        self.up = nn.Linear(width, hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Attention(nn.Module):
+    """Causal self-attention with separate q, k and v projections; [batch, time, width] -> the same."""
+
+    def __init__(self, width: int = 128, heads: int = 4) -> None:
+        super().__init__()
+        self.heads = heads
+        self.q = nn.Linear(width, width, bias=False)
+        self.k = nn.Linear(width, width, bias=False)
+        self.v = nn.Linear(width, width, bias=False)
+        self.o = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, time, width = x.shape
+        q, k, v = (f(x).view(batch, time, self.heads, -1).transpose(1, 2) for f in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o(y.transpose(1, 2).reshape(batch, time, width))
+
+
+class Block(nn.Module):
+    """Pre-norm transformer block: attention and an MLP on a residual stream; [batch, time, width] -> the same."""
+
+    def __init__(self, width: int = 128, gated: bool = False) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(width)
+        self.attention = Attention(width)
+        self.norm2 = nn.LayerNorm(width)
+        self.mlp = SwiGlu(width) if gated else Mlp(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class Checkpointed(nn.Module):
+    """Modules in a row, the activations inside each recomputed in the backward."""
+
+    def __init__(self, *modules: nn.Module) -> None:
+        super().__init__()
+        self.inner = nn.ModuleList(modules)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for module in self.inner:
+            x = checkpoint(module, x, use_reentrant=False)
+        return x
+
+
+class Stack(nn.Module):
+    """Modules in a row."""
+
+    def __init__(self, *modules: nn.Module) -> None:
+        super().__init__()
+        self.inner = nn.ModuleList(modules)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for module in self.inner:
+            x = module(x)
+        return x
+
+
+class Parallel(nn.Module):
+    """Modules side by side, on inputs of different scales: FP8 roundings of one are nothing to the others."""
+
+    def __init__(self, *modules: nn.Module) -> None:
+        super().__init__()
+        self.inner = nn.ModuleList(modules)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([module(x * (i + 1)) for i, module in enumerate(self.inner)])
+
+
+class Broken(nn.Module):
+    """Three modules in a row with graph breaks between them. (Not in a loop: Dynamo leaves such a frame to eager mode.)"""
+
+    def __init__(self, first: nn.Module, second: nn.Module, third: nn.Module) -> None:
+        super().__init__()
+        self.first, self.second, self.third = first, second, third
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        x = self.second(x)
+        torch._dynamo.graph_break()
+        return self.third(x)
+
+
+class Twice(nn.Module):
+    """One weight that two matmuls use, on different inputs."""
+
+    def __init__(self, width: int = 128) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(3.0 * torch.tanh(self.linear(x)))
+
+
+class Spelled(nn.Module):
+    """The same product written as F.linear, x @ w, x @ w.t() and addmm; [rows, width] -> [rows, width]."""
+
+    def __init__(self, width: int = 128) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d = (nn.Parameter(torch.randn(width, width) * width**-0.5) for _ in range(4))
+        self.bias = nn.Parameter(torch.randn(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(F.linear(x, self.a))
+        x = torch.tanh(x @ self.b)
+        x = torch.tanh(x @ self.c.t())
+        return torch.addmm(self.bias, x, self.d)
+
+
+class TwoOutputs(nn.Module):
+    """A module of which a loss may use only one output."""
+
+    def __init__(self, width: int = 128) -> None:
+        super().__init__()
+        self.left = nn.Linear(width, width)
+        self.right = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.left(x), self.right(x)
+
+
+class Branches(nn.Module):
+    """Which layers run depends on an argument: graphs that share some weights and not all."""
+
+    def __init__(self, width: int = 128) -> None:
+        super().__init__()
+        self.shared = nn.Linear(width, width)
+        self.one = nn.Linear(width, width)
+        self.two = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, second: bool = False) -> Tensor:
+        x = torch.tanh(self.shared(x))
+        return self.two(x) if second else self.one(x)
+
+
+def make(build: Callable[[], nn.Module], dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0) -> nn.Module:
+    """build() with weights that are the same on every machine: made on the CPU from this seed, then moved."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = build()
+    return model.to(device=device, dtype=dtype)
+
+
+def relus(count: int = 2) -> list[nn.Module]:
+    """MLPs whose activation rounds nothing, so that bf16 models have the same intermediates fused and not fused."""
+    return [Mlp(act=F.relu) for _ in range(count)]

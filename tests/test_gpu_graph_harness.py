@@ -1,0 +1,165 @@
+"""The described-GPU harness itself, on plain Inductor graphs whose kernels and bytes are counted by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from gpu_graph import A100, H200, trace, unavailable
+
+pytestmark = pytest.mark.skipif(unavailable() is not None, reason=unavailable() or "")
+
+BF16 = torch.bfloat16
+
+
+@pytest.fixture(scope="module")
+def mlp():
+    """x [64, 256] -> [64, 512] -> GELU -> [64, 256], the second linear with a bias, all bf16, gradients of everything."""
+    model = nn.Sequential(nn.Linear(256, 512, bias=False), nn.GELU(), nn.Linear(512, 256)).to(BF16)
+    x = torch.randn(64, 256, dtype=BF16, requires_grad=True)
+    compiled = torch.compile(model)
+    return trace(lambda: compiled(x).sum().backward())
+
+
+def test_forward_comes_first_and_backward_is_compiled(mlp):
+    assert [g.backward for g in mlp.graphs] == [False, True]
+    assert all("@triton" in g.code and "cuda" in g.code and "cpp_fused" not in g.code for g in mlp.graphs)
+
+
+def test_matmul_flops_and_kernels(mlp):
+    assert mlp.flops == {"bfloat16": 6 * 2 * 64 * 256 * 512}
+    assert len(mlp.graphs[0].kernels) == 3  # mm, GELU, addmm
+    assert sorted((*m.out.shape, m.a.shape[-1]) for m in mlp.matmuls) == sorted(
+        [(64, 512, 256), (64, 256, 512)] * 2 + [(256, 512, 64), (512, 256, 64)]
+    )
+
+
+def test_matmul_bytes(mlp):
+    x, h, w = 64 * 256 * 2, 64 * 512 * 2, 256 * 512 * 2
+    assert sorted(k.bytes for k in mlp.kernels if k.matmul) == sorted([x + h + w] * 5 + [x + h + w + 256 * 2])  # one has a bias
+
+
+def test_bytes_outside_matmuls(mlp):
+    x, h = 64 * 256 * 2, 64 * 512 * 2
+    forward, backward = mlp.graphs
+    assert [k.bytes for k in forward.kernels if not k.matmul] == [2 * h]  # GELU: reads h, writes h
+    # The bias gradient reads dy and writes 256 numbers; dGELU reads h and its gradient, writes one.
+    assert sorted(k.bytes for k in backward.kernels if not k.matmul) == sorted([x + 256 * 2, 3 * h])
+    assert mlp.bytes_outside_matmuls == 5 * h + x + 256 * 2
+
+
+def test_kept_for_backward(mlp):
+    # GELU's input, and its output for wgrad; x and the weights are there anyway.
+    assert mlp.kept_for_backward == 2 * (64 * 512 * 2)
+
+
+def test_fused_pointwise_is_one_kernel():
+    f = torch.compile(lambda a, b: (F.silu(a.float()) * b).to(BF16))
+    step = trace(lambda: f(torch.randn(128, 256, dtype=BF16), torch.randn(128, 256, dtype=BF16)))
+    assert [(k.kind, k.bytes) for k in step.kernels] == [("triton", 3 * 128 * 256 * 2)]
+    assert step.flops == {} and step.kept_for_backward == 0 and len(step.graphs) == 1
+
+
+def test_two_stage_amax_and_cast_read_their_input_once():
+    """The form of amax that fp8compile writes: row maxima come out of the kernel that casts."""
+
+    @torch.compile
+    def f(x, s):
+        return (x.float() * s).to(torch.float8_e4m3fn), x.abs().amax(-1).amax()
+
+    x, s = torch.randn(4096, 4096, dtype=BF16), torch.ones(())
+    moved = trace(lambda: f(x, s)).bytes_outside_matmuls
+    assert 3 * x.numel() < moved < 3.01 * x.numel()  # 2 bytes read, 1 written, and the row maxima
+
+
+def test_scaled_matmul_is_fp8_and_its_layout_is_seen():
+    one = torch.ones(())
+
+    def f(a, b):
+        return torch._scaled_mm(a, b.t(), one, one, out_dtype=BF16)
+
+    a, b = torch.randn(64, 256).to(torch.float8_e4m3fn), torch.randn(128, 256).to(torch.float8_e4m3fn)
+    compiled = torch.compile(f)
+    step = trace(lambda: compiled(a, b))
+    (m,) = step.matmuls
+    assert step.flops == {"fp8": 2 * 64 * 256 * 128}
+    assert m.a.row_major and m.b.col_major and m.out.dtype == BF16
+
+
+def test_a_row_major_second_operand_is_refused():
+    """What the CPU accepts and Hopper does not must fail here."""
+    one = torch.ones(())
+    compiled = torch.compile(lambda a, b: torch._scaled_mm(a, b, one, one, out_dtype=BF16))
+    with pytest.raises(Exception, match="(?i)col"):
+        trace(lambda: compiled(torch.randn(64, 256).to(torch.float8_e4m3fn), torch.randn(256, 128).to(torch.float8_e4m3fn)))
+
+
+def test_indexing_of_a_tensor_on_the_described_device():
+    """A pass may index fake tensors; torch would ask the CUDA runtime for a device guard."""
+    x = torch.arange(24).view(2, 3, 4)
+    seen = []
+
+    def look(graph):
+        (node,) = graph.find_nodes(op="placeholder")
+        fake = node.meta["val"]
+        seen.extend(fake[index] for index in indices)
+
+    indices = [0, (slice(None), 1), (..., 2), (None, ..., slice(1, 3)), (1, ..., None, 0), (slice(0, 1), slice(None), -1)]
+    compiled = torch.compile(lambda x: x + 1, options={"joint_custom_pre_pass": look})
+    trace(lambda: compiled(x))
+    assert [(t.device.type, t.shape, t.stride()) for t in seen] == [("cuda", x[i].shape, x[i].stride()) for i in indices]
+
+
+def test_symbolic_rows():
+    model = nn.Linear(256, 128, bias=False).to(BF16)
+    compiled = torch.compile(model, dynamic=True)
+    step = trace(lambda: compiled(torch.randn(48, 256, dtype=BF16)).sum().backward())
+    assert step.flops == {"bfloat16": 2 * 2 * 48 * 256 * 128}  # fprop and wgrad: the input wants no gradient
+
+
+def test_user_triton_kernel_reads_what_it_reads():
+    triton = pytest.importorskip("triton")
+    tl = pytest.importorskip("triton.language")
+
+    @triton.jit
+    def copy_kernel(x, y, numel, BLOCK: tl.constexpr):
+        at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        tl.store(y + at, tl.load(x + at, mask=at < numel), mask=at < numel)
+
+    def f(x):
+        y = torch.empty_like(x)
+        copy_kernel[(x.numel() // 1024,)](x, y, x.numel(), BLOCK=1024)
+        return y
+
+    compiled = torch.compile(f)
+    step = trace(lambda: compiled(torch.randn(64, 1024)))
+    assert [(k.kind, k.bytes) for k in step.kernels] == [("user", 2 * 64 * 1024 * 4)]
+
+
+def test_other_device():
+    f = torch.compile(lambda x: torch.relu(x))
+    for gpu in (A100, H200):
+        step = trace(lambda: f(torch.randn(64, 256)), gpu)
+        assert f"cc={gpu.capability}" in step.code
+
+
+def test_nothing_of_the_described_device_is_left():
+    from torch._dynamo.device_interface import get_interface_for_device
+
+    before = get_interface_for_device("cuda")
+    f = torch.compile(lambda x: torch.relu(x) + 1)
+    x = torch.randn(64)
+    trace(lambda: f(x))
+    assert not torch.cuda.is_available() and get_interface_for_device("cuda") is before
+    assert torch.equal(torch.compile(lambda x: torch.relu(x) + 1, backend="aot_eager")(x), torch.relu(x) + 1)
+    assert torch.equal(f(x), torch.relu(x) + 1)  # compiled afresh, for the CPU
+
+
+def test_the_described_device_goes_when_a_step_fails():
+    def fail():
+        raise KeyError("of the step")
+
+    with pytest.raises(KeyError):
+        trace(fail)
+    assert not torch.cuda.is_available()
