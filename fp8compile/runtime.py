@@ -21,6 +21,7 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.utils.weak import WeakIdKeyDictionary
 
 from . import compat, scaling
+from .graph import value
 from .passes import Rewritten
 from .passes.base import run_pass
 from .passes.lower import lower
@@ -77,7 +78,6 @@ class CompiledGraph:
         self.idle: torch.Tensor | None = None  # a stand-in where the state inputs are unused
         self.marker: str | None = None  # a value saved for backward, by which a cold call's backward is known:
         self.cold_marks: set[int] = set()  # its addresses
-        self.saved: list[str] = []
 
     # -- compiling --
 
@@ -94,22 +94,23 @@ class CompiledGraph:
         warm: Any = _boxed(Eager(gm)) if _interpreted else compat.compile_inner(gm, example_inputs, **kwargs)
         if cold is None:
             return warm
-        device = next(
-            (x.meta["val"].device.type for x in cold.graph.nodes if isinstance(x.meta.get("val"), torch.Tensor)), "cpu"
-        )
+        device = next((value(node).device.type for node in cold.graph.nodes if _is_tensor(node)), "cpu")
         return self._backward(cold, warm, device) if backward else self._forward(cold, warm, device)
 
     def _forward(self, gm: GraphModule, warm: Boxed, device: str) -> Boxed:
-        eager, outputs = _boxed(Eager(gm)), [x.name if isinstance(x, Node) else "" for x in _outputs(gm)]
-        self.saved = outputs
+        eager, outputs = _boxed(Eager(gm)), _outputs(gm)
+        # the last ones are saved for backward; a marker that turns out to be none of them is not looked for
+        made = [i for i, x in enumerate(outputs) if isinstance(x, Node) and x.op != "placeholder" and _is_tensor(x)]
+        marker = made[-1] if made else None
+        self.marker = outputs[marker].name if marker is not None else None
 
         def run(args: list[Any]) -> Any:
             pages = self.now
             if pages is None or not pages.cold or not _on(device, args):
                 return warm(args)
             result = eager([_alias(x) for x in _drain(args)])
-            if self.marker in outputs:
-                self.cold_marks.add(result[outputs.index(self.marker)].data_ptr())
+            if marker is not None:
+                self.cold_marks.add(result[marker].data_ptr())
             pages.tries -= 1
             pages.after_cold_call()
             return result
@@ -120,13 +121,8 @@ class CompiledGraph:
     def _backward(self, gm: GraphModule, warm: Boxed, device: str) -> Boxed:
         assert self.rewritten is not None and self.book is not None
         book, eager = self.book, _boxed(Eager(gm))
-        placeholders = gm.graph.find_nodes(op="placeholder")
-        names = [node.name for node in placeholders]
-        page_at = names.index(self.rewritten.pages[1]) if self.rewritten.pages[1] in names else None
-        tensors = {n.name for n in placeholders if isinstance(n.meta.get("val"), torch.Tensor)}
-        primals = ("primals", "tangents")
-        self.marker = next((x for x in names if x in tensors and x in self.saved and not x.startswith(primals)), None)
-        marker_at = names.index(self.marker) if self.marker is not None else None
+        names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
+        page_at, marker_at = (names.index(x) if x in names else None for x in (self.rewritten.pages[1], self.marker))
 
         def run(args: list[Any]) -> Any:
             pages = book.by_pointer.get(args[page_at].data_ptr()) if page_at is not None else None
@@ -185,6 +181,10 @@ def _copy(gm: GraphModule) -> GraphModule:
 
 def _outputs(gm: GraphModule) -> list[Any]:
     return list(next(iter(gm.graph.find_nodes(op="output"))).args[0])  # type: ignore[arg-type]
+
+
+def _is_tensor(node: Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor)
 
 
 def _boxed(interpreter: Interpreter) -> Boxed:

@@ -285,7 +285,8 @@ class _Linear(torch.autograd.Function):
         if owner.high_fprop:
             y = torch.nn.functional.linear(rows.to(dtype), w_nk.to(dtype), None if bias is None else bias.to(dtype))
         else:
-            y = scaled_mm(x8, inverse(ctx.x_scale), w8.t(), inverse(ctx.w_scale), dtype, bias)
+            # autocast hands the bias over in the output's dtype; it is added in float32
+            y = scaled_mm(x8, inverse(ctx.x_scale), w8.t(), inverse(ctx.w_scale), dtype, None if bias is None else bias.to(dtype))
         return y.reshape(*x.shape[:-1], w_nk.shape[0])
 
     @staticmethod

@@ -158,7 +158,8 @@ def test_after_a_recompile_for_another_shape(name: str, recipe: str) -> None:
     """Static, then a second shape that recompiles (dynamic from there on), back to the first, and odd sizes."""
     pair = Pair(make(BUILDS[name]), recipe, deep=name in DEEP)
     *batch, width = shape_for(pair.model)
-    for step, (rows, factor) in enumerate(zip((16, 16, 40, 16, 7, 1, 33, 40, 64, 16), MOVING, strict=True)):
+    one = 1 if name != "block" else 3  # attention over one token has gradients of q and k that are 0 but for rounding
+    for step, (rows, factor) in enumerate(zip((16, 16, 40, 16, 7, one, 33, 40, 64, 16), MOVING, strict=True)):
         pair.step(noise(*batch[:-1], rows, width, seed=step, scale=factor))
     pair.finish()
 

@@ -49,6 +49,7 @@ class _Writer:
     def __init__(self, graph: Graph, plan: Plan, recipe: Recipe, pages: tuple[Node, Node] | None):
         self.graph, self.plan, self.recipe, self.pages = graph, plan, recipe, pages
         self.start = next(node for node in graph.nodes if node.op != "placeholder")  # what reads inputs goes before it
+        self.replaced: dict[Node, Node] = {}  # a matmul's output may be the next one's operand
         self.amaxes: dict[Operand, Node] = {}
         self.scales: dict[Operand, tuple[Node, Node]] = {}  # scale, inverse
         self.demand: set[tuple[Operand, str, bool]] = set()  # operand, shape as a matrix, transposed
@@ -75,6 +76,7 @@ class _Writer:
         if rest is not None:
             out = _add(emit, rest, out, node)
         node.replace_all_uses_with(out)
+        self.replaced[node] = out
         if node is self.start:
             self.start = node.next
         self.graph.erase_node(node)
@@ -129,7 +131,7 @@ class _Writer:
 
     def matrix(self, matrix: Matrix, operand: Operand) -> Node:
         """The base as a 2-D node. A copy only if its strides make a view impossible (Inductor fuses that into the casts)."""
-        base = matrix.base
+        base = self.replaced.get(matrix.base, matrix.base)
         rows, columns = matrix.shape
         key = (base, f"{rows} {columns}")
         if value(base).dim() == 2 and same_shape(value(base).shape, matrix.shape):
