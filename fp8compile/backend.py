@@ -110,7 +110,7 @@ def _report(done: Rewritten, inputs: Inputs, chosen: Options) -> int:
         "" if training else "compiled in high precision: " + ("inference" if inputs.training else "the model is in eval mode")
     )
     records = tuple(matmul.record(chosen.recipe.name) for matmul in done.matmuls)
-    index = LEDGER.add(GraphReport(0, name, records, done.opaque, note), inputs.parameters)
+    index = LEDGER.add(GraphReport(0, name, records, done.opaque, note))
     report = LEDGER.graph(index)
     if not training:
         logger.info("fp8: %s: %s", name, note)

@@ -36,11 +36,10 @@ def readable_module(path: str) -> str:
 
 @dataclass(frozen=True)
 class Inputs:
-    """The inputs of one Dynamo graph, by position."""
+    """The inputs of one Dynamo graph, by position. Holds no tensor: it lives as long as the compiled code."""
 
     names: tuple[str, ...]
     weights: frozenset[int]  # positions of parameters and of buffers: what a "weight" can be
-    parameters: tuple[torch.Tensor, ...]  # the real ones, as far as they are known at compile time
     devices: frozenset[torch.device]
     training: bool  # every root module is in training mode (True for a graph of a bare function)
     grad: bool  # grad mode is on, and something may require gradients
@@ -49,20 +48,18 @@ class Inputs:
 
 def capture(gm: GraphModule, inputs: Sequence[Any]) -> Inputs:
     """Read a Dynamo graph's inputs. Adds a guard on `training` of the modules in it."""
-    names, weights, parameters = [], set(), []
+    names, weights = [], set()
     for i, (placeholder, real) in enumerate(zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True)):
         source = compat.source_name(placeholder)
         names.append(readable(source) or placeholder.name)
         if isinstance(real, nn.Parameter) or (isinstance(real, torch.Tensor) and PART.search(source)):
             weights.add(i)
-            parameters.append(real)
     roots = compat.root_modules(gm)
     for _, source in roots:
         compat.guard_training(source)
     return Inputs(
         names=tuple(names),
         weights=frozenset(weights),
-        parameters=tuple(parameters),
         devices=frozenset(x.device for x in inputs if isinstance(x, torch.Tensor)),
         training=all(module.training for module, _ in roots),
         grad=torch.is_grad_enabled(),

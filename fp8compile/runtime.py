@@ -75,6 +75,7 @@ class CompiledGraph:
         self.book: Book | None = None
         self.call: Callable[..., Any] | None = None
         self.now: PageSet | None = None  # of the call in progress
+        self.again = False  # and whether that is a recomputation
         self.idle: torch.Tensor | None = None  # a stand-in where the state inputs are unused
         self.marker: str | None = None  # a value saved for backward, by which a cold call's backward is known:
         self.cold_marks: set[int] = set()  # its addresses
@@ -106,13 +107,17 @@ class CompiledGraph:
 
         def run(args: list[Any]) -> Any:
             pages = self.now
-            if pages is None or not pages.cold or not _on(device, args):
+            if pages is None or not _on(device, args):
                 return warm(args)
-            result = eager([_alias(x) for x in _drain(args)])
+            cold = pages.cold or (self.again and pages.was_cold)
+            pages.was_cold = cold
+            if not cold:
+                return warm(args)
+            result = eager(args)
             if marker is not None:
                 self.cold_marks.add(result[marker].data_ptr())
-            pages.tries -= 1
-            pages.after_cold_call()
+            if not self.again and not pages.backward.homes:
+                pages.after_cold_call()
             return result
 
         run._boxed_call = True  # type: ignore[attr-defined]
@@ -134,9 +139,10 @@ class CompiledGraph:
                 self.cold_marks.discard(mark)
             if pages is not None:
                 pages.pending = max(0, pages.pending - 1)
+                pages.backward.refresh()
             if not cold or not _on(device, args):
                 return warm(args)
-            result = eager([_alias(x) for x in _drain(args)])
+            result = eager(args)
             if pages is not None:
                 pages.after_cold_call()
             return result
@@ -159,16 +165,16 @@ class CompiledGraph:
                 self.idle = scaling.new_page(self.capacity[0], self.history, _device(args))
             return self.call(*args, self.idle, self.idle)
         pages = self.now = self.book.open(args, _device(args))
-        again = pages.pending and compat.in_backward()  # a recomputation: the state stays where it is
-        before = pages.forward.tensor.clone() if again else None
+        forward = pages.forward.tensor
+        self.again = bool(pages.pending) and compat.in_backward()
+        if self.again:  # a recomputation: the scales of the first time, and the state stays where it is
+            forward = scaling.page_before(forward)
+        else:
+            pages.pending += 1
         try:
-            return self.call(*args, pages.forward.tensor, pages.backward.tensor)
+            return self.call(*args, forward, pages.backward.tensor)
         finally:
             self.now = None
-            if before is None:
-                pages.pending += 1
-            else:
-                pages.forward.tensor.data.copy_(before)
 
 
 def _copy(gm: GraphModule) -> GraphModule:
@@ -190,18 +196,13 @@ def _is_tensor(node: Node) -> bool:
 def _boxed(interpreter: Interpreter) -> Boxed:
     def run(args: list[Any]) -> Any:
         try:
+            args[:] = map(_alias, args)
             return interpreter.boxed_run(args)
         finally:
             interpreter.env = {}  # it would keep what it returned, and with it the model
 
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
-
-
-def _drain(args: list[Any]) -> list[Any]:
-    given = list(args)
-    args.clear()
-    return given
 
 
 def _alias(x: Any) -> Any:

@@ -7,10 +7,14 @@ Both are float32, computed in float64 and rounded once, so that eager and compil
 instructions a compiler picks for a float32 division.
 
 One direction (forward or backward) of one set of parameters keeps its delayed scaling state in one float32 tensor, a
-*page* `[slots, 3 + history]`, one row a slot:
+*page* `[slots, 6 + history]`, one row a slot:
 
-    column   0       1           2                                                          3 ...
-             scale   scale_inv   calls since the scale was computed, -1 before the first    amax history, newest first
+    column   0       1           2                                                          3 4 5            6 ...
+             scale   scale_inv   calls since the scale was computed, -1 before the first    0 1 2 of the     amax history,
+                                                                                            call before      newest first
+
+A call quantizes with a *snapshot* `[slots, 3]` of the first columns, taken before it moves them. The snapshot is then
+kept next to what replaced it, for a forward that is recomputed.
 
 The functions are written in plain torch with no data-dependent control flow: they run eagerly, on fake tensors and as
 nodes of a graph.
@@ -21,7 +25,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-SCALE, SCALE_INV, AGE, HISTORY = 0, 1, 2, 3
+SCALE, SCALE_INV, AGE, BEFORE, HISTORY = 0, 1, 2, 3, 6
 LARGEST = torch.finfo(torch.float32).max
 
 
@@ -44,11 +48,23 @@ def new_page(slots: int, history: int, device: torch.device) -> Tensor:
     page = torch.zeros(slots, HISTORY + history, dtype=torch.float32, device=device)
     page[:, SCALE] = page[:, SCALE_INV] = 1.0
     page[:, AGE] = -1.0
+    page[:, BEFORE:HISTORY] = page[:, :BEFORE]
     return page
 
 
-def next_page(page: Tensor, amax: Tensor, fp8_max: float, margin: int, interval: int, most_recent: bool) -> Tensor:
+def page_before(page: Tensor) -> Tensor:
+    """A page from which a call quantizes as the last one did."""
+    page = page.clone()
+    page[:, :BEFORE] = page[:, BEFORE:HISTORY]
+    return page
+
+
+def next_page(
+    page: Tensor, snapshot: Tensor, amax: Tensor, fp8_max: float, margin: int, interval: int, most_recent: bool
+) -> Tensor:
     """The page after a training call that saw `amax` (float32 `[n]`, n <= slots: the first n rows move).
+
+    The old scales come from the snapshot: so it is taken before the page is written, however a compiler orders the graph.
 
     The history shifts by one. A slot's scale is recomputed at its first non-zero amax and at every `interval`-th call
     from there, unless the amax to compute it from is 0. If any amax is not finite, nothing moves: one bad batch leaves
@@ -57,7 +73,8 @@ def next_page(page: Tensor, amax: Tensor, fp8_max: float, margin: int, interval:
     # narrow and select below: an index would ask for the device, which may be a described one
     used, width = amax.shape[0], page.shape[1]
     rows = page.narrow(0, 0, used)
-    old_scale, old_inverse, age = rows.select(1, SCALE), rows.select(1, SCALE_INV), rows.select(1, AGE)
+    before = snapshot.narrow(0, 0, used)
+    old_scale, old_inverse, age = before.select(1, SCALE), before.select(1, SCALE_INV), before.select(1, AGE)
     history = torch.cat([amax.unsqueeze(1), rows.narrow(1, HISTORY, width - HISTORY - 1)], 1)
     peak = amax if most_recent else history.amax(1)
     cold = age < 0
@@ -67,6 +84,6 @@ def next_page(page: Tensor, amax: Tensor, fp8_max: float, margin: int, interval:
     inverse = torch.where(fresh, inverse_of(scale), old_inverse)
     still = torch.where(cold, age, age + 1)
     age = torch.where(due, torch.zeros_like(age), still)
-    moved = torch.cat([torch.stack([scale, inverse, age], 1), history], 1)
+    moved = torch.cat([torch.stack([scale, inverse, age], 1), before, history], 1)
     kept = torch.where(amax.isfinite().all(), moved, rows)
     return torch.cat([kept, page.narrow(0, used, page.shape[0] - used)], 0)

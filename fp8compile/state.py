@@ -31,15 +31,34 @@ class SlotKey:
 
 @dataclass(eq=False)
 class Page:
-    """`tensor` is float32 `[capacity, 3 + history]`; the first `len(keys)` rows are slots."""
+    """`tensor` is float32 `[capacity, 6 + history]`, see `scaling`; row i is the slot `homes[i]`: owner, (role, use)."""
 
     tensor: torch.Tensor
-    keys: tuple[tuple[str, int], ...]
+    homes: list[tuple[weakref.ref, tuple[str, int]]]
     stale: bool = False  # another page has taken over some of the slots
 
     def cold(self) -> bool:
         """Is there a slot that has not seen a non-zero amax? Reads the device: for cold calls only."""
-        return bool((self.tensor[: len(self.keys), scaling.AGE] < 0).any())
+        return bool((self.tensor[: len(self.homes), scaling.AGE] < 0).any())
+
+    def refresh(self) -> None:
+        """Take the slots back, with their values, if another graph that has some of them has run since."""
+        if self.stale:
+            self.claim()
+
+    def claim(self) -> None:
+        """Become the home of these slots, with the values that they have now."""
+        rows = self.tensor.data  # no version counter: the page may be saved for a backward that is still to come
+        for row, (owner, name) in enumerate(self.homes):
+            named = REGISTRY.setdefault(owner(), {})
+            before = named.get(name)
+            if before is not None and before.page is not self:
+                values = before.page.tensor[before.row].to(rows.device)
+                width = min(values.numel(), rows.shape[1])  # another history length keeps what fits
+                rows[row, :width] = values[:width]
+                before.page.stale = True
+            named[name] = Slot(self, row)
+        self.stale = False
 
 
 @dataclass(frozen=True)
@@ -81,13 +100,15 @@ class PageSet:
     forward: Page
     backward: Page
     owners: tuple[weakref.ref, ...]
-    tries: int  # cold calls left before a slot that only ever saw zeros is taken as it is
+    patience: int = 16  # cold calls left before a slot that only ever saw zeros is taken as it is, with scale 1
     cold: bool = True
+    was_cold: bool = True  # the last forward
     pending: int = 0  # training forwards whose backward has not run
 
     def after_cold_call(self) -> None:
         """Is it the last cold one?"""
-        self.cold = self.tries > 0 and (self.forward.cold() or self.backward.cold())
+        self.patience -= 1
+        self.cold = self.patience > 0 and (self.forward.cold() or self.backward.cold())
 
     @property
     def pages(self) -> tuple[Page, Page]:
@@ -111,9 +132,8 @@ class Book:
         found = self.sets.get(key)
         if found is None:
             found = self._new(key, owners, device)
-        if found.forward.stale or found.backward.stale:
-            for page, keys in zip(found.pages, self.keys, strict=True):
-                _claim(page, self._slots(keys, owners))
+        for page in found.pages:
+            page.refresh()
         return found
 
     def _slots(self, keys: Sequence[SlotKey], owners: Sequence[Any]) -> list[tuple[Any, tuple[str, int]]]:
@@ -132,7 +152,7 @@ class Book:
                 alive.by_pointer.pop(gone.backward.tensor.data_ptr(), None)
 
         refs = tuple(weakref.ref(owner, forget) for owner in owners if owner is not self)
-        made = PageSet(forward, backward, refs, tries=self.history)
+        made = PageSet(forward, backward, refs)
         made.cold = forward.cold() or backward.cold()
         self.sets[key] = made
         self.by_pointer[backward.tensor.data_ptr()] = made
@@ -146,23 +166,8 @@ def _page_for(slots: list[tuple[Any, tuple[str, int]]], capacity: int, history: 
     if len(pages) == 1 and all(slot is not None and slot.row == i for i, slot in enumerate(held)):
         (page,) = pages.values()
         shape = (capacity, scaling.HISTORY + history)
-        if len(page.keys) == len(slots) and page.tensor.shape == shape and page.tensor.device == device and not page.stale:
+        if len(page.homes) == len(slots) and page.tensor.shape == shape and page.tensor.device == device and not page.stale:
             return page
-    page = Page(scaling.new_page(capacity, history, device), tuple(name for _, name in slots))
-    _claim(page, slots)
+    page = Page(scaling.new_page(capacity, history, device), [(weakref.ref(owner), name) for owner, name in slots])
+    page.claim()
     return page
-
-
-def _claim(page: Page, slots: list[tuple[Any, tuple[str, int]]]) -> None:
-    """Make `page` the home of these slots, with the values that they have now."""
-    rows = page.tensor.data  # no version counter: the page may be saved for a backward that is still to come
-    for row, (owner, name) in enumerate(slots):
-        named = REGISTRY.setdefault(owner, {})
-        before = named.get(name)
-        if before is not None and before.page is not page:
-            values = before.page.tensor[before.row].to(rows.device)
-            width = min(values.numel(), rows.shape[1])  # another history length keeps what fits
-            rows[row, :width] = values[:width]
-            before.page.stale = True
-        named[name] = Slot(page, row)
-    page.stale = False

@@ -286,7 +286,9 @@ class _Linear(torch.autograd.Function):
             y = torch.nn.functional.linear(rows.to(dtype), w_nk.to(dtype), None if bias is None else bias.to(dtype))
         else:
             # autocast hands the bias over in the output's dtype; it is added in float32
-            y = scaled_mm(x8, inverse(ctx.x_scale), w8.t(), inverse(ctx.w_scale), dtype, None if bias is None else bias.to(dtype))
+            y = scaled_mm(
+                x8, inverse(ctx.x_scale), w8.t(), inverse(ctx.w_scale), dtype, None if bias is None else bias.to(dtype)
+            )
         return y.reshape(*x.shape[:-1], w_nk.shape[0])
 
     @staticmethod

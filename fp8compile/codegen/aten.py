@@ -40,16 +40,16 @@ def last_amaxes(rows: list[Tensor]) -> Tensor:
 
 
 def scales(page: Tensor) -> Tensor:
-    """The page's scales and inverses, `[slots, 2]`, in a buffer of their own."""
-    return page.narrow(1, 0, scaling.AGE).clone(memory_format=torch.contiguous_format)
+    """The page's scales, inverses and ages, `[slots, 3]`, in a buffer of their own."""
+    return page.narrow(1, 0, scaling.BEFORE).clone(memory_format=torch.contiguous_format)
 
 
 def stored_scale(scales: Tensor, slot: int) -> Tensor:
-    return aten.as_strided.default(scales, [1], [1], 2 * slot + scaling.SCALE)
+    return aten.as_strided.default(scales, [1], [1], scaling.BEFORE * slot + scaling.SCALE)
 
 
 def stored_inverse(scales: Tensor, slot: int) -> Tensor:
-    return aten.as_strided.default(scales, [1], [1], 2 * slot + scaling.SCALE_INV)
+    return aten.as_strided.default(scales, [1], [1], scaling.BEFORE * slot + scaling.SCALE_INV)
 
 
 def quantize(x: Tensor, scale: Tensor, dtype: torch.dtype, fp8_max: float) -> Tensor:

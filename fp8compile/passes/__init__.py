@@ -62,10 +62,10 @@ def run(
         if any(len(slots) > rows for slots, rows in zip(keys, capacity, strict=True)):
             raise CapacityExceeded({"forward": len(keys[0]), "backward": len(keys[1])})
         pages = _pages(placeholders, len(inputs.names))
-    amaxes = run_pass("rewrite", graph, lambda: rewrite(graph, matmuls, made, recipe, pages))
+    written = run_pass("rewrite", graph, lambda: rewrite(graph, matmuls, made, recipe, pages))
     if pages is not None:
         state = pages
-        run_pass("update", graph, lambda: update(graph, made, amaxes, recipe, state))
+        run_pass("update", graph, lambda: update(graph, made, written, recipe, state))
     graph.eliminate_dead_code()
     names = tuple(page.name for page in pages or ())
     return Rewritten(tuple(matmuls), tuple(opaque), inference, keys[0], keys[1], names)

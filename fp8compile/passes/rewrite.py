@@ -17,6 +17,7 @@ partitioner casts them again in backward, from the weight that is there anyway.
 from __future__ import annotations
 
 import operator
+from dataclasses import dataclass
 
 import torch
 from torch.fx import Graph, Node
@@ -28,21 +29,25 @@ from ..recipe import Recipe
 from .plan import Operand, Plan, roles
 
 
-def rewrite(
-    graph: Graph, matmuls: list[Matmul], plan: Plan, recipe: Recipe, pages: tuple[Node, Node] | None
-) -> dict[Operand, Node]:
-    """Rewrite the decided matmuls; `pages` are the state inputs of forward and backward (None: no state).
-    Returns the amax of each operand."""
+@dataclass(frozen=True)
+class Written:
+    """What `update` needs: the amax of each operand, and the snapshot of each direction (backward: True)."""
+
+    amaxes: dict[Operand, Node]
+    snapshots: dict[bool, Node]
+
+
+def rewrite(graph: Graph, matmuls: list[Matmul], plan: Plan, recipe: Recipe, pages: tuple[Node, Node] | None) -> Written:
+    """Rewrite the decided matmuls; `pages` are the state inputs of forward and backward (None: no state)."""
     writer = _Writer(graph, plan, recipe, pages)
-    for matmul in matmuls:
-        if matmul.fp8:
-            writer.demand.update(
-                (operand, str(matrix.shape), transposed) for operand, matrix, transposed in writer.operands(matmul)
-            )
-    for matmul in matmuls:
-        if matmul.fp8:
-            writer.replace(matmul)
-    return writer.amaxes
+    decided = [matmul for matmul in matmuls if matmul.fp8]
+    for matmul in decided:
+        writer.demand.update(
+            (operand, str(matrix.shape), transposed) for operand, matrix, transposed in writer.operands(matmul)
+        )
+    for matmul in decided:
+        writer.replace(matmul)
+    return Written(writer.amaxes, writer.snapshots)
 
 
 class _Writer:

@@ -1,10 +1,10 @@
 """update: move the scaling state once, at the end of each direction.
 
     vector = gather([amax_0, amax_1, ...]); [vector = all_reduce(vector, "max")]
-    page' = update(page, vector); copy_(page, page')
+    page' = update(page, scales, vector); copy_(page, page')
 
 The `copy_` is the graph's only mutation. Its tag says in which of the two graphs it belongs; nothing else reads the page
-but the snapshot at the start, so recomputation never sees a state that has moved.
+but the snapshot, on which the update depends: the partitioner and Inductor may order the rest as they like.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ from torch.fx import Graph, Node
 from .. import ops
 from ..graph import Emitter, aten
 from ..recipe import Recipe
-from .plan import Operand, Plan
+from .plan import Plan
+from .rewrite import Written
 
 
-def update(graph: Graph, plan: Plan, amaxes: dict[Operand, Node], recipe: Recipe, pages: tuple[Node, Node]) -> int:
+def update(graph: Graph, plan: Plan, written: Written, recipe: Recipe, pages: tuple[Node, Node]) -> int:
     """Write the next state of both directions; returns how many directions have one."""
     moved = 0
     for backward in (False, True):
         operands = plan.direction(backward)
         if not operands:
             continue
-        vectors = [amaxes[operand] for operand in operands]
+        vectors = [written.amaxes[operand] for operand in operands]
         anchor = max(vectors, key=_position(graph)).next
         page, tag = pages[backward], "backward" if backward else "forward"
         emit = Emitter(graph, anchor, page, partitioner_tag=f"is_{tag}", recompute=None, ac_graph_id=None)
@@ -35,7 +36,16 @@ def update(graph: Graph, plan: Plan, amaxes: dict[Operand, Node], recipe: Recipe
             started = emit(torch.ops._c10d_functional.all_reduce.default, vector, "max", group)
             vector = emit(torch.ops._c10d_functional.wait_tensor.default, started)
         most_recent = recipe.amax_compute_algo == "most_recent"
-        following = emit(ops.update, page, vector, operands[0].format.max, recipe.margin, recipe.interval, most_recent)
+        following = emit(
+            ops.update,
+            page,
+            written.snapshots[backward],
+            vector,
+            operands[0].format.max,
+            recipe.margin,
+            recipe.interval,
+            most_recent,
+        )
         emit.meta["partitioner_tag"] = f"must_be_in_{tag}"
         emit(aten.copy_.default, page, following)
         moved += 1

@@ -1,0 +1,329 @@
+"""The benchmarks' own machinery: every case, tiny, on a CPU and through the command line; and what the figures are made of."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks import arms, kernels, plot, results, tables, train  # noqa: E402
+from benchmarks.cases import CASES  # noqa: E402
+from benchmarks.cases.base import Fit, parse_case  # noqa: E402
+
+FP8 = {"fp8": 6, "high_precision": 3, "fp8_flop_fraction": 0.9, "summary": ""}
+
+
+def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """`python -m benchmarks.train` with `arguments`."""
+    command = [sys.executable, "-m", "benchmarks.train", *map(str, arguments)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+
+
+# -- the cases through the command line --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
+    """Every case once, tiny and interpreted, with the delayed recipe; results by name."""
+    folder = tmp_path_factory.mktemp("results")
+    variant = "llama-8b-layers:ckpt=1,accum=8"
+    cases = [part for name in [*CASES, variant] for part in ("--case", name)]
+    flags = "--arms fp8-delayed --rounds 2 --steps 1 --warmup 1 --device cpu --interpreted --no-warm-compile".split()
+    done = run(*cases, *flags, "--json", folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return {result["name"]: result for result in results.read([folder])}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_case(measured, name):
+    result = measured[name]
+    assert result["size"] == "tiny" and result["device"]["name"] == "cpu"
+    (row,) = result["rows"]
+    assert row["error"] is None
+    assert row["tokens_per_s"]["median"] > 0 and len(row["tokens_per_s"]["rounds"]) == 2
+    assert row["step_ms"]["total"] >= row["step_ms"]["forward"] > 0 and row["step_ms"]["backward"] > 0
+    assert row["fp8"]["proof"].startswith("not applicable: emulated")
+    assert row["fp8"]["decisions"]["fp8"] >= 3
+    assert row["kernels"] is None and row["memory"] is None
+    if name != "linear":  # whose output is no loss
+        assert len(row["losses"]) == (3 if name == "loss" else 5)  # loss: one warm-up; a lead in front of its second turn
+
+
+def test_variant(measured):
+    result = measured["llama-8b-layers:ckpt=1,accum=8"]
+    assert result["variant"]["ckpt"] == 1 and result["rows"][0]["tokens"] == 128  # two micro-batches of 64 when tiny
+
+
+def test_training_goes_on_in_the_loss_case(measured):
+    row = measured["loss"]["rows"][0]
+    (first, _), (second, _) = row["validation"]
+    assert first < second
+    assert row["losses"][-1] < row["losses"][0]
+
+
+def test_two_arms_rebuilt_and_a_failure(tmp_path):
+    """One arm at a time, and an arm whose package cannot be imported is a row."""
+    broken = tmp_path / "broken" / "torchao"
+    broken.mkdir(parents=True)
+    (broken / "__init__.py").write_text("raise ImportError('no such torchao')\n")
+    path = tmp_path / "r.json"
+    done = run(
+        *"--case ffn-half --arms eager-bf16,torchao-tensorwise --rounds 1 --steps 1 --warmup 1 --device cpu".split(),
+        *("--rebuild", "--interpreted", "--torchao", broken.parent, "--json", path),
+    )
+    assert done.returncode == 0, done.stderr
+    eager, torchao = json.loads(path.read_text())["rows"]
+    assert eager["ratio"]["eager_bf16"] == 1.0 and eager["ratio"]["compiled_bf16"] is None
+    assert torchao["error"] == "ImportError: no such torchao"
+    assert "torchao-tensorwise: ImportError: no such torchao" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--case", "gpt5"], "no case 'gpt5'"),
+        (["--case", "dit", "--arms", "bf16,fp4"], "no arm 'fp4'"),
+        (["--case", "dit:depth=3"], "case dit has no variant 'depth'"),
+        (["--case", "dit:batch=many"], "dit:batch=many is not a whole number"),
+        (["--case", "dit:compile=twice"], "one of whole, block"),
+        (["--case", "dit:batch"], "a variant is written key=value"),
+        (["--case", "dit", "--rounds", "0"], "not a whole number of at least 1"),
+        (["--case", "dit", "--torchao", "nowhere"], "no such file or folder"),
+        (["--case", "loss", "--rebuild"], "goes on training"),
+        (["--case", "all", "--json", "one.json"], "several cases need a folder"),
+    ],
+)
+def test_errors_are_one_line(arguments, message, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        train.main([*arguments, "--device", "cpu"])
+    captured = capsys.readouterr()
+    assert stopped.value.code == 2
+    assert message in captured.err and captured.err.count("\n") == 1 and not captured.out
+
+
+# -- cases and arms ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_full_points(name):
+    """Full sizes can be listed anywhere: nothing is allocated before a point is built."""
+    case = CASES[name]
+    points = case.points("full", case.variant({}), Fit(141 << 30, 7))
+    assert points and all(point.tokens >= 8192 for point in points)
+
+
+def test_as_many_layers_as_fit():
+    case, variant, _ = parse_case("llama-8b-layers", CASES)
+
+    def layers(gigabytes: int, arms: int) -> str:
+        return case.points("full", variant, Fit(gigabytes << 30, arms))[0].note
+
+    assert layers(141, 1) == "32 layers"
+    assert layers(141, 7) == "9 layers"
+    assert layers(80, 7) == "5 layers"
+
+
+def test_never_slower_map_has_216_cells():
+    case, variant, name = parse_case("linear:grid=6", CASES)
+    points = case.points("full", variant, Fit(0, 1))
+    assert name == "linear:grid=6" and len({p.label for p in points}) == 216
+    halves = [case.points("full", {**variant, "part": part}, Fit(0, 1)) for part in (1, 2)]
+    assert sorted(p.label for half in halves for p in half) == sorted(p.label for p in points)
+
+
+def test_autotuning_with_accumulation_has_no_cuda_graphs():
+    arm = arms.ARMS["bf16-max-autotune"]
+    assert arms.settings(arm, 1, False) == {"mode": "max-autotune"}
+    assert arms.settings(arm, 8, False) == {"mode": "max-autotune-no-cudagraphs"}
+    assert arms.settings(arms.ARMS["eager-bf16"], 1, False) is None
+
+
+def test_torchao_from_a_wheel(tmp_path):
+    import zipfile
+
+    with zipfile.ZipFile(tmp_path / "torchao-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("torchao/__init__.py", "")
+    folder = arms.torchao_folder(tmp_path, tmp_path / "unpacked")
+    assert (folder / "torchao" / "__init__.py").is_file()
+    assert arms.torchao_folder(folder, tmp_path) == folder
+    with pytest.raises(ValueError, match="neither a torchao wheel"):
+        arms.torchao_folder(tmp_path / "unpacked", tmp_path)
+
+
+# -- kernels -----------------------------------------------------------------------------------------------------------
+
+NAMES = {
+    "fp8_gemm": [
+        "nvjet_qqtst_128x256_128x6_2x1_2cta_v_bz_TNT",
+        "nvjet_rqtst_128x160_128x6_2x1_v_bz_TNN",
+        "nvjet_sm100_qqtst_128x256_128x6_2x1_2cta_v_bz_TNT",
+        "sm89_xmma_gemm_e4m3bf16_e4m3f32_f32_tn_n_tilesize128x128x64_stage3_warpsize2x2x1_tensor16x8x32_kernel",
+        "sm90_xmma_gemm_e5m2bf16_e4m3f32_f32_tn_n_tilesize64x128x128_execute_kernel__5x_cublas",
+        "Cijk_Alik_Bljk_F8B8BS_BH_Bias_HA_S_SAB_SAV_UserArgs_MT256x256x128_MI16x16x1",
+        "Custom_Cijk_Alik_Bljk_F8BS_BH_MT256x256x128",
+        "void cutlass::device_kernel<at::cuda::detail::enable_3x_kernel_for_sm9x<cutlass::gemm::kernel::GemmUniversal<"
+        "cute::tuple<int, int, int>, cutlass::float_e4m3_t>>>",
+        "triton_tem_fused__scaled_mm_3",
+    ],
+    "bf16_gemm": [
+        "nvjet_tst_256x128_64x4_1x2_h_bz_coopA_NNT",
+        "nvjet_sm100_tst_128x256_64x6_2x1_2cta_v_bz_TNT",
+        "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_warpgroupsize1x1x1_execute_kernel__5x_cublas",
+        "ampere_bf16_s16816gemm_bf16_128x256_ldg8_f2f_stages_64x3_nn",
+        "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_relu_bf16_256x128_32x3_nn_align8>",
+        "Cijk_Ailk_Bljk_BBS_BH_MT256x256x32_MI16x16x1",
+        "triton_tem_fused_addmm_7",
+        "void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16>",
+    ],
+    "attention": [
+        "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128, 128, 64, 4>>",
+        "void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<Flash_bwd_kernel_traits<128>>",
+        "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128_4x1x1_kernel0_0",
+        "fmha_cutlassF_bf16_aligned_64x128_rf_sm80(PyTorchMemEffAttention::AttentionKernel<cutlass::bfloat16_t>::Params)",
+    ],
+    "cast": ["triton_red_fused_abs_amax_0", "void at::native::float8_copy_kernel_cuda", "triton_poi_fused_mul_9"],
+    "other": [
+        "triton_poi_fused_add_mul_native_layer_norm_2",
+        "triton_red_fused_addmm_native_layer_norm_4",
+        "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<at::native::FusedAdamMathFunctor<float>>",
+        "Memcpy DtoD (Device -> Device)",
+        "Memset (Device)",
+        "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<c10::BFloat16>>",
+    ],
+}
+
+
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in NAMES.items() for name in names])
+def test_kernel_class(kind, name):
+    assert kernels.classify(name, casts={"triton_poi_fused_mul_9"}) == kind
+
+
+def test_casts_are_known_by_their_signature(tmp_path):
+    source = """
+triton_poi_fused_mul_0 = async_compile.triton('triton_poi_fused_mul_0', '''
+@triton_heuristics.pointwise(triton_meta={'signature': {'in_ptr0': '*bf16', 'out_ptr0': '*fp8e4nv', 'xnumel': 'i32'}})
+def triton_poi_fused_mul_0(in_ptr0, out_ptr0, xnumel, XBLOCK): pass
+''', device_str='cuda')
+triton_poi_fused_mul_1 = async_compile.triton('triton_poi_fused_mul_1', '''
+@triton_heuristics.pointwise(triton_meta={'signature': {'in_ptr0': '*bf16', 'out_ptr0': '*bf16', 'xnumel': 'i32'}})
+def triton_poi_fused_mul_1(in_ptr0, out_ptr0, xnumel, XBLOCK): pass
+''', device_str='cuda')
+"""
+    (tmp_path / "ab").mkdir()
+    (tmp_path / "ab" / "cab.py").write_text(source)
+    assert kernels.cast_kernels(tmp_path) == {"triton_poi_fused_mul_0"}
+
+
+def test_kernel_times_are_per_step():
+    events = [("nvjet_qqtst_1", 100.0), ("nvjet_qqtst_1", 300.0), ("flash_fwd_kernel", 50.0), ("flash_fwd_kernel", 50.0)]
+    found = kernels.summarise(events, (), steps=2)
+    assert found["classes"]["fp8_gemm"] == {"count": 1.0, "ms": 0.2}
+    assert found["classes"]["attention"] == {"count": 1.0, "ms": 0.05}
+    assert found["count"] == 2.0 and found["busy_ms"] == 0.25
+    assert found["longest"][0]["name"] == "nvjet_qqtst_1"
+
+
+# -- results, tables and pictures --------------------------------------------------------------------------------------
+
+
+def row(arm: str, rate: float, point: str = "", **more) -> dict:
+    """A measured row of an arm with `rate` tokens/s."""
+    classes = {kind: {"count": 1.0, "ms": 1000 / rate} for kind in kernels.CLASSES}
+    steps = {part: 1e3 / rate for part in ("total", "forward", "backward", "optimizer")}
+    made = train.ArmRun(arms.ARMS[arm], how="inductor", warmups=[9.0, 4.0])
+    made.profile = {"kernels": {"classes": classes, "count": 5.0, "busy_ms": 5000 / rate, "longest": []}, "decisions": FP8}
+    memory = {"allocated": 10**9, "reserved": 2 * 10**9}
+    turn = {"tokens": 100, "span_ms": 1e5 / rate, "steps": [steps], "memory": memory, "losses": [2.0, 1.0], "validation": None}
+    made.turns = [turn, {**turn, "validation": [2, 1.5]}]
+    case = CASES["ffn-half"]
+    found = train.row_of(made, case.points("tiny", case.variant({}), Fit(0, 1))[0], warmup=1)
+    return {**found, "point": point, **more}
+
+
+def result(name: str, rows: list[dict], **more) -> dict:
+    case, variant, name = parse_case(name, CASES)
+    results.add_ratios(rows)
+    made = dict.fromkeys(results.TOP) | {"schema": 1, "case": case.name, "name": name, "size": "full", "static": False}
+    made |= {"date": "2026-01-01T00:00:00", "device": {"name": "NVIDIA H200"}, "variant": variant, "settings": {}, "rows": rows}
+    return {**made, "title": case.title, "goal": case.goal(variant), **more}
+
+
+def failed(arm: str) -> dict:
+    return {"arm": arm, "kind": arms.ARMS[arm].kind, "point": "", "error": "OutOfMemoryError: too much"}
+
+
+def test_ratios_are_over_the_faster_compiled_bf16():
+    rows = [row("bf16", 100), row("bf16-max-autotune", 125), row("eager-bf16", 50), row("fp8-delayed", 150)]
+    results.add_ratios(rows)
+    assert [r["ratio"]["compiled_bf16"] for r in rows] == pytest.approx([0.8, 1.0, 0.4, 1.2])
+    assert [r["ratio"]["eager_bf16"] for r in rows] == pytest.approx([2.0, 2.5, 1.0, 3.0])
+    assert rows[3]["ratio"]["over"] == "bf16-max-autotune" and rows[3]["ratio"]["busy"] == pytest.approx(1.2)
+    assert rows[3]["fp8"]["proof"] == "1 FP8 GEMM kernels a step seen by the profiler"
+    assert rows[0]["compile_s"] == {"cold": pytest.approx(8.99), "warm": pytest.approx(3.99)}
+
+
+def test_results_are_checked(tmp_path):
+    good = result("dit", [row("bf16", 100), failed("torchao-rowwise")])
+    results.write(good, tmp_path / "good.json")
+    assert results.read([tmp_path]) == [json.loads(json.dumps(good))]
+    with pytest.raises(ValueError, match="lacks tokens_per_s"):
+        results.check({**good, "rows": [{**failed("bf16"), "error": None}]})
+    (tmp_path / "bad.json").write_text("{}")
+    with pytest.raises(ValueError, match="bad.json: not a result"):
+        results.read([tmp_path])
+
+
+def test_tables(tmp_path):
+    made = result("dit", [row("bf16", 100), row("fp8-delayed", 140), failed("torchao-rowwise")])
+    text = tables.text(made)
+    assert "goal 1.4" in text and "1.40" in text and "torchao-rowwise: OutOfMemoryError: too much" in text
+    page = tmp_path / "page.md"
+    page.write_text("a\n<!-- table: measured -->\nold\n<!-- end -->\n<!-- table: static -->\n<!-- end -->\nz\n")
+    results.write(made, tmp_path / "r.json")
+    assert tables.main([str(tmp_path / "r.json"), "--update", str(page)]) == 0
+    assert "| fp8-delayed |" in page.read_text() and "old" not in page.read_text() and page.read_text().endswith("z\n")
+
+
+def test_pictures(tmp_path):
+    pytest.importorskip("matplotlib")
+    cells = [(m, n, k) for m in (1024, 4096) for n in (512, 2048) for k in (512, 2048)]
+    grid = [
+        row(arm, rate * (1 + n / 8192), f"{m}x{n}x{k}", meta={"m": m, "n": n, "k": k})
+        for m, n, k in cells
+        for arm, rate in (("eager-bf16", 100), ("fp8-delayed", 60 + m / 40))
+    ]
+    for made in (
+        result("dit", [row("bf16", 100), row("fp8-delayed", 140), failed("torchao-rowwise")]),
+        result("llama-8b-layers:seq=2048", [row("bf16", 100), row("torchao-rowwise", 110), row("fp8-tensorwise", 130)]),
+        result("linear:grid=6", grid),
+        result("loss", [row("bf16", 100), row("fp8-delayed", 140)]),
+    ):
+        results.write(made, tmp_path / f"{made['case']}.json")
+    assert plot.main([str(tmp_path), "--out", str(tmp_path / "out")]) == 0
+    names = {"speed-nvidia-h200", "memory-nvidia-h200", "never-slower-nvidia-h200-fp8-delayed", "loss-nvidia-h200"}
+    assert {path.stem for path in (tmp_path / "out").iterdir()} == names
+    assert all(path.stat().st_size > 10_000 for path in (tmp_path / "out").iterdir())
+
+
+# -- the estimate ------------------------------------------------------------------------------------------------------
+
+
+def test_extrapolation():
+    from benchmarks import static
+
+    one, two = {"kernels": 10, "tflop.fp8": 2.0}, {"kernels": 14, "tflop.fp8": 4.0, "count.cast": 1}
+    assert static.extrapolated(one, two, 12) == {"kernels": 54, "tflop.fp8": 24.0, "count.cast": 11}
+
+
+def test_device_script_usage():
+    script = ROOT / "benchmarks" / "device.sh"
+    done = subprocess.run(["bash", str(script), "everything"], capture_output=True, text=True, timeout=20)
+    assert done.returncode == 2 and done.stderr.startswith("usage:") and done.stderr.count("\n") == 1
