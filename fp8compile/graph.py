@@ -17,6 +17,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 CASTS = (aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 VIEWS: tuple = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.flatten.using_ints)
 VIEWS += (aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
+PERMUTES = (aten.permute.default, aten.t.default, aten.transpose.int)
 SAME = (aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default)
 
 
@@ -100,40 +101,58 @@ def peel(operand: Node) -> Matrix:
     if len(shape) == 3:
         shape = shape[1:]
     node, flipped = operand, False
-    best = Matrix(node, shape, flipped)
     while True:
-        if call_function(node, CASTS):
-            source = arg(node, 0)
-            if (
-                value(node).dtype not in FLOATS
-                or value(source).dtype not in FLOATS
-                or value(source).device != value(node).device
-            ):
-                return best
-        elif call_function(node, SAME):
-            source = arg(node, 0)
-        elif call_function(node, VIEWS):
-            source = arg(node, 0)
-        elif _swaps_last_two(node) and _is_matrix(value(node).shape, shape):
-            source, flipped, shape = arg(node, 0), not flipped, shape[::-1]
-        else:
-            return best
+        source = arg(node, 0) if call_function(node, (*CASTS, *SAME, *VIEWS, *PERMUTES)) else None
+        if source is None or value(source).device != value(node).device:
+            return Matrix(node, shape, flipped)
+        if call_function(node, CASTS) and not {value(node).dtype, value(source).dtype} <= set(FLOATS):
+            return Matrix(node, shape, flipped)
+        if call_function(node, PERMUTES):
+            swaps = _swaps(node, shape)
+            if swaps is None:
+                return Matrix(node, shape, flipped)
+            if swaps:
+                flipped, shape = not flipped, shape[::-1]
         node = source
-        best = Matrix(node, shape, flipped)
 
 
-def _is_matrix(shape, matrix) -> bool:
-    """Is `shape` the 2-D `matrix`, perhaps with leading ones?"""
-    return len(shape) >= 2 and all(isinstance(s, int) and s == 1 for s in shape[:-2]) and same_shape(shape[-2:], matrix)
+def root(node: Node) -> Node:
+    """What a tensor is a view, a permutation or a cast of, in whatever arrangement."""
+    while call_function(node, (*CASTS, *SAME, *VIEWS, *PERMUTES, aten.expand.default, aten.clone.default)):
+        node = arg(node, 0)
+    return node
 
 
-def _swaps_last_two(node: Node) -> bool:
-    if call_function(node, (aten.t.default,)):
-        return value(node).dim() == 2
-    rank = value(node).dim() if isinstance(node.meta.get("val"), torch.Tensor) else 0
-    if call_function(node, (aten.transpose.int,)):
-        return rank >= 2 and {int(arg(node, i)) % rank for i in (1, 2)} == {rank - 1, rank - 2}
+def _swaps(node: Node, shape: tuple) -> bool | None:
+    """A permutation whose result is seen as the matrix `shape`: does it swap the rows and columns of its source (True),
+    leave all as it was (False), or neither (None)? Dimensions of size 1 do not count."""
+    order, result = _order(node), value(node).shape
+    if order[-2:] == [len(order) - 1, len(order) - 2] and same_shape(result[-2:], shape) and all(map(_is_one, result[:-2])):
+        return True  # also where one of the two is a single row
+    kept = [d for d in order if not _is_one(value(arg(node, 0)).shape[d])]
+    ranked = sorted(kept)
+    if kept == ranked:
+        return False
+    split = kept.index(ranked[0])  # [rows..., columns...] of the result are the last and the first of the source
+    if kept != ranked[-split:] + ranked[:-split]:
+        return None
+    rows = 1
+    for d in kept[:split]:
+        rows = rows * value(arg(node, 0)).shape[d]
+    return True if same_size(rows, shape[0]) else None
+
+
+def _order(node: Node) -> list[int]:
+    """The permutation: dimension i of the result is dimension order[i] of the source."""
+    rank = value(node).dim()
+    order = list(range(rank))
     if call_function(node, (aten.permute.default,)):
-        order = [int(d) % rank for d in arg(node, 1)]
-        return rank >= 2 and order == [*range(rank - 2), rank - 1, rank - 2]
-    return False
+        return [int(d) % rank for d in arg(node, 1)]
+    if rank >= 2:
+        one, other = (-2, -1) if call_function(node, (aten.t.default,)) else (int(arg(node, 1)), int(arg(node, 2)))
+        order[one], order[other] = order[other], order[one]
+    return order
+
+
+def _is_one(size: Any) -> bool:
+    return isinstance(size, int) and size == 1

@@ -18,7 +18,8 @@ GEMMS: tuple[Gemm, ...] = ("fprop", "dgrad", "wgrad")
 class Matmul:
     """`out[m, n] = a[m, k] @ b[k, n]`, `batch` times; sizes are ints or SymInts.
 
-    `weight` is the placeholder of the weight that this gemm belongs to (for wgrad: whose gradient it is), None for an
+    `weight` is the weight that this gemm belongs to (for wgrad: whose gradient it is), as the base of an operand:
+    `parameter`, the placeholder, or a slice of it (the q, k and v of one fused parameter). Both are None for an
     activation x activation product. `fprop` links dgrad and wgrad to their forward gemm.
     """
 
@@ -34,6 +35,7 @@ class Matmul:
     fqn: str
     addend: Node | None = None
     weight: Node | None = None
+    parameter: Node | None = None
     fprop: Matmul | None = None
     reason: str | None = None  # why it stays in high precision; None: it becomes FP8
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Node
 
-from .graph import CASTS, FLOATS, SAME, VIEWS, aten, call_function, same_size, value
+from .graph import CASTS, FLOATS, SAME, VIEWS, arg, aten, call_function, same_size, value
 from .matmul import GEMMS, Matmul
 from .recipe import Recipe
 
@@ -30,7 +30,7 @@ BETWEEN += (aten.constant_pad_nd.default,)
 def decide(matmul: Matmul, recipe: Recipe) -> str | None:
     """Why `matmul` stays in high precision, None if it becomes FP8. dgrad and wgrad follow what holds for their weight."""
     if matmul.weight is None:
-        return "not a weight: activation x activation"
+        return "not a weight: neither operand is a parameter"
     for rule in (_override, _dtype, _overload, _batched, _rows, _head, _router, _width, _alignment):
         reason = rule(matmul, recipe)
         if reason is not None:
@@ -91,9 +91,9 @@ def _alignment(matmul: Matmul, recipe: Recipe) -> str | None:
 def _head(matmul: Matmul, recipe: Recipe) -> str | None:
     if matmul.fqn.rsplit(".", 1)[-1].lower() in HEADS:
         return "output head: by its name"
-    if matmul.weight is not None and any(call_function(user, EMBEDDINGS) for user in _readers(matmul.weight)):
+    if matmul.parameter is not None and any(call_function(user, EMBEDDINGS) for user in _readers(matmul.parameter)):
         return "output head: the weight is tied to an embedding"
-    if any(call_function(node, LOSSES) for node in _downstream(_fprop(matmul).node)):
+    if any(call_function(node, LOSSES) or _softmax(node) == "log" for node in _downstream(_fprop(matmul).node)):
         return "output head: its output is the loss's logits"
     return None
 
@@ -101,7 +101,7 @@ def _head(matmul: Matmul, recipe: Recipe) -> str | None:
 def _router(matmul: Matmul, recipe: Recipe) -> str | None:
     if matmul.fqn.rsplit(".", 1)[-1].lower() in ROUTERS:
         return "router gate: by its name"
-    if any(call_function(node, CHOICES) for node in _downstream(_fprop(matmul).node)):
+    if any(call_function(node, CHOICES) or _softmax(node) == "plain" for node in _downstream(_fprop(matmul).node)):
         return "router gate: its output goes into a softmax or topk"
     return None
 
@@ -135,6 +135,22 @@ def _downstream(node: Node) -> Iterator[Node]:
                 and (same_size(value(user).numel(), rows) or _is_slice(user))
             ):
                 stack.append(user)
+
+
+def _softmax(node: Node) -> str | None:
+    """Is this the first node of a decomposed softmax ("plain") or log-softmax ("log")?
+
+    m = amax(x, -1, keepdim); e = exp(x - m); s = sum(e)      then e / s, or log(s)
+    """
+    if not call_function(node, (aten.amax.default,)):
+        return None
+    shifted = [user for user in arg(node, 0).users if call_function(user, (aten.sub.Tensor,)) and arg(user, 1) is node]
+    exponentials = [user for x in shifted for user in x.users if call_function(user, (aten.exp.default,))]
+    sums = [user for x in exponentials for user in x.users if call_function(user, (aten.sum.dim_IntList,))]
+    after = [user for x in sums for user in x.users]
+    if any(call_function(user, (aten.log.default,)) for user in after):
+        return "log"
+    return "plain" if any(call_function(user, (aten.div.Tensor,)) for user in after) else None
 
 
 def _is_slice(node: Node) -> bool:

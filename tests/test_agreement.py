@@ -6,8 +6,8 @@ in FP8, or that uses another scale or rounding, fails. Equal it is not: sums in 
 side. See harness.py for what that does to the state, and to a chain of FP8 layers (`DEEP` here).
 
 The tensor that is quantized is the last one before a cast to bf16, so in a bf16 model a GELU's output goes to FP8 unrounded,
-where eager mode rounds it first: one value in sixty then takes the other FP8 neighbour, 35 dB from one such layer to the next.
-So bf16 models of several layers have ReLUs here, which round nothing.
+where eager mode rounds it first: one value in sixty then takes the other FP8 neighbour, 31 to 38 dB from one such layer to the
+next. So bf16 models of several layers have ReLUs here, which round nothing, and the others are held to 30 dB in the median.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def test_ten_steps_float32(name: str, recipe: str) -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("name", ["linear", "mlp", "swiglu", "attention", "twice", "relus", "checkpointed_relus"])
 def test_ten_steps_bf16(name: str, recipe: str) -> None:
-    ten_steps(Pair(make(BUILDS[name], BF16), recipe, deep=name in DEEP | {"swiglu"}))
+    ten_steps(Pair(make(BUILDS[name], BF16), recipe, deep=name != "linear"))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -75,12 +75,14 @@ def test_ten_steps_bf16(name: str, recipe: str) -> None:
 def test_ten_steps_autocast(name: str, recipe: str) -> None:
     """float32 weights under bf16 autocast: quantized from float32."""
     model = make(BUILDS[name])
-    pair = Pair(model, recipe, autocast=BF16, deep=name in DEEP | {"swiglu"})
+    pair = Pair(model, recipe, autocast=BF16, deep=True)
     ten_steps(pair)
     if recipe == "delayed":  # the history has the float32 amax, which bf16 would have rounded
-        key = next(key for key in histories(model) if key[1] == "weight")
-        reference = pair.reference.slots[key].history
-        assert histories(model)[key][0] == reference
+        pair.step(noise(*shape_for(model), seed=99))
+        state = histories(model)
+        for parameter, weight in model.named_parameters():
+            if weight.dim() == 2:
+                assert state[parameter, "weight", 0][0][0] == weight.abs().max().item()
 
 
 @pytest.mark.parametrize(

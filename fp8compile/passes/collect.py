@@ -10,16 +10,19 @@ forward operator): dgrad reads the weight, wgrad does not. What is left is activ
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 from torch.fx import Graph, Node
 
 from .. import compat
 from ..capture import Inputs, readable_module
-from ..graph import Matrix, arg, aten, peel, value
-from ..matmul import Gemm, Matmul
+from ..graph import arg, aten, peel, root, value
+from ..matmul import Matmul
 from ..reports import OpaqueRecord
 
+SLICES: tuple = (aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default, aten.narrow.default, aten.select.int)
+SLICES += (aten.unbind.int, aten.chunk.default)
 MATMULS = {aten.mm: 0, aten.bmm: 0, aten.addmm: 1, aten.baddbmm: 1}  # operator: index of a among its arguments
 
 # operators that hide matmuls, by what their name contains
@@ -84,22 +87,35 @@ def _matmul(node: Node, weights: dict[Node, str], fprops: dict[int | None, Matmu
         fqn=_module_of(node),
         addend=arg(node, 0) if first else None,
     )
-    weight = next((x.base for x in (b, a) if x.base in weights), None)
     seq_nr = node.meta.get("seq_nr")
     if node.meta.get("partitioner_tag") != "is_backward":
+        weight = next((x.base for x in (b, a) if _parameter(x.base) in weights), None)
         if weight is not None:
-            found.gemm, found.weight, found.fqn = "fprop", weight, _weight_name(weights[weight], found.fqn)
+            parameter = _parameter(weight)
+            found.gemm, found.weight, found.parameter = "fprop", weight, parameter
+            found.fqn = _weight_name(weights[parameter], found.fqn)
             fprops[seq_nr] = found
-    elif (fprop := _fprop_of(node, a, b, fprops)) is not None:
-        gemm: Gemm = "dgrad" if fprop.weight in (a.base, b.base) else "wgrad"
-        found.gemm, found.weight, found.fprop, found.fqn = gemm, fprop.weight, fprop, fprop.fqn
+    elif (fprop := _fprop_of(node, fprops)) is not None and fprop.weight is not None:
+        found.gemm = "dgrad" if _reads(node, fprop.weight) else "wgrad"
+        found.weight, found.parameter, found.fprop, found.fqn = fprop.weight, fprop.parameter, fprop, fprop.fqn
     return found
 
 
-def _fprop_of(node: Node, a: Matrix, b: Matrix, fprops: dict[int | None, Matmul]) -> Matmul | None:
+def _parameter(base: Node) -> Node:
+    """What a tensor is a slice of: itself, if of nothing."""
+    while base.op == "call_function" and (base.target is operator.getitem or base.target in SLICES):
+        base = arg(base, 0)
+    return base
+
+
+def _reads(node: Node, weight: Node) -> bool:
+    return any(isinstance(x, Node) and root(x) is root(weight) for x in node.args)
+
+
+def _fprop_of(node: Node, fprops: dict[int | None, Matmul]) -> Matmul | None:
     fprop = fprops.get(node.meta.get("seq_nr"))
     if fprop is None:  # a custom autograd function: its forward and backward share only their tensors
-        fprop = next((f for f in fprops.values() if f.weight in (a.base, b.base)), None)
+        fprop = next((f for f in fprops.values() if f.weight is not None and _reads(node, f.weight)), None)
     return fprop
 
 

@@ -69,16 +69,16 @@ def roles(matmul: Matmul) -> tuple[tuple[Matrix, str], tuple[Matrix, str]]:
 def plan(matmuls: list[Matmul], forward: Format, gradient: Format) -> Plan:
     """The operands of all matmuls that become FP8. Changes nothing."""
     made = Plan()
-    uses: dict[Node, int] = {}  # weight -> its fprops so far
+    uses: dict[Node, int] = {}  # parameter -> its fprops so far
     use_of: dict[Matmul, int] = {}
     taken: set[SlotKey] = set()
     for matmul in matmuls:
-        if matmul.gemm == "fprop" and matmul.weight is not None:
-            use_of[matmul] = uses.get(matmul.weight, 0)
-            uses[matmul.weight] = use_of[matmul] + 1
+        if matmul.gemm == "fprop" and matmul.parameter is not None:
+            use_of[matmul] = uses.get(matmul.parameter, 0)
+            uses[matmul.parameter] = use_of[matmul] + 1
     for matmul in (m for m in matmuls if m.fp8):
         use = use_of[matmul.fprop or matmul]
-        index = compat.input_index(matmul.weight)  # type: ignore[arg-type]
+        index = compat.input_index(matmul.parameter)  # type: ignore[arg-type]
         assert index is not None
         for matrix, role in roles(matmul):
             if (matrix.base, _format_role(role)) in made.operands:
