@@ -17,11 +17,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.utils.weak import WeakIdKeyDictionary
 
 from . import compat, scaling
-from .graph import value
+from .graph import fake_mode_of, value
 from .passes import Rewritten
 from .passes.base import run_pass
 from .passes.lower import lower
@@ -154,8 +155,14 @@ class CompiledGraph:
 
     def __call__(self, *args: Any) -> Any:
         assert self.call is not None
-        if self.weights and args[self.weights[0]] not in self.met:  # one piece of code may serve many layers, and models
-            self.met[args[self.weights[0]]] = True
+        if not self.weights:
+            return self.call(*args)
+        first = args[self.weights[0]]
+        if isinstance(first, FakeTensor):  # DDPOptimizer asks for the shapes of the outputs
+            with fake_mode_of(first):
+                return self.call(*args, *(scaling.new_page(rows, self.history, first.device) for rows in self.capacity or ()))
+        if first not in self.met:  # one piece of code may serve many layers, and models
+            self.met[first] = True
             if self.record is not None:
                 LEDGER.attach(self.record, [args[i] for i in self.weights])
         if self.capacity is None:

@@ -163,7 +163,7 @@ def test_torchao_from_a_wheel(tmp_path):
 NAMES = {
     "fp8_gemm": [
         "nvjet_qqtst_128x256_128x6_2x1_2cta_v_bz_TNT",
-        "nvjet_rqtst_128x160_128x6_2x1_v_bz_TNN",
+        "nvjet_qqhsh_128x256_128x4_2x1_v_bz_coopA_TNT",
         "nvjet_sm100_qqtst_128x256_128x6_2x1_2cta_v_bz_TNT",
         "sm89_xmma_gemm_e4m3bf16_e4m3f32_f32_tn_n_tilesize128x128x64_stage3_warpsize2x2x1_tensor16x8x32_kernel",
         "sm90_xmma_gemm_e5m2bf16_e4m3f32_f32_tn_n_tilesize64x128x128_execute_kernel__5x_cublas",
@@ -204,6 +204,12 @@ NAMES = {
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in NAMES.items() for name in names])
 def test_kernel_class(kind, name):
     assert kernels.classify(name, casts={"triton_poi_fused_mul_9"}) == kind
+
+
+@pytest.mark.parametrize("name", ["nvjet_rqtst_128x160_128x6_2x1_v_bz_TNN", "nvjet_qrtst_128x160_128x6_2x1_v_bz_TNN"])
+def test_products_of_two_formats_have_one_e4m3_operand(name):
+    """Whatever letter cuBLAS has for E5M2."""
+    assert kernels.classify(name) == "fp8_gemm"
 
 
 def test_casts_are_known_by_their_signature(tmp_path):
