@@ -1,4 +1,4 @@
-"""What the backend makes of a training step on an H200, read from what Inductor schedules for it (see gpu_graph.py)."""
+"""What the backend makes of a training step on an H200, read from what Inductor schedules for it (see fp8compile.described)."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from gpu_graph import A100, H200, Gpu, Matmul, Step, trace, unavailable
 
 import fp8compile.backend
+from fp8compile.described import A100, H200, Gpu, Matmul, Step, trace, unavailable
 
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=unavailable() or "")
 

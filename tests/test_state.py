@@ -252,15 +252,12 @@ def test_a_recompute_does_not_move_it(build) -> None:
 
 
 def test_eager_checkpoint_around_a_compiled_block() -> None:
-    """The recompute runs the compiled forward a second time, inside the backward: the state moves once all the same.
-
-    It quantizes with the scales that the forward left, which include its own amaxes, where the reference takes those that the
-    forward had. So gradients agree as two FP8 roundings of one tensor do.
-    """
+    """The recompute runs the compiled forward a second time, inside the backward: the state moves once all the same, and the
+    recompute quantizes with the scales that the forward had, not with those that it left."""
     model = make(Mlp)
     run = compiled(model)
     reference = Reference(Checkpointed(copy.deepcopy(model)))
-    for step, factor in enumerate((1.0, 0.5, 1.0, 0.8, 1.0)):
+    for step, factor in enumerate((1.0, 0.5, 3.0, 0.8, 7.0)):
         x, x2 = leaf(noise(16, 128, seed=step, scale=factor)), leaf(noise(16, 128, seed=step, scale=factor))
         model.zero_grad()
         reference.model.zero_grad()
@@ -270,13 +267,11 @@ def test_eager_checkpoint_around_a_compiled_block() -> None:
         y.backward(grad)
         expected.backward(grad)
         wanted = {name.removeprefix("inner.0."): g for name, g in grads_of(reference.model, [x2]).items()}
-        assert_close(wanted, grads_of(model, [x]), 17.0, f"gradients {step}")
+        assert_close(wanted, grads_of(model, [x]), 40.0, f"gradients {step}")
         for (name, role, use), (history, _) in histories(model).items():
             slot = reference.slots["inner.0." + name, role, use]
             assert sum(amax > 0 for amax in history) == step + 1
-            # amaxes of the backward come from differently rounded tensors
-            rtol = 0.15 if role == "gradient" else 1e-2
-            torch.testing.assert_close(torch.tensor(history), torch.tensor(slot.history), rtol=rtol, atol=0)
+            torch.testing.assert_close(torch.tensor(history), torch.tensor(slot.history), rtol=1e-2, atol=0)
     assert_fp8(model)
 
 

@@ -61,10 +61,9 @@ def quantize_transposed(x: Tensor, scale: Tensor, dtype: torch.dtype, fp8_max: f
     columns, rows = x.shape[1], x.shape[0]
     padded = ops.padded_rows(rows)
     copy = ops.cast(x, scale, dtype, fp8_max).t()
-    if isinstance(rows, int) and rows == padded:
-        copy = copy.clone(memory_format=torch.contiguous_format)
-    else:
-        copy = torch.nn.functional.pad(copy.to(torch.float32), (0, padded - rows)).to(dtype).contiguous()
+    if not (isinstance(rows, int) and rows == padded):
+        copy = torch.nn.functional.pad(copy.to(torch.float32), (0, padded - rows)).to(dtype)
+    copy = copy.clone(memory_format=torch.contiguous_format)  # a pad's strides are not the same traced and in eager
     return aten.as_strided.default(copy, [columns, padded], [padded, 1], 0)
 
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from gpu_graph import A100, H200, trace, unavailable
+
+from fp8compile.described import A100, H200, trace, unavailable
 
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=unavailable() or "")
 
