@@ -70,20 +70,18 @@ def next_page(
     from there, unless the amax to compute it from is 0. If any amax is not finite, nothing moves: one bad batch leaves
     no trace (TransformerEngine keeps the infinity in the window for its whole length).
     """
-    # narrow and select below: an index would ask for the device, which may be a described one
-    used, width = amax.shape[0], page.shape[1]
-    rows = page.narrow(0, 0, used)
-    before = snapshot.narrow(0, 0, used)
-    old_scale, old_inverse, age = before.select(1, SCALE), before.select(1, SCALE_INV), before.select(1, AGE)
-    history = torch.cat([amax.unsqueeze(1), rows.narrow(1, HISTORY, width - HISTORY - 1)], 1)
-    peak = amax if most_recent else history.amax(1)
+    # narrow and select: an index would ask for the device, which may be a described one. Unused slots see zeros: one shape
+    # for all rows, and a single concatenation, let Inductor make one kernel of it.
+    amax = torch.nn.functional.pad(amax, (0, page.shape[0] - amax.shape[0]))
+    old_scale, old_inverse, age = (snapshot.select(1, column) for column in (SCALE, SCALE_INV, AGE))
+    recent = page.narrow(1, HISTORY, page.shape[1] - HISTORY - 1)
+    peak = amax if most_recent or recent.shape[1] == 0 else torch.maximum(amax, recent.amax(1))
     cold = age < 0
     due = torch.where(cold, amax > 0, age + 1 >= interval)
     fresh = due & (peak > 0)
     scale = torch.where(fresh, scale_of(peak, fp8_max, margin), old_scale)
     inverse = torch.where(fresh, inverse_of(scale), old_inverse)
-    still = torch.where(cold, age, age + 1)
-    age = torch.where(due, torch.zeros_like(age), still)
-    moved = torch.cat([torch.stack([scale, inverse, age], 1), before, history], 1)
-    kept = torch.where(amax.isfinite().all(), moved, rows)
-    return torch.cat([kept, page.narrow(0, used, page.shape[0] - used)], 0)
+    age = torch.where(due, torch.zeros_like(age), torch.where(cold, age, age + 1))
+    columns = [x.unsqueeze(1) for x in (scale, inverse, age)]
+    moved = torch.cat([*columns, snapshot, amax.unsqueeze(1), recent], 1)
+    return torch.where(amax.isfinite().all(), moved, page)

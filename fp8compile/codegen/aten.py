@@ -21,22 +21,21 @@ aten = torch.ops.aten
 
 
 def row_amax(x: Tensor) -> Tensor:
-    """First stage: [R, C] -> [R] in the dtype of x; any other rank -> [1]. NaN propagates."""
+    """First stage: [R, C] -> [R] float32; any other rank -> [1]. NaN propagates."""
     if x.numel() == 0:
-        return x.new_zeros(1)
-    return x.abs().amax(-1) if x.dim() == 2 else x.abs().amax().reshape(1)
+        return x.new_zeros(1, dtype=torch.float32)
+    magnitude = x.abs().to(torch.float32)  # here and not later: what is reduced can then be written where it is gathered
+    return magnitude.amax(-1) if x.dim() == 2 else magnitude.amax().reshape(1)
 
 
 def last_amax(rows: Tensor) -> Tensor:
-    """Second stage: [R] -> [1] float32."""
-    return rows.amax(0, keepdim=True).to(torch.float32)
+    """Second stage: [R] -> [1]."""
+    return rows.amax(0, keepdim=True)
 
 
 def last_amaxes(rows: list[Tensor]) -> Tensor:
-    """Second stage of n tensors with equally many rows: n x [R] -> [n] float32."""
-    if len(rows) == 1:
-        return last_amax(rows[0])
-    return torch.stack([r.to(torch.float32) for r in rows]).amax(1)
+    """Second stage of n tensors with equally many rows: n x [R] -> [n]."""
+    return last_amax(rows[0]) if len(rows) == 1 else torch.cat(rows).view(len(rows), -1).amax(1)
 
 
 def scales(page: Tensor) -> Tensor:
