@@ -19,6 +19,7 @@ import torch._functorch.partitioners as partitioners
 from torch import nn
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 from torch.fx import Graph, GraphModule, Node
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import CheckpointPolicy
 
 MUST_SAVE = CheckpointPolicy.MUST_SAVE
@@ -229,6 +230,21 @@ def guard_training(source: Any) -> None:
 
 
 # -- while running -----------------------------------------------------------------------------------------------------
+
+
+class TensorMarks:
+    """A set of tensors by their memory: a saved tensor comes back from autograd as another object. Keeps none alive."""
+
+    def __init__(self) -> None:
+        self.marks: dict[int, StorageWeakRef] = {}
+
+    def add(self, tensor: torch.Tensor) -> None:
+        self.marks = {address: ref for address, ref in self.marks.items() if not ref.expired()}
+        self.marks[tensor.data_ptr()] = StorageWeakRef(tensor.untyped_storage())
+
+    def __contains__(self, tensor: torch.Tensor) -> bool:
+        ref = self.marks.get(tensor.data_ptr())
+        return ref is not None and not ref.expired()
 
 
 def in_backward() -> bool:

@@ -79,7 +79,7 @@ class CompiledGraph:
         self.again = False  # and whether that is a recomputation
         self.idle: torch.Tensor | None = None  # a stand-in where the state inputs are unused
         self.marker: str | None = None  # a value saved for backward, by which a cold call's backward is known:
-        self.cold_marks: set[int] = set()  # its addresses
+        self.marks = compat.TensorMarks()
 
     # -- compiling --
 
@@ -116,7 +116,7 @@ class CompiledGraph:
                 return warm(args)
             result = eager(args)
             if marker is not None:
-                self.cold_marks.add(result[marker].data_ptr())
+                self.marks.add(result[marker])
             if not self.again and not pages.backward.homes:
                 pages.after_cold_call()
             return result
@@ -132,12 +132,7 @@ class CompiledGraph:
 
         def run(args: list[Any]) -> Any:
             pages = book.by_pointer.get(args[page_at].data_ptr()) if page_at is not None else None
-            if marker_at is None:
-                cold = pages is not None and pages.cold
-            else:
-                mark = args[marker_at].data_ptr()
-                cold = mark in self.cold_marks
-                self.cold_marks.discard(mark)
+            cold = args[marker_at] in self.marks if marker_at is not None else pages is not None and pages.cold
             if pages is not None:
                 pages.pending = max(0, pages.pending - 1)
                 pages.backward.refresh()
