@@ -297,6 +297,11 @@ def _describe(gpu: Gpu) -> Iterator[None]:
         patch("torch._subclasses.fake_tensor", "init_gpu_context", lambda *a, **k: None)
         # tensor[...] asks the device's runtime for a guard, which is not there.
         stack.enter_context(mock.patch.object(FakeTensor, "__getitem__", _getitem))
+        stack.enter_context(mock.patch.object(FakeTensor, "__invert__", lambda x: torch.bitwise_not(x), create=True))
+        # recomputed attention would take the random state of a device
+        patch(
+            "torch._functorch.partitioners", "functionalize_rng_ops", lambda joint, forward, backward, *_: (forward, backward)
+        )
         # Constant folding would compute on the device; a cached graph would not come through our hooks.
         uncached = {"fx_graph_cache": False, "fx_graph_remote_cache": False, "joint_graph_constant_folding": False}
         stack.enter_context(torch._inductor.config.patch({"compile_threads": 1, **uncached}))

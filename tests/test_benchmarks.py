@@ -329,6 +329,21 @@ def test_extrapolation():
     assert static.extrapolated(one, two, 12) == {"kernels": 54, "tflop.fp8": 24.0, "count.cast": 11}
 
 
+def test_estimate_of_a_linear():
+    from benchmarks import static
+
+    if static.described.unavailable():
+        pytest.skip(static.described.unavailable())
+    case, variant, _ = parse_case("linear", CASES)
+    qkv = case.static(variant)[0]
+    bf16, fp8 = (static.estimate(qkv, arms.ARMS[arm])["figures"] for arm in ("bf16", "fp8-delayed"))
+    assert bf16["count.bf16_gemm"] == fp8["count.fp8_gemm"] == 3
+    assert bf16["tflop.bfloat16"] == fp8["tflop.fp8"] == pytest.approx(3 * 2 * 15872 * 4096 * 12288 / 1e12)
+    assert bf16["roofline_ms"] > fp8["roofline_ms"]
+    with pytest.raises(ValueError, match="eager kernels are not compiled"):
+        static.estimate(qkv, arms.ARMS["eager-bf16"])
+
+
 def test_device_script_usage():
     script = ROOT / "benchmarks" / "device.sh"
     done = subprocess.run(["bash", str(script), "everything"], capture_output=True, text=True, timeout=20)

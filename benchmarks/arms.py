@@ -1,0 +1,158 @@
+"""The arms: ways to compile one model that are compared with each other.
+
+An arm takes a vanilla model and compiles it in place, whole or region by region. Later arms are a line in `ARMS`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import importlib
+import sys
+import zipfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+HEADS = ("lm_head", "head.lm_head")
+_PROCESS = contextlib.ExitStack()  # never left
+
+
+@dataclass(frozen=True)
+class Arm:
+    """`prepare` may replace modules; `how` goes to Module.compile (None: eager). `kind`: "bf16", "eager", "torchao", "fp8"."""
+
+    name: str
+    kind: str
+    how: Mapping[str, Any] | None = field(default_factory=dict)
+    prepare: Callable[[nn.Module], None] = lambda model: None
+
+    @property
+    def autotunes(self) -> bool:
+        return "max-autotune" in str((self.how or {}).get("mode", ""))
+
+
+def torchao(recipe: str, auto: bool = False) -> Callable[[nn.Module], None]:
+    """Swap linears for torchao's, output heads excepted (as it is done in torchtitan, and as our default policy has it).
+
+    `auto`: torchao's own filter for the recipe, which leaves small linears alone.
+    """
+
+    def prepare(model: nn.Module) -> None:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        if auto:
+            keep = importlib.import_module("torchao.float8.float8_linear_utils")._auto_filter_for_recipe(recipe, list(HEADS))
+        else:
+
+            def keep(module: nn.Module, name: str) -> bool:
+                sizes = getattr(module, "in_features", 16), getattr(module, "out_features", 16)
+                return name not in HEADS and all(size % 16 == 0 for size in sizes)
+
+        convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name(recipe), module_filter_fn=keep)
+
+    return prepare
+
+
+def fp8(recipe: str, **inductor: Any) -> dict[str, Any]:
+    return {"backend": "fp8", "options": {"recipe": recipe, **inductor}}
+
+
+ARMS = {
+    arm.name: arm
+    for arm in (
+        Arm("bf16", "bf16"),
+        Arm("bf16-max-autotune", "bf16", {"mode": "max-autotune"}),
+        Arm("eager-bf16", "eager", None),
+        Arm("torchao-tensorwise", "torchao", prepare=torchao("tensorwise")),
+        Arm("torchao-rowwise", "torchao", prepare=torchao("rowwise")),
+        Arm("torchao-tensorwise-auto", "torchao", prepare=torchao("tensorwise", auto=True)),
+        Arm("torchao-rowwise-auto", "torchao", prepare=torchao("rowwise", auto=True)),
+        Arm("fp8-delayed", "fp8", fp8("delayed")),
+        Arm("fp8-tensorwise", "fp8", fp8("tensorwise")),
+    )
+}
+DEFAULT = "bf16,bf16-max-autotune,eager-bf16,torchao-tensorwise,torchao-rowwise,fp8-delayed,fp8-tensorwise"
+
+
+def parse_arms(text: str) -> list[Arm]:
+    """Comma-separated names; ValueError names the unknown one. Twice the same counts once."""
+    names = list(dict.fromkeys(filter(None, (name.strip() for name in text.split(",")))))
+    for name in names:
+        if name not in ARMS:
+            raise ValueError(f"no arm {name!r} (there are: {', '.join(ARMS)})")
+    if not names:
+        raise ValueError("no arms given")
+    return [ARMS[name] for name in names]
+
+
+def regions(model: nn.Module) -> list[nn.Module]:
+    """What is compiled by itself when a model is compiled block by block."""
+    found = getattr(model, "regions", None)
+    return found() if found else list(model.blocks)  # type: ignore[arg-type,union-attr]
+
+
+def settings(arm: Arm, accumulate: int, interpreted: bool) -> dict[str, Any] | None:
+    """The arguments of Module.compile for `arm`, None for eager.
+
+    max-autotune replays CUDA graphs, whose outputs (the gradients) must not outlive the next replay: with gradient
+    accumulation it is max-autotune-no-cudagraphs. `interpreted` replaces Inductor by AOTAutograd alone (for tests).
+    """
+    if arm.how is None:
+        return None
+    how = dict(arm.how)
+    if how.get("mode") == "max-autotune" and accumulate > 1:
+        how["mode"] = "max-autotune-no-cudagraphs"
+    if interpreted and arm.kind != "fp8":
+        return {"backend": "aot_eager"}
+    return how
+
+
+def apply(arm: Arm, model: nn.Module, how: Mapping[str, Any] | None, each: bool) -> None:
+    """Compile `model` in place, whole or (`each`) region by region."""
+    arm.prepare(model)
+    if how is None:
+        return
+    how = dict(how)
+    if how.get("backend") == "fp8":  # the function, so that a checkout that is not installed does, too
+        how["backend"] = importlib.import_module("fp8compile.backend").fp8
+    for module in regions(model) if each else [model]:
+        module.compile(**how, dynamic=False)
+
+
+def describe(how: Mapping[str, Any] | None) -> str:
+    """For the results: how an arm was compiled."""
+    return "eager" if how is None else ", ".join(f"{key}={value}" for key, value in how.items()) or "inductor"
+
+
+def torchao_folder(path: Path, unpack: Path) -> Path:
+    """What to put on sys.path for `--torchao path`: a folder that contains the package, or a wheel (or a folder with one),
+    which is unpacked into `unpack`. Only its Python part is needed. ValueError if there is none."""
+    if (path / "torchao" / "__init__.py").is_file():
+        return path
+    wheels = [str(path)] if path.suffix == ".whl" and path.is_file() else sorted(glob.glob(str(path / "torchao-*.whl")))
+    if not wheels:
+        raise ValueError(f"--torchao {path}: neither a torchao wheel, nor a folder with one, nor one with the package")
+    target = unpack / Path(wheels[-1]).stem
+    if not (target / "torchao" / "__init__.py").is_file():
+        with zipfile.ZipFile(wheels[-1]) as wheel:
+            wheel.extractall(target)
+    return target
+
+
+def prepare_process(interpreted: bool, torchao_path: str | None) -> None:
+    """What every worker sets before it compiles anything."""
+    if torchao_path:
+        sys.path.insert(0, torchao_path)
+    torch._dynamo.config.fail_on_recompile_limit_hit = True  # a silent fall back to eager would be timed as compiled
+    torch.set_autocast_dtype("cuda", torch.bfloat16)  # torchao asks for this one on the CPU, too
+    torch.set_autocast_dtype("cpu", torch.bfloat16)
+    torch.set_float32_matmul_precision("high")
+    if interpreted:
+        from fp8compile import runtime
+
+        _PROCESS.enter_context(runtime.interpreted())

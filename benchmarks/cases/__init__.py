@@ -1,0 +1,21 @@
+"""The cases, by name. One file each; `base` says what a case is."""
+
+from __future__ import annotations
+
+from . import dit, ffn, gpt2, linear, llama_layers, llama_models, loss
+from .base import Case
+
+CASES: dict[str, Case] = {
+    case.name: case
+    for case in (
+        ffn.HALF,
+        ffn.FULL,
+        gpt2.GPT2,
+        llama_layers.LAYERS,
+        llama_models.LLAMA_1B,
+        llama_models.LLAMA_3B,
+        dit.DIT,
+        linear.LINEAR,
+        loss.LOSS,
+    )
+}

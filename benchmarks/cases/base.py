@@ -1,0 +1,187 @@
+"""What a case is: a name, variants, and for each point that is measured a training step.
+
+Case      "llama-8b-layers" with its variants (seq, ckpt, accum, ...) and the goal it is held to
+Point     one thing to measure: a model, its batch, how many tokens a step has; most cases have one point
+Task      a point made on a device: parameters, optimizer, batches
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..models import materialise
+
+Batch = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Point:
+    """One training step to measure. `build` makes the model (on whatever device is current), `batches` endless inputs."""
+
+    label: str
+    build: Callable[[], nn.Module]
+    batches: Callable[[str, torch.dtype], Iterator[Batch]]
+    tokens: int  # of one forward
+    dtype: torch.dtype = torch.bfloat16  # of the weights; float32 means bf16 autocast over float32 weights
+    accumulate: int = 1  # forwards and backwards a step
+    compile: str = "whole"  # or "block": each region by itself
+    optimizer: bool = True
+    own_init: bool = False  # the model draws its own weights
+    grad: Callable[[str, torch.dtype], Tensor] | None = None  # of the output, where it is no scalar loss
+    schedule: Callable[[int], float] | None = None  # step -> learning rate
+    validate: Callable[[nn.Module, str], float] | None = None  # loss on held-out data
+    clip: float | None = None
+    lr: float = 1e-4
+    note: str = ""
+    meta: Mapping[str, Any] = field(default_factory=dict)  # for plots: {"m": .., "n": .., "k": ..}
+
+    @property
+    def autocast(self) -> bool:
+        return self.dtype == torch.float32
+
+
+@dataclass(frozen=True)
+class Static:
+    """How a point is estimated without a GPU: a model with few layers, of the `layers` that the real one has.
+
+    `extrapolate`: the model has parts outside of its layers (embedding, head), so it is compiled with one and with two layers
+    and carried on linearly to `layers`.
+    """
+
+    point: Callable[[int], Point]  # layers -> Point
+    layers: int
+    extrapolate: bool
+
+
+@dataclass(frozen=True)
+class Case:
+    """`points(size, variant, fit)` and `static(variant)` take the variant's values, checked and completed with the defaults."""
+
+    name: str
+    title: str
+    variants: Mapping[str, int | str]  # allowed keys with their defaults
+    points: Callable[[str, Mapping[str, Any], Fit], list[Point]]
+    static: Callable[[Mapping[str, Any]], list[Static]]
+    goal: Callable[[Mapping[str, Any]], float | None] = lambda variant: None  # over compiled bf16, on one H200
+    rebuild: bool = False  # full size: arms do not fit on one device together
+    continues: bool = False  # training goes on from round to round: cannot be rebuilt
+
+    def variant(self, given: Mapping[str, str]) -> dict[str, Any]:
+        """`given` with defaults; ValueError for an unknown key or a value of the wrong type."""
+        made: dict[str, Any] = dict(self.variants)
+        for key, value in given.items():
+            if key not in made:
+                raise ValueError(f"case {self.name} has no variant {key!r} (it has: {', '.join(made) or 'none'})")
+            if isinstance(made[key], int):
+                if not value.isdecimal():
+                    raise ValueError(f"{self.name}:{key}={value} is not a whole number")
+                made[key] = int(value)
+            elif value not in CHOICES[key]:
+                raise ValueError(f"{self.name}:{key}={value}: one of {', '.join(CHOICES[key])}")
+            else:
+                made[key] = value
+        return made
+
+
+CHOICES = {"compile": ("whole", "block"), "weights": ("bf16", "fp32")}
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What "as many layers as fit" is decided from. memory: bytes of the device; arms: how many are resident at a time."""
+
+    memory: int
+    arms: int
+
+    def layers(self, kept: float, active: float, at_most: int) -> int:
+        """Layers that fit in 85% of the memory: each costs `kept` bytes for each resident arm (weights, gradients, optimizer
+        state) and `active` bytes for the arm that runs (activations)."""
+        return max(1, min(at_most, int(0.85 * self.memory / (kept * self.arms + active))))
+
+
+def parse_case(text: str, cases: Mapping[str, Case]) -> tuple[Case, dict[str, Any], str]:
+    """ "name:key=value,..." to the case, its full variant, and a canonical name that shows what is not default."""
+    name, _, rest = text.partition(":")
+    if name not in cases:
+        raise ValueError(f"no case {name!r} (there are: {', '.join(cases)})")
+    given = {}
+    for part in filter(None, rest.split(",")):
+        key, equals, value = part.partition("=")
+        if not equals:
+            raise ValueError(f"{text!r}: a variant is written key=value, not {part!r}")
+        given[key.strip()] = value.strip()
+    case = cases[name]
+    variant = case.variant(given)
+    shown = ",".join(f"{key}={value}" for key, value in variant.items() if value != case.variants[key])
+    return case, variant, f"{name}:{shown}" if shown else name
+
+
+def normal(shape: tuple[int, ...], seed: int, device: str, dtype: torch.dtype) -> Tensor:
+    """Normal numbers; on the device "meta" a tensor without any, for estimates."""
+    if device == "meta":
+        return torch.empty(shape, device=device, dtype=dtype)
+    return torch.randn(shape, generator=torch.Generator(device).manual_seed(seed), device=device, dtype=dtype)
+
+
+def noise(shape: tuple[int, ...], seed: int = 0, target: Callable[[Tensor], Tensor] | None = None, count: int = 4):
+    """Batches for a Point: `count` normal tensors in turn, on the device before timing starts; with `target`, (x, target(x)).
+
+    x requires grad, as the output of an embedding would: the first block is a block like the others.
+    """
+
+    def batches(device: str, dtype: torch.dtype) -> Iterator[Batch]:
+        made = [normal(shape, seed + i, device, dtype) for i in range(count)]
+        targets: list[Batch] = [() if target is None else (target(x),) for x in made]
+        while True:
+            for x, rest in zip(made, targets, strict=True):
+                yield (x.detach().requires_grad_(), *rest)
+
+    return batches
+
+
+def tokens(batch: int, length: int, vocabulary: int, seed: int = 0, count: int = 4):
+    """Batches of (tokens, next tokens), both [batch, length] int64, uniformly random."""
+
+    def batches(device: str, dtype: torch.dtype) -> Iterator[Batch]:
+        generator = torch.Generator().manual_seed(seed)
+        made = torch.randint(vocabulary, (count, batch, length + 1), generator=generator).to(device)
+        pairs = [(x[:, :-1].contiguous(), x[:, 1:].contiguous()) for x in made]
+        while True:
+            yield from pairs
+
+    return batches
+
+
+def weights(variant: Mapping[str, Any]) -> torch.dtype:
+    return torch.float32 if variant.get("weights") == "fp32" else torch.bfloat16
+
+
+def stack_static(point: Callable[[int], Point], layers: int, shown: int = 2) -> list[Static]:
+    """A stack of equal blocks: `shown` of them say all."""
+    return [Static(lambda count: replace(point(count), note=f"{shown} of {layers} layers"), shown, extrapolate=False)]
+
+
+class Task:
+    """A point on a device: model, optimizer and batches."""
+
+    def __init__(self, point: Point, device: str):
+        self.point, self.device = point, device
+        if point.own_init:
+            torch.manual_seed(0)
+            self.model = point.build().to(device=device, dtype=point.dtype)
+        else:
+            self.model = materialise(point.build, device, point.dtype)
+        compute = torch.bfloat16
+        self.batches = point.batches(device, compute)
+        self.grad = point.grad(device, compute) if point.grad else None
+        self.optimizer: torch.optim.Optimizer | None = None
+
+    def start(self) -> None:
+        """Make the optimizer: after an arm may have replaced modules."""
+        if self.point.optimizer:
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=self.point.lr, betas=(0.9, 0.95), fused=True)

@@ -1,0 +1,79 @@
+"""Where and with what a measurement was made."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import platform
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+CLOCKS = ("clocks.sm", "clocks.mem", "clocks.max.sm", "clocks.max.mem", "power.limit", "temperature.gpu", "driver_version")
+
+
+def output_of(*command: str) -> str | None:
+    """What a command prints, None if it cannot be run."""
+    if shutil.which(command[0]) is None:
+        return None
+    try:
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+    except (subprocess.SubprocessError, OSError):
+        return None
+
+
+def clocks() -> dict[str, str] | None:
+    """Clocks, power limit, temperature and driver as nvidia-smi has them now; None without it."""
+    answer = output_of("nvidia-smi", f"--query-gpu={','.join(CLOCKS)}", "--format=csv,noheader")
+    if not answer:
+        return None
+    return dict(zip(CLOCKS, (part.strip() for part in answer.splitlines()[0].split(",")), strict=False))
+
+
+def versions() -> dict[str, str | None]:
+    def version(name: str) -> str | None:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            return None
+
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+        "triton": version("triton"),
+        "torchao": version("torchao"),
+    }
+
+
+def commit() -> dict[str, Any]:
+    """The checkout's commit, and whether its package or benchmarks differ from it; None where there is no git."""
+    name = output_of("git", "rev-parse", "HEAD")
+    changed = output_of("git", "status", "--porcelain", "--", "fp8compile", "benchmarks", "examples")
+    return {"commit": name, "changed": None if changed is None else bool(changed)}
+
+
+def describe_device(device: str) -> dict[str, Any]:
+    """Name, memory in bytes and capability of the device that torch would use. Initialises CUDA: call it in a worker."""
+    if device == "cpu":
+        return {"name": "cpu", "memory": 0, "capability": None}
+    properties = torch.cuda.get_device_properties(0)
+    return {
+        "name": properties.name,
+        "memory": properties.total_memory,
+        "capability": f"{properties.major}.{properties.minor}",
+    }
+
+
+def now() -> str:
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+
+
+def slug(name: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")

@@ -1,0 +1,129 @@
+"""The JSON of a run: what is in it, ratios, and reading it back.
+
+    {schema, case, name, size, static, date, command, commit, changed, device, versions, clocks, settings, goal,
+     rows: [{arm, kind, point, error, ...}]}
+
+A row of a failed arm has `error` and nothing measured. A row of a measurement has tokens_per_s, step_ms, busy_ms, ratio,
+memory, compile_s, kernels, fp8, losses, validation; one of an estimate has `static` and ratio. Times are in ms, memory in
+bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .cases import CASES
+
+SCHEMA = 1
+RESULTS = Path(__file__).parent / "results"
+TOP = "schema case name size static date command commit changed device versions clocks settings goal rows".split()
+ROW = "arm kind point error".split()
+MEASURED = "how tokens_per_s step_ms busy_ms ratio memory compile_s kernels fp8 losses validation".split()
+ESTIMATED = ("static", "ratio")
+
+
+def check(result: Mapping[str, Any]) -> None:
+    """ValueError if `result` is not what this version writes."""
+    missing = [key for key in TOP if key not in result]
+    if missing or result["schema"] != SCHEMA:
+        raise ValueError(f"not a result of schema {SCHEMA}: {', '.join(missing) or 'schema differs'}")
+    for row in result["rows"]:
+        needed = [*ROW, *(() if row.get("error") else ESTIMATED if result["static"] else MEASURED)]
+        missing = [key for key in needed if key not in row]
+        if missing:
+            raise ValueError(f"row {row.get('arm')!r} lacks {', '.join(missing)}")
+
+
+def summarise(turns: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The turns of one arm -> tokens/s over rounds, medians of the step's parts, peak memory, all losses."""
+    rates = [1e3 * turn["tokens"] / turn["span_ms"] for turn in turns]
+    steps = [step for turn in turns for step in turn["steps"]]
+    middle = statistics.median(rates)
+    memory = [turn["memory"] for turn in turns if turn["memory"]]
+    return {
+        "tokens_per_s": {
+            "median": middle,
+            "min": min(rates),
+            "max": max(rates),
+            "spread": (max(rates) - min(rates)) / middle,
+            "rounds": rates,
+        },
+        "step_ms": {part: statistics.median(step[part] for step in steps) for part in steps[0]},
+        "memory": {
+            "allocated": max(m["allocated"] for m in memory),
+            "reserved": max(m["reserved"] for m in memory),
+            "idle": max(turn.get("idle", 0) for turn in turns),
+        }
+        if memory
+        else None,
+        "losses": [loss for turn in turns for loss in turn["losses"]],
+        "validation": [turn["validation"] for turn in turns if turn["validation"]],
+    }
+
+
+def add_ratios(rows: Sequence[dict[str, Any]]) -> None:
+    """Give every row of each point its ratios, None where the arm to divide by is missing.
+
+    `compiled_bf16` is over the faster of the compiled bf16 arms, `eager_bf16` over eager, `busy` compares the time that the
+    device was busy (with compiled bf16, or with eager if that is all there is), `memory` peak memory with compiled bf16's.
+    """
+    for point in dict.fromkeys(row["point"] for row in rows):
+        here = [row for row in rows if row["point"] == point and not row["error"]]
+        if not here:
+            continue
+        compiled = max((row for row in here if row["kind"] == "bf16"), key=speed, default=None)
+        eager = next((row for row in here if row["kind"] == "eager"), None)
+        for row in here:
+            row["ratio"] = {
+                "compiled_bf16": speed(row) / speed(compiled) if compiled else None,
+                "eager_bf16": speed(row) / speed(eager) if eager else None,
+                "busy": _over((compiled or eager or {}).get("busy_ms"), row.get("busy_ms")),
+                "memory": _over(_allocated(row), _allocated(compiled)),
+                "over": compiled["arm"] if compiled else None,
+            }
+
+
+def speed(row: Mapping[str, Any]) -> float:
+    """Bigger is faster; comparable within a point."""
+    return 1.0 / row["static"]["roofline_ms"] if "static" in row else row["tokens_per_s"]["median"]
+
+
+def _allocated(row: Mapping[str, Any] | None) -> float | None:
+    if row is not None and "static" in row:
+        return row["static"]["kept_mb"]  # the estimate's stand-in: what forward keeps for backward
+    return row["memory"]["allocated"] if row is not None and row.get("memory") else None
+
+
+def _over(a: float | None, b: float | None) -> float | None:
+    return a / b if a and b else None
+
+
+def write(result: Mapping[str, Any], path: Path) -> None:
+    check(result)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def read(paths: Iterable[Path]) -> list[dict[str, Any]]:
+    """All results in files and folders, oldest first. ValueError (naming the file) for a file that is none."""
+    found = []
+    for path in paths:
+        for file in sorted(path.rglob("*.json")) if path.is_dir() else [path]:
+            try:
+                result = json.loads(file.read_text())
+                check(result)
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise ValueError(f"{file}: {error}") from None
+            found.append(result)
+    return sorted(found, key=lambda result: result["date"])
+
+
+def latest(results: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of each case, size and device the last result; in the order of the cases."""
+    newest = {(r["device"]["name"], r["static"], r["size"], r["name"]): r for r in results}
+    order = list(CASES)
+    return sorted(newest.values(), key=lambda r: (order.index(r["case"]) if r["case"] in order else len(order), r["name"]))

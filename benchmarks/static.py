@@ -1,0 +1,99 @@
+"""The estimate without a GPU: compile a step for a described H200, count what it would launch, divide by sustained rates.
+
+Nothing is executed and nothing is measured. The figures rank compilations of one model: kernels, bytes as Inductor's scheduler
+counts them (each buffer once a kernel), matmul FLOPs by dtype, bytes kept for backward, and a roofline time in which every
+kernel takes the longer of its bytes and its FLOPs, plus a launch. Attention counts with its bytes only, autotuning and the
+optimizer not at all, and accumulation as one micro-batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from fp8compile import described
+
+from . import arms
+from .cases.base import Point, Static
+from .kernels import classify
+from .models import unallocated
+
+# What an H200 is taken to sustain: copies and large bf16 matmuls as seen on one; FP8 is assumed, at 1.7 times bf16. (The best
+# matmuls in public tables are 794 and 1453 TFLOP/s.)
+HBM_BYTES_PER_S = 4.2e12
+FLOPS_PER_S = {"bfloat16": 790e12, "float16": 790e12, "float32": 330e12, "fp8": 1340e12}
+LAUNCH_S = 2e-6
+DEVICE = "described NVIDIA H200"
+
+
+def roofline_s(kernel: Any) -> float:
+    compute = kernel.matmul.flops / FLOPS_PER_S.get(kernel.matmul.dtype, FLOPS_PER_S["float32"]) if kernel.matmul else 0.0
+    return max(kernel.bytes / HBM_BYTES_PER_S, compute) + LAUNCH_S
+
+
+def kind(kernel: Any) -> str:
+    """Its class (see `kernels`); generated kernels are not told apart and count as other."""
+    if kernel.matmul is not None:
+        return "fp8_gemm" if kernel.matmul.dtype == "fp8" else "bf16_gemm"
+    return "attention" if kernel.kind == "extern" and classify(kernel.name) == "attention" else "other"
+
+
+def figures(step: Any) -> dict[str, float]:
+    """Flat totals of a described step, all of them additive over layers."""
+    outside = [k for k in step.kernels if k.matmul is None]
+    made = {
+        "kernels": len(step.kernels),
+        "gb": sum(k.bytes for k in step.kernels) / 1e9,
+        "gb_outside_matmuls": sum(k.bytes for k in outside) / 1e9,
+        "roofline_ms": 1e3 * sum(map(roofline_s, step.kernels)),
+        "roofline_ms_outside_matmuls": 1e3 * sum(map(roofline_s, outside)),
+        "kept_mb": step.kept_for_backward / 1e6,
+    }
+    for k in step.kernels:
+        made[f"count.{kind(k)}"] = made.get(f"count.{kind(k)}", 0) + 1
+    for dtype, flops in step.flops.items():
+        made[f"tflop.{dtype}"] = flops / 1e12
+    return made
+
+
+def compile_point(point: Point, arm: arms.Arm) -> dict[str, float]:
+    """Compile one training step of `point` the way `arm` does. RuntimeError if nothing was compiled."""
+    model = unallocated(point.build, point.dtype)
+    arms.apply(arm, model, arms.settings(arm, 1, interpreted=False), each=False)
+    given = next(point.batches("meta", torch.bfloat16))
+    batch = [torch.empty(x.shape, dtype=x.dtype).requires_grad_(x.requires_grad) for x in given]
+    autocast = torch.autocast("cpu", torch.bfloat16) if point.autocast else contextlib.nullcontext()
+
+    def step() -> None:
+        with autocast:
+            out = model(*batch)
+        out.sum().backward()
+
+    found = described.trace(step)
+    if not found.kernels:
+        raise RuntimeError("nothing was compiled")
+    return figures(found)
+
+
+def extrapolated(one: Mapping[str, float], two: Mapping[str, float], layers: int) -> dict[str, float]:
+    """Totals of `layers` layers from those of one and of two."""
+    return {k: one.get(k, 0) + (layers - 1) * (two.get(k, 0) - one.get(k, 0)) for k in {**one, **two}}
+
+
+def estimate(static: Static, arm: arms.Arm) -> dict[str, Any]:
+    """The row of one arm: `figures`, and a note on what was compiled. ValueError for an arm that has no estimate."""
+    unavailable = described.unavailable()
+    if unavailable:
+        raise ValueError(unavailable)
+    if arm.how is None:
+        raise ValueError("no estimate: eager kernels are not compiled")
+    if arm.autotunes:
+        raise ValueError("no estimate: autotuning needs the device")
+    if static.extrapolate:
+        made = extrapolated(*(compile_point(static.point(n), arm) for n in (1, 2)), static.layers)
+        return {"figures": made, "note": f"{static.layers} layers, carried on from 1 and 2"}
+    point = static.point(static.layers)
+    return {"figures": compile_point(point, arm), "note": point.note}

@@ -1,0 +1,216 @@
+"""Results as tables: `python -m benchmarks.tables benchmarks/results`, `--markdown` for the docs.
+
+`--update docs/benchmarks.md` replaces what stands between the lines `<!-- table: NAME -->` and `<!-- end -->`; NAME is `static`
+or `measured`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from . import results
+from .show import table
+
+Row = dict[str, Any]
+Column = tuple[str, Callable[[Row], Any]]
+
+
+def number(value: float | None, spec: str = ".2f", scale: float = 1.0) -> str:
+    return "" if value is None else format(value * scale, spec)
+
+
+def get(row: Row, *keys: str) -> Any:
+    """A value deep in a row, None where the way ends."""
+    value: Any = row
+    for key in keys:
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
+
+
+MEASURED: list[Column] = [
+    ("tokens/s", lambda r: number(get(r, "tokens_per_s", "median"), ",.0f")),
+    ("spread", lambda r: number(get(r, "tokens_per_s", "spread"), ".1%")),
+    ("x bf16", lambda r: number(get(r, "ratio", "compiled_bf16"))),
+    ("x eager", lambda r: number(get(r, "ratio", "eager_bf16"))),
+    ("step ms", lambda r: number(get(r, "step_ms", "total"))),
+    ("fwd", lambda r: number(get(r, "step_ms", "forward"))),
+    ("bwd", lambda r: number(get(r, "step_ms", "backward"))),
+    ("opt", lambda r: number(get(r, "step_ms", "optimizer"))),
+    ("peak GB", lambda r: number(get(r, "memory", "allocated"), ".2f", 1e-9)),
+    ("reserved", lambda r: number(get(r, "memory", "reserved"), ".2f", 1e-9)),
+    ("x mem", lambda r: number(get(r, "ratio", "memory"))),
+    ("compile s", lambda r: number(get(r, "compile_s", "cold"), ".1f")),
+    ("warm s", lambda r: number(get(r, "compile_s", "warm"), ".1f")),
+    ("fp8 gemms", lambda r: fp8_count(r)),
+]
+KERNELS: list[Column] = [
+    *(
+        (name.replace("_", " "), lambda r, name=name: number(get(r, "kernels", "classes", name, "ms")))
+        for name in ("fp8_gemm", "bf16_gemm", "cast", "attention", "other")
+    ),
+    ("busy ms", lambda r: number(get(r, "busy_ms"))),
+    ("kernels", lambda r: number(get(r, "kernels", "count"), ".0f")),
+]
+STATIC: list[Column] = [
+    ("kernels", lambda r: number(get(r, "static", "kernels"), ".0f")),
+    ("GB outside matmuls", lambda r: number(get(r, "static", "gb_outside_matmuls"))),
+    ("kept for backward, MB", lambda r: number(get(r, "static", "kept_mb"), ",.0f")),
+    ("x kept", lambda r: number(get(r, "ratio", "memory"))),
+    ("TFLOP in FP8", lambda r: number(get(r, "static", "tflop.fp8") or 0.0)),
+    ("TFLOP in bf16", lambda r: number(get(r, "static", "tflop.bfloat16") or 0.0)),
+    ("roofline ms", lambda r: number(get(r, "static", "roofline_ms"))),
+    ("x bf16", lambda r: number(get(r, "ratio", "compiled_bf16"))),
+]
+
+
+def fp8_count(row: Row) -> str:
+    seen = get(row, "fp8", "gemm_kernels")
+    if seen is not None:
+        return f"{seen:g}"
+    decided = get(row, "fp8", "decisions")
+    return f"emulated ({decided['fp8']})" if decided else "emulated"
+
+
+def rows_table(result: dict[str, Any], columns: Sequence[Column], markdown: bool = False) -> str:
+    """The rows of a result; without columns that are empty, in Markdown without arms that failed."""
+    good = [row for row in result["rows"] if not row["error"]]
+    used = [(name, value) for name, value in columns if any(value(row) for row in good)]
+    made = []
+    for row in good if markdown else result["rows"]:
+        cells = ["" for _ in used] if row["error"] else [value(row) for _, value in used]
+        made.append([f"{row['point']} {row['arm']}".strip(), *cells])
+    return table(made, ["", *(name for name, _ in used)], markdown)
+
+
+def failures(result: dict[str, Any]) -> list[str]:
+    """One line for each different failure of an arm."""
+    found = {(row["arm"], row["error"]) for row in result["rows"] if row["error"]}
+    return [f"{arm}: {error}" for arm, error in sorted(found)]
+
+
+def heading(result: dict[str, Any]) -> str:
+    notes = " / ".join(dict.fromkeys(row["note"] for row in result["rows"] if row.get("note")))
+    parts = [result["name"], result.get("title", ""), notes, result["size"], result["device"]["name"]]
+    if result["goal"]:
+        parts.append(f"goal {result['goal']:g}")
+    return " | ".join(filter(None, parts))
+
+
+def text(result: dict[str, Any]) -> str:
+    """What a run prints last."""
+    if not result["rows"]:
+        return f"{heading(result)}\nnothing to estimate: see the case's description"
+    good = [row for row in result["rows"] if not row["error"]]
+    parts, few = [heading(result)], not many(result)
+    if few:
+        parts.append(rows_table(result, STATIC if result["static"] else MEASURED))
+    if few and any(row.get("kernels") for row in good):
+        parts.append(f"\nms a step by kernel class\n{rows_table(result, KERNELS)}")
+    if any(row["point"] for row in good):
+        parts.append("\n" + totals(result))
+    parts += losses(good)
+    if result["static"]:
+        parts.append("an estimate: nothing was run on a device")
+    if get(result, "settings", "skipped_points"):
+        parts.append(f"out of time: {result['settings']['skipped_points']} points were not begun")
+    held = sum(get(row, "memory", "idle") or 0 for row in good)
+    if held and not get(result, "settings", "rebuild"):
+        parts.append(f"waiting arms together held {held / 1e9:.1f} GB")
+    return "\n".join([*parts, *failures(result)])
+
+
+def many(result: dict[str, Any]) -> bool:
+    """More points than a table shows one by one."""
+    return len({row["point"] for row in result["rows"]}) > 8
+
+
+def totals(result: dict[str, Any]) -> str:
+    """Over the points that every arm finished: time of all, and the best and worst ratio of each arm to bf16."""
+    good = [row for row in result["rows"] if not row["error"]]
+    arms = list(dict.fromkeys(row["arm"] for row in good))
+    at = {(row["arm"], row["point"]): row for row in good}
+    points = [p for p in dict.fromkeys(row["point"] for row in good) if all((arm, p) in at for arm in arms)]
+    made = []
+    for arm in arms:
+        here = [at[arm, p] for p in points]
+        times = [get(r, "static", "roofline_ms") or get(r, "busy_ms") or get(r, "step_ms", "total") for r in here]
+        over = [cell_ratio(r) for r in here]
+        known = [x for x in over if x is not None]
+        worst = number(min(known, default=None)), number(statistics.median(known) if known else None)
+        made.append([arm, len(points), f"{sum(times):.3f}", *worst, number(max(known, default=None))])
+    slow = [(ratio, f"{r['arm']} {r['point']} {ratio:.2f}") for r in good if 0 < (ratio := cell_ratio(r) or 0) < 0.98]
+    slow = [text for _, text in sorted(slow) if "bf16" not in text]
+    text = table(made, ["total", "points", "ms", "worst x bf16", "median", "best"])
+    return text + (f"\nunder 0.98: {len(slow)}, the worst: {'; '.join(slow[:8])}" if slow else "")
+
+
+def cell_ratio(row: Row) -> float | None:
+    """To bf16: by the time that the device was busy where that was seen, else by tokens/s."""
+    return get(row, "ratio", "busy") or get(row, "ratio", "compiled_bf16") or get(row, "ratio", "eager_bf16")
+
+
+def losses(rows: list[Row]) -> list[str]:
+    """The last validation losses and their gaps to bf16, where there are any."""
+    ends = {row["arm"]: row["validation"][-1][1] for row in rows if row.get("validation")}
+    base = next((loss for arm, loss in ends.items() if "bf16" in arm), None)
+    if not ends or base is None:
+        return []
+    made = [[arm, f"{loss:.4f}", f"{100 * (loss - base) / base:+.3f}%"] for arm, loss in ends.items()]
+    return ["", table(made, ["validation loss", "nats", "gap to bf16"])]
+
+
+def markdown(found: list[dict[str, Any]]) -> str:
+    """One table for each result; results with many points by their totals."""
+    parts = []
+    for result in found:
+        if not result["rows"]:
+            continue
+        parts.append(f"**{heading(result)}**\n")
+        if many(result):
+            parts.append(f"```\n{totals(result)}\n```\n")
+        else:
+            parts.append(rows_table(result, STATIC if result["static"] else MEASURED, markdown=True) + "\n")
+        parts += [f"{line}\n" for line in failures(result) if "no estimate" not in line]
+    return "\n".join(parts) or "No results.\n"
+
+
+def update(page: Path, name: str, body: str) -> None:
+    """Replace the text between the page's two marks. ValueError if they are not there."""
+    marks = re.compile(rf"(<!-- table: {re.escape(name)} -->\n).*?(<!-- end -->)", re.DOTALL)
+    content, count = marks.subn(lambda found: f"{found[1]}{body}{found[2]}", page.read_text())
+    if not count:
+        raise ValueError(f"{page} has no line <!-- table: {name} -->")
+    page.write_text(content)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="benchmarks.tables", description="Print results as tables.")
+    parser.add_argument("paths", nargs="*", type=Path, default=[results.RESULTS], help="result files or folders")
+    parser.add_argument("--markdown", action="store_true")
+    parser.add_argument("--all", action="store_true", help="every result, not only the last of each case")
+    parser.add_argument("--update", type=Path, metavar="PAGE", help="write the static and the measured tables into a page")
+    args = parser.parse_args(argv)
+    try:
+        found = results.read(args.paths)
+        found = found if args.all else results.latest(found)
+        if args.update:
+            kinds = {"static": [r for r in found if r["static"]]}
+            kinds["measured"] = [r for r in found if not r["static"] and r["size"] == "full"]
+            for name, chosen in kinds.items():
+                update(args.update, name, markdown(chosen))
+            return 0
+    except (ValueError, OSError) as error:
+        print(f"benchmarks.tables: error: {error}", file=sys.stderr)
+        return 2
+    print(markdown(found) if args.markdown else "\n\n".join(map(text, found)) or "no results")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

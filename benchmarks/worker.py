@@ -1,0 +1,124 @@
+"""The process in which one arm lives: reads commands, a JSON line each, from stdin and answers on a pipe of its own.
+
+    load     make the point, compile it for the arm, run the warm-up       turn     timed steps
+    profile  kernels by class, and what the compiler decided               unload   free everything but the process
+    static   estimate a point without a device                             probe    describe the device
+
+stdout and stderr belong to whatever is being compiled; they go to the arm's log. A failure is an answer {"error": ...}.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import arms, kernels, machine
+from .cases import CASES
+from .cases.base import Fit, Task, parse_case
+from .measure import Runner
+
+
+class Worker:
+    def __init__(self, device: str, interpreted: bool, torchao: str | None):
+        self.device, self.interpreted = device, interpreted
+        self.runner: Runner | None = None
+        arms.prepare_process(interpreted, torchao)
+
+    def probe(self) -> dict[str, Any]:
+        return machine.describe_device(self.device)
+
+    def load(self, case: str, size: str, fit: list[int], index: int, arm: str, warmup: int) -> dict[str, Any]:
+        """Times in seconds: `build`, and `warmup`, the first steps with whatever they compile."""
+        chosen, variant, _ = parse_case(case, CASES)
+        point = chosen.points(size, variant, Fit(*fit))[index]
+        began = time.perf_counter()
+        task = Task(point, self.device)
+        how = arms.settings(arms.ARMS[arm], point.accumulate, self.interpreted)
+        arms.apply(arms.ARMS[arm], task.model, how, point.compile == "block")
+        task.start()
+        self.runner = Runner(task)
+        self.runner.wait()
+        built = time.perf_counter()
+        for _ in range(warmup):
+            self.runner.step()
+        self.runner.wait()
+        return {"build_s": built - began, "warmup_s": time.perf_counter() - built, "how": arms.describe(how)}
+
+    def turn(self, steps: int, lead: int) -> dict[str, Any]:
+        assert self.runner is not None
+        return self.runner.turn(steps, lead)
+
+    def profile(self) -> dict[str, Any]:
+        assert self.runner is not None
+        cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+        casts = kernels.cast_kernels(Path(cache)) if cache and self.device == "cuda" else set()
+        return {"kernels": self.runner.profile(casts), "decisions": decisions(self.runner.task.model)}
+
+    def unload(self) -> dict[str, Any]:
+        self.runner = None
+        torch._dynamo.reset()
+        gc.collect()
+        if self.device == "cuda":
+            torch.cuda.empty_cache()
+        return {}
+
+    def static(self, case: str, index: int, arm: str) -> dict[str, Any]:
+        from . import static
+
+        chosen, variant, _ = parse_case(case, CASES)
+        return static.estimate(chosen.static(variant)[index], arms.ARMS[arm])
+
+
+def decisions(model: torch.nn.Module) -> dict[str, Any] | None:
+    """What fp8compile decided about the model's matmuls; None for an arm that it did not compile."""
+    if "fp8compile.backend" not in sys.modules:
+        return None
+    import fp8compile
+
+    report = fp8compile.report(model)
+    training = [graph for graph in report.graphs if not graph.note] or report.graphs
+    matmuls = [record for graph in training for record in graph.matmuls]
+    fp8 = sum(record.decision == "fp8" for record in matmuls)
+    return {
+        "fp8": fp8,
+        "high_precision": len(matmuls) - fp8,
+        "fp8_flop_fraction": report.fp8_flop_fraction,
+        "summary": report.summary() if matmuls else "",
+    }
+
+
+def one_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = " ".join(lines[:2] if lines and lines[0].endswith(":") else lines[:1])
+    return f"{type(error).__name__}: {text}"[:300]
+
+
+def main() -> None:
+    pipe = os.fdopen(int(sys.argv[1]), "w")
+    worker: Worker | None = None
+    for line in sys.stdin:
+        command = json.loads(line)
+        name = command.pop("do")
+        try:
+            if name == "start":
+                worker = Worker(**command)
+                answer: dict[str, Any] = {}
+            else:
+                answer = getattr(worker, name)(**command)
+        except Exception as error:
+            traceback.print_exc()
+            sys.stderr.flush()
+            answer = {"error": one_line(error)}
+        print(json.dumps(answer), file=pipe, flush=True)
+
+
+if __name__ == "__main__":
+    main()
