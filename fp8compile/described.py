@@ -282,7 +282,8 @@ def _describe(gpu: Gpu) -> Iterator[None]:
 
         # Patterns are traced once, by running ops: on the CPU, before the GPU appears. The arguments are those of Inductor's
         # own calls, because these functions run once for each distinct argument list and a second run fails.
-        joint_graph.lazy_init(torch.device("cpu"))
+        trace_joint: Any = joint_graph.lazy_init  # its annotation lacks the argument in 2.11
+        trace_joint(torch.device("cpu"))
         post_grad.lazy_init()
         for passes in (joint_graph, post_grad):
             patch(passes.__name__, "lazy_init", lambda *a, **k: None)
