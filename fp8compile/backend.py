@@ -15,6 +15,7 @@ A graph that has nothing to differentiate, or whose model is in eval mode, takes
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -34,6 +35,7 @@ from .runtime import CompiledGraph
 logger = get_logger(__name__)
 
 OLDEST_GPU = (8, 9)  # compute capability: the first tensor cores that multiply FP8
+AMD_GPUS = ("gfx94", "gfx95", "gfx12")
 
 
 def fp8(
@@ -49,6 +51,7 @@ def fp8(
         refusal = _refusal(inputs.devices)
         if refusal is not None:
             _complain(chosen, refusal)
+            LEDGER.add(GraphReport(0, inputs.root, (), (), refusal))
             return compat.compile_fx(gm, example_inputs, None, chosen.inductor)
         return _compile(gm, list(example_inputs), inputs, chosen)
     except (OptionError, StrictError) as error:
@@ -74,10 +77,12 @@ def _compile_once(
     gm: GraphModule, example_inputs: list[Any], inputs: Inputs, chosen: Options, capacity: tuple[int, int] | None
 ) -> CompiledGraph:
     recipe = chosen.recipe
-    compiled = CompiledGraph(sorted(inputs.weights), recipe.amax_history_len, capacity)
-    device = next(iter(inputs.devices), torch.device("cpu"))
+    forms = formats.pick(recipe.fp8_format, formats.fnuz())
+    reach = (forms[0].max / 2.0**recipe.margin, forms[1].max / 2.0**recipe.margin)
+    compiled = CompiledGraph(sorted(inputs.weights), recipe.amax_history_len, capacity, reach)
     gm = compat.copy_graph(gm)  # compile_fx takes ownership, and Dynamo still reads the placeholders of its own
     if capacity is not None:
+        device = example_inputs[min(inputs.weights)].device
         for direction, slots in zip(("forward", "backward"), capacity, strict=True):
             page = scaling.new_page(slots, recipe.amax_history_len, device)
             example_inputs = [*example_inputs, compat.add_input(gm, f"fp8_{direction}_state", page)]
@@ -85,8 +90,8 @@ def _compile_once(
     def rewrite(graph: Graph) -> None:
         if not compat.is_joint_graph(graph):
             return  # of a nested graph: `collect` lists the operator that contains it
-        done = passes.run(graph, inputs, recipe, formats.pick(recipe.fp8_format, formats.fnuz()), capacity)
-        compiled.rewritten = done
+        done = passes.run(graph, inputs, recipe, forms, capacity)
+        compiled.rewritten = dataclasses.replace(done, matmuls=(), opaque=())  # they hold the whole joint graph
         compiled.record = _report(done, inputs, chosen)
 
     patches = {
@@ -116,19 +121,25 @@ def _report(done: Rewritten, inputs: Inputs, chosen: Options) -> int:
         logger.info("fp8: %s: %s", name, note)
         return index
     logger.info("fp8: %s", report.summary())
-    # a region that is nothing but an output head stays as it is meant to; a model has more than that
+    # a part of a model may well be nothing but an embedding, a norm, an output head: that is as it should be
     meant = ("output head", "router gate")
     kept = [matmul.reason or "" for matmul in done.matmuls if matmul.weight is not None]
     on_purpose = bool(kept) and all(reason.startswith(meant) for reason in kept)
-    if inputs.weights and not on_purpose and not any(matmul.fp8 for matmul in done.matmuls):
+    if (kept or done.opaque) and not on_purpose and not any(matmul.fp8 for matmul in done.matmuls):
         _complain(chosen, f"no matmul of {inputs.root} becomes FP8: {report.summary()}")
     return index
 
 
 def _refusal(devices: frozenset[torch.device]) -> str | None:
-    """Why this machine's GPU cannot, None if it can."""
+    """Why these devices cannot multiply FP8, None if they can."""
     for device in devices:
-        if device.type == "cuda" and torch.version.hip is None:
+        if device.type not in ("cpu", "cuda"):
+            return f"{device.type} devices have no FP8 matmuls here: compiling in high precision"
+        if device.type == "cuda" and torch.version.hip is not None:
+            arch = torch.cuda.get_device_properties(device).gcnArchName
+            if not arch.startswith(AMD_GPUS):
+                return f"{arch} has no FP8 matmuls (gfx94, gfx95 and gfx12 do): compiling in high precision"
+        elif device.type == "cuda":
             capability = torch.cuda.get_device_capability(device)
             if capability < OLDEST_GPU:
                 return (

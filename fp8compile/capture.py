@@ -14,6 +14,7 @@ from torch.fx import GraphModule
 from . import compat
 
 PART = re.compile(r"\._(?:modules|parameters|buffers)\['((?:[^'\\]|\\.)*)'\]")
+OWNED = re.compile(r"\._(?:parameters|buffers)\['(?:[^'\\]|\\.)*'\]$")
 LOCAL = re.compile(r"^[LG]\['(\w+)'\]$")
 
 
@@ -41,7 +42,8 @@ class Inputs:
     names: tuple[str, ...]
     weights: frozenset[int]  # positions of parameters and of buffers: what a "weight" can be
     devices: frozenset[torch.device]
-    training: bool  # every root module is in training mode (True for a graph of a bare function)
+    evaluated: frozenset[int]  # those weights whose root module is in eval mode
+    training: bool  # some root module is in training mode (True for a graph of a bare function)
     grad: bool  # grad mode is on, and something may require gradients
     root: str  # what to call the graph in a report
 
@@ -52,16 +54,18 @@ def capture(gm: GraphModule, inputs: Sequence[Any]) -> Inputs:
     for i, (placeholder, real) in enumerate(zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True)):
         source = compat.source_name(placeholder)
         names.append(readable(source) or placeholder.name)
-        if isinstance(real, nn.Parameter) or (isinstance(real, torch.Tensor) and PART.search(source)):
+        if isinstance(real, nn.Parameter) or (isinstance(real, torch.Tensor) and OWNED.search(source)):
             weights.add(i)
     roots = compat.root_modules(gm)
-    for _, source in roots:
+    for source in {id(module): source for module, source in roots.values()}.values():
         compat.guard_training(source)
+    modules = list({id(module): module for module, _ in roots.values()}.values())
     return Inputs(
         names=tuple(names),
         weights=frozenset(weights),
         devices=frozenset(x.device for x in inputs if isinstance(x, torch.Tensor)),
-        training=all(module.training for module, _ in roots),
+        evaluated=frozenset(i for i, (module, _) in roots.items() if not module.training),
+        training=not modules or any(module.training for module in modules),
         grad=torch.is_grad_enabled(),
-        root=", ".join(dict.fromkeys(type(module).__name__ for module, _ in roots)) or "function",
+        root=", ".join(dict.fromkeys(type(module).__name__ for module in modules)) or "function",
     )

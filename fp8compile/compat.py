@@ -168,9 +168,8 @@ def copy_graph(gm: GraphModule) -> GraphModule:
             copy._dynamo_source = node._dynamo_source
     made = GraphModule(gm, graph)
     made.meta = dict(gm.meta)
-    for name in ("_param_name_to_source",):
-        if hasattr(gm, name):
-            setattr(made, name, getattr(gm, name))
+    if hasattr(gm, "_param_name_to_source"):
+        made._param_name_to_source = gm._param_name_to_source
     return made
 
 
@@ -185,11 +184,28 @@ def shown(error: Exception) -> Exception:
     return made
 
 
-def root_modules(gm: GraphModule) -> list[tuple[nn.Module, Any]]:
-    """The modules that the compiled frame refers to, whose parameters are inputs of the graph; each with its Dynamo source."""
+def is_backward(node: Node) -> bool:
+    return node.meta.get("partitioner_tag") == "is_backward"
+
+
+def tag_backward(graph: Graph) -> set[Node]:
+    """The nodes that depend on a tangent, each tagged as backward: autograd leaves those of a custom Function untagged."""
+    behind: set[Node] = set()
+    for node in graph.nodes:
+        if "Tangent" in type(node.meta.get("desc")).__name__ or not behind.isdisjoint(node.all_input_nodes):
+            behind.add(node)
+            if node.op == "call_function" and not node.meta.get("partitioner_tag"):
+                node.meta["partitioner_tag"] = "is_backward"
+    return behind
+
+
+def root_modules(gm: GraphModule) -> dict[int, tuple[nn.Module, Any]]:
+    """For each input of a Dynamo graph that is a parameter or buffer, by position: the module through which the compiled
+    frame reaches it, and that module's Dynamo source."""
     scopes = _scopes()
-    found: dict[str, tuple[nn.Module, Any]] = {}
-    for placeholder in gm.graph.find_nodes(op="placeholder") if scopes else ():
+    modules: dict[str, nn.Module] = {}
+    found: dict[int, tuple[nn.Module, Any]] = {}
+    for position, placeholder in enumerate(gm.graph.find_nodes(op="placeholder") if scopes else ()):
         source, root = getattr(placeholder, "_dynamo_source", None), None
         if "._parameters[" not in _name(source) and "._buffers[" not in _name(source):
             continue
@@ -197,15 +213,17 @@ def root_modules(gm: GraphModule) -> list[tuple[nn.Module, Any]]:
         while source is not None and root is None:
             root = source if _name(source) == prefix else None
             source = getattr(source, "base", None)
-        if root is None or prefix in found:
+        if root is None:
             continue
-        try:
-            module = eval(prefix, {"__builtins__": {}}, scopes)  # Dynamo's own expression, as its guards evaluate it
-        except Exception:
-            continue
-        if isinstance(module, nn.Module):
-            found[prefix] = (module, root)
-    return list(found.values())
+        if prefix not in modules:
+            try:
+                module = eval(prefix, {"__builtins__": {}}, scopes)  # Dynamo's own expression, as its guards evaluate it
+            except Exception:
+                continue
+            modules[prefix] = module
+        if isinstance(modules[prefix], nn.Module):
+            found[position] = modules[prefix], root
+    return found
 
 
 def _scopes() -> dict[str, Any]:
@@ -245,6 +263,28 @@ class TensorMarks:
     def __contains__(self, tensor: torch.Tensor) -> bool:
         ref = self.marks.get(tensor.data_ptr())
         return ref is not None and not ref.expired()
+
+
+class _Kept:
+    """A saved tensor that no hook has touched."""
+
+    def __init__(self, tensor: torch.Tensor):
+        self.tensor = tensor
+
+
+@contextlib.contextmanager
+def saved_as_they_are(ours: Callable[[torch.Tensor], bool]) -> Iterator[None]:
+    """Inside, tensors that are `ours` are saved for backward past the user's saved-tensor hooks (offloading, compression),
+    which hand back copies: what is known by its address has to come back as itself."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is None:
+        yield
+        return
+    pack, unpack = hooks
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda x: _Kept(x) if ours(x) else pack(x), lambda x: x.tensor if isinstance(x, _Kept) else unpack(x)
+    ):
+        yield
 
 
 def in_backward() -> bool:

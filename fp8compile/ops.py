@@ -1,6 +1,6 @@
 """The intermediate representation: a handful of functional operators in the namespace `fp8compile::`.
 
-The passes write them into the joint graph; `codegen` lowers them to ATen before Inductor sees the graph. Their eager
+The passes write them into the joint graph and lower them to ATen before Inductor generates code. Their eager
 implementations below, plain torch on any device, are the reference: a cold call runs on them (see `runtime`).
 
     amax(x)                                         [..] -> [1] float32

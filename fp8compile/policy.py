@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import torch
 from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from .graph import CASTS, FLOATS, SAME, VIEWS, arg, aten, call_function, same_size, value
 from .matmul import GEMMS, Matmul
@@ -63,6 +64,8 @@ def _batched(matmul: Matmul, recipe: Recipe) -> str | None:
 
 
 def _rows(matmul: Matmul, recipe: Recipe) -> str | None:
+    if any(isinstance(size, torch.SymInt) and free_unbacked_symbols(size) for size in (matmul.m, matmul.n, matmul.k)):
+        return "rows that are counted from data"
     return "no rows" if any(isinstance(size, int) and size == 0 for size in (matmul.m, matmul.n, matmul.k)) else None
 
 
@@ -82,6 +85,8 @@ def _alignment(matmul: Matmul, recipe: Recipe) -> str | None:
     sizes = _features(matmul)
     if any(not isinstance(size, int) or size % 16 for size in sizes):
         return f"not a multiple of 16: {' x '.join(map(str, sizes))}"
+    if not isinstance(matmul.n, int) or matmul.n % 16:
+        return f"not a multiple of 16: {matmul.n} columns of output"
     # rows that are contracted are padded, on both sides; anything else has to fit as it is
     if not (matmul.a.transposed and not matmul.b.transposed) and (not isinstance(matmul.k, int) or matmul.k % 16):
         return f"not a multiple of 16: contracts over {matmul.k}"

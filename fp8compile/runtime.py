@@ -17,11 +17,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.utils.weak import WeakIdKeyDictionary
 
 from . import compat, scaling
+from .errors import Fp8CompileError
 from .graph import fake_mode_of, value
 from .passes import Rewritten
 from .passes.base import run_pass
@@ -68,10 +70,10 @@ def _draw(kind: str, *args: Any) -> torch.Tensor:
 class CompiledGraph:
     """One Dynamo graph: compiles the two halves that AOTAutograd makes of it, then serves as its callable."""
 
-    def __init__(self, weights: Sequence[int], history: int, capacity: tuple[int, int] | None):
-        self.weights, self.history, self.capacity = tuple(weights), history, capacity
+    def __init__(self, weights: Sequence[int], history: int, capacity: tuple[int, int] | None, reach: tuple[float, float]):
+        self.weights, self.history, self.capacity, self.reach = tuple(weights), history, capacity, reach
         self.record: int | None = None  # its entry in the ledger
-        self.met: Any = WeakIdKeyDictionary()  # a weight of each set of parameters that it was called with
+        self.met: Any = WeakIdKeyDictionary()  # parameters that it was called with
         self.rewritten: Rewritten | None = None
         self.book: Book | None = None
         self.call: Callable[..., Any] | None = None
@@ -85,18 +87,21 @@ class CompiledGraph:
 
     def inner_compile(self, gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         """In the place of Inductor's own: lower, compile, and keep the graph as it was for cold calls."""
-        assert self.rewritten is not None
         backward = bool(kwargs.get("is_backward"))
-        stateful = bool(self.rewritten.pages)
-        if stateful and self.book is None:
+        done = self.rewritten  # None: a graph without inputs
+        stateful = done is not None and bool(done.pages)
+        if stateful and done is not None:
+            _check_update(gm, done.pages[backward], done.backward if backward else done.forward)
+        if stateful and done is not None and self.book is None:
             assert self.capacity is not None
-            self.book = Book(self.rewritten.forward, self.rewritten.backward, self.capacity, self.history)
+            self.book = Book(done.forward, done.backward, self.capacity, self.history, self.reach)
         cold = _copy(gm) if stateful else None
         run_pass("lower_backward" if backward else "lower_forward", gm.graph, lambda: lower(gm))
         warm: Any = _boxed(Eager(gm)) if _interpreted else compat.compile_inner(gm, example_inputs, **kwargs)
         if cold is None:
             return warm
-        device = next((value(node).device.type for node in cold.graph.nodes if _is_tensor(node)), "cpu")
+        devices = {value(node).device.type for node in cold.graph.nodes if _is_tensor(node)}
+        device = next((kind for kind in devices if kind != "cpu"), "cpu")  # numbers may be inputs on the CPU
         return self._backward(cold, warm, device) if backward else self._forward(cold, warm, device)
 
     def _forward(self, gm: GraphModule, warm: Boxed, device: str) -> Boxed:
@@ -156,7 +161,7 @@ class CompiledGraph:
         if isinstance(first, FakeTensor):  # DDPOptimizer asks for the shapes of the outputs
             with fake_mode_of(first):
                 return self.call(*args, *(scaling.new_page(rows, self.history, first.device) for rows in self.capacity or ()))
-        if first not in self.met:  # one piece of code may serve many layers, and models
+        if isinstance(first, nn.Parameter) and first not in self.met:  # one piece of code may serve many layers, and models
             self.met[first] = True
             if self.record is not None:
                 LEDGER.attach(self.record, [args[i] for i in self.weights])
@@ -164,9 +169,9 @@ class CompiledGraph:
             return self.call(*args)
         if self.book is None:  # nothing became FP8: the state inputs are read by nobody
             if self.idle is None:
-                self.idle = scaling.new_page(self.capacity[0], self.history, _device(args))
+                self.idle = scaling.new_page(self.capacity[0], self.history, first.device)
             return self.call(*args, self.idle, self.idle)
-        pages = self.now = self.book.open(args, _device(args))
+        pages = self.now = self.book.open(args, first.device)
         forward = pages.forward.tensor
         self.again = bool(pages.pending) and compat.in_backward()
         if self.again:  # a recomputation: the scales of the first time, and the state stays where it is
@@ -174,9 +179,23 @@ class CompiledGraph:
         else:
             pages.pending += 1
         try:
-            return self.call(*args, forward, pages.backward.tensor)
+            with compat.saved_as_they_are(self._is_ours):
+                return self.call(*args, forward, pages.backward.tensor)
         finally:
             self.now = None
+
+    def _is_ours(self, tensor: torch.Tensor) -> bool:
+        assert self.book is not None
+        return tensor.data_ptr() in self.book.by_pointer or tensor in self.marks
+
+
+def _check_update(gm: GraphModule, page: str, slots: Sequence[Any]) -> None:
+    """The partitioner drops, silently, a mutation that does not fit into its half of the graph: no state may go that way."""
+    writes = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+    if slots and not any(getattr(node.args[0], "name", None) == page for node in writes):
+        raise Fp8CompileError(
+            'the update of the scaling state was lost in this graph; options={"recipe": "tensorwise"} does without state'
+        )
 
 
 def _copy(gm: GraphModule) -> GraphModule:
@@ -214,8 +233,4 @@ def _alias(x: Any) -> Any:
 
 def _on(device: str, args: Sequence[Any]) -> bool:
     """Are the arguments where the graph was compiled for? (A graph compiled for a described GPU cannot run here.)"""
-    return _device(args).type == device
-
-
-def _device(args: Sequence[Any]) -> torch.device:
-    return next((x.device for x in args if isinstance(x, torch.Tensor)), torch.device("cpu"))
+    return any(isinstance(x, torch.Tensor) and x.device.type == device for x in args)

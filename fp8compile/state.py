@@ -35,6 +35,7 @@ class Page:
 
     tensor: torch.Tensor
     homes: list[tuple[weakref.ref, tuple[str, int]]]
+    reach: float  # fp8_max / 2**margin: what an amax is scaled to
     stale: bool = False  # another page has taken over some of the slots
 
     def cold(self) -> bool:
@@ -56,6 +57,11 @@ class Page:
                 values = before.page.tensor[before.row].to(rows.device)
                 width = min(values.numel(), rows.shape[1])  # another history length keeps what fits
                 rows[row, :width] = values[:width]
+                if rows[row, scaling.AGE] >= 0:  # compiled anew with another format or margin
+                    factor = self.reach / before.page.reach
+                    for column in (scaling.SCALE, scaling.BEFORE + scaling.SCALE):
+                        rows[row, column] *= factor
+                        rows[row, column + 1] /= factor
                 before.page.stale = True
             named[name] = Slot(self, row)
         self.stale = False
@@ -79,7 +85,7 @@ class Slot:
         return self.page.tensor[self.row, scaling.HISTORY :].tolist()
 
 
-# parameter (or, for a weight that is no parameter, the graph that uses it) -> {(role, use): Slot}
+# parameter (or buffer that is used as a weight) -> {(role, use): Slot}
 REGISTRY: Any = WeakIdKeyDictionary()
 
 
@@ -118,16 +124,23 @@ class PageSet:
 class Book:
     """The pages of one compiled graph, found at each call by the identity of the parameters that it is called with."""
 
-    def __init__(self, forward: Sequence[SlotKey], backward: Sequence[SlotKey], capacity: tuple[int, int], history: int):
+    def __init__(
+        self,
+        forward: Sequence[SlotKey],
+        backward: Sequence[SlotKey],
+        capacity: tuple[int, int],
+        history: int,
+        reach: tuple[float, float],
+    ):
         self.keys = (tuple(forward), tuple(backward))
-        self.capacity, self.history = capacity, history
+        self.capacity, self.history, self.reach = capacity, history, reach
         self.inputs = tuple(dict.fromkeys(key.input for key in (*forward, *backward)))
         self.sets: dict[tuple[int, ...], PageSet] = {}
         self.by_pointer: dict[int, PageSet] = {}
 
     def open(self, args: Sequence[Any], device: torch.device) -> PageSet:
         """The pages for a call with these inputs, holding what earlier calls of any graph left."""
-        owners = [args[i] if isinstance(args[i], nn.Parameter) else self for i in self.inputs]
+        owners = [args[i] for i in self.inputs]
         key = tuple(map(id, owners))
         found = self.sets.get(key)
         if found is None:
@@ -142,8 +155,8 @@ class Book:
 
     def _new(self, key: tuple[int, ...], owners: Sequence[Any], device: torch.device) -> PageSet:
         forward, backward = (
-            _page_for(self._slots(keys, owners), capacity, self.history, device)
-            for keys, capacity in zip(self.keys, self.capacity, strict=True)
+            _page_for(self._slots(keys, owners), capacity, self.history, reach, device)
+            for keys, capacity, reach in zip(self.keys, self.capacity, self.reach, strict=True)
         )
         book = weakref.ref(self)
 
@@ -151,7 +164,7 @@ class Book:
             if (alive := book()) is not None and (gone := alive.sets.pop(key, None)) is not None:
                 alive.by_pointer.pop(gone.backward.tensor.data_ptr(), None)
 
-        refs = tuple(weakref.ref(owner, forget) for owner in owners if owner is not self)
+        refs = tuple(weakref.ref(owner, forget) for owner in owners)
         made = PageSet(forward, backward, refs)
         made.cold = forward.cold() or backward.cold()
         self.sets[key] = made
@@ -159,15 +172,18 @@ class Book:
         return made
 
 
-def _page_for(slots: list[tuple[Any, tuple[str, int]]], capacity: int, history: int, device: torch.device) -> Page:
+def _page_for(
+    slots: list[tuple[Any, tuple[str, int]]], capacity: int, history: int, reach: float, device: torch.device
+) -> Page:
     """The page that holds just these slots in this order (after a recompilation), or a new one that takes them over."""
     held = [REGISTRY.get(owner, {}).get(name) for owner, name in slots]
     pages = {id(slot.page): slot.page for slot in held if slot is not None}
     if len(pages) == 1 and all(slot is not None and slot.row == i for i, slot in enumerate(held)):
         (page,) = pages.values()
         shape = (capacity, scaling.HISTORY + history)
-        if len(page.homes) == len(slots) and page.tensor.shape == shape and page.tensor.device == device and not page.stale:
+        same = (page.tensor.shape, page.tensor.device, page.reach, len(page.homes)) == (shape, device, reach, len(slots))
+        if same and not page.stale:
             return page
-    page = Page(scaling.new_page(capacity, history, device), [(weakref.ref(owner), name) for owner, name in slots])
+    page = Page(scaling.new_page(capacity, history, device), [(weakref.ref(owner), name) for owner, name in slots], reach)
     page.claim()
     return page

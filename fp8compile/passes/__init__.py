@@ -6,7 +6,7 @@
     rewrite   quantize and FP8 matmuls in the graph
     update    the next scaling state
 
-`lower` (in `codegen`) turns the operators of ours into ATen after the partitioner has split the graph.
+`lower` turns the operators of ours into ATen (`codegen`) after the partitioner has split the graph.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def run(
     Raises CapacityExceeded, before the graph is changed, if the slots do not fit.
     """
     placeholders = graph.find_nodes(op="placeholder")
-    inference = not any(node.meta.get("partitioner_tag") == "is_backward" for node in graph.nodes)
+    inference = not compat.tag_backward(graph)
     matmuls, opaque = run_pass("collect", graph, lambda: collect(graph, inputs))
     run_pass("decide", graph, lambda: decide(matmuls, inputs, recipe, inference))
     made: Plan = run_pass("plan", graph, lambda: plan(matmuls, *formats))

@@ -42,8 +42,8 @@ HIDDEN = {
     "weight_int4pack": "integer matmul",
     "aten.addbmm": "matmul",
     "addmv": "matrix-vector product",
-    "aten.mv": "matrix-vector product",
-    "aten.dot": "vector product",
+    "aten.mv.default": "matrix-vector product",
+    "aten.dot.default": "vector product",
 }
 OWN_NAMESPACES = "aten prims prim _c10d_functional c10d inductor inductor_prims profiler higher_order rngprims".split()
 
@@ -57,7 +57,7 @@ def collect(graph: Graph, inputs: Inputs) -> tuple[list[Matmul], list[OpaqueReco
             weights[node] = inputs.names[index]
     matmuls: list[Matmul] = []
     opaque: list[OpaqueRecord] = []
-    fprops: dict[int | None, Matmul] = {}
+    fprops: dict[int | None, list[Matmul]] = {}
     for node in graph.nodes:
         if node.op != "call_function":
             continue
@@ -68,7 +68,7 @@ def collect(graph: Graph, inputs: Inputs) -> tuple[list[Matmul], list[OpaqueReco
     return matmuls, opaque
 
 
-def _matmul(node: Node, weights: dict[Node, str], fprops: dict[int | None, Matmul]) -> Matmul:
+def _matmul(node: Node, weights: dict[Node, str], fprops: dict[int | None, list[Matmul]]) -> Matmul:
     target: Any = node.target
     first = MATMULS[target.overloadpacket]
     left, right = arg(node, first), arg(node, first + 1)
@@ -88,14 +88,14 @@ def _matmul(node: Node, weights: dict[Node, str], fprops: dict[int | None, Matmu
         addend=arg(node, 0) if first else None,
     )
     seq_nr = node.meta.get("seq_nr")
-    if node.meta.get("partitioner_tag") != "is_backward":
+    if not compat.is_backward(node):
         weight = next((x.base for x in (b, a) if _parameter(x.base) in weights), None)
         if weight is not None:
             parameter = _parameter(weight)
             found.gemm, found.weight, found.parameter = "fprop", weight, parameter
             found.fqn = _weight_name(weights[parameter], found.fqn)
-            fprops[seq_nr] = found
-    elif (fprop := _fprop_of(node, fprops)) is not None and fprop.weight is not None:
+            fprops.setdefault(seq_nr, []).append(found)
+    elif (fprop := _fprop_of(found, fprops)) is not None and fprop.weight is not None:
         found.gemm = "dgrad" if _reads(node, fprop.weight) else "wgrad"
         found.weight, found.parameter, found.fprop, found.fqn = fprop.weight, fprop.parameter, fprop, fprop.fqn
     return found
@@ -112,11 +112,20 @@ def _reads(node: Node, weight: Node) -> bool:
     return any(isinstance(x, Node) and root(x) is root(weight) for x in node.args)
 
 
-def _fprop_of(node: Node, fprops: dict[int | None, Matmul]) -> Matmul | None:
-    fprop = fprops.get(node.meta.get("seq_nr"))
-    if fprop is None:  # a custom autograd function: its forward and backward share only their tensors
-        fprop = next((f for f in fprops.values() if f.weight is not None and _reads(node, f.weight)), None)
-    return fprop
+def _fprop_of(matmul: Matmul, fprops: dict[int | None, list[Matmul]]) -> Matmul | None:
+    """The forward gemm of a backward one. Those with its `seq_nr` come first: one made the autograd node, but a gemm that
+    made none (frozen, detached) carries the number of the node before. Then, for the inside of a custom autograd function,
+    whichever shares its tensors."""
+    same = fprops.get(matmul.node.meta.get("seq_nr"), [])
+    everything = [fprop for listed in fprops.values() for fprop in listed]
+    for group in (same, everything):
+        for fprop in group:
+            if fprop.weight is not None and _reads(matmul.node, fprop.weight):
+                return fprop
+        for fprop in group if group is same or not same else ():
+            if fprop.other_operand.base in (matmul.a.base, matmul.b.base):
+                return fprop
+    return same[0] if same else None
 
 
 def _weight_name(weight: str, module: str) -> str:

@@ -54,16 +54,15 @@ def _format_role(role: str) -> str:
 def roles(matmul: Matmul) -> tuple[tuple[Matrix, str], tuple[Matrix, str]]:
     """The operands a and b of a weight's gemm with their roles."""
     if matmul.gemm == "wgrad":
-        # the input is the operand that fprop reads; what is left is the gradient
-        base = matmul.fprop.other_operand.base if matmul.fprop is not None else None
-        return (
-            ((matmul.a, "input"), (matmul.b, "gradient"))
-            if matmul.a.base is base
-            else ((matmul.a, "gradient"), (matmul.b, "input"))
-        )
+        # the gradient is the operand that was made in backward; if both were (an input that is computed again), the other
+        # one is what fprop reads
+        late = [compat.is_backward(x.base) for x in (matmul.a, matmul.b)]
+        read = matmul.fprop.other_operand.base if matmul.fprop is not None else None
+        a_is_input = matmul.a.base is read if late[0] == late[1] else late[1]
+        return (matmul.a, "input" if a_is_input else "gradient"), (matmul.b, "gradient" if a_is_input else "input")
     other = "input" if matmul.gemm == "fprop" else "gradient"
     weight = matmul.weight_operand
-    return ((matmul.a, "weight" if matmul.a is weight else other), (matmul.b, "weight" if matmul.b is weight else other))
+    return (matmul.a, "weight" if matmul.a is weight else other), (matmul.b, "weight" if matmul.b is weight else other)
 
 
 def plan(matmuls: list[Matmul], forward: Format, gradient: Format) -> Plan:
