@@ -79,10 +79,11 @@ def _compile_once(
     recipe = chosen.recipe
     forms = formats.pick(recipe.fp8_format, formats.fnuz())
     reach = (forms[0].max / 2.0**recipe.margin, forms[1].max / 2.0**recipe.margin)
-    compiled = CompiledGraph(sorted(inputs.weights), recipe.amax_history_len, capacity, reach)
+    weights = sorted(inputs.weights, key=lambda i: (i not in inputs.parameters, i))
+    compiled = CompiledGraph(weights, recipe.amax_history_len, capacity, reach)
     gm = compat.copy_graph(gm)  # compile_fx takes ownership, and Dynamo still reads the placeholders of its own
     if capacity is not None:
-        device = example_inputs[min(inputs.weights)].device
+        device = example_inputs[weights[0]].device
         for direction, slots in zip(("forward", "backward"), capacity, strict=True):
             page = scaling.new_page(slots, recipe.amax_history_len, device)
             example_inputs = [*example_inputs, compat.add_input(gm, f"fp8_{direction}_state", page)]

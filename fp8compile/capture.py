@@ -42,6 +42,7 @@ class Inputs:
     names: tuple[str, ...]
     weights: frozenset[int]  # positions of parameters and of buffers: what a "weight" can be
     devices: frozenset[torch.device]
+    parameters: frozenset[int]  # those weights that are parameters
     evaluated: frozenset[int]  # those weights whose root module is in eval mode
     training: bool  # some root module is in training mode (True for a graph of a bare function)
     grad: bool  # grad mode is on, and something may require gradients
@@ -50,12 +51,14 @@ class Inputs:
 
 def capture(gm: GraphModule, inputs: Sequence[Any]) -> Inputs:
     """Read a Dynamo graph's inputs. Adds a guard on `training` of the modules in it."""
-    names, weights = [], set()
+    names, weights, parameters = [], set(), set()
     for i, (placeholder, real) in enumerate(zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True)):
         source = compat.source_name(placeholder)
         names.append(readable(source) or placeholder.name)
         if isinstance(real, nn.Parameter) or (isinstance(real, torch.Tensor) and OWNED.search(source)):
             weights.add(i)
+        if isinstance(real, nn.Parameter):
+            parameters.add(i)
     roots = compat.root_modules(gm)
     for source in {id(module): source for module, source in roots.values()}.values():
         compat.guard_training(source)
@@ -64,6 +67,7 @@ def capture(gm: GraphModule, inputs: Sequence[Any]) -> Inputs:
         names=tuple(names),
         weights=frozenset(weights),
         devices=frozenset(x.device for x in inputs if isinstance(x, torch.Tensor)),
+        parameters=frozenset(parameters),
         evaluated=frozenset(i for i, (module, _) in roots.items() if not module.training),
         training=not modules or any(module.training for module in modules),
         grad=torch.is_grad_enabled(),

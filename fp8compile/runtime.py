@@ -71,7 +71,8 @@ class CompiledGraph:
     """One Dynamo graph: compiles the two halves that AOTAutograd makes of it, then serves as its callable."""
 
     def __init__(self, weights: Sequence[int], history: int, capacity: tuple[int, int] | None, reach: tuple[float, float]):
-        self.weights, self.history, self.capacity, self.reach = tuple(weights), history, capacity, reach
+        self.weights = tuple(weights)  # positions, parameters first
+        self.history, self.capacity, self.reach = history, capacity, reach
         self.record: int | None = None  # its entry in the ledger
         self.met: Any = WeakIdKeyDictionary()  # parameters that it was called with
         self.rewritten: Rewritten | None = None
