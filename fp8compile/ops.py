@@ -103,14 +103,21 @@ def quantize_both(x: Tensor, scale: Tensor, dtype: torch.dtype, fp8_max: float) 
     return quantize(x, scale, dtype, fp8_max, False), quantize(x, scale, dtype, fp8_max, True)
 
 
-@_op("(Tensor a, Tensor b, Tensor a_inv, Tensor b_inv, Tensor? bias, ScalarType out_dtype, bool fast_accum) -> Tensor")
-def scaled_mm(
+def product(
     a: Tensor, b: Tensor, a_inv: Tensor, b_inv: Tensor, bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool
 ) -> Tensor:
+    """a @ b^T of FP8 values with float32 sums, unscaled, plus bias, rounded once. Exact products: also what a CPU runs."""
     out = torch.mm(a.to(torch.float32), b.to(torch.float32).t()) * (a_inv * b_inv)
     if bias is not None:
         out = out + bias.to(torch.float32)
     return out.to(out_dtype)
+
+
+@_op("(Tensor a, Tensor b, Tensor a_inv, Tensor b_inv, Tensor? bias, ScalarType out_dtype, bool fast_accum) -> Tensor")
+def scaled_mm(
+    a: Tensor, b: Tensor, a_inv: Tensor, b_inv: Tensor, bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool
+) -> Tensor:
+    return product(a, b, a_inv, b_inv, bias, out_dtype, fast_accum)
 
 
 @_op("(Tensor[] amaxes) -> Tensor")

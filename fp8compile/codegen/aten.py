@@ -21,11 +21,11 @@ aten = torch.ops.aten
 
 
 def row_amax(x: Tensor) -> Tensor:
-    """First stage: [R, C] -> [R] float32; any other rank -> [1]. NaN propagates."""
+    """First stage: [R, C] -> [R] float32, [1] if x is empty. NaN propagates."""
     if x.numel() == 0:
         return x.new_zeros(1, dtype=torch.float32)
-    magnitude = x.abs().to(torch.float32)  # here and not later: what is reduced can then be written where it is gathered
-    return magnitude.amax(-1) if x.dim() == 2 else magnitude.amax().reshape(1)
+    # float32 here and not later: what is reduced can then be written where it is gathered
+    return x.abs().to(torch.float32).amax(-1)
 
 
 def last_amax(rows: Tensor) -> Tensor:
@@ -68,15 +68,6 @@ def quantize_transposed(x: Tensor, scale: Tensor, dtype: torch.dtype, fp8_max: f
 
 def concatenate(vectors: list[Tensor]) -> Tensor:
     return torch.cat(vectors)
-
-
-def scaled_mm_cpu(
-    a: Tensor, b: Tensor, a_inv: Tensor, b_inv: Tensor, bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool
-) -> Tensor:
-    out = torch.mm(a.to(torch.float32), b.to(torch.float32).t()) * (a_inv * b_inv)
-    if bias is not None:
-        out = out + bias.to(torch.float32)
-    return out.to(out_dtype)
 
 
 def scaled_mm_gpu(

@@ -98,5 +98,5 @@ class _Lowering:
         return None
 
     def scaled_mm(self, node: Node, *args) -> Node:
-        form = forms.scaled_mm_cpu if value(node).device.type == "cpu" else forms.scaled_mm_gpu
+        form = ops.product if value(node).device.type == "cpu" else forms.scaled_mm_gpu
         return self.inline(node, form, *args)
