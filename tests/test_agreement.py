@@ -53,6 +53,7 @@ BUILDS = {
     "twice": Twice,
     "relus": lambda: Stack(*relus()),
     "checkpointed_relus": lambda: Checkpointed(*relus()),
+    "checkpointed_one": lambda: Checkpointed(Mlp()),
     "checkpointed_mlp": lambda: Checkpointed(Mlp(), Mlp()),
     "checkpointed_blocks": lambda: Checkpointed(Block(), Block(gated=True)),
 }
@@ -106,7 +107,7 @@ def test_ten_steps_with_options(options: dict) -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("name", ["mlp", "checkpointed_mlp", "checkpointed_blocks", "twice"])
+@pytest.mark.parametrize("name", ["mlp", "checkpointed_one", "checkpointed_mlp", "checkpointed_blocks", "twice"])
 def test_two_forwards_before_two_backwards(name: str, recipe: str) -> None:
     """Each backward uses what its own forward quantized with, although the other forward has moved the scales since."""
     pair = Pair(make(BUILDS[name]), recipe, deep=name in DEEP)
