@@ -159,7 +159,7 @@ def is_joint_graph(graph: Graph) -> bool:
 
 
 def copy_graph(gm: GraphModule) -> GraphModule:
-    """A copy of a Dynamo graph with what AOTAutograd reads from it (compile_fx takes ownership of what it is given)."""
+    """A copy of a graph, with what AOTAutograd reads from one of Dynamo's (compilers take ownership of what they are given)."""
     graph = Graph()
     copies: dict[Node, Node] = {}
     graph.output(graph.graph_copy(gm.graph, copies))

@@ -73,7 +73,7 @@ def inverse(scale: Tensor) -> Tensor:
 @_op("(Tensor page) -> Tensor")
 def snapshot(page: Tensor) -> Tensor:
     """`[slots, 3]`, the scale, its inverse and the age of each slot, as they are before this call moves them."""
-    return page[:, : scaling.BEFORE].clone()
+    return scaling.snapshot_of(page)
 
 
 @_op("(Tensor scales, Tensor amax, int slot, float fp8_max, int margin) -> Tensor")

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx import Graph, GraphModule, Interpreter, Node
+from torch.fx import GraphModule, Interpreter, Node
 from torch.utils.weak import WeakIdKeyDictionary
 
 from . import compat, scaling
@@ -90,13 +90,12 @@ class CompiledGraph:
         """In the place of Inductor's own: lower, compile, and keep the graph as it was for cold calls."""
         backward = bool(kwargs.get("is_backward"))
         done = self.rewritten  # None: a graph without inputs
-        stateful = done is not None and bool(done.pages)
-        if stateful and done is not None:
-            _check_update(gm, done.pages[backward], done.backward if backward else done.forward)
-        if stateful and done is not None and self.book is None:
+        cold = None
+        if done is not None and done.pages:
             assert self.capacity is not None
-            self.book = Book(done.forward, done.backward, self.capacity, self.history, self.reach)
-        cold = _copy(gm) if stateful else None
+            _check_update(gm, done.pages[backward], done.backward if backward else done.forward)
+            self.book = self.book or Book(done.forward, done.backward, self.capacity, self.history, self.reach)
+            cold = compat.copy_graph(gm)
         run_pass("lower_backward" if backward else "lower_forward", gm.graph, lambda: lower(gm))
         warm: Any = _boxed(Eager(gm)) if _interpreted else compat.compile_inner(gm, example_inputs, **kwargs)
         if cold is None:
@@ -197,14 +196,6 @@ def _check_update(gm: GraphModule, page: str, slots: Sequence[Any]) -> None:
         raise Fp8CompileError(
             'the update of the scaling state was lost in this graph; options={"recipe": "tensorwise"} does without state'
         )
-
-
-def _copy(gm: GraphModule) -> GraphModule:
-    graph = Graph()
-    copies: dict[Node, Node] = {}
-    output = graph.graph_copy(gm.graph, copies)
-    graph.output(output)
-    return GraphModule(gm, graph)
 
 
 def _outputs(gm: GraphModule) -> list[Any]:

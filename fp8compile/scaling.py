@@ -59,6 +59,11 @@ def page_before(page: Tensor) -> Tensor:
     return page
 
 
+def snapshot_of(page: Tensor) -> Tensor:
+    """`[slots, 3]`: scale, inverse and age of each slot, in memory of their own."""
+    return page.narrow(1, 0, BEFORE).clone(memory_format=torch.contiguous_format)
+
+
 def next_page(
     page: Tensor, snapshot: Tensor, amax: Tensor, fp8_max: float, margin: int, interval: int, most_recent: bool
 ) -> Tensor:

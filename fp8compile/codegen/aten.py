@@ -38,11 +38,6 @@ def last_amaxes(rows: list[Tensor]) -> Tensor:
     return last_amax(rows[0]) if len(rows) == 1 else torch.cat(rows).view(len(rows), -1).amax(1)
 
 
-def scales(page: Tensor) -> Tensor:
-    """The page's scales, inverses and ages, `[slots, 3]`, in a buffer of their own."""
-    return page.narrow(1, 0, scaling.BEFORE).clone(memory_format=torch.contiguous_format)
-
-
 def stored_scale(scales: Tensor, slot: int) -> Tensor:
     return aten.as_strided.default(scales, [1], [1], scaling.BEFORE * slot + scaling.SCALE)
 

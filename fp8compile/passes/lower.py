@@ -68,7 +68,7 @@ class _Lowering:
         return vectors[0] if len(vectors) == 1 else self.inline(node, forms.concatenate, vectors)
 
     def snapshot(self, node: Node, page: Node) -> Node:
-        return self.inline(node, forms.scales, page)
+        return self.inline(node, forms.scaling.snapshot_of, page)
 
     def delayed_scale(self, node: Node, scales: Node, amax: Node, slot: int, fp8_max: float, margin: int) -> Node:
         return self.inline(node, forms.stored_scale, scales, slot)
