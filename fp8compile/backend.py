@@ -30,7 +30,7 @@ from .logs import get_logger, say_once
 from .options import Options, parse
 from .passes import Rewritten
 from .reports import LEDGER, GraphReport
-from .runtime import CompiledGraph
+from .runtime import CompiledGraph, lowered
 
 logger = get_logger(__name__)
 
@@ -99,6 +99,9 @@ def _compile_once(
         **chosen.inductor,
         "joint_custom_pre_pass": compat.JointPass(
             rewrite, f"{recipe}-{capacity}", chosen.inductor.get("joint_custom_pre_pass")
+        ),
+        "post_grad_custom_post_pass": compat.PostGradPass(
+            lowered, f"{recipe}", chosen.inductor.get("post_grad_custom_post_pass")
         ),
         "custom_partitioner_fn": chosen.inductor.get("custom_partitioner_fn")
         or compat.Partitioner([ops.quantize.name(), ops.quantize_both.name()]),

@@ -290,3 +290,103 @@ def saved_as_they_are(ours: Callable[[torch.Tensor], bool]) -> Iterator[None]:
 def in_backward() -> bool:
     """Is autograd's engine running a backward on this thread (so that a forward now is a recomputation)?"""
     return torch._C._current_graph_task_id() != -1
+
+
+# -- generated kernels -------------------------------------------------------------------------------------------------
+
+
+class PostGradPass(CustomGraphPass):
+    """`run` as Inductor's `post_grad_custom_post_pass`: over a partitioned graph, behind all passes that expect a functional
+    one. `users` is a pass of the user's own: it goes first."""
+
+    def __init__(self, run: Callable[[Graph], None], key: str, users: Any = None):
+        self.run, self.key, self.users = run, key, users
+
+    def __call__(self, graph: Graph) -> None:
+        if self.users is not None:
+            self.users(graph)
+        self.run(graph)
+
+    def uuid(self) -> Any:
+        theirs = self.users.uuid() if hasattr(self.users, "uuid") else None
+        return None if self.users is not None and theirs is None else f"fp8compile-post-{sources_hash()}-{self.key}-{theirs}"
+
+
+def load_source(source: str) -> Any:
+    """A module made of `source`, from a file in Inductor's cache (Triton reads its functions' sources from files)."""
+    from torch._inductor.codecache import PyCodeCache
+
+    return PyCodeCache.load(source)
+
+
+def launch(emit: Any, function: Any, grids: list[tuple], tensors: dict[str, Any], constants: dict[str, Any]) -> Node:
+    """Launch a Triton function, one grid a configuration. `tensors`: arguments that are nodes; `constants`: numbers."""
+    from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table, triton_kernel_wrapper_mutation
+
+    with emit.graph.inserting_before(emit.anchor):
+        node = emit.graph.call_function(
+            triton_kernel_wrapper_mutation,
+            kwargs={
+                "kernel_idx": kernel_side_table.add_kernel(function),
+                "constant_args_idx": kernel_side_table.add_constant_args(constants),
+                "grid": grids,
+                "tma_descriptor_metadata": {},
+                "kwargs": tensors,
+            },
+        )
+    node.meta.update(emit.meta, val=None)
+    # the strides that the kernel was written for, exactly: Inductor pads others
+    node.meta["eager_input_vals"] = torch.fx.map_arg(((), dict(node.kwargs)), lambda n: n.meta["val"])
+    return node
+
+
+def eliminate_dead_code(graph: Graph) -> None:
+    """Without the launches: to torch.fx they look pure."""
+    kept = set(launches(graph))
+    graph.eliminate_dead_code(is_impure_node=lambda node: node in kept or node.is_impure())
+
+
+def launches(graph: Graph) -> list[Node]:
+    from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
+
+    return graph.find_nodes(op="call_function", target=triton_kernel_wrapper_mutation)
+
+
+def launched(node: Node) -> tuple[Any, dict[str, Any]]:
+    """The Triton function of a launch and its arguments."""
+    from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
+
+    kwargs: Any = node.kwargs
+    arguments = {**kernel_side_table.get_constant_args(kwargs["constant_args_idx"]), **kwargs["kwargs"]}
+    return kernel_side_table.get_kernel(kwargs["kernel_idx"]), arguments
+
+
+def size_node(emit: Any, expr: Any, symbol: Callable[[Any, Any], Node]) -> Any:
+    """Nodes that compute an integer expression of sizes."""
+    import operator
+
+    import sympy
+    from torch.utils._sympy.functions import FloorDiv
+
+    def build(e: Any) -> Any:
+        if e.is_Integer:
+            return int(e)
+        if e.is_Symbol:
+            return symbol(emit, e)
+        args = [build(x) for x in e.args]
+        op = {sympy.Add: operator.add, sympy.Mul: operator.mul, FloorDiv: operator.floordiv}.get(e.func)
+        if op is None:
+            raise NotImplementedError(f"a size that cannot be computed: {e}")
+        result = args[0]
+        for x in args[1:]:
+            result = op(result, x) if isinstance(result, int) and isinstance(x, int) else emit(op, result, x)
+        return result
+
+    return build(expr)
+
+
+def stable_sort(graph: Graph) -> None:
+    """Put a graph in topological order, changing as little as possible."""
+    from torch._inductor.pattern_matcher import stable_topological_sort
+
+    stable_topological_sort(graph)

@@ -126,7 +126,7 @@ def root(node: Node) -> Node:
 def _swaps(node: Node, shape: tuple) -> bool | None:
     """A permutation whose result is seen as the matrix `shape`: does it swap the rows and columns of its source (True),
     leave all as it was (False), or neither (None)? Dimensions of size 1 do not count."""
-    order, result = _order(node), value(node).shape
+    order, result = order_of(node), value(node).shape
     if order[-2:] == [len(order) - 1, len(order) - 2] and same_shape(result[-2:], shape) and all(map(_is_one, result[:-2])):
         return True  # also where one of the two is a single row
     kept = [d for d in order if not _is_one(value(arg(node, 0)).shape[d])]
@@ -142,7 +142,7 @@ def _swaps(node: Node, shape: tuple) -> bool | None:
     return True if same_size(rows, shape[0]) else None
 
 
-def _order(node: Node) -> list[int]:
+def order_of(node: Node) -> list[int]:
     """The permutation: dimension i of the result is dimension order[i] of the source."""
     rank = value(node).dim()
     order = list(range(rank))

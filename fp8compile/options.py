@@ -26,6 +26,7 @@ _RECIPE_FIELDS = {
     "interval": "interval",
     "override_linear_precision": "override_linear_precision",
     "reduce_amax": "reduce_amax",
+    "recast_weights": "recast_weights",
 }
 OURS = (*_RECIPE_FIELDS, "strict")
 _DELAYED_ONLY = ("amax_history_len", "amax_compute_algo", "interval", "reduce_amax")

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx import GraphModule, Interpreter, Node
+from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.utils.weak import WeakIdKeyDictionary
 
 from . import compat, scaling
@@ -46,6 +46,11 @@ def interpreted() -> Iterator[None]:
         yield
     finally:
         _interpreted = before
+
+
+def lowered(graph: Graph) -> None:
+    """Our part of Inductor's passes over a partitioned graph: no operator of ours is left behind it."""
+    run_pass("lower", graph, lambda: lower(graph))
 
 
 class Eager(Interpreter):
@@ -87,7 +92,7 @@ class CompiledGraph:
     # -- compiling --
 
     def inner_compile(self, gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
-        """In the place of Inductor's own: lower, compile, and keep the graph as it was for cold calls."""
+        """In the place of Inductor's own: compile, and keep the graph as it was for cold calls."""
         backward = bool(kwargs.get("is_backward"))
         done = self.rewritten  # None: a graph without inputs
         cold = None
@@ -96,7 +101,9 @@ class CompiledGraph:
             _check_update(gm, done.pages[backward], done.backward if backward else done.forward)
             self.book = self.book or Book(done.forward, done.backward, self.capacity, self.history, self.reach)
             cold = compat.copy_graph(gm)
-        run_pass("lower_backward" if backward else "lower_forward", gm.graph, lambda: lower(gm))
+        if _interpreted:
+            lowered(gm.graph)
+            gm.recompile()
         warm: Any = _boxed(Eager(gm)) if _interpreted else compat.compile_inner(gm, example_inputs, **kwargs)
         if cold is None:
             return warm

@@ -16,43 +16,55 @@ from __future__ import annotations
 import operator
 from itertools import groupby
 
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, Node
 
-from .. import ops
+from .. import compat, ops
 from ..codegen import aten as forms
 from ..codegen.inline import Inliner
 from ..errors import Fp8CompileError
 from ..graph import value
+from ..logs import get_logger
+from .fuse import fuse
+
+logger = get_logger(__name__)
 
 
-def lower(gm: GraphModule) -> int:
+SCALES = (ops.snapshot, ops.delayed_scale, ops.delayed_inverse, ops.current_scale, ops.inverse)
+
+
+def lower(graph: Graph) -> int:
     """Lower a partitioned graph in place; returns how many operators were replaced. None of ours is left."""
-    return _Lowering(gm).run()
+    lowering = _Lowering(graph)
+    replaced = lowering.run(SCALES)  # first: a delayed scale does not wait for the amax
+    kernels = fuse(graph)
+    replaced += lowering.run(ops.ALL)
+    compat.eliminate_dead_code(graph)
+    left = [node.name for node in graph.nodes if ops.NAMESPACE in str(node.target)]
+    if left:
+        raise Fp8CompileError(f"operators of fp8compile survived the lowering: {', '.join(left)}")
+    graph.lint()
+    if kernels:
+        logger.debug("%d kernels generated", kernels)
+    return replaced
 
 
 class _Lowering:
-    def __init__(self, gm: GraphModule):
-        self.gm, self.inline = gm, Inliner()
+    def __init__(self, graph: Graph):
+        self.graph, self.inline = graph, Inliner()
         self.rows: dict[Node, Node] = {}  # the first stage of each amax
 
-    def run(self) -> int:
-        graph, ours = self.gm.graph, {op.name(): getattr(self, op._schema.name.split("::")[1]) for op in ops.ALL}
+    def run(self, which: tuple) -> int:
+        """Replace the operators `which`."""
+        forms = {op: getattr(self, op._schema.name.split("::")[1]) for op in which}
         replaced = 0
-        for node in list(graph.nodes):
-            name = node.target.name() if node.op == "call_function" and hasattr(node.target, "_schema") else ""
-            if name not in ours:
+        for node in list(self.graph.nodes):
+            if node.op != "call_function" or node.target not in forms:
                 continue
-            result = ours[name](node, *node.args)
+            result = forms[node.target](node, *node.args)
             if result is not None:
                 node.replace_all_uses_with(result)
-            graph.erase_node(node)
+            self.graph.erase_node(node)
             replaced += 1
-        graph.eliminate_dead_code()
-        left = [node.name for node in graph.nodes if ops.NAMESPACE in str(node.target)]
-        if left:
-            raise Fp8CompileError(f"operators of fp8compile survived the lowering: {', '.join(left)}")
-        graph.lint()
-        self.gm.recompile()
         return replaced
 
     def amax(self, node: Node, x: Node) -> Node:
@@ -62,9 +74,11 @@ class _Lowering:
         return result
 
     def gather(self, node: Node, amaxes: list[Node]) -> Node:
-        rows = [self.rows.get(amax, amax) for amax in amaxes]
-        groups = [list(group) for _, group in groupby(rows, lambda r: (str(value(r).shape), value(r).dtype))]
-        vectors = [self.inline(node, forms.last_amaxes, group) for group in groups]
+        """Amaxes of ours are over rows yet, neighbours of one size are reduced together; those of kernels are numbers."""
+        vectors: list[Node] = []
+        for shape, group in groupby(amaxes, lambda x: str(value(self.rows[x]).shape) if x in self.rows else ""):
+            same = list(group)
+            vectors += [self.inline(node, forms.last_amaxes, [self.rows[x] for x in same])] if shape else same
         return vectors[0] if len(vectors) == 1 else self.inline(node, forms.concatenate, vectors)
 
     def snapshot(self, node: Node, page: Node) -> Node:
@@ -94,7 +108,7 @@ class _Lowering:
             if item.op != "call_function" or item.target is not operator.getitem:
                 raise Fp8CompileError(f"{node.name}: its copies are taken one by one, not by {item.format_node()}")
             item.replace_all_uses_with(self.quantize(item, x, scale, dtype, fp8_max, bool(item.args[1])))
-            self.gm.graph.erase_node(item)
+            self.graph.erase_node(item)
         return None
 
     def scaled_mm(self, node: Node, *args) -> Node:

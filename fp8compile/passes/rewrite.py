@@ -10,8 +10,8 @@ becomes (delayed; `tensorwise` has `current_scale(amax)` in the place of `delaye
     mm = scaled_mm(x8, w8, inv_x, inv_w)
 
 Scales are values of the forward that the backward needs as they were: they are tagged MUST_SAVE. So is the copy of an
-input that wgrad reads: one byte an element, written while the input is at hand. A weight's copies are not tagged: the
-partitioner casts them again in backward, from the weight that is there anyway.
+input that wgrad reads, and the transposed copy of a weight that dgrad reads: one byte an element, written while the tensor
+is at hand. With `recast_weights`, and where the user checkpoints, a weight is cast again in backward.
 """
 
 from __future__ import annotations
@@ -93,13 +93,15 @@ class _Writer:
             scale, _ = self.scale_of(operand)
             source, how = self.matrix(matrix, operand), (operand.format.dtype, operand.format.max)
             recompute = operand.reader.meta.get("recompute")  # as the user's checkpointing has it
-            if operand.key.role == "input" and {(operand, shape, False), (operand, shape, True)} <= self.demand:
-                # one operator, so that the forward writes the copy that wgrad reads: cheaper than reading x again
-                emit = self.after(scale, operand, recompute=recompute)
-                both = emit(ops.quantize_both, source, scale, *how)
-                emit.anchor = both.next
-                for layout in (False, True):
-                    self.copies[operand, shape, layout] = emit(operator.getitem, both, int(layout))
+            kept = operand.key.role == "weight" and recompute is None and not self.recipe.recast_weights
+            both = {(operand, shape, False), (operand, shape, True)} <= self.demand
+            if both and (kept or operand.key.role == "input"):
+                # one operator, one read: the forward writes the copy that the backward reads, too
+                emit = self.after(scale, operand, recompute=compat.MUST_SAVE if kept else recompute)
+                made = emit(ops.quantize_both, source, scale, *how)
+                emit.anchor = made.next
+                self.copies[operand, shape, False] = emit(operator.getitem, made, 0)
+                self.copies[operand, shape, True] = emit(operator.getitem, made, 1)
             else:
                 emit = self.after(scale, operand, recompute=recompute)
                 self.copies[operand, shape, transposed] = emit(ops.quantize, source, scale, *how, transposed)

@@ -1,0 +1,191 @@
+"""Where an element of a tensor is, when a kernel walks a matrix [R, C] row by row and column by column.
+
+A tensor in a fused chain is a reshaped view of that matrix ([B, T, C]), something broadcast to it ([C], [T, C], [B, T, 1])
+or a permuted view. Its *index* says, dimension by dimension, what selects the element: a `Term` of the row or of the column
+number, or None for a dimension of one element. From the index of a result follow those of its operands; from the index of
+a tensor in memory and its strides, its address.
+
+    x [B, T, C] of B*T rows: (row // T, row % T, col)      bias [C]: (col,)      rstd [B, T, 1]: (row // T, row % T, None)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import Node
+
+from ..graph import PERMUTES, VIEWS, arg, order_of
+from .expressions import supported
+
+aten = torch.ops.aten
+RESHAPES = (*VIEWS, aten.squeeze.default)
+REDUCTIONS = (aten.sum.dim_IntList, aten.mean.dim, aten.var_mean.correction)
+
+
+@dataclass(frozen=True)
+class Term:
+    """`number // divisor % size` of the row or column number (size None: no remainder is needed)."""
+
+    axis: str  # "row" or "col"
+    divisor: sympy.Expr
+    size: sympy.Expr | None
+
+
+Index = tuple[Term | None, ...]
+
+
+def size_of(size: Any) -> sympy.Expr:
+    """int, SymInt or expression -> expression."""
+    return size.node.expr if isinstance(size, torch.SymInt) else sympy.sympify(size)
+
+
+def sizes(node: Node) -> tuple[sympy.Expr, ...]:
+    return tuple(map(size_of, node.meta["val"].shape))
+
+
+def product(factors: Any) -> sympy.Expr:
+    return sympy.Mul(*factors)
+
+
+def same(a: sympy.Expr, b: sympy.Expr) -> bool:
+    return a == b or sympy.expand(a - b) == 0
+
+
+@dataclass(frozen=True)
+class Domain:
+    """The matrix [rows, columns] that a kernel walks."""
+
+    rows: sympy.Expr
+    columns: sympy.Expr
+
+    def full(self, shape: tuple[sympy.Expr, ...]) -> Index | None:
+        """The index of a tensor that holds the matrix in row-major order; None if the shape does not split so."""
+        for split in range(len(shape) + 1):
+            if same(product(shape[:split]), self.rows) and same(product(shape[split:]), self.columns):
+                return (*_unravel("row", shape[:split]), *_unravel("col", shape[split:]))
+        return None
+
+    def is_full(self, node: Node) -> bool:
+        """Does it have as many elements as the matrix, in an order that we can follow?"""
+        value = node.meta.get("val")
+        return isinstance(value, torch.Tensor) and self.full(sizes(node)) is not None
+
+    def reshaped(self, index: Index, shape: tuple, source: tuple) -> Index | None:
+        """The index of the source of a reshape: the same element in row-major order."""
+        if index == self.full(shape):
+            return self.full(source)
+        for axis, extent in (("row", self.rows), ("col", self.columns)):
+            if index == _unravel(axis, shape) and same(product(source), extent):
+                return _unravel(axis, source)
+        kept = [(term, size) for term, size in zip(index, shape, strict=True) if size != 1]
+        wanted = [size for size in source if size != 1]
+        if [size for _, size in kept] != wanted:
+            return None
+        terms = iter(kept)
+        return tuple(None if size == 1 else next(terms)[0] for size in source)
+
+    def operands(self, node: Node, index: Index) -> list[tuple[Node, Index] | Any] | None:
+        """The arguments of a node that can be computed in place, tensors with their index; None if it cannot be."""
+        if node.op != "call_function":
+            return None
+        source = node.args[0] if node.args else None
+        if node.target in RESHAPES and isinstance(source, Node):
+            found = self.reshaped(index, sizes(node), sizes(source))
+            return None if found is None else [(source, found)]
+        if node.target in PERMUTES:
+            order = order_of(node)
+            return [(source, tuple(index[order.index(d)] for d in range(len(order))))]
+        if node.target is aten.expand.default:
+            return [(source, _broadcast(index, sizes(node), sizes(source)))]  # type: ignore[arg-type]
+        if not supported(node):
+            return None
+        return [
+            (x, _broadcast(index, sizes(node), sizes(x))) if isinstance(x, Node) else x
+            for x in node.args[: 1 if node.target in _ONE_OPERAND else None]
+            if not isinstance(x, (list, tuple))
+        ]
+
+    def reduction(self, node: Node) -> tuple[Node, bool] | None:
+        """(source, is it over rows' elements: one result a row) of a sum and the like over one of the two dimensions."""
+        if node.op != "call_function" or node.target not in REDUCTIONS:
+            return None
+        source = arg(node, 0)
+        value = source.meta.get("val")
+        if not isinstance(value, torch.Tensor) or value.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            return None
+        index = self.full(sizes(source))
+        over = arg(node, 1) if len(node.args) > 1 else None
+        if index is None or over is None or set(node.kwargs) - {"dtype", "correction", "keepdim"}:
+            return None
+        if node.kwargs.get("dtype") not in (None, torch.float32):
+            return None
+        dims = {d % len(index) for d in over}
+        axes = [term.axis if term else None for term in index]
+        for axis in ("col", "row"):
+            wanted = {d for d, a in enumerate(axes) if a == axis}
+            if wanted and wanted <= dims and all(axes[d] in (axis, None) for d in dims):
+                return source, axis == "col"
+        return None
+
+    def row_index(self, node: Node) -> Index | None:
+        """The index of a result with one element a row; None if its shape is not that."""
+        return _unravel("row", sizes(node)) if same(product(sizes(node)), self.rows) else None
+
+    def address(self, node: Node, index: Index) -> dict[tuple[str, sympy.Expr, sympy.Expr | None], sympy.Expr]:
+        """What selects an element in memory, from a tensor's first: {(axis, divisor, size): stride}, neighbours merged."""
+        strides = [size_of(s) for s in node.meta["val"].stride()]
+        terms: list[tuple[Term, sympy.Expr]] = [(t, s) for t, s in zip(index, strides, strict=True) if t is not None and s != 0]
+        merged: dict[tuple, sympy.Expr] = {}
+        for axis in ("row", "col"):
+            mine = sorted((x for x in terms if x[0].axis == axis), key=lambda x: -_magnitude(x[0].divisor))
+            done: list[tuple[Term, sympy.Expr]] = []
+            for term, stride in mine:
+                if done:
+                    outer, outer_stride = done[-1]
+                    fits = term.size is not None and same(outer.divisor, term.divisor * term.size)
+                    if fits and same(outer_stride, stride * term.size):
+                        size = None if outer.size is None else outer.size * term.size
+                        done[-1] = (Term(axis, term.divisor, size), stride)
+                        continue
+                done.append((term, stride))
+            for term, stride in done:
+                key = (axis, term.divisor, term.size)
+                merged[key] = merged.get(key, sympy.Integer(0)) + stride
+        return merged
+
+
+_ONE_OPERAND = (torch.ops.prims.convert_element_type.default, aten._to_copy.default, aten.clone.default)
+
+
+def kind(index: Index) -> str:
+    """full, row, col or one: what a value at this index varies with."""
+    axes = {term.axis for term in index if term is not None}
+    return "full" if len(axes) == 2 else next(iter(axes), "one")
+
+
+def _unravel(axis: str, shape: tuple) -> Index:
+    terms: list[Term | None] = []
+    outer = True
+    for i, size in enumerate(shape):
+        if size == 1:
+            terms.append(None)
+            continue
+        terms.append(Term(axis, product(shape[i + 1 :]), None if outer else size))
+        outer = False
+    return tuple(terms)
+
+
+def _broadcast(index: Index, shape: tuple, source: tuple) -> Index:
+    """The index of an operand that is broadcast from `source` to `shape`."""
+    offset = len(shape) - len(source)
+    return tuple(
+        None if size == 1 and shape[offset + d] != 1 else index[offset + d] for d, size in enumerate(source)
+    )
+
+
+def _magnitude(expr: sympy.Expr) -> float:
+    """To put divisors in order: each is a multiple of the next."""
+    return float(expr.subs({s: 1009 for s in expr.free_symbols}))

@@ -1,0 +1,182 @@
+"""ATen's pointwise operators as Triton expressions: one table, checked against torch operator by operator.
+
+A floating-point value is held as float32 whatever its dtype, and is rounded to its dtype where ATen rounds: after each
+operator. So a fused chain gives the bytes that the operators give one by one, up to the last bit of a transcendental
+function. Booleans are held as `int1`, integers as themselves.
+
+In a form, `{0}`, `{1}`, .. are the operator's positional arguments: values or numbers. `abs`, `exp` and the like are
+Triton's; divisions and square roots are the correctly rounded ones, as in torch.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+
+TRITON_DTYPE = {
+    torch.float32: "tl.float32",
+    torch.bfloat16: "tl.bfloat16",
+    torch.float16: "tl.float16",
+    torch.bool: "tl.int1",
+    torch.int32: "tl.int32",
+    torch.int64: "tl.int64",
+    torch.uint8: "tl.uint8",
+    torch.int8: "tl.int8",
+    torch.float8_e4m3fn: "tl.float8e4nv",
+    torch.float8_e5m2: "tl.float8e5",
+    torch.float8_e4m3fnuz: "tl.float8e4b8",
+    torch.float8_e5m2fnuz: "tl.float8e5b16",
+}
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+# |x| < 1/4: the Taylor series to x^9, below 1e-8 relative; beyond: by exp, whose error is absolute
+_TANH = (
+    "tl.where(tl.abs({0}) < 0.25, "
+    "{0} * (1 + {0} * {0} * (-1 / 3 + {0} * {0} * (2 / 15 + {0} * {0} * (-17 / 315 + {0} * {0} * (62 / 2835))))), "
+    "tl.where({0} < 0, -1.0, 1.0) * (1 - tl.div_rn(2.0, tl.exp(2 * tl.abs({0})) + 1)) + 0 * {0})"
+)
+_MAXIMUM = "tl.where(({0} > {1}) | ({0} != {0}), {0}, {1})"  # NaN wins, from either side
+_MINIMUM = "tl.where(({0} < {1}) | ({0} != {0}), {0}, {1})"
+
+FORMS: dict[Any, str] = {
+    aten.neg.default: "-{0}",
+    aten.abs.default: "tl.abs({0})",
+    aten.exp.default: "tl.exp({0})",
+    aten.exp2.default: "tl.exp2({0})",
+    aten.log.default: "tl.log({0})",
+    aten.log2.default: "tl.log2({0})",
+    aten.sin.default: "tl.sin({0})",
+    aten.cos.default: "tl.cos({0})",
+    aten.erf.default: "tl.erf({0})",
+    aten.tanh.default: _TANH,
+    aten.sigmoid.default: "tl.div_rn(1.0, 1 + tl.exp(-{0}))",
+    aten.sqrt.default: "tl.sqrt_rn({0})",
+    aten.rsqrt.default: "tl.div_rn(1.0, tl.sqrt_rn({0}))",
+    aten.reciprocal.default: "tl.div_rn(1.0, {0})",
+    aten.relu.default: "tl.where({0} <= 0, 0.0, {0})",
+    aten.square.default: "{0} * {0}",
+    aten.sign.default: "tl.where({0} > 0, 1.0, tl.where({0} < 0, -1.0, 0.0 * {0}))",
+    aten.mul.Tensor: "{0} * {1}",
+    aten.mul.Scalar: "{0} * {1}",
+    aten.div.Tensor: "tl.div_rn({0}, {1})",
+    aten.div.Scalar: "tl.div_rn({0}, {1})",
+    aten.add.Tensor: "{0} + {1}",
+    aten.add.Scalar: "{0} + {1}",
+    aten.sub.Tensor: "{0} - {1}",
+    aten.sub.Scalar: "{0} - {1}",
+    aten.maximum.default: _MAXIMUM,
+    aten.minimum.default: _MINIMUM,
+    aten.clamp_min.default: _MAXIMUM,
+    aten.clamp_max.default: _MINIMUM,
+    aten.where.self: "tl.where({0}, {1}, {2})",
+    aten.logical_not.default: "{0} == 0",
+    aten.logical_and.default: "({0} != 0) & ({1} != 0)",
+    aten.logical_or.default: "({0} != 0) | ({1} != 0)",
+    aten.bitwise_and.Tensor: "{0} & {1}",
+    aten.bitwise_or.Tensor: "{0} | {1}",
+    aten.isnan.default: "{0} != {0}",
+    aten.isinf.default: 'tl.abs({0}) == float("inf")',
+    **{
+        getattr(getattr(aten, name), kind): f"{{0}} {sign} {{1}}"
+        for name, sign in {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}.items()
+        for kind in ("Tensor", "Scalar")
+    },
+}
+POWERS = {
+    0.5: "tl.sqrt_rn({0})",
+    1.0: "{0}",
+    2.0: "{0} * {0}",
+    3.0: "{0} * {0} * {0}",
+    -0.5: "tl.div_rn(1.0, tl.sqrt_rn({0}))",
+    -1.0: "tl.div_rn(1.0, {0})",
+    -2.0: "tl.div_rn(1.0, {0} * {0})",
+}
+CASTS = (prims.convert_element_type.default, aten._to_copy.default)
+COPIES = (*CASTS, aten.clone.default, aten.alias.default, aten.detach.default)
+CONSTANTS = (aten.full.default, aten.scalar_tensor.default)
+INTEGER = (aten.where.self, aten.logical_not.default, aten.logical_and.default, aten.logical_or.default)
+
+
+def supported(node: Node) -> bool:
+    """Can the operator of this node be written, for its arguments and dtypes?"""
+    value = node.meta.get("val")
+    if node.op != "call_function" or not isinstance(value, torch.Tensor) or value.dtype not in TRITON_DTYPE:
+        return False
+    target, arguments = node.target, [x for x in node.args if isinstance(x, Node)]
+    if any(not isinstance(x.meta.get("val"), torch.Tensor) for x in arguments):
+        return False
+    dtypes = [x.meta["val"].dtype for x in arguments]
+    if any(dtype not in TRITON_DTYPE or dtype.itemsize == 1 and dtype.is_floating_point for dtype in [value.dtype, *dtypes]):
+        return False
+    if target in CONSTANTS:
+        return isinstance(node.args[1] if target is CONSTANTS[0] else node.args[0], (int, float))
+    if target in COPIES:
+        return value.dtype in (*FLOATS, torch.bool) or dtypes == [value.dtype]
+    if target is aten.pow.Tensor_Scalar:
+        return float(node.args[1]) in POWERS and dtypes[0] in FLOATS  # type: ignore[arg-type]
+    if target not in FORMS or any(not isinstance(x, (Node, int, float)) for x in node.args):
+        return False
+    alpha = node.kwargs.get("alpha", 1)
+    if set(node.kwargs) - {"alpha"} or not isinstance(alpha, (int, float)):
+        return False
+    floats = all(dtype in FLOATS or dtype == torch.bool for dtype in dtypes) and any(dtype in FLOATS for dtype in dtypes)
+    if target in (aten.bitwise_and.Tensor, aten.bitwise_or.Tensor):
+        return all(dtype == torch.bool for dtype in dtypes)
+    return floats or target in INTEGER and value.dtype in (torch.bool, *FLOATS)
+
+
+def expression(node: Node, operands: list[str]) -> str:
+    """The Triton expression of a supported node, as a value of its dtype, held as the module says."""
+    target, dtype = node.target, node.meta["val"].dtype
+    if target in CONSTANTS:
+        number: Any = node.args[1] if target is CONSTANTS[0] else node.args[0]
+        return _rounded(number, dtype)
+    if target in COPIES:
+        text = operands[0]
+        source = node.args[0].meta["val"].dtype  # type: ignore[union-attr]
+        if dtype == torch.bool and source != torch.bool:
+            return f"{text} != 0"
+        if dtype in FLOATS and source not in FLOATS:
+            text = f"{text}.to(tl.float32)"
+        return rounded(text, dtype) if dtype in FLOATS and _narrower(dtype, source) else text
+    if target is aten.pow.Tensor_Scalar:
+        form = POWERS[float(node.args[1])]  # type: ignore[arg-type]
+    else:
+        form = FORMS[target]
+    # a boolean in arithmetic is a number
+    tensors = [x.meta["val"].dtype if isinstance(x, Node) else None for x in node.args]
+    if dtype in FLOATS and target is not aten.where.self:
+        operands = [f"{o}.to(tl.float32)" if t == torch.bool else o for o, t in zip(operands, tensors, strict=True)]
+    alpha = node.kwargs.get("alpha", 1)
+    if alpha != 1:
+        operands = [operands[0], f"({operands[1]} * {number_text(alpha)})"]
+    text = form.format(*operands)
+    return rounded(f"({text})", dtype) if dtype in (torch.bfloat16, torch.float16) else text
+
+
+def rounded(text: str, dtype: torch.dtype) -> str:
+    return text if dtype == torch.float32 else f"{text}.to({TRITON_DTYPE[dtype]}).to(tl.float32)"
+
+
+def number_text(number: Any) -> str:
+    """A Python number as a Triton literal."""
+    if isinstance(number, float) and not math.isfinite(number):
+        return f'float("{number}")'
+    return repr(number)
+
+
+def _rounded(number: Any, dtype: torch.dtype) -> str:
+    if dtype == torch.bool:
+        return str(bool(number))
+    return number_text(torch.tensor(number, dtype=dtype).item())
+
+
+def _narrower(dtype: torch.dtype, source: torch.dtype) -> bool:
+    """Does a cast from `source` to `dtype` lose anything?"""
+    return dtype != source and dtype != torch.float32

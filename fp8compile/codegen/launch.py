@@ -1,0 +1,187 @@
+"""A generated kernel in the graph that Inductor compiles: allocate the outputs, launch, hand them on.
+
+    y0 = empty(...); y1 = empty(...)
+    triton_kernel_wrapper_mutation(kernel, grid, x0=.., s0=.., y0=y0, y1=y1, amaxes=vector, ..)
+
+Inductor launches it as one of its own: with its launcher, under CUDA graphs, tuned over the kernel's configurations at the
+first launch, the choice cached on disk. The amaxes of a graph are one int32 vector, zeroed once, that each kernel raises by
+atomic maxima on the bits of magnitudes: NaN is above infinity, and the order does not matter.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import Graph, Node
+
+from .. import compat
+from ..graph import Emitter, aten
+from .domain import size_of, sizes
+from .group import Output
+from .kernel import SLOT_FACTOR, SLOT_OFFSET, Kernel, padded_rows
+
+# (BLOCK_R, BLOCK_C, warps), the default first. A kernel that writes column sums has one row of them a block of rows: there,
+# blocks are tall, and their height is fixed.
+TILES = ((64, 128, 8), (64, 64, 4), (128, 128, 8), (128, 64, 8))
+TALL_TILES = ((128, 64, 8), (128, 32, 4), (128, 128, 8))
+ROW_BLOCKS = ((16, 256, 8), (16, 128, 4), (32, 128, 8))
+TALL_ROW_BLOCKS = ((32, 128, 8), (32, 64, 4))
+
+
+def configurations(kernel: Kernel) -> tuple[tuple[int, int, int], ...]:
+    """The block sizes and warps to choose from at the first launch, the default first."""
+    if kernel.row_blocks:
+        return TALL_ROW_BLOCKS if kernel.sums else ROW_BLOCKS
+    return TALL_TILES if kernel.sums else TILES
+
+
+def row_blocks(kernel: Kernel, rows: sympy.Expr) -> sympy.Expr:
+    """How many blocks of rows the default configuration has: the rows of partial sums."""
+    return _blocks(padded_rows(rows), configurations(kernel)[0][0])
+
+
+def grid(kernel: Kernel, rows: sympy.Expr, columns: sympy.Expr, block: tuple[int, int, int]) -> sympy.Expr:
+    """The programs that cover the matrix and its padding."""
+    blocks = _blocks(padded_rows(rows), block[0])
+    return blocks if kernel.row_blocks else blocks * _blocks(columns, block[1])
+
+
+def slot(number: int) -> int:
+    """How a slot number is passed: see `kernel.SLOT_FACTOR`."""
+    return number * SLOT_FACTOR + SLOT_OFFSET
+
+
+@functools.cache
+def function(name: str, source: str, configs: tuple[tuple[int, int, int], ...]) -> Any:
+    """The JIT function of a source, with an autotuner if there is a choice. One for all that are the same."""
+    import triton
+
+    jitted = getattr(compat.load_source(source), name)
+    made = [triton.Config({"BLOCK_R": r, "BLOCK_C": c}, num_warps=warps) for r, c, warps in configs]
+    return triton.autotune(configs=made, key=[])(jitted)
+
+
+class Launcher:
+    """Writes launches into a graph."""
+
+    def __init__(self, graph: Graph, amaxes: int, like: Node):
+        self.graph, self.like = graph, like
+        self.symbols: dict[sympy.Expr, Node] = {}
+        self.vector: Node | None = None
+        if amaxes:
+            start = next(node for node in graph.nodes if node.op != "placeholder")
+            emit = Emitter(graph, start, like)
+            device = like.meta["val"].device
+            self.vector = emit(aten.full.default, [amaxes], 0, dtype=torch.int32, device=device, pin_memory=False)
+
+    def __call__(
+        self, before: Node, kernel: Kernel, rows: sympy.Expr, columns: sympy.Expr, inputs: dict[str, Any], slots: list[int]
+    ) -> tuple[list[Node], list[Node]]:
+        """Launch a kernel. `inputs`: its parameters that are tensors or numbers; `slots`: where its amaxes go.
+        Returns the nodes of its outputs (partial column sums last, if any) and of its amaxes ([1] float32)."""
+        emit = Emitter(self.graph, before, self.like)
+        outputs = [self._empty(emit, kernel, output, rows, columns) for output in kernel.outputs]
+        tensors = dict(inputs)
+        tensors.update({f"y{i}": node for i, node in enumerate(outputs)})
+        if kernel.sums:
+            shape = [row_blocks(kernel, rows), len(kernel.sums) * columns]
+            outputs.append(self._new(emit, shape, torch.float32))
+            tensors["sums"] = outputs[-1]
+        constants: dict[str, Any] = {}
+        if kernel.amaxes:
+            tensors["amaxes"] = self.vector
+            constants.update({f"amax{i}_slot": slot(s) for i, s in enumerate(slots)})
+        constants.update({k: tensors.pop(k) for k, v in list(tensors.items()) if isinstance(v, int)})
+        tensors.update({str(s): self.number(emit, s) for s in kernel.symbols})
+        configs = configurations(kernel)
+        grids = [(self.number(emit, grid(kernel, rows, columns, config)), 1, 1) for config in configs]
+        compat.launch(emit, function(kernel.name, kernel.source, configs), grids, tensors, constants)
+        amaxes = []
+        for s in slots:
+            bits = emit(aten.as_strided.default, self.vector, [1], [1], s)
+            amaxes.append(emit(aten.view.dtype, bits, torch.float32))
+        return outputs, amaxes
+
+    def amaxes(self, before: Node, first: int, count: int) -> Node:
+        """[count] float32: neighbours in the vector."""
+        emit = Emitter(self.graph, before, self.like)
+        bits = emit(aten.as_strided.default, self.vector, [count], [1], first)
+        return emit(aten.view.dtype, bits, torch.float32)
+
+    def _empty(self, emit: Emitter, kernel: Kernel, output: Output, rows: sympy.Expr, columns: sympy.Expr) -> Node:
+        value = output.node.meta["val"]
+        if output.kind in ("value", "row"):
+            shape, strides = (list(map(size_of, x)) for x in (value.shape, value.stride()))
+            dtype = value.dtype
+            number = functools.partial(self.number, emit)
+            return emit(
+                aten.empty_strided.default,
+                [number(x) for x in shape],
+                [number(x) for x in strides],
+                dtype=dtype,
+                device=value.device,
+                pin_memory=False,
+            )
+        assert output.dtype is not None
+        return self._new(emit, [rows, columns] if output.kind == "copy" else [columns, padded_rows(rows)], output.dtype)
+
+    def _new(self, emit: Emitter, shape: list[sympy.Expr], dtype: torch.dtype) -> Node:
+        device = self.like.meta["val"].device
+        return emit(
+            aten.empty.memory_format, [self.number(emit, x) for x in shape], dtype=dtype, device=device, pin_memory=False
+        )
+
+    def totals(self, before: Node, kernel: Kernel, outputs: list[Node]) -> dict[int, tuple[Node, Any, Any]]:
+        """For each column sum of a kernel: the vector that it is in, its first element, and where it ends."""
+        if not kernel.sums:
+            return {}
+        emit = Emitter(self.graph, before, self.like)
+        total = emit(aten.sum.dim_IntList, outputs[-1], [0])
+        dtypes = {output.replaces.meta["val"].dtype for output in kernel.sums}
+        if len(dtypes) == 1 and dtypes != {torch.float32}:  # all at once: the slices are views
+            total = emit(torch.ops.prims.convert_element_type.default, total, dtypes.pop())
+        columns = size_of(total.meta["val"].shape[0]) / len(kernel.sums)
+        edges = [self.number(emit, columns * i) for i in range(len(kernel.sums) + 1)]
+        return {id(output): (total, edges[i], edges[i + 1]) for i, output in enumerate(kernel.sums)}
+
+    def number(self, emit: Emitter, expr: Any) -> Any:
+        """An int, or a node with the value of an expression."""
+        if isinstance(expr, int):
+            return expr
+        if expr.is_Integer:
+            return int(expr)
+        return compat.size_node(emit, expr, self._symbol)
+
+    def _symbol(self, emit: Emitter, symbol: sympy.Symbol) -> Node:
+        """A node with the value of a symbol: an input of the graph, or a size of a tensor."""
+        if symbol not in self.symbols:
+            first = None
+            for node in self.graph.nodes:
+                value = node.meta.get("val")
+                if isinstance(value, torch.SymInt) and value.node.expr == symbol:
+                    self.symbols[symbol] = node
+                    return node
+                if first is None and isinstance(value, torch.Tensor) and symbol in sizes(node):
+                    first = node
+            assert first is not None, symbol
+            found = Emitter(self.graph, first.next, first)
+            found.anchor = next(n for n in _from(first) if n.op != "placeholder")
+            self.symbols[symbol] = found(aten.sym_size.int, first, sizes(first).index(symbol))
+        return self.symbols[symbol]
+
+
+def _from(node: Node):
+    while True:
+        node = node.next
+        yield node
+
+
+def _blocks(size: sympy.Expr, block: int) -> sympy.Expr:
+    if size.is_Integer:
+        return sympy.Integer(-(-int(size) // block))
+    from torch.utils._sympy.functions import FloorDiv
+
+    return FloorDiv(size + block - 1, block)

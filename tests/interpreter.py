@@ -1,0 +1,103 @@
+"""Generated kernels on a CPU: Triton's interpreter, made to round as the hardware does.
+
+Triton decides at import whether it interprets; here one process does both, so its library of functions (`tl.max`, `tl.sum`)
+is replaced while an interpreted kernel runs. Its own conversions truncate to bfloat16 and differ from torch for FP8: they
+are replaced by torch's, which round to nearest even.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import triton.language as tl
+from triton.language import standard
+from triton.runtime import interpreter
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import JITFunction
+
+with contextlib.suppress(ImportError):
+    import triton.experimental.gluon  # noqa: F401  # which the interpreter imports, and which copies Triton's functions
+
+from fp8compile import compat
+from fp8compile.codegen import launch
+from fp8compile.passes import fuse
+
+TORCH = {
+    tl.float32: torch.float32,
+    tl.bfloat16: torch.bfloat16,
+    tl.float16: torch.float16,
+    tl.float8e4nv: torch.float8_e4m3fn,
+    tl.float8e5: torch.float8_e5m2,
+    tl.float8e4b8: torch.float8_e4m3fnuz,
+    tl.float8e5b16: torch.float8_e5m2fnuz,
+}
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+def _convert(data: np.ndarray, source: Any, target: Any, _rounding: Any = None) -> np.ndarray:
+    bits = np.ascontiguousarray(data).view({1: np.uint8, 2: np.int16, 4: np.int32}[data.dtype.itemsize])
+    given = torch.from_numpy(bits.copy()).view(TORCH[source])
+    made = given.to(torch.float32).to(TORCH[target])
+    result = made.view(BITS[made.element_size()]).numpy()
+    return result.view({1: np.uint8, 2: np.uint16, 4: np.uint32}[made.element_size()])
+
+
+@functools.cache
+def _library() -> dict[tuple[Any, str], Any]:
+    """Triton's own jitted functions, interpreted."""
+    found = {}
+    for module in (tl, standard):
+        for name, member in vars(module).items():
+            if isinstance(member, JITFunction):
+                found[module, name] = InterpretedFunction(member.fn)
+    return found
+
+
+class Interpreted:
+    """Stands for a JIT function: `kernel[grid](**arguments)` runs it here."""
+
+    def __init__(self, name: str, source: str, config: tuple[int, int, int]):
+        self.name, self.source = name, source
+        self.block = {"BLOCK_R": config[0], "BLOCK_C": config[1]}
+        self.jitted = getattr(compat.load_source(source), name)
+        self.arg_names = self.jitted.arg_names
+
+    def __getitem__(self, grid: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> None:
+            with _interpreting():
+                InterpretedFunction(self.jitted.fn)[grid(self.block) if callable(grid) else grid](*args, **kwargs, **self.block)
+
+        return run
+
+
+@contextlib.contextmanager
+def _interpreting():
+    with contextlib.ExitStack() as stack:
+        for (module, name), function in _library().items():
+            stack.enter_context(mock.patch.object(module, name, function))
+        stack.enter_context(mock.patch.object(interpreter, "_convert_float", _convert))
+        stack.enter_context(np.errstate(all="ignore"))
+        yield
+
+
+@contextlib.contextmanager
+def kernels_on_cpu(config: tuple[int, int, int] | None = None):
+    """Inside, CPU graphs get generated kernels, and run them by the interpreter. Yields the list of those made."""
+    made: list[Interpreted] = []
+    choose = launch.configurations
+
+    def function(name: str, source: str, configs: Any) -> Interpreted:
+        made.append(Interpreted(name, source, configs[0]))
+        return made[-1]
+
+    with (
+        mock.patch.object(fuse, "DEVICES", ("cpu", "cuda")),
+        mock.patch.object(launch, "function", function),
+        mock.patch.object(launch, "configurations", lambda kernel: (config or choose(kernel)[0],)),
+    ):
+        yield made
