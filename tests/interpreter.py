@@ -24,8 +24,7 @@ with contextlib.suppress(ImportError):
     import triton.experimental.gluon  # noqa: F401  # which the interpreter imports, and which copies Triton's functions
 
 from fp8compile import compat
-from fp8compile.codegen import launch
-from fp8compile.passes import fuse
+from fp8compile.codegen import launch, update
 
 TORCH = {
     tl.float32: torch.float32,
@@ -96,7 +95,8 @@ def kernels_on_cpu(config: tuple[int, int, int] | None = None):
         return made[-1]
 
     with (
-        mock.patch.object(fuse, "DEVICES", ("cpu", "cuda")),
+        mock.patch.object(launch, "DEVICES", ("cpu", "cuda")),
+        mock.patch.object(update, "function", function),
         mock.patch.object(launch, "function", function),
         mock.patch.object(launch, "configurations", lambda kernel: (config or choose(kernel)[0],)),
     ):

@@ -23,6 +23,8 @@ from .domain import size_of, sizes
 from .group import Output
 from .kernel import SLOT_FACTOR, SLOT_OFFSET, Kernel, padded_rows
 
+DEVICES = ("cuda",)  # where Triton's kernels run
+
 # (BLOCK_R, BLOCK_C, warps), the default first. A kernel that writes column sums has one row of them a block of rows: there,
 # blocks are tall, and their height is fixed.
 TILES = ((64, 128, 8), (64, 64, 4), (128, 128, 8), (128, 64, 8))

@@ -33,7 +33,6 @@ from ..logs import dump, get_logger
 
 logger = get_logger(__name__)
 
-DEVICES = ("cuda",)  # where Triton kernels run
 MOST_INPUTS = 12
 WINDOW = 12  # how many casts ahead one may be computed together with this one
 STRIDED = 1 / 0.58  # how many times longer one-byte stores at a stride take (FACTS: 58% of the bandwidth)
@@ -115,7 +114,7 @@ class _Finder:
             if node.op != "call_function" or node.target not in (ops.quantize, ops.quantize_both, ops.amax):
                 continue
             source = arg(node, 0)
-            if value(source).dim() != 2 or value(source).device.type not in DEVICES:
+            if value(source).dim() != 2 or value(source).device.type not in launch.DEVICES:
                 continue
             for late in (False, True):
                 seed = found.setdefault((source, late), Seed())
@@ -186,7 +185,7 @@ class _Finder:
         from ..codegen.expressions import TRITON_DTYPE
 
         tensor = node.meta.get("val")
-        return isinstance(tensor, torch.Tensor) and tensor.dtype in TRITON_DTYPE and tensor.device.type in DEVICES
+        return isinstance(tensor, torch.Tensor) and tensor.dtype in TRITON_DTYPE and tensor.device.type in launch.DEVICES
 
     def others(self, domain: Domain, walk: Walk, sinks: set[Node]) -> list[Output]:
         """Members that someone else reads, and that are cheaper to write than to compute again."""

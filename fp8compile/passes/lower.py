@@ -20,7 +20,9 @@ from torch.fx import Graph, Node
 
 from .. import compat, ops
 from ..codegen import aten as forms
+from ..codegen import launch
 from ..codegen.inline import Inliner
+from ..codegen.update import launch_update
 from ..errors import Fp8CompileError
 from ..graph import value
 from ..logs import get_logger
@@ -96,8 +98,11 @@ class _Lowering:
     def inverse(self, node: Node, *args) -> Node:
         return self.inline(node, forms.scaling.inverse_of, *args)
 
-    def update(self, node: Node, *args) -> Node:
-        return self.inline(node, forms.scaling.next_page, *args)
+    def update(self, node: Node, *args) -> Node | None:
+        if value(node).device.type not in launch.DEVICES:
+            return self.inline(node, forms.scaling.next_page, *args)
+        launch_update(node, *args)
+        return None
 
     def quantize(self, node: Node, x: Node, scale: Node, dtype, fp8_max: float, transposed: bool) -> Node:
         form = forms.quantize_transposed if transposed else forms.quantize

@@ -1,0 +1,111 @@
+"""The next page of scaling state as one kernel in place of the handful that Inductor makes of `scaling.next_page`.
+
+One program: is every amax finite? Then, block of slots by block of slots, what `next_page` says, written over the page.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from .. import compat, scaling
+from ..graph import Emitter, arg, aten, value
+from .kernel import SLOT_FACTOR
+from .launch import function, slot
+
+BLOCK = 64  # slots at a time
+
+_SOURCE = """import triton
+import triton.language as tl
+
+
+@triton.jit
+def {name}(page, scales, amaxes, first_slot, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
+    # page: float32 [{slots}, {width}], {before} columns of the scale now, as many of the one before, {history} of history
+    # scales: float32 [{slots}, {before}], the scales now; amaxes: {count} of this call
+    first = first_slot // {factor}
+    finite = tl.full([BLOCK_R], 1, tl.int32)
+    for start in range(0, {count}, BLOCK_R):
+        slot = start + tl.arange(0, BLOCK_R)
+        amax = tl.load(amaxes + first + slot, mask=slot < {count}, other=0){cast}
+        finite = tl.minimum(finite, (tl.abs(amax) < float("inf")).to(tl.int32))
+    if tl.min(finite) == 1:
+        for start in range(0, {slots}, BLOCK_R):
+            slot = start + tl.arange(0, BLOCK_R)
+            inside = slot < {slots}
+            row = page + slot * {width}
+            amax = tl.load(amaxes + first + slot, mask=slot < {count}, other=0){cast}
+            scale = tl.load(scales + slot * {before} + {scale}, mask=inside, other=1.0)
+            inverse = tl.load(scales + slot * {before} + {inverse}, mask=inside, other=1.0)
+            age = tl.load(scales + slot * {before} + {age}, mask=inside, other=0.0)
+            column = tl.arange(0, BLOCK_C)
+            recent_inside = inside[:, None] & (column[None, :] < {history} - 1)
+            recent = tl.load(row[:, None] + {start} + column[None, :], mask=recent_inside, other=0.0)
+            tl.debug_barrier()  # read before it is shifted
+            peak = {peak}
+            cold = age < 0
+            due = tl.where(cold, amax > 0, age + 1 >= {interval})
+            fresh = due & (peak > 0)
+            wide = {fp8_max} / (tl.where(fresh, peak, 1.0).to(tl.float64) * {factor_margin})
+            wide = tl.where(wide > {largest}, {largest}, wide)
+            new_scale = tl.where(fresh, wide.to(tl.float32), scale)
+            new_inverse = tl.where(fresh, (1.0 / new_scale.to(tl.float64)).to(tl.float32), inverse)
+            new_age = tl.where(due, 0.0, tl.where(cold, age, age + 1))
+            tl.store(row + {scale}, new_scale, mask=inside)
+            tl.store(row + {inverse}, new_inverse, mask=inside)
+            tl.store(row + {age}, new_age, mask=inside)
+            tl.store(row + {before} + {scale}, scale, mask=inside)
+            tl.store(row + {before} + {inverse}, inverse, mask=inside)
+            tl.store(row + {before} + {age}, age, mask=inside)
+            tl.store(row + {start}, amax, mask=inside)
+            tl.store(row[:, None] + {start} + 1 + column[None, :], recent, mask=recent_inside)
+"""
+
+
+def source(
+    slots: int, history: int, count: int, fp8_max: float, margin: int, interval: int, most_recent: bool, bits: bool
+) -> tuple[str, str]:
+    """(name, source). `count`: amaxes of this call; `bits`: they come as int32, the bits of a float32."""
+    name = f"fp8_update_{slots}x{history}"
+    text = _SOURCE.format(
+        name=name,
+        slots=slots,
+        width=scaling.HISTORY + history,
+        history=history,
+        count=count,
+        factor=SLOT_FACTOR,
+        cast=".to(tl.float32, bitcast=True)" if bits else "",
+        before=scaling.BEFORE,
+        start=scaling.HISTORY,
+        scale=scaling.SCALE,
+        inverse=scaling.SCALE_INV,
+        age=scaling.AGE,
+        peak="amax" if most_recent or history == 1 else "tl.maximum(amax, tl.max(recent, 1))",
+        interval=interval,
+        fp8_max=float(fp8_max),
+        factor_margin=2.0**margin,
+        largest=scaling.LARGEST,
+    )
+    return name, text
+
+
+def launch_update(
+    node: Node, page: Node, scales: Node, amax: Node, fp8_max: float, margin: int, interval: int, most_recent: bool
+) -> None:
+    """Put the kernel where an `update` is copied onto its page, and take that copy out."""
+    (write,) = node.users
+    slots, width = (int(x) for x in value(page).shape)
+    bits = amax.target is aten.view.dtype and value(arg(amax, 0)).dtype == torch.int32
+    base, first = amax, 0
+    if bits:
+        view = arg(amax, 0)
+        base, first = arg(view, 0), arg(view, 3)
+    history, count = width - scaling.HISTORY, int(value(amax).shape[0])
+    name, text = source(slots, history, count, fp8_max, margin, interval, most_recent, bits)
+    columns = 1 << max(0, history - 2).bit_length()
+    tensors: dict[str, Any] = {"page": page, "scales": scales, "amaxes": base}
+    emit = Emitter(node.graph, write, node)
+    compat.launch(emit, function(name, text, ((BLOCK, columns, 4),)), [(1, 1, 1)], tensors, {"first_slot": slot(first)})
+    write.graph.erase_node(write)
