@@ -40,7 +40,34 @@ def compile_fx(gm: GraphModule, inputs: Sequence[Any], inner_compile: Callable |
 def compile_inner(gm: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Callable:
     from torch._inductor.compile_fx import compile_fx_inner
 
-    return compile_fx_inner(gm, inputs, **kwargs)
+    with _accesses_known():
+        return compile_fx_inner(gm, inputs, **kwargs)
+
+
+@contextlib.contextmanager
+def _accesses_known() -> Iterator[None]:
+    """Inside, which arguments a Triton kernel writes is found once a kernel. Inductor compiles it to Triton's IR for that,
+    twice a launch; the layers of a model launch the same ones."""
+    from torch._higher_order_ops import triton_kernel_wrap as module
+
+    find = module.identify_accessed_tensors
+    known: dict[Any, Any] = {}
+
+    def identify(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+        function = kernel
+        while hasattr(function, "fn"):  # an autotuner has a JIT function has a Python function
+            function = function.fn
+        if function not in _generated:
+            return find(kernel, *args, **kwargs)
+        if function not in known:
+            known[function] = find(kernel, *args, **kwargs)
+        return known[function]
+
+    module.identify_accessed_tensors = identify
+    try:
+        yield
+    finally:
+        module.identify_accessed_tensors = find
 
 
 @functools.cache
@@ -312,11 +339,16 @@ class PostGradPass(CustomGraphPass):
         return None if self.users is not None and theirs is None else f"fp8compile-post-{sources_hash()}-{self.key}-{theirs}"
 
 
-def load_source(source: str) -> Any:
-    """A module made of `source`, from a file in Inductor's cache (Triton reads its functions' sources from files)."""
+_generated: set[Any] = set()  # the Python functions of our kernels
+
+
+def load_kernel(name: str, source: str) -> Any:
+    """The JIT function `name` of `source`, from a file in Inductor's cache (Triton reads its functions' sources from files)."""
     from torch._inductor.codecache import PyCodeCache
 
-    return PyCodeCache.load(source)
+    kernel = getattr(PyCodeCache.load(source), name)
+    _generated.add(kernel.fn)
+    return kernel
 
 
 def launch(emit: Any, function: Any, grids: list[tuple], tensors: dict[str, Any], constants: dict[str, Any]) -> Node:

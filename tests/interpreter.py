@@ -63,7 +63,7 @@ class Interpreted:
     def __init__(self, name: str, source: str, config: tuple[int, int, int]):
         self.name, self.source = name, source
         self.block = {"BLOCK_R": config[0], "BLOCK_C": config[1]}
-        self.jitted = getattr(compat.load_source(source), name)
+        self.jitted = compat.load_kernel(name, source)
         self.arg_names = self.jitted.arg_names
 
     def __getitem__(self, grid: Any) -> Any:

@@ -61,7 +61,7 @@ def function(name: str, source: str, configs: tuple[tuple[int, int, int], ...]) 
     """The JIT function of a source, with an autotuner if there is a choice. One for all that are the same."""
     import triton
 
-    jitted = getattr(compat.load_source(source), name)
+    jitted = compat.load_kernel(name, source)
     made = [triton.Config({"BLOCK_R": r, "BLOCK_C": c}, num_warps=warps) for r, c, warps in configs]
     return triton.autotune(configs=made, key=[])(jitted)
 
