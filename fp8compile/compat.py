@@ -351,8 +351,8 @@ def load_kernel(name: str, source: str) -> Any:
     return kernel
 
 
-def launch(emit: Any, function: Any, grids: list[tuple], tensors: dict[str, Any], constants: dict[str, Any]) -> Node:
-    """Launch a Triton function, one grid a configuration. `tensors`: arguments that are nodes; `constants`: numbers."""
+def launch(emit: Any, function: Any, grids: list[tuple], arguments: dict[str, Any]) -> Node:
+    """Launch a Triton function, one grid a configuration. Its arguments are tensors, or nodes of numbers."""
     from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table, triton_kernel_wrapper_mutation
 
     with emit.graph.inserting_before(emit.anchor):
@@ -360,10 +360,10 @@ def launch(emit: Any, function: Any, grids: list[tuple], tensors: dict[str, Any]
             triton_kernel_wrapper_mutation,
             kwargs={
                 "kernel_idx": kernel_side_table.add_kernel(function),
-                "constant_args_idx": kernel_side_table.add_constant_args(constants),
+                "constant_args_idx": kernel_side_table.add_constant_args({}),
                 "grid": grids,
                 "tma_descriptor_metadata": {},
-                "kwargs": tensors,
+                "kwargs": arguments,
             },
         )
     node.meta.update(emit.meta, val=None)

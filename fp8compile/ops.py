@@ -72,7 +72,7 @@ def inverse(scale: Tensor) -> Tensor:
 
 @_op("(Tensor page) -> Tensor")
 def snapshot(page: Tensor) -> Tensor:
-    """`[slots, 3]`, the scale, its inverse and the age of each slot, as they are before this call moves them."""
+    """`[slots, 4]`: the scale, its inverse and the age of each slot, as they are before this call moves them."""
     return scaling.snapshot_of(page)
 
 

@@ -13,7 +13,7 @@ One direction (forward or backward) of one set of parameters keeps its delayed s
              scale   scale_inv   calls since the scale was computed, -1 before the first    0 1 2 of the     amax history,
                                                                                             call before      newest first
 
-A call quantizes with a *snapshot* `[slots, 3]` of the first columns, taken before it moves them. The snapshot is then
+A call quantizes with a *snapshot* `[slots, 4]` of the first columns, taken before it moves them. The snapshot is then
 kept next to what replaced it, for a forward that is recomputed.
 
 The functions are written in plain torch with no data-dependent control flow: they run eagerly, on fake tensors and as
@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 SCALE, SCALE_INV, AGE, BEFORE, HISTORY = 0, 1, 2, 3, 6
+SNAPSHOT = 4  # columns of a snapshot: a slot's scale is 16-byte aligned, which lets one kernel serve all slots
 LARGEST = torch.finfo(torch.float32).max
 
 
@@ -60,8 +61,8 @@ def page_before(page: Tensor) -> Tensor:
 
 
 def snapshot_of(page: Tensor) -> Tensor:
-    """`[slots, 3]`: scale, inverse and age of each slot, in memory of their own."""
-    return page.narrow(1, 0, BEFORE).clone(memory_format=torch.contiguous_format)
+    """`[slots, 4]`: scale, inverse and age of each slot (and a column of no use), in memory of their own."""
+    return page.narrow(1, 0, SNAPSHOT).clone(memory_format=torch.contiguous_format)
 
 
 def next_page(
@@ -88,5 +89,5 @@ def next_page(
     inverse = torch.where(fresh, inverse_of(scale), old_inverse)
     age = torch.where(due, torch.zeros_like(age), torch.where(cold, age, age + 1))
     columns = [x.unsqueeze(1) for x in (scale, inverse, age)]
-    moved = torch.cat([*columns, snapshot, amax.unsqueeze(1), recent], 1)
+    moved = torch.cat([*columns, snapshot.narrow(1, 0, BEFORE), amax.unsqueeze(1), recent], 1)
     return torch.where(amax.isfinite().all(), moved, page)

@@ -39,11 +39,11 @@ def last_amaxes(rows: list[Tensor]) -> Tensor:
 
 
 def stored_scale(scales: Tensor, slot: int) -> Tensor:
-    return aten.as_strided.default(scales, [1], [1], scaling.BEFORE * slot + scaling.SCALE)
+    return aten.as_strided.default(scales, [1], [1], scaling.SNAPSHOT * slot + scaling.SCALE)
 
 
 def stored_inverse(scales: Tensor, slot: int) -> Tensor:
-    return aten.as_strided.default(scales, [1], [1], scaling.BEFORE * slot + scaling.SCALE_INV)
+    return aten.as_strided.default(scales, [1], [1], scaling.SNAPSHOT * slot + scaling.SCALE_INV)
 
 
 def quantize(x: Tensor, scale: Tensor, dtype: torch.dtype, fp8_max: float) -> Tensor:

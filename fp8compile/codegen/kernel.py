@@ -26,11 +26,6 @@ from .group import Group, Output, statistics_of
 
 aten = torch.ops.aten
 
-# what a slot number is passed as: never 1, never a multiple of 16. A compiler specialises kernels for such numbers, and
-# one kernel would become several.
-SLOT_FACTOR, SLOT_OFFSET = 32, 3
-
-
 @dataclass(frozen=True)
 class Kernel:
     """A kernel's source and what to call it with."""
@@ -48,13 +43,11 @@ class Kernel:
     @property
     def parameters(self) -> list[str]:
         names = [f"x{i}" for i in range(len(self.inputs))]
-        for i in range(len(self.scales)):
-            names += [f"s{i}", f"s{i}_slot"]
+        names += [f"s{i}" for i in range(len(self.scales))]
         names += [f"y{i}" for i in range(len(self.outputs))]
         if self.sums:
             names.append("sums")
-        if self.amaxes:
-            names += ["amaxes", *(f"amax{i}_slot" for i in range(len(self.amaxes)))]
+        names += [f"amax{i}" for i in range(len(self.amaxes))]
         return names + [str(symbol) for symbol in self.symbols]
 
 
@@ -92,12 +85,12 @@ class _Writer:
             body += ["block = pid"]
         body += ["row = block * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]", f"row_inside = row < {rows}"]
         for name in self.scales.values():
-            body.append(f"{name}_value = tl.load({name} + {name}_slot // {SLOT_FACTOR})")
+            body.append(f"{name}_value = tl.load({name})")
         for number in range(group.passes):
             body += self.reduce(number, columns)
         if looping:
             for i in range(len(self.amaxes)):
-                body.append(f"amax{i} = tl.zeros([BLOCK_R, BLOCK_C], tl.int32)")
+                body.append(f"largest{i} = tl.zeros([BLOCK_R, BLOCK_C], tl.int32)")
         self.lines, self.loop, self.outer_lines = [], {}, []
         outputs = self.outputs(looping)
         head = self.columns(columns)
@@ -110,7 +103,7 @@ class _Writer:
         for output in group.of_kind("row"):
             body += self.store_row(output)
         for i in range(len(self.amaxes)):
-            body.append(f'tl.atomic_max(amaxes + amax{i}_slot // {SLOT_FACTOR}, tl.max(amax{i}), sem="relaxed")')
+            body.append(f'tl.atomic_max(amax{i}, tl.max(largest{i}), sem="relaxed")')
         kernel = Kernel(
             name="",
             source="",
@@ -136,7 +129,7 @@ class _Writer:
         for output in self.stored:
             dtype = output.dtype or output.node.meta["val"].dtype
             lines.append(f"# {self.pointers[id(output)]}: {output.kind} {_dtype(dtype)}")
-        return lines
+        return lines  # and s: float32, a scale; amax: int32, the bits of a float32; sums: float32
 
     def columns(self, columns: str) -> list[str]:
         lines = ["col = start + tl.arange(0, BLOCK_C)[None, :].to(tl.int64)", f"col_inside = col < {columns}"]
@@ -237,7 +230,7 @@ class _Writer:
             value = self.value(output.node, index)
             pointer = self.pointers.get(id(output), "")
             if output.kind == "amax":
-                name = f"amax{self.amaxes.index(output)}"
+                name = f"largest{self.amaxes.index(output)}"
                 bits = f"tl.where(inside, tl.abs({value}).to(tl.int32, bitcast=True), 0)"  # NaN is above infinity
                 lines.append(f"{name} = tl.maximum({name}, {bits})" if looping else f"{name} = {bits}")
             elif output.kind == "sum":

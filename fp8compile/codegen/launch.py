@@ -5,7 +5,9 @@
 
 Inductor launches it as one of its own: with its launcher, under CUDA graphs, tuned over the kernel's configurations at the
 first launch, the choice cached on disk. The amaxes of a graph are one int32 vector, zeroed once, that each kernel raises by
-atomic maxima on the bits of magnitudes: NaN is above infinity, and the order does not matter.
+atomic maxima on the bits of magnitudes: NaN is above infinity, and the order does not matter. Scales and amaxes are passed
+as views of one element, each 16-byte aligned: with a slot's number as an argument Inductor would take each launch for a
+kernel of its own, and tune it.
 """
 
 from __future__ import annotations
@@ -21,9 +23,11 @@ from .. import compat
 from ..graph import Emitter, aten
 from .domain import size_of, sizes
 from .group import Output
-from .kernel import SLOT_FACTOR, SLOT_OFFSET, Kernel, padded_rows
+from .kernel import Kernel, padded_rows
 
 DEVICES = ("cuda",)  # where Triton's kernels run
+
+AMAX_STRIDE = 4  # int32: 16 bytes
 
 # (BLOCK_R, BLOCK_C, warps), the default first. A kernel that writes column sums has one row of them a block of rows: there,
 # blocks are tall, and their height is fixed.
@@ -51,11 +55,6 @@ def grid(kernel: Kernel, rows: sympy.Expr, columns: sympy.Expr, block: tuple[int
     return blocks if kernel.row_blocks else blocks * _blocks(columns, block[1])
 
 
-def slot(number: int) -> int:
-    """How a slot number is passed: see `kernel.SLOT_FACTOR`."""
-    return number * SLOT_FACTOR + SLOT_OFFSET
-
-
 @functools.cache
 def function(name: str, source: str, configs: tuple[tuple[int, int, int], ...]) -> Any:
     """The JIT function of a source, with an autotuner if there is a choice. One for all that are the same."""
@@ -77,7 +76,7 @@ class Launcher:
             start = next(node for node in graph.nodes if node.op != "placeholder")
             emit = Emitter(graph, start, like)
             device = like.meta["val"].device
-            self.vector = emit(aten.full.default, [amaxes], 0, dtype=torch.int32, device=device, pin_memory=False)
+            self.vector = emit(aten.full.default, [AMAX_STRIDE * amaxes], 0, dtype=torch.int32, device=device, pin_memory=False)
 
     def __call__(
         self, before: Node, kernel: Kernel, rows: sympy.Expr, columns: sympy.Expr, inputs: dict[str, Any], slots: list[int]
@@ -92,25 +91,18 @@ class Launcher:
             shape = [row_blocks(kernel, rows), len(kernel.sums) * columns]
             outputs.append(self._new(emit, shape, torch.float32))
             tensors["sums"] = outputs[-1]
-        constants: dict[str, Any] = {}
-        if kernel.amaxes:
-            tensors["amaxes"] = self.vector
-            constants.update({f"amax{i}_slot": slot(s) for i, s in enumerate(slots)})
-        constants.update({k: tensors.pop(k) for k, v in list(tensors.items()) if isinstance(v, int)})
+        bits = [emit(aten.as_strided.default, self.vector, [1], [1], AMAX_STRIDE * s) for s in slots]
+        tensors.update({f"amax{i}": node for i, node in enumerate(bits)})
         tensors.update({str(s): self.number(emit, s) for s in kernel.symbols})
         configs = configurations(kernel)
         grids = [(self.number(emit, grid(kernel, rows, columns, config)), 1, 1) for config in configs]
-        compat.launch(emit, function(kernel.name, kernel.source, configs), grids, tensors, constants)
-        amaxes = []
-        for s in slots:
-            bits = emit(aten.as_strided.default, self.vector, [1], [1], s)
-            amaxes.append(emit(aten.view.dtype, bits, torch.float32))
-        return outputs, amaxes
+        compat.launch(emit, function(kernel.name, kernel.source, configs), grids, tensors)
+        return outputs, [self.amaxes(before, s, 1) for s in slots]
 
     def amaxes(self, before: Node, first: int, count: int) -> Node:
         """[count] float32: neighbours in the vector."""
         emit = Emitter(self.graph, before, self.like)
-        bits = emit(aten.as_strided.default, self.vector, [count], [1], first)
+        bits = emit(aten.as_strided.default, self.vector, [count], [AMAX_STRIDE], AMAX_STRIDE * first)
         return emit(aten.view.dtype, bits, torch.float32)
 
     def _empty(self, emit: Emitter, kernel: Kernel, output: Output, rows: sympy.Expr, columns: sympy.Expr) -> Node:

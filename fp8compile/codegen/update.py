@@ -12,8 +12,7 @@ from torch.fx import Node
 
 from .. import compat, scaling
 from ..graph import Emitter, arg, aten, value
-from .kernel import SLOT_FACTOR
-from .launch import function, slot
+from .launch import AMAX_STRIDE, function
 
 BLOCK = 64  # slots at a time
 
@@ -22,24 +21,23 @@ import triton.language as tl
 
 
 @triton.jit
-def {name}(page, scales, amaxes, first_slot, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
+def {name}(page, scales, amaxes, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
     # page: float32 [{slots}, {width}], {before} columns of the scale now, as many of the one before, {history} of history
-    # scales: float32 [{slots}, {before}], the scales now; amaxes: {count} of this call
-    first = first_slot // {factor}
+    # scales: float32 [{slots}, {snapshot}], the scales now; amaxes: {count} of this call
     finite = tl.full([BLOCK_R], 1, tl.int32)
     for start in range(0, {count}, BLOCK_R):
         slot = start + tl.arange(0, BLOCK_R)
-        amax = tl.load(amaxes + first + slot, mask=slot < {count}, other=0){cast}
+        amax = tl.load(amaxes + slot * {stride}, mask=slot < {count}, other=0){cast}
         finite = tl.minimum(finite, (tl.abs(amax) < float("inf")).to(tl.int32))
     if tl.min(finite) == 1:
         for start in range(0, {slots}, BLOCK_R):
             slot = start + tl.arange(0, BLOCK_R)
             inside = slot < {slots}
             row = page + slot * {width}
-            amax = tl.load(amaxes + first + slot, mask=slot < {count}, other=0){cast}
-            scale = tl.load(scales + slot * {before} + {scale}, mask=inside, other=1.0)
-            inverse = tl.load(scales + slot * {before} + {inverse}, mask=inside, other=1.0)
-            age = tl.load(scales + slot * {before} + {age}, mask=inside, other=0.0)
+            amax = tl.load(amaxes + slot * {stride}, mask=slot < {count}, other=0){cast}
+            scale = tl.load(scales + slot * {snapshot} + {scale}, mask=inside, other=1.0)
+            inverse = tl.load(scales + slot * {snapshot} + {inverse}, mask=inside, other=1.0)
+            age = tl.load(scales + slot * {snapshot} + {age}, mask=inside, other=0.0)
             column = tl.arange(0, BLOCK_C)
             recent_inside = inside[:, None] & (column[None, :] < {history} - 1)
             recent = tl.load(row[:, None] + {start} + column[None, :], mask=recent_inside, other=0.0)
@@ -67,7 +65,8 @@ def {name}(page, scales, amaxes, first_slot, BLOCK_R: tl.constexpr, BLOCK_C: tl.
 def source(
     slots: int, history: int, count: int, fp8_max: float, margin: int, interval: int, most_recent: bool, bits: bool
 ) -> tuple[str, str]:
-    """(name, source). `count`: amaxes of this call; `bits`: they come as int32, the bits of a float32."""
+    """(name, source). `count`: amaxes of this call; `bits`: they come as int32, the bits of a
+    float32, AMAX_STRIDE apart."""
     name = f"fp8_update_{slots}x{history}"
     text = _SOURCE.format(
         name=name,
@@ -75,7 +74,8 @@ def source(
         width=scaling.HISTORY + history,
         history=history,
         count=count,
-        factor=SLOT_FACTOR,
+        snapshot=scaling.SNAPSHOT,
+        stride=AMAX_STRIDE if bits else 1,
         cast=".to(tl.float32, bitcast=True)" if bits else "",
         before=scaling.BEFORE,
         start=scaling.HISTORY,
@@ -98,14 +98,10 @@ def launch_update(
     (write,) = node.users
     slots, width = (int(x) for x in value(page).shape)
     bits = amax.target is aten.view.dtype and value(arg(amax, 0)).dtype == torch.int32
-    base, first = amax, 0
-    if bits:
-        view = arg(amax, 0)
-        base, first = arg(view, 0), arg(view, 3)
     history, count = width - scaling.HISTORY, int(value(amax).shape[0])
     name, text = source(slots, history, count, fp8_max, margin, interval, most_recent, bits)
     columns = 1 << max(0, history - 2).bit_length()
-    tensors: dict[str, Any] = {"page": page, "scales": scales, "amaxes": base}
+    tensors: dict[str, Any] = {"page": page, "scales": scales, "amaxes": arg(amax, 0) if bits else amax}
     emit = Emitter(node.graph, write, node)
-    compat.launch(emit, function(name, text, ((BLOCK, columns, 4),)), [(1, 1, 1)], tensors, {"first_slot": slot(first)})
+    compat.launch(emit, function(name, text, ((BLOCK, columns, 4),)), [(1, 1, 1)], tensors)
     write.graph.erase_node(write)

@@ -435,12 +435,9 @@ def _runs(gather: Node, numbers: dict[Node, int], launcher: launch.Launcher) -> 
 
 def _launch(node: Node, group: Group, kernel: Kernel, numbers: dict[Node, int], launcher: launch.Launcher) -> None:
     dump(f"{kernel.name}.py", lambda: kernel.source)
-    inputs: dict[str, object] = {f"x{i}": x for i, x in enumerate(node.args[: len(kernel.inputs)])}
-    for i, scale in enumerate(node.args[len(kernel.inputs) :]):
-        view = isinstance(scale, Node) and scale.target is aten.as_strided.default
-        inputs[f"s{i}"] = arg(scale, 0) if view else scale  # type: ignore[arg-type]
-        inputs[f"s{i}_slot"] = launch.slot(arg(scale, 3) if view else 0)  # type: ignore[arg-type]
     items = _items(node, group)
+    inputs: dict[str, object] = {f"x{i}": x for i, x in enumerate(node.args[: len(kernel.inputs)])}
+    inputs.update({f"s{i}": x for i, x in enumerate(node.args[len(kernel.inputs) :])})
     by_output = {id(output): item for item, output in items}
     slots = [numbers[by_output[id(output)]] for output in kernel.amaxes]
     outputs, amaxes = launcher(node, kernel, group.domain.rows, group.domain.columns, inputs, slots)
