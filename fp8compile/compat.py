@@ -22,7 +22,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import CheckpointPolicy
 
-MUST_SAVE = CheckpointPolicy.MUST_SAVE
+MUST_SAVE, MUST_RECOMPUTE = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE
 
 
 # -- compiling ---------------------------------------------------------------------------------------------------------

@@ -11,7 +11,9 @@ becomes (delayed; `tensorwise` has `current_scale(amax)` in the place of `delaye
 
 Scales are values of the forward that the backward needs as they were: they are tagged MUST_SAVE. So is the copy of an
 input that wgrad reads, and the transposed copy of a weight that dgrad reads: one byte an element, written while the tensor
-is at hand. With `recast_weights`, and where the user checkpoints, a weight is cast again in backward.
+is at hand. With `recast_weights`, and where the user checkpoints, a weight is cast again in backward. So is an activation
+whose producer reads what the backward of that producer reads anyway (GELU, a norm): there, the transposed copy costs no more
+bytes than in forward, and none is kept.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import torch
 from torch.fx import Graph, Node
 
 from .. import compat, ops
-from ..graph import Emitter, Matrix, aten, same_shape, value
+from ..graph import CASTS, PERMUTES, VIEWS, Emitter, Matrix, aten, hint, same_shape, value
 from ..matmul import Matmul
 from ..recipe import Recipe
 from .plan import Operand, Plan, roles
@@ -95,7 +97,12 @@ class _Writer:
             recompute = operand.reader.meta.get("recompute")  # as the user's checkpointing has it
             kept = operand.key.role == "weight" and recompute is None and not self.recipe.recast_weights
             both = {(operand, shape, False), (operand, shape, True)} <= self.demand
-            if both and (kept or operand.key.role == "input"):
+            if both and operand.key.role == "input" and recompute is None and _read_again(source):
+                how = (source, scale, *how)  # type: ignore[assignment]
+                self.copies[operand, shape, False] = self.after(scale, operand)(ops.quantize, *how, False)
+                again = self.after(scale, operand, recompute=compat.MUST_RECOMPUTE)
+                self.copies[operand, shape, True] = again(ops.quantize, *how, True)
+            elif both and (kept or operand.key.role == "input"):
                 # one operator, one read: the forward writes the copy that the backward reads, too
                 emit = self.after(scale, operand, recompute=compat.MUST_SAVE if kept else recompute)
                 made = emit(ops.quantize_both, source, scale, *how)
@@ -158,6 +165,41 @@ class _Writer:
         anchor = self.start if node.op == "placeholder" else node.next
         tag = "is_backward" if operand.backward else "is_forward"
         return Emitter(self.graph, anchor, operand.reader, **{"partitioner_tag": tag, **meta})
+
+
+def _read_again(source: Node) -> bool:
+    """Is a forward tensor computed, element by element, from tensors that pointwise operators of the backward read, too?"""
+    big, computed = value(source).numel(), False
+    seen, stack = {source}, [source]
+    while stack:
+        node = stack.pop()
+        if node.op == "call_function" and (_pointwise(node) or node.target in _RESHAPES):
+            computed = computed or _pointwise(node) and node.target not in CASTS
+            stack += [x for x in node.all_input_nodes if x not in seen and _is_tensor(x)]
+            seen.update(node.all_input_nodes)
+        elif hint(value(node).numel()) * 16 > hint(big) and not _read_in_backward(node):
+            return False
+    return computed
+
+
+def _read_in_backward(node: Node) -> bool:
+    for user in node.users:
+        if user.target in (*_RESHAPES, *CASTS) and _read_in_backward(user):
+            return True
+        if compat.is_backward(user) and _pointwise(user):
+            return True
+    return False
+
+
+def _pointwise(node: Node) -> bool:
+    return torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target in (*CASTS, aten.clone.default)
+
+
+def _is_tensor(node: Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor)
+
+
+_RESHAPES = (*VIEWS, *PERMUTES, aten.expand.default, operator.getitem)
 
 
 def _split_addend(matmul: Matmul) -> tuple[Node | None, Node | None]:
