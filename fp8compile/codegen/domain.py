@@ -181,9 +181,7 @@ def _unravel(axis: str, shape: tuple) -> Index:
 def _broadcast(index: Index, shape: tuple, source: tuple) -> Index:
     """The index of an operand that is broadcast from `source` to `shape`."""
     offset = len(shape) - len(source)
-    return tuple(
-        None if size == 1 and shape[offset + d] != 1 else index[offset + d] for d, size in enumerate(source)
-    )
+    return tuple(None if size == 1 and shape[offset + d] != 1 else index[offset + d] for d, size in enumerate(source))
 
 
 def _magnitude(expr: sympy.Expr) -> float:

@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import sympy
 import torch
 from torch.fx import Node
 
@@ -131,7 +130,3 @@ def statistics_of(node: Node) -> tuple[Node, str]:
 def _is_random(node: Node) -> bool:
     """Numbers out of nothing: stop behind them, at the mask that is made of them."""
     return "inductor_prims" in str(node.target) or "inductor_random" in str(node.target) or "rand" in str(node.target)
-
-
-def bytes_of(node: Node) -> sympy.Expr:
-    return sympy.Mul(*sizes(node)) * node.meta["val"].dtype.itemsize

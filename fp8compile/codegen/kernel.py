@@ -26,6 +26,7 @@ from .group import Group, Output, statistics_of
 
 aten = torch.ops.aten
 
+
 @dataclass(frozen=True)
 class Kernel:
     """A kernel's source and what to call it with."""

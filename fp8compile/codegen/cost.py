@@ -1,0 +1,73 @@
+"""Bytes that move: in a group's kernel, and in what Inductor would make of the same.
+
+Sizes may be symbols; figures are for the sizes that the graph was traced with.
+"""
+
+from __future__ import annotations
+
+import sympy
+import torch
+from torch.fx import Graph, Node
+
+from ..graph import PERMUTES, aten, hint
+from .domain import REDUCTIONS, RESHAPES, product, sizes
+from .expressions import supported
+from .group import Group
+
+STRIDED = 1 / 0.58  # how many times longer one-byte stores at a stride take: Inductor's transposes reach 58% of the bandwidth
+VIEWS = (*RESHAPES, *PERMUTES, aten.expand.default)
+_MOVES = (aten.cat.default, aten.slice.Tensor, aten.select.int, aten.constant_pad_nd.default, aten.amax.default)
+
+
+class Sizes:
+    """Numbers for symbolic expressions: the values that a graph's symbols had when it was traced."""
+
+    def __init__(self, graph: Graph):
+        self.values: dict[sympy.Symbol, int] = {}
+        for node in graph.find_nodes(op="placeholder"):
+            given = node.meta.get("val")
+            for size in given.shape if isinstance(given, torch.Tensor) else [given]:
+                if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol and hint(size):
+                    self.values[size.node.expr] = hint(size)
+
+    def __call__(self, expr: sympy.Expr) -> int:
+        if not expr.free_symbols:
+            return int(expr)
+        return int(expr.subs({symbol: self.values.get(symbol, 4096) for symbol in expr.free_symbols}))
+
+    def bytes_of(self, node: Node) -> int:
+        return self(product(sizes(node))) * int(node.meta["val"].dtype.itemsize)
+
+
+def fusable(node: Node, ours: tuple) -> bool:
+    """Would Inductor compute this in a kernel with its neighbours? `ours`: our own operators, which are lowered to such."""
+    if node.op != "call_function":
+        return False
+    pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
+    return pointwise or node.target in (*VIEWS, *REDUCTIONS, *_MOVES, *ours) or supported(node)
+
+
+def compare(group: Group, sizes_of: Sizes, stored: set[Node], ours_too: tuple) -> tuple[int, int]:
+    """(bytes of the group's kernel, bytes of Inductor's kernels for the same). `stored`: what other groups wrote.
+
+    Inductor reads the inputs once for everything that goes along rows, and once more for each column sum.
+    """
+    reads = sum(map(sizes_of.bytes_of, group.inputs))
+    ours = theirs = reads
+    for x in group.inputs:  # if nobody else reads it, Inductor would have computed it in place
+        if x.op == "call_function" and x not in stored and fusable(x, ours_too) and set(x.users) <= set(group.members):
+            ours += sizes_of.bytes_of(x)
+    for output in group.outputs:
+        elements = sizes_of(product(sizes(output.node)))
+        if output.kind in ("copy", "transposed"):
+            ours += elements
+            theirs += int(elements * (STRIDED if output.kind == "transposed" else 1))
+        elif output.kind in ("value", "row"):
+            ours += sizes_of.bytes_of(output.node)
+            theirs += sizes_of.bytes_of(output.node)
+        elif output.kind == "amax":
+            theirs += 8 * sizes_of(group.domain.rows)
+        else:
+            ours += elements * 8 // 64
+            theirs += reads
+    return ours, theirs

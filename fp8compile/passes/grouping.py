@@ -1,0 +1,208 @@
+"""One group: from a few casts and amaxes over one matrix to everything that one kernel should compute with them.
+
+Goes back from the matrix as far as values are pointwise or sums over rows, and not in memory already. Then it looks forward:
+column sums of what the kernel holds anyway (a bias gradient), what others read of it, statistics that others round. What
+others read is written, unless it is cheaper for them to compute it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch.fx import Node
+
+from .. import ops
+from ..codegen import launch
+from ..codegen.cost import VIEWS, Sizes, fusable
+from ..codegen.domain import RESHAPES, Domain, product, sizes
+from ..codegen.expressions import TRITON_DTYPE, supported
+from ..codegen.group import Group, Output, Walk
+from ..graph import CASTS, aten
+
+MOST_INPUTS = 12
+OURS = (ops.quantize, ops.quantize_both, ops.amax)
+
+
+class Grouping:
+    """`stored`: results of groups, which are in memory."""
+
+    def __init__(self, sizes_of: Sizes, stored: set[Node]):
+        self.sizes, self.stored = sizes_of, stored
+
+    def walk(self, domain: Domain, sources: list[Node], stops: Iterable[Node] = ()) -> Walk:
+        held = {*self.stored, *stops}
+        walk = Walk(domain, held.__contains__)
+        for source in sources:
+            index = domain.full(sizes(source))
+            assert index is not None
+            walk(source, index)
+        return walk
+
+    def __call__(self, domain: Domain, sinks: list[Output]) -> Group | str:
+        """The group of some casts, with everything that it has to write; or why it cannot be one kernel."""
+        sources = list(dict.fromkeys(x.node for x in sinks))
+        stops: set[Node] = set()
+        while True:
+            walk = self.walk(domain, sources, stops)
+            sums = self.column_sums(domain, walk, {x.replaces for x in sinks})
+            outputs = [*sinks, *sums.values()]
+            outputs += self.others(domain, walk, {x.replaces for x in outputs} | set(sums))
+            scales = [x.scale for x in outputs if x.scale is not None]
+            replaced = {x.replaces for x in outputs}
+            reads = [x for x in [*walk.inputs, *scales] if x not in replaced]
+            if not reaches(reads, replaced):
+                break
+            # what it would write, something that it reads is made of: leave that to others, and read it
+            late = {x.replaces for x in outputs if x.kind in ("value", "row", "sum") and reaches(reads, {x.replaces})}
+            late = {x for x in late if x not in stops}
+            if not late:
+                return "it reads what is made of its own results"
+            stops |= late
+        group = Group(domain, outputs, dict(walk.inputs), dict(walk.members), dict(walk.levels), set(walk.loads))
+        if len(group.inputs) > MOST_INPUTS:
+            return f"{len(group.inputs)} inputs"
+        for x in group.inputs:
+            if not readable(x):
+                return f"{x.name} cannot be read: {_described(x)}"
+        return group
+
+    def others(self, domain: Domain, walk: Walk, sinks: set[Node]) -> list[Output]:
+        """Members that someone else reads, and that are cheaper to write than to compute again."""
+        found: list[Output] = []
+        self.follow_rows(domain, walk, sinks)
+        full = {node for node, index in walk.seen if node in walk.members and index == domain.full(sizes(node))}
+        for node in walk.members:
+            if node.target in VIEWS or node in sinks or not isinstance(node.meta.get("val"), torch.Tensor):
+                continue
+            readers = _readers(node, walk.members, sinks)
+            if not readers:
+                continue
+            if node in walk.levels or node not in full:
+                if self.of_sums(node, walk) and (node, domain.row_index(node)) in walk.seen:
+                    found.append(Output("row", node, node))
+                continue
+            needed = any(x.op == "output" or not fusable(x, OURS) for x in readers)
+            if needed or 2 * self.sizes.bytes_of(node) < self.cost_again(domain, node, walk):
+                found.append(Output("value", node, node))
+        return found
+
+    def follow_rows(self, domain: Domain, walk: Walk, sinks: set[Node]) -> None:
+        """Take in what others compute of one number a row alone (the statistics, rounded for backward): else a tiny kernel."""
+        tensors = [node for node in walk.members if isinstance(node.meta.get("val"), torch.Tensor)]
+        rows = [node for node in tensors if domain.row_index(node) is not None and self.of_sums(node, walk)]
+        while rows:
+            node = rows.pop()
+            for user in _readers(node, walk.members, sinks):
+                index = domain.row_index(user) if isinstance(user.meta.get("val"), torch.Tensor) else None
+                operands = domain.operands(user, index) if index is not None else None
+                if operands is not None and all(x[0] in walk.members for x in operands if isinstance(x, tuple)):
+                    walk(user, index)  # type: ignore[arg-type]
+                    rows.append(user)
+
+    @staticmethod
+    def of_sums(node: Node, walk: Walk) -> bool:
+        """Is it made of a sum over rows that the group takes?"""
+        stack, seen = [node], set()
+        while stack:
+            x = stack.pop()
+            if x in walk.levels:
+                return True
+            if x in walk.members and x not in seen:
+                seen.add(x)
+                stack += x.all_input_nodes
+        return False
+
+    def cost_again(self, domain: Domain, node: Node, walk: Walk) -> int:
+        """Bytes to read for computing a member once more."""
+        if self.of_sums(node, walk):
+            return 1 << 62
+        index = domain.full(sizes(node))
+        assert index is not None
+        again = Walk(domain, walk.stop)
+        again(node, index)
+        return sum(map(self.sizes.bytes_of, again.inputs))
+
+    def column_sums(self, domain: Domain, walk: Walk, replaced: set[Node]) -> dict[Node, Output]:
+        """Sums over all rows of what the group holds in its registers anyway."""
+        found: dict[Node, Output] = {}
+        big = {x for x in walk.inputs if domain.is_full(x)}
+        candidates: dict[Node, None] = {}
+        stack = [*walk.members, *walk.inputs]
+        for _ in range(4):  # a few operators away: x * dy, a view
+            following = []
+            for node in stack:
+                for user in node.users:
+                    if user.op != "call_function" or user in candidates:
+                        continue
+                    if user.target in (aten.sum.dim_IntList,):
+                        candidates[user] = None
+                    elif user not in walk.members and (user.target in VIEWS or supported(user)) and domain.is_full(user):
+                        following.append(user)
+            stack = following
+        for node in candidates:
+            reduced = domain.reduction(node)
+            if reduced is None or reduced[1] or node in replaced or not _same_columns(node, domain):
+                continue
+            source = reduced[0]
+            index = domain.full(sizes(source))
+            probe = Walk(domain, walk.stop)
+            probe(source, index)  # type: ignore[arg-type]
+            if {x for x in probe.inputs if domain.is_full(x)} <= big and all(readable(x) for x in probe.inputs):
+                walk(source, index)  # type: ignore[arg-type]
+                found[node] = Output("sum", source, _rounded(node))
+        return found
+
+
+def reaches(starts: Iterable[Node], targets: set[Node]) -> bool:
+    """Does anything in `starts` depend on anything in `targets`?"""
+    seen, stack = set(starts), list(starts)
+    while stack:
+        node = stack.pop()
+        if node in targets:
+            return True
+        for x in node.all_input_nodes:
+            if x not in seen:
+                seen.add(x)
+                stack.append(x)
+    return False
+
+
+def readable(node: Node) -> bool:
+    """Can a kernel read it?"""
+    tensor = node.meta.get("val")
+    return isinstance(tensor, torch.Tensor) and tensor.dtype in TRITON_DTYPE and tensor.device.type in launch.DEVICES
+
+
+def _described(node: Node) -> str:
+    tensor = node.meta.get("val")
+    return f"{tensor.dtype} on {tensor.device}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+
+
+def _readers(node: Node, members: dict[Node, None], sinks: set[Node]) -> list[Node]:
+    """Who reads a member outside of its group, seen through views."""
+    found = []
+    for user in node.users:
+        if user in sinks or user.target in (ops.quantize_both,) and set(user.users) <= sinks:
+            continue
+        if user.target in VIEWS:
+            found += _readers(user, members, sinks)
+        elif user not in members:
+            found.append(user)
+    return found
+
+
+def _rounded(total: Node) -> Node:
+    """A sum as it is read: behind the views and the cast that are all that reads it."""
+    node = total
+    while len(node.users) == 1:
+        user = next(iter(node.users))
+        if user.target not in (*RESHAPES, *CASTS) or (user.target in CASTS and node.target in CASTS):
+            break
+        node = user
+    return node
+
+
+def _same_columns(node: Node, domain: Domain) -> bool:
+    """Has it one element a column?"""
+    return product(sizes(node)) == domain.columns

@@ -1,0 +1,91 @@
+"""place: put the launch of each generated kernel where its functional node is.
+
+   f = generated(x, scale); y8 = f[0]; amax = f[1]
+   update(.., gather([amax, ..]))
+->
+   vector = zeros(..); y8 = empty(..); launch(kernel, x, scale, y8, vector[0])
+   update(.., vector[0:n])
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from .. import ops
+from ..codegen import launch
+from ..codegen.group import Group, Output
+from ..codegen.kernel import Kernel
+from ..graph import Emitter, arg, aten, value
+from ..logs import dump
+
+Made = tuple[Group, Kernel]
+
+
+def generated(*_: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Stands for a group in a graph until its launch is written."""
+    raise NotImplementedError
+
+
+def place(graph: Graph, groups: dict[Node, Made]) -> None:
+    """Replace the functional nodes by launches, and what reads them by what is written. The graph is in order."""
+    order = [node for node in graph.nodes if node in groups]
+    numbers: dict[Node, int] = {}
+    gathers = graph.find_nodes(op="call_function", target=ops.gather)
+    amaxes = [item for node in order for item in _items(node, groups[node][0]) if item[1].kind == "amax"]
+    known = {item for item, _ in amaxes}
+    for item in [x for gather in gathers for x in arg(gather, 0) if x in known] + [item for item, _ in amaxes]:
+        numbers.setdefault(item, len(numbers))
+    launcher = launch.Launcher(graph, len(numbers), order[0].args[0])  # type: ignore[arg-type]
+    for gather in gathers:
+        gather.args = (_runs(gather, numbers, launcher),)
+    for node in order:
+        _launch(node, *groups[node], numbers, launcher)
+
+
+def _items(node: Node, group: Group) -> list[tuple[Node, Output]]:
+    return [(item, group.outputs[int(arg(item, 1))]) for item in sorted(node.users, key=lambda x: arg(x, 1))]
+
+
+def _runs(gather: Node, numbers: dict[Node, int], launcher: launch.Launcher) -> list[Node]:
+    """The vectors to gather: amaxes that are neighbours in the graph's vector are one."""
+    vectors: list[Node] = []
+    run: list[int] = []
+    for item in [*arg(gather, 0), None]:
+        number = numbers.get(item, -1)
+        if run and number != run[-1] + 1:
+            vectors.append(launcher.amaxes(gather, run[0], len(run)))
+            run = []
+        if number >= 0:
+            run.append(number)
+        elif item is not None:
+            vectors.append(item)
+    return vectors
+
+
+def _launch(node: Node, group: Group, kernel: Kernel, numbers: dict[Node, int], launcher: launch.Launcher) -> None:
+    dump(f"{kernel.name}.py", lambda: kernel.source)
+    items = _items(node, group)
+    inputs: dict[str, object] = {f"x{i}": x for i, x in enumerate(node.args[: len(kernel.inputs)])}
+    inputs.update({f"s{i}": x for i, x in enumerate(node.args[len(kernel.inputs) :])})
+    by_output = {id(output): item for item, output in items}
+    slots = [numbers[by_output[id(output)]] for output in kernel.amaxes]
+    outputs, amaxes = launcher(node, kernel, group.domain.rows, group.domain.columns, inputs, slots)
+    written = dict(zip(map(id, [*kernel.outputs, *kernel.amaxes]), [*outputs[: len(kernel.outputs)], *amaxes], strict=True))
+    columns = launcher.totals(node, kernel, outputs)
+    for item, output in items:
+        result = _column_sum(item, *columns[id(output)]) if output.kind == "sum" else written[id(output)]
+        item.replace_all_uses_with(result)
+        node.graph.erase_node(item)
+    node.graph.erase_node(node)
+
+
+def _column_sum(item: Node, totals: Node, first: Any, size: Any) -> Node:
+    """One of the column sums of a kernel, as the graph has it."""
+    emit = Emitter(item.graph, item, item)
+    total = emit(aten.slice.Tensor, totals, 0, first, size)
+    if value(item).dtype != value(total).dtype:
+        total = emit(torch.ops.prims.convert_element_type.default, total, value(item).dtype)
+    return emit(aten.view.default, total, list(value(item).shape)) if value(item).dim() != 1 else total
