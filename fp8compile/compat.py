@@ -342,6 +342,12 @@ class PostGradPass(CustomGraphPass):
 _generated: set[Any] = set()  # the Python functions of our kernels
 
 
+def max_autotune() -> bool:
+    from torch._inductor import config
+
+    return bool(config.max_autotune or config.max_autotune_pointwise)
+
+
 def load_kernel(name: str, source: str) -> Any:
     """The JIT function `name` of `source`, from a file in Inductor's cache (Triton reads its functions' sources from files)."""
     from torch._inductor.codecache import PyCodeCache

@@ -35,12 +35,16 @@ TRITON_DTYPE = {
 }
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
-# |x| < 1/4: the Taylor series to x^9, below 1e-8 relative; beyond: by exp, whose error is absolute
-_TANH = (
-    "tl.where(tl.abs({0}) < 0.25, "
-    "{0} * (1 + {0} * {0} * (-1 / 3 + {0} * {0} * (2 / 15 + {0} * {0} * (-17 / 315 + {0} * {0} * (62 / 2835))))), "
-    "tl.where({0} < 0, -1.0, 1.0) * (1 - tl.div_rn(2.0, tl.exp(2 * tl.abs({0})) + 1)) + 0 * {0})"
-)
+# Statements before an expression: {name} is that of the result. tanh: |x| < 1/4 by the Taylor series to x^9, below 1e-8
+# relative; beyond by exp, whose error is absolute.
+PRELUDES: dict[Any, tuple[str, ...]] = {
+    aten.tanh.default: (
+        "{name}_2 = {0} * {0}",
+        "{name}_small = {0} * (1 + {name}_2 * (-1 / 3 + {name}_2 * (2 / 15 + {name}_2 * (-17 / 315 + {name}_2 * 62 / 2835))))",
+        "{name}_large = 1 - tl.div_rn(2.0, tl.exp(2 * tl.abs({0})) + 1)",
+    ),
+}
+_TANH = "tl.where(tl.abs({0}) < 0.25, {name}_small, tl.where({0} < 0, -{name}_large, {name}_large))"
 _MAXIMUM = "tl.where(({0} > {1}) | ({0} != {0}), {0}, {1})"  # NaN wins, from either side
 _MINIMUM = "tl.where(({0} < {1}) | ({0} != {0}), {0}, {1})"
 
@@ -131,8 +135,14 @@ def supported(node: Node) -> bool:
     return floats or target in INTEGER and value.dtype in (torch.bool, *FLOATS)
 
 
-def expression(node: Node, operands: list[str]) -> str:
-    """The Triton expression of a supported node, as a value of its dtype, held as the module says."""
+def prelude(node: Node, operands: list[str], name: str) -> list[str]:
+    """What has to stand before the expression of a node that is called `name`."""
+    return [line.format(*operands, name=name) for line in PRELUDES.get(node.target, ())]
+
+
+def expression(node: Node, operands: list[str], name: str = "v") -> str:
+    """The Triton expression of a supported node, as a value of its dtype, held as the module says. Of a copy that changes
+    nothing, the operand."""
     target, dtype = node.target, node.meta["val"].dtype
     if target in CONSTANTS:
         number: Any = node.args[1] if target is CONSTANTS[0] else node.args[0]
@@ -156,7 +166,7 @@ def expression(node: Node, operands: list[str]) -> str:
     alpha = node.kwargs.get("alpha", 1)
     if alpha != 1:
         operands = [operands[0], f"({operands[1]} * {number_text(alpha)})"]
-    text = form.format(*operands)
+    text = form.format(*operands, name=name)
     return rounded(f"({text})", dtype) if dtype in (torch.bfloat16, torch.float16) else text
 
 

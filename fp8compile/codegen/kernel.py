@@ -21,7 +21,7 @@ from torch.fx import Node
 
 from ..graph import arg
 from .domain import RESHAPES, Index, kind, sizes
-from .expressions import FLOATS, TRITON_DTYPE, expression, number_text, rounded
+from .expressions import FLOATS, TRITON_DTYPE, expression, number_text, prelude, rounded
 from .group import Group, Output, statistics_of
 
 aten = torch.ops.aten
@@ -49,7 +49,7 @@ class Kernel:
         if self.sums:
             names.append("sums")
         names += [f"amax{i}" for i in range(len(self.amaxes))]
-        return names + [str(symbol) for symbol in self.symbols]
+        return names + [f"n{i}" for i in range(len(self.symbols))]
 
 
 def write(group: Group) -> Kernel:
@@ -65,7 +65,7 @@ class _Writer:
         stored = group.of_kind("copy", "transposed", "value", "row")
         self.pointers = {id(output): f"y{i}" for i, output in enumerate(stored)}
         self.stored, self.sums, self.amaxes = stored, group.of_kind("sum"), group.of_kind("amax")
-        self.symbols: set[sympy.Symbol] = set()
+        self.symbols: dict[sympy.Symbol, sympy.Symbol] = {}  # as the kernel calls them: n0, n1, ..
         self.count = 0
         self.outer: dict[tuple[Node, Index], str] = {}  # values that vary with the row or with nothing
         self.outer_lines: list[str] = []
@@ -113,7 +113,7 @@ class _Writer:
             outputs=tuple(self.stored),
             sums=tuple(self.sums),
             amaxes=tuple(self.amaxes),
-            symbols=tuple(sorted(self.symbols, key=str)),
+            symbols=tuple(self.symbols),
             row_blocks=looping,
         )
         parameters = ", ".join([*kernel.parameters, "BLOCK_R: tl.constexpr", "BLOCK_C: tl.constexpr"])
@@ -126,7 +126,8 @@ class _Writer:
         """What is what: each pointer with its dtype and shape."""
         lines = []
         for node, name in self.inputs.items():
-            lines.append(f"# {name}: {_dtype(node.meta['val'].dtype)} {_shape(sizes(node))}")
+            shape = ", ".join(self.text(size).strip("()") for size in sizes(node))
+            lines.append(f"# {name}: {_dtype(node.meta['val'].dtype)} [{shape}]")
         for output in self.stored:
             dtype = output.dtype or output.node.meta["val"].dtype
             lines.append(f"# {self.pointers[id(output)]}: {output.kind} {_dtype(dtype)}")
@@ -183,17 +184,22 @@ class _Writer:
         if node in self.reduced:
             return self.reduced[node]
         if key in self.group.loads:
-            text, name = self.load(node, index), self.name("v")
+            text, name, before = self.load(node, index), self.name("v"), []
         else:
             operands = self.domain.operands(node, index)
             assert operands is not None, node
             texts = [self.value(*x) if isinstance(x, tuple) else number_text(x) for x in operands]
             if node.target in RESHAPES or len(texts) == 1 and expression_is_copy(node):
                 return texts[0]
-            text, name = expression(node, texts), self.name("v")
+            name = f"v{self.count + 1}"
+            text, before = expression(node, texts, name), prelude(node, texts, name)
+            if text in texts:
+                return text
+            self.count += 1
         inner = kind(index) in ("full", "col")
         (self.loop if inner else self.outer)[key] = name
-        (self.lines if inner else self.outer_lines).append(f"{name} = {text}")
+        lines = self.lines if inner else self.outer_lines
+        lines += [*before, f"{name} = {text}"]
         return name
 
     def load(self, node: Node, index: Index) -> str:
@@ -283,8 +289,9 @@ class _Writer:
 
     def text(self, expr: sympy.Expr) -> str:
         """An integer expression. Symbols become parameters."""
-        self.symbols |= expr.free_symbols
-        return self.bracketed(_python(expr))
+        for symbol in sorted(expr.free_symbols, key=str):
+            self.symbols.setdefault(symbol, sympy.Symbol(f"n{len(self.symbols)}", integer=True, positive=True))
+        return self.bracketed(_python(expr.subs(self.symbols, simultaneous=True)))
 
     @staticmethod
     def bracketed(text: str) -> str:
@@ -329,10 +336,6 @@ _QUIET = "view _unsafe_view reshape t transpose permute expand clone detach alia
 
 def _dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _shape(shape: tuple) -> str:
-    return f"[{', '.join(map(str, shape))}]"
 
 
 def _indented(lines: list[str]) -> list[str]:

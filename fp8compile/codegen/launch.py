@@ -38,10 +38,13 @@ TALL_ROW_BLOCKS = ((32, 128, 8), (32, 64, 4))
 
 
 def configurations(kernel: Kernel) -> tuple[tuple[int, int, int], ...]:
-    """The block sizes and warps to choose from at the first launch, the default first."""
+    """The block sizes and warps to choose from at the first launch, the default first; all with Inductor's `max_autotune`."""
+    choices: tuple[tuple[int, int, int], ...]
     if kernel.row_blocks:
-        return TALL_ROW_BLOCKS if kernel.sums else ROW_BLOCKS
-    return TALL_TILES if kernel.sums else TILES
+        choices = TALL_ROW_BLOCKS if kernel.sums else ROW_BLOCKS
+    else:
+        choices = TALL_TILES if kernel.sums else TILES
+    return choices if compat.max_autotune() else choices[:2]
 
 
 def row_blocks(kernel: Kernel, rows: sympy.Expr) -> sympy.Expr:
@@ -93,7 +96,7 @@ class Launcher:
             tensors["sums"] = outputs[-1]
         bits = [emit(aten.as_strided.default, self.vector, [1], [1], AMAX_STRIDE * s) for s in slots]
         tensors.update({f"amax{i}": node for i, node in enumerate(bits)})
-        tensors.update({str(s): self.number(emit, s) for s in kernel.symbols})
+        tensors.update({f"n{i}": self.number(emit, s) for i, s in enumerate(kernel.symbols)})
         configs = configurations(kernel)
         grids = [(self.number(emit, grid(kernel, rows, columns, config)), 1, 1) for config in configs]
         compat.launch(emit, function(kernel.name, kernel.source, configs), grids, tensors)
