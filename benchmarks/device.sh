@@ -106,6 +106,7 @@ smoke)
     bench 100 llama-8b-layers:layers=2 "$bf16,fp8-delayed" --rounds 2 --steps 5
     ;;
 kernels)
+    run 200 "$python" -m benchmarks.kernels --json "$out/json/kernels.json" --budget 150 "${flags[@]}"
     bench 130 linear "eager-bf16,$fp8,$peers" --rounds 3 --steps 20
     bench 340 linear:grid=6 "eager-bf16,fp8-delayed" --rounds 1 --steps 10
     ;;

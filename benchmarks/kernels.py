@@ -1,103 +1,366 @@
-"""Which class a device kernel belongs to, by its name; and what the profiler saw of a step.
+"""Measure generated kernels: `python -m benchmarks.kernels --family gelu swiglu --shape 32768x4096`.
 
-    fp8_gemm     matmuls of FP8 operands: the proof that FP8 ran
-    bf16_gemm    all other matmuls
-    cast         kernels that read or write FP8, or find an amax (fused with whatever else they do, a GELU or a norm)
-    attention    fused attention
-    other        the rest: norms, losses, the optimizer, copies
+Each family (`families.FAMILIES`) is compiled twice, with generated kernels ("fp8") and without ("inductor": the same graph,
+lowered to ATen and left to Inductor), and compared with a device copy of as many bytes. GB/s are bytes that must move (each
+input read once, each output written once) over the median time of all that is launched, the zeroing of amaxes and the second
+stage of column sums included; L2 is flushed before each run. "torchao": its Triton casts, where it has one for the family.
+The outputs of every plan are compared with those of the eager operators before they are timed.
 
-Libraries' matmuls and attention are known by name. Inductor's own kernels are not named by their dtypes, so the sources that
-it left in its cache are read: a kernel with an FP8 pointer in its signature is a cast.
+`--static` counts instead the bytes and kernels of both compiled plans for a described H200. On a CPU generated kernels are
+interpreted, at tiny sizes: outputs are compared and bytes are counted, nothing is timed.
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import math
 import re
-from collections.abc import Iterable
+import shlex
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-CLASSES = ("fp8_gemm", "bf16_gemm", "cast", "attention", "other")
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.fx import Graph, GraphModule
 
-# cuBLAS: nvjet_<a><b>.., letters for the operands' types: q = E4M3 (which hybrid's products of E5M2 and E4M3 have, too),
-# t = bf16, h = half, s = float; xmma and CUTLASS spell the types out;
-# hipBLASLt: Cijk_.._F8.. (or B8). Triton templates of Inductor: triton_tem_fused__scaled_mm_..
-_FP8_GEMM = re.compile(
-    r"nvjet_(?:sm\d+_)?(?:q[a-z]|[a-z]q)|xmma_gemm_e[45]m[32]|gemm\w*_(?:f8f8|e[45]m[32])|Cijk_\w*?_(?:F8|B8)|f8f8bf16"
-    r"|(?:cutlass|gemm|device_kernel).*float_e[45]m[32]_t|triton_tem_\w*scaled_(?:grouped_)?mm",
-    re.IGNORECASE,
-)
-_GEMM = re.compile(
-    r"nvjet_|gemm|Cijk_|gemv|triton_tem_\w*(?:mm|matmul)|cublas\w*matmul|wgmma|s16816|s1688|splitk_?reduce", re.IGNORECASE
-)
-_ATTENTION = re.compile(
-    r"flash|fmha|sdpa|attention|cutlass[FB]_|triton_tem_\w*flex|AttentionKernel|mha_(?:fwd|bwd)|attn_(?:fwd|bwd)", re.IGNORECASE
-)
-_CAST = re.compile(r"float8|fp8|quantize|amax", re.IGNORECASE)
-_MEMORY = re.compile(r"^(?:Memcpy|Memset)", re.IGNORECASE)
+from fp8compile import compat, described, runtime
+from fp8compile.codegen import launch
 
-_TRITON_SOURCE = re.compile(r"async_compile\.triton\(\s*'(\w+)',\s*'''(.*?)'''", re.DOTALL)
-_FP8_POINTER = re.compile(r"\*fp8e\w+")
+from . import arms, classify, machine, results, tables, torchao_casts
+from .families import FAMILIES, Family, Source, must_move
+from .static import DEVICE
+from .train import Parser, count, destination
+from .worker import one_line
 
-
-def classify(name: str, casts: Iterable[str] = ()) -> str:
-    """The class of a kernel. `casts`: names of generated kernels that are known to touch FP8 (`cast_kernels`)."""
-    if _MEMORY.match(name):
-        return "other"
-    if _FP8_GEMM.search(name):
-        return "fp8_gemm"
-    if _ATTENTION.search(name):
-        return "attention"
-    if name in casts:
-        return "cast"
-    if _GEMM.search(name) and not name.startswith(("triton_poi", "triton_red", "triton_per", "triton_for")):
-        return "bf16_gemm"
-    return "cast" if _CAST.search(name) else "other"
+SHAPES = {"full": ("32768x4096", "8192x14336"), "tiny": ("48x64", "33x40")}
+PLANS = ("fp8", "inductor", "torchao")
+GOAL = 0.9  # of a copy's bandwidth
+# How outputs may differ from those of the eager operators, where a bfloat16 or a sum was rounded otherwise: on the whole by
+# less than one wrong element in a thousand would make, and none by more than to an FP8 neighbour (for E5M2 a quarter).
+LEAST_DB = 30.0
+NEIGHBOUR, NOTHING = 0.26, 0.02  # of the element; of the root mean square
 
 
-def cast_kernels(cache: Path) -> set[str]:
-    """Names of the Triton kernels in an Inductor cache folder that have an FP8 pointer among their arguments."""
-    names = set()
-    for path in cache.rglob("*.py"):
-        for name, source in _TRITON_SOURCE.findall(path.read_text(errors="ignore")):
-            if _FP8_POINTER.search(source) and not name.startswith("triton_tem"):
-                names.add(name)
-    return names
+class Wrong(Exception):
+    """A plan computes something else."""
 
 
-def summarise(events: Iterable[tuple[str, float]], casts: Iterable[str], steps: int) -> dict[str, Any]:
-    """(kernel name, microseconds) of `steps` steps -> for each class kernels and milliseconds a step, and the longest ones."""
-    known = set(casts)
-    classes = {kind: {"count": 0.0, "ms": 0.0} for kind in CLASSES}
-    names: dict[str, list[float]] = {}
-    for name, microseconds in events:
-        entry = classes[classify(name, known)]
-        entry["count"] += 1 / steps
-        entry["ms"] += microseconds / 1e3 / steps
-        names.setdefault(name, []).append(microseconds)
-    longest = sorted(names.items(), key=lambda item: -sum(item[1]))[:40]
-    return {
-        "classes": {kind: {"count": round(entry["count"], 2), "ms": round(entry["ms"], 4)} for kind, entry in classes.items()},
-        "count": round(sum(entry["count"] for entry in classes.values()), 2),
-        "busy_ms": round(sum(entry["ms"] for entry in classes.values()), 4),
-        "longest": [
-            {
-                "name": name[:200],
-                "class": classify(name, known),
-                "count": round(len(times) / steps, 2),
-                "ms": round(sum(times) / 1e3 / steps, 4),
-            }
-            for name, times in longest
-        ],
-    }
+# -- compiling ---------------------------------------------------------------------------------------------------------
 
 
-def device_events(profile: Any) -> list[tuple[str, float]]:
-    """(name, microseconds) of everything that ran on the device under a torch.profiler.profile."""
-    from torch.autograd import DeviceType
+class Plan:
+    """A function compiled by Inductor, with generated kernels or without. `generated`: the names of those that it launches."""
 
-    return [
-        (event.name, event.time_range.elapsed_us())
-        for event in profile.events()
-        if event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False)
-    ]
+    def __init__(self, function: Callable[..., tuple[Tensor, ...]], fused: bool, interpreted: bool):
+        self.fused, self.interpreted = fused, interpreted
+        self.generated: list[str] = []
+        torch._dynamo.reset()
+        self.compiled = torch.compile(function, backend=self._backend, dynamic=False, fullgraph=True)
+
+    def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        with torch.no_grad():
+            return self.compiled(*inputs)
+
+    def first(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """The call that compiles."""
+        with contextlib.nullcontext() if self.fused else mock.patch.object(launch, "DEVICES", ()):
+            return self(*inputs)
+
+    def _backend(self, gm: GraphModule, inputs: Sequence[Tensor]) -> Any:
+        # a cached graph would be another plan's
+        patches = {"post_grad_custom_post_pass": compat.PostGradPass(self._lower, f"kernels-{self.fused}")}
+        return compat.compile_fx(gm, inputs, self._compile, {**patches, "fx_graph_cache": False})
+
+    def _compile(self, gm: GraphModule, inputs: Sequence[Tensor], **kwargs: Any) -> Any:
+        if not self.interpreted:
+            return compat.compile_inner(gm, inputs, **kwargs)
+        self._lower(gm.graph)
+        gm.recompile()
+        return runtime._boxed(runtime.Eager(gm))
+
+    def _lower(self, graph: Graph) -> None:
+        runtime.lowered(graph)
+        self.generated += [_name(compat.launched(node)[0]) for node in compat.launches(graph)]
+
+
+def _name(function: Any) -> str:
+    while hasattr(function, "fn"):  # an autotuner has a JIT function has a Python function
+        function = function.fn
+    return getattr(function, "name", None) or function.__name__
+
+
+@contextlib.contextmanager
+def interpreter() -> Iterator[None]:
+    """Inside, CPU graphs get generated kernels, run by the tests' interpreter (a checkout has it, an installed package not)."""
+    sys.path.insert(0, str(machine.ROOT / "tests"))
+    try:
+        from interpreter import kernels_on_cpu
+    finally:
+        sys.path.pop(0)
+    with kernels_on_cpu():
+        yield
+
+
+# -- checking and timing -----------------------------------------------------------------------------------------------
+
+
+def compare(wanted: Sequence[Tensor], got: Sequence[Tensor | None]) -> None:
+    """`Wrong` if an output is not what it should be. None: an output that a peer does not have."""
+    for i, (a, b) in enumerate(zip(wanted, got, strict=True)):
+        if b is None:
+            continue
+        if a.shape != b.shape or a.dtype != b.dtype:
+            raise Wrong(f"output {i} is {b.dtype} {list(b.shape)} instead of {a.dtype} {list(a.shape)}")
+        signal = a.to(torch.float32, copy=True)
+        noise = b.to(torch.float32).sub(signal).abs_()
+        power = signal.square().sum(dtype=torch.float64).item()
+        limit = signal.abs_().mul_(NEIGHBOUR).add_(NOTHING * math.sqrt(power / max(1, a.numel())))
+        wrong = int((~(noise <= limit)).sum())  # of NaN, too
+        if wrong:
+            raise Wrong(f"output {i}: {wrong} of {a.numel()} elements are not those of the eager operators")
+        error = noise.square_().sum(dtype=torch.float64).item()
+        if error > power * 10 ** (-LEAST_DB / 10):
+            raise Wrong(f"output {i} is {10 * math.log10(power / error):.0f} dB over its error, not {LEAST_DB:.0f}")
+
+
+class Device:
+    """Times calls on a CUDA device."""
+
+    def __init__(self, runs: int, device: str = "cuda", flush: int = 512 << 20):
+        self.runs, self.device = runs, device
+        self.flush = torch.empty(flush, dtype=torch.uint8, device=device)  # several times any L2
+        self.copies: dict[int, float] = {}
+        self.flushes = {name for name, _ in self.profiled(lambda: None)}
+
+    def milliseconds(self, call: Callable[[], Any]) -> list[float]:
+        for _ in range(5):
+            self.flush.zero_()
+            call()
+        torch.cuda.synchronize()
+        torch.cuda._sleep(20_000_000)  # so that launches wait in the queue, and the device never for the CPU
+        marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(self.runs)]
+        for start, end in marks:
+            self.flush.zero_()
+            start.record()
+            call()
+            end.record()
+        torch.cuda.synchronize()
+        return [start.elapsed_time(end) for start, end in marks]
+
+    def copy_gb_per_s(self, size: int) -> float:
+        """Of a copy that moves as many bytes: it reads half of them and writes half."""
+        if size not in self.copies:
+            source, target = (torch.zeros(size // 2, dtype=torch.uint8, device=self.device) for _ in range(2))
+            self.copies[size] = 2 * (size // 2) / statistics.median(self.milliseconds(lambda: target.copy_(source))) / 1e6
+        return self.copies[size]
+
+    def profiled(self, call: Callable[[], Any], calls: int = 3) -> list[tuple[str, float]]:
+        """(name, microseconds) of what the device ran."""
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            for _ in range(calls):
+                self.flush.zero_()
+                call()
+            torch.cuda.synchronize()
+        return classify.device_events(profile)
+
+    def kernels(self, call: Callable[[], Any]) -> list[dict[str, Any]]:
+        """What a call launches, with the median time of each."""
+        times: dict[str, list[float]] = {}
+        for name, microseconds in self.profiled(call):
+            if name not in self.flushes:
+                times.setdefault(name, []).append(microseconds)
+        return [{"name": name[:200], "us": round(statistics.median(x), 2), "times": len(x)} for name, x in times.items()]
+
+    def timed(self, call: Callable[[], Any], size: int) -> dict[str, Any]:
+        times = self.milliseconds(call)
+        ms = statistics.median(times)
+        speed, copy = size / ms / 1e6, self.copy_gb_per_s(size)
+        return {
+            "ms": {"median": ms, "min": min(times), "max": max(times), "runs": len(times)},
+            "gb_per_s": speed,
+            "copy_gb_per_s": copy,
+            "share": speed / copy,
+            "kernels": self.kernels(call),
+        }
+
+
+# -- rows --------------------------------------------------------------------------------------------------------------
+
+
+class Bench:
+    def __init__(self, args: argparse.Namespace):
+        self.args = args
+        self.cuda = args.device == "cuda" and not args.static
+        self.deadline = time.monotonic() + (args.budget or math.inf)
+        self.timer = Device(args.runs) if self.cuda else None
+        self.missing = torchao_casts.missing() if self.cuda else "not used: no device"
+        self.skipped = 0
+        self.rows: list[dict[str, Any]] = []
+        self.began, self.clocks, self.date = time.monotonic(), machine.clocks(), machine.now()
+
+    def run(self, ready: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+        """All rows; `ready` gets the result as far as it is, after each family."""
+        points = [(family, shape) for shape in self.args.shape for family in self.args.family]
+        for i, (name, shape) in enumerate(points):
+            if time.monotonic() > self.deadline:
+                self.skipped = len(points) - i
+                break
+            found = self.rows_of(FAMILIES[name], shape)
+            self.rows += found
+            for row in found:
+                print(f"{row['point']} {row['arm']}: {row['error'] or tables.kernel_note(row)}", flush=True)
+            ready(self.result())
+        return self.result()
+
+    def rows_of(self, family: Family, shape: str) -> list[dict[str, Any]]:
+        rows, columns = map(int, shape.split("x"))
+        found = []
+        try:
+            if self.args.static:
+                source = Source(rows, columns, "cpu", empty=True)
+                with FakeTensorMode():
+                    inputs = family.inputs(source)
+                    size = must_move(family, inputs, family.function(*inputs))
+                inputs, wanted = family.inputs(source), ()
+            else:
+                torch.manual_seed(0)
+                inputs = family.inputs(Source(rows, columns, self.args.device))
+                wanted = family.function(*inputs)
+                size = must_move(family, inputs, wanted)
+        except Exception as error:
+            return [{"arm": "reference", "kind": "kernels", "point": f"{family.name} {shape}", "error": one_line(error)}]
+        for plan in PLANS:
+            if plan == "torchao" and (not self.cuda or self.missing or family.name not in torchao_casts.CASTS):
+                continue
+            row = {"arm": plan, "kind": "kernels", "point": f"{family.name} {shape}", "error": None}
+            row |= {"family": family.name, "shape": [rows, columns], "bytes": size}
+            try:
+                if self.args.static:
+                    row |= self.estimated(family, plan, inputs)
+                else:
+                    row |= self.measured(family, plan, inputs, wanted, size)
+            except Exception as error:
+                row["error"] = one_line(error)
+            found.append(row)
+        return found
+
+    def measured(
+        self, family: Family, plan: str, inputs: tuple[Tensor, ...], wanted: tuple[Tensor, ...], size: int
+    ) -> dict[str, Any]:
+        generated: list[str] | None = None
+        if plan == "torchao":
+            peer = torchao_casts.CASTS[family.name]
+            what, call = peer.what, lambda: peer.call(*inputs)
+            compare(wanted, call())
+        else:
+            made = Plan(family.function, plan == "fp8", interpreted=not self.cuda)
+            compare(wanted, made.first(*inputs))
+            what, call, generated = "", lambda: made(*inputs), made.generated
+            compare(wanted, call())  # the first call may have tuned
+            if (plan == "fp8") != bool(generated):
+                raise Wrong("no kernel was generated" if plan == "fp8" else f"kernels were generated: {', '.join(generated)}")
+        row = {"checked": True, "generated": generated, "what": what}
+        nothing = dict.fromkeys(("ms", "gb_per_s", "copy_gb_per_s", "share", "kernels"))
+        return row | (self.timer.timed(call, size) if self.timer else nothing)
+
+    def estimated(self, family: Family, plan: str, inputs: tuple[Tensor, ...]) -> dict[str, Any]:
+        made = Plan(family.function, plan == "fp8", interpreted=False)
+        step = described.trace(lambda: made.first(*inputs))
+        if not step.kernels:
+            raise RuntimeError("nothing was compiled")
+        figures = {"gb": sum(k.bytes for k in step.kernels) / 1e9, "kernels": len(step.kernels)}
+        return {"static": figures, "generated": made.generated}
+
+    def result(self) -> dict[str, Any]:
+        args = self.args
+        described_device = {"name": DEVICE, "memory": 0, "capability": None}
+        return {
+            "schema": results.SCHEMA,
+            "case": "kernels",
+            "name": "kernels" if args.complete else "kernels:part",
+            "title": "casts with their producers",
+            "variant": {},
+            "size": args.size,
+            "static": args.static,
+            "date": self.date,
+            "command": shlex.join(["python", "-m", "benchmarks.kernels", *args.given]),
+            **machine.commit(),
+            "device": described_device if args.static else machine.describe_device(args.device),
+            "versions": machine.versions(),
+            "clocks": {"before": self.clocks, "after": machine.clocks()},
+            "settings": {
+                "runs": args.runs,
+                "torchao": self.missing or "used",
+                "skipped_points": self.skipped,
+                "seconds": round(time.monotonic() - self.began, 1),
+            },
+            "goal": None if args.static else GOAL,
+            "rows": self.rows,
+        }
+
+
+# -- command line ------------------------------------------------------------------------------------------------------
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = Parser(prog="benchmarks.kernels", description=__doc__.split("\n")[0], allow_abbrev=False)
+    add = parser.add_argument
+    add("--family", nargs="+", action="extend", metavar="NAME", help=f"default: all: {', '.join(FAMILIES)}")
+    add("--shape", nargs="+", action="extend", metavar="RxC", help=f"default: {' '.join(SHAPES['full'])}")
+    add("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
+    add("--size", choices=tuple(SHAPES), help="default shapes: full on cuda, tiny on cpu")
+    add("--static", action="store_true", help="count bytes and kernels for a described GPU instead of measuring")
+    add("--json", type=Path, metavar="PATH", help="result file, or folder (default: benchmarks/results/<device>/)")
+    add("--torchao", type=Path, metavar="PATH", help="torchao's wheel, or a folder that has it, packed or not")
+    add("--runs", type=count(30), default=50, help="timed runs of each plan, at least 30 (default: 50)")
+    add("--budget", type=count(1), metavar="SECONDS", help="begin nothing new after this time")
+    args = parser.parse_args(argv)
+    args.given = argv
+    args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    args.size = args.size or ("full" if args.device == "cuda" or args.static else "tiny")
+    args.complete = not args.family and not args.shape
+    args.family, args.shape = args.family or [*FAMILIES], args.shape or [*SHAPES[args.size]]
+    for name in args.family:
+        if name not in FAMILIES:
+            parser.error(f"no family {name!r} (there are: {', '.join(FAMILIES)})")
+    for shape in args.shape:
+        if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", shape):
+            parser.error(f"--shape {shape}: rows and columns are written 32768x4096")
+    if args.device == "cuda" and not args.static and not torch.cuda.is_available():
+        parser.error("--device cuda: torch sees no CUDA device here")
+    if args.torchao and not args.torchao.exists():
+        parser.error(f"--torchao {args.torchao}: no such file or folder")
+    if args.static and described.unavailable():
+        parser.error(f"--static: {described.unavailable()}")
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(sys.argv[1:] if argv is None else argv)
+    with contextlib.ExitStack() as stack:
+        if args.torchao:
+            scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="benchmarks-")))
+            try:
+                sys.path.insert(0, str(arms.torchao_folder(args.torchao.resolve(), scratch)))
+            except ValueError as error:
+                sys.exit(f"benchmarks.kernels: error: {error}")
+        if args.device == "cpu" and not args.static:
+            stack.enter_context(interpreter())
+        result = Bench(args).run(lambda so_far: results.write(so_far, destination(args, so_far)))
+    print(f"\n{tables.text(result)}\n{destination(args, result)}", flush=True)
+    return 0 if any(not row["error"] for row in result["rows"]) else 1
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit("interrupted")

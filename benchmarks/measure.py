@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import kernels
+from . import classify
 from .cases.base import Task
 
 
@@ -135,4 +135,4 @@ class Runner:
                 self.step()
             self.wait()
         self.losses.clear()
-        return kernels.summarise(kernels.device_events(profile), casts, steps)
+        return classify.summarise(classify.device_events(profile), casts, steps)

@@ -176,7 +176,7 @@ def draw(found: list[Result], out: Path) -> list[Path]:
     """All pictures that the results give; the last result of each case counts. Returns the paths."""
     out.mkdir(parents=True, exist_ok=True)
     made: list[Path] = []
-    newest = results.latest(found)
+    newest = [r for r in results.latest(found) if r["case"] != "kernels"]
     for device in dict.fromkeys(r["device"]["name"] for r in newest):
         here = [r for r in newest if r["device"]["name"] == device]
         name = slug(device)

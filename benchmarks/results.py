@@ -5,7 +5,8 @@
 
 A row of a failed arm has `error` and nothing measured. A row of a measurement has tokens_per_s, step_ms, busy_ms, ratio,
 memory, compile_s, kernels, fp8, losses, validation; one of an estimate has `static` and ratio. Times are in ms, memory in
-bytes.
+bytes. Rows of the case `kernels` (`benchmarks.kernels`) are a family, a shape and a plan each: family, shape, bytes, and ms,
+gb_per_s, copy_gb_per_s and share (null on a CPU), or `static`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ TOP = "schema case name size static date command commit changed device versions 
 ROW = "arm kind point error".split()
 MEASURED = "how tokens_per_s step_ms busy_ms ratio memory compile_s kernels fp8 losses validation".split()
 ESTIMATED = ("static", "ratio")
+OF_KERNELS = "family shape bytes generated".split()
+TIMED = "ms gb_per_s copy_gb_per_s share checked".split()
 
 
 def check(result: Mapping[str, Any]) -> None:
@@ -32,7 +35,10 @@ def check(result: Mapping[str, Any]) -> None:
     if missing or result["schema"] != SCHEMA:
         raise ValueError(f"not a result of schema {SCHEMA}: {', '.join(missing) or 'schema differs'}")
     for row in result["rows"]:
-        needed = [*ROW, *(() if row.get("error") else ESTIMATED if result["static"] else MEASURED)]
+        found: Sequence[str] = ESTIMATED if result["static"] else MEASURED
+        if result["case"] == "kernels":
+            found = [*OF_KERNELS, *(["static"] if result["static"] else TIMED)]
+        needed = [*ROW, *(() if row.get("error") else found)]
         missing = [key for key in needed if key not in row]
         if missing:
             raise ValueError(f"row {row.get('arm')!r} lacks {', '.join(missing)}")

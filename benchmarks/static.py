@@ -18,7 +18,7 @@ from fp8compile import described
 
 from . import arms
 from .cases.base import Point, Static
-from .kernels import classify
+from .classify import classify
 from .models import unallocated
 
 # What an H200 is taken to sustain: copies and large bf16 matmuls as seen on one; FP8 is assumed, at 1.7 times bf16. (The best
@@ -35,7 +35,7 @@ def roofline_s(kernel: Any) -> float:
 
 
 def kind(kernel: Any) -> str:
-    """Its class (see `kernels`); generated kernels are not told apart and count as other."""
+    """Its class (see `classify`); generated kernels are not told apart and count as other."""
     if kernel.matmul is not None:
         return "fp8_gemm" if kernel.matmul.dtype == "fp8" else "bf16_gemm"
     return "attention" if kernel.kind == "extern" and classify(kernel.name) == "attention" else "other"

@@ -1,7 +1,7 @@
 """Results as tables: `python -m benchmarks.tables benchmarks/results`, `--markdown` for the docs.
 
-`--update docs/benchmarks.md` replaces what stands between the lines `<!-- table: NAME -->` and `<!-- end -->`; NAME is `static`
-or `measured`.
+`--update docs/benchmarks.md` replaces what stands between the lines `<!-- table: NAME -->` and `<!-- end -->`; NAME is
+`static`, `measured` or `kernels`.
 """
 
 from __future__ import annotations
@@ -69,6 +69,69 @@ STATIC: list[Column] = [
 ]
 
 
+# One line a family and shape: the rows of its plans by their names, and under "" what they share.
+KERNEL_SPEED: list[Column] = [
+    ("MB that must move", lambda r: number(get(r, "", "bytes"), ",.4g", 1e-6)),
+    ("copy GB/s", lambda r: number(get(r, "fp8", "copy_gb_per_s"), ",.0f")),
+    ("GB/s", lambda r: number(get(r, "fp8", "gb_per_s"), ",.0f")),
+    ("of copy", lambda r: share(r)),
+    ("Inductor GB/s", lambda r: number(get(r, "inductor", "gb_per_s"), ",.0f")),
+    ("torchao GB/s", lambda r: number(get(r, "torchao", "gb_per_s"), ",.0f")),
+    ("x Inductor", lambda r: number(over(get(r, "inductor", "ms", "median"), get(r, "fp8", "ms", "median")))),
+    ("x torchao", lambda r: number(over(get(r, "torchao", "ms", "median"), get(r, "fp8", "ms", "median")))),
+]
+KERNEL_BYTES: list[Column] = [
+    ("MB that must move", lambda r: number(get(r, "", "bytes"), ",.1f", 1e-6)),
+    ("MB", lambda r: number(get(r, "fp8", "static", "gb"), ",.1f", 1e3)),
+    ("x must", lambda r: number(over(get(r, "fp8", "static", "gb"), get(r, "", "bytes")), ".2f", 1e9)),
+    ("kernels", lambda r: number(get(r, "fp8", "static", "kernels"), ".0f")),
+    ("Inductor MB", lambda r: number(get(r, "inductor", "static", "gb"), ",.1f", 1e3)),
+    ("Inductor x must", lambda r: number(over(get(r, "inductor", "static", "gb"), get(r, "", "bytes")), ".2f", 1e9)),
+    ("Inductor kernels", lambda r: number(get(r, "inductor", "static", "kernels"), ".0f")),
+]
+
+
+def over(a: float | None, b: float | None) -> float | None:
+    return a / b if a and b else None
+
+
+def share(plans: Row) -> str:
+    """Of a copy's bandwidth, and a mark where that is less than the goal."""
+    found, goal = get(plans, "fp8", "share"), plans[""]["goal"]
+    return "" if found is None else f"{'below: ' if found < goal else ''}{found:.0%}"
+
+
+def kernel_note(row: Row) -> str:
+    """One row of `benchmarks.kernels`, while it runs."""
+    must = f"{row['bytes'] / 1e6:.4g} MB must move"
+    if "static" in row:
+        return f"{must}, {1e3 * row['static']['gb']:.4g} MB do, in {row['static']['kernels']} kernels"
+    if row["ms"] is None:
+        return f"{must}, outputs agree, not timed: no device"
+    return f"{must}, {row['ms']['median']:.4f} ms, {row['gb_per_s']:,.0f} GB/s, {row['share']:.0%} of a copy"
+
+
+def kernel_table(result: dict[str, Any], markdown: bool = False) -> str:
+    """A line for each family and shape; columns that are empty are left out."""
+    lines: dict[str, Row] = {}
+    for row in result["rows"]:
+        if not row["error"]:
+            lines.setdefault(row["point"], {"": {"bytes": row["bytes"], "goal": result["goal"]}})[row["arm"]] = row
+    columns = KERNEL_BYTES if result["static"] else KERNEL_SPEED
+    used = [(name, value) for name, value in columns if any(value(line) for line in lines.values())]
+    made = [[point, *(value(line) for _, value in used)] for point, line in lines.items()]
+    return table(made, ["", *(name for name, _ in used)], markdown)
+
+
+def kernel_footnote(result: dict[str, Any]) -> str:
+    if result["static"]:
+        return "bytes as Inductor's scheduler counts them, each buffer once a kernel; nothing was run on a device"
+    if result["device"]["name"] == "cpu":
+        return "outputs were compared, nothing was timed: this is no device"
+    what = sorted({row["what"] for row in result["rows"] if row.get("what")})
+    return "; ".join([f"of copy: {result['goal']:.0%} is the goal", *(f"torchao: {x}" for x in what)])
+
+
 def fp8_count(row: Row) -> str:
     seen = get(row, "fp8", "gemm_kernels")
     if seen is not None:
@@ -90,7 +153,8 @@ def rows_table(result: dict[str, Any], columns: Sequence[Column], markdown: bool
 
 def failures(result: dict[str, Any]) -> list[str]:
     """One line for each different failure of an arm."""
-    found = {(row["arm"], row["error"]) for row in result["rows"] if row["error"]}
+    where = "{point} {arm}" if result["case"] == "kernels" else "{arm}"
+    found = {(where.format(**row), row["error"]) for row in result["rows"] if row["error"]}
     return [f"{arm}: {error}" for arm, error in sorted(found)]
 
 
@@ -104,6 +168,9 @@ def heading(result: dict[str, Any]) -> str:
 
 def text(result: dict[str, Any]) -> str:
     """What a run prints last."""
+    if result["case"] == "kernels":
+        parts = [heading(result), kernel_table(result), kernel_footnote(result)]
+        return "\n".join([*parts, *left_out(result), *failures(result)])
     if not result["rows"]:
         return f"{heading(result)}\nnothing to estimate: see the case's description"
     good = [row for row in result["rows"] if not row["error"]]
@@ -117,12 +184,16 @@ def text(result: dict[str, Any]) -> str:
     parts += losses(good)
     if result["static"]:
         parts.append("an estimate: nothing was run on a device")
-    if get(result, "settings", "skipped_points"):
-        parts.append(f"out of time: {result['settings']['skipped_points']} points were not begun")
+    parts += left_out(result)
     held = sum(get(row, "memory", "idle") or 0 for row in good)
     if held and not get(result, "settings", "rebuild"):
         parts.append(f"waiting arms together held {held / 1e9:.1f} GB")
     return "\n".join([*parts, *failures(result)])
+
+
+def left_out(result: dict[str, Any]) -> list[str]:
+    skipped = get(result, "settings", "skipped_points")
+    return [f"out of time: {skipped} points were not begun"] if skipped else []
 
 
 def many(result: dict[str, Any]) -> bool:
@@ -172,7 +243,9 @@ def markdown(found: list[dict[str, Any]]) -> str:
         if not result["rows"]:
             continue
         parts.append(f"**{heading(result)}**\n")
-        if many(result):
+        if result["case"] == "kernels":
+            parts.append(f"{kernel_table(result, markdown=True)}\n\n{kernel_footnote(result)}\n")
+        elif many(result):
             parts.append(f"```\n{totals(result)}\n```\n")
         else:
             parts.append(rows_table(result, STATIC if result["static"] else MEASURED, markdown=True) + "\n")
@@ -200,8 +273,10 @@ def main(argv: list[str] | None = None) -> int:
         found = results.read(args.paths)
         found = found if args.all else results.latest(found)
         if args.update:
-            kinds = {"static": [r for r in found if r["static"]]}
-            kinds["measured"] = [r for r in found if not r["static"] and r["size"] == "full"]
+            steps = [r for r in found if r["case"] != "kernels"]
+            kinds = {"static": [r for r in steps if r["static"]]}
+            kinds["measured"] = [r for r in steps if not r["static"] and r["size"] == "full"]
+            kinds["kernels"] = [r for r in found if r["case"] == "kernels" and r["size"] == "full"]
             for name, chosen in kinds.items():
                 update(args.update, name, markdown(chosen))
             return 0

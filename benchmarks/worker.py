@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from . import arms, kernels, machine
+from . import arms, classify, machine
 from .cases import CASES
 from .cases.base import Fit, Task, parse_case
 from .measure import Runner
@@ -59,7 +59,7 @@ class Worker:
     def profile(self) -> dict[str, Any]:
         assert self.runner is not None
         cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-        casts = kernels.cast_kernels(Path(cache)) if cache and self.device == "cuda" else set()
+        casts = classify.cast_kernels(Path(cache)) if cache and self.device == "cuda" else set()
         return {"kernels": self.runner.profile(casts), "decisions": decisions(self.runner.task.model)}
 
     def unload(self) -> dict[str, Any]:

@@ -50,7 +50,8 @@ def _accesses_known() -> Iterator[None]:
     twice a launch; the layers of a model launch the same ones."""
     from torch._higher_order_ops import triton_kernel_wrap as module
 
-    find = module.identify_accessed_tensors
+    name = next(x for x in ("identify_accessed_tensors", "identify_mutated_tensors") if hasattr(module, x))  # up to 2.11
+    find = getattr(module, name)
     known: dict[Any, Any] = {}
 
     def identify(kernel: Any, *args: Any, **kwargs: Any) -> Any:
@@ -63,11 +64,11 @@ def _accesses_known() -> Iterator[None]:
             known[function] = find(kernel, *args, **kwargs)
         return known[function]
 
-    module.identify_accessed_tensors = identify
+    setattr(module, name, identify)
     try:
         yield
     finally:
-        module.identify_accessed_tensors = find
+        setattr(module, name, find)
 
 
 @functools.cache
@@ -403,22 +404,23 @@ def size_node(emit: Any, expr: Any, symbol: Callable[[Any, Any], Node]) -> Any:
     """Nodes that compute an integer expression of sizes."""
     import operator
 
-    import sympy
-    from torch.utils._sympy.functions import FloorDiv
+    names = {"Add": operator.add, "Mul": operator.mul, "FloorDiv": operator.floordiv, "Mod": operator.mod}
+    names |= {"PythonMod": operator.mod, "Max": torch.sym_max, "Min": torch.sym_min}
+
+    def join(op: Any, a: Any, b: Any) -> Any:
+        return op(a, b) if isinstance(a, int) and isinstance(b, int) else emit(op, a, b)
 
     def build(e: Any) -> Any:
         if e.is_Integer:
             return int(e)
         if e.is_Symbol:
             return symbol(emit, e)
-        args = [build(x) for x in e.args]
-        op = {sympy.Add: operator.add, sympy.Mul: operator.mul, FloorDiv: operator.floordiv}.get(e.func)
+        if e.is_Pow and e.exp.is_Integer and e.exp > 0:
+            return functools.reduce(lambda a, b: join(operator.mul, a, b), [build(e.base)] * int(e.exp))
+        op = names.get(type(e).__name__)
         if op is None:
             raise NotImplementedError(f"a size that cannot be computed: {e}")
-        result = args[0]
-        for x in args[1:]:
-            result = op(result, x) if isinstance(result, int) and isinstance(x, int) else emit(op, result, x)
-        return result
+        return functools.reduce(lambda a, b: join(op, a, b), map(build, e.args))
 
     return build(expr)
 

@@ -13,7 +13,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import arms, kernels, plot, results, tables, train  # noqa: E402
+import torch  # noqa: E402
+
+from benchmarks import arms, classify, families, kernels, plot, results, tables, torchao_casts, train  # noqa: E402
 from benchmarks.cases import CASES  # noqa: E402
 from benchmarks.cases.base import Fit, parse_case  # noqa: E402
 
@@ -189,7 +191,16 @@ NAMES = {
         "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128_4x1x1_kernel0_0",
         "fmha_cutlassF_bf16_aligned_64x128_rf_sm80(PyTorchMemEffAttention::AttentionKernel<cutlass::bfloat16_t>::Params)",
     ],
-    "cast": ["triton_red_fused_abs_amax_0", "void at::native::float8_copy_kernel_cuda", "triton_poi_fused_mul_9"],
+    "cast": [
+        "triton_red_fused_abs_amax_0",
+        "void at::native::float8_copy_kernel_cuda",
+        "triton_poi_fused_mul_9",
+        "fp8_gelu_cast_transpose_amax",
+        "fp8_cast_transpose_amax_0",
+        "fp8_softmax_attention_gemm_cast",  # a generated kernel is one, whatever it is named after
+        "fp8_amax",
+        "fp8_update_64x16",
+    ],
     "other": [
         "triton_poi_fused_add_mul_native_layer_norm_2",
         "triton_red_fused_addmm_native_layer_norm_4",
@@ -203,13 +214,13 @@ NAMES = {
 
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in NAMES.items() for name in names])
 def test_kernel_class(kind, name):
-    assert kernels.classify(name, casts={"triton_poi_fused_mul_9"}) == kind
+    assert classify.classify(name, casts={"triton_poi_fused_mul_9"}) == kind
 
 
 @pytest.mark.parametrize("name", ["nvjet_rqtst_128x160_128x6_2x1_v_bz_TNN", "nvjet_qrtst_128x160_128x6_2x1_v_bz_TNN"])
 def test_products_of_two_formats_have_one_e4m3_operand(name):
     """Whatever letter cuBLAS has for E5M2."""
-    assert kernels.classify(name) == "fp8_gemm"
+    assert classify.classify(name) == "fp8_gemm"
 
 
 def test_casts_are_known_by_their_signature(tmp_path):
@@ -225,16 +236,220 @@ def triton_poi_fused_mul_1(in_ptr0, out_ptr0, xnumel, XBLOCK): pass
 """
     (tmp_path / "ab").mkdir()
     (tmp_path / "ab" / "cab.py").write_text(source)
-    assert kernels.cast_kernels(tmp_path) == {"triton_poi_fused_mul_0"}
+    assert classify.cast_kernels(tmp_path) == {"triton_poi_fused_mul_0"}
 
 
 def test_kernel_times_are_per_step():
     events = [("nvjet_qqtst_1", 100.0), ("nvjet_qqtst_1", 300.0), ("flash_fwd_kernel", 50.0), ("flash_fwd_kernel", 50.0)]
-    found = kernels.summarise(events, (), steps=2)
+    found = classify.summarise(events, (), steps=2)
     assert found["classes"]["fp8_gemm"] == {"count": 1.0, "ms": 0.2}
     assert found["classes"]["attention"] == {"count": 1.0, "ms": 0.05}
     assert found["count"] == 2.0 and found["busy_ms"] == 0.25
     assert found["longest"][0]["name"] == "nvjet_qqtst_1"
+
+
+# -- the kernel benchmark ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def interpreted_kernels(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, str]:
+    """Every family once, on a CPU: the result, and what was printed."""
+    import contextlib
+    import io
+
+    path, printed = tmp_path_factory.mktemp("kernels") / "r.json", io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        assert kernels.main(["--device", "cpu", "--shape", "33x40", "--json", str(path)]) == 0
+    (result,) = results.read([path])
+    return result, printed.getvalue()
+
+
+@pytest.mark.parametrize("name", families.FAMILIES)
+def test_family(interpreted_kernels, name):
+    """Its kernel and Inductor's plan agree with the eager operators; a CPU has no speed."""
+    fp8, inductor = (row for row in interpreted_kernels[0]["rows"] if row["family"] == name)
+    assert (fp8["arm"], inductor["arm"]) == ("fp8", "inductor") and fp8["point"] == f"{name} 33x40"
+    assert fp8["error"] is None and inductor["error"] is None and fp8["checked"] and inductor["checked"]
+    assert len(fp8["generated"]) == (2 if name == "tensorwise" else 1) and inductor["generated"] == []
+    assert {classify.classify(kernel) for kernel in fp8["generated"]} == {"cast"}
+    assert all(row[key] is None for row in (fp8, inductor) for key in ("ms", "gb_per_s", "copy_gb_per_s", "share"))
+
+
+def test_a_cpu_prints_no_speed(interpreted_kernels):
+    result, text = interpreted_kernels
+    assert result["device"]["name"] == "cpu" and result["size"] == "tiny" and result["name"] == "kernels:part"
+    assert "GB/s" not in text and " ms" not in text and "this is no device" in text
+
+
+def test_bytes_that_must_move(interpreted_kernels):
+    rows, columns, padded = 33, 40, 48
+    casts = rows * columns + columns * padded + 4  # both layouts and the amax
+    must = {row["family"]: row["bytes"] for row in interpreted_kernels[0]["rows"]}
+    matrix = 2 * rows * columns
+    assert must["weight"] == must["gelu"] == matrix + 4 + casts
+    assert must["swiglu"] == 2 * matrix + 4 + casts
+    assert must["gelu-backward"] == 2 * matrix + 4 + casts + 2 * columns
+    assert must["rms-norm"] == matrix + 2 * columns + 4 + 4 * rows + casts
+    assert must["tensorwise"] == 2 * matrix + casts
+
+
+def test_other_outputs_are_found():
+    x = torch.randn(64, 64).bfloat16()
+    cast = x.to(torch.float8_e4m3fn)
+    kernels.compare([x, cast], [x.clone(), None])
+    wrong = x.clone()
+    wrong[3, 5] = -2 * x[3, 5]
+    infinite = x.clone()
+    infinite[0, 0] = float("inf")
+    for got in (wrong, infinite, x.t(), x.float(), x[:32], 1.05 * x, torch.full_like(x, float("nan"))):
+        with pytest.raises(kernels.Wrong):
+            kernels.compare([cast, x], [cast, got])
+
+
+def test_a_plan_that_is_wrong_is_not_timed(monkeypatch, tmp_path, capsys):
+    first = kernels.Plan.first
+    monkeypatch.setattr(kernels.Plan, "first", lambda self, *inputs: tuple(-x.float() for x in first(self, *inputs)))
+    path = tmp_path / "r.json"
+    assert kernels.main(["--device", "cpu", "--family", "gelu", "--shape", "16x16", "--json", str(path)]) == 1
+    assert [row["error"][:17] for row in json.loads(path.read_text())["rows"]] == ["Wrong: output 0 i"] * 2
+    assert "gelu 16x16 inductor: Wrong" in capsys.readouterr().out
+
+
+def test_speed_is_bytes_over_the_median_time(monkeypatch):
+    """On a stand-in for a device, whose runs take 2, 3, .. ms, and copies as long."""
+    clock = [1.0]
+
+    class Event:
+        def __init__(self, enable_timing):
+            self.at = 0.0
+
+        def record(self):
+            self.at, clock[0] = clock[0], clock[0] * 2
+
+        def elapsed_time(self, end):
+            return 1.0 + len(str(int(end.at / self.at)))
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
+    seen = iter([[("Memset (Device)", 9.0)], [("Memset (Device)", 9.0), ("fp8_amax", 3.0), ("fp8_amax", 5.0)]])
+    monkeypatch.setattr(kernels.Device, "profiled", lambda self, call: next(seen))
+    calls: list[int] = []
+    found = kernels.Device(30, "cpu", 16).timed(lambda: calls.append(1), size=10**7)
+    assert len(calls) == 35  # five of them untimed
+    assert found["ms"] == {"median": 2.0, "min": 2.0, "max": 2.0, "runs": 30}
+    assert found["gb_per_s"] == pytest.approx(5.0) and found["share"] == pytest.approx(1.0)
+    assert found["kernels"] == [{"name": "fp8_amax", "us": 4.0, "times": 2}]
+
+
+def test_torchao_casts(monkeypatch):
+    """torchao's kernels give what ours do: run by the interpreter, with the first of their configurations."""
+    if torchao_casts.missing():
+        pytest.skip(f"torchao: {torchao_casts.missing()}")
+    import importlib
+
+    import interpreter
+    from triton.runtime.interpreter import InterpretedFunction
+
+    class StandIn:
+        def __init__(self, kernel):
+            tuned = hasattr(kernel, "configs")
+            self.block, self.function = kernel.configs[0].kwargs if tuned else {}, (kernel.fn if tuned else kernel).fn
+
+        def __getitem__(self, grid):
+            def run(*args, **kwargs):
+                with interpreter._interpreting():
+                    blocks = grid(self.block) if callable(grid) else grid
+                    InterpretedFunction(self.function)[blocks](*args, **kwargs, **self.block)
+
+            return run
+
+    module = importlib.import_module(torchao_casts.MODULE)
+    for name in ("_amax_atomic", "_scale_atomic", "_to_fp8_row_major_t_and_non_t"):
+        monkeypatch.setattr(module, name, StandIn(getattr(module, name)))
+    for name, peer in torchao_casts.CASTS.items():
+        family = families.FAMILIES[name]
+        inputs = family.inputs(families.Source(48, 64, "cpu"))
+        got = peer.call(*inputs)
+        assert sum(x is None for x in got) <= 1
+        kernels.compare(family.function(*inputs), got)
+
+
+def test_counted_bytes_of_kernels(tmp_path, capsys):
+    if kernels.described.unavailable():
+        pytest.skip(kernels.described.unavailable())
+    path = tmp_path / "r.json"
+    assert kernels.main(["--static", "--family", "gelu-backward", "--shape", "4096x1024", "--json", str(path)]) == 0
+    fp8, inductor = results.read([path])[0]["rows"]
+    assert fp8["generated"] and not inductor["generated"]
+    must = fp8["bytes"] / 1e9
+    assert must <= fp8["static"]["gb"] < 1.05 * must < 1.5 * must < inductor["static"]["gb"]  # who reads both inputs again
+    assert "| gelu-backward 4096x1024 |" in tables.markdown(results.read([path]))
+    assert "estimate" not in capsys.readouterr().out
+
+
+def test_out_of_time():
+    bench = kernels.Bench(kernels.parse(["--device", "cpu", "--family", "gelu", "swiglu", "--budget", "1"]))
+    bench.deadline = 0.0
+    result = bench.run(lambda so_far: None)
+    assert result["rows"] == [] and "out of time: 4 points were not begun" in tables.text(result)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--family", "gelu", "softmax"], "no family 'softmax'"),
+        (["--shape", "4096"], "written 32768x4096"),
+        (["--shape", "0x16"], "written 32768x4096"),
+        (["--runs", "29"], "at least 30"),
+        (["--torchao", "nowhere"], "no such file or folder"),
+    ],
+)
+def test_errors_of_the_kernel_benchmark_are_one_line(arguments, message, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        kernels.main(["--device", "cpu", *arguments])
+    captured = capsys.readouterr()
+    assert stopped.value.code == 2
+    assert message in captured.err and captured.err.count("\n") == 1 and not captured.out
+
+
+def kernel_row(plan: str, point: str, ms: float) -> dict:
+    family, shape = point.split()
+    found = {"arm": plan, "kind": "kernels", "point": point, "error": None, "family": family, "bytes": 10**9, "checked": True}
+    found |= {"shape": [*map(int, shape.split("x"))], "generated": [], "what": "its_cast" if plan == "torchao" else ""}
+    return {**found, "ms": {"median": ms}, "gb_per_s": 1e3 / ms, "copy_gb_per_s": 4000.0, "share": 0.25 / ms, "kernels": []}
+
+
+def kernel_result() -> dict:
+    rows = [kernel_row(plan, "gelu 8x8", ms) for plan, ms in (("fp8", 0.26), ("inductor", 0.52), ("torchao", 0.39))]
+    rows += [kernel_row("fp8", "swiglu 8x8", 0.5), {**failed("bf16"), "arm": "inductor", "point": "swiglu 8x8"}]
+    made = dict.fromkeys(results.TOP) | {"schema": 1, "case": "kernels", "name": "kernels", "size": "full", "static": False}
+    made |= {"date": "2026-01-01T00:00:00", "device": {"name": "NVIDIA H200"}, "settings": {}, "variant": {}, "goal": 0.9}
+    return {**made, "rows": rows}
+
+
+def test_table_of_kernels():
+    lines = tables.text(kernel_result()).splitlines()
+    gelu, swiglu = (next(line.split() for line in lines if line.startswith(name)) for name in ("gelu", "swiglu"))
+    assert gelu == "gelu 8x8 1,000 4,000 3,846 96% 1,923 2,564 2.00 1.50".split()
+    assert swiglu == "swiglu 8x8 1,000 4,000 2,000 below: 50%".split()  # and nothing of the plans that are not there
+    assert "swiglu 8x8 inductor: OutOfMemoryError: too much" in lines
+    assert any("torchao: its_cast" in line for line in lines)
+
+
+def test_kernels_are_checked_and_have_a_place_of_their_own(tmp_path):
+    made = kernel_result()
+    del made["rows"][0]["share"]
+    with pytest.raises(ValueError, match="row 'fp8' lacks share"):
+        results.check(made)
+    results.write(kernel_result(), tmp_path / "k.json")
+    page = tmp_path / "page.md"
+    page.write_text("".join(f"<!-- table: {name} -->\n<!-- end -->\n" for name in ("static", "measured", "kernels")))
+    assert tables.main([str(tmp_path / "k.json"), "--update", str(page)]) == 0
+    before, _, after = page.read_text().partition("<!-- table: kernels -->")
+    assert "gelu" not in before and "| gelu 8x8" in after
+    pytest.importorskip("matplotlib")
+    assert plot.draw(results.read([tmp_path / "k.json"]), tmp_path / "out") == []
 
 
 # -- results, tables and pictures --------------------------------------------------------------------------------------
@@ -242,7 +457,7 @@ def test_kernel_times_are_per_step():
 
 def row(arm: str, rate: float, point: str = "", **more) -> dict:
     """A measured row of an arm with `rate` tokens/s."""
-    classes = {kind: {"count": 1.0, "ms": 1000 / rate} for kind in kernels.CLASSES}
+    classes = {kind: {"count": 1.0, "ms": 1000 / rate} for kind in classify.CLASSES}
     steps = {part: 1e3 / rate for part in ("total", "forward", "backward", "optimizer")}
     made = train.ArmRun(arms.ARMS[arm], how="inductor", warmups=[9.0, 4.0])
     made.profile = {"kernels": {"classes": classes, "count": 5.0, "busy_ms": 5000 / rate, "longest": []}, "decisions": FP8}
@@ -292,7 +507,10 @@ def test_tables(tmp_path):
     text = tables.text(made)
     assert "goal 1.4" in text and "1.40" in text and "torchao-rowwise: OutOfMemoryError: too much" in text
     page = tmp_path / "page.md"
-    page.write_text("a\n<!-- table: measured -->\nold\n<!-- end -->\n<!-- table: static -->\n<!-- end -->\nz\n")
+    page.write_text(
+        "a\n<!-- table: measured -->\nold\n<!-- end -->\n<!-- table: static -->\n<!-- end -->\n"
+        "<!-- table: kernels -->\n<!-- end -->\nz\n"
+    )
     results.write(made, tmp_path / "r.json")
     assert tables.main([str(tmp_path / "r.json"), "--update", str(page)]) == 0
     assert "| fp8-delayed |" in page.read_text() and "old" not in page.read_text() and page.read_text().endswith("z\n")
@@ -348,3 +566,18 @@ def test_device_script_usage():
     script = ROOT / "benchmarks" / "device.sh"
     done = subprocess.run(["bash", str(script), "everything"], capture_output=True, text=True, timeout=20)
     assert done.returncode == 2 and done.stderr.startswith("usage:") and done.stderr.count("\n") == 1
+
+
+def test_device_script_measures_kernels_first(tmp_path):
+    """With a stand-in for Python that notes what it is asked for."""
+    python, asked = tmp_path / "python", tmp_path / "asked"
+    python.write_text(f'#!/usr/bin/env bash\necho "$*" >>{asked}\n')
+    python.chmod(0o755)
+    env = {**os.environ, "PYTHON": str(python), "DEVICE": "cpu", "OUT": str(tmp_path / "out")}
+    command = ["bash", str(ROOT / "benchmarks" / "device.sh"), "kernels"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    _, first, *rest = [line for line in asked.read_text().splitlines() if line]
+    assert first.startswith("-m benchmarks.kernels --json ") and first.endswith("--budget 150 --device cpu --size tiny")
+    assert [line.split()[3] for line in rest if "benchmarks.train" in line] == ["linear", "linear:grid=6"]
+    assert "benchmarks.kernels" in done.stdout and "(at most 200 s, 470 s left)" in done.stdout

@@ -128,8 +128,8 @@ def test_bytes_outside_matmuls_of_a_llama_layer(llama):
     bf16 = llama["bf16"].bytes_outside_matmuls
     ratio = {recipe: llama[recipe].bytes_outside_matmuls / bf16 for recipe in ("delayed", "tensorwise")}
     print(f"\nbytes outside matmuls: bf16 {bf16 / 1e9:.2f} GB, " + ", ".join(f"{k} {v:.3f}x" for k, v in ratio.items()))
-    assert ratio["delayed"] <= 1.55  # torchao's tensorwise recipe, with every tensor read twice: 2.04
-    assert ratio["tensorwise"] <= 2.04
+    assert ratio["delayed"] <= 1.35  # torchao's tensorwise recipe, with every tensor read twice: 2.04
+    assert ratio["tensorwise"] <= 1.85
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])

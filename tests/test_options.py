@@ -43,6 +43,7 @@ def test_every_option_reaches_its_field():
         "interval": 3,
         "override_linear_precision": [False, True, True],
         "reduce_amax": True,
+        "recast_weights": True,
         "strict": True,
     }
     parsed = parse(given)
@@ -55,6 +56,7 @@ def test_every_option_reaches_its_field():
         "interval": 3,
         "override_linear_precision": (False, True, True),
         "reduce_amax": True,
+        "recast_weights": True,
     }
     assert parsed.strict and parsed.inductor == {}
     assert set(given) == set(options.OURS)
@@ -106,6 +108,7 @@ def test_dashes_are_underscores():
         ("override_linear_precision", (1, 0, 0), "fprop, dgrad, wgrad"),
         ("override_linear_precision", "tff", "fprop, dgrad, wgrad"),
         ("reduce_amax", 1, "True or False"),
+        ("recast_weights", None, "True or False"),
         ("strict", "yes", "True or False"),
         ("strict", None, "True or False"),
     ],

@@ -9,13 +9,15 @@ import sympy
 import torch
 from torch.fx import Graph, Node
 
-from ..graph import PERMUTES, aten, hint
+from ..graph import PERMUTES, arg, aten, hint
 from .domain import REDUCTIONS, RESHAPES, product, sizes
 from .expressions import supported
 from .group import Group
+from .launch import TALL_ROW_BLOCKS, TALL_TILES
 
 STRIDED = 1 / 0.58  # how many times longer one-byte stores at a stride take: Inductor's transposes reach 58% of the bandwidth
 VIEWS = (*RESHAPES, *PERMUTES, aten.expand.default)
+_PARTS = (aten.slice.Tensor, aten.select.int)  # views of memory
 _MOVES = (aten.cat.default, aten.slice.Tensor, aten.select.int, aten.constant_pad_nd.default, aten.amax.default)
 
 
@@ -50,12 +52,15 @@ def fusable(node: Node, ours: tuple) -> bool:
 def compare(group: Group, sizes_of: Sizes, stored: set[Node], ours_too: tuple) -> tuple[int, int]:
     """(bytes of the group's kernel, bytes of Inductor's kernels for the same). `stored`: what other groups wrote.
 
-    Inductor reads the inputs once for everything that goes along rows, and once more for each column sum.
+    Inductor reads the inputs once for everything that goes along rows, and once more for column sums.
     """
     reads = sum(map(sizes_of.bytes_of, group.inputs))
     ours = theirs = reads
     for x in group.inputs:  # if nobody else reads it, Inductor would have computed it in place
-        if x.op == "call_function" and x not in stored and fusable(x, ours_too) and set(x.users) <= set(group.members):
+        made = x
+        while made.target in (*VIEWS, *_PARTS):
+            made = arg(made, 0)
+        if made.op == "call_function" and made not in stored and fusable(made, ours_too) and set(x.users) <= set(group.members):
             ours += sizes_of.bytes_of(x)
     for output in group.outputs:
         elements = sizes_of(product(sizes(output.node)))
@@ -68,6 +73,7 @@ def compare(group: Group, sizes_of: Sizes, stored: set[Node], ours_too: tuple) -
         elif output.kind == "amax":
             theirs += 8 * sizes_of(group.domain.rows)
         else:
-            ours += elements * 8 // 64
-            theirs += reads
+            ours += elements * 8 // (TALL_ROW_BLOCKS if group.passes else TALL_TILES)[0][0]  # partial sums, written and read
+    if group.of_kind("sum"):
+        theirs += reads
     return ours, theirs

@@ -49,7 +49,7 @@ _MAXIMUM = "tl.where(({0} > {1}) | ({0} != {0}), {0}, {1})"  # NaN wins, from ei
 _MINIMUM = "tl.where(({0} < {1}) | ({0} != {0}), {0}, {1})"
 
 FORMS: dict[Any, str] = {
-    aten.neg.default: "-{0}",
+    aten.neg.default: "{0} * -1.0",  # as `-x`, older versions of Triton take it from 0
     aten.abs.default: "tl.abs({0})",
     aten.exp.default: "tl.exp({0})",
     aten.exp2.default: "tl.exp2({0})",
@@ -65,7 +65,7 @@ FORMS: dict[Any, str] = {
     aten.reciprocal.default: "tl.div_rn(1.0, {0})",
     aten.relu.default: "tl.where({0} <= 0, 0.0, {0})",
     aten.square.default: "{0} * {0}",
-    aten.sign.default: "tl.where({0} > 0, 1.0, tl.where({0} < 0, -1.0, 0.0 * {0}))",
+    aten.sign.default: "tl.where({0} > 0, 1.0, tl.where({0} < 0, -1.0, 0.0))",
     aten.mul.Tensor: "{0} * {1}",
     aten.mul.Scalar: "{0} * {1}",
     aten.div.Tensor: "tl.div_rn({0}, {1})",

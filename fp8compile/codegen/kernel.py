@@ -210,13 +210,15 @@ class _Writer:
         text = f"tl.load({self.inputs[node]}{self.offset(node, index)}{guarded})"
         return f"{text}.to(tl.float32)" if dtype in FLOATS else f"{text} != 0" if dtype == torch.bool else text
 
-    def offset(self, node: Node, index: Index) -> str:
-        """` + ...`: from a tensor's first element to those at `index`."""
+    def offset(self, node: Node, index: Index, *varying: str) -> str:
+        """` + ...`: from a tensor's first element to those at `index`. As many as rows or columns (`varying`), even if a
+        matrix of one row or column has no term for them."""
         parts = []
         for (axis, divisor, size), stride in self.domain.address(node, index).items():
             text = axis if divisor == 1 else f"{axis} // {self.text(divisor)}"
             text = text if size is None else f"{text} % {self.text(size)}"
             parts.append(text if stride == 1 else f"{self.bracketed(text)} * {self.text(stride)}")
+        parts += [f"{axis} * 0" for axis in varying if not any(axis in part.split() for part in parts)]
         return "".join(f" + {part}" for part in parts)
 
     # -- outputs --
@@ -246,7 +248,7 @@ class _Writer:
                 lines.append(f"tl.store(sums + (block * {n} + {i}) * {columns} + col, total, mask=col_inside)")
             elif output.kind == "value":
                 dtype = TRITON_DTYPE[output.node.meta["val"].dtype]
-                where = self.offset(output.node, index)
+                where = self.offset(output.node, index, "row", "col")
                 lines.append(f"tl.store({pointer}{where}, {value}.to({dtype}), mask=inside)")
             else:
                 key = (value, output.scale, output.dtype)
@@ -277,7 +279,7 @@ class _Writer:
         assert index is not None
         self.outer_lines = []
         value = self.value(output.node, index)
-        where, dtype = self.offset(output.node, index), TRITON_DTYPE[output.node.meta["val"].dtype]
+        where, dtype = self.offset(output.node, index, "row"), TRITON_DTYPE[output.node.meta["val"].dtype]
         store = f"tl.store({self.pointers[id(output)]}{where}, {value}.to({dtype}), mask=row_inside)"
         return [*self.outer_lines, store]
 
@@ -312,9 +314,19 @@ def padded_rows(rows: sympy.Expr) -> sympy.Expr:
 
 
 def _python(expr: sympy.Expr) -> str:
-    from torch.utils._sympy.printers import PythonPrinter
+    """Raises Unwritable for what has no form in a kernel."""
+    if expr.is_Integer or expr.is_Symbol:
+        return str(expr)
+    if expr.is_Pow and expr.exp.is_Integer and expr.exp > 0:
+        return " * ".join([f"({_python(expr.base)})"] * int(expr.exp))
+    sign = {"Add": " + ", "Mul": " * ", "FloorDiv": " // ", "Mod": " % ", "PythonMod": " % "}.get(type(expr).__name__)
+    if sign is None:
+        raise Unwritable(f"the size {expr}")
+    return sign.join(_python(x) if x.is_Atom else f"({_python(x)})" for x in expr.args)
 
-    return PythonPrinter().doprint(expr)
+
+class Unwritable(Exception):
+    """A group that cannot be written as a kernel."""
 
 
 def _title(group: Group) -> str:

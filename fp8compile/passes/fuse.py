@@ -23,7 +23,7 @@ from ..codegen import launch
 from ..codegen.cost import Sizes, compare
 from ..codegen.domain import Domain, sizes
 from ..codegen.group import Group, Output
-from ..codegen.kernel import write
+from ..codegen.kernel import Unwritable, write
 from ..graph import arg, value
 from ..logs import get_logger
 from .grouping import OURS, Grouping, reaches
@@ -88,7 +88,11 @@ class _Finder:
             if ours > theirs:
                 logger.debug("%s stays with Inductor: a kernel would move %d bytes, not %d", seed.source.name, ours, theirs)
                 continue
-            kernel = write(group)  # now: replacing it takes its members out of the graph
+            try:
+                kernel = write(group)  # now: replacing it takes its members out of the graph
+            except Unwritable as error:
+                logger.debug("%s stays with Inductor: %s", seed.source.name, error)
+                continue
             logger.debug(
                 "%s: %s, %d bytes, %d by Inductor; reads %s", seed.source.name, kernel.name, ours, theirs, _reads(group)
             )

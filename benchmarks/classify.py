@@ -1,0 +1,107 @@
+"""Which class a device kernel belongs to, by its name; and what the profiler saw of a step.
+
+    fp8_gemm     matmuls of FP8 operands: the proof that FP8 ran
+    bf16_gemm    all other matmuls
+    cast         kernels that read or write FP8, or find an amax (fused with whatever else they do, a GELU or a norm)
+    attention    fused attention
+    other        the rest: norms, losses, the optimizer, copies
+
+Libraries' matmuls and attention are known by name, and so are fp8compile's own kernels (`fp8_..`). Those of Inductor are not
+named by their dtypes, so the sources that it left in its cache are read: a kernel with an FP8 pointer in its signature is a
+cast.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+CLASSES = ("fp8_gemm", "bf16_gemm", "cast", "attention", "other")
+
+# cuBLAS: nvjet_<a><b>.., letters for the operands' types: q = E4M3 (which hybrid's products of E5M2 and E4M3 have, too),
+# t = bf16, h = half, s = float; xmma and CUTLASS spell the types out;
+# hipBLASLt: Cijk_.._F8.. (or B8). Triton templates of Inductor: triton_tem_fused__scaled_mm_..
+_FP8_GEMM = re.compile(
+    r"nvjet_(?:sm\d+_)?(?:q[a-z]|[a-z]q)|xmma_gemm_e[45]m[32]|gemm\w*_(?:f8f8|e[45]m[32])|Cijk_\w*?_(?:F8|B8)|f8f8bf16"
+    r"|(?:cutlass|gemm|device_kernel).*float_e[45]m[32]_t|triton_tem_\w*scaled_(?:grouped_)?mm",
+    re.IGNORECASE,
+)
+_GEMM = re.compile(
+    r"nvjet_|gemm|Cijk_|gemv|triton_tem_\w*(?:mm|matmul)|cublas\w*matmul|wgmma|s16816|s1688|splitk_?reduce", re.IGNORECASE
+)
+_ATTENTION = re.compile(
+    r"flash|fmha|sdpa|attention|cutlass[FB]_|triton_tem_\w*flex|AttentionKernel|mha_(?:fwd|bwd)|attn_(?:fwd|bwd)", re.IGNORECASE
+)
+_CAST = re.compile(r"float8|fp8|quantize|amax", re.IGNORECASE)
+_GENERATED = re.compile(r"^fp8_(?:\w+_)?(?:cast|transpose|amax|sum|update)(?:_|$)")  # fp8compile's own
+_MEMORY = re.compile(r"^(?:Memcpy|Memset)", re.IGNORECASE)
+
+_TRITON_SOURCE = re.compile(r"async_compile\.triton\(\s*'(\w+)',\s*'''(.*?)'''", re.DOTALL)
+_FP8_POINTER = re.compile(r"\*fp8e\w+")
+
+
+def classify(name: str, casts: Iterable[str] = ()) -> str:
+    """The class of a kernel. `casts`: names of generated kernels that are known to touch FP8 (`cast_kernels`)."""
+    if _MEMORY.match(name):
+        return "other"
+    if _GENERATED.match(name):  # first: it is named after what it fuses, an attention's dropout say
+        return "cast"
+    if _FP8_GEMM.search(name):
+        return "fp8_gemm"
+    if _ATTENTION.search(name):
+        return "attention"
+    if name in casts:
+        return "cast"
+    if _GEMM.search(name) and not name.startswith(("triton_poi", "triton_red", "triton_per", "triton_for")):
+        return "bf16_gemm"
+    return "cast" if _CAST.search(name) else "other"
+
+
+def cast_kernels(cache: Path) -> set[str]:
+    """Names of the Triton kernels in an Inductor cache folder that have an FP8 pointer among their arguments."""
+    names = set()
+    for path in cache.rglob("*.py"):
+        for name, source in _TRITON_SOURCE.findall(path.read_text(errors="ignore")):
+            if _FP8_POINTER.search(source) and not name.startswith("triton_tem"):
+                names.add(name)
+    return names
+
+
+def summarise(events: Iterable[tuple[str, float]], casts: Iterable[str], steps: int) -> dict[str, Any]:
+    """(kernel name, microseconds) of `steps` steps -> for each class kernels and milliseconds a step, and the longest ones."""
+    known = set(casts)
+    classes = {kind: {"count": 0.0, "ms": 0.0} for kind in CLASSES}
+    names: dict[str, list[float]] = {}
+    for name, microseconds in events:
+        entry = classes[classify(name, known)]
+        entry["count"] += 1 / steps
+        entry["ms"] += microseconds / 1e3 / steps
+        names.setdefault(name, []).append(microseconds)
+    longest = sorted(names.items(), key=lambda item: -sum(item[1]))[:40]
+    return {
+        "classes": {kind: {"count": round(entry["count"], 2), "ms": round(entry["ms"], 4)} for kind, entry in classes.items()},
+        "count": round(sum(entry["count"] for entry in classes.values()), 2),
+        "busy_ms": round(sum(entry["ms"] for entry in classes.values()), 4),
+        "longest": [
+            {
+                "name": name[:200],
+                "class": classify(name, known),
+                "count": round(len(times) / steps, 2),
+                "ms": round(sum(times) / 1e3 / steps, 4),
+            }
+            for name, times in longest
+        ],
+    }
+
+
+def device_events(profile: Any) -> list[tuple[str, float]]:
+    """(name, microseconds) of everything that ran on the device under a torch.profiler.profile."""
+    from torch.autograd import DeviceType
+
+    return [
+        (event.name, event.time_range.elapsed_us())
+        for event in profile.events()
+        if event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False)
+    ]

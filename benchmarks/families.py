@@ -1,0 +1,159 @@
+"""The families of generated kernels, as functions of plain torch and the operators of `fp8compile::` on a matrix [R, C].
+
+Each is what a compiler sees around one cast of a model: what produces the matrix, its FP8 copies in both layouts, its amax,
+and what else is read of it. Inputs are bfloat16; forward casts to E4M3, gradients to E5M2; a delayed scale is an input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fp8compile import ops
+
+E4M3, E5M2 = (torch.float8_e4m3fn, 448.0), (torch.float8_e5m2, 57344.0)
+HEAD = 128  # width of an attention head
+
+
+@dataclass(frozen=True)
+class Family:
+    name: str
+    title: str
+    function: Callable[..., tuple[Tensor, ...]]
+    inputs: Callable[[Source], tuple[Tensor, ...]]
+    again: int = 0  # how many of its inputs have to be read a second time
+
+
+@dataclass
+class Source:
+    """Makes inputs: random ones on `device`, or (`empty`) memory that nobody looks at."""
+
+    rows: int
+    columns: int
+    device: str
+    empty: bool = False
+
+    def __call__(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        made: Any = torch.empty if self.empty else torch.randn
+        return made(shape, dtype=dtype, device=self.device)
+
+    def full(self) -> Tensor:
+        return self(self.rows, self.columns)
+
+    def column(self) -> Tensor:
+        return self(self.columns)
+
+    def row(self) -> Tensor:
+        """Positive, of the size of a norm's statistics."""
+        return self(self.rows, 1, dtype=torch.float32).abs() + 0.5
+
+    def scale(self, format: tuple[torch.dtype, float] = E4M3) -> Tensor:
+        """Of a tensor whose largest magnitude is 8: nothing of a normal distribution is cut off."""
+        return torch.full((1,), format[1] / 8, device=self.device)
+
+
+FAMILIES: dict[str, Family] = {}
+
+
+def family(title: str, inputs: Callable[[Source], tuple[Tensor, ...]], again: int = 0) -> Callable:
+    def register(function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
+        name = function.__name__.replace("_", "-")
+        FAMILIES[name] = Family(name, title, function, inputs, again)
+        return function
+
+    return register
+
+
+def both(x: Tensor, scale: Tensor, format: tuple[torch.dtype, float] = E4M3) -> tuple[Tensor, Tensor, Tensor]:
+    return *ops.quantize_both(x, scale, *format), ops.amax(x)
+
+
+@family("weight cast, both layouts, amax", lambda s: (s.full(), s.scale()))
+def weight(w: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
+    return both(w, scale)
+
+
+def _heads(s: Source) -> tuple[Tensor, ...]:
+    width = next(w for w in (HEAD, 8, 1) if s.columns % w == 0)
+    return s(1, s.rows, s.columns // width, width).transpose(1, 2), s.scale()
+
+
+@family("attention output cast", _heads)
+def attention(x: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
+    """[B, H, T, D], in memory as flash attention leaves it: [B, T, H, D]."""
+    batch, heads, tokens, width = x.shape
+    return both(x.transpose(1, 2).reshape(batch * tokens, heads * width), scale)
+
+
+@family("GELU and cast", lambda s: (s.full(), s.scale()))
+def gelu(x: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
+    return both(F.gelu(x, approximate="tanh"), scale)
+
+
+@family("SwiGLU and cast", lambda s: (s.full(), s.full(), s.scale()))
+def swiglu(gate: Tensor, up: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
+    return both(F.silu(gate) * up, scale)
+
+
+@family("GELU backward, cast, bias gradient", lambda s: (s.full(), s.full(), s.scale(E5M2)))
+def gelu_backward(dy: Tensor, x: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
+    dx = torch.ops.aten.gelu_backward(dy, x, approximate="tanh")
+    return *both(dx, scale, E5M2), dx.sum(0)
+
+
+@family("SwiGLU backward, two casts", lambda s: (s.full(), s.full(), s.full(), s.scale(E5M2), s.scale(E5M2)))
+def swiglu_backward(dy: Tensor, gate: Tensor, up: Tensor, scale_gate: Tensor, scale_up: Tensor) -> tuple[Tensor, ...]:
+    dgate = torch.ops.aten.silu_backward(dy * up, gate)
+    return *both(dgate, scale_gate, E5M2), *both(dy * F.silu(gate), scale_up, E5M2)
+
+
+@family("RMSNorm and cast", lambda s: (s.full(), s.column(), s.scale()))
+def rms_norm(x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
+    f = x.to(torch.float32)
+    rstd = (f.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt()
+    return rstd, *both((f * rstd * weight).to(x.dtype), scale)
+
+
+@family("LayerNorm and cast", lambda s: (s.full(), s.column(), s.column(), s.scale()))
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
+    f = x.to(torch.float32)
+    var, mean = torch.var_mean(f, [-1], correction=0, keepdim=True)
+    rstd = (var + 1e-5).rsqrt()
+    return mean, rstd, *both(((f - mean) * rstd * weight + bias).to(x.dtype), scale)
+
+
+def _layer_norm_backward(s: Source) -> tuple[Tensor, ...]:
+    return s.full(), s.full(), s.full(), s.column(), s(s.rows, 1, dtype=torch.float32), s.row(), s.scale(E5M2)
+
+
+@family("LayerNorm backward, residual, cast, weight and bias gradients", _layer_norm_backward)
+def layer_norm_backward(
+    residual: Tensor, dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, scale: Tensor
+) -> tuple[Tensor, ...]:
+    """The gradient joins that of the residual stream, which goes on, and is the one of the linear before."""
+    f, size = dy.to(torch.float32), x.shape[-1]
+    normed, wdy = (x.to(torch.float32) - mean) * rstd, f * weight
+    one, two = wdy.sum(-1, keepdim=True), (wdy * normed).sum(-1, keepdim=True)
+    dx = residual + (rstd * (1.0 / size) * (wdy * size - one - normed * two)).to(x.dtype)
+    return dx, *both(dx, scale, E5M2), (f * normed).sum(0).to(x.dtype), f.sum(0).to(x.dtype)
+
+
+@family("current scaling: amax pass, cast pass", lambda s: (s.full(),), again=1)
+def tensorwise(x: Tensor) -> tuple[Tensor, ...]:
+    """The cast waits for the amax of all: the matrix is read twice."""
+    amax = ops.amax(x)
+    return *ops.quantize_both(x, ops.current_scale(amax, E4M3[1], 0), *E4M3), amax
+
+
+def size_of(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def must_move(family: Family, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> int:
+    """Bytes that any implementation moves: each input read once (the first `again` ones twice), each output written once."""
+    return sum(map(size_of, [*inputs, *inputs[: family.again], *outputs]))

@@ -1,0 +1,182 @@
+"""Training steps with generated kernels, run by Triton's interpreter, beside the same steps without them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable
+
+import pytest
+import torch
+from harness import sqnr
+from interpreter import Interpreted, kernels_on_cpu
+from models import Block, Checkpointed, Mlp, SwiGlu
+from torch import Tensor, nn
+
+from fp8compile import compat, scaling
+from fp8compile.backend import fp8
+from fp8compile.codegen import launch, update
+from fp8compile.runtime import interpreted
+
+BF16 = torch.bfloat16
+Steps = list[dict[str, Tensor]]
+
+
+class RmsBlock(nn.Module):
+    """A norm, a gated MLP and a residual, as in Llama."""
+
+    def __init__(self, width: int = 128):
+        super().__init__()
+        self.norm, self.mlp = nn.RMSNorm(width), SwiGlu(width, 256)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(self.norm(x))
+
+
+def train(build: Callable[[], nn.Module], shapes: list[tuple], fused: bool, **options) -> tuple[Steps, list[str]]:
+    """Outputs, gradients and inputs' gradients of a step for each shape; the names of the kernels that were made."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = build().to(BF16)
+    step = torch.compile(model, backend=fp8, options=options, dynamic=len(set(shapes)) > 1)
+    results = []
+    with interpreted(), kernels_on_cpu() if fused else contextlib.nullcontext([]) as made:
+        for number, shape in enumerate(shapes):
+            generator = torch.Generator().manual_seed(number)
+            x = torch.randn(shape, generator=generator).to(BF16).requires_grad_()
+            model.zero_grad()
+            y = step(x)
+            y.backward(torch.randn(y.shape, generator=generator).to(BF16))
+            grads = {name: p.grad.clone() for name, p in model.named_parameters()}
+            results.append({"y": y.detach(), "dx": x.grad, **grads})
+    return results, [kernel.name for kernel in made]
+
+
+def assert_same(build: Callable[[], nn.Module], shapes: list[tuple], **options) -> list[str]:
+    """Sums over rows are added in another order, so a rounding may differ: bf16's, and then FP8's of a few elements."""
+    expected, none = train(build, shapes, False, **options)
+    found, made = train(build, shapes, True, **options)
+    assert not none and made
+    for number, (a, b) in enumerate(zip(expected, found, strict=True)):
+        for name in a:
+            assert sqnr(a[name], b[name]) > 40, f"step {number}: {name}"
+    return made
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple]] = {
+    "mlp": (Mlp, (40, 128)),
+    "rms norm, swiglu": (RmsBlock, (2, 20, 128)),
+    "block": (Block, (2, 20, 128)),
+    "checkpointed": (lambda: Checkpointed(Mlp()), (33, 128)),
+}
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
+@pytest.mark.parametrize("name", MODELS)
+def test_fused_training_is_training(name, recipe):
+    build, shape = MODELS[name]
+    made = assert_same(build, [shape] * 3, recipe=recipe)
+    assert any("update" in kernel for kernel in made) == (recipe == "delayed")
+
+
+def test_dynamic_rows():
+    made = assert_same(RmsBlock, [(2, 20, 128), (3, 7, 128), (5, 33, 128), (2, 20, 128)])
+    assert len(set(made)) <= 14, "kernels take sizes as arguments: one compilation serves all"
+
+
+def test_a_bias_gradient_is_summed_in_the_kernel_of_its_cast():
+    _, made = train(Mlp, [(40, 128)] * 2, True)
+    assert sum(name.endswith("sum", 0, name.rfind("_")) for name in made) == 2
+
+
+def test_both_gradients_of_a_gated_activation_and_what_backward_needs_of_it_are_one_kernel():
+    with interpreted(), kernels_on_cpu() as made:
+        torch._dynamo.reset()
+        model = torch.compile(SwiGlu().to(BF16), backend=fp8)
+        model(torch.randn(48, 128).to(BF16).requires_grad_()).sum().backward()
+    (backward,) = [kernel for kernel in made if "silu_backward" in kernel.name]
+    stores = [line for line in backward.source.splitlines() if "tl.store(y" in line]
+    assert len(stores) == 5 and sum("tl.trans(" in line for line in stores) == 3
+
+
+@pytest.mark.parametrize(("options", "saved"), [({}, 2), ({"recast_weights": True}, 0)])
+def test_a_weight_is_read_once_for_both_layouts(options, saved):
+    """Two weights, both with a dgrad: their transposed copies are kept from forward, or made in backward."""
+    with interpreted(), kernels_on_cpu() as made:
+        torch._dynamo.reset()
+        model = torch.compile(Mlp(bias=False).to(BF16), backend=fp8, options=options)
+        model(torch.randn(48, 128).to(BF16).requires_grad_()).sum().backward()
+    weights = [
+        kernel for kernel in made if "x0: bfloat16 [256, 128]" in kernel.source or "x0: bfloat16 [128, 256]" in kernel.source
+    ]
+    both = [kernel for kernel in weights if "tl.trans(" in kernel.source and "tl.store(y1" in kernel.source]
+    assert len(both) == saved and len(weights) == (2 if saved else 4)
+
+
+def test_the_log_says_what_stays_with_inductor_and_why(caplog):
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up = nn.Linear(128, 128, bias=False)
+
+        def forward(self, x):
+            return self.up(x.cumsum(0))
+
+    with caplog.at_level(logging.DEBUG, "fp8compile.passes.fuse"):
+        train(Odd, [(32, 128)] * 2, True)
+    assert "cumsum" in caplog.text and "bytes" in caplog.text
+
+
+def test_launches_with_one_source_share_one_function_whatever_their_slots():
+    """Inductor tunes each function that it sees: layers must not look different to it."""
+    seen: list[set] = []
+    original = compat.launch
+
+    def spy(emit, function, grids, arguments):
+        seen.append({name for name, x in arguments.items() if isinstance(x, int)})
+        return original(emit, function, grids, arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compat, "launch", spy)
+        _, made = train(lambda: nn.Sequential(Mlp(), Mlp(), Mlp()), [(40, 128)] * 2, True)
+    assert not set.union(*seen), "numbers among the arguments"
+    assert len(set(made)) < len(made) / 2
+
+
+def test_kernels_are_tuned_over_more_blocks_with_max_autotune():
+    class Tall:
+        row_blocks, sums = False, ()
+
+    few = launch.configurations(Tall)  # type: ignore[arg-type]
+    with torch._inductor.config.patch(max_autotune=True):
+        assert launch.configurations(Tall) == launch.TILES and few == launch.TILES[:2]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("bits", [True, False])
+@pytest.mark.parametrize(
+    ("slots", "history", "count", "interval", "most_recent", "margin"),
+    [
+        (48, 16, 33, 1, False, 0),
+        (70, 16, 70, 1, False, 1),
+        (5, 1, 5, 2, False, 0),
+        (16, 3, 7, 3, True, 0),
+        (130, 2, 130, 1, False, 0),
+    ],
+)
+def test_the_update_kernel_is_next_page(slots, history, count, interval, most_recent, margin, bits):
+    """To the bit, over steps with zeros, a NaN and an infinity; slots that no amax belongs to; more slots than a block."""
+    name, source = update.source(slots, history, count, 448.0, margin, interval, most_recent, bits)
+    kernel = Interpreted(name, source, (update.BLOCK, 1 << max(0, history - 2).bit_length(), 4))
+    generator = torch.Generator().manual_seed(0)
+    expected = scaling.new_page(slots, history, torch.device("cpu"))
+    page = expected.clone()
+    for step in range(9):
+        amax = torch.rand(count, generator=generator) * 10.0 ** torch.randint(-6, 6, (count,), generator=generator)
+        amax[torch.rand(count, generator=generator) < 0.2] = 0
+        amax[step % count] = {4: float("nan"), 6: float("inf")}.get(step, 1.0)
+        snapshot = scaling.snapshot_of(expected)
+        expected = scaling.next_page(expected, snapshot, amax, 448.0, margin, interval, most_recent)
+        vector = torch.zeros(count, launch.AMAX_STRIDE)
+        vector[:, 0] = amax
+        kernel[(1, 1, 1)](page=page, scales=snapshot, amaxes=vector.view(torch.int32) if bits else amax)
+        assert torch.equal(page, expected), step
