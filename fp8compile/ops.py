@@ -27,13 +27,16 @@ from . import scaling
 NAMESPACE = "fp8compile"
 
 
-def _op(schema: str):
-    """Define the decorated function as operator `fp8compile::<name>`, with itself as implementation on every device."""
+def _op(schema: str, fake=None):
+    """Define the decorated function as operator `fp8compile::<name>`, with itself as implementation on every device. `fake`:
+    its result's shape alone, where that is much quicker to find (a deep model has hundreds)."""
 
     def define(function):
         name = function.__name__
         torch.library.define(f"{NAMESPACE}::{name}", schema)
         torch.library.impl(f"{NAMESPACE}::{name}", "CompositeExplicitAutograd")(function)
+        if fake is not None:
+            torch.library.register_fake(f"{NAMESPACE}::{name}", fake)
         return getattr(getattr(torch.ops, NAMESPACE), name).default
 
     return define
@@ -53,19 +56,38 @@ def cast(x: Tensor, scale: Tensor, dtype: torch.dtype, fp8_max: float) -> Tensor
     return torch.where(x.abs() == float("inf"), float("nan"), scaled).to(dtype)
 
 
-@_op("(Tensor x) -> Tensor")
+def _number(like: Tensor, *_) -> Tensor:
+    return torch.empty(1, dtype=torch.float32, device=like.device)
+
+
+def _copy(x: Tensor, _scale: Tensor, dtype: torch.dtype, _fp8_max: float, transposed: bool) -> Tensor:
+    shape = [x.shape[1], padded_rows(x.shape[0])] if transposed else list(x.shape)
+    return torch.empty(shape, dtype=dtype, device=x.device)
+
+
+def _copies(x: Tensor, scale: Tensor, dtype: torch.dtype, fp8_max: float) -> tuple[Tensor, Tensor]:
+    return _copy(x, scale, dtype, fp8_max, False), _copy(x, scale, dtype, fp8_max, True)
+
+
+def _product(
+    a: Tensor, b: Tensor, _a_inv: Tensor, _b_inv: Tensor, _bias: Tensor | None, out_dtype: torch.dtype, _fast: bool
+) -> Tensor:
+    return torch.empty(a.shape[0], b.shape[0], dtype=out_dtype, device=a.device)
+
+
+@_op("(Tensor x) -> Tensor", _number)
 def amax(x: Tensor) -> Tensor:
     if x.numel() == 0:
         return torch.zeros(1, dtype=torch.float32, device=x.device)
     return x.abs().amax().to(torch.float32).reshape(1)
 
 
-@_op("(Tensor amax, float fp8_max, int margin) -> Tensor")
+@_op("(Tensor amax, float fp8_max, int margin) -> Tensor", _number)
 def current_scale(amax: Tensor, fp8_max: float, margin: int) -> Tensor:
     return scaling.scale_of(amax, fp8_max, margin)
 
 
-@_op("(Tensor scale) -> Tensor")
+@_op("(Tensor scale) -> Tensor", _number)
 def inverse(scale: Tensor) -> Tensor:
     return scaling.inverse_of(scale)
 
@@ -76,7 +98,7 @@ def snapshot(page: Tensor) -> Tensor:
     return scaling.snapshot_of(page)
 
 
-@_op("(Tensor scales, Tensor amax, int slot, float fp8_max, int margin) -> Tensor")
+@_op("(Tensor scales, Tensor amax, int slot, float fp8_max, int margin) -> Tensor", _number)
 def delayed_scale(scales: Tensor, amax: Tensor, slot: int, fp8_max: float, margin: int) -> Tensor:
     """The slot's scale; while the slot is cold, that of the current amax. (The lowering keeps the first half only.)"""
     stored = scales[slot, scaling.SCALE].reshape(1)
@@ -84,12 +106,12 @@ def delayed_scale(scales: Tensor, amax: Tensor, slot: int, fp8_max: float, margi
     return torch.where(cold, scaling.scale_of(amax, fp8_max, margin), stored)
 
 
-@_op("(Tensor scales, Tensor scale, int slot) -> Tensor")
+@_op("(Tensor scales, Tensor scale, int slot) -> Tensor", _number)
 def delayed_inverse(scales: Tensor, scale: Tensor, slot: int) -> Tensor:
     return scaling.inverse_of(scale)
 
 
-@_op("(Tensor x, Tensor scale, ScalarType dtype, float fp8_max, bool transposed) -> Tensor")
+@_op("(Tensor x, Tensor scale, ScalarType dtype, float fp8_max, bool transposed) -> Tensor", _copy)
 def quantize(x: Tensor, scale: Tensor, dtype: torch.dtype, fp8_max: float, transposed: bool) -> Tensor:
     if not transposed:
         return cast(x, scale, dtype, fp8_max).contiguous()
@@ -98,7 +120,7 @@ def quantize(x: Tensor, scale: Tensor, dtype: torch.dtype, fp8_max: float, trans
     return cast(padded, scale, dtype, fp8_max).contiguous()
 
 
-@_op("(Tensor x, Tensor scale, ScalarType dtype, float fp8_max) -> (Tensor, Tensor)")
+@_op("(Tensor x, Tensor scale, ScalarType dtype, float fp8_max) -> (Tensor, Tensor)", _copies)
 def quantize_both(x: Tensor, scale: Tensor, dtype: torch.dtype, fp8_max: float) -> tuple[Tensor, Tensor]:
     return quantize(x, scale, dtype, fp8_max, False), quantize(x, scale, dtype, fp8_max, True)
 
@@ -113,7 +135,9 @@ def product(
     return out.to(out_dtype)
 
 
-@_op("(Tensor a, Tensor b, Tensor a_inv, Tensor b_inv, Tensor? bias, ScalarType out_dtype, bool fast_accum) -> Tensor")
+@_op(
+    "(Tensor a, Tensor b, Tensor a_inv, Tensor b_inv, Tensor? bias, ScalarType out_dtype, bool fast_accum) -> Tensor", _product
+)
 def scaled_mm(
     a: Tensor, b: Tensor, a_inv: Tensor, b_inv: Tensor, bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool
 ) -> Tensor:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -143,13 +145,18 @@ def test_launches_with_one_source_share_one_function_whatever_their_slots():
     assert len(set(made)) < len(made) / 2
 
 
-def test_kernels_are_tuned_over_more_blocks_with_max_autotune():
-    class Tall:
-        row_blocks, sums = False, ()
+def test_blocks_are_chosen_by_what_a_kernel_does():
+    def kernel(rows: bool, sums: bool, heavy: bool) -> Any:
+        return SimpleNamespace(row_blocks=rows, sums=("sum",) * sums, heavy=heavy)
 
-    few = launch.configurations(Tall)  # type: ignore[arg-type]
+    assert launch.configurations(kernel(False, False, False)) == launch.TILES
+    assert launch.configurations(kernel(False, False, True)) == launch.HEAVY_TILES
+    assert launch.configurations(kernel(True, False, False)) == launch.ROW_BLOCKS[:2]
     with torch._inductor.config.patch(max_autotune=True):
-        assert launch.configurations(Tall) == launch.TILES and few == launch.TILES[:2]  # type: ignore[arg-type]
+        assert launch.configurations(kernel(True, False, False)) == launch.ROW_BLOCKS
+    for heavy in (False, True):  # one row of partial sums a block: all blocks are of one height
+        for rows in (False, True):
+            assert len({height for height, _, _ in launch.configurations(kernel(rows, True, heavy))}) == 1
 
 
 @pytest.mark.parametrize("bits", [True, False])

@@ -10,6 +10,7 @@ a tensor in memory and its strides, its address.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +40,12 @@ Index = tuple[Term | None, ...]
 
 def size_of(size: Any) -> sympy.Expr:
     """int, SymInt or expression -> expression."""
+    if isinstance(size, int):
+        return _integer(size)
     return size.node.expr if isinstance(size, torch.SymInt) else sympy.sympify(size)
+
+
+_integer = functools.lru_cache(maxsize=4096)(sympy.Integer)
 
 
 def sizes(node: Node) -> tuple[sympy.Expr, ...]:
@@ -61,6 +67,7 @@ class Domain:
     rows: sympy.Expr
     columns: sympy.Expr
 
+    @functools.lru_cache(maxsize=4096)  # noqa: B019  # domains are values, and few
     def full(self, shape: tuple[sympy.Expr, ...]) -> Index | None:
         """The index of a tensor that holds the matrix in row-major order; None if the shape does not split so."""
         for split in range(len(shape) + 1):
@@ -166,6 +173,7 @@ def kind(index: Index) -> str:
     return "full" if len(axes) == 2 else next(iter(axes), "one")
 
 
+@functools.lru_cache(maxsize=4096)
 def _unravel(axis: str, shape: tuple) -> Index:
     terms: list[Term | None] = []
     outer = True

@@ -92,6 +92,9 @@ FORMS: dict[Any, str] = {
         for kind in ("Tensor", "Scalar")
     },
 }
+HEAVY = tuple(
+    getattr(aten, name).default for name in ("exp", "exp2", "log", "log2", "sin", "cos", "erf", "tanh", "sigmoid")
+)  # many registers an element
 POWERS = {
     0.5: "tl.sqrt_rn({0})",
     1.0: "{0}",

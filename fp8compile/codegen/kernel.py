@@ -21,7 +21,7 @@ from torch.fx import Node
 
 from ..graph import arg
 from .domain import RESHAPES, Index, kind, sizes
-from .expressions import FLOATS, TRITON_DTYPE, expression, number_text, prelude, rounded
+from .expressions import FLOATS, HEAVY, TRITON_DTYPE, expression, number_text, prelude, rounded
 from .group import Group, Output, statistics_of
 
 aten = torch.ops.aten
@@ -40,6 +40,7 @@ class Kernel:
     amaxes: tuple[Output, ...]
     symbols: tuple[sympy.Symbol, ...]
     row_blocks: bool  # a program is a block of whole rows
+    heavy: bool  # computes an exp or the like, which takes registers
 
     @property
     def parameters(self) -> list[str]:
@@ -71,7 +72,8 @@ class _Writer:
         self.outer_lines: list[str] = []
         self.loop: dict[tuple[Node, Index], str] = {}  # values of the tile at hand
         self.lines: list[str] = []
-        self.reduced: dict[Node, str] = {}
+        self.reduced: dict[Node, str] = {}  # sums over rows that are known by now
+        self.means: dict[Node, str] = {}
 
     # -- the whole --
 
@@ -115,6 +117,7 @@ class _Writer:
             amaxes=tuple(self.amaxes),
             symbols=tuple(self.symbols),
             row_blocks=looping,
+            heavy=any(node.target in HEAVY for node in group.members),
         )
         parameters = ", ".join([*kernel.parameters, "BLOCK_R: tl.constexpr", "BLOCK_C: tl.constexpr"])
         text = "\n".join(_indented([*self.comments(), *body]))
@@ -152,7 +155,7 @@ class _Writer:
             value, name, into = self.value(source, index), self.name("r"), self.name("acc")
             start.append(f"{into} = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)")
             if part == "var":
-                mean = self.reduced[self._mean_of(whole)]
+                mean = self.means[whole]
                 value = f"({value} - {mean}) * ({value} - {mean})"
             self.lines.append(f"{into} += tl.where(inside, {value}, 0.0)")
             total = f"tl.sum({into}, 1, keep_dims=True)"
@@ -162,6 +165,10 @@ class _Writer:
             elif part == "var":
                 correction = whole.kwargs.get("correction", 1)
                 total = f"tl.div_rn({total}, {size} - {number_text(float(correction))})"  # type: ignore[arg-type]
+            if part == "mean" and whole is not node:  # the variance is about the mean before it is rounded
+                self.means[whole] = self.name("mean")
+                last.append(f"{self.means[whole]} = {total}")
+                total = self.means[whole]
             last.append(f"{name} = {rounded(total, node.meta['val'].dtype)}")
             names[node] = name
         head = self.columns(columns)
@@ -169,9 +176,6 @@ class _Writer:
         lines += [*_indented([*head, *self.lines]), *last]
         self.reduced.update(names)
         return lines
-
-    def _mean_of(self, whole: Node) -> Node:
-        return next(node for node in self.reduced if statistics_of(node) == (whole, "mean"))
 
     # -- values --
 
@@ -181,7 +185,7 @@ class _Writer:
         for known in (self.loop, self.outer):
             if key in known:
                 return known[key]
-        if node in self.reduced:
+        if node in self.reduced and key not in self.group.loads:
             return self.reduced[node]
         if key in self.group.loads:
             text, name, before = self.load(node, index), self.name("v"), []
@@ -251,7 +255,7 @@ class _Writer:
                 where = self.offset(output.node, index, "row", "col")
                 lines.append(f"tl.store({pointer}{where}, {value}.to({dtype}), mask=inside)")
             else:
-                key = (value, output.scale, output.dtype)
+                key = (value, output.scale, output.dtype, output.fp8_max)
                 if key not in quantized:
                     quantized[key] = self.quantize(output, value, lines)
                 if output.kind == "copy":

@@ -31,17 +31,23 @@ AMAX_STRIDE = 4  # int32: 16 bytes
 
 # (BLOCK_R, BLOCK_C, warps), the default first. A kernel that writes column sums has one row of them a block of rows: there,
 # blocks are tall, and their height is fixed.
-TILES = ((64, 128, 8), (64, 64, 4), (128, 128, 8), (128, 64, 8))
-TALL_TILES = ((128, 64, 8), (128, 32, 4), (128, 128, 8))
-ROW_BLOCKS = ((16, 256, 8), (16, 128, 4), (32, 128, 8))
+# With exp and the like a thread takes 16 elements instead of 32: else they spill.
+TILES = ((64, 128, 8), (64, 64, 4))
+TALL_TILES = ((128, 64, 8), (128, 32, 4))
+HEAVY_TILES = ((64, 64, 8), (32, 128, 8))
+HEAVY_TALL_TILES = ((128, 64, 16), (128, 32, 8))
+ROW_BLOCKS = ((16, 256, 8), (32, 128, 8), (16, 128, 4))
 TALL_ROW_BLOCKS = ((32, 128, 8), (32, 64, 4))
 
 
 def configurations(kernel: Kernel) -> tuple[tuple[int, int, int], ...]:
-    """The block sizes and warps to choose from at the first launch, the default first; all with Inductor's `max_autotune`."""
+    """The block sizes and warps to choose from at the first launch, the default first; two, or all with Inductor's
+    `max_autotune`."""
     choices: tuple[tuple[int, int, int], ...]
     if kernel.row_blocks:
         choices = TALL_ROW_BLOCKS if kernel.sums else ROW_BLOCKS
+    elif kernel.heavy:
+        choices = HEAVY_TALL_TILES if kernel.sums else HEAVY_TILES
     else:
         choices = TALL_TILES if kernel.sums else TILES
     return choices if compat.max_autotune() else choices[:2]

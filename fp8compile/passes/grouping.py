@@ -45,12 +45,12 @@ class Grouping:
         stops: set[Node] = set()
         while True:
             walk = self.walk(domain, sources, stops)
-            sums = self.column_sums(domain, walk, {x.replaces for x in sinks})
+            sums = self.column_sums(domain, walk, {x.replaces for x in sinks} | stops)
             outputs = [*sinks, *sums.values()]
             outputs += self.others(domain, walk, {x.replaces for x in outputs} | set(sums))
             scales = [x.scale for x in outputs if x.scale is not None]
             replaced = {x.replaces for x in outputs}
-            reads = [x for x in [*walk.inputs, *scales] if x not in replaced]
+            reads = [*walk.inputs, *scales]
             if not reaches(reads, replaced):
                 break
             # what it would write, something that it reads is made of: leave that to others, and read it
@@ -83,7 +83,8 @@ class Grouping:
                     found.append(Output("row", node, node))
                 continue
             needed = any(x.op == "output" or not fusable(x, OURS) for x in readers)
-            if needed or 2 * self.sizes.bytes_of(node) < self.cost_again(domain, node, walk):
+            write_and_read, again = 2 * self.sizes.bytes_of(node), self.cost_again(domain, node, walk)
+            if needed or write_and_read < again or (write_and_read == again and self.of_sums(node, walk)):
                 found.append(Output("value", node, node))
         return found
 
@@ -115,8 +116,6 @@ class Grouping:
 
     def cost_again(self, domain: Domain, node: Node, walk: Walk) -> int:
         """Bytes to read for computing a member once more."""
-        if self.of_sums(node, walk):
-            return 1 << 62
         index = domain.full(sizes(node))
         assert index is not None
         again = Walk(domain, walk.stop)
@@ -142,7 +141,7 @@ class Grouping:
             stack = following
         for node in candidates:
             reduced = domain.reduction(node)
-            if reduced is None or reduced[1] or node in replaced or not _same_columns(node, domain):
+            if reduced is None or reduced[1] or replaced & {node, _rounded(node)} or not _same_columns(node, domain):
                 continue
             source = reduced[0]
             index = domain.full(sizes(source))
@@ -197,7 +196,7 @@ def _rounded(total: Node) -> Node:
     node = total
     while len(node.users) == 1:
         user = next(iter(node.users))
-        if user.target not in (*RESHAPES, *CASTS) or (user.target in CASTS and node.target in CASTS):
+        if user.target not in (*RESHAPES, *CASTS) or user.target in CASTS and node.meta["val"].dtype != torch.float32:
             break
         node = user
     return node

@@ -1,0 +1,24 @@
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def fp8_cast_ab613d12(x0, s0, y0, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
+    # x0: bfloat16 [8192, 4096]
+    # y0: copy float8_e4m3fn
+    pid = tl.program_id(0).to(tl.int64)
+    tiles = (4096 + BLOCK_C - 1) // BLOCK_C
+    block = pid // tiles
+    start = pid % tiles * BLOCK_C
+    row = block * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
+    row_inside = row < 8192
+    s0_value = tl.load(s0)
+    col = start + tl.arange(0, BLOCK_C)[None, :].to(tl.int64)
+    col_inside = col < 4096
+    inside = row_inside & col_inside
+    v1 = tl.load(x0 + row * 4096 + col, mask=inside, other=0.0).to(tl.float32)
+    q2 = v1 * s0_value
+    q2 = tl.where(q2 > 448.0, 448.0, tl.where(q2 < -448.0, -448.0, q2))
+    q2 = tl.where(tl.abs(v1) == float("inf"), float("nan"), q2)
+    q2 = tl.where(inside, q2, 0.0).to(tl.float8e4nv)
+    tl.store(y0 + row * 4096 + col, q2, mask=inside)
