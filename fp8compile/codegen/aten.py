@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import ops, scaling
+from .. import ops
 
 aten = torch.ops.aten
 
@@ -36,14 +36,6 @@ def last_amax(rows: Tensor) -> Tensor:
 def last_amaxes(rows: list[Tensor]) -> Tensor:
     """Second stage of n tensors with equally many rows: n x [R] -> [n]."""
     return last_amax(rows[0]) if len(rows) == 1 else torch.cat(rows).view(len(rows), -1).amax(1)
-
-
-def stored_scale(scales: Tensor, slot: int) -> Tensor:
-    return aten.as_strided.default(scales, [1], [1], scaling.SNAPSHOT * slot + scaling.SCALE)
-
-
-def stored_inverse(scales: Tensor, slot: int) -> Tensor:
-    return aten.as_strided.default(scales, [1], [1], scaling.SNAPSHOT * slot + scaling.SCALE_INV)
 
 
 def quantize(x: Tensor, scale: Tensor, dtype: torch.dtype, fp8_max: float) -> Tensor:

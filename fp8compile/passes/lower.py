@@ -18,13 +18,13 @@ from itertools import groupby
 
 from torch.fx import Graph, Node
 
-from .. import compat, ops
+from .. import compat, ops, scaling
 from ..codegen import aten as forms
 from ..codegen import launch
 from ..codegen.inline import Inliner
 from ..codegen.update import launch_update
 from ..errors import Fp8CompileError
-from ..graph import value
+from ..graph import Emitter, aten, value
 from ..logs import get_logger
 from .fuse import fuse
 
@@ -84,23 +84,29 @@ class _Lowering:
         return vectors[0] if len(vectors) == 1 else self.inline(node, forms.concatenate, vectors)
 
     def snapshot(self, node: Node, page: Node) -> Node:
-        return self.inline(node, forms.scaling.snapshot_of, page)
+        return self.inline(node, scaling.snapshot_of, page)
 
     def delayed_scale(self, node: Node, scales: Node, amax: Node, slot: int, fp8_max: float, margin: int) -> Node:
-        return self.inline(node, forms.stored_scale, scales, slot)
+        return self.stored(node, scales, slot, scaling.SCALE)
 
     def delayed_inverse(self, node: Node, scales: Node, scale: Node, slot: int) -> Node:
-        return self.inline(node, forms.stored_inverse, scales, slot)
+        return self.stored(node, scales, slot, scaling.SCALE_INV)
+
+    @staticmethod
+    def stored(node: Node, scales: Node, slot: int, column: int) -> Node:
+        """One number of a snapshot, as a view: `as_strided` makes Inductor keep the snapshot as one buffer."""
+        emit = Emitter(node.graph, node, node)
+        return emit(aten.as_strided.default, scales, [1], [1], scaling.SNAPSHOT * slot + column)
 
     def current_scale(self, node: Node, *args) -> Node:
-        return self.inline(node, forms.scaling.scale_of, *args)
+        return self.inline(node, scaling.scale_of, *args)
 
     def inverse(self, node: Node, *args) -> Node:
-        return self.inline(node, forms.scaling.inverse_of, *args)
+        return self.inline(node, scaling.inverse_of, *args)
 
     def update(self, node: Node, *args) -> Node | None:
         if value(node).device.type not in launch.DEVICES:
-            return self.inline(node, forms.scaling.next_page, *args)
+            return self.inline(node, scaling.next_page, *args)
         launch_update(node, *args)
         return None
 
