@@ -8,9 +8,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from groups import CASES, Cast, Made, Source, trace
 from harness import MOVING, Pair, assert_close, compiled, grads_of, leaf, like, noise
 from models import Block, Checkpointed, Mlp, make, relus
+from test_kernels import check
 from torch import nn
+
+from fp8compile import compat
+from fp8compile.passes.lower import lower
 
 pytestmark = pytest.mark.gpu
 
@@ -92,3 +97,18 @@ def test_modes(mode: str, device: str) -> None:
         torch.compiler.cudagraph_mark_step_begin()
         pair.step(noise(32, 128, seed=step, scale=factor, dtype=torch.bfloat16, device=device))
     pair.assert_fp8()
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("shape", [(1000, 272), (17, 1000), (4096, 768)], ids=str)
+def test_generated_kernels(name: str, shape: tuple[int, int], device: str) -> None:
+    """What test_kernels.py shows in Triton's interpreter, by the compiler and the device."""
+    case = CASES[name]
+    inputs = case.inputs(Source(*shape, torch.bfloat16))
+    inputs = tuple(x.to(device) if isinstance(x, torch.Tensor) else x for x in inputs)
+    oracle = trace(lambda *x: case.call(Cast(), *x), inputs)
+    fused = compat.copy_graph(oracle)
+    lower(fused.graph)
+    fused.recompile()
+    assert len(compat.launches(fused.graph)) == len(case.kernels)
+    check(case, Made(oracle, fused, (), ()), inputs, "normal")
