@@ -80,8 +80,25 @@ def _interpreting():
         for (module, name), function in _library().items():
             stack.enter_context(mock.patch.object(module, name, function))
         stack.enter_context(mock.patch.object(interpreter, "_convert_float", _convert))
+        stack.enter_context(_restored())
         stack.enter_context(np.errstate(all="ignore"))
         yield
+
+
+@contextlib.contextmanager
+def _restored():
+    """Triton before 3.7 leaves some of its language patched: its compiler fails afterwards."""
+    modules, classes = (tl, tl.core, tl.math, standard), (tl.tensor, tl.core.tensor_descriptor_base)
+    before = {owner: dict(vars(owner)) for owner in (*modules, *classes)}
+    try:
+        yield
+    finally:
+        for owner, members in before.items():
+            for name, member in dict(vars(owner)).items():
+                if name in members and member is not members[name]:
+                    setattr(owner, name, members[name])
+                elif name not in members and owner in classes:  # modules: what interpreted functions were given to see
+                    delattr(owner, name)
 
 
 @contextlib.contextmanager

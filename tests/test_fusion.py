@@ -129,6 +129,21 @@ def test_the_log_says_what_stays_with_inductor_and_why(caplog):
     assert "cumsum" in caplog.text and "bytes" in caplog.text
 
 
+def test_a_chain_of_a_thousand_operators():
+    class Long(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up = nn.Linear(128, 128, bias=False)
+
+        def forward(self, x):
+            for _ in range(500):
+                x = (x * 0.5 + 1.0).abs()
+            return self.up(x)
+
+    results, made = train(Long, [(16, 128)], True)
+    assert made and results[0]["y"].isfinite().all()
+
+
 def test_launches_with_one_source_share_one_function_whatever_their_slots():
     """Inductor tunes each function that it sees: layers must not look different to it."""
     seen: list[set] = []

@@ -59,6 +59,9 @@ class Group:
         return [x for x in self.outputs if x.kind in kinds]
 
 
+DEEPEST = 64  # operators in a chain: a longer one is cut, and read in the middle
+
+
 class Walk:
     """Follows values back to what they are computed from; fills in a group's inputs, members and levels.
 
@@ -73,16 +76,19 @@ class Walk:
         self.levels: dict[Node, int] = {}
         self.loads: set[tuple[Node, Index]] = set()
         self.seen: dict[tuple[Node, Index], int] = {}
+        self.depth = 0
 
     def __call__(self, node: Node, index: Index) -> int:
         """Visit a value; returns after how many passes it is known."""
         key = (node, index)
         if key not in self.seen:
+            self.depth += 1
             self.seen[key] = self._visit(node, index)
+            self.depth -= 1
         return self.seen[key]
 
     def _visit(self, node: Node, index: Index) -> int:
-        if not self.stop(node):
+        if not self.stop(node) and self.depth < DEEPEST:
             reduced = self._reduction(node, index)
             if reduced is not None:
                 return reduced
