@@ -9,6 +9,7 @@ import contextlib
 import functools
 import hashlib
 import importlib
+import linecache
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -343,6 +344,15 @@ class PostGradPass(CustomGraphPass):
 _generated: set[Any] = set()  # the Python functions of our kernels
 
 
+def reorders() -> bool:
+    """Will Inductor reorder a graph behind our pass by its data dependencies? A launch has none: it writes its arguments."""
+    from torch._inductor import config
+
+    overlap = getattr(getattr(config, "aten_distributed_optimizations", None), "enable_overlap_scheduling", False)
+    buckets = ("bucket_all_gathers_fx", "bucket_reduce_scatters_fx", "bucket_all_reduces_fx")
+    return bool(overlap) or any(getattr(config, name, "none") not in ("none", None, False) for name in buckets)
+
+
 def max_autotune() -> bool:
     from torch._inductor import config
 
@@ -354,6 +364,9 @@ def load_kernel(name: str, source: str) -> Any:
     from torch._inductor.codecache import PyCodeCache
 
     kernel = getattr(PyCodeCache.load(source), name)
+    # that cache may be thrown away while this process keeps the function, and Inductor reads its source again
+    file = kernel.fn.__code__.co_filename
+    linecache.cache[file] = (len(source), None, source.splitlines(True), file)
     _generated.add(kernel.fn)
     return kernel
 

@@ -107,7 +107,7 @@ def kernels_on_cpu(config: tuple[int, int, int] | None = None):
     made: list[Interpreted] = []
     choose = launch.configurations
 
-    def function(name: str, source: str, configs: Any) -> Interpreted:
+    def function(name: str, source: str, configs: Any, restore: Any = ()) -> Interpreted:
         made.append(Interpreted(name, source, configs[0]))
         return made[-1]
 

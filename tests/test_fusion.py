@@ -202,3 +202,46 @@ def test_the_update_kernel_is_next_page(slots, history, count, interval, most_re
         vector[:, 0] = amax
         kernel[(1, 1, 1)](page=page, scales=snapshot, amaxes=vector.view(torch.int32) if bits else amax)
         assert torch.equal(page, expected), step
+
+
+def test_a_graph_that_inductor_reorders_gets_no_kernels():
+    """Bucketing of collectives sorts a graph by its data dependencies, which a launch does not have."""
+    with torch._inductor.config.patch(bucket_all_gathers_fx="all"):
+        _, made = train(Mlp, [(40, 128)] * 2, True)
+    assert not made
+
+
+def test_an_operand_without_strides():
+    class Constant(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up = nn.Linear(128, 128, bias=False)
+
+        def forward(self, x):
+            return self.up(x[0, 0].expand(32, 128))
+
+    assert_same(Constant, [(2, 2)] * 2)
+
+
+def test_a_source_outlives_the_cache_that_it_came_from():
+    import inspect
+
+    from torch._inductor.utils import fresh_cache
+
+    name, source = update.source(5, 16, 5, 448.0, 0, 1, False, True)
+    with fresh_cache():
+        kernel = launch.function(name, source, ((4, 16, 4),))
+    assert name in inspect.getsource(kernel.fn.fn)
+
+
+@pytest.mark.parametrize(("history", "block"), [(16, 64), (1024, 4), (4096, 1)])
+def test_a_long_history_takes_fewer_slots_at_a_time(history, block):
+    with interpreted(), kernels_on_cpu():
+        torch._dynamo.reset()
+        blocks = []
+        with pytest.MonkeyPatch.context() as patch:
+            function = update.function
+            patch.setattr(update, "function", lambda n, s, configs, restore: blocks.append(configs) or function(n, s, configs))
+            model = torch.compile(nn.Linear(128, 128).to(BF16), backend=fp8, options={"amax_history_len": history})
+            model(torch.randn(16, 128).to(BF16).requires_grad_()).sum().backward()
+    assert {config[0][0] for config in blocks} == {block}

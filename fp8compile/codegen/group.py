@@ -7,7 +7,7 @@ A group walks a matrix [R, C] once. Its *inputs* are tensors in memory; its *out
     value       as the node is    high precision
     row         as the node is    one element a row: a norm's statistics
     amax        [1]               the largest magnitude, into a slot of the graph's vector of amaxes
-    sum         [tiles, C]        partial column sums, float32: a bias gradient, say
+    sum         [C]               column sums, by partial ones of each block of rows: a bias gradient, say
 
 Sums over a row (a norm's mean and variance) take a pass of their own over the row block before: it is read again from the
 cache, not from memory.
@@ -24,7 +24,6 @@ from torch.fx import Node
 from .domain import REDUCTIONS, Domain, Index, sizes
 
 aten = torch.ops.aten
-KINDS = ("copy", "transposed", "value", "row", "amax", "sum")
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ Values are named after their order (`v3`), inputs `x0`, scales `s0`, outputs `y0
 from __future__ import annotations
 
 import hashlib
+import re
 from dataclasses import dataclass, replace
 
 import sympy
@@ -211,7 +212,8 @@ class _Writer:
         varying = kind(index)
         mask = {"full": "inside", "row": "row_inside", "col": "col_inside"}.get(varying)
         guarded = f", mask={mask}, other={'0.0' if dtype in FLOATS else '0'}" if mask else ""
-        text = f"tl.load({self.inputs[node]}{self.offset(node, index)}{guarded})"
+        axes = {"full": ("row", "col"), "row": ("row",), "col": ("col",)}.get(varying, ())
+        text = f"tl.load({self.inputs[node]}{self.offset(node, index, *axes)}{guarded})"
         return f"{text}.to(tl.float32)" if dtype in FLOATS else f"{text} != 0" if dtype == torch.bool else text
 
     def offset(self, node: Node, index: Index, *varying: str) -> str:
@@ -222,7 +224,7 @@ class _Writer:
             text = axis if divisor == 1 else f"{axis} // {self.text(divisor)}"
             text = text if size is None else f"{text} % {self.text(size)}"
             parts.append(text if stride == 1 else f"{self.bracketed(text)} * {self.text(stride)}")
-        parts += [f"{axis} * 0" for axis in varying if not any(axis in part.split() for part in parts)]
+        parts += [f"{axis} * 0" for axis in varying if not any(re.search(rf"\b{axis}\b", part) for part in parts)]
         return "".join(f" + {part}" for part in parts)
 
     # -- outputs --

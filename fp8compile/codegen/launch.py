@@ -65,13 +65,14 @@ def grid(kernel: Kernel, rows: sympy.Expr, columns: sympy.Expr, block: tuple[int
 
 
 @functools.cache
-def function(name: str, source: str, configs: tuple[tuple[int, int, int], ...]) -> Any:
-    """The JIT function of a source, with an autotuner if there is a choice. One for all that are the same."""
+def function(name: str, source: str, configs: tuple[tuple[int, int, int], ...], restore: tuple[str, ...] = ()) -> Any:
+    """The JIT function of a source, with its configurations. One for all that are the same. `restore`: arguments that a
+    benchmark must not leave changed."""
     import triton
 
     jitted = compat.load_kernel(name, source)
     made = [triton.Config({"BLOCK_R": r, "BLOCK_C": c}, num_warps=warps) for r, c, warps in configs]
-    return triton.autotune(configs=made, key=[])(jitted)
+    return triton.autotune(configs=made, key=[], restore_value=list(restore) or None)(jitted)
 
 
 class Launcher:
@@ -164,7 +165,7 @@ class Launcher:
             first = None
             for node in self.graph.nodes:
                 value = node.meta.get("val")
-                if isinstance(value, torch.SymInt) and value.node.expr == symbol:
+                if isinstance(value, torch.SymInt) and value.node.expr == symbol and (node.op == "placeholder" or not first):
                     self.symbols[symbol] = node
                     return node
                 if first is None and isinstance(value, torch.Tensor) and symbol in sizes(node):

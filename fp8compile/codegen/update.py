@@ -14,7 +14,8 @@ from .. import compat, scaling
 from ..graph import Emitter, arg, aten, value
 from .launch import AMAX_STRIDE, function
 
-BLOCK = 64  # slots at a time
+BLOCK, NUMBERS = 64, 4096  # slots at a time, and numbers of their histories
+LONGEST = 4096  # history
 
 _SOURCE = """import triton
 import triton.language as tl
@@ -103,5 +104,6 @@ def launch_update(
     columns = 1 << max(0, history - 2).bit_length()
     tensors: dict[str, Any] = {"page": page, "scales": scales, "amaxes": arg(amax, 0) if bits else amax}
     emit = Emitter(node.graph, write, node)
-    compat.launch(emit, function(name, text, ((BLOCK, columns, 4),)), [(1, 1, 1)], tensors)
+    block = max(1, min(BLOCK, NUMBERS // columns))
+    compat.launch(emit, function(name, text, ((block, columns, 4),), ("page",)), [(1, 1, 1)], tensors)
     write.graph.erase_node(write)

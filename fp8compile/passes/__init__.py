@@ -6,7 +6,8 @@
     rewrite   quantize and FP8 matmuls in the graph
     update    the next scaling state
 
-`lower` turns the operators of ours into ATen (`codegen`) after the partitioner has split the graph.
+After the partitioner has split the graph, `lower` turns our operators into generated kernels (`fuse`, with `grouping` and
+`place`) and ATen.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
     amax = amax(h)
 
 A group starts from the casts and amaxes of one matrix (`grouping`); casts of other matrices join it if they read the same
-tensors. It becomes a kernel if that moves fewer bytes than Inductor's own kernels would (`codegen.cost`).
+tensors. It becomes a kernel unless that moves more bytes than Inductor's own kernels would (`codegen.cost`).
 
 Runs on a partitioned graph, behind Inductor's own passes. What is not fused stays as it is, for `lower`; the debug log says
 why.
@@ -56,7 +56,7 @@ class Seed:
 
 def fuse(graph: Graph) -> int:
     """Returns how many kernels were generated. In place."""
-    made = _Finder(graph).run()
+    made = {} if compat.reorders() else _Finder(graph).run()
     if made:
         compat.stable_sort(graph)
         place(graph, made)
@@ -73,6 +73,8 @@ class _Finder:
     def run(self) -> dict[Node, Made]:
         """The functional node of each group: its users take its outputs by number."""
         seeds = self.seeds()
+        if len({value(seed.source).device for seed in seeds}) > 1:  # a graph has one vector of amaxes
+            return {}
         done: dict[Node, Made] = {}
         taken: set[Seed] = set()
         for i, seed in enumerate(seeds):
@@ -82,9 +84,12 @@ class _Finder:
             if isinstance(group, str):
                 logger.debug("%s stays with Inductor: %s", seed.source.name, group)
                 continue
-            taken.add(seed)
-            group = self.joined(group, seed, [x for x in seeds[i + 1 : i + 1 + WINDOW] if x not in taken], taken)
+            alone = group
+            group, joined = self.joined(group, seed, [x for x in seeds[i + 1 : i + 1 + WINDOW] if x not in taken])
             ours, theirs = compare(group, self.sizes, self.stored, OURS)
+            if ours > theirs and joined:
+                group, joined = alone, []
+                ours, theirs = compare(group, self.sizes, self.stored, OURS)
             if ours > theirs:
                 logger.debug("%s stays with Inductor: a kernel would move %d bytes, not %d", seed.source.name, ours, theirs)
                 continue
@@ -93,23 +98,24 @@ class _Finder:
             except Unwritable as error:
                 logger.debug("%s stays with Inductor: %s", seed.source.name, error)
                 continue
+            taken.update([seed, *joined])
             logger.debug(
                 "%s: %s, %d bytes, %d by Inductor; reads %s", seed.source.name, kernel.name, ours, theirs, _reads(group)
             )
             done[self.replace(group)] = group, kernel
         return done
 
-    def joined(self, group: Group, seed: Seed, others: list[Seed], taken: set[Seed]) -> Group:
-        """The group with the other casts that one walk can serve, too: they read what it reads, and little else."""
-        sinks = seed.sinks
+    def joined(self, group: Group, seed: Seed, others: list[Seed]) -> tuple[Group, list[Seed]]:
+        """The group with the other casts that one walk can serve, too, and those: they read what it reads, and little else."""
+        sinks, joined = seed.sinks, []
         for other in others:
             if other.domain != seed.domain or not self.shares(group, other):
                 continue
             larger = self.grouping(seed.domain, [*sinks, *other.sinks])
             if not isinstance(larger, str) and len(larger.inputs) <= max(len(group.inputs) + 1, 3):
                 group, sinks = larger, [*sinks, *other.sinks]
-                taken.add(other)
-        return group
+                joined.append(other)
+        return group, joined
 
     def shares(self, group: Group, seed: Seed) -> bool:
         """Does a seed read or make what the group reads or makes?"""
@@ -139,10 +145,9 @@ class _Finder:
 
     def replace(self, group: Group) -> Node:
         """Put a functional node for a group into the graph; the graph may be out of order until it is sorted."""
-        scales = [x for x in group.scales]
         anchor = next(iter(group.outputs)).replaces
         with self.graph.inserting_before(anchor):
-            node = self.graph.call_function(generated, (*group.inputs, *scales))
+            node = self.graph.call_function(generated, (*group.inputs, *group.scales))
         node.meta.update(val=None)
         for i, output in enumerate(group.outputs):
             with self.graph.inserting_after(node):
@@ -157,7 +162,13 @@ class _Finder:
         """Erase what nobody reads any more."""
         while dead:
             node = dead.pop()
-            if not node.users and not node._erased and node.op == "call_function" and node not in self.stored:
+            if (
+                not node.users
+                and not node._erased
+                and not node.is_impure()
+                and node.op == "call_function"
+                and node not in self.stored
+            ):
                 dead += node.all_input_nodes
                 self.graph.erase_node(node)
 

@@ -1,4 +1,4 @@
-"""lower: replace our operators by ATen, in the forward and the backward graph, after the partitioner.
+"""lower: what our operators become in the forward and the backward graph: generated kernels (`fuse`), and ATen.
 
     x8 = fp8compile.quantize(x, scale, e4m3, 448, False)
     y = fp8compile.scaled_mm(x8, w8, inv_x, inv_w, None, bf16, True)
@@ -22,7 +22,7 @@ from .. import compat, ops, scaling
 from ..codegen import aten as forms
 from ..codegen import launch
 from ..codegen.inline import Inliner
-from ..codegen.update import launch_update
+from ..codegen.update import LONGEST, launch_update
 from ..errors import Fp8CompileError
 from ..graph import Emitter, aten, value
 from ..logs import get_logger
@@ -105,7 +105,8 @@ class _Lowering:
         return self.inline(node, scaling.inverse_of, *args)
 
     def update(self, node: Node, *args) -> Node | None:
-        if value(node).device.type not in launch.DEVICES:
+        history = value(node).shape[1] - scaling.HISTORY
+        if value(node).device.type not in launch.DEVICES or history > LONGEST or compat.reorders():
             return self.inline(node, scaling.next_page, *args)
         launch_update(node, *args)
         return None
