@@ -9,14 +9,13 @@ import sympy
 import torch
 from torch.fx import Graph, Node
 
-from ..graph import PERMUTES, arg, aten, hint
-from .domain import REDUCTIONS, RESHAPES, product, sizes
+from ..graph import arg, aten, hint
+from .domain import REDUCTIONS, VIEWS, product, sizes
 from .expressions import supported
 from .group import Group
 from .launch import TALL_ROW_BLOCKS, TALL_TILES
 
 STRIDED = 1 / 0.58  # how many times longer one-byte stores at a stride take: Inductor's transposes reach 58% of the bandwidth
-VIEWS = (*RESHAPES, *PERMUTES, aten.expand.default)
 _PARTS = (aten.slice.Tensor, aten.select.int)  # views of memory
 _MOVES = (aten.cat.default, aten.slice.Tensor, aten.select.int, aten.constant_pad_nd.default, aten.amax.default)
 

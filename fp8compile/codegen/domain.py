@@ -18,11 +18,12 @@ import sympy
 import torch
 from torch.fx import Node
 
-from ..graph import PERMUTES, VIEWS, arg, order_of
+from ..graph import PERMUTES, arg, order_of
+from ..graph import VIEWS as RESHAPES
 from .expressions import supported
 
 aten = torch.ops.aten
-RESHAPES = (*VIEWS, aten.squeeze.default)
+VIEWS = (*RESHAPES, *PERMUTES, aten.expand.default)  # what computes nothing: its operand, at another index
 REDUCTIONS = (aten.sum.dim_IntList, aten.mean.dim, aten.var_mean.correction)
 
 

@@ -15,6 +15,7 @@ cache, not from memory.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -123,7 +124,7 @@ class Walk:
 
 def statistics_of(node: Node) -> tuple[Node, str]:
     """(the reduction, which of its results) of a node that is one: var_mean has two."""
-    if node.op == "call_function" and str(node.target) == "<built-in function getitem>":
+    if node.op == "call_function" and node.target is operator.getitem:
         source = node.args[0]
         if isinstance(source, Node) and source.target is aten.var_mean.correction:
             return source, ("var", "mean")[int(node.args[1])]  # type: ignore[arg-type]
@@ -134,4 +135,4 @@ def statistics_of(node: Node) -> tuple[Node, str]:
 
 def _is_random(node: Node) -> bool:
     """Numbers out of nothing: stop behind them, at the mask that is made of them."""
-    return "inductor_prims" in str(node.target) or "inductor_random" in str(node.target) or "rand" in str(node.target)
+    return "inductor_prims" in str(node.target) or "rand" in str(node.target)

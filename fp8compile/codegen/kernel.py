@@ -21,11 +21,9 @@ import torch
 from torch.fx import Node
 
 from ..graph import arg
-from .domain import RESHAPES, Index, kind, sizes
+from .domain import VIEWS, Index, kind, sizes
 from .expressions import FLOATS, HEAVY, TRITON_DTYPE, expression, number_text, prelude, rounded
 from .group import Group, Output, statistics_of
-
-aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -194,7 +192,7 @@ class _Writer:
             operands = self.domain.operands(node, index)
             assert operands is not None, node
             texts = [self.value(*x) if isinstance(x, tuple) else number_text(x) for x in operands]
-            if node.target in RESHAPES or len(texts) == 1 and expression_is_copy(node):
+            if node.target in VIEWS:
                 return texts[0]
             name = f"v{self.count + 1}"
             text, before = expression(node, texts, name), prelude(node, texts, name)
@@ -304,10 +302,6 @@ class _Writer:
     @staticmethod
     def bracketed(text: str) -> str:
         return text if text.isidentifier() or text.isdigit() else f"({text})"
-
-
-def expression_is_copy(node: Node) -> bool:
-    return node.target in (aten.expand.default, aten.permute.default, aten.t.default, aten.transpose.int)
 
 
 def padded_rows(rows: sympy.Expr) -> sympy.Expr:

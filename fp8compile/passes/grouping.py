@@ -7,15 +7,15 @@ others read is written, unless it is cheaper for them to compute it again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 from torch.fx import Node
 
 from .. import ops
 from ..codegen import launch
-from ..codegen.cost import VIEWS, Sizes, fusable
-from ..codegen.domain import RESHAPES, Domain, product, sizes
+from ..codegen.cost import Sizes, fusable
+from ..codegen.domain import RESHAPES, VIEWS, Domain, product, sizes
 from ..codegen.expressions import TRITON_DTYPE, supported
 from ..codegen.group import Group, Output, Walk
 from ..graph import CASTS, aten
@@ -30,9 +30,8 @@ class Grouping:
     def __init__(self, sizes_of: Sizes, stored: set[Node]):
         self.sizes, self.stored = sizes_of, stored
 
-    def walk(self, domain: Domain, sources: list[Node], stops: Iterable[Node] = ()) -> Walk:
-        held = {*self.stored, *stops}
-        walk = Walk(domain, held.__contains__)
+    def walk(self, domain: Domain, sources: list[Node], stops: Collection[Node] = ()) -> Walk:
+        walk = Walk(domain, lambda node: node in self.stored or node in stops)
         for source in sources:
             index = domain.full(sizes(source))
             assert index is not None
@@ -134,7 +133,7 @@ class Grouping:
                 for user in node.users:
                     if user.op != "call_function" or user in candidates:
                         continue
-                    if user.target in (aten.sum.dim_IntList,):
+                    if user.target is aten.sum.dim_IntList:
                         candidates[user] = None
                     elif user not in walk.members and (user.target in VIEWS or supported(user)) and domain.is_full(user):
                         following.append(user)
