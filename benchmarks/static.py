@@ -2,8 +2,8 @@
 
 Nothing is executed and nothing is measured. The figures rank compilations of one model: kernels, bytes as Inductor's scheduler
 counts them (each buffer once a kernel), matmul FLOPs by dtype, bytes kept for backward, and a roofline time in which every
-kernel takes the longer of its bytes and its FLOPs, plus a launch. Attention counts with its bytes only, autotuning and the
-optimizer not at all, and accumulation as one micro-batch.
+kernel takes the longer of its bytes and its FLOPs, plus a launch (`fp8compile.roofline`). Autotuning and the optimizer do not
+count, and accumulation as one micro-batch.
 """
 
 from __future__ import annotations
@@ -14,31 +14,25 @@ from typing import Any
 
 import torch
 
-from fp8compile import described
+from fp8compile import described, devices, roofline
 
 from . import arms
 from .cases.base import Point, Static
-from .classify import classify
 from .models import unallocated
 
-# What an H200 is taken to sustain: copies and large bf16 matmuls as seen on one; FP8 is assumed, at 1.7 times bf16. (The best
-# matmuls in public tables are 794 and 1453 TFLOP/s.)
-HBM_BYTES_PER_S = 4.2e12
-FLOPS_PER_S = {"bfloat16": 790e12, "float16": 790e12, "float32": 330e12, "fp8": 1340e12}
-LAUNCH_S = 2e-6
-DEVICE = "described NVIDIA H200"
+H200 = devices.find("h200")
+DEVICE = f"described {H200.name}"
 
 
 def roofline_s(kernel: Any) -> float:
-    compute = kernel.matmul.flops / FLOPS_PER_S.get(kernel.matmul.dtype, FLOPS_PER_S["float32"]) if kernel.matmul else 0.0
-    return max(kernel.bytes / HBM_BYTES_PER_S, compute) + LAUNCH_S
+    return roofline.seconds(kernel, H200)
 
 
 def kind(kernel: Any) -> str:
     """Its class (see `classify`); generated kernels are not told apart and count as other."""
     if kernel.matmul is not None:
         return "fp8_gemm" if kernel.matmul.dtype == "fp8" else "bf16_gemm"
-    return "attention" if kernel.kind == "extern" and classify(kernel.name) == "attention" else "other"
+    return "attention" if kernel.attention is not None else "other"
 
 
 def figures(step: Any) -> dict[str, float]:
@@ -69,10 +63,9 @@ def compile_point(point: Point, arm: arms.Arm) -> dict[str, float]:
 
     def step() -> None:
         with autocast:
-            out = model(*batch)
-        out.sum().backward()
+            model(*batch)  # the backward is compiled with it
 
-    found = described.trace(step)
+    found = described.trace(step, H200.gpu)
     if not found.kernels:
         raise RuntimeError("nothing was compiled")
     return figures(found)

@@ -133,6 +133,13 @@ def build_model(config: Config) -> GPT:
     return GPT(config)
 
 
+def build() -> tuple[GPT, tuple[Tensor, Tensor]]:
+    """The larger model and a batch, for `fp8compile explain examples/train_gpt.py:build`; bf16 weights stand for autocast."""
+    config = CONFIGS["gpt2-124m"]
+    tokens = torch.zeros(config.batch_size, config.context, dtype=torch.int64)
+    return build_model(config).bfloat16(), (tokens, tokens)
+
+
 def load_text(path: Path | str | None = None) -> Tensor:
     """The bytes of a file, or of all UTF-8 files under a folder, as a uint8 vector of at most MAX_TEXT_BYTES.
 

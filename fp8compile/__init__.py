@@ -6,6 +6,8 @@ print(fp8compile.report(model))                 # every matmul: FP8, or why not
 
 from __future__ import annotations
 
+import sys
+import types
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -13,9 +15,15 @@ if TYPE_CHECKING:
     from .errors import Fp8CompileError as Fp8CompileError
     from .errors import OptionError as OptionError
     from .errors import StrictError as StrictError
+    from .estimate import Estimate as Estimate
+    from .estimate import estimate as estimate
+    from .explain import explain as explain
     from .recipe import Recipe as Recipe
     from .reports import Report as Report
     from .reports import report as report
+    from .schedule import on_step as on_step
+    from .schedule import set_phase as set_phase
+    from .schedule import set_step as set_step
 
 __version__ = "0.1.0"
 
@@ -25,11 +33,17 @@ _PUBLIC = {
     "Fp8CompileError": "errors",
     "OptionError": "errors",
     "StrictError": "errors",
+    "Estimate": "estimate",
+    "estimate": "estimate",
+    "explain": "explain",
     "Recipe": "recipe",
     "Report": "reports",
     "report": "reports",
+    "on_step": "schedule",
+    "set_phase": "schedule",
+    "set_step": "schedule",
 }
-__all__ = ["Fp8CompileError", "OptionError", "Recipe", "Report", "StrictError", "fp8", "report"]
+__all__ = sorted(_PUBLIC)  # noqa: PLE0605
 
 
 def __getattr__(name: str) -> Any:
@@ -42,3 +56,12 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *_PUBLIC})
+
+
+class _Package(types.ModuleType):
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Importing a submodule binds it to its name here; `explain` and `estimate` are to stay functions."""
+        super().__setattr__(name, getattr(value, name) if name in _PUBLIC and isinstance(value, types.ModuleType) else value)
+
+
+sys.modules[__name__].__class__ = _Package

@@ -2,7 +2,7 @@
 
 Dynamo hands over a graph of the user's forward. We
 
-1. validate the options,
+1. validate the options and load the policy (`options`, `policy`),
 2. read what only this graph knows: parameters' names, whether the model is training (`capture`),
 3. give the graph two more inputs, the scaling state of forward and backward (`state`),
 4. let Inductor compile it with our passes over the joint graph of forward and backward: find every matmul, decide,
@@ -23,14 +23,16 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule
 
-from . import compat, formats, ops, passes, scaling
+from . import compat, devices, formats, ops, passes, scaling
 from .capture import Inputs, capture
+from .devices import Device
 from .errors import CapacityExceeded, OptionError, StrictError
 from .logs import get_logger, say_once
 from .options import Options, parse
 from .passes import Rewritten
-from .reports import LEDGER, GraphReport
+from .reports import FP8, HIGH_PRECISION, LEDGER, GraphReport
 from .runtime import CompiledGraph, lowered
+from .schedule import ScheduledGraph
 
 logger = get_logger(__name__)
 
@@ -61,47 +63,61 @@ def fp8(
 fp8.reset = LEDGER.clear  # type: ignore[attr-defined]  # torch._dynamo.reset() calls it
 
 
-def _compile(gm: GraphModule, example_inputs: list[Any], inputs: Inputs, chosen: Options) -> CompiledGraph:
-    recipe = chosen.recipe
-    stateful = recipe.delayed and inputs.training and inputs.grad and bool(inputs.weights)
+def _compile(gm: GraphModule, example_inputs: list[Any], inputs: Inputs, chosen: Options) -> Callable:
+    learning = inputs.training and inputs.grad and bool(inputs.weights)
     guess = 16 * -(-3 * len(inputs.weights) // 16)
-    capacity = (guess, guess) if stateful else None
-    try:
-        return _compile_once(gm, example_inputs, inputs, chosen, capacity)
-    except CapacityExceeded as error:  # a weight that is used many times: now we know how many
-        capacity = (error.needed["forward"], max(1, error.needed["backward"]))
-        return _compile_once(gm, example_inputs, inputs, chosen, capacity)
+    capacity = (guess, guess) if learning and any(recipe.delayed for recipe in chosen.policy.possible) else None
+
+    def compiled(phase: str) -> CompiledGraph:
+        nonlocal capacity
+        try:
+            return _compile_once(gm, example_inputs, inputs, chosen, capacity, phase)
+        except CapacityExceeded as error:  # a weight that is used many times: now we know how many
+            capacity = (error.needed["forward"], max(1, error.needed["backward"]))
+            return _compile_once(gm, example_inputs, inputs, chosen, capacity, phase)
+
+    fp8_graph = compiled(FP8)
+    if chosen.policy.schedule is None or not learning or not fp8_graph.converts:
+        return fp8_graph
+    logger.info("fp8: %s is compiled twice, for the FP8 and the high-precision phases of the schedule", inputs.root)
+    return ScheduledGraph({FP8: fp8_graph, HIGH_PRECISION: compiled(HIGH_PRECISION)}, chosen.policy.schedule)
 
 
 def _compile_once(
-    gm: GraphModule, example_inputs: list[Any], inputs: Inputs, chosen: Options, capacity: tuple[int, int] | None
+    gm: GraphModule,
+    example_inputs: list[Any],
+    inputs: Inputs,
+    chosen: Options,
+    capacity: tuple[int, int] | None,
+    phase: str,
 ) -> CompiledGraph:
-    recipe = chosen.recipe
-    forms = formats.pick(recipe.fp8_format, formats.fnuz())
-    reach = (forms[0].max / 2.0**recipe.margin, forms[1].max / 2.0**recipe.margin)
+    policy = chosen.policy
+    history = max([recipe.amax_history_len for recipe in policy.possible if recipe.delayed], default=1)
     weights = sorted(inputs.weights, key=lambda i: (i not in inputs.parameters, i))
-    compiled = CompiledGraph(weights, recipe.amax_history_len, capacity, reach)
+    compiled = CompiledGraph(weights, history, capacity, observes=phase == HIGH_PRECISION)
     gm = compat.copy_graph(gm)  # compile_fx takes ownership, and Dynamo still reads the placeholders of its own
     if capacity is not None:
-        device = example_inputs[weights[0]].device
         for direction, slots in zip(("forward", "backward"), capacity, strict=True):
-            page = scaling.new_page(slots, recipe.amax_history_len, device)
+            page = scaling.new_page(slots, history, example_inputs[weights[0]].device)
             example_inputs = [*example_inputs, compat.add_input(gm, f"fp8_{direction}_state", page)]
 
     def rewrite(graph: Graph) -> None:
         if not compat.is_joint_graph(graph):
             return  # of a nested graph: `collect` lists the operator that contains it
-        done = passes.run(graph, inputs, recipe, forms, capacity)
+        device = _description(chosen, graph)
+        done = passes.run(graph, inputs, policy, device, formats.fnuz(), capacity, phase == HIGH_PRECISION)
         compiled.rewritten = dataclasses.replace(done, matmuls=(), opaque=())  # they hold the whole joint graph
-        compiled.record = _report(done, inputs, chosen)
+        compiled.converts = any(matmul.fp8 for matmul in done.matmuls)
+        if phase == FP8:
+            compiled.record = _report(done, inputs, chosen, device)
 
     patches = {
         **chosen.inductor,
         "joint_custom_pre_pass": compat.JointPass(
-            rewrite, f"{recipe}-{capacity}", chosen.inductor.get("joint_custom_pre_pass")
+            rewrite, f"{policy.key}-{capacity}-{phase}", chosen.inductor.get("joint_custom_pre_pass")
         ),
         "post_grad_custom_post_pass": compat.PostGradPass(
-            lowered, f"{recipe}", chosen.inductor.get("post_grad_custom_post_pass")
+            lowered, policy.key, chosen.inductor.get("post_grad_custom_post_pass")
         ),
         "custom_partitioner_fn": chosen.inductor.get("custom_partitioner_fn")
         or compat.Partitioner([ops.quantize.name(), ops.quantize_both.name()]),
@@ -110,23 +126,34 @@ def _compile_once(
     return compiled
 
 
-def _report(done: Rewritten, inputs: Inputs, chosen: Options) -> int:
-    """Add a graph to the ledger, and say in a line what became of it. In strict mode, insist that something became FP8.
-    Returns its index in the ledger."""
+def _description(chosen: Options, graph: Graph) -> Device | None:
+    """The device that decides what pays: the policy's, else the one that the graph is for, if it is described."""
+    if chosen.policy.device is not None:
+        return devices.find(chosen.policy.device)
+    values = (node.meta.get("val") for node in graph.find_nodes(op="placeholder"))
+    used = dict.fromkeys(value.device for value in values if isinstance(value, torch.Tensor))
+    return next((found for device in used if (found := devices.of(device)) is not None), None)
+
+
+def _report(done: Rewritten, inputs: Inputs, chosen: Options, device: Device | None) -> int:
+    """Add a graph to the ledger, and say in a line what became of it. In strict mode, insist that something became FP8, and
+    that the policy's rules do something. Returns its index in the ledger."""
     training = inputs.training and not done.inference
     name = f"{inputs.root}, {'training' if training else 'evaluation'}"
-    note = (
-        "" if training else "compiled in high precision: " + ("inference" if inputs.training else "the model is in eval mode")
-    )
-    records = tuple(matmul.record(chosen.recipe.name) for matmul in done.matmuls)
-    index = LEDGER.add(GraphReport(0, name, records, done.opaque, note))
+    why = "inference" if inputs.training else "the model is in eval mode"
+    how = "FP8, scaled by current amaxes" if chosen.policy.eval == "fp8" else "high precision"
+    note = "" if training else f"compiled in {how}: {why}"
+    records = tuple(matmul.record() for matmul in done.matmuls)
+    index = LEDGER.add(GraphReport(0, name, records, done.opaque, note, done.edges, device.name if device else ""))
     report = LEDGER.graph(index)
     if not training:
         logger.info("fp8: %s: %s", name, note)
         return index
+    for complaint in done.complaints:
+        _complain(chosen, complaint)
     logger.info("fp8: %s", report.summary())
     # a part of a model may well be nothing but an embedding, a norm, an output head: that is as it should be
-    meant = ("output head", "router gate")
+    meant = ("output head", "router gate", "policy", "slower in FP8")
     kept = [matmul.reason or "" for matmul in done.matmuls if matmul.weight is not None]
     on_purpose = bool(kept) and all(reason.startswith(meant) for reason in kept)
     if (kept or done.opaque) and not on_purpose and not any(matmul.fp8 for matmul in done.matmuls):

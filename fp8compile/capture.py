@@ -47,6 +47,30 @@ class Inputs:
     training: bool  # some root module is in training mode (True for a graph of a bare function)
     grad: bool  # grad mode is on, and something may require gradients
     root: str  # what to call the graph in a report
+    modules: dict[str, str]  # all modules of the roots, by name: their classes
+    containers: dict[str, tuple[int, ...]]  # "layers." of `layers.0`, `layers.1`, ... if all of one class: the numbers
+    parameter_names: frozenset[str]  # all parameters of the roots
+    whole: bool  # the graph reads every parameter of the roots
+
+    def block(self, name: str) -> tuple[int, int] | None:
+        """(position, number) of the block that `name` is in: the outermost container of several modules of one class that
+        are called by number, as in `layers.0`. None outside of it."""
+        parts = name.split(".")
+        for i, part in enumerate(parts):
+            if part.isdecimal():
+                numbers = self.containers.get("".join(f"{x}." for x in parts[:i]), ())
+                if int(part) in numbers:
+                    return numbers.index(int(part)), len(numbers)
+        return None
+
+
+def _containers(modules: dict[str, str]) -> dict[str, tuple[int, ...]]:
+    children: dict[str, dict[int, str]] = {}
+    for name, kind in modules.items():
+        owner, dot, last = name.rpartition(".")
+        if last.isdecimal():
+            children.setdefault(owner + dot, {})[int(last)] = kind
+    return {owner: tuple(sorted(kinds)) for owner, kinds in children.items() if len(kinds) > 1 and len({*kinds.values()}) == 1}
 
 
 def capture(gm: GraphModule, inputs: Sequence[Any]) -> Inputs:
@@ -63,6 +87,8 @@ def capture(gm: GraphModule, inputs: Sequence[Any]) -> Inputs:
     for source in {id(module): source for module, source in roots.values()}.values():
         compat.guard_training(source)
     modules = list({id(module): module for module, _ in roots.values()}.values())
+    owned = {name for module in modules for name, _ in module.named_parameters()}
+    parts = {name: type(part).__name__ for module in modules for name, part in module.named_modules() if name}
     return Inputs(
         names=tuple(names),
         weights=frozenset(weights),
@@ -72,4 +98,8 @@ def capture(gm: GraphModule, inputs: Sequence[Any]) -> Inputs:
         training=not modules or any(module.training for module in modules),
         grad=torch.is_grad_enabled(),
         root=", ".join(dict.fromkeys(type(module).__name__ for module in modules)) or "function",
+        modules=parts,
+        containers=_containers(parts),
+        parameter_names=frozenset(owned),
+        whole=owned <= set(names),
     )

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from torch.fx import Node
 
 from .graph import Matrix, hint
+from .recipe import Recipe
 from .reports import FP8, HIGH_PRECISION, MatmulRecord
 
 Gemm = Literal["fprop", "dgrad", "wgrad", "matmul"]
@@ -38,6 +39,14 @@ class Matmul:
     parameter: Node | None = None
     fprop: Matmul | None = None
     reason: str | None = None  # why it stays in high precision; None: it becomes FP8
+    name: str = ""  # of the parameter
+    recipe: Recipe = Recipe()
+    rule: str = ""  # the policy's rule that decided
+    auto: bool = False  # FP8 only if it pays
+    bf16_us: float | None = None  # the cost model's estimates, in microseconds
+    fp8_us: float | None = None
+    cast_us: float | None = None
+    break_even_m: int | None = None
 
     @property
     def fp8(self) -> bool:
@@ -53,7 +62,15 @@ class Matmul:
         """Of fprop the input, of dgrad the gradient."""
         return self.a if self.weight_operand is self.b else self.b
 
-    def record(self, recipe: str) -> MatmulRecord:
+    @property
+    def features(self) -> tuple[Any, Any, Any]:
+        """(tokens, output features, input features) of the forward gemm, whichever of its operands the weight is."""
+        forward = self.fprop or self
+        if forward.weight is not None and forward.weight_operand is forward.a:
+            return forward.n, forward.m, forward.k
+        return forward.m, forward.n, forward.k
+
+    def record(self) -> MatmulRecord:
         sizes = (self.m, self.n, self.k, self.batch)
         m, n, k, batch = map(hint, sizes)
         return MatmulRecord(
@@ -64,8 +81,14 @@ class Matmul:
             k=k,
             decision=FP8 if self.fp8 else HIGH_PRECISION,
             reason=self.reason or "",
-            recipe=recipe if self.fp8 else "",
+            recipe=self.recipe.name if self.fp8 else "",
             batch=batch,
             op=self.op,
             dynamic=not all(isinstance(size, int) for size in sizes),
+            parameter=self.name,
+            rule=self.rule,
+            bf16_us=self.bf16_us,
+            fp8_us=self.fp8_us,
+            cast_us=self.cast_us,
+            break_even_m=self.break_even_m,
         )

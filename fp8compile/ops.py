@@ -10,7 +10,7 @@ implementations below, plain torch on any device, are the reference: a cold call
     quantize(x, scale, dtype, fp8_max, transposed)  [R, C] -> FP8 [R, C], or [C, R padded to 16]
     quantize_both(x, scale, dtype, fp8_max)         [R, C] -> both of them
     scaled_mm(a, b, a_inv, b_inv, bias, ...)        [M, K], [N, K] -> [M, N]
-    snapshot(page) -> scales; gather(amaxes) -> vector; update(page, scales, vector, ...) -> page
+    snapshot(page) -> scales; gather(amaxes) -> vector; update(page, scales, vector) -> page
 
 Layout: both operands of `scaled_mm` have the contracted dimension last ("K-major", what Hopper's FP8 tensor cores take).
 A tensor whose rows are contracted (tokens, in wgrad) is quantized transposed, its rows padded with zeros to a multiple
@@ -149,9 +149,9 @@ def gather(amaxes: list[Tensor]) -> Tensor:
     return torch.cat(amaxes)
 
 
-@_op("(Tensor page, Tensor scales, Tensor amax, float fp8_max, int margin, int interval, bool most_recent) -> Tensor")
-def update(page: Tensor, scales: Tensor, amax: Tensor, fp8_max: float, margin: int, interval: int, most_recent: bool) -> Tensor:
-    return scaling.next_page(page, scales, amax, fp8_max, margin, interval, most_recent)
+@_op("(Tensor page, Tensor scales, Tensor amax) -> Tensor")
+def update(page: Tensor, scales: Tensor, amax: Tensor) -> Tensor:
+    return scaling.next_page(page, scales, amax)
 
 
 ALL = (

@@ -6,29 +6,21 @@ else is an OptionError (a ValueError) that lists near matches. Nothing is compil
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_args, get_origin
 
+from . import devices
 from .errors import OptionError, did_you_mean
 from .logs import get_logger, say_once
+from .policy import Policy, load
 from .recipe import Recipe, boolean
 
-# option -> field of Recipe; `strict` is the one that is not the recipe's
-_RECIPE_FIELDS = {
-    "recipe": "name",
-    "fp8_format": "fp8_format",
-    "margin": "margin",
-    "amax_history_len": "amax_history_len",
-    "amax_compute_algo": "amax_compute_algo",
-    "interval": "interval",
-    "override_linear_precision": "override_linear_precision",
-    "reduce_amax": "reduce_amax",
-    "recast_weights": "recast_weights",
-}
-OURS = (*_RECIPE_FIELDS, "strict")
+_RECIPE_FIELDS = {"recipe": "name", **{f.name: f.name for f in dataclasses.fields(Recipe) if f.name != "name"}}  # by option
+OURS = ("policy", "device", "eval", *_RECIPE_FIELDS, "strict")
 _DELAYED_ONLY = ("amax_history_len", "amax_compute_algo", "interval", "reduce_amax")
 # Inductor's switches of the passes that do our work
 _PASSES = ("use_joint_graph_passes", "use_post_grad_passes")
@@ -38,9 +30,14 @@ _PASSES = ("use_joint_graph_passes", "use_post_grad_passes")
 class Options:
     """`inductor` are config patches for compile_fx: dotted names such as "triton.cudagraphs" -> value."""
 
-    recipe: Recipe = field(default_factory=Recipe)
+    policy: Policy
     strict: bool = False
     inductor: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def recipe(self) -> Recipe:
+        """Of whatever no rule gives another."""
+        return self.policy.recipe
 
 
 def parse(options: Mapping[str, Any] | None = None, mode: str | None = None) -> Options:
@@ -61,16 +58,21 @@ def parse(options: Mapping[str, Any] | None = None, mode: str | None = None) -> 
         (ours if name in OURS else theirs)[name] = value
     strict = ours.pop("strict", False)
     boolean("strict", strict)
-    recipe = Recipe(**{_RECIPE_FIELDS[name]: value for name, value in ours.items()})
+    settings = {name: ours.pop(name) for name in ("device", "eval") if name in ours}
+    policy = load(ours.pop("policy", None))
     inductor = {**_mode_patches(mode), **_inductor_patches(theirs)}
+    Recipe(**{_RECIPE_FIELDS[name]: value for name, value in ours.items()})  # complains about the option by its own name
+    policy = dataclasses.replace(policy.with_defaults(**ours), **settings)
+    if policy.device is not None:
+        devices.find(policy.device)
     unused = [name for name in _DELAYED_ONLY if name in ours]
-    if unused and not recipe.delayed:
+    if unused and not any(recipe.delayed for recipe in policy.possible):
         say_once(
             get_logger(__name__),
             logging.WARNING,
-            f"fp8 option {', '.join(map(repr, unused))}: no effect with recipe={recipe.name!r}, which keeps no history",
+            f"fp8 option {', '.join(map(repr, unused))}: no effect with recipe={policy.recipe.name!r}, which keeps no history",
         )
-    return Options(recipe, strict, inductor)
+    return Options(policy, strict, inductor)
 
 
 def near_matches(key: str, names: Iterable[str], count: int = 4) -> list[str]:

@@ -27,7 +27,8 @@ class Recipe:
     True keeps that gemm in high precision; a list is accepted and stored as a tuple.
     `amax_history_len`, `amax_compute_algo`, `interval` and `reduce_amax` matter to delayed scaling only.
     `recast_weights` casts weights again in backward instead of keeping their transposed FP8 copies from the forward: 1 byte
-    a parameter less memory, 2 bytes a parameter more traffic a step.
+    a parameter less memory, 2 bytes a parameter more traffic a step. `use_fast_accum` is (fprop, dgrad, wgrad): the FP8
+    tensor cores' shorter accumulators, faster and less exact.
     """
 
     name: str = "delayed"
@@ -39,22 +40,33 @@ class Recipe:
     override_linear_precision: tuple[bool, bool, bool] = (False, False, False)
     reduce_amax: bool = False
     recast_weights: bool = False
+    use_fast_accum: tuple[bool, bool, bool] = (True, False, False)
 
     def __post_init__(self) -> None:
         _one_of("recipe", self.name, RECIPES)
         if isinstance(self.fp8_format, str) and self.fp8_format.lower() in FP8_FORMATS:
             object.__setattr__(self, "fp8_format", self.fp8_format.lower())
         _one_of("fp8_format", self.fp8_format, FP8_FORMATS)
-        _integer("margin", self.margin, 0)
+        _integer("margin", self.margin, 0, 64)
         _integer("amax_history_len", self.amax_history_len, 1)
         _one_of("amax_compute_algo", self.amax_compute_algo, AMAX_ALGOS)
         _integer("interval", self.interval, 1)
-        gemms = self.override_linear_precision
-        if not (isinstance(gemms, (tuple, list)) and len(gemms) == 3 and all(isinstance(g, bool) for g in gemms)):
-            raise OptionError.of("override_linear_precision", gemms, "three bools (fprop, dgrad, wgrad), True = high precision")
-        object.__setattr__(self, "override_linear_precision", tuple(gemms))
+        self._three_bools("override_linear_precision", "True = high precision")
+        self._three_bools("use_fast_accum", "True = fast accumulation")
         boolean("reduce_amax", self.reduce_amax)
         boolean("recast_weights", self.recast_weights)
+
+    def _three_bools(self, key: str, meaning: str) -> None:
+        gemms = getattr(self, key)
+        if not (isinstance(gemms, (tuple, list)) and len(gemms) == 3 and all(isinstance(g, bool) for g in gemms)):
+            raise OptionError.of(key, gemms, f"three bools (fprop, dgrad, wgrad), {meaning}")
+        object.__setattr__(self, key, tuple(gemms))
+
+    @property
+    def scaling(self) -> tuple:
+        """What decides how a tensor is scaled: recipes that agree on it share its FP8 copies."""
+        kept = (self.amax_history_len, self.amax_compute_algo, self.interval) if self.delayed else ()
+        return (self.name, self.fp8_format, self.margin, *kept)
 
     @property
     def delayed(self) -> bool:
@@ -74,7 +86,9 @@ def _one_of(key: str, value: Any, allowed: tuple[str, ...]) -> None:
         raise OptionError.of(key, value, "one of " + ", ".join(map(repr, allowed)), near)
 
 
-def _integer(key: str, value: Any, least: int) -> None:
+def _integer(key: str, value: Any, least: int, most: int = 1 << 20) -> None:
     # bool is an int to Python; margin=True is a mistake to everybody else
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise OptionError.of(key, value, f"an integer >= {least}")
+    if value > most:
+        raise OptionError.of(key, value, f"an integer <= {most}")

@@ -36,6 +36,9 @@ class MatmulRecord:
     So for a linear on M tokens, from K to N features: fprop is (M, N, K), dgrad (M, K, N), wgrad (N, K, M).
     `gemm` "matmul" is one without a weight, as in attention. `reason` is "" for fp8, `recipe` is "" for high precision.
     `dynamic`: some size is symbolic, and the number here is that of the call that was compiled.
+    `parameter` names the weight, `rule` the rule of the policy that decided.
+    Where a device's description decided: `bf16_us` and `fp8_us` are this gemm's estimated times in either precision, `cast_us`
+    its share of the casts (all in microseconds), `break_even_m` the number of tokens from which its layer gains.
     """
 
     fqn: str
@@ -49,6 +52,12 @@ class MatmulRecord:
     batch: int = 1
     op: str = "mm"
     dynamic: bool = False
+    parameter: str = ""
+    rule: str = ""
+    bf16_us: float | None = None
+    fp8_us: float | None = None
+    cast_us: float | None = None
+    break_even_m: int | None = None
 
     @property
     def flops(self) -> int:
@@ -67,13 +76,19 @@ class OpaqueRecord:
 
 @dataclass(frozen=True)
 class GraphReport:
-    """One compiled graph. `name` is for people, e.g. "GPT, training"; `note` says what holds for all of it."""
+    """One compiled graph. `name` is for people, e.g. "GPT, training"; `note` says what holds for all of it.
+
+    `edges` are pairs of positions in `matmuls`: the output of the first reaches the second with no matmul between them.
+    `device` names the description that decided what pays, "" if none did.
+    """
 
     index: int
     name: str
     matmuls: tuple[MatmulRecord, ...]
     opaque: tuple[OpaqueRecord, ...] = ()
     note: str = ""
+    edges: tuple[tuple[int, int], ...] = ()
+    device: str = ""
 
 
 class Report:
@@ -139,6 +154,8 @@ class Report:
                     "index": graph.index,
                     "name": graph.name,
                     "note": graph.note,
+                    "device": graph.device,
+                    "edges": [list(edge) for edge in graph.edges],
                     "matmuls": [{**dataclasses.asdict(record), "flops": record.flops} for record in graph.matmuls],
                     "opaque": [dataclasses.asdict(record) for record in graph.opaque],
                 }

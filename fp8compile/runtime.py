@@ -25,6 +25,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from . import compat, scaling
 from .errors import Fp8CompileError
 from .graph import fake_mode_of, value
+from .hollow import hollow
 from .passes import Rewritten
 from .passes.base import run_pass
 from .passes.lower import lower
@@ -33,19 +34,43 @@ from .state import Book, PageSet
 
 Boxed = Callable[[list[Any]], Any]
 
-_interpreted = False
+_how = "compiled"
 
 
-@contextlib.contextmanager
-def interpreted() -> Iterator[None]:
+def _as(how: str) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def inside() -> Iterator[None]:
+        global _how
+        before, _how = _how, how
+        try:
+            yield
+        finally:
+            _how = before
+
+    return inside()
+
+
+def interpreted() -> contextlib.AbstractContextManager[None]:
     """Inside, graphs are rewritten and lowered as always, but run by an FX interpreter instead of being compiled.
     Inductor takes 10 to 20 s a graph; this takes none of them. For tests, and for finding out whose bug it is."""
-    global _interpreted
-    before, _interpreted = _interpreted, True
-    try:
-        yield
-    finally:
-        _interpreted = before
+    return _as("interpreted")
+
+
+def hollowed() -> contextlib.AbstractContextManager[None]:
+    """Inside, graphs are rewritten as always, and neither lowered nor compiled: what is called computes nothing (see `hollow`).
+    For reports without compiling."""
+    return _as("hollow")
+
+
+def compile_inner(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+    """Inductor's own `inner_compile`, or what takes its place inside of the above."""
+    if _how == "hollow":
+        return hollow(gm.graph)
+    if _how == "interpreted":
+        lowered(gm.graph)
+        gm.recompile()
+        return _boxed(Eager(gm))
+    return compat.compile_inner(gm, example_inputs, **kwargs)
 
 
 def lowered(graph: Graph) -> None:
@@ -75,10 +100,12 @@ def _draw(kind: str, *args: Any) -> torch.Tensor:
 class CompiledGraph:
     """One Dynamo graph: compiles the two halves that AOTAutograd makes of it, then serves as its callable."""
 
-    def __init__(self, weights: Sequence[int], history: int, capacity: tuple[int, int] | None, reach: tuple[float, float]):
+    def __init__(self, weights: Sequence[int], history: int, capacity: tuple[int, int] | None, observes: bool = False):
+        """`observes`: it moves the scaling state but multiplies in high precision, so that no call of it is a cold one."""
         self.weights = tuple(weights)  # positions, parameters first
-        self.history, self.capacity, self.reach = history, capacity, reach
+        self.history, self.capacity, self.observes = history, capacity, observes
         self.record: int | None = None  # its entry in the ledger
+        self.converts = False  # some matmul of it became FP8
         self.met: Any = WeakIdKeyDictionary()  # parameters that it was called with
         self.rewritten: Rewritten | None = None
         self.book: Book | None = None
@@ -93,18 +120,17 @@ class CompiledGraph:
 
     def inner_compile(self, gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         """In the place of Inductor's own: compile, and keep the graph as it was for cold calls."""
+        if _how == "hollow":  # nothing is scaled: no state
+            return compile_inner(gm, example_inputs, **kwargs)
         backward = bool(kwargs.get("is_backward"))
         done = self.rewritten  # None: a graph without inputs
         cold = None
         if done is not None and done.pages:
             assert self.capacity is not None
             _check_update(gm, done.pages[backward], done.backward if backward else done.forward)
-            self.book = self.book or Book(done.forward, done.backward, self.capacity, self.history, self.reach)
+            self.book = self.book or Book(done.forward, done.backward, self.capacity, self.history)
             cold = compat.copy_graph(gm)
-        if _interpreted:
-            lowered(gm.graph)
-            gm.recompile()
-        warm: Any = _boxed(Eager(gm)) if _interpreted else compat.compile_inner(gm, example_inputs, **kwargs)
+        warm = compile_inner(gm, example_inputs, **kwargs)
         if cold is None:
             return warm
         devices = {value(node).device.type for node in cold.graph.nodes if _is_tensor(node)}
@@ -122,7 +148,7 @@ class CompiledGraph:
             pages = self.now
             if pages is None or not _on(device, args):
                 return warm(args)
-            cold = pages.cold or (self.again and pages.was_cold)
+            cold = (pages.cold or (self.again and pages.was_cold)) and not self.observes
             pages.was_cold = cold
             if not cold:
                 return warm(args)
@@ -145,6 +171,7 @@ class CompiledGraph:
         def run(args: list[Any]) -> Any:
             pages = book.by_pointer.get(args[page_at].data_ptr()) if page_at is not None else None
             cold = args[marker_at] in self.marks if marker_at is not None else pages is not None and pages.cold
+            cold = cold and not self.observes
             if pages is not None:
                 pages.pending = max(0, pages.pending - 1)
                 pages.backward.refresh()

@@ -7,11 +7,16 @@ Both are float32, computed in float64 and rounded once, so that eager and compil
 instructions a compiler picks for a float32 division.
 
 One direction (forward or backward) of one set of parameters keeps its delayed scaling state in one float32 tensor, a
-*page* `[slots, 6 + history]`, one row a slot:
+*page* `[slots, 9 + history]`, one row a slot:
 
-    column   0       1           2                                                          3 4 5            6 ...
+    column   0       1           2                                                          3 4 5            9 ...
              scale   scale_inv   calls since the scale was computed, -1 before the first    0 1 2 of the     amax history,
                                                                                             call before      newest first
+             6                                      7                                   8
+             reach: what an amax is scaled to,      window: of how many amaxes the      interval: calls from one
+             fp8_max / 2**margin                    largest one counts                  scale to the next
+
+Columns 6 to 8 are the slot's own constants (`SlotSettings`), so that slots of different recipes share a page.
 
 A call quantizes with a *snapshot* `[slots, 4]` of the first columns, taken before it moves them. The snapshot is then
 kept next to what replaced it, for a forward that is recomputed.
@@ -22,18 +27,34 @@ nodes of a graph.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-SCALE, SCALE_INV, AGE, BEFORE, HISTORY = 0, 1, 2, 3, 6
+SCALE, SCALE_INV, AGE, BEFORE, REACH, WINDOW, INTERVAL, HISTORY = 0, 1, 2, 3, 6, 7, 8, 9
 SNAPSHOT = 4  # columns of a snapshot: a slot's scale is 16-byte aligned, which lets one kernel serve all slots
 LARGEST = torch.finfo(torch.float32).max
 
 
+class SlotSettings(NamedTuple):
+    """How a slot moves: exact in float32. A `window` of 1 is the most recent amax."""
+
+    reach: float
+    window: int
+    interval: int
+
+
 def scale_of(amax: Tensor, fp8_max: float, margin: int) -> Tensor:
     """The scale (float32, shape of `amax`) that brings `amax` to `fp8_max / 2**margin`; 1 where amax is 0 or not finite."""
+    # not the number itself: a number / a tensor is taken as a multiplication by its reciprocal
+    return _scale(amax, torch.full_like(amax, fp8_max / 2.0**margin, dtype=torch.float64))
+
+
+def _scale(amax: Tensor, reach: Tensor) -> Tensor:
     wide = amax.to(torch.float64)
-    scale = (torch.full_like(wide, fp8_max) / (wide * 2.0**margin)).clamp(max=LARGEST)  # a number / a tensor is a reciprocal
+    scale = (reach / wide).clamp(max=LARGEST)
     usable = (wide > 0) & (wide < float("inf"))
     return torch.where(usable, scale, torch.ones_like(scale)).to(torch.float32)
 
@@ -44,19 +65,22 @@ def inverse_of(scale: Tensor) -> Tensor:
     return (torch.ones_like(wide) / wide).to(torch.float32)
 
 
-def new_page(slots: int, history: int, device: torch.device) -> Tensor:
-    """A page of cold slots: scale 1, nothing seen."""
+def new_page(slots: int, history: int, device: torch.device, settings: Sequence[SlotSettings] = ()) -> Tensor:
+    """A page of cold slots: scale 1, nothing seen. `settings` are those of the first rows; the others are unused."""
     page = torch.zeros(slots, HISTORY + history, dtype=torch.float32, device=device)
     page[:, SCALE] = page[:, SCALE_INV] = 1.0
     page[:, AGE] = -1.0
-    page[:, BEFORE:HISTORY] = page[:, :BEFORE]
+    page[:, BEFORE:REACH] = page[:, :BEFORE]
+    page[:, REACH:HISTORY] = 1.0
+    if settings:
+        page[: len(settings), REACH:HISTORY] = torch.tensor(settings, dtype=torch.float32, device=device)
     return page
 
 
 def page_before(page: Tensor) -> Tensor:
     """A page from which a call quantizes as the last one did."""
     page = page.clone()
-    page[:, :BEFORE] = page[:, BEFORE:HISTORY]
+    page[:, :BEFORE] = page[:, BEFORE:REACH]
     return page
 
 
@@ -65,14 +89,12 @@ def snapshot_of(page: Tensor) -> Tensor:
     return page.narrow(1, 0, SNAPSHOT).clone(memory_format=torch.contiguous_format)
 
 
-def next_page(
-    page: Tensor, snapshot: Tensor, amax: Tensor, fp8_max: float, margin: int, interval: int, most_recent: bool
-) -> Tensor:
+def next_page(page: Tensor, snapshot: Tensor, amax: Tensor) -> Tensor:
     """The page after a training call that saw `amax` (float32 `[n]`, n <= slots: the first n rows move).
 
     The old scales come from the snapshot: so it is taken before the page is written, however a compiler orders the graph.
 
-    The history shifts by one. A slot's scale is recomputed at its first non-zero amax and at every `interval`-th call
+    The history shifts by one. A slot's scale is recomputed at its first non-zero amax and at every interval-th call
     from there, unless the amax to compute it from is 0. If any amax is not finite, nothing moves: one bad batch leaves
     no trace (TransformerEngine keeps the infinity in the window for its whole length).
     """
@@ -81,13 +103,18 @@ def next_page(
     amax = torch.nn.functional.pad(amax, (0, page.shape[0] - amax.shape[0]))
     old_scale, old_inverse, age = (snapshot.select(1, column) for column in (SCALE, SCALE_INV, AGE))
     recent = page.narrow(1, HISTORY, page.shape[1] - HISTORY - 1)
-    peak = amax if most_recent or recent.shape[1] == 0 else torch.maximum(amax, recent.amax(1))
+    reach, window, interval = (page.select(1, column) for column in (REACH, WINDOW, INTERVAL))
+    peak = amax
+    if recent.shape[1]:
+        counts = torch.arange(1, recent.shape[1] + 1, device=page.device) < window.unsqueeze(1)
+        peak = torch.maximum(amax, torch.where(counts, recent, 0.0).amax(1))
     cold = age < 0
     due = torch.where(cold, amax > 0, age + 1 >= interval)
     fresh = due & (peak > 0)
-    scale = torch.where(fresh, scale_of(peak, fp8_max, margin), old_scale)
+    scale = torch.where(fresh, _scale(peak, reach.to(torch.float64)), old_scale)
     inverse = torch.where(fresh, inverse_of(scale), old_inverse)
     age = torch.where(due, torch.zeros_like(age), torch.where(cold, age, age + 1))
     columns = [x.unsqueeze(1) for x in (scale, inverse, age)]
-    moved = torch.cat([*columns, snapshot.narrow(1, 0, BEFORE), amax.unsqueeze(1), recent], 1)
+    constants = page.narrow(1, REACH, HISTORY - REACH)
+    moved = torch.cat([*columns, snapshot.narrow(1, 0, BEFORE), constants, amax.unsqueeze(1), recent], 1)
     return torch.where(amax.isfinite().all(), moved, page)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,15 +27,16 @@ class SlotKey:
     input: int
     role: str  # "input" | "weight" | "gradient"
     use: int
+    settings: scaling.SlotSettings = field(compare=False)  # how it moves; no part of its identity
 
 
 @dataclass(eq=False)
 class Page:
-    """`tensor` is float32 `[capacity, 6 + history]`, see `scaling`; row i is the slot `homes[i]`: owner, (role, use)."""
+    """`tensor` is float32 `[capacity, 9 + history]`, see `scaling`; row i is the slot `homes[i]`: owner, (role, use)."""
 
     tensor: torch.Tensor
     homes: list[tuple[weakref.ref, tuple[str, int]]]
-    reach: float  # fp8_max / 2**margin: what an amax is scaled to
+    settings: tuple[scaling.SlotSettings, ...]
     stale: bool = False  # another page has taken over some of the slots
 
     def cold(self) -> bool:
@@ -54,11 +55,12 @@ class Page:
             named = REGISTRY.setdefault(owner(), {})
             before = named.get(name)
             if before is not None and before.page is not self:
-                values = before.page.tensor[before.row].to(rows.device)
+                values = before.page.tensor.data[before.row].to(rows.device)
                 width = min(values.numel(), rows.shape[1])  # another history length keeps what fits
-                rows[row, :width] = values[:width]
-                if rows[row, scaling.AGE] >= 0:  # compiled anew with another format or margin
-                    factor = self.reach / before.page.reach
+                rows[row, : scaling.REACH] = values[: scaling.REACH]
+                rows[row, scaling.HISTORY : width] = values[scaling.HISTORY : width]
+                factor = self.settings[row].reach / before.page.settings[before.row].reach
+                if factor != 1.0 and rows[row, scaling.AGE] >= 0:  # compiled anew with another format or margin
                     for column in (scaling.SCALE, scaling.BEFORE + scaling.SCALE):
                         rows[row, column] *= factor
                         rows[row, column + 1] /= factor
@@ -130,10 +132,9 @@ class Book:
         backward: Sequence[SlotKey],
         capacity: tuple[int, int],
         history: int,
-        reach: tuple[float, float],
     ):
         self.keys = (tuple(forward), tuple(backward))
-        self.capacity, self.history, self.reach = capacity, history, reach
+        self.capacity, self.history = capacity, history
         self.inputs = tuple(dict.fromkeys(key.input for key in (*forward, *backward)))
         self.sets: dict[tuple[int, ...], PageSet] = {}
         self.by_pointer: dict[int, PageSet] = {}
@@ -155,8 +156,8 @@ class Book:
 
     def _new(self, key: tuple[int, ...], owners: Sequence[Any], device: torch.device) -> PageSet:
         forward, backward = (
-            _page_for(self._slots(keys, owners), capacity, self.history, reach, device)
-            for keys, capacity, reach in zip(self.keys, self.capacity, self.reach, strict=True)
+            _page_for(self._slots(keys, owners), tuple(key.settings for key in keys), capacity, self.history, device)
+            for keys, capacity in zip(self.keys, self.capacity, strict=True)
         )
         book = weakref.ref(self)
 
@@ -173,7 +174,11 @@ class Book:
 
 
 def _page_for(
-    slots: list[tuple[Any, tuple[str, int]]], capacity: int, history: int, reach: float, device: torch.device
+    slots: list[tuple[Any, tuple[str, int]]],
+    settings: tuple[scaling.SlotSettings, ...],
+    capacity: int,
+    history: int,
+    device: torch.device,
 ) -> Page:
     """The page that holds just these slots in this order (after a recompilation), or a new one that takes them over."""
     held = [REGISTRY.get(owner, {}).get(name) for owner, name in slots]
@@ -181,9 +186,10 @@ def _page_for(
     if len(pages) == 1 and all(slot is not None and slot.row == i for i, slot in enumerate(held)):
         (page,) = pages.values()
         shape = (capacity, scaling.HISTORY + history)
-        same = (page.tensor.shape, page.tensor.device, page.reach, len(page.homes)) == (shape, device, reach, len(slots))
+        same = (page.tensor.shape, page.tensor.device, page.settings) == (shape, device, settings)
         if same and not page.stale:
             return page
-    page = Page(scaling.new_page(capacity, history, device), [(weakref.ref(owner), name) for owner, name in slots], reach)
+    tensor = scaling.new_page(capacity, history, device, settings)
+    page = Page(tensor, [(weakref.ref(owner), name) for owner, name in slots], settings)
     page.claim()
     return page

@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from reference import FORMATS, Reference, scale_of
+from reference import Reference, scale_of
 from torch import Tensor, nn
 
 import fp8compile
@@ -92,7 +92,8 @@ def leaf(x: Tensor) -> Tensor:
 class Pair:
     """One model compiled with backend="fp8" beside its eager FP8 reference; every `step` compares all there is to see.
 
-    floor_db: by the dtype of the model unless given. options: as for torch.compile; `exclude` is the reference's.
+    floor_db: by the dtype of the model unless given. options: as for torch.compile; `exclude` and `overrides`
+    are the reference's.
     compile: how to compile the model, for tests that do it in some other way than the whole model at once.
     deep: FP8 layers in a chain; then the floor is for the median of the steps (`finish`), and the reference goes on from the
     state of the compiled model after each comparison, so that a step is not compared with another state than it had.
@@ -107,13 +108,15 @@ class Pair:
         autocast: torch.dtype | None = None,
         dynamic: bool | None = None,
         exclude: Sequence[str] = (),
+        overrides: Mapping[str, Mapping[str, Any]] | None = None,
         deep: bool = False,
         inductor: Mapping[str, Any] | None = None,
         compile: Callable[[nn.Module], Callable[..., Any]] | None = None,
         **options: Any,
     ) -> None:
         self.model, self.recipe, self.options, self.autocast = model, recipe, options, autocast
-        self.reference = Reference(model, recipe, exclude=exclude, **options)
+        theirs = {name: value for name, value in options.items() if name != "policy"}
+        self.reference = Reference(model, recipe, exclude=exclude, overrides=overrides or {}, **theirs)
         if compile is None:
             self.compiled = compiled(model, recipe, dynamic=dynamic, **options, **(inductor or {}))
         else:
@@ -158,7 +161,7 @@ class Pair:
         A slot that has seen nothing yet may exist or not.
         """
         slots = {key: value for key, value in histories(self.model).items() if any(value[0]) or value[1] != 1.0}
-        if self.recipe != "delayed":
+        if not any(self.reference.of(name).delayed for name in self.reference.names):
             assert not slots, f"current scaling has no state, yet {sorted(slots)}"
             return
         expected = {key: slot for key, slot in self.reference.slots.items() if any(slot.history) or slot.scale is not None}
@@ -176,12 +179,11 @@ class Pair:
             )
             wanted = 1.0 if slot.scale is None else slot.scale
             assert math.isclose(scale, wanted, rel_tol=rtol), f"{where} {key}: scale {scale}, expected {wanted}"
-            if self.options.get("interval", 1) == 1 and max(history) > 0.0:
-                recent = self.options.get("amax_compute_algo", "max") == "most_recent"
-                if not recent or history[0] > 0.0:
-                    fp8_max = FORMATS[self.options.get("fp8_format", "hybrid")][key[1] == "gradient"][1]
-                    window = history[0] if recent else max(history)
-                    assert scale == scale_of(window, fp8_max, self.options.get("margin", 0)), f"{where} {key}: {scale}"
+            settings = self.reference.of(key[0])
+            length = 1 if settings.amax_compute_algo == "most_recent" else settings.amax_history_len
+            if settings.interval == 1 and max(history[:length]) > 0.0:
+                exact = scale_of(max(history[:length]), settings.format(key[1])[1], settings.margin)
+                assert scale == exact, f"{where} {key}: {scale}"
         if self.deep:
             homes = {(key[1], tuple(expected[key].history)): key for key in slots}
             for key, slot in list(expected.items()):

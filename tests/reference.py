@@ -22,8 +22,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Collection
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -99,6 +100,33 @@ class Slot:
         self.history = [0.0] * self.length
 
 
+@dataclass(frozen=True)
+class Settings:
+    """How the matmuls of one weight are quantized; names as in the package."""
+
+    recipe: str = "delayed"
+    fp8_format: str = "hybrid"
+    margin: int = 0
+    amax_history_len: int = 16
+    amax_compute_algo: str = "max"
+    interval: int = 1
+    override_linear_precision: tuple[bool, bool, bool] = (False, False, False)
+
+    def __post_init__(self) -> None:
+        assert self.recipe in ("delayed", "tensorwise") and self.amax_compute_algo in ("max", "most_recent")
+
+    @property
+    def delayed(self) -> bool:
+        return self.recipe == "delayed"
+
+    def format(self, role: str) -> tuple[torch.dtype, float]:
+        return FORMATS[self.fp8_format][role == "gradient"]
+
+    high_fprop = property(lambda self: self.override_linear_precision[0])
+    high_dgrad = property(lambda self: self.override_linear_precision[1])
+    high_wgrad = property(lambda self: self.override_linear_precision[2])
+
+
 @dataclass
 class Call:
     """What one training forward leaves for its backward and for a recompute of its checkpointed regions."""
@@ -116,8 +144,8 @@ class Call:
 class Reference:
     """An eager FP8 copy of `model`: call it as the model, then `.backward()` as usual; see `grads()` and `slots`.
 
-    options: fp8_format, margin, amax_history_len, amax_compute_algo, interval, override_linear_precision as the package names
-    them. exclude: parameters to keep in high precision besides output heads and shapes that FP8 does not take.
+    options: those of `Settings`, as the package names them. exclude: parameters to keep in high precision besides output heads
+    and shapes that FP8 does not take. overrides: options of single parameters, by name.
     The whole model is one graph: a non-finite amax anywhere keeps all slots of that direction where they are.
     """
 
@@ -126,24 +154,23 @@ class Reference:
         model: nn.Module,
         recipe: str = "delayed",
         *,
-        fp8_format: str = "hybrid",
-        margin: int = 0,
-        amax_history_len: int = 16,
-        amax_compute_algo: str = "max",
-        interval: int = 1,
-        override_linear_precision: tuple[bool, bool, bool] = (False, False, False),
         exclude: Collection[str] = (),
+        overrides: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+        **options: Any,
     ) -> None:
-        assert recipe in ("delayed", "tensorwise") and amax_compute_algo in ("max", "most_recent")
-        self.delayed = recipe == "delayed"
-        self.forward_format, self.gradient_format = FORMATS[fp8_format]
-        self.margin, self.length, self.algo, self.interval = margin, amax_history_len, amax_compute_algo, interval
-        self.high_fprop, self.high_dgrad, self.high_wgrad = override_linear_precision
+        self.default = Settings(recipe, **options)
+        self.settings = {name: replace(self.default, **given) for name, given in overrides.items()}
+        every = (self.default, *self.settings.values())
+        self.length = max([s.amax_history_len for s in every if s.delayed], default=1)
         self.slots: dict[Key, Slot] = {}
         self.call: Call | None = None  # the training forward that is running
         self.calls: list[Call] = []
         self.model = copy.deepcopy(model)
         self.names = self._install(exclude)
+
+    def of(self, name: str) -> Settings:
+        """Those of a parameter."""
+        return self.settings.get(name, self.default)
 
     def _install(self, exclude: Collection[str]) -> list[str]:
         """Replace the eligible parameters of the copy by Weights; -> their names."""
@@ -190,26 +217,29 @@ class Reference:
 
     def _scale(self, key: Key, amax: float, fp8_max: float) -> float:
         """The scale that this training call quantizes with: it comes from earlier calls, or from amax in a cold slot."""
-        if self.delayed:
+        settings = self.of(key[0])
+        if settings.delayed:
             slot = self.slots.setdefault(key, Slot(self.length))
             if slot.scale is not None:
                 return slot.scale
-        return scale_of(amax, fp8_max, self.margin)
+        return scale_of(amax, fp8_max, settings.margin)
 
     def _update(self, amaxes: dict[Key, float]) -> None:
         """End of one direction of one call: every slot moves, or none if any amax is not finite."""
-        if not self.delayed or not all(math.isfinite(amax) for amax in amaxes.values()):
+        amaxes = {key: amax for key, amax in amaxes.items() if self.of(key[0]).delayed}
+        if not all(math.isfinite(amax) for amax in amaxes.values()):
             return
         for key, amax in amaxes.items():
+            settings = self.of(key[0])
             slot = self.slots.setdefault(key, Slot(self.length))
             slot.history = [amax, *slot.history[:-1]]
             if slot.calls == 0 and amax == 0.0:
                 continue  # still cold
-            if slot.calls % self.interval == 0:
-                window = slot.history[0] if self.algo == "most_recent" else max(slot.history)
-                fp8_max = (self.gradient_format if key[1] == "gradient" else self.forward_format)[1]
+            if slot.calls % settings.interval == 0:
+                length = 1 if settings.amax_compute_algo == "most_recent" else settings.amax_history_len
+                window = max(slot.history[:length])
                 if window > 0.0:
-                    slot.scale = scale_of(window, fp8_max, self.margin)
+                    slot.scale = scale_of(window, settings.format(key[1])[1], settings.margin)
             slot.calls += 1
 
     # the matmuls of one reader of a weight
@@ -217,7 +247,8 @@ class Reference:
     def _begin(self, name: str, x: Tensor, w: Tensor) -> tuple[Call, int, float, float]:
         """-> the call, which use of the weight this is, the scales of x and w; records amaxes unless this is a recompute."""
         x_amax = amax_of(x)
-        fp8_max = self.forward_format[1]
+        settings = self.of(name)
+        fp8_max = settings.format("input")[1]
         if self.call is None:  # a recompute: the call whose node asks for its saved tensors, with the scales it used
             number = torch._C._current_autograd_node()._sequence_nr()
             call = next(c for c in self.calls if c.first <= number < c.last)
@@ -231,11 +262,11 @@ class Reference:
         x_scale = self._scale((name, "input", use), x_amax, fp8_max)
         w_scale = self._scale((name, "weight", use), w_amax, fp8_max)
         call.scales[name, use] = x_amax, x_scale, w_scale
-        fp8_dgrad = x.requires_grad and not self.high_dgrad
-        fp8_wgrad = w.requires_grad and not self.high_wgrad
-        if not self.high_fprop or fp8_wgrad:
+        fp8_dgrad = x.requires_grad and not settings.high_dgrad
+        fp8_wgrad = w.requires_grad and not settings.high_wgrad
+        if not settings.high_fprop or fp8_wgrad:
             call.forward[name, "input", use] = x_amax
-        if not self.high_fprop or fp8_dgrad:
+        if not settings.high_fprop or fp8_dgrad:
             call.forward[name, "weight", use] = w_amax
         if fp8_dgrad or fp8_wgrad:
             call.expected.add((name, "gradient", use))
@@ -244,7 +275,7 @@ class Reference:
     def _gradient(self, call: Call, key: Key, dy: Tensor) -> float:
         """The scale of dy; the last gradient of a backward of this call moves the gradient slots."""
         amax = amax_of(dy)
-        scale = self._scale(key, amax, self.gradient_format[1])
+        scale = self._scale(key, amax, self.of(key[0]).format("gradient")[1])
         if not call.gradient:  # an output that the loss does not use leaves gradients of zeros
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._finish(call))
         call.gradient[key] = amax
@@ -278,11 +309,12 @@ class _Linear(torch.autograd.Function):
         ctx.key = (name, "gradient", use)
         rows = x.reshape(-1, x.shape[-1])
         w_nk = w.t() if transposed else w
-        x8 = cast(rows, ctx.x_scale, *owner.forward_format)
-        w8 = cast(w_nk, ctx.w_scale, *owner.forward_format)
-        high = owner.high_dgrad or owner.high_wgrad
+        ctx.settings = settings = owner.of(name)
+        x8 = cast(rows, ctx.x_scale, *settings.format("input"))
+        w8 = cast(w_nk, ctx.w_scale, *settings.format("weight"))
+        high = settings.high_dgrad or settings.high_wgrad
         ctx.save_for_backward(x8, w8, *((rows.to(dtype), w_nk.to(dtype)) if high else ()))
-        if owner.high_fprop:
+        if settings.high_fprop:
             y = torch.nn.functional.linear(rows.to(dtype), w_nk.to(dtype), None if bias is None else bias.to(dtype))
         else:
             # autocast hands the bias over in the output's dtype; it is added in float32
@@ -293,23 +325,23 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        owner, dtype = ctx.owner, ctx.dtype
+        owner, dtype, settings = ctx.owner, ctx.dtype, ctx.settings
         x8, w8, *high = ctx.saved_tensors
         rows = dy.reshape(-1, dy.shape[-1])
         needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
         scale, dy8 = 1.0, None
         if ctx.key in ctx.call.expected:
             scale = owner._gradient(ctx.call, ctx.key, rows)
-            dy8 = cast(rows, scale, *owner.gradient_format)
+            dy8 = cast(rows, scale, *settings.format("gradient"))
         dx = dw = db = None
         if needs_x:
-            if owner.high_dgrad:
+            if settings.high_dgrad:
                 dx = rows @ high[1]
             else:
                 dx = scaled_mm(dy8, inverse(scale), w8, inverse(ctx.w_scale), dtype)
             dx = dx.reshape(ctx.x_shape).to(ctx.x_dtype)
         if needs_w:
-            if owner.high_wgrad:
+            if settings.high_wgrad:
                 dw = rows.t() @ high[0]
             else:
                 dw = scaled_mm(dy8.t(), inverse(scale), x8, inverse(ctx.x_scale), dtype)

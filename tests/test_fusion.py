@@ -187,17 +187,19 @@ def test_blocks_are_chosen_by_what_a_kernel_does():
 )
 def test_the_update_kernel_is_next_page(slots, history, count, interval, most_recent, margin, bits):
     """To the bit, over steps with zeros, a NaN and an infinity; slots that no amax belongs to; more slots than a block."""
-    name, source = update.source(slots, history, count, 448.0, margin, interval, most_recent, bits)
+    settings = [scaling.SlotSettings(448.0 / 2**margin, 1 if most_recent else history, interval)] * slots
+    settings[::3] = [scaling.SlotSettings(57344.0, max(1, history - 1), 2)] * len(settings[::3])  # recipes may share a page
+    name, source = update.source(slots, history, count, bits)
     kernel = Interpreted(name, source, (update.BLOCK, 1 << max(0, history - 2).bit_length(), 4))
     generator = torch.Generator().manual_seed(0)
-    expected = scaling.new_page(slots, history, torch.device("cpu"))
+    expected = scaling.new_page(slots, history, torch.device("cpu"), settings)
     page = expected.clone()
     for step in range(9):
         amax = torch.rand(count, generator=generator) * 10.0 ** torch.randint(-6, 6, (count,), generator=generator)
         amax[torch.rand(count, generator=generator) < 0.2] = 0
         amax[step % count] = {4: float("nan"), 6: float("inf")}.get(step, 1.0)
         snapshot = scaling.snapshot_of(expected)
-        expected = scaling.next_page(expected, snapshot, amax, 448.0, margin, interval, most_recent)
+        expected = scaling.next_page(expected, snapshot, amax)
         vector = torch.zeros(count, launch.AMAX_STRIDE)
         vector[:, 0] = amax
         kernel[(1, 1, 1)](page=page, scales=snapshot, amaxes=vector.view(torch.int32) if bits else amax)
@@ -228,7 +230,7 @@ def test_a_source_outlives_the_cache_that_it_came_from():
 
     from torch._inductor.utils import fresh_cache
 
-    name, source = update.source(5, 16, 5, 448.0, 0, 1, False, True)
+    name, source = update.source(5, 16, 5, True)
     with fresh_cache():
         kernel = launch.function(name, source, ((4, 16, 4),))
     assert name in inspect.getsource(kernel.fn.fn)

@@ -12,6 +12,7 @@ import torch
 from fp8compile import formats, logs, options
 from fp8compile.errors import CapacityExceeded, Fp8CompileError, OptionError, StrictError
 from fp8compile.options import Options, near_matches, parse
+from fp8compile.policy import load
 from fp8compile.recipe import Recipe
 
 
@@ -29,7 +30,8 @@ def error_of(given, mode=None) -> str:
 @pytest.mark.parametrize("mode", [None, "default"])
 def test_defaults(given, mode):
     parsed = parse(given, mode)
-    assert parsed == Options(Recipe("delayed", "hybrid", 0, 16, "max", 1, (False, False, False), False), False, {})
+    assert parsed == Options(load("default"), False, {})
+    assert parsed.recipe == Recipe("delayed", "hybrid", 0, 16, "max", 1, (False, False, False), False)
     assert parsed.recipe.delayed
 
 
@@ -44,6 +46,10 @@ def test_every_option_reaches_its_field():
         "override_linear_precision": [False, True, True],
         "reduce_amax": True,
         "recast_weights": True,
+        "use_fast_accum": [True, True, False],
+        "policy": "conservative",
+        "device": "h100",
+        "eval": "fp8",
         "strict": True,
     }
     parsed = parse(given)
@@ -57,7 +63,10 @@ def test_every_option_reaches_its_field():
         "override_linear_precision": (False, True, True),
         "reduce_amax": True,
         "recast_weights": True,
+        "use_fast_accum": (True, True, False),
     }
+    assert (parsed.policy.device, parsed.policy.eval) == ("h100", "fp8")
+    assert parsed.policy.rules == load("conservative").rules
     assert parsed.strict and parsed.inductor == {}
     assert set(given) == set(options.OURS)
 

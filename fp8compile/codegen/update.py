@@ -23,7 +23,8 @@ import triton.language as tl
 
 @triton.jit
 def {name}(page, scales, amaxes, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
-    # page: float32 [{slots}, {width}], {before} columns of the scale now, as many of the one before, {history} of history
+    # page: float32 [{slots}, {width}], {before} columns of the scale now, as many of the one before, reach, window,
+    # interval, {history} of history
     # scales: float32 [{slots}, {snapshot}], the scales now; amaxes: {count} of this call
     finite = tl.full([BLOCK_R], 1, tl.int32)
     for start in range(0, {count}, BLOCK_R):
@@ -42,12 +43,14 @@ def {name}(page, scales, amaxes, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
             column = tl.arange(0, BLOCK_C)
             recent_inside = inside[:, None] & (column[None, :] < {history} - 1)
             recent = tl.load(row[:, None] + {start} + column[None, :], mask=recent_inside, other=0.0)
+            reach = tl.load(row + {reach}, mask=inside, other=1.0)
+            interval = tl.load(row + {interval}, mask=inside, other=1.0)
             tl.debug_barrier()  # read before it is shifted
-            peak = {peak}
+{peak}
             cold = age < 0
-            due = tl.where(cold, amax > 0, age + 1 >= {interval})
+            due = tl.where(cold, amax > 0, age + 1 >= interval)
             fresh = due & (peak > 0)
-            wide = {fp8_max} / (tl.where(fresh, peak, 1.0).to(tl.float64) * {factor_margin})
+            wide = reach.to(tl.float64) / tl.where(fresh, peak, 1.0).to(tl.float64)
             wide = tl.where(wide > {largest}, {largest}, wide)
             new_scale = tl.where(fresh, wide.to(tl.float32), scale)
             new_inverse = tl.where(fresh, (1.0 / new_scale.to(tl.float64)).to(tl.float32), inverse)
@@ -63,9 +66,12 @@ def {name}(page, scales, amaxes, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
 """
 
 
-def source(
-    slots: int, history: int, count: int, fp8_max: float, margin: int, interval: int, most_recent: bool, bits: bool
-) -> tuple[str, str]:
+_PEAK = """            window = tl.load(row + {window}, mask=inside, other=1.0)
+            counts = column[None, :] + 1 < window[:, None]
+            peak = tl.maximum(amax, tl.max(tl.where(counts, recent, 0.0), 1))"""
+
+
+def source(slots: int, history: int, count: int, bits: bool) -> tuple[str, str]:
     """(name, source). `count`: amaxes of this call; `bits`: they come as int32, the bits of a
     float32, AMAX_STRIDE apart."""
     name = f"fp8_update_{slots}x{history}"
@@ -83,24 +89,21 @@ def source(
         scale=scaling.SCALE,
         inverse=scaling.SCALE_INV,
         age=scaling.AGE,
-        peak="amax" if most_recent or history == 1 else "tl.maximum(amax, tl.max(recent, 1))",
-        interval=interval,
-        fp8_max=float(fp8_max),
-        factor_margin=2.0**margin,
+        peak="            peak = amax" if history == 1 else _PEAK.format(window=scaling.WINDOW),
+        reach=scaling.REACH,
+        interval=scaling.INTERVAL,
         largest=scaling.LARGEST,
     )
     return name, text
 
 
-def launch_update(
-    node: Node, page: Node, scales: Node, amax: Node, fp8_max: float, margin: int, interval: int, most_recent: bool
-) -> None:
+def launch_update(node: Node, page: Node, scales: Node, amax: Node) -> None:
     """Put the kernel where an `update` is copied onto its page, and take that copy out."""
     (write,) = node.users
     slots, width = (int(x) for x in value(page).shape)
     bits = amax.target is aten.view.dtype and value(arg(amax, 0)).dtype == torch.int32
     history, count = width - scaling.HISTORY, int(value(amax).shape[0])
-    name, text = source(slots, history, count, fp8_max, margin, interval, most_recent, bits)
+    name, text = source(slots, history, count, bits)
     columns = 1 << max(0, history - 2).bit_length()
     tensors: dict[str, Any] = {"page": page, "scales": scales, "amaxes": arg(amax, 0) if bits else amax}
     emit = Emitter(node.graph, write, node)

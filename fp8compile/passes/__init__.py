@@ -1,7 +1,7 @@
 """The passes over the joint graph, in their order.
 
     collect   every matmul, its name, role and operands
-    decide    FP8, or the reason why not
+    decide    FP8, or the reason why not: what is possible, what the policy says, what pays (`weigh`)
     plan      what is quantized, and in which slot its scale lives
     rewrite   quantize and FP8 matmuls in the graph
     update    the next scaling state
@@ -18,17 +18,17 @@ from torch.fx import Graph, Node
 
 from .. import compat
 from ..capture import Inputs
+from ..devices import Device
 from ..errors import CapacityExceeded
-from ..formats import Format
 from ..matmul import Matmul
-from ..recipe import Recipe
+from ..policy import Policy
 from ..reports import OpaqueRecord
 from ..state import SlotKey
 from .base import run_pass
-from .collect import collect
+from .collect import collect, edges
 from .decide import decide
 from .plan import Plan, plan
-from .rewrite import rewrite
+from .rewrite import observe, rewrite
 from .update import update
 
 
@@ -42,34 +42,49 @@ class Rewritten:
     forward: tuple[SlotKey, ...] = ()  # slots, by row of their page
     backward: tuple[SlotKey, ...] = ()
     pages: tuple[str, ...] = ()  # names of the state inputs of forward and backward, where there is state
+    complaints: tuple[str, ...] = ()  # what the policy's author should know
+    edges: tuple[tuple[int, int], ...] = ()  # between matmuls, by position
 
 
 def run(
-    graph: Graph, inputs: Inputs, recipe: Recipe, formats: tuple[Format, Format], capacity: tuple[int, int] | None
+    graph: Graph,
+    inputs: Inputs,
+    policy: Policy,
+    device: Device | None,
+    fnuz: bool,
+    capacity: tuple[int, int] | None,
+    high_precision: bool = False,
 ) -> Rewritten:
-    """Rewrite a joint graph in place. `capacity`: rows of the two state inputs that follow the graph's own (None: no state).
+    """Rewrite a joint graph in place. `device` is what decides what pays (None: everything), `capacity` the rows of the two
+    state inputs that follow the graph's own (None: no state). `high_precision`: only observe what would be quantized, so that
+    histories are there when FP8 begins.
 
     Raises CapacityExceeded, before the graph is changed, if the slots do not fit.
     """
     placeholders = graph.find_nodes(op="placeholder")
     inference = not compat.tag_backward(graph)
     matmuls, opaque = run_pass("collect", graph, lambda: collect(graph, inputs))
-    run_pass("decide", graph, lambda: decide(matmuls, inputs, recipe, inference))
-    made: Plan = run_pass("plan", graph, lambda: plan(matmuls, *formats))
+    flow = edges(graph, matmuls)
+    complaints = run_pass("decide", graph, lambda: decide(matmuls, inputs, policy, device, inference))
+    made: Plan = run_pass("plan", graph, lambda: plan(matmuls, fnuz))
     pages = None
     keys: list[tuple[SlotKey, ...]] = [(), ()]
-    if recipe.delayed and made.operands and capacity is not None:
-        keys = [tuple(x.key for x in made.direction(backward)) for backward in (False, True)]
-        if any(len(slots) > rows for slots, rows in zip(keys, capacity, strict=True)):
+    slots = [made.direction(backward) for backward in (False, True)]
+    if any(slots) and capacity is not None:
+        keys = [tuple(operand.key for operand in operands) for operands in slots]
+        if any(len(named) > rows for named, rows in zip(keys, capacity, strict=True)):
             raise CapacityExceeded({"forward": len(keys[0]), "backward": len(keys[1])})
         pages = _pages(placeholders, len(inputs.names))
-    written = run_pass("rewrite", graph, lambda: rewrite(graph, matmuls, made, recipe, pages))
     if pages is not None:
         state = pages
-        run_pass("update", graph, lambda: update(graph, made, written, recipe, state))
+        write = (lambda: observe(graph, made, state)) if high_precision else (lambda: rewrite(graph, matmuls, made, state))
+        written = run_pass("rewrite", graph, write)
+        run_pass("update", graph, lambda: update(graph, made, written, state))
+    elif not high_precision:
+        run_pass("rewrite", graph, lambda: rewrite(graph, matmuls, made, None))
     graph.eliminate_dead_code()
     names = tuple(page.name for page in pages or ())
-    return Rewritten(tuple(matmuls), tuple(opaque), inference, keys[0], keys[1], names)
+    return Rewritten(tuple(matmuls), tuple(opaque), inference, keys[0], keys[1], names, tuple(complaints), flow)
 
 
 def _pages(placeholders: list[Node], first: int) -> tuple[Node, Node]:

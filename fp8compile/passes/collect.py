@@ -68,6 +68,22 @@ def collect(graph: Graph, inputs: Inputs) -> tuple[list[Matmul], list[OpaqueReco
     return matmuls, opaque
 
 
+def edges(graph: Graph, matmuls: list[Matmul]) -> tuple[tuple[int, int], ...]:
+    """(i, j) where the output of matmul i reaches matmul j in forward with no other matmul between them."""
+    number = {matmul.node: i for i, matmul in enumerate(matmuls)}
+    behind: dict[Node, int] = {}  # the matmuls whose outputs a node computes with, as a set of bits
+    found = []
+    for node in graph.nodes:
+        bits = 0
+        for source in node.all_input_nodes:
+            bits |= behind[source]
+        if node in number and not compat.is_backward(node):
+            found += [(i, number[node]) for i in range(bits.bit_length()) if bits >> i & 1]
+            bits = 1 << number[node]
+        behind[node] = bits
+    return tuple(found)
+
+
 def _matmul(node: Node, weights: dict[Node, str], fprops: dict[int | None, list[Matmul]]) -> Matmul:
     target: Any = node.target
     first = MATMULS[target.overloadpacket]
@@ -93,11 +109,13 @@ def _matmul(node: Node, weights: dict[Node, str], fprops: dict[int | None, list[
         if weight is not None:
             parameter = _parameter(weight)
             found.gemm, found.weight, found.parameter = "fprop", weight, parameter
-            found.fqn = _weight_name(weights[parameter], found.fqn)
+            found.name = weights[parameter]
+            found.fqn = _weight_name(found.name, found.fqn)
             fprops.setdefault(seq_nr, []).append(found)
     elif (fprop := _fprop_of(found, fprops)) is not None and fprop.weight is not None:
         found.gemm = "dgrad" if _reads(node, fprop.weight) else "wgrad"
-        found.weight, found.parameter, found.fprop, found.fqn = fprop.weight, fprop.parameter, fprop, fprop.fqn
+        found.weight, found.parameter, found.fprop = fprop.weight, fprop.parameter, fprop
+        found.fqn, found.name = fprop.fqn, fprop.name
     return found
 
 

@@ -1,20 +1,93 @@
-"""decide: give every matmul its decision, FP8 or the reason why not. Changes the records, not the graph."""
+"""decide: give every matmul its decision, FP8 or the reason why not. Changes the records, not the graph.
+
+What is possible comes first (`eligible`), then what the policy says of this layer, then what pays (`weigh`), where the policy
+leaves it open and a description of the device is known.
+"""
 
 from __future__ import annotations
 
-from .. import compat, policy
+import dataclasses
+
+from .. import compat, eligible
 from ..capture import Inputs
-from ..matmul import Matmul
-from ..recipe import Recipe
+from ..devices import Device
+from ..graph import hint
+from ..kinds import kind_of
+from ..matmul import GEMMS, Matmul
+from ..policy import Choice, Policy, Site
 from .plan import roles
+from .weigh import weigh
 
 
-def decide(matmuls: list[Matmul], inputs: Inputs, recipe: Recipe, inference: bool) -> int:
-    """How many become FP8."""
+def decide(
+    matmuls: list[Matmul], inputs: Inputs, policy: Policy, device: Device | None, inference: bool
+) -> list[str]:
+    """Fill in the decisions; returns what is wrong with the policy's rules for this graph."""
+    evaluation = not inputs.training or inference
     whole = "eval mode" if not inputs.training else "inference: nothing to differentiate" if inference else None
+    layers = _layers(matmuls)
+    sites: list[Site] = []
+    complaints: dict[str, None] = {}
     for matmul in matmuls:
-        evaluated = matmul.parameter is not None and compat.input_index(matmul.parameter) in inputs.evaluated
-        matmul.reason = whole or ("eval mode" if evaluated else policy.decide(matmul, recipe))
+        if matmul.weight is None:
+            matmul.reason = "not a weight: neither operand is a parameter"
+            continue
+        site = _site(matmul, inputs, layers)
+        sites.append(site)
+        choice = policy.choose(site)
+        matmul.recipe, matmul.rule, matmul.auto = choice.recipe, choice.label, choice.fp8 == "auto"
+        matmul.reason = eligible.objection(matmul) or _choice(matmul, site, choice, policy) or eligible.misaligned(matmul)
         if matmul.fp8 and any(role != "gradient" and compat.is_backward(matrix.base) for matrix, role in roles(matmul)):
             matmul.reason = "an input that is made in backward"
-    return sum(matmul.fp8 for matmul in matmuls)
+        rule = policy.rules[choice.rule] if choice.rule is not None else None
+        if choice.fp8 == "on" and not matmul.fp8 and rule is not None and (rule.module or rule.parameter):
+            complaints[f"{choice.label} wants {matmul.fqn} in FP8, but {matmul.gemm} cannot be: {matmul.reason}"] = None
+        evaluated = matmul.parameter is not None and compat.input_index(matmul.parameter) in inputs.evaluated
+        if evaluation or evaluated:
+            # no history is read or moved by an evaluation: a tensor's own amax scales it
+            matmul.recipe = dataclasses.replace(matmul.recipe, name="tensorwise")
+            if policy.eval == "high_precision" or not evaluation:
+                matmul.reason = whole or "eval mode"
+    if device is not None:
+        weigh(matmuls, device)
+    if evaluation:
+        return []
+    return [*complaints, *policy.unmatched(sites, inputs.modules, inputs.parameter_names, whole=inputs.whole)]
+
+
+def _choice(matmul: Matmul, site: Site, choice: Choice, policy: Policy) -> str | None:
+    if choice.fp8 == "off":
+        rule = policy.rules[choice.rule] if choice.rule is not None else None
+        if rule is not None and rule.kind is not None:
+            return site.kind
+        why = choice.label if rule is not None and rule.name else f"policy: {choice.label}"
+        return f"{why}: {site.n} x {site.k}, {site.m} rows" if rule is not None and rule.where is not None else why
+    if choice.recipe.override_linear_precision[GEMMS.index(matmul.gemm)]:
+        return f"override_linear_precision keeps {matmul.gemm}"
+    return None
+
+
+def _layers(matmuls: list[Matmul]) -> dict[str, int]:
+    """The weights in the order of their first use in forward."""
+    names = dict.fromkeys(matmul.fqn for matmul in matmuls if matmul.gemm == "fprop")
+    return {name: i for i, name in enumerate(names)}
+
+
+def _site(matmul: Matmul, inputs: Inputs, layers: dict[str, int]) -> Site:
+    m, n, k = (hint(size) for size in matmul.features)
+    forward = matmul.fprop or matmul
+    stack = forward.node.meta.get("nn_module_stack") or {}
+    classes = [getattr(kind, "__name__", str(kind).rpartition(".")[2]) for _, kind in reversed(list(stack.values()))]
+    return Site(
+        module=matmul.fqn,
+        parameter=matmul.name,
+        classes=tuple(classes),
+        op=forward.op,
+        gemm=matmul.gemm,
+        m=m,
+        n=n,
+        k=k,
+        block=inputs.block(matmul.fqn),
+        layer=(layers[matmul.fqn], len(layers)),
+        kind=kind_of(matmul),
+    )

@@ -14,21 +14,25 @@ from dataclasses import dataclass, field
 from torch.fx import Node
 
 from .. import compat
-from ..formats import Format
+from ..formats import Format, pick
 from ..graph import Matrix
 from ..matmul import Matmul
+from ..recipe import Recipe
+from ..scaling import SlotSettings
 from ..state import SlotKey
 
 
 @dataclass(eq=False)
 class Operand:
-    """A tensor to quantize: `format` and `scale` are the same for all its readers and layouts."""
+    """A tensor to quantize: `format` and scale are the same for all its readers and layouts. Readers whose recipes scale it
+    in different ways have an operand each."""
 
     matrix: Matrix
     key: SlotKey
     format: Format
+    recipe: Recipe  # of its first reader
     reader: Node  # the first matmul that reads it, whose metadata the casts inherit
-    slot: int = -1  # its row in the page of its direction
+    slot: int = -1  # its row in the page of its direction; -1 with a recipe that keeps no state
 
     @property
     def backward(self) -> bool:
@@ -37,14 +41,14 @@ class Operand:
 
 @dataclass(eq=False)
 class Plan:
-    operands: dict[tuple[Node, str], Operand] = field(default_factory=dict)
+    operands: dict[tuple[Node, str, tuple], Operand] = field(default_factory=dict)
 
-    def of(self, matrix: Matrix, role: str) -> Operand:
-        return self.operands[matrix.base, _format_role(role)]
+    def of(self, matrix: Matrix, role: str, recipe: Recipe) -> Operand:
+        return self.operands[matrix.base, _format_role(role), recipe.scaling]
 
     def direction(self, backward: bool) -> list[Operand]:
-        """The operands of the forward or of the backward, by slot."""
-        return sorted((x for x in self.operands.values() if x.backward is backward), key=lambda x: x.slot)
+        """The operands of the forward or of the backward that have a slot, by slot."""
+        return sorted((x for x in self.operands.values() if x.backward is backward and x.slot >= 0), key=lambda x: x.slot)
 
 
 def _format_role(role: str) -> str:
@@ -65,8 +69,8 @@ def roles(matmul: Matmul) -> tuple[tuple[Matrix, str], tuple[Matrix, str]]:
     return (matmul.a, "weight" if matmul.a is weight else other), (matmul.b, "weight" if matmul.b is weight else other)
 
 
-def plan(matmuls: list[Matmul], forward: Format, gradient: Format) -> Plan:
-    """The operands of all matmuls that become FP8. Changes nothing."""
+def plan(matmuls: list[Matmul], fnuz: bool) -> Plan:
+    """The operands of all matmuls that become FP8; `fnuz` as in `formats.pick`. Changes nothing."""
     made = Plan()
     uses: dict[Node, int] = {}  # parameter -> its fprops so far
     use_of: dict[Matmul, int] = {}
@@ -79,19 +83,27 @@ def plan(matmuls: list[Matmul], forward: Format, gradient: Format) -> Plan:
         use = use_of[matmul.fprop or matmul]
         index = compat.input_index(matmul.parameter)  # type: ignore[arg-type]
         assert index is not None
+        recipe = matmul.recipe
+        formats = pick(recipe.fp8_format, fnuz)
         for matrix, role in roles(matmul):
-            if (matrix.base, _format_role(role)) in made.operands:
+            if (matrix.base, _format_role(role), recipe.scaling) in made.operands:
                 continue
-            key = SlotKey(index, role, 0 if role == "weight" else use)
+            form = formats[role == "gradient"]
+            key = SlotKey(index, role, 0 if role == "weight" else use, _settings(recipe, form))
             while key in taken:  # say, a dgrad and a wgrad that see different copies of their gradient
-                key = SlotKey(index, role, key.use + 1)
+                key = SlotKey(index, role, key.use + 1, key.settings)
             taken.add(key)
-            fmt = gradient if role == "gradient" else forward
-            made.operands[matrix.base, _format_role(role)] = Operand(matrix, key, fmt, matmul.node)
+            operand = Operand(matrix, key, form, recipe, matmul.node)
+            made.operands[matrix.base, _format_role(role), recipe.scaling] = operand
     for backward in (False, True):
         rows: dict[str, list[Operand]] = {}
-        for operand in (x for x in made.operands.values() if x.backward is backward):
+        for operand in (x for x in made.operands.values() if x.backward is backward and x.recipe.delayed):
             rows.setdefault(str(operand.matrix.shape[0]), []).append(operand)
         for slot, operand in enumerate(x for group in rows.values() for x in group):
             operand.slot = slot
     return made
+
+
+def _settings(recipe: Recipe, form: Format) -> SlotSettings:
+    window = 1 if recipe.amax_compute_algo == "most_recent" else recipe.amax_history_len
+    return SlotSettings(form.max / 2.0**recipe.margin, window, recipe.interval)

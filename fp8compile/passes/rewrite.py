@@ -26,8 +26,7 @@ from torch.fx import Graph, Node
 
 from .. import compat, ops
 from ..graph import CASTS, PERMUTES, VIEWS, Emitter, Matrix, aten, hint, same_shape, value
-from ..matmul import Matmul
-from ..recipe import Recipe
+from ..matmul import GEMMS, Matmul
 from .plan import Operand, Plan, roles
 
 
@@ -39,9 +38,19 @@ class Written:
     snapshots: dict[bool, Node]
 
 
-def rewrite(graph: Graph, matmuls: list[Matmul], plan: Plan, recipe: Recipe, pages: tuple[Node, Node] | None) -> Written:
+def observe(graph: Graph, plan: Plan, pages: tuple[Node, Node]) -> Written:
+    """Leave the matmuls as they are, and take the amaxes of what has a slot: a high-precision phase that keeps histories."""
+    writer = _Writer(graph, plan, pages)
+    for backward in (False, True):
+        for operand in plan.direction(backward):
+            writer.amax(operand)
+            writer.snapshot(backward)
+    return Written(writer.amaxes, writer.snapshots)
+
+
+def rewrite(graph: Graph, matmuls: list[Matmul], plan: Plan, pages: tuple[Node, Node] | None) -> Written:
     """Rewrite the decided matmuls; `pages` are the state inputs of forward and backward (None: no state)."""
-    writer = _Writer(graph, plan, recipe, pages)
+    writer = _Writer(graph, plan, pages)
     decided = [matmul for matmul in matmuls if matmul.fp8]
     for matmul in decided:
         writer.demand.update(
@@ -53,8 +62,8 @@ def rewrite(graph: Graph, matmuls: list[Matmul], plan: Plan, recipe: Recipe, pag
 
 
 class _Writer:
-    def __init__(self, graph: Graph, plan: Plan, recipe: Recipe, pages: tuple[Node, Node] | None):
-        self.graph, self.plan, self.recipe, self.pages = graph, plan, recipe, pages
+    def __init__(self, graph: Graph, plan: Plan, pages: tuple[Node, Node] | None):
+        self.graph, self.plan, self.pages = graph, plan, pages
         self.start = next(node for node in graph.nodes if node.op != "placeholder")  # what reads inputs goes before it
         self.replaced: dict[Node, Node] = {}  # a matmul's output may be the next one's operand
         self.amaxes: dict[Operand, Node] = {}
@@ -67,7 +76,8 @@ class _Writer:
     def operands(self, matmul: Matmul) -> list[tuple[Operand, Matrix, bool]]:
         """What a and b are copies of, and in which layout: both K-major, [m, k] and [n, k]."""
         (a, role_a), (b, role_b) = roles(matmul)
-        return [(self.plan.of(a, role_a), a, a.transposed), (self.plan.of(b, role_b), b, not b.transposed)]
+        recipe = matmul.recipe
+        return [(self.plan.of(a, role_a, recipe), a, a.transposed), (self.plan.of(b, role_b, recipe), b, not b.transposed)]
 
     def replace(self, matmul: Matmul) -> None:
         operands = self.operands(matmul)
@@ -75,7 +85,7 @@ class _Writer:
         node = matmul.node
         emit = Emitter(self.graph, node, node)
         bias, rest = _split_addend(matmul)
-        fast = matmul.gemm == "fprop"
+        fast = matmul.recipe.use_fast_accum[GEMMS.index(matmul.gemm)]
         inverses = [self.scale_of(operand)[1] for operand, _, _ in operands]
         out = emit(ops.scaled_mm, a8, b8, *inverses, bias, value(node).dtype, fast)
         if value(node).dim() == 3:
@@ -95,7 +105,7 @@ class _Writer:
             scale, _ = self.scale_of(operand)
             source, how = self.matrix(matrix, operand), (operand.format.dtype, operand.format.max)
             recompute = operand.reader.meta.get("recompute")  # as the user's checkpointing has it
-            kept = operand.key.role == "weight" and recompute is None and not self.recipe.recast_weights
+            kept = operand.key.role == "weight" and recompute is None and not operand.recipe.recast_weights
             both = {(operand, shape, False), (operand, shape, True)} <= self.demand
             if both and operand.key.role == "input" and recompute is None and _read_again(source):
                 how = (source, scale, *how)  # type: ignore[assignment]
@@ -116,14 +126,14 @@ class _Writer:
 
     def scale_of(self, operand: Operand) -> tuple[Node, Node]:
         if operand not in self.scales:
-            snapshot = self.snapshot(operand.backward) if self.recipe.delayed else None
+            snapshot = self.snapshot(operand.backward) if operand.recipe.delayed else None
             amax = self.amax(operand)
             emit = self.after(amax, operand, recompute=compat.MUST_SAVE, ac_graph_id=None)
             if snapshot is not None:
-                scale = emit(ops.delayed_scale, snapshot, amax, operand.slot, operand.format.max, self.recipe.margin)
+                scale = emit(ops.delayed_scale, snapshot, amax, operand.slot, operand.format.max, operand.recipe.margin)
                 inverse = emit(ops.delayed_inverse, snapshot, scale, operand.slot)
             else:
-                scale = emit(ops.current_scale, amax, operand.format.max, self.recipe.margin)
+                scale = emit(ops.current_scale, amax, operand.format.max, operand.recipe.margin)
                 inverse = emit(ops.inverse, scale)
             self.scales[operand] = scale, inverse
         return self.scales[operand]

@@ -14,13 +14,15 @@ from torch.fx import Graph, Node
 
 from .. import ops
 from ..graph import Emitter, aten
-from ..recipe import Recipe
 from .plan import Plan
 from .rewrite import Written
 
 
-def update(graph: Graph, plan: Plan, written: Written, recipe: Recipe, pages: tuple[Node, Node]) -> int:
-    """Write the next state of both directions; returns how many directions have one."""
+def update(graph: Graph, plan: Plan, written: Written, pages: tuple[Node, Node]) -> int:
+    """Write the next state of both directions; returns how many directions have one.
+
+    The amaxes of a graph are reduced over all ranks if the recipe of any of its operands says so.
+    """
     moved = 0
     for backward in (False, True):
         operands = plan.direction(backward)
@@ -31,21 +33,12 @@ def update(graph: Graph, plan: Plan, written: Written, recipe: Recipe, pages: tu
         page, tag = pages[backward], "backward" if backward else "forward"
         emit = Emitter(graph, anchor, page, partitioner_tag=f"is_{tag}", recompute=None, ac_graph_id=None)
         vector = emit(ops.gather, vectors)
-        if recipe.reduce_amax and torch.distributed.is_available() and torch.distributed.is_initialized():
+        wanted = any(operand.recipe.reduce_amax for operand in operands)
+        if wanted and torch.distributed.is_available() and torch.distributed.is_initialized():
             group = torch.distributed.group.WORLD.group_name  # type: ignore[union-attr]
             started = emit(torch.ops._c10d_functional.all_reduce.default, vector, "max", group)
             vector = emit(torch.ops._c10d_functional.wait_tensor.default, started)
-        most_recent = recipe.amax_compute_algo == "most_recent"
-        following = emit(
-            ops.update,
-            page,
-            written.snapshots[backward],
-            vector,
-            operands[0].format.max,
-            recipe.margin,
-            recipe.interval,
-            most_recent,
-        )
+        following = emit(ops.update, page, written.snapshots[backward], vector)
         emit.meta["partitioner_tag"] = f"must_be_in_{tag}"
         emit(aten.copy_.default, page, following)
         moved += 1

@@ -1,6 +1,6 @@
-"""Which matmuls become FP8: the default rules, in order; the first that objects gives the reason.
+"""Output heads and router gates, recognised by name and by what the graph does with their outputs.
 
-A rule looks at one matmul and what surrounds it in the graph, and returns why it stays in high precision, or None.
+Both are kept in high precision by the default policy: logits, and choices between experts, are sensitive to small errors.
 """
 
 from __future__ import annotations
@@ -9,13 +9,10 @@ from collections.abc import Iterator
 
 import torch
 from torch.fx import Node
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from .graph import CASTS, FLOATS, SAME, VIEWS, arg, aten, call_function, same_size, value
-from .matmul import GEMMS, Matmul
-from .recipe import Recipe
+from .graph import CASTS, SAME, VIEWS, arg, aten, call_function, same_size, value
+from .matmul import Matmul
 
-SMALLEST = 128  # narrower weights: a LoRA's rank, a gate's handful of experts; the casts cost more than the gemm saves
 HEADS = "lm_head head heads embed_out unembed unembedding output_projection score classifier logits".split()
 ROUTERS = "router routing gating".split()
 EMBEDDINGS = (aten.embedding.default, aten._embedding_bag.default, aten.index.Tensor)
@@ -28,72 +25,12 @@ BETWEEN += (aten.add.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.sigmoid.defa
 BETWEEN += (aten.constant_pad_nd.default,)
 
 
-def decide(matmul: Matmul, recipe: Recipe) -> str | None:
-    """Why `matmul` stays in high precision, None if it becomes FP8. dgrad and wgrad follow what holds for their weight."""
-    if matmul.weight is None:
-        return "not a weight: neither operand is a parameter"
-    for rule in (_override, _dtype, _overload, _batched, _rows, _head, _router, _width, _alignment):
-        reason = rule(matmul, recipe)
-        if reason is not None:
-            return reason
-    return None
+def kind_of(matmul: Matmul) -> str:
+    """"output head: ..." or "router gate: ..." and how it was recognised; "" for anything else. `matmul` has a weight."""
+    return _head(matmul) or _router(matmul) or ""
 
 
-def _override(matmul: Matmul, recipe: Recipe) -> str | None:
-    if recipe.override_linear_precision[GEMMS.index(matmul.gemm)]:  # type: ignore[arg-type]
-        return f"override_linear_precision keeps {matmul.gemm}"
-    return None
-
-
-def _dtype(matmul: Matmul, recipe: Recipe) -> str | None:
-    for x in (matmul.node, matmul.a.base, matmul.b.base):
-        dtype = value(x).dtype
-        if dtype not in FLOATS:
-            return f"dtype {str(dtype).removeprefix('torch.')}"
-        if value(x).layout is not torch.strided:
-            return f"dtype: {value(x).layout} tensor"
-    return None
-
-
-def _overload(matmul: Matmul, recipe: Recipe) -> str | None:
-    return f"the overload {matmul.op} is not rewritten" if "." in matmul.op else None
-
-
-def _batched(matmul: Matmul, recipe: Recipe) -> str | None:
-    return None if isinstance(matmul.batch, int) and matmul.batch == 1 else "batched: one weight matrix a batch entry"
-
-
-def _rows(matmul: Matmul, recipe: Recipe) -> str | None:
-    if any(isinstance(size, torch.SymInt) and free_unbacked_symbols(size) for size in (matmul.m, matmul.n, matmul.k)):
-        return "rows that are counted from data"
-    return "no rows" if any(isinstance(size, int) and size == 0 for size in (matmul.m, matmul.n, matmul.k)) else None
-
-
-def _features(matmul: Matmul) -> tuple:
-    """The two sizes of the weight."""
-    operand = matmul.weight_operand
-    return operand.shape if operand is not None else (matmul.m, matmul.n)
-
-
-def _width(matmul: Matmul, recipe: Recipe) -> str | None:
-    sizes = _features(matmul)
-    small = [size for size in sizes if isinstance(size, int) and size < SMALLEST]
-    return f"under {SMALLEST} wide: {' x '.join(map(str, sizes))}" if small else None
-
-
-def _alignment(matmul: Matmul, recipe: Recipe) -> str | None:
-    sizes = _features(matmul)
-    if any(not isinstance(size, int) or size % 16 for size in sizes):
-        return f"not a multiple of 16: {' x '.join(map(str, sizes))}"
-    if not isinstance(matmul.n, int) or matmul.n % 16:
-        return f"not a multiple of 16: {matmul.n} columns of output"
-    # rows that are contracted are padded, on both sides; anything else has to fit as it is
-    if not (matmul.a.transposed and not matmul.b.transposed) and (not isinstance(matmul.k, int) or matmul.k % 16):
-        return f"not a multiple of 16: contracts over {matmul.k}"
-    return None
-
-
-def _head(matmul: Matmul, recipe: Recipe) -> str | None:
+def _head(matmul: Matmul) -> str | None:
     if matmul.fqn.rsplit(".", 1)[-1].lower() in HEADS:
         return "output head: by its name"
     if matmul.parameter is not None and any(call_function(user, EMBEDDINGS) for user in _readers(matmul.parameter)):
@@ -103,7 +40,7 @@ def _head(matmul: Matmul, recipe: Recipe) -> str | None:
     return None
 
 
-def _router(matmul: Matmul, recipe: Recipe) -> str | None:
+def _router(matmul: Matmul) -> str | None:
     if matmul.fqn.rsplit(".", 1)[-1].lower() in ROUTERS:
         return "router gate: by its name"
     if any(call_function(node, CHOICES) or _softmax(node) == "plain" for node in _downstream(_fprop(matmul).node)):

@@ -1,0 +1,155 @@
+"""Measure this machine's GPU for the cost model: `fp8compile calibrate`.
+
+    calibrate() -> Device      matmul rates in bf16, float16, float32 and FP8, copy bandwidth, and the time of an empty kernel
+
+Rates are the median over a few large sizes of the median of several runs, each with a cold cache: a buffer larger than L2 is
+written before it. FP8 matmuls are `torch._scaled_mm` with both operands K-major, as FP8 tensor cores take them, accumulating
+as the backward does. What the device is otherwise (units, memory, architecture) comes from its shipped description, or from
+its properties. The result is stored (`devices.store`) and from then on found for devices of this name.
+
+The measuring functions take a timer: `Timer.seconds(function)` is the time of one call.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import statistics
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from . import devices, formats
+from .devices import Device, Rates
+from .errors import Fp8CompileError
+from .logs import get_logger
+
+logger = get_logger(__name__)
+
+# m, n, k of the forward, dgrad and wgrad of large layers; none is a power of two in all sizes
+SIZES = ((8192, 4096, 4096), (8192, 14336, 4096), (8192, 4096, 14336), (4096, 14336, 8192), (16384, 8192, 8192))
+COPY_BYTES = 1 << 30
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+class NoDevice(Fp8CompileError, RuntimeError):
+    """There is no GPU to measure."""
+
+
+class Timer(Protocol):
+    def seconds(self, function: Callable[[], Any]) -> float:
+        """The median time of a call, in seconds."""
+
+
+class EventTimer:
+    """Times calls on a CUDA or ROCm device by events; before each, a buffer larger than its cache is written."""
+
+    def __init__(self, device: torch.device, cache_bytes: int, runs: int = 15, warmup: int = 5):
+        self.device, self.runs, self.warmup = device, runs, warmup
+        self.flushed = torch.empty(max(cache_bytes, 1 << 26) * 2, dtype=torch.int8, device=device)
+
+    def seconds(self, function: Callable[[], Any]) -> float:
+        for _ in range(self.warmup):
+            function()
+        times = []
+        for _ in range(self.runs):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            self.flushed.zero_()
+            start.record()
+            function()
+            end.record()
+            times.append((start, end))
+        torch.cuda.synchronize(self.device)
+        return statistics.median(start.elapsed_time(end) for start, end in times) * 1e-3
+
+
+def calibrate(device: torch.device | str | None = None, write: bool = True) -> Device:
+    """Measure `device` (default: the current GPU), print the description, and store it if `write`.
+
+    NoDevice without a CUDA or ROCm device. It takes about half a minute, and wants the device for itself.
+    """
+    if not torch.cuda.is_available():
+        raise NoDevice("calibrate measures a CUDA or ROCm GPU, and torch sees none on this machine.")
+    chosen = torch.device(device) if device is not None else torch.device("cuda", torch.cuda.current_device())
+    if chosen.type != "cuda":
+        raise NoDevice(f"calibrate measures a CUDA or ROCm GPU; {chosen} is none.")
+    with torch.cuda.device(chosen):
+        properties = torch.cuda.get_device_properties(chosen)
+        known = devices.unmeasured(properties)
+        made = measured(known, EventTimer(chosen, known.l2), chosen)
+    print(devices.to_toml(made), end="")
+    if write:
+        print(f"# stored in {devices.store(made)}")
+    return made
+
+
+def measured(known: Device, timer: Timer, device: torch.device, sizes=SIZES, copy_bytes: int = COPY_BYTES) -> Device:
+    """`known` with what `timer` measures on `device` in the place of its sustained rates and launch time."""
+    launch = launch_time(timer, device)
+    rates = {name: matmul_rate(timer, device, name, sizes, launch) for name in DTYPES}
+    rates["fp8"] = matmul_rate(timer, device, "fp8", sizes, launch) if known.has_fp8 else 0.0
+    rates["bandwidth"] = copy_rate(timer, device, copy_bytes)
+    return dataclasses.replace(known, sustained=Rates(**rates), launch=launch, origin="calibrated")
+
+
+def matmul_rate(timer: Timer, device: torch.device, dtype: str, sizes=SIZES, launch: float = 0.0) -> float:
+    """FLOP/s of matmuls in "bf16", "fp16", "fp32" (as torch.set_float32_matmul_precision("high") has it) or "fp8".
+
+    The median over `sizes` (m, n, k). 0.0 for FP8 where the device or its library refuses it.
+    """
+    found = []
+    for m, n, k in sizes:
+        try:
+            run = _scaled_mm(m, n, k, device) if dtype == "fp8" else _mm(m, n, k, DTYPES[dtype], device)
+            run()
+        except torch.cuda.OutOfMemoryError:
+            continue  # a smaller card is measured by the smaller sizes
+        except RuntimeError as error:
+            if dtype != "fp8":
+                raise
+            logger.log(logging.WARNING, "no FP8 matmul here: %s", str(error).splitlines()[0])
+            return 0.0
+        found.append(2 * m * n * k / max(timer.seconds(run) - launch, 1e-9))
+    if not found:
+        raise NoDevice(f"{device} has not enough free memory to measure a matmul.")
+    return statistics.median(found)
+
+
+def copy_rate(timer: Timer, device: torch.device, size: int = COPY_BYTES) -> float:
+    """Bytes/s of a copy of `size` bytes, read and written."""
+    try:
+        source, target = (torch.empty(size // 2, dtype=torch.bfloat16, device=device) for _ in range(2))
+    except torch.cuda.OutOfMemoryError:
+        return copy_rate(timer, device, size // 4)
+    return 2 * size / max(timer.seconds(lambda: target.copy_(source)), 1e-9)
+
+
+def launch_time(timer: Timer, device: torch.device) -> float:
+    """Seconds of a kernel that does next to nothing."""
+    number = torch.zeros(1, device=device)
+    return max(timer.seconds(lambda: number.add_(1.0)), 1e-7)
+
+
+def _mm(m: int, n: int, k: int, dtype: torch.dtype, device: torch.device) -> Callable[[], Any]:
+    a, b = torch.randn(m, k, device=device).to(dtype), torch.randn(n, k, device=device).to(dtype)
+    out = torch.empty(m, n, dtype=dtype, device=device)
+
+    def run() -> Any:
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("high")
+        try:
+            return torch.mm(a, b.t(), out=out)
+        finally:
+            torch.set_float32_matmul_precision(before)
+
+    return run
+
+
+def _scaled_mm(m: int, n: int, k: int, device: torch.device) -> Callable[[], Any]:
+    """a [m, k] row-major, b [k, n] column-major: both K-major; bf16 output."""
+    dtype = formats.pick("e4m3", formats.fnuz())[0].dtype
+    a, b = torch.randn(m, k, device=device).to(dtype), torch.randn(n, k, device=device).to(dtype)
+    scale = torch.ones((), device=device)
+    how = {"scale_a": scale, "scale_b": scale, "out_dtype": torch.bfloat16, "use_fast_accum": False}
+    return lambda: torch._scaled_mm(a, b.t(), **how)

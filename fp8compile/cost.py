@@ -1,0 +1,249 @@
+"""How long a matmul takes in bf16 and in FP8, and what casting its operands costs: arithmetic on sizes, no graph, no tensors.
+
+    gemm(device, m, n, k, "bf16")           seconds of out[m, n] = a[m, k] @ b[k, n]
+    casts(device, Operand(...))             seconds that the FP8 copies of one tensor cost
+    linear(device, m, n, k, "delayed")      both for the three matmuls of a linear: bf16 against FP8
+    break_even(gain)                        the number of tokens from which something gains
+
+**Matmul**  ``max(compute, bytes / bandwidth) + launch``. Compute is counted in waves: the output is cut into tiles, each unit
+(SM, CU) works on one at a time, and the last wave is as long as a full one. A tile takes ``2 bm bn (k + ramp)`` FLOP of its
+unit's share of the sustained rate, where `ramp` is what filling the pipeline costs; tiles smaller than 128 x 256 run at a part
+of the rate. Tiles and a split of k are chosen as the best, as a library does. FP8 steps through k twice as deep, so its ramp is
+twice as long, and its kernels start later: small and odd sizes lose.
+
+**Casts**  bytes read and written, and launches: `delayed` walks over a tensor once, `tensorwise` for the amax and again
+for the cast, `rowwise` so for each layout. Where the producer's kernel casts, its reads are free and, if nobody
+reads the tensor in high precision any more, not writing that is a gain: costs can be negative.
+
+Sizes may be sympy expressions; the result is one, then. Source of the constants: docs/cost-model.md.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+
+from .devices import Device
+
+# tile of the output and the part of the sustained rate that it reaches: a smaller one reuses less of what it loads
+TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.92), (64, 128, 0.7), (128, 64, 0.7), (64, 64, 0.5))
+SPLITS = (1, 2, 4, 8, 16)  # parts of k that are worked on side by side and added up in float32
+RAMP = {"fp8": 512}
+RAMP_OTHERS = 256
+FP8_START_S = 2e-6  # an FP8 matmul of 256 x 256 x 256 takes 6 us on an H100, one in bf16 3.7
+STRIDED = 1 / 0.58  # columns of a row-major tensor: Inductor's transposes reach 58% of the bandwidth
+ITEMSIZE = {"fp8": 1, "bf16": 2, "fp16": 2, "fp32": 4}
+# kernels that an operand adds besides its walks (scale, inverse), and that a graph adds once (both directions)
+SMALL_KERNELS = {"delayed": 0, "tensorwise": 2, "rowwise": 0}
+FIXED_KERNELS = {"delayed": 6, "tensorwise": 2, "rowwise": 0}
+LARGEST = 1 << 20
+
+
+def gemm(device: Device, m: Any, n: Any, k: Any, dtype: str = "bf16", out_bytes: int = 2, instead: str = "bf16") -> Any:
+    """Seconds of out[m, n] = a[m, k] @ b[k, n] with operands of `dtype` ("fp8", "bf16", "fp16", "fp32").
+
+    `out_bytes` is the itemsize of the output. For FP8, `instead` is what it would be without: it is not credited with more
+    than it saves at full efficiency, since how much of a wave bf16 wastes is too uncertain to be FP8's gain.
+    Sizes are ints or sympy expressions. ValueError for FP8 on a device without.
+    """
+    if dtype == "fp8" and not device.has_fp8:
+        raise ValueError(f"{device.name} has no FP8")
+    if all(isinstance(size, int) for size in (m, n, k)):
+        return _gemm(device, m, n, k, dtype, out_bytes, instead)
+    return _credited(device, (m, n, k), dtype, out_bytes, instead, _Symbolic)
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _gemm(device: Device, m: int, n: int, k: int, dtype: str, out_bytes: int, instead: str) -> float:
+    return _credited(device, (m, n, k), dtype, out_bytes, instead, _Numbers)
+
+
+def _credited(device: Device, sizes: tuple, dtype: str, out_bytes: int, instead: str, math_of: Any) -> Any:
+    seconds = _waves(device, sizes, dtype, out_bytes, math_of)
+    if dtype != "fp8":
+        return seconds
+    full, fp8 = (_roofline(device, sizes, name, out_bytes, math_of) for name in (instead, dtype))
+    return math_of.most(seconds, _waves(device, sizes, instead, out_bytes, math_of) - (full - fp8))
+
+
+def _roofline(device: Device, sizes: tuple, dtype: str, out_bytes: int, math_of: Any) -> Any:
+    m, n, k = sizes
+    return math_of.most(2 * m * n * k / device.flops.of(dtype), _moved(sizes, dtype, out_bytes) / device.bandwidth)
+
+
+def _moved(sizes: tuple, dtype: str, out_bytes: int) -> Any:
+    m, n, k = sizes
+    return ITEMSIZE[dtype] * (m * k + k * n) + out_bytes * m * n
+
+
+def _waves(device: Device, sizes: tuple, dtype: str, out_bytes: int, math_of: Any) -> Any:
+    (m, n, k), ceil_div, least, most = sizes, math_of.ceil_div, math_of.least, math_of.most
+    unit_rate = device.flops.of(dtype) / device.sms
+    ramp = RAMP.get(dtype, RAMP_OTHERS)
+    ways = []
+    for rows, columns, part in TILES:
+        tiles = ceil_div(m, rows) * ceil_div(n, columns)
+        for split in SPLITS:
+            waves = ceil_div(tiles * split, device.sms)
+            compute = waves * (2 * rows * columns * (k / split + ramp)) / (part * unit_rate)
+            # partial sums are written and read once more
+            ways.append(compute + (8 * split * m * n / device.bandwidth + device.launch if split > 1 else 0))
+    start = device.launch + (FP8_START_S if dtype == "fp8" else 0)
+    return most(least(*ways), _moved(sizes, dtype, out_bytes) / device.bandwidth) + start
+
+
+class _Numbers:
+    least, most = min, max
+
+    @staticmethod
+    def ceil_div(a: int, b: int) -> int:
+        return -(-a // b)
+
+
+class _Symbolic:
+    """Unevaluated: comparing thirty ways to cut a matmul in symbols takes minutes and decides nothing."""
+
+    @staticmethod
+    def least(*ways: Any) -> Any:
+        return sympy.Min(*ways, evaluate=False)
+
+    @staticmethod
+    def most(*ways: Any) -> Any:
+        return sympy.Max(*ways, evaluate=False)
+
+    @staticmethod
+    def ceil_div(a: Any, b: int) -> Any:
+        return sympy.ceiling(sympy.sympify(a) / b)
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor that matmuls read, with what its FP8 copies need.
+
+    `layouts` is how many FP8 copies are read, 1 or 2 (row-major, transposed); `again` says that the second is written by a walk
+    of its own in backward (a weight that is cast again). `itemsize` is of the tensor in memory, bytes.
+
+    `scattered`: concatenated from others, which no kernel takes in: the amax and each copy are walks of their own.
+    `fused`: a kernel computes the tensor anyway, and its casts join that kernel; it reads `producer_bytes`, which a second walk
+    reads again. Otherwise the tensor is in memory and is read.
+    `high_bytes` is the itemsize in which matmuls in high precision, or others, read it besides; 0: nobody. A fused producer
+    has to write that, and a tensor in memory of another itemsize (float32 under autocast) is converted.
+    """
+
+    elements: Any
+    layouts: int = 2
+    recipe: str = "delayed"
+    itemsize: int = 2
+    fused: bool = False
+    producer_bytes: Any = 0
+    again: bool = False
+    scattered: bool = False
+    high_bytes: int = 0
+
+
+def casts(device: Device, operand: Operand) -> Any:
+    """Seconds for the FP8 copies of one tensor, shared by all its readers, and for its high precision copy (`high_copy`)."""
+    read = operand.producer_bytes if operand.fused else operand.elements * operand.itemsize
+    written, moved, kernels = operand.elements, 0, 0
+    if operand.recipe == "rowwise":
+        return _rowwise(device, operand) + high_copy(device, operand)
+    walks = 2 if operand.recipe == "tensorwise" else 1
+    if operand.fused:
+        moved = (walks - 1) * read + operand.layouts * written
+        kernels = walks - 1
+    else:
+        parts = (
+            operand.layouts + (operand.recipe == "delayed") if operand.scattered else operand.layouts if operand.again else 1
+        )
+        moved = (walks - 1 + parts) * read + operand.layouts * written
+        kernels = walks - 1 + parts
+    kernels += SMALL_KERNELS[operand.recipe]
+    return moved / device.bandwidth + kernels * device.launch + high_copy(device, operand)
+
+
+def high_copy(device: Device, operand: Operand) -> Any:
+    """Seconds for what is read in high precision: a fused producer's write, or a conversion."""
+    if operand.fused:
+        return operand.high_bytes * operand.elements / device.bandwidth
+    if operand.high_bytes in (0, operand.itemsize):
+        return 0.0
+    return (operand.itemsize + operand.high_bytes) * operand.elements / device.bandwidth + device.launch
+
+
+def _rowwise(device: Device, operand: Operand) -> Any:
+    """One scale a row of each layout. A cast waits for its row's amax, so each copy takes two walks (the first may be the
+    producer's); those of the transposed copy go along columns of memory."""
+    size, read = operand.elements, operand.elements * operand.itemsize
+    walks = 1 if operand.fused else 2
+    seconds = (walks * read + size) / device.bandwidth + walks * device.launch
+    if operand.layouts > 1:
+        seconds += (2 * STRIDED * read + size) / device.bandwidth + 2 * device.launch
+    return seconds
+
+
+@dataclass(frozen=True)
+class Linear:
+    """Estimated seconds of a linear, forward and backward: its matmuls in bf16 and in FP8, and what FP8 adds by its `casts`."""
+
+    bf16: Any
+    fp8: Any
+    casts: Any
+
+    @property
+    def speedup(self) -> Any:
+        """Of FP8 with its casts over bf16."""
+        return self.bf16 / (self.fp8 + self.casts)
+
+
+def linear(
+    device: Device,
+    m: Any,
+    n: Any,
+    k: Any,
+    recipe: str = "delayed",
+    *,
+    fused: tuple[bool, bool] = (True, True),
+    weight_bytes: int = 2,
+    fixed: bool = False,
+) -> Linear:
+    """out[m, n] = x[m, k] @ w[n, k].t(), its dgrad and its wgrad. `recipe`: "delayed", "tensorwise" or "rowwise".
+
+    `fused`: are x and the output's gradient computed by kernels that casts can join (one tensor is read for each element that
+    they compute)? If so, nobody else reads them. `fixed` adds what a graph pays once.
+    """
+    sizes = ((m, n, k), (m, k, n), (n, k, m))
+    bf16 = sum(gemm(device, *size) for size in sizes)
+    fp8 = sum(gemm(device, *size, dtype="fp8") for size in sizes)
+    added: Any = 0.0
+    for elements, joined in zip((m * k, m * n), fused, strict=True):
+        operand = Operand(elements, recipe=recipe, fused=joined, producer_bytes=2 * elements)
+        added += casts(device, operand) - high_copy(device, Operand(elements, fused=joined, high_bytes=2))
+    added += casts(device, Operand(n * k, recipe=recipe, itemsize=weight_bytes))
+    added -= high_copy(device, Operand(n * k, itemsize=weight_bytes, high_bytes=2))
+    return Linear(bf16, fp8, added + (FIXED_KERNELS[recipe] * device.launch if fixed else 0.0))
+
+
+def break_even(gain: Callable[[int], float], largest: int = LARGEST) -> int | None:
+    """The smallest number of tokens (a multiple of 16) from which `gain(tokens)`, in seconds, stays positive.
+
+    Looks at powers of two and at their one and a half, and bisects between the last that loses and the next, so a dip between
+    two of them (a wave that is hardly begun) can be missed. None if it loses at `largest` still.
+    """
+    sizes = sorted({size for power in range(4, largest.bit_length()) for size in (1 << power, 3 << power >> 1)})
+    sizes = [size for size in sizes if size <= largest]
+    losing = [i for i, size in enumerate(sizes) if not gain(size) > 0]
+    if not losing:
+        return sizes[0]
+    if losing[-1] == len(sizes) - 1:
+        return None
+    low, high = sizes[losing[-1]] // 16, sizes[losing[-1] + 1] // 16  # loses at low, gains at high
+    high = math.ceil(high)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if gain(16 * middle) > 0 else (middle, high)
+    return 16 * high

@@ -1,0 +1,188 @@
+"""The described device: what torch, Inductor and Triton find while a step is compiled for a GPU that is not there."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+CUDA = torch.device("cuda", 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    """What Inductor asks of a device; fields that `torch.cuda.get_device_properties` has carry its names."""
+
+    name: str = "NVIDIA H200"
+    major: int = 9
+    minor: int = 0
+    multi_processor_count: int = 132
+    total_memory: int = 141 << 30
+    L2_cache_size: int = 60 << 20
+    warp_size: int = 32
+    regs_per_multiprocessor: int = 65536
+    max_threads_per_multi_processor: int = 2048
+    max_threads_per_block: int = 1024
+    shared_memory_per_block: int = 48 << 10
+    shared_memory_per_block_optin: int = 227 << 10
+    shared_memory_per_multiprocessor: int = 228 << 10
+    memory_bus_width: int = 6144
+    memory_clock_rate: int = 3201000
+    clock_rate: int = 1980000
+    gcnArchName: str = ""
+
+    @property
+    def capability(self) -> int:
+        return 10 * self.major + self.minor
+
+
+H200 = Gpu()
+A100 = Gpu("NVIDIA A100", 8, 0, 108, 80 << 30, 40 << 20)
+
+
+def _interface(gpu: Gpu) -> type:
+    """Inductor's device interface, answering from `gpu`."""
+    from torch._dynamo.device_interface import CudaInterface
+
+    class Worker(CudaInterface.Worker):
+        get_device_properties = staticmethod(lambda device=None: gpu)
+        current_device = staticmethod(lambda: 0)
+
+    answers: dict[str, Callable[..., Any]] = {
+        "is_available": lambda: True,
+        "current_device": lambda: 0,
+        "device_count": lambda: 1,
+        "get_compute_capability": lambda device=None: gpu.capability,
+        "get_device_properties": lambda device=None: gpu,
+        "is_bf16_supported": lambda *a, **k: True,
+        "is_dtype_supported": lambda *a, **k: True,
+        "is_triton_capable": lambda device=None: True,
+        "raise_if_triton_unavailable": lambda device=None: None,
+        "synchronize": lambda device=None: None,
+        "get_raw_stream": lambda index: 0,
+        "exchange_device": lambda index: 0,
+        "maybe_exchange_device": lambda index: 0,
+    }
+    return type("DescribedCuda", (CudaInterface,), {"Worker": Worker, **{k: staticmethod(f) for k, f in answers.items()}})
+
+
+def _cuda_answers(gpu: Gpu) -> dict[str, Any]:
+    """Replacements in torch.cuda, for code that does not go through a device interface."""
+    return {
+        "is_available": lambda: True,
+        "is_initialized": lambda: False,  # else RNG states of a device would be read
+        "is_current_stream_capturing": lambda: False,  # asked by Dynamo (2.15)
+        "current_device": lambda: 0,
+        "device_count": lambda: 1,
+        "get_device_properties": lambda *a, **k: gpu,
+        "get_device_capability": lambda *a, **k: (gpu.major, gpu.minor),
+        "get_device_name": lambda *a, **k: gpu.name,
+        "mem_get_info": lambda *a, **k: (gpu.total_memory, gpu.total_memory),
+        "synchronize": lambda *a, **k: None,
+        "get_rng_state": lambda *a, **k: torch.zeros(16, dtype=torch.uint8),
+        "set_rng_state": lambda *a, **k: None,
+        "_lazy_init": lambda: None,
+        "_exchange_device": lambda index: 0,
+        "_maybe_exchange_device": lambda index: 0,
+    }
+
+
+def _forget_devices() -> None:
+    """Empty torch's caches of what a device can do, so that no description outlives its context."""
+    from torch._inductor.runtime.hints import DeviceProperties
+
+    capabilities = vars(importlib.import_module("torch.utils._triton")).values()
+    for function in [*capabilities, getattr(DeviceProperties.create, "__func__", None)]:
+        if hasattr(function, "cache_clear"):
+            function.cache_clear()
+
+
+@contextlib.contextmanager
+def described_gpu(gpu: Gpu) -> Iterator[None]:
+    """Inside, torch, Inductor and Triton find one device, `gpu`."""
+    import torch._functorch.config
+    import torch._inductor.config
+    from torch._dynamo import device_interface
+    from torch._inductor.fx_passes import joint_graph, post_grad
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    device_interface.get_interface_for_device("cpu")  # registers the real interfaces, which must not happen inside
+    triton_driver = mock.MagicMock()
+    triton_driver.get_current_target = lambda: GPUTarget("cuda", gpu.capability, gpu.warp_size)
+    true = lambda *a, **k: True  # noqa: E731
+    with contextlib.ExitStack() as stack:
+
+        def patch(module: str, attribute: str, value: Any) -> None:
+            """Patch a name that may be missing in some versions."""
+            target = importlib.import_module(module)
+            if hasattr(target, attribute):
+                stack.enter_context(mock.patch.object(target, attribute, value))
+
+        # Patterns are traced once, by running ops: on the CPU, before the GPU appears. The arguments are those of Inductor's
+        # own calls, because these functions run once for each distinct argument list and a second run fails.
+        trace_joint: Any = joint_graph.lazy_init  # its annotation lacks the argument in 2.11
+        trace_joint(torch.device("cpu"))
+        post_grad.lazy_init()
+        for passes in (joint_graph, post_grad):
+            patch(passes.__name__, "lazy_init", lambda *a, **k: None)
+        interface = _interface(gpu)
+        stack.enter_context(mock.patch.dict(device_interface.device_interfaces, {"cuda": interface, "cuda:0": interface}))
+        for name, answer in _cuda_answers(gpu).items():
+            patch("torch.cuda", name, answer)
+        patch("torch.version", "cuda", "13.0")
+        patch("torch.utils._triton", "has_triton", true)
+        patch("torch._inductor.scheduler", "has_triton", true)
+        # A CUDA build makes a real tensor here, to initialise the device before autograd meets a fake one (2.11).
+        patch("torch._subclasses.fake_tensor", "init_gpu_context", lambda *a, **k: None)
+        # tensor[...] and copy_ ask the device's runtime for a guard, which is not there.
+        stack.enter_context(mock.patch.object(FakeTensor, "__getitem__", _getitem))
+        stack.enter_context(mock.patch.object(FakeTensor, "copy_", _copy_, create=True))
+        stack.enter_context(mock.patch.object(FakeTensor, "__invert__", lambda x: torch.bitwise_not(x), create=True))
+        # recomputed attention would take the random state of a device
+        patch(
+            "torch._functorch.partitioners", "functionalize_rng_ops", lambda joint, forward, backward, *_: (forward, backward)
+        )
+        # Constant folding would compute on the device; a cached graph would not come through our hooks.
+        uncached = {"fx_graph_cache": False, "fx_graph_remote_cache": False, "joint_graph_constant_folding": False}
+        stack.enter_context(torch._inductor.config.patch({"compile_threads": 1, **uncached}))
+        stack.enter_context(torch._functorch.config.patch(force_non_lazy_backward_lowering=True, enable_autograd_cache=False))
+        previous = driver._active
+        driver.set_active(triton_driver)
+        stack.callback(setattr, driver, "_active", previous)
+        _forget_devices()
+        stack.callback(_forget_devices)
+        yield
+
+
+_indexed = FakeTensor.__getitem__
+
+
+def _getitem(self: torch.Tensor, index: Any) -> torch.Tensor:
+    """tensor[index] of ints, slices, None and Ellipsis, out of operators that need no device guard."""
+    items = list(index) if isinstance(index, tuple) else [index]
+    if self.device.type == "cpu" or not all(i is None or i is Ellipsis or isinstance(i, (int, slice)) for i in items):
+        return _indexed(self, index)
+    if Ellipsis in items:
+        at = items.index(Ellipsis)
+        items[at : at + 1] = [slice(None)] * (self.dim() - sum(i is not None for i in items) + 1)
+    dim = 0
+    for item in items:
+        if item is None:
+            self = self.unsqueeze(dim)
+        elif isinstance(item, int):
+            self, dim = self.select(dim, item), dim - 1
+        elif item != slice(None):
+            self = torch.ops.aten.slice.Tensor(self, dim, item.start, item.stop, 1 if item.step is None else item.step)
+        dim += 1
+    return self
+
+
+def _copy_(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    return torch.ops.aten.copy_.default(self, source, non_blocking)

@@ -1,0 +1,198 @@
+"""Graphs that were traced on the CPU become graphs of the described device, and what Inductor makes of them is read."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.utils._pytree as pytree
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ..capture import readable_module
+from ..hollow import hollow
+from .device import CUDA
+from .step import Attention, Graph, Kernel, Matmul, Operand
+
+
+def _moved(value: Any) -> Any:
+    """`value` with each CPU fake tensor in it replaced by one on cuda:0."""
+
+    def move(t: Any) -> Any:
+        if isinstance(t, FakeTensor) and t.device.type == "cpu":
+            with t.fake_mode:
+                return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=CUDA)
+        return t
+
+    return pytree.tree_map(move, value)
+
+
+def _move_graph(gm: torch.fx.GraphModule) -> None:
+    """Fake tensors in the metadata and device arguments now say cuda:0."""
+    for node in gm.graph.nodes:
+        node.meta.pop("tensor_meta", None)
+        if "val" in node.meta:
+            node.meta["val"] = _moved(node.meta["val"])
+        if "device" in node.kwargs:
+            node.kwargs = {**node.kwargs, "device": CUDA}
+
+
+@contextlib.contextmanager
+def retarget_graphs() -> Iterator[None]:
+    """Move graphs at the two doors of Inductor: the joint passes, and the lowering of each partitioned graph."""
+    from torch._inductor import compile_fx
+
+    joint_passes, lower = compile_fx._recursive_joint_graph_passes, compile_fx.fx_codegen_and_compile
+
+    def moved_joint_passes(gm: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        _move_graph(gm)
+        if kwargs.get("input_device") is not None:
+            kwargs["input_device"] = CUDA
+        return joint_passes(gm, *args, **kwargs)
+
+    def moved_lower(gm: torch.fx.GraphModule, example_inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        _move_graph(gm)
+        return lower(gm, _moved(list(example_inputs)), *args, **kwargs)
+
+    with (
+        mock.patch.object(compile_fx, "_recursive_joint_graph_passes", moved_joint_passes),
+        mock.patch.object(compile_fx, "fx_codegen_and_compile", moved_lower),
+    ):
+        yield
+
+
+# -- reading the scheduled graph ---------------------------------------------------------------------------------------
+
+_MATMUL = re.compile(
+    r"\b(_scaled_mm|_scaled_mm_v2|_scaled_grouped_mm|_grouped_mm|mm|addmm|bias_addmm|bmm|baddbmm)(\.default|\.out)?$"
+)
+_ATTENTION = re.compile(r"_scaled_dot_product\w*attention")
+
+
+class _Reader:
+    """Turns the scheduler's nodes of one lowered graph into `Kernel`s."""
+
+    def __init__(self, lowering: Any) -> None:
+        self.sizes = lowering.sizevars
+        self.backward = bool(lowering.is_backward)
+
+    def number(self, expr: Any) -> int:
+        if isinstance(expr, torch.SymInt):
+            expr = expr.node.expr
+        try:
+            return int(expr)
+        except TypeError:  # a symbolic size; 2.12 renamed size_hint
+            hint = getattr(self.sizes, "optimization_hint", None) or self.sizes.size_hint
+            return int(hint(expr, fallback=0))
+
+    def operand(self, tensor: Any) -> Operand:
+        """Of an Inductor IR node."""
+        return self._operand(tensor.get_name(), tensor.get_size(), tensor.get_stride(), tensor.get_dtype())
+
+    def placeholder(self, name: str, tensor: torch.Tensor) -> Operand:
+        """Of a fake tensor."""
+        return self._operand(name, tensor.shape, tensor.stride(), tensor.dtype)
+
+    def _operand(self, name: str, shape: Any, stride: Any, dtype: torch.dtype) -> Operand:
+        return Operand(name, tuple(map(self.number, shape)), tuple(map(self.number, stride)), dtype)
+
+    def matmul(self, node: Any) -> Matmul | None:
+        found = _MATMUL.search(str(getattr(node, "python_kernel_name", None) or getattr(node, "op_overload", "")))
+        if not found:
+            return None
+        op = found[1]
+        first = 1 if op in ("addmm", "bias_addmm", "baddbmm") else 0
+        a, b = (self.operand(t) for t in node.inputs[first : first + 2])
+        return Matmul(op, a, b, self.operand(node))
+
+    def attention(self, node: Any) -> Attention | None:
+        origins = [x for x in node.get_origins() if x.target is getattr(node, "op_overload", None)]
+        if not origins or not _ATTENTION.search(str(origins[0].target)):
+            return None
+        (call,) = origins
+        names = [argument.name for argument in call.target._schema.arguments]
+        given = {**dict(zip(names, call.args, strict=False)), **call.kwargs}
+        tensors = [x for name in ("query", "key", "value") if isinstance(x := given.get(name), torch.fx.Node)]
+        if len(tensors) != 3:
+            return None
+        q, k, v = (self.placeholder(t.name, t.meta["val"]) for t in tensors)
+        return Attention(q, k, v, bool(given.get("is_causal")), "backward" in str(call.target))
+
+    def kernel(self, node: Any) -> Kernel | None:
+        """None for scheduler nodes that launch nothing."""
+        from torch._inductor import ir
+
+        if type(node).__name__ == "NopKernelSchedulerNode" or isinstance(node.node, ir.MultiOutput):
+            return None
+        moved = int(node.get_read_write_buffers_sizes())
+        what: dict[str, Any] = {"fqn": _fqn(node), "backward": self.backward}
+        if isinstance(node.node, ir.UserDefinedTritonKernel):
+            # Inductor takes every argument for read, also the tensors that are only written. Ours write all that they mutate.
+            written = {t.get_name(): t for t in node.node.mutable_args}
+            moved -= sum(self.number(t.get_numel()) * t.get_dtype().itemsize for t in written.values())
+            return Kernel("user", node.get_name(), moved, **what)
+        if isinstance(node.node, ir.ExternKernel):
+            name = str(getattr(node.node, "python_kernel_name", None) or type(node.node).__name__)
+            return Kernel("extern", name, moved, self.matmul(node.node), self.attention(node.node), **what)
+        return Kernel("triton", node.get_name(), moved, **what)
+
+
+def _fqn(node: Any) -> str:
+    """The module of a scheduler node: of the operator that it is, or of most of the operators in it; the deepest of several."""
+    from torch._inductor import ir
+
+    parts = [part.node for part in node.get_nodes() if part.node is not None]
+    if isinstance(node.node, ir.ExternKernel) and (origin := node.node.get_origin_node()) is not None:
+        return module_of(origin)
+    origins = {x for part in parts for x in part.get_origins()}
+    named = Counter(fqn for x in origins if (fqn := module_of(x)))
+    return max(sorted(named), key=lambda fqn: (named[fqn], fqn.count(".")), default="") or _nearest(origins)
+
+
+def _nearest(origins: set[torch.fx.Node], steps: int = 6) -> str:
+    """The module of what a node is computed from, for nodes without one, such as sums of gradients. (The memory
+    of all amaxes of a graph is of none.)"""
+    front = origins
+    for _ in range(steps):
+        front = {x for node in front for x in node.all_input_nodes if x.target is not torch.ops.aten.full.default}
+        named = sorted({fqn for x in front if (fqn := module_of(x))})
+        if named:
+            return named[0]
+    return ""
+
+
+def module_of(node: torch.fx.Node) -> str:
+    """The module whose forward an FX node is part of, or the backward of; "" if it is none that is known."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    return readable_module(list(stack.values())[-1][0]) if stack else ""
+
+
+@contextlib.contextmanager
+def record(graphs: list[Graph]) -> Iterator[None]:
+    """Where Inductor would load the code that it generated, append a `Graph` and hand back a module that computes nothing."""
+    from torch._inductor.graph import GraphLowering
+
+    def compile_to_module(self: Any) -> Any:
+        wrapper, *_ = self.codegen()
+        reader = _Reader(self)
+        kernels = [k for node in self.scheduler.nodes if (k := reader.kernel(node)) is not None]
+        graph = self.module.graph
+        targets = Counter(str(n.target) for n in graph.nodes if n.op == "call_function")
+        names = [n.name for n in graph.nodes if n.op == "placeholder"]
+        inputs = {
+            name: reader.placeholder(name, t)
+            for name, t in zip(names, self.example_inputs, strict=True)
+            if isinstance(t, torch.Tensor)
+        }
+        makers = {n.name: module_of(n) for n in graph.find_nodes(op="placeholder")}  # those of a backward keep their metadata
+        code = getattr(wrapper, "value", str(wrapper))
+        graphs.append(Graph(reader.backward, tuple(kernels), code, targets, inputs, makers))
+        call = hollow(graph, torch.device("cpu"))
+        return mock.Mock(call=call, __file__="described", key="described", runner=None)
+
+    with mock.patch.object(GraphLowering, "compile_to_module", compile_to_module):
+        yield

@@ -1,0 +1,391 @@
+"""Descriptions of GPUs: how fast each multiplies and copies, for decisions that are made before anything runs.
+
+    find("h200")                 a shipped description (devices.toml), by key or by the name that torch gives the device
+    of(torch.device("cuda"))     that of a device of this machine; None for a CPU
+
+What `fp8compile calibrate` has measured on a device comes before what is shipped for its name. A GPU that nobody has
+described gets rates derived from its architecture, compute units and clock; that is logged once.
+
+Rates are sustained ones, not peaks: decisions depend on their ratio, and FP8 sustains a smaller part of its peak than bf16.
+Measured descriptions are kept in `stored_path()`, one table a device, in the form of devices.toml. A file that cannot be read
+is a warning and is ignored.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import fnmatch
+import functools
+import json
+import logging
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .errors import OptionError, did_you_mean
+from .logs import get_logger, say_once
+
+if TYPE_CHECKING:
+    import torch
+
+    from .described import Gpu
+
+logger = get_logger(__name__)
+
+SHIPPED = Path(__file__).with_name("devices.toml")
+VARIABLE = "FP8COMPILE_DEVICES"
+RATES = ("fp8", "bf16", "fp16", "fp32")
+LAUNCH_S = 2e-6
+
+# dense bf16 FLOP a clock that one compute unit does, by architecture: published peak / (units * clock). Where GeForce boards
+# run float32 accumulation at half rate, theirs is the second. FP8 is twice as fast in all of them.
+_PER_UNIT = {
+    (8, 0): (2048, 2048),  # A100
+    (8, 6): (1024, 512),  # A40, RTX 3090
+    (8, 9): (1024, 512),  # L40S, RTX 4090
+    (9, 0): (4096, 4096),  # H100
+    (10, 0): (8192, 8192),  # B200
+    (12, 0): (1024, 512),  # RTX PRO 6000, RTX 5090
+    "gfx942": (2048, 2048),  # MI300X
+    "gfx950": (4096, 4096),  # MI355X
+    "gfx12": (1024, 1024),  # RX 9070
+}
+_OLDEST_FP8 = (8, 9)
+_SUSTAINED = {"fp8": 0.65, "bf16": 0.75, "fp16": 0.75, "fp32": 0.65, "bandwidth": 0.85}  # of peak, as in devices.toml
+
+# shared memory a unit, what one block can have of it (bytes), threads a unit
+_SHARED = {
+    (8, 0): (164 << 10, 163 << 10, 2048),
+    (8, 6): (100 << 10, 99 << 10, 1536),
+    (8, 9): (100 << 10, 99 << 10, 1536),
+    (9, 0): (228 << 10, 227 << 10, 2048),
+    (10, 0): (228 << 10, 227 << 10, 2048),
+    (12, 0): (100 << 10, 99 << 10, 1536),
+    "gfx942": (64 << 10, 64 << 10, 2048),
+    "gfx950": (160 << 10, 160 << 10, 2048),
+    "gfx12": (64 << 10, 64 << 10, 2048),
+}
+
+
+@dataclass(frozen=True)
+class Rates:
+    """FLOP/s of dense matmuls by the dtype of their operands, and bytes/s of a copy (bytes read + bytes written).
+
+    `fp8` is 0 for a device without. `fp32` is what float32 matmuls get under "high" precision, TF32 where there is such.
+    """
+
+    bf16: float
+    fp16: float
+    fp32: float
+    bandwidth: float
+    fp8: float = 0.0
+
+    def of(self, dtype: str) -> float:
+        """FLOP/s for "fp8", "bfloat16", "float16", "float32" or their short names; float32's for anything else."""
+        short = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}.get(dtype, dtype)
+        return getattr(self, short if short in RATES else "fp32")
+
+
+@dataclass(frozen=True)
+class Device:
+    """One GPU. `sustained` is what decisions are made with, `peak` what is published (None where nobody says).
+
+    `launch` is the least time of a kernel in seconds, `sms` the number of SMs or CUs; `l2` and `memory` are bytes. `gfx` is
+    AMD's architecture, "" for NVIDIA. `origin` says where the rates are from: "shipped", "calibrated" or "derived".
+    """
+
+    key: str
+    name: str
+    sustained: Rates
+    sms: int
+    capability: tuple[int, int]
+    l2: int
+    memory: int
+    gfx: str = ""
+    peak: Rates | None = None
+    launch: float = LAUNCH_S
+    clock_mhz: float = 1500.0
+    memory_bus: int = 0
+    memory_clock_mhz: float = 0.0
+    patterns: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
+    origin: str = "shipped"
+
+    @property
+    def flops(self) -> Rates:
+        """The sustained rates, FLOP/s."""
+        return self.sustained
+
+    @property
+    def bandwidth(self) -> float:
+        """Sustained bytes/s, read and written."""
+        return self.sustained.bandwidth
+
+    @property
+    def has_fp8(self) -> bool:
+        return self.sustained.fp8 > 0
+
+    @property
+    def gpu(self) -> Gpu:
+        """What Inductor asks of the device, for `described.trace`."""
+        from .described import Gpu
+
+        shared, block, threads = _SHARED[_architecture(self.capability, self.gfx)]  # type: ignore[index]
+        return Gpu(
+            name=self.name,
+            major=self.capability[0],
+            minor=self.capability[1],
+            multi_processor_count=self.sms,
+            total_memory=self.memory,
+            L2_cache_size=self.l2,
+            warp_size=64 if self.gfx.startswith("gfx9") else 32,
+            max_threads_per_multi_processor=threads,
+            shared_memory_per_block_optin=block,
+            shared_memory_per_multiprocessor=shared,
+            memory_bus_width=self.memory_bus,
+            memory_clock_rate=int(1000 * self.memory_clock_mhz),
+            clock_rate=int(1000 * self.clock_mhz),
+            gcnArchName=self.gfx,
+        )
+
+    def matches(self, name: str) -> bool:
+        """Is `name`, as torch gives it, this device's?"""
+        return any(fnmatch.fnmatchcase(name.lower(), pattern.lower()) for pattern in (self.name, *self.patterns))
+
+
+def find(name: str) -> Device:
+    """The description called `name`: a key ("h200"), in any case and spelling ("RTX 4090"), or a device's full name.
+
+    A measured description of this machine is found by its device's name. Raises OptionError that lists the known keys.
+    """
+    if isinstance(name, str):
+        for device in (*stored().values(), *shipped().values()):
+            if device.origin == "calibrated" and name.lower() == device.name.lower():
+                return device
+        wanted = _plain(name)
+        for device in shipped().values():
+            if wanted in {_plain(text) for text in (device.key, *device.aliases)}:
+                return device
+        for device in shipped().values():
+            if device.matches(name):
+                return device
+    near = difflib.get_close_matches(_plain(name), shipped(), n=3) if isinstance(name, str) else ()
+    raise OptionError.of("device", name, f"one of {', '.join(shipped())}, or a device's full name", near)
+
+
+def of(device: torch.device) -> Device | None:
+    """The description of a device of this machine; None for one that is no GPU."""
+    import torch
+
+    if device.type != "cuda":
+        return None
+    return of_properties(torch.cuda.get_device_properties(device))
+
+
+def of_properties(properties: Any) -> Device:
+    """The same from what `torch.cuda.get_device_properties` returns: measured, else shipped, else derived."""
+    measured = stored()
+    if properties.name in measured:
+        return measured[properties.name]
+    made = unmeasured(properties)
+    if made.origin == "shipped":
+        return made
+    fp8 = f"{made.flops.fp8 / 1e12:.0f} in FP8" if made.has_fp8 else "no FP8"
+    say_once(
+        logger,
+        logging.INFO,
+        f"fp8: {properties.name} is not described; from its properties it is taken to sustain {made.flops.bf16 / 1e12:.0f} "
+        f"TFLOP/s in bf16, {fp8}, {made.bandwidth / 1e12:.2f} TB/s. `python -m fp8compile calibrate` measures it.",
+    )
+    return made
+
+
+def unmeasured(properties: Any) -> Device:
+    """The same without what was measured: shipped, under this device's own name, else derived."""
+    known = _shipped_for(properties)
+    return derived(properties) if known is None else dataclasses.replace(known, name=properties.name)
+
+
+def derived(properties: Any) -> Device:
+    """A description from a device's properties alone: compute units x clock x what its architecture does a clock."""
+    gfx = _gfx(properties)
+    capability = (int(properties.major), int(properties.minor))
+    per_unit = _PER_UNIT[_architecture(capability, gfx)]  # type: ignore[index]
+    units = int(properties.multi_processor_count)
+    clock = float(getattr(properties, "clock_rate", 0) or 1.5e6) * 1e3  # kHz
+    bf16 = per_unit[1 if "geforce" in properties.name.lower() else 0] * units * clock
+    bus, memory_clock = (int(getattr(properties, name, 0) or 0) for name in ("memory_bus_width", "memory_clock_rate"))
+    bandwidth = bus / 8 * 2e3 * memory_clock or bf16 / 250  # FLOP a byte, about what they all have
+    fp8 = 2 * bf16 if gfx or capability >= _OLDEST_FP8 else 0.0
+    peak = Rates(bf16=bf16, fp16=bf16, fp32=bf16 / 2, fp8=fp8, bandwidth=bandwidth)
+    sustained = Rates(**{name: part * getattr(peak, name) for name, part in _SUSTAINED.items()})
+    return Device(
+        key=_plain(properties.name),
+        name=properties.name,
+        sustained=sustained,
+        sms=units,
+        capability=capability,
+        l2=int(getattr(properties, "L2_cache_size", 0) or 32 << 20),
+        memory=int(properties.total_memory),
+        gfx=gfx,
+        peak=peak,
+        clock_mhz=clock / 1e6,
+        memory_bus=bus,
+        memory_clock_mhz=memory_clock / 1e3,
+        origin="derived",
+    )
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def shipped() -> dict[str, Device]:
+    """The descriptions of devices.toml, by key."""
+    return {key: _device(key, table) for key, table in _tables(SHIPPED).items()}
+
+
+def stored_path() -> Path:
+    """Where measured descriptions are kept: FP8COMPILE_DEVICES, or fp8compile/devices.toml in the user's cache."""
+    given = os.environ.get(VARIABLE)
+    if given:
+        return Path(given).expanduser()
+    cache = os.environ.get("XDG_CACHE_HOME")
+    return (Path(cache) if cache else Path.home() / ".cache") / "fp8compile" / "devices.toml"
+
+
+def stored() -> dict[str, Device]:
+    """The descriptions that `fp8compile calibrate` has written on this machine, by the device's name."""
+    try:
+        path = stored_path()
+        stamp = path.stat()
+    except (OSError, RuntimeError):  # no file; no home
+        return {}
+    return _stored(path, stamp.st_mtime_ns, stamp.st_size)
+
+
+@functools.lru_cache(maxsize=8)
+def _stored(path: Path, changed: int, size: int) -> dict[str, Device]:
+    try:
+        devices = [dataclasses.replace(_device(key, table), origin="calibrated") for key, table in _tables(path).items()]
+    except (OSError, ValueError) as error:  # TOMLDecodeError and UnicodeDecodeError are ValueErrors
+        fix = "Remove it, or run `python -m fp8compile calibrate` again."
+        say_once(logger, logging.WARNING, f"fp8: {path} is ignored: {error}. {fix}")
+        return {}
+    return {device.name: device for device in devices}
+
+
+def store(device: Device) -> Path:
+    """Write a description beside those that are stored already (a file that cannot be read is replaced). Returns the path."""
+    path = stored_path()
+    kept = {name: known for name, known in stored().items() if name != device.name}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    written = path.with_name(f"{path.name}.{os.getpid()}")
+    written.write_text("\n".join(map(to_toml, (*kept.values(), device))), encoding="utf-8")
+    os.replace(written, path)
+    return path
+
+
+def to_toml(device: Device) -> str:
+    """A description as a table of devices.toml."""
+    text = json.dumps  # its strings are TOML's
+    lines = [f"[{text(device.key)}]", f"name = {text(device.name)}", f"capability = {list(device.capability)}"]
+    if device.gfx:
+        lines.append(f"gfx = {text(device.gfx)}")
+    for name in ("sms", "clock_mhz", "memory", "memory_bus", "memory_clock_mhz", "l2", "launch"):
+        lines.append(f"{name} = {getattr(device, name):g}" if name == "launch" else f"{name} = {getattr(device, name)}")
+    for name in ("peak", "sustained"):
+        rates = getattr(device, name)
+        if rates is not None:
+            parts = (f"{key} = {value:.4g}" for key, value in dataclasses.asdict(rates).items())
+            lines.append(f"{name} = {{ {', '.join(parts)} }}")
+    return "\n".join(lines) + "\n"
+
+
+def _tables(path: Path) -> dict[str, dict[str, Any]]:
+    try:
+        import tomllib  # Python 3.11
+    except ModuleNotFoundError:
+        import tomli as tomllib  # type: ignore[import-not-found,no-redef]
+    with open(path, "rb") as file:
+        return tomllib.load(file)
+
+
+def _device(key: str, table: Any) -> Device:
+    """A table of a TOML file. ValueError names what is wrong with it."""
+    if not isinstance(table, Mapping):
+        raise ValueError(f"{key!r} is not a table")
+    given = dict(table)
+    names = {field.name for field in dataclasses.fields(Device)} - {"key", "origin"}
+    unknown = sorted(set(given) - names)
+    if unknown:
+        raise ValueError(f"[{key}] has no key {unknown[0]!r}.{did_you_mean(difflib.get_close_matches(unknown[0], names))}")
+    missing = sorted({"name", "sustained", "sms", "capability", "l2", "memory"} - set(given))
+    if missing:
+        raise ValueError(f"[{key}] lacks {', '.join(missing)}")
+    for rates in {"peak", "sustained"} & set(given):
+        given[rates] = _rates(f"[{key}] {rates}", given[rates])
+    for name in ("sms", "l2", "memory", "clock_mhz", "launch", "memory_bus", "memory_clock_mhz"):
+        if name in given and not _is_number(given[name], least=0 if name.startswith("memory_") else 1e-9):
+            raise ValueError(f"[{key}] {name} = {given[name]!r} is not a positive number")
+    capability = given["capability"]
+    if not (isinstance(capability, list) and len(capability) == 2 and all(isinstance(x, int) for x in capability)):
+        raise ValueError(f"[{key}] capability = {capability!r} is not [major, minor]")
+    if not isinstance(given["name"], str) or not isinstance(given.get("gfx", ""), str):
+        raise ValueError(f"[{key}] name and gfx are texts")
+    for name in ("patterns", "aliases"):
+        given[name] = tuple(map(str, given.get(name, ())))
+    return Device(key=key, **{**given, "capability": tuple(capability)})
+
+
+def _rates(where: str, table: Any) -> Rates:
+    if not isinstance(table, Mapping) or not {"bf16", "bandwidth"} <= set(table) <= {*RATES, "bandwidth"}:
+        raise ValueError(f"{where} = {table!r} does not give bf16 and bandwidth, and perhaps fp8, fp16, fp32")
+    for name, value in table.items():
+        if not _is_number(value, least=0 if name == "fp8" else 1e-9):
+            raise ValueError(f"{where}: {name} = {value!r} is not a positive number")
+    full = {"fp16": table["bf16"], "fp32": table["bf16"] / 2, **table}
+    return Rates(**{name: float(value) for name, value in full.items()})
+
+
+def _is_number(value: Any, least: float) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value >= least
+
+
+# -- names -------------------------------------------------------------------------------------------------------------
+
+
+def _shipped_for(properties: Any) -> Device | None:
+    """By name; an AMD device whose name says nothing ("AMD Radeon Graphics") by its architecture, units and memory."""
+    gfx = _gfx(properties)
+    for device in shipped().values():
+        if device.matches(properties.name):
+            return device
+    for device in shipped().values():
+        alike = abs(device.memory / max(1, int(properties.total_memory)) - 1) < 0.1
+        if gfx and device.gfx == gfx and device.sms == properties.multi_processor_count and alike:
+            return device
+    return None
+
+
+def _gfx(properties: Any) -> str:
+    """AMD's architecture without its features ("gfx942:sramecc+:xnack-" -> "gfx942"); "" for others."""
+    name = str(getattr(properties, "gcnArchName", "") or "").split(":")[0]
+    return name if name.startswith("gfx") else ""
+
+
+def _architecture(capability: tuple[int, int], gfx: str) -> Any:
+    """The key of the tables above: AMD's by name, NVIDIA's the newest that is not newer than `capability`."""
+    if gfx:
+        return "gfx950" if gfx.startswith("gfx95") else "gfx12" if gfx.startswith("gfx12") else "gfx942"
+    known = [key for key in _PER_UNIT if isinstance(key, tuple)]
+    return max((key for key in known if key <= capability), default=min(known))
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "", name.lower())

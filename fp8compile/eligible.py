@@ -1,0 +1,59 @@
+"""What FP8 tensor cores and our rewriting can take at all: facts, not choices. Each objection is a reason in the report.
+
+The choices are the policy's (`policy`), what pays is the cost model's (`passes.weigh`).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+from .graph import FLOATS, value
+from .matmul import Matmul
+
+
+def objection(matmul: Matmul) -> str | None:
+    """Why a matmul with a weight cannot be looked at further, None if it can."""
+    for rule in (_dtype, _overload, _batched, _rows):
+        reason = rule(matmul)
+        if reason is not None:
+            return reason
+    return None
+
+
+def _dtype(matmul: Matmul) -> str | None:
+    for x in (matmul.node, matmul.a.base, matmul.b.base):
+        dtype = value(x).dtype
+        if dtype not in FLOATS:
+            return f"dtype {str(dtype).removeprefix('torch.')}"
+        if value(x).layout is not torch.strided:
+            return f"dtype: {value(x).layout} tensor"
+    return None
+
+
+def _overload(matmul: Matmul) -> str | None:
+    return f"the overload {matmul.op} is not rewritten" if "." in matmul.op else None
+
+
+def _batched(matmul: Matmul) -> str | None:
+    return None if isinstance(matmul.batch, int) and matmul.batch == 1 else "batched: one weight matrix a batch entry"
+
+
+def _rows(matmul: Matmul) -> str | None:
+    if any(isinstance(size, torch.SymInt) and free_unbacked_symbols(size) for size in (matmul.m, matmul.n, matmul.k)):
+        return "rows that are counted from data"
+    return "no rows" if any(isinstance(size, int) and size == 0 for size in (matmul.m, matmul.n, matmul.k)) else None
+
+
+def misaligned(matmul: Matmul) -> str | None:
+    """Why the sizes do not fit FP8 tensor cores, None if they do."""
+    operand = matmul.weight_operand
+    sizes = operand.shape if operand is not None else (matmul.m, matmul.n)
+    if any(not isinstance(size, int) or size % 16 for size in sizes):
+        return f"not a multiple of 16: {' x '.join(map(str, sizes))}"
+    if not isinstance(matmul.n, int) or matmul.n % 16:
+        return f"not a multiple of 16: {matmul.n} columns of output"
+    # rows that are contracted are padded, on both sides; anything else has to fit as it is
+    if not (matmul.a.transposed and not matmul.b.transposed) and (not isinstance(matmul.k, int) or matmul.k % 16):
+        return f"not a multiple of 16: contracts over {matmul.k}"
+    return None

@@ -1,0 +1,397 @@
+"""What would a model gain from `backend="fp8"` on a GPU that is not here? Compile its training step for one, and count.
+
+    print(fp8compile.estimate(model, tokens, labels=labels, device="h100"))
+
+The step is compiled twice for the described device (see `described`), by Inductor as it is and with our passes, and nothing is
+executed: weights may be on the meta device. Of every kernel are known its bytes, its FLOPs and the module it belongs to; its
+time is the roofline's (see `roofline`). So this is no measurement: it ranks two compilations of one model, by traffic and
+FLOPs. What it does not see: the optimizer, communication, the host, caches, and how well a kernel uses the device.
+
+Both compilations of a GPU that is AMD's are those of an NVIDIA one (Inductor's HIP path cannot be described), at AMD's rates.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from . import devices, roofline
+from .errors import Fp8CompileError, OptionError
+from .reports import LEDGER, Report
+
+if TYPE_CHECKING:
+    from .described import Kernel, Step
+    from .devices import Device
+
+NOWHERE = "(elsewhere)"
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What some kernels cost. `flops` are matmuls' by dtype ("fp8", "bfloat16", ...), without those in fused attention."""
+
+    kernels: float = 0
+    bytes: float = 0
+    bytes_outside_matmuls: float = 0
+    flops: Mapping[str, float] = field(default_factory=dict)
+    attention_flops: float = 0
+    kept_for_backward: float = 0
+    seconds: float = 0
+    matmul_seconds: float = 0
+    fp8_matmul_seconds: float = 0
+    attention_seconds: float = 0
+
+    def __add__(self, other: Cost) -> Cost:
+        return self.plus(other, 1)
+
+    def plus(self, other: Cost, times: float) -> Cost:
+        """self + times * other."""
+        numbers = {f.name: getattr(self, f.name) + times * getattr(other, f.name) for f in _NUMBERS}
+        flops = {d: self.flops.get(d, 0) + times * other.flops.get(d, 0) for d in sorted({*self.flops, *other.flops})}
+        return Cost(flops=flops, **numbers)
+
+    @classmethod
+    def of(cls, kernel: Kernel, device: Device, attention: float | None) -> Cost:
+        matmul, seconds = kernel.matmul, roofline.seconds(kernel, device, attention)
+        return cls(
+            kernels=1,
+            bytes=kernel.bytes,
+            bytes_outside_matmuls=0 if matmul is not None else kernel.bytes,
+            flops={} if matmul is None else {matmul.dtype: matmul.flops},
+            attention_flops=kernel.attention.flops if kernel.attention is not None else 0,
+            seconds=seconds,
+            matmul_seconds=seconds if matmul is not None else 0,
+            fp8_matmul_seconds=seconds if matmul is not None and matmul.dtype == "fp8" else 0,
+            attention_seconds=seconds if kernel.attention is not None else 0,
+        )
+
+
+_NUMBERS = [f for f in dataclasses.fields(Cost) if f.name != "flops"]
+Costs = dict[str, Cost]  # by module
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A part of the model in both precisions; `name` covers repeated blocks: "layers.0-31.mlp"."""
+
+    name: str
+    bf16: Cost
+    fp8: Cost
+
+    @property
+    def speedup(self) -> float:
+        return self.bf16.seconds / self.fp8.seconds if self.fp8.seconds else 1.0
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """One training step in bf16 (or as the model has it) and in FP8. The costs of `layers` add up to `bf16` and `fp8`.
+
+    A cast counts where its copy is read, so that a norm may look as if it cost nothing in FP8.
+    """
+
+    device: str
+    layers: tuple[Layer, ...]
+    report: Report
+    notes: tuple[str, ...] = ()
+
+    @property
+    def bf16(self) -> Cost:
+        return sum((layer.bf16 for layer in self.layers), Cost())
+
+    @property
+    def fp8(self) -> Cost:
+        return sum((layer.fp8 for layer in self.layers), Cost())
+
+    @property
+    def speedup(self) -> float:
+        """Estimated time in bf16 over that in FP8, the optimizer left out."""
+        return Layer("", self.bf16, self.fp8).speedup
+
+    def summary(self) -> str:
+        return (
+            f"{self.speedup:.2f}x on {self.device}: {1e3 * self.bf16.seconds:.4g} ms in bf16, {1e3 * self.fp8.seconds:.4g} ms "
+            "in FP8 (estimated, forward and backward)"
+        )
+
+    def __str__(self) -> str:
+        from tabulate import tabulate
+
+        rows = [_line(layer) for layer in (*self.layers, Layer("all", self.bf16, self.fp8))]
+        head = ("layer", "ms bf16", "ms fp8", "speedup", "kernels", "GB outside matmuls", "kept, MB", "TFLOP bf16 / fp8")
+        table = tabulate(rows, head, tablefmt="simple", disable_numparse=True, colalign=("left",) + ("right",) * 7)
+        attention = self.fp8.attention_flops
+        lines = [self.summary(), "", table, ""]
+        if attention:
+            lines.append(f"fused attention: {attention / 1e12:.3g} TFLOP, in high precision")
+        return "\n".join([*lines, *self.notes, f"fp8: {self.report.summary()}"])
+
+    def __repr__(self) -> str:
+        return f"<fp8compile.Estimate: {self.summary()}>"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dicts, lists, strings and numbers: bytes, FLOPs, seconds."""
+        return {
+            "summary": self.summary(),
+            "device": self.device,
+            "speedup": self.speedup,
+            "bf16": dataclasses.asdict(self.bf16),
+            "fp8": dataclasses.asdict(self.fp8),
+            "layers": [{**dataclasses.asdict(layer), "speedup": layer.speedup} for layer in self.layers],
+            "notes": list(self.notes),
+            "report": self.report.to_dict(),
+        }
+
+
+def _line(layer: Layer) -> tuple[str, ...]:
+    def both(form: str, number: Callable[[Cost], float]) -> str:
+        return " / ".join(format(number(cost), form) for cost in (layer.bf16, layer.fp8))
+
+    return (
+        layer.name,
+        f"{1e3 * layer.bf16.seconds:.4g}",
+        f"{1e3 * layer.fp8.seconds:.4g}",
+        f"{layer.speedup:.2f}x",
+        both(".0f", lambda cost: cost.kernels),
+        both(".3g", lambda cost: cost.bytes_outside_matmuls / 1e9),
+        both(".4g", lambda cost: cost.kept_for_backward / 1e6),
+        " / ".join(f"{flops / 1e12:.3g}" for flops in _split(layer.fp8)),
+    )
+
+
+def _split(cost: Cost) -> tuple[float, float]:
+    fp8 = cost.flops.get("fp8", 0)
+    return sum(cost.flops.values()) - fp8, fp8
+
+
+def estimate(
+    model: Callable[..., Any],
+    *args: Any,
+    device: str = "h200",
+    options: Mapping[str, Any] | None = None,
+    autocast: bool | None = None,
+    attention: float | None = None,
+    extrapolate: bool = False,
+    **kwargs: Any,
+) -> Estimate:
+    """Estimate a training step, forward and backward of `model(*args, **kwargs)`, on `device` in bf16 and in FP8.
+
+    `model` is a module, a compiled module, or any function of modules, on the CPU or the meta device, and so are its inputs.
+    `options` are those of the backend. `autocast` compiles under bf16 autocast; None: if a parameter is float32 and no
+    autocast is active. `attention` is the rate of fused attention as a share of the bf16 matmul rate (`roofline` has the
+    default). `extrapolate` compiles with one and with two of the model's repeated blocks, and carries on: for deep models.
+
+    Takes 5 to 60 s for every graph, twice, and resets Dynamo: other compiled models compile again at their next call.
+
+    Raises OptionError for an unknown device, one without FP8, or bad options; Fp8CompileError where no GPU can be described
+    (a process with a CUDA device, or without Triton), and whatever the model raises.
+    """
+    from . import described
+    from .explain import explain
+    from .options import parse
+    from .untouched import modules_of, unwrapped
+
+    found = devices.find(device)
+    if not found.has_fp8:
+        raise OptionError.of("device", device, "a device with FP8 tensor cores", ("h100", "h200"))
+    chosen = {name: value for name, value in {**(options or {}), "device": found.key}.items() if name != "strict"}
+    inductor = parse(chosen).inductor
+    if any(inductor.get(name) for name in ("max_autotune", "max_autotune_gemm", "max_autotune_pointwise")):
+        raise OptionError("autotuning needs the device: estimate without max_autotune")
+    why = described.unavailable()
+    if why is not None:
+        raise Fp8CompileError(f"no GPU can be described here: {why}")
+    model = unwrapped(model)
+    modules = modules_of((model, args, kwargs))
+    notes = []
+    if autocast is None:
+        autocast = not torch.is_autocast_enabled("cpu") and any(_is_float32(p) for m in modules for p in m.parameters())
+        if autocast:
+            notes.append("under bf16 autocast, since parameters are float32")
+    if found.gfx:
+        notes.append("compiled as for an NVIDIA GPU, at this device's rates: Inductor's HIP path cannot be described")
+    with torch.autocast("cpu", torch.bfloat16) if autocast else contextlib.nullcontext():
+        compiler = _Compiler(model, modules, args, kwargs, found, chosen, inductor, attention)
+        if not extrapolate:
+            bf16, fp8, report = compiler.costs()
+        else:
+            container, name = _repeated(modules)
+            count = len(container)
+            bf16, fp8 = (
+                _carried_on(one, two, count)
+                for one, two in zip(compiler.costs(container, 1)[:2], compiler.costs(container, 2)[:2], strict=True)
+            )
+            report = explain(model, *args, options=chosen, **kwargs)
+            notes.append(f"{count} of {name or 'the blocks'}, carried on from 1 and 2")
+    return Estimate(found.name, tuple(_layers(bf16, fp8)), report, tuple(notes))
+
+
+def _is_float32(tensor: torch.Tensor) -> bool:
+    return tensor.dtype == torch.float32
+
+
+@dataclass(frozen=True)
+class _Compiler:
+    model: Callable[..., Any]
+    modules: list[nn.Module]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    device: Device
+    options: dict[str, Any]
+    inductor: dict[str, Any]
+    attention: float | None
+
+    def costs(self, container: nn.Module | None = None, blocks: int = 0) -> tuple[Costs, Costs, Report]:
+        """In bf16 and in FP8, with only so many of the blocks in `container`."""
+        from . import compat
+        from .backend import fp8
+
+        def inductor(gm: Any, example_inputs: Any) -> Any:
+            return compat.compile_fx(gm, example_inputs, None, self.inductor)
+
+        def ours(gm: Any, example_inputs: Any) -> Any:
+            return fp8(gm, example_inputs, options=self.options)
+
+        plain, _ = self._compiled(inductor, container, blocks)
+        step, report = self._compiled(ours, container, blocks)
+        return self._by_module(plain), self._by_module(step), report
+
+    def _compiled(self, backend: Callable, container: nn.Module | None, blocks: int) -> tuple[Step, Report]:
+        from . import described
+        from .untouched import entry, fuse_attention, inputs, untouched
+
+        report = Report()
+
+        def compiled(gm: Any, example_inputs: Any) -> Any:
+            fuse_attention(gm)
+            return backend(gm, example_inputs)
+
+        def step() -> None:
+            nonlocal report
+            args, kwargs = inputs(self.args), inputs(self.kwargs)
+            torch.compile(entry(self.model), backend=compiled)(*args, **kwargs)
+            report = Report(LEDGER.report().graphs)  # which trace() clears
+
+        with untouched(self.modules), torch.enable_grad(), _only(container, blocks):
+            found = described.trace(step, _described(self.device))
+        if not found.kernels:
+            raise Fp8CompileError("nothing was compiled: Dynamo found no graph in this model")
+        return found, report
+
+    def _by_module(self, step: Step) -> Costs:
+        costs: Costs = {}
+        for kernel in step.kernels:
+            costs[kernel.fqn] = costs.get(kernel.fqn, Cost()) + Cost.of(kernel, self.device, self.attention)
+        for fqn, kept in step.kept.items():
+            costs[fqn] = costs.get(fqn, Cost()) + Cost(kept_for_backward=kept)
+        return costs
+
+
+def _described(device: Device) -> Any:
+    """What to compile for: the device, or for AMD's an H200 of its size."""
+    gpu = device.gpu
+    if not device.gfx:
+        return gpu
+    from .described import H200
+
+    sizes = ("name", "multi_processor_count", "total_memory", "L2_cache_size")
+    return dataclasses.replace(H200, **{name: getattr(gpu, name) for name in sizes})
+
+
+# -- repeated blocks ---------------------------------------------------------------------------------------------------
+
+
+def _repeated(modules: Iterable[nn.Module]) -> tuple[nn.ModuleList | nn.Sequential, str]:
+    """The container of repeated blocks that has most of the parameters, and its name."""
+    found: list[tuple[int, nn.ModuleList | nn.Sequential, str]] = []
+    for root in modules:
+        for name, part in root.named_modules():
+            children = list(part.children())
+            forms = {(type(child), *(tuple(p.shape) for p in child.parameters())) for child in children}
+            if isinstance(part, (nn.ModuleList, nn.Sequential)) and len(children) > 2 and len(forms) == 1:
+                found.append((sum(p.numel() for p in part.parameters()), part, name))
+    if not found:
+        raise OptionError("extrapolate: the model has no ModuleList or Sequential of three or more equal blocks")
+    _, container, name = max(found, key=lambda item: item[0])
+    return container, name
+
+
+@contextlib.contextmanager
+def _only(container: nn.Module | None, blocks: int) -> Iterator[None]:
+    """Inside, a container has its first blocks only."""
+    if container is None:
+        yield
+        return
+    before = dict(container._modules)
+    for name in list(before)[blocks:]:
+        del container._modules[name]
+    try:
+        yield
+    finally:
+        container._modules.clear()
+        container._modules.update(before)
+
+
+def _carried_on(one: Costs, two: Costs, count: int) -> Costs:
+    """The costs of `count` blocks from those of one and of two, by module; those of the second block stand for the rest."""
+    first, both = _by_pattern(one), _by_pattern(two)
+    made: Costs = {}
+    for pattern in {**first, **both}:
+        (a, _), (b, numbers) = first.get(pattern, (Cost(), set())), both.get(pattern, (Cost(), set()))
+        total = a.plus(b.plus(a, -1), count - 1)
+        for number in range(count) if len(numbers) > 1 else (None,):
+            name = _name(pattern, number)
+            made[name] = made.get(name, Cost()).plus(total, 1 / count if len(numbers) > 1 else 1)
+    return made
+
+
+# -- layers ------------------------------------------------------------------------------------------------------------
+
+Pattern = tuple[str, str | None]  # what is before and behind the first number in a name
+
+
+def _pattern(fqn: str) -> tuple[Pattern, int | None]:
+    number = re.search(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", fqn)
+    if number is None:
+        return (fqn, None), None
+    return (fqn[: number.start()], fqn[number.end() :]), int(number.group())
+
+
+def _name(pattern: Pattern, number: int | str | None) -> str:
+    return pattern[0] if pattern[1] is None else f"{pattern[0]}{0 if number is None else number}{pattern[1]}"
+
+
+def _by_pattern(costs: Costs) -> dict[Pattern, tuple[Cost, set[int]]]:
+    made: dict[Pattern, tuple[Cost, set[int]]] = {}
+    for fqn, cost in costs.items():
+        pattern, number = _pattern(fqn)
+        total, numbers = made.get(pattern, (Cost(), set()))
+        made[pattern] = total + cost, numbers | ({number} if number is not None else set())
+    return made
+
+
+def _part(fqn: str) -> str:
+    """The part of the model that a module belongs to: what is in a numbered block, "layers.0.mlp" for "layers.0.mlp.up"."""
+    found = re.match(r"((?:[^.]+\.)*?\d+(?:\.[^.]+)?)(?:\.|$)", fqn)
+    return found[1] if found else fqn or NOWHERE
+
+
+def _layers(bf16: Costs, fp8: Costs) -> Iterator[Layer]:
+    from .reports import _ranges
+
+    tables = []
+    for costs in (bf16, fp8):
+        parts: Costs = {}
+        for fqn, cost in costs.items():
+            parts[_part(fqn)] = parts.get(_part(fqn), Cost()) + cost
+        tables.append(_by_pattern(parts))
+    for pattern in sorted({**tables[0], **tables[1]}, key=lambda p: (p[0] == NOWHERE, _name(p, None))):
+        (one, numbers), (other, more) = (table.get(pattern, (Cost(), set())) for table in tables)
+        yield Layer(_name(pattern, _ranges(sorted(numbers | more)) if numbers | more else None), one, other)

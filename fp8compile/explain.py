@@ -1,0 +1,59 @@
+"""What would `backend="fp8"` do to this model? The report of a training step, without compiling or running one.
+
+    print(fp8compile.explain(model, tokens, labels=labels))
+
+Dynamo and AOTAutograd trace forward and backward, our passes decide about every matmul as always, and that is all: Inductor
+generates no code, and graphs compute nothing (see `hollow`), so values do not matter, and a model on the meta device is as good
+as one with weights. The model, its buffers and gradients, random states, `fp8compile.report` and other compiled models are
+left as they were (see `untouched`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from .reports import LEDGER, Report
+
+
+def explain(
+    model: Callable[..., Any],
+    *args: Any,
+    options: Mapping[str, Any] | None = None,
+    device: str | None = None,
+    **kwargs: Any,
+) -> Report:
+    """The report that training `model` on `model(*args, **kwargs)` would have.
+
+    `model` is a module, a compiled module, or any function of modules; tensors may be on the meta device. A model in eval mode
+    is explained as in training. `options` are those of the backend (`strict` is ignored: the report tells), and `device` names
+    the description of the device to decide for, e.g. "h100".
+
+    What a model does with values behind a graph break (`.item()`, a branch) it does with zeros. Attention with dropout is fused
+    on GPUs only; it is taken for fused if a device is named, or the model is on the meta device.
+
+    Raises OptionError for bad options, and whatever the model raises, as torch.compile passes it on.
+    """
+    from . import runtime
+    from .backend import fp8
+    from .untouched import entry, fuse_attention, inputs, modules_of, untouched, unwrapped
+
+    model = unwrapped(model)
+    modules = modules_of((model, args, kwargs))
+    chosen = {name: value for name, value in (options or {}).items() if name != "strict"}
+    if device is not None:
+        chosen["device"] = device
+    elsewhere = chosen.get("device") is not None or any(p.device.type == "meta" for m in modules for p in m.parameters())
+
+    def backend(gm: Any, example_inputs: Any) -> Any:
+        if elsewhere:
+            fuse_attention(gm)
+        return fp8(gm, example_inputs, options=chosen)
+
+    step = entry(model)
+    with untouched(modules), runtime.hollowed(), torch.enable_grad():
+        args, kwargs = inputs(args), inputs(kwargs)
+        torch.compile(step, backend=backend)(*args, **kwargs)
+        return Report(LEDGER.report().graphs, empty="nothing was compiled: Dynamo found no graph in this model")

@@ -1,0 +1,296 @@
+"""weigh: keep in high precision what FP8 would not make faster.
+
+    wq, wk, wv read h            one component: their casts of h are shared, so they are decided together
+    wo reads y; fprop and dgrad share wo, dgrad and wgrad share dy
+
+Matmuls that share operands are a component. From "all in FP8" gemms, layers or the whole component are dropped as long as the
+estimated time falls; a component never ends slower than all in bf16, nor does the graph, with what scaling costs once a graph.
+Costs are `cost`'s, by the sizes of the trace and by who makes and reads each tensor (`traffic`).
+
+Only matmuls that the policy leaves open are dropped, with a reason that says by how much FP8 loses and from how many tokens it
+gains; those that it wants in FP8 stay, and what they cast is free for others. All get the estimates.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import networkx
+from torch.fx import Node
+
+from .. import cost
+from ..devices import Device
+from ..graph import hint, value
+from ..matmul import Matmul
+from .plan import roles
+from .traffic import Source, source
+
+SLOWER = "slower in FP8"
+SHORT = {"torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.float32": "fp32"}
+MOST_MOVES = 64  # in larger components only layers and the whole are dropped
+
+
+@dataclass(eq=False)
+class Gemm:
+    """A matmul that may become FP8. `sizes` are m, n, k by the trace; `tokens` says which of them counts tokens."""
+
+    matmul: Matmul
+    sizes: tuple[int, int, int]
+    tokens: int
+    dtype: str
+    out_bytes: int
+    reads: list[tuple[Cast, tuple[str, bool]]] = field(default_factory=list)  # casts, and which layout of each
+
+    @property
+    def layer(self) -> Matmul:
+        return self.matmul.fprop or self.matmul
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element of its operands in high precision."""
+        return cost.ITEMSIZE[self.dtype]
+
+    @property
+    def m(self) -> int:
+        """The number of tokens."""
+        return self.sizes[self.tokens]
+
+    def seconds(self, device: Device, fp8: bool, grown: float = 1.0) -> float:
+        """Of the matmul alone. `grown`: with so many times the tokens."""
+        m, n, k = (round(size * grown) if i == self.tokens else size for i, size in enumerate(self.sizes))
+        return cost.gemm(device, m, n, k, "fp8" if fp8 else self.dtype, self.out_bytes, self.dtype)
+
+
+@dataclass(eq=False)
+class Base:
+    """A tensor in memory, with all that is cast from it."""
+
+    source: Source
+    weight: bool
+    outside: bool  # does a matmul read it that stays in high precision in any case?
+    casts: list[Cast] = field(default_factory=list)
+
+    def seconds(self, device: Device, chosen: set[Gemm], grown: float = 1.0) -> float:
+        """Its FP8 copies, and what those in high precision need of it."""
+        factor = 1.0 if self.weight else grown
+        readers = [gemm for cast in self.casts for gemm, _ in cast.readers]
+        demanded = [(cast, cast.layouts(chosen)) for cast in self.casts]
+        high = max((gemm.itemsize for gemm in readers if gemm not in chosen), default=2 if self.outside else 0)
+        operand = cost.Operand(
+            elements=round(self.source.elements * factor),
+            itemsize=self.source.itemsize,
+            fused=self.source.fused,
+            producer_bytes=round(self.source.producer_bytes * factor),
+            scattered=self.source.scattered,
+            high_bytes=high or (self.source.itemsize if self.source.shared else 0),
+        )
+        copy = cost.high_copy(device, operand)
+        return copy + sum(cast.seconds(device, operand, count) - copy for cast, count in demanded if count)
+
+
+@dataclass(eq=False)
+class Cast:
+    """The FP8 copies of a tensor under one recipe, and who reads them in which layout."""
+
+    base: Base
+    recipe: str
+    again: bool
+    readers: list[tuple[Gemm, tuple[str, bool]]] = field(default_factory=list)
+
+    def layouts(self, chosen: set[Gemm]) -> int:
+        return len({layout for gemm, layout in self.readers if gemm in chosen})
+
+    def seconds(self, device: Device, operand: cost.Operand, layouts: int) -> float:
+        return cost.casts(device, replace(operand, layouts=layouts, recipe=self.recipe, again=self.again))
+
+
+def weigh(matmuls: list[Matmul], device: Device) -> int:
+    """Drop what does not pay on `device`, fill in the estimates; returns how many were dropped."""
+    candidates = [matmul for matmul in matmuls if matmul.fp8 and all(map(hint, (matmul.m, matmul.n, matmul.k)))]
+    if not device.has_fp8:
+        left_open = [matmul for matmul in candidates if matmul.auto]
+        for matmul in left_open:
+            matmul.reason = f"{SLOWER}: {device.name} has no FP8"
+        return len(left_open)
+    gemms = _model(candidates)
+    known: dict[tuple, int | None] = {}
+    parts = [_Component(device, part, known) for part in _components(gemms)]
+    for part in parts:
+        part.improve()
+    settled = _settle(device, parts)
+    for part in parts:
+        part.report(settled)
+    return sum(not gemm.matmul.fp8 for gemm in gemms)
+
+
+def _settle(device: Device, parts: list[_Component]) -> str:
+    """What scaling costs once a graph must be saved by the graph, else all that is left open is dropped. Returns why, or ""."""
+    chosen = {gemm for part in parts for gemm in part.chosen}
+    insisted = {gemm.matmul.recipe.name for part in parts for gemm in part.insisted}
+    names = {gemm.matmul.recipe.name for gemm in chosen} - insisted
+    once = sum(cost.FIXED_KERNELS[name] for name in names) * device.launch
+    gain = sum(part.gain for part in parts)
+    if not chosen or gain > once:
+        return ""
+    for part in parts:
+        part.chosen = set(part.insisted)
+    return f"{SLOWER}: all of the graph would save {1e6 * gain:.1f} us, and scaling costs it {1e6 * once:.1f} us"
+
+
+def _model(candidates: list[Matmul]) -> list[Gemm]:
+    """The gemms with the tensors that they read; those of one base and recipe share its casts."""
+    gemms: list[Gemm] = []
+    bases: dict[Node, Base] = {}
+    casts: dict[tuple, Cast] = {}
+    nodes = {matmul.node for matmul in candidates}
+    for matmul in candidates:
+        gemm = Gemm(matmul, *_sizes(matmul))
+        gemms.append(gemm)
+        operands = zip(roles(matmul), (matmul.a.transposed, not matmul.b.transposed), strict=True)
+        for (matrix, role), transposed in operands:
+            if matrix.base not in bases:
+                found = source(matrix)
+                bases[matrix.base] = Base(found, role == "weight", not found.readers <= nodes)
+            base = bases[matrix.base]
+            key = (matrix.base, role == "gradient", matmul.recipe.scaling)
+            if key not in casts:
+                # a weight whose region is computed again, or is to be cast again, has its second copy from another read
+                again = role == "weight" and (matmul.recipe.recast_weights or "recompute" in matmul.node.meta)
+                casts[key] = Cast(base, matmul.recipe.name, again)
+                base.casts.append(casts[key])
+            layout = (str(matrix.shape), transposed)
+            casts[key].readers.append((gemm, layout))
+            gemm.reads.append((casts[key], layout))
+    return gemms
+
+
+def _sizes(matmul: Matmul) -> tuple[tuple[int, int, int], int, str, int]:
+    """m, n, k; which of them is tokens: the one that the weight does not have; dtype; itemsize of the output."""
+    sizes = (hint(matmul.m), hint(matmul.n), hint(matmul.k))
+    weight = matmul.weight_operand if matmul.gemm != "wgrad" else None
+    tokens = 2 if matmul.gemm == "wgrad" else 1 if weight is matmul.a else 0
+    left = value(matmul.node)
+    return sizes, tokens, SHORT.get(str(left.dtype), "fp32"), int(left.dtype.itemsize)
+
+
+def _components(gemms: list[Gemm]) -> Iterator[list[Gemm]]:
+    """Gemms that share tensors, in the order of the graph."""
+    graph = networkx.Graph()
+    graph.add_nodes_from(gemms)
+    for gemm in gemms:
+        for cast, _ in gemm.reads:
+            graph.add_edge(gemm, cast.base)
+    order = {gemm: i for i, gemm in enumerate(gemms)}
+    for found in networkx.connected_components(graph):
+        yield sorted((x for x in found if isinstance(x, Gemm)), key=order.__getitem__)
+
+
+class _Component:
+    """Gemms that share operands, and which of them are `chosen` to be FP8."""
+
+    def __init__(self, device: Device, gemms: list[Gemm], known: dict[tuple, int | None]):
+        self.device, self.gemms, self.known = device, gemms, known
+        self.bases = list(dict.fromkeys(cast.base for gemm in gemms for cast, _ in gemm.reads))
+        self.everything = set(gemms)
+        self.insisted = {gemm for gemm in gemms if not gemm.matmul.auto}
+        self.chosen = set(gemms)
+        self.layers: dict[Matmul, set[Gemm]] = defaultdict(set)
+        for gemm in gemms:
+            self.layers[gemm.layer].add(gemm)
+
+    def seconds(self, chosen: set[Gemm], grown: float = 1.0) -> float:
+        gemms = sum(gemm.seconds(self.device, gemm in chosen, grown) for gemm in self.gemms)
+        return gemms + sum(base.seconds(self.device, chosen, grown) for base in self.bases)
+
+    @property
+    def gain(self) -> float:
+        """Seconds saved over the least FP8 that the policy allows."""
+        return self.seconds(self.insisted) - self.seconds(self.chosen)
+
+    def improve(self) -> None:
+        """From all in FP8, and from as little as the policy allows: change what helps most, until nothing does. The better."""
+        found = [self.descend(set(start)) for start in (self.everything, self.insisted)]
+        self.chosen = min((self.insisted, *found), key=self.seconds)
+
+    def descend(self, chosen: set[Gemm]) -> set[Gemm]:
+        best = self.seconds(chosen)
+        while True:
+            tried = [(self.seconds(changed), i, changed) for i, changed in enumerate(self.neighbours(chosen))]
+            least, _, changed = min(tried, default=(best, 0, chosen), key=lambda found: found[:2])
+            if least >= best:
+                return chosen
+            chosen, best = changed, least
+
+    def neighbours(self, chosen: set[Gemm]) -> Iterator[set[Gemm]]:
+        """A gemm, a layer or everything dropped, a gemm or a layer taken in."""
+        free = self.everything - self.insisted
+        groups = [{gemm} for gemm in self.gemms if gemm in free] if len(self.gemms) <= MOST_MOVES else []
+        groups += [layer & free for layer in self.layers.values()]
+        for group in (*groups, free):
+            if group & chosen:
+                yield chosen - group
+            if group - chosen:
+                yield chosen | group
+
+    # -- what is said about it --
+
+    def report(self, settled: str) -> None:
+        for gemm in self.gemms:
+            matmul = gemm.matmul
+            state = self.chosen | self.layers[gemm.layer]  # what was dropped is told as it would be with its layer in FP8
+            matmul.bf16_us = 1e6 * gemm.seconds(self.device, False)
+            matmul.fp8_us = 1e6 * gemm.seconds(self.device, True)
+            matmul.cast_us = 1e6 * self.share(gemm, state)
+            matmul.break_even_m = self.break_even(gemm.layer)
+            if gemm not in self.chosen:
+                matmul.reason = settled or self.reason(gemm)
+
+    def reason(self, gemm: Gemm) -> str:
+        """What its layer (or the gemm alone, where the rest of the layer is FP8) would lose."""
+        layer = self.layers[gemm.layer]
+        dropped = layer - self.chosen
+        whole = dropped == layer
+        group = layer if whole else {gemm}
+        bf16 = sum(x.seconds(self.device, False) for x in group)
+        lost = max(0.0, self.seconds(self.chosen | group) - self.seconds(self.chosen))
+        text = f"{SLOWER}: {bf16 / (bf16 + lost):.2f}x at m {gemm.m}"
+        start = gemm.matmul.break_even_m
+        if whole and start is None:
+            return f"{text}; gains at no m"
+        return f"{text}; gains from m {start}" if whole and start is not None and start > gemm.m else text
+
+    def share(self, gemm: Gemm, state: set[Gemm], grown: float = 1.0) -> float:
+        """Its part of what the copies of its operands cost beyond bf16; all readers of a tensor bear the same. Negative where
+        FP8 saves writing more than it writes."""
+        total = 0.0
+        for base in dict.fromkeys(cast.base for cast, _ in gemm.reads):
+            readers = {reader for cast in base.casts for reader, _ in cast.readers if reader in state}
+            added = base.seconds(self.device, state, grown) - base.seconds(self.device, set(), grown)
+            total += added / max(1, len(readers))
+        return total
+
+    def break_even(self, key: Matmul) -> int | None:
+        """Tokens from which a layer gains, in all of its gemms and with all that shares its operands in FP8 as well."""
+        layer = self.layers[key]
+        signature = tuple(self.described(gemm) for gemm in self.gemms if gemm in layer)
+        if signature not in self.known:
+            now = max(gemm.m for gemm in layer)
+            self.known[signature] = cost.break_even(lambda tokens: self.layer_gain(layer, tokens / now))
+        return self.known[signature]
+
+    def layer_gain(self, layer: set[Gemm], grown: float) -> float:
+        """Seconds that a layer saves, with its part of the casts."""
+        bf16 = sum(gemm.seconds(self.device, False, grown) for gemm in layer)
+        fp8 = sum(gemm.seconds(self.device, True, grown) + self.share(gemm, self.everything, grown) for gemm in layer)
+        return bf16 - fp8
+
+    @staticmethod
+    def described(gemm: Gemm) -> tuple:
+        """What its estimates depend on: most layers of a model are alike."""
+        tensors = (
+            (replace(cast.base.source, readers=frozenset()), cast.base.outside, cast.recipe, cast.again, len(cast.readers))
+            for cast, _ in gemm.reads
+        )
+        return (gemm.sizes, gemm.tokens, gemm.dtype, gemm.out_bytes, *tensors)

@@ -1,0 +1,33 @@
+"""Policies: which matmuls become FP8 and how, in rules that a file, a dict or Python can hold.
+
+    problems, patterns, where   errors, globs, and the expression language over m, n, k
+    match                       what a rule looks at, and whether it matches
+    model                       Rule, Policy and the other tables
+    lines, files                reading them
+
+>>> load("llama").choose(site).fp8
+"""
+
+from __future__ import annotations
+
+from .files import BUILTIN, VARIABLE, load, schema
+from .match import Choice, Site
+from .model import Defaults, NamedRecipe, Policy, Rule, Schedule
+from .problems import PolicyError
+from .where import Where
+
+__all__ = [
+    "BUILTIN",
+    "VARIABLE",
+    "Choice",
+    "Defaults",
+    "NamedRecipe",
+    "Policy",
+    "PolicyError",
+    "Rule",
+    "Schedule",
+    "Site",
+    "Where",
+    "load",
+    "schema",
+]

@@ -1,0 +1,173 @@
+"""What a rule can look at, whether it matches, and what to say about one that never does.
+
+A `Site` is one gemm of a graph; the sizes in it are those of the forward matmul, whichever of the three it is, so that a rule
+decides alike about fprop, dgrad and wgrad of a weight unless it names one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from . import patterns
+from .problems import near
+
+if TYPE_CHECKING:
+    from ..recipe import Recipe
+    from .model import Policy, Rule
+
+SPAN = re.compile(r"(first|last) ([1-9][0-9]{0,4})")
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a component of a name that is a number
+
+
+@dataclass(frozen=True)
+class Site:
+    """One gemm. m, n, k are those of the forward matmul out[m, n] = a[m, k] @ b[k, n], hints where they are symbolic."""
+
+    module: str  # "layers.0.mlp.up_proj"
+    parameter: str  # "layers.0.mlp.up_proj.weight"
+    classes: tuple[str, ...]  # of the modules around it, innermost first: ("Linear", "LlamaMLP", "LlamaDecoderLayer")
+    op: str  # "mm", "addmm", "bmm", "baddbmm"
+    gemm: str  # "fprop", "dgrad", "wgrad"
+    m: int
+    n: int
+    k: int
+    block: tuple[int, int] | None  # (position, number) in the outermost repeated container, None outside of it
+    layer: tuple[int, int]  # (position, number) among the weights that are multiplied, in the order of forward
+    kind: str  # "", or "output head: by its name": the kind, and how it was recognised
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a policy says of a gemm. `rule` is the deciding rule's index and `label` its name; None and "" if there is none."""
+
+    fp8: str  # "on", "off", "auto"
+    recipe: Recipe
+    rule: int | None
+    label: str
+
+
+def _within(spans: Iterable[str], position: tuple[int, int] | None) -> bool:
+    """Whether (position, number) is in one of `spans` ("first 2", "last 1")."""
+    if position is None:
+        return False
+    i, number = position
+    for span in spans:
+        side, count = span.split()
+        if i < int(count) if side == "first" else i >= number - int(count):
+            return True
+    return False
+
+
+# condition of a rule -> whether it holds; only asked if it is given
+CONDITIONS: dict[str, Callable[[Any, Site], bool]] = {
+    "module": lambda rule, site: patterns.fits(rule.module, site.module),
+    "parameter": lambda rule, site: patterns.fits(rule.parameter, site.parameter),
+    "module_class": lambda rule, site: any(patterns.fits(rule.module_class, name) for name in site.classes),
+    "op": lambda rule, site: site.op in rule.op,
+    "kind": lambda rule, site: site.kind.partition(":")[0] in rule.kind,
+    "where": lambda rule, site: rule.condition.holds(site.m, site.n, site.k),
+    "blocks": lambda rule, site: _within(rule.blocks, site.block),
+    "layers": lambda rule, site: _within(rule.layers, site.layer),
+    "gemm": lambda rule, site: site.gemm in rule.gemm,
+}
+
+
+def matches(rule: Rule, site: Site) -> bool:
+    """Whether all of a rule's conditions hold for `site`."""
+    return all(getattr(rule, key) is None or holds(rule, site) for key, holds in CONDITIONS.items())
+
+
+def unmatched(
+    policy: Policy, sites: Sequence[Site], modules: Collection[str], parameters: Collection[str], whole: bool
+) -> list[str]:
+    """A message for each of the user's own rules that decided about none of `sites`, the gemms of one graph.
+
+    `modules` are the names of the model's modules (a mapping from names to class names also tells about `module_class`),
+    `parameters` those of its parameters. With `whole` the graph has the whole model. Otherwise other graphs have the rest: then
+    a rule is only wrong if no name of the model fits one of its patterns.
+    """
+    own = len(policy.rules) if policy.own is None else policy.own
+    deciding = [next((i for i, rule in enumerate(policy.rules) if rule.matches(site)), None) for site in sites]
+    messages = []
+    for i, rule in enumerate(policy.rules[:own]):
+        if i in deciding:
+            continue
+        taken = sorted({other for site, other in zip(sites, deciding, strict=True) if rule.matches(site) and other is not None})
+        if taken:
+            why = _taken(taken) if whole else None
+        elif whole and sites:
+            why = _nameless(rule, modules, parameters, sites, whole) or _failing(rule, sites, modules)
+        else:
+            why = _nameless(rule, modules, parameters, sites, whole)
+        if why is not None:
+            called = f"rule {i + 1}" + (f" ({rule.name!r})" if rule.name else "")
+            messages.append(f"{called} of policy {policy.source} decides about no matmul: {why}")
+    return messages
+
+
+def _taken(rules: Sequence[int]) -> str:
+    numbers = ", ".join(str(i + 1) for i in rules)
+    which = f"rule {numbers} decides" if len(rules) == 1 else f"rules {numbers} decide"
+    return f"it matches only what {which} about before it"
+
+
+def _nameless(
+    rule: Rule, modules: Collection[str], parameters: Collection[str], sites: Sequence[Site], whole: bool
+) -> str | None:
+    """Which pattern fits no name of the model, None if all do."""
+    classes = {name for site in sites for name in site.classes}
+    if isinstance(modules, Mapping):
+        classes |= {str(kind) for kind in modules.values()}
+    elif not whole:
+        classes = set()  # those outside of this graph are unknown
+    modules = {*modules, *(site.module for site in sites)}
+    parameters = {*parameters, *(site.parameter for site in sites)}
+    for key, names, noun in (
+        ("module", modules, "module"),
+        ("parameter", parameters, "parameter"),
+        ("module_class", classes, "class"),
+    ):
+        given = getattr(rule, key)
+        if given is not None and names and not any(patterns.fits(given, name) for name in names):
+            close = [name for pattern in given for name in _alike(pattern, names)]
+            hint = f" Near: {', '.join(map(repr, dict.fromkeys(close)))}." if close else ""
+            return f"no {noun} of the model has a name like {_list(given)}.{hint}"
+    return None
+
+
+def _failing(rule: Rule, sites: Sequence[Site], modules: Collection[str]) -> str:
+    """The first condition that leaves nothing of what the ones before it do."""
+    left = list(sites)
+    for key, holds in CONDITIONS.items():
+        given = getattr(rule, key)
+        if given is None:
+            continue
+        kept = [site for site in left if holds(rule, site)]
+        if not kept:
+            if len(left) < len(sites):
+                return f"{key} = {_list(given)} holds for none of the {len(left)} gemms that its other conditions leave"
+            inside = sorted(name for name in modules if key == "module" and name and patterns.fits(given, name))
+            within = [name for name in inside if any(site.module.startswith(f"{name}.") for site in sites)]
+            hint = f". {within[0]!r} has its matmuls in modules inside of it: write {within[0] + '.*'!r}" if within else ""
+            return f"{key} = {_list(given)} holds for none of the {len(sites)} gemms{hint}"
+        left = kept
+    return "nothing matches it"
+
+
+def _alike(pattern: str, names: Collection[str]) -> list[str]:
+    """Globs that do match some of `names` and look like `pattern`: numbers become "*", a leading "*." is kept."""
+    if pattern.startswith(patterns.PREFIX):
+        return []
+    globs = dict.fromkeys(_NUMBER.sub("*", name) for name in sorted(names) if name)
+    if pattern.startswith("*"):
+        depth = pattern.lstrip("*.").count(".") + 1
+        start = "*." if pattern.lstrip("*").startswith(".") else "*"
+        globs = dict.fromkeys(start + ".".join(name.split(".")[-depth:]) for name in globs)
+    return near(_NUMBER.sub("*", pattern), globs)
+
+
+def _list(values: Any) -> str:
+    return repr(values) if isinstance(values, str) else " or ".join(map(repr, values))

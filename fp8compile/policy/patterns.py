@@ -1,0 +1,78 @@
+"""Patterns for names of modules, parameters and classes: globs, or regular expressions after ``re:``.
+
+``*`` stands for any text, dots too; ``?`` for one character; ``[0-3]`` and ``[!0-3]`` for one of a set. A regular expression
+has to match the whole name. A glob that no name can fit is refused when the policy is loaded: later it would be silence.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+import warnings
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+
+from .problems import PolicyError
+
+PREFIX = "re:"
+LONGEST = 500  # characters
+_SET = re.compile(r"\[!?\]?[^\]]*\]")
+_STRANGE = re.compile(r"[^\w.*?-]")
+
+
+def check(key: str, pattern: str) -> None:
+    """Raise PolicyError for a regular expression with an error, or a glob that cannot fit the name of a `key`."""
+    if len(pattern) > LONGEST:
+        raise PolicyError.of(key, pattern, f"a pattern of {LONGEST} characters at most")
+    if pattern.startswith(PREFIX):
+        try:
+            _compiled(pattern)
+        except (re.error, RecursionError, OverflowError, MemoryError) as error:
+            text = f"{key!r}: {pattern!r} is not a regular expression: {str(error) or type(error).__name__}."
+            raise PolicyError(text, key, pattern) from None
+        return
+    why, hint = _impossible(key, pattern)
+    if why:
+        raise PolicyError(f"{key!r}: the glob {pattern!r} can never match: {why}.{hint and ' ' + hint}", key, pattern)
+
+
+def fits(patterns: Iterable[str], name: str) -> bool:
+    """Whether one of `patterns` matches all of `name`."""
+    return any(matcher(pattern)(name) for pattern in patterns)
+
+
+@lru_cache(4096)
+def matcher(pattern: str) -> Callable[[str], object]:
+    """A function that is true for the names that `pattern` matches."""
+    return _compiled(pattern).fullmatch
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # "possible nested set" and the like: about Python's future, not about the policy
+        return re.compile(pattern[len(PREFIX) :] if pattern.startswith(PREFIX) else fnmatch.translate(pattern))
+
+
+def _impossible(key: str, glob: str) -> tuple[str, str]:
+    """Why no name fits, and what to do about it; two empty strings if one may."""
+    regular = f"{PREFIX!r} begins a regular expression."
+    if not glob:
+        return "it is empty", "'*' fits every name." if key != "module" else "'re:' fits the model itself, '*' everything."
+    bare = _SET.sub("x", glob)
+    if "[" in bare or "]" in bare:
+        return "a bracket has no partner", regular
+    if "(?!)" in fnmatch.translate(glob):
+        return "a set in brackets has its range the wrong way round", ""
+    if "/" in bare:
+        return "names have dots where this has slashes", f"Did you mean {glob.replace('/', '.')!r}?"
+    strange = _STRANGE.search(bare)
+    if strange:
+        return f"names have no {strange.group()!r}", regular
+    if key == "module_class":
+        last = glob.rpartition(".")[2]
+        return ("class names have no dots", f"Did you mean {last!r}?" if last else "") if "." in bare else ("", "")
+    if bare.startswith(".") or bare.endswith("."):
+        side = "begins" if bare.startswith(".") else "ends"
+        wider = f"*{glob}" if side == "begins" else f"{glob}*"
+        return f"no name {side} with a dot", f"Did you mean {wider!r}?"
+    return ("a component between two dots is empty", "Did you mean '.*.'?") if ".." in bare else ("", "")

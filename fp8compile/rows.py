@@ -1,0 +1,296 @@
+"""What the HTML page shows, as numbers and words: layers, rows of layers that are alike, and time bars.
+
+A `Layer` is the gemms of one weight in one place, a `Row` one layer or several that differ in the numbers in their names only,
+a `Split` a bar of time in parts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from .reports import FP8, MatmulRecord, _forward_sizes, _percent, _ranges
+
+ROWS_IN_DETAIL = 128  # members of a group that get a line of their own
+GEMMS = ("fprop", "dgrad", "wgrad", "matmul")
+_WORDS = {"fp8": "FP8", "high": "high precision", "partly": "partly FP8"}
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The gemms of one weight in one place, or all products without a weight of one module."""
+
+    fqn: str
+    records: tuple[MatmulRecord, ...]
+
+    @property
+    def name(self) -> str:
+        return self.fqn or "(root)"
+
+    @cached_property
+    def flops(self) -> int:
+        return sum(record.flops for record in self.records)
+
+    @cached_property
+    def fp8_flops(self) -> int:
+        return sum(record.flops for record in self.records if record.decision == FP8)
+
+    @cached_property
+    def kind(self) -> str:
+        """ "fp8", "high" or "partly"."""
+        decisions = {record.decision for record in self.records}
+        return "partly" if len(decisions) > 1 else "fp8" if FP8 in decisions else "high"
+
+    @cached_property
+    def size(self) -> str:
+        """ "512 × 768 × 256": m, n and k of the forward matmul; "3 sizes" where there are several."""
+        sizes = dict.fromkeys(size_of(record) for record in self.records)
+        return next(iter(sizes)) if len(sizes) == 1 else f"{len(sizes)} sizes"
+
+    @cached_property
+    def why(self) -> str:
+        """The decision in words: "FP8, delayed", "high precision: output head", "partly FP8; wgrad: ..."."""
+        said: dict[str, list[str]] = {}
+        for record in self.records:
+            said.setdefault(record.recipe if record.decision == FP8 else record.reason, []).append(record.gemm)
+        if self.kind == "fp8":
+            return f"FP8, {' and '.join(filter(None, said))}".rstrip(", ")
+        if self.kind == "high":
+            return ": ".join(filter(None, ("high precision", ", ".join(filter(None, said)))))
+        kept: dict[str, list[str]] = {}
+        for record in self.records:
+            if record.decision != FP8:
+                kept.setdefault(record.reason or "high precision", []).append(record.gemm)
+        return "partly FP8; " + "; ".join(f"{_gemms(gemms)}: {reason}" for reason, gemms in kept.items())
+
+    @cached_property
+    def rules(self) -> str:
+        return ", ".join(dict.fromkeys(record.rule for record in self.records if record.rule))
+
+    @cached_property
+    def times(self) -> tuple[float, float, float] | None:
+        """Estimated microseconds: (all in bf16, as decided without casts, casts); None if any is unknown."""
+        if any(record.bf16_us is None for record in self.records):
+            return None
+        before = sum(record.bf16_us or 0.0 for record in self.records)
+        after = sum((r.fp8_us if r.decision == FP8 and r.fp8_us is not None else r.bf16_us) or 0.0 for r in self.records)
+        casts = sum(record.cast_us or 0.0 for record in self.records if record.decision == FP8)
+        return before, after, casts
+
+    @property
+    def like(self) -> tuple[Any, ...]:
+        """Layers are one row if this and their names without the numbers agree."""
+        return tuple(
+            (r.gemm, r.m, r.n, r.k, r.batch, r.op, r.decision, r.reason, r.recipe, r.rule, r.dynamic) for r in self.records
+        )
+
+
+@dataclass(frozen=True)
+class Row:
+    """One layer, or several that are alike."""
+
+    order: int
+    name: str
+    layers: tuple[Layer, ...]
+    longest: int = 1  # FLOPs of the longest bar
+    total: int = 1
+
+    @property
+    def first(self) -> Layer:
+        return self.layers[0]
+
+    @property
+    def flops(self) -> int:
+        return sum(layer.flops for layer in self.layers)
+
+    @property
+    def width(self) -> str:
+        """Of the bar, in percent of the longest."""
+        return f"{100 * self.flops / self.longest if self.longest else 0:.3f}"
+
+    @property
+    def fp8_width(self) -> str:
+        """Of the FP8 part, in percent of the bar."""
+        return f"{100 * sum(layer.fp8_flops for layer in self.layers) / self.flops if self.flops else 0:.3f}"
+
+    @property
+    def share(self) -> str:
+        return _percent(self.flops / self.total if self.total else 0.0)
+
+    @property
+    def gflop(self) -> str:
+        return flops(self.flops)
+
+    @property
+    def words(self) -> str:
+        return _WORDS[self.first.kind]
+
+    @property
+    def times(self) -> tuple[float, float, float] | None:
+        """As Layer.times, of all layers together."""
+        parts = [layer.times for layer in self.layers]
+        if any(part is None for part in parts):
+            return None
+        before, after, casts = (sum(column) for column in zip(*(part for part in parts if part), strict=True))
+        return before, after, casts
+
+    @property
+    def gain(self) -> str:
+        """ "12.0 µs → 8.1 µs", "" if nobody estimated it."""
+        if not self.times:
+            return ""
+        before, after = microseconds(self.times[0]), microseconds(self.times[1] + self.times[2])
+        return before if self.first.kind == "high" else f"{before} → {after}"
+
+    @property
+    def hover(self) -> str:
+        each = f" ({len(self.layers)} layers)" if len(self.layers) > 1 else ""
+        lines = [self.name + each, f"m × n × k: {self.first.size}", f"{self.gflop}, {self.share} of the matmul FLOPs"]
+        for kind in dict.fromkeys((r.decision, r.recipe, r.reason) for r in self.first.records):
+            gemms = [r.gemm for r in self.first.records if (r.decision, r.recipe, r.reason) == kind]
+            decision, what = ("FP8", kind[1]) if kind[0] == FP8 else ("high precision", kind[2])
+            lines.append(f"{_gemms(gemms)}: {decision}" + (f", {what}" if what else ""))
+        if self.first.rules:
+            lines.append(f"rule: {self.first.rules}")
+        if self.times:
+            before, after, casts = map(microseconds, self.times)
+            lines.append(f"estimated: {before} in bf16, {after} as decided + {casts} of casts")
+        return "\n".join(lines)
+
+    def members(self) -> list[Row]:
+        """A row for each layer, of those that are shown one by one."""
+        rows = [Row(i, layer.name, (layer,), self.longest, self.total) for i, layer in enumerate(self.layers)]
+        return rows[:ROWS_IN_DETAIL] if len(rows) > 1 else []
+
+
+@dataclass(frozen=True)
+class Part:
+    """A stretch of a time bar: `kind` is its colour's name, `width` percent of the longer bar."""
+
+    name: str
+    kind: str
+    us: float
+    width: float = 0.0
+
+    @property
+    def time(self) -> str:
+        return microseconds(self.us)
+
+
+@dataclass(frozen=True)
+class Split:
+    """Where the time of a step goes, in one precision."""
+
+    name: str
+    parts: tuple[Part, ...]
+
+    @property
+    def us(self) -> float:
+        return sum(part.us for part in self.parts)
+
+    @property
+    def time(self) -> str:
+        return microseconds(self.us)
+
+
+# --- rows -----------------------------------------------------------------------------------------
+
+
+def layers_of(matmuls: Iterable[MatmulRecord]) -> list[Layer]:
+    """Gemms of one weight at one size are a layer; all products without a weight of one module are one, too."""
+    groups: dict[tuple[Any, ...], list[MatmulRecord]] = {}
+    for r in matmuls:
+        sizes = () if r.gemm == "matmul" else tuple(sorted((r.m, r.n, r.k)))
+        groups.setdefault((r.fqn, r.parameter, r.gemm == "matmul", sizes, r.batch if sizes else 0), []).append(r)
+    return [Layer(key[0], tuple(sorted(group, key=lambda r: GEMMS.index(r.gemm)))) for key, group in groups.items()]
+
+
+def rows_of(layers: Sequence[Layer]) -> tuple[Row, ...]:
+    groups: dict[tuple[Any, ...], list[Layer]] = {}
+    for layer in layers:
+        groups.setdefault((pattern(layer.fqn), layer.like), []).append(layer)
+    total = sum(layer.flops for layer in layers)
+    longest = max((sum(layer.flops for layer in group) for group in groups.values()), default=1)
+    return tuple(
+        Row(i, joined([layer.name for layer in group]), tuple(group), longest, total) for i, group in enumerate(groups.values())
+    )
+
+
+def _numbers(name: str) -> list[str]:
+    """The name in parts, those at odd places being numbers: "h.3.fc" -> ["h.", "3", ".fc"]."""
+    return re.split(r"((?:^|(?<=\.))\d+(?=\.|$))", name)
+
+
+def pattern(name: str) -> tuple[str, ...]:
+    return tuple("*" if i % 2 else part for i, part in enumerate(_numbers(name)))
+
+
+def joined(names: list[str]) -> str:
+    """ "h.0–11.fc" for names that differ in numbers; with * for the numbers where not every combination is there."""
+    split = [_numbers(name) for name in names]
+    columns = [list(dict.fromkeys(column)) for column in zip(*split, strict=True)]
+    combinations = 1
+    for column in columns:
+        combinations *= len(column)
+    if combinations == len(set(names)):
+        return "".join(_ranges([int(n) for n in c]).replace("-", "–") if i % 2 else c[0] for i, c in enumerate(columns))
+    return "".join("*" if len(column) > 1 else column[0] for column in columns)
+
+
+def size_of(record: MatmulRecord) -> str:
+    m, n, k = _forward_sizes(record)
+    batch = f"{record.batch} · " if record.batch > 1 else ""
+    return f"{batch}{m} × {n} × {k}{'*' if record.dynamic else ''}"
+
+
+def _gemms(gemms: Iterable[str]) -> str:
+    counts = Counter(gemms)
+    return ", ".join(f"{gemm} (×{count})" if count > 1 else gemm for gemm, count in counts.items())
+
+
+# --- times ----------------------------------------------------------------------------------------
+
+
+def matmul_split(rows: Sequence[Row]) -> tuple[Split, ...]:
+    """The matmuls' time in bf16 beside that as decided, where a device's description gave times."""
+    times = [(row, row.times) for row in rows if row.times]
+    if not times:
+        return ()
+    fp8 = high = casts = before = 0.0
+    for row, (bf16, after, cast) in ((row, part) for row, part in times if part):
+        kept = sum(r.bf16_us or 0.0 for layer in row.layers for r in layer.records if r.decision != FP8)
+        before, fp8, high, casts = before + bf16, fp8 + after - kept, high + kept, casts + cast
+    after_parts = (Part("FP8 matmuls", "fp8", fp8), Part("casts", "casts", casts), Part("other matmuls", "high", high))
+    return scaled([Split("bf16", (Part("matmuls", "high", before),)), Split("FP8", after_parts)])
+
+
+def scaled(splits: Sequence[Split], longest: float = 0.0) -> tuple[Split, ...]:
+    """The same with widths, of `longest` (microseconds) or of the longest of these; parts without time are left out."""
+    longest = longest or max((split.us for split in splits), default=0.0) or 1.0
+    return tuple(
+        Split(s.name, tuple(Part(p.name, p.kind, p.us, 100 * p.us / longest) for p in s.parts if p.us > 0)) for s in splits
+    )
+
+
+def microseconds(us: float) -> str:
+    """ "12.3 µs", "4.56 ms", "1.23 s": three digits."""
+    for unit, scale in (("µs", 1.0), ("ms", 1e3), ("s", 1e6)):
+        if us < 999.5 * scale or unit == "s":
+            return f"{_digits(us / scale)} {unit}"
+    raise AssertionError(us)
+
+
+def flops(count: float) -> str:
+    """ "9.66 GFLOP", "1.20 TFLOP": three digits."""
+    for unit, scale in (("kFLOP", 1e3), ("MFLOP", 1e6), ("GFLOP", 1e9), ("TFLOP", 1e12), ("PFLOP", 1e15)):
+        if count < 999.5 * scale or unit == "PFLOP":
+            return f"{_digits(count / scale)} {unit}"
+    raise AssertionError(count)
+
+
+def _digits(value: float) -> str:
+    return f"{value:.0f}" if value >= 99.95 or value == 0 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"

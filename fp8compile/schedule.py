@@ -1,0 +1,193 @@
+"""Phases of a training run: high precision first, then FP8, then high precision again, without a new compilation.
+
+A graph whose policy has a `[schedule]` is compiled twice when it is first met: for FP8, and for high precision with the amaxes
+of everything that FP8 would quantize. Each call runs one of the two. Both move the same scaling state, so FP8 begins with the
+histories of the warm-up, and a switch costs nothing; parameters, gradients and optimizer state know of neither.
+
+The step is the number of `optimizer.step()` calls that the graph's parameters have seen, as torch's own hook on optimizers
+reports them: forwards that accumulate gradients, recomputations and evaluations do not count. Where a training loop has no
+`torch.optim.Optimizer`, steps inside of a CUDA graph, or starts from a checkpoint, `set_step` says where it is.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.weak import WeakIdKeyDictionary
+
+from .errors import OptionError
+from .logs import get_logger, say_once
+from .policy import Schedule
+from .reports import FP8, HIGH_PRECISION, LEDGER
+
+if TYPE_CHECKING:
+    from .runtime import CompiledGraph
+
+logger = get_logger(__name__)
+
+PHASES = (HIGH_PRECISION, FP8)
+Callback = Callable[[int, "float | None"], "str | None"]
+
+
+class _Steps:
+    """One optimizer's: how many, and of which parameters (by identity)."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.parameters: frozenset[int] = frozenset()
+
+
+class _State:
+    """Of this process. Parameters and optimizers are held weakly."""
+
+    def __init__(self) -> None:
+        self.steps: Any = WeakKeyDictionary()  # optimizer -> _Steps
+        self.ticks = 0  # steps of all optimizers: what was found out before the last one has to be found out again
+        self.phase: str | None = None  # set by hand, for everything
+        self.phases: Any = WeakIdKeyDictionary()  # parameter -> phase set by hand
+        self.offset = 0  # added to the steps that were counted
+        self.offsets: Any = WeakIdKeyDictionary()  # parameter -> the same
+        self.callbacks: dict[int, tuple[Callback, int, frozenset[int] | None]] = {}
+        self.loss: Tensor | None = None  # the last scalar that a scheduled graph returned
+        self.scheduled: Any = WeakKeyDictionary()  # graphs with two phases
+        self.hook: Any = None
+
+    def listen(self) -> None:
+        if self.hook is None:
+            self.hook = register_optimizer_step_post_hook(_stepped)
+
+    def counted(self, parameter: Tensor) -> int:
+        """Steps of the optimizer that has this parameter; of whichever took the most, if none has it (frozen, sharded)."""
+        every = list(self.steps.values())
+        owners = [steps for steps in every if id(parameter) in steps.parameters]
+        return max((steps.count for steps in owners or every), default=0)
+
+
+_state = _State()
+
+
+def set_phase(phase: str | None, model: nn.Module | None = None) -> None:
+    """Run in "fp8" or in "high_precision" from the next call on, whatever the schedule says; None goes back to it.
+
+    For one model, or for all of them. It acts on what was compiled with a policy that has a `[schedule]` (which may be empty);
+    anything else was compiled for FP8 alone. ValueError for another name.
+    """
+    if phase is not None and phase not in PHASES:
+        raise OptionError.of("phase", phase, "'fp8', 'high_precision' or None")
+    if model is None:
+        _state.phase = phase
+        _state.phases.clear()
+    for parameter in _parameters(model):
+        _state.phases[parameter] = phase
+    _state.ticks += 1
+    if phase is not None and LEDGER.report().graphs and not _state.scheduled:
+        say_once(logger, logging.WARNING, 'set_phase: no compiled graph has phases; give its policy a schedule: {"schedule": {}}')
+
+
+def set_step(step: int, model: nn.Module | None = None) -> None:
+    """Say that `step` optimizer steps were taken: after loading a checkpoint, or where steps cannot be seen."""
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        raise OptionError.of("step", step, "an integer >= 0")
+    if model is None:
+        _state.offset = step - max((steps.count for steps in _state.steps.values()), default=0)
+        _state.offsets.clear()
+    for parameter in _parameters(model):
+        _state.offsets[parameter] = step - _state.counted(parameter)
+    _state.ticks += 1
+
+
+def on_step(callback: Callback, model: nn.Module | None = None, every: int = 1) -> Callable[[], None]:
+    """Call `callback(step, loss)` behind every `every`-th optimizer step (of the model's optimizer); the phase that it returns
+    is set as by `set_phase`, None changes nothing. Returns a function that takes the callback away.
+
+    `loss` is the last number that a compiled graph returned, None if none did (the loss is computed outside of what is
+    compiled): reading it waits for the device. Ranks of a distributed job see a loss each: reduce it before deciding.
+    """
+    if not callable(callback):
+        raise OptionError.of("callback", callback, "callable as callback(step, loss)")
+    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        raise OptionError.of("every", every, "an integer >= 1")
+    _state.listen()
+    wanted = frozenset(map(id, _parameters(model))) if model is not None else None
+    number = max(_state.callbacks, default=-1) + 1
+    _state.callbacks[number] = (callback, every, wanted)
+    return lambda: (_state.callbacks.pop(number, None), None)[1]
+
+
+def _parameters(model: nn.Module | None) -> Sequence[nn.Parameter]:
+    if model is None:
+        return ()
+    if not callable(getattr(model, "parameters", None)):
+        raise TypeError(f"expected a torch.nn.Module or None, not {type(model).__name__}")
+    return list(model.parameters())
+
+
+@torch._disable_dynamo
+def _stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    steps = _state.steps.setdefault(optimizer, _Steps())
+    steps.count += 1
+    steps.parameters = frozenset(id(p) for group in optimizer.param_groups for p in group["params"])
+    _state.ticks += 1
+    for callback, every, wanted in list(_state.callbacks.values()):
+        parameter = next((p for group in optimizer.param_groups for p in group["params"]), None)
+        if parameter is None or (wanted is not None and wanted.isdisjoint(steps.parameters)):
+            continue
+        step = steps.count + _state.offsets.get(parameter, _state.offset)
+        if step % every:
+            continue
+        phase = callback(step, float(_state.loss) if _state.loss is not None else None)
+        if phase is not None:
+            if phase not in PHASES:
+                raise OptionError.of("phase", phase, "'fp8', 'high_precision' or None (the callback's return value)")
+            if wanted is None:
+                _state.phase = phase
+            else:
+                for group in optimizer.param_groups:
+                    for p in group["params"]:
+                        _state.phases[p] = phase
+
+
+class ScheduledGraph:
+    """One Dynamo graph in both precisions; serves as its callable."""
+
+    def __init__(self, graphs: Mapping[str, CompiledGraph], schedule: Schedule):
+        self.graphs, self.schedule = dict(graphs), schedule
+        self.first = graphs[FP8].weights[0]  # the input whose identity tells which model this is
+        self.known: Any = WeakIdKeyDictionary()  # parameter -> (ticks, phase)
+        self.last: Any = WeakIdKeyDictionary()  # parameter -> phase
+        _state.scheduled[self] = True
+        _state.listen()
+
+    def phase(self, parameter: Tensor) -> str:
+        """The phase of the model that has this parameter."""
+        ticks, phase = self.known.get(parameter, (-1, FP8))
+        if ticks == _state.ticks:
+            return phase
+        step = _state.counted(parameter) + _state.offsets.get(parameter, _state.offset)
+        phase = _state.phases.get(parameter, _state.phase) or self.scheduled(step)
+        before = self.last.get(parameter)
+        if before != phase:
+            self.last[parameter] = phase
+            if before is not None:
+                say_once(logger, logging.INFO, f"fp8: step {step}: from {before} to {phase}".replace("_", " "))
+        self.known[parameter] = (_state.ticks, phase)
+        return phase
+
+    def scheduled(self, step: int) -> str:
+        """The phase of a step, counted from 0."""
+        cooling = self.schedule.cooldown_at is not None and step >= self.schedule.cooldown_at
+        return HIGH_PRECISION if step < self.schedule.warmup_steps or cooling else FP8
+
+    def __call__(self, *args: Any) -> Any:
+        result = self.graphs[self.phase(args[self.first])](*args)
+        if _state.callbacks:
+            outputs = result if isinstance(result, (tuple, list)) else (result,)
+            scalars = [x for x in outputs if isinstance(x, Tensor) and x.dim() == 0 and x.requires_grad]
+            _state.loss = scalars[-1].detach() if scalars else None
+        return result

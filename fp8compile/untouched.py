@@ -1,0 +1,228 @@
+"""Look at a training step without leaving a trace of it: what `explain` and `estimate` have in common.
+
+The model is traced as it is, in place, since a copy would have other names, or none (a closure over modules cannot be copied).
+What tracing, and code that Dynamo leaves to eager mode, may change is put back: attributes, training flags, buffers,
+gradients, random states, what the reports and the log remember, and the code that Dynamo compiled for frames of the user's.
+Parameters and buffers without memory, on the meta device, are replaced by ones on the CPU that nobody has written: a process
+gets pages when it writes to them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import logging
+import random
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import torch.utils._pytree as pytree
+from torch import nn
+
+from . import logs
+from .hollow import unwritten
+from .reports import LEDGER
+
+_numbers = itertools.count()
+
+
+def unwrapped(model: Any) -> Any:
+    """What torch.compile was given, if `model` is what it made of that."""
+    while True:
+        inner = getattr(model, "_orig_mod", None) or getattr(model, "_torchdynamo_orig_callable", None)
+        if inner is None:
+            return model
+        model = inner
+
+
+def modules_of(model: Any) -> list[nn.Module]:
+    """The modules that a callable is, or is made of: bound to it, in its closure, its globals, its attributes."""
+    found: dict[int, nn.Module] = {}
+    seen: set[int] = set()
+
+    def visit(x: Any, depth: int) -> None:
+        x = unwrapped(x)
+        if id(x) in seen or depth > 4:
+            return
+        seen.add(id(x))
+        if isinstance(x, nn.Module):
+            found[id(x)] = x
+        elif isinstance(x, functools.partial):
+            visit_all((x.func, *x.args, *x.keywords.values()), depth)
+        elif isinstance(x, types.MethodType):
+            visit_all((x.__self__, x.__func__), depth)
+        elif isinstance(x, types.FunctionType):
+            cells = [cell.cell_contents for cell in x.__closure__ or () if _filled(cell)]
+            visit_all((*cells, *(x.__globals__[name] for name in x.__code__.co_names if name in x.__globals__)), depth)
+        elif isinstance(x, (list, tuple)):
+            visit_all(x, depth)
+        elif isinstance(x, dict):
+            visit_all(x.values(), depth)
+        elif callable(x) and not isinstance(x, type) and hasattr(x, "__dict__") and type(x).__module__ != "builtins":
+            visit_all(vars(x).values(), depth)
+
+    def visit_all(items: Iterable[Any], depth: int) -> None:
+        for item in items:
+            visit(item, depth + 1)
+
+    visit(model, 0)
+    return list(found.values())
+
+
+def _filled(cell: types.CellType) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:
+        return False
+
+
+def entry(model: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that calls `model`, with a code object of its own: Dynamo keeps what it compiles with the code, so this goes
+    when the function goes."""
+
+    def explained(*args: Any, **kwargs: Any) -> Any:
+        return model(*args, **kwargs)
+
+    explained.__code__ = explained.__code__.replace(co_name=f"explained_{next(_numbers)}")
+    return explained
+
+
+def inputs(values: Any) -> Any:
+    """Copies of the tensors in a nest of arguments, on the CPU where they have no memory (zeros then)."""
+
+    def copy(x: Any) -> Any:
+        if type(x) is not torch.Tensor:
+            return x
+        made = unwritten(x, torch.device("cpu")) if x.device.type == "meta" else x.detach().clone()
+        return made.requires_grad_(x.requires_grad)
+
+    return pytree.tree_map(copy, values)
+
+
+def fuse_attention(gm: torch.fx.GraphModule) -> None:
+    """Take the dropout out of a Dynamo graph's attention: with it, attention is fused on a GPU and not on a CPU, which is where
+    a graph for a described GPU is traced."""
+    for node in gm.graph.nodes:
+        if node.target is F.scaled_dot_product_attention:
+            node.args = (*node.args[:4], *(0.0 for _ in node.args[4:5]), *node.args[5:])
+            node.kwargs = {name: 0.0 if name == "dropout_p" else x for name, x in node.kwargs.items()}
+
+
+@contextlib.contextmanager
+def untouched(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Inside, `modules` are in training mode if they were in eval mode as a whole; afterwards everything is as it was."""
+    roots = list(modules)
+    with contextlib.ExitStack() as stack:
+        for part in {id(part): part for root in roots for part in root.modules()}.values():
+            stack.enter_context(_kept(part))
+        memory: dict[int, Any] = {}
+        for root in roots:
+            for part in root.modules():
+                part.__dict__["_compiled_call_impl"] = None  # module.compile(): it is we who compile
+                _replace(part, memory)
+            if not root.training:
+                root.train()
+        stack.enter_context(_random_states())
+        stack.enter_context(_records())
+        stack.enter_context(_compiled_code())
+        yield
+
+
+@contextlib.contextmanager
+def _kept(module: nn.Module) -> Iterator[None]:
+    """Attributes, parameters, buffers and gradients of one module, by identity."""
+    tables = [module.__dict__] + [module.__dict__[x] for x in ("_parameters", "_buffers", "_modules")]
+    before = [dict(table) for table in tables]
+    gradients = [(p, p.grad) for p in module._parameters.values() if p is not None]
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for table, items in zip(tables, before, strict=True):
+            table.clear()
+            table.update(items)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+
+
+def _replace(module: nn.Module, memory: dict[int, Any]) -> None:
+    """Buffers by copies; what is on the meta device by unwritten tensors. `memory` knows tensors that are shared."""
+    for table, is_parameter in ((module._parameters, True), (module._buffers, False)):
+        for name, tensor in table.items():
+            if tensor is None or (is_parameter and tensor.device.type != "meta"):
+                continue
+            if id(tensor) not in memory:
+                meta = tensor.device.type == "meta"
+                made: Any = unwritten(tensor, torch.device("cpu")) if meta else tensor.detach().clone()
+                if is_parameter:
+                    made = nn.Parameter(made, requires_grad=tensor.requires_grad)
+                made.__dict__.update(tensor.__dict__)
+                memory[id(tensor)] = tensor, made  # and keeps `tensor`, whose id it is
+            table[name] = memory[id(tensor)][1]
+
+
+@contextlib.contextmanager
+def _random_states() -> Iterator[None]:
+    state, numpy = random.getstate(), sys.modules.get("numpy")
+    arrays = numpy.random.get_state() if numpy is not None else None
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        random.setstate(state)
+        if numpy is not None:
+            numpy.random.set_state(arrays)
+
+
+@contextlib.contextmanager
+def _records() -> Iterator[None]:
+    """The ledger and the log's memory are empty inside, and nothing below a warning is logged."""
+    ledger, said = LEDGER, set(logs._said)
+    root = logging.getLogger(logs.ROOT)
+    graphs, parameters, following, level = dict(ledger._graphs), dict(ledger._parameters), ledger._next, root.level
+    ledger.clear()
+    ledger._next = 0
+    logs._said.clear()
+    if root.getEffectiveLevel() >= logging.INFO:  # debugging was not asked for
+        root.setLevel(max(level, logging.WARNING))
+    try:
+        yield
+    finally:
+        root.setLevel(level)
+        logs._said.clear()
+        logs._said.update(said)
+        ledger.clear()
+        ledger._graphs.update(graphs)
+        ledger._parameters.update(parameters)
+        ledger._next = following
+
+
+@contextlib.contextmanager
+def _compiled_code() -> Iterator[None]:
+    """What Dynamo compiles for frames of the user's, behind a graph break, goes. (A frame for which other compiled code was
+    there before keeps both: Dynamo drops all of a frame's code or none.) Sizes are not learned."""
+    from torch._dynamo import config, convert_frame
+    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+
+    ours: dict[int, types.CodeType] = {}
+    theirs: set[int] = set()
+
+    def note(code: types.CodeType, made: types.CodeType) -> None:
+        if id(code) not in ours and id(code) not in theirs:
+            theirs.add(id(code)) if _debug_get_cache_entry_list(code) else ours.update({id(code): code})
+
+    hook = convert_frame.register_bytecode_hook(note)  # type: ignore[arg-type]
+    try:
+        with config.patch(automatic_dynamic_shapes=False, recompile_limit=1 << 16, accumulated_recompile_limit=1 << 16):
+            yield
+    finally:
+        hook.remove()
+        for code in ours.values():
+            torch._C._dynamo.eval_frame.reset_code(code)

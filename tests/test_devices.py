@@ -1,0 +1,269 @@
+"""Descriptions of GPUs: the shipped data, finding them, what `calibrate` stores, and devices that nobody described."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fp8compile import calibrate, described, devices, logs
+from fp8compile.errors import OptionError
+
+
+@pytest.fixture(autouse=True)
+def own_files(tmp_path, monkeypatch):
+    """No test reads or writes this machine's file, and messages that are said once are said in each test."""
+    monkeypatch.setenv(devices.VARIABLE, str(tmp_path / "devices.toml"))
+    monkeypatch.setattr(logs, "_said", set())
+    return tmp_path / "devices.toml"
+
+
+def properties(name: str, **given):
+    """What `torch.cuda.get_device_properties` has of a device of compute capability 9.0, unless told otherwise."""
+    usual = dict(major=9, minor=0, multi_processor_count=132, total_memory=80 << 30, L2_cache_size=50 << 20, clock_rate=1980000)
+    return SimpleNamespace(name=name, **{**usual, "memory_bus_width": 5120, "memory_clock_rate": 2619000, **given})
+
+
+# -- what is shipped ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", devices.shipped().values(), ids=lambda device: device.key)
+def test_shipped_figures_are_possible(device):
+    peak = dataclasses.asdict(device.peak)
+    for name, sustained in dataclasses.asdict(device.sustained).items():
+        assert 0.35 * peak[name] <= sustained <= peak[name], f"{name} is not a part of its peak"
+    if device.has_fp8:
+        assert peak["fp8"] == pytest.approx(2 * peak["bf16"], rel=0.01)
+        assert 1.4 < device.flops.fp8 / device.flops.bf16 < 1.95  # published matmuls: 1.83 on an H200, 1.9 on an H200 NVL
+    # the memory interface, in its own words, gives the published bandwidth
+    assert device.memory_bus / 8 * 2e6 * device.memory_clock_mhz == pytest.approx(peak["bandwidth"], rel=0.05)
+    assert devices.find(device.key) == devices.find(device.name) == device
+
+
+@pytest.mark.parametrize("device", [d for d in devices.shipped().values() if d.has_fp8], ids=lambda device: device.key)
+def test_peaks_derived_from_properties_are_the_published_ones(device):
+    """The table of FLOP a clock and unit, against the data: boost clocks are not what peaks are stated for."""
+    given = properties(device.name, gcnArchName=device.gfx, major=device.capability[0], minor=device.capability[1])
+    given.multi_processor_count, given.clock_rate = device.sms, 1000 * device.clock_mhz
+    given.memory_bus_width, given.memory_clock_rate = device.memory_bus, 1000 * device.memory_clock_mhz
+    made = devices.derived(given)
+    assert made.origin == "derived" and made.key not in devices.shipped()
+    for name in ("fp8", "bf16", "bandwidth"):
+        assert getattr(made.peak, name) == pytest.approx(getattr(device.peak, name), rel=0.16), name
+
+
+def test_the_h200_is_the_one_that_static_estimates_are_made_for():
+    assert devices.find("h200").gpu == described.H200
+    assert (
+        devices.find("rtx4090").gpu.capability == 89
+        and devices.find("rtx4090").gpu.shared_memory_per_multiprocessor == 100 << 10
+    )
+    assert devices.find("mi300x").gpu.warp_size == 64 and devices.find("mi300x").gpu.gcnArchName == "gfx942"
+
+
+# -- finding -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name, key",
+    [
+        ("H200", "h200"),
+        ("rtx 4090", "rtx4090"),
+        ("RTX-5090", "rtx5090"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA H100 NVL", "h100-nvl"),
+        ("NVIDIA H200 NVL", "h200-nvl"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("AMD Instinct MI300X OAM", "mi300x"),
+        ("NVIDIA A100-PCIE-40GB", "a100"),
+    ],
+)
+def test_find(name, key):
+    assert devices.find(name).key == key
+
+
+@pytest.mark.parametrize("name", ["h20", "", "cpu", 3])
+def test_an_unknown_name_lists_what_there_is(name):
+    with pytest.raises(OptionError, match="'device' must be one of h200, .*mi300x") as error:
+        devices.find(name)
+    assert name != "h20" or "Did you mean 'h200'" in str(error.value)
+
+
+def test_a_cpu_has_no_description():
+    assert devices.of(torch.device("cpu")) is None
+
+
+def test_of_a_device_of_this_machine(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties("NVIDIA H100 80GB HBM3"))
+    assert devices.of(torch.device("cuda", 0)).key == "h100"
+
+
+def test_an_amd_device_without_a_telling_name():
+    given = properties("AMD Radeon Graphics", gcnArchName="gfx942:sramecc+:xnack-", multi_processor_count=304)
+    given.total_memory = 192 << 30
+    assert devices.of_properties(given).key == "mi300x"
+    given.multi_processor_count, given.total_memory = 80, 64 << 30  # a partition of one is not one
+    assert devices.of_properties(given).origin == "derived"
+
+
+def test_an_unknown_device_is_derived_and_said_once(caplog):
+    with caplog.at_level(logging.INFO, logger="fp8compile"):
+        made = devices.of_properties(properties("NVIDIA L40S", major=8, minor=9, multi_processor_count=142, clock_rate=2520000))
+        assert (
+            devices.of_properties(properties("NVIDIA L40S", major=8, minor=9, multi_processor_count=142, clock_rate=2520000))
+            == made
+        )
+    assert made.origin == "derived" and made.peak.bf16 == pytest.approx(362e12, rel=0.03)  # as published
+    assert [
+        record.message
+        for record in caplog.records
+        if "NVIDIA L40S is not described" in record.message and "calibrate" in record.message
+    ] == [caplog.records[0].message]
+
+
+def test_derived_extremes():
+    assert not devices.derived(properties("NVIDIA GeForce RTX 3090", major=8, minor=6)).has_fp8
+    assert devices.derived(properties("NVIDIA of the future", major=13, minor=0)).has_fp8
+    bare = SimpleNamespace(name="bare", major=9, minor=0, multi_processor_count=10, total_memory=1 << 30)
+    made = devices.derived(bare)
+    assert made.bandwidth > 0 and made.flops.bf16 > 0 and made.gpu.multi_processor_count == 10
+
+
+# -- what calibrate stores ---------------------------------------------------------------------------------------------
+
+
+def test_stored_and_read_again(own_files):
+    known = devices.find("h100")
+    rates = dataclasses.replace(known.sustained, fp8=1234e12)
+    first = dataclasses.replace(known, sustained=rates, launch=3.5e-6, origin="calibrated")
+    assert devices.store(first) == own_files
+    second = dataclasses.replace(devices.find("mi300x"), origin="calibrated")
+    devices.store(second)
+    found = devices.stored()
+    assert list(found) == [known.name, "AMD Instinct MI300X"]
+    assert found[known.name].flops.fp8 == 1234e12 and found[known.name].launch == 3.5e-6
+    assert found[known.name].origin == "calibrated" and found["AMD Instinct MI300X"].gfx == "gfx942"
+    assert devices.of_properties(properties(known.name)).flops.fp8 == 1234e12  # before what is shipped
+    assert devices.find(known.name).flops.fp8 == 1234e12
+    assert devices.find("h100").flops.fp8 == known.flops.fp8  # a key is what is shipped
+    devices.store(dataclasses.replace(first, launch=1e-6))
+    assert devices.stored()[known.name].launch == 1e-6 and len(devices.stored()) == 2
+
+
+@pytest.mark.parametrize(
+    "text, wrong",
+    [
+        ("not toml at all [", None),
+        ("h100 = 3", "not a table"),
+        ('["a"]\nname = "a"\nsms = 1\n', "lacks capability"),
+        (
+            '["a"]\nname = "a"\nsms = 0\ncapability = [9, 0]\nl2 = 1\nmemory = 1\nsustained = { bf16 = 1.0, bandwidth = 1.0 }',
+            "sms = 0",
+        ),
+        (
+            '["a"]\nname = "a"\nsms = 1\ncapability = 90\nl2 = 1\nmemory = 1\nsustained = { bf16 = 1.0, bandwidth = 1.0 }',
+            "capability",
+        ),
+        (
+            '["a"]\nname = "a"\nsms = 1\ncapability = [9, 0]\nl2 = 1\nmemory = 1\nsustained = { bf16 = nan, bandwidth = 1.0 }',
+            "bf16",
+        ),
+        ('["a"]\nname = "a"\nsms = 1\ncapability = [9, 0]\nl2 = 1\nmemory = 1\nsustained = { bf16 = 1.0 }', "bandwidth"),
+        ('["a"]\nname = "a"\nspeed = 1\n', "'speed'"),
+        ("\xff\xfe", None),
+    ],
+)
+def test_a_broken_file_is_a_warning_and_ignored(own_files, caplog, text, wrong):
+    own_files.write_bytes(text.encode("latin-1"))
+    with caplog.at_level(logging.WARNING, logger="fp8compile"):
+        assert devices.of_properties(properties("NVIDIA H200")).key == "h200"
+        assert devices.stored() == {}
+    assert len(caplog.records) == 1 and str(own_files) in caplog.text and "is ignored" in caplog.text
+    assert wrong is None or wrong in caplog.text
+    devices.store(dataclasses.replace(devices.find("h200"), origin="calibrated"))  # and can be replaced
+    assert list(devices.stored()) == ["NVIDIA H200"]
+
+
+def test_where_it_is_stored(monkeypatch, tmp_path):
+    monkeypatch.delenv(devices.VARIABLE)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert devices.stored_path() == tmp_path / "fp8compile" / "devices.toml"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert devices.stored_path() == tmp_path / ".cache" / "fp8compile" / "devices.toml"
+
+
+def test_a_name_with_quotes_is_stored(own_files):
+    odd = dataclasses.replace(devices.find("h200"), key='a"b', name='The "fast" \\ one', origin="calibrated")
+    devices.store(odd)
+    assert list(devices.stored()) == ['The "fast" \\ one']
+
+
+# -- calibrate ---------------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    """A timer of a device that is `FLOPS` fast, copies `BYTES` a second and launches in `LAUNCH`: it runs the function, and
+    answers from the sizes of what the function touches."""
+
+    FLOPS, BYTES, LAUNCH = 2e12, 1e11, 1e-6
+
+    def __init__(self):
+        self.calls = []
+
+    def seconds(self, function):
+        result = function()
+        cells = {
+            name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, function.__closure__, strict=True)
+        }
+        self.calls.append(sorted(cells))
+        if "source" in cells:
+            return 2 * cells["source"].nbytes / self.BYTES
+        if "number" in cells:
+            return self.LAUNCH
+        (m, k), n = cells["a"].shape, cells["b"].shape[0]
+        assert result.shape == (m, n)
+        fast = 2 if cells["a"].dtype.itemsize == 1 else 1
+        return 2 * m * n * k / (self.FLOPS * fast) + self.LAUNCH
+
+
+def test_measured_with_a_clock_that_is_known():
+    clock, cpu = Clock(), torch.device("cpu")
+    made = calibrate.measured(
+        devices.find("h100"), clock, cpu, sizes=((32, 64, 16), (64, 32, 48), (16, 16, 16)), copy_bytes=1 << 12
+    )
+    assert made.flops.bf16 == pytest.approx(2e12) and made.flops.fp8 == pytest.approx(4e12)
+    assert made.bandwidth == pytest.approx(1e11) and made.launch == 1e-6 and made.origin == "calibrated"
+    assert made.sms == 132 and made.peak == devices.find("h100").peak
+    assert len(clock.calls) == 1 + 4 * 3 + 1
+
+
+def test_a_device_without_fp8_is_not_asked_for_it():
+    made = calibrate.measured(devices.find("a100"), Clock(), torch.device("cpu"), sizes=((16, 16, 16),), copy_bytes=1 << 12)
+    assert made.flops.fp8 == 0.0 and not made.has_fp8
+
+
+def test_a_library_that_refuses_fp8(monkeypatch, caplog):
+    def refuse(*args, **kwargs):
+        raise RuntimeError("torch._scaled_mm is only supported on ...")
+
+    monkeypatch.setattr(torch, "_scaled_mm", refuse)
+    assert calibrate.matmul_rate(Clock(), torch.device("cpu"), "fp8", ((16, 16, 16),)) == 0.0
+    assert "no FP8 matmul here" in caplog.text
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
+def test_calibrate_needs_a_device():
+    with pytest.raises(calibrate.NoDevice, match="torch sees none"):
+        calibrate.calibrate()
+
+
+@pytest.mark.gpu
+def test_calibrate_this_device(own_files, capsys):
+    made = calibrate.calibrate()
+    assert own_files.is_file() and devices.of(torch.device("cuda")) == made
+    assert made.flops.bf16 > 1e12 and made.bandwidth > 1e10 and "sustained" in capsys.readouterr().out

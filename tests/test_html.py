@@ -1,0 +1,448 @@
+"""The HTML page: its numbers by reading the markup, its looks and behaviour in a real browser where there is one."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shutil
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fp8compile import diagram
+from fp8compile.estimate import Cost, Estimate
+from fp8compile.estimate import Layer as LayerCost
+from fp8compile.html import page, section
+from fp8compile.reports import GraphReport, MatmulRecord, OpaqueRecord, Report
+from fp8compile.rows import flops, microseconds
+
+HOSTILE = "aux.<script>document.title='taken'</script>&\"'><img src=x onerror=alert(1)>"
+
+
+def linear(
+    fqn: str, m: int, n: int, k: int, reason: str = "", kept: tuple[str, ...] = (), rule: str = ""
+) -> list[MatmulRecord]:
+    """The gemms of a linear on m tokens; `kept` are those that a rule keeps in high precision."""
+    records = []
+    for gemm, sizes in {"fprop": (m, n, k), "dgrad": (m, k, n), "wgrad": (n, k, m)}.items():
+        why = reason or ("kept by a rule" if gemm in kept else "")
+        decision, recipe = ("high_precision", "") if why else ("fp8", "delayed")
+        records.append(MatmulRecord(fqn, gemm, *sizes, decision, why, recipe, parameter=f"{fqn}.weight", rule=rule))
+    return records
+
+
+def gpt(blocks: int = 12, timed: bool = False) -> GraphReport:
+    """A small Llama: q, k, v, the two products of attention, o, gate, up and down in each block; a head."""
+    records: list[MatmulRecord] = []
+    edges: list[tuple[int, int]] = []
+
+    def add(*args: Any, **more: Any) -> int:
+        records.extend(linear(*args, **more))
+        return len(records) - 3
+
+    def product(fqn: str, m: int, n: int, k: int) -> int:
+        records.append(MatmulRecord(fqn, "matmul", m, n, k, "high_precision", "not a weight", batch=8, op="bmm"))
+        return len(records) - 1
+
+    stream: list[int] = []
+    for b in range(blocks):
+        at = f"blocks.{b}"
+        q = add(f"{at}.attn.q", 4096, 512, 512)
+        k, v = (add(f"{at}.attn.{x}", 4096, 128, 512, kept=("wgrad",), rule="thin") for x in "kv")
+        scores, mixed = product(f"{at}.attn", 512, 512, 64), product(f"{at}.attn", 512, 64, 512)
+        o = add(f"{at}.attn.o", 4096, 512, 512)
+        gate, up = (add(f"{at}.mlp.{x}", 4096, 2048, 512) for x in ("gate", "up"))
+        down = add(f"{at}.mlp.down", 4096, 512, 2048)
+        edges += [(s, x) for s in stream for x in (q, k, v)] + [(q, scores), (k, scores), (v, mixed), (scores, mixed)]
+        edges += [(mixed, o), (gate, down), (up, down), *((s, x) for s in (*stream, o) for x in (gate, up))]
+        stream += [o, down]
+    head = add("lm_head", 4096, 8192, 512, reason="output head: by its name")
+    edges += [(s, head) for s in stream] + [(head, head + 1), (head, head + 2)]
+    add(HOSTILE, 4096, 64, 512, reason="under 128 wide (64)")
+    if timed:
+        records = [dataclasses.replace(r, bf16_us=r.flops / 7e8, fp8_us=r.flops / 12e8, cast_us=1.0) for r in records]
+    opaque = tuple(OpaqueRecord(f"blocks.{b}.attn", "flex_attention", "attention") for b in range(blocks))
+    return GraphReport(0, "GPT, training", tuple(records), opaque, edges=tuple(edges), device="h100" if timed else "")
+
+
+class Markup(HTMLParser):
+    """Every start tag with its attributes, and all text outside of style and script."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str]]] = []
+        self.open: list[str] = []
+        self.text: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, {name: value or "" for name, value in attrs}))
+        if tag in ("style", "script"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in ("style", "script"):
+            self.open.pop()
+
+    def handle_data(self, data: str) -> None:
+        if not self.open:
+            self.text.append(data)
+
+
+# --- numbers --------------------------------------------------------------------------------------
+
+
+def test_rows():
+    rows = {row.name: row for row in section(gpt()).rows}
+    assert list(rows) == [
+        *(f"blocks.0–11.attn{x}" for x in (".q", ".k", ".v", "", ".o")),
+        *(f"blocks.0–11.mlp.{x}" for x in ("gate", "up", "down")),
+        "lm_head",
+        HOSTILE,
+    ]
+    up, head, k = rows["blocks.0–11.mlp.up"], rows["lm_head"], rows["blocks.0–11.attn.k"]
+    assert up.flops == 12 * 3 * 2 * 4096 * 2048 * 512 and len(up.members()) == 12
+    assert float(up.width) == 100.0 and float(head.width) == pytest.approx(100 * 8192 / (12 * 2048), abs=1e-3)
+    assert head.first.why == "high precision: output head: by its name" and up.first.why == "FP8, delayed"
+    assert k.first.why == "partly FP8; wgrad: kept by a rule" and float(k.fp8_width) == pytest.approx(66.667)
+    assert up.first.size == "4096 × 2048 × 512"
+    assert "wgrad: high precision, kept by a rule" in k.hover and "rule: thin" in k.hover
+    assert sum(row.flops for row in rows.values()) == sum(record.flops for record in gpt().matmuls)
+
+
+def test_blocks_that_differ_have_rows_of_their_own():
+    records = [r for b in range(6) for r in linear(f"h.{b}.fc", 256, 256, 256, reason="rule: ends" if b in (0, 5) else "")]
+    rows = section(GraphReport(0, "f", tuple(records))).rows
+    assert [(row.name, len(row.layers), row.first.kind) for row in rows] == [("h.0,5.fc", 2, "high"), ("h.1–4.fc", 4, "fp8")]
+
+
+def test_experts_are_one_row_and_gaps_are_said():
+    grid = [r for b in range(3) for e in range(4) for r in linear(f"h.{b}.experts.{e}.up", 256, 256, 256)]
+    assert [row.name for row in section(GraphReport(0, "f", tuple(grid))).rows] == ["h.0–2.experts.0–3.up"]
+    assert [row.name for row in section(GraphReport(0, "f", tuple(grid[3:]))).rows] == ["h.*.experts.*.up"]
+
+
+def test_times():
+    found = section(gpt(2, timed=True))
+    before, after = found.splits
+    matmuls = gpt(2, timed=True).matmuls
+    assert before.us == pytest.approx(sum(r.bf16_us for r in matmuls))
+    parts = {part.name: part.us for part in after.parts}
+    assert parts["FP8 matmuls"] == pytest.approx(sum(r.fp8_us for r in matmuls if r.decision == "fp8"))
+    assert parts["casts"] == pytest.approx(sum(r.decision == "fp8" for r in matmuls))
+    assert parts["other matmuls"] == pytest.approx(sum(r.bf16_us for r in matmuls if r.decision != "fp8"))
+    assert before.parts[0].width == pytest.approx(100)
+    assert section(gpt(2)).splits == ()
+
+
+@pytest.mark.parametrize(
+    "us, text", [(0, "0 µs"), (1.234, "1.23 µs"), (12.34, "12.3 µs"), (999.4, "999 µs"), (999.6, "1.00 ms"), (2.5e6, "2.50 s")]
+)
+def test_microseconds(us, text):
+    assert microseconds(us) == text
+
+
+def test_flops():
+    assert [flops(x) for x in (0, 9.66e9, 1.2e12, 3e18)] == ["0 kFLOP", "9.66 GFLOP", "1.20 TFLOP", "3000 PFLOP"]
+
+
+# --- estimates ------------------------------------------------------------------------------------
+
+
+def estimated() -> Estimate:
+    """Two parts of a model and an empty one; times in seconds."""
+    flops = {"bfloat16": 4e12}, {"bfloat16": 1e12, "fp8": 3e12}
+    mlp = (
+        Cost(10, 6e9, 2e9, flops[0], 0, 4e8, seconds=0.008, matmul_seconds=0.006),
+        Cost(12, 4e9, 1e9, flops[1], 0, 3e8, seconds=0.005, matmul_seconds=0.004, fp8_matmul_seconds=0.003),
+    )
+    attention = Cost(4, 1e9, 1e9, {}, 1e12, 1e8, seconds=0.002, attention_seconds=0.0015)
+    parts = (LayerCost("h.0-11.mlp", *mlp), LayerCost("h.0-11.attn", attention, attention), LayerCost("h", Cost(), Cost()))
+    return Estimate("NVIDIA H200", parts, Report([gpt(2, timed=True)]), ("said by the estimate",))
+
+
+def test_estimate():
+    text = page(estimated())
+    markup = Markup(text)
+    words = " ".join(" ".join(markup.text).split())
+    assert "1.43× on NVIDIA H200, estimated" in words and "said by the estimate" in words
+    assert "kernels 14 → 16" in words and "3 GB → 2 GB" in words and "0.5 GB → 0.4 GB" in words
+    titles = [a["title"] for _, a in markup.tags if a.get("class", "").startswith("piece") and "title" in a]
+    before = ["matmuls: 6.00 ms", "attention: 1.50 ms", "other: 2.50 ms"]
+    after = ["FP8 matmuls: 3.00 ms", "other matmuls: 1.00 ms", "attention: 1.50 ms", "casts and other: 1.50 ms"]
+    assert titles[:7] == before + after
+    parts = [a["title"] for _, a in markup.tags if a.get("class") == "timed-part"]
+    assert parts == [
+        "h.0-11.mlp: 8.00 ms → 5.00 ms, 1.60×\nbf16: matmuls 6.00 ms, other 2.00 ms\n"
+        "FP8: FP8 matmuls 3.00 ms, other matmuls 1.00 ms, casts and other 1.00 ms",
+        "h.0-11.attn: 2.00 ms → 2.00 ms, 1.00×\nbf16: attention 1.50 ms, other 500 µs\nFP8: attention 1.50 ms, other 500 µs",
+    ]
+
+
+# --- the graph ------------------------------------------------------------------------------------
+
+
+def boxes(svg: str) -> list[str]:
+    return re.findall(r'class="label"[^>]*>([^<]*)<', svg)
+
+
+def nodes(names: list[str], size: str = "1×2×3") -> dict[int, diagram.Node]:
+    return {i: diagram.Node(name, size, (("F", "fp8", "fprop: FP8"),)) for i, name in enumerate(names)}
+
+
+def test_one_block_of_equal_ones_is_drawn():
+    svg = section(gpt()).diagram.svg
+    assert sorted(boxes(svg)) == sorted(
+        [*(f"attn.{x}" for x in "qkvo"), "attn", "attn", "mlp.gate", "mlp.up", "mlp.down", "lm_head", boxes(svg)[-1]]
+    )
+    assert "blocks.0–11, one of 12 equal blocks" in svg
+    # q, k, v -> products -> o -> gate, up -> down -> head; the residual connections are implied
+    assert svg.count('class="edge"') == 4 + 1 + 2 + 2 + 1
+
+
+def test_blocks_that_differ_are_drawn_apart():
+    same = nodes([f"h.{i}.fc" for i in range(6)])
+    same[0] = dataclasses.replace(same[0], chips=(("F", "high", "fprop: high precision"),))
+    chain = [(i, i + 1) for i in range(5)]
+    svg = diagram.draw(same, chain).svg
+    assert boxes(svg) == ["h.0.fc", "fc"] and "h.1–5, one of 5 equal blocks" in svg and svg.count('class="edge"') == 1
+
+
+def test_parallel_experts_are_one():
+    names = ["gate", *(f"experts.{e}.{x}" for e in range(8) for x in ("up", "down")), "head"]
+    edges = [e for i in range(8) for e in ((0, 1 + 2 * i), (1 + 2 * i, 2 + 2 * i), (2 + 2 * i, 17))]
+    svg = diagram.draw(nodes(names), edges).svg
+    assert boxes(svg) == ["gate", "up", "down", "head"] and svg.count('class="edge"') == 3
+
+
+def test_blocks_around_a_shared_layer_are_drawn_as_they_are():
+    """h.0 -> shared -> h.1: one block for both would make a cycle."""
+    svg = diagram.draw(nodes(["h.0.fc", "shared", "h.1.fc"]), [(0, 1), (1, 2)]).svg
+    assert boxes(svg) == ["h.0.fc", "shared", "h.1.fc"] and svg.count('class="edge"') == 2
+
+
+def test_limit_and_nothing():
+    many = nodes([f"layer_{i}" for i in range(diagram.LIMIT + 5)])
+    drawn = diagram.draw(many, [(i, i + 1) for i in range(len(many) - 1)])
+    assert len(boxes(drawn.svg)) == diagram.LIMIT and drawn.notes == ("the first 80 of 85 matmuls are drawn",)
+    assert not diagram.draw(many, []) and not diagram.draw({}, []) and not diagram.draw(many, [(0, 1), (1, 0)])
+
+
+def test_boxes_of_a_row_do_not_overlap():
+    svg = section(gpt()).diagram.svg
+    places = re.findall(r'<g class="node[^>]*><title>.*?</title><rect x="([-\d.]+)" y="([\d.]+)" width="(\d+)"', svg, re.DOTALL)
+    assert len(places) == 11
+    rows: dict[str, list[float]] = {}
+    for x, y, _ in places:
+        rows.setdefault(y, []).append(float(x))
+    for row in rows.values():
+        assert all(b - a >= int(places[0][2]) for a, b in zip(sorted(row), sorted(row)[1:], strict=False))
+
+
+# --- markup ---------------------------------------------------------------------------------------
+
+
+def test_page_is_self_contained_and_escaped():
+    text = page(Report([gpt(), dataclasses.replace(gpt(1, True), index=1, note="eval mode")]))
+    markup = Markup(text)
+    assert [tag for tag, _ in markup.tags].count("script") == 1 and "img" not in [tag for tag, _ in markup.tags]
+    for _, attributes in markup.tags:
+        assert not {"src", "srcset", "onload", "onerror", "onclick"} & set(attributes)
+        assert attributes.get("href", "data:").startswith("data:")
+    assert not re.search(r"url\((?!#)|@import", text)
+    assert "default-src 'none'" in text
+    assert any(HOSTILE in piece for piece in markup.text)
+    assert [a["title"] for tag, a in markup.tags if tag == "summary" and a.get("title", "").startswith(HOSTILE)]
+
+
+def test_page_of_nothing():
+    assert "nothing was compiled yet" in page(Report(empty="nothing was compiled yet"))
+    assert "no matmuls" in page(Report([GraphReport(0, "f", ())]))
+    assert "0 × 128 × 128" in page(Report([GraphReport(0, "f", tuple(linear("a", 0, 128, 128)))]))
+
+
+# --- in a browser ---------------------------------------------------------------------------------
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"))), None)
+DRIVER = shutil.which("chromedriver")
+FLAGS = """--headless=new --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking
+ --disable-component-update --disable-sync --disable-dev-shm-usage""".split()
+
+
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    if not BROWSER or not DRIVER:
+        pytest.skip("needs chromium and chromedriver")
+    webdriver = pytest.importorskip("selenium.webdriver")
+    options = webdriver.ChromeOptions()
+    options.binary_location = BROWSER
+    for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('chromium')}"):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
+    yield driver
+    driver.quit()
+
+
+class Browser:
+    """A page in the browser."""
+
+    def __init__(self, driver: Any, file: Path) -> None:
+        self.driver, self.url = driver, file.as_uri()
+
+    def open(self, width: int = 1280, dark: bool = False, javascript: bool = True) -> Browser:
+        run = self.driver.execute_cdp_cmd
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        run("Emulation.setEmulatedMedia", {"features": [scheme]})
+        run("Emulation.setScriptExecutionDisabled", {"value": not javascript})
+        metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+        run("Emulation.setDeviceMetricsOverride", metrics)
+        self.driver.get(self.url)
+        return self
+
+    def __call__(self, script: str, *args: Any) -> Any:
+        return self.driver.execute_script(f"return {script}", *args)
+
+    def find(self, selector: str) -> Any:
+        return self.driver.find_element("css selector", selector)
+
+    def errors(self) -> list[str]:
+        return [entry["message"] for entry in self.driver.get_log("browser")]
+
+
+@pytest.fixture
+def browser(chromium: Any, tmp_path: Path) -> Browser:
+    evaluation = dataclasses.replace(gpt(2), index=1, name="GPT, evaluation", note="the model is in eval mode")
+    file = tmp_path / "report.html"
+    file.write_text(page(Report([gpt(timed=True), evaluation])), encoding="utf-8")
+    return Browser(chromium, file)
+
+
+ROW = "#graph-0 .layer[data-order='%d']"
+
+
+def test_bars_are_as_long_as_their_share(browser):
+    browser.open()
+    track = "document.querySelector(arguments[0] + ' .track').getBoundingClientRect().width"
+    bar = "document.querySelector(arguments[0] + ' .bar').getBoundingClientRect().width"
+    for row in section(gpt(timed=True)).rows:
+        if row.flops > 0.02 * row.longest:
+            measured = browser(bar, ROW % row.order) / browser(track, ROW % row.order)
+            assert measured == pytest.approx(row.flops / row.longest, abs=0.01), row.name
+    # a layer that is partly FP8 shows how much of it
+    parts = "document.querySelector(arguments[0] + ' .bar .part').getBoundingClientRect().width"
+    assert browser(parts, ROW % 1) / browser(bar, ROW % 1) == pytest.approx(2 / 3, abs=0.01)
+
+
+def test_decisions_have_colours_in_light_and_dark(browser):
+    colour = "getComputedStyle(document.querySelector(arguments[0] + ' .bar')).backgroundColor"
+    page_colour = "getComputedStyle(document.body).backgroundColor"
+    seen = []
+    for dark in (False, True):
+        browser.open(dark=dark)
+        seen.append((browser(page_colour), browser(colour, ROW % 0), browser(colour, ROW % 8)))
+        assert len(set(seen[-1])) == 3
+    assert not set(seen[0]) & set(seen[1])
+
+
+def test_hover_text_says_why(browser):
+    browser.open()
+    title = browser.find(ROW % 8 + " summary").get_attribute("title")
+    assert title.startswith("lm_head\n") and "high precision, output head: by its name" in title
+    assert "fprop: FP8, delayed" not in title and "4096 × 8192 × 512" in title
+    # and so does the row itself, without hovering
+    assert "output head: by its name" in browser.find(ROW % 8).text
+
+
+def test_expander(browser):
+    browser.open()
+    member = browser.find(ROW % 6 + " .member:last-child .name")
+    assert not member.is_displayed()
+    browser.find(ROW % 6 + " summary").click()
+    assert member.is_displayed() and member.text == "blocks.11.mlp.up"
+    shown = browser.find(ROW % 6).text
+    assert "4096 512 2048" in shown.replace("\n", " ") and "blocks.0.mlp.up.weight" in shown
+    browser.find(ROW % 6 + " summary").click()
+    assert not member.is_displayed()
+
+
+def test_sorting(browser):
+    browser.open()
+    names = "Array.from(document.querySelectorAll('#graph-0 .layer')).map(row => row.dataset.name)"
+    rows = section(gpt(timed=True)).rows
+    model = [row.name for row in rows]
+    assert browser(names) == model
+    browser.find("#graph-0 [data-sort=flops]").click()
+    assert browser(names) == [row.name for row in sorted(rows, key=lambda row: -row.flops)]
+    browser.find("#graph-0 [data-sort=name]").click()
+    assert browser(names)[0] == HOSTILE and browser(names)[-1] == "lm_head"
+    browser.find("#graph-0 [data-sort=order]").click()
+    assert browser(names) == model
+    browser.find("#graph-0 .all").click()
+    assert browser("document.querySelectorAll('#graph-0 .layer[open]').length") == len(rows)
+
+
+@pytest.mark.parametrize("width", [1280, 400])
+def test_nothing_overflows(browser, width):
+    browser.open(width)
+    sizes = "[document.documentElement.scrollWidth, document.documentElement.clientWidth]"
+    assert browser(sizes)[0] == browser(sizes)[1]
+    browser("document.querySelectorAll('details').forEach(d => d.open = true)")
+    seen, room = browser(sizes)
+    assert seen == room and width - 20 <= room <= width  # less a scroll bar
+    outside = """Array.from(document.querySelectorAll('main *')).filter(e => !e.closest('.scroll')
+        && e.getBoundingClientRect().right > arguments[0] + 0.5).map(e => e.className)"""
+    assert browser(outside, room) == []
+    assert browser.errors() == []
+
+
+def test_names_are_text_and_nothing_is_reported(browser):
+    browser.open()
+    assert browser("document.title") == "fp8compile report: GPT, training" and browser("document.images.length") == 0
+    assert HOSTILE in browser.find(ROW % 9 + " .name").text
+    assert browser("document.querySelectorAll('svg.graph').length") == 2
+    assert browser.errors() == []
+
+
+@pytest.mark.parametrize("width", [1280, 400])
+def test_estimate_in_the_browser(chromium, tmp_path, width):
+    (tmp_path / "estimate.html").write_text(page(estimated()), encoding="utf-8")
+    browser = Browser(chromium, tmp_path / "estimate.html").open(width)
+    lengths = """Array.from(document.querySelectorAll('.splits')[0].querySelectorAll('.stack')).map(stack =>
+        Array.from(stack.children).map(piece => piece.getBoundingClientRect().width / stack.getBoundingClientRect().width))"""
+    before, after = browser(lengths)
+    assert before == pytest.approx([0.6, 0.15, 0.25], abs=0.01) and after == pytest.approx([0.3, 0.1, 0.15, 0.15], abs=0.01)
+    pairs = """Array.from(document.querySelectorAll('.timed-part')).map(part => Array.from(part.querySelectorAll('.stack'))
+        .map(stack => Array.from(stack.children).reduce((sum, piece) => sum + piece.getBoundingClientRect().width, 0)
+                      / stack.getBoundingClientRect().width))"""
+    mlp, attention = browser(pairs)
+    assert mlp == pytest.approx([1, 0.625], abs=0.01) and attention == pytest.approx([0.25, 0.25], abs=0.01)
+    assert browser("document.documentElement.scrollWidth - document.documentElement.clientWidth") == 0
+    assert browser.errors() == []
+
+
+def test_graph_is_in_its_frame(browser):
+    """Every box of the graph is within the drawing, and every text within its box."""
+    browser.open()
+    outside = """(() => { const svg = document.querySelector('#graph-0 svg').getBoundingClientRect();
+        const within = (a, b) => a.left >= b.left && a.right <= b.right && a.top >= b.top && a.bottom <= b.bottom;
+        return Array.from(document.querySelectorAll('#graph-0 svg .node')).filter(n => {
+            const box = n.querySelector('rect').getBoundingClientRect();
+            const texts = Array.from(n.querySelectorAll('text')).map(t => t.getBoundingClientRect());
+            return !within(box, svg) || texts.some(text => !within(text, box));
+        }).map(n => n.textContent) })()"""
+    assert browser(outside) == []
+
+
+def test_without_javascript(browser):
+    browser.open(javascript=False)
+    try:
+        assert not browser.find("#graph-0 .buttons").is_displayed()
+        assert "blocks.0–11.mlp.up" in browser.find("#graph-0").text
+        browser.find(ROW % 6 + " summary").click()  # <details> needs none
+        assert browser.find(ROW % 6 + " .member .name").is_displayed()
+    finally:
+        browser.open()

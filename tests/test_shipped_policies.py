@@ -1,0 +1,174 @@
+"""What each shipped policy decides about real models' names and shapes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn as nn
+
+from fp8compile.kinds import HEADS, ROUTERS
+from fp8compile.policy import Choice, Policy, Site, load
+
+transformers = pytest.importorskip("transformers")
+
+
+def sites(model: nn.Module, m: int = 8192) -> Iterator[Site]:
+    """Three gemms for each weight of `model` that is multiplied: linears, GPT-2's Conv1D, stacked experts."""
+    modules = dict(model.named_modules())
+    tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+    weights = []
+    for name, module in modules.items():
+        for key, weight in module.named_parameters(recurse=False):
+            linear = isinstance(module, (nn.Linear, transformers.pytorch_utils.Conv1D)) and key == "weight"
+            routes = "Router" in type(module).__name__ and weight.dim() == 2
+            if linear or routes or ("expert" in name and weight.dim() == 3):
+                weights.append((name, f"{name}.{key}", module, weight))
+    for i, (name, parameter, module, weight) in enumerate(weights):
+        around = [name.rsplit(".", depth)[0] for depth in range(name.count(".") + 1)]
+        n, k = weight.shape[-2:] if not isinstance(module, transformers.pytorch_utils.Conv1D) else weight.shape[::-1]
+        last = name.rsplit(".", 1)[-1]
+        head = "output head: by its name" if last in HEADS else "output head: tied" if weight in tables else ""
+        block = re.match(r"(.*?)\.(\d+)\.", name)
+        for gemm in ("fprop", "dgrad", "wgrad"):
+            yield Site(
+                module=name,
+                parameter=parameter,
+                classes=tuple(type(modules[one]).__name__ for one in [*around, ""]),
+                op="bmm" if weight.dim() == 3 else "mm",
+                gemm=gemm,
+                m=m,
+                n=n,
+                k=k,
+                block=(int(block[2]), len(modules[block[1]])) if block else None,
+                layer=(i, len(weights)),
+                kind=head or ("router gate: by its name" if last in ROUTERS else ""),
+            )
+
+
+def decided(policy: str | Policy, model: nn.Module) -> dict[str, Choice]:
+    """parameter -> the choice, which is the same for its three gemms."""
+    policy = load(policy)
+    choices: dict[str, Choice] = {}
+    for site in sites(model):
+        choice = policy.choose(site)
+        assert choices.setdefault(site.parameter, choice) == choice
+    return choices
+
+
+def by_label(choices: dict[str, Choice]) -> dict[str, set[str]]:
+    """label -> the parameters, their first number as *."""
+    found: dict[str, set[str]] = {}
+    for parameter, choice in choices.items():
+        found.setdefault(choice.label, set()).add(re.sub(r"\.\d+\.", ".*.", parameter, count=1).removesuffix(".weight"))
+    return found
+
+
+@pytest.fixture(scope="module")
+def models() -> dict[str, nn.Module]:
+    sizes = dict(vocab_size=1024, hidden_size=256, intermediate_size=512, num_hidden_layers=4)
+    heads = dict(num_attention_heads=4, num_key_value_heads=2)
+    narrow = dict(n_embd=256, n_layer=4, n_head=4, vocab_size=1024)
+    with torch.device("meta"):
+        return {
+            "llama": transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads)),
+            "gpt2": transformers.GPT2LMHeadModel(transformers.GPT2Config(**narrow)),
+            "gpt2-xl": transformers.GPT2LMHeadModel(transformers.GPT2Config(**{**narrow, "n_embd": 1600, "n_head": 25})),
+            "vit": transformers.ViTForImageClassification(
+                transformers.ViTConfig(hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_labels=1000)
+            ),
+            "moe": transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, **heads, num_local_experts=8)),
+        }
+
+
+BLOCK = "model.layers.*."
+ATTENTION = {f"{BLOCK}self_attn.{name}_proj" for name in "qkv"}
+OUTPUT = f"{BLOCK}self_attn.o_proj"
+UP, DOWN = {f"{BLOCK}mlp.gate_proj", f"{BLOCK}mlp.up_proj"}, f"{BLOCK}mlp.down_proj"
+
+
+def test_default(models):
+    choices = decided("default", models["llama"])
+    assert by_label(choices) == {"output head": {"lm_head"}, "": {*ATTENTION, OUTPUT, *UP, DOWN}}
+    assert choices["lm_head.weight"].fp8 == "off" and choices["model.layers.0.mlp.up_proj.weight"].fp8 == "auto"
+    narrow = models["gpt2"]
+    narrow.down = nn.Linear(256, 64, device="meta")  # a LoRA's rank, say
+    try:
+        assert by_label(decided("default", narrow))["under 128 wide"] == {"down"}
+    finally:
+        del narrow.down
+
+
+def test_llama(models):
+    choices = decided("llama", models["llama"])
+    found = {"output head": {"lm_head"}, "down projection": {DOWN}, "": {*ATTENTION, OUTPUT, *UP}}
+    assert by_label(choices) == found
+    down, up = choices["model.layers.0.mlp.down_proj.weight"], choices["model.layers.0.mlp.up_proj.weight"]
+    assert (down.fp8, down.recipe.name, up.fp8, up.recipe.name) == ("auto", "tensorwise", "auto", "delayed")
+
+
+def test_gpt2(models):
+    block = "transformer.h.*."
+    rest = {f"{block}attn.c_attn", f"{block}mlp.c_fc", f"{block}mlp.c_proj"}
+    found = {"output head": {"lm_head"}, "narrow attention output": {f"{block}attn.c_proj"}, "": rest}
+    assert by_label(decided("gpt2", models["gpt2"])) == found
+    found = {"output head": {"lm_head"}, "": {*rest, f"{block}attn.c_proj"}}
+    assert by_label(decided("gpt2", models["gpt2-xl"])) == found
+
+
+def test_vit(models):
+    found = by_label(decided("vit", models["vit"]))
+    assert found["classifier"] == {"classifier"} and set(found) == {"classifier", ""} and len(found[""]) == 6
+    policy = load("vit")
+    for name in ("patch_embed.proj", "vit.embeddings.patch_embeddings.projection", "to_patch_embedding.2"):
+        linear = nn.Sequential()
+        parent, last = linear, name.split(".")
+        for part in last[:-1]:
+            parent.add_module(part, nn.Module())
+            parent = getattr(parent, part)
+        parent.add_module(last[-1], nn.Linear(768, 768, device="meta"))
+        assert [choice.label for choice in decided(policy, linear).values()] == ["patch embedding"]
+
+
+def test_moe(models):
+    choices = decided("moe", models["moe"])
+    found = by_label(choices)
+    assert found["output head"] == {"lm_head"} and found["router"] == {f"{BLOCK}mlp.gate"}
+    assert found["down projection"] == {f"{BLOCK}mlp.experts.down_proj"}
+    assert found[""] == {*ATTENTION, OUTPUT, f"{BLOCK}mlp.experts.gate_up_proj"}
+    assert choices["model.layers.0.mlp.gate.weight"].fp8 == "off"
+    assert choices["model.layers.0.mlp.experts.down_proj"].recipe.name == "tensorwise"
+
+
+def test_conservative(models):
+    choices = decided("conservative", models["llama"])
+    for name, choice in choices.items():
+        first_or_last = name.startswith(("model.layers.0.", "model.layers.3."))
+        kept = first_or_last or name.endswith("o_proj.weight") or name == "lm_head.weight"
+        assert choice.fp8 == ("off" if kept else "auto"), name
+        assert choice.recipe.margin == 1
+        assert choice.recipe.delayed is not (name.endswith("down_proj.weight") and not first_or_last)
+    for model, outputs, downs in (
+        ("gpt2", "attn.c_proj", "mlp.c_proj"),
+        ("moe", "o_proj", "experts.down_proj"),
+    ):
+        found = by_label(decided("conservative", models[model]))
+        assert all(name.endswith(outputs) for name in found["attention output"])
+        assert all(name.endswith(downs) for name in found["down projection"])
+    outputs = by_label(decided("conservative", models["vit"]))["attention output"]
+    assert len(outputs) == 1 and "attention" in outputs.pop()
+
+
+def test_accelerate_defaults(models):
+    choices = decided("accelerate-defaults", models["llama"])
+    names = list(choices)
+    assert [name for name in names if choices[name].fp8 == "off"] == [names[0], names[-1]]
+    assert all(choice.fp8 == "on" for choice in list(choices.values())[1:-1])
+    recipe = choices[names[1]].recipe
+    assert (recipe.amax_history_len, recipe.amax_compute_algo, recipe.fp8_format) == (1024, "most_recent", "hybrid")
+    odd = nn.Sequential(*(nn.Linear(a, b, device="meta") for a, b in ((64, 64), (64, 72), (72, 64), (64, 64), (64, 64))))
+    assert [choice.fp8 for choice in decided("accelerate-defaults", odd).values()] == ["off", "off", "off", "on", "off"]
+    conv = decided("accelerate-defaults", models["gpt2"])  # no nn.Linear but the head
+    assert {choice.fp8 for choice in conv.values()} == {"off"}

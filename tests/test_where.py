@@ -1,0 +1,201 @@
+"""The expression language of `where`: it means what Python means, exactly; it takes nothing else; nothing hangs."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+import time
+from fractions import Fraction
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from fp8compile.errors import OptionError
+from fp8compile.policy import Where
+
+SIZES = st.integers(0, 2**20)
+
+
+def numbers(depth: int) -> st.SearchStrategy[str]:
+    leaf = st.one_of(
+        st.sampled_from(["m", "n", "k"]),
+        st.integers(0, 2**40).map(str),
+        st.floats(0, 1e9, allow_nan=False).filter(lambda x: x == 0 or x > 1e-20).map(repr),
+        st.sampled_from(["0.1", "0.3", "1e3", "128", "0"]),
+    )
+    if depth == 0:
+        return leaf
+    inner = numbers(depth - 1)
+    return st.one_of(
+        leaf,
+        st.tuples(inner, st.sampled_from(["+", "-", "*", "/", "//", "%"]), inner).map(lambda x: f"({x[0]} {x[1]} {x[2]})"),
+        st.tuples(inner, st.integers(-3, 4)).map(lambda x: f"({x[0]}) ** {x[1]}"),
+        inner.map(lambda x: f"-({x})"),
+        st.tuples(st.sampled_from(["min", "max"]), st.lists(inner, min_size=2, max_size=3)).map(
+            lambda x: f"{x[0]}({', '.join(x[1])})"
+        ),
+    )
+
+
+def conditions(depth: int) -> st.SearchStrategy[str]:
+    comparison = st.sampled_from(["<", "<=", ">", ">=", "==", "!="])
+    leaf = st.one_of(
+        st.tuples(numbers(depth), comparison, numbers(depth)).map(" ".join),
+        st.tuples(numbers(1), comparison, numbers(1), comparison, numbers(1)).map(" ".join),
+    )
+    if depth == 0:
+        return leaf
+    inner = conditions(depth - 1)
+    return st.one_of(
+        leaf,
+        st.lists(inner, min_size=2, max_size=3).map(lambda x: " and ".join(f"({part})" for part in x)),
+        st.lists(inner, min_size=2, max_size=3).map(" or ".join),
+        inner.map(lambda x: f"not {x}"),
+    )
+
+
+def python(text: str, m: int, n: int, k: int) -> bool:
+    """What Python says in exact arithmetic: every literal that is no exponent becomes a Fraction."""
+    exact = re.sub(r"(\*\* -?)?\b(\d[\d.]*(?:e[+-]?\d+)?)", lambda x: x[0] if x[1] else f"F('{x[2]}')", text)
+    names = {"F": Fraction, "m": Fraction(m), "n": Fraction(n), "k": Fraction(k), "min": min, "max": max, "__builtins__": {}}
+    try:
+        return eval(exact, names)
+    except ZeroDivisionError:
+        return False
+
+
+@settings(max_examples=400, deadline=None)
+@given(conditions(1), SIZES, SIZES, SIZES)
+def test_it_agrees_with_python(text, m, n, k):
+    assume(len(text) <= 500)
+    assert Where(text).holds(m, n, k) is python(text, m, n, k), text
+
+
+@settings(max_examples=80, deadline=None)
+@given(conditions(0), st.integers(1, 2**20), st.integers(1, 2**20), st.integers(1, 2**20))
+def test_sympy_agrees(text, m, n, k):
+    sympy = pytest.importorskip("sympy")
+    assume(len(text) <= 500)
+    where = Where(text)
+    try:
+        where._holds((m, n, k))
+    except ZeroDivisionError:
+        return
+    values = zip("mnk", (m, n, k), strict=True)
+    values = {sympy.Symbol(name, integer=True, nonnegative=True): sympy.Integer(value) for name, value in values}
+    assert bool(where.expr.xreplace(values).doit()) is where.holds(m, n, k), text
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text(max_size=60))
+def test_any_text_is_a_condition_or_an_error(text):
+    try:
+        Where(text).holds(3, 5, 7)
+    except OptionError as error:
+        assert error.key == "where" and str(error)
+
+
+@pytest.mark.parametrize(
+    "text, sizes, holds",
+    [
+        ("n < 128 or k < 128", (1, 127, 4096), True),
+        ("n < 128 or k < 128", (1, 128, 128), False),
+        ("256 <= n <= 8192", (1, 256, 1), True),
+        ("256 <= n <= 8192", (1, 8193, 1), False),
+        ("n / k == 0.3", (1, 3, 10), True),  # exact: 0.3 is 3/10
+        ("n // k == 3 and n % k == 1", (1, 10, 3), True),
+        ("m * n * k >= 2**60", (2**20, 2**20, 2**20), True),
+        ("m * n * k >= 2**60 + 1", (2**20, 2**20, 2**20), False),  # not in float64
+        ("-n ** 2 == -9", (1, 3, 1), True),  # Python's precedence
+        ("2 ** -1 == 0.5", (1, 1, 1), True),
+        ("max(m, n, k) / min(m, n, k) > 8", (1, 4, 9), True),
+        ("not n < 3 and k > 2", (1, 3, 3), True),
+        ("n < 3\n  or k < 3", (1, 3, 2), True),
+        ("- 7 // 2 == -4 and -7 % 3 == 2", (1, 1, 1), True),
+    ],
+)
+def test_meaning(text, sizes, holds):
+    assert Where(text).holds(*sizes) is holds
+
+
+@pytest.mark.parametrize(
+    "text, holds",
+    [
+        ("n / m > 3", False),
+        ("not n / m > 3", False),  # the whole condition is false
+        ("n // m > 3 or n == 4", False),
+        ("n == 4 or n / m > 3", True),  # never reached
+        ("m != 0 and n / m > 3", False),
+        ("m ** -1 < 3", False),
+        ("n % m == 0", False),
+    ],
+)
+def test_a_division_by_zero_makes_it_false(text, holds):
+    assert Where(text).holds(0, 4, 5) is holds
+
+
+@pytest.mark.parametrize(
+    "text, says",
+    [
+        ("n", "is a number; a condition compares"),
+        ("n and k", "needs a condition where it has 'n'"),
+        ("(n < 3) < 4", "needs a number where it has 'n < 3'"),
+        ("n = 3", "Write '==' for '='"),
+        ("n < 3 && k < 3", "Write 'and' for '&&'"),
+        ("n < 3 & k", "write 'and'"),
+        ("n <", "not an expression"),
+        ("M < 3", "Did you mean 'm'"),
+        ("tokens < 3", "Did you mean 'm'"),
+        ("out_features < 3", "Did you mean 'n'"),
+        ("True", "not a number"),
+        ("'n' < 'm'", "not a number"),
+        ("n < 3j", "not a number"),
+        ("n < 3 # narrow", "comment"),
+        ("n ** k < 3", "exponent"),
+        ("n ** 0.5 < 3", "exponent"),
+        ("n ** 65 < 3", "exponent"),
+        ("9**9**9 < n", "exponent"),
+        ("n < 1e400", "out of bounds"),
+        ("n < " + "9" * 400, "out of bounds"),
+        ("n < " + "9" * 600, "500 characters"),
+        ("(((((n**64)**64)**64)**64)**64) < 3", "grow out of bounds"),
+        ("-" * 400 + "n < 3", "nested"),
+        ("(" * 220 + "n < 3" + ")" * 220, "nested"),
+        ("abs(n) < 3", "calls something else"),
+        ("n.real < 3", "Attribute"),
+        ("__import__('os').system('true')", "calls something else"),
+        ("[m for m in n]", "ListComp"),
+        ("max(n) < 3", "fewer than two"),
+        ("max(*n) < 3", "fewer than two"),
+        ("n if m else k", "IfExp"),
+        ("n is 3", "Is"),
+        ("n < 3) or (k < 3", "unmatched"),
+        ("", "a condition"),
+        ("n\0 < 3", "not an expression"),
+        (3, "a condition"),
+    ],
+)
+def test_errors(text, says):
+    with pytest.raises(OptionError) as caught:
+        Where(text)
+    assert says in str(caught.value) and caught.value.key == "where" and len(str(caught.value)) < 1000
+
+
+def test_the_largest_expressions_are_quick():
+    worst = "((n / k) ** 64) ** 3 + ((k / m) ** 64) ** 2 + ((m / n) ** 63) ** 2 < " + " + ".join(["(n / 7)"] * 20)
+    start = time.perf_counter()
+    where = Where(worst)
+    made = time.perf_counter()
+    where.holds(2**62 - 1, 2**62 - 3, 2**62 - 5)
+    held = time.perf_counter()
+    assert where.expr is not None
+    assert made - start < 0.2 and held - made < 0.5 and time.perf_counter() - held < 2
+
+
+def test_equal_by_text_and_picklable():
+    where = Where("n  <\n 128")
+    assert where == Where("n < 128") and hash(where) == hash(Where("n < 128")) and where != Where("n < 129")
+    assert pickle.loads(pickle.dumps(where)) == where == copy.deepcopy(where)
+    assert copy.deepcopy(where).holds(1, 127, 1)
