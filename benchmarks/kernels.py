@@ -76,7 +76,7 @@ class Plan:
 
     def _backend(self, gm: GraphModule, inputs: Sequence[Tensor]) -> Any:
         # a cached graph would be another plan's
-        patches = {"post_grad_custom_post_pass": compat.PostGradPass(self._lower, f"kernels-{self.fused}")}
+        patches = {"post_grad_custom_post_pass": compat.GraphPass(self._lower, f"kernels-{self.fused}")}
         return compat.compile_fx(gm, inputs, self._compile, {**patches, "fx_graph_cache": False})
 
     def _compile(self, gm: GraphModule, inputs: Sequence[Tensor], **kwargs: Any) -> Any:

@@ -113,10 +113,10 @@ def _compile_once(
 
     patches = {
         **chosen.inductor,
-        "joint_custom_pre_pass": compat.JointPass(
+        "joint_custom_pre_pass": compat.GraphPass(
             rewrite, f"{policy.key}-{capacity}-{phase}", chosen.inductor.get("joint_custom_pre_pass")
         ),
-        "post_grad_custom_post_pass": compat.PostGradPass(
+        "post_grad_custom_post_pass": compat.GraphPass(
             lowered, policy.key, chosen.inductor.get("post_grad_custom_post_pass")
         ),
         "custom_partitioner_fn": chosen.inductor.get("custom_partitioner_fn")

@@ -15,7 +15,8 @@ twice as long, and its kernels start later: small and odd sizes lose.
 for the cast, `rowwise` so for each layout. Where the producer's kernel casts, its reads are free and, if nobody
 reads the tensor in high precision any more, not writing that is a gain: costs can be negative.
 
-Sizes may be sympy expressions; the result is one, then. Source of the constants: docs/cost-model.md.
+Sizes may be sympy expressions; the result is one, then (`sympy.lambdify` evaluates it quickly, `subs` does not). The sources of
+the constants are in docs/cost-model.md.
 """
 
 from __future__ import annotations
@@ -130,7 +131,7 @@ class Operand:
 
     `scattered`: concatenated from others, which no kernel takes in: the amax and each copy are walks of their own.
     `fused`: a kernel computes the tensor anyway, and its casts join that kernel; it reads `producer_bytes`, which a second walk
-    reads again. Otherwise the tensor is in memory and is read.
+    reads again. Otherwise, and if it is written in high precision as well, the tensor is in memory and is read.
     `high_bytes` is the itemsize in which matmuls in high precision, or others, read it besides; 0: nobody. A fused producer
     has to write that, and a tensor in memory of another itemsize (float32 under autocast) is converted.
     """
@@ -148,20 +149,20 @@ class Operand:
 
 def casts(device: Device, operand: Operand) -> Any:
     """Seconds for the FP8 copies of one tensor, shared by all its readers, and for its high precision copy (`high_copy`)."""
-    read = operand.producer_bytes if operand.fused else operand.elements * operand.itemsize
-    written, moved, kernels = operand.elements, 0, 0
     if operand.recipe == "rowwise":
         return _rowwise(device, operand) + high_copy(device, operand)
     walks = 2 if operand.recipe == "tensorwise" else 1
-    if operand.fused:
-        moved = (walks - 1) * read + operand.layouts * written
+    if operand.fused and not operand.high_bytes:
+        moved = (walks - 1) * operand.producer_bytes
         kernels = walks - 1
-    else:
+    else:  # what is written in high precision is read again: casts with one more output are not always taken in
+        read = operand.elements * (operand.high_bytes if operand.fused else operand.itemsize)
         parts = (
             operand.layouts + (operand.recipe == "delayed") if operand.scattered else operand.layouts if operand.again else 1
         )
-        moved = (walks - 1 + parts) * read + operand.layouts * written
+        moved = (walks - 1 + parts) * read
         kernels = walks - 1 + parts
+    moved += operand.layouts * operand.elements
     kernels += SMALL_KERNELS[operand.recipe]
     return moved / device.bandwidth + kernels * device.launch + high_copy(device, operand)
 

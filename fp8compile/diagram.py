@@ -68,8 +68,11 @@ class Diagram:
         return bool(self.svg)
 
 
-def draw(nodes: Mapping[int, Node], edges: Sequence[tuple[int, int]]) -> Diagram:
-    """`edges` between keys of `nodes`; keys are in the order of forward. Nothing to draw without an edge."""
+def draw(nodes: Mapping[int, Node], edges: Sequence[tuple[int, int]], number: int = 0) -> Diagram:
+    """`edges` between keys of `nodes`; keys are in the order of forward. Nothing to draw without an edge.
+
+    `number` tells the diagrams of a page apart.
+    """
     import networkx as nx
 
     graph = nx.DiGraph()
@@ -87,7 +90,7 @@ def draw(nodes: Mapping[int, Node], edges: Sequence[tuple[int, int]]) -> Diagram
         small = small.subgraph(kept)
     small = nx.transitive_reduction(small)
     places, bends, rows = _layout(small)
-    return Diagram(_svg(small, nodes, runs, places, bends, rows), tuple(notes))
+    return Diagram(_svg(small, nodes, runs, places, bends, rows, number), tuple(notes))
 
 
 # --- equal blocks ---------------------------------------------------------------------------------
@@ -197,6 +200,7 @@ def _svg(
     places: Mapping[Any, float],
     bends: Mapping[tuple[int, int], list[Any]],
     rows: Sequence[Sequence[Any]],
+    number: int,
 ) -> str:
     top = {}
     y = float(_MARGIN + 20)
@@ -211,13 +215,13 @@ def _svg(
     out = [
         f'<svg class="graph" role="img" aria-label="graph of matmuls" width="{width:.0f}" height="{height:.0f}" '
         f'viewBox="{left:.0f} 0 {width:.0f} {height:.0f}" xmlns="http://www.w3.org/2000/svg">',
-        '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
+        f'<defs><marker id="tip-{number}" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
         '<path class="tip" d="M0 0.5 8 4 0 7.5z"/></marker></defs>',
     ]
     out += frames
     for (a, b), path in bends.items():
         points = [(places[a], top[a] + _HEIGHT), *((places[p], top[p] + _HEIGHT / 2) for p in path), (places[b], top[b] - 1)]
-        out.append(f'<path class="edge" marker-end="url(#tip)" d="{_curve(points)}"/>')
+        out.append(f'<path class="edge" marker-end="url(#tip-{number})" d="{_curve(points)}"/>')
     times = {i: _product(run.count for run in runs if i in run.nodes) for i in graph}
     out += [_box(nodes[i], places[i], top[i], times[i], framed.get(i, "")) for i in sorted(graph)]
     return "\n".join([*out, "</svg>"])

@@ -8,10 +8,12 @@ no infinities, no negative zero, one NaN, and an E4M3 that ends at 240; gfx95x a
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from .errors import OptionError
+
+if TYPE_CHECKING:
+    import torch  # policies are read without it: it takes seconds to import
 
 
 @dataclass(frozen=True)
@@ -19,20 +21,28 @@ class Format:
     """An FP8 format. `max` is the largest finite value, to which a cast saturates."""
 
     name: str
-    dtype: torch.dtype
+    torch_name: str
     max: float
 
+    @property
+    def dtype(self) -> torch.dtype:
+        import torch
 
-E4M3 = Format("e4m3", torch.float8_e4m3fn, 448.0)
-E5M2 = Format("e5m2", torch.float8_e5m2, 57344.0)
-E4M3_FNUZ = Format("e4m3_fnuz", torch.float8_e4m3fnuz, 240.0)
-E5M2_FNUZ = Format("e5m2_fnuz", torch.float8_e5m2fnuz, 57344.0)
+        return getattr(torch, self.torch_name)
+
+
+E4M3 = Format("e4m3", "float8_e4m3fn", 448.0)
+E5M2 = Format("e5m2", "float8_e5m2", 57344.0)
+E4M3_FNUZ = Format("e4m3_fnuz", "float8_e4m3fnuz", 240.0)
+E5M2_FNUZ = Format("e5m2_fnuz", "float8_e5m2fnuz", 57344.0)
 
 FP8_FORMATS = ("hybrid", "e4m3")
 
 
 def fnuz() -> bool:
     """Whether this process's GPU computes in the fnuz encodings. False on a CPU and on CUDA, where no device is touched."""
+    import torch
+
     if torch.version.hip is None or not torch.cuda.is_available():
         return False
     return torch.cuda.get_device_properties(torch.cuda.current_device()).gcnArchName.startswith("gfx94")

@@ -249,7 +249,7 @@ def _diagram(graph: GraphReport, layers: Sequence[Layer]) -> diagram.Diagram:
                 f"{layer.name}\n{size_of(record)}\n{layer.why}",
                 record.gemm == "fprop",
             )
-    return diagram.draw(nodes, graph.edges)
+    return diagram.draw(nodes, graph.edges, graph.index)
 
 
 def _chip(gemm: str, records: Sequence[MatmulRecord]) -> tuple[str, str, str]:

@@ -20,6 +20,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -162,6 +163,15 @@ class Report:
                 for graph in self.graphs
             ],
         }
+
+    def to_html(self, path: str | Path | None = None) -> str:
+        """One self-contained HTML page, also written to `path` if given. Needs jinja2."""
+        from .html import page
+
+        text = page(self)
+        if path is not None:
+            Path(path).write_text(text, encoding="utf-8")
+        return text
 
     def __str__(self) -> str:
         return self.table()

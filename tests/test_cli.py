@@ -418,6 +418,14 @@ def test_a_rule_that_matches_nothing(model, capsys):
     assert "strict: 'rule 2' decides about no matmul" in capsys.readouterr().err
 
 
+def test_a_shipped_policy_may_have_rules_for_other_models(model, capsys):
+    assert cli.main(["policy", "check", "llama", "--model", "my_model.py:build"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^down projection +0 +0 +0 ", out, re.MULTILINE) and re.search(
+        r"^output head +3 +1 +0 ", out, re.MULTILINE
+    )
+
+
 def test_a_policy_that_is_not_valid(model, capsys):
     Path("fp8.toml").write_text(POLICY.replace("recipe =", "recip ="))
     assert cli.main(["policy", "check", "fp8.toml"]) == 1

@@ -163,29 +163,29 @@ def test_fp8_is_not_credited_with_more_than_it_can_save(m, n, k):
     bf16, fp8 = cost.gemm(H200, m, n, k), cost.gemm(H200, m, n, k, "fp8")
     flops, read, written = 2 * m * n * k, m * k + k * n, 2 * m * n
     full = max(flops / 790e12, (2 * read + written) / 4.2e12) - max(flops / 1340e12, (read + written) / 4.2e12)
-    assert bf16 - fp8 <= full - cost.FP8_START_S * 0 + 1e-12
+    assert bf16 - fp8 <= full + 1e-12
     assert bf16 > 0 and fp8 >= flops / 1340e12
     # the longest size cannot be had for less than half of it
     assert cost.gemm(H200, 2 * m, n, k) >= bf16 * 0.999
 
 
-@settings(max_examples=25, deadline=None)
-@given(m=sizes, n=sizes, k=sizes, dtype=st.sampled_from(["bf16", "fp8"]))
-def test_symbolic_sizes_give_the_same(m, n, k, dtype):
-    symbols = sympy.symbols("m n k", positive=True, integer=True)
-    expr = cost.gemm(H200, *symbols, dtype=dtype)
-    assert expr.free_symbols == set(symbols)
-    bound = expr.subs(dict(zip(symbols, (m, n, k), strict=True)))
-    assert float(bound) == pytest.approx(cost.gemm(H200, m, n, k, dtype), rel=1e-9)
+SYMBOLS = sympy.symbols("m n k", positive=True, integer=True)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+def test_symbolic_sizes_give_the_same(dtype):
+    expr = cost.gemm(H200, *SYMBOLS, dtype=dtype)
+    assert expr.free_symbols == set(SYMBOLS)
+    bound = sympy.lambdify(SYMBOLS, expr, "math")
+    for size in ((1, 1, 1), (128, 256, 4096), (16384, 4096, 4096), (12345, 777, 31), (64, 64, 65536)):
+        assert bound(*size) == pytest.approx(cost.gemm(H200, *size, dtype), rel=1e-9)
 
 
 def test_a_linear_in_symbols():
-    m = sympy.Symbol("m", positive=True, integer=True)
-    layer = cost.linear(H200, m, 4096, 4096, "tensorwise")
+    m = SYMBOLS[0]
+    speedup = sympy.lambdify(m, cost.linear(H200, m, 4096, 4096, "tensorwise").speedup, "math")
     for tokens in (256, 4096, 12345):
-        assert float(layer.speedup.subs(m, tokens)) == pytest.approx(
-            cost.linear(H200, tokens, 4096, 4096, "tensorwise").speedup
-        )
+        assert speedup(tokens) == pytest.approx(cost.linear(H200, tokens, 4096, 4096, "tensorwise").speedup)
 
 
 # -- casts: bytes by hand, on a device that moves a byte a second and launches for nothing ------------------------------
@@ -203,7 +203,7 @@ UNIT = dataclasses.replace(H200, sustained=dataclasses.replace(H200.sustained, b
         (Operand(100, recipe="tensorwise"), 2 * 200 + 200),
         (Operand(100, recipe="tensorwise", again=True), 3 * 200 + 200),
         (Operand(100, fused=True, producer_bytes=700), 200),
-        (Operand(100, fused=True, producer_bytes=700, high_bytes=2), 200 + 200),  # and bf16 is written, too
+        (Operand(100, fused=True, producer_bytes=700, high_bytes=2), 200 + 200 + 200),  # bf16 is written, too, and read
         (Operand(100, fused=True, producer_bytes=700, recipe="tensorwise"), 700 + 200),
         (Operand(100, itemsize=4, high_bytes=2), 400 + 200 + 400 + 200),  # and converted to bf16
         (Operand(100, high_bytes=2), 200 + 200),  # bf16 is in memory anyway
@@ -267,7 +267,7 @@ def test_break_even_moves_with_width_and_recipe():
 
         return cost.break_even(gain)
 
-    assert start(128, 128, "delayed") is None
+    assert start(128, 128, "tensorwise") is None
     wide, wider = start(2048, 2048, "delayed"), start(8192, 8192, "delayed")
     assert wide is not None and wider is not None and wider < wide
     assert start(2048, 2048, "tensorwise") > wide

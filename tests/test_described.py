@@ -138,6 +138,96 @@ def test_user_triton_kernel_reads_what_it_reads():
     assert [(k.kind, k.bytes) for k in step.kernels] == [("user", 2 * 64 * 1024 * 4)]
 
 
+class Named(nn.Module):
+    """A layer whose kernels are told apart by name: two linears, an activation, a norm, a residual."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(256), nn.Linear(256, 512), nn.Linear(512, 256)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+def named_step(backend):
+    model = nn.Sequential(Named(), Named()).to(BF16)
+    options = {"policy": {"extends": "none", "rules": [{"fp8": "on"}]}} if backend == "fp8" else None
+    compiled = torch.compile(model, backend=backend, options=options)
+    return trace(lambda: compiled(torch.randn(64, 256, dtype=BF16)))
+
+
+@pytest.mark.parametrize("backend", ["inductor", "fp8"])
+def test_kernels_know_their_modules(backend):
+    step = named_step(backend)
+    assert [g.backward for g in step.graphs] == [False, True]
+    assert all(k.backward is g.backward for g in step.graphs for k in g.kernels)
+    matmuls = [(k.fqn, k.backward) for k in step.kernels if k.matmul]
+    expected = [(f"{i}.{name}", False) for i in range(2) for name in ("up", "down")]
+    expected += [(f"{i}.{name}", True) for i in range(2) for name in ("up", "down", "up", "down")]
+    assert sorted(matmuls) == sorted(expected)
+    assert {k.matmul.dtype for k in step.kernels if k.matmul} == {"fp8" if backend == "fp8" else "bfloat16"}
+    modules = {f"{i}{name}" for i in range(2) for name in ("", ".norm", ".up", ".down")}
+    moved = {fqn: sum(k.bytes for k in step.kernels if k.fqn == fqn) for fqn in {k.fqn for k in step.kernels}}
+    assert set(moved) <= modules | {""} and moved.get("", 0) < 0.02 * sum(moved.values())
+    assert sum(step.kept.values()) == step.kept_for_backward and set(step.kept) <= modules
+
+
+def test_gradient_of_an_unpacked_tensor():
+    linear = nn.Linear(128, 384, bias=False).to(BF16)
+
+    @torch.compile
+    def f(x):
+        q, k, v = linear(x).view(64, 3, 128).permute(1, 0, 2)
+        return (q * k + v).sum()
+
+    step = trace(lambda: f(torch.randn(64, 128, dtype=BF16, requires_grad=True)).backward())
+    assert len(step.matmuls) == 3 and len(step.graphs) == 2
+
+
+def test_several_graphs():
+    layers = [nn.Linear(128, 128, bias=False).to(BF16) for _ in range(3)]
+
+    @torch.compile
+    def f(x):
+        x = layers[0](x)
+        torch._dynamo.graph_break()
+        x = layers[1](x)
+        assert float(x.float().sum()) == 0  # values are zeros
+        return layers[2](x)
+
+    step = trace(lambda: f(torch.randn(64, 128, dtype=BF16)).sum().backward())
+    assert [g.backward for g in step.graphs] == [False] * 3 + [True] * 3
+    assert step.flops == {"bfloat16": (2 + 3 + 3) * 2 * 64 * 128 * 128}
+
+
+def test_symbolic_outputs_have_the_sizes_of_the_call():
+    seen = []
+
+    @torch.compile(dynamic=True)
+    def f(x):
+        y = torch.cat([x, x]) @ x.t()
+        torch._dynamo.graph_break()
+        return y + 1
+
+    def step():
+        seen.extend(f(torch.randn(rows, 32)).shape for rows in (48, 64))
+
+    trace(step)
+    assert seen == [(96, 48), (128, 64)]
+
+
+def test_attention_is_seen():
+    def f(x):
+        return F.scaled_dot_product_attention(x, x[:, :2], x[:, 2:], is_causal=True, enable_gqa=True)
+
+    compiled = torch.compile(f)
+    step = trace(lambda: compiled(torch.randn(2, 4, 128, 64, dtype=BF16, requires_grad=True)))
+    forward, backward = [k.attention for k in step.kernels if k.attention]
+    assert forward.causal and backward.causal and backward.backward and not forward.backward
+    assert forward.flops == 2 * 2 * 2 * 4 * 128 * 128 * 64 // 2 and backward.flops == forward.flops * 5 // 2
+    assert step.attention_flops == forward.flops + backward.flops and step.flops == {}
+
+
 def test_other_device():
     f = torch.compile(lambda x: torch.relu(x))
     for gpu in (A100, H200):

@@ -147,7 +147,7 @@ def _fqn(node: Any) -> str:
 
     parts = [part.node for part in node.get_nodes() if part.node is not None]
     if isinstance(node.node, ir.ExternKernel) and (origin := node.node.get_origin_node()) is not None:
-        return module_of(origin)
+        return module_of(origin) or _nearest({origin})  # a sum that Inductor made part of a matmul leaves it without
     origins = {x for part in parts for x in part.get_origins()}
     named = Counter(fqn for x in origins if (fqn := module_of(x)))
     return max(sorted(named), key=lambda fqn: (named[fqn], fqn.count(".")), default="") or _nearest(origins)
@@ -161,7 +161,7 @@ def _nearest(origins: set[torch.fx.Node], steps: int = 6) -> str:
         front = {x for node in front for x in node.all_input_nodes if x.target is not torch.ops.aten.full.default}
         named = sorted({fqn for x in front if (fqn := module_of(x))})
         if named:
-            return named[0]
+            return max(named, key=lambda fqn: fqn.count("."))
     return ""
 
 

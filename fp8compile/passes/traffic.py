@@ -64,21 +64,16 @@ def _producer_bytes(base: Node) -> int | None:
     late = compat.is_backward(base)
     members, inputs = {base}, dict[Node, None]()
     stack = [base]
-
-    def inside(node: Node) -> bool:
-        return _part(node) and compat.is_backward(node) == late and _internal(node, members, late)
-
     while stack:
         for node in stack.pop().all_input_nodes:
-            if node in members or node in inputs or not isinstance(node.meta.get("val"), torch.Tensor):
-                continue
-            if len(members) < MOST_NODES and inside(node):
-                members.add(node)
-                stack.append(node)
-            else:
+            if node not in members and isinstance(node.meta.get("val"), torch.Tensor):
                 inputs[node] = None
-    # a node that was met before its other readers were taken in may be inside after all
-    return sum(_bytes(node) for node in inputs if not inside(node))
+        if not stack and len(members) < MOST_NODES:
+            # in the end: a node may be met before its other readers are known to be inside
+            stack = [x for x in inputs if _part(x) and compat.is_backward(x) == late and _internal(x, members, late)]
+            members.update(stack)
+            inputs = {node: None for node in inputs if node not in members}
+    return sum(_bytes(node) for node in inputs)
 
 
 def _internal(node: Node, members: set[Node], late: bool) -> bool:
@@ -140,4 +135,7 @@ def _reduces(node: Node) -> bool:
 
 
 def _bytes(node: Node) -> int:
+    """Of a tensor in memory; of a conversion, those of what is converted."""
+    while call_function(node, CASTS):
+        node = node.args[0]  # type: ignore[assignment]
     return hint(value(node).numel()) * int(value(node).dtype.itemsize)

@@ -132,7 +132,7 @@ def _settle(device: Device, parts: list[_Component]) -> str:
     names = {gemm.matmul.recipe.name for gemm in chosen} - insisted
     once = sum(cost.FIXED_KERNELS[name] for name in names) * device.launch
     gain = sum(part.gain for part in parts)
-    if not chosen or gain > once:
+    if gain > once or all(part.chosen == part.insisted for part in parts):
         return ""
     for part in parts:
         part.chosen = set(part.insisted)

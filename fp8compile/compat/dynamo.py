@@ -1,0 +1,144 @@
+"""What Dynamo and AOTAutograd know about a graph, and what they have to be told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import Graph, GraphModule, Node
+
+
+def source_name(placeholder: Node) -> str:
+    """The expression of a Dynamo placeholder in the user's frame, `L['self']._modules['up']._parameters['weight']`; or ''."""
+    return _name(getattr(placeholder, "_dynamo_source", None))
+
+
+def _name(source: Any) -> str:
+    name = getattr(source, "name", "") or ""
+    return name() if callable(name) else name  # a method up to 2.11, a property since
+
+
+def add_input(gm: GraphModule, name: str, example: torch.Tensor) -> torch.Tensor:
+    """Give a Dynamo graph one more tensor input, at the end, and return what stands for it at compile time. The caller
+    passes a tensor of the same sizes at each call, from a stable address (CUDA graphs need not copy it)."""
+    from torch._dynamo.source import ConstantSource
+    from torch._guards import detect_fake_mode
+
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    with gm.graph.inserting_after(placeholders[-1]) if placeholders else gm.graph.inserting_before(next(iter(gm.graph.nodes))):
+        node = gm.graph.placeholder(name)
+    node._dynamo_source = ConstantSource(source_name=name)
+    mode = detect_fake_mode()
+    if mode is not None:  # or AOTAutograd would take its sizes for dynamic ones
+        example = mode.from_tensor(example, static_shapes=True)
+    node.meta["example_value"] = example
+    node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
+    return example
+
+
+def input_index(placeholder: Node) -> int | None:
+    """Which input of the Dynamo graph a joint-graph placeholder is (or is part of, for a tensor subclass); None for a
+    tangent or what AOTAutograd added."""
+    desc = placeholder.meta.get("desc")
+    for _ in range(8):
+        if desc is None:
+            return None
+        if hasattr(desc, "idx") and "Tangent" not in type(desc).__name__:
+            return int(desc.idx)
+        desc = getattr(desc, "base", None)
+    return None
+
+
+def is_joint_graph(graph: Graph) -> bool:
+    """False for a nested graph (an attention's score function, a branch), whose inputs AOTAutograd does not describe."""
+    return any(input_index(node) is not None for node in graph.find_nodes(op="placeholder"))
+
+
+def copy_graph(gm: GraphModule) -> GraphModule:
+    """A copy of a graph, with what AOTAutograd reads from one of Dynamo's (compilers take ownership of what they are given)."""
+    graph = Graph()
+    copies: dict[Node, Node] = {}
+    graph.output(graph.graph_copy(gm.graph, copies))
+    for node, copy in copies.items():
+        if hasattr(node, "_dynamo_source"):
+            copy._dynamo_source = node._dynamo_source
+    made = GraphModule(gm, graph)
+    made.meta = dict(gm.meta)
+    if hasattr(gm, "_param_name_to_source"):
+        made._param_name_to_source = gm._param_name_to_source
+    return made
+
+
+def shown(error: Exception) -> Exception:
+    """`error` as an exception that Dynamo passes on to the user as it is, of the same class, instead of wrapping it."""
+    from torch._dynamo.exc import ShortenTraceback
+
+    kind = type(type(error).__name__, (type(error), ShortenTraceback), {"__module__": type(error).__module__})
+    made = kind.__new__(kind, *error.args)
+    ShortenTraceback.__init__(made, *error.args, first_useful_frame=None)
+    made.__dict__.update(error.__dict__)
+    return made
+
+
+def is_backward(node: Node) -> bool:
+    return node.meta.get("partitioner_tag") == "is_backward"
+
+
+def tag_backward(graph: Graph) -> set[Node]:
+    """The nodes that depend on a tangent, each tagged as backward: autograd leaves those of a custom Function untagged."""
+    behind: set[Node] = set()
+    for node in graph.nodes:
+        if "Tangent" in type(node.meta.get("desc")).__name__ or not behind.isdisjoint(node.all_input_nodes):
+            behind.add(node)
+            if node.op == "call_function" and not node.meta.get("partitioner_tag"):
+                node.meta["partitioner_tag"] = "is_backward"
+    return behind
+
+
+def root_modules(gm: GraphModule) -> dict[int, tuple[nn.Module, Any]]:
+    """For each input of a Dynamo graph that is a parameter or buffer, by position: the module through which the compiled
+    frame reaches it, and that module's Dynamo source."""
+    scopes = _scopes()
+    modules: dict[str, nn.Module] = {}
+    found: dict[int, tuple[nn.Module, Any]] = {}
+    for position, placeholder in enumerate(gm.graph.find_nodes(op="placeholder") if scopes else ()):
+        source, root = getattr(placeholder, "_dynamo_source", None), None
+        if "._parameters[" not in _name(source) and "._buffers[" not in _name(source):
+            continue
+        prefix = _name(source).split("._modules[")[0].split("._parameters[")[0].split("._buffers[")[0]
+        while source is not None and root is None:
+            root = source if _name(source) == prefix else None
+            source = getattr(source, "base", None)
+        if root is None:
+            continue
+        if prefix not in modules:
+            try:
+                module = eval(prefix, {"__builtins__": {}}, scopes)  # Dynamo's own expression, as its guards evaluate it
+            except Exception:
+                continue
+            modules[prefix] = module
+        if isinstance(modules[prefix], nn.Module):
+            found[position] = modules[prefix], root
+    return found
+
+
+def _scopes() -> dict[str, Any]:
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        output = InstructionTranslator.current_tx().output
+        return {"L": output.local_scope, "G": output.global_scope}
+    except AttributeError:  # not called from within Dynamo
+        return {}
+
+
+def guard_training(source: Any) -> None:
+    """Compile again when `training` of the module at `source` changes."""
+    from torch._dynamo.guards import GuardBuilder
+    from torch._dynamo.source import AttrSource
+    from torch._guards import TracingContext
+
+    context = TracingContext.try_get()
+    if context is not None:
+        context.guards_context.dynamo_guards.add(AttrSource(source, "training").make_guard(GuardBuilder.CONSTANT_MATCH))

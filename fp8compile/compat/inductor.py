@@ -1,0 +1,107 @@
+"""Inductor: compiling a graph with our passes in it, and its partitioner."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import importlib
+import pathlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch._functorch.config as functorch_config
+import torch._functorch.partitioners as partitioners
+from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
+from torch.fx import Graph, GraphModule
+from torch.utils.checkpoint import CheckpointPolicy
+
+from .launches import accesses_known
+
+MUST_SAVE, MUST_RECOMPUTE = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE
+
+
+def compile_fx(gm: GraphModule, inputs: Sequence[Any], inner_compile: Callable | None, patches: dict[str, Any]) -> Any:
+    """Inductor on a Dynamo graph, our `inner_compile` in the place of its own. AOTAutogradCache is off: a hit would skip
+    the joint pass, and with it the state and the report (FxGraphCache stays on)."""
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    with functorch_config.patch(enable_autograd_cache=False):
+        return compile_fx(gm, inputs, inner_compile=inner_compile or compile_fx_inner, config_patches=patches)
+
+
+def compile_inner(gm: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Callable:
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    with accesses_known():
+        return compile_fx_inner(gm, inputs, **kwargs)
+
+
+@functools.cache
+def sources_hash() -> str:
+    """A hash of the package's sources: part of the cache key of whatever our passes made."""
+    digest = hashlib.sha256()
+    for path in sorted(pathlib.Path(__file__).parent.parent.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+class GraphPass(CustomGraphPass):
+    """`run` as one of Inductor's custom passes: `joint_custom_pre_pass`, over forward and backward in one graph, or
+    `post_grad_custom_post_pass`, over a partitioned one and behind all passes that expect a functional graph.
+
+    `key` tells apart passes that do different things. `users` is a pass of the user's own: it goes first.
+    """
+
+    def __init__(self, run: Callable[[Graph], None], key: str, users: Any = None):
+        self.run, self.key, self.users = run, key, users
+
+    def __call__(self, graph: Graph) -> None:
+        if self.users is not None:
+            self.users(graph)
+        self.run(graph)
+
+    def uuid(self) -> Any:
+        theirs = self.users.uuid() if hasattr(self.users, "uuid") else None
+        return None if self.users is not None and theirs is None else f"fp8compile-{sources_hash()}-{self.key}-{theirs}"
+
+
+class Partitioner(CustomPartitionerFn):
+    """The min-cut partitioner, told that `recomputable` operators fuse like pointwise ones and may run again in backward.
+
+    To the stock partitioner a custom operator is opaque, and it would save FP8 copies of whole weights (pytorch#141881).
+    """
+
+    def __init__(self, recomputable: Sequence[str]):
+        self.recomputable = tuple(recomputable)  # names: this object is part of a cache key, and pickled for it
+
+    def __call__(self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any):
+        with self._extended():
+            return partitioners.min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+
+    @contextlib.contextmanager
+    def _extended(self) -> Iterator[None]:
+        stock = partitioners.get_default_op_list
+        packets = [getattr(getattr(torch.ops, space), op) for space, op in (name.split("::") for name in self.recomputable)]
+
+        def op_list() -> Any:
+            types = stock()
+            types.fusible_ops.update(packets)
+            types.recomputable_ops.update(packets)
+            return types
+
+        partitioners.get_default_op_list = op_list
+        try:
+            yield
+        finally:
+            partitioners.get_default_op_list = stock
+
+    def uuid(self) -> Any:
+        return f"fp8compile-partition-{sources_hash()}"
+
+
+def random_prims() -> dict[Any, str]:
+    """Inductor's seeded random operators, whose eager forms ignore their seed: operator -> torch function name."""
+    prims = importlib.import_module("torch._inductor.inductor_prims")
+    return {prims.random: "random", prims.randint: "randint"}

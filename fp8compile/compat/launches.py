@@ -1,0 +1,142 @@
+"""Generated kernels: loading them, launching them from a graph, and what Inductor does with launches."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import linecache
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+_generated: set[Any] = set()  # the Python functions of our kernels
+
+
+def reorders() -> bool:
+    """Will Inductor reorder a graph behind our pass by its data dependencies? A launch has none: it writes its arguments."""
+    from torch._inductor import config
+
+    overlap = getattr(getattr(config, "aten_distributed_optimizations", None), "enable_overlap_scheduling", False)
+    buckets = ("bucket_all_gathers_fx", "bucket_reduce_scatters_fx", "bucket_all_reduces_fx")
+    return bool(overlap) or any(getattr(config, name, "none") not in ("none", None, False) for name in buckets)
+
+
+def max_autotune() -> bool:
+    from torch._inductor import config
+
+    return bool(config.max_autotune or config.max_autotune_pointwise)
+
+
+def load_kernel(name: str, source: str) -> Any:
+    """The JIT function `name` of `source`, from a file in Inductor's cache (Triton reads its functions' sources from files)."""
+    from torch._inductor.codecache import PyCodeCache
+
+    kernel = getattr(PyCodeCache.load(source), name)
+    # that cache may be thrown away while this process keeps the function, and Inductor reads its source again
+    file = kernel.fn.__code__.co_filename
+    linecache.cache[file] = (len(source), None, source.splitlines(True), file)
+    _generated.add(kernel.fn)
+    return kernel
+
+
+def launch(emit: Any, function: Any, grids: list[tuple], arguments: dict[str, Any]) -> Node:
+    """Launch a Triton function, one grid a configuration. Its arguments are tensors, or nodes of numbers."""
+    from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table, triton_kernel_wrapper_mutation
+
+    with emit.graph.inserting_before(emit.anchor):
+        node = emit.graph.call_function(
+            triton_kernel_wrapper_mutation,
+            kwargs={
+                "kernel_idx": kernel_side_table.add_kernel(function),
+                "constant_args_idx": kernel_side_table.add_constant_args({}),
+                "grid": grids,
+                "tma_descriptor_metadata": {},
+                "kwargs": arguments,
+            },
+        )
+    node.meta.update(emit.meta, val=None)
+    # the strides that the kernel was written for, exactly: Inductor pads others
+    node.meta["eager_input_vals"] = torch.fx.map_arg(((), dict(node.kwargs)), lambda n: n.meta["val"])
+    return node
+
+
+def eliminate_dead_code(graph: Graph) -> None:
+    """Without the launches: to torch.fx they look pure."""
+    kept = set(launches(graph))
+    graph.eliminate_dead_code(is_impure_node=lambda node: node in kept or node.is_impure())
+
+
+def launches(graph: Graph) -> list[Node]:
+    from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
+
+    return graph.find_nodes(op="call_function", target=triton_kernel_wrapper_mutation)
+
+
+def launched(node: Node) -> tuple[Any, dict[str, Any]]:
+    """The Triton function of a launch and its arguments."""
+    from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
+
+    kwargs: Any = node.kwargs
+    arguments = {**kernel_side_table.get_constant_args(kwargs["constant_args_idx"]), **kwargs["kwargs"]}
+    return kernel_side_table.get_kernel(kwargs["kernel_idx"]), arguments
+
+
+def size_node(emit: Any, expr: Any, symbol: Callable[[Any, Any], Node]) -> Any:
+    """Nodes that compute an integer expression of sizes."""
+    import operator
+
+    names = {"Add": operator.add, "Mul": operator.mul, "FloorDiv": operator.floordiv, "Mod": operator.mod}
+    names |= {"PythonMod": operator.mod, "Max": torch.sym_max, "Min": torch.sym_min}
+
+    def join(op: Any, a: Any, b: Any) -> Any:
+        return op(a, b) if isinstance(a, int) and isinstance(b, int) else emit(op, a, b)
+
+    def build(e: Any) -> Any:
+        if e.is_Integer:
+            return int(e)
+        if e.is_Symbol:
+            return symbol(emit, e)
+        if e.is_Pow and e.exp.is_Integer and e.exp > 0:
+            return functools.reduce(lambda a, b: join(operator.mul, a, b), [build(e.base)] * int(e.exp))
+        op = names.get(type(e).__name__)
+        if op is None:
+            raise NotImplementedError(f"a size that cannot be computed: {e}")
+        return functools.reduce(lambda a, b: join(op, a, b), map(build, e.args))
+
+    return build(expr)
+
+
+def stable_sort(graph: Graph) -> None:
+    """Put a graph in topological order, changing as little as possible."""
+    from torch._inductor.pattern_matcher import stable_topological_sort
+
+    stable_topological_sort(graph)
+
+
+@contextlib.contextmanager
+def accesses_known() -> Iterator[None]:
+    """Inside, which arguments a Triton kernel writes is found once a kernel. Inductor compiles it to Triton's IR for that,
+    twice a launch; the layers of a model launch the same ones."""
+    from torch._higher_order_ops import triton_kernel_wrap as module
+
+    name = next(x for x in ("identify_accessed_tensors", "identify_mutated_tensors") if hasattr(module, x))  # up to 2.11
+    find = getattr(module, name)
+    known: dict[Any, Any] = {}
+
+    def identify(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+        function = kernel
+        while hasattr(function, "fn"):  # an autotuner has a JIT function has a Python function
+            function = function.fn
+        if function not in _generated:
+            return find(kernel, *args, **kwargs)
+        if function not in known:
+            known[function] = find(kernel, *args, **kwargs)
+        return known[function]
+
+    setattr(module, name, identify)
+    try:
+        yield
+    finally:
+        setattr(module, name, find)
