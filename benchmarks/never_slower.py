@@ -32,11 +32,11 @@ import fp8compile
 from fp8compile import described, devices
 
 from . import static
+from .machine import commit, now
 from .models import LlamaBlock, LlamaShape, unallocated
 
 FAMILIES = ("mlp", "attention", "gpt", "llama")
 RECIPES = ("delayed", "tensorwise")
-RESULTS = Path(__file__).with_name("results")
 
 
 @dataclass(frozen=True)
@@ -201,12 +201,21 @@ def summary(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def write(path: Path, rows: list[dict[str, Any]], given: argparse.Namespace) -> None:
+    """JSON lines; the results of `measure` and `static`, which are of another form, are the files *.json there."""
+    command = f"python -m benchmarks.never_slower --count {given.count} --seed {given.seed} --device {given.device}"
+    device = f"described {devices.find(given.device).name}"
+    head = {"command": command, "device": device, "torch": torch.__version__, "date": now(), **commit()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in (head, *rows)), encoding="utf-8")
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.never_slower", description=__doc__.splitlines()[0])
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0, help="of the first model; the others follow")
     parser.add_argument("--device", default="h200")
-    parser.add_argument("--json", type=Path, help="where to write the results")
+    parser.add_argument("--json", type=Path, help="where to write the results: a line of JSON for the run and one a model")
     given = parser.parse_args(arguments)
     unavailable = described.unavailable()
     if unavailable:
@@ -220,11 +229,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"{seed:4d} {shape}: {speeds}{'  SLOWER' if slower(row) else ''}", flush=True)
     print(f"{summary(rows)}\n{time.monotonic() - start:.0f} s")
     if given.json:
-        given.json.parent.mkdir(parents=True, exist_ok=True)
-        command = f"python -m benchmarks.never_slower --count {given.count} --seed {given.seed} --device {given.device}"
-        device = devices.find(given.device).name
-        kept = {"command": command, "device": f"described {device}", "torch": torch.__version__, "rows": rows}
-        given.json.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+        write(given.json, rows, given)
     return 1 if any(map(slower, rows)) else 0
 
 

@@ -151,5 +151,5 @@ def _scaled_mm(m: int, n: int, k: int, device: torch.device) -> Callable[[], Any
     dtype = formats.pick("e4m3", formats.fnuz())[0].dtype
     a, b = torch.randn(m, k, device=device).to(dtype), torch.randn(n, k, device=device).to(dtype)
     scale = torch.ones((), device=device)
-    how = {"scale_a": scale, "scale_b": scale, "out_dtype": torch.bfloat16, "use_fast_accum": False}
+    how: dict[str, Any] = {"scale_a": scale, "scale_b": scale, "out_dtype": torch.bfloat16, "use_fast_accum": False}
     return lambda: torch._scaled_mm(a, b.t(), **how)

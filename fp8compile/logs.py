@@ -1,6 +1,8 @@
-"""Logging and dumps: the one place that reads fp8compile's environment variables.
+"""Logging and dumps, and the environment variables of fp8compile.
 
-``FP8COMPILE_DUMP=dir``    writes graphs and kernels into that directory, one numbered file each
+``FP8COMPILE_DUMP=dir``    writes graphs and kernels into that directory, one numbered file each (read here)
+``FP8COMPILE_POLICY``      a policy for whatever names none (read in `policy.files`)
+``FP8COMPILE_DEVICES``     the file of calibrated devices (read in `devices`)
 ``TORCH_LOGS=+fp8compile`` shows everything (+: debug, -: errors only), by torch's own handler and in its format
 
 Loggers live under "fp8compile". INFO is shown by default: the summary line must be seen by who configured nothing.
