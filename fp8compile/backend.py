@@ -31,7 +31,7 @@ from .logs import get_logger, say_once
 from .options import Options, parse
 from .passes import Rewritten
 from .reports import FP8, HIGH_PRECISION, LEDGER, GraphReport
-from .runtime import CompiledGraph, lowered
+from .runtime import CompiledGraph, compile_inner, lowered
 from .schedule import ScheduledGraph
 
 logger = get_logger(__name__)
@@ -54,7 +54,7 @@ def fp8(
         if refusal is not None:
             _complain(chosen, refusal)
             LEDGER.add(GraphReport(0, inputs.root, (), (), refusal))
-            return compat.compile_fx(gm, example_inputs, None, chosen.inductor)
+            return compat.compile_fx(gm, example_inputs, compile_inner, chosen.inductor)
         return _compile(gm, list(example_inputs), inputs, chosen)
     except (OptionError, StrictError) as error:
         raise compat.shown(error) from None

@@ -17,6 +17,7 @@ import json
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     color = False if os.environ.get("NO_COLOR") else None  # None: if it is a terminal
     debug = "--traceback" in arguments
+    warnings.filterwarnings("ignore", module=r"triton\.")  # advice for who writes kernels
     try:
         status = cli.main(arguments, prog_name="fp8compile", standalone_mode=False, color=color)
         sys.stdout.flush()

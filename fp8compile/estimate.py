@@ -17,6 +17,7 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -120,6 +121,12 @@ class Estimate:
             f"{self.speedup:.2f}x on {self.device}: {1e3 * self.bf16.seconds:.4g} ms in bf16, {1e3 * self.fp8.seconds:.4g} ms "
             "in FP8 (estimated, forward and backward)"
         )
+
+    def to_html(self, path: str | Path | None = None) -> str:
+        """One self-contained HTML page, also written to `path` if given. Needs jinja2."""
+        from .html import page
+
+        return page(self, path)
 
     def __str__(self) -> str:
         from tabulate import tabulate
@@ -250,11 +257,11 @@ class _Compiler:
 
     def costs(self, container: nn.Module | None = None, blocks: int = 0) -> tuple[Costs, Costs, Report]:
         """In bf16 and in FP8, with only so many of the blocks in `container`."""
-        from . import compat
+        from . import compat, runtime
         from .backend import fp8
 
         def inductor(gm: Any, example_inputs: Any) -> Any:
-            return compat.compile_fx(gm, example_inputs, None, self.inductor)
+            return compat.compile_fx(gm, example_inputs, runtime.compile_inner, self.inductor)
 
         def ours(gm: Any, example_inputs: Any) -> Any:
             return fp8(gm, example_inputs, options=self.options)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import diagram
@@ -117,8 +118,8 @@ class Page:
     notes: tuple[str, ...] = ()
 
 
-def page(thing: Report | Estimate) -> str:
-    """The HTML page of a report, or of an estimate. ImportError if jinja2 is not installed."""
+def page(thing: Report | Estimate, path: str | Path | None = None) -> str:
+    """The HTML page of a report, or of an estimate; also written to `path` if given. ImportError if jinja2 is not installed."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
@@ -132,7 +133,10 @@ def page(thing: Report | Estimate) -> str:
     environment.filters["breakable"] = _breakable
     environment.filters["flops"] = flops
     content = _of_report(thing) if isinstance(thing, Report) else _of_estimate(thing)
-    return environment.get_template("report.html.jinja").render(page=content)
+    text = environment.get_template("report.html.jinja").render(page=content)
+    if path is not None:
+        Path(path).write_text(text, encoding="utf-8")
+    return text
 
 
 def _of_report(report: Report) -> Page:

@@ -168,10 +168,7 @@ class Report:
         """One self-contained HTML page, also written to `path` if given. Needs jinja2."""
         from .html import page
 
-        text = page(self)
-        if path is not None:
-            Path(path).write_text(text, encoding="utf-8")
-        return text
+        return page(self, path)
 
     def __str__(self) -> str:
         return self.table()

@@ -87,7 +87,8 @@ def set_phase(phase: str | None, model: nn.Module | None = None) -> None:
         _state.phases[parameter] = phase
     _state.ticks += 1
     if phase is not None and LEDGER.report().graphs and not _state.scheduled:
-        say_once(logger, logging.WARNING, 'set_phase: no compiled graph has phases; give its policy a schedule: {"schedule": {}}')
+        message = 'set_phase: no compiled graph has phases; give its policy a schedule: {"schedule": {}}'
+        say_once(logger, logging.WARNING, message)
 
 
 def set_step(step: int, model: nn.Module | None = None) -> None:

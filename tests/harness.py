@@ -15,6 +15,8 @@ from torch import Tensor, nn
 import fp8compile
 from fp8compile.state import slots_of
 
+# everything that can be FP8, whatever a device's description says of its speed
+ALL_FP8 = {"rules": [{"where": "n >= 128 and k >= 128", "fp8": "on"}]}
 FLOOR_DB = {torch.float32: 40.0, torch.bfloat16: 30.0}
 
 # What one FP8 rounding that falls the other way may do to the amax of a later tensor: values that differ in their last bit

@@ -24,6 +24,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 import triton
+from harness import ALL_FP8
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -140,7 +141,7 @@ def traced(name: str, recipe: str, dynamic: bool = False) -> list[Generated]:
     with torch.device("meta"):
         model = build().to(BF16)
     model = model.to_empty(device="cpu")  # 0.4 GB of parameters that are never written
-    compiled = torch.compile(model, backend="fp8", dynamic=dynamic, options={"recipe": recipe})
+    compiled = torch.compile(model, backend="fp8", dynamic=dynamic, options={"recipe": recipe, "policy": ALL_FP8})
     x = torch.empty(shape, dtype=BF16, requires_grad=True)
     found: dict[str, Generated] = {}
     launch = compat.launch

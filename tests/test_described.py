@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from harness import ALL_FP8
 
 from fp8compile.described import A100, H200, trace, unavailable
 
@@ -151,7 +152,7 @@ class Named(nn.Module):
 
 def named_step(backend):
     model = nn.Sequential(Named(), Named()).to(BF16)
-    options = {"policy": {"extends": "none", "rules": [{"fp8": "on"}]}} if backend == "fp8" else None
+    options = {"policy": ALL_FP8} if backend == "fp8" else None
     compiled = torch.compile(model, backend=backend, options=options)
     return trace(lambda: compiled(torch.randn(64, 256, dtype=BF16)))
 

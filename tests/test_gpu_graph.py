@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from harness import ALL_FP8
 
 import fp8compile.backend
 from fp8compile.described import A100, H200, Gpu, Matmul, Step, trace, unavailable
@@ -61,7 +62,7 @@ def unallocated(build: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module
 def compile_mlp(rows: int, dtype: torch.dtype = BF16, dynamic: bool = False, gpu: Gpu = H200, **options) -> Step:
     """One training step of `Mlp` on `rows` rows; float32 means fp32 weights under bf16 autocast."""
     model = Mlp().to(dtype)
-    compiled = torch.compile(model, backend="fp8", dynamic=dynamic, options=options)
+    compiled = torch.compile(model, backend="fp8", dynamic=dynamic, options={"policy": ALL_FP8, **options})
     x = torch.randn(rows, 256, dtype=dtype, requires_grad=True)
 
     def step() -> None:
@@ -97,7 +98,7 @@ def llama() -> dict[str, Step]:
         return trace(lambda: layer(x).sum().backward())
 
     return {"bf16": compiled()} | {
-        recipe: compiled(backend="fp8", options={"recipe": recipe}) for recipe in ("delayed", "tensorwise")
+        recipe: compiled(backend="fp8", options={"recipe": recipe, "policy": ALL_FP8}) for recipe in ("delayed", "tensorwise")
     }
 
 

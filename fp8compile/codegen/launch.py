@@ -93,7 +93,7 @@ class Launcher:
     ) -> tuple[list[Node], list[Node]]:
         """Launch a kernel. `inputs`: its parameters that are tensors or numbers; `slots`: where its amaxes go.
         Returns the nodes of its outputs (partial column sums last, if any) and of its amaxes ([1] float32)."""
-        emit = Emitter(self.graph, before, self.like)
+        emit = self._emitter(before)
         outputs = [self._empty(emit, kernel, output, rows, columns) for output in kernel.outputs]
         tensors = dict(inputs)
         tensors.update({f"y{i}": node for i, node in enumerate(outputs)})
@@ -109,9 +109,14 @@ class Launcher:
         compat.launch(emit, function(kernel.name, kernel.source, configs), grids, tensors)
         return outputs, [self.amaxes(before, s, 1) for s in slots]
 
+    def _emitter(self, before: Node) -> Emitter:
+        """Emits for the module that `before` belongs to."""
+        stacks = {name: before.meta.get(name) for name in ("nn_module_stack", "fwd_nn_module_stack")}
+        return Emitter(self.graph, before, self.like, **stacks)
+
     def amaxes(self, before: Node, first: int, count: int) -> Node:
         """[count] float32: neighbours in the vector."""
-        emit = Emitter(self.graph, before, self.like)
+        emit = self._emitter(before)
         bits = emit(aten.as_strided.default, self.vector, [count], [AMAX_STRIDE], AMAX_STRIDE * first)
         return emit(aten.view.dtype, bits, torch.float32)
 
@@ -142,7 +147,7 @@ class Launcher:
         """For each column sum of a kernel: the vector that it is in, its first element, and where it ends."""
         if not kernel.sums:
             return {}
-        emit = Emitter(self.graph, before, self.like)
+        emit = self._emitter(before)
         total = emit(aten.sum.dim_IntList, outputs[-1], [0])
         dtypes = {output.replaces.meta["val"].dtype for output in kernel.sums}
         if len(dtypes) == 1 and dtypes != {torch.float32}:  # all at once: the slices are views

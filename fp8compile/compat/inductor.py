@@ -22,13 +22,13 @@ from .launches import accesses_known
 MUST_SAVE, MUST_RECOMPUTE = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE
 
 
-def compile_fx(gm: GraphModule, inputs: Sequence[Any], inner_compile: Callable | None, patches: dict[str, Any]) -> Any:
+def compile_fx(gm: GraphModule, inputs: Sequence[Any], inner_compile: Callable, patches: dict[str, Any]) -> Any:
     """Inductor on a Dynamo graph, our `inner_compile` in the place of its own. AOTAutogradCache is off: a hit would skip
     the joint pass, and with it the state and the report (FxGraphCache stays on)."""
-    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+    from torch._inductor.compile_fx import compile_fx
 
     with functorch_config.patch(enable_autograd_cache=False):
-        return compile_fx(gm, inputs, inner_compile=inner_compile or compile_fx_inner, config_patches=patches)
+        return compile_fx(gm, inputs, inner_compile=inner_compile, config_patches=patches)
 
 
 def compile_inner(gm: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Callable:
