@@ -15,8 +15,7 @@ import pytest
 from machine_code import MODELS, RECIPES, TARGETS, Generated, compile_kernel, resources, traced, with_fnuz
 
 from fp8compile import formats
-from fp8compile.described import recording
-from fp8compile.described import unavailable
+from fp8compile.described import recording, unavailable
 
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=unavailable() or "")
 
