@@ -164,9 +164,7 @@ def compiled(shape: Shape, recipe: str | None, device: str) -> tuple[described.S
             y = model(x)
         y.float().sum().backward()
 
-    # Inductor pads odd sizes if it has measured that this helps, for which there is no device
-    with torch._inductor.config.patch(shape_padding=False):
-        found = described.trace(step, devices.find(device).gpu)
+    found = described.trace(step, devices.find(device).gpu)
     if not found.kernels:
         raise RuntimeError(f"nothing was compiled for {shape}")
     return found, fp8compile.report() if recipe is not None else None

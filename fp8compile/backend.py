@@ -66,7 +66,7 @@ fp8.reset = LEDGER.clear  # type: ignore[attr-defined]  # torch._dynamo.reset() 
 def _compile(gm: GraphModule, example_inputs: list[Any], inputs: Inputs, chosen: Options) -> Callable:
     learning = inputs.training and inputs.grad and bool(inputs.weights)
     guess = 16 * -(-3 * len(inputs.weights) // 16)
-    capacity = (guess, guess) if learning and any(recipe.delayed for recipe in chosen.policy.possible) else None
+    capacity = (guess, guess) if learning and chosen.policy.delayed else None
 
     def compiled(phase: str) -> CompiledGraph:
         nonlocal capacity
@@ -80,7 +80,10 @@ def _compile(gm: GraphModule, example_inputs: list[Any], inputs: Inputs, chosen:
     if chosen.policy.schedule is None or not learning or not fp8_graph.converts:
         return fp8_graph
     logger.info("fp8: %s is compiled twice, for the FP8 and the high-precision phases of the schedule", inputs.root)
-    return ScheduledGraph({FP8: fp8_graph, HIGH_PRECISION: compiled(HIGH_PRECISION)}, chosen.policy.schedule)
+    observing = compiled(HIGH_PRECISION)
+    observing.record = fp8_graph.record  # one entry for both, whichever is called first
+    first = next((i for i in fp8_graph.weights if example_inputs[i].requires_grad), fp8_graph.weights[0])
+    return ScheduledGraph({FP8: fp8_graph, HIGH_PRECISION: observing}, chosen.policy.schedule, first)
 
 
 def _compile_once(
@@ -122,7 +125,9 @@ def _compile_once(
         "custom_partitioner_fn": chosen.inductor.get("custom_partitioner_fn")
         or compat.Partitioner([ops.quantize.name(), ops.quantize_both.name()]),
     }
-    compiled.call = compat.compile_fx(gm, example_inputs, compiled.inner_compile, patches)
+    # DDPOptimizer expects as many lazy backwards as there are graphs, and there are two of each
+    at_once = policy.schedule is not None
+    compiled.call = compat.compile_fx(gm, example_inputs, compiled.inner_compile, patches, at_once)
     return compiled
 
 
@@ -153,10 +158,8 @@ def _report(done: Rewritten, inputs: Inputs, chosen: Options, device: Device | N
         _complain(chosen, complaint)
     logger.info("fp8: %s", report.summary())
     # a part of a model may well be nothing but an embedding, a norm, an output head: that is as it should be
-    meant = ("output head", "router gate", "policy", "slower in FP8")
-    kept = [matmul.reason or "" for matmul in done.matmuls if matmul.weight is not None]
-    on_purpose = bool(kept) and all(reason.startswith(meant) for reason in kept)
-    if (kept or done.opaque) and not on_purpose and not any(matmul.fp8 for matmul in done.matmuls):
+    kept = [matmul.on_purpose for matmul in done.matmuls if matmul.weight is not None]
+    if (kept or done.opaque) and not (kept and all(kept)) and not any(matmul.fp8 for matmul in done.matmuls):
         _complain(chosen, f"no matmul of {inputs.root} becomes FP8: {report.summary()}")
     return index
 

@@ -15,6 +15,7 @@ from . import compat
 
 PART = re.compile(r"\._(?:modules|parameters|buffers)\['((?:[^'\\]|\\.)*)'\]")
 OWNED = re.compile(r"\._(?:parameters|buffers)\['(?:[^'\\]|\\.)*'\]$")
+WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_checkpoint_wrapped_module|_fsdp_wrapped_module|_orig_mod)(?:\.|$)")
 LOCAL = re.compile(r"^[LG]\['(\w+)'\]$")
 
 
@@ -22,17 +23,22 @@ def readable(source: str) -> str:
     """`L['self']._modules['up']._parameters['weight']` -> `up.weight`; `L['w']` -> `w`; anything else as it is."""
     parts = PART.findall(source)
     if parts:
-        return ".".join(parts)
+        return plain(".".join(parts))
     local = LOCAL.match(source)
     return local[1] if local else source
 
 
+def plain(name: str) -> str:
+    """A module's or parameter's name without the wrappers that checkpointing, FSDP and torch.compile put into it."""
+    return WRAPPERS.sub("", name).rstrip(".")
+
+
 def readable_module(path: str) -> str:
     """A `nn_module_stack` path, `L['self'].layers.0` or `L['self']._modules['up']` -> `layers.0`, `up`; '' for the root."""
-    path = re.sub(r"\._modules\['([^']*)'\]", r".\1", path)
+    path = re.sub(r"\.(?:_modules|__dict__\['_modules'\])\['([^']*)'\]", r".\1", path)
     path = re.sub(r"^[LG]\[(?:'[^']*'|\"[^\"]*\")\]", "", path)
-    path = re.sub(r"^(\.__self__|\._orig_mod)", "", path)
-    return path.lstrip(".")
+    path = re.sub(r"^\.__self__", "", path)
+    return plain(path.lstrip("."))
 
 
 @dataclass(frozen=True)
@@ -50,11 +56,12 @@ class Inputs:
     modules: dict[str, str]  # all modules of the roots, by name: their classes
     containers: dict[str, tuple[int, ...]]  # "layers." of `layers.0`, `layers.1`, ... if all of one class: the numbers
     parameter_names: frozenset[str]  # all parameters of the roots
+    matrices: tuple[str, ...]  # those that a linear may have, in the order of the roots
     whole: bool  # the graph reads every parameter of the roots
 
     def block(self, name: str) -> tuple[int, int] | None:
-        """(position, number) of the block that `name` is in: the outermost container of several modules of one class that
-        are called by number, as in `layers.0`. None outside of it."""
+        """(position, number) of the block that `name` is in, None outside of blocks: the outermost container of several
+        modules that are called by number, as in `layers.0`, if it is a ModuleList or they are of one class."""
         parts = name.split(".")
         for i, part in enumerate(parts):
             if part.isdecimal():
@@ -65,12 +72,17 @@ class Inputs:
 
 
 def _containers(modules: dict[str, str]) -> dict[str, tuple[int, ...]]:
+    """`modules`: class names by name, "" for the root."""
     children: dict[str, dict[int, str]] = {}
     for name, kind in modules.items():
         owner, dot, last = name.rpartition(".")
         if last.isdecimal():
             children.setdefault(owner + dot, {})[int(last)] = kind
-    return {owner: tuple(sorted(kinds)) for owner, kinds in children.items() if len(kinds) > 1 and len({*kinds.values()}) == 1}
+    return {
+        owner: tuple(sorted(kinds))
+        for owner, kinds in children.items()
+        if len(kinds) > 1 and (len({*kinds.values()}) == 1 or modules.get(owner.rstrip(".")) == "ModuleList")
+    }
 
 
 def capture(gm: GraphModule, inputs: Sequence[Any]) -> Inputs:
@@ -87,8 +99,9 @@ def capture(gm: GraphModule, inputs: Sequence[Any]) -> Inputs:
     for source in {id(module): source for module, source in roots.values()}.values():
         compat.guard_training(source)
     modules = list({id(module): module for module, _ in roots.values()}.values())
-    owned = {name for module in modules for name, _ in module.named_parameters()}
-    parts = {name: type(part).__name__ for module in modules for name, part in module.named_modules() if name}
+    owned = {plain(name): p for module in modules for name, p in module.named_parameters()}
+    tables = {id(part.weight) for module in modules for part in module.modules() if isinstance(part, nn.Embedding)}
+    parts = {plain(name): type(part).__name__ for module in modules for name, part in module.named_modules()}
     return Inputs(
         names=tuple(names),
         weights=frozenset(weights),
@@ -98,8 +111,9 @@ def capture(gm: GraphModule, inputs: Sequence[Any]) -> Inputs:
         training=not modules or any(module.training for module in modules),
         grad=torch.is_grad_enabled(),
         root=", ".join(dict.fromkeys(type(module).__name__ for module in modules)) or "function",
-        modules=parts,
+        modules={name: kind for name, kind in parts.items() if name},
         containers=_containers(parts),
         parameter_names=frozenset(owned),
-        whole=owned <= set(names),
+        matrices=tuple(name for name, p in owned.items() if p.dim() == 2 and id(p) not in tables),
+        whole=bool(owned) and set(owned) <= set(names),
     )

@@ -43,6 +43,7 @@ class Matmul:
     recipe: Recipe = Recipe()
     rule: str = ""  # the policy's rule that decided
     auto: bool = False  # FP8 only if it pays
+    on_purpose: bool = False  # in high precision by somebody's choice, whatever else there is to say
     bf16_us: float | None = None  # the cost model's estimates, in microseconds
     fp8_us: float | None = None
     cast_us: float | None = None

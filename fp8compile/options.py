@@ -66,7 +66,7 @@ def parse(options: Mapping[str, Any] | None = None, mode: str | None = None) -> 
     if policy.device is not None:
         devices.find(policy.device)
     unused = [name for name in _DELAYED_ONLY if name in ours]
-    if unused and not any(recipe.delayed for recipe in policy.possible):
+    if unused and not policy.delayed:
         say_once(
             get_logger(__name__),
             logging.WARNING,

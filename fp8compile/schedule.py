@@ -12,15 +12,19 @@ reports them: forwards that accumulate gradients, recomputations and evaluations
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
+from . import compat
 from .errors import OptionError
 from .logs import get_logger, say_once
 from .policy import Schedule
@@ -43,17 +47,36 @@ class _Steps:
         self.parameters: frozenset[int] = frozenset()
 
 
+@dataclass(eq=False)
+class _Watch:
+    """A callback, with the model that it is for (a weak reference; None: for all) and the last step that it was asked about."""
+
+    callback: Callback
+    every: int
+    model: Any
+    last: int = -1
+
+    def due(self, step: int, parameters: frozenset[int]) -> bool:
+        if step == self.last or step % self.every:
+            return False
+        if self.model is None:
+            return True
+        model = self.model()
+        return model is not None and any(id(p) in parameters for p in model.parameters())
+
+
 class _State:
     """Of this process. Parameters and optimizers are held weakly."""
 
     def __init__(self) -> None:
         self.steps: Any = WeakKeyDictionary()  # optimizer -> _Steps
+        self.reached: Any = WeakIdKeyDictionary()  # parameter by which a graph goes -> steps of its optimizers, alive or not
         self.ticks = 0  # steps of all optimizers: what was found out before the last one has to be found out again
         self.phase: str | None = None  # set by hand, for everything
         self.phases: Any = WeakIdKeyDictionary()  # parameter -> phase set by hand
         self.offset = 0  # added to the steps that were counted
         self.offsets: Any = WeakIdKeyDictionary()  # parameter -> the same
-        self.callbacks: dict[int, tuple[Callback, int, frozenset[int] | None]] = {}
+        self.callbacks: dict[int, _Watch] = {}
         self.loss: Tensor | None = None  # the last scalar that a scheduled graph returned
         self.scheduled: Any = WeakKeyDictionary()  # graphs with two phases
         self.hook: Any = None
@@ -63,10 +86,14 @@ class _State:
             self.hook = register_optimizer_step_post_hook(_stepped)
 
     def counted(self, parameter: Tensor) -> int:
-        """Steps of the optimizer that has this parameter; of whichever took the most, if none has it (frozen, sharded)."""
+        """Steps of the optimizer that has this parameter, and of those that had it before. If none has it (sharded, frozen):
+        of whichever took the most, of those that are not some other graph's, or of all if it never will have one."""
         every = list(self.steps.values())
-        owners = [steps for steps in every if id(parameter) in steps.parameters]
-        return max((steps.count for steps in owners or every), default=0)
+        counting = [steps for steps in every if id(parameter) in steps.parameters]
+        if not counting:
+            counting = [steps for steps in every if not any(id(p) in steps.parameters for p in self.reached)]
+            counting = counting or ([] if parameter.requires_grad else every)
+        return max((steps.count for steps in counting), default=0) if counting else self.reached.get(parameter, 0)
 
 
 _state = _State()
@@ -107,17 +134,18 @@ def on_step(callback: Callback, model: nn.Module | None = None, every: int = 1) 
     """Call `callback(step, loss)` behind every `every`-th optimizer step (of the model's optimizer); the phase that it returns
     is set as by `set_phase`, None changes nothing. Returns a function that takes the callback away.
 
-    `loss` is the last number that a compiled graph returned, None if none did (the loss is computed outside of what is
-    compiled): reading it waits for the device. Ranks of a distributed job see a loss each: reduce it before deciding.
+    `loss` is the last number that a graph with phases returned, None if none did (the loss is computed outside of what is
+    compiled, or behind a graph break): reading it waits for the device. Ranks of a distributed job see a loss each: reduce it
+    before deciding.
     """
     if not callable(callback):
         raise OptionError.of("callback", callback, "callable as callback(step, loss)")
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         raise OptionError.of("every", every, "an integer >= 1")
     _state.listen()
-    wanted = frozenset(map(id, _parameters(model))) if model is not None else None
+    _parameters(model)  # complains about what is no model
     number = max(_state.callbacks, default=-1) + 1
-    _state.callbacks[number] = (callback, every, wanted)
+    _state.callbacks[number] = _Watch(callback, every, weakref.ref(model) if model is not None else None)
     return lambda: (_state.callbacks.pop(number, None), None)[1]
 
 
@@ -131,35 +159,36 @@ def _parameters(model: nn.Module | None) -> Sequence[nn.Parameter]:
 
 @torch._disable_dynamo
 def _stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    steps = _state.steps.setdefault(optimizer, _Steps())
-    steps.count += 1
-    steps.parameters = frozenset(id(p) for group in optimizer.param_groups for p in group["params"])
+    parameters = frozenset(id(p) for group in optimizer.param_groups for p in group["params"])
+    known = [p for p in _state.reached if id(p) in parameters]
+    steps = _state.steps.get(optimizer)
+    if steps is None:  # a second optimizer of a model goes on where the first one was
+        steps = _state.steps[optimizer] = _Steps()
+        steps.count = max((_state.reached[p] for p in known), default=0)
+    steps.count, steps.parameters = steps.count + 1, parameters
+    for p in known:
+        _state.reached[p] = max(_state.reached[p], steps.count)
     _state.ticks += 1
-    for callback, every, wanted in list(_state.callbacks.values()):
-        parameter = next((p for group in optimizer.param_groups for p in group["params"]), None)
-        if parameter is None or (wanted is not None and wanted.isdisjoint(steps.parameters)):
+    parameter = next((p for group in optimizer.param_groups for p in group["params"]), None)
+    step = steps.count + (_state.offset if parameter is None else _state.offsets.get(parameter, _state.offset))
+    for watch in list(_state.callbacks.values()):
+        if not watch.due(step, parameters):
             continue
-        step = steps.count + _state.offsets.get(parameter, _state.offset)
-        if step % every:
-            continue
-        phase = callback(step, float(_state.loss) if _state.loss is not None else None)
+        watch.last = step  # the optimizers of one step, where there are several, ask once
+        phase = watch.callback(step, float(_state.loss) if _state.loss is not None else None)
         if phase is not None:
             if phase not in PHASES:
                 raise OptionError.of("phase", phase, "'fp8', 'high_precision' or None (the callback's return value)")
-            if wanted is None:
-                _state.phase = phase
-            else:
-                for group in optimizer.param_groups:
-                    for p in group["params"]:
-                        _state.phases[p] = phase
+            set_phase(phase, watch.model() if watch.model is not None else None)
 
 
 class ScheduledGraph:
     """One Dynamo graph in both precisions; serves as its callable."""
 
-    def __init__(self, graphs: Mapping[str, CompiledGraph], schedule: Schedule):
+    def __init__(self, graphs: Mapping[str, CompiledGraph], schedule: Schedule, first: int):
         self.graphs, self.schedule = dict(graphs), schedule
-        self.first = graphs[FP8].weights[0]  # the input whose identity tells which model this is
+        self.first = first  # the input whose identity tells which model this is
+        self.outside: Any = WeakIdKeyDictionary()  # parameter -> phase of the last call that was not within a backward
         self.known: Any = WeakIdKeyDictionary()  # parameter -> (ticks, phase)
         self.last: Any = WeakIdKeyDictionary()  # parameter -> phase
         _state.scheduled[self] = True
@@ -167,6 +196,13 @@ class ScheduledGraph:
 
     def phase(self, parameter: Tensor) -> str:
         """The phase of the model that has this parameter."""
+        if compat.in_backward() and parameter in self.outside:
+            return self.outside[parameter]  # a recomputation
+        phase = self.outside[parameter] = self._now(parameter)
+        return phase
+
+    def _now(self, parameter: Tensor) -> str:
+        _state.reached.setdefault(parameter, 0)
         ticks, phase = self.known.get(parameter, (-1, FP8))
         if ticks == _state.ticks:
             return phase
@@ -186,9 +222,13 @@ class ScheduledGraph:
         return HIGH_PRECISION if step < self.schedule.warmup_steps or cooling else FP8
 
     def __call__(self, *args: Any) -> Any:
+        # DDPOptimizer asks for shapes; AOTAutograd answers the first call of each graph with them
+        if isinstance(args[self.first], FakeTensor):
+            return [graph(*args) for graph in self.graphs.values()][0]
         result = self.graphs[self.phase(args[self.first])](*args)
         if _state.callbacks:
             outputs = result if isinstance(result, (tuple, list)) else (result,)
             scalars = [x for x in outputs if isinstance(x, Tensor) and x.dim() == 0 and x.requires_grad]
-            _state.loss = scalars[-1].detach() if scalars else None
+            if scalars:
+                _state.loss = scalars[-1].detach()
         return result

@@ -59,6 +59,7 @@ class Page:
                 width = min(values.numel(), rows.shape[1])  # another history length keeps what fits
                 rows[row, : scaling.REACH] = values[: scaling.REACH]
                 rows[row, scaling.HISTORY : width] = values[scaling.HISTORY : width]
+                rows[row, width:] = 0.0  # what this page had there is older than what the other one has forgotten
                 factor = self.settings[row].reach / before.page.settings[before.row].reach
                 if factor != 1.0 and rows[row, scaling.AGE] >= 0:  # compiled anew with another format or margin
                     for column in (scaling.SCALE, scaling.BEFORE + scaling.SCALE):

@@ -77,6 +77,34 @@ def test_a_graph_that_ddp_splits(one_process) -> None:
         torch.testing.assert_close(slot.history(), slots_of(whole)[key].history(), rtol=0.02, atol=0)
 
 
+def test_phases_of_a_graph_that_ddp_splits(one_process) -> None:
+    """Each part has both phases, and histories move in either."""
+    model = build()
+    policy = {"schedule": {"warmup_steps": 2}}
+    run = torch.compile(
+        DistributedDataParallel(model, bucket_cap_mb=1), backend="fp8", options={"policy": policy, "reduce_amax": True}
+    )
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with interpreted():
+        for step in range(4):
+            run(torch.randn(32, 256)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen = {sum(amax > 0 for amax in slot.history()) for slot in slots_of(model).values()}
+            assert seen == {step + 1}
+    assert len(LEDGER.report(model).graphs) > 1
+
+
+def test_layers_are_those_of_the_model_not_of_a_bucket(one_process) -> None:
+    policy = {"rules": [{"layers": "first 1", "fp8": "off"}, {"layers": "last 1", "fp8": "off"}], "extends": "none"}
+    model = build()
+    run = torch.compile(DistributedDataParallel(model, bucket_cap_mb=1), backend="fp8", options={"policy": policy})
+    with interpreted():
+        run(torch.randn(32, 256)).sum().backward()
+    kept = {record.fqn for record in LEDGER.report(model).matmuls if record.decision != "fp8"}
+    assert kept == {"blocks.0.up", "blocks.2.down"}
+
+
 def _worker(rank: int, store: str, reduce_amax: bool, results: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     torch.manual_seed(0)

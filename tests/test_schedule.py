@@ -221,7 +221,7 @@ def test_a_graph_that_is_met_late(monkeypatch) -> None:
     assert seen == ["high_precision"] * 2 + ["fp8"] * 2
 
 
-def test_checkpointed_blocks(monkeypatch) -> None:
+def test_checkpointed_blocks() -> None:
     """A recomputation is in the phase of its forward, and moves nothing."""
     block = make(Block)
     run = scheduled(block, warmup_steps=1)
@@ -232,6 +232,76 @@ def test_checkpointed_blocks(monkeypatch) -> None:
         optimizer.step()
         histories = {key: sum(a > 0 for a in slot.history()) for key, slot in slots_of(block).items()}
         assert set(histories.values()) == {i + 1}, histories
+
+
+@pytest.mark.parametrize(("before", "after"), [("high_precision", "fp8"), ("fp8", "high_precision")])
+def test_a_switch_before_a_recomputation(before: str, after: str) -> None:
+    """The recomputation is that of its forward, whatever was set in between."""
+    block = make(Block)
+    run = scheduled(block)
+    fp8compile.set_phase(before)
+    out = checkpoint(run, noise(2, 16, 128).requires_grad_(), use_reentrant=False)
+    fp8compile.set_phase(after)
+    out.sum().backward()
+    assert all(p.grad is not None for p in block.parameters())
+
+
+@pytest.mark.parametrize("make_model", [lambda: nn.Sequential(nn.Linear(128, 128)), lambda: make(Mlp)])
+@pytest.mark.parametrize("options", [{}, {"device": "h100"}])
+def test_small_graphs(make_model, options) -> None:
+    """One slot a direction, or none: both phases compile and run."""
+    model = make_model()
+    run = torch.compile(model, backend="fp8", options={"policy": {"schedule": {"warmup_steps": 1}}, **options})
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for i in range(3):
+        step(run, optimizer, i)
+
+
+def test_a_second_model_begins_at_zero(monkeypatch) -> None:
+    """Steps of another model's optimizer are not its own, also before its optimizer has taken one."""
+    seen = phases(monkeypatch)
+    first, second = make(Mlp), make(SwiGlu)
+    run, run_second = scheduled(first, warmup_steps=2), scheduled(second, warmup_steps=2)
+    optimizer, optimizer_second = (torch.optim.SGD(m.parameters(), 0.1) for m in (first, second))
+    for i in range(4):
+        step(run, optimizer, i)
+    del seen[:]
+    for i in range(4):
+        step(run_second, optimizer_second, i)
+    assert seen == ["high_precision"] * 2 + ["fp8"] * 2
+
+
+def test_a_new_optimizer_goes_on(monkeypatch) -> None:
+    seen = phases(monkeypatch)
+    model = make(Mlp)
+    run = scheduled(model, warmup_steps=2)
+    for _ in range(3):
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for i in range(2):
+            step(run, optimizer, i)
+    assert seen == ["high_precision"] * 2 + ["fp8"] * 4
+
+
+def test_the_report_during_the_warm_up() -> None:
+    model = make(Mlp)
+    scheduled(model, warmup_steps=5)(noise(32, 128)).sum().backward()
+    assert fp8compile.report(model).fp8_flop_fraction == 1.0
+
+
+def test_a_callback_and_frozen_weights(monkeypatch) -> None:
+    """It sets the phase of the whole model, and once a step, however many optimizers there are."""
+    seen = phases(monkeypatch)
+    model = make(Mlp)
+    model.up.weight.requires_grad_(False)
+    run = scheduled(model)
+    optimizers = [torch.optim.SGD([p], 0.1) for p in model.parameters() if p.requires_grad]
+    asked: list[int] = []
+    fp8compile.on_step(lambda step, loss: asked.append(step) or "high_precision", model, every=2)
+    for i in range(4):
+        run(noise(32, 128, seed=i)).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert asked == [2, 4] and seen == ["fp8"] * 2 + ["high_precision"] * 2
 
 
 def test_an_optimizer_for_each_parameter(monkeypatch) -> None:

@@ -661,3 +661,16 @@ def test_inductor_exact_state_over_everything() -> None:
         expected_dy.append(5.0)
         check()
     assert_fp8(model, ["weight"])
+
+
+def test_a_longer_history_that_comes_back() -> None:
+    """What a page had in columns that another one forgot is older than either: it does not come back."""
+    model = linear()
+    long, short = compiled(model, amax_history_len=6), compiled(model, amax_history_len=2)
+    for value in (4096.0, 512.0):
+        call(long, value)
+    for value in (4.0, 2.0, 1.0):
+        call(short, value)
+    call(long, 3.0)
+    assert slots_of(model)[INPUT].history() == padded([3.0, 1.0, 2.0], 6)
+    assert slots_of(model)[INPUT].scale() == scale_of(3.0, 448.0)

@@ -22,12 +22,16 @@ from .launches import accesses_known
 MUST_SAVE, MUST_RECOMPUTE = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE
 
 
-def compile_fx(gm: GraphModule, inputs: Sequence[Any], inner_compile: Callable, patches: dict[str, Any]) -> Any:
+def compile_fx(
+    gm: GraphModule, inputs: Sequence[Any], inner_compile: Callable, patches: dict[str, Any], at_once: bool = False
+) -> Any:
     """Inductor on a Dynamo graph, our `inner_compile` in the place of its own. AOTAutogradCache is off: a hit would skip
-    the joint pass, and with it the state and the report (FxGraphCache stays on)."""
+    the joint pass, and with it the state and the report (FxGraphCache stays on). `at_once`: compile the backward with the
+    forward, also where it could be left until it is called."""
     from torch._inductor.compile_fx import compile_fx
 
-    with functorch_config.patch(enable_autograd_cache=False):
+    eager = at_once or functorch_config.force_non_lazy_backward_lowering
+    with functorch_config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=eager):
         return compile_fx(gm, inputs, inner_compile=inner_compile, config_patches=patches)
 
 

@@ -150,7 +150,9 @@ def described_gpu(gpu: Gpu) -> Iterator[None]:
             "torch._functorch.partitioners", "functionalize_rng_ops", lambda joint, forward, backward, *_: (forward, backward)
         )
         # Constant folding would compute on the device; a cached graph would not come through our hooks.
+        # So would the choice whether to pad a matmul's odd sizes.
         uncached = {"fx_graph_cache": False, "fx_graph_remote_cache": False, "joint_graph_constant_folding": False}
+        uncached["shape_padding"] = False
         stack.enter_context(torch._inductor.config.patch({"compile_threads": 1, **uncached}))
         stack.enter_context(torch._functorch.config.patch(force_non_lazy_backward_lowering=True, enable_autograd_cache=False))
         previous = driver._active

@@ -14,7 +14,7 @@ from ..devices import Device
 from ..graph import hint
 from ..kinds import kind_of
 from ..matmul import GEMMS, Matmul
-from ..policy import Choice, Policy, Site
+from ..policy import Choice, Policy, Rule, Site
 from .plan import roles
 from .weigh import weigh
 
@@ -25,7 +25,7 @@ def decide(
     """Fill in the decisions; returns what is wrong with the policy's rules for this graph."""
     evaluation = not inputs.training or inference
     whole = "eval mode" if not inputs.training else "inference: nothing to differentiate" if inference else None
-    layers = _layers(matmuls)
+    layers = _layers(matmuls, inputs)
     sites: list[Site] = []
     complaints: dict[str, None] = {}
     for matmul in matmuls:
@@ -36,11 +36,15 @@ def decide(
         sites.append(site)
         choice = policy.choose(site)
         matmul.recipe, matmul.rule, matmul.auto = choice.recipe, choice.label, choice.fp8 == "auto"
-        matmul.reason = eligible.objection(matmul) or _choice(matmul, site, choice, policy) or eligible.misaligned(matmul)
+        rule = policy.rules[choice.rule] if choice.rule is not None else None
+        chosen = _choice(matmul, site, choice, rule)
+        matmul.reason = eligible.objection(matmul) or chosen or eligible.misaligned(matmul)
+        # not a choice: a shipped rule that goes by sizes alone
+        matmul.on_purpose = chosen is not None and (rule is None or rule.where is None or policy.owns(choice.rule))
         if matmul.fp8 and any(role != "gradient" and compat.is_backward(matrix.base) for matrix, role in roles(matmul)):
             matmul.reason = "an input that is made in backward"
-        rule = policy.rules[choice.rule] if choice.rule is not None else None
-        if choice.fp8 == "on" and not matmul.fp8 and rule is not None and (rule.module or rule.parameter):
+        named = rule is not None and (rule.module is not None or rule.parameter is not None)
+        if choice.fp8 == "on" and not matmul.fp8 and chosen is None and named:
             complaints[f"{choice.label} wants {matmul.fqn} in FP8, but {matmul.gemm} cannot be: {matmul.reason}"] = None
         evaluated = matmul.parameter is not None and compat.input_index(matmul.parameter) in inputs.evaluated
         if evaluation or evaluated:
@@ -52,12 +56,16 @@ def decide(
         weigh(matmuls, device)
     if evaluation:
         return []
+    lost = [label for rule, label in zip(policy.rules, policy.labels, strict=True) if rule.blocks is not None]
+    if sites and lost and not inputs.containers:
+        complaint = f"{', '.join(dict.fromkeys(lost))}: what is compiled here, {inputs.root}, has no repeated blocks to count"
+        complaints[complaint] = None
     return [*complaints, *policy.unmatched(sites, inputs.modules, inputs.parameter_names, whole=inputs.whole)]
 
 
-def _choice(matmul: Matmul, site: Site, choice: Choice, policy: Policy) -> str | None:
+def _choice(matmul: Matmul, site: Site, choice: Choice, rule: Rule | None) -> str | None:
+    """What the policy has against a gemm in FP8."""
     if choice.fp8 == "off":
-        rule = policy.rules[choice.rule] if choice.rule is not None else None
         if rule is not None and rule.kind is not None:
             return site.kind
         why = choice.label if rule is not None and rule.name else f"policy: {choice.label}"
@@ -67,10 +75,12 @@ def _choice(matmul: Matmul, site: Site, choice: Choice, policy: Policy) -> str |
     return None
 
 
-def _layers(matmuls: list[Matmul]) -> dict[str, int]:
-    """The weights in the order of their first use in forward."""
-    names = dict.fromkeys(matmul.fqn for matmul in matmuls if matmul.gemm == "fprop")
-    return {name: i for i, name in enumerate(names)}
+def _layers(matmuls: list[Matmul], inputs: Inputs) -> dict[str, int]:
+    """The weights, by the names of their parameters: in the order of their first use in forward, if the graph has the whole
+    model, else in the order in which the model has them."""
+    names = dict.fromkeys(matmul.name for matmul in matmuls if matmul.gemm == "fprop")
+    known = () if inputs.whole else inputs.matrices
+    return {name: i for i, name in enumerate(dict.fromkeys((*known, *names)))}
 
 
 def _site(matmul: Matmul, inputs: Inputs, layers: dict[str, int]) -> Site:
@@ -88,6 +98,6 @@ def _site(matmul: Matmul, inputs: Inputs, layers: dict[str, int]) -> Site:
         n=n,
         k=k,
         block=inputs.block(matmul.fqn),
-        layer=(layers[matmul.fqn], len(layers)),
+        layer=(layers[matmul.name], len(layers)),
         kind=kind_of(matmul),
     )

@@ -43,8 +43,8 @@ def observe(graph: Graph, plan: Plan, pages: tuple[Node, Node]) -> Written:
     writer = _Writer(graph, plan, pages)
     for backward in (False, True):
         for operand in plan.direction(backward):
+            writer.snapshot(backward)  # first: the update goes behind the last amax, and reads the snapshot
             writer.amax(operand)
-            writer.snapshot(backward)
     return Written(writer.amaxes, writer.snapshots)
 
 

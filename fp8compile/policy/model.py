@@ -303,6 +303,10 @@ class Policy:
         """Whether some choice may need scaling state."""
         return any(recipe.delayed for recipe in self.possible)
 
+    def owns(self, rule: int | None) -> bool:
+        """Whether a rule, by its position, is the user's own and did not come with what the policy extends."""
+        return rule is not None and (self.own is None or rule < self.own)
+
     def with_defaults(self, **settings: Any) -> Policy:
         """The policy with `settings` (keys of `[defaults]`) instead of what its `[defaults]` say of them.
 
