@@ -18,6 +18,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from fp8compile.policy import Policy, Rule
+
+# FP8 wherever the default policy allows it, whatever the cost model says: what it is measured against
+ALL = Policy(
+    rules=(
+        Rule(name="output head", kind="output head", fp8="off"),
+        Rule(name="router gate", kind="router gate", fp8="off"),
+        Rule(name="wide", where="n >= 128 and k >= 128", fp8="on"),
+        Rule(name="under 128 wide", fp8="off"),
+    )
+)
 HEADS = ("lm_head", "head.lm_head")
 _PROCESS = contextlib.ExitStack()  # never left
 
@@ -58,8 +69,8 @@ def torchao(recipe: str, auto: bool = False) -> Callable[[nn.Module], None]:
     return prepare
 
 
-def fp8(recipe: str, **inductor: Any) -> dict[str, Any]:
-    return {"backend": "fp8", "options": {"recipe": recipe, **inductor}}
+def fp8(recipe: str, **options: Any) -> dict[str, Any]:
+    return {"backend": "fp8", "options": {"recipe": recipe, **options}}
 
 
 ARMS = {
@@ -74,6 +85,8 @@ ARMS = {
         Arm("torchao-rowwise-auto", "torchao", prepare=torchao("rowwise", auto=True)),
         Arm("fp8-delayed", "fp8", fp8("delayed")),
         Arm("fp8-tensorwise", "fp8", fp8("tensorwise")),
+        Arm("fp8-delayed-all", "fp8", fp8("delayed", policy=ALL)),
+        Arm("fp8-tensorwise-all", "fp8", fp8("tensorwise", policy=ALL)),
     )
 }
 DEFAULT = "bf16,bf16-max-autotune,eager-bf16,torchao-tensorwise,torchao-rowwise,fp8-delayed,fp8-tensorwise"

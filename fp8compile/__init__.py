@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from .estimate import Estimate as Estimate
     from .estimate import estimate as estimate
     from .explain import explain as explain
+    from .policy import Policy as Policy
+    from .policy import Rule as Rule
+    from .policy import Schedule as Schedule
     from .recipe import Recipe as Recipe
     from .reports import Report as Report
     from .reports import report as report
@@ -36,6 +39,9 @@ _PUBLIC = {
     "Estimate": "estimate",
     "estimate": "estimate",
     "explain": "explain",
+    "Policy": "policy",
+    "Rule": "policy",
+    "Schedule": "policy",
     "Recipe": "recipe",
     "Report": "reports",
     "report": "reports",

@@ -61,7 +61,9 @@ def parse(options: Mapping[str, Any] | None = None, mode: str | None = None) -> 
     settings = {name: ours.pop(name) for name in ("device", "eval") if name in ours}
     policy = load(ours.pop("policy", None))
     inductor = {**_mode_patches(mode), **_inductor_patches(theirs)}
-    Recipe(**{_RECIPE_FIELDS[name]: value for name, value in ours.items()})  # complains about the option by its own name
+    named = isinstance(ours.get("recipe"), str) and ours["recipe"] in policy.recipes
+    given = {name: value for name, value in ours.items() if not (named and name == "recipe")}
+    Recipe(**{_RECIPE_FIELDS[name]: value for name, value in given.items()})  # complains about the option by its own name
     policy = dataclasses.replace(policy.with_defaults(**ours), **settings)
     if policy.device is not None:
         devices.find(policy.device)

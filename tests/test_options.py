@@ -35,6 +35,13 @@ def test_defaults(given, mode):
     assert parsed.recipe.delayed
 
 
+def test_a_recipe_by_the_name_that_the_policy_gives_it():
+    policy = {"recipes": {"careful": {"base": "tensorwise", "margin": 2}}}
+    parsed = parse({"policy": policy, "recipe": "careful", "fp8_format": "e4m3"})
+    assert parsed.recipe == Recipe("tensorwise", "e4m3", margin=2)
+    assert "careful" in error_of({"policy": policy, "recipe": "carefull"})
+
+
 def test_every_option_reaches_its_field():
     given = {
         "recipe": "delayed",

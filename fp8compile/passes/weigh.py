@@ -114,6 +114,8 @@ def weigh(matmuls: list[Matmul], device: Device) -> int:
         for matmul in left_open:
             matmul.reason = f"{SLOWER}: {device.name} has no FP8"
         return len(left_open)
+    for matmul in matmuls:  # also of those that stay: the whole of a step's matmuls is known then
+        matmul.bf16_us = _high_precision(matmul, device)
     gemms = _model(candidates)
     known: dict[tuple, int | None] = {}
     parts = [_Component(device, part, known) for part in _components(gemms)]
@@ -123,6 +125,16 @@ def weigh(matmuls: list[Matmul], device: Device) -> int:
     for part in parts:
         part.report(settled)
     return sum(not gemm.matmul.fp8 for gemm in gemms)
+
+
+def _high_precision(matmul: Matmul, device: Device) -> float | None:
+    """Estimated microseconds of a matmul as it is. None where there is nothing to say: no rows, a dtype of no tensor core."""
+    m, n, k, batch = map(hint, (matmul.m, matmul.n, matmul.k, matmul.batch))
+    dtype = value(matmul.node).dtype
+    if not (m and n and k and batch) or str(dtype) not in SHORT:
+        return None
+    one = cost.gemm(device, m, n, k, SHORT[str(dtype)], dtype.itemsize) - device.launch
+    return 1e6 * (batch * one + device.launch)
 
 
 def _settle(device: Device, parts: list[_Component]) -> str:

@@ -158,6 +158,9 @@ class Rule(Settings):
         check_name("recipe", self.recipe, "the name of a recipe")
         self.check_settings()
 
+    def __repr__(self) -> str:
+        return brief(self)
+
     def _several(self, key: str, allowed: str) -> tuple[str, ...]:
         """The values of a key that takes one or a list, which is what it holds from now on."""
         given = getattr(self, key)
@@ -280,6 +283,9 @@ class Policy:
             self._chain(name, ("recipes", name, "base"))
         _ = self._effective
 
+    def __repr__(self) -> str:
+        return brief(self)
+
     def choose(self, site: match.Site) -> match.Choice:
         """The first rule whose conditions hold decides; without one, the default recipe where it pays."""
         for i, rule in enumerate(self.rules):
@@ -378,6 +384,13 @@ class Policy:
 def label(rules: Sequence[Rule], i: int) -> str:
     """What reports and messages call a rule: its name, or "rule 3"."""
     return rules[i].name or f"rule {i + 1}"
+
+
+def brief(table: Any) -> str:
+    """A repr with what differs from the defaults."""
+    plain = type(table)()
+    shown = [f for f in dataclasses.fields(table) if f.compare and getattr(table, f.name) != getattr(plain, f.name)]
+    return f"{type(table).__name__}({', '.join(f'{f.name}={getattr(table, f.name)!r}' for f in shown)})"
 
 
 def given(table: Any) -> dict[str, Any]:
