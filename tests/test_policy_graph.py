@@ -279,3 +279,22 @@ def test_branches_keep_their_own_edges() -> None:
     (graph,) = fp8compile.report(model).graphs
     names = [record.fqn for record in graph.matmuls]
     assert graph.edges and not any(names[i] == names[j] for i, j in graph.edges)
+
+
+def test_a_file_that_disappears(tmp_path) -> None:
+    """The next compilation says so; the model is as it was, and trains uncompiled."""
+    file = tmp_path / "fp8.toml"
+    file.write_text('[[rules]]\nmodule = "down"\nfp8 = "off"\n')
+    model = make(Mlp)
+    run = torch.compile(model, backend="fp8", dynamic=False, options={"policy": str(file)})
+    run(noise(16, 128)).sum().backward()
+    assert {r.fqn for r in fp8compile.report(model).matmuls if r.decision != "fp8"} == {"down"}
+    before = {name: p.clone() for name, p in model.state_dict().items()}
+    file.unlink()
+    run(noise(16, 128)).sum().backward()  # compiled already
+    with pytest.raises(fp8compile.OptionError, match="fp8.toml"):
+        run(noise(32, 128))
+    assert all(torch.equal(p, before[name]) for name, p in model.state_dict().items())
+    model.zero_grad()
+    model(noise(32, 128)).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn as nn
 
+import fp8compile
 from fp8compile.kinds import HEADS, ROUTERS
 from fp8compile.policy import Choice, Policy, Site, load
 
@@ -77,7 +78,9 @@ def models() -> dict[str, nn.Module]:
             "gpt2": transformers.GPT2LMHeadModel(transformers.GPT2Config(**narrow)),
             "gpt2-xl": transformers.GPT2LMHeadModel(transformers.GPT2Config(**{**narrow, "n_embd": 1600, "n_head": 25})),
             "vit": transformers.ViTForImageClassification(
-                transformers.ViTConfig(hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_labels=1000)
+                transformers.ViTConfig(
+                    hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4, num_labels=1000
+                )
             ),
             "moe": transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, **heads, num_local_experts=8)),
         }
@@ -172,3 +175,36 @@ def test_accelerate_defaults(models):
     assert [choice.fp8 for choice in decided("accelerate-defaults", odd).values()] == ["off", "off", "off", "on", "off"]
     conv = decided("accelerate-defaults", models["gpt2"])  # no nn.Linear but the head
     assert {choice.fp8 for choice in conv.values()} == {"off"}
+
+
+# -- compiled, as a user would -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("policy", "name"),
+    [
+        ("default", "llama"),
+        ("llama", "llama"),
+        ("gpt2", "gpt2"),
+        ("vit", "vit"),
+        ("conservative", "llama"),
+        ("accelerate-defaults", "llama"),
+    ],
+)
+def test_the_graph_decides_as_the_names_do(models, policy, name):
+    """What a training step's report has, rule by rule, against `decided`; and no rule of a shipped file is idle there."""
+    model = models[name]
+    given = {"pixel_values": torch.zeros(2, 3, 224, 224)} if name == "vit" else {"input_ids": torch.zeros(2, 64).long()}
+    report = fp8compile.explain(model, options={"policy": policy}, **given)
+    expected = decided(policy, model)
+    records = [record for record in report.matmuls if record.parameter]
+    found = {(record.parameter, record.rule, record.recipe or "high precision") for record in records}
+    assert len(found) >= 16
+    for parameter, rule, recipe in found:
+        choice = expected.get(parameter) or expected["lm_head.weight"]  # tied to an embedding
+        assert rule == choice.label, parameter
+        assert recipe == ("high precision" if choice.fp8 == "off" else choice.recipe.name), parameter
+    ours = load(policy)
+    own = {label for label, rule in zip(ours.labels, ours.rules, strict=True) if rule not in load("default").rules}
+    absent = {"sides that 16 does not divide", "not a linear", "patch embedding"}  # a convolution here
+    assert own - absent <= {rule for _, rule, _ in found}
