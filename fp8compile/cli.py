@@ -146,7 +146,7 @@ def explain(target: str, device: str | None, as_json: bool, html: str | None, fu
 
 
 @cli.command(help="The estimated time of a training step in bf16 and in FP8, on a GPU that need not be there." + _TARGET_HELP)
-@_model_options("h200")
+@_model_options(None)
 @click.option("--extrapolate", is_flag=True, help="Compile two of the repeated blocks, carry on from there.")
 def estimate(target: str, device: str, as_json: bool, html: str | None, extrapolate: bool, **given: Any) -> None:
     if "torch" not in sys.modules:
@@ -312,9 +312,8 @@ def _idle(labels: Sequence[str], report: Report) -> list[str]:
 
 
 def _nothing(idle: Sequence[str], target: str) -> str:
-    does, its = ("decides", "its") if len(idle) == 1 else ("decide", "their")
     names = ", ".join(map(repr, idle))
-    return f"{names} {does} about no matmul of {target}: {its} patterns match none, or earlier rules take them all"
+    return f"{names} {'decides' if len(idle) == 1 else 'decide'} about no matmul of {target}"
 
 
 def _count(number: int, what: str) -> str:

@@ -28,6 +28,9 @@ def _dtype(matmul: Matmul) -> str | None:
             return f"dtype {str(dtype).removeprefix('torch.')}"
         if value(x).layout is not torch.strided:
             return f"dtype: {value(x).layout} tensor"
+    left, right = (value(x).dtype for x in matmul.node.args[-2:])  # type: ignore[arg-type]
+    if left != right:  # an error everywhere else: it is left to Inductor to say so
+        return f"dtype: {left} times {right}".replace("torch.", "")
     return None
 
 

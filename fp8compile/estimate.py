@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -181,7 +181,7 @@ def _split(cost: Cost) -> tuple[float, float]:
 def estimate(
     model: Callable[..., Any],
     *args: Any,
-    device: str = "h200",
+    device: str | None = None,
     options: Mapping[str, Any] | None = None,
     autocast: bool | None = None,
     attention: float | None = None,
@@ -189,6 +189,8 @@ def estimate(
     **kwargs: Any,
 ) -> Estimate:
     """Estimate a training step, forward and backward of `model(*args, **kwargs)`, on `device` in bf16 and in FP8.
+
+    `device` None is the device of the options or of their policy, else "h200".
 
     `model` is a module, a compiled module, or any function of modules, on the CPU or the meta device, and so are its inputs.
     `options` are those of the backend. `autocast` compiles under bf16 autocast; None: if a parameter is float32 and no
@@ -203,19 +205,22 @@ def estimate(
     from . import described
     from .explain import explain
     from .options import parse
-    from .untouched import modules_of, unwrapped
+    from .untouched import modules_of, taken
 
-    found = devices.find(device)
+    if attention is not None and not 0 < attention <= 1:
+        raise OptionError.of("attention", attention, "a share of the bf16 matmul rate, above 0 and at most 1")
+    chosen = {name: value for name, value in (options or {}).items() if name != "strict"}
+    found = devices.find(device or parse(chosen).policy.device or "h200")
     if not found.has_fp8:
-        raise OptionError.of("device", device, "a device with FP8 tensor cores", ("h100", "h200"))
-    chosen = {name: value for name, value in {**(options or {}), "device": found.key}.items() if name != "strict"}
+        raise OptionError.of("device", found.key, "a device with FP8 tensor cores", ("h100", "h200"))
+    chosen["device"] = found.key
     inductor = parse(chosen).inductor
     if any(inductor.get(name) for name in ("max_autotune", "max_autotune_gemm", "max_autotune_pointwise")):
         raise OptionError("autotuning needs the device: estimate without max_autotune")
     why = described.unavailable()
     if why is not None:
         raise Fp8CompileError(f"no GPU can be described here: {why}")
-    model = unwrapped(model)
+    model = taken(model)
     modules = modules_of((model, args, kwargs))
     notes = []
     if autocast is None:
@@ -375,10 +380,11 @@ def _name(pattern: Pattern, number: int | str | None) -> str:
     return pattern[0] if pattern[1] is None else f"{pattern[0]}{0 if number is None else number}{pattern[1]}"
 
 
-def _by_pattern(costs: Costs) -> dict[Pattern, tuple[Cost, set[int]]]:
+def _by_pattern(costs: Costs, apart: Collection[str] = ()) -> dict[Pattern, tuple[Cost, set[int]]]:
+    """Names that differ in their first number are joined, but for those in `apart`."""
     made: dict[Pattern, tuple[Cost, set[int]]] = {}
     for fqn, cost in costs.items():
-        pattern, number = _pattern(fqn)
+        pattern, number = _pattern(fqn) if fqn not in apart else ((fqn, None), None)
         total, numbers = made.get(pattern, (Cost(), set()))
         made[pattern] = total + cost, numbers | ({number} if number is not None else set())
     return made
@@ -394,11 +400,14 @@ def _layers(bf16: Costs, fp8: Costs) -> Iterator[Layer]:
     from .reports import _ranges
 
     tables = []
+    names = {*bf16, *fp8}
+    # `0` and `2` of a Sequential are layers of their own, `layers.0` and `layers.1` have layers in them
+    leaves = {name for name in names if not any(other.startswith(f"{name}.") for other in names)}
     for costs in (bf16, fp8):
         parts: Costs = {}
         for fqn, cost in costs.items():
             parts[_part(fqn)] = parts.get(_part(fqn), Cost()) + cost
-        tables.append(_by_pattern(parts))
+        tables.append(_by_pattern(parts, {name for name in leaves if _pattern(name)[0][1] == ""}))
     for pattern in sorted({**tables[0], **tables[1]}, key=lambda p: (p[0] == NOWHERE, _name(p, None))):
         (one, numbers), (other, more) = (table.get(pattern, (Cost(), set())) for table in tables)
         yield Layer(_name(pattern, _ranges(sorted(numbers | more)) if numbers | more else None), one, other)

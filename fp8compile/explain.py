@@ -38,13 +38,15 @@ def explain(
     """
     from . import runtime
     from .backend import fp8
-    from .untouched import entry, fuse_attention, inputs, modules_of, untouched, unwrapped
+    from .options import parse
+    from .untouched import entry, fuse_attention, inputs, modules_of, taken, untouched
 
-    model = unwrapped(model)
+    model = taken(model)
     modules = modules_of((model, args, kwargs))
     chosen = {name: value for name, value in (options or {}).items() if name != "strict"}
     if device is not None:
         chosen["device"] = device
+    parse(chosen)  # errors without Dynamo's words around them
     elsewhere = chosen.get("device") is not None or any(p.device.type == "meta" for m in modules for p in m.parameters())
 
     def backend(gm: Any, example_inputs: Any) -> Any:

@@ -216,14 +216,15 @@ class Ledger:
         `model` may be the original module, a part of it, or what torch.compile or DDP made of it.
         torch.compile is lazy: a graph is there after the call that compiled it. TypeError if `model` is not a module.
         """
+        module = all(callable(getattr(model, name, None)) for name in ("parameters", "buffers"))
+        if model is not None and not module:
+            raise TypeError(f"report() takes a torch.nn.Module or None, not {type(model).__name__}")
         with self._lock:
             graphs, references = dict(self._graphs), {i: list(refs) for i, refs in self._parameters.items()}
         if not graphs:
             return Report(empty="nothing was compiled yet (torch.compile compiles at the first call)")
         if model is None:
             return Report(graphs.values())
-        if not (callable(getattr(model, "parameters", None)) and callable(getattr(model, "buffers", None))):
-            raise TypeError(f"report() takes a torch.nn.Module or None, not {type(model).__name__}")
         mine = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
         chosen = [i for i in graphs if any(id(t) in mine for ref in references[i] if (t := ref()) is not None)]
         others = f"none of the {len(graphs)} compiled graphs reads a parameter of this {type(model).__name__}"

@@ -274,7 +274,7 @@ def _is_model(value: Any) -> bool:
 def _described(value: Any) -> str:
     if isinstance(value, tuple):
         return f"a tuple of {', '.join(type(item).__name__ for item in value) or 'nothing'}"
-    return "None" if value is None else f"a {type(value).__name__}"
+    return "None" if value is None else f"an object of type {type(value).__name__}"
 
 
 def _required(function: Callable[..., Any]) -> list[str]:

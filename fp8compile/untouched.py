@@ -40,6 +40,15 @@ def unwrapped(model: Any) -> Any:
         model = inner
 
 
+def taken(model: Any) -> Callable[..., Any]:
+    """`unwrapped`, and TypeError for what cannot be called."""
+    model = unwrapped(model)
+    if isinstance(model, type) or not callable(model):
+        kind = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
+        raise TypeError(f"expected a torch.nn.Module or a function of modules, not {kind}")
+    return model
+
+
 def modules_of(model: Any) -> list[nn.Module]:
     """The modules that a callable is, or is made of: bound to it, in its closure, its globals, its attributes."""
     found: dict[int, nn.Module] = {}

@@ -196,7 +196,7 @@ def test_bad_inputs(text, says):
         ("my_model.py:xyzzy", "has no function 'xyzzy'. It defines build, alone, mapping"),
         ("my_model.py:limit", "my_model.py:limit is a int, not a function"),
         ("my_model.py:needs", "takes width, heads: give them defaults"),
-        ("my_model.py:number", "number() returned a int; wanted is a torch.nn.Module, (model, args)"),
+        ("my_model.py:number", "number() returned an object of type int; wanted is a torch.nn.Module, (model, args)"),
         ("my_model.py:nothing", "nothing() returned None"),
         ("my_model.py:pair", "pair() returned a tuple of Net, Net, Net, Net"),
         ("my_model.py:unknown_key", "unknown key 'inputs'"),

@@ -226,3 +226,19 @@ def test_errors(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(fp8compile.Fp8CompileError, match='CUDA_VISIBLE_DEVICES=""'):
         estimate(net(1), tokens())
+
+
+def test_the_device_of_the_options_and_of_their_policy():
+    """The argument wins, then the option, then the policy; wrong shares of a rate are refused."""
+    model, x = nn.Sequential(nn.Linear(256, 512), nn.Linear(512, 256)).bfloat16(), torch.zeros(64, 256, dtype=torch.bfloat16)
+    for options in ({"device": "h100"}, {"policy": {"device": "h100"}}):
+        assert "H100" in str(fp8compile.estimate(model, x, options=options))
+    for share in (75, 0, -1.0):
+        with pytest.raises(fp8compile.OptionError, match="attention"):
+            fp8compile.estimate(model, x, attention=share)
+
+
+def test_layers_of_a_sequential_are_not_blocks():
+    model, x = nn.Sequential(nn.Linear(256, 512), nn.Linear(512, 256)).bfloat16(), torch.zeros(64, 256, dtype=torch.bfloat16)
+    names = {layer.name for layer in fp8compile.estimate(model, x).layers}
+    assert {"0", "1"} <= names

@@ -298,3 +298,16 @@ def test_a_file_that_disappears(tmp_path) -> None:
     model.zero_grad()
     model(noise(32, 128)).sum().backward()
     assert all(p.grad is not None for p in model.parameters())
+
+
+def test_operands_of_two_dtypes_are_an_error_as_everywhere() -> None:
+    """Without autocast, bf16 weights and float32 activations: what eager mode refuses is not made to work by quantizing."""
+    model = nn.Linear(128, 128).bfloat16()
+    with pytest.raises(Exception, match="dtype"):
+        compiled(nn.Sequential(model))(noise(32, 128)).sum().backward()
+
+
+def test_near_names_do_match(caplog: pytest.LogCaptureFixture) -> None:
+    decisions(nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128)), policy=rules({"module": "*.mlp.*", "fp8": "off"}))
+    (message,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert "*.mlp.*" in message and "'*.*'" not in message

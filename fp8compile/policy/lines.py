@@ -25,7 +25,7 @@ def line_of(text: str, path: Sequence[str | int]) -> int | None:
         return _key_line(sections[0][2], ("rules",))
     for depth in range(len(path), 0, -1):
         for number, (brackets, header), lines in sections:
-            if brackets == "[" and header == tuple(path[:depth]):
+            if brackets and header == tuple(path[:depth]):
                 return _key_line(lines, path[depth : depth + 1]) or number
     return _key_line(sections[0][2], path[:1])
 

@@ -166,7 +166,8 @@ def _alike(pattern: str, names: Collection[str]) -> list[str]:
         depth = pattern.lstrip("*.").count(".") + 1
         start = "*." if pattern.lstrip("*").startswith(".") else "*"
         globs = dict.fromkeys(start + ".".join(name.split(".")[-depth:]) for name in globs)
-    return near(_NUMBER.sub("*", pattern), globs)
+    close = near(_NUMBER.sub("*", pattern), globs)
+    return [glob for glob in close if any(patterns.fits((glob,), name) for name in names)]
 
 
 def _list(values: Any) -> str:

@@ -274,6 +274,8 @@ class Policy:
                     raise PolicyError(f"expected a {kind.__name__}; got {describe(part)}. load() takes dicts.")
         one_of("eval", self.eval, get_args(Eval))
         check_name("device", self.device, "the name of a device", longest=4096)
+        if isinstance(self.rules, Rule):
+            raise PolicyError.of("rules", self.rules, "a sequence of Rules: rules=(rule,)")
         if len(self.labels) != len(self.rules):
             object.__setattr__(self, "labels", tuple(label(self.rules, i) for i in range(len(self.rules))))
         for name in self.recipes:
