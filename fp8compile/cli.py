@@ -95,12 +95,12 @@ def cli(traceback: bool) -> None:
 # --- explain and estimate -------------------------------------------------------------------------
 
 
-def _model_options(default_device: str | None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def _model_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """The arguments that explain and estimate share."""
-    device_help = f"Device whose description decides what pays (default: {default_device or 'that of the model'})."
+    device_help = "Device whose description decides what pays (default: the policy's; else the model's, or h200 to estimate)."
     decorators = [
         click.argument("target"),
-        click.option("--device", default=default_device, metavar="NAME", help=device_help),
+        click.option("--device", metavar="NAME", help=device_help),
         click.option("--policy", metavar="FILE|NAME", help="Policy file, or the name of a shipped policy."),
         click.option("--option", "options", multiple=True, metavar="KEY=VALUE", help="Option of the backend; repeatable."),
         click.option(
@@ -115,12 +115,9 @@ def _model_options(default_device: str | None) -> Callable[[Callable[..., Any]],
         click.option("--strict", is_flag=True, help="Fail where nothing can run in FP8, or a rule matches nothing."),
     ]
 
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        for decorator in reversed(decorators):
-            function = decorator(function)
-        return function
-
-    return decorate
+    for decorator in reversed(decorators):
+        function = decorator(function)
+    return function
 
 
 _TARGET_HELP = """
@@ -131,7 +128,7 @@ _TARGET_HELP = """
 
 
 @cli.command(help="Every matmul of a model: FP8, or why not. Nothing is trained, and nothing is run." + _TARGET_HELP)
-@_model_options(None)
+@_model_options
 @click.option("--full", is_flag=True, help="A line for each layer, also of repeated blocks.")
 def explain(target: str, device: str | None, as_json: bool, html: str | None, full: bool, **given: Any) -> None:
     options = _prepared(device, html, given)
@@ -146,9 +143,9 @@ def explain(target: str, device: str | None, as_json: bool, html: str | None, fu
 
 
 @cli.command(help="The estimated time of a training step in bf16 and in FP8, on a GPU that need not be there." + _TARGET_HELP)
-@_model_options(None)
+@_model_options
 @click.option("--extrapolate", is_flag=True, help="Compile two of the repeated blocks, carry on from there.")
-def estimate(target: str, device: str, as_json: bool, html: str | None, extrapolate: bool, **given: Any) -> None:
+def estimate(target: str, device: str | None, as_json: bool, html: str | None, extrapolate: bool, **given: Any) -> None:
     if "torch" not in sys.modules:
         if any(os.path.exists(file) for file in _GPU_FILES) and os.environ.get(_HIDDEN_GPUS[0]) != "":
             click.echo("note: estimate describes a GPU and uses none; this process does not see this machine's", err=True)
@@ -236,7 +233,7 @@ def _finish(result: Any, text: str, as_json: bool, html: str | None) -> None:
         from .html import page
 
         try:
-            Path(html).write_text(page(result), encoding="utf-8")
+            page(result, html)
         except OSError as error:
             raise _usage(f"--html {html}: {error.strerror}") from None
         click.echo(f"wrote {html}", err=True)

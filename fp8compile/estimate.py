@@ -25,7 +25,7 @@ from torch import nn
 
 from . import devices, roofline
 from .errors import Fp8CompileError, OptionError
-from .reports import LEDGER, Report
+from .reports import LEDGER, Report, numbered
 
 if TYPE_CHECKING:
     from .described import Kernel, Step
@@ -369,13 +369,6 @@ def _carried_on(one: Costs, two: Costs, count: int) -> Costs:
 Pattern = tuple[str, str | None]  # what is before and behind the first number in a name
 
 
-def _pattern(fqn: str) -> tuple[Pattern, int | None]:
-    number = re.search(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", fqn)
-    if number is None:
-        return (fqn, None), None
-    return (fqn[: number.start()], fqn[number.end() :]), int(number.group())
-
-
 def _name(pattern: Pattern, number: int | str | None) -> str:
     return pattern[0] if pattern[1] is None else f"{pattern[0]}{0 if number is None else number}{pattern[1]}"
 
@@ -384,7 +377,7 @@ def _by_pattern(costs: Costs, apart: Collection[str] = ()) -> dict[Pattern, tupl
     """Names that differ in their first number are joined, but for those in `apart`."""
     made: dict[Pattern, tuple[Cost, set[int]]] = {}
     for fqn, cost in costs.items():
-        pattern, number = _pattern(fqn) if fqn not in apart else ((fqn, None), None)
+        pattern, number = numbered(fqn) if fqn not in apart else ((fqn, None), None)
         total, numbers = made.get(pattern, (Cost(), set()))
         made[pattern] = total + cost, numbers | ({number} if number is not None else set())
     return made
@@ -407,7 +400,7 @@ def _layers(bf16: Costs, fp8: Costs) -> Iterator[Layer]:
         parts: Costs = {}
         for fqn, cost in costs.items():
             parts[_part(fqn)] = parts.get(_part(fqn), Cost()) + cost
-        tables.append(_by_pattern(parts, {name for name in leaves if _pattern(name)[0][1] == ""}))
+        tables.append(_by_pattern(parts, {name for name in leaves if numbered(name)[0][1] == ""}))
     for pattern in sorted({**tables[0], **tables[1]}, key=lambda p: (p[0] == NOWHERE, _name(p, None))):
         (one, numbers), (other, more) = (table.get(pattern, (Cost(), set())) for table in tables)
         yield Layer(_name(pattern, _ranges(sorted(numbers | more)) if numbers | more else None), one, other)

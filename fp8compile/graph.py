@@ -26,6 +26,11 @@ def value(node: Node) -> torch.Tensor:
     return node.meta["val"]
 
 
+def is_tensor(node: Node) -> bool:
+    """Whether a node stands for a tensor: not for a number, a tuple or nothing."""
+    return isinstance(node.meta.get("val"), torch.Tensor)
+
+
 def arg(node: Node, index: int) -> Any:
     """A positional argument: what it is, the operator's schema says better than fx's types."""
     return node.args[index]

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
 from torch.fx import Node
 
-from .graph import CASTS, SAME, VIEWS, arg, aten, call_function, same_size, value
+from .graph import CASTS, SAME, VIEWS, arg, aten, call_function, is_tensor, same_size, value
 from .matmul import Matmul
 
 HEADS = "lm_head head heads embed_out unembed unembedding output_projection score classifier logits".split()
@@ -69,7 +68,7 @@ def _downstream(node: Node) -> Iterator[Node]:
                 continue
             seen.add(user)
             yield user
-            kept = isinstance(user.meta.get("val"), torch.Tensor) and not call_function(user, (aten.mm.default,))
+            kept = is_tensor(user) and not call_function(user, (aten.mm.default,))
             if (
                 kept
                 and call_function(user, BETWEEN)
@@ -103,5 +102,5 @@ def _no_mix(node: Node) -> bool:
     """A sum or product is passed through only if its other side is small (a bias, a temperature), not another activation."""
     if not call_function(node, (aten.add.Tensor, aten.mul.Tensor, aten.div.Tensor)):
         return True
-    sides = [value(x).dim() for x in node.args[:2] if isinstance(x, Node) and isinstance(x.meta.get("val"), torch.Tensor)]
+    sides = [value(x).dim() for x in node.args[:2] if isinstance(x, Node) and is_tensor(x)]
     return len(sides) == 1 or min(sides) <= 1

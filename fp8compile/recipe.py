@@ -47,10 +47,10 @@ class Recipe:
         if isinstance(self.fp8_format, str) and self.fp8_format.lower() in FP8_FORMATS:
             object.__setattr__(self, "fp8_format", self.fp8_format.lower())
         _one_of("fp8_format", self.fp8_format, FP8_FORMATS)
-        _integer("margin", self.margin, 0, 64)
-        _integer("amax_history_len", self.amax_history_len, 1)
+        integer("margin", self.margin, 0, 64)
+        integer("amax_history_len", self.amax_history_len, 1, 1 << 20)
         _one_of("amax_compute_algo", self.amax_compute_algo, AMAX_ALGOS)
-        _integer("interval", self.interval, 1)
+        integer("interval", self.interval, 1, 1 << 20)
         self._three_bools("override_linear_precision", "True = high precision")
         self._three_bools("use_fast_accum", "True = fast accumulation")
         boolean("reduce_amax", self.reduce_amax)
@@ -86,9 +86,10 @@ def _one_of(key: str, value: Any, allowed: tuple[str, ...]) -> None:
         raise OptionError.of(key, value, "one of " + ", ".join(map(repr, allowed)), near)
 
 
-def _integer(key: str, value: Any, least: int, most: int = 1 << 20) -> None:
+def integer(key: str, value: Any, least: int, most: int | None = None) -> None:
+    """Raise OptionError unless `value` is an integer from `least` to `most`."""
     # bool is an int to Python; margin=True is a mistake to everybody else
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise OptionError.of(key, value, f"an integer >= {least}")
-    if value > most:
+    if most is not None and value > most:
         raise OptionError.of(key, value, f"an integer <= {most}")

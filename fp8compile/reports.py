@@ -333,13 +333,20 @@ def _times(count: int) -> str:
     return f" (x{count})" if count > 1 else ""
 
 
+def numbered(name: str) -> tuple[tuple[str, str | None], int | None]:
+    """What is before and behind the first number in a module's name, and the number; ((name, None), None) without one."""
+    number = re.search(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", name)
+    if number is None:
+        return (name, None), None
+    return (name[: number.start()], name[number.end() :]), int(number.group())
+
+
 def _collapsed(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
     """Join the rows whose names differ in the first number only: "h.0.fc" ... "h.11.fc" -> "h.0-11.fc"."""
     groups: dict[tuple[Any, ...], list[int]] = {}
     for row in rows:
-        number = re.search(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", row[0])
-        pattern = (row[0][: number.start()], row[0][number.end() :]) if number else (row[0], None)
-        groups.setdefault((pattern, row[1:]), []).append(int(number.group()) if number else 0)
+        pattern, number = numbered(row[0])
+        groups.setdefault((pattern, row[1:]), []).append(number or 0)
     out = []
     for ((before, after), rest), numbers in groups.items():
         out.append((before if after is None else f"{before}{_ranges(numbers)}{after}", *rest))

@@ -24,7 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from . import compat, scaling
 from .errors import Fp8CompileError
-from .graph import fake_mode_of, value
+from .graph import fake_mode_of, is_tensor, value
 from .hollow import hollow
 from .passes import Rewritten
 from .passes.base import run_pass
@@ -37,17 +37,14 @@ Boxed = Callable[[list[Any]], Any]
 _how = "compiled"
 
 
-def _as(how: str) -> contextlib.AbstractContextManager[None]:
-    @contextlib.contextmanager
-    def inside() -> Iterator[None]:
-        global _how
-        before, _how = _how, how
-        try:
-            yield
-        finally:
-            _how = before
-
-    return inside()
+@contextlib.contextmanager
+def _as(how: str) -> Iterator[None]:
+    global _how
+    before, _how = _how, how
+    try:
+        yield
+    finally:
+        _how = before
 
 
 def interpreted() -> contextlib.AbstractContextManager[None]:
@@ -133,14 +130,14 @@ class CompiledGraph:
         warm = compile_inner(gm, example_inputs, **kwargs)
         if cold is None:
             return warm
-        devices = {value(node).device.type for node in cold.graph.nodes if _is_tensor(node)}
+        devices = {value(node).device.type for node in cold.graph.nodes if is_tensor(node)}
         device = next((kind for kind in devices if kind != "cpu"), "cpu")  # numbers may be inputs on the CPU
         return self._backward(cold, warm, device) if backward else self._forward(cold, warm, device)
 
     def _forward(self, gm: GraphModule, warm: Boxed, device: str) -> Boxed:
         eager, outputs = _boxed(Eager(gm)), _outputs(gm)
         # the last ones are saved for backward; a marker that turns out to be none of them is not looked for
-        made = [i for i, x in enumerate(outputs) if isinstance(x, Node) and x.op != "placeholder" and _is_tensor(x)]
+        made = [i for i, x in enumerate(outputs) if isinstance(x, Node) and x.op != "placeholder" and is_tensor(x)]
         marker = made[-1] if made else None
         self.marker = outputs[marker].name if marker is not None else None
 
@@ -234,10 +231,6 @@ def _check_update(gm: GraphModule, page: str, slots: Sequence[Any]) -> None:
 
 def _outputs(gm: GraphModule) -> list[Any]:
     return list(next(iter(gm.graph.find_nodes(op="output"))).args[0])  # type: ignore[arg-type]
-
-
-def _is_tensor(node: Node) -> bool:
-    return isinstance(node.meta.get("val"), torch.Tensor)
 
 
 def _boxed(interpreter: Interpreter) -> Boxed:

@@ -28,6 +28,7 @@ from . import compat
 from .errors import OptionError
 from .logs import get_logger, say_once
 from .policy import Schedule
+from .recipe import integer
 from .reports import FP8, HIGH_PRECISION, LEDGER
 
 if TYPE_CHECKING:
@@ -120,8 +121,7 @@ def set_phase(phase: str | None, model: nn.Module | None = None) -> None:
 
 def set_step(step: int, model: nn.Module | None = None) -> None:
     """Say that `step` optimizer steps were taken: after loading a checkpoint, or where steps cannot be seen."""
-    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-        raise OptionError.of("step", step, "an integer >= 0")
+    integer("step", step, 0)
     if model is None:
         _state.offset = step - max((steps.count for steps in _state.steps.values()), default=0)
         _state.offsets.clear()
@@ -140,8 +140,7 @@ def on_step(callback: Callback, model: nn.Module | None = None, every: int = 1) 
     """
     if not callable(callback):
         raise OptionError.of("callback", callback, "callable as callback(step, loss)")
-    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-        raise OptionError.of("every", every, "an integer >= 1")
+    integer("every", every, 1)
     _state.listen()
     _parameters(model)  # complains about what is no model
     number = max(_state.callbacks, default=-1) + 1

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from ..graph import is_tensor
+
 aten = torch.ops.aten
 prims = torch.ops.prims
 
@@ -116,7 +118,7 @@ def supported(node: Node) -> bool:
     if node.op != "call_function" or not isinstance(value, torch.Tensor) or value.dtype not in TRITON_DTYPE:
         return False
     target, arguments = node.target, [x for x in node.args if isinstance(x, Node)]
-    if any(not isinstance(x.meta.get("val"), torch.Tensor) for x in arguments):
+    if any(not is_tensor(x) for x in arguments):
         return False
     dtypes = [x.meta["val"].dtype for x in arguments]
     if any(dtype not in TRITON_DTYPE or dtype.itemsize == 1 and dtype.is_floating_point for dtype in [value.dtype, *dtypes]):

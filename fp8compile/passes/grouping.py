@@ -18,7 +18,7 @@ from ..codegen.cost import Sizes, fusable
 from ..codegen.domain import RESHAPES, VIEWS, Domain, product, sizes
 from ..codegen.expressions import TRITON_DTYPE, supported
 from ..codegen.group import Group, Output, Walk
-from ..graph import CASTS, aten
+from ..graph import CASTS, aten, is_tensor
 
 MOST_INPUTS = 12
 OURS = (ops.quantize, ops.quantize_both, ops.amax)
@@ -72,7 +72,7 @@ class Grouping:
         self.follow_rows(domain, walk, sinks)
         full = {node for node, index in walk.seen if node in walk.members and index == domain.full(sizes(node))}
         for node in walk.members:
-            if node.target in VIEWS or node in sinks or not isinstance(node.meta.get("val"), torch.Tensor):
+            if node.target in VIEWS or node in sinks or not is_tensor(node):
                 continue
             readers = _readers(node, walk.members, sinks)
             if not readers:
@@ -89,12 +89,12 @@ class Grouping:
 
     def follow_rows(self, domain: Domain, walk: Walk, sinks: set[Node]) -> None:
         """Take in what others compute of one number a row alone (the statistics, rounded for backward): else a tiny kernel."""
-        tensors = [node for node in walk.members if isinstance(node.meta.get("val"), torch.Tensor)]
+        tensors = [node for node in walk.members if is_tensor(node)]
         rows = [node for node in tensors if domain.row_index(node) is not None and self.of_sums(node, walk)]
         while rows:
             node = rows.pop()
             for user in _readers(node, walk.members, sinks):
-                index = domain.row_index(user) if isinstance(user.meta.get("val"), torch.Tensor) else None
+                index = domain.row_index(user) if is_tensor(user) else None
                 operands = domain.operands(user, index) if index is not None else None
                 if operands is not None and all(x[0] in walk.members for x in operands if isinstance(x, tuple)):
                     walk(user, index)  # type: ignore[arg-type]

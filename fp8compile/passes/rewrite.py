@@ -25,7 +25,7 @@ import torch
 from torch.fx import Graph, Node
 
 from .. import compat, ops
-from ..graph import CASTS, PERMUTES, VIEWS, Emitter, Matrix, aten, hint, same_shape, value
+from ..graph import CASTS, PERMUTES, VIEWS, Emitter, Matrix, aten, hint, is_tensor, same_shape, value
 from ..matmul import GEMMS, Matmul
 from .plan import Operand, Plan, roles
 
@@ -185,7 +185,7 @@ def _read_again(source: Node) -> bool:
         node = stack.pop()
         if node.op == "call_function" and (_pointwise(node) or node.target in _RESHAPES):
             computed = computed or _pointwise(node) and node.target not in CASTS
-            stack += [x for x in node.all_input_nodes if x not in seen and _is_tensor(x)]
+            stack += [x for x in node.all_input_nodes if x not in seen and is_tensor(x)]
             seen.update(node.all_input_nodes)
         elif hint(value(node).numel()) * 16 > hint(big) and not _read_in_backward(node):
             return False
@@ -203,10 +203,6 @@ def _read_in_backward(node: Node) -> bool:
 
 def _pointwise(node: Node) -> bool:
     return torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target in (*CASTS, aten.clone.default)
-
-
-def _is_tensor(node: Node) -> bool:
-    return isinstance(node.meta.get("val"), torch.Tensor)
 
 
 _RESHAPES = (*VIEWS, *PERMUTES, aten.expand.default, operator.getitem)

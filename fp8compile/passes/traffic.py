@@ -13,12 +13,11 @@ import operator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch.fx import Node
 
 from .. import compat
 from ..codegen.cost import fusable
-from ..graph import CASTS, PERMUTES, SAME, VIEWS, Matrix, aten, call_function, hint, value
+from ..graph import CASTS, PERMUTES, SAME, VIEWS, Matrix, aten, call_function, hint, is_tensor, value
 
 _VIEWS = (*VIEWS, *PERMUTES, *SAME, aten.expand.default, aten.slice.Tensor, aten.select.int, operator.getitem)
 _JOINS = (aten.cat.default, aten.stack.default, aten.constant_pad_nd.default, aten.slice_scatter.default)
@@ -66,7 +65,7 @@ def _producer_bytes(base: Node) -> int | None:
     stack = [base]
     while stack:
         for node in stack.pop().all_input_nodes:
-            if node not in members and isinstance(node.meta.get("val"), torch.Tensor):
+            if node not in members and is_tensor(node):
                 inputs[node] = None
         if not stack and len(members) < MOST_NODES:
             # in the end: a node may be met before its other readers are known to be inside

@@ -114,8 +114,6 @@ def weigh(matmuls: list[Matmul], device: Device) -> int:
         for matmul in left_open:
             matmul.reason = f"{SLOWER}: {device.name} has no FP8"
         return len(left_open)
-    for matmul in matmuls:  # also of those that stay: the whole of a step's matmuls is known then
-        matmul.bf16_us = _high_precision(matmul, device)
     gemms = _model(candidates)
     known: dict[tuple, int | None] = {}
     parts = [_Component(device, part, known) for part in _components(gemms)]
@@ -124,6 +122,9 @@ def weigh(matmuls: list[Matmul], device: Device) -> int:
     settled = _settle(device, parts)
     for part in parts:
         part.report(settled)
+    for matmul in matmuls:  # of those that stay, too: the whole of a step's matmuls is known then
+        if matmul.bf16_us is None:
+            matmul.bf16_us = _high_precision(matmul, device)
     return sum(not gemm.matmul.fp8 for gemm in gemms)
 
 
