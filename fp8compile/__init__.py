@@ -2,6 +2,7 @@
 
 model = torch.compile(model, backend="fp8")     # no import of this package is needed
 print(fp8compile.report(model))                 # every matmul: FP8, or why not
+print(fp8compile.stats(model))                  # every tensor: amax, scale, and on request what FP8 does to it
 """
 
 from __future__ import annotations
@@ -14,10 +15,13 @@ if TYPE_CHECKING:
     from .backend import fp8 as fp8
     from .errors import Fp8CompileError as Fp8CompileError
     from .errors import OptionError as OptionError
+    from .errors import StateError as StateError
     from .errors import StrictError as StrictError
     from .estimate import Estimate as Estimate
     from .estimate import estimate as estimate
     from .explain import explain as explain
+    from .monitor import Monitor as Monitor
+    from .monitor import monitor as monitor
     from .policy import Policy as Policy
     from .policy import Rule as Rule
     from .policy import Schedule as Schedule
@@ -27,6 +31,10 @@ if TYPE_CHECKING:
     from .schedule import on_step as on_step
     from .schedule import set_phase as set_phase
     from .schedule import set_step as set_step
+    from .statefile import load_scaling_state as load_scaling_state
+    from .statefile import scaling_state as scaling_state
+    from .telemetry import Stats as Stats
+    from .telemetry import stats as stats
 
 __version__ = "0.1.0"
 
@@ -35,10 +43,13 @@ _PUBLIC = {
     "fp8": "backend",
     "Fp8CompileError": "errors",
     "OptionError": "errors",
+    "StateError": "errors",
     "StrictError": "errors",
     "Estimate": "estimate",
     "estimate": "estimate",
     "explain": "explain",
+    "Monitor": "monitor",
+    "monitor": "monitor",
     "Policy": "policy",
     "Rule": "policy",
     "Schedule": "policy",
@@ -48,6 +59,10 @@ _PUBLIC = {
     "on_step": "schedule",
     "set_phase": "schedule",
     "set_step": "schedule",
+    "load_scaling_state": "statefile",
+    "scaling_state": "statefile",
+    "Stats": "telemetry",
+    "stats": "telemetry",
 }
 __all__ = sorted(_PUBLIC)  # noqa: PLE0605
 
@@ -66,7 +81,7 @@ def __dir__() -> list[str]:
 
 class _Package(types.ModuleType):
     def __setattr__(self, name: str, value: Any) -> None:
-        """Importing a submodule binds it to its name here; `explain` and `estimate` are to stay functions."""
+        """Importing a submodule binds it to its name here; `explain`, `estimate` and `monitor` are to stay functions."""
         super().__setattr__(name, getattr(value, name) if name in _PUBLIC and isinstance(value, types.ModuleType) else value)
 
 

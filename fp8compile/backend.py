@@ -55,6 +55,7 @@ def fp8(
             _complain(chosen, refusal)
             LEDGER.add(GraphReport(0, inputs.root, (), (), refusal))
             return compat.compile_fx(gm, example_inputs, compile_inner, chosen.inductor)
+        _check_encoding(inputs.devices, chosen)
         return _compile(gm, list(example_inputs), inputs, chosen)
     except (OptionError, StrictError) as error:
         raise compat.shown(error) from None
@@ -97,7 +98,8 @@ def _compile_once(
     policy = chosen.policy
     history = max([recipe.amax_history_len for recipe in policy.possible if recipe.delayed], default=1)
     weights = sorted(inputs.weights, key=lambda i: (i not in inputs.parameters, i))
-    compiled = CompiledGraph(weights, history, capacity, observes=phase == HIGH_PRECISION)
+    trains = inputs.training and inputs.grad
+    compiled = CompiledGraph(weights, history, capacity, phase == HIGH_PRECISION, trains, inputs.names)
     gm = compat.copy_graph(gm)  # compile_fx takes ownership, and Dynamo still reads the placeholders of its own
     if capacity is not None:
         for direction, slots in zip(("forward", "backward"), capacity, strict=True):
@@ -123,7 +125,7 @@ def _compile_once(
             lowered, policy.key, chosen.inductor.get("post_grad_custom_post_pass")
         ),
         "custom_partitioner_fn": chosen.inductor.get("custom_partitioner_fn")
-        or compat.Partitioner([ops.quantize.name(), ops.quantize_both.name()]),
+        or compat.Partitioner([op.name() for op in (ops.quantize, ops.quantize_both, ops.amax_blocks)]),
     }
     # DDPOptimizer expects as many lazy backwards as there are graphs, and there are two of each
     at_once = policy.schedule is not None
@@ -157,6 +159,11 @@ def _report(done: Rewritten, inputs: Inputs, chosen: Options, device: Device | N
     for complaint in done.complaints:
         _complain(chosen, complaint)
     logger.info("fp8: %s", report.summary())
+    emulated = {matmul.recipe.name for matmul in done.matmuls if matmul.fp8 and matmul.emulated}
+    if emulated:
+        where = device.name if device is not None else "this device"
+        what = f"{', '.join(sorted(emulated))} is emulated in bf16 on {where}, exact and not faster: it is Blackwell's."
+        _complain(chosen, f"{what} For FP8's speed take 'delayed', 'tensorwise', 'rowwise' or 'blockwise'")
     # a part of a model may well be nothing but an embedding, a norm, an output head: that is as it should be
     kept = [matmul.on_purpose for matmul in done.matmuls if matmul.weight is not None]
     if (kept or done.opaque) and not (kept and all(kept)) and not any(matmul.fp8 for matmul in done.matmuls):
@@ -181,6 +188,14 @@ def _refusal(devices: frozenset[torch.device]) -> str | None:
                     f"need {OLDEST_GPU[0]}.{OLDEST_GPU[1]} (RTX 40, L4, H100 or later): compiling in high precision"
                 )
     return None
+
+
+def _check_encoding(devices_used: frozenset[torch.device], chosen: Options) -> None:
+    """A GPU multiplies its own FP8 encodings only; a CPU emulates both."""
+    theirs = "fnuz" if formats.fnuz() else "ocp"
+    for recipe in chosen.policy.possible:
+        if recipe.fp8_encoding not in ("auto", theirs) and any(device.type == "cuda" for device in devices_used):
+            raise OptionError.of("fp8_encoding", recipe.fp8_encoding, f"'auto' or {theirs!r} on this GPU; a CPU emulates both")
 
 
 def _complain(chosen: Options, message: str) -> None:

@@ -1,4 +1,4 @@
-"""The command line: `fp8compile explain | estimate | policy | calibrate | devices`, or `python -m fp8compile`.
+"""The command line: `fp8compile explain | estimate | policy | plot | calibrate | devices`, or `python -m fp8compile`.
 
 stdout carries the result and nothing else: a table, or JSON. Everything that is said on the way goes to stderr, also what the
 user's own code prints while it is loaded. Errors are one line on stderr, after the user's traceback if it was the user's code
@@ -366,6 +366,28 @@ def schema() -> None:
     from .policy import schema as json_schema
 
     click.echo(json.dumps(json_schema(), indent=2))
+
+
+# --- plot -----------------------------------------------------------------------------------------
+
+
+@cli.command()
+@click.argument("file")
+@click.option("-o", "--output", metavar="IMAGE", help="Where to write it: .png, .svg, .pdf (default: FILE with .png).")
+@click.option("--worst", default=8, show_default=True, metavar="N", type=click.IntRange(1), help="How many layers.")
+def plot(file: str, output: str | None, worst: int) -> None:
+    """Draw what fp8compile.monitor wrote: scales and overflows over time, worst layers first.
+
+    FILE is a monitor's JSON lines. A layer is worse with more overflows, and with a lower SQNR where those are equal.
+    """
+    from .plots import plot as draw
+
+    target = output or str(Path(file).with_suffix(".png"))
+    shown = draw(file, target, worst)
+    for layer in shown:
+        sqnr = "" if layer.sqnr == float("inf") else f", SQNR from {layer.sqnr:.1f} dB"
+        click.echo(f"{layer.name}: overflows up to {layer.overflows:.3g}%{sqnr}")
+    click.echo(f"wrote {target}", err=True)
 
 
 # --- devices --------------------------------------------------------------------------------------

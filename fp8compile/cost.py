@@ -11,8 +11,8 @@ unit's share of the sustained rate, where `ramp` is what filling the pipeline co
 of the rate. Tiles and a split of k are chosen as the best, as a library does. FP8 steps through k twice as deep, so its ramp is
 twice as long, and its kernels start later: small and odd sizes lose.
 
-**Casts**  bytes read and written, and launches: `delayed` walks over a tensor once, `tensorwise` for the amax and again
-for the cast, `rowwise` so for each layout. Where the producer's kernel casts, its reads are free and, if nobody
+**Casts**  bytes read and written, and launches: `delayed`, `blockwise` and `mxfp8` walk over a tensor once, `tensorwise` for the
+amax and again for the cast, `rowwise` so for each layout. Where the producer's kernel casts, its reads are free and, if nobody
 reads the tensor in high precision any more, not writing that is a gain: costs can be negative.
 
 Sizes may be sympy expressions; the result is one, then (`sympy.lambdify` evaluates it quickly, `subs` does not). The sources of
@@ -40,8 +40,11 @@ FP8_START_S = 2e-6  # an FP8 matmul of 256 x 256 x 256 takes 6 us on an H100, on
 STRIDED = 1 / 0.58  # columns of a row-major tensor: Inductor's transposes reach 58% of the bandwidth
 ITEMSIZE = {"fp8": 1, "bf16": 2, "fp16": 2, "fp32": 4}
 # kernels that an operand adds besides its walks (scale, inverse), and that a graph adds once (both directions)
-SMALL_KERNELS = {"delayed": 0, "tensorwise": 2, "rowwise": 0}
-FIXED_KERNELS = {"delayed": 6, "tensorwise": 2, "rowwise": 0}
+SMALL_KERNELS = {"delayed": 0, "tensorwise": 2, "rowwise": 0, "blockwise": 0, "mxfp8": 0}
+FIXED_KERNELS = {"delayed": 6, "tensorwise": 2, "rowwise": 0, "blockwise": 0, "mxfp8": 0}
+# bytes an element of a copy with its scales, and the part of the rate of a matmul with one scale
+COPY_BYTES = {"blockwise": 1 + 4 / 128, "mxfp8": 1 + 4 / 32}
+GEMM_PART = {"blockwise": 0.85}
 LARGEST = 1 << 20
 
 
@@ -70,6 +73,17 @@ def _credited(device: Device, sizes: tuple, dtype: str, out_bytes: int, instead:
         return seconds
     full, fp8 = (_roofline(device, sizes, name, out_bytes, math_of) for name in (instead, dtype))
     return math_of.most(seconds, _waves(device, sizes, instead, out_bytes, math_of) - (full - fp8))
+
+
+def block_gemm(
+    device: Device, m: int, n: int, k: int, recipe: str, out_bytes: int = 2, instead: str = "bf16", emulated: bool = False
+) -> float:
+    """Seconds of an FP8 matmul under the `Scaling.kind` of its operands. `emulated`: the device has none for it, the copies are
+    converted to bf16 and multiplied as such."""
+    if emulated:
+        widened = 3 * (m * k + n * k) / device.bandwidth + 2 * device.launch
+        return gemm(device, m, n, k, "bf16", out_bytes) + widened
+    return gemm(device, m, n, k, "fp8", out_bytes, instead) / GEMM_PART.get(recipe, 1.0)
 
 
 def _roofline(device: Device, sizes: tuple, dtype: str, out_bytes: int, math_of: Any) -> Any:
@@ -162,7 +176,7 @@ def casts(device: Device, operand: Operand) -> Any:
         )
         moved = (walks - 1 + parts) * read
         kernels = walks - 1 + parts
-    moved += operand.layouts * operand.elements
+    moved += operand.layouts * operand.elements * COPY_BYTES.get(operand.recipe, 1)
     kernels += SMALL_KERNELS[operand.recipe]
     return moved / device.bandwidth + kernels * device.launch + high_copy(device, operand)
 

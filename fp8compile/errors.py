@@ -35,6 +35,19 @@ class StrictError(Fp8CompileError, RuntimeError):
     """Something that is only a warning without ``options={"strict": True}``."""
 
 
+class StateError(Fp8CompileError, ValueError):
+    """A scaling state that does not fit the model: ``differences`` lists why, a line each."""
+
+    differences: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, differences: Sequence[str], fix: str, most: int = 20) -> StateError:
+        shown = [*differences[:most], *([f"and {len(differences) - most} more"] if len(differences) > most else [])]
+        error = cls("this scaling state is of another model or policy:\n  " + "\n  ".join(shown) + f"\n{fix}")
+        error.differences = tuple(differences)
+        return error
+
+
 class CapacityExceeded(Fp8CompileError):
     """Internal: a graph needs more scaling slots than were allocated; `needed` says how many of each kind."""
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .errors import OptionError
-
 if TYPE_CHECKING:
     import torch  # policies are read without it: it takes seconds to import
 
@@ -36,6 +34,8 @@ E5M2 = Format("e5m2", "float8_e5m2", 57344.0)
 E4M3_FNUZ = Format("e4m3_fnuz", "float8_e4m3fnuz", 240.0)
 E5M2_FNUZ = Format("e5m2_fnuz", "float8_e5m2fnuz", 57344.0)
 
+FORMATS = {(False, False): E4M3, (True, False): E5M2, (False, True): E4M3_FNUZ, (True, True): E5M2_FNUZ}  # wide, fnuz
+
 FP8_FORMATS = ("hybrid", "e4m3")
 
 
@@ -48,12 +48,6 @@ def fnuz() -> bool:
     return torch.cuda.get_device_properties(torch.cuda.current_device()).gcnArchName.startswith("gfx94")
 
 
-def pick(fp8_format: str, fnuz: bool) -> tuple[Format, Format]:
-    """(format of activations and weights, format of gradients) for an ``fp8_format`` option.
-
-    Raises OptionError for a name that is not in FP8_FORMATS.
-    """
-    if fp8_format not in FP8_FORMATS:
-        raise OptionError.of("fp8_format", fp8_format, "one of " + ", ".join(map(repr, FP8_FORMATS)))
-    forward, wide = (E4M3_FNUZ, E5M2_FNUZ) if fnuz else (E4M3, E5M2)
-    return forward, wide if fp8_format == "hybrid" else forward
+def pick(wide: bool, fnuz: bool) -> Format:
+    """The format of a tensor: `wide` for the range of E5M2, `fnuz` for AMD's encodings."""
+    return FORMATS[wide, fnuz]

@@ -259,6 +259,6 @@ def _diagram(graph: GraphReport, layers: Sequence[Layer]) -> diagram.Diagram:
 def _chip(gemm: str, records: Sequence[MatmulRecord]) -> tuple[str, str, str]:
     those = [record for record in records if record.gemm == gemm]
     fp8 = all(record.decision == FP8 for record in those)
-    what = those[0].recipe if fp8 else next(r.reason for r in those if r.decision != FP8)
+    what = those[0].how if fp8 else next(r.reason for r in those if r.decision != FP8)
     words = f"{gemm}: {'FP8' if fp8 else 'high precision'}" + (f", {what}" if what else "")
     return _LETTERS[gemm], "fp8" if fp8 else "high", words

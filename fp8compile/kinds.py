@@ -1,12 +1,15 @@
-"""Output heads and router gates, recognised by name and by what the graph does with their outputs.
+"""Output heads, router gates and down projections, recognised by name and by what the graph does around them.
 
-Both are kept in high precision by the default policy: logits, and choices between experts, are sensitive to small errors.
+Heads and gates are kept in high precision by the default policy: logits, and choices between experts, are sensitive to small
+errors. Inputs of down projections behind a gated activation are products of two projections, whose outliers grow suddenly.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 
+import torch
 from torch.fx import Node
 
 from .graph import CASTS, SAME, VIEWS, arg, aten, call_function, is_tensor, same_size, value
@@ -22,11 +25,14 @@ CHOICES += (aten._safe_softmax.default,)
 BETWEEN: tuple = (*CASTS, *SAME, *VIEWS, aten.slice.Tensor, aten.select.int, aten.clone.default, aten.permute.default)
 BETWEEN += (aten.add.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.sigmoid.default, aten.tanh.default)
 BETWEEN += (aten.constant_pad_nd.default,)
+SLICES = (aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default, aten.select.int, aten.unbind.int)
+MOST = 64  # nodes between a product and the projections behind it
 
 
 def kind_of(matmul: Matmul) -> str:
-    """"output head: ..." or "router gate: ..." and how it was recognised; "" for anything else. `matmul` has a weight."""
-    return _head(matmul) or _router(matmul) or ""
+    """ "output head: ...", "router gate: ..." or "down projection: ..." and how it was recognised; "" for anything else.
+    `matmul` has a weight."""
+    return _head(matmul) or _router(matmul) or _down(matmul) or ""
 
 
 def _head(matmul: Matmul) -> str | None:
@@ -45,6 +51,47 @@ def _router(matmul: Matmul) -> str | None:
     if any(call_function(node, CHOICES) or _softmax(node) == "plain" for node in _downstream(_fprop(matmul).node)):
         return "router gate: its output goes into a softmax or topk"
     return None
+
+
+def _down(matmul: Matmul) -> str | None:
+    """Is its input a product of what two projections made, element by element: act(gate) * up?"""
+    node = _fprop(matmul).other_operand.base
+    for _ in range(8):  # a dropout's mask, a scale, a cast may come last
+        if call_function(node, (*CASTS, *SAME, *VIEWS, aten.clone.default)):
+            node = arg(node, 0)
+            continue
+        if not call_function(node, (aten.mul.Tensor, aten.div.Tensor)):
+            return None
+        sides = [(x, _projections(x)) for x in node.args[:2] if isinstance(x, Node) and is_tensor(x)]
+        made = [(x, found) for x, found in sides if found]
+        if len(made) == 2 and not made[0][1] & made[1][1]:
+            return "down projection: its input is a product of two projections"
+        if len(made) != 1:  # x * sigmoid(x), among others
+            return None
+        node = made[0][0]
+    return None
+
+
+def _projections(node: Node) -> frozenset[Node]:
+    """The outputs of matmuls, or parts of them, that a tensor is computed from element by element."""
+    found, seen, stack = set(), {node}, [node]
+    while stack:
+        x = stack.pop()
+        part = x
+        while call_function(part, (*CASTS, *SAME, *VIEWS, aten.permute.default, aten.clone.default)):
+            part = arg(part, 0)
+        whole = part
+        while call_function(whole, (operator.getitem, *SLICES, *CASTS, *SAME, *VIEWS)):
+            whole = arg(whole, 0)
+        if call_function(whole, (aten.mm.default, aten.addmm.default)):
+            found.add(part)
+            continue
+        pointwise = part.op == "call_function" and torch.Tag.pointwise in getattr(part.target, "tags", ())
+        for source in part.all_input_nodes if pointwise else ():
+            if is_tensor(source) and source not in seen and len(seen) < MOST:
+                seen.add(source)
+                stack.append(source)
+    return frozenset(found)
 
 
 def _fprop(matmul: Matmul) -> Matmul:

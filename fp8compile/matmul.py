@@ -43,6 +43,7 @@ class Matmul:
     recipe: Recipe = Recipe()
     rule: str = ""  # the policy's rule that decided
     auto: bool = False  # FP8 only if it pays
+    emulated: bool = False  # the device has no such FP8 matmul
     on_purpose: bool = False  # in high precision by somebody's choice, whatever else there is to say
     bf16_us: float | None = None  # the cost model's estimates, in microseconds
     fp8_us: float | None = None
@@ -88,6 +89,7 @@ class Matmul:
             dynamic=not all(isinstance(size, int) for size in sizes),
             parameter=self.name,
             rule=self.rule,
+            emulated=self.fp8 and self.emulated,
             bf16_us=self.bf16_us,
             fp8_us=self.fp8_us,
             cast_us=self.cast_us,

@@ -4,20 +4,27 @@ The passes write them into the joint graph and lower them to ATen before Inducto
 implementations below, plain torch on any device, are the reference: a cold call runs on them (see `runtime`).
 
     amax(x)                                         [..] -> [1] float32
+    amax_blocks(x, transposed, block)               [R, C] -> one a block of the copy
     current_scale(amax, ...)                        the scale of the tensor's own amax
     delayed_scale(scales, amax, slot, ...)          the slot's scale from earlier calls
     inverse(scale) / delayed_inverse(...)           what divides back
     quantize(x, scale, dtype, fp8_max, transposed)  [R, C] -> FP8 [R, C], or [C, R padded to 16]
     quantize_both(x, scale, dtype, fp8_max)         [R, C] -> both of them
     scaled_mm(a, b, a_inv, b_inv, bias, ...)        [M, K], [N, K] -> [M, N]
+    block_mm(a, b, a_inv, b_inv, bias, ...)         the same of operands of which one at least has several scales
     snapshot(page) -> scales; gather(amaxes) -> vector; update(page, scales, vector) -> page
 
 Layout: both operands of `scaled_mm` have the contracted dimension last ("K-major", what Hopper's FP8 tensor cores take).
 A tensor whose rows are contracted (tokens, in wgrad) is quantized transposed, its rows padded with zeros to a multiple
 of 16, so any number of tokens will do.
+
+A tensor has one scale, `[1]`, or one a block: `[rows / block rows, columns / block columns]` of the copy, rounded up, where 0
+block rows stand for all. Blocks go along the contracted dimension, so the two layouts of a tensor have scales of their own.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -56,22 +63,46 @@ def cast(x: Tensor, scale: Tensor, dtype: torch.dtype, fp8_max: float) -> Tensor
     return torch.where(x.abs() == float("inf"), float("nan"), scaled).to(dtype)
 
 
+def spread(scale: Tensor, shape: Sequence, block: Sequence[int]) -> Tensor:
+    """One scale an element of a copy of this `shape` (or what broadcasts to it), from one a block."""
+    if scale.dim() == 1:  # one for all
+        return scale
+    for dim, size in enumerate(block):
+        if size > 1:
+            scale = scale.repeat_interleave(size, dim).narrow(dim, 0, shape[dim])
+    return scale
+
+
+def blocks(size, block: int):
+    """How many blocks cover `size` elements."""
+    return 1 if block == 0 else (size + block - 1) // block
+
+
 def _number(like: Tensor, *_) -> Tensor:
     return torch.empty(1, dtype=torch.float32, device=like.device)
 
 
-def _copy(x: Tensor, _scale: Tensor, dtype: torch.dtype, _fp8_max: float, transposed: bool) -> Tensor:
+def _like(amax: Tensor, *_) -> Tensor:
+    return torch.empty(amax.shape, dtype=torch.float32, device=amax.device)
+
+
+def _amaxes(x: Tensor, transposed: bool, block: Sequence[int]) -> Tensor:
+    rows, columns = (x.shape[1], padded_rows(x.shape[0])) if transposed else x.shape
+    return torch.empty(blocks(rows, block[0]), blocks(columns, block[1]), dtype=torch.float32, device=x.device)
+
+
+def _copy(
+    x: Tensor, _scale: Tensor, dtype: torch.dtype, _fp8_max: float, transposed: bool, _block: Sequence[int] = (0, 0)
+) -> Tensor:
     shape = [x.shape[1], padded_rows(x.shape[0])] if transposed else list(x.shape)
     return torch.empty(shape, dtype=dtype, device=x.device)
 
 
-def _copies(x: Tensor, scale: Tensor, dtype: torch.dtype, fp8_max: float) -> tuple[Tensor, Tensor]:
+def _copies(x: Tensor, scale: Tensor, dtype: torch.dtype, fp8_max: float, *_) -> tuple[Tensor, Tensor]:
     return _copy(x, scale, dtype, fp8_max, False), _copy(x, scale, dtype, fp8_max, True)
 
 
-def _product(
-    a: Tensor, b: Tensor, _a_inv: Tensor, _b_inv: Tensor, _bias: Tensor | None, out_dtype: torch.dtype, _fast: bool
-) -> Tensor:
+def _product(a: Tensor, b: Tensor, _a_inv: Tensor, _b_inv: Tensor, _bias: Tensor | None, out_dtype: torch.dtype, *_) -> Tensor:
     return torch.empty(a.shape[0], b.shape[0], dtype=out_dtype, device=a.device)
 
 
@@ -82,12 +113,25 @@ def amax(x: Tensor) -> Tensor:
     return x.abs().amax().to(torch.float32).reshape(1)
 
 
-@_op("(Tensor amax, float fp8_max, int margin) -> Tensor", _number)
-def current_scale(amax: Tensor, fp8_max: float, margin: int) -> Tensor:
-    return scaling.scale_of(amax, fp8_max, margin)
+@_op("(Tensor x, bool transposed, int[] block) -> Tensor", _amaxes)
+def amax_blocks(x: Tensor, transposed: bool, block: Sequence[int]) -> Tensor:
+    """The amax of each block of a copy of x `[R, C]` in this layout: `[R / block rows, C / block columns]`, rounded up."""
+    made = _amaxes(x, transposed, block)
+    copy = (x.t() if transposed else x).abs()
+    if x.numel() == 0:
+        return torch.zeros_like(made)
+    sizes = [size or whole for size, whole in zip(block, copy.shape, strict=True)]
+    missing = [made.shape[d] * sizes[d] - copy.shape[d] for d in (0, 1)]
+    copy = torch.nn.functional.pad(copy, (0, missing[1], 0, missing[0]))
+    return copy.reshape(made.shape[0], sizes[0], made.shape[1], sizes[1]).amax((1, 3)).to(torch.float32)
 
 
-@_op("(Tensor scale) -> Tensor", _number)
+@_op("(Tensor amax, float fp8_max, int margin, bool power_of_2=False) -> Tensor", _like)
+def current_scale(amax: Tensor, fp8_max: float, margin: int, power_of_2: bool = False) -> Tensor:
+    return scaling.scale_of(amax, fp8_max, margin, power_of_2)
+
+
+@_op("(Tensor scale) -> Tensor", _like)
 def inverse(scale: Tensor) -> Tensor:
     return scaling.inverse_of(scale)
 
@@ -111,18 +155,32 @@ def delayed_inverse(scales: Tensor, scale: Tensor, slot: int) -> Tensor:
     return scaling.inverse_of(scale)
 
 
-@_op("(Tensor x, Tensor scale, ScalarType dtype, float fp8_max, bool transposed) -> Tensor", _copy)
-def quantize(x: Tensor, scale: Tensor, dtype: torch.dtype, fp8_max: float, transposed: bool) -> Tensor:
-    if not transposed:
-        return cast(x, scale, dtype, fp8_max).contiguous()
-    rows = x.shape[0]
-    padded = torch.nn.functional.pad(x.t(), (0, padded_rows(rows) - rows))
-    return cast(padded, scale, dtype, fp8_max).contiguous()
+@_op("(Tensor x, Tensor scale, ScalarType dtype, float fp8_max, bool transposed, int[] block=[0, 0]) -> Tensor", _copy)
+def quantize(
+    x: Tensor, scale: Tensor, dtype: torch.dtype, fp8_max: float, transposed: bool, block: Sequence[int] = (0, 0)
+) -> Tensor:
+    if transposed:
+        rows = x.shape[0]
+        x = torch.nn.functional.pad(x.t(), (0, padded_rows(rows) - rows))
+    return cast(x, spread(scale, x.shape, block), dtype, fp8_max).contiguous()
 
 
-@_op("(Tensor x, Tensor scale, ScalarType dtype, float fp8_max) -> (Tensor, Tensor)", _copies)
-def quantize_both(x: Tensor, scale: Tensor, dtype: torch.dtype, fp8_max: float) -> tuple[Tensor, Tensor]:
-    return quantize(x, scale, dtype, fp8_max, False), quantize(x, scale, dtype, fp8_max, True)
+@_op(
+    "(Tensor x, Tensor scale, ScalarType dtype, float fp8_max, Tensor? transposed_scale=None, int[] block=[0, 0]) "
+    "-> (Tensor, Tensor)",
+    _copies,
+)
+def quantize_both(
+    x: Tensor,
+    scale: Tensor,
+    dtype: torch.dtype,
+    fp8_max: float,
+    transposed_scale: Tensor | None = None,
+    block: Sequence[int] = (0, 0),
+) -> tuple[Tensor, Tensor]:
+    """`transposed_scale`: that of the transposed copy; None: the same."""
+    other = scale if transposed_scale is None else transposed_scale
+    return quantize(x, scale, dtype, fp8_max, False, block), quantize(x, other, dtype, fp8_max, True, block)
 
 
 def product(
@@ -144,6 +202,57 @@ def scaled_mm(
     return product(a, b, a_inv, b_inv, bias, out_dtype, fast_accum)
 
 
+def block_product(
+    a: Tensor,
+    b: Tensor,
+    a_inv: Tensor,
+    b_inv: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+    a_block: Sequence[int],
+    b_block: Sequence[int],
+) -> Tensor:
+    """a @ b^T of FP8 values, each times its block's scale_inv, with float32 sums, plus bias, rounded once.
+
+    Where a scale is one for a whole row, it is multiplied with the sum. Where it changes along the contraction, it is
+    multiplied with the values: exact in float32 if it is a power of two.
+    """
+    inverses = []
+    values = []
+    for copy, inverse_, block in ((a, a_inv, a_block), (b, b_inv, b_block)):
+        whole = block[1] == 0
+        values.append(copy.to(torch.float32) if whole else copy.to(torch.float32) * spread(inverse_, copy.shape, block))
+        inverses.append(inverse_.reshape(-1) if whole else None)
+    out = torch.mm(values[0], values[1].t())
+    if inverses[0] is not None:
+        out = out * inverses[0].unsqueeze(1)
+    if inverses[1] is not None:
+        out = out * inverses[1]
+    if bias is not None:
+        out = out + bias.to(torch.float32)
+    return out.to(out_dtype)
+
+
+@_op(
+    "(Tensor a, Tensor b, Tensor a_inv, Tensor b_inv, Tensor? bias, ScalarType out_dtype, bool fast_accum, int[] a_block, "
+    "int[] b_block) -> Tensor",
+    _product,
+)
+def block_mm(
+    a: Tensor,
+    b: Tensor,
+    a_inv: Tensor,
+    b_inv: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+    a_block: Sequence[int],
+    b_block: Sequence[int],
+) -> Tensor:
+    return block_product(a, b, a_inv, b_inv, bias, out_dtype, fast_accum, a_block, b_block)
+
+
 @_op("(Tensor[] amaxes) -> Tensor")
 def gather(amaxes: list[Tensor]) -> Tensor:
     return torch.cat(amaxes)
@@ -156,6 +265,7 @@ def update(page: Tensor, scales: Tensor, amax: Tensor) -> Tensor:
 
 ALL = (
     amax,
+    amax_blocks,
     current_scale,
     inverse,
     snapshot,
@@ -164,6 +274,7 @@ ALL = (
     quantize,
     quantize_both,
     scaled_mm,
+    block_mm,
     gather,
     update,
 )

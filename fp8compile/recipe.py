@@ -1,22 +1,59 @@
 """Recipe: how tensors are scaled into FP8. Frozen, hashable, plain data: it is part of every cache key.
 
-``delayed``     a slot's scale comes from the amaxes of earlier training calls, so the cast needs no pass of its own
-``tensorwise``  a tensor's scale comes from its own amax ("current" scaling); no state
+``delayed``             one scale a tensor, from the amaxes of earlier training calls: the cast needs no pass of its own
+``tensorwise``          one scale a tensor, from its own amax ("current" scaling); no state
+``rowwise``             one scale a row of what is multiplied: a token's features, or a feature's tokens; E4M3 throughout
+``rowwise_with_gw_hp``  the same with the weight's gradient in high precision, and one scale for the weight in dgrad
+``blockwise``           1 x 128 elements a scale along the contraction, 128 x 128 for weights; powers of two; E4M3 throughout
+``mxfp8``               1 x 32 elements a scale along the contraction, a power of two (E8M0); E4M3 throughout
 
-With either, ``scale = fp8_max / (amax * 2**margin)`` multiplies into FP8. Names and meanings are TransformerEngine's.
+In all, ``scale = fp8_max / (amax * 2**margin)`` multiplies into FP8. Names and meanings are TransformerEngine's and torchao's;
+the blocks are those of DeepSeek-V3 and of the OCP Microscaling specification.
 """
 
 from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from .errors import OptionError
 from .formats import FP8_FORMATS
 
-RECIPES = ("delayed", "tensorwise")
+RECIPES = ("delayed", "tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8")
 AMAX_ALGOS = ("max", "most_recent")
+ON_OVERFLOW = ("current", "saturate")
+ENCODINGS = ("auto", "ocp", "fnuz")
+ROLES = ("input", "weight", "gradient")
+
+
+class Block(NamedTuple):
+    """The elements that share a scale, in a copy whose contracted dimension is the columns; 0 stands for all of them."""
+
+    rows: int
+    columns: int
+
+
+WHOLE, ROW = Block(0, 0), Block(1, 0)
+
+
+class Scaling(NamedTuple):
+    """How one tensor is scaled for one gemm. Gemms that agree on it share its FP8 copies."""
+
+    delayed: bool  # by a scale from state, not by the tensor itself
+    block: Block
+    wide: bool  # E5M2
+    margin: int
+    power_of_2: bool
+    encoding: str
+    history: tuple[int, int, bool] = (0, 0, False)  # delayed: window, interval, whether an overflow asks for the current amax
+
+    @property
+    def kind(self) -> str:
+        """What it costs: "delayed", "tensorwise", "rowwise", "blockwise" or "mxfp8"."""
+        if self.block == WHOLE:
+            return "delayed" if self.delayed else "tensorwise"
+        return "rowwise" if self.block == ROW else "mxfp8" if self.block.columns == 32 else "blockwise"
 
 
 @dataclass(frozen=True)
@@ -25,15 +62,22 @@ class Recipe:
 
     `fp8_format` is taken in any case and stored in lower case; `override_linear_precision` is (fprop, dgrad, wgrad),
     True keeps that gemm in high precision; a list is accepted and stored as a tuple.
-    `amax_history_len`, `amax_compute_algo`, `interval` and `reduce_amax` matter to delayed scaling only.
+    `fp8_format` is "hybrid" or "e4m3"; None stands for the recipe's own. `margin` is one integer, or three: for inputs
+    (activations), weights and gradients; it is stored as three where they differ.
+    `amax_history_len`, `amax_compute_algo`, `interval`, `reduce_amax`, `current_scaling` and `on_overflow` matter to delayed
+    scaling only. `current_scaling` is (inputs, weights, gradients): True scales that tensor by its current amax.
+    `on_overflow`: what follows an amax that is twice what the scale covers or more, "current" (in its next step, the tensor
+    is scaled by its current amax) or "saturate" (nothing but the history).
+    `power_of_2_scale` rounds scales down to powers of two; None: as the recipe has it (blockwise and mxfp8 do).
+    `fp8_encoding` is "auto" (the device's), "ocp" (e4m3fn, e5m2: NVIDIA, MI350) or "fnuz" (MI300).
     `recast_weights` casts weights again in backward instead of keeping their transposed FP8 copies from the forward: 1 byte
     a parameter less memory, 2 bytes a parameter more traffic a step. `use_fast_accum` is (fprop, dgrad, wgrad): the FP8
     tensor cores' shorter accumulators, faster and less exact.
     """
 
     name: str = "delayed"
-    fp8_format: str = "hybrid"
-    margin: int = 0
+    fp8_format: str | None = None
+    margin: int | tuple[int, int, int] = 0
     amax_history_len: int = 16
     amax_compute_algo: str = "max"
     interval: int = 1
@@ -41,37 +85,88 @@ class Recipe:
     reduce_amax: bool = False
     recast_weights: bool = False
     use_fast_accum: tuple[bool, bool, bool] = (True, False, False)
+    current_scaling: tuple[bool, bool, bool] = (False, False, False)
+    on_overflow: str = "current"
+    power_of_2_scale: bool | None = None
+    fp8_encoding: str = "auto"
 
     def __post_init__(self) -> None:
         _one_of("recipe", self.name, RECIPES)
-        if isinstance(self.fp8_format, str) and self.fp8_format.lower() in FP8_FORMATS:
-            object.__setattr__(self, "fp8_format", self.fp8_format.lower())
-        _one_of("fp8_format", self.fp8_format, FP8_FORMATS)
-        integer("margin", self.margin, 0, 64)
+        self._formats()
+        self._margins()
         integer("amax_history_len", self.amax_history_len, 1, 1 << 20)
         _one_of("amax_compute_algo", self.amax_compute_algo, AMAX_ALGOS)
         integer("interval", self.interval, 1, 1 << 20)
-        self._three_bools("override_linear_precision", "True = high precision")
-        self._three_bools("use_fast_accum", "True = fast accumulation")
+        self._three_bools("override_linear_precision", "(fprop, dgrad, wgrad), True = high precision")
+        self._three_bools("use_fast_accum", "(fprop, dgrad, wgrad), True = fast accumulation")
+        self._three_bools("current_scaling", "(inputs, weights, gradients), True = scaled by the current amax")
+        _one_of("on_overflow", self.on_overflow, ON_OVERFLOW)
         boolean("reduce_amax", self.reduce_amax)
         boolean("recast_weights", self.recast_weights)
+        if self.name == "rowwise_with_gw_hp":
+            object.__setattr__(self, "override_linear_precision", (*self.override_linear_precision[:2], True))
+
+    def _formats(self) -> None:
+        given = self.fp8_format
+        if given is None:
+            given = "e4m3" if self.fine else "hybrid"
+        if isinstance(given, str) and given.lower() in FP8_FORMATS:
+            given = given.lower()
+        _one_of("fp8_format", given, FP8_FORMATS)
+        if self.fine and given != "e4m3":
+            raise OptionError.of("fp8_format", given, f"'e4m3' with recipe {self.name!r}, which uses it throughout")
+        object.__setattr__(self, "fp8_format", given)
+        _one_of("fp8_encoding", self.fp8_encoding, ENCODINGS)
+        power_of_2 = self.name in ("blockwise", "mxfp8") if self.power_of_2_scale is None else self.power_of_2_scale
+        boolean("power_of_2_scale", power_of_2)
+        if power_of_2 and self.name == "delayed":
+            raise OptionError.of("power_of_2_scale", power_of_2, "False with recipe 'delayed'")
+        if not power_of_2 and self.name == "mxfp8":
+            raise OptionError.of("power_of_2_scale", power_of_2, "True with recipe 'mxfp8': its scales are E8M0")
+        object.__setattr__(self, "power_of_2_scale", power_of_2)
+
+    def _margins(self) -> None:
+        if isinstance(self.margin, (tuple, list)):
+            if len(self.margin) != 3:
+                raise OptionError.of("margin", self.margin, "an integer, or three: for inputs, weights and gradients")
+            for margin in self.margin:
+                integer("margin", margin, 0, 64)
+            object.__setattr__(self, "margin", self.margin[0] if len(set(self.margin)) == 1 else tuple(self.margin))
+        else:
+            integer("margin", self.margin, 0, 64)
 
     def _three_bools(self, key: str, meaning: str) -> None:
-        gemms = getattr(self, key)
-        if not (isinstance(gemms, (tuple, list)) and len(gemms) == 3 and all(isinstance(g, bool) for g in gemms)):
-            raise OptionError.of(key, gemms, f"three bools (fprop, dgrad, wgrad), {meaning}")
-        object.__setattr__(self, key, tuple(gemms))
-
-    @property
-    def scaling(self) -> tuple:
-        """What decides how a tensor is scaled: recipes that agree on it share its FP8 copies."""
-        kept = (self.amax_history_len, self.amax_compute_algo, self.interval) if self.delayed else ()
-        return (self.name, self.fp8_format, self.margin, *kept)
+        three = getattr(self, key)
+        if not (isinstance(three, (tuple, list)) and len(three) == 3 and all(isinstance(x, bool) for x in three)):
+            raise OptionError.of(key, three, f"three bools {meaning}")
+        object.__setattr__(self, key, tuple(three))
 
     @property
     def delayed(self) -> bool:
         """Whether scales come from state (and state must be kept), not from the tensor itself."""
-        return self.name == "delayed"
+        return self.name == "delayed" and not all(self.current_scaling)
+
+    @property
+    def fine(self) -> bool:
+        """Whether a tensor has more than one scale."""
+        return self.name not in ("delayed", "tensorwise")
+
+    def scaling(self, role: str, gemm: str) -> Scaling:
+        """How the "input", "weight" or "gradient" of a "fprop", "dgrad" or "wgrad" is scaled."""
+        i = ROLES.index(role)
+        delayed = self.name == "delayed" and not self.current_scaling[i]
+        block = WHOLE
+        if self.name == "mxfp8":
+            block = Block(1, 32)
+        elif self.name == "blockwise":
+            block = Block(128, 128) if role == "weight" else Block(1, 128)
+        elif self.fine and not (self.name == "rowwise_with_gw_hp" and (role, gemm) == ("weight", "dgrad")):
+            block = ROW
+        margin = self.margin if isinstance(self.margin, int) else self.margin[i]
+        window = 1 if self.amax_compute_algo == "most_recent" else self.amax_history_len
+        history = (window, self.interval, self.on_overflow == "current") if delayed else (0, 0, False)
+        wide = self.fp8_format == "hybrid" and role == "gradient"
+        return Scaling(delayed, block, wide, margin, bool(self.power_of_2_scale), self.fp8_encoding, history)
 
 
 def boolean(key: str, value: Any) -> None:

@@ -40,6 +40,7 @@ class MatmulRecord:
     `parameter` names the weight, `rule` the rule of the policy that decided.
     Where a device's description decided: `bf16_us` and `fp8_us` are this gemm's estimated times in either precision, `cast_us`
     its share of the casts (all in microseconds), `break_even_m` the number of tokens from which its layer gains.
+    `emulated`: the device has no tensor cores for the recipe; FP8 values are multiplied in bf16, which is exact and not faster.
     """
 
     fqn: str
@@ -59,6 +60,12 @@ class MatmulRecord:
     fp8_us: float | None = None
     cast_us: float | None = None
     break_even_m: int | None = None
+    emulated: bool = False
+
+    @property
+    def how(self) -> str:
+        """The recipe, for people."""
+        return f"{self.recipe} (emulated)" if self.emulated else self.recipe
 
     @property
     def flops(self) -> int:
@@ -297,7 +304,7 @@ def _lines(matmuls: Sequence[MatmulRecord]) -> list[list[MatmulRecord]]:
     groups: dict[tuple[Any, ...], list[MatmulRecord]] = {}
     for r in matmuls:
         sizes = tuple(sorted((r.m, r.n, r.k))) if r.gemm != "matmul" else (r.m, r.n, r.k, r.op)
-        groups.setdefault((r.fqn, r.gemm == "matmul", sizes, r.batch, r.decision, r.reason, r.recipe, r.dynamic), []).append(r)
+        groups.setdefault((r.fqn, r.gemm == "matmul", sizes, r.batch, r.decision, r.reason, r.how, r.dynamic), []).append(r)
     return list(groups.values())
 
 
@@ -316,7 +323,7 @@ def _row(line: list[MatmulRecord], matmuls: Sequence[MatmulRecord]) -> tuple[str
         f"{flops / 1e9:.3g}",
         _percent(flops / total if total else 0.0),
         first.decision.replace("_", " "),
-        first.recipe if first.decision == FP8 else first.reason,
+        first.how if first.decision == FP8 else first.reason,
     )
 
 

@@ -56,7 +56,7 @@ class Layer:
         """The decision in words: "FP8, delayed", "high precision: output head", "partly FP8; wgrad: ..."."""
         said: dict[str, list[str]] = {}
         for record in self.records:
-            said.setdefault(record.recipe if record.decision == FP8 else record.reason, []).append(record.gemm)
+            said.setdefault(record.how if record.decision == FP8 else record.reason, []).append(record.gemm)
         if self.kind == "fp8":
             return f"FP8, {' and '.join(filter(None, said))}".rstrip(", ")
         if self.kind == "high":
@@ -85,7 +85,7 @@ class Layer:
     def like(self) -> tuple[Any, ...]:
         """Layers are one row if this and their names without the numbers agree."""
         return tuple(
-            (r.gemm, r.m, r.n, r.k, r.batch, r.op, r.decision, r.reason, r.recipe, r.rule, r.dynamic) for r in self.records
+            (r.gemm, r.m, r.n, r.k, r.batch, r.op, r.decision, r.reason, r.how, r.rule, r.dynamic) for r in self.records
         )
 
 
@@ -150,8 +150,8 @@ class Row:
     def hover(self) -> str:
         each = f" ({len(self.layers)} layers)" if len(self.layers) > 1 else ""
         lines = [self.name + each, f"m × n × k: {self.first.size}", f"{self.gflop}, {self.share} of the matmul FLOPs"]
-        for kind in dict.fromkeys((r.decision, r.recipe, r.reason) for r in self.first.records):
-            gemms = [r.gemm for r in self.first.records if (r.decision, r.recipe, r.reason) == kind]
+        for kind in dict.fromkeys((r.decision, r.how, r.reason) for r in self.first.records):
+            gemms = [r.gemm for r in self.first.records if (r.decision, r.how, r.reason) == kind]
             decision, what = ("FP8", kind[1]) if kind[0] == FP8 else ("high precision", kind[2])
             lines.append(f"{_gemms(gemms)}: {decision}" + (f", {what}" if what else ""))
         if self.first.rules:

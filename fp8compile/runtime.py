@@ -6,6 +6,9 @@ to zero. Such a *cold* call runs the same graph operator by operator, on the ref
 take the current amax where there is no scale. Forward and backward of one call are of one kind: what is saved between
 them (layouts, random numbers) is.
 
+Two more things make a call a cold one: a tensor that overflowed in the call before (see `watch`) is scaled by its current
+amax, and someone wants to know what quantization does to the tensors (see `measure`); that, with any recipe.
+
 The state moves once a training call. A forward inside of a running backward is a recomputation (eager checkpointing)
 if that call's forward has run before, and leaves the state as it was.
 """
@@ -13,6 +16,7 @@ if that call's forward has run before, and leaves the state as it was.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -22,7 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.utils.weak import WeakIdKeyDictionary
 
-from . import compat, scaling
+from . import compat, measure, scaling
 from .errors import Fp8CompileError
 from .graph import fake_mode_of, is_tensor, value
 from .hollow import hollow
@@ -31,6 +35,7 @@ from .passes.base import run_pass
 from .passes.lower import lower
 from .reports import LEDGER
 from .state import Book, PageSet
+from .watch import Overflow, say
 
 Boxed = Callable[[list[Any]], Any]
 
@@ -77,7 +82,15 @@ def lowered(graph: Graph) -> None:
 
 class Eager(Interpreter):
     """Runs a graph operator by operator. Inductor's random operators draw by their seed, as they do when compiled, so
-    that a mask that is computed again in backward is the same."""
+    that a mask that is computed again in backward is the same. `look` is shown every cast."""
+
+    look: measure.Look | None = None
+
+    def run_node(self, n: Node) -> Any:
+        result = super().run_node(n)
+        if self.look is not None and n.target in measure.CASTS:
+            self.look(n, self.fetch_args_kwargs_from_env(n)[0], result)
+        return result
 
     def call_function(self, target: Any, args: tuple, kwargs: dict) -> Any:
         kind = compat.random_prims().get(target)
@@ -97,19 +110,32 @@ def _draw(kind: str, *args: Any) -> torch.Tensor:
 class CompiledGraph:
     """One Dynamo graph: compiles the two halves that AOTAutograd makes of it, then serves as its callable."""
 
-    def __init__(self, weights: Sequence[int], history: int, capacity: tuple[int, int] | None, observes: bool = False):
-        """`observes`: it moves the scaling state but multiplies in high precision, so that no call of it is a cold one."""
+    def __init__(
+        self,
+        weights: Sequence[int],
+        history: int,
+        capacity: tuple[int, int] | None,
+        observes: bool = False,
+        trains: bool = True,
+        names: Sequence[str] = (),
+    ):
+        """`observes`: it moves the scaling state but multiplies in high precision, so that no call of it is a cold one.
+        `trains`: it is no evaluation. `names`: of its inputs."""
         self.weights = tuple(weights)  # positions, parameters first
-        self.history, self.capacity, self.observes = history, capacity, observes
+        self.history, self.capacity, self.observes, self.trains = history, capacity, observes, trains
+        self.names = tuple(names)
         self.record: int | None = None  # its entry in the ledger
         self.converts = False  # some matmul of it became FP8
-        self.met: Any = WeakIdKeyDictionary()  # parameters that it was called with
+        self.met: Any = WeakIdKeyDictionary()  # parameters that it was called with -> all that came with them, by input
+        self.casts: dict[tuple[int, measure.Name], measure.Cast] = {}  # what it quantizes
         self.rewritten: Rewritten | None = None
         self.book: Book | None = None
         self.call: Callable[..., Any] | None = None
         self.now: PageSet | None = None  # of the call in progress
         self.again = False  # and whether that is a recomputation
         self.idle: torch.Tensor | None = None  # a stand-in where the state inputs are unused
+        self.look: measure.Look | None = None  # if it is measured
+        self.looking = measure.Looking()
         self.marker: str | None = None  # a value saved for backward, by which a cold call's backward is known:
         self.marks = compat.TensorMarks()
 
@@ -126,7 +152,9 @@ class CompiledGraph:
             assert self.capacity is not None
             _check_update(gm, done.pages[backward], done.backward if backward else done.forward)
             self.book = self.book or Book(done.forward, done.backward, self.capacity, self.history)
+        if done is not None and (done.pages or (self.converts and self.trains)):
             cold = compat.copy_graph(gm)
+            self._know(measure.casts_of(cold.graph))
         warm = compile_inner(gm, example_inputs, **kwargs)
         if cold is None:
             return warm
@@ -134,55 +162,93 @@ class CompiledGraph:
         device = next((kind for kind in devices if kind != "cpu"), "cpu")  # numbers may be inputs on the CPU
         return self._backward(cold, warm, device) if backward else self._forward(cold, warm, device)
 
+    def _know(self, casts: dict[tuple[int, measure.Name], measure.Cast]) -> None:
+        self.casts.update(casts)
+        if self.trains:
+            for owners in self.met.values():
+                measure.know(owners, casts)
+
     def _forward(self, gm: GraphModule, warm: Boxed, device: str) -> Boxed:
-        eager, outputs = _boxed(Eager(gm)), _outputs(gm)
+        interpreter, outputs = Eager(gm), _outputs(gm)
+        eager = _boxed(interpreter)
         # the last ones are saved for backward; a marker that turns out to be none of them is not looked for
+        inputs = [value(x) for x in gm.graph.find_nodes(op="placeholder") if is_tensor(x)]
         made = [i for i, x in enumerate(outputs) if isinstance(x, Node) and x.op != "placeholder" and is_tensor(x)]
+        made = [i for i in made if not any(compat.share_memory(value(outputs[i]), x) for x in inputs)]  # always at one address
         marker = made[-1] if made else None
         self.marker = outputs[marker].name if marker is not None else None
 
         def run(args: list[Any]) -> Any:
-            pages = self.now
-            if pages is None or not _on(device, args):
+            pages, look = self.now, self.look
+            if (pages is None and look is None) or not _on(device, args):
                 return warm(args)
-            cold = (pages.cold or (self.again and pages.was_cold)) and not self.observes
-            pages.was_cold = cold
-            if not cold:
-                return warm(args)
-            result = eager(args)
-            if marker is not None:
-                self.marks.add(result[marker])
-            if not self.again and not pages.backward.homes:
-                pages.after_cold_call()
+            cold = look is not None
+            if pages is not None:
+                cold = (cold or pages.cold or (self.again and pages.was_cold)) and not self.observes
+                pages.was_cold = cold
+            if cold:
+                with _looked(interpreter, look):
+                    result = eager(args)
+                if marker is not None:
+                    self.marks.add(result[marker], look)
+            else:
+                result = warm(args)
+            if pages is not None and not self.again and not pages.backward.homes:
+                self._moved(pages)
             return result
 
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
 
     def _backward(self, gm: GraphModule, warm: Boxed, device: str) -> Boxed:
-        assert self.rewritten is not None and self.book is not None
-        book, eager = self.book, _boxed(Eager(gm))
+        assert self.rewritten is not None
+        book, interpreter = self.book, Eager(gm)
+        eager = _boxed(interpreter)
         names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
-        page_at, marker_at = (names.index(x) if x in names else None for x in (self.rewritten.pages[1], self.marker))
+        page = self.rewritten.pages[1] if book is not None else None
+        page_at, marker_at = (names.index(x) if x in names else None for x in (page, self.marker))
 
         def run(args: list[Any]) -> Any:
-            pages = book.by_pointer.get(args[page_at].data_ptr()) if page_at is not None else None
+            pages = book.by_pointer.get(args[page_at].data_ptr()) if book is not None and page_at is not None else None
+            look = self.marks.note(args[marker_at]) if marker_at is not None else None
             cold = args[marker_at] in self.marks if marker_at is not None else pages is not None and pages.cold
             cold = cold and not self.observes
             if pages is not None:
                 pages.pending = max(0, pages.pending - 1)
                 pages.backward.refresh()
-            if not cold or not _on(device, args):
-                return warm(args)
-            result = eager(args)
+            if look is not None:
+                self.looking.backward(look)
+            if cold and _on(device, args):
+                with _looked(interpreter, look):
+                    result = eager(args)
+            else:
+                result = warm(args)
             if pages is not None:
-                pages.after_cold_call()
+                self._moved(pages)
             return result
 
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
 
     # -- running --
+
+    def _moved(self, pages: PageSet) -> None:
+        """Behind the last update of a training call."""
+        if pages.cold and pages.was_cold:
+            pages.after_cold_call()
+        if pages.watch is not None and not self.observes:
+            pages.watch.after_call()
+
+    def _overflowed(self, pages: PageSet, overflows: Sequence[Overflow]) -> None:
+        assert self.book is not None
+        keys = self.book.keys
+
+        def name(overflow: Overflow) -> str:
+            key = keys[overflow.backward][overflow.row]
+            return f"{self.names[key.input] if key.input < len(self.names) else key.input} ({key.role})"
+
+        pages.overflowed()
+        say(overflows, name)
 
     def __call__(self, *args: Any) -> Any:
         assert self.call is not None
@@ -193,31 +259,54 @@ class CompiledGraph:
             with fake_mode_of(first):
                 return self.call(*args, *(scaling.new_page(rows, self.history, first.device) for rows in self.capacity or ()))
         if isinstance(first, nn.Parameter) and first not in self.met:  # one piece of code may serve many layers, and models
-            self.met[first] = True
+            self.met[first] = {i: weakref.ref(args[i]) for i in self.weights}
+            self._know(self.casts)
             if self.record is not None:
                 LEDGER.attach(self.record, [args[i] for i in self.weights])
         if self.capacity is None:
-            return self.call(*args)
-        if self.book is None:  # nothing became FP8: the state inputs are read by nobody
+            if not (measure.ACTIVE or self.looking.open):
+                return self.call(*args)
+            return self._run(args, self._looks(args))
+        if self.book is None:  # nothing became FP8, or nothing that has a state: the state inputs are read by nobody
             if self.idle is None:
                 self.idle = scaling.new_page(self.capacity[0], self.history, first.device)
-            return self.call(*args, self.idle, self.idle)
+            if not (measure.ACTIVE or self.looking.open):
+                return self.call(*args, self.idle, self.idle)
+            return self._run((*args, self.idle, self.idle), self._looks(args))
         pages = self.now = self.book.open(args, first.device)
         forward = pages.forward.tensor
         self.again = bool(pages.pending) and compat.in_backward()
+        look = self._looks(args) if measure.ACTIVE or self.looking.open else None
         if self.again:  # a recomputation: the scales of the first time, and the state stays where it is
             forward = scaling.page_before(forward)
         else:
             pages.pending += 1
+            if pages.watch is not None and not pages.cold and not self.observes:
+                overflows = pages.watch.before_call()
+                if overflows:
+                    self._overflowed(pages, overflows)
+        return self._run((*args, forward, pages.backward.tensor), look)
+
+    def _looks(self, args: Sequence[Any]) -> measure.Look | None:
+        """Is this call measured?"""
+        if not self.trains or not self.converts or self.observes:
+            return None
+        within = compat.in_backward()
+        # saved tensors are hooked within a backward where a checkpoint recomputes what an ordinary call computed
+        may_begin = not self.again and not (within and compat.saving_is_hooked())
+        return self.looking.at(args, self.weights, within, may_begin)
+
+    def _run(self, args: Sequence[Any], look: measure.Look | None) -> Any:
+        assert self.call is not None
+        self.look = look
         try:
             with compat.saved_as_they_are(self._is_ours):
-                return self.call(*args, forward, pages.backward.tensor)
+                return self.call(*args)
         finally:
-            self.now = None
+            self.now = self.look = None
 
     def _is_ours(self, tensor: torch.Tensor) -> bool:
-        assert self.book is not None
-        return tensor.data_ptr() in self.book.by_pointer or tensor in self.marks
+        return (self.book is not None and tensor.data_ptr() in self.book.by_pointer) or tensor in self.marks
 
 
 def _check_update(gm: GraphModule, page: str, slots: Sequence[Any]) -> None:
@@ -231,6 +320,15 @@ def _check_update(gm: GraphModule, page: str, slots: Sequence[Any]) -> None:
 
 def _outputs(gm: GraphModule) -> list[Any]:
     return list(next(iter(gm.graph.find_nodes(op="output"))).args[0])  # type: ignore[arg-type]
+
+
+@contextlib.contextmanager
+def _looked(interpreter: Eager, look: measure.Look | None) -> Iterator[None]:
+    interpreter.look = look
+    try:
+        yield
+    finally:
+        interpreter.look = None
 
 
 def _boxed(interpreter: Interpreter) -> Boxed:

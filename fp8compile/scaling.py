@@ -7,16 +7,20 @@ Both are float32, computed in float64 and rounded once, so that eager and compil
 instructions a compiler picks for a float32 division.
 
 One direction (forward or backward) of one set of parameters keeps its delayed scaling state in one float32 tensor, a
-*page* `[slots, 9 + history]`, one row a slot:
+*page* `[slots, 10 + history]`, one row a slot:
 
-    column   0       1           2                                                          3 4 5            9 ...
+    column   0       1           2                                                          3 4 5            10 ...
              scale   scale_inv   calls since the scale was computed, -1 before the first    0 1 2 of the     amax history,
                                                                                             call before      newest first
              6                                      7                                   8
              reach: what an amax is scaled to,      window: of how many amaxes the      interval: calls from one
              fp8_max / 2**margin                    largest one counts                  scale to the next
 
-Columns 6 to 8 are the slot's own constants (`SlotSettings`), so that slots of different recipes share a page.
+             9
+             limit: an amax that is scaled to more than this is an overflow,
+             after which the slot is cold for a call
+
+Columns 6 to 9 are the slot's own constants (`SlotSettings`), so that slots of different recipes share a page.
 
 A call quantizes with a *snapshot* `[slots, 4]` of the first columns, taken before it moves them. The snapshot is then
 kept next to what replaced it, for a forward that is recomputed.
@@ -33,9 +37,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-SCALE, SCALE_INV, AGE, BEFORE, REACH, WINDOW, INTERVAL, HISTORY = 0, 1, 2, 3, 6, 7, 8, 9
+SCALE, SCALE_INV, AGE, BEFORE, REACH, WINDOW, INTERVAL, LIMIT, HISTORY = 0, 1, 2, 3, 6, 7, 8, 9, 10
 SNAPSHOT = 4  # columns of a snapshot: a slot's scale is 16-byte aligned, which lets one kernel serve all slots
-LARGEST = torch.finfo(torch.float32).max
+LARGEST, SMALLEST = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny  # both have finite inverses
+EXPONENT = 0x7F800000  # the bits of a float32 that are its exponent
+JUMP = 2.0  # an overflow to act on: twice what the scale covers; by less, amaxes of a quiet run exceed their history, too
 
 
 class SlotSettings(NamedTuple):
@@ -44,17 +50,23 @@ class SlotSettings(NamedTuple):
     reach: float
     window: int
     interval: int
+    limit: float = float("inf")
 
 
-def scale_of(amax: Tensor, fp8_max: float, margin: int) -> Tensor:
-    """The scale (float32, shape of `amax`) that brings `amax` to `fp8_max / 2**margin`; 1 where amax is 0 or not finite."""
+def scale_of(amax: Tensor, fp8_max: float, margin: int, power_of_2: bool = False) -> Tensor:
+    """The scale (float32, shape of `amax`) that brings `amax` to `fp8_max / 2**margin`; 1 where amax is 0 or not finite.
+
+    With `power_of_2` the largest power of two that is not above it: the mantissa is cut off, as TransformerEngine and torchao
+    do; its inverse is the E8M0 scale of the OCP Microscaling formats, rounded up.
+    """
     # not the number itself: a number / a tensor is taken as a multiplication by its reciprocal
-    return _scale(amax, torch.full_like(amax, fp8_max / 2.0**margin, dtype=torch.float64))
+    scale = _scale(amax, torch.full_like(amax, fp8_max / 2.0**margin, dtype=torch.float64))
+    return (scale.view(torch.int32) & EXPONENT).view(torch.float32) if power_of_2 else scale
 
 
 def _scale(amax: Tensor, reach: Tensor) -> Tensor:
     wide = amax.to(torch.float64)
-    scale = (reach / wide).clamp(max=LARGEST)
+    scale = (reach / wide).clamp(SMALLEST, LARGEST)
     usable = (wide > 0) & (wide < float("inf"))
     return torch.where(usable, scale, torch.ones_like(scale)).to(torch.float32)
 
@@ -72,6 +84,7 @@ def new_page(slots: int, history: int, device: torch.device, settings: Sequence[
     page[:, AGE] = -1.0
     page[:, BEFORE:REACH] = page[:, :BEFORE]
     page[:, REACH:HISTORY] = 1.0
+    page[:, LIMIT] = float("inf")
     if settings:
         page[: len(settings), REACH:HISTORY] = torch.tensor(settings, dtype=torch.float32, device=device)
     return page
@@ -95,25 +108,29 @@ def next_page(page: Tensor, snapshot: Tensor, amax: Tensor) -> Tensor:
     The old scales come from the snapshot: so it is taken before the page is written, however a compiler orders the graph.
 
     The history shifts by one. A slot's scale is recomputed at its first non-zero amax and at every interval-th call
-    from there, unless the amax to compute it from is 0. If any amax is not finite, nothing moves: one bad batch leaves
-    no trace (TransformerEngine keeps the infinity in the window for its whole length).
+    from there, unless the amax to compute it from is 0. An amax that the old scale brings beyond the slot's limit is due
+    at once, and makes the slot cold: the next call uses its current amax, if it can (see `runtime`), else the new scale. If
+    any amax is not finite, nothing moves: one bad batch leaves no trace (TransformerEngine keeps the infinity in the window
+    for its whole length).
     """
     # narrow and select: an index would ask for the device, which may be a described one. Unused slots see zeros: one shape
     # for all rows, and a single concatenation, let Inductor make one kernel of it.
     amax = torch.nn.functional.pad(amax, (0, page.shape[0] - amax.shape[0]))
     old_scale, old_inverse, age = (snapshot.select(1, column) for column in (SCALE, SCALE_INV, AGE))
     recent = page.narrow(1, HISTORY, page.shape[1] - HISTORY - 1)
-    reach, window, interval = (page.select(1, column) for column in (REACH, WINDOW, INTERVAL))
+    reach, window, interval, limit = (page.select(1, column) for column in (REACH, WINDOW, INTERVAL, LIMIT))
     peak = amax
     if recent.shape[1]:
         counts = torch.arange(1, recent.shape[1] + 1, device=page.device) < window.unsqueeze(1)
         peak = torch.maximum(amax, torch.where(counts, recent, 0.0).amax(1))
     cold = age < 0
+    overflow = ~cold & (amax * old_scale > limit)
     due = torch.where(cold, amax > 0, age + 1 >= interval)
-    fresh = due & (peak > 0)
+    fresh = (due | overflow) & (peak > 0)
     scale = torch.where(fresh, _scale(peak, reach.to(torch.float64)), old_scale)
     inverse = torch.where(fresh, inverse_of(scale), old_inverse)
     age = torch.where(due, torch.zeros_like(age), torch.where(cold, age, age + 1))
+    age = torch.where(overflow, torch.full_like(age, -1.0), age)
     columns = [x.unsqueeze(1) for x in (scale, inverse, age)]
     constants = page.narrow(1, REACH, HISTORY - REACH)
     moved = torch.cat([*columns, snapshot.narrow(1, 0, BEFORE), constants, amax.unsqueeze(1), recent], 1)

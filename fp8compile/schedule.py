@@ -56,6 +56,7 @@ class _Watch:
     every: int
     model: Any
     last: int = -1
+    reads_loss: bool = True
 
     def due(self, step: int, parameters: frozenset[int]) -> bool:
         if step == self.last or step % self.every:
@@ -148,6 +149,23 @@ def on_step(callback: Callback, model: nn.Module | None = None, every: int = 1) 
     return lambda: (_state.callbacks.pop(number, None), None)[1]
 
 
+def each_step(callback: Callable[[int], None], model: nn.Module) -> Callable[[], None]:
+    """As `on_step` of every step, for what does not look at the loss (reading it waits for the device) and changes no phase."""
+
+    def step_only(step: int, _: float | None) -> None:
+        callback(step)
+
+    forget = on_step(step_only, model)  # type: ignore[arg-type]
+    _state.callbacks[max(_state.callbacks)].reads_loss = False
+    return forget
+
+
+def steps_of(model: nn.Module) -> int:
+    """How many optimizer steps a model has seen, as far as is known."""
+    parameter = next(iter(_parameters(model)), None)
+    return 0 if parameter is None else _state.counted(parameter) + _state.offsets.get(parameter, _state.offset)
+
+
 def _parameters(model: nn.Module | None) -> Sequence[nn.Parameter]:
     if model is None:
         return ()
@@ -174,7 +192,7 @@ def _stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if not watch.due(step, parameters):
             continue
         watch.last = step  # the optimizers of one step, where there are several, ask once
-        phase = watch.callback(step, float(_state.loss) if _state.loss is not None else None)
+        phase = watch.callback(step, float(_state.loss) if watch.reads_loss and _state.loss is not None else None)
         if phase is not None:
             if phase not in PHASES:
                 raise OptionError.of("phase", phase, "'fp8', 'high_precision' or None (the callback's return value)")

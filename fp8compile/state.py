@@ -17,7 +17,12 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from . import scaling
+from . import compat, scaling
+from .capture import plain
+from .errors import StateError
+from .watch import Watch
+
+PATIENCE = 16  # cold calls before a slot that only ever saw zeros is taken as it is, with scale 1
 
 
 @dataclass(frozen=True)
@@ -32,12 +37,16 @@ class SlotKey:
 
 @dataclass(eq=False)
 class Page:
-    """`tensor` is float32 `[capacity, 9 + history]`, see `scaling`; row i is the slot `homes[i]`: owner, (role, use)."""
+    """`tensor` is float32 `[capacity, 10 + history]`, see `scaling`; row i is the slot `homes[i]`: owner, (role, use)."""
 
     tensor: torch.Tensor
     homes: list[tuple[weakref.ref, tuple[str, int]]]
     settings: tuple[scaling.SlotSettings, ...]
     stale: bool = False  # another page has taken over some of the slots
+    patience: int = PATIENCE  # cold calls left
+    loaded: bool = False  # values and patience are from a file, and no call has seen them
+    name: str = ""  # of the one slot, while no graph has taken it
+    strict: bool = False  # the first graph that takes it has to fit
 
     def cold(self) -> bool:
         """Is there a slot that has not seen a non-zero amax? Reads the device: for cold calls only."""
@@ -50,24 +59,35 @@ class Page:
 
     def claim(self) -> None:
         """Become the home of these slots, with the values that they have now."""
-        rows = self.tensor.data  # no version counter: the page may be saved for a backward that is still to come
+        loaded: list[Page] = []
         for row, (owner, name) in enumerate(self.homes):
             named = REGISTRY.setdefault(owner(), {})
             before = named.get(name)
             if before is not None and before.page is not self:
-                values = before.page.tensor.data[before.row].to(rows.device)
-                width = min(values.numel(), rows.shape[1])  # another history length keeps what fits
-                rows[row, : scaling.REACH] = values[: scaling.REACH]
-                rows[row, scaling.HISTORY : width] = values[scaling.HISTORY : width]
-                rows[row, width:] = 0.0  # what this page had there is older than what the other one has forgotten
-                factor = self.settings[row].reach / before.page.settings[before.row].reach
-                if factor != 1.0 and rows[row, scaling.AGE] >= 0:  # compiled anew with another format or margin
-                    for column in (scaling.SCALE, scaling.BEFORE + scaling.SCALE):
-                        rows[row, column] *= factor
-                        rows[row, column + 1] /= factor
+                loaded += [before.page] if before.page.loaded else []
+                self.take(row, before.page, before.row)
                 before.page.stale = True
             named[name] = Slot(self, row)
         self.stale = False
+        if loaded:
+            self.loaded = True
+            if len(loaded) == len(self.homes):  # or a slot that is not among them may have to be cold for longer
+                self.patience = min(page.patience for page in loaded)
+
+    def take(self, row: int, page: Page, before: int = 0) -> None:
+        """Copy what is in row `before` of another page."""
+        rows = self.tensor.data  # no version counter: the page may be saved for a backward that is still to come
+        values = page.tensor.data[before].to(rows.device)
+        width = min(values.numel(), rows.shape[1])  # another history length keeps what fits
+        rows[row, : scaling.REACH] = values[: scaling.REACH]
+        rows[row, scaling.HISTORY : width] = values[scaling.HISTORY : width]
+        rows[row, width:] = 0.0  # what this page had there is older than what the other one has forgotten
+        factor = self.settings[row].reach / page.settings[before].reach
+        seen = rows[row, scaling.AGE] >= 0 or rows[row, scaling.HISTORY] > 0  # the latter: cold, because it overflowed
+        if factor != 1.0 and seen:  # compiled anew with another format or margin
+            for column in (scaling.SCALE, scaling.BEFORE + scaling.SCALE):
+                rows[row, column] *= factor
+                rows[row, column + 1] /= factor
 
 
 @dataclass(frozen=True)
@@ -90,15 +110,38 @@ class Slot:
 
 # parameter (or buffer that is used as a weight) -> {(role, use): Slot}
 REGISTRY: Any = WeakIdKeyDictionary()
+# parameter of a model whose state was loaded -> its name
+LOADED: Any = WeakIdKeyDictionary()
+
+
+def named_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What may be a weight of a model: parameters, then buffers, by names without what torch.compile, checkpointing, FSDP and
+    DDP wrap around modules. A tensor with several names has its first."""
+    model = unwrapped(model)
+    found: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            found[plain(name)] = tensor
+    return found
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The module that torch.compile and DDP made theirs of. TypeError for what is none."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"expected a torch.nn.Module, not {type(model).__name__}")
+    while hasattr(model, "_orig_mod") or compat.is_ddp(model):
+        model = model._orig_mod if hasattr(model, "_orig_mod") else model.module  # type: ignore[assignment]
+    return model
 
 
 def slots_of(model: nn.Module) -> dict[tuple[str, str, int], Slot]:
     """The delayed scaling state of a model: `{(parameter name, "input" | "weight" | "gradient", use): Slot}`."""
-    model = getattr(model, "_orig_mod", model)
     return {
         (name, role, use): slot
-        for name, parameter in model.named_parameters()
-        for (role, use), slot in sorted(REGISTRY.get(parameter, {}).items())
+        for name, weight in named_weights(model).items()
+        for (role, use), slot in sorted(REGISTRY.get(weight, {}).items())
     }
 
 
@@ -109,15 +152,32 @@ class PageSet:
     forward: Page
     backward: Page
     owners: tuple[weakref.ref, ...]
-    patience: int = 16  # cold calls left before a slot that only ever saw zeros is taken as it is, with scale 1
     cold: bool = True
     was_cold: bool = True  # the last forward
     pending: int = 0  # training forwards whose backward has not run
+    watch: Watch | None = None  # for overflows, where some slot asks for it
 
     def after_cold_call(self) -> None:
         """Is it the last cold one?"""
-        self.patience -= 1
-        self.cold = self.patience > 0 and (self.forward.cold() or self.backward.cold())
+        for page in self.pages:
+            page.patience = max(0, page.patience - 1)
+        self._is_cold()
+
+    def overflowed(self) -> None:
+        """The next call is a cold one, for what has just overflowed."""
+        for page in self.pages:
+            page.patience = max(1, page.patience)
+        self.cold = True
+
+    def resume(self) -> None:
+        """Go on with values that were loaded."""
+        patience = max((page.patience for page in self.pages if page.homes), default=PATIENCE)
+        for page in self.pages:
+            page.patience, page.loaded = patience, False
+        self._is_cold()
+
+    def _is_cold(self) -> None:
+        self.cold = self.forward.patience > 0 and (self.forward.cold() or self.backward.cold())
 
     @property
     def pages(self) -> tuple[Page, Page]:
@@ -149,6 +209,8 @@ class Book:
             found = self._new(key, owners, device)
         for page in found.pages:
             page.refresh()
+        if found.forward.loaded or found.backward.loaded:
+            found.resume()
         return found
 
     def _slots(self, keys: Sequence[SlotKey], owners: Sequence[Any]) -> list[tuple[Any, tuple[str, int]]]:
@@ -156,6 +218,8 @@ class Book:
         return [(owner[key.input], (key.role, key.use)) for key in keys]
 
     def _new(self, key: tuple[int, ...], owners: Sequence[Any], device: torch.device) -> PageSet:
+        wanted = [(slot, key.settings) for keys in self.keys for slot, key in zip(self._slots(keys, owners), keys, strict=True)]
+        _check_loaded(wanted, self.history)
         forward, backward = (
             _page_for(self._slots(keys, owners), tuple(key.settings for key in keys), capacity, self.history, device)
             for keys, capacity in zip(self.keys, self.capacity, strict=True)
@@ -169,9 +233,50 @@ class Book:
         refs = tuple(weakref.ref(owner, forget) for owner in owners)
         made = PageSet(forward, backward, refs)
         made.cold = forward.cold() or backward.cold()
+        if any(setting.limit < float("inf") for page in made.pages for setting in page.settings):
+            made.watch = Watch(forward.tensor, len(forward.homes), backward.tensor, len(backward.homes))
         self.sets[key] = made
         self.by_pointer[backward.tensor.data_ptr()] = made
         return made
+
+
+def _check_loaded(wanted: Sequence[tuple[tuple[Any, tuple[str, int]], scaling.SlotSettings]], history: int) -> None:
+    """StateError if some of a new graph's slots have been loaded, and they are not those that it wants."""
+    held = [REGISTRY.get(owner, {}).get(name) for (owner, name), _ in wanted]
+    if not any(slot is not None and slot.page.strict for slot in held):
+        return
+    differences = []
+    roles: dict[int, set[str]] = {}
+    for ((owner, (role, use)), settings), slot in zip(wanted, held, strict=True):
+        roles.setdefault(id(owner), set()).add(role)
+        if slot is None and owner in LOADED:
+            differences.append(f"missing: {LOADED[owner]}.{role}.{use}")
+        elif slot is not None and slot.page.strict:
+            differences += differing(slot.page.name, slot.page.settings[0], slot.page.tensor.shape[1], settings, history)
+    for owner in {id(owner): owner for (owner, _), _ in wanted}.values():
+        for (role, _), slot in REGISTRY.get(owner, {}).items():
+            if slot.page.strict and role not in roles[id(owner)]:
+                differences.append(f"unexpected: {slot.page.name}")
+    if differences:
+        raise StateError.of(differences, FIX)
+
+
+FIX = (
+    "Compile with the policy and options that it was saved with, or load_scaling_state(model, state, strict=False) to take "
+    "what fits, or load_scaling_state(model, None) to start cold."
+)
+
+
+def differing(name: str, saved: scaling.SlotSettings, width: int, settings: scaling.SlotSettings, history: int) -> list[str]:
+    """The differences between the settings of a slot that was saved in a row `width` wide, and those of its home."""
+    pairs = [
+        ("FP8 maximum / 2**margin", saved.reach, settings.reach),
+        ("window (amax_history_len, or 1 with most_recent)", saved.window, settings.window),
+        ("interval", saved.interval, settings.interval),
+        ("overflow limit (on_overflow)", saved.limit, settings.limit),
+        ("amaxes that are kept (the longest amax_history_len)", width - scaling.HISTORY, history),
+    ]
+    return [f"{name}: {what} {before:g}, here {now:g}" for what, before, now in pairs if before != now]
 
 
 def _page_for(

@@ -482,7 +482,7 @@ def fused(gm: GraphModule, config: tuple[int, int, int] | None = None) -> Made:
         with mock.patch.object(launch, "configurations", configurations):
             lower(copy.graph)
     copy.recompile()
-    written = [[output.kind for output in (*k.outputs, *k.sums, *k.amaxes)] for k in kernels.values()]
+    written = [[output.kind for output in (*k.outputs, *k.sums, *k.amaxes, *k.column_amaxes)] for k in kernels.values()]
     return Made(gm, copy, tuple(tuple(sorted(kinds)) for kinds in written), tuple(k.source for k in kernels.values()))
 
 

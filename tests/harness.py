@@ -9,7 +9,9 @@ from statistics import median
 from typing import Any
 
 import torch
-from reference import Reference, scale_of
+from models import SwiGlu
+from reference import ROLES, Reference
+from reference_casts import scale_of
 from torch import Tensor, nn
 
 import fp8compile
@@ -91,6 +93,12 @@ def leaf(x: Tensor) -> Tensor:
     return x.detach().clone().requires_grad_(x.is_floating_point())
 
 
+def gated_inputs(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """Of the default policy: what is down projected behind a gated activation has current scaling."""
+    names = [f"{name}.down.weight".lstrip(".") for name, module in model.named_modules() if isinstance(module, SwiGlu)]
+    return {name: {"current_scaling": (True, False, False)} for name in names}
+
+
 class Pair:
     """One model compiled with backend="fp8" beside its eager FP8 reference; every `step` compares all there is to see.
 
@@ -118,7 +126,8 @@ class Pair:
     ) -> None:
         self.model, self.recipe, self.options, self.autocast = model, recipe, options, autocast
         theirs = {name: value for name, value in options.items() if name != "policy"}
-        self.reference = Reference(model, recipe, exclude=exclude, overrides=overrides or {}, **theirs)
+        overrides = {**gated_inputs(model), **(overrides or {})}
+        self.reference = Reference(model, recipe, exclude=exclude, overrides=overrides, **theirs)
         if compile is None:
             self.compiled = compiled(model, recipe, dynamic=dynamic, **options, **(inductor or {}))
         else:
@@ -163,7 +172,7 @@ class Pair:
         A slot that has seen nothing yet may exist or not.
         """
         slots = {key: value for key, value in histories(self.model).items() if any(value[0]) or value[1] != 1.0}
-        if not any(self.reference.of(name).delayed for name in self.reference.names):
+        if not any(self.reference.of(name).delayed(role) for name in self.reference.names for role in ROLES):
             assert not slots, f"current scaling has no state, yet {sorted(slots)}"
             return
         expected = {key: slot for key, slot in self.reference.slots.items() if any(slot.history) or slot.scale is not None}
@@ -184,7 +193,7 @@ class Pair:
             settings = self.reference.of(key[0])
             length = 1 if settings.amax_compute_algo == "most_recent" else settings.amax_history_len
             if settings.interval == 1 and max(history[:length]) > 0.0:
-                exact = scale_of(max(history[:length]), settings.format(key[1])[1], settings.margin)
+                exact = scale_of(max(history[:length]), settings.format(key[1])[1], settings.margin_of(key[1]))
                 assert scale == exact, f"{where} {key}: {scale}"
         if self.deep:
             homes = {(key[1], tuple(expected[key].history)): key for key in slots}

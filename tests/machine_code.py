@@ -174,7 +174,7 @@ def _type(value: Any) -> str:
 def with_fnuz(kernel: Generated) -> Generated:
     """The same kernel in the FP8 encodings of gfx942."""
     source, types = kernel.source, dict(kernel.types)
-    for ocp, fnuz in zip(pick("hybrid", False), pick("hybrid", True), strict=True):
+    for ocp, fnuz in ((pick(wide, False), pick(wide, True)) for wide in (False, True)):
         old, new = (TRITON_DTYPE[form.dtype].removeprefix("tl.") for form in (ocp, fnuz))
         source = source.replace(f"tl.{old})", f"tl.{new})").replace(str(ocp.dtype)[6:] + "\n", str(fnuz.dtype)[6:] + "\n")
         source = re.sub(rf"(?<![\w.]){re.escape(str(ocp.max))}(?![\w.])", str(fnuz.max), source)

@@ -1,14 +1,15 @@
 """The oracle: one FP8 training step in plain eager PyTorch, independent of the package.
 
-Nothing here is imported from fp8compile, and nothing is shared with it: formats, scales, the cast, the three matmuls of a
-linear and the delayed state are written out again from their definition, in the plainest way there is.
+Nothing here is imported from fp8compile, and nothing is shared with it: formats, scales and the cast (reference_casts.py), the
+three matmuls of a linear and the delayed state are written out again from their definition, in the plainest way there is.
 
     fprop  y  = x w^T    x: "input",    w: "weight"   (forward format)
     dgrad  dx = dy w     dy: "gradient" (gradient format), w: "weight"
     wgrad  dw = dy^T x   dy: "gradient", x: "input"
 
-    scale = float32(min(FLT_MAX, fp8_max / (amax * 2**margin)))      scale_inv = float32(1 / scale)
-    q(x)  = to_fp8(clamp(float32(x) * scale, -fp8_max, fp8_max)),    inf and NaN -> NaN
+Each gemm takes its operands with the contracted dimension last. A recipe says which elements of such a copy share a scale
+(`Settings.block`): all (delayed, tensorwise), a row (rowwise), 1 x 128 or 128 x 128 (blockwise), 1 x 32 (mxfp8). So the two
+copies of one tensor, for the two gemms that read it, are quantized each from the tensor, by their own scales.
 
 `Reference(model)` deep-copies a vanilla model and replaces its eligible weights by `Weight`, a Parameter that runs the matmuls
 that read it in FP8. A subclass and not a mode, because a mode that is entered around the forward is gone when activation
@@ -28,63 +29,14 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from reference_casts import FORMATS, FORMATS_FNUZ, Quantized, amax_of, float32, quantize, scale_of, scaled_mm
 from torch import Tensor, nn
 
-FLT_MAX = torch.finfo(torch.float32).max
-# name -> ((dtype, max) of activations and weights, (dtype, max) of gradients)
-FORMATS = {
-    "hybrid": ((torch.float8_e4m3fn, 448.0), (torch.float8_e5m2, 57344.0)),
-    "e4m3": ((torch.float8_e4m3fn, 448.0), (torch.float8_e4m3fn, 448.0)),
-}
+RECIPES = ("delayed", "tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8")
+ROLES = ("input", "weight", "gradient")
 HEADS = frozenset({"lm_head", "head", "embed_out", "unembed", "score", "classifier", "output_projection"})
 
 Key = tuple[str, str, int]  # (parameter name, role, use)
-
-
-def float32(value: float) -> float:
-    """`value` rounded to float32, as a Python float."""
-    return torch.tensor(value, dtype=torch.float64).to(torch.float32).item()
-
-
-def amax_of(x: Tensor) -> float:
-    """max|x| as float32: 0 for an empty tensor, NaN if there is one."""
-    return x.detach().float().abs().max().item() if x.numel() else 0.0
-
-
-def usable(amax: float) -> bool:
-    """Whether a scale can be made of this amax."""
-    return math.isfinite(amax) and amax > 0.0
-
-
-def scale_of(amax: float, fp8_max: float, margin: int = 0) -> float:
-    """The scale of a tensor whose amax is known: 1 for an amax of 0, inf or NaN."""
-    if not usable(amax):
-        return 1.0
-    return float32(min(FLT_MAX, fp8_max / (amax * 2.0**margin)))
-
-
-def inverse(scale: float) -> float:
-    """scale_inv: what multiplies FP8 values to get back what they stand for."""
-    return float32(1.0 / scale)
-
-
-def cast(x: Tensor, scale: float, dtype: torch.dtype, fp8_max: float) -> Tensor:
-    """FP8 values of x * scale: saturating, round to nearest even; inf and NaN become NaN."""
-    x = x.detach().float()
-    y = (x * torch.tensor(scale, dtype=torch.float32, device=x.device)).clamp(-fp8_max, fp8_max)
-    return torch.where(x.isfinite(), y, torch.full_like(y, math.nan)).to(dtype)
-
-
-def scaled_mm(a: Tensor, inv_a: float, b: Tensor, inv_b: float, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-    """a[m, k] @ b[k, n] of FP8 operands, * inv_a * inv_b + bias in float32, rounded once to out_dtype.
-
-    The sum runs in float64, which holds every product exactly and most sums: an oracle that depends on no BLAS and no CPU.
-    """
-    out = (a.to(torch.float64) @ b.to(torch.float64)).to(torch.float32)
-    out = out * torch.tensor(inv_a, device=out.device) * torch.tensor(inv_b, device=out.device)
-    if bias is not None:
-        out = out + bias.float()
-    return out.to(out_dtype)
 
 
 @dataclass
@@ -94,7 +46,12 @@ class Slot:
     length: int
     history: list[float] = field(default_factory=list)
     scale: float | None = None
-    calls: int = 0  # counted from the first non-zero amax
+    calls: int = 0  # counted from the first non-zero amax, and from the first one after an overflow
+
+    @property
+    def cold(self) -> bool:
+        """Whether the next call scales this tensor by its current amax."""
+        return self.calls == 0
 
     def __post_init__(self) -> None:
         self.history = [0.0] * self.length
@@ -105,26 +62,59 @@ class Settings:
     """How the matmuls of one weight are quantized; names as in the package."""
 
     recipe: str = "delayed"
-    fp8_format: str = "hybrid"
-    margin: int = 0
+    fp8_format: str | None = None
+    margin: int | tuple[int, int, int] = 0
     amax_history_len: int = 16
     amax_compute_algo: str = "max"
     interval: int = 1
     override_linear_precision: tuple[bool, bool, bool] = (False, False, False)
+    current_scaling: tuple[bool, bool, bool] = (False, False, False)
+    on_overflow: str = "current"
+    power_of_2_scale: bool | None = None
+    fp8_encoding: str = "auto"
 
     def __post_init__(self) -> None:
-        assert self.recipe in ("delayed", "tensorwise") and self.amax_compute_algo in ("max", "most_recent")
+        assert self.recipe in RECIPES and self.amax_compute_algo in ("max", "most_recent")
+        assert self.on_overflow in ("current", "saturate") and self.fp8_encoding in ("auto", "ocp", "fnuz")
 
     @property
-    def delayed(self) -> bool:
-        return self.recipe == "delayed"
+    def tensorwise(self) -> bool:
+        """One scale a tensor."""
+        return self.recipe in ("delayed", "tensorwise")
+
+    def delayed(self, role: str) -> bool:
+        return self.recipe == "delayed" and not self.current_scaling[ROLES.index(role)]
 
     def format(self, role: str) -> tuple[torch.dtype, float]:
-        return FORMATS[self.fp8_format][role == "gradient"]
+        name = self.fp8_format or ("hybrid" if self.tensorwise else "e4m3")
+        return (FORMATS_FNUZ if self.fp8_encoding == "fnuz" else FORMATS)[name][role == "gradient"]
+
+    def margin_of(self, role: str) -> int:
+        return self.margin if isinstance(self.margin, int) else self.margin[ROLES.index(role)]
+
+    @property
+    def rounded(self) -> bool:
+        """Whether current scales are powers of two."""
+        return self.recipe in ("blockwise", "mxfp8") if self.power_of_2_scale is None else self.power_of_2_scale
+
+    def block(self, role: str, gemm: str) -> tuple[int, int]:
+        """Rows and columns that share a scale in the copy that this gemm contracts along its columns; 0: all of them."""
+        if self.tensorwise or (self.recipe, role, gemm) == ("rowwise_with_gw_hp", "weight", "dgrad"):
+            return 0, 0
+        if self.recipe == "mxfp8":
+            return 1, 32
+        if self.recipe == "blockwise":
+            return (128, 128) if role == "weight" else (1, 128)
+        return 1, 0
+
+    def quantize(self, x: Tensor, role: str, gemm: str, scale: float | None) -> Quantized:
+        """The copy x [R, C] of a tensor in this role for this gemm; `scale`: that of delayed scaling, None without."""
+        margin = self.margin_of(role)
+        return quantize(x, self.format(role), self.block(role, gemm), margin, self.rounded, scale)
 
     high_fprop = property(lambda self: self.override_linear_precision[0])
     high_dgrad = property(lambda self: self.override_linear_precision[1])
-    high_wgrad = property(lambda self: self.override_linear_precision[2])
+    high_wgrad = property(lambda self: self.override_linear_precision[2] or self.recipe == "rowwise_with_gw_hp")
 
 
 @dataclass
@@ -137,8 +127,8 @@ class Call:
     forward: dict[Key, float] = field(default_factory=dict)  # amaxes of inputs and weights
     gradient: dict[Key, float] = field(default_factory=dict)  # amaxes of gradients seen by the running backward
     expected: set[Key] = field(default_factory=set)  # gradient slots that a backward of this call visits
-    # (parameter, use) -> (amax of the input, scale of the input, scale of the weight) of the original forward
-    scales: dict[tuple[str, int], tuple[float, float, float]] = field(default_factory=dict)
+    # (parameter, use) -> (amax of the input, scale of the input, scale of the weight) of the original forward; None: its own
+    scales: dict[tuple[str, int], tuple[float, float | None, float | None]] = field(default_factory=dict)
 
 
 class Reference:
@@ -161,7 +151,7 @@ class Reference:
         self.default = Settings(recipe, **options)
         self.settings = {name: replace(self.default, **given) for name, given in overrides.items()}
         every = (self.default, *self.settings.values())
-        self.length = max([s.amax_history_len for s in every if s.delayed], default=1)
+        self.length = max([s.amax_history_len for s in every if any(map(s.delayed, ROLES))], default=1)
         self.slots: dict[Key, Slot] = {}
         self.call: Call | None = None  # the training forward that is running
         self.calls: list[Call] = []
@@ -215,40 +205,43 @@ class Reference:
 
     # scaling state
 
-    def _scale(self, key: Key, amax: float, fp8_max: float) -> float:
-        """The scale that this training call quantizes with: it comes from earlier calls, or from amax in a cold slot."""
-        settings = self.of(key[0])
-        if settings.delayed:
-            slot = self.slots.setdefault(key, Slot(self.length))
-            if slot.scale is not None:
-                return slot.scale
-        return scale_of(amax, fp8_max, settings.margin)
+    def _scale(self, key: Key, amax: float) -> float | None:
+        """The scale that this training call quantizes with: it comes from earlier calls, or from amax in a cold slot. None:
+        current scaling."""
+        settings, role = self.of(key[0]), key[1]
+        if not settings.delayed(role):
+            return None
+        slot = self.slots.setdefault(key, Slot(self.length))
+        if slot.cold:
+            return scale_of(amax, settings.format(role)[1], settings.margin_of(role))
+        return slot.scale
 
     def _update(self, amaxes: dict[Key, float]) -> None:
         """End of one direction of one call: every slot moves, or none if any amax is not finite."""
-        amaxes = {key: amax for key, amax in amaxes.items() if self.of(key[0]).delayed}
+        amaxes = {key: amax for key, amax in amaxes.items() if self.of(key[0]).delayed(key[1])}
         if not all(math.isfinite(amax) for amax in amaxes.values()):
             return
         for key, amax in amaxes.items():
             settings = self.of(key[0])
             slot = self.slots.setdefault(key, Slot(self.length))
             slot.history = [amax, *slot.history[:-1]]
-            if slot.calls == 0 and amax == 0.0:
+            if slot.cold and amax == 0.0:
                 continue  # still cold
-            if slot.calls % settings.interval == 0:
+            fp8_max = settings.format(key[1])[1]
+            overflow = settings.on_overflow == "current" and not slot.cold and float32(amax * slot.scale) > 2.0 * fp8_max
+            if slot.calls % settings.interval == 0 or overflow:
                 length = 1 if settings.amax_compute_algo == "most_recent" else settings.amax_history_len
                 window = max(slot.history[:length])
                 if window > 0.0:
-                    slot.scale = scale_of(window, settings.format(key[1])[1], settings.margin)
-            slot.calls += 1
+                    slot.scale = scale_of(window, fp8_max, settings.margin_of(key[1]))
+            slot.calls = 0 if overflow else slot.calls + 1
 
     # the matmuls of one reader of a weight
 
-    def _begin(self, name: str, x: Tensor, w: Tensor) -> tuple[Call, int, float, float]:
+    def _begin(self, name: str, x: Tensor, w: Tensor) -> tuple[Call, int, float | None, float | None]:
         """-> the call, which use of the weight this is, the scales of x and w; records amaxes unless this is a recompute."""
         x_amax = amax_of(x)
         settings = self.of(name)
-        fp8_max = settings.format("input")[1]
         if self.call is None:  # a recompute: the call whose node asks for its saved tensors, with the scales it used
             number = torch._C._current_autograd_node()._sequence_nr()
             call = next(c for c in self.calls if c.first <= number < c.last)
@@ -259,8 +252,8 @@ class Reference:
         use = call.uses.get(name, 0)
         call.uses[name] = use + 1
         w_amax = amax_of(w)
-        x_scale = self._scale((name, "input", use), x_amax, fp8_max)
-        w_scale = self._scale((name, "weight", use), w_amax, fp8_max)
+        x_scale = self._scale((name, "input", use), x_amax)
+        w_scale = self._scale((name, "weight", use), w_amax)
         call.scales[name, use] = x_amax, x_scale, w_scale
         fp8_dgrad = x.requires_grad and not settings.high_dgrad
         fp8_wgrad = w.requires_grad and not settings.high_wgrad
@@ -272,10 +265,13 @@ class Reference:
             call.expected.add((name, "gradient", use))
         return call, use, x_scale, w_scale
 
-    def _gradient(self, call: Call, key: Key, dy: Tensor) -> float:
-        """The scale of dy; the last gradient of a backward of this call moves the gradient slots."""
+    def _gradient(self, call: Call, key: Key, dy: Tensor) -> float | None:
+        """The scale of dy from its slot, None with current scaling.
+
+        The last gradient of a backward of this call moves the gradient slots.
+        """
         amax = amax_of(dy)
-        scale = self._scale(key, amax, self.of(key[0]).format("gradient")[1])
+        scale = self._scale(key, amax)
         if not call.gradient:  # an output that the loss does not use leaves gradients of zeros
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._finish(call))
         call.gradient[key] = amax
@@ -305,46 +301,51 @@ class _Linear(torch.autograd.Function):
     def forward(ctx, x, w, bias, owner, name, transposed, dtype):  # noqa: PLR0913
         ctx.owner, ctx.name, ctx.transposed, ctx.dtype, ctx.x_dtype = owner, name, transposed, dtype, x.dtype
         ctx.w_dtype, ctx.bias_dtype, ctx.x_shape = w.dtype, None if bias is None else bias.dtype, x.shape
-        ctx.call, use, ctx.x_scale, ctx.w_scale = owner._begin(name, x, w)
+        ctx.call, use, x_scale, w_scale = owner._begin(name, x, w)
         ctx.key = (name, "gradient", use)
         rows = x.reshape(-1, x.shape[-1])
         w_nk = w.t() if transposed else w
         ctx.settings = settings = owner.of(name)
-        x8 = cast(rows, ctx.x_scale, *settings.format("input"))
-        w8 = cast(w_nk, ctx.w_scale, *settings.format("weight"))
-        high = settings.high_dgrad or settings.high_wgrad
-        ctx.save_for_backward(x8, w8, *((rows.to(dtype), w_nk.to(dtype)) if high else ()))
-        if settings.high_fprop:
-            y = torch.nn.functional.linear(rows.to(dtype), w_nk.to(dtype), None if bias is None else bias.to(dtype))
+        kept = []  # for dgrad and wgrad: the copies that these contract, or the tensors themselves
+        if settings.high_dgrad:
+            kept += [w_nk.to(dtype), None]
         else:
-            # autocast hands the bias over in the output's dtype; it is added in float32
-            y = scaled_mm(
-                x8, inverse(ctx.x_scale), w8.t(), inverse(ctx.w_scale), dtype, None if bias is None else bias.to(dtype)
-            )
+            kept += settings.quantize(w_nk.t(), "weight", "dgrad", w_scale)[:2]
+        if settings.high_wgrad:
+            kept += [rows.to(dtype), None]
+        else:
+            kept += settings.quantize(rows.t(), "input", "wgrad", x_scale)[:2]
+        ctx.save_for_backward(*kept)
+        # autocast hands the bias over in the output's dtype; it is added in float32
+        bias = None if bias is None else bias.to(dtype)
+        if settings.high_fprop:
+            y = torch.nn.functional.linear(rows.to(dtype), w_nk.to(dtype), bias)
+        else:
+            x8, w8 = settings.quantize(rows, "input", "fprop", x_scale), settings.quantize(w_nk, "weight", "fprop", w_scale)
+            y = scaled_mm(x8, w8, dtype, bias)
         return y.reshape(*x.shape[:-1], w_nk.shape[0])
 
     @staticmethod
     def backward(ctx, dy):
         owner, dtype, settings = ctx.owner, ctx.dtype, ctx.settings
-        x8, w8, *high = ctx.saved_tensors
+        w, w_inv, x, x_inv = ctx.saved_tensors
         rows = dy.reshape(-1, dy.shape[-1])
         needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
-        scale, dy8 = 1.0, None
-        if ctx.key in ctx.call.expected:
-            scale = owner._gradient(ctx.call, ctx.key, rows)
-            dy8 = cast(rows, scale, *settings.format("gradient"))
+        scale = owner._gradient(ctx.call, ctx.key, rows) if ctx.key in ctx.call.expected else None
         dx = dw = db = None
         if needs_x:
             if settings.high_dgrad:
-                dx = rows @ high[1]
+                dx = rows @ w
             else:
-                dx = scaled_mm(dy8, inverse(scale), w8, inverse(ctx.w_scale), dtype)
+                dy8 = settings.quantize(rows, "gradient", "dgrad", scale)
+                dx = scaled_mm(dy8, Quantized(w, w_inv, settings.block("weight", "dgrad")), dtype)
             dx = dx.reshape(ctx.x_shape).to(ctx.x_dtype)
         if needs_w:
             if settings.high_wgrad:
-                dw = rows.t() @ high[0]
+                dw = rows.t() @ x
             else:
-                dw = scaled_mm(dy8.t(), inverse(scale), x8, inverse(ctx.x_scale), dtype)
+                dy8 = settings.quantize(rows.t(), "gradient", "wgrad", scale)
+                dw = scaled_mm(dy8, Quantized(x, x_inv, settings.block("input", "wgrad")), dtype)
             dw = (dw.t() if ctx.transposed else dw).to(ctx.w_dtype)
         if needs_bias:
             db = rows.float().sum(0).to(dtype).to(ctx.bias_dtype)

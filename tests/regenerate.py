@@ -96,6 +96,38 @@ def dynamic_rows(x: Tensor, scale: Tensor) -> Any:
     return both(aten.relu(x), scale)
 
 
+def in_blocks(x: Tensor, block: list[int], power_of_2: bool = True) -> tuple[Tensor, ...]:
+    """Both layouts, each by scales of its own blocks, and what divides back."""
+    scale, other = (
+        ops.current_scale(ops.amax_blocks(x, transposed, block), E4M3[1], 0, power_of_2) for transposed in (False, True)
+    )
+    return *ops.quantize_both(x, scale, *E4M3, other, block), ops.inverse(scale), ops.inverse(other)
+
+
+def mxfp8_swiglu(gate: Tensor, up: Tensor) -> Any:
+    return in_blocks(aten.silu(gate) * up, [1, 32])
+
+
+def blockwise_weight(w: Tensor) -> Any:
+    """128 x 128: one scale for a block in both layouts."""
+    scale = ops.current_scale(ops.amax_blocks(w, False, [128, 128]), E4M3[1], 0, True)
+    inverse = ops.inverse(scale)
+    return *ops.quantize_both(w, scale, *E4M3, scale.t(), [128, 128]), inverse, inverse.t()
+
+
+def blockwise_gelu_backward_bias(dy: Tensor, x: Tensor) -> Any:
+    """A tile of 128 x 128 would spill: in strips."""
+    dx = aten.gelu_backward(dy, x, approximate="tanh")
+    return *in_blocks(dx, [1, 128]), dx.sum([0])
+
+
+def rowwise_rms_norm(x: Tensor, weight: Tensor) -> Any:
+    """Two kernels: the transposed copy waits for the amaxes of all columns."""
+    wide = x.to(F32)
+    rstd = (wide.pow(2).mean([-1], True) + 1e-6).rsqrt()
+    return *in_blocks((wide * rstd * weight).to(BF16), [1, 0], power_of_2=False), rstd
+
+
 ONE = ((1,), F32)
 GROUPS: dict[Callable[..., Any], list[tuple[tuple[int, ...], torch.dtype]]] = {
     weight_both_layouts: [((14336, 4096), BF16), ONE],
@@ -118,6 +150,10 @@ GROUPS: dict[Callable[..., Any], list[tuple[tuple[int, ...], torch.dtype]]] = {
     attention_output: [((2, 32, 4096, 128), BF16), ONE],
     tensorwise_gelu: [((1000, 3072), BF16)],
     dynamic_rows: [((1000, 512), BF16), ONE],
+    mxfp8_swiglu: [((8192, 14336), BF16), ((8192, 14336), BF16)],
+    blockwise_weight: [((14336, 4096), BF16)],
+    blockwise_gelu_backward_bias: [((16384, 3072), BF16), ((16384, 3072), BF16)],
+    rowwise_rms_norm: [((8192, 4096), BF16), ((4096,), BF16)],
 }
 
 

@@ -23,6 +23,8 @@ import fp8compile
 pytestmark = pytest.mark.usefixtures("interpreted")
 
 RECIPES = ("delayed", "tensorwise")
+FINER = ("rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8")  # several scales a tensor, each layout its own
+EVERY = RECIPES + FINER
 FP32, BF16 = torch.float32, torch.bfloat16
 
 
@@ -65,6 +67,32 @@ def test_ten_steps_float32(name: str, recipe: str) -> None:
     ten_steps(Pair(make(BUILDS[name]), recipe, deep=name in DEEP))
 
 
+@pytest.mark.parametrize("recipe", FINER)
+@pytest.mark.parametrize("name", ["mlp", "gated", "spelled", "checkpointed_relus"])
+def test_ten_steps_of_finer_recipes(name: str, recipe: str) -> None:
+    ten_steps(Pair(make(BUILDS[name]), recipe, deep=name in DEEP))
+
+
+@pytest.mark.parametrize("recipe", FINER)
+def test_ten_steps_of_finer_recipes_bf16(recipe: str) -> None:
+    ten_steps(Pair(make(BUILDS["linear"], BF16), recipe))
+
+
+@pytest.mark.parametrize("recipe", FINER)
+@pytest.mark.parametrize("shape", [(150, 272, 144), (1, 128, 400), (257, 640, 128)], ids=str)
+def test_blocks_that_do_not_fit(shape: tuple[int, int, int], recipe: str) -> None:
+    """Several blocks in every dimension, and what is left over at the ends; rows and columns of very different sizes."""
+    tokens, width, out = shape
+    model = make(lambda: nn.Linear(width, out))
+    with torch.no_grad():
+        model.weight *= torch.logspace(-2, 2, out).unsqueeze(1)
+    pair = Pair(model, recipe)
+    for step in range(2):
+        x = noise(tokens, width, seed=step) * torch.logspace(-3, 3, width) * torch.logspace(-4, 1, tokens).unsqueeze(1)
+        pair.step(x, grad=noise(tokens, out, seed=9) * torch.logspace(-6, 0, tokens).unsqueeze(1))
+    pair.finish()
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("name", ["linear", "mlp", "swiglu", "attention", "twice", "relus", "checkpointed_relus"])
 def test_ten_steps_bf16(name: str, recipe: str) -> None:
@@ -97,8 +125,18 @@ def test_ten_steps_autocast(name: str, recipe: str) -> None:
         {"override_linear_precision": (False, True, False)},
         {"override_linear_precision": (False, False, True)},
         {"override_linear_precision": (False, True, True)},
+        {"margin": (1, 2, 3)},
+        {"current_scaling": (True, False, True)},
+        {"current_scaling": (False, True, False), "fp8_encoding": "fnuz"},
+        {"on_overflow": "saturate"},
+        {"fp8_encoding": "fnuz"},
         {"recipe": "tensorwise", "fp8_format": "e4m3", "margin": 2},
+        {"recipe": "tensorwise", "power_of_2_scale": True, "margin": (0, 1, 2)},
         {"recipe": "tensorwise", "override_linear_precision": (True, True, False)},
+        {"recipe": "rowwise", "power_of_2_scale": True, "margin": (0, 1, 2)},
+        {"recipe": "rowwise", "override_linear_precision": (False, True, False), "fp8_encoding": "fnuz"},
+        {"recipe": "blockwise", "power_of_2_scale": False, "override_linear_precision": (True, False, False)},
+        {"recipe": "mxfp8", "override_linear_precision": (False, False, True), "margin": 1},
     ],
     ids=lambda o: ",".join(f"{k}={v}" for k, v in o.items()).replace(" ", ""),
 )
@@ -167,8 +205,9 @@ def test_after_a_recompile_for_another_shape(name: str, recipe: str) -> None:
     pair.finish()
 
 
-@pytest.mark.parametrize("dynamic", [True, False])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    ("recipe", "dynamic"), [*((recipe, how) for recipe in RECIPES for how in (True, False)), *((x, True) for x in FINER)]
+)
 def test_dynamic(recipe: str, dynamic: bool) -> None:
     pair = Pair(make(Mlp), recipe, dynamic=dynamic)
     for step, (rows, factor) in enumerate(zip((16, 24, 40, 17, 3), MOVING, strict=False)):
@@ -205,14 +244,14 @@ def test_an_output_that_the_loss_does_not_use(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("frozen", ["up", "down"])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", (*RECIPES, "rowwise_with_gw_hp"))
 def test_frozen_weight(recipe: str, frozen: str) -> None:
     model = make(Mlp)
     getattr(model, frozen).requires_grad_(False)
     ten_steps(Pair(model, recipe))
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", EVERY)
 def test_input_without_gradient(recipe: str) -> None:
     """The first layer of a model: no dgrad, and the weight is read by fprop only."""
     model = make(Mlp)
@@ -230,7 +269,7 @@ def test_input_without_gradient(recipe: str) -> None:
     assert not any(record.gemm == "dgrad" and record.fqn == "up" for record in fp8compile.report(model).matmuls)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", EVERY)
 def test_non_contiguous_input(recipe: str) -> None:
     pair = Pair(make(Mlp), recipe)
     for step, factor in enumerate(MOVING[:4]):
@@ -283,4 +322,14 @@ def test_inductor_dynamic_delayed() -> None:
     pair = Pair(make(Mlp), dynamic=True)
     for step, (rows, factor) in enumerate(zip((16, 24, 40, 17, 3), MOVING, strict=False)):
         pair.step(noise(rows, 128, seed=step, scale=factor))
+    pair.finish()
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
+def test_inductor_finer_recipes(recipe: str) -> None:
+    """Two layouts with scales of their own, reductions along both dimensions, and blocks that do not fit."""
+    pair = Pair(make(lambda: Mlp(144, 272)), recipe)
+    for step, factor in enumerate(MOVING[:3]):
+        pair.step(noise(150, 144, seed=step, scale=factor))
     pair.finish()

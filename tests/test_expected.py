@@ -44,9 +44,15 @@ def test_each_group_is_the_kernels_that_it_is_meant_to_be():
         "attention_output": ["fp8_cast_transpose_amax"],
         "tensorwise_gelu": ["fp8_gelu_amax", "fp8_gelu_cast_transpose"],
         "dynamic_rows": ["fp8_relu_cast_transpose_amax"],
+        "mxfp8_swiglu": ["fp8_silu_mul_cast_transpose_scale"],
+        "blockwise_weight": ["fp8_cast_transpose_scale"],
+        "blockwise_gelu_backward_bias": ["fp8_gelu_backward_cast_transpose_scale_sum"],
+        "rowwise_rms_norm": ["fp8_pow_mean_add_rsqrt_cast_columns", "fp8_mul_transpose"],
     }
     stores = {"row_major_only": 1, "swiglu_backward": 4, "rms_norm": 3, "gelu_backward_bias": 3, "layer_norm_backward": 4}
     stores["layer_norm"] = 4  # both layouts, mean and rstd
+    stores |= {"mxfp8_swiglu": 4, "blockwise_weight": 3, "blockwise_gelu_backward_bias": 5}  # scales, and a sum
+    stores["rowwise_rms_norm"] = 4  # both layouts, a scale a row, rstd
     for function in GROUPS:
         name = function.__name__
         source = (EXPECTED / f"{name}.py").read_text()

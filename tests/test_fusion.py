@@ -73,8 +73,12 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple]] = {
 }
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
-@pytest.mark.parametrize("name", MODELS)
+EACH = [(name, recipe) for recipe in ("delayed", "tensorwise") for name in MODELS]
+EACH += [("rms norm, swiglu", recipe) for recipe in ("rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8")]
+EACH += [("checkpointed", recipe) for recipe in ("rowwise", "mxfp8")]
+
+
+@pytest.mark.parametrize(("name", "recipe"), EACH)
 def test_fused_training_is_training(name, recipe):
     build, shape = MODELS[name]
     made = assert_same(build, [shape] * 3, recipe=recipe)
@@ -162,13 +166,13 @@ def test_launches_with_one_source_share_one_function_whatever_their_slots():
 
 def test_blocks_are_chosen_by_what_a_kernel_does():
     def kernel(rows: bool, sums: bool, heavy: bool) -> Any:
-        return SimpleNamespace(row_blocks=rows, sums=("sum",) * sums, heavy=heavy)
+        return SimpleNamespace(row_blocks=rows, sums=("sum",) * sums, heavy=heavy, column_amaxes=(), block=(1, 1), span=0)
 
-    assert launch.configurations(kernel(False, False, False)) == launch.TILES
-    assert launch.configurations(kernel(False, False, True)) == launch.HEAVY_TILES
+    assert launch.configurations(kernel(False, False, False)) == launch.TILES[:2]
+    assert launch.configurations(kernel(False, False, True)) == launch.HEAVY_TILES[:2]
     assert launch.configurations(kernel(True, False, False)) == launch.ROW_BLOCKS[:2]
     with torch._inductor.config.patch(max_autotune=True):
-        assert launch.configurations(kernel(True, False, False)) == launch.ROW_BLOCKS
+        assert launch.configurations(kernel(True, False, False)) == launch.ROW_BLOCKS[:3]
     for heavy in (False, True):  # one row of partial sums a block: all blocks are of one height
         for rows in (False, True):
             assert len({height for height, _, _ in launch.configurations(kernel(rows, True, heavy))}) == 1

@@ -90,6 +90,52 @@ def test_nothing_spills_at_the_default_tile():
     assert not spilled, f"{len(spilled)} of {len(took)} kernels spill on sm_90:\n" + "\n".join(spilled)
 
 
+FINER = {"ffn": ("rowwise", "blockwise", "mxfp8"), "llama": ("blockwise",)}
+
+
+@functools.cache
+def finer(model: str) -> tuple[Generated, ...]:
+    """Kernels of the recipes with more than one scale a tensor, each form once."""
+    found: dict[str, Generated] = {}
+    for recipe in FINER[model]:
+        for kernel in _traced(model, recipe):
+            found.setdefault(kernel.form, kernel)
+    return tuple(found.values())
+
+
+def test_the_finer_recipes_get_kernels_of_every_kind():
+    sources = [kernel.source for model in FINER for kernel in finer(model)]
+    assert len(sources) >= 25
+    texts = ("tl.atomic_max(column_amax0", "in range(0, 128, BLOCK_C)", "[BLOCK_R // 32, 32, BLOCK_C]", "BLOCK_C // 128, 128]")
+    for text in texts:
+        assert any(text in source for source in sources), text
+
+
+@pytest.mark.parametrize("model", FINER)
+def test_kernels_of_the_finer_recipes_do_not_spill(model):
+    took = [(kernel, resources(compile_kernel(kernel, kernel.configs[0], TARGETS["sm_90"]))) for kernel in finer(model)]
+    spilled = [f"{kernel.model}: {kernel.name} at {kernel.configs[0]}: {found}" for kernel, found in took if found.spills]
+    assert not spilled, f"{len(spilled)} of {len(took)} kernels spill on sm_90:\n" + "\n".join(spilled)
+
+
+@pytest.mark.parametrize("target", [target for target in TARGETS if target != "sm_90"])
+def test_kernels_of_the_finer_recipes_compile_to_machine_code(target):
+    for kernel in [x for x in finer("ffn") if re.search("transpose|columns", x.name)]:
+        kernel = with_fnuz(kernel) if target == "gfx942" else kernel
+        made = compile_kernel(kernel, kernel.configs[0], TARGETS[target])
+        took = resources(made)
+        assert 0 < took.registers <= REGISTERS[TARGETS[target].backend], (kernel.name, took)
+        assert took.shared <= SHARED[target], (kernel.name, took)
+
+
+def test_scales_are_divided_as_in_the_reference():
+    """Rounded correctly, denormals kept."""
+    kernel = next(x for x in finer("ffn") if "tl.div_rn(448.0" in x.source)
+    ptx = compile_kernel(kernel, kernel.configs[0], TARGETS["sm_90"]).asm["ptx"]
+    assert "div.rn.f32" in ptx
+    assert "ftz" not in ptx and "div.full" not in ptx and "div.approx" not in ptx
+
+
 def test_a_spill_is_seen():
     """A tile that is too large for the registers of its threads."""
     kernel = next(x for x in kernels(every_size=False) if "silu_backward_cast_transpose" in x.name)

@@ -13,12 +13,15 @@ import pytest
 import torch
 from harness import assert_close, assert_fp8, compiled, grads_of, histories, leaf, like, noise, sqnr
 from models import Attention, SwiGlu, make
-from reference import FLT_MAX, FORMATS, cast
+from reference import RECIPES as EVERY
+from reference_casts import FLT_MAX, FNUZ, FORMATS, cast
 from torch import Tensor, nn
+
+from fp8compile import ops, scaling
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 
-RECIPES = ("delayed", "tensorwise")
+RECIPES = ("delayed", "tensorwise")  # one scale a tensor, E5M2 for gradients; the others of EVERY: many, E4M3
 E4M3, E5M2 = FORMATS["hybrid"]
 
 
@@ -41,12 +44,12 @@ def sides(model: nn.Module, recipe: str, shape: tuple[int, ...], steps: int, **o
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", EVERY)
 def test_linear(recipe: str, dtype: torch.dtype) -> None:
     model = make(lambda: nn.Linear(256, 256), dtype)
     for step, (y, grads, y8, grads8) in enumerate(sides(model, recipe, (256, 256), 4)):
         assert_close(y, y8, 28.0, f"output {step}")
-        assert_close(grads, grads8, 24.0, f"gradients {step}")
+        assert_close(grads, grads8, 24.0 if recipe in RECIPES else 28.0, f"gradients {step}")
         assert sqnr(y["y"], y8["y"]) < 40.0  # it was FP8
         # the bias gradient is a sum of the unquantized gradient (bf16: in float32 or rounded once)
         assert sqnr(grads["bias"], grads8["bias"]) > (100.0 if dtype == torch.float32 else 45.0)
@@ -60,20 +63,20 @@ def test_e4m3_gradients_are_finer(recipe: str) -> None:
         assert_close(grads, grads8, 28.0, "gradients")
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", EVERY)
 def test_swiglu(recipe: str) -> None:
     for step, (_, grads, _, grads8) in enumerate(sides(make(SwiGlu), recipe, (128, 128), 4)):
-        assert_close(grads, grads8, 20.0, f"gradients {step}")
+        assert_close(grads, grads8, 20.0 if recipe in RECIPES else 22.5, f"gradients {step}")
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", EVERY)
 def test_attention(recipe: str) -> None:
     for step, (_, grads, _, grads8) in enumerate(sides(make(Attention), recipe, (4, 64, 128), 4)):
         assert_close(grads, grads8, 17.0, f"gradients {step}")
 
 
 @pytest.mark.parametrize("scale", [1e-12, 1e-7, 1e4])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", EVERY)
 def test_first_step_of_small_and_large_gradients(recipe: str, scale: float) -> None:
     """Scale 1 would lose E5M2 gradients under 7.6e-6; a cold slot takes the scale of what it sees."""
     model = make(lambda: nn.Linear(256, 256))
@@ -149,7 +152,7 @@ def test_values_over_the_scale_saturate() -> None:
         assert values[0, :6].tolist() == [1.75, -1.75, 1.75, -1.75, 1.0, 1.75]
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", EVERY)
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 def test_infinity_and_nan_show(recipe: str, bad: float) -> None:
     """As in bf16: the rows that have one are not finite, all others are what they would have been (delayed) or finite."""
@@ -175,7 +178,7 @@ def test_infinity_and_nan_show(recipe: str, bad: float) -> None:
     assert grad[rest].isfinite().all()
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", EVERY)
 def test_zeros_and_the_smallest_numbers(recipe: str) -> None:
     """amax 0 is scale 1 and not 448 / 0; an amax of 1e-45 has the largest scale, FLT_MAX, and not infinity."""
     model = make(lambda: nn.Linear(128, 128))
@@ -190,9 +193,70 @@ def test_zeros_and_the_smallest_numbers(recipe: str) -> None:
         assert 0.0 < scale <= FLT_MAX
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", EVERY)
 def test_float16(recipe: str) -> None:
     model = make(lambda: nn.Linear(256, 256), torch.float16)
     for y, grads, y8, grads8 in sides(model, recipe, (64, 256), 2):
         assert_close(y, y8, 28.0, "output")
         assert_close(grads, grads8, 24.0, "gradients")
+
+
+# fnuz, AMD's encodings on MI300: no infinities, no negative zero, a NaN where that would be, exponents one lower.
+
+
+def decoded(code: int, mantissa_bits: int, bias: int) -> float:
+    """The value of a byte, from its bits."""
+    if code == 0x80:
+        return math.nan
+    exponent, mantissa = (code & 0x7F) >> mantissa_bits, code & ((1 << mantissa_bits) - 1)
+    size = (mantissa + (1 << mantissa_bits if exponent else 0)) * 2.0 ** (max(exponent, 1) - bias - mantissa_bits)
+    return -size if code & 0x80 else size
+
+
+@pytest.mark.parametrize(("form", "mantissa_bits", "bias"), [(FNUZ[0], 3, 8), (FNUZ[1], 2, 16)], ids=["e4m3", "e5m2"])
+def test_fnuz_cast(form: tuple[torch.dtype, float], mantissa_bits: int, bias: int) -> None:
+    """All 256 values and what lies next to their middles: byte for byte by the definition, and by torch's own conversion."""
+    dtype, fp8_max = form
+    values = torch.tensor([decoded(code, mantissa_bits, bias) for code in range(256)])
+    assert values[0x7F] == fp8_max == torch.finfo(dtype).max
+    codes = torch.arange(256).to(torch.uint8)
+    assert torch.equal(codes.view(dtype).float().nan_to_num(-1e9), values.nan_to_num(-1e9))
+
+    def bytes_of(x: Tensor) -> Tensor:
+        made = ops.quantize(x.reshape(1, -1), torch.ones(1), dtype, fp8_max, False).view(torch.uint8)
+        across = ops.quantize(x.reshape(-1, 1), torch.ones(1), dtype, fp8_max, True).view(torch.uint8)[0, : x.numel()]
+        assert torch.equal(made[0], across) and torch.equal(made, cast(x.reshape(1, -1), 1.0, *form).view(torch.uint8))
+        return across
+
+    assert torch.equal(bytes_of(values), codes)
+    positive = values[:0x80].double()
+    low, high = positive[:-1], positive[1:]
+    middle, step = (low + high) / 2, (high - low) / 1024
+    even = torch.arange(0x7F) + torch.arange(0x7F) % 2  # of two neighbours' bytes, the even one
+    for x, expected in ((middle, even), (middle - step, torch.arange(0x7F)), (middle + step, torch.arange(1, 0x80))):
+        assert torch.equal(x.float().double(), x)
+        assert torch.equal(bytes_of(x.float()).long(), expected)
+        assert torch.equal(x.float().to(dtype).view(torch.uint8).long(), expected)
+        negative = torch.where(expected > 0, expected + 0x80, 0)  # what rounds to zero has no sign: 0x80 would be NaN
+        assert torch.equal(bytes_of(-x.float()).long(), negative)
+    edges = torch.tensor([0.0, -0.0, -1e-30, 1.01 * fp8_max, -3e38, math.inf, -math.inf, math.nan])
+    assert bytes_of(edges).tolist() == [0x00, 0x00, 0x00, 0x7F, 0xFF, 0x80, 0x80, 0x80]
+
+
+@pytest.mark.parametrize("recipe", EVERY)
+def test_fnuz_is_as_good(recipe: str) -> None:
+    model = make(lambda: nn.Linear(256, 256))
+    for y, grads, y8, grads8 in sides(model, recipe, (64, 256), 2, fp8_encoding="fnuz"):
+        assert_close(y, y8, 28.0, "output")
+        assert_close(grads, grads8, 24.0 if recipe in RECIPES else 28.0, "gradients")
+
+
+@pytest.mark.parametrize("power_of_2", [False, True])
+@pytest.mark.parametrize("margin", [0, 8, 64])
+def test_scales_and_inverses_are_finite_and_positive(power_of_2, margin):
+    largest, least = torch.finfo(torch.float32).max, torch.finfo(torch.float32).smallest_normal
+    amaxes = torch.tensor([1e-45, least, 1e-30, 1.0, 1e30, largest])
+    for fp8_max in (240.0, 448.0, 57344.0):
+        scale = scaling.scale_of(amaxes, fp8_max, margin, power_of_2)
+        inverse = scaling.inverse_of(scale)
+        assert (scale >= least).all() and scale.isfinite().all() and (inverse > 0).all() and inverse.isfinite().all()

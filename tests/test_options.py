@@ -54,6 +54,10 @@ def test_every_option_reaches_its_field():
         "reduce_amax": True,
         "recast_weights": True,
         "use_fast_accum": [True, True, False],
+        "current_scaling": [True, False, False],
+        "on_overflow": "saturate",
+        "power_of_2_scale": False,
+        "fp8_encoding": "fnuz",
         "policy": "conservative",
         "device": "h100",
         "eval": "fp8",
@@ -71,6 +75,10 @@ def test_every_option_reaches_its_field():
         "reduce_amax": True,
         "recast_weights": True,
         "use_fast_accum": (True, True, False),
+        "current_scaling": (True, False, False),
+        "on_overflow": "saturate",
+        "power_of_2_scale": False,
+        "fp8_encoding": "fnuz",
     }
     assert (parsed.policy.device, parsed.policy.eval) == ("h100", "fp8")
     assert parsed.policy.rules == load("conservative").rules
@@ -103,7 +111,7 @@ def test_dashes_are_underscores():
 @pytest.mark.parametrize(
     "key, value, allowed",
     [
-        ("recipe", "rowwise", "'delayed', 'tensorwise'"),
+        ("recipe", "columnwise", "'delayed', 'tensorwise'"),
         ("recipe", "Delayed", "'delayed', 'tensorwise'"),
         ("recipe", None, "'delayed', 'tensorwise'"),
         ("recipe", ["delayed"], "'delayed', 'tensorwise'"),
@@ -124,6 +132,12 @@ def test_dashes_are_underscores():
         ("override_linear_precision", (1, 0, 0), "fprop, dgrad, wgrad"),
         ("override_linear_precision", "tff", "fprop, dgrad, wgrad"),
         ("reduce_amax", 1, "True or False"),
+        ("margin", (1, 2), "three: for inputs, weights and gradients"),
+        ("current_scaling", "input", "inputs, weights, gradients"),
+        ("on_overflow", "clip", "'current', 'saturate'"),
+        ("power_of_2_scale", True, "False with recipe 'delayed'"),
+        ("power_of_2_scale", 1, "True or False"),
+        ("fp8_encoding", "e4m3fnuz", "'auto', 'ocp', 'fnuz'"),
         ("recast_weights", None, "True or False"),
         ("strict", "yes", "True or False"),
         ("strict", None, "True or False"),
@@ -246,18 +260,50 @@ def test_options_without_effect_are_said_once(caplog, monkeypatch):
 # --- formats and errors ---------------------------------------------------------------------------
 
 
+def test_what_a_recipe_fixes():
+    assert Recipe().fp8_format == "hybrid" and Recipe("tensorwise").fp8_format == "hybrid"
+    for name in ("rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8"):
+        assert Recipe(name).fp8_format == "e4m3" and Recipe(name).power_of_2_scale is (name in ("blockwise", "mxfp8"))
+        with pytest.raises(OptionError, match=f"fp8_format.*'e4m3' with recipe '{name}'"):
+            Recipe(name, fp8_format="hybrid")
+    assert Recipe("rowwise_with_gw_hp").override_linear_precision == (False, False, True)
+    assert not Recipe("blockwise", power_of_2_scale=False).power_of_2_scale
+    with pytest.raises(OptionError, match="power_of_2_scale.*E8M0"):
+        Recipe("mxfp8", power_of_2_scale=False)
+    assert Recipe(margin=[2, 2, 2]).margin == 2 and Recipe(margin=[1, 0, 2]).margin == (1, 0, 2)
+    assert [Recipe(margin=(1, 0, 2)).scaling(role, "fprop").margin for role in ("input", "weight", "gradient")] == [1, 0, 2]
+
+
+def test_scaling_of_roles():
+    blocks = {
+        "delayed": [(0, 0)] * 3,
+        "tensorwise": [(0, 0)] * 3,
+        "rowwise": [(1, 0)] * 3,
+        "rowwise_with_gw_hp": [(1, 0)] * 3,
+        "blockwise": [(1, 128), (128, 128), (1, 128)],
+        "mxfp8": [(1, 32)] * 3,
+    }
+    for name, expected in blocks.items():
+        found = [Recipe(name).scaling(role, "fprop") for role in ("input", "weight", "gradient")]
+        assert [scaling.block for scaling in found] == expected
+        assert {scaling.delayed for scaling in found} == {name == "delayed"}
+        assert [scaling.wide for scaling in found] == [False, False, name in ("delayed", "tensorwise")]
+        kind = {"rowwise_with_gw_hp": "rowwise"}.get(name, name)
+        assert {scaling.kind for scaling in found} == {kind}
+    assert Recipe("rowwise_with_gw_hp").scaling("weight", "dgrad").kind == "tensorwise"
+    down = Recipe(current_scaling=(True, False, False))
+    assert down.delayed and [down.scaling(role, "fprop").kind for role in ("input", "weight")] == ["tensorwise", "delayed"]
+    assert not Recipe(current_scaling=(True, True, True)).delayed
+
+
 @pytest.mark.parametrize("fmt", [formats.E4M3, formats.E5M2, formats.E4M3_FNUZ, formats.E5M2_FNUZ])
 def test_maximum_is_the_dtypes(fmt):
     assert fmt.max == torch.finfo(fmt.dtype).max and isinstance(fmt.max, float)
 
 
 def test_pick():
-    assert formats.pick("hybrid", fnuz=False) == (formats.E4M3, formats.E5M2)
-    assert formats.pick("e4m3", fnuz=False) == (formats.E4M3, formats.E4M3)
-    assert formats.pick("hybrid", fnuz=True) == (formats.E4M3_FNUZ, formats.E5M2_FNUZ)
-    assert formats.pick("e4m3", fnuz=True) == (formats.E4M3_FNUZ, formats.E4M3_FNUZ)
-    with pytest.raises(OptionError, match="'fp8_format'.*'hybrid'.*'e6m1'"):
-        formats.pick("e6m1", fnuz=False)
+    assert formats.pick(wide=False, fnuz=False) == formats.E4M3 and formats.pick(wide=True, fnuz=False) == formats.E5M2
+    assert formats.pick(wide=False, fnuz=True) == formats.E4M3_FNUZ and formats.pick(wide=True, fnuz=True) == formats.E5M2_FNUZ
 
 
 @pytest.mark.parametrize("arch, expected", [("gfx942:sramecc+", True), ("gfx950", False), ("gfx1201", False)])

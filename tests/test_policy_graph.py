@@ -109,7 +109,7 @@ def test_conditions_see_the_model() -> None:
         elif module.endswith((".gate", ".up")):
             assert (record.decision, record.rule) == ("fp8", "wide")
         else:
-            assert (record.decision, record.rule) == ("fp8", "")
+            assert (record.decision, record.rule) == ("fp8", "down projection" if module.endswith(".down") else "")
     assert len({module for module, _ in found}) == 29
 
 

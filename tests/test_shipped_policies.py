@@ -15,6 +15,9 @@ from fp8compile.policy import Choice, Policy, Site, load
 
 transformers = pytest.importorskip("transformers")
 
+KINDS = dict.fromkeys(ROUTERS, "router gate: by its name")
+KINDS["down_proj"] = "down projection: gated in all models that call it so"
+
 
 def sites(model: nn.Module, m: int = 8192) -> Iterator[Site]:
     """Three gemms for each weight of `model` that is multiplied: linears, GPT-2's Conv1D, stacked experts."""
@@ -45,7 +48,7 @@ def sites(model: nn.Module, m: int = 8192) -> Iterator[Site]:
                 k=k,
                 block=(int(block[2]), len(modules[block[1]])) if block else None,
                 layer=(i, len(weights)),
-                kind=head or ("router gate: by its name" if last in ROUTERS else ""),
+                kind=head or KINDS.get(last, ""),
             )
 
 
@@ -94,7 +97,7 @@ UP, DOWN = {f"{BLOCK}mlp.gate_proj", f"{BLOCK}mlp.up_proj"}, f"{BLOCK}mlp.down_p
 
 def test_default(models):
     choices = decided("default", models["llama"])
-    assert by_label(choices) == {"output head": {"lm_head"}, "": {*ATTENTION, OUTPUT, *UP, DOWN}}
+    assert by_label(choices) == {"output head": {"lm_head"}, "down projection": {DOWN}, "": {*ATTENTION, OUTPUT, *UP}}
     assert choices["lm_head.weight"].fp8 == "off" and choices["model.layers.0.mlp.up_proj.weight"].fp8 == "auto"
     narrow = models["gpt2"]
     narrow.down = nn.Linear(256, 64, device="meta")  # a LoRA's rank, say
@@ -109,7 +112,8 @@ def test_llama(models):
     found = {"output head": {"lm_head"}, "down projection": {DOWN}, "": {*ATTENTION, OUTPUT, *UP}}
     assert by_label(choices) == found
     down, up = choices["model.layers.0.mlp.down_proj.weight"], choices["model.layers.0.mlp.up_proj.weight"]
-    assert (down.fp8, down.recipe.name, up.fp8, up.recipe.name) == ("auto", "tensorwise", "auto", "delayed")
+    assert (down.fp8, down.recipe.name, up.fp8, up.recipe.name) == ("auto", "delayed", "auto", "delayed")
+    assert (down.recipe.current_scaling, up.recipe.current_scaling) == ((True, False, False), (False, False, False))
 
 
 def test_gpt2(models):
@@ -142,7 +146,7 @@ def test_moe(models):
     assert found["down projection"] == {f"{BLOCK}mlp.experts.down_proj"}
     assert found[""] == {*ATTENTION, OUTPUT, f"{BLOCK}mlp.experts.gate_up_proj"}
     assert choices["model.layers.0.mlp.gate.weight"].fp8 == "off"
-    assert choices["model.layers.0.mlp.experts.down_proj"].recipe.name == "tensorwise"
+    assert choices["model.layers.0.mlp.experts.down_proj"].recipe.current_scaling == (True, False, False)
 
 
 def test_conservative(models):

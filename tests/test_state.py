@@ -15,7 +15,8 @@ import pytest
 import torch
 from harness import MOVING, Pair, assert_close, assert_fp8, compiled, grads_of, histories, leaf, like, noise
 from models import Attention, Block, Branches, Broken, Checkpointed, Mlp, Parallel, Stack, SwiGlu, Twice, make
-from reference import FLT_MAX, Reference, scale_of
+from reference import Reference
+from reference_casts import FLT_MAX, scale_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -104,7 +105,7 @@ def test_most_recent() -> None:
 def test_interval() -> None:
     """At the first non-zero amax, and at every third call from there."""
     model = linear()
-    run = compiled(model, interval=3)
+    run = compiled(model, interval=3, on_overflow="saturate")
     values = (0.0, 1.0, 2.0, 4.0, 2.0, 8.0, 1.0, 1.0)
     scales = (1.0, 448.0, 448.0, 448.0, 112.0, 112.0, 112.0, 56.0)
     for value, scale in zip(values, scales, strict=True):
@@ -466,7 +467,8 @@ def test_readers_of_one_tensor_share_its_slot(build, readers: int) -> None:
     inputs = [name for name, role, _ in state if role == "input"]
     first = next(iter(dict(model.named_parameters())))
     weights = len(list(model.parameters()))
-    assert first in inputs and len(inputs) == weights - readers + 1
+    current = int(build is SwiGlu)  # the down projection's input, by the default policy
+    assert first in inputs and len(inputs) == weights - readers + 1 - current
     assert sum(role == "gradient" for _, role, _ in state) == weights
 
 

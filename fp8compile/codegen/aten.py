@@ -12,6 +12,8 @@ What the shapes below are for:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -38,14 +40,34 @@ def last_amaxes(rows: list[Tensor]) -> Tensor:
     return last_amax(rows[0]) if len(rows) == 1 else torch.cat(rows).view(len(rows), -1).amax(1)
 
 
-def quantize(x: Tensor, scale: Tensor, dtype: torch.dtype, fp8_max: float) -> Tensor:
-    return ops.cast(x, scale, dtype, fp8_max).contiguous()
+def amax_blocks(x: Tensor, transposed: bool, block: Sequence[int]) -> Tensor:
+    """The amax of each block of a copy, float32: `ops.amax_blocks`, reduced along the tensor as it lies in memory."""
+    if x.numel() == 0:
+        rows, columns = (x.shape[1], ops.padded_rows(x.shape[0])) if transposed else x.shape
+        return x.new_zeros([ops.blocks(rows, block[0]), ops.blocks(columns, block[1])], dtype=torch.float32)
+    sizes = (block[1], block[0]) if transposed else (block[0], block[1])  # along the rows and columns of x
+    values = x.abs().to(torch.float32)
+    counts = [ops.blocks(whole, size) for size, whole in zip(sizes, x.shape, strict=True)]
+    sizes = tuple(size or whole for size, whole in zip(sizes, x.shape, strict=True))  # type: ignore[assignment]
+    missing = [count * size - whole for count, size, whole in zip(counts, sizes, x.shape, strict=True)]
+    if not all(isinstance(extra, int) and extra == 0 for extra in missing):
+        values = torch.nn.functional.pad(values, (0, missing[1], 0, missing[0]))
+    amax = values.view(counts[0], sizes[0], counts[1], sizes[1]).amax((1, 3))
+    return amax.t().contiguous() if transposed else amax
 
 
-def quantize_transposed(x: Tensor, scale: Tensor, dtype: torch.dtype, fp8_max: float) -> Tensor:
+def quantize(x: Tensor, scale: Tensor, dtype: torch.dtype, fp8_max: float, block: Sequence[int] = (0, 0)) -> Tensor:
+    return ops.cast(x, ops.spread(scale, x.shape, block), dtype, fp8_max).contiguous()
+
+
+def quantize_transposed(
+    x: Tensor, scale: Tensor, dtype: torch.dtype, fp8_max: float, block: Sequence[int] = (0, 0)
+) -> Tensor:
     """[R, C] -> [C, R padded to a multiple of 16], row-major and kept so."""
     columns, rows = x.shape[1], x.shape[0]
     padded = ops.padded_rows(rows)
+    if scale.dim() == 2:
+        scale = ops.spread(scale, [columns, rows], block).t()
     copy = ops.cast(x, scale, dtype, fp8_max).t()
     if not (isinstance(rows, int) and rows == padded):
         copy = torch.nn.functional.pad(copy.to(torch.float32), (0, padded - rows)).to(dtype)

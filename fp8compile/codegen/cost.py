@@ -14,6 +14,7 @@ from .domain import REDUCTIONS, VIEWS, product, sizes
 from .expressions import supported
 from .group import Group
 from .launch import TALL_ROW_BLOCKS, TALL_TILES
+from .scales import of_amax
 
 STRIDED = 1 / 0.58  # how many times longer one-byte stores at a stride take: Inductor's transposes reach 58% of the bandwidth
 _PARTS = (aten.slice.Tensor, aten.select.int)  # views of memory
@@ -51,9 +52,10 @@ def fusable(node: Node, ours: tuple) -> bool:
 def compare(group: Group, sizes_of: Sizes, stored: set[Node], ours_too: tuple) -> tuple[int, int]:
     """(bytes of the group's kernel, bytes of Inductor's kernels for the same). `stored`: what other groups wrote.
 
-    Inductor reads the inputs once for everything that goes along rows, and once more for column sums.
+    Inductor reads the inputs once for everything that goes along rows, once more for column sums and amaxes, and once more for
+    amaxes of blocks of a column.
     """
-    reads = sum(map(sizes_of.bytes_of, group.inputs))
+    reads = sum(map(sizes_of.bytes_of, (*group.inputs, *(x for x, scale in group.scales.items() if scale.kind == "tile"))))
     ours = theirs = reads
     for x in group.inputs:  # if nobody else reads it, Inductor would have computed it in place
         made = x
@@ -66,13 +68,20 @@ def compare(group: Group, sizes_of: Sizes, stored: set[Node], ours_too: tuple) -
         if output.kind in ("copy", "transposed"):
             ours += elements
             theirs += int(elements * (STRIDED if output.kind == "transposed" else 1))
-        elif output.kind in ("value", "row"):
-            ours += sizes_of.bytes_of(output.node)
-            theirs += sizes_of.bytes_of(output.node)
+        elif output.kind in ("value", "row", "blocks"):
+            written = sizes_of.bytes_of(output.replaces if output.kind == "blocks" else output.node)
+            ours += written
+            theirs += written
+        elif output.kind == "column_amax":
+            ours += 8 * sizes_of(group.domain.columns)
+            theirs += 8 * sizes_of(group.domain.columns)
         elif output.kind == "amax":
             theirs += 8 * sizes_of(group.domain.rows)
         else:
-            ours += elements * 8 // (TALL_ROW_BLOCKS if group.passes else TALL_TILES)[0][0]  # partial sums, written and read
-    if group.of_kind("sum"):
+            height = max((TALL_ROW_BLOCKS if group.passes else TALL_TILES)[0][0], group.block[0])
+            ours += elements * 8 // height  # partial sums, written and read
+    if group.of_kind("sum", "column_amax"):
+        theirs += reads
+    if any(x.rows > 1 and x.columns == 1 for x in map(of_amax, group.tiles)):
         theirs += reads
     return ours, theirs

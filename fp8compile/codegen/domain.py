@@ -18,13 +18,15 @@ import sympy
 import torch
 from torch.fx import Node
 
+from .. import ops
 from ..graph import PERMUTES, arg, order_of
 from ..graph import VIEWS as RESHAPES
 from .expressions import supported
+from .scales import FROM_AMAX, of_amax
 
 aten = torch.ops.aten
 VIEWS = (*RESHAPES, *PERMUTES, aten.expand.default)  # what computes nothing: its operand, at another index
-REDUCTIONS = (aten.sum.dim_IntList, aten.mean.dim, aten.var_mean.correction)
+REDUCTIONS = (aten.sum.dim_IntList, aten.mean.dim, aten.var_mean.correction, ops.amax_blocks)
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,8 @@ class Domain:
             return [(source, tuple(index[order.index(d)] for d in range(len(order))))]
         if node.target is aten.expand.default:
             return [(source, _broadcast(index, sizes(node), sizes(source)))]  # type: ignore[arg-type]
+        if node.target in FROM_AMAX:  # what there is one of a row
+            return [(source, index)] if index == self.row_index(node) else None  # type: ignore[list-item]
         if not supported(node):
             return None
         return [
@@ -125,6 +129,8 @@ class Domain:
         if not isinstance(value, torch.Tensor) or value.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             return None
         index = self.full(sizes(source))
+        if node.target is ops.amax_blocks:
+            return (source, True) if index is not None and of_amax(node).kind == "row" else None
         over = arg(node, 1) if len(node.args) > 1 else None
         if index is None or over is None or set(node.kwargs) - {"dtype", "correction", "keepdim"}:
             return None
@@ -141,6 +147,10 @@ class Domain:
     def row_index(self, node: Node) -> Index | None:
         """The index of a result with one element a row; None if its shape is not that."""
         return _unravel("row", sizes(node)) if same(product(sizes(node)), self.rows) else None
+
+    def scale_index(self, node: Node, kind: str) -> Index:
+        """The index of scales of which there is one a row or one a column."""
+        return _unravel(kind, sizes(node))
 
     def address(self, node: Node, index: Index) -> dict[tuple[str, sympy.Expr, sympy.Expr | None], sympy.Expr]:
         """What selects an element in memory, from a tensor's first: {(axis, divisor, size): stride}, neighbours merged."""

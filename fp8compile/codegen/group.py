@@ -6,23 +6,27 @@ A group walks a matrix [R, C] once. Its *inputs* are tensors in memory; its *out
     transposed  [C, R padded]     the same, transposed; rows padded with zeros to a multiple of 16
     value       as the node is    high precision
     row         as the node is    one element a row: a norm's statistics
+    blocks      as `replaces` is  one number a block of a tile: its scale, or the inverse of it
     amax        [1]               the largest magnitude, into a slot of the graph's vector of amaxes
+    column_amax [C, 1]            the largest magnitude of each column, into a part of that vector
     sum         [C]               column sums, by partial ones of each block of rows: a bias gradient, say
 
-Sums over a row (a norm's mean and variance) take a pass of their own over the row block before: it is read again from the
-cache, not from memory.
+Sums over a row (a norm's mean and variance) and its amax take a pass of their own over the row block before: it is read again
+from the cache, not from memory. What a tile holds whole (the amax of 1 x 128 elements, and with it their scale) takes none.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 import torch
 from torch.fx import Node
 
 from .domain import REDUCTIONS, Domain, Index, sizes
+from .expressions import HEAVY
+from .scales import SPAN, Scale, amax_of, of_amax
 
 aten = torch.ops.aten
 
@@ -32,7 +36,7 @@ class Output:
     kind: str
     node: Node  # what is stored, cast, or reduced
     replaces: Node  # the graph's node that this output stands for
-    scale: Node | None = None
+    scale: Scale | None = None  # of a cast; of `blocks`, where each number is
     dtype: torch.dtype | None = None
     fp8_max: float = 0.0
 
@@ -45,6 +49,7 @@ class Group:
     members: dict[Node, None] = field(default_factory=dict)  # what is computed in the kernel
     levels: dict[Node, int] = field(default_factory=dict)  # sums over a row: the pass that computes them, from 0
     loads: set[tuple[Node, Index]] = field(default_factory=set)
+    tiles: dict[Node, None] = field(default_factory=dict)  # amaxes of blocks and what is made of them, in a tile
 
     @property
     def passes(self) -> int:
@@ -52,11 +57,41 @@ class Group:
         return 1 + max(self.levels.values(), default=-1)
 
     @property
-    def scales(self) -> list[Node]:
-        return list(dict.fromkeys(x.scale for x in self.outputs if x.scale is not None))
+    def scales(self) -> dict[Node, Scale]:
+        """Those that are read, one for all or one a block. (What there is one of a row or a column is an input.)"""
+        return read_scales(self.outputs, self.tiles)
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """What the sides of a tile must be multiples of."""
+        blocks = [x for x in self._blocks if not (self.span and x.of_span)]
+        return max((x.rows for x in blocks), default=1), max((x.columns for x in blocks), default=1)
+
+    @property
+    def span(self) -> int:
+        """Columns that a program takes strip by strip; 0: those of a tile. For blocks of 1 x 128 and of 128 x 1 together,
+        where a tile of both would not fit into the registers."""
+        tall = any(x.rows == SPAN for x in self._blocks)
+        fits = all(x.of_span or x.columns < SPAN for x in self._blocks)
+        both = tall and fits and any(x.of_span for x in self._blocks)
+        return SPAN if both and (self.passes or self.heavy) else 0
+
+    @property
+    def heavy(self) -> bool:
+        """Does it compute an exp or the like, which takes registers?"""
+        return any(node.target in HEAVY for node in self.members)
+
+    @property
+    def _blocks(self) -> list[Scale]:
+        return [x.scale for x in self.outputs if x.scale is not None and x.scale.kind == "tile"]
 
     def of_kind(self, *kinds: str) -> list[Output]:
         return [x for x in self.outputs if x.kind in kinds]
+
+
+def read_scales(outputs: Iterable[Output], tiles: Collection[Node]) -> dict[Node, Scale]:
+    scales = [x.scale for x in outputs if x.scale is not None and x.scale.kind in ("one", "tile")]
+    return {scale.node: scale for scale in scales if scale.node not in tiles}
 
 
 DEEPEST = 64  # operators in a chain: a longer one is cut, and read in the middle
@@ -75,8 +110,36 @@ class Walk:
         self.members: dict[Node, None] = {}
         self.levels: dict[Node, int] = {}
         self.loads: set[tuple[Node, Index]] = set()
+        self.tiles: dict[Node, None] = {}
         self.seen: dict[tuple[Node, Index], int] = {}
         self.depth = 0
+
+    def output(self, output: Output) -> None:
+        """Visit what an output is made of."""
+        index = self.domain.row_index(output.node) if output.kind == "row" else self.domain.full(sizes(output.node))
+        assert index is not None
+        self(output.node, index)
+        if output.scale is not None:
+            if output.scale.kind == "tile":
+                self.tile(output.scale)
+            elif output.scale.kind != "one":
+                self(output.scale.node, self.domain.scale_index(output.scale.node, output.scale.kind))
+
+    def tile(self, scale: Scale) -> None:
+        """Visit scales of blocks, or what they are made of: if it is not in memory, it is computed in the tile."""
+        amax = amax_of(scale.node)
+        if amax is None or any(self.stop(x) for x in (amax, scale.node)):
+            return
+        own, source = of_amax(amax), amax.args[0]
+        index = self.domain.full(sizes(source)) if isinstance(source, Node) else None
+        if index is None or (own.rows, own.columns) != (scale.rows, scale.columns):
+            return
+        self(source, index)  # type: ignore[arg-type]
+        node = scale.node
+        while node is not amax:
+            self.tiles[node] = None
+            node = node.args[0]  # type: ignore[assignment]
+        self.tiles[amax] = None
 
     def __call__(self, node: Node, index: Index) -> int:
         """Visit a value; returns after how many passes it is known."""
@@ -136,3 +199,20 @@ def statistics_of(node: Node) -> tuple[Node, str]:
 def _is_random(node: Node) -> bool:
     """Numbers out of nothing: stop behind them, at the mask that is made of them."""
     return "inductor_prims" in str(node.target) or "rand" in str(node.target)
+
+
+def title(group: Group) -> str:
+    """Named after what it fuses: the operators that the user wrote, then what is written."""
+    names: dict[str, None] = {}
+    for node in group.members:
+        original = node.meta.get("original_aten")
+        name = getattr(getattr(original, "overloadpacket", None), "__name__", "") if original is not None else ""
+        if name and name not in _QUIET:
+            names[name.strip("_")] = None
+    names = {name: None for name in names if f"{name}_backward" not in names}
+    kinds = {x.kind for x in group.outputs}
+    return "_".join(["fp8", *list(names)[:4], *(word for kind, word in _DONE.items() if kind in kinds)])
+
+
+_DONE = {"copy": "cast", "transposed": "transpose", "blocks": "scale", "amax": "amax", "column_amax": "columns", "sum": "sum"}
+_QUIET = "view _unsafe_view reshape t transpose permute expand clone detach alias _to_copy mm addmm".split()

@@ -6,12 +6,17 @@
         load, compute, store                            for each pass: for each tile of the block: load, accumulate
                                                         for each tile of the block: load, compute, store
 
-Values are named after their order (`v3`), inputs `x0`, scales `s0`, outputs `y0`. Offsets are 64-bit. Row numbers are
+A program of one pass may also take a *span* of columns, strip by strip, where a tile of 128 x 128 elements is too much for the
+registers: once for the amaxes of its rows, once for the rest.
+
+Values are named after their order (`v3`), inputs `x0`, scales `s0`, outputs `y0`. Scales of blocks are as many as a tile has
+blocks, [BLOCK_R / rows, BLOCK_C / columns], and are spread over it where they multiply. Offsets are 64-bit. Row numbers are
 [BLOCK_R, 1], column numbers [1, BLOCK_C], so a value that varies with one of them only is computed once a row or column.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
 from dataclasses import dataclass, replace
@@ -20,10 +25,13 @@ import sympy
 import torch
 from torch.fx import Node
 
+from .. import ops
 from ..graph import arg
 from .domain import VIEWS, Index, kind, sizes
-from .expressions import FLOATS, HEAVY, TRITON_DTYPE, expression, number_text, prelude, rounded
-from .group import Group, Output, statistics_of
+from .expressions import FLOATS, TRITON_DTYPE, expression, number_text, prelude, rounded
+from .group import Group, Output, statistics_of, title
+from .scales import FROM_AMAX, SPAN, Scale, computed_scale
+from .tiles import Tiles, magnitude
 
 
 @dataclass(frozen=True)
@@ -37,9 +45,12 @@ class Kernel:
     outputs: tuple[Output, ...]  # those with a pointer of their own
     sums: tuple[Output, ...]  # these share one: [blocks of rows, sums * columns]
     amaxes: tuple[Output, ...]
+    column_amaxes: tuple[Output, ...]
     symbols: tuple[sympy.Symbol, ...]
     row_blocks: bool  # a program is a block of whole rows
     heavy: bool  # computes an exp or the like, which takes registers
+    block: tuple[int, int]  # what the sides of a tile must be multiples of
+    span: int  # columns that a program takes strip by strip, 0: those of a tile
 
     @property
     def parameters(self) -> list[str]:
@@ -49,6 +60,7 @@ class Kernel:
         if self.sums:
             names.append("sums")
         names += [f"amax{i}" for i in range(len(self.amaxes))]
+        names += [f"column_amax{i}" for i in range(len(self.column_amaxes))]
         return names + [f"n{i}" for i in range(len(self.symbols))]
 
 
@@ -62,9 +74,10 @@ class _Writer:
         self.group, self.domain = group, group.domain
         self.inputs = {node: f"x{i}" for i, node in enumerate(group.inputs)}
         self.scales = {node: f"s{i}" for i, node in enumerate(group.scales)}
-        stored = group.of_kind("copy", "transposed", "value", "row")
+        stored = group.of_kind("copy", "transposed", "value", "row", "blocks")
         self.pointers = {id(output): f"y{i}" for i, output in enumerate(stored)}
         self.stored, self.sums, self.amaxes = stored, group.of_kind("sum"), group.of_kind("amax")
+        self.column_amaxes = group.of_kind("column_amax")
         self.symbols: dict[sympy.Symbol, sympy.Symbol] = {}  # as the kernel calls them: n0, n1, ..
         self.count = 0
         self.outer: dict[tuple[Node, Index], str] = {}  # values that vary with the row or with nothing
@@ -73,39 +86,43 @@ class _Writer:
         self.lines: list[str] = []
         self.reduced: dict[Node, str] = {}  # sums over rows that are known by now
         self.means: dict[Node, str] = {}
+        self.spans: dict[Scale, str] = {}  # scales of the rows of a span
 
     # -- the whole --
 
     def write(self) -> Kernel:
         group = self.group
         rows, columns = self.text(self.domain.rows), self.text(self.domain.columns)
-        looping = bool(group.passes)
+        looping, span = bool(group.passes), group.span
+        width = str(span or "BLOCK_C")
         body: list[str] = ["pid = tl.program_id(0).to(tl.int64)"]
         if not looping:
-            body += [f"tiles = ({columns} + BLOCK_C - 1) // BLOCK_C", "block = pid // tiles", "start = pid % tiles * BLOCK_C"]
+            body += [f"tiles = ({columns} + {width} - 1) // {width}", "block = pid // tiles"]
+            body += [f"{'span' if span else 'start'} = pid % tiles * {width}"]
         else:
             body += ["block = pid"]
         body += ["row = block * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]", f"row_inside = row < {rows}"]
-        for name in self.scales.values():
-            body.append(f"{name}_value = tl.load({name})")
+        body += [f"{name}_value = tl.load({name})" for node, name in self.scales.items() if group.scales[node].kind == "one"]
         for number in range(group.passes):
             body += self.reduce(number, columns)
-        if looping:
-            for i in range(len(self.amaxes)):
-                body.append(f"largest{i} = tl.zeros([BLOCK_R, BLOCK_C], tl.int32)")
+        if looping or span:
+            body += [f"largest{i} = tl.zeros([BLOCK_R, BLOCK_C], tl.int32)" for i in range(len(self.amaxes))]
         self.lines, self.loop, self.outer_lines = [], {}, []
-        outputs = self.outputs(looping)
         head = self.columns(columns)
+        before = self.span(head) if span else []
+        self.lines, self.loop = [], {}
+        outputs = self.outputs(looping or bool(span))
         tile = [*head, *self.lines, *outputs]
         body += self.outer_lines
+        if span:
+            tile = [*before, *self.strips(tile)]
         if looping:
-            body += [f"for start in range(0, {columns}, BLOCK_C):", *_indented(tile)]
+            body += [f"for {'span' if span else 'start'} in range(0, {columns}, {width}):", *_indented(tile)]
         else:
             body += tile
         for output in group.of_kind("row"):
             body += self.store_row(output)
-        for i in range(len(self.amaxes)):
-            body.append(f'tl.atomic_max(amax{i}, tl.max(largest{i}), sem="relaxed")')
+        body += [f'tl.atomic_max(amax{i}, tl.max(largest{i}), sem="relaxed")' for i in range(len(self.amaxes))]
         kernel = Kernel(
             name="",
             source="",
@@ -114,25 +131,31 @@ class _Writer:
             outputs=tuple(self.stored),
             sums=tuple(self.sums),
             amaxes=tuple(self.amaxes),
+            column_amaxes=tuple(self.column_amaxes),
             symbols=tuple(self.symbols),
             row_blocks=looping,
-            heavy=any(node.target in HEAVY for node in group.members),
+            heavy=group.heavy,
+            block=group.block,
+            span=span,
         )
         parameters = ", ".join([*kernel.parameters, "BLOCK_R: tl.constexpr", "BLOCK_C: tl.constexpr"])
         text = "\n".join(_indented([*self.comments(), *body]))
-        name = f"{_title(group)}_{hashlib.sha256(f'{parameters}{text}'.encode()).hexdigest()[:8]}"
+        name = f"{title(group)}_{hashlib.sha256(f'{parameters}{text}'.encode()).hexdigest()[:8]}"
         source = f"import triton\nimport triton.language as tl\n\n\n@triton.jit\ndef {name}({parameters}):\n{text}\n"
         return replace(kernel, name=name, source=source)
 
     def comments(self) -> list[str]:
         """What is what: each pointer with its dtype and shape."""
         lines = []
-        for node, name in self.inputs.items():
+        blocks = {node: name for node, name in self.scales.items() if self.group.scales[node].kind == "tile"}
+        for node, name in {**self.inputs, **blocks}.items():
             shape = ", ".join(self.text(size).strip("()") for size in sizes(node))
             lines.append(f"# {name}: {_dtype(node.meta['val'].dtype)} [{shape}]")
         for output in self.stored:
-            dtype = output.dtype or output.node.meta["val"].dtype
-            lines.append(f"# {self.pointers[id(output)]}: {output.kind} {_dtype(dtype)}")
+            node, scale = output.replaces if output.kind == "blocks" else output.node, output.scale
+            lines.append(f"# {self.pointers[id(output)]}: {output.kind} {_dtype(output.dtype or node.meta['val'].dtype)}")
+            if scale is not None and scale.kind != "one":
+                lines[-1] += f", a scale for {scale.rows or 'all'} x {scale.columns or 'all'}"
         return lines  # and s: float32, a scale; amax: int32, the bits of a float32; sums: float32
 
     def columns(self, columns: str) -> list[str]:
@@ -152,6 +175,12 @@ class _Writer:
             index = self.domain.full(sizes(source))
             assert index is not None
             value, name, into = self.value(source, index), self.name("r"), self.name("acc")
+            names[node] = name
+            if node.target is ops.amax_blocks:
+                start.append(f"{into} = tl.zeros([BLOCK_R, BLOCK_C], tl.int32)")
+                self.lines.append(f"{into} = tl.maximum({into}, {magnitude(value)})")
+                last.append(f"{name} = tl.max({into}, 1, keep_dims=True).to(tl.float32, bitcast=True)")
+                continue
             start.append(f"{into} = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)")
             if part == "var":
                 mean = self.means[whole]
@@ -169,12 +198,25 @@ class _Writer:
                 last.append(f"{self.means[whole]} = {total}")
                 total = self.means[whole]
             last.append(f"{name} = {rounded(total, node.meta['val'].dtype)}")
-            names[node] = name
         head = self.columns(columns)
         lines = [*self.outer_lines, *start, f"for start in range(0, {columns}, BLOCK_C):"]
         lines += [*_indented([*head, *self.lines]), *last]
         self.reduced.update(names)
         return lines
+
+    def span(self, head: list[str]) -> list[str]:
+        """The scales of the rows of a span: a pass over its strips for their amaxes."""
+        tiles = Tiles(self, [])
+        starts = tiles.amaxes_of_spans()
+        passed = [*starts, *self.strips([*head, *self.lines, *tiles.lines])]
+        tiles.lines.clear()
+        tiles.scales_of_spans(self.pointers)
+        self.spans = tiles.known
+        return [*passed, *tiles.lines]
+
+    @staticmethod
+    def strips(lines: list[str], span: int = SPAN) -> list[str]:
+        return [f"for strip in range(0, {span}, BLOCK_C):", *_indented(["start = span + strip", *lines])]
 
     # -- values --
 
@@ -195,7 +237,11 @@ class _Writer:
             if node.target in VIEWS:
                 return texts[0]
             name = f"v{self.count + 1}"
-            text, before = expression(node, texts, name), prelude(node, texts, name)
+            if node.target in FROM_AMAX:
+                *before, text = computed_scale(node, texts[0], name)
+                text = text.removeprefix(f"{name} = ")
+            else:
+                text, before = expression(node, texts, name), prelude(node, texts, name)
             if text in texts:
                 return text
             self.count += 1
@@ -229,6 +275,7 @@ class _Writer:
 
     def outputs(self, looping: bool) -> list[str]:
         lines: list[str] = []
+        tiles = Tiles(self, lines, self.spans)
         quantized: dict[tuple, str] = {}
         columns = self.text(self.domain.columns)
         padded = self.text(padded_rows(self.domain.rows))
@@ -236,16 +283,23 @@ class _Writer:
             lines.append("row_t = block * BLOCK_R + tl.arange(0, BLOCK_R)[None, :]")
             lines.append("col_t = start + tl.arange(0, BLOCK_C)[:, None].to(tl.int64)")
         for output in self.group.outputs:
-            if output.kind == "row":
+            if output.kind == "row" or output.kind == "blocks" and output.scale in self.spans:
                 continue
             index = self.domain.full(sizes(output.node))
             assert index is not None
             value = self.value(output.node, index)
             pointer = self.pointers.get(id(output), "")
             if output.kind == "amax":
-                name = f"largest{self.amaxes.index(output)}"
-                bits = f"tl.where(inside, tl.abs({value}).to(tl.int32, bitcast=True), 0)"  # NaN is above infinity
+                name, bits = f"largest{self.amaxes.index(output)}", magnitude(value)
                 lines.append(f"{name} = tl.maximum({name}, {bits})" if looping else f"{name} = {bits}")
+            elif output.kind == "column_amax":
+                i = self.column_amaxes.index(output)
+                largest = f"tl.max({tiles.magnitude(value)}, 0)[None, :]"
+                lines.append(f'tl.atomic_max(column_amax{i} + col, {largest}, mask=col_inside, sem="relaxed")')
+            elif output.kind == "blocks":
+                assert output.scale is not None
+                found, (where, mask) = tiles(output.scale), tiles.offset(output.scale)
+                lines.append(f"tl.store({pointer}{where}, {found}, mask={mask})")
             elif output.kind == "sum":
                 n, i = len(self.sums), self.sums.index(output)
                 lines.append(f"total = tl.sum(tl.where(inside, {value}, 0.0), 0)[None, :]")
@@ -257,7 +311,7 @@ class _Writer:
             else:
                 key = (value, output.scale, output.dtype, output.fp8_max)
                 if key not in quantized:
-                    quantized[key] = self.quantize(output, value, lines)
+                    quantized[key] = self.quantize(output, value, tiles)
                 if output.kind == "copy":
                     lines.append(f"tl.store({pointer} + row * {columns} + col, {quantized[key]}, mask=inside)")
                 else:
@@ -267,11 +321,18 @@ class _Writer:
                     )
         return lines
 
-    def quantize(self, output: Output, value: str, lines: list[str]) -> str:
+    def quantize(self, output: Output, value: str, tiles: Tiles) -> str:
         """value * scale, saturated; NaN where the value is infinite or NaN; zero outside of the matrix."""
         assert output.scale is not None and output.dtype is not None
+        lines = tiles.lines
+        if output.scale.kind == "one":
+            scale = f"{self.scales[output.scale.node]}_value"
+        elif output.scale.kind == "tile":
+            scale = tiles.spread(output.scale)
+        else:
+            scale = self.value(output.scale.node, self.domain.scale_index(output.scale.node, output.scale.kind))
         name, largest = self.name("q"), number_text(float(output.fp8_max))
-        lines.append(f"{name} = {value} * {self.scales[output.scale]}_value")
+        lines.append(f"{name} = {value} * {scale}")
         # by comparisons, which let NaN pass: Triton (#11111) miscompiles NaN-propagating min and max next to these stores
         lines.append(f"{name} = tl.where({name} > {largest}, {largest}, tl.where({name} < -{largest}, -{largest}, {name}))")
         lines.append(f'{name} = tl.where(tl.abs({value}) == float("inf"), float("nan"), {name})')
@@ -319,6 +380,8 @@ def _python(expr: sympy.Expr) -> str:
         return str(expr)
     if expr.is_Pow and expr.exp.is_Integer and expr.exp > 0:
         return " * ".join([f"({_python(expr.base)})"] * int(expr.exp))
+    if type(expr).__name__ in ("Max", "Min"):  # of one or more: how many blocks there are
+        return functools.reduce(lambda a, b: f"tl.{type(expr).__name__.lower()}imum({a}, {b})", map(_python, expr.args))
     sign = {"Add": " + ", "Mul": " * ", "FloorDiv": " // ", "Mod": " % ", "PythonMod": " % "}.get(type(expr).__name__)
     if sign is None:
         raise Unwritable(f"the size {expr}")
@@ -327,23 +390,6 @@ def _python(expr: sympy.Expr) -> str:
 
 class Unwritable(Exception):
     """A group that cannot be written as a kernel."""
-
-
-def _title(group: Group) -> str:
-    """Named after what it fuses: the operators that the user wrote, then what is written."""
-    names: dict[str, None] = {}
-    for node in group.members:
-        original = node.meta.get("original_aten")
-        name = getattr(getattr(original, "overloadpacket", None), "__name__", "") if original is not None else ""
-        if name and name not in _QUIET:
-            names[name.strip("_")] = None
-    names = {name: None for name in names if f"{name}_backward" not in names}
-    kinds = {x.kind for x in group.outputs}
-    return "_".join(["fp8", *list(names)[:4], *(word for kind, word in _DONE.items() if kind in kinds)])
-
-
-_DONE = {"copy": "cast", "transposed": "transpose", "amax": "amax", "sum": "sum"}
-_QUIET = "view _unsafe_view reshape t transpose permute expand clone detach alias _to_copy mm addmm".split()
 
 
 def _dtype(dtype: torch.dtype) -> str:

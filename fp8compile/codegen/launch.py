@@ -5,7 +5,8 @@
 
 Inductor launches it as one of its own: with its launcher, under CUDA graphs, tuned over the kernel's configurations at the
 first launch, the choice cached on disk. The amaxes of a graph are one int32 vector, zeroed once, that each kernel raises by
-atomic maxima on the bits of magnitudes: NaN is above infinity, and the order does not matter. Scales and amaxes are passed
+atomic maxima on the bits of magnitudes: NaN is above infinity, and the order does not matter. Amaxes of columns are parts of
+the same vector. Scales and amaxes are passed
 as views of one element, each 16-byte aligned: with a slot's number as an argument Inductor would take each launch for a
 kernel of its own, and tune it.
 """
@@ -30,27 +31,39 @@ DEVICES = ("cuda",)  # where Triton's kernels run
 AMAX_STRIDE = 4  # int32: 16 bytes
 
 # (BLOCK_R, BLOCK_C, warps), the default first. A kernel that writes column sums has one row of them a block of rows: there,
-# blocks are tall, and their height is fixed.
+# blocks are tall, and their height is fixed. Tall, too, where columns have an amax: an atomic maximum a block of rows. Where
+# blocks of elements share a scale, tiles hold whole ones.
 # With exp and the like a thread takes 16 elements instead of 32: else they spill.
-TILES = ((64, 128, 8), (64, 64, 4))
-TALL_TILES = ((128, 64, 8), (128, 32, 4))
-HEAVY_TILES = ((64, 64, 8), (32, 128, 8))
-HEAVY_TALL_TILES = ((128, 64, 16), (128, 32, 8))
-ROW_BLOCKS = ((16, 256, 8), (32, 128, 8), (16, 128, 4))
-TALL_ROW_BLOCKS = ((32, 128, 8), (32, 64, 4))
+TILES = ((64, 128, 8), (64, 64, 4), (32, 128, 4), (128, 64, 8), (128, 32, 4), (128, 128, 16), (128, 128, 8))
+TALL_TILES = ((128, 64, 8), (128, 32, 4), (128, 128, 16), (128, 128, 8))
+HEAVY_TILES = ((64, 64, 8), (32, 128, 8), (64, 128, 16), (128, 64, 16), (128, 32, 8), (128, 16, 4), (128, 128, 32))
+HEAVY_TALL_TILES = ((128, 64, 16), (128, 32, 8), (128, 16, 4), (128, 128, 32), (32, 128, 8))
+ROW_BLOCKS = ((16, 256, 8), (32, 128, 8), (16, 128, 4), (32, 64, 4), (128, 64, 16), (128, 32, 8), (128, 128, 32))
+SPANS = ((128, 32, 8), (128, 16, 8))
+SPANS_OF_ROW_BLOCKS = ((128, 32, 16), (128, 16, 8))
+TALL_ROW_BLOCKS = ((32, 128, 8), (32, 64, 4), (128, 64, 16), (128, 32, 8), (128, 128, 32), (128, 128, 16))
 
 
 def configurations(kernel: Kernel) -> tuple[tuple[int, int, int], ...]:
-    """The block sizes and warps to choose from at the first launch, the default first; two, or all with Inductor's
+    """The block sizes and warps to choose from at the first launch, the default first; two, or three with Inductor's
     `max_autotune`."""
     choices: tuple[tuple[int, int, int], ...]
-    if kernel.row_blocks:
-        choices = TALL_ROW_BLOCKS if kernel.sums else ROW_BLOCKS
+    tall = kernel.sums or kernel.column_amaxes
+    if kernel.span:
+        choices = SPANS_OF_ROW_BLOCKS if kernel.row_blocks else SPANS
+    elif kernel.row_blocks:
+        choices = TALL_ROW_BLOCKS if tall else ROW_BLOCKS
     elif kernel.heavy:
-        choices = HEAVY_TALL_TILES if kernel.sums else HEAVY_TILES
+        choices = HEAVY_TALL_TILES if tall else HEAVY_TILES
     else:
-        choices = TALL_TILES if kernel.sums else TILES
-    return choices if compat.max_autotune() else choices[:2]
+        choices = TALL_TILES if tall else TILES
+    rows, columns = kernel.block
+    choices = tuple(x for x in choices if x[0] % rows == 0 and x[1] % columns == 0)
+    if kernel.heavy and kernel.block != (1, 1):  # scales take registers, too, and 16 warps have 128 of them a thread
+        choices = tuple(x for x in choices if x[2] <= 8) or choices
+    if kernel.sums:
+        choices = tuple(x for x in choices if x[0] == choices[0][0])
+    return choices[: 3 if compat.max_autotune() else 2]
 
 
 def row_blocks(kernel: Kernel, rows: sympy.Expr) -> sympy.Expr:
@@ -61,7 +74,7 @@ def row_blocks(kernel: Kernel, rows: sympy.Expr) -> sympy.Expr:
 def grid(kernel: Kernel, rows: sympy.Expr, columns: sympy.Expr, block: tuple[int, int, int]) -> sympy.Expr:
     """The programs that cover the matrix and its padding."""
     blocks = _blocks(padded_rows(rows), block[0])
-    return blocks if kernel.row_blocks else blocks * _blocks(columns, block[1])
+    return blocks if kernel.row_blocks else blocks * _blocks(columns, kernel.span or block[1])
 
 
 @functools.cache
@@ -75,24 +88,30 @@ def function(name: str, source: str, configs: tuple[tuple[int, int, int], ...], 
     return triton.autotune(configs=made, key=[], restore_value=list(restore) or None)(jitted)
 
 
+def aligned(size: int) -> int:
+    """As many int32, up to a multiple of 16 bytes."""
+    return -(-size // AMAX_STRIDE) * AMAX_STRIDE
+
+
 class Launcher:
     """Writes launches into a graph."""
 
-    def __init__(self, graph: Graph, amaxes: int, like: Node):
+    def __init__(self, graph: Graph, amaxes: int, like: Node, columns: int = 0):
+        """`columns`: of all matrices together whose columns have an amax each, of known width."""
         self.graph, self.like = graph, like
         self.symbols: dict[sympy.Expr, Node] = {}
         self.vector: Node | None = None
-        if amaxes:
+        self.first_column = AMAX_STRIDE * amaxes
+        if amaxes or columns:
             start = next(node for node in graph.nodes if node.op != "placeholder")
-            emit = Emitter(graph, start, like)
-            device = like.meta["val"].device
-            self.vector = emit(aten.full.default, [AMAX_STRIDE * amaxes], 0, dtype=torch.int32, device=device, pin_memory=False)
+            self.vector = self._zeros(Emitter(graph, start, like), self.first_column + columns)
 
     def __call__(
         self, before: Node, kernel: Kernel, rows: sympy.Expr, columns: sympy.Expr, inputs: dict[str, Any], slots: list[int]
     ) -> tuple[list[Node], list[Node]]:
         """Launch a kernel. `inputs`: its parameters that are tensors or numbers; `slots`: where its amaxes go.
-        Returns the nodes of its outputs (partial column sums last, if any) and of its amaxes ([1] float32)."""
+        Returns the nodes of its outputs (partial column sums last, if any), and of its amaxes: [1] float32 each, then [C, 1]
+        float32 each of columns."""
         emit = self._emitter(before)
         outputs = [self._empty(emit, kernel, output, rows, columns) for output in kernel.outputs]
         tensors = dict(inputs)
@@ -103,11 +122,26 @@ class Launcher:
             tensors["sums"] = outputs[-1]
         bits = [emit(aten.as_strided.default, self.vector, [1], [1], AMAX_STRIDE * s) for s in slots]
         tensors.update({f"amax{i}": node for i, node in enumerate(bits)})
+        by_column = [self._columns(emit, columns) for _ in kernel.column_amaxes]
+        tensors.update({f"column_amax{i}": node for i, node in enumerate(by_column)})
         tensors.update({f"n{i}": self.number(emit, s) for i, s in enumerate(kernel.symbols)})
         configs = configurations(kernel)
         grids = [(self.number(emit, grid(kernel, rows, columns, config)), 1, 1) for config in configs]
         compat.launch(emit, function(kernel.name, kernel.source, configs), grids, tensors)
-        return outputs, [self.amaxes(before, s, 1) for s in slots]
+        wide = [emit(aten.view.default, emit(aten.view.dtype, x, torch.float32), [-1, 1]) for x in by_column]
+        return outputs, [*(self.amaxes(before, s, 1) for s in slots), *wide]
+
+    def _columns(self, emit: Emitter, columns: sympy.Expr) -> Node:
+        """[C] int32 zeros: a part of the vector, if the width is known."""
+        if not columns.is_Integer:
+            return self._zeros(emit, self.number(emit, columns))
+        first, size = self.first_column, int(columns)
+        self.first_column += aligned(size)
+        return emit(aten.as_strided.default, self.vector, [size], [1], first)
+
+    def _zeros(self, emit: Emitter, size: Any) -> Node:
+        device = self.like.meta["val"].device
+        return emit(aten.full.default, [size], 0, dtype=torch.int32, device=device, pin_memory=False)
 
     def _emitter(self, before: Node) -> Emitter:
         """Emits for the module that `before` belongs to."""
@@ -134,6 +168,8 @@ class Launcher:
                 device=value.device,
                 pin_memory=False,
             )
+        if output.kind == "blocks":
+            return self._new(emit, list(sizes(output.replaces)), torch.float32)
         assert output.dtype is not None
         return self._new(emit, [rows, columns] if output.kind == "copy" else [columns, padded_rows(rows)], output.dtype)
 

@@ -24,7 +24,7 @@ import triton.language as tl
 @triton.jit
 def {name}(page, scales, amaxes, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
     # page: float32 [{slots}, {width}], {before} columns of the scale now, as many of the one before, reach, window,
-    # interval, {history} of history
+    # interval, limit, {history} of history
     # scales: float32 [{slots}, {snapshot}], the scales now; amaxes: {count} of this call
     finite = tl.full([BLOCK_R], 1, tl.int32)
     for start in range(0, {count}, BLOCK_R):
@@ -45,16 +45,19 @@ def {name}(page, scales, amaxes, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
             recent = tl.load(row[:, None] + {start} + column[None, :], mask=recent_inside, other=0.0)
             reach = tl.load(row + {reach}, mask=inside, other=1.0)
             interval = tl.load(row + {interval}, mask=inside, other=1.0)
+            limit = tl.load(row + {limit}, mask=inside, other=float("inf"))
             tl.debug_barrier()  # read before it is shifted
 {peak}
             cold = age < 0
+            overflow = (age >= 0) & (amax * scale > limit)
             due = tl.where(cold, amax > 0, age + 1 >= interval)
-            fresh = due & (peak > 0)
+            fresh = (due | overflow) & (peak > 0)
             wide = reach.to(tl.float64) / tl.where(fresh, peak, 1.0).to(tl.float64)
-            wide = tl.where(wide > {largest}, {largest}, wide)
+            wide = tl.where(wide > {largest}, {largest}, tl.where(wide < {smallest}, {smallest}, wide))
             new_scale = tl.where(fresh, wide.to(tl.float32), scale)
             new_inverse = tl.where(fresh, (1.0 / new_scale.to(tl.float64)).to(tl.float32), inverse)
             new_age = tl.where(due, 0.0, tl.where(cold, age, age + 1))
+            new_age = tl.where(overflow, -1.0, new_age)
             tl.store(row + {scale}, new_scale, mask=inside)
             tl.store(row + {inverse}, new_inverse, mask=inside)
             tl.store(row + {age}, new_age, mask=inside)
@@ -92,7 +95,9 @@ def source(slots: int, history: int, count: int, bits: bool) -> tuple[str, str]:
         peak="            peak = amax" if history == 1 else _PEAK.format(window=scaling.WINDOW),
         reach=scaling.REACH,
         interval=scaling.INTERVAL,
+        limit=scaling.LIMIT,
         largest=scaling.LARGEST,
+        smallest=scaling.SMALLEST,
     )
     return name, text
 

@@ -41,7 +41,7 @@ from .launches import (
     size_node,
     stable_sort,
 )
-from .running import TensorMarks, in_backward, saved_as_they_are
+from .running import TensorMarks, in_backward, is_compiled, is_ddp, saved_as_they_are, saving_is_hooked, share_memory
 
 __all__ = [
     "GraphPass",
@@ -58,6 +58,8 @@ __all__ = [
     "in_backward",
     "input_index",
     "is_backward",
+    "is_compiled",
+    "is_ddp",
     "is_joint_graph",
     "launch",
     "launched",
@@ -68,6 +70,8 @@ __all__ = [
     "reorders",
     "root_modules",
     "saved_as_they_are",
+    "saving_is_hooked",
+    "share_memory",
     "shown",
     "size_node",
     "source_name",

@@ -4,24 +4,34 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 
 class TensorMarks:
-    """A set of tensors by their memory: a saved tensor comes back from autograd as another object. Keeps none alive."""
+    """Tensors by their memory, with a note each: a saved tensor comes back from autograd as another object. Keeps no tensor."""
 
     def __init__(self) -> None:
-        self.marks: dict[int, StorageWeakRef] = {}
+        self.marks: dict[int, tuple[StorageWeakRef, Any]] = {}
 
-    def add(self, tensor: torch.Tensor) -> None:
-        self.marks = {address: ref for address, ref in self.marks.items() if not ref.expired()}
-        self.marks[tensor.data_ptr()] = StorageWeakRef(tensor.untyped_storage())
+    def add(self, tensor: torch.Tensor, note: Any = None) -> None:
+        self.marks = {address: mark for address, mark in self.marks.items() if not mark[0].expired()}
+        self.marks[tensor.data_ptr()] = StorageWeakRef(tensor.untyped_storage()), note
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
-        ref = self.marks.get(tensor.data_ptr())
-        return ref is not None and not ref.expired()
+        mark = self.marks.get(tensor.data_ptr())
+        return mark is not None and not mark[0].expired()
+
+    def note(self, tensor: torch.Tensor) -> Any:
+        """What a tensor was added with; None for one that was not."""
+        return self.marks[tensor.data_ptr()][1] if tensor in self else None
+
+
+def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Is one a view of the other, or both of a third? Takes fake tensors."""
+    return a.untyped_storage()._cdata == b.untyped_storage()._cdata
 
 
 class _Kept:
@@ -49,3 +59,18 @@ def saved_as_they_are(ours: Callable[[torch.Tensor], bool]) -> Iterator[None]:
 def in_backward() -> bool:
     """Is autograd's engine running a backward on this thread (so that a forward now is a recomputation)?"""
     return torch._C._current_graph_task_id() != -1
+
+
+def saving_is_hooked() -> bool:
+    """Do hooks stand between what is saved for backward now and autograd: offloading, or a checkpoint that recomputes?"""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Is something of this module compiled: by torch.compile(module) or module.compile(), with any backend?"""
+    parts = list(module.modules())
+    return any(hasattr(part, "_orig_mod") or getattr(part, "_compiled_call_impl", None) is not None for part in parts)
+
+
+def is_ddp(module: torch.nn.Module) -> bool:
+    return isinstance(module, torch.nn.parallel.DistributedDataParallel)

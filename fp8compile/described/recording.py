@@ -6,6 +6,7 @@ import contextlib
 import re
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -14,6 +15,7 @@ import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..capture import readable_module
+from ..codegen.gemm import NAME as GEMM
 from ..hollow import hollow
 from .device import CUDA
 from .step import Attention, Graph, Kernel, Matmul, Operand
@@ -68,7 +70,7 @@ def retarget_graphs() -> Iterator[None]:
 # -- reading the scheduled graph ---------------------------------------------------------------------------------------
 
 _MATMUL = re.compile(
-    r"\b(_scaled_mm|_scaled_mm_v2|_scaled_grouped_mm|_grouped_mm|mm|addmm|bias_addmm|bmm|baddbmm)(\.default|\.out)?$"
+    r"\b(_scaled_mm|_scaled_mm_v2|_scaled_grouped_mm|_grouped_mm|mm|addmm|bias_addmm|bmm|baddbmm)(\.default|\.out|_dtype)?$"
 )
 _ATTENTION = re.compile(r"_scaled_dot_product\w*attention")
 
@@ -109,6 +111,14 @@ class _Reader:
         a, b = (self.operand(t) for t in node.inputs[first : first + 2])
         return Matmul(op, a, b, self.operand(node))
 
+    def launched(self, node: Any, written: list[Any]) -> Matmul | None:
+        """The matmul that a kernel of `codegen.gemm` is: of a [M, K] and b [N, K], its first two arguments."""
+        kernel, *_ = node.get_kernel_and_metadata()
+        if not kernel.__name__.startswith(GEMM):
+            return None
+        a, b = (self.operand(t) for t in node.inputs[:2])
+        return Matmul(GEMM, a, replace(b, shape=b.shape[::-1], stride=b.stride[::-1]), self.operand(written[0]))
+
     def attention(self, node: Any) -> Attention | None:
         origins = [x for x in node.get_origins() if x.target is getattr(node, "op_overload", None)]
         if not origins or not _ATTENTION.search(str(origins[0].target)):
@@ -134,7 +144,7 @@ class _Reader:
             # Inductor takes every argument for read, also the tensors that are only written. Ours write all that they mutate.
             written = {t.get_name(): t for t in node.node.mutable_args}
             moved -= sum(self.number(t.get_numel()) * t.get_dtype().itemsize for t in written.values())
-            return Kernel("user", node.get_name(), moved, **what)
+            return Kernel("user", node.get_name(), moved, self.launched(node.node, list(written.values())), **what)
         if isinstance(node.node, ir.ExternKernel):
             name = str(getattr(node.node, "python_kernel_name", None) or type(node.node).__name__)
             return Kernel("extern", name, moved, self.matmul(node.node), self.attention(node.node), **what)

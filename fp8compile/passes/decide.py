@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 
-from .. import compat, eligible
+from .. import compat, eligible, multiply
 from ..capture import Inputs
 from ..devices import Device
-from ..graph import hint
+from ..graph import hint, value
 from ..kinds import kind_of
 from ..matmul import GEMMS, Matmul
 from ..policy import Choice, Policy, Rule, Site
@@ -36,6 +36,9 @@ def decide(
         sites.append(site)
         choice = policy.choose(site)
         matmul.recipe, matmul.rule, matmul.auto = choice.recipe, choice.label, choice.fp8 == "auto"
+        if choice.recipe.name == "mxfp8":  # what a device may lack; a CPU multiplies any recipe in float32
+            hardware = multiply.hardware_of(device) if device is not None else multiply.hardware(value(matmul.node).device)
+            matmul.emulated = not multiply.native(hardware, choice.recipe)
         rule = policy.rules[choice.rule] if choice.rule is not None else None
         chosen = _choice(matmul, site, choice, rule)
         matmul.reason = eligible.objection(matmul) or chosen or eligible.misaligned(matmul)
@@ -49,7 +52,8 @@ def decide(
         evaluated = matmul.parameter is not None and compat.input_index(matmul.parameter) in inputs.evaluated
         if evaluation or evaluated:
             # no history is read or moved by an evaluation: a tensor's own amax scales it
-            matmul.recipe = dataclasses.replace(matmul.recipe, name="tensorwise")
+            if matmul.recipe.delayed:
+                matmul.recipe = dataclasses.replace(matmul.recipe, name="tensorwise")
             if policy.eval == "high_precision" or not evaluation:
                 matmul.reason = whole or "eval mode"
     if device is not None:
@@ -71,6 +75,8 @@ def _choice(matmul: Matmul, site: Site, choice: Choice, rule: Rule | None) -> st
         why = choice.label if rule is not None and rule.name else f"policy: {choice.label}"
         return f"{why}: {site.n} x {site.k}, {site.m} rows" if rule is not None and rule.where is not None else why
     if choice.recipe.override_linear_precision[GEMMS.index(matmul.gemm)]:
+        if choice.recipe.name == "rowwise_with_gw_hp" and matmul.gemm == "wgrad":
+            return f"recipe {choice.recipe.name} keeps {matmul.gemm}"
         return f"override_linear_precision keeps {matmul.gemm}"
     return None
 

@@ -4,8 +4,10 @@
     h8 = quantize(h, scale); h8t = ..(transposed)   ->
     amax = amax(h)
 
-A group starts from the casts and amaxes of one matrix (`grouping`); casts of other matrices join it if they read the same
-tensors. It becomes a kernel unless that moves more bytes than Inductor's own kernels would (`codegen.cost`).
+A group starts from the casts and amaxes of one matrix (`grouping`), and with them the scales that a walk over it can compute:
+those of its rows and of blocks that a tile holds. Casts whose scales wait for an amax of the whole matrix, or of its columns,
+are another walk's. Casts of other matrices join a group if they read the same tensors. It becomes a kernel unless that moves
+more bytes than Inductor's own kernels would (`codegen.cost`).
 
 Runs on a partitioned graph, behind Inductor's own passes. What is not fused stays as it is, for `lower`; the debug log says
 why.
@@ -24,9 +26,10 @@ from ..codegen.cost import Sizes, compare
 from ..codegen.domain import Domain, sizes
 from ..codegen.group import Group, Output
 from ..codegen.kernel import Unwritable, write
-from ..graph import arg, value
+from ..codegen.scales import Scale, chain, made_in_place, of_amax, of_cast
+from ..graph import PERMUTES, arg, value
 from ..logs import get_logger
-from .grouping import OURS, Grouping, reaches
+from .grouping import OURS, SEEDS, Grouping, reaches
 from .place import Made, generated, place
 
 logger = get_logger(__name__)
@@ -51,12 +54,16 @@ class Seed:
 
     @property
     def sinks(self) -> list[Output]:
-        return [output for node in self.nodes for output in _sinks(node)]
+        casts = [node for node in self.nodes if not _is_amax(node)]
+        return [output for node in self.nodes for output in (_of_amax(node, casts) if _is_amax(node) else [_of_cast(node)])]
 
 
 def fuse(graph: Graph) -> int:
     """Returns how many kernels were generated. In place."""
-    made = {} if compat.reorders() else _Finder(graph).run()
+    if compat.reorders():
+        return 0
+    _split(graph)
+    made = _Finder(graph).run()
     if made:
         compat.stable_sort(graph)
         place(graph, made)
@@ -119,7 +126,7 @@ class _Finder:
 
     def shares(self, group: Group, seed: Seed) -> bool:
         """Does a seed read or make what the group reads or makes?"""
-        walk = self.grouping.walk(seed.domain, [seed.source])
+        walk = self.grouping.walk(seed.domain, [Output("value", seed.source, seed.source)])
         theirs = {x for x in (*walk.inputs, *walk.members) if seed.domain.is_full(x)}
         return not theirs.isdisjoint({*group.inputs, *group.members})
 
@@ -128,18 +135,19 @@ class _Finder:
     def seeds(self) -> list[Seed]:
         found: dict[tuple[Node, bool], Seed] = {}
         for node in self.graph.nodes:
-            if node.op != "call_function" or node.target not in OURS:
+            if node.op != "call_function" or node.target not in SEEDS:
                 continue
             source = arg(node, 0)
             if value(source).dim() != 2 or value(source).device.type not in launch.DEVICES:
                 continue
+            if _scale(node).kind == "none":
+                continue
             for late in (False, True):
                 seed = found.setdefault((source, late), Seed())
-                # a current scale waits for the amax: its cast is another walk
-                if not seed.nodes or not reaches([node], set(seed.nodes)):
+                if late or not reaches(_waits_for(node), set(seed.nodes)):
                     seed.nodes.append(node)
                     break
-        return [seed for seed in found.values() if seed.nodes]
+        return [seed for seed in found.values() if seed.nodes and seed.sinks]
 
     # -- in the graph --
 
@@ -173,15 +181,62 @@ class _Finder:
                 self.graph.erase_node(node)
 
 
-def _sinks(node: Node) -> list[Output]:
-    """The outputs that stand for a cast or an amax."""
-    source = arg(node, 0)
-    if node.target is ops.amax:
-        return [Output("amax", source, node)]
-    scale, dtype, fp8_max = (arg(node, i) for i in (1, 2, 3))
-    if node.target is ops.quantize:
-        return [Output("transposed" if arg(node, 4) else "copy", source, node, scale, dtype, fp8_max)]
-    return [Output("transposed" if arg(item, 1) else "copy", source, item, scale, dtype, fp8_max) for item in list(node.users)]
+def _split(graph: Graph) -> None:
+    """Take `quantize_both` apart, as the lowering would: a walk may serve one of the copies."""
+    for node in graph.find_nodes(op="call_function", target=ops.quantize_both):
+        x, scale, dtype, fp8_max, other, block = (*node.args, None, (0, 0))[:6] if len(node.args) < 6 else node.args
+        for item in sorted((x for x in node.users if x.target is operator.getitem), key=lambda x: arg(x, 1)):
+            transposed = bool(arg(item, 1))
+            own = other if transposed and other is not None else scale
+            with graph.inserting_before(node):
+                copy = graph.call_function(ops.quantize, (x, own, dtype, fp8_max, transposed, block))
+            copy.meta.update({**item.meta, **{k: v for k, v in node.meta.items() if k not in item.meta}})
+            item.replace_all_uses_with(copy)
+            graph.erase_node(item)
+        if not node.users:
+            graph.erase_node(node)
+
+
+def _is_amax(node: Node) -> bool:
+    return node.target in (ops.amax, ops.amax_blocks)
+
+
+def _scale(node: Node) -> Scale:
+    """What a copy is scaled by; what an amax is of."""
+    if _is_amax(node):
+        return Scale(node) if node.target is ops.amax else of_amax(node)
+    block = arg(node, 5) if len(node.args) > 5 else (0, 0)
+    return of_cast(arg(node, 1), bool(arg(node, 4)), tuple(block))  # type: ignore[arg-type]
+
+
+def _waits_for(node: Node) -> list[Node]:
+    """What has to be in memory before a walk: a scale that it cannot compute itself."""
+    return [] if _is_amax(node) or made_in_place(_scale(node), arg(node, 0)) else [_scale(node).node]
+
+
+def _of_cast(node: Node) -> Output:
+    """The output that stands for a copy."""
+    kind = "transposed" if arg(node, 4) else "copy"
+    return Output(kind, arg(node, 0), node, _scale(node), arg(node, 2), arg(node, 3))
+
+
+def _of_amax(node: Node, casts: list[Node]) -> list[Output]:
+    """The outputs that stand for an amax: itself, or those of the scales made of it that others than these casts read."""
+    source, kind = arg(node, 0), _scale(node).kind
+    if kind in ("one", "col"):
+        return [Output("amax" if kind == "one" else "column_amax", source, node)]
+    made = chain(node)
+    read = [x for x in made if any(_read_outside(user, {*made, *casts}) for user in x.users)]
+    if kind == "row":
+        return [Output("row", x, x) for x in read]
+    return [Output("blocks", source, x, of_amax(x)) for x in read]
+
+
+def _read_outside(user: Node, inside: set[Node]) -> bool:
+    """Does someone outside read it? Views of scales are seen through."""
+    if user.target in PERMUTES and user.users:
+        return any(_read_outside(x, inside) for x in user.users)
+    return user not in inside
 
 
 def _reads(group: Group) -> str:

@@ -17,11 +17,12 @@ from ..codegen import launch
 from ..codegen.cost import Sizes, fusable
 from ..codegen.domain import RESHAPES, VIEWS, Domain, product, sizes
 from ..codegen.expressions import TRITON_DTYPE, supported
-from ..codegen.group import Group, Output, Walk
+from ..codegen.group import Group, Output, Walk, read_scales
 from ..graph import CASTS, aten, is_tensor
 
 MOST_INPUTS = 12
-OURS = (ops.quantize, ops.quantize_both, ops.amax)
+SEEDS = (ops.quantize, ops.amax, ops.amax_blocks)
+OURS = (*SEEDS, ops.current_scale, ops.inverse)
 
 
 class Grouping:
@@ -30,24 +31,21 @@ class Grouping:
     def __init__(self, sizes_of: Sizes, stored: set[Node]):
         self.sizes, self.stored = sizes_of, stored
 
-    def walk(self, domain: Domain, sources: list[Node], stops: Collection[Node] = ()) -> Walk:
+    def walk(self, domain: Domain, sinks: list[Output], stops: Collection[Node] = ()) -> Walk:
         walk = Walk(domain, lambda node: node in self.stored or node in stops)
-        for source in sources:
-            index = domain.full(sizes(source))
-            assert index is not None
-            walk(source, index)
+        for sink in sinks:
+            walk.output(sink)
         return walk
 
     def __call__(self, domain: Domain, sinks: list[Output]) -> Group | str:
         """The group of some casts, with everything that it has to write; or why it cannot be one kernel."""
-        sources = list(dict.fromkeys(x.node for x in sinks))
         stops: set[Node] = set()
         while True:
-            walk = self.walk(domain, sources, stops)
+            walk = self.walk(domain, sinks, stops)
             sums = self.column_sums(domain, walk, {x.replaces for x in sinks} | stops)
             outputs = [*sinks, *sums.values()]
-            outputs += self.others(domain, walk, {x.replaces for x in outputs} | set(sums))
-            scales = [x.scale for x in outputs if x.scale is not None]
+            outputs += self.others(domain, walk, {x.replaces for x in outputs} | set(sums) | set(walk.tiles))
+            scales = read_scales(outputs, walk.tiles)
             replaced = {x.replaces for x in outputs}
             reads = [*walk.inputs, *scales]
             if not reaches(reads, replaced):
@@ -58,10 +56,12 @@ class Grouping:
             if not late:
                 return "it reads what is made of its own results"
             stops |= late
-        group = Group(domain, outputs, dict(walk.inputs), dict(walk.members), dict(walk.levels), set(walk.loads))
+        group = Group(
+            domain, outputs, dict(walk.inputs), dict(walk.members), dict(walk.levels), set(walk.loads), dict(walk.tiles)
+        )
         if len(group.inputs) > MOST_INPUTS:
             return f"{len(group.inputs)} inputs"
-        for x in group.inputs:
+        for x in (*group.inputs, *group.scales):
             if not readable(x):
                 return f"{x.name} cannot be read: {_described(x)}"
         return group
@@ -181,7 +181,7 @@ def _readers(node: Node, members: dict[Node, None], sinks: set[Node]) -> list[No
     """Who reads a member outside of its group, seen through views."""
     found = []
     for user in node.users:
-        if user in sinks or user.target in (ops.quantize_both,) and set(user.users) <= sinks:
+        if user in sinks:
             continue
         if user.target in VIEWS:
             found += _readers(user, members, sinks)

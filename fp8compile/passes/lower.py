@@ -14,34 +14,37 @@ This is the warm graph: a delayed scale is the stored one, and no cast waits for
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from itertools import groupby
+from typing import Any
 
 from torch.fx import Graph, Node
 
 from .. import compat, ops, scaling
 from ..codegen import aten as forms
 from ..codegen import launch
+from ..codegen.gemm import block_mm
 from ..codegen.inline import Inliner
 from ..codegen.update import LONGEST, launch_update
 from ..errors import Fp8CompileError
-from ..graph import Emitter, aten, value
+from ..graph import Emitter, aten, is_tensor, value
 from ..logs import get_logger
 from .fuse import fuse
 
 logger = get_logger(__name__)
 
 
-SCALES = (ops.snapshot, ops.delayed_scale, ops.delayed_inverse, ops.current_scale, ops.inverse)
+SCALES = (ops.snapshot, ops.delayed_scale, ops.delayed_inverse, ops.current_scale, ops.inverse)  # of whole tensors
 
 
 def lower(graph: Graph) -> int:
     """Lower a partitioned graph in place; returns how many operators were replaced. None of ours is left."""
     lowering = _Lowering(graph)
-    replaced = lowering.run(SCALES)  # first: a delayed scale does not wait for the amax
+    replaced = lowering.run(SCALES, lambda node: value(node).dim() != 2)  # first: a delayed scale does not wait for the amax
     kernels = fuse(graph)
-    replaced += lowering.run(ops.ALL)
+    replaced += lowering.run(ops.ALL, lambda node: not _emulated(node))
     compat.eliminate_dead_code(graph)
-    left = [node.name for node in graph.nodes if ops.NAMESPACE in str(node.target)]
+    left = [node.name for node in graph.nodes if ops.NAMESPACE in str(node.target) and not _emulated(node)]
     if left:
         raise Fp8CompileError(f"operators of fp8compile survived the lowering: {', '.join(left)}")
     graph.lint()
@@ -50,17 +53,25 @@ def lower(graph: Graph) -> int:
     return replaced
 
 
+def _emulated(node: Node) -> bool:
+    """Is it left to the reference implementation: scales of blocks on a CPU? Inductor's C++ kernels split loops where an index
+    is divided, and get the sizes of fused loops, and of those that are no multiple, wrong."""
+    tensor = next(x for x in node.all_input_nodes if is_tensor(x))
+    lists: list[Any] = [x for x in node.args if isinstance(x, (list, tuple))]
+    return value(tensor).device.type == "cpu" and any(isinstance(size, int) and size > 1 for sizes in lists for size in sizes)
+
+
 class _Lowering:
     def __init__(self, graph: Graph):
         self.graph, self.inline = graph, Inliner()
         self.rows: dict[Node, Node] = {}  # the first stage of each amax
 
-    def run(self, which: tuple) -> int:
-        """Replace the operators `which`."""
+    def run(self, which: tuple, chosen: Callable[[Node], bool] = lambda node: True) -> int:
+        """Replace the operators `which`, those nodes that are `chosen`."""
         forms = {op: getattr(self, op._schema.name.split("::")[1]) for op in which}
         replaced = 0
         for node in list(self.graph.nodes):
-            if node.op != "call_function" or node.target not in forms:
+            if node.op != "call_function" or node.target not in forms or not chosen(node):
                 continue
             result = forms[node.target](node, *node.args)
             if result is not None:
@@ -111,18 +122,28 @@ class _Lowering:
         launch_update(node, *args)
         return None
 
-    def quantize(self, node: Node, x: Node, scale: Node, dtype, fp8_max: float, transposed: bool) -> Node:
-        form = forms.quantize_transposed if transposed else forms.quantize
-        return self.inline(node, form, x, scale, dtype, fp8_max)
+    def amax_blocks(self, node: Node, x: Node, transposed: bool, block: list[int]) -> Node:
+        return self.inline(node, forms.amax_blocks, x, transposed, block)
 
-    def quantize_both(self, node: Node, x: Node, scale: Node, dtype, fp8_max: float) -> Node | None:
+    def quantize(self, node: Node, x: Node, scale: Node, dtype, fp8_max: float, transposed: bool, block=(0, 0)) -> Node:
+        form = forms.quantize_transposed if transposed else forms.quantize
+        return self.inline(node, form, x, scale, dtype, fp8_max, tuple(block))
+
+    def quantize_both(
+        self, node: Node, x: Node, scale: Node, dtype, fp8_max: float, transposed_scale: Node | None = None, block=(0, 0)
+    ) -> Node | None:
         for item in list(node.users):
             if item.op != "call_function" or item.target is not operator.getitem:
                 raise Fp8CompileError(f"{node.name}: its copies are taken one by one, not by {item.format_node()}")
-            item.replace_all_uses_with(self.quantize(item, x, scale, dtype, fp8_max, bool(item.args[1])))
+            transposed = bool(item.args[1])
+            own = scale if transposed_scale is None or not transposed else transposed_scale
+            item.replace_all_uses_with(self.quantize(item, x, own, dtype, fp8_max, transposed, block))
             self.graph.erase_node(item)
         return None
 
     def scaled_mm(self, node: Node, *args) -> Node:
         form = ops.product if value(node).device.type == "cpu" else forms.scaled_mm_gpu
         return self.inline(node, form, *args)
+
+    def block_mm(self, node: Node, *args) -> Node:
+        return block_mm(node, self.inline, *args)

@@ -35,10 +35,11 @@ def place(graph: Graph, groups: dict[Node, Made]) -> None:
     numbers: dict[Node, int] = {}
     gathers = graph.find_nodes(op="call_function", target=ops.gather)
     amaxes = [item for node in order for item in _items(node, groups[node][0]) if item[1].kind == "amax"]
+    wide = [x for node in order for x in [groups[node][0].domain.columns] * len(groups[node][1].column_amaxes) if x.is_Integer]
     known = {item for item, _ in amaxes}
     for item in [x for gather in gathers for x in arg(gather, 0) if x in known] + [item for item, _ in amaxes]:
         numbers.setdefault(item, len(numbers))
-    launcher = launch.Launcher(graph, len(numbers), order[0].args[0])  # type: ignore[arg-type]
+    launcher = launch.Launcher(graph, len(numbers), order[0].args[0], sum(launch.aligned(int(x)) for x in wide))  # type: ignore[arg-type]
     for gather in gathers:
         gather.args = (_runs(gather, numbers, launcher),)
     for node in order:
@@ -73,7 +74,8 @@ def _launch(node: Node, group: Group, kernel: Kernel, numbers: dict[Node, int], 
     by_output = {id(output): item for item, output in items}
     slots = [numbers[by_output[id(output)]] for output in kernel.amaxes]
     outputs, amaxes = launcher(node, kernel, group.domain.rows, group.domain.columns, inputs, slots)
-    written = dict(zip(map(id, [*kernel.outputs, *kernel.amaxes]), [*outputs[: len(kernel.outputs)], *amaxes], strict=True))
+    standing = [*kernel.outputs, *kernel.amaxes, *kernel.column_amaxes]
+    written = dict(zip(map(id, standing), [*outputs[: len(kernel.outputs)], *amaxes], strict=True))
     columns = launcher.totals(node, kernel, outputs)
     for item, output in items:
         result = _column_sum(item, *columns[id(output)]) if output.kind == "sum" else written[id(output)]

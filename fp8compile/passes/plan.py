@@ -17,19 +17,20 @@ from .. import compat
 from ..formats import Format, pick
 from ..graph import Matrix
 from ..matmul import Matmul
-from ..recipe import Recipe
-from ..scaling import SlotSettings
+from ..recipe import Recipe, Scaling
+from ..scaling import JUMP, SlotSettings
 from ..state import SlotKey
 
 
 @dataclass(eq=False)
 class Operand:
-    """A tensor to quantize: `format` and scale are the same for all its readers and layouts. Readers whose recipes scale it
+    """A tensor to quantize: `format` and scaling are the same for all its readers and layouts. Readers whose recipes scale it
     in different ways have an operand each."""
 
     matrix: Matrix
     key: SlotKey
     format: Format
+    scaling: Scaling
     recipe: Recipe  # of its first reader
     reader: Node  # the first matmul that reads it, whose metadata the casts inherit
     slot: int = -1  # its row in the page of its direction; -1 with a recipe that keeps no state
@@ -41,10 +42,10 @@ class Operand:
 
 @dataclass(eq=False)
 class Plan:
-    operands: dict[tuple[Node, str, tuple], Operand] = field(default_factory=dict)
+    operands: dict[tuple[Node, str, Scaling], Operand] = field(default_factory=dict)
 
-    def of(self, matrix: Matrix, role: str, recipe: Recipe) -> Operand:
-        return self.operands[matrix.base, _format_role(role), recipe.scaling]
+    def of(self, matrix: Matrix, role: str, matmul: Matmul) -> Operand:
+        return self.operands[matrix.base, _format_role(role), matmul.recipe.scaling(role, matmul.gemm)]
 
     def direction(self, backward: bool) -> list[Operand]:
         """The operands of the forward or of the backward that have a slot, by slot."""
@@ -70,7 +71,7 @@ def roles(matmul: Matmul) -> tuple[tuple[Matrix, str], tuple[Matrix, str]]:
 
 
 def plan(matmuls: list[Matmul], fnuz: bool) -> Plan:
-    """The operands of all matmuls that become FP8; `fnuz` as in `formats.pick`. Changes nothing."""
+    """The operands of all matmuls that become FP8; `fnuz`: the device's encoding. Changes nothing."""
     made = Plan()
     uses: dict[Node, int] = {}  # parameter -> its fprops so far
     use_of: dict[Matmul, int] = {}
@@ -84,26 +85,26 @@ def plan(matmuls: list[Matmul], fnuz: bool) -> Plan:
         index = compat.input_index(matmul.parameter)  # type: ignore[arg-type]
         assert index is not None
         recipe = matmul.recipe
-        formats = pick(recipe.fp8_format, fnuz)
         for matrix, role in roles(matmul):
-            if (matrix.base, _format_role(role), recipe.scaling) in made.operands:
+            scaling = recipe.scaling(role, matmul.gemm)
+            if (matrix.base, _format_role(role), scaling) in made.operands:
                 continue
-            form = formats[role == "gradient"]
-            key = SlotKey(index, role, 0 if role == "weight" else use, _settings(recipe, form))
+            form = pick(scaling.wide, fnuz if scaling.encoding == "auto" else scaling.encoding == "fnuz")
+            key = SlotKey(index, role, 0 if role == "weight" else use, _settings(scaling, form))
             while key in taken:  # say, a dgrad and a wgrad that see different copies of their gradient
                 key = SlotKey(index, role, key.use + 1, key.settings)
             taken.add(key)
-            operand = Operand(matrix, key, form, recipe, matmul.node)
-            made.operands[matrix.base, _format_role(role), recipe.scaling] = operand
+            operand = Operand(matrix, key, form, scaling, recipe, matmul.node)
+            made.operands[matrix.base, _format_role(role), scaling] = operand
     for backward in (False, True):
         rows: dict[str, list[Operand]] = {}
-        for operand in (x for x in made.operands.values() if x.backward is backward and x.recipe.delayed):
+        for operand in (x for x in made.operands.values() if x.backward is backward and x.scaling.delayed):
             rows.setdefault(str(operand.matrix.shape[0]), []).append(operand)
         for slot, operand in enumerate(x for group in rows.values() for x in group):
             operand.slot = slot
     return made
 
 
-def _settings(recipe: Recipe, form: Format) -> SlotSettings:
-    window = 1 if recipe.amax_compute_algo == "most_recent" else recipe.amax_history_len
-    return SlotSettings(form.max / 2.0**recipe.margin, window, recipe.interval)
+def _settings(scaling: Scaling, form: Format) -> SlotSettings:
+    window, interval, watched = scaling.history
+    return SlotSettings(form.max / 2.0**scaling.margin, window, interval, JUMP * form.max if watched else float("inf"))

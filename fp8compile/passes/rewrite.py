@@ -9,6 +9,13 @@ becomes (delayed; `tensorwise` has `current_scale(amax)` in the place of `delaye
     x8 = quantize(x2d, scale_x, transposed=False); w8 = quantize(w, scale_w, transposed=False)
     mm = scaled_mm(x8, w8, inv_x, inv_w)
 
+With one scale a row or a block, the two layouts of a tensor have scales of their own, from one read:
+
+    amax_x = amax_blocks(x2d, False, block); scale_x = current_scale(amax_x); inv_x = inverse(scale_x)
+    amax_xt = amax_blocks(x2d, True, block); scale_xt = ..; inv_xt = ..
+    x8, x8t = quantize_both(x2d, scale_x, scale_xt, block)
+    mm = block_mm(x8, w8, inv_x, inv_w, x_block, w_block)
+
 Scales are values of the forward that the backward needs as they were: they are tagged MUST_SAVE. So is the copy of an
 input that wgrad reads, and the transposed copy of a weight that dgrad reads: one byte an element, written while the tensor
 is at hand. With `recast_weights`, and where the user checkpoints, a weight is cast again in backward. So is an activation
@@ -27,6 +34,7 @@ from torch.fx import Graph, Node
 from .. import compat, ops
 from ..graph import CASTS, PERMUTES, VIEWS, Emitter, Matrix, aten, hint, is_tensor, same_shape, value
 from ..matmul import GEMMS, Matmul
+from ..recipe import WHOLE
 from .plan import Operand, Plan, roles
 
 
@@ -67,7 +75,7 @@ class _Writer:
         self.start = next(node for node in graph.nodes if node.op != "placeholder")  # what reads inputs goes before it
         self.replaced: dict[Node, Node] = {}  # a matmul's output may be the next one's operand
         self.amaxes: dict[Operand, Node] = {}
-        self.scales: dict[Operand, tuple[Node, Node]] = {}  # scale, inverse
+        self.scales: dict[tuple[Operand, str, bool], tuple[Node, Node]] = {}  # scale, inverse; of one or of both layouts
         self.demand: set[tuple[Operand, str, bool]] = set()  # operand, shape as a matrix, transposed
         self.copies: dict[tuple[Operand, str, bool], Node] = {}
         self.snapshots: dict[bool, Node] = {}
@@ -76,8 +84,7 @@ class _Writer:
     def operands(self, matmul: Matmul) -> list[tuple[Operand, Matrix, bool]]:
         """What a and b are copies of, and in which layout: both K-major, [m, k] and [n, k]."""
         (a, role_a), (b, role_b) = roles(matmul)
-        recipe = matmul.recipe
-        return [(self.plan.of(a, role_a, recipe), a, a.transposed), (self.plan.of(b, role_b, recipe), b, not b.transposed)]
+        return [(self.plan.of(a, role_a, matmul), a, a.transposed), (self.plan.of(b, role_b, matmul), b, not b.transposed)]
 
     def replace(self, matmul: Matmul) -> None:
         operands = self.operands(matmul)
@@ -86,8 +93,13 @@ class _Writer:
         emit = Emitter(self.graph, node, node)
         bias, rest = _split_addend(matmul)
         fast = matmul.recipe.use_fast_accum[GEMMS.index(matmul.gemm)]
-        inverses = [self.scale_of(operand)[1] for operand, _, _ in operands]
-        out = emit(ops.scaled_mm, a8, b8, *inverses, bias, value(node).dtype, fast)
+        inverses = [self.scale_of(*operand)[1] for operand in operands]
+        blocks = [operand.scaling.block for operand, _, _ in operands]
+        how = (*inverses, bias, value(node).dtype, fast)
+        if blocks == [WHOLE, WHOLE]:
+            out = emit(ops.scaled_mm, a8, b8, *how)
+        else:
+            out = emit(ops.block_mm, a8, b8, *how, *map(list, blocks))
         if value(node).dim() == 3:
             out = emit(aten.unsqueeze.default, out, 0)
         if rest is not None:
@@ -101,42 +113,68 @@ class _Writer:
     def copy(self, operand: Operand, matrix: Matrix, transposed: bool) -> Node:
         """The FP8 copy of an operand in one layout; written once."""
         shape = str(matrix.shape)
-        if (operand, shape, transposed) not in self.copies:
-            scale, _ = self.scale_of(operand)
-            source, how = self.matrix(matrix, operand), (operand.format.dtype, operand.format.max)
-            recompute = operand.reader.meta.get("recompute")  # as the user's checkpointing has it
-            kept = operand.key.role == "weight" and recompute is None and not operand.recipe.recast_weights
-            both = {(operand, shape, False), (operand, shape, True)} <= self.demand
-            if both and operand.key.role == "input" and recompute is None and _read_again(source):
-                how = (source, scale, *how)  # type: ignore[assignment]
-                self.copies[operand, shape, False] = self.after(scale, operand)(ops.quantize, *how, False)
-                again = self.after(scale, operand, recompute=compat.MUST_RECOMPUTE)
-                self.copies[operand, shape, True] = again(ops.quantize, *how, True)
-            elif both and (kept or operand.key.role == "input"):
-                # one operator, one read: the forward writes the copy that the backward reads, too
-                emit = self.after(scale, operand, recompute=compat.MUST_SAVE if kept else recompute)
-                made = emit(ops.quantize_both, source, scale, *how)
-                emit.anchor = made.next
-                self.copies[operand, shape, False] = emit(operator.getitem, made, 0)
-                self.copies[operand, shape, True] = emit(operator.getitem, made, 1)
+        if (operand, shape, transposed) in self.copies:
+            return self.copies[operand, shape, transposed]
+        form, block = operand.format, list(operand.scaling.block)
+        scale = self.scale_of(operand, matrix, transposed)[0]  # first: what it takes from the state goes before all that reads it
+        source = self.matrix(matrix, operand)
+        recompute = operand.reader.meta.get("recompute")  # as the user's checkpointing has it
+        kept = operand.key.role == "weight" and recompute is None and not operand.recipe.recast_weights
+        both = {(operand, shape, False), (operand, shape, True)} <= self.demand
+        if both and (kept or operand.key.role == "input"):
+            scales = {layout: self.scale_of(operand, matrix, layout)[0] for layout in (False, True)}
+            behind = max(scales.values())  # in the order of the graph
+            if not kept and recompute is None and _read_again(source):
+                for layout, how in ((False, None), (True, compat.MUST_RECOMPUTE)):
+                    emit = self.after(scales[layout], operand, recompute=how)
+                    made = emit(ops.quantize, source, scales[layout], form.dtype, form.max, layout, block)
+                    self.copies[operand, shape, layout] = _of(operand, made)
             else:
-                emit = self.after(scale, operand, recompute=recompute)
-                self.copies[operand, shape, transposed] = emit(ops.quantize, source, scale, *how, transposed)
+                # one operator, one read: the forward writes the copy that the backward reads, too
+                emit = self.after(behind, operand, recompute=compat.MUST_SAVE if kept else recompute)
+                other = None if scales[True] is scales[False] else scales[True]
+                made = _of(operand, emit(ops.quantize_both, source, scales[False], form.dtype, form.max, other, block))
+                emit.anchor = made.next
+                for layout in (False, True):
+                    self.copies[operand, shape, layout] = emit(operator.getitem, made, int(layout))
+        else:
+            emit = self.after(scale, operand, recompute=recompute)
+            made = emit(ops.quantize, source, scale, form.dtype, form.max, transposed, block)
+            self.copies[operand, shape, transposed] = _of(operand, made)
         return self.copies[operand, shape, transposed]
 
-    def scale_of(self, operand: Operand) -> tuple[Node, Node]:
-        if operand not in self.scales:
-            snapshot = self.snapshot(operand.backward) if operand.recipe.delayed else None
-            amax = self.amax(operand)
-            emit = self.after(amax, operand, recompute=compat.MUST_SAVE, ac_graph_id=None)
-            if snapshot is not None:
-                scale = emit(ops.delayed_scale, snapshot, amax, operand.slot, operand.format.max, operand.recipe.margin)
-                inverse = emit(ops.delayed_inverse, snapshot, scale, operand.slot)
-            else:
-                scale = emit(ops.current_scale, amax, operand.format.max, operand.recipe.margin)
-                inverse = emit(ops.inverse, scale)
-            self.scales[operand] = scale, inverse
-        return self.scales[operand]
+    def scale_of(self, operand: Operand, matrix: Matrix, transposed: bool) -> tuple[Node, Node]:
+        """What an operand is scaled by, and the inverse: one for both layouts, or those of one layout."""
+        block = operand.scaling.block
+        key = (operand, "", False) if block == WHOLE else (operand, str(matrix.shape), transposed)
+        if key not in self.scales:
+            self.scales[key] = self.whole_scale(operand) if block == WHOLE else self.scales_of(operand, matrix, transposed)
+        return self.scales[key]
+
+    def whole_scale(self, operand: Operand) -> tuple[Node, Node]:
+        snapshot = self.snapshot(operand.backward) if operand.scaling.delayed else None
+        amax, margin = self.amax(operand), operand.scaling.margin
+        emit = self.after(amax, operand, recompute=compat.MUST_SAVE, ac_graph_id=None)
+        if snapshot is not None:
+            scale = emit(ops.delayed_scale, snapshot, amax, operand.slot, operand.format.max, margin)
+            return scale, emit(ops.delayed_inverse, snapshot, scale, operand.slot)
+        scale = emit(ops.current_scale, amax, operand.format.max, margin, operand.scaling.power_of_2)
+        return scale, emit(ops.inverse, scale)
+
+    def scales_of(self, operand: Operand, matrix: Matrix, transposed: bool) -> tuple[Node, Node]:
+        """The scales of the blocks of one layout."""
+        block = operand.scaling.block
+        if transposed and block.rows == block.columns:  # square ones are those of the other layout
+            known = self.scale_of(operand, matrix, False)
+            emit = self.after(known[1], operand, recompute=compat.MUST_SAVE, ac_graph_id=None)
+            scale, inverse = (emit(aten.permute.default, x, [1, 0]) for x in known)
+            return scale, inverse
+        source = self.matrix(matrix, operand)
+        emit = self.after(source, operand, recompute=None, ac_graph_id=None)
+        amax = emit(ops.amax_blocks, source, transposed, list(block))
+        emit.meta["recompute"] = compat.MUST_SAVE
+        scale = emit(ops.current_scale, amax, operand.format.max, operand.scaling.margin, operand.scaling.power_of_2)
+        return scale, emit(ops.inverse, scale)
 
     def amax(self, operand: Operand) -> Node:
         if operand not in self.amaxes:
@@ -175,6 +213,12 @@ class _Writer:
         anchor = self.start if node.op == "placeholder" else node.next
         tag = "is_backward" if operand.backward else "is_forward"
         return Emitter(self.graph, anchor, operand.reader, **{"partitioner_tag": tag, **meta})
+
+
+def _of(operand: Operand, cast: Node) -> Node:
+    """A cast that says what it is of: telemetry reads it."""
+    cast.meta["fp8_operand"] = operand.key
+    return cast
 
 
 def _read_again(source: Node) -> bool:

@@ -29,6 +29,7 @@ from .traffic import Source, source
 
 SLOWER = "slower in FP8"
 SHORT = {"torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.float32": "fp32"}
+KINDS = ("delayed", "tensorwise", "rowwise", "blockwise", "mxfp8")
 MOST_MOVES = 64  # in larger components only layers and the whole are dropped
 
 
@@ -53,6 +54,11 @@ class Gemm:
         return cost.ITEMSIZE[self.dtype]
 
     @property
+    def kind(self) -> str:
+        """The finer scaling of its operands."""
+        return max((cast.kind for cast, _ in self.reads), key=KINDS.index)
+
+    @property
     def m(self) -> int:
         """The number of tokens."""
         return self.sizes[self.tokens]
@@ -60,7 +66,9 @@ class Gemm:
     def seconds(self, device: Device, fp8: bool, grown: float = 1.0) -> float:
         """Of the matmul alone. `grown`: with so many times the tokens."""
         m, n, k = (round(size * grown) if i == self.tokens else size for i, size in enumerate(self.sizes))
-        return cost.gemm(device, m, n, k, "fp8" if fp8 else self.dtype, self.out_bytes, self.dtype)
+        if fp8:
+            return cost.block_gemm(device, m, n, k, self.kind, self.out_bytes, self.dtype, self.matmul.emulated)
+        return cost.gemm(device, m, n, k, self.dtype, self.out_bytes)
 
 
 @dataclass(eq=False)
@@ -92,10 +100,10 @@ class Base:
 
 @dataclass(eq=False)
 class Cast:
-    """The FP8 copies of a tensor under one recipe, and who reads them in which layout."""
+    """The FP8 copies of a tensor under one `Scaling` (its kind), and who reads them in which layout."""
 
     base: Base
-    recipe: str
+    kind: str
     again: bool
     readers: list[tuple[Gemm, tuple[str, bool]]] = field(default_factory=list)
 
@@ -103,7 +111,7 @@ class Cast:
         return len({layout for gemm, layout in self.readers if gemm in chosen})
 
     def seconds(self, device: Device, operand: cost.Operand, layouts: int) -> float:
-        return cost.casts(device, replace(operand, layouts=layouts, recipe=self.recipe, again=self.again))
+        return cost.casts(device, replace(operand, layouts=layouts, recipe=self.kind, again=self.again))
 
 
 def weigh(matmuls: list[Matmul], device: Device) -> int:
@@ -141,8 +149,8 @@ def _high_precision(matmul: Matmul, device: Device) -> float | None:
 def _settle(device: Device, parts: list[_Component]) -> str:
     """What scaling costs once a graph must be saved by the graph, else all that is left open is dropped. Returns why, or ""."""
     chosen = {gemm for part in parts for gemm in part.chosen}
-    insisted = {gemm.matmul.recipe.name for part in parts for gemm in part.insisted}
-    names = {gemm.matmul.recipe.name for gemm in chosen} - insisted
+    insisted = {cast.kind for part in parts for gemm in part.insisted for cast, _ in gemm.reads}
+    names = {cast.kind for gemm in chosen for cast, _ in gemm.reads} - insisted
     once = sum(cost.FIXED_KERNELS[name] for name in names) * device.launch
     gain = sum(part.gain for part in parts)
     if gain > once or all(part.chosen == part.insisted for part in parts):
@@ -163,15 +171,16 @@ def _model(candidates: list[Matmul]) -> list[Gemm]:
         gemms.append(gemm)
         operands = zip(roles(matmul), (matmul.a.transposed, not matmul.b.transposed), strict=True)
         for (matrix, role), transposed in operands:
+            scaling = matmul.recipe.scaling(role, matmul.gemm)
             if matrix.base not in bases:
                 found = source(matrix)
                 bases[matrix.base] = Base(found, role == "weight", not found.readers <= nodes)
             base = bases[matrix.base]
-            key = (matrix.base, role == "gradient", matmul.recipe.scaling)
+            key = (matrix.base, role == "gradient", scaling)
             if key not in casts:
                 # a weight whose region is computed again, or is to be cast again, has its second copy from another read
                 again = role == "weight" and (matmul.recipe.recast_weights or "recompute" in matmul.node.meta)
-                casts[key] = Cast(base, matmul.recipe.name, again)
+                casts[key] = Cast(base, scaling.kind, again)
                 base.casts.append(casts[key])
             layout = (str(matrix.shape), transposed)
             casts[key].readers.append((gemm, layout))
@@ -303,7 +312,7 @@ class _Component:
     def described(gemm: Gemm) -> tuple:
         """What its estimates depend on: most layers of a model are alike."""
         tensors = (
-            (replace(cast.base.source, readers=frozenset()), cast.base.outside, cast.recipe, cast.again, len(cast.readers))
+            (replace(cast.base.source, readers=frozenset()), cast.base.outside, cast.kind, cast.again, len(cast.readers))
             for cast, _ in gemm.reads
         )
         return (gemm.sizes, gemm.tokens, gemm.dtype, gemm.out_bytes, *tensors)

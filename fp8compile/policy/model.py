@@ -26,7 +26,7 @@ from .where import Where
 
 Op = Literal["mm", "addmm", "bmm", "baddbmm"]
 Gemm = Literal["fprop", "dgrad", "wgrad"]
-Kind = Literal["output head", "router gate"]
+Kind = Literal["output head", "router gate", "down projection"]
 Fp8 = Literal["on", "off", "auto"]
 Eval = Literal["high_precision", "fp8"]
 SETTINGS: dict[str, str] = {f.name: f.name for f in dataclasses.fields(Recipe) if f.name != "name"}  # key -> field of Recipe
@@ -34,13 +34,17 @@ FIELDS: dict[str, str] = {"recipe": "name", **SETTINGS}
 
 _MEANINGS = {
     "fp8_format": 'Formats: "hybrid" (E4M3 for activations and weights, E5M2 for gradients) or "e4m3" (for all).',
-    "margin": "scale = FP8 maximum / (amax * 2^margin). An integer from 0 up.",
+    "margin": "scale = FP8 maximum / (amax * 2^margin). An integer from 0 up, or three: for inputs, weights, gradients.",
     "amax_history_len": "Delayed scaling: how many amaxes are remembered. An integer from 1 up.",
     "amax_compute_algo": 'Delayed scaling: which of the remembered amaxes gives the scale, "max" or "most_recent".',
     "interval": "Delayed scaling: the scale is computed anew every so many steps. An integer from 1 up.",
     "override_linear_precision": "(fprop, dgrad, wgrad): true keeps that gemm in high precision.",
     "reduce_amax": "Delayed scaling: one all-reduce (maximum) of the amaxes over the default process group.",
     "recast_weights": "Cast weights again in backward instead of keeping their transposed FP8 copies.",
+    "current_scaling": "Delayed scaling: (inputs, weights, gradients): true scales that tensor by its current amax.",
+    "on_overflow": 'Delayed scaling, after an amax far beyond its history: "current" (use it in the next step) or "saturate".',
+    "power_of_2_scale": "Round scales down to powers of two. Default: true for blockwise and mxfp8.",
+    "fp8_encoding": 'FP8 encodings: "auto" (the device\'s), "ocp" (NVIDIA, MI350) or "fnuz" (MI300).',
     "use_fast_accum": "(fprop, dgrad, wgrad): the tensor cores' fast accumulation, less exact.",
 }
 _RECIPE_MEANING = "A built-in recipe (" + ", ".join(map(repr, RECIPES)) + ") or the NAME of a [recipes.NAME] table."
@@ -55,7 +59,7 @@ def _key(meaning: str, default: Any = None) -> Any:
 def _check_settings(self: Any) -> None:
     for key, value in self.settings.items():
         try:
-            checked = getattr(Recipe(**{SETTINGS[key]: value}), SETTINGS[key])
+            checked = getattr(Recipe("tensorwise", **{SETTINGS[key]: value}), SETTINGS[key])  # takes all of them
         except OptionError as error:
             raise PolicyError(str(error).removeprefix("fp8 option "), key, value) from None
         object.__setattr__(self, key, checked)  # as Recipe spells it

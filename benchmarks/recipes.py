@@ -1,0 +1,390 @@
+"""Does a model that trains in FP8 learn as it does in bf16? Every recipe, several seeds, real text, on a CPU.
+
+    python -m benchmarks.recipes                       # what is missing of 5 seeds, then the table; about an hour of one core
+    python -m benchmarks.recipes --arms bf16,rowwise --seeds 10 --jobs 4
+    python -m benchmarks.recipes --show --update docs/recipes.md --plot docs/recipes.png
+
+The model is the GPT of examples/train_gpt.py: 2 layers, 128 wide, context 64, with a tied output head that stays in high
+precision; every matmul of its blocks is FP8, which the script checks in the report. 1,500 steps of 512 bytes of text.
+Weights are float32, the forward pass runs under bf16 autocast, and `bf16` is compiled by Inductor as the others are. Runs of
+one seed start from the same weights and see the same batches; so gaps are taken seed by seed, and the interval is that of
+their mean (Student's t). Welch's test compares the losses as if runs were not paired. `float32` is the yardstick: two
+precisions that nobody doubts are that far apart.
+
+The validation loss is the mean over 1,024 windows that are the same for all runs, evaluated in high precision; `late` is its
+mean over the last five evaluations, one every 50 steps. An arm is one process of one thread that trains all of its seeds, since
+they share what was compiled. One line of JSON a run is appended to `--out`; what is there is not run again.
+
+FP8 on a CPU is emulated, with exact products and float32 sums: this is about quantization, not about the accumulators of
+tensor cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import machine
+from .results import RESULTS
+from .show import table
+from .tables import update
+
+sys.path.append(str(machine.ROOT / "examples"))
+import train_gpt  # noqa: E402
+
+PATH = RESULTS / "recipes.jsonl"  # not a .json: it is no result of `benchmarks.train`
+BASELINE = "bf16"
+# what torch.compile(backend="fp8") is given; None: Inductor without it
+ARMS: dict[str, dict[str, Any] | None] = {
+    "bf16": None,
+    "float32": None,
+    "delayed": {"recipe": "delayed"},
+    "tensorwise": {"recipe": "tensorwise"},
+    "rowwise": {"recipe": "rowwise"},
+    "rowwise_with_gw_hp": {"recipe": "rowwise_with_gw_hp"},
+    "blockwise": {"recipe": "blockwise"},
+    "mxfp8": {"recipe": "mxfp8"},
+    "delayed-fnuz": {"recipe": "delayed", "fp8_encoding": "fnuz"},
+}
+GOALS = {"rowwise": 0.2, "blockwise": 0.2}  # % of the loss; the others: 0.5
+LATE = 5  # evaluations whose mean is the late loss
+EVERY = 50  # steps between them
+FIELDS = ("steps", "layers", "width", "context", "batch_size", "lr")  # runs that differ in these are not compared
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Study:
+    """The settings that all runs share. Steps count optimizer steps; `windows` are those of the validation."""
+
+    steps: int = 1500
+    layers: int = 2
+    width: int = 128
+    context: int = 64
+    batch_size: int = 8
+    lr: float = 1e-3
+    windows: int = 1024
+
+    @property
+    def config(self) -> train_gpt.Config:
+        return train_gpt.Config(self.layers, self.width, self.width // 64, self.context, 256, self.steps, self.batch_size)
+
+    @property
+    def evaluations(self) -> list[int]:
+        """Steps after which the model is evaluated: coarsely, then the last ones every `EVERY`."""
+        late = {self.steps - EVERY * i for i in range(LATE)}
+        early = {self.steps * i // 10 for i in range(1, 10)}
+        return sorted(step for step in late | {x for x in early if x < min(late)} if step > 0)
+
+
+# -- one run -----------------------------------------------------------------------------------------------------------
+
+
+def train(arm: str, seed: int, study: Study, text: Tensor) -> Row:
+    """Train one arm from one seed; the line of the results. Raises RuntimeError if a block's matmul is not in FP8."""
+    options, config = ARMS[arm], study.config
+    # "medium": FP8 values are exact in bf16, so products of them may take the CPU's bf16 instructions
+    torch.set_float32_matmul_precision("highest" if arm == "float32" else "medium")
+    train_text, val_text = train_gpt.split_text(text, config.context)
+    torch.manual_seed(seed)
+    model = train_gpt.build_model(config)
+    model.compile(backend="fp8" if options else "inductor", options=options, dynamic=False)
+    decayed, others = ([p for p in model.parameters() if (p.dim() >= 2) is matrix] for matrix in (True, False))
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=study.lr, betas=(0.9, 0.95), fused=True)
+    source = train_gpt.batches(train_text, config, study.batch_size, seed, "cpu")
+    losses, evaluated, seconds = [], [], 0.0
+    for step in range(study.steps):
+        began = time.perf_counter()
+        for group in optimizer.param_groups:
+            group["lr"] = train_gpt.learning_rate(step, study.steps, study.lr)
+        inputs, targets = next(source)
+        with _autocast(arm):
+            loss = model(inputs, targets)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(loss.item())
+        seconds += time.perf_counter() - began if step >= 10 else 0.0  # the first ones compile
+        if step + 1 in study.evaluations:
+            evaluated.append((step + 1, evaluate(model, val_text, study, arm)))
+    return {
+        "arm": arm,
+        "seed": seed,
+        **{name: getattr(study, name) for name in FIELDS},
+        "loss": evaluated[-1][1],
+        "late": statistics.fmean(loss for _, loss in evaluated[-LATE:]),
+        "evaluations": evaluated,
+        "training": [round(statistics.fmean(losses[i : i + 25]), 5) for i in range(0, len(losses), 25)],
+        "ms_per_step": 1e3 * seconds / max(1, study.steps - 10),
+        "fp8_matmuls": converted(arm, study) if options else 0,
+        "options": options,
+        "date": machine.now(),
+        **machine.commit(),
+        "versions": machine.versions(),
+    }
+
+
+def _autocast(arm: str) -> torch.autocast:
+    return torch.autocast("cpu", dtype=torch.bfloat16, enabled=arm != "float32")
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, text: Tensor, study: Study, arm: str) -> float:
+    """Mean loss over windows spread evenly over the text, in nats a byte."""
+    model.eval()
+    starts = torch.linspace(0, len(text) - study.context - 1, study.windows, dtype=torch.float64).long()
+    losses = []
+    for part in starts.split(64):
+        inputs, targets = train_gpt.windows(text, part, study.context, "cpu")
+        with _autocast(arm):
+            losses.append(model(inputs, targets).item())
+    model.train()
+    return statistics.fmean(losses)
+
+
+def converted(arm: str, study: Study) -> int:
+    """How many matmuls of the training graph are FP8. RuntimeError if one of the blocks is not (but for wgrad, where the
+    recipe keeps it)."""
+    import fp8compile
+
+    graphs = [graph for graph in fp8compile.report().graphs if graph.name.endswith("training")]
+    fp8 = [record for record in graphs[-1].matmuls if record.decision == "fp8"]
+    gemms = 2 if arm == "rowwise_with_gw_hp" else 3
+    if len(fp8) != 4 * gemms * study.layers:
+        raise RuntimeError(f"{arm}: {len(fp8)} matmuls in FP8, expected {4 * gemms * study.layers}:\n{fp8compile.report()}")
+    return len(fp8)
+
+
+# -- all runs ----------------------------------------------------------------------------------------------------------
+
+
+def read(path: Path, study: Study) -> list[Row]:
+    """The lines of a file that were made with these settings; of several for one arm and seed, the last."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    same = [line for line in lines if all(line[name] == getattr(study, name) for name in FIELDS)]
+    return list({(line["arm"], line["seed"]): line for line in same}.values())
+
+
+def run_missing(arms: Sequence[str], seeds: int, jobs: int, path: Path, study: Study) -> bool:
+    """Train what the file lacks, an arm a process; True if all of it was. What fails is said on stderr."""
+    there = {(row["arm"], row["seed"]) for row in read(path, study)}
+    missing = {arm: [seed for seed in range(seeds) if (arm, seed) not in there] for arm in arms}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = threading.Lock()
+
+    def one(arm: str) -> bool:
+        settings = json.dumps({name: getattr(study, name) for name in (*FIELDS, "windows")})
+        command = [sys.executable, "-m", "benchmarks.recipes", "--worker", arm, "--settings", settings, "--of"]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        process = subprocess.Popen(
+            command + [str(seed) for seed in missing[arm]], cwd=machine.ROOT, env=environment, stdout=subprocess.PIPE, text=True
+        )
+        assert process.stdout is not None
+        for line in process.stdout:
+            row = json.loads(line)
+            with lock:
+                with path.open("a") as stream:
+                    stream.write(line)
+                print(f"{arm}, seed {row['seed']}: {row['late']:.4f}, {row['ms_per_step']:.0f} ms a step", flush=True)
+        if process.wait() != 0:
+            print(f"{arm}: failed, see above", file=sys.stderr, flush=True)
+        return process.returncode == 0
+
+    with ThreadPoolExecutor(jobs) as pool:
+        return all(list(pool.map(one, [arm for arm in arms if missing[arm]])))
+
+
+def work(arm: str, seeds: Sequence[int], study: Study) -> None:
+    """The process of an arm: prints a line a seed."""
+    torch.set_num_threads(1)
+    text = train_gpt.load_text()
+    for seed in seeds:
+        print(json.dumps(train(arm, seed, study, text)), flush=True)
+
+
+# -- statistics --------------------------------------------------------------------------------------------------------
+
+
+def two_sided(t: float, degrees: float) -> float:
+    """P(|T| >= |t|) of Student's t: the regularized incomplete beta function I_{v / (v + t^2)}(v / 2, 1 / 2)."""
+    from mpmath import betainc
+
+    return float(betainc(degrees / 2, 0.5, 0, degrees / (degrees + t * t), regularized=True))
+
+
+def critical(degrees: float, level: float = 0.05) -> float:
+    """The t that |T| exceeds with this probability, by bisection."""
+    low, high = 0.0, 1e6
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (middle, high) if two_sided(middle, degrees) > level else (low, middle)
+    return high
+
+
+def mean_interval(values: Sequence[float]) -> tuple[float, float]:
+    """The mean and half of its 95% confidence interval (nan of a single value)."""
+    if len(values) < 2:
+        return values[0], math.nan
+    return statistics.fmean(values), critical(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+
+
+def welch(a: Sequence[float], b: Sequence[float]) -> float:
+    """p of Welch's two-sided test that two samples have the same mean; nan if a sample is a single value."""
+    if min(len(a), len(b)) < 2:
+        return math.nan
+    errors = [statistics.variance(x) / len(x) for x in (a, b)]
+    if sum(errors) == 0:
+        return float(statistics.fmean(a) == statistics.fmean(b))
+    t = (statistics.fmean(a) - statistics.fmean(b)) / math.sqrt(sum(errors))
+    degrees = sum(errors) ** 2 / sum(e**2 / (len(x) - 1) for e, x in zip(errors, (a, b), strict=True))
+    return two_sided(t, degrees)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """An arm against the baseline, over the seeds that both have. Gaps are in % of the baseline's loss."""
+
+    arm: str
+    losses: list[float]  # late
+    gaps: list[float]  # of the late loss
+    final: float  # mean gap of the last evaluation
+    p: float
+
+    @property
+    def goal(self) -> float | None:
+        return GOALS.get(self.arm, 0.5) if ARMS.get(self.arm) else None
+
+
+def summarise(rows: Sequence[Row]) -> list[Summary]:
+    """One for each arm that has runs, in the order of `ARMS`. ValueError without a run of the baseline."""
+    found: dict[str, dict[int, Row]] = {}
+    for row in rows:
+        found.setdefault(row["arm"], {})[row["seed"]] = row
+    if BASELINE not in found:
+        raise ValueError(f"no run of {BASELINE!r} with these settings: nothing to compare with")
+    made = []
+    for arm in (arm for arm in ARMS if arm in found):
+        pairs = [(found[arm][seed], found[BASELINE][seed]) for seed in sorted(found[arm].keys() & found[BASELINE].keys())]
+        if pairs:
+            late = [[row["late"] for row in side] for side in zip(*pairs, strict=True)]
+            gaps = [100 * (a["late"] / b["late"] - 1) for a, b in pairs]
+            final = statistics.fmean(100 * (a["loss"] / b["loss"] - 1) for a, b in pairs)
+            made.append(Summary(arm, late[0], gaps, final, welch(*late)))
+    return made
+
+
+def overview(summaries: Sequence[Summary], markdown: bool = False) -> str:
+    """A table, an arm a row."""
+    head = ("recipe", "seeds", "late loss", "gap to bf16", "95% interval", "largest", "gap at the end", "Welch's p", "goal")
+    rows: list[tuple[Any, ...]] = []
+    for x in summaries:
+        loss, (gap, half) = f"{statistics.fmean(x.losses):.4f}", mean_interval(x.gaps)
+        if x.arm == BASELINE:
+            rows.append((x.arm, len(x.losses), loss, *[""] * 6))
+            continue
+        interval = "" if math.isnan(half) else f"{gap - half:+.3f} to {gap + half:+.3f}%"
+        p = "" if math.isnan(x.p) else f"{x.p:.2f}"
+        goal = "" if x.goal is None else f"{x.goal}%: {'met' if abs(gap) <= x.goal else 'missed'}"
+        largest = f"{max(x.gaps, key=abs):+.3f}%"
+        rows.append((x.arm, len(x.losses), loss, f"{gap:+.3f}%", interval, largest, f"{x.final:+.3f}%", p, goal))
+    return table(rows, head, markdown)
+
+
+# -- plot --------------------------------------------------------------------------------------------------------------
+
+
+def plot(rows: Sequence[Row], path: Path) -> None:
+    """Left: each arm's mean validation loss. Right: gaps to bf16, a dot a seed, with the interval of the mean."""
+    from .plot import pyplot
+
+    plt = pyplot()
+    summaries = summarise(rows)
+    colors = dict(zip(ARMS, ("black", "#9aa0a6", *(f"C{i}" for i in range(len(ARMS) - 2))), strict=True))
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), gridspec_kw={"width_ratios": (1, 1.15)})
+    for x in summaries:
+        curves = [row["evaluations"] for row in rows if row["arm"] == x.arm]
+        steps = [step for step, _ in curves[0]]
+        means = [statistics.fmean(curve[i][1] for curve in curves) for i in range(len(steps))]
+        left.plot(steps, means, color=colors[x.arm], lw=2.5 if x.arm == BASELINE else 1.0, label=x.arm)
+    left.set(xlabel="step", ylabel="validation loss (nats a byte)", title="Mean over the seeds")
+    left.legend(frameon=False, fontsize=8)
+    shown = [x for x in summaries if x.arm != BASELINE][::-1]
+    for at, x in enumerate(shown):
+        gap, half = mean_interval(x.gaps)
+        if x.goal is not None:
+            right.plot([-x.goal, x.goal], [at, at], color="#d9f0e3", lw=14, solid_capstyle="butt", zorder=0)
+        right.plot(x.gaps, [at] * len(x.gaps), "o", ms=3.5, color=colors[x.arm], alpha=0.5)
+        right.errorbar([gap], [at], xerr=None if math.isnan(half) else [half], fmt="D", ms=5, color=colors[x.arm], capsize=4)
+    right.axvline(0.0, color="black", lw=0.8)
+    right.set_yticks(range(len(shown)), [x.arm for x in shown])
+    right.set(xlabel="gap of the late validation loss to bf16, %", title="Seeds, mean, 95% interval; shaded: the goal")
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+# -- command line ------------------------------------------------------------------------------------------------------
+
+
+def names(value: str) -> list[str]:
+    given = [part.strip() for part in value.split(",")]
+    unknown = [part for part in given if part not in ARMS]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"{', '.join(map(repr, unknown))}: not among {', '.join(ARMS)}")
+    return given
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add: Callable[..., Any] = parser.add_argument
+    add("--arms", type=names, default=list(ARMS), help=f"comma-separated: {', '.join(ARMS)} (default: all)")
+    add("--seeds", type=train_gpt.positive_int, default=5, help="seeds 0, 1, ... of each arm (default: 5)")
+    add("--steps", type=train_gpt.positive_int, default=Study.steps, help=f"of a run (default: {Study.steps})")
+    add("--jobs", type=train_gpt.positive_int, default=2, help="processes of one thread at a time (default: 2)")
+    add("--out", type=Path, default=PATH, help=f"results, continued if there are some (default: {PATH.name})")
+    add("--show", action="store_true", help="train nothing: the table and plot of what is there")
+    add("--plot", type=Path, metavar="PNG", help="draw curves and gaps")
+    add("--update", type=Path, metavar="PAGE", help="write the table into this page")
+    for internal in ("--worker", "--settings"):
+        add(internal, help=argparse.SUPPRESS)
+    add("--of", type=int, nargs="+", help=argparse.SUPPRESS)
+    given = parser.parse_args(argv)
+    if given.worker:
+        work(given.worker, given.of, Study(**json.loads(given.settings)))
+        return
+    study = Study(steps=given.steps)
+    complete = given.show or run_missing(given.arms, given.seeds, given.jobs, given.out.resolve(), study)
+    rows = read(given.out, study)
+    try:
+        summaries = summarise(rows)
+        print(overview(summaries))
+        if given.update:
+            update(given.update, "training", overview(summaries, markdown=True) + "\n")
+    except ValueError as error:
+        sys.exit(f"benchmarks.recipes: {error}")
+    if given.plot:
+        plot(rows, given.plot)
+    sys.exit(0 if complete else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""The scales of a cast: which elements of the matrix share one, and how a kernel gets them.
+
+    one     a scale for the whole matrix, [1]: from memory
+    row     a scale a row: by a pass over the row before (a sum over rows like those of a norm), or from memory
+    col     a scale a column: from memory; its amax was taken in another walk
+    tile    a scale for `rows` x `columns` elements, of which a tile holds whole ones: in place, or from memory
+
+In the graph a scale is `current_scale(amax_blocks(x, ..))`, for square blocks perhaps permuted; in memory it is a tensor that
+someone saved. In place it is, bit for bit, that of `scaling.scale_of`: reach / amax in float64, rounded to float32, is the
+correctly rounded float32 quotient, because both numbers are float32 and 53 bits are more than 2 * 24 (Figueroa, "When is double
+rounding innocuous?", 1995). So no kernel divides in float64, which some GPUs do 64 times slower.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch.fx import Node
+
+from .. import ops, scaling
+from ..graph import PERMUTES, arg, value
+from .expressions import number_text
+
+FROM_AMAX = (ops.current_scale, ops.inverse)  # number by number
+MOST = 128  # elements of a block along one side: what tiles hold
+SPAN = 128  # columns that a program takes strip by strip, see `kernel`
+
+
+@dataclass(frozen=True)
+class Scale:
+    """One scale for `rows` x `columns` elements of the matrix [R, C]; 0 stands for all of them.
+
+    `node`: float32 [1], or one a block, [blocks of rows, blocks of columns]; `flipped`: the other way around.
+    """
+
+    node: Node
+    rows: int = 0
+    columns: int = 0
+    flipped: bool = False
+
+    @property
+    def kind(self) -> str:
+        """one, row, col, tile; none for what no kernel is written for."""
+        known = {(0, 0): "one", (1, 0): "row", (0, 1): "col"}.get((self.rows, self.columns))
+        whole = all(0 < size <= MOST and size & (size - 1) == 0 for size in (self.rows, self.columns))
+        return known or ("tile" if whole else "none")
+
+    @property
+    def of_span(self) -> bool:
+        """Is it one for each row of a span?"""
+        return (self.rows, self.columns) == (1, SPAN)
+
+
+def of_cast(scale: Node, transposed: bool, block: tuple[int, int]) -> Scale:
+    """What a copy is scaled by; `block` is in elements of that copy."""
+    rows, columns = reversed(block) if transposed else block
+    if not rows and not columns:
+        return Scale(scale)
+    flipped = transposed
+    while scale.target in PERMUTES and value(scale).dim() == 2:
+        scale, flipped = arg(scale, 0), not flipped
+    return Scale(scale, rows, columns, flipped)
+
+
+def of_amax(node: Node) -> Scale:
+    """What an `amax_blocks`, or something of its shape that is made of it, is of the matrix."""
+    rows, columns = arg(amax_of(node), 2)  # type: ignore[arg-type]
+    transposed = bool(arg(amax_of(node), 1))  # type: ignore[arg-type]
+    return Scale(node, columns, rows, True) if transposed else Scale(node, rows, columns, False)
+
+
+def amax_of(node: Node) -> Node | None:
+    """The `amax_blocks` that a scale, or the inverse of one, is computed from."""
+    while node.op == "call_function" and node.target in FROM_AMAX:
+        node = arg(node, 0)
+    return node if node.op == "call_function" and node.target is ops.amax_blocks else None
+
+
+def made_in_place(scale: Scale, source: Node) -> bool:
+    """Can the walk that casts `source` compute this scale?"""
+    amax = amax_of(scale.node)
+    if amax is None or arg(amax, 0) is not source or scale.kind not in ("row", "tile"):
+        return False
+    own = of_amax(amax)
+    return (own.rows, own.columns) == (scale.rows, scale.columns)
+
+
+def chain(amax: Node) -> list[Node]:
+    """An `amax_blocks`, and the scales and inverses that are computed from it."""
+    found = [amax]
+    for node in found:
+        found += [user for user in node.users if user.target in FROM_AMAX and user not in found]
+    return found
+
+
+def computed_scale(node: Node, operand: str, name: str) -> list[str]:
+    """`name` = a scale of the amaxes `operand`, or the inverse of the scales `operand`."""
+    if node.target is ops.inverse:
+        return [f"{name} = tl.div_rn(1.0, {operand})"]
+    reach, largest, smallest = arg(node, 1) / 2.0 ** arg(node, 2), number_text(scaling.LARGEST), number_text(scaling.SMALLEST)
+    lines = [
+        f"{name} = tl.div_rn({number_text(reach)}, {operand})",
+        f"{name} = tl.where({name} > {largest}, {largest}, tl.where({name} < {smallest}, {smallest}, {name}))",
+        f'{name} = tl.where(({operand} > 0) & ({operand} < float("inf")), {name}, 1.0)',
+    ]
+    if len(node.args) > 3 and node.args[3]:
+        lines.append(f"{name} = ({name}.to(tl.int32, bitcast=True) & {scaling.EXPONENT}).to(tl.float32, bitcast=True)")
+    return lines

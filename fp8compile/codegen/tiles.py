@@ -1,0 +1,159 @@
+"""What a kernel has one of for each block of a tile: amaxes, scales, their inverses.
+
+A tile [BLOCK_R, BLOCK_C] holds whole blocks of `rows` x `columns` elements, so their amaxes need no pass of their own:
+
+    m1 = the bits of magnitudes, 0 outside of the matrix                  [BLOCK_R, BLOCK_C]
+    t2 = max(reshape(m1, [BLOCK_R, BLOCK_C // 32, 32]), 2)                [BLOCK_R, BLOCK_C // 32]
+    t3 = the scale of t2
+    value * reshape(broadcast(t3[:, :, None], [BLOCK_R, BLOCK_C // 32, 32]), [BLOCK_R, BLOCK_C])
+
+Each copy of a tensor, row by row or transposed, has blocks of its own, and is quantized from the same values in registers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Protocol
+
+import sympy
+from torch.fx import Node
+
+from .. import ops
+from ..graph import arg
+from .domain import Domain, Index, size_of, sizes
+from .group import Group
+from .scales import Scale, computed_scale, of_amax
+
+
+class Writer(Protocol):
+    """What is needed of the writer of a kernel."""
+
+    group: Group
+    domain: Domain
+    scales: dict[Node, str]
+
+    def value(self, node: Node, index: Index) -> str: ...
+    def name(self, letter: str) -> str: ...
+    def text(self, expr: sympy.Expr) -> str: ...
+
+
+class Tiles:
+    """Writes to `lines`, behind the values of the tile at hand."""
+
+    def __init__(self, writer: Writer, lines: list[str], known: dict[Scale, str] | None = None):
+        self.writer, self.lines = writer, lines
+        self.known = dict(known or {})
+        self.magnitudes: dict[str, str] = {}
+        self.numbered: set[str] = set()
+
+    def __call__(self, scale: Scale) -> str:
+        """The name of scales of blocks, or of inverses or amaxes: [BLOCK_R / rows, BLOCK_C / columns]."""
+        node, writer = scale.node, self.writer
+        if scale in self.known:
+            return self.known[scale]
+        if node not in writer.group.tiles:
+            where, mask = self.offset(scale)
+            name = writer.name("t")
+            self.lines.append(f"{name} = tl.load({writer.scales[node]}{where}, mask={mask}, other=1.0)")
+        elif node.target is ops.amax_blocks:
+            index = writer.domain.full(sizes(arg(node, 0)))
+            assert index is not None
+            bits = self.magnitude(writer.value(arg(node, 0), index))
+            name = writer.name("t")
+            self.lines.append(f"{name} = {_largest(bits, scale.rows, scale.columns)}.to(tl.float32, bitcast=True)")
+        else:
+            operand, name = self(replace(scale, node=arg(node, 0))), writer.name("t")
+            self.lines += computed_scale(node, operand, name)
+        self.known[scale] = name
+        return name
+
+    def spread(self, scale: Scale) -> str:
+        """An expression for a scale an element: [BLOCK_R, BLOCK_C]."""
+        name, rows, columns = self(scale), scale.rows, scale.columns
+        if rows == 1 and columns == 1 or self.writer.group.span and scale.of_span:
+            return name
+        axes = "[:, :, None]" if rows == 1 else "[:, None, :]" if columns == 1 else "[:, None, :, None]"
+        return f"tl.reshape(tl.broadcast_to({name}{axes}, {_shape(rows, columns)}), [BLOCK_R, BLOCK_C])"
+
+    def magnitude(self, value: str) -> str:
+        if value not in self.magnitudes:
+            self.magnitudes[value] = self.writer.name("m")
+            self.lines.append(f"{self.magnitudes[value]} = {magnitude(value)}")
+        return self.magnitudes[value]
+
+    def offset(self, scale: Scale) -> tuple[str, str]:
+        """(` + ..` from the first scale to those of the tile's blocks, which of them there are)."""
+        value, text = scale.node.meta["val"], self.writer.text
+        blocks = (self.numbers("row", scale.rows), self.numbers("col", scale.columns))
+        offset, mask = "", []
+        for name, d in zip(blocks, (1, 0) if scale.flipped else (0, 1), strict=True):
+            stride = size_of(value.stride()[d])
+            offset += f" + {name}" if stride == 1 else f" + {name} * {text(stride)}"
+            if not name.startswith("(span"):  # every span has a column
+                mask.append(f"({name} < {text(size_of(value.shape[d]))})")
+        return offset, " & ".join(mask)
+
+    def numbers(self, axis: str, size: int) -> str:
+        """The name of the numbers of the tile's blocks of `size` rows or columns."""
+        if size == 1:
+            return axis
+        if axis == "col" and size == self.writer.group.span:
+            return f"(span // {size})"
+        name = f"{axis}_{size}"
+        if name not in self.numbered:
+            self.numbered.add(name)
+            if axis == "row":
+                text = f"block * BLOCK_R // {size} + tl.arange(0, BLOCK_R // {size})[:, None]"
+            else:
+                text = f"start // {size} + tl.arange(0, BLOCK_C // {size})[None, :]"
+            self.lines.append(f"{name} = {text}.to(tl.int64)")
+        return name
+
+    # -- spans: what there is one of for each row of 128 columns --
+
+    def amaxes_of_spans(self) -> list[str]:
+        """Writes what a strip adds to the amaxes of a span's rows; returns what comes before the strips."""
+        before = []
+        for node in self.writer.group.tiles:
+            if node.target is ops.amax_blocks and of_amax(node).of_span:
+                index = self.writer.domain.full(sizes(arg(node, 0)))
+                assert index is not None
+                bits = self.magnitude(self.writer.value(arg(node, 0), index))
+                into = self.writer.name("acc")
+                before.append(f"{into} = tl.zeros([BLOCK_R, BLOCK_C], tl.int32)")
+                self.lines.append(f"{into} = tl.maximum({into}, {bits})")
+                self.known[of_amax(node)] = into
+        return before
+
+    def scales_of_spans(self, pointers: dict[int, str]) -> None:
+        """Behind the strips: the amaxes, the scales made of them or read, and those to store."""
+        for scale, into in list(self.known.items()):
+            self.known[scale] = self.writer.name("t")
+            self.lines.append(f"{self.known[scale]} = tl.max({into}, 1, keep_dims=True).to(tl.float32, bitcast=True)")
+        for output in self.writer.group.outputs:
+            if output.scale is not None and output.scale.of_span:
+                name = self(output.scale)
+                if output.kind == "blocks":
+                    where, mask = self.offset(output.scale)
+                    self.lines.append(f"tl.store({pointers[id(output)]}{where}, {name}, mask={mask})")
+
+
+def magnitude(value: str) -> str:
+    """The bits of magnitudes, int32: in the order of the magnitudes, NaN above infinity. 0 outside of the matrix."""
+    return f"tl.where(inside, tl.abs({value}).to(tl.int32, bitcast=True), 0)"
+
+
+def _largest(bits: str, rows: int, columns: int) -> str:
+    """The largest of each block of a tile."""
+    if rows == 1 and columns == 1:
+        return bits
+    blocks = f"tl.reshape({bits}, {_shape(rows, columns)})"
+    if rows == 1:
+        return f"tl.max({blocks}, 2)"
+    return f"tl.max({blocks}, 1)" if columns == 1 else f"tl.max(tl.max({blocks}, 3), 1)"
+
+
+def _shape(rows: int, columns: int) -> str:
+    high = ["BLOCK_R"] if rows == 1 else [f"BLOCK_R // {rows}", str(rows)]
+    wide = ["BLOCK_C"] if columns == 1 else [f"BLOCK_C // {columns}", str(columns)]
+    return f"[{', '.join(high + wide)}]"

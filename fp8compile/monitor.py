@@ -1,0 +1,175 @@
+"""Numbers while it trains: `fp8compile.monitor(model, every=100, to="run.jsonl")`.
+
+A monitor counts optimizer steps, as a schedule does. The first training call after step 99, 199, ... is measured (see
+`measure`), and behind step 100, 200, ... a line a tensor is written. In between nothing is computed. `fp8compile plot` draws
+such files.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import weakref
+from collections.abc import Callable
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from . import compat, schedule
+from .errors import OptionError
+from .logs import get_logger, rank, say_once
+from .measure import KNOWN, Measurement
+from .recipe import integer
+from .state import named_weights, unwrapped
+from .telemetry import COSTLY, STATE, table
+
+logger = get_logger(__name__)
+
+TENSORBOARD = "tensorboard:"
+Row = dict[str, Any]
+Write = Callable[[list[Row]], Any]
+
+
+class Monitor:
+    """Measures a model every so many steps; a context manager, closed at its end. `written` counts the measurements."""
+
+    def __init__(self, model: nn.Module, every: int, write: Write, close: Callable[[], Any]):
+        self.every, self.written = every, 0
+        self._model, self._write, self._close = weakref.ref(model), write, close
+        self._measurement: Measurement | None = None
+        self._count = schedule.steps_of(model)  # for who counts by hand
+        self._forget: Callable[[], None] | None = schedule.each_step(self._at, model)
+        self._arm(self._count)
+
+    def step(self) -> None:
+        """Say that a step was taken, in a loop whose optimizer is no `torch.optim.Optimizer`."""
+        self._count += 1
+        self._at(self._count)
+
+    def close(self) -> None:
+        """Measure no more, and close what was opened."""
+        if self._forget is None:
+            return
+        self._forget()
+        self._forget = None
+        if self._measurement is not None:
+            self._measurement.end()
+        self._close()
+
+    def __enter__(self) -> Monitor:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    def _arm(self, step: int) -> None:
+        model = self._model()
+        if model is not None and self._measurement is None and (step + 1) % self.every == 0:
+            self._measurement = Measurement(model).begin()
+
+    def _at(self, step: int) -> None:
+        """Behind an optimizer step, the `step`-th."""
+        model, measurement = self._model(), self._measurement
+        if model is None or self._forget is None:
+            return self.close()
+        self._count = step
+        if measurement is not None and not measurement.records:
+            idle = not any(weight in KNOWN for weight in named_weights(model).values())
+            why = "nothing of it runs in FP8 (fp8compile.report(model) says why)" if idle else "no training call in FP8"
+            say_once(logger, logging.WARNING, f"monitor of {type(model).__name__}: {why}: nothing to write at step {step}")
+        elif measurement is not None:
+            measurement.end()
+            self._measurement = None
+            try:
+                self._write([{"step": step, **row} for row in table(model, measurement)])
+                self.written += 1
+            except OSError as error:  # training is worth more than its log
+                logger.warning("fp8: the monitor of %s stops: %s", type(model).__name__, error)
+                self.close()
+                return
+        self._arm(step)
+
+
+def monitor(model: nn.Module, every: int = 100, to: Any = "fp8compile.jsonl") -> Monitor:
+    """Write the numbers of every quantized tensor of `model` (see `Stats.rows`) at every `every`-th optimizer step.
+
+    `to`: a path, to which JSON lines are appended: {"step": 100, "name": "layers.0.up.weight", "role": "input", ...}; a file
+    object for the same; a SummaryWriter (anything with `add_scalar`), or "tensorboard:DIR" to make one: scalars
+    fp8/layers.0.up.weight/input.0/overflows%, ...; or a function of a list of such dicts. In a distributed job each process
+    measures, and rank 0 writes; functions and objects that are given are called by each.
+
+    `model` is what was compiled, or what torch.compile made of it. A step is counted when `optimizer.step()` of its optimizer
+    was called; where gradients are accumulated, the first call is measured. Returns a `Monitor`: close it, or use it in a
+    `with`.
+
+    OptionError (a ValueError) for an `every` below 1, an unusable `to`, and a model that is not compiled; TypeError for what
+    is no module.
+    """
+    integer("every", every, 1)
+    model = unwrapped_compiled(model)
+    write, close = _sink(to)
+    return Monitor(model, every, write, close)
+
+
+def unwrapped_compiled(model: nn.Module) -> nn.Module:
+    """The module itself; OptionError if nothing of it is compiled."""
+    inner = unwrapped(model)
+    if not compat.is_compiled(model) and not any(weight in KNOWN for weight in named_weights(inner).values()):
+        wanted = "compiled: what torch.compile(model, backend='fp8') returned, or a module that has been called once in FP8"
+        raise OptionError(f"monitor(model): the model must be {wanted}; got a {type(inner).__name__} that is not")
+    return inner
+
+
+def _nothing(*_: Any) -> None:
+    """A process that does not write."""
+
+
+def _sink(to: Any) -> tuple[Write, Callable[[], Any]]:
+    writes = rank() in (None, 0)
+    if isinstance(to, str) and to.startswith(TENSORBOARD):
+        return _scalars(_summary_writer(to[len(TENSORBOARD) :])) if writes else (_nothing, _nothing)
+    if isinstance(to, (str, PathLike)):
+        if not writes:
+            return _nothing, _nothing
+        if not Path(to).parent.is_dir():
+            raise OptionError.of("to", str(to), f"in a folder that is there; there is no {Path(to).parent}")
+        file = open(to, "a", encoding="utf-8")  # noqa: SIM115
+        return _lines(file), file.close
+    if callable(getattr(to, "add_scalar", None)):
+        return _scalars(to)[0], _nothing
+    if callable(getattr(to, "write", None)):
+        return _lines(to), _nothing
+    if callable(to):
+        return to, _nothing
+    raise OptionError.of("to", to, "a path, a file object, a SummaryWriter, 'tensorboard:DIR' or a function of a list of dicts")
+
+
+def _lines(file: Any) -> Write:
+    def write(rows: list[Row]) -> None:
+        file.write("".join(json.dumps(row, allow_nan=False) + "\n" for row in rows))
+        if hasattr(file, "flush"):
+            file.flush()
+
+    return write
+
+
+def _scalars(writer: Any) -> tuple[Write, Callable[[], Any]]:
+    def write(rows: list[Row]) -> None:
+        for row in rows:
+            tensor = ".".join([row["role"], str(row["use"]), *filter(None, [row["layout"]])])
+            for key in (*STATE, *COSTLY):
+                if row[key] is not None:
+                    writer.add_scalar(f"fp8/{row['name']}/{tensor}/{key}", row[key], row["step"])
+
+    return write, writer.close if hasattr(writer, "close") else _nothing
+
+
+def _summary_writer(folder: str) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        message = f"monitor(to='{TENSORBOARD}{folder}') needs tensorboard: pip install tensorboard ({error})"
+        raise OptionError(message) from None
+    return SummaryWriter(folder)

@@ -1,0 +1,152 @@
+"""`fp8compile plot run.jsonl`: what a monitor wrote, as a picture: the scale and the overflows of every layer over time.
+
+A row a layer, the worst first: the layer with the highest overflows% of any of its tensors at any time, then that with the
+lowest SQNR. To the left the scales of its input, weight and gradient, which multiply into FP8, on a logarithmic axis (a band
+where there are several); to the right their overflows in percent.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .errors import Fp8CompileError, OptionError
+
+NEEDED = ("step", "name", "role", "scale_inv_min", "scale_inv_max", "overflows%", "sqnr")
+COLOURS = {"input": "#0072b2", "weight": "#4d4d4d", "gradient": "#d55e00"}  # also without colour vision
+MARKERS = {"input": "o", "weight": "s", "gradient": "^"}
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The lines of one parameter. `overflows`: the most of any tensor at any step in percent; `sqnr`: the least in dB."""
+
+    name: str
+    rows: tuple[Mapping[str, Any], ...]
+    overflows: float
+    sqnr: float
+
+    def tensors(self) -> dict[tuple[str, str], list[Mapping[str, Any]]]:
+        """(role, what tells it apart from others of the role) -> its lines by step."""
+        found: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+        for row in sorted(self.rows, key=lambda row: (list(COLOURS).index(row["role"]), row["step"])):
+            more = " ".join(str(x) for x in (row.get("use"), row.get("layout")) if x and x != "plain")
+            found.setdefault((row["role"], more), []).append(row)
+        return found
+
+
+def read(path: str | Path) -> list[dict[str, Any]]:
+    """The lines of a monitor's file. OptionError (a ValueError) that says which line is none, or why there are none."""
+    rows = []
+    try:
+        with open(path, encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    rows.append(_row(path, number, line))
+    except OSError as error:
+        raise OptionError(f"{path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise OptionError(f"{path} is no text: expected the JSON lines of fp8compile.monitor") from None
+    if not rows:
+        raise OptionError(f"{path} has no lines: nothing has been measured yet")
+    return rows
+
+
+def _row(path: str | Path, number: int, line: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise OptionError(f"{path}, line {number} is no JSON ({error}): expected the lines of fp8compile.monitor") from None
+    missing = [key for key in NEEDED if not isinstance(row, dict) or key not in row]
+    if missing:
+        raise OptionError(f"{path}, line {number} is none of fp8compile.monitor's: it has no {missing[0]!r}")
+    bad = [key for key in NEEDED[3:] if row[key] is not None and not _is_number(row[key])]
+    bad += [] if isinstance(row["step"], int) else ["step"]
+    bad += [] if row["role"] in COLOURS else ["role"]
+    if bad:
+        raise OptionError(f"{path}, line {number} is none of fp8compile.monitor's: {bad[0]!r} is {row[bad[0]]!r}")
+    return row
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, (int, float)) and not isinstance(x, bool) and math.isfinite(x)
+
+
+def layers(rows: Iterable[Mapping[str, Any]]) -> list[Layer]:
+    """The layers of a run, the worst first: most overflows, then the lowest SQNR."""
+    of: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        of.setdefault(row["name"], []).append(row)
+    made = []
+    for name, mine in of.items():
+        overflows = max((row["overflows%"] for row in mine if row["overflows%"] is not None), default=0.0)
+        sqnr = min((row["sqnr"] for row in mine if row["sqnr"] is not None), default=math.inf)
+        made.append(Layer(name, tuple(mine), overflows, sqnr))
+    return sorted(made, key=lambda layer: (-layer.overflows, layer.sqnr, layer.name))
+
+
+def plot(path: str | Path, output: str | Path, worst: int = 8) -> list[Layer]:
+    """Draw the `worst` layers of a monitor's file into an image (its suffix says which kind); returns them.
+
+    OptionError for a file that is none, or an output that cannot be written; Fp8CompileError where matplotlib is missing.
+    """
+    shown = layers(read(path))[:worst]
+    try:
+        from matplotlib.figure import Figure  # no pyplot: it would look for a display
+    except ImportError:
+        raise Fp8CompileError("plot needs matplotlib: pip install 'fp8compile[plot]'") from None
+    figure = Figure(figsize=(11, 1.0 + 1.9 * len(shown)), layout="constrained")
+    axes = figure.subplots(len(shown), 2, squeeze=False, sharex=True)
+    top = max(layer.overflows for layer in shown)
+    for (left, right), layer in zip(axes, shown, strict=True):
+        _scales(left, layer)
+        _overflows(right, layer, top)
+        sqnr = f", SQNR from {layer.sqnr:.1f} dB" if math.isfinite(layer.sqnr) else ""
+        left.set_title(layer.name, loc="left", fontsize=10, fontweight="bold")
+        most = f"overflows up to {layer.overflows:.3g}%" if layer.overflows else "no overflows"
+        right.set_title(most + sqnr, loc="left", fontsize=10)
+    for axis in axes[-1]:
+        axis.set_xlabel("step")
+    handles = [axes[0][0].plot([], [], color=COLOURS[role], marker=MARKERS[role], label=role)[0] for role in COLOURS]
+    figure.legend(handles=handles, loc="outside upper right", ncols=3, frameon=False)
+    figure.suptitle(f"{Path(path).name}: FP8 scales and overflows, worst layers first", x=0.01, ha="left", fontsize=12)
+    try:
+        figure.savefig(output, dpi=110)
+    except (OSError, ValueError) as error:
+        raise OptionError(f"{output} cannot be written: {getattr(error, 'strerror', None) or error}") from None
+    return shown
+
+
+def _style(role: str, more: str, points: int) -> dict[str, Any]:
+    size = 3 if points <= 60 else 0
+    return {"color": COLOURS[role], "lw": 1.2, "ls": "--" if more else "-", "marker": MARKERS[role], "ms": size}
+
+
+def _scales(axis: Any, layer: Layer) -> None:
+    for (role, more), rows in layer.tensors().items():
+        known = [row for row in rows if row["scale_inv_min"] and row["scale_inv_max"]]
+        steps = [row["step"] for row in known]
+        low, high = ([1.0 / row[key] for row in known] for key in ("scale_inv_max", "scale_inv_min"))
+        axis.plot(steps, low, **_style(role, more, len(steps)))
+        if low != high:
+            axis.fill_between(steps, low, high, color=COLOURS[role], alpha=0.15, lw=0)
+    axis.set_yscale("log")
+    _tidy(axis, "scale")
+
+
+def _overflows(axis: Any, layer: Layer, top: float) -> None:
+    for (role, more), rows in layer.tensors().items():
+        known: Sequence[Mapping[str, Any]] = [row for row in rows if row["overflows%"] is not None]
+        axis.plot([row["step"] for row in known], [row["overflows%"] for row in known], **_style(role, more, len(known)))
+    axis.set_ylim(-0.04 * (top or 1.0), 1.08 * (top or 1.0))  # the same for all: rows can be compared
+    _tidy(axis, "overflows %")
+
+
+def _tidy(axis: Any, label: str) -> None:
+    axis.set_ylabel(label)
+    axis.grid(alpha=0.3)
+    axis.spines[["top", "right"]].set_visible(False)

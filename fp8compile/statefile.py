@@ -1,0 +1,155 @@
+"""The scaling state of a model as plain tensors, for a file beside the checkpoint.
+
+    torch.save({"model": model.state_dict(), "scaling": fp8compile.scaling_state(model)}, "checkpoint.pt")
+
+    saved = torch.load("checkpoint.pt")
+    model.load_state_dict(saved["model"])
+    fp8compile.load_scaling_state(model, saved["scaling"])       # before or after the model is compiled
+
+Nobody needs it: without, a run starts cold, as it did in its first step. With it, a run that was stopped goes on as if it had
+not been, to the bit where the rest of it is deterministic.
+
+A slot is the float32 vector "<parameter>.<role>.<use>": its row of a page (see `scaling`), and behind it how many more calls
+may be cold for its sake. "fp8compile.version" is an int64 vector of one. All are copies on the CPU, in a memory of their own
+each, as safetensors wants them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Set
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import scaling
+from .errors import StateError
+from .scaling import SlotSettings
+from .state import FIX, LOADED, REGISTRY, Page, Slot, differing, named_weights, slots_of, unwrapped
+from .telemetry import ROLES
+
+Key = tuple[str, str, int]  # parameter, role, use
+VERSION_KEY, VERSION = "fp8compile.version", 1
+
+
+def scaling_state(model: nn.Module) -> dict[str, Tensor]:
+    """The delayed scaling state of a model: {"layers.0.up.weight.input.0": float32 vector, ...} and a version.
+
+    Names are those of the bare module, whatever torch.compile, DDP, FSDP or checkpointing put around it. Other recipes keep no
+    state: then there is the version alone.
+    """
+    copies: dict[Page, Tensor] = {}
+    state = {VERSION_KEY: torch.tensor([VERSION])}
+    for (name, role, use), slot in slots_of(model).items():
+        page = slot.page
+        if page not in copies:
+            copies[page] = page.tensor.detach().to("cpu", copy=True)
+        patience = torch.tensor([float(page.patience)])
+        state[f"{name}.{role}.{use}"] = torch.cat((copies[page][slot.row], patience))
+    return state
+
+
+def load_scaling_state(model: nn.Module, state: Mapping[str, Tensor] | None, strict: bool = True) -> None:
+    """Take over a state that `scaling_state` returned, also before the model is compiled or called.
+
+    None or {}, of a checkpoint that has none: every tensor starts cold.
+
+    StateError (a ValueError), before anything is changed, if the state is of another model or was made with another policy or
+    other options: names that are missing or that nothing here has, other settings (format and margin, history length, interval,
+    overflow limit). It lists the differences. Before the first call only the parameters' names can be checked; the rest is
+    when a graph is first called with the parameters, and that call raises. With `strict=False` what fits is taken, adapted
+    where it can be (another margin, another history length), and the rest starts cold.
+    """
+    model = unwrapped(model)
+    weights = named_weights(model)
+    given = {} if state is None else dict(state)
+    rows = _parsed(given)
+    known = slots_of(model)
+    live = {key: slot for key, slot in known.items() if not slot.page.name}
+    waiting = {key for key, slot in known.items() if slot.page.strict}  # loaded before, for what has not been called yet
+    differences = [] if not given or not strict else _differences(rows, weights, live, waiting)
+    if differences:
+        raise StateError.of(differences, FIX)
+    for key, slot in live.items():
+        if key not in rows:  # None was given, or not strict
+            _start_cold(slot)
+    for name, weight in weights.items():  # what an earlier call has loaded, and no graph has taken
+        named = REGISTRY.get(weight, {})
+        for key in [key for key, slot in named.items() if slot.page.name]:
+            del named[key]
+        LOADED.pop(weight, None)
+        if strict and given:
+            LOADED[weight] = name
+    for (name, role, use), row in rows.items():
+        if name in weights:
+            _take(f"{name}.{role}.{use}", weights[name], (role, use), row, live.get((name, role, use)), strict)
+
+
+def _parsed(state: Mapping[str, Any]) -> dict[Key, Tensor]:
+    """The slots of a state by name, on the CPU."""
+    if not state:
+        return {}
+    version = state.get(VERSION_KEY)
+    if not isinstance(version, Tensor) or version.numel() != 1 or int(version) != VERSION:
+        known = f"version {VERSION}, under {VERSION_KEY!r}"
+        raise StateError(f"this is no scaling state that can be read here: it should have {known}; it has {version!r}")
+    rows = {}
+    for key, row in state.items():
+        if key == VERSION_KEY:
+            continue
+        name, role, use = (key.rsplit(".", 2) + ["", ""])[:3]
+        if role not in ROLES or not use.isdecimal():
+            raise StateError(f"{key!r} is no name of a scaling state: they end in a role and a number, as in up.weight.input.0")
+        if not isinstance(row, Tensor) or row.dim() != 1 or row.numel() < scaling.HISTORY + 2 or row.dtype != torch.float32:
+            wanted = f"a float32 vector of {scaling.HISTORY + 2} numbers or more"
+            raise StateError(f"{key!r} of this scaling state should be {wanted}; it is {_kind(row)}")
+        rows[name, role, int(use)] = row.detach().cpu()
+    return rows
+
+
+def _kind(x: Any) -> str:
+    return f"{x.dtype} of shape {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+
+
+def _settings(row: Tensor) -> SlotSettings:
+    reach, window, interval, limit = row[scaling.REACH : scaling.HISTORY].tolist()
+    return SlotSettings(reach, int(window), int(interval), limit)
+
+
+def _differences(
+    rows: Mapping[Key, Tensor], weights: Mapping[str, Tensor], live: Mapping[Key, Slot], waiting: Set[Key]
+) -> list[str]:
+    """`live`: the slots of what was compiled; none before the first call."""
+    found = []
+    for key, row in rows.items():
+        name, role, use = key
+        full = f"{name}.{role}.{use}"
+        if name not in weights:
+            found.append(f"unexpected: {full} (the model has no {name})")
+        elif key in live:
+            page, slot = live[key].page, live[key].row
+            width = page.tensor.shape[1]
+            found += differing(full, _settings(row), row.numel() - 1, page.settings[slot], width - scaling.HISTORY)
+        elif live and key not in waiting:
+            found.append(f"unexpected: {full}")
+    return found + [f"missing: {name}.{role}.{use}" for name, role, use in live if (name, role, use) not in rows]
+
+
+def _take(name: str, weight: Tensor, key: tuple[str, int], row: Tensor, slot: Slot | None, strict: bool) -> None:
+    """Into the page of a graph, or into one of its own, of which the first graph takes it."""
+    values, patience, settings = row[:-1].clone(), int(row[-1]), _settings(row)
+    page = Page(values.unsqueeze(0), [(weakref.ref(weight), key)], (settings,), patience=patience, loaded=True)
+    if slot is None:
+        page.name, page.strict = name, strict
+        REGISTRY.setdefault(weight, {})[key] = Slot(page, 0)
+        return
+    slot.page.take(slot.row, page)
+    slot.page.patience, slot.page.loaded = patience, True
+
+
+def _start_cold(slot: Slot) -> None:
+    page = slot.page
+    history = page.tensor.shape[1] - scaling.HISTORY
+    page.tensor.data[slot.row] = scaling.new_page(1, history, page.tensor.device, [page.settings[slot.row]])[0]
+    page.patience, page.loaded = max(page.patience, type(page).patience), True

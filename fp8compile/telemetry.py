@@ -1,0 +1,163 @@
+"""Numbers of every tensor that is quantized: `fp8compile.stats(model)`.
+
+    >>> fp8compile.stats(model, measure=True)      # asks that the next training call is measured
+    >>> loss = model(x); loss.backward()
+    >>> print(fp8compile.stats(model))
+    tensor             role      recipe   format   amax    scale_inv  overflows%  underflows%  mse       sqnr
+    -----------------  --------  -------  -------  ------  ---------  ----------  -----------  --------  ----
+    layers.0.up.weight  input     delayed  e4m3fn   4.31    0.00962    0           0.0031       0.000291  31.6
+
+Amaxes and scales of delayed scaling are read from its state: they are there at any time, at the price of one copy of each
+page to the host. All else is measured on request (see `measure`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from . import scaling
+from .measure import COLUMNS, KNOWN, MEASURED, Cast, Measurement, Name
+from .state import REGISTRY, Page, named_weights, unwrapped
+
+STATE = ("amax", "scale", "scale_inv", "scale_inv_min", "scale_inv_max")
+COSTLY = ("overflows%", "underflows%", "mse", "sqnr")
+ROLES = ("input", "weight", "gradient")
+FORMATS = {448.0: "e4m3fn", 240.0: "e4m3fnuz", 57344.0: "e5m2"}
+
+_asked: dict[int, Measurement] = {}  # by id of the model: the measurement that `stats` asked for last
+
+
+class Stats:
+    """A record for each tensor. ``str()`` is a table, ``rows()`` flat dicts, ``to_dict()`` nested ones for JSON."""
+
+    def __init__(self, rows: list[dict[str, Any]], empty: str = "") -> None:
+        self._rows, self._empty = rows, empty
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Flat dicts, one a tensor, as ``pandas.DataFrame`` takes them.
+
+        name: the weight's parameter. role: "input", "weight" or "gradient". use: which matmul with that weight, from 0.
+        layout: "" where both layouts have the same values, else "plain" or "transposed" (contracted over tokens, or over
+        the weight's outputs). recipe, format. amax; scale (multiplies into FP8) and scale_inv where there is one; scale_inv_min
+        and scale_inv_max of all of them. Measured: overflows% and underflows% of its elements (beyond the FP8 maximum when
+        scaled; not zero, and zero in FP8), mse of the dequantized copy, and sqnr in dB. What is not known is None, and so is an
+        sqnr without an error, or without a signal.
+        """
+        return [dict(row) for row in self._rows]
+
+    def to_dict(self) -> dict[str, dict[str, dict[str, Any]]]:
+        """{name: {"input.0": {...}, "weight.0": {...}, "gradient.0": {...}}}, the keys being role.use, or role.use.layout."""
+        nested: dict[str, dict[str, dict[str, Any]]] = {}
+        for row in self._rows:
+            tensor = ".".join([row["role"], str(row["use"]), *filter(None, [row["layout"]])])
+            rest = {key: value for key, value in row.items() if key not in ("name", "role", "use", "layout")}
+            nested.setdefault(row["name"], {})[tensor] = rest
+        return nested
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(self.rows())
+
+    def __str__(self) -> str:
+        if not self._rows:
+            return f"fp8: {self._empty}"
+        from tabulate import tabulate
+
+        several = any(row["scale_inv"] is None and row["scale_inv_min"] is not None for row in self._rows)
+        columns = ["amax", *(("scale_inv_min", "scale_inv_max") if several else ("scale", "scale_inv"))]
+        if any(row["mse"] is not None for row in self._rows):
+            columns += COSTLY
+        lines = []
+        for row in self._rows:
+            role = row["role"] + (f" {row['use']}" if row["use"] else "") + (f", {row['layout']}" if row["layout"] else "")
+            numbers = ("-" if row[column] is None else f"{row[column]:.4g}" for column in columns)
+            lines.append((row["name"], role, row["recipe"], row["format"] or "-", *numbers))
+        sides = ("left",) * 4 + ("right",) * len(columns)
+        return tabulate(lines, ("tensor", "role", "recipe", "format", *columns), colalign=sides, disable_numparse=True)
+
+    def __repr__(self) -> str:
+        return f"<fp8compile.Stats: {len(self._rows)} tensors>"
+
+
+def stats(model: nn.Module, measure: bool = False) -> Stats:
+    """What is known of every tensor that `model` quantizes: see `Stats.rows`.
+
+    With delayed scaling, amax and scales are those that the next call begins with. With other recipes they are of the last
+    measured call, as overflows%, underflows%, mse and sqnr are with any. `measure` asks for one: the next training call of
+    each compiled part of the model, forward and backward, runs operator by operator (slower, with the memory of an eager
+    step); its results are the ordinary ones. The answer is in the stats that are taken after it.
+
+    `model` is the module, or what torch.compile or DDP made of it; TypeError for anything else. Of a distributed job, these are
+    the numbers of this process; let all of them measure, so that collectives inside of a graph meet each other.
+    """
+    model = unwrapped(model)
+    if measure:
+        before = _asked.pop(id(model), None)
+        if before is not None:
+            before.end()
+        for number, asked in list(_asked.items()):
+            if asked.model() is None:
+                asked.end()
+                del _asked[number]
+        _asked[id(model)] = Measurement(model).begin()
+    rows = table(model)
+    return Stats(rows, "nothing of this model is quantized yet (fp8compile.report(model) says what was compiled)")
+
+
+def table(model: nn.Module, measurement: Measurement | None = None) -> list[dict[str, Any]]:
+    """The rows of a model. Of a `measurement`: what it has seen, as that call had it."""
+    pages: dict[Page, Tensor] = {}
+    vectors: dict[int, list[float]] = {}
+    rows = []
+    for parameter, weight in named_weights(model).items():
+        casts: dict[Name, Cast] = dict(KNOWN.get(weight, {}))
+        slots = REGISTRY.get(weight, {})
+        found = (MEASURED if measurement is None else measurement.records).get(weight, {})
+        for role, use in slots:
+            if not any(name[:2] == (role, use) for name in casts):
+                casts[role, use, ""] = Cast("delayed", "")
+        for name in sorted(casts, key=lambda name: (ROLES.index(name[0]), *name[1:])):
+            (role, use, layout), cast = name, casts[name]
+            row = {"name": parameter, "role": role, "use": use, "layout": layout, "recipe": cast.recipe, "format": cast.format}
+            row.update(dict.fromkeys((*STATE, *COSTLY)))
+            slot = slots.get((role, use)) if cast.recipe == "delayed" else None
+            if slot is not None:
+                row.update(_state(slot.page, slot.row, pages))
+            vector = found.get(name)
+            if vector is not None:
+                if id(vector) not in vectors:
+                    vectors[id(vector)] = vector.tolist()
+                row.update(_measured(vectors[id(vector)], measurement is not None or slot is None))
+            rows.append(row)
+    return rows
+
+
+def _state(page: Page, row: int, pages: dict[Page, Tensor]) -> dict[str, Any]:
+    if page not in pages:
+        pages[page] = page.tensor.detach().cpu()
+    values = pages[page][row]
+    scale, inverse = values[scaling.SCALE].item(), values[scaling.SCALE_INV].item()
+    return dict(zip(STATE, (values[scaling.HISTORY].item(), scale, inverse, inverse, inverse), strict=True))
+
+
+def _measured(vector: list[float], state: bool) -> dict[str, Any]:
+    """`state`: also what a page would have."""
+    seen = dict(zip(COLUMNS, vector, strict=True))
+    elements, error, signal = seen["elements"], seen["error"], seen["signal"]
+    row: dict[str, Any] = {}
+    if state:
+        one = seen["scales"] == 1
+        row["amax"] = seen["amax"]
+        row["scale"], row["scale_inv"] = (seen["scale"], seen["scale_inv_min"]) if one else (None, None)
+        row["scale_inv_min"], row["scale_inv_max"] = seen["scale_inv_min"], seen["scale_inv_max"]
+    if elements:
+        row["overflows%"], row["underflows%"] = (100 * seen[key] / elements for key in ("overflows", "underflows"))
+        row["mse"] = error / elements
+        row["sqnr"] = 10 * math.log10(signal / error) if signal > 0 and error > 0 else None
+    return {key: value if value is None or math.isfinite(value) else None for key, value in row.items()}

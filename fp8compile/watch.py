@@ -1,0 +1,102 @@
+"""What overflowed: the host's look at pages that it otherwise does not read.
+
+The update of a page makes a slot cold when an amax was far beyond what its scale covers (see `scaling`). Such a slot has an
+age below zero and a newest amax above; one that never saw anything has an amax of zero. On a CPU the pages are read before
+each call. On a GPU that would wait for everything that is queued: there, the products of ages and amaxes are copied to pinned
+memory behind a call's backward, and looked at before a later call, once they have arrived. Until then calls are warm, with
+the scale that the update made of the amax that overflowed.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import scaling
+from .logs import get_logger
+
+logger = get_logger(__name__)
+
+QUIET = 10.0  # seconds between lines about overflows
+SHOWN = 3  # tensors in a line
+
+
+class Overflow(NamedTuple):
+    """Slot `row` of the forward's or the backward's page saw `amax` when its scale covered no more than `covered`."""
+
+    backward: bool
+    row: int
+    amax: float
+    covered: float
+
+
+class Watch:
+    """Of the first rows of two pages, which stay where they are."""
+
+    def __init__(self, forward: Tensor, forward_slots: int, backward: Tensor, backward_slots: int):
+        # .data: a page may be saved for a backward, which minds nobody's views
+        self.rows = (forward.data[:forward_slots], backward.data[:backward_slots])
+        self.parts = [(rows[:, scaling.AGE], rows[:, scaling.HISTORY]) for rows in self.rows if rows.shape[0]]
+        self.on_host = forward.device.type != "cuda"
+        self.arriving: torch.cuda.Event | None = None
+        if not self.on_host:
+            self.products = torch.empty(forward_slots + backward_slots, device=forward.device)
+            self.pieces = self.products.split([age.shape[0] for age, _ in self.parts])
+            self.arrived = torch.zeros(forward_slots + backward_slots, pin_memory=True)
+            self.event = torch.cuda.Event()
+
+    def after_call(self) -> None:
+        """Behind the last update of a training call: start the copy to the host."""
+        if self.on_host or self.arriving is not None or torch.cuda.is_current_stream_capturing():
+            return
+        for (age, amax), piece in zip(self.parts, self.pieces, strict=True):
+            torch.mul(age, amax, out=piece)
+        self.arrived.copy_(self.products, non_blocking=True)
+        self.event.record()
+        self.arriving = self.event
+
+    def before_call(self) -> list[Overflow]:
+        """What is cold because it overflowed, as far as is known without waiting."""
+        if self.on_host:
+            seen = any(torch.mul(age, amax).amin().item() < 0 for age, amax in self.parts)
+        else:
+            if self.arriving is None or torch.cuda.is_current_stream_capturing() or not self.arriving.query():
+                return []
+            self.arriving = None
+            seen = bool((self.arrived < 0).any())
+        return self._read() if seen else []
+
+    def _read(self) -> list[Overflow]:
+        found = []
+        for backward, page in enumerate(self.rows):
+            rows = page.cpu()
+            for row in torch.nonzero((rows[:, scaling.AGE] < 0) & (rows[:, scaling.HISTORY] > 0)).flatten().tolist():
+                limit, scale, amax = (rows[row, i].item() for i in (scaling.LIMIT, scaling.BEFORE, scaling.HISTORY))
+                found.append(Overflow(bool(backward), row, amax, limit / scaling.JUMP / scale))
+        return found
+
+
+class _Said:
+    """When the last line was written, and how many overflows have not been in one."""
+
+    at = float("-inf")
+    missed = 0
+
+
+def say(overflows: Sequence[Overflow], name: Callable[[Overflow], str]) -> None:
+    """A line about some overflows, at INFO; none within QUIET seconds of the last one, which the next one then counts."""
+    now = time.monotonic()
+    if now - _Said.at < QUIET or not logger.isEnabledFor(logging.INFO):
+        _Said.missed += len(overflows)
+        return
+    worst = sorted(overflows, key=lambda x: x.covered / x.amax)
+    text = "; ".join(f"{name(x)}: amax {x.amax:.4g}, its scale covered {x.covered:.4g}" for x in worst[:SHOWN])
+    more = f"; and {len(worst) - SHOWN} more" if len(worst) > SHOWN else ""
+    missed = f" ({_Said.missed} overflows since the last such line)" if _Said.missed else ""
+    logger.info("fp8: overflow, next scaled by the current amax: %s%s%s", text, more, missed)
+    _Said.at, _Said.missed = now, 0

@@ -1,0 +1,113 @@
+"""The oracle's casts: FP8 formats, scales, blocks that share one, and the product, from their definition.
+
+    scale = float32(min(FLT_MAX, fp8_max / (amax * 2**margin)))      scale_inv = float32(1 / scale)
+    q(x)  = to_fp8(clamp(float32(x) * scale, -fp8_max, fp8_max)),    inf and NaN -> NaN
+
+Nothing here is imported from fp8compile. See reference.py.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+FLT_MAX, FLT_MIN = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny  # the normal numbers
+OCP = (torch.float8_e4m3fn, 448.0), (torch.float8_e5m2, 57344.0)
+FNUZ = (torch.float8_e4m3fnuz, 240.0), (torch.float8_e5m2fnuz, 57344.0)
+# name -> ((dtype, max) of activations and weights, (dtype, max) of gradients)
+FORMATS = {"hybrid": OCP, "e4m3": (OCP[0], OCP[0])}
+FORMATS_FNUZ = {"hybrid": FNUZ, "e4m3": (FNUZ[0], FNUZ[0])}
+
+
+def float32(value: float) -> float:
+    """`value` rounded to float32, as a Python float."""
+    return torch.tensor(value, dtype=torch.float64).to(torch.float32).item()
+
+
+def amax_of(x: Tensor) -> float:
+    """max|x| as float32: 0 for an empty tensor, NaN if there is one."""
+    return x.detach().float().abs().max().item() if x.numel() else 0.0
+
+
+def scales_of(amaxes: Tensor, fp8_max: float, margin: int = 0, rounded: bool = False) -> Tensor:
+    """The scales (float32) of tensors or blocks whose amaxes are known: 1 for an amax of 0, inf or NaN.
+
+    `rounded`: down to the next power of two.
+    """
+    amaxes = amaxes.double()
+    scales = (torch.full_like(amaxes, fp8_max) / (amaxes * 2.0**margin)).clamp(FLT_MIN, FLT_MAX).float()
+    if rounded:  # frexp: a fraction from 1/2 to 1 and an exponent
+        scales = torch.ldexp(torch.ones_like(scales), torch.frexp(scales).exponent - 1)
+    return torch.where(amaxes.isfinite() & (amaxes > 0.0), scales, 1.0)
+
+
+def scale_of(amax: float, fp8_max: float, margin: int = 0, rounded: bool = False) -> float:
+    """`scales_of` one."""
+    return scales_of(torch.tensor(amax, dtype=torch.float64), fp8_max, margin, rounded).item()
+
+
+def inverse(scale: float) -> float:
+    """scale_inv: what multiplies FP8 values to get back what they stand for."""
+    return float32(1.0 / scale)
+
+
+def cast(x: Tensor, scale: float | Tensor, dtype: torch.dtype, fp8_max: float) -> Tensor:
+    """FP8 values of x * scale: saturating, round to nearest even; inf and NaN become NaN."""
+    x = x.detach().float()
+    y = (x * torch.as_tensor(scale, dtype=torch.float32, device=x.device)).clamp(-fp8_max, fp8_max)
+    return torch.where(x.isfinite(), y, torch.full_like(y, math.nan)).to(dtype)
+
+
+def block_amaxes(x: Tensor, block: tuple[int, int]) -> Tensor:
+    """The amax of each block of x [R, C]; 0 stands for the whole dimension; the last blocks are smaller if need be."""
+    size = [each or whole for each, whole in zip(block, x.shape, strict=True)]
+    return torch.nn.functional.max_pool2d(x.detach().float().abs()[None], size, ceil_mode=True)[0]
+
+
+def elements(of_blocks: Tensor, x: Tensor, block: tuple[int, int]) -> Tensor:
+    """To each element of x [R, C] what its block has."""
+    row, column = (torch.arange(whole) // (each or whole) for each, whole in zip(block, x.shape, strict=True))
+    return of_blocks[row][:, column]
+
+
+class Quantized(NamedTuple):
+    """An FP8 copy [R, C] of which C is contracted, and the scale_inv of its blocks."""
+
+    values: Tensor
+    scale_inv: Tensor
+    block: tuple[int, int]
+
+    def exact(self) -> Tensor:
+        """What it stands for, in float64, which holds it exactly."""
+        return self.values.double() * elements(self.scale_inv, self.values, self.block).double()
+
+
+def quantize(
+    x: Tensor,
+    form: tuple[torch.dtype, float],
+    block: tuple[int, int] = (0, 0),
+    margin: int = 0,
+    rounded: bool = False,
+    scale: float | None = None,
+) -> Quantized:
+    """x [R, C] in FP8, by this scale, or by those of the amaxes of its blocks."""
+    if scale is None:
+        scales = scales_of(block_amaxes(x, block), form[1], margin, rounded)
+    else:
+        scales = torch.full((1, 1), scale, device=x.device)
+    inverses = (1.0 / scales.double()).float()
+    return Quantized(cast(x, elements(scales, x, block), *form), inverses, block)
+
+
+def scaled_mm(a: Quantized, b: Quantized, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+    """a[m, k] @ b[n, k]^T + bias of FP8 operands, rounded to float32 before the bias and to out_dtype at the end.
+
+    The sum runs in float64, which holds every product exactly and most sums: an oracle that depends on no BLAS and no CPU.
+    """
+    out = (a.exact() @ b.exact().t()).float()
+    if bias is not None:
+        out = out + bias.float()
+    return out.to(out_dtype)
