@@ -87,6 +87,10 @@ ARMS = {
         Arm("fp8-tensorwise", "fp8", fp8("tensorwise")),
         Arm("fp8-delayed-all", "fp8", fp8("delayed", policy=ALL)),
         Arm("fp8-tensorwise-all", "fp8", fp8("tensorwise", policy=ALL)),
+        Arm("fp8-rowwise", "fp8", fp8("rowwise")),
+        Arm("fp8-rowwise-gw-hp", "fp8", fp8("rowwise_with_gw_hp")),
+        Arm("fp8-blockwise", "fp8", fp8("blockwise")),
+        Arm("fp8-mxfp8", "fp8", fp8("mxfp8")),
     )
 }
 DEFAULT = "bf16,bf16-max-autotune,eager-bf16,torchao-tensorwise,torchao-rowwise,fp8-delayed,fp8-tensorwise"

@@ -11,9 +11,9 @@ unit's share of the sustained rate, where `ramp` is what filling the pipeline co
 of the rate. Tiles and a split of k are chosen as the best, as a library does. FP8 steps through k twice as deep, so its ramp is
 twice as long, and its kernels start later: small and odd sizes lose.
 
-**Casts**  bytes read and written, and launches: `delayed`, `blockwise` and `mxfp8` walk over a tensor once, `tensorwise` for the
-amax and again for the cast, `rowwise` so for each layout. Where the producer's kernel casts, its reads are free and, if nobody
-reads the tensor in high precision any more, not writing that is a gain: costs can be negative.
+**Casts**  bytes read and written, and launches: `delayed`, `blockwise` and `mxfp8` walk over a tensor once, `tensorwise` for
+the amax and again for the cast, `rowwise` so for each layout. Where the producer's kernel casts, its reads are free and, if
+nobody reads the tensor in high precision any more, not writing that is a gain: costs can be negative.
 
 Sizes may be sympy expressions; the result is one, then (`sympy.lambdify` evaluates it quickly, `subs` does not). The sources of
 the constants are in docs/cost-model.md.

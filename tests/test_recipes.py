@@ -1,5 +1,5 @@
-"""The finer recipes in the graph: what shares a copy, what is kept for backward, what is emulated; and which layers are taken for
-down projections behind a gated activation."""
+"""The finer recipes in the graph: what shares a copy, what is kept for backward, what is emulated; and which layers are taken
+for down projections behind a gated activation."""
 
 from __future__ import annotations
 
@@ -109,7 +109,8 @@ def test_gw_hp_takes_one_scale_for_the_weight_in_dgrad():
 @pytest.mark.parametrize("recipe", ["rowwise", "blockwise", "mxfp8"])
 def test_nothing_more_is_kept_for_backward(recipe):
     """Copies in FP8, what matmuls made, scales: no activation in high precision that could be computed again."""
-    _, backward = graphs(make(lambda: Mlp(256, 512), dtype=torch.bfloat16), noise(512, 256, dtype=torch.bfloat16), recipe=recipe)
+    model, x = make(lambda: Mlp(256, 512), dtype=torch.bfloat16), noise(512, 256, dtype=torch.bfloat16)
+    _, backward = graphs(model, x, recipe=recipe)
     kept = [node.meta["val"] for node in backward.nodes if node.op == "placeholder" and "tangents" not in node.name]
     kept = [x for x in kept if isinstance(x, Tensor)]
     large = sorted((str(x.dtype), tuple(x.shape)) for x in kept if x.numel() >= 128 * 128)

@@ -174,10 +174,8 @@ def test_nothing_compiled() -> None:
     [
         *((Mlp, recipe) for recipe in ("delayed", "tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8")),
         (Block, "delayed"),
-        (Block, "blockwise"),
         (lambda: Checkpointed(Mlp(), Mlp()), "delayed"),
         (lambda: Checkpointed(Mlp(), Mlp()), "rowwise"),
-        (Twice, "delayed"),
         (Twice, "tensorwise"),
     ],
 )

@@ -116,7 +116,7 @@ class _Writer:
         if (operand, shape, transposed) in self.copies:
             return self.copies[operand, shape, transposed]
         form, block = operand.format, list(operand.scaling.block)
-        scale = self.scale_of(operand, matrix, transposed)[0]  # first: what it takes from the state goes before all that reads it
+        scale = self.scale_of(operand, matrix, transposed)[0]  # first: the state is read before anything else
         source = self.matrix(matrix, operand)
         recompute = operand.reader.meta.get("recompute")  # as the user's checkpointing has it
         kept = operand.key.role == "weight" and recompute is None and not operand.recipe.recast_weights
