@@ -226,14 +226,14 @@ def linear(
     weight_bytes: int = 2,
     fixed: bool = False,
 ) -> Linear:
-    """out[m, n] = x[m, k] @ w[n, k].t(), its dgrad and its wgrad. `recipe`: "delayed", "tensorwise" or "rowwise".
+    """out[m, n] = x[m, k] @ w[n, k].t(), its dgrad and its wgrad. `recipe`: a `Scaling.kind`; gemms are the hardware's.
 
     `fused`: are x and the output's gradient computed by kernels that casts can join (one tensor is read for each element that
     they compute)? If so, nobody else reads them. `fixed` adds what a graph pays once.
     """
     sizes = ((m, n, k), (m, k, n), (n, k, m))
     bf16 = sum(gemm(device, *size) for size in sizes)
-    fp8 = sum(gemm(device, *size, dtype="fp8") for size in sizes)
+    fp8 = sum(gemm(device, *size, dtype="fp8") for size in sizes) / GEMM_PART.get(recipe, 1.0)
     added: Any = 0.0
     for elements, joined in zip((m * k, m * n), fused, strict=True):
         operand = Operand(elements, recipe=recipe, fused=joined, producer_bytes=2 * elements)

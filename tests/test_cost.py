@@ -91,7 +91,13 @@ TOKENS = 15872
 
 @pytest.mark.parametrize(
     "device, recipe, published",
-    [(NVL, "delayed", 1.69), (NVL, "tensorwise", 1.58), (B300, "delayed", 1.61), (B300, "tensorwise", 1.41)],
+    [
+        (NVL, "delayed", 1.69),
+        (NVL, "tensorwise", 1.58),
+        (NVL, "blockwise", 1.40),
+        (B300, "delayed", 1.61),
+        (B300, "tensorwise", 1.41),
+    ],
 )
 def test_transformer_engines_twelve_gemms(device, recipe, published):
     """With casts that read what is in memory. TransformerEngine's current scaling makes more of them than two walks."""
@@ -101,7 +107,7 @@ def test_transformer_engines_twelve_gemms(device, recipe, published):
     if device is NVL:
         assert 1e3 * sum(x.bf16 for x in layers) == pytest.approx(32.0, rel=0.10)
         assert 1e3 * sum(x.fp8 + x.casts for x in layers) == pytest.approx(
-            {"delayed": 18.98, "tensorwise": 20.29}[recipe], rel=0.10
+            {"delayed": 18.98, "tensorwise": 20.29, "blockwise": 22.9}[recipe], rel=0.10
         )
 
 
