@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule
 
-from . import compat, devices, formats, ops, passes, scaling
+from . import compat, devices, formats, measure, ops, passes, scaling
 from .capture import Inputs, capture
 from .devices import Device
 from .errors import CapacityExceeded, OptionError, StrictError
@@ -61,7 +61,13 @@ def fp8(
         raise compat.shown(error) from None
 
 
-fp8.reset = LEDGER.clear  # type: ignore[attr-defined]  # torch._dynamo.reset() calls it
+def _reset() -> None:
+    """Forget what graphs have said of themselves: they are gone."""
+    LEDGER.clear()
+    measure.forget()
+
+
+fp8.reset = _reset  # type: ignore[attr-defined]  # torch._dynamo.reset() calls it
 
 
 def _compile(gm: GraphModule, example_inputs: list[Any], inputs: Inputs, chosen: Options) -> Callable:

@@ -26,6 +26,8 @@ BETWEEN: tuple = (*CASTS, *SAME, *VIEWS, aten.slice.Tensor, aten.select.int, ate
 BETWEEN += (aten.add.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.sigmoid.default, aten.tanh.default)
 BETWEEN += (aten.constant_pad_nd.default,)
 SLICES = (aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default, aten.select.int, aten.unbind.int)
+CLAMPS = (aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default)
+GATED = "down projection: its input is a product of two projections"
 MOST = 64  # nodes between a product and the projections behind it
 
 
@@ -57,15 +59,17 @@ def _down(matmul: Matmul) -> str | None:
     """Is its input a product of what two projections made, element by element: act(gate) * up?"""
     node = _fprop(matmul).other_operand.base
     for _ in range(8):  # a dropout's mask, a scale, a cast may come last
-        if call_function(node, (*CASTS, *SAME, *VIEWS, aten.clone.default)):
+        if call_function(node, (*CASTS, *SAME, *VIEWS, *CLAMPS, aten.clone.default)):
             node = arg(node, 0)
             continue
+        if call_function(node, (aten.glu.default,)) and _projections(arg(node, 0)):
+            return GATED
         if not call_function(node, (aten.mul.Tensor, aten.div.Tensor)):
             return None
         sides = [(x, _projections(x)) for x in node.args[:2] if isinstance(x, Node) and is_tensor(x)]
         made = [(x, found) for x, found in sides if found]
         if len(made) == 2 and not made[0][1] & made[1][1]:
-            return "down projection: its input is a product of two projections"
+            return GATED
         if len(made) != 1:  # x * sigmoid(x), among others
             return None
         node = made[0][0]

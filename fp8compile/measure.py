@@ -49,6 +49,14 @@ MEASURED: Any = WeakIdKeyDictionary()
 ACTIVE: list[Measurement] = []
 
 
+STALE: set[int] = set()  # ids of weights of which only graphs that are gone have said something
+
+
+def forget() -> None:
+    """All graphs are gone: what the next one says of a weight replaces what they said."""
+    STALE.update(map(id, KNOWN))
+
+
 class Measurement:
     """Asks that the next training call of each graph of a model is measured. `records`: {weight: {Name: vector of COLUMNS}}."""
 
@@ -182,6 +190,10 @@ def know(owners: Mapping[int, weakref.ref], casts: Mapping[tuple[int, Name], Cas
     for (position, name), cast in casts.items():
         owner = owners[position]() if position in owners else None
         if owner is not None:
+            if id(owner) in STALE:
+                STALE.discard(id(owner))
+                for records in (KNOWN, MEASURED):
+                    records.pop(owner, None)
             KNOWN.setdefault(owner, {})[name] = cast
 
 

@@ -63,7 +63,8 @@ def parse(options: Mapping[str, Any] | None = None, mode: str | None = None) -> 
     inductor = {**_mode_patches(mode), **_inductor_patches(theirs)}
     named = isinstance(ours.get("recipe"), str) and ours["recipe"] in policy.recipes
     given = {name: value for name, value in ours.items() if not (named and name == "recipe")}
-    Recipe(**{_RECIPE_FIELDS[name]: value for name, value in given.items()})  # complains about the option by its own name
+    # complains about an option by its own name; what they are with the policy's recipe is checked with the policy
+    Recipe(**{_RECIPE_FIELDS[name]: value for name, value in {"recipe": "tensorwise", **given}.items()})
     policy = dataclasses.replace(policy.with_defaults(**ours), **settings)
     if policy.device is not None:
         devices.find(policy.device)

@@ -65,8 +65,9 @@ def _row(path: str | Path, number: int, line: str) -> dict[str, Any]:
     if missing:
         raise OptionError(f"{path}, line {number} is none of fp8compile.monitor's: it has no {missing[0]!r}")
     bad = [key for key in NEEDED[3:] if row[key] is not None and not _is_number(row[key])]
-    bad += [] if isinstance(row["step"], int) else ["step"]
-    bad += [] if row["role"] in COLOURS else ["role"]
+    bad += [] if type(row["step"]) is int else ["step"]
+    bad += [] if isinstance(row["name"], str) else ["name"]
+    bad += [] if isinstance(row["role"], str) and row["role"] in COLOURS else ["role"]
     if bad:
         raise OptionError(f"{path}, line {number} is none of fp8compile.monitor's: {bad[0]!r} is {row[bad[0]]!r}")
     return row

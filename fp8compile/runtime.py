@@ -34,7 +34,7 @@ from .passes import Rewritten
 from .passes.base import run_pass
 from .passes.lower import lower
 from .reports import LEDGER
-from .state import Book, PageSet
+from .state import Book, PageSet, check_unwanted
 from .watch import Overflow, say
 
 Boxed = Callable[[list[Any]], Any]
@@ -259,6 +259,8 @@ class CompiledGraph:
             with fake_mode_of(first):
                 return self.call(*args, *(scaling.new_page(rows, self.history, first.device) for rows in self.capacity or ()))
         if isinstance(first, nn.Parameter) and first not in self.met:  # one piece of code may serve many layers, and models
+            if self.trains:
+                check_unwanted((args[i] for i in self.weights), [args[i] for i in self.book.inputs] if self.book else [])
             self.met[first] = {i: weakref.ref(args[i]) for i in self.weights}
             self._know(self.casts)
             if self.record is not None:

@@ -9,7 +9,7 @@ left, two layers never share a slot, and a model that is deleted takes its state
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -238,6 +238,15 @@ class Book:
         self.sets[key] = made
         self.by_pointer[backward.tensor.data_ptr()] = made
         return made
+
+
+def check_unwanted(weights: Iterable[Any], wanted: Collection[Any]) -> None:
+    """StateError if a state was loaded for weights of a training graph that have none in it. `wanted`: those that have."""
+    known = set(map(id, wanted))
+    found = [slot for weight in weights if id(weight) not in known for slot in REGISTRY.get(weight, {}).values()]
+    extra = [f"unexpected: {slot.page.name}" for slot in found if slot.page.strict]
+    if extra:
+        raise StateError.of(extra, FIX)
 
 
 def _check_loaded(wanted: Sequence[tuple[tuple[Any, tuple[str, int]], scaling.SlotSettings]], history: int) -> None:

@@ -63,7 +63,9 @@ def load_scaling_state(model: nn.Module, state: Mapping[str, Tensor] | None, str
     """
     model = unwrapped(model)
     weights = named_weights(model)
-    given = {} if state is None else dict(state)
+    if state is not None and not isinstance(state, Mapping):
+        raise StateError(f"a scaling state is the dict that scaling_state() returns, or None; this is {_kind(state)}")
+    given = dict(state or {})
     rows = _parsed(given)
     known = slots_of(model)
     live = {key: slot for key, slot in known.items() if not slot.page.name}
@@ -98,7 +100,7 @@ def _parsed(state: Mapping[str, Any]) -> dict[Key, Tensor]:
     for key, row in state.items():
         if key == VERSION_KEY:
             continue
-        name, role, use = (key.rsplit(".", 2) + ["", ""])[:3]
+        name, role, use = (str(key).rsplit(".", 2) + ["", ""])[:3]
         if role not in ROLES or not use.isdecimal():
             raise StateError(f"{key!r} is no name of a scaling state: they end in a role and a number, as in up.weight.input.0")
         if not isinstance(row, Tensor) or row.dim() != 1 or row.numel() < scaling.HISTORY + 2 or row.dtype != torch.float32:

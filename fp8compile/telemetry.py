@@ -120,7 +120,7 @@ def table(model: nn.Module, measurement: Measurement | None = None) -> list[dict
         slots = REGISTRY.get(weight, {})
         found = (MEASURED if measurement is None else measurement.records).get(weight, {})
         for role, use in slots:
-            if not any(name[:2] == (role, use) for name in casts):
+            if weight not in KNOWN and not any(name[:2] == (role, use) for name in casts):
                 casts[role, use, ""] = Cast("delayed", "")
         for name in sorted(casts, key=lambda name: (ROLES.index(name[0]), *name[1:])):
             (role, use, layout), cast = name, casts[name]

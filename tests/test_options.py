@@ -274,6 +274,27 @@ def test_what_a_recipe_fixes():
     assert [Recipe(margin=(1, 0, 2)).scaling(role, "fprop").margin for role in ("input", "weight", "gradient")] == [1, 0, 2]
 
 
+def test_options_are_checked_with_the_recipe_of_the_policy():
+    policy = {"defaults": {"recipe": "tensorwise"}}
+    assert parse({"policy": policy, "power_of_2_scale": True}).recipe.power_of_2_scale is True
+    assert "power_of_2_scale" in error_of({"power_of_2_scale": True})  # the default recipe is delayed
+    rule = {"rules": [{"module": "a", "power_of_2_scale": True}]}
+    assert "rule" in error_of({"policy": rule}) and "[defaults]" not in error_of({"policy": rule})
+
+
+def test_current_scaling_that_is_asked_for_comes_on_top_of_that_of_down_projections():
+    def of_down(**given) -> tuple:
+        return next(r.current_scaling for r in parse(given).policy.possible if r.current_scaling[0])
+
+    assert of_down() == (True, False, False)
+    assert of_down(current_scaling=(False, False, True)) == (True, False, True)
+    assert of_down(current_scaling=(True, True, True)) == (True, True, True)
+    own = {"rules": [{"kind": "down projection", "current_scaling": [False, False, False]}]}
+    asked = parse({"policy": own, "current_scaling": (False, False, True)}).policy
+    assert asked._effective[0].current_scaling == (False, False, False)  # a rule of one's own decides alone
+    assert parse().policy.key != parse({"current_scaling": (False, False, True)}).policy.key
+
+
 def test_scaling_of_roles():
     blocks = {
         "delayed": [(0, 0)] * 3,

@@ -3,6 +3,7 @@ for down projections behind a gated activation."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from unittest import mock
 
 import pytest
@@ -134,20 +135,54 @@ def test_recipes_side_by_side_read_one_tensor():
     assert model.gate.weight.grad.isfinite().all() and model.down.weight.grad.abs().sum() > 0
 
 
+class Two(nn.Module):
+    """Two readers of the graph's input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(128, 128), nn.Linear(128, 128)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) + self.b(x)
+
+
+@pytest.mark.parametrize("rule", [{"recipe": "rowwise"}, {"recipe": "blockwise"}, {"current_scaling": [True, False, False]}])
+@pytest.mark.parametrize("first", ["a", "b"])
+def test_an_input_of_the_graph_that_is_scaled_in_two_ways(rule, first):
+    model, x = make(Two), noise(2, 16, 128).requires_grad_()
+    step(model, x, policy={"rules": [{"module": first, **rule}]})
+    expected = x.detach().clone().requires_grad_()
+    make(Two)(expected).sum().backward()
+    assert (x.grad - expected.grad).norm() < 0.1 * expected.grad.norm()
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise", "mxfp8"])
+def test_recipes_of_single_gemms(recipe):
+    """A tensor that forward and backward scale in different ways; the tangent is an input of the backward's graph."""
+    rules = [{"gemm": "fprop", "recipe": recipe}, {"gemm": "dgrad", "recipe": "delayed"}, {"gemm": "wgrad", "recipe": "mxfp8"}]
+    model, x = make(lambda: nn.Linear(128, 256)), noise(4, 16, 128).requires_grad_()
+    report = step(model, x, policy={"rules": rules})
+    assert {r.gemm: r.recipe for r in report.matmuls} == {"fprop": recipe, "dgrad": "delayed", "wgrad": "mxfp8"}
+    assert x.grad.isfinite().all() and model.weight.grad.abs().sum() > 0
+
+
 # -- down projections ----------------------------------------------------------------------------------------------------
 
 
 class Fused(nn.Module):
     """One projection for gate and up."""
 
-    def __init__(self, act=F.silu, drop: float = 0.0, first: bool = True) -> None:
+    def __init__(self, act: Callable[[Tensor], Tensor] | None = F.silu, drop: float = 0.0, first: bool = True) -> None:
         super().__init__()
         self.act, self.drop, self.first = act, drop, first
         self.gate_up = nn.Linear(128, 512, bias=False)
         self.down = nn.Linear(256, 128, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        a, b = self.gate_up(x).chunk(2, dim=-1)
+        h = self.gate_up(x)
+        if self.act is None:
+            return self.down(F.glu(h).clamp(-10, 10))
+        a, b = h.chunk(2, dim=-1)
         gate, up = (a, b) if self.first else (b, a)
         return self.down(F.dropout(self.act(gate) * up, self.drop))
 
@@ -174,6 +209,7 @@ class Normed(nn.Module):
         (lambda: Fused(lambda x: F.gelu(x, approximate="tanh"), first=False), {"down"}),
         (lambda: Fused(torch.sigmoid), {"down"}),
         (lambda: Fused(lambda x: x), {"down"}),
+        (lambda: Fused(None), {"down"}),
         (lambda: Block(gated=True), {"mlp.down"}),
         (Block, set()),
         (Mlp, set()),

@@ -214,16 +214,21 @@ def test_other_options(options: dict[str, Any], message: str) -> None:
 
 
 def test_fewer_layers() -> None:
-    """Only a live model knows that it has no more; else the rest of the state may be for what is still to be called."""
+    """Of a model that was not called yet, the first call finds out."""
     state, model, live = state_of(), make(Mlp), make(Mlp)
     policy = {"rules": [{"module": "down", "fp8": "off"}]}
-    fp8compile.load_scaling_state(model, state)
-    for side in (model, live):
-        compiled(side, policy=policy)(noise(16, 128)).sum().backward()
-    fp8compile.load_scaling_state(model, fp8compile.scaling_state(model))
-    model = live
+    compiled(live, policy=policy)(noise(16, 128)).sum().backward()
     with pytest.raises(StateError, match="unexpected: down.weight.gradient.0"):
-        fp8compile.load_scaling_state(model, state)
+        fp8compile.load_scaling_state(live, state)
+    run = compiled(model, policy=policy)
+    fp8compile.load_scaling_state(model, state)
+    for _ in range(2):  # until it is repaired
+        with pytest.raises(StateError, match="unexpected: down.weight.gradient.0"):
+            run(noise(16, 128))
+    fp8compile.load_scaling_state(model, state, strict=False)
+    run(noise(16, 128)).sum().backward()
+    counts = {key: sum(amax > 0 for amax in history) for key, (history, _) in histories(model).items()}
+    assert {count for key, count in counts.items() if key[0] == "up.weight"} == {2}
 
 
 def test_a_graph_that_has_more() -> None:
@@ -296,3 +301,16 @@ def test_block_by_block_and_a_copy() -> None:
     for side in (model, other):
         side(noise(16, 128, seed=2)).sum().backward()
     assert histories(other) == histories(model)
+
+
+def test_no_scaling_state_at_all():
+    for bad in ([1], "abc", 3):
+        with pytest.raises(StateError, match="the dict that scaling_state"):
+            fp8compile.load_scaling_state(nn.Linear(128, 128), bad)
+
+
+def test_a_recipe_without_state_refuses_one() -> None:
+    state, model = state_of(), make(Mlp)
+    fp8compile.load_scaling_state(model, state)
+    with pytest.raises(StateError, match="unexpected: down.weight"):
+        compiled(model, "rowwise")(noise(16, 128))

@@ -404,3 +404,13 @@ def test_inductor() -> None:
         assert torch.equal(tensor, results[2][name])
         torch.testing.assert_close(results[1][name], tensor, rtol=0.1, atol=0.02 * tensor.abs().max().item())
     assert all(row["sqnr"] > 20 for row in fp8compile.stats(model))
+
+
+def test_after_a_reset_a_new_graph_replaces_what_was_known() -> None:
+    model, x = make(Mlp), noise(32, 128)
+    compiled(model, "delayed")(x).sum().backward()
+    assert {row["recipe"] for row in fp8compile.stats(model).rows()} == {"delayed"}
+    torch._dynamo.reset()
+    assert fp8compile.stats(model).rows()
+    compiled(model, "rowwise")(x).sum().backward()
+    assert {row["recipe"] for row in fp8compile.stats(model).rows()} == {"rowwise"}

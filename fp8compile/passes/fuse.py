@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch.fx import Graph, Node
 
@@ -184,7 +185,8 @@ class _Finder:
 def _split(graph: Graph) -> None:
     """Take `quantize_both` apart, as the lowering would: a walk may serve one of the copies."""
     for node in graph.find_nodes(op="call_function", target=ops.quantize_both):
-        x, scale, dtype, fp8_max, other, block = (*node.args, None, (0, 0))[:6] if len(node.args) < 6 else node.args
+        given: tuple[Any, ...] = (*node.args, *(None, (0, 0))[len(node.args) - 4 :])
+        x, scale, dtype, fp8_max, other, block = given
         for item in sorted((x for x in node.users if x.target is operator.getitem), key=lambda x: arg(x, 1)):
             transposed = bool(arg(item, 1))
             own = other if transposed and other is not None else scale

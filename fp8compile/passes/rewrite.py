@@ -59,6 +59,9 @@ def observe(graph: Graph, plan: Plan, pages: tuple[Node, Node]) -> Written:
 def rewrite(graph: Graph, matmuls: list[Matmul], plan: Plan, pages: tuple[Node, Node] | None) -> Written:
     """Rewrite the decided matmuls; `pages` are the state inputs of forward and backward (None: no state)."""
     writer = _Writer(graph, plan, pages)
+    for backward in (False, True):
+        if plan.direction(backward):
+            writer.snapshot(backward)  # first: what reads it goes right behind inputs, and behind views of them
     decided = [matmul for matmul in matmuls if matmul.fp8]
     for matmul in decided:
         writer.demand.update(
@@ -116,7 +119,7 @@ class _Writer:
         if (operand, shape, transposed) in self.copies:
             return self.copies[operand, shape, transposed]
         form, block = operand.format, list(operand.scaling.block)
-        scale = self.scale_of(operand, matrix, transposed)[0]  # first: the state is read before anything else
+        scale = self.scale_of(operand, matrix, transposed)[0]
         source = self.matrix(matrix, operand)
         recompute = operand.reader.meta.get("recompute")  # as the user's checkpointing has it
         kept = operand.key.role == "weight" and recompute is None and not operand.recipe.recast_weights

@@ -340,6 +340,10 @@ class Policy:
     @cached_property
     def key(self) -> str:
         """All that it decides by, as text, for cache keys. No path is in it."""
+        return json.dumps([self._written, [dataclasses.astuple(recipe) for recipe in self._effective]])
+
+    @cached_property
+    def _written(self) -> str:
         parts = [
             [given(rule) for rule in self.rules],
             {name: given(self.recipes[name]) for name in sorted(self.recipes)},
@@ -350,17 +354,26 @@ class Policy:
         return json.dumps(parts, sort_keys=True)
 
     def __hash__(self) -> int:
-        return hash(self.key)
+        return hash(self._written)
 
     @cached_property
     def _effective(self) -> tuple[Recipe, ...]:
         """The recipe of each rule, and last the default one."""
         default = self._resolve(None, {}, ("defaults",))
-        return (*(self._resolve(rule.recipe, rule.settings, ("rules", i)) for i, rule in enumerate(self.rules)), default)
+        rules = enumerate(self.rules)
+        return (*(self._resolve(rule.recipe, self._settings_of(rule, i), ("rules", i)) for i, rule in rules), default)
+
+    def _settings_of(self, rule: Rule, i: int) -> dict[str, Any]:
+        """A rule's settings. Where a policy that was extended asks for current scaling, that adds to what the user asks for
+        everywhere; a rule of the user's own replaces it."""
+        settings, asked = dict(rule.settings), self.defaults.settings.get("current_scaling")
+        if asked is not None and "current_scaling" in settings and not self.owns(i):
+            settings["current_scaling"] = tuple(a or b for a, b in zip(asked, settings["current_scaling"], strict=True))
+        return settings
 
     def _resolve(self, name: str | None, settings: Mapping[str, Any], path: tuple[str | int, ...]) -> Recipe:
-        path = path if name is not None else ("defaults",)
-        built_in, named = self._chain(name or self.defaults.recipe or Recipe().name, (*path, "recipe"))
+        named_at = path if name is not None else ("defaults",)
+        built_in, named = self._chain(name or self.defaults.recipe or Recipe().name, (*named_at, "recipe"))
         merged = {**self.defaults.settings, **named, **settings}
         try:
             return Recipe(name=built_in, **{SETTINGS[key]: value for key, value in merged.items()})
