@@ -291,6 +291,13 @@ def summarise(rows: Sequence[Row]) -> list[Summary]:
     return made
 
 
+def verdict(gap: float, half: float, goal: float) -> str:
+    """Met by the whole interval, by its middle, or not at all."""
+    if abs(gap) > goal:
+        return "missed"
+    return "met" if abs(gap) + half <= goal else "met by the mean"
+
+
 def overview(summaries: Sequence[Summary], markdown: bool = False) -> str:
     """A table, an arm a row."""
     head = ("recipe", "seeds", "late loss", "gap to bf16", "95% interval", "largest", "gap at the end", "Welch's p", "goal")
@@ -302,7 +309,7 @@ def overview(summaries: Sequence[Summary], markdown: bool = False) -> str:
             continue
         interval = "" if math.isnan(half) else f"{gap - half:+.3f} to {gap + half:+.3f}%"
         p = "" if math.isnan(x.p) else f"{x.p:.2f}"
-        goal = "" if x.goal is None else f"{x.goal}%: {'met' if abs(gap) <= x.goal else 'missed'}"
+        goal = "" if x.goal is None else f"{x.goal}%: {verdict(gap, half, x.goal)}"
         largest = f"{max(x.gaps, key=abs):+.3f}%"
         rows.append((x.arm, len(x.losses), loss, f"{gap:+.3f}%", interval, largest, f"{x.final:+.3f}%", p, goal))
     return table(rows, head, markdown)

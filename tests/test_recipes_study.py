@@ -47,6 +47,7 @@ def test_summary_table_and_plot(tmp_path: Path) -> None:
     assert found["rowwise"].gaps == pytest.approx([0.10, 0.11, 0.12]) and found["delayed"].gaps == pytest.approx([10.0])
     text = recipes.overview(list(found.values()))
     assert "0.2%: met" in text and "0.5%: missed" in text and "+0.085 to +0.135%" in text
+    assert [recipes.verdict(-0.1, half, 0.2) for half in (0.1, 0.11, math.nan)] == ["met", "met by the mean", "met by the mean"]
     recipes.plot(rows, tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="bf16"):
