@@ -66,8 +66,8 @@ class Recipe:
     (activations), weights and gradients; it is stored as three where they differ.
     `amax_history_len`, `amax_compute_algo`, `interval`, `reduce_amax`, `current_scaling` and `on_overflow` matter to delayed
     scaling only. `current_scaling` is (inputs, weights, gradients): True scales that tensor by its current amax.
-    `on_overflow`: what follows an amax that is twice what the scale covers or more, "current" (in its next step, the tensor
-    is scaled by its current amax) or "saturate" (nothing but the history).
+    `on_overflow`: what follows an amax of twice what the scale covers (a gradient's: eight times), "current" (in its next
+    step, the tensor is scaled by its current amax) or "saturate" (nothing but the history).
     `power_of_2_scale` rounds scales down to powers of two; None: as the recipe has it (blockwise and mxfp8 do).
     `fp8_encoding` is "auto" (the device's), "ocp" (e4m3fn, e5m2: NVIDIA, MI350) or "fnuz" (MI300).
     `recast_weights` casts weights again in backward instead of keeping their transposed FP8 copies from the forward: 1 byte

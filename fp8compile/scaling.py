@@ -41,7 +41,9 @@ SCALE, SCALE_INV, AGE, BEFORE, REACH, WINDOW, INTERVAL, LIMIT, HISTORY = 0, 1, 2
 SNAPSHOT = 4  # columns of a snapshot: a slot's scale is 16-byte aligned, which lets one kernel serve all slots
 LARGEST, SMALLEST = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny  # both have finite inverses
 EXPONENT = 0x7F800000  # the bits of a float32 that are its exponent
-JUMP = 2.0  # an overflow to act on: twice what the scale covers; by less, amaxes of a quiet run exceed their history, too
+# An overflow to act on: so many times what the scale covers. By less, amaxes of a quiet run exceed their history, too; those of
+# gradients do so by two to three times, in some tensor every few dozen steps.
+JUMP, JUMP_OF_GRADIENTS = 2.0, 8.0
 
 
 class SlotSettings(NamedTuple):

@@ -228,7 +228,8 @@ class Reference:
             if slot.cold and amax == 0.0:
                 continue  # still cold
             fp8_max = settings.format(key[1])[1]
-            overflow = settings.on_overflow == "current" and not slot.cold and float32(amax * slot.scale) > 2.0 * fp8_max
+            jump = 8.0 if key[1] == "gradient" else 2.0
+            overflow = settings.on_overflow == "current" and not slot.cold and float32(amax * slot.scale) > jump * fp8_max
             if slot.calls % settings.interval == 0 or overflow:
                 length = 1 if settings.amax_compute_algo == "most_recent" else settings.amax_history_len
                 window = max(slot.history[:length])

@@ -18,7 +18,7 @@ from ..formats import Format, pick
 from ..graph import Matrix
 from ..matmul import Matmul
 from ..recipe import Recipe, Scaling
-from ..scaling import JUMP, SlotSettings
+from ..scaling import JUMP, JUMP_OF_GRADIENTS, SlotSettings
 from ..state import SlotKey
 
 
@@ -90,7 +90,7 @@ def plan(matmuls: list[Matmul], fnuz: bool) -> Plan:
             if (matrix.base, _format_role(role), scaling) in made.operands:
                 continue
             form = pick(scaling.wide, fnuz if scaling.encoding == "auto" else scaling.encoding == "fnuz")
-            key = SlotKey(index, role, 0 if role == "weight" else use, _settings(scaling, form))
+            key = SlotKey(index, role, 0 if role == "weight" else use, _settings(scaling, form, role))
             while key in taken:  # say, a dgrad and a wgrad that see different copies of their gradient
                 key = SlotKey(index, role, key.use + 1, key.settings)
             taken.add(key)
@@ -105,6 +105,7 @@ def plan(matmuls: list[Matmul], fnuz: bool) -> Plan:
     return made
 
 
-def _settings(scaling: Scaling, form: Format) -> SlotSettings:
+def _settings(scaling: Scaling, form: Format, role: str) -> SlotSettings:
     window, interval, watched = scaling.history
-    return SlotSettings(form.max / 2.0**scaling.margin, window, interval, JUMP * form.max if watched else float("inf"))
+    limit = form.max * (JUMP_OF_GRADIENTS if role == "gradient" else JUMP) if watched else float("inf")
+    return SlotSettings(form.max / 2.0**scaling.margin, window, interval, limit)
