@@ -18,7 +18,7 @@ from fp8compile.estimate import Cost, Estimate, _carried_on, _layers, estimate
 pytestmark = pytest.mark.skipif(described.unavailable() is not None, reason=described.unavailable() or "")
 
 BF16 = torch.bfloat16
-WIDTH, TOKENS = 1024, 4096
+WIDTH, TOKENS = 1024, 8192
 H200 = devices.find("h200")
 
 

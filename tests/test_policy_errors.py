@@ -6,6 +6,7 @@ import pytest
 from test_policy import fp8, refusal, site
 
 from fp8compile.policy import load
+from fp8compile.recipe import RECIPES
 
 
 @pytest.fixture
@@ -51,7 +52,7 @@ margin = 2
         (
             "margin = 1",
             "recipe = 'min'",
-            "line 4, [defaults]: 'recipe' must be one of 'delayed', 'tensorwise', 'mine'; got 'min'",
+            f"line 4, [defaults]: 'recipe' must be one of {', '.join(map(repr, RECIPES))}, 'mine'; got 'min'",
         ),
         ('base = "delayed"', 'base = "mine"', "line 7, [recipes.mine]: recipes go in a circle: 'mine' -> 'mine'"),
         ('base = "delayed"', 'recipe = "delayed"', "line 7, [recipes.mine]: unknown key 'recipe'"),
