@@ -424,8 +424,10 @@ def parse_arguments(argv: list[str] | None = None) -> tuple[OneLineParser, argpa
     parser.add_argument("--batch-size", type=positive_int, help="sequences a step (default: the configuration's)")
     parser.add_argument("--lr", type=positive_float, default=5e-4, help="peak learning rate (default: 5e-4)")
     parser.add_argument("--seed", type=whole_number, default=0, help="of the weights and the batches (default: 0)")
-    parser.add_argument("--recipe", choices=("delayed", "tensorwise"), default="delayed", help="how scales are found")
-    parser.add_argument("--fp8-format", choices=("hybrid", "e4m3"), default="hybrid", help="hybrid: gradients are E5M2")
+    recipes = ("delayed", "tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8")
+    parser.add_argument("--recipe", choices=recipes, default="delayed", help="how scales are found (default: delayed)")
+    formats = "hybrid: gradients are E5M2 (default: the recipe's)"
+    parser.add_argument("--fp8-format", choices=("hybrid", "e4m3"), help=formats)
     parser.add_argument("--data", type=Path, help="a text file or a folder (default: the standard library's sources)")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the plot and the checkpoint (default: out)")
     return parser, parser.parse_args(argv)
@@ -457,12 +459,12 @@ def main(argv: list[str] | None = None) -> None:
     print(
         f"GPT {args.config}: {config.layers} layers, {config.width} wide, context {config.context}, {parameters / 1e6:.1f}M "
         f"parameters\n{len(text):,} bytes of text; {steps} steps of {batch_size * config.context} tokens on {args.device}\n"
-        f"both runs: float32 weights, bf16 autocast, seed {args.seed}; the FP8 run: {args.recipe} scaling, {args.fp8_format}",
+        f"both runs: float32 weights, bf16 autocast, seed {args.seed}; the FP8 run: {args.recipe} scaling",
         flush=True,
     )
     settings = dict(steps=steps, batch_size=batch_size, lr=args.lr, seed=args.seed, device=args.device, progress=True)
     bf16 = train(config, text, backend="inductor", name="bf16", **settings)
-    fp8_options = {"recipe": args.recipe, "fp8_format": args.fp8_format}
+    fp8_options = {"recipe": args.recipe, **({"fp8_format": args.fp8_format} if args.fp8_format else {})}
     fp8 = train(config, text, backend="fp8", options=fp8_options, name="fp8", **settings)
 
     print_comparison(bf16, fp8)
