@@ -18,6 +18,8 @@ CASTS = (aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 VIEWS: tuple = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.flatten.using_ints)
 VIEWS += (aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
 PERMUTES = (aten.permute.default, aten.t.default, aten.transpose.int)
+SLICES: tuple = (aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default, aten.narrow.default, aten.select.int)
+SLICES += (aten.unbind.int, aten.chunk.default)
 SAME = (aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Node
 
-from .graph import CASTS, SAME, VIEWS, arg, aten, call_function, is_tensor, same_size, value
+from .graph import CASTS, SAME, SLICES, VIEWS, arg, aten, call_function, is_tensor, same_size, value
 from .matmul import Matmul
 
 HEADS = "lm_head head heads embed_out unembed unembedding output_projection score classifier logits".split()
@@ -25,7 +25,6 @@ CHOICES += (aten._safe_softmax.default,)
 BETWEEN: tuple = (*CASTS, *SAME, *VIEWS, aten.slice.Tensor, aten.select.int, aten.clone.default, aten.permute.default)
 BETWEEN += (aten.add.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.sigmoid.default, aten.tanh.default)
 BETWEEN += (aten.constant_pad_nd.default,)
-SLICES = (aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default, aten.select.int, aten.unbind.int)
 CLAMPS = (aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default)
 GATED = "down projection: its input is a product of two projections"
 MOST = 64  # nodes between a product and the projections behind it

@@ -22,7 +22,7 @@ from torch.fx import Graph, Node
 from torch.utils.weak import WeakIdKeyDictionary
 
 from . import ops, scaling
-from .recipe import WHOLE
+from .recipe import WHOLE, kind_of
 from .state import named_weights
 
 CASTS = (ops.quantize, ops.quantize_both)
@@ -33,7 +33,6 @@ COLUMNS = (
 )  # fmt: skip
 
 Name = tuple[str, int, str]  # role, use, layout: "" (both are the same), "plain" or "transposed"
-FINER = {(1, 0): "rowwise", (1, 128): "blockwise", (128, 128): "blockwise", (1, 32): "mxfp8"}
 
 
 class Cast(NamedTuple):
@@ -47,8 +46,6 @@ class Cast(NamedTuple):
 KNOWN: Any = WeakIdKeyDictionary()
 MEASURED: Any = WeakIdKeyDictionary()
 ACTIVE: list[Measurement] = []
-
-
 STALE: set[int] = set()  # ids of weights of which only graphs that are gone have said something
 
 
@@ -179,7 +176,7 @@ def casts_of(graph: Graph) -> dict[tuple[int, Name], Cast]:
             operand = node.meta.get("fp8_operand")
             if operand is None:
                 continue
-            recipe = "delayed" if operand.settings.window else FINER.get(block_of(node), "tensorwise")
+            recipe = kind_of(bool(operand.settings.window), block_of(node))
             cast = Cast(recipe, str(node.args[2]).removeprefix("torch.float8_"))
             found.update({(operand.input, name): cast for name in names_of(node)})
     return found

@@ -23,7 +23,7 @@ from .logs import get_logger, rank, say_once
 from .measure import KNOWN, Measurement
 from .recipe import integer
 from .state import named_weights, unwrapped
-from .telemetry import COSTLY, STATE, table
+from .telemetry import COSTLY, STATE, table, tensor_of
 
 logger = get_logger(__name__)
 
@@ -158,10 +158,9 @@ def _lines(file: Any) -> Write:
 def _scalars(writer: Any) -> tuple[Write, Callable[[], Any]]:
     def write(rows: list[Row]) -> None:
         for row in rows:
-            tensor = ".".join([row["role"], str(row["use"]), *filter(None, [row["layout"]])])
             for key in (*STATE, *COSTLY):
                 if row[key] is not None:
-                    writer.add_scalar(f"fp8/{row['name']}/{tensor}/{key}", row[key], row["step"])
+                    writer.add_scalar(f"fp8/{row['name']}/{tensor_of(row)}/{key}", row[key], row["step"])
 
     return write, writer.close if hasattr(writer, "close") else _nothing
 

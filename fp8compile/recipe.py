@@ -37,6 +37,13 @@ class Block(NamedTuple):
 WHOLE, ROW = Block(0, 0), Block(1, 0)
 
 
+def kind_of(delayed: bool, block: tuple[int, int]) -> str:
+    """What a tensor's scaling is called: "delayed", "tensorwise", "rowwise", "blockwise" or "mxfp8"."""
+    if block == WHOLE:
+        return "delayed" if delayed else "tensorwise"
+    return "rowwise" if block == ROW else "mxfp8" if block[1] == 32 else "blockwise"
+
+
 class Scaling(NamedTuple):
     """How one tensor is scaled for one gemm. Gemms that agree on it share its FP8 copies."""
 
@@ -51,9 +58,7 @@ class Scaling(NamedTuple):
     @property
     def kind(self) -> str:
         """What it costs: "delayed", "tensorwise", "rowwise", "blockwise" or "mxfp8"."""
-        if self.block == WHOLE:
-            return "delayed" if self.delayed else "tensorwise"
-        return "rowwise" if self.block == ROW else "mxfp8" if self.block.columns == 32 else "blockwise"
+        return kind_of(self.delayed, self.block)
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,9 @@ from torch import Tensor, nn
 
 from . import scaling
 from .errors import StateError
+from .recipe import ROLES
 from .scaling import SlotSettings
 from .state import FIX, LOADED, REGISTRY, Page, Slot, differing, named_weights, slots_of, unwrapped
-from .telemetry import ROLES
 
 Key = tuple[str, str, int]  # parameter, role, use
 VERSION_KEY, VERSION = "fp8compile.version", 1

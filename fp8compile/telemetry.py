@@ -21,12 +21,11 @@ from torch import Tensor, nn
 
 from . import scaling
 from .measure import COLUMNS, KNOWN, MEASURED, Cast, Measurement, Name
+from .recipe import ROLES
 from .state import REGISTRY, Page, named_weights, unwrapped
 
 STATE = ("amax", "scale", "scale_inv", "scale_inv_min", "scale_inv_max")
 COSTLY = ("overflows%", "underflows%", "mse", "sqnr")
-ROLES = ("input", "weight", "gradient")
-FORMATS = {448.0: "e4m3fn", 240.0: "e4m3fnuz", 57344.0: "e5m2"}
 
 _asked: dict[int, Measurement] = {}  # by id of the model: the measurement that `stats` asked for last
 
@@ -53,9 +52,8 @@ class Stats:
         """{name: {"input.0": {...}, "weight.0": {...}, "gradient.0": {...}}}, the keys being role.use, or role.use.layout."""
         nested: dict[str, dict[str, dict[str, Any]]] = {}
         for row in self._rows:
-            tensor = ".".join([row["role"], str(row["use"]), *filter(None, [row["layout"]])])
             rest = {key: value for key, value in row.items() if key not in ("name", "role", "use", "layout")}
-            nested.setdefault(row["name"], {})[tensor] = rest
+            nested.setdefault(row["name"], {})[tensor_of(row)] = rest
         return nested
 
     def __len__(self) -> int:
@@ -119,9 +117,8 @@ def table(model: nn.Module, measurement: Measurement | None = None) -> list[dict
         casts: dict[Name, Cast] = dict(KNOWN.get(weight, {}))
         slots = REGISTRY.get(weight, {})
         found = (MEASURED if measurement is None else measurement.records).get(weight, {})
-        for role, use in slots:
-            if weight not in KNOWN and not any(name[:2] == (role, use) for name in casts):
-                casts[role, use, ""] = Cast("delayed", "")
+        if weight not in KNOWN:
+            casts = {(role, use, ""): Cast("delayed", "") for role, use in slots}
         for name in sorted(casts, key=lambda name: (ROLES.index(name[0]), *name[1:])):
             (role, use, layout), cast = name, casts[name]
             row = {"name": parameter, "role": role, "use": use, "layout": layout, "recipe": cast.recipe, "format": cast.format}
@@ -136,6 +133,11 @@ def table(model: nn.Module, measurement: Measurement | None = None) -> list[dict
                 row.update(_measured(vectors[id(vector)], measurement is not None or slot is None))
             rows.append(row)
     return rows
+
+
+def tensor_of(row: dict[str, Any]) -> str:
+    """Which tensor of a parameter a row is of: "input.0", "gradient.0.transposed"."""
+    return ".".join([row["role"], str(row["use"]), *filter(None, [row["layout"]])])
 
 
 def _state(page: Page, row: int, pages: dict[Page, Tensor]) -> dict[str, Any]:

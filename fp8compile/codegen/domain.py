@@ -48,6 +48,13 @@ def size_of(size: Any) -> sympy.Expr:
     return size.node.expr if isinstance(size, torch.SymInt) else sympy.sympify(size)
 
 
+def quotient(size: sympy.Expr, by: int) -> sympy.Expr:
+    """size // by."""
+    from torch.utils._sympy.functions import FloorDiv
+
+    return sympy.Integer(int(size) // by) if size.is_Integer else FloorDiv(size, by)
+
+
 _integer = functools.lru_cache(maxsize=4096)(sympy.Integer)
 
 

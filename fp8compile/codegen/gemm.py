@@ -19,14 +19,13 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import sympy
 import torch
 from torch.fx import Node
 
 from .. import compat, multiply, ops
 from ..graph import Emitter, aten, value
 from . import products
-from .domain import size_of
+from .domain import quotient, size_of
 from .expressions import TRITON_DTYPE
 from .launch import Launcher
 
@@ -217,7 +216,7 @@ def launch_gemm(
             known.append(int(size))
         else:
             known.append(name)
-            numbers[name] = launcher.number(emit, _quotient(size, 16) if name == "k16" else size)
+            numbers[name] = launcher.number(emit, quotient(size, 16) if name == "k16" else size)
     a_inv, b_inv = (
         inline(node, products.columns_first if block[0] == 1 else products.rows_first, inverse)
         for inverse, block in ((a_inv, a_block), (b_inv, b_block))
@@ -230,17 +229,10 @@ def launch_gemm(
     dtypes = value(a).dtype, value(b).dtype
     name, text = source(known, dtypes, (a_block, b_block), out_dtype, bias is not None)
     tiles = configurations(device, shared_memory(value(node).device), b_block)
-    programs = [_quotient(m + r - 1, r) * _quotient(n + c - 1, c) for r, c, *_ in tiles]
+    programs = [quotient(m + r - 1, r) * quotient(n + c - 1, c) for r, c, *_ in tiles]
     grids = [(launcher.number(emit, count), 1, 1) for count in programs]
     compat.launch(emit, function(name, text, tiles), grids, {**tensors, **numbers})
     return out
-
-
-def _quotient(size: sympy.Expr, by: int) -> sympy.Expr:
-    """size // by."""
-    from torch.utils._sympy.functions import FloorDiv
-
-    return sympy.Integer(int(size) // by) if size.is_Integer else FloorDiv(size, by)
 
 
 def shared_memory(device: torch.device) -> int:

@@ -27,7 +27,7 @@ from torch.fx import Node
 
 from .. import ops
 from ..graph import arg
-from .domain import VIEWS, Index, kind, sizes
+from .domain import VIEWS, Index, kind, quotient, sizes
 from .expressions import FLOATS, TRITON_DTYPE, expression, number_text, prelude, rounded
 from .group import Group, Output, statistics_of, title
 from .scales import FROM_AMAX, SPAN, Scale, computed_scale
@@ -367,11 +367,8 @@ class _Writer:
 
 def padded_rows(rows: sympy.Expr) -> sympy.Expr:
     """`ops.padded_rows` of an expression."""
-    if rows.is_Integer:
-        return sympy.Integer(max(16, -(-int(rows) // 16) * 16))
-    from torch.utils._sympy.functions import FloorDiv
-
-    return FloorDiv(rows + 15, 16) * 16
+    padded = quotient(rows + 15, 16) * 16
+    return sympy.Integer(max(16, int(padded))) if padded.is_Integer else padded
 
 
 def _python(expr: sympy.Expr) -> str:

@@ -22,7 +22,7 @@ from torch.fx import Graph, Node
 
 from .. import compat
 from ..graph import Emitter, aten
-from .domain import size_of, sizes
+from .domain import quotient, size_of, sizes
 from .group import Output
 from .kernel import Kernel, padded_rows
 
@@ -225,8 +225,4 @@ def _from(node: Node):
 
 
 def _blocks(size: sympy.Expr, block: int) -> sympy.Expr:
-    if size.is_Integer:
-        return sympy.Integer(-(-int(size) // block))
-    from torch.utils._sympy.functions import FloorDiv
-
-    return FloorDiv(size + block - 1, block)
+    return quotient(size + block - 1, block)

@@ -17,12 +17,10 @@ from torch.fx import Graph, Node
 
 from .. import compat
 from ..capture import Inputs, readable_module
-from ..graph import arg, aten, peel, root, value
+from ..graph import SLICES, arg, aten, peel, root, value
 from ..matmul import Matmul
 from ..reports import OpaqueRecord
 
-SLICES: tuple = (aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default, aten.narrow.default, aten.select.int)
-SLICES += (aten.unbind.int, aten.chunk.default)
 MATMULS = {aten.mm: 0, aten.bmm: 0, aten.addmm: 1, aten.baddbmm: 1}  # operator: index of a among its arguments
 
 # operators that hide matmuls, by what their name contains
