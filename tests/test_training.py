@@ -19,6 +19,7 @@ from torch import Tensor
 
 import fp8compile
 from fp8compile.backend import fp8
+from fp8compile.recipe import RECIPES
 from fp8compile.runtime import interpreted
 
 TINY = train_gpt.Config(layers=2, width=128, heads=2, context=64, vocabulary=256, steps=120, batch_size=8)
@@ -75,7 +76,7 @@ def test_the_demo_runs_from_end_to_end(tmp_path: Path, monkeypatch: pytest.Monke
         ["--steps", "0"],
         ["--lr", "nan"],
         ["--seed", "-1"],
-        ["--recipe", "rowwise"],
+        ["--recipe", "hybrid"],
         ["--fp8-format", "e5m2"],
         ["--bogus"],
         ["--data", "no/such/file"],
@@ -84,13 +85,20 @@ def test_the_demo_runs_from_end_to_end(tmp_path: Path, monkeypatch: pytest.Monke
     ],
     ids=" ".join,
 )
-def test_a_bad_flag_gets_one_line(flags: list[str], capsys: pytest.CaptureFixture) -> None:
+def test_a_bad_flag_gets_one_line(flags: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.setattr(train_gpt, "train", lambda *args, **kwargs: pytest.fail(f"{flags} were taken"))  # not after minutes
     with pytest.raises(SystemExit) as stop:
         train_gpt.main(flags)
     captured = capsys.readouterr()
     assert stop.value.code == 2
     assert captured.err.count("\n") == 1 and flags[0] in captured.err
     assert captured.out == ""
+
+
+def test_the_demo_takes_every_recipe(capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit):
+        train_gpt.main(["--help"])
+    assert f"--recipe {{{','.join(RECIPES)}}}" in " ".join(capsys.readouterr().out.split())
 
 
 def test_the_model_knows_nothing_of_fp8() -> None:
