@@ -202,6 +202,11 @@ PRODUCERS: dict[str, tuple[Callable[..., tuple[Tensor, ...]], Callable[[Source],
 }
 
 
+def apart(recipe: str, name: str) -> bool:
+    """Are the sums over rows a kernel of their own? A program does not take as many whole rows as such blocks have."""
+    return BLOCKS[recipe][1] == 128 and name.endswith("norm")
+
+
 @pytest.mark.parametrize("name", PRODUCERS)
 @every_recipe
 def test_behind_a_producer(recipe: str, name: str) -> None:
@@ -216,7 +221,10 @@ def test_behind_a_producer(recipe: str, name: str) -> None:
 
     made = made_of(call, inputs(Source(*shape, dtype)))
     first, *second = KERNELS[recipe]
-    assert_kernels(made, f"{first} value {more}", *second)
+    if apart(recipe, name):
+        assert_kernels(made, f"value {more}", first)
+    else:
+        assert_kernels(made, f"{first} value {more}", *second)
     given = inputs(Source(*shape, dtype, "normal", seed=7))
     with torch.no_grad():
         y, *others = made.fused(*given)[: 1 + len(more.split())]
@@ -233,8 +241,10 @@ def test_nobody_else_reads_the_producer(recipe: str, name: str) -> None:
     produce, inputs, _ = PRODUCERS[name]
     given = inputs(Source(70, 140, torch.bfloat16))
     made = made_of(lambda *x: both(produce(*x)[0], recipe), given)
-    first, *second = KERNELS[recipe]
-    assert len(made.kinds) == len(KERNELS[recipe]) and first.split()[0] in made.kinds[0]
+    if apart(recipe, name):
+        assert_kernels(made, "row", *KERNELS[recipe])
+    else:
+        assert len(made.kinds) == len(KERNELS[recipe]) and "copy" in made.kinds[0]
     assert not any("value" in kinds for kinds in made.kinds) or name == "rms_norm" and recipe == "rowwise"
     with_value = made_of(lambda *x: (produce(*x)[0], *both(produce(*x)[0], recipe)), given)
     check(made, given, with_value.fused(*given)[1:])

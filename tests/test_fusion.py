@@ -90,6 +90,24 @@ def test_dynamic_rows():
     assert len(set(made)) <= 14, "kernels take sizes as arguments: one compilation serves all"
 
 
+def test_blocks_of_128_rows_behind_sums_over_rows_are_two_kernels():
+    """128 whole rows a program would be 64 programs at 8192 tokens."""
+    made: list[Any] = []
+    configurations = launch.configurations
+
+    def spy(kernel):
+        made.append(kernel)
+        return configurations(kernel)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "configurations", spy)
+        assert_same(lambda: nn.Sequential(RmsBlock(), RmsBlock()), [(2, 100, 128)] * 2, recipe="blockwise")
+    over_rows = [kernel for kernel in made if kernel.row_blocks]
+    assert all(kernel.block[0] == 1 for kernel in over_rows)
+    assert any("value" in [x.kind for x in kernel.outputs] for kernel in over_rows), "a gradient that the residual reads"
+    assert any({x.kind for x in kernel.outputs} == {"row"} for kernel in over_rows), "a norm that nobody else reads"
+
+
 def test_a_bias_gradient_is_summed_in_the_kernel_of_its_cast():
     _, made = train(Mlp, [(40, 128)] * 2, True)
     assert sum(name.endswith("sum", 0, name.rfind("_")) for name in made) == 2

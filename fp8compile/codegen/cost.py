@@ -13,7 +13,7 @@ from ..graph import arg, aten, hint
 from .domain import REDUCTIONS, VIEWS, product, sizes
 from .expressions import supported
 from .group import Group
-from .launch import TALL_ROW_BLOCKS, TALL_TILES
+from .launch import MOST_ROWS, TALL_ROW_BLOCKS, TALL_TILES
 from .scales import of_amax
 
 STRIDED = 1 / 0.58  # how many times longer one-byte stores at a stride take: Inductor's transposes reach 58% of the bandwidth
@@ -53,10 +53,12 @@ def compare(group: Group, sizes_of: Sizes, stored: set[Node], ours_too: tuple) -
     """(bytes of the group's kernel, bytes of Inductor's kernels for the same). `stored`: what other groups wrote.
 
     Inductor reads the inputs once for everything that goes along rows, once more for column sums and amaxes, and once more for
-    amaxes of blocks of a column.
+    amaxes of blocks of a column, or of several rows behind sums over rows.
     """
     reads = sum(map(sizes_of.bytes_of, (*group.inputs, *(x for x, scale in group.scales.items() if scale.kind == "tile"))))
     ours = theirs = reads
+    if group.passes and group.block[0] > MOST_ROWS:  # `fuse` makes two kernels of it
+        ours += reads
     for x in group.inputs:  # if nobody else reads it, Inductor would have computed it in place
         made = x
         while made.target in (*VIEWS, *_PARTS):
@@ -82,6 +84,6 @@ def compare(group: Group, sizes_of: Sizes, stored: set[Node], ours_too: tuple) -
             ours += elements * 8 // height  # partial sums, written and read
     if group.of_kind("sum", "column_amax"):
         theirs += reads
-    if any(x.rows > 1 and x.columns == 1 for x in map(of_amax, group.tiles)):
+    if any(x.rows > 1 and (x.columns == 1 or group.passes) for x in map(of_amax, group.tiles)):
         theirs += reads
     return ours, theirs

@@ -70,11 +70,12 @@ class Group:
     @property
     def span(self) -> int:
         """Columns that a program takes strip by strip; 0: those of a tile. For blocks of 1 x 128 and of 128 x 1 together,
-        where a tile of both would not fit into the registers."""
+        where a tile of both would not fit into the registers. Not with passes: `fuse` takes such a group apart."""
         tall = any(x.rows == SPAN for x in self._blocks)
         fits = all(x.of_span or x.columns < SPAN for x in self._blocks)
         both = tall and fits and any(x.of_span for x in self._blocks)
-        return SPAN if both and (self.passes or self.heavy) else 0
+        large = sum(map(self.domain.is_full, self.inputs)) > 1 or self.heavy
+        return SPAN if both and large and not self.passes else 0
 
     @property
     def heavy(self) -> bool:

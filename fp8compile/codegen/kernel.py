@@ -117,7 +117,7 @@ class _Writer:
         if span:
             tile = [*before, *self.strips(tile)]
         if looping:
-            body += [f"for {'span' if span else 'start'} in range(0, {columns}, {width}):", *_indented(tile)]
+            body += [f"for start in range(0, {columns}, BLOCK_C):", *_indented(tile)]
         else:
             body += tile
         for output in group.of_kind("row"):

@@ -38,10 +38,10 @@ TILES = ((64, 128, 8), (64, 64, 4), (32, 128, 4), (128, 64, 8), (128, 32, 4), (1
 TALL_TILES = ((128, 64, 8), (128, 32, 4), (128, 128, 16), (128, 128, 8))
 HEAVY_TILES = ((64, 64, 8), (32, 128, 8), (64, 128, 16), (128, 64, 16), (128, 32, 8), (128, 16, 4), (128, 128, 32))
 HEAVY_TALL_TILES = ((128, 64, 16), (128, 32, 8), (128, 16, 4), (128, 128, 32), (32, 128, 8))
-ROW_BLOCKS = ((16, 256, 8), (32, 128, 8), (16, 128, 4), (32, 64, 4), (128, 64, 16), (128, 32, 8), (128, 128, 32))
+ROW_BLOCKS = ((16, 256, 8), (32, 128, 8), (16, 128, 4), (32, 64, 4))
+TALL_ROW_BLOCKS = ((32, 128, 8), (32, 64, 4))
+MOST_ROWS = 32  # whole ones that a program takes
 SPANS = ((128, 32, 8), (128, 16, 8))
-SPANS_OF_ROW_BLOCKS = ((128, 32, 16), (128, 16, 8))
-TALL_ROW_BLOCKS = ((32, 128, 8), (32, 64, 4), (128, 64, 16), (128, 32, 8), (128, 128, 32), (128, 128, 16))
 
 
 def configurations(kernel: Kernel) -> tuple[tuple[int, int, int], ...]:
@@ -50,7 +50,7 @@ def configurations(kernel: Kernel) -> tuple[tuple[int, int, int], ...]:
     choices: tuple[tuple[int, int, int], ...]
     tall = kernel.sums or kernel.column_amaxes
     if kernel.span:
-        choices = SPANS_OF_ROW_BLOCKS if kernel.row_blocks else SPANS
+        choices = SPANS
     elif kernel.row_blocks:
         choices = TALL_ROW_BLOCKS if tall else ROW_BLOCKS
     elif kernel.heavy:

@@ -26,9 +26,9 @@ from ..codegen import launch
 from ..codegen.cost import Sizes, compare
 from ..codegen.domain import Domain, sizes
 from ..codegen.group import Group, Output
-from ..codegen.kernel import Unwritable, write
+from ..codegen.kernel import Kernel, Unwritable, write
 from ..codegen.scales import Scale, chain, made_in_place, of_amax, of_cast
-from ..graph import PERMUTES, arg, value
+from ..graph import PERMUTES, VIEWS, arg, value
 from ..logs import get_logger
 from .grouping import OURS, SEEDS, Grouping, reaches
 from .place import Made, generated, place
@@ -101,17 +101,39 @@ class _Finder:
             if ours > theirs:
                 logger.debug("%s stays with Inductor: a kernel would move %d bytes, not %d", seed.source.name, ours, theirs)
                 continue
+            source = seed.source.name
             try:
-                kernel = write(group)  # now: replacing it takes its members out of the graph
+                kernels = self.kernels(group, [seed, *joined])
             except Unwritable as error:
-                logger.debug("%s stays with Inductor: %s", seed.source.name, error)
+                logger.debug("%s stays with Inductor: %s", source, error)
                 continue
             taken.update([seed, *joined])
-            logger.debug(
-                "%s: %s, %d bytes, %d by Inductor; reads %s", seed.source.name, kernel.name, ours, theirs, _reads(group)
-            )
-            done[self.replace(group)] = group, kernel
+            for node, (_, kernel) in kernels.items():
+                logger.debug("%s: %s, %d bytes, %d by Inductor; reads %s", source, kernel.name, ours, theirs, _reads(node))
+            done.update(kernels)
         return done
+
+    def kernels(self, group: Group, seeds: list[Seed]) -> dict[Node, Made]:
+        """The kernel of a group, and its functional node in the graph. Two of them where a program would take 128 whole rows,
+        because blocks are as tall: those are too few programs for a GPU, and more than its caches hold. Then the first writes
+        what is cast, if someone else reads that anyway, or else the sums over rows.
+
+        Raises Unwritable, with the graph as it was."""
+        kernel = write(group)  # now: replacing it takes its members out of the graph
+        if not group.passes or group.block[0] <= launch.MOST_ROWS:
+            return self.replaced(group, kernel)
+        sources = {_behind_views(seed.source) for seed in seeds}
+        written = [x for x in group.of_kind("value") if x.node in sources]
+        rows = [Output("row", node, node) for node in group.levels]
+        whole = len(written) == len(sources)
+        first = self.grouping(group.domain, written if whole else rows, sums=whole)
+        if isinstance(first, str):
+            raise Unwritable(first)
+        first.outputs = [x for x in first.outputs if not set(x.replaces.users) <= first.members.keys()]
+        kernels = self.replaced(first, write(first))
+        second = self.grouping(group.domain, [sink for seed in seeds for sink in seed.sinks])
+        assert not isinstance(second, str), second  # it reads less than the group did
+        return kernels | self.replaced(second, write(second))
 
     def joined(self, group: Group, seed: Seed, others: list[Seed]) -> tuple[Group, list[Seed]]:
         """The group with the other casts that one walk can serve, too, and those: they read what it reads, and little else."""
@@ -152,7 +174,7 @@ class _Finder:
 
     # -- in the graph --
 
-    def replace(self, group: Group) -> Node:
+    def replaced(self, group: Group, kernel: Kernel) -> dict[Node, Made]:
         """Put a functional node for a group into the graph; the graph may be out of order until it is sorted."""
         anchor = next(iter(group.outputs)).replaces
         with self.graph.inserting_before(anchor):
@@ -165,7 +187,7 @@ class _Finder:
             output.replaces.replace_all_uses_with(item)
             self.stored.add(item)
         self.sweep([output.replaces for output in group.outputs])
-        return node
+        return {node: (group, kernel)}
 
     def sweep(self, dead: list[Node]) -> None:
         """Erase what nobody reads any more."""
@@ -241,5 +263,11 @@ def _read_outside(user: Node, inside: set[Node]) -> bool:
     return user not in inside
 
 
-def _reads(group: Group) -> str:
-    return ", ".join(f"{x.name} ({x.target if x.op == 'call_function' else x.op})" for x in group.inputs)
+def _behind_views(node: Node) -> Node:
+    while node.target in VIEWS:
+        node = arg(node, 0)
+    return node
+
+
+def _reads(made: Node) -> str:
+    return ", ".join(f"{x.name} ({x.target if x.op == 'call_function' else x.op})" for x in made.all_input_nodes)

@@ -37,14 +37,15 @@ class Grouping:
             walk.output(sink)
         return walk
 
-    def __call__(self, domain: Domain, sinks: list[Output]) -> Group | str:
-        """The group of some casts, with everything that it has to write; or why it cannot be one kernel."""
+    def __call__(self, domain: Domain, sinks: list[Output], sums: bool = True) -> Group | str:
+        """The group of some casts, with everything that it has to write; or why it cannot be one kernel. `sums`: with sums
+        over columns of what it holds."""
         stops: set[Node] = set()
         while True:
             walk = self.walk(domain, sinks, stops)
-            sums = self.column_sums(domain, walk, {x.replaces for x in sinks} | stops)
-            outputs = [*sinks, *sums.values()]
-            outputs += self.others(domain, walk, {x.replaces for x in outputs} | set(sums) | set(walk.tiles))
+            totals = self.column_sums(domain, walk, {x.replaces for x in sinks} | stops) if sums else {}
+            outputs = [*sinks, *totals.values()]
+            outputs += self.others(domain, walk, {x.replaces for x in outputs} | set(totals) | set(walk.tiles))
             scales = read_scales(outputs, walk.tiles)
             replaced = {x.replaces for x in outputs}
             reads = [*walk.inputs, *scales]
