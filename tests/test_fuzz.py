@@ -7,6 +7,8 @@ that Inductor would hand to `lower`, run once operator by operator and once with
 All is compared bit for bit (any NaN is a NaN). For that, operators whose last bit no one promises (a sum, an exponential, which
 zero is the larger) are computed on both sides as a kernel computes them, and held against ATen's to a tolerance; see `Exact`.
 Kernels may touch nothing but their own tensors: each load and store is checked, and what is not written is seen.
+
+`FUZZ_CASES=2000` looks at more of them, the same ones each time.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import dataclasses
 import gc
 import logging
 import operator
+import os
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -41,7 +44,7 @@ from fp8compile.passes.lower import lower
 aten = torch.ops.aten
 prims = torch.ops.prims
 
-CASES, PARTS = 2000, 4
+CASES, PARTS = int(os.environ.get("FUZZ_CASES", "600")), 4
 BLOCKS = ((16, 16, 1), (16, 32, 1), (32, 16, 1), (32, 32, 1), (64, 64, 1))
 PROGRAMS = 3  # tiles a case, at most: the interpreter takes its time by the program
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -71,20 +72,24 @@ def test_evaluations_are_at_the_end_and_in_order() -> None:
     assert recipes.Study(steps=3).evaluations[-1] == 3
 
 
-@pytest.mark.parametrize("arm", ["rowwise_with_gw_hp", "delayed-fnuz"])
-def test_a_run(arm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def study() -> Iterator[recipes.Study]:
     precision = torch.get_float32_matmul_precision()
-    study = dataclasses.replace(recipes.Study(), steps=4, windows=64)
-    try:
-        with straight():
-            made = recipes.train(arm, 0, study, train_gpt.load_text())
-            assert made["fp8_matmuls"] == {"rowwise_with_gw_hp": 16, "delayed-fnuz": 24}[arm]
-            assert made["evaluations"][-1] == (4, made["loss"]) and 4.0 < made["loss"] < 6.0
-            assert all(made[name] == getattr(study, name) for name in recipes.FIELDS)
-            json.dumps(made)
-            monkeypatch.setitem(recipes.ARMS, arm, {"policy": {"rules": [{"module": "*.down", "fp8": "off"}]}})
-            torch._dynamo.reset()
-            with pytest.raises(RuntimeError, match="matmuls in FP8, expected"):
-                recipes.train(arm, 0, study, train_gpt.load_text())
-    finally:
-        torch.set_float32_matmul_precision(precision)
+    with straight():
+        yield dataclasses.replace(recipes.Study(), steps=4, windows=64)
+    torch.set_float32_matmul_precision(precision)
+
+
+@pytest.mark.parametrize(("arm", "matmuls"), [("rowwise_with_gw_hp", 16), ("delayed-fnuz", 24)])
+def test_a_run(arm: str, matmuls: int, study: recipes.Study) -> None:
+    made = recipes.train(arm, 0, study, train_gpt.load_text())
+    assert made["fp8_matmuls"] == matmuls
+    assert made["evaluations"][-1] == (4, made["loss"]) and 4.0 < made["loss"] < 6.0
+    assert all(made[name] == getattr(study, name) for name in recipes.FIELDS)
+    json.dumps(made)
+
+
+def test_a_run_that_is_not_in_fp8(study: recipes.Study, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(recipes.ARMS, "delayed", {"policy": {"rules": [{"module": "*.down", "fp8": "off"}]}})
+    with pytest.raises(RuntimeError, match="matmuls in FP8, expected"):
+        recipes.train("delayed", 0, dataclasses.replace(study, steps=1, windows=8), train_gpt.load_text())

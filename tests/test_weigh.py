@@ -278,9 +278,9 @@ def test_float32_weights_under_autocast(seen):
 
 
 @pytest.mark.skipif(described.unavailable() is not None, reason=described.unavailable() or "")
-@pytest.mark.parametrize("seed", [1, 5, 10, 15, 20, 21, 34, 37])
+@pytest.mark.parametrize("seed", [1, 10, 15, 20, 37])
 def test_never_slower(seed):
-    """Eight of the 200 models of benchmarks/never_slower.py: its claim, by the roofline of what Inductor would launch."""
+    """Five of the 200 models of benchmarks/never_slower.py: its claim, by the roofline of what Inductor would launch."""
     from benchmarks import never_slower
 
     row = never_slower.compare(never_slower.draw(seed))
