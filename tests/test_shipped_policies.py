@@ -11,7 +11,9 @@ import torch.nn as nn
 
 import fp8compile
 from fp8compile.kinds import HEADS, ROUTERS
-from fp8compile.policy import Choice, Policy, Site, load
+from fp8compile.options import parse
+from fp8compile.policy import BUILTIN, Choice, Policy, Site, load
+from fp8compile.recipe import RECIPES
 
 transformers = pytest.importorskip("transformers")
 
@@ -179,6 +181,16 @@ def test_accelerate_defaults(models):
     assert [choice.fp8 for choice in decided("accelerate-defaults", odd).values()] == ["off", "off", "off", "on", "off"]
     conv = decided("accelerate-defaults", models["gpt2"])  # no nn.Linear but the head
     assert {choice.fp8 for choice in conv.values()} == {"off"}
+
+
+@pytest.mark.parametrize("policy", sorted(BUILTIN))
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_goes_with_every_policy(recipe, policy):
+    """What a policy says for one recipe does not stand in the way of another one that is asked for."""
+    found = parse({"policy": policy, "recipe": recipe}).policy
+    site = next(sites(nn.Linear(256, 256, device="meta")))
+    assert found.choose(site).recipe.name == recipe
+    assert found.defaults.recipe == recipe
 
 
 # -- compiled, as a user would -----------------------------------------------------------------------------------------
