@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Node
 
-from .graph import CASTS, SAME, SLICES, VIEWS, arg, aten, call_function, is_tensor, same_size, value
+from .graph import CASTS, SAME, SLICES, VIEWS, arg, aten, call_function, is_tensor, same_shape, same_size, value
 from .matmul import Matmul
 
 HEADS = "lm_head head heads embed_out unembed unembedding output_projection score classifier logits".split()
@@ -65,7 +65,7 @@ def _down(matmul: Matmul) -> str | None:
             return GATED
         if not call_function(node, (aten.mul.Tensor, aten.div.Tensor)):
             return None
-        sides = [(x, _projections(x)) for x in node.args[:2] if isinstance(x, Node) and is_tensor(x)]
+        sides = [(x, _projections(x)) for x in node.args[:2] if isinstance(x, Node) and _as_large(x, node)]
         made = [(x, found) for x, found in sides if found]
         if len(made) == 2 and not made[0][1] & made[1][1]:
             return GATED
@@ -73,6 +73,11 @@ def _down(matmul: Matmul) -> str | None:
             return None
         node = made[0][0]
     return None
+
+
+def _as_large(x: Node, product: Node) -> bool:
+    """Is this factor no broadcast one, such as adaLN's scale, of which a sequence has one?"""
+    return is_tensor(x) and same_shape(value(x).shape, value(product).shape)
 
 
 def _projections(node: Node) -> frozenset[Node]:

@@ -200,6 +200,18 @@ class Normed(nn.Module):
         return self.out(F.dropout(x + self.down(self.norm(h)), 0.1) * 0.5)
 
 
+class Modulated(nn.Module):
+    """adaLN without a shift: a norm of what projections made, by a scale that a sequence has one of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.condition = nn.Linear(128, 256), nn.Linear(256, 128), nn.Linear(128, 256)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = 1 + self.condition(x[:, 0]).unsqueeze(1)
+        return self.down(F.rms_norm(self.up(x), (256,)) * scale)
+
+
 @pytest.mark.parametrize(
     ("build", "gated"),
     [
@@ -215,6 +227,7 @@ class Normed(nn.Module):
         (Mlp, set()),
         (Attention, set()),
         (Normed, set()),
+        (Modulated, set()),
     ],
 )
 @pytest.mark.parametrize("autocast", [False, True])
