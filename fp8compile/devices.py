@@ -14,7 +14,6 @@ is a warning and is ignored.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import fnmatch
 import functools
 import json
@@ -27,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .errors import OptionError, did_you_mean
+from .errors import OptionError, did_you_mean, near
 from .logs import get_logger, say_once
 
 if TYPE_CHECKING:
@@ -174,8 +173,7 @@ def find(name: str) -> Device:
         for device in shipped().values():
             if device.matches(name):
                 return device
-    near = difflib.get_close_matches(_plain(name), shipped(), n=3) if isinstance(name, str) else ()
-    raise OptionError.of("device", name, f"one of {', '.join(shipped())}, or a device's full name", near)
+    raise OptionError.of("device", name, f"one of {', '.join(shipped())}, or a device's full name", near(name, shipped()))
 
 
 def of(device: torch.device) -> Device | None:
@@ -321,10 +319,10 @@ def _device(key: str, table: Any) -> Device:
     if not isinstance(table, Mapping):
         raise ValueError(f"{key!r} is not a table")
     given = dict(table)
-    names = {field.name for field in dataclasses.fields(Device)} - {"key", "origin"}
-    unknown = sorted(set(given) - names)
+    names = [field.name for field in dataclasses.fields(Device) if field.name not in ("key", "origin")]
+    unknown = sorted(set(given) - set(names))
     if unknown:
-        raise ValueError(f"[{key}] has no key {unknown[0]!r}.{did_you_mean(difflib.get_close_matches(unknown[0], names))}")
+        raise ValueError(f"[{key}] has no key {unknown[0]!r}.{did_you_mean(near(unknown[0], names))}")
     missing = sorted({"name", "sustained", "sms", "capability", "l2", "memory"} - set(given))
     if missing:
         raise ValueError(f"[{key}] lacks {', '.join(missing)}")

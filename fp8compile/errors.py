@@ -6,8 +6,11 @@ option), so that nobody has to import this package to catch them. Messages say w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
+
+_SEPARATORS = str.maketrans("- ", "__")
 
 
 class Fp8CompileError(Exception):
@@ -71,3 +74,36 @@ def did_you_mean(near: Sequence[str]) -> str:
     if not quoted:
         return ""
     return " Did you mean " + (f"{', '.join(quoted[:-1])} or {quoted[-1]}" if len(quoted) > 1 else quoted[0]) + "?"
+
+
+def near(given: Any, names: Iterable[str], count: int = 3) -> list[str]:
+    """The `count` best of `names` that somebody who wrote `given` may have meant, best first; [] if it is not a str.
+
+    Case does not matter, and "-" and " " are "_". Dotted names are compared whole and by their last part: "cudagraphs" finds
+    "triton.cudagraphs".
+    """
+    if not isinstance(given, str):
+        return []
+    wanted = given[:200].lower().translate(_SEPARATORS)
+    matcher = difflib.SequenceMatcher(b=wanted)
+
+    def score(name: str) -> float:
+        whole = name.lower().translate(_SEPARATORS)
+        best = 0.0
+        for part in {whole, whole.rpartition(".")[2]}:
+            matcher.set_seq1(part)
+            contained = len(wanted) >= 4 and (wanted in part or (len(part) >= 6 and part in wanted))
+            best = max(best, matcher.ratio(), 0.8 if contained else 0.0)
+        return best
+
+    scores = {name: score(name) for name in names}
+    least = max(0.6, max(scores.values(), default=0.0) - 0.15)  # next to a good match, poor ones only distract
+    good = [name for name, value in scores.items() if value >= least]
+    return sorted(good, key=lambda name: -scores[name])[:count]  # stable: of equals, the first given
+
+
+def one_of(key: str, value: Any, allowed: Collection[str], error: type[OptionError] = OptionError) -> str:
+    """`value`, if it is one of `allowed`; else raises `error`, with near matches."""
+    if not isinstance(value, str) or value not in allowed:
+        raise error.of(key, value, "one of " + ", ".join(map(repr, allowed)), near(value, allowed))
+    return value

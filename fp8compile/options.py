@@ -7,14 +7,13 @@ else is an OptionError (a ValueError) that lists near matches. Nothing is compil
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_args, get_origin
 
 from . import devices
-from .errors import OptionError, did_you_mean
+from .errors import OptionError, did_you_mean, near, one_of
 from .logs import get_logger, say_once
 from .policy import Policy, load
 from .recipe import Recipe, boolean
@@ -78,24 +77,6 @@ def parse(options: Mapping[str, Any] | None = None, mode: str | None = None) -> 
     return Options(policy, strict, inductor)
 
 
-def near_matches(key: str, names: Iterable[str], count: int = 4) -> list[str]:
-    """The `count` best of `names` that somebody who wrote `key` may have meant, best first.
-
-    Dotted names are compared whole and by their last part: "cudagraphs" finds "triton.cudagraphs".
-    """
-
-    def score(name: str) -> float:
-        parts = {name.lower(), name.lower().rsplit(".", 1)[-1]}
-        best = max(difflib.SequenceMatcher(None, wanted, part).ratio() for part in parts)
-        contained = len(wanted) >= 4 and any(wanted in part or (len(part) >= 6 and part in wanted) for part in parts)
-        return max(best, 0.8) if contained else best
-
-    wanted = key.lower().replace("-", "_")
-    ranked = sorted(((score(name), name) for name in names), key=lambda pair: -pair[0])  # stable: ours are given first
-    least = max(0.7, ranked[0][0] - 0.15) if ranked else 1.0  # next to a good match, poor ones only distract
-    return [name for value, name in ranked if value >= least][:count]
-
-
 def _mode_patches(mode: str | None) -> dict[str, Any]:
     if mode is None or mode == "default":
         return {}
@@ -103,10 +84,7 @@ def _mode_patches(mode: str | None) -> dict[str, Any]:
 
     # a mode without joint-graph passes ("lite") leaves no place for FP8 to happen
     modes = {name: patches for name, patches in list_mode_options().items() if _keeps_passes(patches)}
-    if not isinstance(mode, str) or mode not in modes:
-        near = near_matches(mode, modes) if isinstance(mode, str) else ()
-        raise OptionError.of("mode", mode, "one of " + ", ".join(map(repr, modes)), near)
-    return dict(modes[mode])
+    return dict(modes[one_of("mode", mode, modes)])
 
 
 def _inductor_patches(given: dict[str, Any]) -> dict[str, Any]:
@@ -117,9 +95,9 @@ def _inductor_patches(given: dict[str, Any]) -> dict[str, Any]:
     current: dict[str, Any] = config.get_config_copy()
     for key, value in given.items():
         if key not in current:
-            near = near_matches(key, (*OURS, *current))
+            meant = near(key, (*OURS, *current), count=4)
             error = OptionError(
-                f"unknown fp8 option {key!r} (value {value!r}).{did_you_mean(near)} fp8compile's options are "
+                f"unknown fp8 option {key!r} (value {value!r}).{did_you_mean(meant)} fp8compile's options are "
                 f"{', '.join(OURS)}; any option of torch._inductor.config is passed on to Inductor."
             )
             error.key, error.value = key, value

@@ -13,11 +13,10 @@ the blocks are those of DeepSeek-V3 and of the OCP Microscaling specification.
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from .errors import OptionError
+from .errors import OptionError, one_of
 from .formats import FP8_FORMATS
 
 RECIPES = ("delayed", "tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8")
@@ -96,16 +95,16 @@ class Recipe:
     fp8_encoding: str = "auto"
 
     def __post_init__(self) -> None:
-        _one_of("recipe", self.name, RECIPES)
+        one_of("recipe", self.name, RECIPES)
         self._formats()
         self._margins()
         integer("amax_history_len", self.amax_history_len, 1, 1 << 20)
-        _one_of("amax_compute_algo", self.amax_compute_algo, AMAX_ALGOS)
+        one_of("amax_compute_algo", self.amax_compute_algo, AMAX_ALGOS)
         integer("interval", self.interval, 1, 1 << 20)
         self._three_bools("override_linear_precision", "(fprop, dgrad, wgrad), True = high precision")
         self._three_bools("use_fast_accum", "(fprop, dgrad, wgrad), True = fast accumulation")
         self._three_bools("current_scaling", "(inputs, weights, gradients), True = scaled by the current amax")
-        _one_of("on_overflow", self.on_overflow, ON_OVERFLOW)
+        one_of("on_overflow", self.on_overflow, ON_OVERFLOW)
         boolean("reduce_amax", self.reduce_amax)
         boolean("recast_weights", self.recast_weights)
         if self.name == "rowwise_with_gw_hp":
@@ -117,11 +116,11 @@ class Recipe:
             given = "e4m3" if self.fine else "hybrid"
         if isinstance(given, str) and given.lower() in FP8_FORMATS:
             given = given.lower()
-        _one_of("fp8_format", given, FP8_FORMATS)
+        one_of("fp8_format", given, FP8_FORMATS)
         if self.fine and given != "e4m3":
             raise OptionError.of("fp8_format", given, f"'e4m3' with recipe {self.name!r}, which uses it throughout")
         object.__setattr__(self, "fp8_format", given)
-        _one_of("fp8_encoding", self.fp8_encoding, ENCODINGS)
+        one_of("fp8_encoding", self.fp8_encoding, ENCODINGS)
         power_of_2 = self.name in ("blockwise", "mxfp8") if self.power_of_2_scale is None else self.power_of_2_scale
         boolean("power_of_2_scale", power_of_2)
         if power_of_2 and self.name == "delayed":
@@ -178,12 +177,6 @@ def boolean(key: str, value: Any) -> None:
     """Raise OptionError unless `value` is True or False."""
     if not isinstance(value, bool):
         raise OptionError.of(key, value, "True or False")
-
-
-def _one_of(key: str, value: Any, allowed: tuple[str, ...]) -> None:
-    if not isinstance(value, str) or value not in allowed:
-        near = difflib.get_close_matches(value.lower(), allowed) if isinstance(value, str) else ()
-        raise OptionError.of(key, value, "one of " + ", ".join(map(repr, allowed)), near)
 
 
 def integer(key: str, value: Any, least: int, most: int | None = None) -> None:

@@ -17,7 +17,6 @@ frames that are not the user's. torch is imported by the user's file, or to make
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.util
 import inspect
@@ -25,13 +24,13 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any
 
-from .errors import Fp8CompileError, did_you_mean
+from .errors import Fp8CompileError, did_you_mean, near
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -285,11 +284,6 @@ def _required(function: Callable[..., Any]) -> list[str]:
         return []
     optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return [p.name for p in parameters if p.default is p.empty and p.kind not in optional]
-
-
-def near(name: str, names: Iterable[str]) -> list[str]:
-    """The names that somebody who wrote `name` may have meant, best first."""
-    return difflib.get_close_matches(name, list(names), n=3, cutoff=0.5)
 
 
 def _foreign(filename: str) -> bool:

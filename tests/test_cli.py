@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from fp8compile import cli, devices, target
+from fp8compile.cli.models import parse_option, talk_on_stderr
 from fp8compile.policy import BUILTIN
 from fp8compile.target import TargetError
 
@@ -284,11 +285,11 @@ def test_wrong_usage_is_one_line_and_status_2(model, capsys, arguments, says):
     ],
 )
 def test_option_values(text, value):
-    assert cli._option(text) == (text.split("=")[0], value)
+    assert parse_option(text) == (text.split("=")[0], value)
 
 
 def test_stdout_is_the_result_only(capfd):
-    with cli._talk_on_stderr():
+    with talk_on_stderr():
         print("from python")
         os.write(1, b"from below\n")
     os.write(1, b"the result\n")

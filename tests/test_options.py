@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from fp8compile import formats, logs, options
-from fp8compile.errors import CapacityExceeded, Fp8CompileError, OptionError, StrictError
-from fp8compile.options import Options, near_matches, parse
+from fp8compile.errors import CapacityExceeded, Fp8CompileError, OptionError, StrictError, near
+from fp8compile.options import Options, parse
 from fp8compile.policy import load
 from fp8compile.recipe import Recipe
 
@@ -196,11 +196,19 @@ def test_keys_are_strings_and_options_a_mapping():
     assert "a mapping" in error_of(["delayed"])
 
 
-def test_near_matches_is_ordered_and_bounded():
+def test_near_is_ordered_and_bounded():
     names = ["alpha_beta", "alpha_bets", "zeta", "a.alpha_beta", "alpha_betas", "alpha_beth"]
-    assert near_matches("alpha_bet", names, count=2) == ["alpha_beta", "alpha_bets"]
-    assert near_matches("alpha_beta", names)[:2] == ["alpha_beta", "a.alpha_beta"]
-    assert near_matches("q", names) == near_matches("q", []) == []
+    assert near("alpha_bet", names, count=2) == near("Alpha-Bet", names, count=2) == ["alpha_beta", "alpha_bets"]
+    assert near("alpha_beta", names)[:2] == ["alpha_beta", "a.alpha_beta"]
+    assert near("q", names) == near("q", []) == near(3, names) == []
+
+
+def test_near_drops_poor_matches_next_to_a_good_one():
+    assert near("h1000", ["h200", "h100"]) == ["h100"] and near("h800", ["h200", "h100"]) == ["h200", "h100"]
+
+
+def test_near_reads_the_beginning_of_a_long_text():
+    assert near("x" * 200 + "y" * 10**6, ["x" * 200, "y"]) == ["x" * 200]
 
 
 # --- Inductor's -----------------------------------------------------------------------------------

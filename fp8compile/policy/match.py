@@ -11,8 +11,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ..errors import near
 from . import patterns
-from .problems import near
 
 if TYPE_CHECKING:
     from ..recipe import Recipe

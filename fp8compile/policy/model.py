@@ -18,10 +18,10 @@ from dataclasses import dataclass, field, make_dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints
 
-from ..errors import OptionError, describe
+from ..errors import OptionError, describe, near, one_of
 from ..recipe import RECIPES, Recipe
 from . import match, patterns
-from .problems import LONGEST_NAME, PolicyError, check_name, near, one_of
+from .problems import LONGEST_NAME, PolicyError, check_name
 from .where import Where
 
 Op = Literal["mm", "addmm", "bmm", "baddbmm"]
@@ -147,8 +147,7 @@ class Rule(Settings):
                 patterns.check(key, pattern)
         for key, allowed in (("op", get_args(Op)), ("gemm", get_args(Gemm)), ("kind", get_args(Kind))):
             for value in self._several(key, "one of " + ", ".join(map(repr, allowed)) + ", or a list of them"):
-                if value not in allowed:
-                    raise PolicyError.of(key, value, "one of " + ", ".join(map(repr, allowed)), near(value, allowed))
+                one_of(key, value, allowed, PolicyError)
         for key in ("blocks", "layers"):
             for value in self._several(key, "such as 'first 2' or 'last 1', or a list of them"):
                 if not match.SPAN.fullmatch(value):
@@ -158,7 +157,7 @@ class Rule(Settings):
         if self.where is not None:
             object.__setattr__(self, "where", self.condition.text)
         fp8 = {True: "on", False: "off"}[self.fp8] if isinstance(self.fp8, bool) else self.fp8
-        object.__setattr__(self, "fp8", one_of("fp8", fp8, get_args(Fp8)))
+        object.__setattr__(self, "fp8", one_of("fp8", fp8, get_args(Fp8), PolicyError))
         check_name("recipe", self.recipe, "the name of a recipe")
         self.check_settings()
 
@@ -229,7 +228,7 @@ class PolicyFile:
         for key in ("extends", "device"):
             check_name(key, getattr(self, key), "a name", longest=4096)
         if self.eval is not None:
-            one_of("eval", self.eval, get_args(Eval))
+            one_of("eval", self.eval, get_args(Eval), PolicyError)
         seen: dict[str, int] = {}
         always = None
         for i, rule in enumerate(self.rules):
@@ -276,7 +275,7 @@ class Policy:
             for part in group:
                 if not isinstance(part, kind):
                     raise PolicyError(f"expected a {kind.__name__}; got {describe(part)}. load() takes dicts.")
-        one_of("eval", self.eval, get_args(Eval))
+        one_of("eval", self.eval, get_args(Eval), PolicyError)
         check_name("device", self.device, "the name of a device", longest=4096)
         if isinstance(self.rules, Rule):
             raise PolicyError.of("rules", self.rules, "a sequence of Rules: rules=(rule,)")

@@ -6,8 +6,7 @@ The parts are kept apart until the message is read: what checks a value knows ne
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ..errors import OptionError, describe, did_you_mean
@@ -59,25 +58,9 @@ def _cut(text: str, limit: int) -> str:
     return text if len(text) <= limit else f"{text[: limit // 2]} ... {text[-limit // 4 :]}"
 
 
-def near(given: str, names: Iterable[str], count: int = 3) -> list[str]:
-    """The `count` of `names` that somebody who wrote `given` may have meant, best first. Case does not matter."""
-    lower: dict[str, str] = {}
-    for name in names:
-        lower.setdefault(name.lower(), name)
-    return [lower[match] for match in difflib.get_close_matches(given[:200].lower(), lower, count, 0.6)]
-
-
 def check_name(key: str, value: Any, allowed: str, longest: int = LONGEST_NAME) -> None:
     """Raise PolicyError unless `value` is None or a line of text. `allowed` completes "must be ..."."""
     if value is None:
         return
     if not isinstance(value, str) or not value.strip() or len(value) > longest or not value.isprintable():
         raise PolicyError.of(key, value, allowed)
-
-
-def one_of(key: str, value: Any, allowed: tuple[str, ...]) -> str:
-    """`value`, if it is one of `allowed`; else PolicyError with near matches."""
-    if not isinstance(value, str) or value not in allowed:
-        found = near(value, allowed) if isinstance(value, str) else []
-        raise PolicyError.of(key, value, "one of " + ", ".join(map(repr, allowed)), found)
-    return value

@@ -1,0 +1,80 @@
+"""The command line: `fp8compile explain | estimate | policy | plot | calibrate | devices`, or `python -m fp8compile`.
+
+    problems    what cannot be done, and how that is said
+    models      explain, estimate
+    policies    policy check, policy show, policy schema
+    other       plot, devices, calibrate
+
+stdout carries the result and nothing else: a table, or JSON. Everything that is said on the way goes to stderr, also what the
+user's own code prints while it is loaded. Errors are one line on stderr, after the user's traceback if it was the user's code
+that raised; `fp8compile --traceback ...` shows ours as well. Exit status: 0; 1 where the answer is no (a policy that is not
+valid, nothing in FP8 with --strict, a model that cannot be traced); 2 for wrong usage.
+
+torch takes seconds to import. So everything but click is imported where it is used, and help, `devices` and `policy` answer at
+once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+
+import click
+
+from .. import __version__
+from ..errors import Fp8CompileError, StrictError
+from ..target import TargetError, one_line
+from .models import estimate, explain
+from .other import calibrate, devices, plot
+from .policies import policy
+from .problems import complain
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    color = False if os.environ.get("NO_COLOR") else None  # None: if it is a terminal
+    debug = "--traceback" in arguments
+    warnings.filterwarnings("ignore", module=r"triton\.")  # advice for who writes kernels
+    try:
+        status = cli.main(arguments, prog_name="fp8compile", standalone_mode=False, color=color)
+        sys.stdout.flush()
+        return status if isinstance(status, int) else 0
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message(), err=True)
+        return 2
+    except click.ClickException as error:
+        context = getattr(error, "ctx", None)
+        where = context.command_path if context else "fp8compile"
+        return complain(error.format_message(), error.exit_code, where, color)
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("interrupted", err=True)
+        return 130
+    except BrokenPipeError:  # `fp8compile ... | head`: nobody reads the rest, also not what is left in the buffer
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except TargetError as error:
+        if error.details:
+            click.echo(error.details, err=True)
+        return complain(str(error), 2, color=color)
+    except Fp8CompileError as error:
+        return complain(str(error), 1 if isinstance(error, StrictError) else 2, color=color)
+    except Exception as error:
+        if debug:
+            raise
+        return complain(f"{one_line(error)} (fp8compile --traceback ... shows where)", 1, color=color)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, prog_name="fp8compile", message="%(prog)s %(version)s")
+@click.option("--traceback", is_flag=True, help="Show fp8compile's own traceback of an error.")
+def cli(traceback: bool) -> None:
+    """What torch.compile(model, backend="fp8") does with a model's matmuls, and what that is worth."""
+
+
+for _command in (explain, estimate, policy, plot, devices, calibrate):
+    cli.add_command(_command)

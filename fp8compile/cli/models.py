@@ -1,0 +1,204 @@
+"""explain and estimate: what becomes of a model, and what that is worth."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ..errors import Fp8CompileError, StrictError
+from ..target import Target, load, one_line, user_traceback
+from .problems import Failed, usage
+
+if TYPE_CHECKING:
+    from ..reports import Report
+
+_HIDDEN_GPUS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+_GPU_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
+_TARGET_HELP = """
+
+    TARGET is path.py:function or package.module:function. The function takes no arguments and returns a torch.nn.Module,
+    (model, args), (model, args, kwargs) or dict(model=, args=, kwargs=).
+    """
+
+
+def _model_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The arguments that explain and estimate share."""
+    device_help = "Device whose description decides what pays (default: the policy's; else the model's, or h200 to estimate)."
+    decorators = [
+        click.argument("target"),
+        click.option("--device", metavar="NAME", help=device_help),
+        click.option("--policy", metavar="FILE|NAME", help="Policy file, or the name of a shipped policy."),
+        click.option("--option", "options", multiple=True, metavar="KEY=VALUE", help="Option of the backend; repeatable."),
+        click.option(
+            "--input",
+            "inputs",
+            multiple=True,
+            metavar="SHAPE[:DTYPE]",
+            help="Input of the model, as 8x1024:int64 or name=8x1024:int64; repeatable. Replaces those that TARGET returns.",
+        ),
+        click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table."),
+        click.option("--html", metavar="FILE", help="Write an HTML page, too."),
+        click.option("--strict", is_flag=True, help="Fail where nothing can run in FP8, or a rule matches nothing."),
+    ]
+
+    for decorator in reversed(decorators):
+        function = decorator(function)
+    return function
+
+
+@click.command(help="Every matmul of a model: FP8, or why not. Nothing is trained, and nothing is run." + _TARGET_HELP)
+@_model_options
+@click.option("--full", is_flag=True, help="A line for each layer, also of repeated blocks.")
+def explain(target: str, device: str | None, as_json: bool, html: str | None, full: bool, **given: Any) -> None:
+    options = _prepared(device, html, given)
+    report = explained(target, given["inputs"], options, device)
+    _finish(report, report.table(collapse=not full), as_json, html)
+    if given["strict"]:
+        _insist(report, options, target)
+
+
+@click.command(help="The estimated time of a training step in bf16 and in FP8, on a GPU that need not be there." + _TARGET_HELP)
+@_model_options
+@click.option("--extrapolate", is_flag=True, help="Compile two of the repeated blocks, carry on from there.")
+def estimate(target: str, device: str | None, as_json: bool, html: str | None, extrapolate: bool, **given: Any) -> None:
+    if "torch" not in sys.modules:
+        if any(os.path.exists(file) for file in _GPU_FILES) and os.environ.get(_HIDDEN_GPUS[0]) != "":
+            click.echo("note: estimate describes a GPU and uses none; this process does not see this machine's", err=True)
+        os.environ.update(dict.fromkeys(_HIDDEN_GPUS, ""))
+    options = _prepared(device, html, given)
+    with talk_on_stderr():
+        loaded = load(target, given["inputs"])
+        from ..estimate import estimate as run
+
+        settings: dict[str, Any] = {"device": device, "options": options, "extrapolate": extrapolate}
+        found = _traced(loaded, lambda: run(loaded.model, *loaded.args, **settings, **loaded.kwargs))
+    _finish(found, str(found), as_json, html)
+    if given["strict"]:
+        _insist(found.report, options, target)
+
+
+def explained(target: str, inputs: Sequence[str], options: Mapping[str, Any], device: str | None) -> Report:
+    """Load TARGET and trace it, with the backend's `options` and for `device`."""
+    with talk_on_stderr():
+        loaded = load(target, inputs)
+        from ..explain import explain as run
+
+        return _traced(loaded, lambda: run(loaded.model, *loaded.args, options=options, device=device, **loaded.kwargs))
+
+
+def idle(labels: Sequence[str], report: Report, target: str) -> str:
+    """Which rules of `labels` decided about no matmul of `target`, as a sentence; "" if there are none."""
+    deciding = {record.rule for record in report.matmuls}
+    names = [repr(label) for label in labels if label not in deciding]
+    verb = "decides" if len(names) == 1 else "decide"
+    return f"{', '.join(names)} {verb} about no matmul of {target}" if names else ""
+
+
+# --- what comes before ----------------------------------------------------------------------------
+
+
+def _prepared(device: str | None, html: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The backend's options. What can be refused is refused here, before torch and the model are loaded."""
+    options = dict(map(parse_option, given["options"]))
+    if given["policy"] is not None:
+        options["policy"] = given["policy"]
+    if given["strict"]:
+        options["strict"] = True
+    if html is not None and not Path(html).parent.is_dir():
+        raise usage(f"--html {html}: there is no folder {Path(html).parent}")
+    if html is not None and Path(html).is_dir():
+        raise usage(f"--html {html} is a folder")
+    if device is not None:
+        from .. import devices
+
+        devices.find(device)
+    if options:
+        from ..options import parse
+
+        parse(options)
+    return options
+
+
+def parse_option(text: str) -> tuple[str, Any]:
+    """ "margin=1" -> ("margin", 1): JSON or a Python literal if it is one, else the text itself."""
+    key, equals, value = text.partition("=")
+    if not equals or not key.strip():
+        raise usage(f"--option {text!r} is not KEY=VALUE, as in recipe=tensorwise")
+    for read in (json.loads, ast.literal_eval):
+        try:
+            return key.strip(), read(value.strip())
+        except (ValueError, SyntaxError):
+            continue
+    return key.strip(), value.strip()
+
+
+# --- the model's own code -------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def talk_on_stderr() -> Iterator[None]:
+    """Whatever writes to stdout meanwhile writes to stderr, be it Python's print, a library or a subprocess."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    try:
+        os.dup2(2, 1)
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def _traced(target: Target, function: Callable[[], Any]) -> Any:
+    """Run ours on the user's model. What the model raised is the user's, with its traceback; exit status 1."""
+    debug = click.get_current_context().find_root().params.get("traceback")
+    if not debug:  # torch logs the traceback of an operator that refuses its inputs
+        logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
+    try:
+        return function()
+    except (Fp8CompileError, KeyboardInterrupt):
+        raise
+    except Exception as error:
+        if debug:
+            raise
+        details = user_traceback(error)
+        if details:
+            click.echo(details, err=True)
+        message = f"{type(target.model).__name__} of {target.name} could not be traced: {one_line(error)}"
+        raise Failed(message + ("" if details else " (fp8compile --traceback ... shows where)")) from None
+
+
+# --- what comes after -----------------------------------------------------------------------------
+
+
+def _finish(result: Any, text: str, as_json: bool, html: str | None) -> None:
+    if html is not None:
+        from ..html import page
+
+        try:
+            page(result, html)
+        except OSError as error:
+            raise usage(f"--html {html}: {error.strerror}") from None
+        click.echo(f"wrote {html}", err=True)
+    click.echo(json.dumps(result.to_dict(), indent=2) if as_json else text)
+
+
+def _insist(report: Report, options: Mapping[str, Any], target: str) -> None:
+    """StrictError where nothing is in FP8, or a rule of the user's policy decided nothing."""
+    from ..options import parse
+
+    policy = parse(options).policy
+    unused = idle(policy.labels[: policy.own], report, target)
+    if unused:
+        raise StrictError(f"strict: {unused}")
+    if not any(record.decision == "fp8" for record in report.matmuls):
+        raise StrictError(f"strict: no matmul of {target} becomes FP8: {report.summary()}")

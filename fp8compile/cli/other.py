@@ -1,0 +1,82 @@
+"""plot, devices and calibrate."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from .problems import Failed, usage
+
+
+@click.command()
+@click.argument("file")
+@click.option("-o", "--output", metavar="IMAGE", help="Where to write it: .png, .svg, .pdf (default: FILE with .png).")
+@click.option("--worst", default=8, show_default=True, metavar="N", type=click.IntRange(1), help="How many layers.")
+def plot(file: str, output: str | None, worst: int) -> None:
+    """Draw what fp8compile.monitor wrote: scales and overflows over time, worst layers first.
+
+    FILE is a monitor's JSON lines. A layer is worse with more overflows, and with a lower SQNR where those are equal.
+    """
+    from ..plots import plot as draw
+
+    target = output or str(Path(file).with_suffix(".png"))
+    shown = draw(file, target, worst)
+    for layer in shown:
+        sqnr = "" if layer.sqnr == float("inf") else f", SQNR from {layer.sqnr:.1f} dB"
+        click.echo(f"{layer.name}: overflows up to {layer.overflows:.3g}%{sqnr}")
+    click.echo(f"wrote {target}", err=True)
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+def devices(as_json: bool) -> None:
+    """The GPUs that are described, with the rates that decisions are made with."""
+    import dataclasses
+
+    from tabulate import tabulate
+
+    from ..devices import shipped, stored
+
+    known = [*stored().values(), *shipped().values()]
+    if as_json:
+        click.echo(json.dumps([dataclasses.asdict(device) for device in known], indent=2))
+        return
+    rows = []
+    for device in known:
+        rates = device.sustained
+        tflops = [f"{rate / 1e12:.0f}" if rate else "-" for rate in (rates.fp8, rates.bf16)]
+        ratio = f"{rates.fp8 / rates.bf16:.2f}" if rates.fp8 else "-"
+        memory = f"{device.memory / 2**30:.0f}"
+        rows.append((device.key, device.name, *tflops, ratio, f"{rates.bandwidth / 1e12:.2f}", memory, device.origin))
+    head = ("device", "name", "FP8 TFLOP/s", "bf16 TFLOP/s", "ratio", "TB/s", "GiB", "from")
+    click.echo(tabulate(rows, head, colalign=("left", "left", *["right"] * 5, "left"), disable_numparse=True))
+    click.echo(
+        "Sustained rates of dense matmuls, and of a copy. `fp8compile calibrate` measures a GPU of this machine.", err=True
+    )
+
+
+@click.command()
+@click.option(
+    "--device", default="cuda:0", show_default=True, metavar="DEVICE", help="A device of this machine, as torch names it."
+)
+@click.option("--no-write", is_flag=True, help="Print what was measured, and do not keep it.")
+def calibrate(device: str, no_write: bool) -> None:
+    """Measure a GPU of this machine, and keep the result for decisions that are made on it.
+
+    It takes about half a minute, and wants the GPU for itself.
+    """
+    import torch
+
+    from ..calibrate import NoDevice
+    from ..calibrate import calibrate as run
+
+    try:
+        chosen = torch.device(device)
+    except RuntimeError:
+        raise usage(f"--device {device!r} is not a device as torch names it, such as cuda:0") from None
+    try:
+        run(chosen, write=not no_write)
+    except NoDevice as error:
+        raise Failed(str(error)) from None

@@ -1,0 +1,99 @@
+"""policy check, policy show and policy schema."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from ..errors import Fp8CompileError, did_you_mean, near
+from .models import explained, idle
+from .problems import complain, usage
+
+if TYPE_CHECKING:
+    from ..reports import MatmulRecord
+
+
+@click.group()
+def policy() -> None:
+    """Policy files: which matmuls run in FP8, and with which recipe."""
+
+
+@policy.command()
+@click.argument("file")
+@click.option("--model", "target", metavar="TARGET", help="Also count what each rule decides in this model.")
+@click.option("--input", "inputs", multiple=True, metavar="SHAPE[:DTYPE]", help="Input of the model, as in explain.")
+@click.option("--device", metavar="NAME", help="Device whose description decides what pays, as in explain.")
+def check(file: str, target: str | None, inputs: tuple[str, ...], device: str | None) -> int:
+    """Is a policy valid, and does each of its rules decide something? Exit status 1 if not.
+
+    FILE is a TOML file, or the name of a shipped policy. With --model, a matmul counts for the rule that decides about it, the
+    first that matches; a rule without any is an error.
+    """
+    from ..policy import BUILTIN, load
+
+    if file not in BUILTIN and not Path(file).exists():
+        raise usage(f"{file} does not exist, and is none of {', '.join(sorted(BUILTIN))}")
+    try:
+        found = load(file)
+    except Fp8CompileError as error:
+        return _no(str(error))
+    own = len(found.rules) if found.own is None or file in BUILTIN else found.own
+    extended = f" and {len(found.rules) - own} of what it extends" if len(found.rules) > own else ""
+    click.echo(f"{file}: valid, {own} rule{'' if own == 1 else 's'}{extended}")
+    if target is None:
+        return 0
+    if device is not None:
+        from .. import devices
+
+        devices.find(device)
+    report = explained(target, inputs, {"policy": file}, device)
+    click.echo(_rules_table(found.labels, report.matmuls))
+    unused = idle(found.labels[: found.own], report, target)  # a shipped policy has none of its own: it is for many models
+    return _no(f"{file}: {unused}") if unused else 0
+
+
+@policy.command()
+@click.argument("name", required=False)
+def show(name: str | None) -> None:
+    """Print a shipped policy, as a start for one's own. Without NAME: the names."""
+    from ..policy import BUILTIN
+
+    if name is None:
+        click.echo("\n".join(sorted(BUILTIN)))
+        return
+    if name not in BUILTIN:
+        names = ", ".join(sorted(BUILTIN))
+        raise usage(f"there is no shipped policy {name!r}: {names}.{did_you_mean(near(name, BUILTIN))}")
+    file = Path(__file__).parents[1] / "policies" / f"{name}.toml"
+    click.echo(file.read_text(encoding="utf-8"), nl=False)
+
+
+@policy.command()
+def schema() -> None:
+    """Print the JSON Schema of policy files, for editors."""
+    from ..policy import schema as json_schema
+
+    click.echo(json.dumps(json_schema(), indent=2))
+
+
+def _no(message: str) -> int:
+    """Say that the answer is no; the exit status that goes with it."""
+    return complain(message, 1, click.get_current_context().command_path)
+
+
+def _rules_table(labels: Sequence[str], matmuls: Sequence[MatmulRecord]) -> str:
+    from tabulate import tabulate
+
+    total = sum(record.flops for record in matmuls) or 1
+    rows = []
+    for label in [*dict.fromkeys(labels), ""]:
+        mine = [record for record in matmuls if record.rule == label]
+        in_fp8 = sum(record.decision == "fp8" for record in mine)
+        share = 100 * sum(record.flops for record in mine) / total
+        modules = len({record.fqn for record in mine})
+        rows.append((label or "(no rule)", len(mine), modules, in_fp8, f"{share:.1f}%"))
+    return tabulate(rows, ("rule", "matmuls", "modules", "in FP8", "FLOPs"), colalign=("left", *["right"] * 4))
