@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from fp8compile import logs
 from fp8compile.reports import LEDGER
 
 
@@ -31,6 +32,7 @@ def fresh() -> Iterator[None]:
     """
     torch._dynamo.reset()
     LEDGER.clear()
+    logs._said.clear()  # what is said once a process
     random.seed(0)
     torch.manual_seed(0)
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True, suppress_errors=False):

@@ -9,15 +9,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fp8compile import calibrate, described, devices, logs
+from fp8compile import calibrate, described, devices
 from fp8compile.errors import OptionError
 
 
 @pytest.fixture(autouse=True)
 def own_files(tmp_path, monkeypatch):
-    """No test reads or writes this machine's file, and messages that are said once are said in each test."""
+    """No test reads or writes this machine's file."""
     monkeypatch.setenv(devices.VARIABLE, str(tmp_path / "devices.toml"))
-    monkeypatch.setattr(logs, "_said", set())
     return tmp_path / "devices.toml"
 
 

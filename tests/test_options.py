@@ -9,7 +9,7 @@ import pickle
 import pytest
 import torch
 
-from fp8compile import formats, logs, options
+from fp8compile import formats, options
 from fp8compile.errors import CapacityExceeded, Fp8CompileError, OptionError, StrictError, near
 from fp8compile.options import Options, parse
 from fp8compile.policy import load
@@ -254,8 +254,7 @@ def test_bad_modes():
     assert "3 (int)" in error_of(None, 3)
 
 
-def test_options_without_effect_are_said_once(caplog, monkeypatch):
-    monkeypatch.setattr(logs, "_said", set())
+def test_options_without_effect_are_said_once(caplog):
     with caplog.at_level(logging.WARNING, logger="fp8compile"):
         for _ in range(2):
             parse({"recipe": "tensorwise", "interval": 2, "amax_history_len": 4})

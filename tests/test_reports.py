@@ -284,8 +284,7 @@ def test_loggers_are_ours():
     assert sum(isinstance(handler, logs.DefaultHandler) for handler in logging.getLogger("fp8compile").handlers) == 1
 
 
-def test_say_once(caplog, monkeypatch):
-    monkeypatch.setattr(logs, "_said", set())
+def test_say_once(caplog):
     with caplog.at_level(logging.INFO, logger="fp8compile"):
         assert [logs.say_once(logs.get_logger(name), logging.INFO, "100%") for name in "aab"] == [True, False, True]
     assert [(record.name, record.getMessage()) for record in caplog.records] == [
@@ -321,7 +320,6 @@ def test_dump_without_a_directory_does_nothing(tmp_path, monkeypatch):
 
 
 def test_dump_that_cannot_be_written_is_a_warning(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(logs, "_said", set())
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("FP8COMPILE_DUMP", str(tmp_path / "file"))
     with caplog.at_level(logging.WARNING, logger="fp8compile"):
