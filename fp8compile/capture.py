@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,8 +14,10 @@ from torch.fx import GraphModule
 
 from . import compat
 
-PART = re.compile(r"\._(?:modules|parameters|buffers)\['((?:[^'\\]|\\.)*)'\]")
-OWNED = re.compile(r"\._(?:parameters|buffers)\['(?:[^'\\]|\\.)*'\]$")
+KEY = r"""\[('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")\]"""  # as Python writes it
+PART = re.compile(rf"\._(?:modules|parameters|buffers){KEY}")
+OWNED = re.compile(rf"\._(?:parameters|buffers){KEY}$")
+MODULES = re.compile(rf"\.(?:_modules|__dict__\['_modules'\]){KEY}")
 WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_checkpoint_wrapped_module|_fsdp_wrapped_module|_orig_mod)(?:\.|$)")
 LOCAL = re.compile(r"^[LG]\['(\w+)'\]$")
 
@@ -23,7 +26,7 @@ def readable(source: str) -> str:
     """`L['self']._modules['up']._parameters['weight']` -> `up.weight`; `L['w']` -> `w`; anything else as it is."""
     parts = PART.findall(source)
     if parts:
-        return plain(".".join(parts))
+        return plain(".".join(map(ast.literal_eval, parts)))
     local = LOCAL.match(source)
     return local[1] if local else source
 
@@ -35,7 +38,7 @@ def plain(name: str) -> str:
 
 def readable_module(path: str) -> str:
     """A `nn_module_stack` path, `L['self'].layers.0` or `L['self']._modules['up']` -> `layers.0`, `up`; '' for the root."""
-    path = re.sub(r"\.(?:_modules|__dict__\['_modules'\])\['([^']*)'\]", r".\1", path)
+    path = MODULES.sub(lambda found: f".{ast.literal_eval(found[1])}", path)
     path = re.sub(r"^[LG]\[(?:'[^']*'|\"[^\"]*\")\]", "", path)
     path = re.sub(r"^\.__self__", "", path)
     return plain(path.lstrip("."))
@@ -58,6 +61,7 @@ class Inputs:
     parameter_names: frozenset[str]  # all parameters of the roots
     matrices: tuple[str, ...]  # those that a linear may have, in the order of the roots
     whole: bool  # the graph reads every parameter of the roots
+    part: bool  # the roots are in a module whose own graph breaks
 
     def block(self, name: str) -> tuple[int, int] | None:
         """(position, number) of the block that `name` is in, None outside of blocks: the outermost container of several
@@ -116,4 +120,5 @@ def capture(gm: GraphModule, inputs: Sequence[Any]) -> Inputs:
         parameter_names=frozenset(owned),
         matrices=tuple(name for name, p in owned.items() if p.dim() == 2 and id(p) not in tables),
         whole=bool(owned) and set(owned) <= set(names),
+        part=any(map(compat.is_part, modules)),
     )

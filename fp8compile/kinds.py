@@ -17,7 +17,7 @@ from .matmul import Matmul
 
 HEADS = "lm_head head heads embed_out unembed unembedding output_projection score classifier logits".split()
 ROUTERS = "router routing gating".split()
-EMBEDDINGS = (aten.embedding.default, aten._embedding_bag.default, aten.index.Tensor)
+EMBEDDINGS = (aten.embedding.default, aten._embedding_bag.default)
 LOSSES = (aten._log_softmax.default, aten.logsumexp.default, aten.cross_entropy_loss.default, aten.nll_loss_forward.default)
 CHOICES: tuple = (aten._softmax.default, aten.topk.default, aten.sort.default)
 CHOICES += (aten._safe_softmax.default,)
@@ -39,11 +39,16 @@ def kind_of(matmul: Matmul) -> str:
 def _head(matmul: Matmul) -> str | None:
     if matmul.fqn.rsplit(".", 1)[-1].lower() in HEADS:
         return "output head: by its name"
-    if matmul.parameter is not None and any(call_function(user, EMBEDDINGS) for user in _readers(matmul.parameter)):
+    if matmul.parameter is not None and any(_looks_up(user) for user in _readers(matmul.parameter)):
         return "output head: the weight is tied to an embedding"
     if any(call_function(node, LOSSES) or _softmax(node) == "log" for node in _downstream(_fprop(matmul).node)):
         return "output head: its output is the loss's logits"
     return None
+
+
+def _looks_up(user: Node) -> bool:
+    """Does it take rows of a table? An index into stacked weights takes whole matrices."""
+    return call_function(user, EMBEDDINGS) or call_function(user, (aten.index.Tensor,)) and value(arg(user, 0)).dim() == 2
 
 
 def _router(matmul: Matmul) -> str | None:

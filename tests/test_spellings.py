@@ -20,6 +20,7 @@ from harness import noise, sqnr
 from torch.utils.checkpoint import checkpoint
 
 import fp8compile
+from fp8compile import logs
 from fp8compile.errors import StrictError
 from fp8compile.reports import MatmulRecord, Report
 
@@ -366,6 +367,91 @@ def test_batched_experts():
     check(one_step(model, noise(*X)), {"w": "batched"})
 
 
+class Gram(nn.Module):
+    """A product of two activations, one of which a linear reads, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.out = nn.Linear(128, 128, bias=False), nn.Linear(128, 128, bias=False)
+
+    def forward(self, x):
+        h = self.up(x)
+        return self.out(h).sum() + (h @ h.t()).square().sum()
+
+
+class DenseAttention(nn.Module):
+    """One sequence without a batch: its values are what q and k are made of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.q, self.k = (nn.Linear(128, 128, bias=False) for _ in range(3))
+
+    def forward(self, x):
+        h = self.up(x)
+        return (self.q(h) @ self.k(h).t() / 11).softmax(-1) @ h
+
+
+class Computed(nn.Module):
+    """A weight that is computed, beside a linear of the same input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k = nn.utils.parametrizations.weight_norm(nn.Linear(128, 128, bias=False)), nn.Linear(128, 128, bias=False)
+
+    def forward(self, x):
+        return self.q(x) * self.k(x)
+
+
+class Detached(nn.Module):
+    """A frozen linear, which makes no autograd node, behind a product that does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.frozen = (nn.Linear(128, 128, bias=False) for _ in range(3))
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x):
+        a, b = self.a(x).t(), self.b(x)
+        return torch.mm(a, b) * torch.mm(x, self.frozen.weight).sum()
+
+
+ROOT = {"fprop": 1, "wgrad": 1}
+
+
+@pytest.mark.parametrize(
+    ("build", "expected"),
+    [
+        (Gram, {"up": (ROOT, "fp8"), "out": "fp8", "": ({"matmul": 3}, "not a weight")}),
+        (DenseAttention, {"up": (ROOT, "fp8"), "q": "fp8", "k": "fp8", "": ({"matmul": 6}, "not a weight")}),
+        (Computed, {"k": (ROOT, "fp8"), "q": ({"matmul": 2}, "not a weight")}),
+        (Detached, {"a": (ROOT, "fp8"), "b": (ROOT, "fp8"), "frozen": ({"fprop": 1}, "fp8"), "": ({"matmul": 3}, "not a weight")}),
+    ],
+)
+def test_gradients_of_products_are_no_ones_wgrad(build, expected):
+    """Of 128 x 128 all: neither their sizes nor the tensors that they read tell them from a linear's."""
+    model = build()
+    torch.compile(model, backend="fp8")(noise(128, 128)).sum().backward()
+    check(fp8compile.report(model), expected)
+
+
+def test_views_and_indices_of_a_stack_of_weights():
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fused, self.stack = weight(256, 128), weight(3, 128, 128)
+            self.parts = nn.ModuleDict({"it's": nn.Linear(128, 128)})
+
+        def forward(self, x):
+            x = self.parts["it's"](x)
+            x = x @ self.fused.view(2, 128, 128)[1] + x @ self.fused.unflatten(0, (2, 128)).unbind(0)[0]
+            return x @ self.stack[0] + x @ self.stack[torch.tensor([1, 2])].sum(0)
+
+    twice = ({"fprop": 2, "dgrad": 2, "wgrad": 2}, "fp8")
+    report = one_step(Model(), noise(32, 128))
+    check(report, {"parts.it's": "fp8", "fused": twice, "stack": "fp8"})
+    assert {record.parameter for record in report.matmuls if record.fqn == "parts.it's"} == {"parts.it's.weight"}
+
+
 def test_one_weight_used_twice():
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -545,6 +631,55 @@ def test_a_model_without_an_eligible_matmul_is_an_error_in_strict_mode():
 
 def test_strict_mode_takes_a_model_with_eligible_matmuls():
     check(one_step(Mlp(), noise(*X), strict=True), {"up": "fp8", "down": "fp8"})
+
+
+class Convolutions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(64, 128, 3, padding=1)
+
+    def forward(self, x):
+        return self.conv(x).transpose(1, 2)
+
+
+class Broken(Convolutions):
+    def forward(self, x):
+        torch._dynamo.graph_break()
+        return super().forward(x)
+
+
+class Stem(nn.Module):
+    """Convolutions in a graph of their own: in front of a break, or in a module of their own, which has one."""
+
+    def __init__(self, broken: bool) -> None:
+        super().__init__()
+        self.broken = broken
+        self.stem, self.up = Broken() if broken else Convolutions(), nn.Linear(128, 128)
+
+    def forward(self, x):
+        x = self.stem(x)
+        if not self.broken:
+            torch._dynamo.graph_break()
+        return self.up(x)
+
+
+def test_a_part_without_matmuls_is_as_it_should_be(caplog):
+    """But not a whole model."""
+    x = noise(4, 64, 32)
+    with caplog.at_level(logging.WARNING, logger="fp8compile"):
+        for broken in (False, True):
+            torch._dynamo.reset()
+            model = Stem(broken)
+            torch.compile(model, backend="fp8", options={"strict": True})(x).sum().backward()
+            assert not caplog.records and len(fp8compile.report(model).graphs) == 2
+        for compile_it in (lambda m: torch.compile(m, backend="fp8"), lambda m: m.compile(backend="fp8") or m):
+            torch._dynamo.reset()
+            logs._said.clear()
+            compile_it(Convolutions())(x).sum().backward()
+            assert "no matmul of Convolutions becomes FP8" in caplog.text
+            caplog.clear()
+    with pytest.raises(Exception, match="no matmul of Convolutions"):
+        torch.compile(Convolutions(), backend="fp8", options={"strict": True})(x)
 
 
 def test_a_graph_without_any_matmul_trains():

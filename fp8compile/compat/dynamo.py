@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -121,6 +122,22 @@ def root_modules(gm: GraphModule) -> dict[int, tuple[nn.Module, Any]]:
         if isinstance(modules[prefix], nn.Module):
             found[position] = modules[prefix], root
     return found
+
+
+def is_part(module: nn.Module) -> bool:
+    """Is a graph of this module compiled because a module around it is, whose own graph breaks? Asked within the backend: the
+    frames between it and the compiled module's call are those of the modules that are being called."""
+    frame, compiling = sys._getframe(), False
+    while frame is not None:
+        file = frame.f_code.co_filename.replace("\\", "/")
+        compiling = compiling or file.endswith("torch/_dynamo/convert_frame.py")
+        if compiling and file.endswith("torch/_dynamo/eval_frame.py"):
+            return False
+        caller = frame.f_locals.get("self") if compiling else None
+        if isinstance(caller, nn.Module) and caller is not module and any(part is module for part in caller.modules()):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
 def _scopes() -> dict[str, Any]:

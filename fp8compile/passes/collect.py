@@ -5,7 +5,8 @@
     mm_2 = mm(dy, w); mm_3 = mm(permute(dy), view_1)  Matmul(mm_3, "up", wgrad, a=dy [M, N] transposed, b=x [M, K])
 
 A forward matmul with a weight as operand is an fprop. Its dgrad and wgrad carry its `seq_nr` (autograd's number of the
-forward operator): dgrad reads the weight, wgrad does not. What is left is activation x activation. Nothing is changed.
+forward operator): dgrad reads the weight, wgrad does not. What is left is activation x activation, with its gradients. Nothing
+is changed.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch.fx import Graph, Node
 
 from .. import compat
 from ..capture import Inputs, readable_module
-from ..graph import SLICES, arg, aten, peel, root, value
+from ..graph import SAME, SLICES, VIEWS, Matrix, arg, aten, peel, root, same_shape, value
 from ..matmul import Matmul
 from ..reports import OpaqueRecord
 
@@ -55,12 +56,12 @@ def collect(graph: Graph, inputs: Inputs) -> tuple[list[Matmul], list[OpaqueReco
             weights[node] = inputs.names[index]
     matmuls: list[Matmul] = []
     opaque: list[OpaqueRecord] = []
-    fprops: dict[int | None, list[Matmul]] = {}
+    forward: dict[int | None, list[Matmul]] = {}
     for node in graph.nodes:
         if node.op != "call_function":
             continue
         if getattr(node.target, "overloadpacket", None) in MATMULS:
-            matmuls.append(_matmul(node, weights, fprops))
+            matmuls.append(_matmul(node, weights, forward))
         elif (hidden := _hidden(node)) is not None:
             opaque.append(OpaqueRecord(_module_of(node), str(node.target), hidden))
     return matmuls, opaque
@@ -82,7 +83,7 @@ def edges(graph: Graph, matmuls: list[Matmul]) -> tuple[tuple[int, int], ...]:
     return tuple(found)
 
 
-def _matmul(node: Node, weights: dict[Node, str], fprops: dict[int | None, list[Matmul]]) -> Matmul:
+def _matmul(node: Node, weights: dict[Node, str], forward: dict[int | None, list[Matmul]]) -> Matmul:
     target: Any = node.target
     first = MATMULS[target.overloadpacket]
     left, right = arg(node, first), arg(node, first + 1)
@@ -101,16 +102,15 @@ def _matmul(node: Node, weights: dict[Node, str], fprops: dict[int | None, list[
         fqn=_module_of(node),
         addend=arg(node, 0) if first else None,
     )
-    seq_nr = node.meta.get("seq_nr")
     if not compat.is_backward(node):
+        forward.setdefault(node.meta.get("seq_nr"), []).append(found)
         weight = next((x.base for x in (b, a) if _parameter(x.base) in weights), None)
         if weight is not None:
             parameter = _parameter(weight)
             found.gemm, found.weight, found.parameter = "fprop", weight, parameter
             found.name = weights[parameter]
             found.fqn = _weight_name(found.name, found.fqn)
-            fprops.setdefault(seq_nr, []).append(found)
-    elif (fprop := _fprop_of(found, fprops)) is not None and fprop.weight is not None:
+    elif (fprop := _fprop_of(found, forward)) is not None and fprop.weight is not None:
         found.gemm = "dgrad" if _reads(node, fprop.weight) else "wgrad"
         found.weight, found.parameter, found.fprop = fprop.weight, fprop.parameter, fprop
         found.fqn, found.name = fprop.fqn, fprop.name
@@ -119,7 +119,7 @@ def _matmul(node: Node, weights: dict[Node, str], fprops: dict[int | None, list[
 
 def _parameter(base: Node) -> Node:
     """What a tensor is a slice of: itself, if of nothing."""
-    while base.op == "call_function" and (base.target is operator.getitem or base.target in SLICES):
+    while base.op == "call_function" and (base.target is operator.getitem or base.target in (*SLICES, *VIEWS, *SAME)):
         base = arg(base, 0)
     return base
 
@@ -128,20 +128,37 @@ def _reads(node: Node, weight: Node) -> bool:
     return any(isinstance(x, Node) and root(x) is root(weight) for x in node.args)
 
 
-def _fprop_of(matmul: Matmul, fprops: dict[int | None, list[Matmul]]) -> Matmul | None:
-    """The forward gemm of a backward one. Those with its `seq_nr` come first: one made the autograd node, but a gemm that
-    made none (frozen, detached) carries the number of the node before. Then, for the inside of a custom autograd function,
-    whichever shares its tensors."""
-    same = fprops.get(matmul.node.meta.get("seq_nr"), [])
-    everything = [fprop for listed in fprops.values() for fprop in listed]
-    for group in (same, everything):
-        for fprop in group:
-            if fprop.weight is not None and _reads(matmul.node, fprop.weight):
-                return fprop
-        for fprop in group if group is same or not same else ():
-            if fprop.other_operand.base in (matmul.a.base, matmul.b.base):
-                return fprop
-    return same[0] if same else None
+def _fprop_of(matmul: Matmul, forward: dict[int | None, list[Matmul]]) -> Matmul | None:
+    """The forward gemm of a backward one; None where that has no weight. `forward`: the forward matmuls by `seq_nr`.
+
+    Those with its own number come first: one made the autograd node, but a gemm that made none (frozen, detached) carries the
+    number of the node before. Then, for the inside of a custom autograd function, whichever shares its tensors.
+    """
+    same = forward.get(matmul.node.meta.get("seq_nr"), [])
+    everything = [made for listed in forward.values() for made in listed]
+    for made in (*same, *everything):
+        if made.weight is not None and _reads(matmul.node, made.weight):
+            return made
+    shaped = [made for made in same or everything if made.weight is not None and _of_its_shape(matmul, made)]
+    for made in shaped:
+        if _share(matmul, made.other_operand):
+            return made
+    products = [made for made in same if made.weight is None]
+    if not products:
+        return same[0] if same else None
+    if any(_share(matmul, made.a) or _share(matmul, made.b) for made in products):
+        return None
+    return shaped[0] if shaped else None
+
+
+def _share(matmul: Matmul, operand: Matrix) -> bool:
+    return operand.base in (matmul.a.base, matmul.b.base)
+
+
+def _of_its_shape(matmul: Matmul, fprop: Matmul) -> bool:
+    """Has it as many rows and columns as the weight of `fprop`, as a wgrad has?"""
+    _, n, k = fprop.features
+    return any(same_shape((matmul.m, matmul.n), sides) for sides in ((n, k), (k, n)))
 
 
 def _weight_name(weight: str, module: str) -> str:
