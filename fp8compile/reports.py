@@ -229,7 +229,8 @@ class Ledger:
         with self._lock:
             graphs, references = dict(self._graphs), {i: list(refs) for i, refs in self._parameters.items()}
         if not graphs:
-            return Report(empty="nothing was compiled yet (torch.compile does it at the first call, and leaves out what it cannot trace)")
+            why = "torch.compile compiles at the first call, and leaves out what it cannot trace"
+            return Report(empty=f"nothing was compiled yet ({why})")
         if model is None:
             return Report(graphs.values())
         mine = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
