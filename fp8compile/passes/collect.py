@@ -136,13 +136,16 @@ def _fprop_of(matmul: Matmul, forward: dict[int | None, list[Matmul]]) -> Matmul
     """
     same = forward.get(matmul.node.meta.get("seq_nr"), [])
     everything = [made for listed in forward.values() for made in listed]
-    for made in (*same, *everything):
-        if made.weight is not None and _reads(matmul.node, made.weight):
-            return made
-    shaped = [made for made in same or everything if made.weight is not None and _of_its_shape(matmul, made)]
-    for made in shaped:
-        if _share(matmul, made.other_operand):
-            return made
+    shaped: list[Matmul] = []
+    for group in (same, everything):
+        for made in group:
+            if made.weight is not None and _reads(matmul.node, made.weight):
+                return made
+        if group is same or not same:
+            shaped = [made for made in group if made.weight is not None and _of_its_shape(matmul, made)]
+            for made in shaped:
+                if _share(matmul, made.other_operand):
+                    return made
     products = [made for made in same if made.weight is None]
     if not products:
         return same[0] if same else None
