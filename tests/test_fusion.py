@@ -108,6 +108,13 @@ def test_blocks_of_128_rows_behind_sums_over_rows_are_two_kernels():
     assert any({x.kind for x in kernel.outputs} == {"row"} for kernel in over_rows), "a norm that nobody else reads"
 
 
+def test_recipes_of_one_tensor_that_do_not_go_together():
+    """Scales of rows for one gemm, of 128 rows for another."""
+    rules = [{"gemm": gemm, "recipe": recipe} for gemm, recipe in (("dgrad", "rowwise"), ("wgrad", "blockwise"))]
+    made = assert_same(RmsBlock, [(2, 20, 128)] * 2, policy={"rules": rules})
+    assert any("transpose_scale" in name for name in made)
+
+
 def test_a_bias_gradient_is_summed_in_the_kernel_of_its_cast():
     _, made = train(Mlp, [(40, 128)] * 2, True)
     assert sum(name.endswith("sum", 0, name.rfind("_")) for name in made) == 2

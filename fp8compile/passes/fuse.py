@@ -122,6 +122,8 @@ class _Finder:
         kernel = write(group)  # now: replacing it takes its members out of the graph
         if not group.passes or group.block[0] <= launch.MOST_ROWS:
             return self.replaced(group, kernel)
+        if any(node.target is ops.amax_blocks for node in group.levels):
+            raise Unwritable("scales of rows beside scales of 128 rows")
         sources = {_behind_views(seed.source) for seed in seeds}
         written = [x for x in group.of_kind("value") if x.node in sources]
         rows = [Output("row", node, node) for node in group.levels]
