@@ -45,7 +45,7 @@ from fp8compile.passes.lower import lower
 aten = torch.ops.aten
 prims = torch.ops.prims
 
-CASES, PARTS = int(os.environ.get("FUZZ_CASES", "400")), 4
+CASES, PARTS = int(os.environ.get("FUZZ_CASES", "400")), 2
 BLOCKS = ((16, 16, 1), (16, 32, 1), (32, 16, 1), (32, 32, 1), (64, 64, 1))
 WIDE, STRIPS = (128, 128, 1), (128, 32, 1)  # tiles of cases whose scales are of 128 elements
 PROGRAMS = 3  # tiles a case, at most: the interpreter takes its time by the program
@@ -941,7 +941,7 @@ def test_fused_and_unfused_agree(part: int) -> None:
 
 def test_scales_of_rows_and_blocks_agree() -> None:
     """Behind chains and norms, with blocks as large as in training in half of the cases."""
-    seen = explore(0, CASES // PARTS, scaled_cases)
-    assert seen["fused"] > 0.9 * seen["cases"] >= 0.9 * (CASES // PARTS), seen
+    seen = explore(0, CASES // 4, scaled_cases)
+    assert seen["fused"] > 0.9 * seen["cases"] >= 0.9 * (CASES // 4), seen
     for what in ("blocks", "amaxes of columns", "strips", "sums alone", "row passes", "transposed"):
         assert seen[what] > 0.02 * seen["cases"], (what, seen)

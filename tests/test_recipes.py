@@ -230,8 +230,16 @@ class Modulated(nn.Module):
         (Modulated, set()),
     ],
 )
-@pytest.mark.parametrize("autocast", [False, True])
-def test_down_projections_are_recognised(build, gated, autocast):
+def test_down_projections_are_recognised(build, gated):
+    recognised(build, gated, autocast=False)
+
+
+@pytest.mark.parametrize(("build", "gated"), [(SwiGlu, {"down"}), (lambda: Fused(F.gelu, 0.1), {"down"}), (Normed, set())])
+def test_down_projections_are_recognised_under_autocast(build, gated):
+    recognised(build, gated, autocast=True)
+
+
+def recognised(build, gated, autocast):
     model, x = make(build), noise(2, 64, 128)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         report = step(model, x)
