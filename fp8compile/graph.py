@@ -123,11 +123,16 @@ def peel(operand: Node) -> Matrix:
         node = source
 
 
-def root(node: Node) -> Node:
-    """What a tensor is a view, a permutation or a cast of, in whatever arrangement."""
-    while call_function(node, (*CASTS, *SAME, *VIEWS, *PERMUTES, aten.expand.default, aten.clone.default)):
+def behind(node: Node, targets: tuple) -> Node:
+    """What is behind a chain of these operators, each of its first argument: the node itself if it is none of them."""
+    while call_function(node, targets):
         node = arg(node, 0)
     return node
+
+
+def root(node: Node) -> Node:
+    """What a tensor is a view, a permutation or a cast of, in whatever arrangement."""
+    return behind(node, (*CASTS, *SAME, *VIEWS, *PERMUTES, aten.expand.default, aten.clone.default))
 
 
 def _swaps(node: Node, shape: tuple) -> bool | None:

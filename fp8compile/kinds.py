@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Node
 
-from .graph import CASTS, SAME, SLICES, VIEWS, arg, aten, call_function, is_tensor, same_shape, same_size, value
+from .graph import CASTS, SAME, SLICES, VIEWS, arg, aten, behind, call_function, is_tensor, same_shape, same_size, value
 from .matmul import Matmul
 
 HEADS = "lm_head head heads embed_out unembed unembedding output_projection score classifier logits".split()
@@ -90,12 +90,8 @@ def _projections(node: Node) -> frozenset[Node]:
     found, seen, stack = set(), {node}, [node]
     while stack:
         x = stack.pop()
-        part = x
-        while call_function(part, (*CASTS, *SAME, *VIEWS, aten.permute.default, aten.clone.default)):
-            part = arg(part, 0)
-        whole = part
-        while call_function(whole, (operator.getitem, *SLICES, *CASTS, *SAME, *VIEWS)):
-            whole = arg(whole, 0)
+        part = behind(x, (*CASTS, *SAME, *VIEWS, aten.permute.default, aten.clone.default))
+        whole = behind(part, (operator.getitem, *SLICES, *CASTS, *SAME, *VIEWS))
         if call_function(whole, (aten.mm.default, aten.addmm.default)):
             found.add(part)
             continue

@@ -46,6 +46,11 @@ EXPONENT = 0x7F800000  # the bits of a float32 that are its exponent
 JUMP, JUMP_OF_GRADIENTS = 2.0, 8.0
 
 
+def jump(gradient: bool) -> float:
+    """How many times what its scale covers an amax must be to be an overflow."""
+    return JUMP_OF_GRADIENTS if gradient else JUMP
+
+
 class SlotSettings(NamedTuple):
     """How a slot moves: exact in float32. A `window` of 1 is the most recent amax."""
 

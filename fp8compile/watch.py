@@ -77,8 +77,8 @@ class Watch:
             rows = page.cpu()
             for row in torch.nonzero((rows[:, scaling.AGE] < 0) & (rows[:, scaling.HISTORY] > 0)).flatten().tolist():
                 limit, scale, amax = (rows[row, i].item() for i in (scaling.LIMIT, scaling.BEFORE, scaling.HISTORY))
-                jump = scaling.JUMP_OF_GRADIENTS if backward else scaling.JUMP
-                found.append(Overflow(bool(backward), row, amax, limit / jump / scale))
+                covered = limit / scaling.jump(bool(backward)) / scale
+                found.append(Overflow(bool(backward), row, amax, covered))
         return found
 
 

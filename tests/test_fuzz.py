@@ -573,30 +573,26 @@ numbers = st.integers(0, 63)
 PAIRS = [(a, b) for a in range(1, 41) for b in range(1, 41) if a * b <= 40]
 steps = st.tuples(st.integers(0, len(INSTRUCTIONS) - 1), numbers, numbers, numbers)
 making = st.tuples(st.sampled_from([INSTRUCTIONS.index(x) for x in MAKING]), numbers, numbers, numbers)
-cases = st.builds(
-    Case,
-    rows=st.sampled_from(PAIRS),
-    columns=st.sampled_from(PAIRS),
-    dtype=st.integers(0, 2),
-    layout=st.integers(0, 15),
-    seed=st.integers(0, 2**20),
-    code=st.lists(steps, min_size=1, max_size=8).map(tuple),
-    last=st.tuples(numbers, numbers, numbers),
-    block=st.integers(0, len(BLOCKS)),
-)
 
 
-scaled_cases = st.builds(
-    Case,
-    rows=st.sampled_from(PAIRS),
-    columns=st.sampled_from(PAIRS),
-    dtype=st.integers(0, 2),
-    layout=st.integers(0, 15),
-    seed=st.integers(0, 2**20),
-    code=st.tuples(making, making, st.tuples(st.just(INSTRUCTIONS.index(Program.blocks)), numbers, numbers, numbers)),
-    last=st.tuples(numbers, numbers, numbers),
-    block=st.integers(0, 2 * len(BLOCKS)),  # wide ones are half
-)
+def cases_of(code: st.SearchStrategy[tuple[Code, ...]], most: int) -> st.SearchStrategy[Case]:
+    """Cases of such programs; `most`: of the numbers of tiles, those from len(BLOCKS) on are wide."""
+    return st.builds(
+        Case,
+        rows=st.sampled_from(PAIRS),
+        columns=st.sampled_from(PAIRS),
+        dtype=st.integers(0, 2),
+        layout=st.integers(0, 15),
+        seed=st.integers(0, 2**20),
+        code=code,
+        last=st.tuples(numbers, numbers, numbers),
+        block=st.integers(0, most),
+    )
+
+
+cases = cases_of(st.lists(steps, min_size=1, max_size=8).map(tuple), len(BLOCKS))
+casting = st.tuples(st.just(INSTRUCTIONS.index(Program.blocks)), numbers, numbers, numbers)
+scaled_cases = cases_of(st.tuples(making, making, casting), 2 * len(BLOCKS))  # wide ones are half
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------

@@ -117,15 +117,20 @@ def _prepared(device: str | None, html: str | None, given: Mapping[str, Any]) ->
         raise usage(f"--html {html}: there is no folder {Path(html).parent}")
     if html is not None and Path(html).is_dir():
         raise usage(f"--html {html} is a folder")
-    if device is not None:
-        from .. import devices
-
-        devices.find(device)
+    check_device(device)
     if options:
         from ..options import parse
 
         parse(options)
     return options
+
+
+def check_device(name: str | None) -> None:
+    """Refuse a device that is not described, before torch and the model are loaded."""
+    if name is not None:
+        from .. import devices
+
+        devices.find(name)
 
 
 def parse_option(text: str) -> tuple[str, Any]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ..errors import Fp8CompileError, did_you_mean, near
-from .models import explained, idle
+from .models import check_device, explained, idle
 from .problems import complain, usage
 
 if TYPE_CHECKING:
@@ -46,10 +46,7 @@ def check(file: str, target: str | None, inputs: tuple[str, ...], device: str | 
     click.echo(f"{file}: valid, {own} rule{'' if own == 1 else 's'}{extended}")
     if target is None:
         return 0
-    if device is not None:
-        from .. import devices
-
-        devices.find(device)
+    check_device(device)
     report = explained(target, inputs, {"policy": file}, device)
     click.echo(_rules_table(found.labels, report.matmuls))
     unused = idle(found.labels[: found.own], report, target)  # a shipped policy has none of its own: it is for many models

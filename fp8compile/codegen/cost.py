@@ -9,11 +9,11 @@ import sympy
 import torch
 from torch.fx import Graph, Node
 
-from ..graph import arg, aten, hint
+from ..graph import aten, behind, hint
 from .domain import REDUCTIONS, VIEWS, product, sizes
 from .expressions import supported
 from .group import Group
-from .launch import MOST_ROWS, TALL_ROW_BLOCKS, TALL_TILES
+from .launch import TALL_ROW_BLOCKS, TALL_TILES, apart
 from .scales import of_amax
 
 STRIDED = 1 / 0.58  # how many times longer one-byte stores at a stride take: Inductor's transposes reach 58% of the bandwidth
@@ -57,12 +57,10 @@ def compare(group: Group, sizes_of: Sizes, stored: set[Node], ours_too: tuple) -
     """
     reads = sum(map(sizes_of.bytes_of, (*group.inputs, *(x for x, scale in group.scales.items() if scale.kind == "tile"))))
     ours = theirs = reads
-    if group.passes and group.block[0] > MOST_ROWS:  # `fuse` makes two kernels of it
+    if apart(group):
         ours += reads
     for x in group.inputs:  # if nobody else reads it, Inductor would have computed it in place
-        made = x
-        while made.target in (*VIEWS, *_PARTS):
-            made = arg(made, 0)
+        made = behind(x, (*VIEWS, *_PARTS))
         if made.op == "call_function" and made not in stored and fusable(made, ours_too) and set(x.users) <= set(group.members):
             ours += sizes_of.bytes_of(x)
     for output in group.outputs:

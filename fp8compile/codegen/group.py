@@ -64,7 +64,8 @@ class Group:
     @property
     def block(self) -> tuple[int, int]:
         """What the sides of a tile must be multiples of."""
-        blocks = [x for x in self._blocks if not (self.span and x.of_span)]
+        span = self.span
+        blocks = [x for x in self._blocks if not (span and x.of_span)]
         return max((x.rows for x in blocks), default=1), max((x.columns for x in blocks), default=1)
 
     @property
@@ -74,7 +75,7 @@ class Group:
         tall = any(x.rows == SPAN for x in self._blocks)
         fits = all(x.of_span or x.columns < SPAN for x in self._blocks)
         both = tall and fits and any(x.of_span for x in self._blocks)
-        large = sum(map(self.domain.is_full, self.inputs)) > 1 or self.heavy
+        large = self.heavy or sum(map(self.domain.is_full, self.inputs)) > 1
         return SPAN if both and large and not self.passes else 0
 
     @property

@@ -23,7 +23,7 @@ from torch.fx import Graph, Node
 from .. import compat
 from ..graph import Emitter, aten
 from .domain import quotient, size_of, sizes
-from .group import Output
+from .group import Group, Output
 from .kernel import Kernel, padded_rows
 
 DEVICES = ("cuda",)  # where Triton's kernels run
@@ -42,6 +42,11 @@ ROW_BLOCKS = ((16, 256, 8), (32, 128, 8), (16, 128, 4), (32, 64, 4))
 TALL_ROW_BLOCKS = ((32, 128, 8), (32, 64, 4))
 MOST_ROWS = 32  # whole ones that a program takes
 SPANS = ((128, 32, 8), (128, 16, 8))
+
+
+def apart(group: Group) -> bool:
+    """Does `fuse` make two kernels of it? Blocks ask for more whole rows than a program takes."""
+    return bool(group.passes) and group.block[0] > MOST_ROWS
 
 
 def configurations(kernel: Kernel) -> tuple[tuple[int, int, int], ...]:

@@ -18,7 +18,7 @@ from torch.fx import Graph, Node
 
 from .. import compat
 from ..capture import Inputs, readable_module
-from ..graph import SAME, SLICES, VIEWS, Matrix, arg, aten, peel, root, same_shape, value
+from ..graph import SAME, SLICES, VIEWS, Matrix, arg, aten, behind, peel, root, same_shape, value
 from ..matmul import Matmul
 from ..reports import OpaqueRecord
 
@@ -119,9 +119,7 @@ def _matmul(node: Node, weights: dict[Node, str], forward: dict[int | None, list
 
 def _parameter(base: Node) -> Node:
     """What a tensor is a slice of: itself, if of nothing."""
-    while base.op == "call_function" and (base.target is operator.getitem or base.target in (*SLICES, *VIEWS, *SAME)):
-        base = arg(base, 0)
-    return base
+    return behind(base, (operator.getitem, *SLICES, *VIEWS, *SAME))
 
 
 def _reads(node: Node, weight: Node) -> bool:
@@ -135,23 +133,24 @@ def _fprop_of(matmul: Matmul, forward: dict[int | None, list[Matmul]]) -> Matmul
     number of the node before. Then, for the inside of a custom autograd function, whichever shares its tensors.
     """
     same = forward.get(matmul.node.meta.get("seq_nr"), [])
-    everything = [made for listed in forward.values() for made in listed]
-    shaped: list[Matmul] = []
-    for group in (same, everything):
-        for made in group:
-            if made.weight is not None and _reads(matmul.node, made.weight):
-                return made
-        if group is same or not same:
-            shaped = [made for made in group if made.weight is not None and _of_its_shape(matmul, made)]
-            for made in shaped:
-                if _share(matmul, made.other_operand):
-                    return made
+    found = _related(matmul, same) or _related(matmul, [x for made in forward.values() for x in made], by_input=not same)
+    if found is not None:
+        return found
     products = [made for made in same if made.weight is None]
     if not products:
         return same[0] if same else None
     if any(_share(matmul, made.a) or _share(matmul, made.b) for made in products):
         return None
-    return shaped[0] if shaped else None
+    return next((made for made in same if made.weight is not None and _of_its_shape(matmul, made)), None)
+
+
+def _related(matmul: Matmul, forward: list[Matmul], by_input: bool = True) -> Matmul | None:
+    """The fprop whose weight a backward gemm reads, as a dgrad does, or else (`by_input`) whose input, as a wgrad does."""
+    for made in forward:
+        if made.weight is not None and _reads(matmul.node, made.weight):
+            return made
+    shaped = (made for made in forward if by_input and made.weight is not None and _of_its_shape(matmul, made))
+    return next((made for made in shaped if _share(matmul, made.other_operand)), None)
 
 
 def _share(matmul: Matmul, operand: Matrix) -> bool:

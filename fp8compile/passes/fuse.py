@@ -28,7 +28,7 @@ from ..codegen.domain import Domain, sizes
 from ..codegen.group import Group, Output
 from ..codegen.kernel import Kernel, Unwritable, write
 from ..codegen.scales import Scale, chain, made_in_place, of_amax, of_cast
-from ..graph import PERMUTES, VIEWS, arg, value
+from ..graph import PERMUTES, VIEWS, arg, behind, value
 from ..logs import get_logger
 from .grouping import OURS, SEEDS, Grouping, reaches
 from .place import Made, generated, place
@@ -120,11 +120,11 @@ class _Finder:
 
         Raises Unwritable, with the graph as it was."""
         kernel = write(group)  # now: replacing it takes its members out of the graph
-        if not group.passes or group.block[0] <= launch.MOST_ROWS:
+        if not launch.apart(group):
             return self.replaced(group, kernel)
         if any(node.target is ops.amax_blocks for node in group.levels):
             raise Unwritable("scales of rows beside scales of 128 rows")
-        sources = {_behind_views(seed.source) for seed in seeds}
+        sources = {behind(seed.source, VIEWS) for seed in seeds}
         written = [x for x in group.of_kind("value") if x.node in sources]
         rows = [Output("row", node, node) for node in group.levels]
         whole = len(written) == len(sources)
@@ -265,12 +265,6 @@ def _read_outside(user: Node, inside: set[Node]) -> bool:
     if user.target in PERMUTES and user.users:
         return any(_read_outside(x, inside) for x in user.users)
     return user not in inside
-
-
-def _behind_views(node: Node) -> Node:
-    while node.target in VIEWS:
-        node = arg(node, 0)
-    return node
 
 
 def _reads(made: Node) -> str:

@@ -18,7 +18,7 @@ from ..formats import Format, pick
 from ..graph import Matrix
 from ..matmul import Matmul
 from ..recipe import Recipe, Scaling
-from ..scaling import JUMP, JUMP_OF_GRADIENTS, SlotSettings
+from ..scaling import SlotSettings, jump
 from ..state import SlotKey
 
 
@@ -107,5 +107,5 @@ def plan(matmuls: list[Matmul], fnuz: bool) -> Plan:
 
 def _settings(scaling: Scaling, form: Format, role: str) -> SlotSettings:
     window, interval, watched = scaling.history
-    limit = form.max * (JUMP_OF_GRADIENTS if role == "gradient" else JUMP) if watched else float("inf")
+    limit = form.max * jump(role == "gradient") if watched else float("inf")
     return SlotSettings(form.max / 2.0**scaling.margin, window, interval, limit)

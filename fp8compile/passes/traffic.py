@@ -17,7 +17,7 @@ from torch.fx import Node
 
 from .. import compat
 from ..codegen.cost import fusable
-from ..graph import CASTS, PERMUTES, SAME, VIEWS, Matrix, aten, call_function, hint, is_tensor, value
+from ..graph import CASTS, PERMUTES, SAME, VIEWS, Matrix, aten, behind, call_function, hint, is_tensor, value
 
 _VIEWS = (*VIEWS, *PERMUTES, *SAME, aten.expand.default, aten.slice.Tensor, aten.select.int, operator.getitem)
 _JOINS = (aten.cat.default, aten.stack.default, aten.constant_pad_nd.default, aten.slice_scatter.default)
@@ -92,9 +92,7 @@ def _computes(node: Node) -> bool:
 
 def _moved(node: Node) -> Node:
     """What a tensor is a view or a copy of."""
-    while call_function(node, (*_VIEWS, *CASTS, aten.clone.default)):
-        node = node.args[0]  # type: ignore[assignment]
-    return node
+    return behind(node, (*_VIEWS, *CASTS, aten.clone.default))
 
 
 def _readers(base: Node) -> tuple[set[Node], bool]:
@@ -135,6 +133,5 @@ def _reduces(node: Node) -> bool:
 
 def _bytes(node: Node) -> int:
     """Of a tensor in memory; of a conversion, those of what is converted."""
-    while call_function(node, CASTS):
-        node = node.args[0]  # type: ignore[assignment]
+    node = behind(node, CASTS)
     return hint(value(node).numel()) * int(value(node).dtype.itemsize)
