@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections import Counter
 from collections.abc import Callable
 
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from harness import ALL_FP8
 
 import fp8compile.backend
+from fp8compile import scaling
 from fp8compile.described import A100, H200, Gpu, Matmul, Step, trace, unavailable
 
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=unavailable() or "")
@@ -145,6 +147,28 @@ def test_bias(recipe):
     check_matmuls(step)
     assert sizes(step.matmuls) == Counter([(64, 512, 256), (64, 256, 512)] * 2 + [(512, 256, 64), (256, 512, 64)])
     assert {m.out.dtype for m in step.matmuls} == {BF16}
+
+
+def test_scales_are_read_from_where_they_are():
+    """Four tensors, four slots: each matmul of the forward is given the inverses of its own. (In torch 2.11, `as_strided`
+    without an offset becomes the first number of the snapshot: pytorch#175325.)"""
+    calls = [line for line in compile_mlp(64).graphs[0].code.splitlines() if "extern_kernels._scaled_mm(" in line]
+    offsets = [int(offset) for line in calls for offset in re.findall(r"\(1, 1\), \(1, 1\), (\d+)\)", line)]
+    assert len(calls) == 2 and len(set(offsets)) == len(offsets) == 4
+    assert {offset % scaling.SNAPSHOT for offset in offsets} == {scaling.SCALE_INV}
+
+
+def test_copies_that_inductor_writes_have_no_gaps():
+    """It pads rows of 1040 bytes to 1152, and ATen's row-wise kernel for sm_89 ignores strides. Inductor writes copies where a
+    launch could be moved: where it buckets collectives."""
+    model = unallocated(lambda: nn.Linear(1040, 1168, bias=False), BF16)
+    compiled = torch.compile(model, backend="fp8", options={"policy": ALL_FP8, "recipe": "rowwise"})
+    x = torch.randn(2000, 1040, dtype=BF16, requires_grad=True)
+    with torch._inductor.config.patch(bucket_all_gathers_fx="all"):
+        step = trace(lambda: compiled(x).sum().backward())
+    assert {m.op for m in step.matmuls} == {"_scaled_mm"} and len(step.matmuls) == 3
+    for m in step.matmuls:
+        assert m.a.stride == (m.a.shape[1], 1) and m.b.stride == (1, m.b.shape[0]), m
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])

@@ -57,7 +57,10 @@ def amax_blocks(x: Tensor, transposed: bool, block: Sequence[int]) -> Tensor:
 
 
 def quantize(x: Tensor, scale: Tensor, dtype: torch.dtype, fp8_max: float, block: Sequence[int] = (0, 0)) -> Tensor:
-    return ops.cast(x, ops.spread(scale, x.shape, block), dtype, fp8_max).contiguous()
+    """[R, C] -> [R, C], row-major and kept so: Inductor would pad rows, which ATen's row-wise kernel for sm_89 does not know
+    of, and would turn the copy round where its input is, which no FP8 matmul takes."""
+    copy = ops.cast(x, ops.spread(scale, x.shape, block), dtype, fp8_max)
+    return _dense(copy, *x.shape)
 
 
 def quantize_transposed(
@@ -71,8 +74,13 @@ def quantize_transposed(
     copy = ops.cast(x, scale, dtype, fp8_max).t()
     if not (isinstance(rows, int) and rows == padded):
         copy = torch.nn.functional.pad(copy.to(torch.float32), (0, padded - rows)).to(dtype)
+    return _dense(copy, columns, padded)
+
+
+def _dense(copy: Tensor, rows: int, columns: int) -> Tensor:
+    """In memory of its own, without gaps."""
     copy = copy.clone(memory_format=torch.contiguous_format)  # a pad's strides are not the same traced and in eager
-    return aten.as_strided.default(copy, [columns, padded], [padded, 1], 0)
+    return aten.as_strided.default(copy, [rows, columns], [columns, 1], 0)
 
 
 def concatenate(vectors: list[Tensor]) -> Tensor:
@@ -85,9 +93,8 @@ def scaled_mm_gpu(
     """cuBLASLt adds a bias in half precision only; any other is added by whatever reads the product."""
     fused = bias if bias is not None and bias.dtype == out_dtype and out_dtype != torch.float32 else None
     product_dtype = out_dtype if bias is None or fused is not None else torch.float32
-    scale_a = aten.as_strided.default(a_inv, [1, 1], [1, 1])
-    scale_b = aten.as_strided.default(b_inv, [1, 1], [1, 1])
-    out = aten._scaled_mm.default(a, b.t(), scale_a, scale_b, fused, None, product_dtype, fast_accum)
+    # views: the `as_strided` of 2.11's Inductor, given no offset, forgets that of what it is given (pytorch#175325)
+    out = aten._scaled_mm.default(a, b.t(), a_inv.view(1, 1), b_inv.view(1, 1), fused, None, product_dtype, fast_accum)
     if bias is not None and fused is None:
         out = (out + bias.to(torch.float32)).to(out_dtype)
     return out
