@@ -16,6 +16,7 @@ why.
 from __future__ import annotations
 
 import operator
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -131,9 +132,12 @@ class _Finder:
         first = self.grouping(group.domain, written if whole else rows, sums=whole)
         if isinstance(first, str):
             raise Unwritable(first)
-        first.outputs = [x for x in first.outputs if not set(x.replaces.users) <= first.members.keys()]
+        needed = _nearest(sources, {x.node for x in first.outputs}, group.members)
+        first.outputs = [x for x in first.outputs if x.node in needed or not set(x.replaces.users) <= first.members.keys()]
         kernels = self.replaced(first, write(first))
         second = self.grouping(group.domain, [sink for seed in seeds for sink in seed.sinks])
+        if not isinstance(second, str) and launch.apart(second):
+            second = "they need whole rows once more"
         if isinstance(second, str):  # what the first writes are more inputs than there were
             logger.debug("%s: its casts stay with Inductor: %s", seeds[0].source.name, second)
             return kernels
@@ -206,6 +210,19 @@ class _Finder:
             ):
                 dead += node.all_input_nodes
                 self.graph.erase_node(node)
+
+
+def _nearest(sources: Iterable[Node], written: Collection[Node], members: Collection[Node]) -> set[Node]:
+    """Of what is written, that from which the sources are computed, and not that from which only such values are."""
+    front, seen, found = list(sources), set(), set()
+    while front:
+        node = front.pop()
+        if node in written:
+            found.add(node)
+        elif node not in seen:
+            seen.add(node)
+            front += [x for x in node.all_input_nodes if x in members]
+    return found
 
 
 def _split(graph: Graph) -> None:
