@@ -47,10 +47,10 @@ def _convert(data: np.ndarray, source: Any, target: Any, _rounding: Any = None) 
 
 
 @functools.cache
-def _library() -> dict[tuple[Any, str], Any]:
-    """Triton's own jitted functions, interpreted."""
+def _library(*modules: Any) -> dict[tuple[Any, str], Any]:
+    """The jitted functions of Triton and of these modules, interpreted."""
     found = {}
-    for module in (tl, standard):
+    for module in (tl, standard, *modules):
         for name, member in vars(module).items():
             if isinstance(member, JITFunction):
                 found[module, name] = InterpretedFunction(member.fn)
@@ -68,21 +68,45 @@ class Interpreted:
 
     def __getitem__(self, grid: Any) -> Any:
         def run(*args: Any, **kwargs: Any) -> None:
-            with _interpreting():
+            with interpreting():
                 InterpretedFunction(self.jitted.fn)[grid(self.block) if callable(grid) else grid](*args, **kwargs, **self.block)
 
         return run
 
 
 @contextlib.contextmanager
-def _interpreting():
+def interpreting(*modules: Any):
+    """Inside, interpreted functions run. `modules`: with jitted functions that they call, beside Triton's own."""
     with contextlib.ExitStack() as stack:
-        for (module, name), function in _library().items():
+        for (module, name), function in _library(*modules).items():
             stack.enter_context(mock.patch.object(module, name, function))
         stack.enter_context(mock.patch.object(interpreter, "_convert_float", _convert))
+        stack.enter_context(mock.patch.object(InterpretedFunction, "__call__", _caller()))
+        stack.enter_context(mock.patch.object(interpreter, "_patch_lang_tensor", _patch_tensor))
         stack.enter_context(_restored())
         stack.enter_context(np.errstate(all="ignore"))
         yield
+
+
+_patch = interpreter._patch_lang_tensor
+
+
+def _patch_tensor(tensor: Any, scope: Any) -> None:
+    _patch(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))  # of one element in any shape (3.6)
+
+
+def _caller():
+    """Calls one interpreted function from another. Triton's patches its language each time, which takes longest."""
+    patched: set[int] = set()
+
+    def call(self: InterpretedFunction, *args: Any, **kwargs: Any) -> Any:
+        if id(self.fn.__globals__) not in patched:
+            patched.add(id(self.fn.__globals__))
+            interpreter._patch_lang(self.fn)
+        return self.rewrite()(*args, **kwargs)
+
+    return call
 
 
 @contextlib.contextmanager

@@ -660,9 +660,9 @@ def guarded() -> Iterator[None]:
         return run(self, *args, **kwargs)
 
     with (
-        kernels._interpreting(),
+        kernels.interpreting(),
         mock.patch.object(logging.getLogger("torch.__trace"), "disabled", True),  # pytest's handler would format every graph
-        mock.patch.object(kernels, "_interpreting", contextlib.nullcontext),
+        mock.patch.object(kernels, "interpreting", contextlib.nullcontext),
         mock.patch.object(triton_interpreter.GridExecutor, "__call__", launched),
         mock.patch.object(builder, "create_masked_load", checked_load),
         mock.patch.object(builder, "create_masked_store", checked_store),

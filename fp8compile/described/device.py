@@ -141,8 +141,9 @@ def described_gpu(gpu: Gpu) -> Iterator[None]:
         patch("torch._inductor.scheduler", "has_triton", true)
         # A CUDA build makes a real tensor here, to initialise the device before autograd meets a fake one (2.11).
         patch("torch._subclasses.fake_tensor", "init_gpu_context", lambda *a, **k: None)
-        # tensor[...] and copy_ ask the device's runtime for a guard, which is not there.
+        # tensor[...], copy_ and contiguous ask the device's runtime for a guard, which is not there.
         stack.enter_context(mock.patch.object(FakeTensor, "__getitem__", _getitem))
+        stack.enter_context(mock.patch.object(FakeTensor, "contiguous", _contiguous, create=True))
         stack.enter_context(mock.patch.object(FakeTensor, "copy_", _copy_, create=True))
         stack.enter_context(mock.patch.object(FakeTensor, "__invert__", lambda x: torch.bitwise_not(x), create=True))
         # recomputed attention would take the random state of a device
@@ -184,6 +185,11 @@ def _getitem(self: torch.Tensor, index: Any) -> torch.Tensor:
             self = torch.ops.aten.slice.Tensor(self, dim, item.start, item.stop, 1 if item.step is None else item.step)
         dim += 1
     return self
+
+
+def _contiguous(self: torch.Tensor, memory_format: torch.memory_format = torch.contiguous_format) -> torch.Tensor:
+    as_it_is = self.is_contiguous(memory_format=memory_format)
+    return self if as_it_is else torch.ops.aten.clone.default(self, memory_format=memory_format)
 
 
 def _copy_(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
