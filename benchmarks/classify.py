@@ -22,10 +22,11 @@ CLASSES = ("fp8_gemm", "bf16_gemm", "cast", "attention", "other")
 
 # cuBLAS: nvjet_<a><b>.., letters for the operands' types: q = E4M3 (which hybrid's products of E5M2 and E4M3 have, too),
 # t = bf16, h = half, s = float; xmma and CUTLASS spell the types out;
-# hipBLASLt: Cijk_.._F8.. (or B8). Triton templates of Inductor: triton_tem_fused__scaled_mm_..
+# hipBLASLt: Cijk_.._F8.. (or B8). Triton templates of Inductor: triton_tem_fused__scaled_mm_..; fp8compile's own kernel for
+# blocks of scales: fp8_gemm_..
 _FP8_GEMM = re.compile(
     r"nvjet_(?:sm\d+_)?(?:q[a-z]|[a-z]q)|xmma_gemm_e[45]m[32]|gemm\w*_(?:f8f8|e[45]m[32])|Cijk_\w*?_(?:F8|B8)|f8f8bf16"
-    r"|(?:cutlass|gemm|device_kernel).*float_e[45]m[32]_t|triton_tem_\w*scaled_(?:grouped_)?mm",
+    r"|(?:cutlass|gemm|device_kernel).*float_e[45]m[32]_t|triton_tem_\w*scaled_(?:grouped_)?mm|fp8_gemm",
     re.IGNORECASE,
 )
 _GEMM = re.compile(
@@ -35,7 +36,7 @@ _ATTENTION = re.compile(
     r"flash|fmha|sdpa|attention|cutlass[FB]_|triton_tem_\w*flex|AttentionKernel|mha_(?:fwd|bwd)|attn_(?:fwd|bwd)", re.IGNORECASE
 )
 _CAST = re.compile(r"float8|fp8|quantize|amax", re.IGNORECASE)
-_GENERATED = re.compile(r"^fp8_(?:\w+_)?(?:cast|transpose|amax|sum|update)(?:_|$)")  # fp8compile's own
+_GENERATED = re.compile(r"^fp8_(?:\w+_)?(?:cast|transpose|scale|amax|columns|sum|update)(?:_|$)")  # fp8compile's own
 _MEMORY = re.compile(r"^(?:Memcpy|Memset)", re.IGNORECASE)
 
 _TRITON_SOURCE = re.compile(r"async_compile\.triton\(\s*'(\w+)',\s*'''(.*?)'''", re.DOTALL)

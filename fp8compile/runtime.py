@@ -280,7 +280,7 @@ class CompiledGraph:
         self.again = bool(pages.pending) and compat.in_backward()
         look = self._looks(args) if measure.ACTIVE or self.looking.open else None
         if self.again:  # a recomputation: the scales of the first time, and the state stays where it is
-            forward = scaling.page_before(forward)
+            forward = pages.before()
         else:
             pages.pending += 1
             if pages.watch is not None and not pages.cold and not self.observes:

@@ -156,6 +156,16 @@ class PageSet:
     was_cold: bool = True  # the last forward
     pending: int = 0  # training forwards whose backward has not run
     watch: Watch | None = None  # for overflows, where some slot asks for it
+    copy: torch.Tensor | None = None  # for forwards that are recomputed
+
+    def before(self) -> torch.Tensor:
+        """A page from which a forward quantizes as the last one did. In one place: a CUDA graph is recorded for an address."""
+        page = scaling.page_before(self.forward.tensor)
+        if self.copy is None:
+            self.copy = page
+        else:
+            self.copy.data.copy_(page)
+        return self.copy
 
     def after_cold_call(self) -> None:
         """Is it the last cold one?"""

@@ -57,7 +57,7 @@ class Watch:
         for (age, amax), piece in zip(self.parts, self.pieces, strict=True):
             torch.mul(age, amax, out=piece)
         self.arrived.copy_(self.products, non_blocking=True)
-        self.event.record()
+        self.event.record(torch.cuda.current_stream(self.products.device))  # the current device may be another one
         self.arriving = self.event
 
     def before_call(self) -> list[Overflow]:

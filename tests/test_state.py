@@ -20,6 +20,7 @@ from reference_casts import FLT_MAX, scale_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from fp8compile.runtime import CompiledGraph
 from fp8compile.state import slots_of
 
 pytestmark = pytest.mark.usefixtures("interpreted")
@@ -250,6 +251,25 @@ def test_a_recompute_does_not_move_it(build) -> None:
         run(leaf(noise(2, 16, 128, seed=step))).sum().backward()
         for key, (history, _) in histories(model).items():
             assert sum(amax > 0 for amax in history) == step, key
+
+
+def test_recomputations_read_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA graphs are recorded for the addresses of such inputs: a page at another one would be recorded anew."""
+    pages: list[Tensor] = []  # all alive, so that no two share memory by chance
+    recomputed: list[Tensor] = []
+    run_graph = CompiledGraph._run
+
+    def seen(self, args, look):
+        (recomputed if self.again else pages).append(args[-2])
+        return run_graph(self, args, look)
+
+    monkeypatch.setattr(CompiledGraph, "_run", seen)
+    run = compiled(linear(), "delayed")
+    for _ in range(4):
+        checkpoint(run, constant(1.0).requires_grad_(), use_reentrant=False).sum().backward()
+    assert len(pages) == len(recomputed) == 4
+    assert len({page.data_ptr() for page in pages}) == len({page.data_ptr() for page in recomputed}) == 1
+    assert pages[0].data_ptr() != recomputed[0].data_ptr()
 
 
 def test_eager_checkpoint_around_a_compiled_block() -> None:
