@@ -105,7 +105,8 @@ def _compile_once(
     history = max([recipe.amax_history_len for recipe in policy.possible if recipe.delayed], default=1)
     weights = sorted(inputs.weights, key=lambda i: (i not in inputs.parameters, i))
     trains = inputs.training and inputs.grad
-    compiled = CompiledGraph(weights, history, capacity, phase == HIGH_PRECISION, trains, inputs.names)
+    observes, parameters = phase == HIGH_PRECISION, len(inputs.parameters)
+    compiled = CompiledGraph(weights, history, capacity, observes, trains, inputs.names, parameters)
     gm = compat.copy_graph(gm)  # compile_fx takes ownership, and Dynamo still reads the placeholders of its own
     if capacity is not None:
         for direction, slots in zip(("forward", "backward"), capacity, strict=True):

@@ -10,12 +10,19 @@ left as they were (see `untouched`).
 
 from __future__ import annotations
 
+import re
+import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
+from . import compat
+from .errors import Fp8CompileError
+from .logs import get_logger
 from .reports import LEDGER, Report
+
+logger = get_logger(__name__)
 
 
 def explain(
@@ -31,10 +38,12 @@ def explain(
     is explained as in training. `options` are those of the backend (`strict` is ignored: the report tells), and `device` names
     the description of the device to decide for, e.g. "h100".
 
-    What a model does with values behind a graph break (`.item()`, a branch) it does with zeros. Attention with dropout is fused
-    on GPUs only; it is taken for fused if a device is named, or the model is on the meta device.
+    What a model does with values behind a graph break (`.item()`, a branch) it does with zeros, but for small numbers that
+    follow from sizes, constants and integer inputs. Attention with dropout is fused on GPUs only; it is taken for fused if a
+    device is named, or the model is on the meta device.
 
-    Raises OptionError for bad options, and whatever the model raises, as torch.compile passes it on.
+    Raises OptionError for bad options, and whatever the model raises, as torch.compile passes it on. Behind a graph break that
+    may be for the zeros: what the model raises there is a warning, and the report, of the graphs up to there, says so.
     """
     from . import runtime
     from .backend import fp8
@@ -57,5 +66,24 @@ def explain(
     step = entry(model)
     with untouched(modules), runtime.hollowed(), torch.enable_grad():
         args, kwargs = inputs(args), inputs(kwargs)
-        torch.compile(step, backend=backend)(*args, **kwargs)
-        return Report(LEDGER.report().graphs, empty="nothing was compiled: Dynamo found no graph in this model")
+        note = ""
+        try:
+            torch.compile(step, backend=backend)(*args, **kwargs)
+        except Exception as error:
+            if not LEDGER.report().graphs or isinstance(error, Fp8CompileError) or compat.is_of_backend(error):
+                raise
+            note = f"incomplete: behind graph {len(LEDGER.report().graphs) - 1} the model raised {_brief(error)}"
+        found = Report(LEDGER.report().graphs, "nothing was compiled: Dynamo found no graph in this model", note)
+    if note:
+        logger.warning("fp8: explain: %s. Values behind a graph break are zeros here, which may be why", note)
+    return found
+
+
+def _brief(error: Exception) -> str:
+    """An error in a line: what it is, the first line of what it says, and the last line of code that is not torch's."""
+    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    cause = re.search(r"got \w+\((['\"])(.*?)\1\)", str(error))  # what Dynamo has wrapped
+    frames = [*traceback.extract_tb(error.__traceback__), *(getattr(error, "real_stack", None) or ())]
+    theirs = [frame for frame in frames if "/torch/" not in frame.filename.replace("\\", "/") and frame.filename != __file__]
+    where = f" (in {theirs[-1].name}, {theirs[-1].filename}:{theirs[-1].lineno})" if theirs else ""
+    return f"{type(error).__name__}: {cause[2] if cause else first}{where}"

@@ -1,9 +1,10 @@
-"""Callables in the place of compiled graphs that compute nothing: they hand back tensors of the right shapes.
+"""Callables in the place of compiled graphs that compute next to nothing: they hand back tensors of the right shapes.
 
 A model that is only looked at (`explain`, `estimate`) still has to get from one graph to the next, through graph breaks and
 through code that Dynamo leaves to eager mode. What a graph returns to that code are zeros, so that an index is in range; what
 it saves for its backward has no memory at all (it lies on the meta device), and neither have large tensors until somebody
-writes to them (fresh pages of a process are zeros).
+writes to them (fresh pages of a process are zeros). Small numbers that follow from sizes, constants and integer inputs are what
+they are: code behind a graph break slices by them, and 0 is no length. Nothing that a matmul or a norm made is among them.
 """
 
 from __future__ import annotations
@@ -13,9 +14,13 @@ from typing import Any
 
 import sympy
 import torch
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+from torch.utils._pytree import tree_map_only
 
-LARGE = 1 << 20  # bytes; below, tensors are zeros for certain
+LARGE = 1 << 20  # bytes; below, tensors are zeros for certain, and computed where that is cheap
 
 
 def hollow(graph: Graph, device: torch.device | None = None) -> Callable[[list[Any]], list[Any]]:
@@ -28,23 +33,85 @@ def hollow(graph: Graph, device: torch.device | None = None) -> Callable[[list[A
     outputs: Sequence[Any] = end.args[0]  # type: ignore[assignment]
     described = end.meta.get("desc") or [None] * len(outputs)
     saved = {i for i, what in enumerate(described) if type(what).__name__.startswith("SavedForBackwards")}
+    cheap = _cheap(graph, [node for i, node in enumerate(outputs) if isinstance(node, Node) and i not in saved])
 
     def run(args: list[Any]) -> list[Any]:
         given: dict[Any, Any] = dict(zip(inputs, args, strict=True))
         sizes = _sizes(given)
+        known = _computed(cheap, given, sizes, device) if cheap else given
         made: dict[Any, Any] = {}
         results = []
         for i, node in enumerate(outputs):
             key = (node, i in saved)
             if isinstance(node, Node) and key not in made:
                 where = torch.device("meta") if i in saved else device
-                made[key] = given[node] if node in given else _like(node.meta.get("val"), sizes, where)
+                source = given if i in saved else known
+                made[key] = source[node] if node in source else _like(node.meta.get("val"), sizes, where)
             results.append(made[key] if isinstance(node, Node) else node)
         args.clear()
         return results
 
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
+
+
+def _cheap(graph: Graph, wanted: Sequence[Node]) -> list[Node]:
+    """What has to be computed for those of the wanted ones that follow from small ones alone, in order."""
+    able: set[Node] = set()
+    for node in graph.nodes:
+        target = node.target
+        op = isinstance(target, OpOverload) and target.namespace in ("aten", "prims") and not target._schema.is_mutable
+        if _is_size(node) or (
+            (op or node.op in ("placeholder", "get_attr")) and _is_small(node) and able.issuperset(node.all_input_nodes)
+        ):
+            able.add(node)
+    needed: set[Node] = set()
+    waiting = [node for node in wanted if node in able]
+    while waiting:
+        node = waiting.pop()
+        if node not in needed:
+            needed.add(node)
+            waiting += () if _is_size(node) else node.all_input_nodes
+    return [node for node in graph.nodes if node in needed and node.op != "placeholder"]
+
+
+def _is_size(node: Node) -> bool:
+    """A number that the sizes of the arguments tell."""
+    fake = node.meta.get("val")
+    return isinstance(fake, int) or (isinstance(fake, torch.SymInt) and fake.node.hint is not None)
+
+
+def _is_small(node: Node) -> bool:
+    """A tensor of integers, or of one number."""
+    fake = node.meta.get("val")
+    if not isinstance(fake, torch.Tensor) or any(isinstance(x, torch.SymInt) and x.node.hint is None for x in fake.shape):
+        return False  # or of a size that only the data tells: tensors beside it that are not computed have another one
+    numel = _number(fake.numel(), {})
+    return numel <= 1 or (not fake.is_floating_point() and (node.op == "placeholder" or numel * fake.element_size() < LARGE))
+
+
+@torch.no_grad()
+def _computed(
+    nodes: Sequence[Node], given: dict[Node, Any], sizes: dict[Any, Any], device: torch.device | None
+) -> dict[Node, Any]:
+    """`given`, and the values of `nodes`: of those that can be computed."""
+    known = dict(given)
+    for node in nodes:
+        if _is_size(node):
+            known[node] = _number(node.meta["val"], sizes)
+            continue
+        try:
+            if node.op == "get_attr":
+                found = getattr(node.graph.owning_module, str(node.target))
+            else:
+                args, kwargs = map_arg((node.args, node.kwargs), known.__getitem__)
+                args, kwargs = tree_map_only(torch.device, lambda where: device or where, (args, kwargs))
+                found = node.target(*args, **kwargs)  # type: ignore[operator]
+        except Exception:  # an operator without a kernel for this device, a constant that is gone: zeros, as ever
+            continue
+        if not isinstance(found, FakeTensor):
+            known[node] = found
+    return known
 
 
 def _sizes(given: dict[Node, Any]) -> dict[Any, Any]:

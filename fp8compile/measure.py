@@ -62,6 +62,7 @@ class Measurement:
         self.model = weakref.ref(model)
         self.members = frozenset(map(id, named_weights(model).values()))
         self.done: set[tuple[int, ...]] = set()
+        self.others: set[tuple[int, ...]] = set()  # graphs of other models
         self.records: Any = WeakIdKeyDictionary()
 
     def begin(self) -> Measurement:
@@ -74,8 +75,12 @@ class Measurement:
 
     def wants(self, key: tuple[int, ...]) -> bool:
         """A graph with these weights (by identity): is it one of the model's, and the first call that could be measured?"""
-        if self.model() is None:
+        model = self.model()
+        if model is None:
             self.end()
+        elif self.members.isdisjoint(key) and key not in self.others:  # or weights that were assigned since
+            self.members = frozenset(map(id, named_weights(model).values()))
+            self.others.add(key)
         return key not in self.done and not self.members.isdisjoint(key)
 
 

@@ -102,10 +102,11 @@ class GraphReport:
 class Report:
     """The matmuls of some compiled graphs. ``str()`` is a table, ``summary()`` a line, ``to_dict()`` is for JSON."""
 
-    def __init__(self, graphs: Iterable[GraphReport] = (), empty: str = "") -> None:
-        """`empty` says why there may be no graph."""
+    def __init__(self, graphs: Iterable[GraphReport] = (), empty: str = "", note: str = "") -> None:
+        """`empty` says why there may be no graph, `note` what else there is to say."""
         self.graphs: tuple[GraphReport, ...] = tuple(graphs)
         self._empty = empty or "nothing was compiled"
+        self._note = note
 
     @property
     def matmuls(self) -> list[MatmulRecord]:
@@ -143,6 +144,7 @@ class Report:
             parts.append(f"not rewritten: {_counted(Counter(record.op for record in counted.opaque))}")
         if not self.matmuls:
             parts += dict.fromkeys(graph.note for graph in self.graphs if graph.note)
+        parts += [self._note] if self._note else []
         return "; ".join(parts)
 
     def table(self, collapse: bool = False) -> str:
@@ -212,10 +214,12 @@ class Ledger:
         """Say that graph `index` reads `parameters` too. An index that clear() has dropped is ignored."""
         from torch.utils.weak import TensorWeakRef  # plain weakrefs may die while C++ still holds the tensor
 
-        references = [TensorWeakRef(parameter) for parameter in parameters]
+        references: list[Callable[[], Tensor | None]] = [TensorWeakRef(parameter) for parameter in parameters]
         with self._lock:
             if index in self._parameters:
-                self._parameters[index].extend(references)
+                known = [(reference, reference()) for reference in (*self._parameters[index], *references)]
+                alive = {id(parameter): reference for reference, parameter in known if parameter is not None}
+                self._parameters[index] = list(alive.values())
 
     def report(self, model: nn.Module | None = None) -> Report:
         """The report of every graph, or of those that read a parameter or buffer of `model`.

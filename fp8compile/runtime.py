@@ -10,7 +10,8 @@ Two more things make a call a cold one: a tensor that overflowed in the call bef
 amax, and someone wants to know what quantization does to the tensors (see `measure`); that, with any recipe.
 
 The state moves once a training call. A forward inside of a running backward is a recomputation (eager checkpointing)
-if that call's forward has run before, and leaves the state as it was.
+if that call's forward has run before, and leaves the state as it was. With a reentrant checkpoint it is the first one: what
+ran before had no gradients, and was an evaluation.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, GraphModule, Interpreter, Node
-from torch.utils.weak import WeakIdKeyDictionary
 
 from . import compat, measure, scaling
 from .errors import Fp8CompileError
@@ -118,15 +118,18 @@ class CompiledGraph:
         observes: bool = False,
         trains: bool = True,
         names: Sequence[str] = (),
+        parameters: int = 0,
     ):
         """`observes`: it moves the scaling state but multiplies in high precision, so that no call of it is a cold one.
-        `trains`: it is no evaluation. `names`: of its inputs."""
+        `trains`: it is no evaluation. `names`: of its inputs. `parameters`: how many of the weights are some."""
         self.weights = tuple(weights)  # positions, parameters first
+        self.parameters = self.weights[:parameters]
         self.history, self.capacity, self.observes, self.trains = history, capacity, observes, trains
         self.names = tuple(names)
         self.record: int | None = None  # its entry in the ledger
         self.converts = False  # some matmul of it became FP8
-        self.met: Any = WeakIdKeyDictionary()  # parameters that it was called with -> all that came with them, by input
+        # ids of the parameters that it was called with -> all weights that came with them, by input; until one of them is gone
+        self.met: dict[tuple[int, ...], dict[int, weakref.ref]] = {}
         self.casts: dict[tuple[int, measure.Name], measure.Cast] = {}  # what it quantizes
         self.rewritten: Rewritten | None = None
         self.book: Book | None = None
@@ -165,7 +168,7 @@ class CompiledGraph:
     def _know(self, casts: dict[tuple[int, measure.Name], measure.Cast]) -> None:
         self.casts.update(casts)
         if self.trains:
-            for owners in self.met.values():
+            for owners in list(self.met.values()):
                 measure.know(owners, casts)
 
     def _forward(self, gm: GraphModule, warm: Boxed, device: str) -> Boxed:
@@ -258,13 +261,10 @@ class CompiledGraph:
         if isinstance(first, FakeTensor):  # DDPOptimizer asks for the shapes of the outputs
             with fake_mode_of(first):
                 return self.call(*args, *(scaling.new_page(rows, self.history, first.device) for rows in self.capacity or ()))
-        if isinstance(first, nn.Parameter) and first not in self.met:  # one piece of code may serve many layers, and models
-            if self.trains:
-                check_unwanted((args[i] for i in self.weights), [args[i] for i in self.book.inputs] if self.book else [])
-            self.met[first] = {i: weakref.ref(args[i]) for i in self.weights}
-            self._know(self.casts)
-            if self.record is not None:
-                LEDGER.attach(self.record, [args[i] for i in self.weights])
+        if isinstance(first, nn.Parameter):  # one piece of code may serve many layers and models, and any weight be replaced
+            key = tuple([id(args[i]) for i in self.parameters])  # some microseconds for a hundred
+            if key not in self.met:
+                self._meet(key, args)
         if self.capacity is None:
             if not (measure.ACTIVE or self.looking.open):
                 return self.call(*args)
@@ -277,10 +277,12 @@ class CompiledGraph:
             return self._run((*args, self.idle, self.idle), self._looks(args))
         pages = self.now = self.book.open(args, first.device)
         forward = pages.forward.tensor
-        self.again = bool(pages.pending) and compat.in_backward()
+        self.again = bool(pages.pending) and compat.recomputing()
         look = self._looks(args) if measure.ACTIVE or self.looking.open else None
         if self.again:  # a recomputation: the scales of the first time, and the state stays where it is
             forward = pages.before()
+            if not pages.backward.homes:  # nothing moves in its backward, which cannot be told from another's
+                pages.pending -= 1
         else:
             pages.pending += 1
             if pages.watch is not None and not pages.cold and not self.observes:
@@ -289,14 +291,26 @@ class CompiledGraph:
                     self._overflowed(pages, overflows)
         return self._run((*args, forward, pages.backward.tensor), look)
 
+    def _meet(self, key: tuple[int, ...], args: Sequence[Any]) -> None:
+        """The first call with these parameters."""
+        if self.trains:
+            check_unwanted((args[i] for i in self.weights), [args[i] for i in self.book.inputs] if self.book else [])
+        met = self.met
+        owners = {i: weakref.ref(args[i]) for i in self.weights}
+        for i in self.parameters:  # an id may have another tensor then
+            owners[i] = weakref.ref(args[i], lambda _: met.pop(key, None))
+        met[key] = owners
+        if self.trains:
+            measure.know(owners, self.casts)
+        if self.record is not None:
+            LEDGER.attach(self.record, [args[i] for i in self.weights])
+
     def _looks(self, args: Sequence[Any]) -> measure.Look | None:
         """Is this call measured?"""
         if not self.trains or not self.converts or self.observes:
             return None
-        within = compat.in_backward()
-        # saved tensors are hooked within a backward where a checkpoint recomputes what an ordinary call computed
-        may_begin = not self.again and not (within and compat.saving_is_hooked())
-        return self.looking.at(args, self.weights, within, may_begin)
+        may_begin = not self.again and not compat.recomputing()
+        return self.looking.at(args, self.weights, compat.in_backward(), may_begin)
 
     def _run(self, args: Sequence[Any], look: measure.Look | None) -> Any:
         assert self.call is not None

@@ -73,6 +73,7 @@ class _State:
     def __init__(self) -> None:
         self.steps: Any = WeakKeyDictionary()  # optimizer -> _Steps
         self.reached: Any = WeakIdKeyDictionary()  # parameter by which a graph goes -> steps of its optimizers, alive or not
+        self.had: Any = WeakIdKeyDictionary()  # parameter -> _Steps of the optimizer that had it last, alive or not
         self.ticks = 0  # steps of all optimizers: what was found out before the last one has to be found out again
         self.phase: str | None = None  # set by hand, for everything
         self.phases: Any = WeakIdKeyDictionary()  # parameter -> phase set by hand
@@ -92,6 +93,8 @@ class _State:
         of whichever took the most, of those that are not some other graph's, or of all if it never will have one."""
         every = list(self.steps.values())
         counting = [steps for steps in every if id(parameter) in steps.parameters]
+        if parameter in self.had:
+            counting.append(self.had[parameter])
         if not counting:
             counting = [steps for steps in every if not any(id(p) in steps.parameters for p in self.reached)]
             counting = counting or ([] if parameter.requires_grad else every)
@@ -176,17 +179,22 @@ def _parameters(model: nn.Module | None) -> Sequence[nn.Parameter]:
 
 @torch._disable_dynamo
 def _stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    parameters = frozenset(id(p) for group in optimizer.param_groups for p in group["params"])
+    every = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = frozenset(map(id, every))
     known = [p for p in _state.reached if id(p) in parameters]
     steps = _state.steps.get(optimizer)
     if steps is None:  # a second optimizer of a model goes on where the first one was
         steps = _state.steps[optimizer] = _Steps()
-        steps.count = max((_state.reached[p] for p in known), default=0)
+        before = [_state.reached[p] for p in known] + [_state.had[p].count for p in every if p in _state.had]
+        steps.count = max(before, default=0)
+    if steps.parameters != parameters:
+        for p in every:
+            _state.had[p] = steps
     steps.count, steps.parameters = steps.count + 1, parameters
     for p in known:
         _state.reached[p] = max(_state.reached[p], steps.count)
     _state.ticks += 1
-    parameter = next((p for group in optimizer.param_groups for p in group["params"]), None)
+    parameter = next(iter(every), None)
     step = steps.count + (_state.offset if parameter is None else _state.offsets.get(parameter, _state.offset))
     for watch in list(_state.callbacks.values()):
         if not watch.due(step, parameters):
@@ -205,7 +213,7 @@ class ScheduledGraph:
     def __init__(self, graphs: Mapping[str, CompiledGraph], schedule: Schedule, first: int):
         self.graphs, self.schedule = dict(graphs), schedule
         self.first = first  # the input whose identity tells which model this is
-        self.outside: Any = WeakIdKeyDictionary()  # parameter -> phase of the last call that was not within a backward
+        self.outside: Any = WeakIdKeyDictionary()  # parameter -> phase of the last call that was no recomputation
         self.known: Any = WeakIdKeyDictionary()  # parameter -> (ticks, phase)
         self.last: Any = WeakIdKeyDictionary()  # parameter -> phase
         _state.scheduled[self] = True
@@ -213,8 +221,8 @@ class ScheduledGraph:
 
     def phase(self, parameter: Tensor) -> str:
         """The phase of the model that has this parameter."""
-        if compat.in_backward() and parameter in self.outside:
-            return self.outside[parameter]  # a recomputation
+        if compat.recomputing() and parameter in self.outside:
+            return self.outside[parameter]
         phase = self.outside[parameter] = self._now(parameter)
         return phase
 

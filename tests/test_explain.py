@@ -260,6 +260,59 @@ def test_errors_of_the_model_and_of_the_options():
         fp8compile.explain(model, x(), options={"recipe": "tensor"})
 
 
+class Sliced(nn.Module):
+    """Goes on, behind a graph break, with numbers that it reads from tensors."""
+
+    def __init__(self, read) -> None:
+        super().__init__()
+        self.first, self.second, self.read = models.Mlp(), models.Mlp(), read
+
+    def forward(self, inputs: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        y = self.first(inputs)
+        length = self.read(y, lengths)
+        torch._dynamo.graph_break()
+        return self.second(y[: int(length)].view(2, int(length) // 2, -1))
+
+
+@pytest.mark.parametrize("read", [
+    lambda y, lengths: torch.tensor(y.shape[0] - 4),
+    lambda y, lengths: lengths.max(),
+    lambda y, lengths: (torch.tensor(2.0) * lengths[1].float()).long(),
+], ids=["size", "input", "float"])  # fmt: skip
+def test_small_numbers_are_what_they_are(read):
+    model, given = models.make(lambda: Sliced(read)), (x(), torch.tensor([10, 14, 28]))
+    explained = fp8compile.explain(model, *given)
+    assert sorted({r.m for r in explained.matmuls if r.gemm == "fprop"}) == [28, ROWS]
+    assert decisions(explained) == decisions(reported(model, *given))
+
+
+def test_what_follows_from_a_matmul_is_zero(caplog):
+    """And so may be the reason of an error: the report is that of the graphs before it, and names it."""
+    model = models.make(lambda: Sliced(lambda y, lengths: (y.detach() * 0 + 28).amax().long()))
+    report = fp8compile.explain(model, x(), torch.tensor([28]))
+    assert {r.fqn for r in report.matmuls} == {"first.up", "first.down"}
+    assert "incomplete: behind graph " in report.summary() and "test_explain.py:" in report.summary()
+    assert "the model raised RuntimeError: cannot reshape" in report.summary()
+    assert "zeros here" in caplog.text and "Traceback" not in str(report)
+    assert report.to_dict()["summary"] == report.summary() and model.second.up.weight.grad is None
+
+
+def test_an_error_of_the_passes_is_one(monkeypatch):
+    from fp8compile import passes
+
+    run = passes.run
+
+    def fail(*args, **kwargs):
+        if fp8compile.report().graphs:  # behind a graph break, where errors may be the zeros'
+            raise ZeroDivisionError("ours")
+        return run(*args, **kwargs)
+
+    model = models.make(lambda: models.Broken(models.Mlp(), nn.Tanh(), models.Mlp()))
+    monkeypatch.setattr(passes, "run", fail)
+    with pytest.raises(Exception, match="ours"):
+        fp8compile.explain(model, x())
+
+
 def test_nothing_to_compile():
     assert "Dynamo found no graph" in fp8compile.explain(lambda: 1).summary()
 
@@ -289,3 +342,15 @@ def test_transformers(name):
     linears = test_transformers.linears(model, "head", "classifier")
     assert {r.fqn for r in report.matmuls if r.decision == "fp8"} == set(linears)
     assert all(p.device.type == "meta" for p in model.parameters())
+
+
+def test_lengths_that_a_model_makes_itself():
+    """DeBERTa slices by a tensor that it made of a size, in a scripted function behind a graph break."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.DebertaConfig(
+        hidden_size=128, num_hidden_layers=1, num_attention_heads=2, intermediate_size=256, vocab_size=500,
+        max_position_embeddings=64, relative_attention=True, pos_att_type=["p2c", "c2p"], position_biased_input=False,
+    )  # fmt: skip
+    report = fp8compile.explain(transformers.DebertaModel(config), torch.randint(0, 500, (2, 16)))
+    found = {r.fqn for r in report.matmuls if r.decision == "fp8"}
+    assert found == {"in_proj", "output.dense", "intermediate.dense"} and "incomplete" not in report.summary()

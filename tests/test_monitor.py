@@ -140,6 +140,21 @@ def test_it_goes_on_where_a_run_was_stopped() -> None:
     assert steps_in(rows) == [20]
 
 
+def test_a_second_optimizer_goes_on() -> None:
+    """Whether the first one is still there, or other parameters come with the second."""
+    model = make(Mlp)
+    run, rows = compiled(model), []
+    with fp8compile.monitor(run, 2, rows.extend) as monitor:
+        train(run, model, 3, torch.optim.SGD([model.down.weight], 1e-3))
+        first = torch.optim.SGD(model.parameters(), 1e-3)
+        train(run, model, 2, first)
+        train(run, model, 2, torch.optim.Adam(model.parameters(), 1e-3))
+        monitor.close()
+    with fp8compile.monitor(run, 2, rows.extend):
+        train(run, model, 1)
+    assert steps_in(rows) == [2, 4, 6, 8]
+
+
 def test_block_by_block() -> None:
     model = make(lambda: Parallel(Mlp(), Mlp()))
     for block in model.inner:

@@ -236,6 +236,19 @@ def test_checkpointed_blocks() -> None:
         assert set(histories.values()) == {i + 1}, histories
 
 
+def test_reentrant_checkpoint(monkeypatch) -> None:
+    """Each forward within a backward is in the phase of its step: its first one was an evaluation."""
+    seen = phases(monkeypatch)
+    block = make(Mlp)
+    run = scheduled(block, warmup_steps=2)
+    optimizer = torch.optim.SGD(block.parameters(), 0.1)
+    for i in range(4):
+        checkpoint(run, noise(16, 128, seed=i).requires_grad_(), use_reentrant=True).sum().backward()
+        optimizer.step()
+        assert {sum(a > 0 for a in slot.history()) for slot in slots_of(block).values()} == {i + 1}
+    assert seen == ["high_precision"] * 2 + ["fp8"] * 2
+
+
 @pytest.mark.parametrize(("before", "after"), [("high_precision", "fp8"), ("fp8", "high_precision")])
 def test_a_switch_before_a_recomputation(before: str, after: str) -> None:
     """The recomputation is that of its forward, whatever was set in between."""

@@ -296,6 +296,38 @@ def test_eager_checkpoint_around_a_compiled_block() -> None:
     assert_fp8(model)
 
 
+@pytest.mark.parametrize("options", [{}, {"current_scaling": (False, False, True)}], ids=["delayed", "current gradients"])
+@pytest.mark.parametrize("abandoned", [False, True])
+def test_reentrant_checkpoint_around_a_compiled_block(options, abandoned: bool) -> None:
+    """The forward within the backward is the one that counts, every time; also after a forward whose backward never came."""
+    model = make(Mlp)
+    run = compiled(model, **options)
+    if abandoned:
+        run(leaf(noise(16, 128)))
+    for step in range(1, 5):
+        checkpoint(run, leaf(noise(16, 128, seed=step)), use_reentrant=True).sum().backward()
+        found = histories(model)
+        assert found
+        for (_, role, _), (history, _) in found.items():
+            assert sum(amax > 0 for amax in history) == step + (abandoned and role != "gradient")
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_eager_checkpoint_with_current_gradients(nested: bool) -> None:
+    """No backward moves anything, and none counts the calls: once a step all the same, within a reentrant checkpoint too."""
+    model = make(Mlp)
+    run = compiled(model, current_scaling=(False, False, True))
+
+    def block(x: Tensor) -> Tensor:
+        return checkpoint(run, x, use_reentrant=False)
+
+    for step in range(1, 5):
+        x = leaf(noise(16, 128, seed=step))
+        (checkpoint(block, x, use_reentrant=True) if nested else block(x)).sum().backward()
+        for key, (history, _) in histories(model).items():
+            assert sum(amax > 0 for amax in history) == step, key
+
+
 def test_two_forwards_then_two_backwards() -> None:
     model = linear()
     run = compiled(model)

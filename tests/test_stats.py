@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8compile
 from fp8compile import measure, ops, runtime
+from fp8compile.reports import LEDGER
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 
@@ -414,3 +415,45 @@ def test_after_a_reset_a_new_graph_replaces_what_was_known() -> None:
     assert fp8compile.stats(model).rows()
     compiled(model, "rowwise")(x).sum().backward()
     assert {row["recipe"] for row in fp8compile.stats(model).rows()} == {"rowwise"}
+
+
+def fresh(model: nn.Module, name: str) -> None:
+    """Assign a new parameter."""
+    module = model.get_submodule(name)
+    module.weight = nn.Parameter(module.weight.detach().clone())
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
+@pytest.mark.parametrize("name", ["up", "down"])
+def test_an_assigned_weight(recipe: str, name: str) -> None:
+    """The first of the graph or another: known as the one before it, and reported, however often one is assigned."""
+    model = make(Mlp)
+    run = compiled(model, recipe)
+    train(run, noise(16, 128))
+    before = [(row["name"], row["role"], row["recipe"], row["format"]) for row in fp8compile.stats(model)]
+    for _ in range(3):
+        fresh(model, name)
+        fp8compile.stats(model, measure=True)
+        train(run, noise(16, 128))
+        rows = fp8compile.stats(model).rows()
+        assert [(row["name"], row["role"], row["recipe"], row["format"]) for row in rows] == before
+        assert all(row["mse"] is not None and row["amax"] for row in rows)
+        (graph,) = [graph for graph in _graphs() if graph.casts and any(graph.met)]
+        assert len(graph.met) == 1  # those before are gone
+    assert len(LEDGER._parameters[graph.record]) == len(graph.weights)
+    for part in (model.up, model.down):
+        assert len(fp8compile.report(part).graphs) == 1
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
+def test_a_state_dict_that_is_assigned(recipe: str) -> None:
+    """Also between asking and the call that is measured."""
+    model, other = make(Mlp), make(Mlp)
+    run = compiled(model, recipe)
+    train(run, noise(16, 128))
+    fp8compile.stats(model, measure=True)
+    model.load_state_dict(other.state_dict(), assign=True)
+    train(run, noise(16, 128))
+    rows = fp8compile.stats(model).rows()
+    assert {row["name"] for row in rows} == {"up.weight", "down.weight"}
+    assert all(row["format"] and row["mse"] is not None for row in rows)

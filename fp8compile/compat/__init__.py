@@ -15,6 +15,7 @@ from .dynamo import (
     input_index,
     is_backward,
     is_joint_graph,
+    is_of_backend,
     is_part,
     root_modules,
     shown,
@@ -42,7 +43,7 @@ from .launches import (
     size_node,
     stable_sort,
 )
-from .running import TensorMarks, in_backward, is_compiled, is_ddp, saved_as_they_are, saving_is_hooked, share_memory
+from .running import TensorMarks, in_backward, is_compiled, is_ddp, recomputing, saved_as_they_are, share_memory
 
 __all__ = [
     "GraphPass",
@@ -62,6 +63,7 @@ __all__ = [
     "is_compiled",
     "is_ddp",
     "is_joint_graph",
+    "is_of_backend",
     "is_part",
     "launch",
     "launched",
@@ -69,10 +71,10 @@ __all__ = [
     "load_kernel",
     "max_autotune",
     "random_prims",
+    "recomputing",
     "reorders",
     "root_modules",
     "saved_as_they_are",
-    "saving_is_hooked",
     "share_memory",
     "shown",
     "size_node",

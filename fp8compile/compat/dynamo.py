@@ -82,6 +82,13 @@ def shown(error: Exception) -> Exception:
     return made
 
 
+def is_of_backend(error: Exception) -> bool:
+    """Did a compiler fail, rather than what it compiles?"""
+    from torch._dynamo.exc import BackendCompilerFailed
+
+    return isinstance(error, BackendCompilerFailed)
+
+
 def is_backward(node: Node) -> bool:
     return node.meta.get("partitioner_tag") == "is_backward"
 
