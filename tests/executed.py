@@ -190,10 +190,14 @@ class _Extern:
     ) -> Tensor:
         assert scale_result is None and out.dtype == out_dtype
         assert a.stride(1) == 1 and b.stride(0) == 1 and not (a.shape[1] % 16 or b.shape[1] % 16)
-        assert scale_a.dtype == scale_b.dtype == torch.float32
         assert a.data_ptr() % 16 == 0 and b.data_ptr() % 16 == 0 and out.is_contiguous()
         self.plan.scaled += 1
-        product = (a.double() * _spread(scale_a, a)) @ (b.double() * _spread(scale_b, b))
+        if scale_a.dtype == torch.float8_e8m0fnu:
+            scales = _in_rows(scale_a, *a.shape), _in_rows(scale_b, *b.shape[::-1]).t()
+        else:
+            assert scale_a.dtype == scale_b.dtype == torch.float32
+            scales = _spread(scale_a, a), _spread(scale_b, b)
+        product = (a.double() * scales[0]) @ (b.double() * scales[1])
         return out.copy_(product + bias.double() if bias is not None else product)
 
 
@@ -206,6 +210,14 @@ def _spread(scale: Tensor, of: Tensor) -> Tensor:
         if scale.shape[dim] not in (1, size):
             scale = scale.repeat_interleave(128, dim).narrow(dim, 0, size)
     return scale
+
+
+def _in_rows(scale: Tensor, rows: int, columns: int) -> Tensor:
+    """The scales of 1 x 32 blocks for each element, out of cuBLASLt's order: tiles of 128 rows by 4 blocks,
+    in which row r and block c are at 16 (r % 32) + 4 (r // 32) + c (cuBLAS, "1D block scaling factors layout")."""
+    tiles = scale.flatten().double().view(-(-rows // 128), -1, 32, 4, 4)  # [.., .., r % 32, r // 32, c]
+    spread = tiles.permute(0, 3, 2, 1, 4).reshape(tiles.shape[0] * 128, -1)  # [r, c]
+    return spread.repeat_interleave(32, 1)[:rows, :columns]
 
 
 def _empty(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -17,7 +17,7 @@ from models import Block, Checkpointed, Mlp, Spelled, Stack, Twice, make, relus
 from torch import Tensor, nn
 
 from fp8compile import compat
-from fp8compile.described import unavailable
+from fp8compile.described import Gpu, unavailable
 
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=unavailable() or "")
 
@@ -119,6 +119,20 @@ def test_training_steps(name: str, recipe: str, dtype: torch.dtype, choice: int)
         shape = (2, 24, width) if name in DEEP - {"spelled"} else (48, width)
         steps(pair_of(model, recipe, deep=name in DEEP), shape)
     assert any(kernel.ours for kernel in plan.kernels)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "device", "recipe"),
+    [
+        (Gpu("NVIDIA B200", 10, 0, 148, 180 << 30), "b200", "mxfp8"),
+        (Gpu("NVIDIA GeForce RTX 4090", 8, 9, 128, 24 << 30, 72 << 20), "rtx4090", "rowwise"),
+    ],
+    ids=["b200-mxfp8", "rtx4090-rowwise"],
+)
+def test_other_gpus(gpu: Gpu, device: str, recipe: str) -> None:
+    with executed(gpu=gpu) as plan:
+        steps(pair_of(make(Mlp), recipe, inductor={"device": device}), (48, 128), 2)
+    assert plan.scaled == 2 * 6
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "rowwise"])

@@ -113,6 +113,14 @@ def test_rowwise_graph(pair: tuple) -> None:
     assert bias.dtype == out_dtype == BF16
 
 
+def test_the_scale_of_one_row_is_found_in_its_vector() -> None:
+    """`as_strided` counts from the storage's beginning: a view of one of many scales is copied first."""
+    inverses = torch.tensor([8.0, 0.5, 2.0])
+    with mock.patch.object(products, "scaled", lambda a, b, a_scale, b_scale, *_: (a_scale, b_scale)):
+        scales: Any = products.rowwise(torch.zeros(1, 32), torch.zeros(1, 32), inverses[1:2], inverses[2:3], None, BF16, False)
+    assert [x.item() for x in scales] == [0.5, 2.0]
+
+
 def test_a_bias_of_another_dtype_is_added_after() -> None:
     for bias, out_dtype in ((F32, BF16), (F32, F32), (BF16, F16)):
         args = scaled_mm(graph_of((40, 64, 48), (ROW, ROW), bias, out_dtype, H100).graph)

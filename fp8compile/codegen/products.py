@@ -171,7 +171,7 @@ def _stored(x: Tensor, shape: Sequence) -> Tensor:
         strides.insert(0, strides[0] * size)
     # a symbolic size must not be asked whether it is 1
     known = all(isinstance(size, int) for size in x.shape)
-    if not (known and x.is_contiguous()):
+    if not (known and x.is_contiguous() and x.storage_offset() == 0):  # as_strided counts from where the storage begins
         x = x.clone(memory_format=torch.contiguous_format)
     return aten.as_strided.default(x, list(shape), strides, 0)
 
