@@ -158,6 +158,19 @@ def test_scales_are_read_from_where_they_are():
     assert {offset % scaling.SNAPSHOT for offset in offsets} == {scaling.SCALE_INV}
 
 
+@pytest.mark.parametrize("recipe", ["delayed", "blockwise"])
+def test_a_weight_is_cast_where_it_is_read(recipe):
+    """Not all of them at the beginning, where a model's copies would be in memory together."""
+    model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(4))).to(BF16)
+    compiled = torch.compile(model, backend="fp8", options={"policy": ALL_FP8, "recipe": recipe})
+    x = torch.randn(64, 512, dtype=BF16, requires_grad=True)
+    forward = trace(lambda: compiled(x).sum().backward()).graphs[0]
+    lines = [line for line in forward.code.splitlines() if re.search(r"fp8_cast\w*\.run\(|_scaled_mm\(|fp8_gemm\w*\.run\(", line)]
+    what = "".join("w" if "fp8_cast" in line and "primals" in line else "x" if "fp8_cast" in line else "m" for line in lines)
+    assert what.count("m") == 4 and what.count("w") == 5, what  # of weights and, at first, the input
+    assert "ww" not in what[1:], what
+
+
 def test_copies_that_inductor_writes_have_no_gaps():
     """It pads rows of 1040 bytes to 1152, and ATen's row-wise kernel for sm_89 ignores strides. Inductor writes copies where a
     launch could be moved: where it buckets collectives."""

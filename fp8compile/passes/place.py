@@ -5,10 +5,14 @@
 ->
    vector = zeros(..); y8 = empty(..); launch(kernel, x, scale, y8, vector[0])
    update(.., vector[0:n])
+
+What is made of the graph's inputs alone, weights as a rule, goes to where it is read first. At the beginning, where it could be
+made, there would be a copy of each weight in memory before the first matmul, and none in the cache.
 """
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -16,6 +20,7 @@ from torch.fx import Graph, Node
 
 from .. import ops
 from ..codegen import launch
+from ..codegen.domain import VIEWS
 from ..codegen.group import Group, Output
 from ..codegen.kernel import Kernel
 from ..graph import Emitter, arg, aten, value
@@ -31,6 +36,7 @@ def generated(*_: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 def place(graph: Graph, groups: dict[Node, Made]) -> None:
     """Replace the functional nodes by launches, and what reads them by what is written. The graph is in order."""
+    _sink(graph, groups)
     order = [node for node in graph.nodes if node in groups]
     numbers: dict[Node, int] = {}
     gathers = graph.find_nodes(op="call_function", target=ops.gather)
@@ -44,6 +50,16 @@ def place(graph: Graph, groups: dict[Node, Made]) -> None:
         gather.args = (_runs(gather, numbers, launcher),)
     for node in order:
         _launch(node, *groups[node], numbers, launcher)
+
+
+def _sink(graph: Graph, groups: dict[Node, Made]) -> None:
+    made = {node for node, (group, _) in groups.items() if all(x.op == "placeholder" for x in group.inputs)}
+    for node in graph.nodes:
+        if node.target in (operator.getitem, *VIEWS) and node.args[0] in made:
+            made.add(node)
+    for node in reversed(list(graph.nodes)):
+        if node in made and node.users:
+            min(node.users).prepend(node)
 
 
 def _items(node: Node, group: Group) -> list[tuple[Node, Output]]:
