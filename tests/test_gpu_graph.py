@@ -165,7 +165,7 @@ def test_a_weight_is_cast_where_it_is_read(recipe):
     compiled = torch.compile(model, backend="fp8", options={"policy": ALL_FP8, "recipe": recipe})
     x = torch.randn(64, 512, dtype=BF16, requires_grad=True)
     forward = trace(lambda: compiled(x).sum().backward()).graphs[0]
-    lines = [line for line in forward.code.splitlines() if re.search(r"fp8_cast\w*\.run\(|_scaled_mm\(|fp8_gemm\w*\.run\(", line)]
+    lines = [line for line in forward.code.splitlines() if re.search(r"fp8_(cast|gemm)\w*\.run\(|_scaled_mm\(", line)]
     what = "".join("w" if "fp8_cast" in line and "primals" in line else "x" if "fp8_cast" in line else "m" for line in lines)
     assert what.count("m") == 4 and what.count("w") == 5, what  # of weights and, at first, the input
     assert "ww" not in what[1:], what
