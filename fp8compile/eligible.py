@@ -11,6 +11,8 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from .graph import FLOATS, value
 from .matmul import Matmul
 
+NO_ROWS = "no rows"
+
 
 def objection(matmul: Matmul) -> str | None:
     """Why a matmul with a weight cannot be looked at further, None if it can."""
@@ -45,7 +47,7 @@ def _batched(matmul: Matmul) -> str | None:
 def _rows(matmul: Matmul) -> str | None:
     if any(isinstance(size, torch.SymInt) and free_unbacked_symbols(size) for size in (matmul.m, matmul.n, matmul.k)):
         return "rows that are counted from data"
-    return "no rows" if any(isinstance(size, int) and size == 0 for size in (matmul.m, matmul.n, matmul.k)) else None
+    return NO_ROWS if any(isinstance(size, int) and size == 0 for size in (matmul.m, matmul.n, matmul.k)) else None
 
 
 def misaligned(matmul: Matmul) -> str | None:

@@ -39,6 +39,8 @@ from .watch import Overflow, say
 
 Boxed = Callable[[list[Any]], Any]
 
+UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)  # eager torch has no ranges of these
+
 _how = "compiled"
 
 
@@ -93,6 +95,8 @@ class Eager(Interpreter):
         return result
 
     def call_function(self, target: Any, args: tuple, kwargs: dict) -> Any:
+        if target is torch.ops.prims.iota.default and kwargs["dtype"] in UNSIGNED:  # of a large torch.eye
+            return super().call_function(target, args, {**kwargs, "dtype": torch.int64}).to(kwargs["dtype"])
         kind = compat.random_prims().get(target)
         return super().call_function(target, args, kwargs) if kind is None else _draw(kind, *args)
 

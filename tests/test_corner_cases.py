@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import types
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -230,3 +233,65 @@ def test_strict_takes_a_fragment_for_what_it_is() -> None:
     model = Broken()
     torch.compile(model, backend="fp8", options={"strict": True})(torch.arange(16)).sum().backward()
     assert fp8compile.report(model).fp8_flop_fraction == 1.0
+
+
+def test_strict_takes_an_expert_without_tokens() -> None:
+    expert = nn.Linear(128, 128)
+    run = torch.compile(expert, backend="fp8", options={"strict": True})
+    for tokens in (0, 32):
+        run(noise(tokens, 128)).sum().backward()
+    assert [r.reason for r in fp8compile.report(expert).matmuls if r.gemm == "fprop"] == ["no rows", ""]
+
+
+def test_a_range_that_eager_torch_does_not_have() -> None:
+    """An identity of more than 256 rows (DoRA's) is decomposed into ranges of uint16, and a cold call runs them."""
+
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.linear = nn.Linear(272, 128, bias=False)
+
+        def forward(self, x):
+            return self.linear(x) / self.linear(torch.eye(272)).norm(dim=0)
+
+    model, x = Normed(), noise(32, 272)
+    run = torch.compile(model, backend="fp8")
+    assert all(sqnr(model.forward(x), run(x)) > 18 for _ in range(3))
+
+
+class Own(nn.Module):
+    """torch 2.13 and older compile nothing in place where `forward` is its own, as a Sequential's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = mlp()
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def test_forward_is_replaced_after_compiling_in_place() -> None:
+    """As accelerate does for mixed precision: what is called is still compiled, with the new forward in it."""
+    model, plain = Own(), Own()
+    model.compile(backend="fp8")
+    model.forward = types.MethodType(torch.autocast("cpu", torch.bfloat16)(Own.forward), model)
+    y, z, w = model(noise(32, 128)), plain(noise(32, 128)), noise(32, 128, seed=1)
+    (y.float() * w).sum().backward()
+    (z * w).sum().backward()
+    assert y.dtype == torch.bfloat16 and sqnr(z, y.float()) > 18
+    assert all(sqnr(a, b) > 17 for a, b in zip(grads(plain), grads(model), strict=True))
+    assert fp8compile.report(model).fp8_flop_fraction == 1.0
+    assert model.state_dict().keys() == plain.state_dict().keys()
+
+
+def test_a_copy_is_not_compiled() -> None:
+    """torch leaves what `module.compile` did out of copies and pickles; they can be compiled anew."""
+    model, x = Own(), noise(32, 128)
+    model.compile(backend="fp8")
+    model(x).sum().backward()
+    average = copy.deepcopy(model)
+    torch.testing.assert_close(average(x), average.forward(x), rtol=0, atol=0)
+    assert not fp8compile.report(average).graphs
+    average.compile(backend="fp8")
+    assert sqnr(average.forward(x), average(x)) > 18 and fp8compile.report(average).fp8_flop_fraction == 1.0
