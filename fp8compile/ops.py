@@ -6,7 +6,7 @@ implementations below, plain torch on any device, are the reference: a cold call
     amax(x)                                         [..] -> [1] float32
     amax_blocks(x, transposed, block)               [R, C] -> one a block of the copy
     current_scale(amax, ...)                        the scale of the tensor's own amax
-    delayed_scale(scales, amax, slot, ...)          the slot's scale from earlier calls
+    delayed_scale(scales, amax, slot, ...)          the slot's scale from earlier calls, or in a cold call of the current amax
     inverse(scale) / delayed_inverse(...)           what divides back
     quantize(x, scale, dtype, fp8_max, transposed)  [R, C] -> FP8 [R, C], or [C, R padded to 16]
     quantize_both(x, scale, dtype, fp8_max)         [R, C] -> both of them
@@ -142,12 +142,15 @@ def snapshot(page: Tensor) -> Tensor:
     return scaling.snapshot_of(page)
 
 
-@_op("(Tensor scales, Tensor amax, int slot, float fp8_max, int margin) -> Tensor", _number)
-def delayed_scale(scales: Tensor, amax: Tensor, slot: int, fp8_max: float, margin: int) -> Tensor:
-    """The slot's scale; while the slot is cold, that of the current amax. (The lowering keeps the first half only.)"""
+@_op("(Tensor scales, Tensor amax, int slot, float fp8_max, int margin, bool covers=False) -> Tensor", _number)
+def delayed_scale(scales: Tensor, amax: Tensor, slot: int, fp8_max: float, margin: int, covers: bool = False) -> Tensor:
+    """The slot's scale; that of the current amax while the slot is cold and, with `covers`, where the slot's would saturate it.
+    (The lowering keeps the first half only.)"""
     stored = scales[slot, scaling.SCALE].reshape(1)
-    cold = scales[slot, scaling.AGE] < 0
-    return torch.where(cold, scaling.scale_of(amax, fp8_max, margin), stored)
+    current = scales[slot, scaling.AGE] < 0
+    if covers:
+        current = current | (amax * stored > fp8_max)
+    return torch.where(current & amax.isfinite(), scaling.scale_of(amax, fp8_max, margin), stored)
 
 
 @_op("(Tensor scales, Tensor scale, int slot) -> Tensor", _number)

@@ -6,8 +6,12 @@ to zero. Such a *cold* call runs the same graph operator by operator, on the ref
 take the current amax where there is no scale. Forward and backward of one call are of one kind: what is saved between
 them (layouts, random numbers) is.
 
-Two more things make a call a cold one: a tensor that overflowed in the call before (see `watch`) is scaled by its current
-amax, and someone wants to know what quantization does to the tensors (see `measure`); that, with any recipe.
+A tensor that overflowed in the call before (see `watch`) makes a call a cold one, too. It may have hidden that the next layer's
+grew as well, so whatever its slot's scale would saturate is scaled by its current amax there: after weights were loaded, say,
+one cold call is right in all layers. The update does not know how a call ran. So what was found beyond its limit in that call
+makes the next one cold, which is the last.
+
+A call that someone wants to measure (see `measure`), with any recipe, runs operator by operator, with the scales of a warm one.
 
 The state moves once a training call. A forward inside of a running backward is a recomputation (eager checkpointing)
 if that call's forward has run before, and leaves the state as it was. With a reentrant checkpoint it is the first one: what
@@ -19,14 +23,14 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, GraphModule, Interpreter, Node
 
-from . import compat, measure, scaling
+from . import compat, measure, ops, scaling
 from .errors import Fp8CompileError
 from .graph import fake_mode_of, is_tensor, value
 from .hollow import hollow
@@ -82,21 +86,33 @@ def lowered(graph: Graph) -> None:
     run_pass("lower", graph, lambda: lower(graph))
 
 
+class How(NamedTuple):
+    """How a call runs operator by operator, forward and backward: as a `cold` one, to be looked at, or both."""
+
+    cold: bool
+    look: measure.Look | None = None
+
+
+AS_COMPILED = How(False)
+
+
 class Eager(Interpreter):
     """Runs a graph operator by operator. Inductor's random operators draw by their seed, as they do when compiled, so
-    that a mask that is computed again in backward is the same. `look` is shown every cast."""
+    that a mask that is computed again in backward is the same. Every cast is shown to the `look` of a call."""
 
-    look: measure.Look | None = None
+    how = AS_COMPILED
 
     def run_node(self, n: Node) -> Any:
         result = super().run_node(n)
-        if self.look is not None and n.target in measure.CASTS:
-            self.look(n, self.fetch_args_kwargs_from_env(n)[0], result)
+        if self.how.look is not None and n.target in measure.CASTS:
+            self.how.look(n, self.fetch_args_kwargs_from_env(n)[0], result)
         return result
 
     def call_function(self, target: Any, args: tuple, kwargs: dict) -> Any:
         if target is torch.ops.prims.iota.default and kwargs["dtype"] in UNSIGNED:  # of a large torch.eye
             return super().call_function(target, args, {**kwargs, "dtype": torch.int64}).to(kwargs["dtype"])
+        if target is ops.delayed_scale and not self.how.cold:
+            args = args[:5]  # saturates what a warm call does
         kind = compat.random_prims().get(target)
         return super().call_function(target, args, kwargs) if kind is None else _draw(kind, *args)
 
@@ -189,15 +205,17 @@ class CompiledGraph:
             pages, look = self.now, self.look
             if (pages is None and look is None) or not _on(device, args):
                 return warm(args)
-            cold = look is not None
+            how = How(False, look)
+            eagerly = look is not None
             if pages is not None:
-                cold = (cold or pages.cold or (self.again and pages.was_cold)) and not self.observes
-                pages.was_cold = cold
-            if cold:
-                with _looked(interpreter, look):
+                how = How((pages.cold or (self.again and pages.was_cold)) and not self.observes, look)
+                eagerly = eagerly or how.cold or (self.again and pages.was_eager)
+                pages.was_cold, pages.was_eager = how.cold, eagerly
+            if eagerly:
+                with _running(interpreter, how):
                     result = eager(args)
                 if marker is not None:
-                    self.marks.add(result[marker], look)
+                    self.marks.add(result[marker], how)
             else:
                 result = warm(args)
             if pages is not None and not self.again and not pages.backward.homes:
@@ -217,16 +235,17 @@ class CompiledGraph:
 
         def run(args: list[Any]) -> Any:
             pages = book.by_pointer.get(args[page_at].data_ptr()) if book is not None and page_at is not None else None
-            look = self.marks.note(args[marker_at]) if marker_at is not None else None
-            cold = args[marker_at] in self.marks if marker_at is not None else pages is not None and pages.cold
-            cold = cold and not self.observes
+            if marker_at is not None:
+                how = self.marks.note(args[marker_at])
+            else:
+                how = How(True) if pages is not None and pages.cold and not self.observes else None
             if pages is not None:
                 pages.pending = max(0, pages.pending - 1)
                 pages.backward.refresh()
-            if look is not None:
-                self.looking.backward(look)
-            if cold and _on(device, args):
-                with _looked(interpreter, look):
+            if how is not None and how.look is not None:
+                self.looking.backward(how.look)
+            if how is not None and _on(device, args):
+                with _running(interpreter, how):
                     result = eager(args)
             else:
                 result = warm(args)
@@ -343,12 +362,12 @@ def _outputs(gm: GraphModule) -> list[Any]:
 
 
 @contextlib.contextmanager
-def _looked(interpreter: Eager, look: measure.Look | None) -> Iterator[None]:
-    interpreter.look = look
+def _running(interpreter: Eager, how: How) -> Iterator[None]:
+    interpreter.how = how
     try:
         yield
     finally:
-        interpreter.look = None
+        interpreter.how = AS_COMPILED
 
 
 def _boxed(interpreter: Interpreter) -> Boxed:

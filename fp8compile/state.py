@@ -153,7 +153,8 @@ class PageSet:
     backward: Page
     owners: tuple[weakref.ref, ...]
     cold: bool = True
-    was_cold: bool = True  # the last forward
+    was_eager: bool = True  # the last forward: operator by operator
+    was_cold: bool = True  # and not only to be measured
     pending: int = 0  # training forwards whose backward has not run
     watch: Watch | None = None  # for overflows, where some slot asks for it
     copy: torch.Tensor | None = None  # for forwards that are recomputed

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 from models import SwiGlu
-from reference import ROLES, Reference
+from reference import Reference
 from reference_casts import scale_of
+from reference_settings import ROLES
 from torch import Tensor, nn
 
 import fp8compile

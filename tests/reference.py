@@ -1,7 +1,8 @@
 """The oracle: one FP8 training step in plain eager PyTorch, independent of the package.
 
-Nothing here is imported from fp8compile, and nothing is shared with it: formats, scales and the cast (reference_casts.py), the
-three matmuls of a linear and the delayed state are written out again from their definition, in the plainest way there is.
+Nothing here is imported from fp8compile, and nothing is shared with it: formats, scales and the cast (reference_casts.py), what
+options mean (reference_settings.py), the three matmuls of a linear and the delayed state are written out again from their
+definition, in the plainest way there is.
 
     fprop  y  = x w^T    x: "input",    w: "weight"   (forward format)
     dgrad  dx = dy w     dy: "gradient" (gradient format), w: "weight"
@@ -17,6 +18,10 @@ checkpointing recomputes in the backward.
 
 Delayed state belongs to a slot (parameter name, role, use). Here every reader has a slot of its own: q, k and v that read one
 tensor have three equal histories where the package keeps one.
+
+A call is cold while some slot has seen zeros only (16 such calls at most), and behind one in which an amax overflowed: there,
+what its slot would saturate has the scale of its own amax. Paths through a model are graphs of their own, each with its cold
+calls: the arguments that are no tensors say which one is taken.
 """
 
 from __future__ import annotations
@@ -29,11 +34,10 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from reference_casts import FORMATS, FORMATS_FNUZ, Quantized, amax_of, float32, quantize, scale_of, scaled_mm
+from reference_casts import Quantized, amax_of, float32, scale_of, scaled_mm
+from reference_settings import ROLES, Settings
 from torch import Tensor, nn
 
-RECIPES = ("delayed", "tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8")
-ROLES = ("input", "weight", "gradient")
 HEADS = frozenset({"lm_head", "head", "embed_out", "unembed", "score", "classifier", "output_projection"})
 
 Key = tuple[str, str, int]  # (parameter name, role, use)
@@ -50,77 +54,32 @@ class Slot:
 
     @property
     def cold(self) -> bool:
-        """Whether the next call scales this tensor by its current amax."""
+        """Whether the next call scales this tensor by its current amax, if that is a cold call."""
         return self.calls == 0
+
+    @property
+    def overflowed(self) -> bool:
+        return self.cold and self.history[0] > 0.0
 
     def __post_init__(self) -> None:
         self.history = [0.0] * self.length
 
 
-@dataclass(frozen=True)
-class Settings:
-    """How the matmuls of one weight are quantized; names as in the package."""
+@dataclass
+class Path:
+    """What the calls of one path through the model have in common."""
 
-    recipe: str = "delayed"
-    fp8_format: str | None = None
-    margin: int | tuple[int, int, int] = 0
-    amax_history_len: int = 16
-    amax_compute_algo: str = "max"
-    interval: int = 1
-    override_linear_precision: tuple[bool, bool, bool] = (False, False, False)
-    current_scaling: tuple[bool, bool, bool] = (False, False, False)
-    on_overflow: str = "current"
-    power_of_2_scale: bool | None = None
-    fp8_encoding: str = "auto"
-
-    def __post_init__(self) -> None:
-        assert self.recipe in RECIPES and self.amax_compute_algo in ("max", "most_recent")
-        assert self.on_overflow in ("current", "saturate") and self.fp8_encoding in ("auto", "ocp", "fnuz")
-
-    @property
-    def tensorwise(self) -> bool:
-        """One scale a tensor."""
-        return self.recipe in ("delayed", "tensorwise")
-
-    def delayed(self, role: str) -> bool:
-        return self.recipe == "delayed" and not self.current_scaling[ROLES.index(role)]
-
-    def format(self, role: str) -> tuple[torch.dtype, float]:
-        name = self.fp8_format or ("hybrid" if self.tensorwise else "e4m3")
-        return (FORMATS_FNUZ if self.fp8_encoding == "fnuz" else FORMATS)[name][role == "gradient"]
-
-    def margin_of(self, role: str) -> int:
-        return self.margin if isinstance(self.margin, int) else self.margin[ROLES.index(role)]
-
-    @property
-    def rounded(self) -> bool:
-        """Whether current scales are powers of two."""
-        return self.recipe in ("blockwise", "mxfp8") if self.power_of_2_scale is None else self.power_of_2_scale
-
-    def block(self, role: str, gemm: str) -> tuple[int, int]:
-        """Rows and columns that share a scale in the copy that this gemm contracts along its columns; 0: all of them."""
-        if self.tensorwise or (self.recipe, role, gemm) == ("rowwise_with_gw_hp", "weight", "dgrad"):
-            return 0, 0
-        if self.recipe == "mxfp8":
-            return 1, 32
-        if self.recipe == "blockwise":
-            return (128, 128) if role == "weight" else (1, 128)
-        return 1, 0
-
-    def quantize(self, x: Tensor, role: str, gemm: str, scale: float | None) -> Quantized:
-        """The copy x [R, C] of a tensor in this role for this gemm; `scale`: that of delayed scaling, None without."""
-        margin = self.margin_of(role)
-        return quantize(x, self.format(role), self.block(role, gemm), margin, self.rounded, scale)
-
-    high_fprop = property(lambda self: self.override_linear_precision[0])
-    high_dgrad = property(lambda self: self.override_linear_precision[1])
-    high_wgrad = property(lambda self: self.override_linear_precision[2] or self.recipe == "rowwise_with_gw_hp")
+    cold: bool = True  # its next call
+    patience: int = 16  # how many of them may be so for the sake of zeros
+    slots: list[Slot] = field(default_factory=list)
 
 
 @dataclass
 class Call:
     """What one training forward leaves for its backward and for a recompute of its checkpointed regions."""
 
+    path: Path
+    cold: bool
     first: int  # autograd sequence numbers of the nodes of this forward: [first, last)
     last: int = 0
     uses: dict[str, int] = field(default_factory=dict)
@@ -155,6 +114,7 @@ class Reference:
         self.slots: dict[Key, Slot] = {}
         self.call: Call | None = None  # the training forward that is running
         self.calls: list[Call] = []
+        self.paths: dict[tuple[Any, ...], Path] = {}
         self.model = copy.deepcopy(model)
         self.names = self._install(exclude)
 
@@ -189,14 +149,19 @@ class Reference:
         trains = torch.is_grad_enabled() and self.model.training and any(t.requires_grad for t in tensors + parameters)
         if not trains or any(t.numel() == 0 for t in tensors):
             return self.model(*args, **kwargs)  # high precision: evaluation, or no rows
-        self.call = Call(torch._C._autograd._get_sequence_nr())
+        path = self.paths.setdefault(tuple(a for a in (*args, *kwargs.values()) if not isinstance(a, Tensor)), Path())
+        if any(slot.overflowed for slot in path.slots):
+            path.cold, path.patience = True, max(1, path.patience)
+        self.call = Call(path, path.cold, torch._C._autograd._get_sequence_nr())
         try:
             out = self.model(*args, **kwargs)
             self.call.last = torch._C._autograd._get_sequence_nr()
             self.calls.append(self.call)
         finally:
             call, self.call = self.call, None
-        self._update(call.forward)
+        keys = [key for key in (*call.forward, *call.expected) if self.of(key[0]).delayed(key[1])]
+        path.slots = [self.slots.setdefault(key, Slot(self.length)) for key in keys]
+        self._update(call.forward, call, last=not any(key in call.expected for key in keys))
         return out
 
     def grads(self) -> dict[str, Tensor]:
@@ -205,19 +170,29 @@ class Reference:
 
     # scaling state
 
-    def _scale(self, key: Key, amax: float) -> float | None:
-        """The scale that this training call quantizes with: it comes from earlier calls, or from amax in a cold slot. None:
-        current scaling."""
+    def _scale(self, key: Key, amax: float, call: Call) -> float | None:
+        """The scale that this training call quantizes with: it comes from earlier calls; in a cold call from amax, if that is
+        finite, in a cold slot and in one that does not cover it. None: current scaling."""
         settings, role = self.of(key[0]), key[1]
         if not settings.delayed(role):
             return None
         slot = self.slots.setdefault(key, Slot(self.length))
-        if slot.cold:
-            return scale_of(amax, settings.format(role)[1], settings.margin_of(role))
-        return slot.scale
+        stored, fp8_max = slot.scale or 1.0, settings.format(role)[1]
+        saturates = settings.on_overflow == "current" and float32(amax * stored) > fp8_max
+        if call.cold and (slot.cold or saturates) and math.isfinite(amax):
+            return scale_of(amax, fp8_max, settings.margin_of(role))
+        return stored
 
-    def _update(self, amaxes: dict[Key, float]) -> None:
-        """End of one direction of one call: every slot moves, or none if any amax is not finite."""
+    def _update(self, amaxes: dict[Key, float], call: Call, last: bool = True) -> None:
+        """End of one direction of one call, the `last` if no other follows."""
+        self._move(amaxes)
+        path = call.path
+        if last and path.cold:
+            path.patience = max(0, path.patience - 1)
+            path.cold = path.patience > 0 and any(slot.cold for slot in path.slots)
+
+    def _move(self, amaxes: dict[Key, float]) -> None:
+        """Every slot moves, or none if any amax is not finite."""
         amaxes = {key: amax for key, amax in amaxes.items() if self.of(key[0]).delayed(key[1])}
         if not all(math.isfinite(amax) for amax in amaxes.values()):
             return
@@ -253,8 +228,8 @@ class Reference:
         use = call.uses.get(name, 0)
         call.uses[name] = use + 1
         w_amax = amax_of(w)
-        x_scale = self._scale((name, "input", use), x_amax)
-        w_scale = self._scale((name, "weight", use), w_amax)
+        x_scale = self._scale((name, "input", use), x_amax, call)
+        w_scale = self._scale((name, "weight", use), w_amax, call)
         call.scales[name, use] = x_amax, x_scale, w_scale
         fp8_dgrad = x.requires_grad and not settings.high_dgrad
         fp8_wgrad = w.requires_grad and not settings.high_wgrad
@@ -272,7 +247,7 @@ class Reference:
         The last gradient of a backward of this call moves the gradient slots.
         """
         amax = amax_of(dy)
-        scale = self._scale(key, amax)
+        scale = self._scale(key, amax, call)
         if not call.gradient:  # an output that the loss does not use leaves gradients of zeros
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._finish(call))
         call.gradient[key] = amax
@@ -284,7 +259,7 @@ class Reference:
         if call.gradient:
             amaxes = {key: call.gradient.get(key, 0.0) for key in call.expected}
             call.gradient = {}
-            self._update(amaxes)
+            self._update(amaxes, call)
 
     def matmul(self, weight: Weight, x: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
         """x w^T + bias for a weight [n, k], or x w + bias for one [k, n] (`transposed`); x: [..., k] -> [..., n]."""

@@ -13,8 +13,8 @@ import pytest
 import torch
 from harness import assert_close, assert_fp8, compiled, grads_of, histories, leaf, like, noise, sqnr
 from models import Attention, SwiGlu, make
-from reference import RECIPES as EVERY
 from reference_casts import FLT_MAX, FNUZ, FORMATS, cast
+from reference_settings import RECIPES as EVERY
 from torch import Tensor, nn
 
 from fp8compile import ops, scaling

@@ -144,6 +144,20 @@ def test_an_overflow_and_its_error() -> None:
     assert (row["amax"], row["scale"]) == (4.0, 112.0)  # what the next call begins with
 
 
+def test_an_overflow_in_a_measured_call() -> None:
+    """It is saturated as in a compiled call, although the amax is at hand; in the next call it is not, measured or not."""
+    model = linear(0.5)
+    run = compiled(model)
+    run(torch.full((16, 128), 1.75)).sum().backward()
+    for value, seen, share in ((175.0, 1.75, 100.0), (1400.0, 1400.0, 0.0)):
+        fp8compile.stats(model, measure=True)
+        y = run(torch.full((16, 128), value))
+        y.sum().backward()
+        torch.testing.assert_close(y.detach(), torch.full((16, 128), seen * 64), rtol=1e-5, atol=0)
+        row = next(row for row in fp8compile.stats(model) if row["role"] == "input")
+        assert row["overflows%"] == share
+
+
 def test_what_is_not_finite_or_zero_is_json() -> None:
     model = linear()
     run = compiled(model, "tensorwise")

@@ -97,7 +97,7 @@ class _Lowering:
     def snapshot(self, node: Node, page: Node) -> Node:
         return self.inline(node, scaling.snapshot_of, page)
 
-    def delayed_scale(self, node: Node, scales: Node, amax: Node, slot: int, fp8_max: float, margin: int) -> Node:
+    def delayed_scale(self, node: Node, scales: Node, amax: Node, slot: int, *_) -> Node:
         return self.stored(node, scales, slot, scaling.SCALE)
 
     def delayed_inverse(self, node: Node, scales: Node, scale: Node, slot: int) -> Node:

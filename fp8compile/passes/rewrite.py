@@ -159,7 +159,8 @@ class _Writer:
         amax, margin = self.amax(operand), operand.scaling.margin
         emit = self.after(amax, operand, recompute=compat.MUST_SAVE, ac_graph_id=None)
         if snapshot is not None:
-            scale = emit(ops.delayed_scale, snapshot, amax, operand.slot, operand.format.max, margin)
+            watched = operand.key.settings.limit < float("inf")
+            scale = emit(ops.delayed_scale, snapshot, amax, operand.slot, operand.format.max, margin, watched)
             return scale, emit(ops.delayed_inverse, snapshot, scale, operand.slot)
         scale = emit(ops.current_scale, amax, operand.format.max, margin, operand.scaling.power_of_2)
         return scale, emit(ops.inverse, scale)
