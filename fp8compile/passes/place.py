@@ -58,7 +58,12 @@ def _sink(graph: Graph, groups: dict[Node, Made]) -> None:
         if node.target in (operator.getitem, *VIEWS) and node.args[0] in made:
             made.add(node)
     for node in reversed(list(graph.nodes)):
-        if node in made and node.users:
+        if node not in made or not node.users:
+            continue
+        reader = min(node.users)
+        while reader in made and reader.users:
+            reader = min(reader.users)
+        if node not in groups or reader.op != "output":  # the end of a graph has its writes to its inputs
             min(node.users).prepend(node)
 
 
