@@ -52,8 +52,8 @@ def one_process(tmp_path):
 
 
 def test_a_graph_that_ddp_splits(one_process) -> None:
-    """DDPOptimizer cuts the graph where its buckets end. The parts compute what the whole does, state included. (Behind an overflow
-    the part runs cold that had it, instead of the whole: here nothing grows that much.)"""
+    """DDPOptimizer cuts the graph where its buckets end. The parts compute what the whole does, state included. (Behind an
+    overflow only the part that had it runs cold: here nothing grows that much.)"""
     x = torch.randn(16, 256)
 
     def train(model: nn.Module, run) -> list[dict[str, torch.Tensor]]:
