@@ -19,6 +19,8 @@ from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 from triton.runtime import interpreter
 
+from fp8compile.codegen import launch
+
 aten = torch.ops.aten
 SHAPES = ((1, 128), (15, 17), (17, 1000), (128, 128), (1000, 15), (3, 4097), (4097, 17), (17, 1), (1, 1))
 LARGE = 10_000  # elements: from here one kind of data, not three
@@ -264,3 +266,12 @@ def test_beyond_2_to_the_31(tmp_path: Path) -> None:
         graph = fused(trace(lambda *args: case.call(Cast(), *args), inputs, mode))
         assert_kinds(case, graph, (rows, columns))
         check(case, graph, inputs, "normal")
+
+
+@pytest.mark.parametrize(("hip", "most"), [(None, 32), ("7.0", 16)])
+def test_a_program_has_1024_threads_at_most(hip: str | None, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An AMD warp has 64."""
+    monkeypatch.setattr(torch.version, "hip", hip)
+    source = f"import triton\n\n\n@triton.jit\ndef probe(x, BLOCK_R, BLOCK_C):  # {most}\n    pass\n"
+    made = launch.function("probe", source, launch.HEAVY_TILES)
+    assert max(config.num_warps for config in made.configs) == most

@@ -89,7 +89,8 @@ def function(name: str, source: str, configs: tuple[tuple[int, int, int], ...], 
     import triton
 
     jitted = compat.load_kernel(name, source)
-    made = [triton.Config({"BLOCK_R": r, "BLOCK_C": c}, num_warps=warps) for r, c, warps in configs]
+    most = 1024 // (64 if torch.version.hip else 32)  # threads of a program, in warps
+    made = [triton.Config({"BLOCK_R": r, "BLOCK_C": c}, num_warps=min(warps, most)) for r, c, warps in configs]
     return triton.autotune(configs=made, key=[], restore_value=list(restore) or None)(jitted)
 
 
