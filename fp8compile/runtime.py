@@ -8,8 +8,8 @@ them (layouts, random numbers) is.
 
 A tensor that overflowed in the call before (see `watch`) makes a call a cold one, too. It may have hidden that the next layer's
 grew as well, so whatever its slot's scale would saturate is scaled by its current amax there: after weights were loaded, say,
-one cold call is right in all layers. The update does not know how a call ran. So what was found beyond its limit in that call
-makes the next one cold, which is the last.
+one cold call is right in all layers of the graph. The update does not know how a call ran. So what was found beyond its limit
+in that call makes the next one cold, which is the last.
 
 A call that someone wants to measure (see `measure`), with any recipe, runs operator by operator, with the scales of a warm one.
 
