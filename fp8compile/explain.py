@@ -70,9 +70,10 @@ def explain(
         try:
             torch.compile(step, backend=backend)(*args, **kwargs)
         except Exception as error:
-            if not LEDGER.report().graphs or isinstance(error, Fp8CompileError) or compat.is_of_backend(error):
+            known = len(LEDGER.report().graphs)
+            if not known or isinstance(error, Fp8CompileError) or compat.is_of_backend(error):
                 raise
-            note = f"incomplete: behind graph {len(LEDGER.report().graphs) - 1} the model raised {_brief(error)}"
+            note = f"incomplete: behind graph {known - 1} the model raised {_brief(error)}"
         found = Report(LEDGER.report().graphs, "nothing was compiled: Dynamo found no graph in this model", note)
     if note:
         logger.warning("fp8: explain: %s. Values behind a graph break are zeros here, which may be why", note)

@@ -205,13 +205,13 @@ class CompiledGraph:
             pages, look = self.now, self.look
             if (pages is None and look is None) or not _on(device, args):
                 return warm(args)
-            how = How(False, look)
-            eagerly = look is not None
+            cold, eagerly = False, look is not None
             if pages is not None:
-                how = How((pages.cold or (self.again and pages.was_cold)) and not self.observes, look)
-                eagerly = eagerly or how.cold or (self.again and pages.was_eager)
-                pages.was_cold, pages.was_eager = how.cold, eagerly
+                cold = (pages.cold or (self.again and pages.was_cold)) and not self.observes
+                eagerly = eagerly or cold or (self.again and pages.was_eager)
+                pages.was_cold, pages.was_eager = cold, eagerly
             if eagerly:
+                how = How(cold, look)
                 with _running(interpreter, how):
                     result = eager(args)
                 if marker is not None:

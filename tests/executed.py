@@ -26,7 +26,7 @@ from triton.runtime.interpreter import InterpretedFunction, TensorHandle
 from fp8compile import compat, runtime
 from fp8compile.described import H200, Gpu
 from fp8compile.described.device import CUDA, described_gpu
-from fp8compile.described.recording import retarget_graphs
+from fp8compile.described.recording import instead_of_loading, retarget_graphs
 
 CPU = torch.device("cpu")
 
@@ -233,12 +233,10 @@ class Plan:
     def __init__(self, choice: int = 0):
         self.choice = choice
         self.kernels: list[Launched] = []
-        self.codes: list[str] = []
         self.scaled = 0  # FP8 matmuls that ran
 
     def load(self, code: str) -> Callable[[list[Any]], Any]:
         """The callable of a wrapper."""
-        self.codes.append(code)
         replaced = {
             "from torch._C import _cuda_getCurrentRawStream as get_raw_stream": "get_raw_stream = lambda index: 0",
             "async_compile = AsyncCompile()": "async_compile = _async_compile; extern_kernels = _extern(extern_kernels)",
@@ -263,15 +261,8 @@ class Plan:
 @contextlib.contextmanager
 def executed(choice: int = 0, gpu: Gpu = H200) -> Iterator[Plan]:
     """Inside, what is compiled is compiled for `gpu`, and runs here."""
-    from torch._inductor.graph import GraphLowering
-
     plan = Plan(choice)
     copy = compat.copy_graph
-
-    def compile_to_module(self: Any) -> Any:
-        wrapper, *_ = self.codegen()
-        call = plan.load(getattr(wrapper, "value", str(wrapper)))
-        return mock.Mock(call=call, __file__="executed", key="executed", runner=None)
 
     def copy_graph(gm: GraphModule) -> GraphModule:  # for cold calls
         copied = copy(gm)
@@ -286,7 +277,7 @@ def executed(choice: int = 0, gpu: Gpu = H200) -> Iterator[Plan]:
         with (
             described_gpu(gpu),
             retarget_graphs(),
-            mock.patch.object(GraphLowering, "compile_to_module", compile_to_module),
+            instead_of_loading(lambda lowering, code: plan.load(code)),
             mock.patch.object(compat, "copy_graph", copy_graph),
             mock.patch.object(runtime, "_on", lambda device, args: True),
         ):

@@ -80,7 +80,15 @@ def quantize_transposed(
 def _dense(copy: Tensor, rows: int, columns: int) -> Tensor:
     """In memory of its own, without gaps."""
     copy = copy.clone(memory_format=torch.contiguous_format)  # a pad's strides are not the same traced and in eager
-    return aten.as_strided.default(copy, [rows, columns], [columns, 1], 0)
+    return row_major(copy, [rows, columns])
+
+
+def row_major(x: Tensor, shape: Sequence) -> Tensor:
+    """x, which begins its memory and fills it, as `shape` in row-major order. Inductor keeps that, whatever it would choose."""
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.insert(0, strides[0] * size)
+    return aten.as_strided.default(x, list(shape), strides, 0)
 
 
 def concatenate(vectors: list[Tensor]) -> Tensor:

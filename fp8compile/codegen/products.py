@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
+from .aten import row_major
 
 aten = torch.ops.aten
 
@@ -166,14 +167,11 @@ def _rows(inverse: Tensor, copy: Tensor) -> Tensor:
 
 def _stored(x: Tensor, shape: Sequence) -> Tensor:
     """x as `shape` in row-major order: as it is, or in memory of its own."""
-    strides = [1]
-    for size in reversed(shape[1:]):
-        strides.insert(0, strides[0] * size)
     # a symbolic size must not be asked whether it is 1
     known = all(isinstance(size, int) for size in x.shape)
     if not (known and x.is_contiguous() and x.storage_offset() == 0):  # as_strided counts from where the storage begins
         x = x.clone(memory_format=torch.contiguous_format)
-    return aten.as_strided.default(x, list(shape), strides, 0)
+    return row_major(x, shape)
 
 
 def _padded(copy: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -19,6 +19,8 @@ from ..codegen.gemm import NAME as GEMM
 from ..hollow import hollow
 from .device import CUDA
 from .step import Attention, Graph, Kernel, Matmul, Operand
+
+Boxed = Callable[[list[Any]], Any]
 
 
 def _moved(value: Any) -> Any:
@@ -182,27 +184,35 @@ def module_of(node: torch.fx.Node) -> str:
 
 
 @contextlib.contextmanager
-def record(graphs: list[Graph]) -> Iterator[None]:
-    """Where Inductor would load the code that it generated, append a `Graph` and hand back a module that computes nothing."""
+def instead_of_loading(load: Callable[[Any, str], Boxed]) -> Iterator[None]:
+    """Where Inductor would load the code that it generated, `load(lowering, code)` gives what is called."""
     from torch._inductor.graph import GraphLowering
 
     def compile_to_module(self: Any) -> Any:
         wrapper, *_ = self.codegen()
-        reader = _Reader(self)
-        kernels = [k for node in self.scheduler.nodes if (k := reader.kernel(node)) is not None]
-        graph = self.module.graph
-        targets = Counter(str(n.target) for n in graph.nodes if n.op == "call_function")
-        names = [n.name for n in graph.nodes if n.op == "placeholder"]
-        inputs = {
-            name: reader.placeholder(name, t)
-            for name, t in zip(names, self.example_inputs, strict=True)
-            if isinstance(t, torch.Tensor)
-        }
-        makers = {n.name: module_of(n) for n in graph.find_nodes(op="placeholder")}  # those of a backward keep their metadata
-        code = getattr(wrapper, "value", str(wrapper))
-        graphs.append(Graph(reader.backward, tuple(kernels), code, targets, inputs, makers))
-        call = hollow(graph, torch.device("cpu"))
+        call = load(self, getattr(wrapper, "value", str(wrapper)))
         return mock.Mock(call=call, __file__="described", key="described", runner=None)
 
     with mock.patch.object(GraphLowering, "compile_to_module", compile_to_module):
         yield
+
+
+def record(graphs: list[Graph]) -> contextlib.AbstractContextManager[None]:
+    """Inside, what Inductor generates is appended as a `Graph`, and computes nothing."""
+
+    def load(lowering: Any, code: str) -> Boxed:
+        reader = _Reader(lowering)
+        kernels = [k for node in lowering.scheduler.nodes if (k := reader.kernel(node)) is not None]
+        graph = lowering.module.graph
+        targets = Counter(str(n.target) for n in graph.nodes if n.op == "call_function")
+        names = [n.name for n in graph.nodes if n.op == "placeholder"]
+        inputs = {
+            name: reader.placeholder(name, t)
+            for name, t in zip(names, lowering.example_inputs, strict=True)
+            if isinstance(t, torch.Tensor)
+        }
+        makers = {n.name: module_of(n) for n in graph.find_nodes(op="placeholder")}  # those of a backward keep their metadata
+        graphs.append(Graph(reader.backward, tuple(kernels), code, targets, inputs, makers))
+        return hollow(graph, torch.device("cpu"))
+
+    return instead_of_loading(load)
