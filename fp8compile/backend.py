@@ -39,6 +39,10 @@ logger = get_logger(__name__)
 
 OLDEST_GPU = (8, 9)  # compute capability: the first tensor cores that multiply FP8
 AMD_GPUS = ("gfx94", "gfx95", "gfx12")
+INLINED = (
+    "compiled autograd takes over the backward, in which delayed scaling cannot keep its state: every tensor is scaled by its "
+    "current amax, as with recipe 'tensorwise'"
+)
 
 
 def fp8(
@@ -56,6 +60,9 @@ def fp8(
             _complain(chosen, refusal)
             LEDGER.add(GraphReport(0, inputs.root, (), (), refusal))
             return compat.compile_fx(gm, example_inputs, compile_inner, chosen.inductor)
+        if compat.in_compiled_autograd():  # a copy of backwards that went through our passes: theirs is done, and reported
+            logger.info("fp8: compiled autograd compiles the backwards of the graphs above in a graph of its own")
+            return compat.compile_fx(gm, example_inputs, compile_inner, _lowering(chosen))
         _check_encoding(inputs.devices, chosen)
         return _compile(gm, list(example_inputs), inputs, chosen)
     except (OptionError, StrictError) as error:
@@ -73,8 +80,10 @@ fp8.reset = _reset  # type: ignore[attr-defined]  # torch._dynamo.reset() calls 
 
 def _compile(gm: GraphModule, example_inputs: list[Any], inputs: Inputs, chosen: Options) -> Callable:
     learning = inputs.training and inputs.grad and bool(inputs.weights)
+    if inputs.inlined and learning and chosen.policy.delayed:
+        say_once(logger, logging.WARNING, f"fp8: {INLINED}")
     guess = 16 * -(-3 * len(inputs.weights) // 16)
-    capacity = (guess, guess) if learning and chosen.policy.delayed else None
+    capacity = (guess, guess) if learning and chosen.policy.delayed and not inputs.inlined else None
 
     def compiled(phase: str) -> CompiledGraph:
         nonlocal capacity
@@ -125,12 +134,9 @@ def _compile_once(
             compiled.record = _report(done, inputs, chosen, device)
 
     patches = {
-        **chosen.inductor,
+        **_lowering(chosen),
         "joint_custom_pre_pass": compat.GraphPass(
-            rewrite, f"{policy.key}-{capacity}-{phase}", chosen.inductor.get("joint_custom_pre_pass")
-        ),
-        "post_grad_custom_post_pass": compat.GraphPass(
-            lowered, policy.key, chosen.inductor.get("post_grad_custom_post_pass")
+            rewrite, f"{policy.key}-{capacity}-{phase}-{inputs.inlined}", chosen.inductor.get("joint_custom_pre_pass")
         ),
         "custom_partitioner_fn": chosen.inductor.get("custom_partitioner_fn")
         or compat.Partitioner([op.name() for op in (ops.quantize, ops.quantize_both, ops.amax_blocks)]),
@@ -139,6 +145,12 @@ def _compile_once(
     at_once = policy.schedule is not None
     compiled.call = compat.compile_fx(gm, example_inputs, compiled.inner_compile, patches, at_once)
     return compiled
+
+
+def _lowering(chosen: Options) -> dict[str, Any]:
+    """Inductor's options with our part of its passes over a partitioned graph."""
+    name = "post_grad_custom_post_pass"
+    return {**chosen.inductor, name: compat.GraphPass(lowered, chosen.policy.key, chosen.inductor.get(name))}
 
 
 def _description(chosen: Options, graph: Graph) -> Device | None:

@@ -62,6 +62,7 @@ class Inputs:
     matrices: tuple[str, ...]  # those that a linear may have, in the order of the roots
     whole: bool  # the graph reads every parameter of the roots
     part: bool  # the roots are in a module whose own graph breaks
+    inlined: bool = False  # compiled autograd takes over the backward
 
     def block(self, name: str) -> tuple[int, int] | None:
         """(position, number) of the block that `name` is in, None outside of blocks: the outermost container of several
@@ -121,4 +122,5 @@ def capture(gm: GraphModule, inputs: Sequence[Any]) -> Inputs:
         matrices=tuple(name for name, p in owned.items() if p.dim() == 2 and id(p) not in tables),
         whole=bool(owned) and set(owned) <= set(names),
         part=any(map(compat.is_part, modules)),
+        inlined=compat.compiled_autograd(),
     )

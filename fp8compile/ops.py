@@ -29,7 +29,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from . import scaling
+from . import compat, scaling
+from .errors import Fp8CompileError
 
 NAMESPACE = "fp8compile"
 
@@ -136,7 +137,16 @@ def inverse(scale: Tensor) -> Tensor:
     return scaling.inverse_of(scale)
 
 
-@_op("(Tensor page) -> Tensor")
+def _scales(page: Tensor) -> Tensor:
+    if compat.in_compiled_autograd():
+        raise Fp8CompileError(
+            "this model was compiled with delayed scaling before compiled autograd was on, which now takes over its backward: the "
+            "scales of that would be wrong. Switch compiled autograd on before the first call, or take recipe 'tensorwise'"
+        )
+    return scaling.snapshot_of(page)
+
+
+@_op("(Tensor page) -> Tensor", _scales)
 def snapshot(page: Tensor) -> Tensor:
     """`[slots, 4]`: the scale, its inverse and the age of each slot, as they are before this call moves them."""
     return scaling.snapshot_of(page)

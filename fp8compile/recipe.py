@@ -13,7 +13,7 @@ the blocks are those of DeepSeek-V3 and of the OCP Microscaling specification.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from .errors import OptionError, one_of
@@ -149,6 +149,11 @@ class Recipe:
     def delayed(self) -> bool:
         """Whether scales come from state (and state must be kept), not from the tensor itself."""
         return self.name == "delayed" and not all(self.current_scaling)
+
+    @property
+    def current(self) -> Recipe:
+        """The same without state: scaled by current amaxes."""
+        return replace(self, name="tensorwise") if self.delayed else self
 
     @property
     def fine(self) -> bool:

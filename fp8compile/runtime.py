@@ -330,7 +330,7 @@ class CompiledGraph:
 
     def _looks(self, args: Sequence[Any]) -> measure.Look | None:
         """Is this call measured?"""
-        if not self.trains or not self.converts or self.observes:
+        if not self.trains or not self.converts or self.observes or compat.compiled_autograd():
             return None
         may_begin = not self.again and not compat.recomputing()
         return self.looking.at(args, self.weights, compat.in_backward(), may_begin)

@@ -43,7 +43,17 @@ from .launches import (
     size_node,
     stable_sort,
 )
-from .running import TensorMarks, in_backward, is_compiled, is_ddp, recomputing, saved_as_they_are, share_memory
+from .running import (
+    TensorMarks,
+    compiled_autograd,
+    in_backward,
+    in_compiled_autograd,
+    is_compiled,
+    is_ddp,
+    recomputing,
+    saved_as_they_are,
+    share_memory,
+)
 
 __all__ = [
     "GraphPass",
@@ -54,10 +64,12 @@ __all__ = [
     "add_input",
     "compile_fx",
     "compile_inner",
+    "compiled_autograd",
     "copy_graph",
     "eliminate_dead_code",
     "guard_training",
     "in_backward",
+    "in_compiled_autograd",
     "input_index",
     "is_backward",
     "is_compiled",

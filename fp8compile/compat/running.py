@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -70,6 +71,21 @@ def recomputing() -> bool:
     """Is a forward now one that a checkpoint computes again? It hooks what is saved then. A reentrant one hooks nothing: its
     first forward had no gradients, and this is the one that counts."""
     return in_backward() and saving_is_hooked()
+
+
+def compiled_autograd() -> bool:
+    """Will compiled autograd take over the backward of what runs now? It copies our backward graph into one of its own: nothing
+    of ours runs then, and no host decision can be taken."""
+    return _compiled_autograd().compiled_autograd_enabled
+
+
+def in_compiled_autograd() -> bool:
+    """Is compiled autograd's own graph being compiled or run?"""
+    return _compiled_autograd().in_compiled_autograd_region
+
+
+def _compiled_autograd() -> Any:
+    return importlib.import_module("torch._dynamo.compiled_autograd")
 
 
 def is_compiled(module: torch.nn.Module) -> bool:

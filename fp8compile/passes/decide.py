@@ -6,8 +6,6 @@ leaves it open and a description of the device is known.
 
 from __future__ import annotations
 
-import dataclasses
-
 from .. import compat, eligible, multiply
 from ..capture import Inputs
 from ..devices import Device
@@ -36,6 +34,8 @@ def decide(
         sites.append(site)
         choice = policy.choose(site)
         matmul.recipe, matmul.rule, matmul.auto = choice.recipe, choice.label, choice.fp8 == "auto"
+        if inputs.inlined:  # whether a call is a cold one cannot be decided there
+            matmul.recipe = matmul.recipe.current
         if choice.recipe.name == "mxfp8":  # what a device may lack; a CPU multiplies any recipe in float32
             hardware = multiply.hardware_of(device) if device is not None else multiply.hardware(value(matmul.node).device)
             matmul.emulated = not multiply.native(hardware, choice.recipe)
@@ -52,8 +52,7 @@ def decide(
         evaluated = matmul.parameter is not None and compat.input_index(matmul.parameter) in inputs.evaluated
         if evaluation or evaluated:
             # no history is read or moved by an evaluation: a tensor's own amax scales it
-            if matmul.recipe.delayed:
-                matmul.recipe = dataclasses.replace(matmul.recipe, name="tensorwise")
+            matmul.recipe = matmul.recipe.current
             if policy.eval == "high_precision" or not evaluation:
                 matmul.reason = whole or "eval mode"
     if device is not None:

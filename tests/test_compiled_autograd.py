@@ -1,0 +1,144 @@
+"""Compiled autograd copies our backward graphs into one of its own: gradients are right from the first call, or it is refused."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch._dynamo.compiled_autograd
+from torch import nn
+
+import fp8compile
+
+pytestmark = pytest.mark.usefixtures("interpreted")
+
+
+def layers() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(128, 128), nn.GELU())])
+
+
+class Net(nn.Module):
+    def __init__(self, drop: float = 0.0) -> None:
+        super().__init__()
+        self.net, self.drop = layers(), nn.Dropout(drop)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.drop(self.net(x))
+
+
+def small_loss(y: torch.Tensor) -> torch.Tensor:
+    """Its gradients vanish where a tensor without history is scaled by 1. (No numbers in it: compiled autograd makes inputs of
+    them, which an FX interpreter does not take.)"""
+    return (y * y).mean() * torch.tensor(1e-3)
+
+
+def worst_cosine(expected: nn.Module, model: nn.Module) -> float:
+    pairs = zip(expected.parameters(), model.parameters(), strict=True)
+    return min(torch.cosine_similarity(p.grad.flatten(), q.grad.flatten(), 0).item() for p, q in pairs)
+
+
+def train(step: Callable, expected: nn.Module, model: nn.Module, calls: int = 3) -> None:
+    for _ in range(calls):
+        x = torch.randn(16, 128)
+        expected.zero_grad()
+        model.zero_grad()
+        small_loss(expected(x)).backward()
+        step(x)
+        assert worst_cosine(expected, model) > 0.97
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "rowwise"])
+def test_backward_inside_of_the_compiled_step(recipe: str) -> None:
+    expected = Net()
+    model = copy.deepcopy(expected)
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        step = torch.compile(lambda x: small_loss(model(x)).backward(), backend="fp8", options={"recipe": recipe})
+        train(step, expected, model)
+    report = fp8compile.report(model)
+    assert report.fp8_flop_fraction == 1.0
+    assert [graph.name for graph in report.graphs] == ["Net, training"], report
+
+
+@pytest.mark.compiled
+def test_it_as_compiled() -> None:
+    expected = Net()
+    model = copy.deepcopy(expected)
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        train(torch.compile(lambda x: small_loss(model(x)).backward(), backend="fp8"), expected, model)
+
+
+def test_a_whole_train_step() -> None:
+    """Forward, backward and optimizer in one compiled function: parameters as by the eager step."""
+    expected = Net()
+    model = copy.deepcopy(expected)
+    optimizers = [torch.optim.SGD(net.parameters(), 0.1, momentum=0.9) for net in (expected, model)]
+
+    def train_step(net: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        net(x).pow(2).mean().backward()
+        optimizer.step()
+
+    before = [p.detach().clone() for p in expected.parameters()]
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        step = torch.compile(train_step, backend="fp8")
+        for _ in range(3):
+            x = torch.randn(16, 128)
+            train_step(expected, optimizers[0], x)
+            step(model, optimizers[1], x)
+    for old, p, q in zip(before, expected.parameters(), model.parameters(), strict=True):
+        moved, ours = p.detach() - old, q.detach() - old
+        assert torch.cosine_similarity(moved.flatten(), ours.flatten(), 0) > 0.97
+
+
+def test_the_backward_alone() -> None:
+    """Compiled autograd that was on before the first call, and whose compiler is ours."""
+    expected = Net()
+    model = copy.deepcopy(expected)
+    run = torch.compile(model, backend="fp8")
+
+    def step(x: torch.Tensor) -> None:
+        with torch._dynamo.compiled_autograd._enable(torch.compile(backend="fp8")):
+            small_loss(run(x)).backward()
+
+    train(step, expected, model)
+
+
+@pytest.mark.parametrize("backend", ["fp8", "aot_eager"])
+def test_a_model_that_was_compiled_before_is_refused(backend: str) -> None:
+    """Its backward expects state. Whatever compiles the backward now, the error comes before any gradient does."""
+    model = Net()
+    run = torch.compile(model, backend="fp8")
+    run(torch.randn(16, 128)).sum().backward()
+    model.zero_grad()
+    with pytest.raises(Exception, match="before compiled autograd was on"):
+        with torch._dynamo.compiled_autograd._enable(torch.compile(backend=backend)):
+            small_loss(run(torch.randn(16, 128))).backward()
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_without_state_it_is_taken() -> None:
+    expected = Net()
+    model = copy.deepcopy(expected)
+    run = torch.compile(model, backend="fp8", options={"recipe": "tensorwise"})
+    small_loss(run(torch.randn(16, 128))).backward()
+
+    def step(x: torch.Tensor) -> None:
+        with torch._dynamo.compiled_autograd._enable(torch.compile(backend="fp8")):
+            small_loss(run(x)).backward()
+
+    train(step, expected, model)
+
+
+def test_eval_in_fp8_leaves_its_graph_alone() -> None:
+    """The copied backward reads parameters and has no gradients of its own; it is no evaluation for all that."""
+    expected = Net()
+    model = copy.deepcopy(expected)
+    policy = {"eval": "fp8", "rules": [{"gemm": "dgrad", "fp8": "off"}]}
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        step = torch.compile(lambda x: small_loss(model(x)).backward(), backend="fp8", options={"policy": policy})
+        train(step, expected, model)
+    dgrads = [r for r in fp8compile.report(model).matmuls if r.gemm == "dgrad"]
+    assert dgrads and {r.decision for r in dgrads} == {"high_precision"}
