@@ -33,6 +33,7 @@ from torch.fx import Graph, GraphModule
 
 from fp8compile import compat, described, runtime
 from fp8compile.codegen import launch
+from fp8compile.interpreter import Eager, boxed
 
 from . import arms, classify, machine, results, tables, torchao_casts
 from .families import FAMILIES, Family, Source, must_move
@@ -84,7 +85,7 @@ class Plan:
             return compat.compile_inner(gm, inputs, **kwargs)
         self._lower(gm.graph)
         gm.recompile()
-        return runtime._boxed(runtime.Eager(gm))
+        return boxed(Eager(gm))
 
     def _lower(self, graph: Graph) -> None:
         runtime.lowered(graph)

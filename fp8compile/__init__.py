@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .recipe import Recipe as Recipe
     from .reports import Report as Report
     from .reports import report as report
+    from .runtime import dry_run as dry_run
     from .schedule import on_step as on_step
     from .schedule import set_phase as set_phase
     from .schedule import set_step as set_step
@@ -56,6 +57,7 @@ _PUBLIC = {
     "Recipe": "recipe",
     "Report": "reports",
     "report": "reports",
+    "dry_run": "runtime",
     "on_step": "schedule",
     "set_phase": "schedule",
     "set_step": "schedule",

@@ -75,6 +75,8 @@ def _reset() -> None:
     measure.forget()
 
 
+compat.register_again("fp8")
+compat.ask_by_thread()
 fp8.reset = _reset  # type: ignore[attr-defined]  # torch._dynamo.reset() calls it
 
 

@@ -140,8 +140,8 @@ def inverse(scale: Tensor) -> Tensor:
 def _scales(page: Tensor) -> Tensor:
     if compat.in_compiled_autograd():
         raise Fp8CompileError(
-            "this model was compiled with delayed scaling before compiled autograd was on, which now takes over its backward: the "
-            "scales of that would be wrong. Switch compiled autograd on before the first call, or take recipe 'tensorwise'"
+            "this model was compiled with delayed scaling before compiled autograd was on, which now takes over its backward: "
+            "its scales would be wrong. Switch compiled autograd on before the first call, or take recipe 'tensorwise'"
         )
     return scaling.snapshot_of(page)
 

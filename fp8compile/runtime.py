@@ -21,19 +21,22 @@ ran before had no gradients, and was an evaluation.
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx import Graph, GraphModule, Interpreter, Node
+from torch.fx import Graph, GraphModule, Node
 
-from . import compat, measure, ops, scaling
+from . import compat, measure, scaling, state
 from .errors import Fp8CompileError
 from .graph import fake_mode_of, is_tensor, value
 from .hollow import hollow
+from .interpreter import Boxed, Eager, How, boxed
 from .passes import Rewritten
 from .passes.base import run_pass
 from .passes.lower import lower
@@ -41,9 +44,7 @@ from .reports import LEDGER
 from .state import Book, PageSet, check_unwanted
 from .watch import Overflow, say
 
-Boxed = Callable[[list[Any]], Any]
-
-UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)  # eager torch has no ranges of these
+DRY: ContextVar[bool] = ContextVar("fp8compile_dry_run", default=False)
 
 _how = "compiled"
 
@@ -70,6 +71,18 @@ def hollowed() -> contextlib.AbstractContextManager[None]:
     return _as("hollow")
 
 
+@contextlib.contextmanager
+def dry_run() -> Iterator[None]:
+    """Inside, training calls on this thread leave the scaling state as it is: for batches that are no training data (a search
+    for the largest batch that fits, a model that is called for the shapes of its outputs). They compute what they would, and
+    their backward may come later. Pipeline stages of torch.distributed need none: their shape inference is known."""
+    token = DRY.set(True)
+    try:
+        yield
+    finally:
+        DRY.reset(token)
+
+
 def compile_inner(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
     """Inductor's own `inner_compile`, or what takes its place inside of the above."""
     if _how == "hollow":
@@ -77,7 +90,7 @@ def compile_inner(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any)
     if _how == "interpreted":
         lowered(gm.graph)
         gm.recompile()
-        return _boxed(Eager(gm))
+        return boxed(Eager(gm))
     return compat.compile_inner(gm, example_inputs, **kwargs)
 
 
@@ -86,45 +99,16 @@ def lowered(graph: Graph) -> None:
     run_pass("lower", graph, lambda: lower(graph))
 
 
-class How(NamedTuple):
-    """How a call runs operator by operator, forward and backward: as a `cold` one, to be looked at, or both."""
+class Call(NamedTuple):
+    """A call in progress. `pages`: its state. `again`: it is a recomputation. `dry`: it leaves the state as it is."""
 
-    cold: bool
-    look: measure.Look | None = None
-
-
-AS_COMPILED = How(False)
-
-
-class Eager(Interpreter):
-    """Runs a graph operator by operator. Inductor's random operators draw by their seed, as they do when compiled, so
-    that a mask that is computed again in backward is the same. Every cast is shown to the `look` of a call."""
-
-    how = AS_COMPILED
-
-    def run_node(self, n: Node) -> Any:
-        result = super().run_node(n)
-        if self.how.look is not None and n.target in measure.CASTS:
-            self.how.look(n, self.fetch_args_kwargs_from_env(n)[0], result)
-        return result
-
-    def call_function(self, target: Any, args: tuple, kwargs: dict) -> Any:
-        if target is torch.ops.prims.iota.default and kwargs["dtype"] in UNSIGNED:  # of a large torch.eye
-            return super().call_function(target, args, {**kwargs, "dtype": torch.int64}).to(kwargs["dtype"])
-        if target is ops.delayed_scale and not self.how.cold:
-            args = args[:5]  # saturates what a warm call does
-        kind = compat.random_prims().get(target)
-        return super().call_function(target, args, kwargs) if kind is None else _draw(kind, *args)
+    pages: PageSet | None
+    look: measure.Look | None  # if it is measured
+    again: bool = False
+    dry: bool = False
 
 
-def _draw(kind: str, *args: Any) -> torch.Tensor:
-    seed = args[1] if kind == "random" else args[3]
-    generator = torch.Generator(seed.device).manual_seed(int(seed))
-    if kind == "randint":
-        low, high, size = args[:3]
-        return torch.randint(low, high, size, device=seed.device, generator=generator)
-    size, _, mode = args[:3]
-    return getattr(torch, mode)(size, device=seed.device, dtype=torch.float32, generator=generator)
+NO_CALL = Call(None, None)
 
 
 class CompiledGraph:
@@ -154,10 +138,8 @@ class CompiledGraph:
         self.rewritten: Rewritten | None = None
         self.book: Book | None = None
         self.call: Callable[..., Any] | None = None
-        self.now: PageSet | None = None  # of the call in progress
-        self.again = False  # and whether that is a recomputation
+        self.local = threading.local()  # `call`: the one in progress on a thread
         self.idle: torch.Tensor | None = None  # a stand-in where the state inputs are unused
-        self.look: measure.Look | None = None  # if it is measured
         self.looking = measure.Looking()
         self.marker: str | None = None  # a value saved for backward, by which a cold call's backward is known:
         self.marks = compat.TensorMarks()
@@ -192,8 +174,7 @@ class CompiledGraph:
                 measure.know(owners, casts)
 
     def _forward(self, gm: GraphModule, warm: Boxed, device: str) -> Boxed:
-        interpreter, outputs = Eager(gm), _outputs(gm)
-        eager = _boxed(interpreter)
+        eager, outputs = boxed(Eager(gm)), _outputs(gm)
         # the last ones are saved for backward; a marker that turns out to be none of them is not looked for
         inputs = [value(x) for x in gm.graph.find_nodes(op="placeholder") if is_tensor(x)]
         made = [i for i, x in enumerate(outputs) if isinstance(x, Node) and x.op != "placeholder" and is_tensor(x)]
@@ -202,23 +183,23 @@ class CompiledGraph:
         self.marker = outputs[marker].name if marker is not None else None
 
         def run(args: list[Any]) -> Any:
-            pages, look = self.now, self.look
+            pages, look, again, dry = getattr(self.local, "call", NO_CALL)
             if (pages is None and look is None) or not _on(device, args):
                 return warm(args)
             cold, eagerly = False, look is not None
             if pages is not None:
-                cold = (pages.cold or (self.again and pages.was_cold)) and not self.observes
-                eagerly = eagerly or cold or (self.again and pages.was_eager)
-                pages.was_cold, pages.was_eager = cold, eagerly
+                cold = (pages.cold or (again and pages.was_cold)) and not self.observes
+                eagerly = eagerly or cold or (again and pages.was_eager)
+                if not dry:
+                    pages.was_cold, pages.was_eager = cold, eagerly
             if eagerly:
                 how = How(cold, look)
-                with _running(interpreter, how):
-                    result = eager(args)
+                result = eager(args, how)
                 if marker is not None:
                     self.marks.add(result[marker], how)
             else:
                 result = warm(args)
-            if pages is not None and not self.again and not pages.backward.homes:
+            if pages is not None and not (again or dry) and not pages.backward.homes:
                 self._moved(pages)
             return result
 
@@ -227,8 +208,7 @@ class CompiledGraph:
 
     def _backward(self, gm: GraphModule, warm: Boxed, device: str) -> Boxed:
         assert self.rewritten is not None
-        book, interpreter = self.book, Eager(gm)
-        eager = _boxed(interpreter)
+        book, eager = self.book, boxed(Eager(gm))
         names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
         page = self.rewritten.pages[1] if book is not None else None
         page_at, marker_at = (names.index(x) if x in names else None for x in (page, self.marker))
@@ -241,12 +221,12 @@ class CompiledGraph:
                 how = How(True) if pages is not None and pages.cold and not self.observes else None
             if pages is not None:
                 pages.pending = max(0, pages.pending - 1)
-                pages.backward.refresh()
+                with compat.unseen(), state.LOCK:
+                    pages.backward.refresh()
             if how is not None and how.look is not None:
                 self.looking.backward(how.look)
             if how is not None and _on(device, args):
-                with _running(interpreter, how):
-                    result = eager(args)
+                result = eager(args, how)
             else:
                 result = warm(args)
             if pages is not None:
@@ -260,10 +240,11 @@ class CompiledGraph:
 
     def _moved(self, pages: PageSet) -> None:
         """Behind the last update of a training call."""
-        if pages.cold and pages.was_cold:
-            pages.after_cold_call()
-        if pages.watch is not None and not self.observes:
-            pages.watch.after_call()
+        with compat.unseen():
+            if pages.cold and pages.was_cold:
+                pages.after_cold_call()
+            if pages.watch is not None and not self.observes:
+                pages.watch.after_call()
 
     def _overflowed(self, pages: PageSet, overflows: Sequence[Overflow]) -> None:
         assert self.book is not None
@@ -291,28 +272,36 @@ class CompiledGraph:
         if self.capacity is None:
             if not (measure.ACTIVE or self.looking.open):
                 return self.call(*args)
-            return self._run(args, self._looks(args))
+            return self._run(args, Call(None, self._looks(args)))
         if self.book is None:  # nothing became FP8, or nothing that has a state: the state inputs are read by nobody
             if self.idle is None:
                 self.idle = scaling.new_page(self.capacity[0], self.history, first.device)
             if not (measure.ACTIVE or self.looking.open):
                 return self.call(*args, self.idle, self.idle)
-            return self._run((*args, self.idle, self.idle), self._looks(args))
-        pages = self.now = self.book.open(args, first.device)
-        forward = pages.forward.tensor
-        self.again = bool(pages.pending) and compat.recomputing()
+            return self._run((*args, self.idle, self.idle), Call(None, self._looks(args)))
         look = self._looks(args) if measure.ACTIVE or self.looking.open else None
-        if self.again:  # a recomputation: the scales of the first time, and the state stays where it is
+        with compat.unseen():
+            call, forward, backward = self._open(self.book, args, look)
+        return self._run((*args, forward, backward), call)
+
+    def _open(self, book: Book, args: Sequence[Any], look: measure.Look | None) -> tuple[Call, torch.Tensor, torch.Tensor]:
+        """The call, and the pages of forward and backward that it is given."""
+        pages = book.open(args, args[self.weights[0]].device)
+        forward, backward = pages.forward.tensor, pages.backward.tensor
+        if DRY.get() or compat.inferring_shapes():
+            return Call(pages, look, dry=True), forward.clone(), backward.clone()
+        again = (pages.pending > 0 and compat.recomputing()) or compat.repeating()
+        if again:  # a recomputation: the scales of the first time, and the state stays where it is
             forward = pages.before()
             if not pages.backward.homes:  # nothing moves in its backward, which cannot be told from another's
-                pages.pending -= 1
+                pages.pending = max(0, pages.pending - 1)
         else:
             pages.pending += 1
             if pages.watch is not None and not pages.cold and not self.observes:
                 overflows = pages.watch.before_call()
                 if overflows:
                     self._overflowed(pages, overflows)
-        return self._run((*args, forward, pages.backward.tensor), look)
+        return Call(pages, look, again), forward, backward
 
     def _meet(self, key: tuple[int, ...], args: Sequence[Any]) -> None:
         """The first call with these parameters."""
@@ -332,17 +321,18 @@ class CompiledGraph:
         """Is this call measured?"""
         if not self.trains or not self.converts or self.observes or compat.compiled_autograd():
             return None
-        may_begin = not self.again and not compat.recomputing()
+        may_begin = not compat.recomputing() and not compat.repeating()
+        may_begin = may_begin and not DRY.get() and not compat.inferring_shapes()
         return self.looking.at(args, self.weights, compat.in_backward(), may_begin)
 
-    def _run(self, args: Sequence[Any], look: measure.Look | None) -> Any:
+    def _run(self, args: Sequence[Any], call: Call) -> Any:
         assert self.call is not None
-        self.look = look
+        before, self.local.call = getattr(self.local, "call", NO_CALL), call
         try:
             with compat.saved_as_they_are(self._is_ours):
                 return self.call(*args)
         finally:
-            self.now = self.look = None
+            self.local.call = before
 
     def _is_ours(self, tensor: torch.Tensor) -> bool:
         return (self.book is not None and tensor.data_ptr() in self.book.by_pointer) or tensor in self.marks
@@ -359,32 +349,6 @@ def _check_update(gm: GraphModule, page: str, slots: Sequence[Any]) -> None:
 
 def _outputs(gm: GraphModule) -> list[Any]:
     return list(next(iter(gm.graph.find_nodes(op="output"))).args[0])  # type: ignore[arg-type]
-
-
-@contextlib.contextmanager
-def _running(interpreter: Eager, how: How) -> Iterator[None]:
-    interpreter.how = how
-    try:
-        yield
-    finally:
-        interpreter.how = AS_COMPILED
-
-
-def _boxed(interpreter: Interpreter) -> Boxed:
-    def run(args: list[Any]) -> Any:
-        try:
-            args[:] = map(_alias, args)
-            return interpreter.boxed_run(args)
-        finally:
-            interpreter.env = {}  # it would keep what it returned, and with it the model
-
-    run._boxed_call = True  # type: ignore[attr-defined]
-    return run
-
-
-def _alias(x: Any) -> Any:
-    """The same storage without the version counter: a page that is written here may be saved for a backward to come."""
-    return x.data if type(x) is torch.Tensor and not x.requires_grad else x
 
 
 def _on(device: str, args: Sequence[Any]) -> bool:

@@ -8,6 +8,7 @@ left, two layers never share a slot, and a model that is deleted takes its state
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from .capture import plain
 from .errors import StateError
 from .watch import Watch
 
+LOCK = threading.RLock()  # on what has which slots: several threads may train
 PATIENCE = 16  # cold calls before a slot that only ever saw zeros is taken as it is, with scale 1
 
 
@@ -215,13 +217,14 @@ class Book:
         """The pages for a call with these inputs, holding what earlier calls of any graph left."""
         owners = [args[i] for i in self.inputs]
         key = tuple(map(id, owners))
-        found = self.sets.get(key)
-        if found is None:
-            found = self._new(key, owners, device)
-        for page in found.pages:
-            page.refresh()
-        if found.forward.loaded or found.backward.loaded:
-            found.resume()
+        with LOCK:
+            found = self.sets.get(key)
+            if found is None:
+                found = self._new(key, owners, device)
+            for page in found.pages:
+                page.refresh()
+            if found.forward.loaded or found.backward.loaded:
+                found.resume()
         return found
 
     def _slots(self, keys: Sequence[SlotKey], owners: Sequence[Any]) -> list[tuple[Any, tuple[str, int]]]:

@@ -1,4 +1,4 @@
-"""Compiled autograd copies our backward graphs into one of its own: gradients are right from the first call, or it is refused."""
+"""Compiled autograd copies our backward graphs into one of its own: gradients are right from the first call, or refused."""
 
 from __future__ import annotations
 

@@ -259,9 +259,9 @@ def test_recomputations_read_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
     recomputed: list[Tensor] = []
     run_graph = CompiledGraph._run
 
-    def seen(self, args, look):
-        (recomputed if self.again else pages).append(args[-2])
-        return run_graph(self, args, look)
+    def seen(self, args, call):
+        (recomputed if call.again else pages).append(args[-2])
+        return run_graph(self, args, call)
 
     monkeypatch.setattr(CompiledGraph, "_run", seen)
     run = compiled(linear(), "delayed")

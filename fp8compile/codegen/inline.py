@@ -10,6 +10,7 @@ import torch.utils._pytree as pytree
 from torch.fx import GraphModule, Node, map_arg
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from .. import compat
 from ..graph import Emitter, fake_mode_of
 
 
@@ -37,7 +38,7 @@ class Inliner:
 
             from torch._inductor.decomposition import select_decomp_table
 
-            with fake_mode_of(values):
+            with fake_mode_of(values), compat.tracing():
                 distinct = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in values]
                 self.traces[key] = make_fx(call, decomposition_table=select_decomp_table())(*distinct)
         return self._copy(self.traces[key], before, [nodes[i] for i in tensors])

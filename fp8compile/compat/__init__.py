@@ -4,6 +4,7 @@
     inductor    compiling it with our passes
     launches    generated kernels in it
     running     while it runs
+    threads     several threads that compile
 
 What moves between versions is handled here, in `described` (which stands in for a device) and nowhere else.
 """
@@ -48,12 +49,16 @@ from .running import (
     compiled_autograd,
     in_backward,
     in_compiled_autograd,
+    inferring_shapes,
     is_compiled,
     is_ddp,
     recomputing,
+    repeating,
     saved_as_they_are,
     share_memory,
+    unseen,
 )
+from .threads import ask_by_thread, register_again, tracing
 
 __all__ = [
     "GraphPass",
@@ -62,6 +67,7 @@ __all__ = [
     "Partitioner",
     "TensorMarks",
     "add_input",
+    "ask_by_thread",
     "compile_fx",
     "compile_inner",
     "compiled_autograd",
@@ -70,6 +76,7 @@ __all__ = [
     "guard_training",
     "in_backward",
     "in_compiled_autograd",
+    "inferring_shapes",
     "input_index",
     "is_backward",
     "is_compiled",
@@ -84,7 +91,9 @@ __all__ = [
     "max_autotune",
     "random_prims",
     "recomputing",
+    "register_again",
     "reorders",
+    "repeating",
     "root_modules",
     "saved_as_they_are",
     "share_memory",
@@ -94,4 +103,6 @@ __all__ = [
     "sources_hash",
     "stable_sort",
     "tag_backward",
+    "tracing",
+    "unseen",
 ]

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import _disable_current_modes
+
+VERSIONS_AND_VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)  # what keeps track of both
 
 
 class TensorMarks:
@@ -18,7 +23,9 @@ class TensorMarks:
         self.marks: dict[int, tuple[StorageWeakRef, Any]] = {}
 
     def add(self, tensor: torch.Tensor, note: Any = None) -> None:
-        self.marks = {address: mark for address, mark in self.marks.items() if not mark[0].expired()}
+        for address, mark in list(self.marks.items()):  # in place: another thread may add one now
+            if mark[0].expired():
+                self.marks.pop(address, None)
         self.marks[tensor.data_ptr()] = StorageWeakRef(tensor.untyped_storage()), note
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
@@ -27,7 +34,8 @@ class TensorMarks:
 
     def note(self, tensor: torch.Tensor) -> Any:
         """What a tensor was added with; None for one that was not."""
-        return self.marks[tensor.data_ptr()][1] if tensor in self else None
+        mark = self.marks.get(tensor.data_ptr())
+        return None if mark is None or mark[0].expired() else mark[1]
 
 
 def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -57,6 +65,19 @@ def saved_as_they_are(ours: Callable[[torch.Tensor], bool]) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def unseen(values: Sequence[Any] = ()) -> Iterator[None]:
+    """Inside, neither autograd nor the user's dispatch modes see what is computed, as they do not see into a compiled graph.
+    With fake tensors among `values` nothing changes: their mode has to see it."""
+    with contextlib.ExitStack() as stack:
+        if not any(isinstance(x, FakeTensor) for x in values):
+            stack.enter_context(torch._C._AutoDispatchBelowAutograd())
+            stack.enter_context(torch._C._ExcludeDispatchKeyGuard(VERSIONS_AND_VIEWS))
+            if torch._C._len_torch_dispatch_stack():
+                stack.enter_context(_disable_current_modes())
+        yield
+
+
 def in_backward() -> bool:
     """Is autograd's engine running a backward on this thread (so that a forward now is a checkpoint's)?"""
     return torch._C._current_graph_task_id() != -1
@@ -71,6 +92,27 @@ def recomputing() -> bool:
     """Is a forward now one that a checkpoint computes again? It hooks what is saved then. A reentrant one hooks nothing: its
     first forward had no gradients, and this is the one that counts."""
     return in_backward() and saving_is_hooked()
+
+
+def repeating() -> bool:
+    """Is a forward now one that a checkpoint computes again, whatever ran before? Its hooks are on top of the others then; with
+    hooks of the user's inside of the checkpointed region nobody knows, and the answer is no."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and "_recomputation_hook" in getattr(hooks[0], "__qualname__", "")
+
+
+def inferring_shapes() -> bool:
+    """Is a pipeline stage run on memory that nobody has written, for the shapes of its outputs? (With gradients, before its
+    first real call and whenever shapes change.)"""
+    if "torch.distributed.pipelining.stage" not in sys.modules:
+        return False
+    frame = sys._getframe()
+    while frame is not None:
+        code = frame.f_code
+        if "_inference" in code.co_name and code.co_filename.replace("\\", "/").endswith("distributed/pipelining/stage.py"):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
 def compiled_autograd() -> bool:

@@ -1,0 +1,75 @@
+"""Runs a graph operator by operator, on the reference implementations in `ops`: cold calls, measured ones, and tests.
+
+To autograd and to the user's dispatch modes (selective checkpointing, counters) such a run is what a compiled one is: one
+opaque call. Its outputs are no views, and nothing that it writes counts as a change of version.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import Interpreter, Node
+
+from . import compat, measure, ops
+
+Boxed = Callable[[list[Any]], Any]
+
+UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)  # eager torch has no ranges of these
+
+
+class How(NamedTuple):
+    """How a call runs operator by operator, forward and backward: as a `cold` one, to be looked at, or both."""
+
+    cold: bool
+    look: measure.Look | None = None
+
+
+AS_COMPILED = How(False)
+
+
+class Eager(Interpreter):
+    """Inductor's random operators draw by their seed, as they do when compiled, so that a mask that is computed again in
+    backward is the same. Every cast is shown to the `look` of a call."""
+
+    how = AS_COMPILED
+
+    def run_node(self, n: Node) -> Any:
+        result = super().run_node(n)
+        if self.how.look is not None and n.target in measure.CASTS:
+            self.how.look(n, self.fetch_args_kwargs_from_env(n)[0], result)
+        return result
+
+    def call_function(self, target: Any, args: tuple, kwargs: dict) -> Any:
+        if target is torch.ops.prims.iota.default and kwargs["dtype"] in UNSIGNED:  # of a large torch.eye
+            return super().call_function(target, args, {**kwargs, "dtype": torch.int64}).to(kwargs["dtype"])
+        if target is ops.delayed_scale and not self.how.cold:
+            args = args[:5]  # saturates what a warm call does
+        kind = compat.random_prims().get(target)
+        return super().call_function(target, args, kwargs) if kind is None else _draw(kind, *args)
+
+
+def _draw(kind: str, *args: Any) -> torch.Tensor:
+    seed = args[1] if kind == "random" else args[3]
+    generator = torch.Generator(seed.device).manual_seed(int(seed))
+    if kind == "randint":
+        low, high, size = args[:3]
+        return torch.randint(low, high, size, device=seed.device, generator=generator)
+    size, _, mode = args[:3]
+    return getattr(torch, mode)(size, device=seed.device, dtype=torch.float32, generator=generator)
+
+
+def boxed(interpreter: Any) -> Callable[..., Any]:
+    """`run(args, how=AS_COMPILED)`, which empties the list of arguments. Several threads may be in it at once."""
+
+    def run(args: list[Any], how: How = AS_COMPILED) -> Any:
+        one = copy.copy(interpreter)  # with values of its own, which go with it
+        one.env, one.how = {}, how
+        with compat.unseen(args):
+            return one.boxed_run(args)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
