@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import diagram
-from .reports import FP8, GraphReport, MatmulRecord, Report, _percent, _share
+from .reports import FP8, OUTSIDE, WHY_OUTSIDE, GraphReport, MatmulRecord, Report, _percent, _share, outside_rows
 from .rows import (
     GEMMS,
     Layer,
@@ -116,6 +116,8 @@ class Page:
     splits: tuple[Split, ...] = ()
     parts: tuple[TimedPart, ...] = ()
     notes: tuple[str, ...] = ()
+    outside: tuple[tuple[str, str, str, int], ...] = ()  # (parameter, class, size, how many)
+    why_outside: str = WHY_OUTSIDE
 
 
 def page(thing: Report | Estimate, path: str | Path | None = None) -> str:
@@ -145,7 +147,9 @@ def _of_report(report: Report) -> Page:
     devices = dict.fromkeys(graph.device for graph in report.graphs if graph.device)
     facts = [("graphs", str(len(report.graphs))), ("matmuls", str(len(report.matmuls)))]
     facts += [("decided for", device) for device in devices]
-    headline = f"{_percent(report.fp8_flop_fraction)} of matmul FLOPs in FP8" if report.matmuls else "No matmuls"
+    whole = ", of what was compiled" if report.outside else ""
+    headline = f"{_percent(report.fp8_flop_fraction)} of matmul FLOPs in FP8{whole}" if report.matmuls else "No matmuls"
+    facts += [(OUTSIDE, f"{len(report.outside)} weights")] if report.outside else []
     names = ", ".join(dict.fromkeys(graph.name for graph in report.graphs if not graph.note))
     return Page(
         f"fp8compile report{': ' + names if names else ''}",
@@ -153,6 +157,7 @@ def _of_report(report: Report) -> Page:
         report.summary(),
         tuple(map(section, report.graphs)),
         (*facts, ("fp8compile", __version__)),
+        outside=tuple(outside_rows(report.outside)),
     )
 
 

@@ -87,7 +87,7 @@ class GraphReport:
     """One compiled graph. `name` is for people, e.g. "GPT, training"; `note` says what holds for all of it.
 
     `edges` are pairs of positions in `matmuls`: the output of the first reaches the second with no matmul between them.
-    `device` names the description that decided what pays, "" if none did.
+    `device` names the description that decided what pays, "" if none did. `remarks` are what else there is to say of it.
     """
 
     index: int
@@ -97,14 +97,36 @@ class GraphReport:
     note: str = ""
     edges: tuple[tuple[int, int], ...] = ()
     device: str = ""
+    remarks: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class OutsideRecord:
+    """A matrix of the model, `rows` x `columns`, that no compiled graph reads: `module` is the class of its owner, `fqn`."""
+
+    fqn: str
+    module: str
+    parameter: str
+    rows: int
+    columns: int
+
+
+OUTSIDE = "in no compiled graph"
+WHY_OUTSIDE = "outside of what was compiled, left to eager by Dynamo, or not called yet"
 
 
 class Report:
-    """The matmuls of some compiled graphs. ``str()`` is a table, ``summary()`` a line, ``to_dict()`` is for JSON."""
+    """The matmuls of some compiled graphs. ``str()`` is a table, ``summary()`` a line, ``to_dict()`` is for JSON.
 
-    def __init__(self, graphs: Iterable[GraphReport] = (), empty: str = "", note: str = "") -> None:
+    Of a model's report, `outside` lists the linears (and what else has a matrix) that are in no compiled graph.
+    """
+
+    def __init__(
+        self, graphs: Iterable[GraphReport] = (), empty: str = "", note: str = "", outside: Iterable[OutsideRecord] = ()
+    ) -> None:
         """`empty` says why there may be no graph, `note` what else there is to say."""
         self.graphs: tuple[GraphReport, ...] = tuple(graphs)
+        self.outside: tuple[OutsideRecord, ...] = tuple(outside)
         self._empty = empty or "nothing was compiled"
         self._note = note
 
@@ -125,7 +147,8 @@ class Report:
 
     @property
     def fp8_flop_fraction(self) -> float:
-        """FLOPs of the FP8 matmuls over FLOPs of all matmuls, in the training graphs; 0.0 when there are none.
+        """FLOPs of the FP8 matmuls over FLOPs of all matmuls, in the training graphs; 0.0 when there are none. What is
+        `outside` of all graphs has no FLOPs here: nobody knows how often it is called.
 
         Graphs compiled for evaluation are in high precision by design: they count only in a report that has no others.
         """
@@ -136,7 +159,7 @@ class Report:
         if not self.graphs:
             return self._empty
         counted = self._counted
-        parts = [_share(counted.matmuls)]
+        parts = [_share(counted.matmuls) + (" of what was compiled" if self.outside and counted.matmuls else "")]
         kept = Counter(_rule(record.reason) for record in counted.matmuls if record.decision != FP8)
         if kept:
             parts.append(f"{kept.total()} kept: {_counted(kept)}")
@@ -144,6 +167,7 @@ class Report:
             parts.append(f"not rewritten: {_counted(Counter(record.op for record in counted.opaque))}")
         if not self.matmuls:
             parts += dict.fromkeys(graph.note for graph in self.graphs if graph.note)
+        parts += [_outside_in_brief(self.outside)] if self.outside else []
         parts += [self._note] if self._note else []
         return "; ".join(parts)
 
@@ -152,7 +176,8 @@ class Report:
 
         With `collapse`, the lines of repeated blocks that differ in their number only become one: "h.0-11.mlp.fc".
         """
-        return "\n\n".join([f"fp8: {self.summary()}", *(_graph_text(graph, collapse) for graph in self.graphs)])
+        parts = [f"fp8: {self.summary()}", *(_graph_text(graph, collapse) for graph in self.graphs)]
+        return "\n\n".join(parts + ([_outside_text(self.outside)] if self.outside else []))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts, lists, strings and numbers."""
@@ -165,12 +190,14 @@ class Report:
                     "name": graph.name,
                     "note": graph.note,
                     "device": graph.device,
+                    "remarks": list(graph.remarks),
                     "edges": [list(edge) for edge in graph.edges],
                     "matmuls": [{**dataclasses.asdict(record), "flops": record.flops} for record in graph.matmuls],
                     "opaque": [dataclasses.asdict(record) for record in graph.opaque],
                 }
                 for graph in self.graphs
             ],
+            "outside": [dataclasses.asdict(record) for record in self.outside],
         }
 
     def to_html(self, path: str | Path | None = None) -> str:
@@ -222,7 +249,7 @@ class Ledger:
                 self._parameters[index] = list(alive.values())
 
     def report(self, model: nn.Module | None = None) -> Report:
-        """The report of every graph, or of those that read a parameter or buffer of `model`.
+        """The report of every graph, or of those that read a parameter or buffer of `model`, and what of it is in none of them.
 
         `model` may be the original module, a part of it, or what torch.compile or DDP made of it.
         torch.compile is lazy: a graph is there after the call that compiled it. TypeError if `model` is not a module.
@@ -237,10 +264,17 @@ class Ledger:
             return Report(empty=f"nothing was compiled yet ({why})")
         if model is None:
             return Report(graphs.values())
-        mine = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
-        chosen = [i for i in graphs if any(id(t) in mine for ref in references[i] if (t := ref()) is not None)]
-        others = f"none of the {len(graphs)} compiled graphs reads a parameter of this {type(model).__name__}"
-        return Report((graphs[i] for i in chosen), empty=others)
+        from . import compat
+
+        tensors = [*model.parameters(), *model.buffers()]
+        mine = set(map(id, [*tensors, *compat.read_by_graphs(tensors)]))
+        reads = {i: {id(tensor) for ref in references[i] if (tensor := ref()) is not None} for i in graphs}
+        chosen = [i for i in graphs if reads[i] & mine]
+        if not chosen:
+            others = f"none of the {len(graphs)} compiled graphs reads a parameter of this {type(model).__name__}"
+            why = "a graph that is given other tensors in their place, as by torch.func.functional_call, is in report() alone"
+            return Report(empty=f"{others} ({why})")
+        return Report((graphs[i] for i in chosen), outside=_outside(model, set().union(*(reads[i] for i in chosen))))
 
     def clear(self) -> None:
         """Forget every graph."""
@@ -251,6 +285,66 @@ class Ledger:
 
 LEDGER = Ledger()
 report = LEDGER.report
+
+
+# --- what is in no graph --------------------------------------------------------------------------
+
+
+def _outside(model: nn.Module, read: set[int]) -> list[OutsideRecord]:
+    """The matrices of `model` that are not among the tensors that its graphs `read` (by id), each with its owner. What
+    embeddings, norms and convolutions have are none; nor is a vector that was given a second dimension."""
+    from torch.nn import Embedding, EmbeddingBag, Linear
+
+    from . import compat
+    from .capture import plain
+    from .state import unwrapped
+
+    tensors = list(model.parameters())
+    inside = {id(p) for p, reads in zip(tensors, compat.read_by_graphs(tensors), strict=True) if {id(p), id(reads)} & read}
+    found: dict[int, OutsideRecord] = {}
+    for name, module in unwrapped(model).named_modules():
+        if isinstance(module, (Embedding, EmbeddingBag)) or "Norm" in type(module).__name__:
+            continue
+        for last, parameter in module.named_parameters(recurse=False):
+            matrix = parameter.dim() == 2 and (min(parameter.shape) > 1 or isinstance(module, Linear))
+            if matrix and id(parameter) not in inside:
+                fqn = plain(name)
+                full = f"{fqn}.{last}" if fqn else last
+                found.setdefault(id(parameter), OutsideRecord(fqn, _class(module), full, *parameter.shape))
+    return list(found.values())
+
+
+def _class(module: nn.Module) -> str:
+    """Its class, without what FSDP2 has made of it."""
+    kind = type(module)
+    return kind.__name__.removeprefix("FSDP") if kind.__module__.startswith("torch.distributed") else kind.__name__
+
+
+def outside_rows(records: Sequence[OutsideRecord]) -> list[tuple[str, str, str, int]]:
+    """(parameter, class of its owner, size, how many): parameters that differ in numbers only are a row, `h.0-11.fc.weight`."""
+    from .rows import joined, pattern
+
+    alike: dict[Any, list[str]] = {}
+    for record in records:
+        size = f"{record.rows} x {record.columns}"
+        alike.setdefault((pattern(record.parameter), record.module, size), []).append(record.parameter)
+    return [(joined(names).replace("–", "-"), module, size, len(names)) for (_, module, size), names in alike.items()]
+
+
+def _outside_in_brief(records: Sequence[OutsideRecord], most: int = 3) -> str:
+    """ "in no compiled graph: 6 linears (h.0-1.fc1, ...): ... left to eager by Dynamo, ..."."""
+    names = list(dict.fromkeys(name.removesuffix(".weight") for name, *_ in outside_rows(records)))
+    shown = ", ".join(names[:most] + ["..."] * (len(names) > most))
+    what = "linear" if all(record.module.endswith("Linear") for record in records) else "weight"
+    return f"{OUTSIDE}: {len(records)} {what}{'s' * (len(records) > 1)} ({shown}): {WHY_OUTSIDE}"
+
+
+def _outside_text(records: Sequence[OutsideRecord]) -> str:
+    from tabulate import tabulate
+
+    rows = [(name + _times(count), module, size) for name, module, size, count in outside_rows(records)]
+    table = tabulate(rows, (OUTSIDE, "of", "size"), tablefmt="simple", disable_numparse=True)
+    return f"{table}\n* {WHY_OUTSIDE}"
 
 
 # --- text -----------------------------------------------------------------------------------------
@@ -297,6 +391,7 @@ def _graph_text(graph: GraphReport, collapse: bool) -> str:
         text += "\n" + tabulate(rows, head, tablefmt="simple", colalign=sides, disable_numparse=True)
     if any(record.dynamic for record in graph.matmuls):
         text += "\n* dynamic shape: sizes of the call that was compiled"
+    text += "".join(f"\n* {remark}" for remark in graph.remarks)
     if graph.opaque:
         opaque = Counter((record.fqn or "(root)", record.op, record.reason) for record in graph.opaque)
         body = join([(fqn, op + _times(count), reason) for (fqn, op, reason), count in opaque.items()])

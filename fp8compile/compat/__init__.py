@@ -1,6 +1,7 @@
 """Everything that leans on private parts of torch, in one place; read in 2.11, 2.13 and 2.15.
 
     dynamo      what Dynamo and AOTAutograd know about a graph
+    fsdp        what FSDP2 manages
     inductor    compiling it with our passes
     launches    generated kernels in it
     running     while it runs
@@ -20,8 +21,10 @@ from .dynamo import (
     root_modules,
     shown,
     source_name,
+    symbolic_kernels,
     tag_backward,
 )
+from .fsdp import managed, read_by_graphs, resharded
 from .inductor import (
     MUST_RECOMPUTE,
     MUST_SAVE,
@@ -69,10 +72,13 @@ __all__ = [
     "launched",
     "launches",
     "load_kernel",
+    "managed",
     "max_autotune",
     "random_prims",
+    "read_by_graphs",
     "recomputing",
     "reorders",
+    "resharded",
     "root_modules",
     "saved_as_they_are",
     "share_memory",
@@ -81,5 +87,6 @@ __all__ = [
     "source_name",
     "sources_hash",
     "stable_sort",
+    "symbolic_kernels",
     "tag_backward",
 ]

@@ -36,6 +36,8 @@ def decide(
         sites.append(site)
         choice = policy.choose(site)
         matmul.recipe, matmul.rule, matmul.auto = choice.recipe, choice.label, choice.fp8 == "auto"
+        if matmul.resharded(inputs.resharded):  # a copy that lives until backward would be of the whole weight, on every rank
+            matmul.recipe = dataclasses.replace(matmul.recipe, recast_weights=True)
         if choice.recipe.name == "mxfp8":  # what a device may lack; a CPU multiplies any recipe in float32
             hardware = multiply.hardware_of(device) if device is not None else multiply.hardware(value(matmul.node).device)
             matmul.emulated = not multiply.native(hardware, choice.recipe)
