@@ -22,7 +22,8 @@ MODULES = re.compile(rf"\.(?:_modules|__dict__\['_modules'\]){KEY}")
 WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_checkpoint_wrapped_module|_fsdp_wrapped_module|_orig_mod)(?:\.|$)")
 ROOT = re.compile(rf"^[LG]{KEY}")
 GETATTR = re.compile(rf"getattr\(([^()]*), {TEXT}\)")
-BOUND = re.compile(r"\.__self__\b|\.__closure__\[\d+\]\.cell_contents")
+# what a function is bound to, closes over, or has as a default: no part of a name
+BOUND = re.compile(r"(?:\.func)?\.__self__\b|\.__closure__\[\d+\]\.cell_contents|\.__(?:kw)?defaults__\[[^\]]*\]")
 ITEM = re.compile(rf"{KEY}|\[(\d+)\]")
 
 

@@ -112,6 +112,7 @@ class OutsideRecord:
 
 
 OUTSIDE = "in no compiled graph"
+TABLES = re.compile(r"embed|position|(^|_)pos(_|$)")  # names of parameters that are looked up or added
 WHY_OUTSIDE = "outside of what was compiled, left to eager by Dynamo, or not called yet"
 
 
@@ -292,7 +293,8 @@ report = LEDGER.report
 
 def _outside(model: nn.Module, read: set[int]) -> list[OutsideRecord]:
     """The matrices of `model` that are not among the tensors that its graphs `read` (by id), each with its owner. What
-    embeddings, norms and convolutions have are none; nor is a vector that was given a second dimension."""
+    embeddings, norms and convolutions have are none; nor is a vector that was given a second dimension, or what a module calls
+    its embedding or positions."""
     from torch.nn import Embedding, EmbeddingBag, Linear
 
     from . import compat
@@ -306,8 +308,8 @@ def _outside(model: nn.Module, read: set[int]) -> list[OutsideRecord]:
         if isinstance(module, (Embedding, EmbeddingBag)) or "Norm" in type(module).__name__:
             continue
         for last, parameter in module.named_parameters(recurse=False):
-            matrix = parameter.dim() == 2 and (min(parameter.shape) > 1 or isinstance(module, Linear))
-            if matrix and id(parameter) not in inside:
+            matrix = parameter.dim() == 2 and min(parameter.shape) > 1 and TABLES.search(last) is None
+            if (matrix or (isinstance(module, Linear) and parameter.dim() == 2)) and id(parameter) not in inside:
                 fqn = plain(name)
                 full = f"{fqn}.{last}" if fqn else last
                 found.setdefault(id(parameter), OutsideRecord(fqn, _class(module), full, *parameter.shape))
