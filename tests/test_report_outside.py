@@ -64,7 +64,7 @@ def test_what_dynamo_leaves_to_eager() -> None:
         "6 of 6 matmuls, 100.0% of matmul FLOPs of what was compiled; "
         f"in no compiled graph: 4 linears (layers.1-2.up, layers.1-2.down): {why}"
     )
-    assert f"layers.1-2.up.weight (x2)  " in str(report) and str(report).endswith(f"* {why}")
+    assert "layers.1-2.up.weight (x2)  " in str(report) and str(report).endswith(f"* {why}")
     data = json.loads(json.dumps(report.to_dict()))
     assert [record["fqn"] for record in data["outside"]] == ["layers.1.up", "layers.1.down", "layers.2.up", "layers.2.down"]
     assert names(fp8compile.report()) == []  # of no model in particular
