@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import diagram
-from .reports import FP8, OUTSIDE, WHY_OUTSIDE, GraphReport, MatmulRecord, Report, _percent, _share, outside_rows
+from . import outside as left_out
+from .reports import FP8, GraphReport, MatmulRecord, Report, _percent, _share
 from .rows import (
     GEMMS,
     Layer,
@@ -117,7 +118,7 @@ class Page:
     parts: tuple[TimedPart, ...] = ()
     notes: tuple[str, ...] = ()
     outside: tuple[tuple[str, str, str, int], ...] = ()  # (parameter, class, size, how many)
-    why_outside: str = WHY_OUTSIDE
+    why_outside: str = left_out.WHY_OUTSIDE
 
 
 def page(thing: Report | Estimate, path: str | Path | None = None) -> str:
@@ -149,7 +150,7 @@ def _of_report(report: Report) -> Page:
     facts += [("decided for", device) for device in devices]
     whole = ", of what was compiled" if report.outside else ""
     headline = f"{_percent(report.fp8_flop_fraction)} of matmul FLOPs in FP8{whole}" if report.matmuls else "No matmuls"
-    facts += [(OUTSIDE, f"{len(report.outside)} weights")] if report.outside else []
+    facts += [(left_out.OUTSIDE, f"{len(report.outside)} weights")] if report.outside else []
     names = ", ".join(dict.fromkeys(graph.name for graph in report.graphs if not graph.note))
     return Page(
         f"fp8compile report{': ' + names if names else ''}",
@@ -157,7 +158,7 @@ def _of_report(report: Report) -> Page:
         report.summary(),
         tuple(map(section, report.graphs)),
         (*facts, ("fp8compile", __version__)),
-        outside=tuple(outside_rows(report.outside)),
+        outside=tuple(left_out.rows(report.outside)),
     )
 
 

@@ -23,6 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from . import outside
+from .outside import OutsideRecord
+
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
@@ -100,22 +103,6 @@ class GraphReport:
     remarks: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class OutsideRecord:
-    """A matrix of the model, `rows` x `columns`, that no compiled graph reads: `module` is the class of its owner, `fqn`."""
-
-    fqn: str
-    module: str
-    parameter: str
-    rows: int
-    columns: int
-
-
-OUTSIDE = "in no compiled graph"
-TABLES = re.compile(r"embed|position|(^|_)pos(_|$)")  # names of parameters that are looked up or added
-WHY_OUTSIDE = "outside of what was compiled, left to eager by Dynamo, or not called yet"
-
-
 class Report:
     """The matmuls of some compiled graphs. ``str()`` is a table, ``summary()`` a line, ``to_dict()`` is for JSON.
 
@@ -168,7 +155,7 @@ class Report:
             parts.append(f"not rewritten: {_counted(Counter(record.op for record in counted.opaque))}")
         if not self.matmuls:
             parts += dict.fromkeys(graph.note for graph in self.graphs if graph.note)
-        parts += [_outside_in_brief(self.outside)] if self.outside else []
+        parts += [outside.brief(self.outside)] if self.outside else []
         parts += [self._note] if self._note else []
         return "; ".join(parts)
 
@@ -178,7 +165,7 @@ class Report:
         With `collapse`, the lines of repeated blocks that differ in their number only become one: "h.0-11.mlp.fc".
         """
         parts = [f"fp8: {self.summary()}", *(_graph_text(graph, collapse) for graph in self.graphs)]
-        return "\n\n".join(parts + ([_outside_text(self.outside)] if self.outside else []))
+        return "\n\n".join(parts + ([outside.text(self.outside)] if self.outside else []))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts, lists, strings and numbers."""
@@ -275,7 +262,7 @@ class Ledger:
             others = f"none of the {len(graphs)} compiled graphs reads a parameter of this {type(model).__name__}"
             why = "a graph that is given other tensors in their place, as by torch.func.functional_call, is in report() alone"
             return Report(empty=f"{others} ({why})")
-        return Report((graphs[i] for i in chosen), outside=_outside(model, set().union(*(reads[i] for i in chosen))))
+        return Report((graphs[i] for i in chosen), outside=outside.find(model, set().union(*(reads[i] for i in chosen))))
 
     def clear(self) -> None:
         """Forget every graph."""
@@ -286,67 +273,6 @@ class Ledger:
 
 LEDGER = Ledger()
 report = LEDGER.report
-
-
-# --- what is in no graph --------------------------------------------------------------------------
-
-
-def _outside(model: nn.Module, read: set[int]) -> list[OutsideRecord]:
-    """The matrices of `model` that are not among the tensors that its graphs `read` (by id), each with its owner. What
-    embeddings, norms and convolutions have are none; nor is a vector that was given a second dimension, or what a module calls
-    its embedding or positions."""
-    from torch.nn import Embedding, EmbeddingBag, Linear
-
-    from . import compat
-    from .capture import plain
-    from .state import unwrapped
-
-    tensors = list(model.parameters())
-    inside = {id(p) for p, reads in zip(tensors, compat.read_by_graphs(tensors), strict=True) if {id(p), id(reads)} & read}
-    found: dict[int, OutsideRecord] = {}
-    for name, module in unwrapped(model).named_modules():
-        if isinstance(module, (Embedding, EmbeddingBag)) or "Norm" in type(module).__name__:
-            continue
-        for last, parameter in module.named_parameters(recurse=False):
-            matrix = parameter.dim() == 2 and min(parameter.shape) > 1 and TABLES.search(last) is None
-            if (matrix or (isinstance(module, Linear) and parameter.dim() == 2)) and id(parameter) not in inside:
-                fqn = plain(name)
-                full = f"{fqn}.{last}" if fqn else last
-                found.setdefault(id(parameter), OutsideRecord(fqn, _class(module), full, *parameter.shape))
-    return list(found.values())
-
-
-def _class(module: nn.Module) -> str:
-    """Its class, without what FSDP2 has made of it."""
-    kind = type(module)
-    return kind.__name__.removeprefix("FSDP") if kind.__module__.startswith("torch.distributed") else kind.__name__
-
-
-def outside_rows(records: Sequence[OutsideRecord]) -> list[tuple[str, str, str, int]]:
-    """(parameter, class of its owner, size, how many): parameters that differ in numbers only are a row, `h.0-11.fc.weight`."""
-    from .rows import joined, pattern
-
-    alike: dict[Any, list[str]] = {}
-    for record in records:
-        size = f"{record.rows} x {record.columns}"
-        alike.setdefault((pattern(record.parameter), record.module, size), []).append(record.parameter)
-    return [(joined(names).replace("–", "-"), module, size, len(names)) for (_, module, size), names in alike.items()]
-
-
-def _outside_in_brief(records: Sequence[OutsideRecord], most: int = 3) -> str:
-    """ "in no compiled graph: 6 linears (h.0-1.fc1, ...): ... left to eager by Dynamo, ..."."""
-    names = list(dict.fromkeys(name.removesuffix(".weight") for name, *_ in outside_rows(records)))
-    shown = ", ".join(names[:most] + ["..."] * (len(names) > most))
-    what = "linear" if all(record.module.endswith("Linear") for record in records) else "weight"
-    return f"{OUTSIDE}: {len(records)} {what}{'s' * (len(records) > 1)} ({shown}): {WHY_OUTSIDE}"
-
-
-def _outside_text(records: Sequence[OutsideRecord]) -> str:
-    from tabulate import tabulate
-
-    rows = [(name + _times(count), module, size) for name, module, size, count in outside_rows(records)]
-    table = tabulate(rows, (OUTSIDE, "of", "size"), tablefmt="simple", disable_numparse=True)
-    return f"{table}\n* {WHY_OUTSIDE}"
 
 
 # --- text -----------------------------------------------------------------------------------------

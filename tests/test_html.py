@@ -16,7 +16,8 @@ from fp8compile import diagram
 from fp8compile.estimate import Cost, Estimate
 from fp8compile.estimate import Layer as LayerCost
 from fp8compile.html import page, section
-from fp8compile.reports import GraphReport, MatmulRecord, OpaqueRecord, OutsideRecord, Report
+from fp8compile.outside import OutsideRecord
+from fp8compile.reports import GraphReport, MatmulRecord, OpaqueRecord, Report
 from fp8compile.rows import flops, microseconds
 
 HOSTILE = "aux.<script>document.title='taken'</script>&\"'><img src=x onerror=alert(1)>"

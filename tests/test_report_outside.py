@@ -10,7 +10,8 @@ from harness import noise
 from torch import nn
 
 import fp8compile
-from fp8compile.reports import OutsideRecord, Report
+from fp8compile.outside import OutsideRecord
+from fp8compile.reports import Report
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 
