@@ -38,6 +38,7 @@ from .schedule import ScheduledGraph
 logger = get_logger(__name__)
 
 OLDEST_GPU = (8, 9)  # compute capability: the first tensor cores that multiply FP8
+RESHARDED = "weights are cast again in backward: FSDP2 reshards them after forward"
 AMD_GPUS = ("gfx94", "gfx95", "gfx12")
 INLINED = (
     "compiled autograd takes over the backward, in which delayed scaling cannot keep its state: every tensor is scaled by its "
@@ -173,7 +174,9 @@ def _report(done: Rewritten, inputs: Inputs, chosen: Options, device: Device | N
     how = "FP8, scaled by current amaxes" if chosen.policy.eval == "fp8" else "high precision"
     note = "" if training else f"compiled in {how}: {why}"
     records = tuple(matmul.record() for matmul in done.matmuls)
-    index = LEDGER.add(GraphReport(0, name, records, done.opaque, note, done.edges, device.name if device else ""))
+    described = device.name if device else ""
+    remarks = (RESHARDED,) if training and any(m.fp8 and m.resharded(inputs.resharded) for m in done.matmuls) else ()
+    index = LEDGER.add(GraphReport(0, name, records, done.opaque, note, done.edges, described, remarks))
     report = LEDGER.graph(index)
     if not training:
         logger.info("fp8: %s: %s", name, note)

@@ -14,21 +14,33 @@ from torch.fx import GraphModule
 
 from . import compat
 
-KEY = r"""\[('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")\]"""  # as Python writes it
+TEXT = r"""('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")"""  # as Python writes it
+KEY = rf"\[{TEXT}\]"
 PART = re.compile(rf"\._(?:modules|parameters|buffers){KEY}")
 OWNED = re.compile(rf"\._(?:parameters|buffers){KEY}$")
 MODULES = re.compile(rf"\.(?:_modules|__dict__\['_modules'\]){KEY}")
 WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_checkpoint_wrapped_module|_fsdp_wrapped_module|_orig_mod)(?:\.|$)")
-LOCAL = re.compile(r"^[LG]\['(\w+)'\]$")
+ROOT = re.compile(rf"^[LG]{KEY}")
+GETATTR = re.compile(rf"getattr\(([^()]*), {TEXT}\)")
+# what a function is bound to, closes over, or has as a default: no part of a name
+BOUND = re.compile(r"(?:\.func)?\.__self__\b|\.__closure__\[\d+\]\.cell_contents|\.__(?:kw)?defaults__\[[^\]]*\]")
+ITEM = re.compile(rf"{KEY}|\[(\d+)\]")
 
 
 def readable(source: str) -> str:
-    """`L['self']._modules['up']._parameters['weight']` -> `up.weight`; `L['w']` -> `w`; anything else as it is."""
+    """`L['self']._modules['up']._parameters['weight']` -> `up.weight`; `L['w']` -> `w`; `L['ws'][0]` -> `ws.0`;
+    `L['weights']['up.weight']` -> `up.weight`; anything else as it is."""
     parts = PART.findall(source)
     if parts:
         return plain(".".join(map(ast.literal_eval, parts)))
-    local = LOCAL.match(source)
-    return local[1] if local else source
+    found = ROOT.match(source)
+    if found is None:
+        return source
+    keys = [ast.literal_eval(key) for key, _ in ITEM.findall(source) if key]
+    if source.endswith("]") and "." in keys[-1]:  # in a dict of a model's parameters
+        return plain(keys[-1])
+    name = keys[0] + _dotted(source[found.end() :])
+    return plain(name.removeprefix("self.")) if re.fullmatch(r"[\w.-]+", name) else source
 
 
 def plain(name: str) -> str:
@@ -37,11 +49,20 @@ def plain(name: str) -> str:
 
 
 def readable_module(path: str) -> str:
-    """A `nn_module_stack` path, `L['self'].layers.0` or `L['self']._modules['up']` -> `layers.0`, `up`; '' for the root."""
-    path = MODULES.sub(lambda found: f".{ast.literal_eval(found[1])}", path)
-    path = re.sub(r"^[LG]\[(?:'[^']*'|\"[^\"]*\")\]", "", path)
-    path = re.sub(r"^\.__self__", "", path)
-    return plain(path.lstrip("."))
+    """A `nn_module_stack` path, `L['self'].layers.0` or `L['self']._modules['up']` -> `layers.0`, `up`; '' for the root.
+
+    `getattr(G['model'].layers, '0')` -> `layers.0`; `G['models']['teacher'].up` -> `teacher.up`.
+    """
+    before = ""
+    while path != before:  # from the inside out
+        before, path = path, GETATTR.sub(lambda found: f"{found[1]}.{ast.literal_eval(found[2])}", path)
+    return plain(_dotted(ROOT.sub("", path)).lstrip("."))
+
+
+def _dotted(path: str) -> str:
+    """What follows a variable in a path, with dots in front of all steps."""
+    path = MODULES.sub(lambda found: f".{ast.literal_eval(found[1])}", BOUND.sub("", path))
+    return ITEM.sub(lambda found: "." + (str(ast.literal_eval(found[1])) if found[1] else found[2]), path)
 
 
 @dataclass(frozen=True)
@@ -63,6 +84,7 @@ class Inputs:
     whole: bool  # the graph reads every parameter of the roots
     part: bool  # the roots are in a module whose own graph breaks
     inlined: bool = False  # compiled autograd takes over the backward
+    resharded: frozenset[int] = frozenset()  # parameters that FSDP2 frees after forward, and gathers again in backward
 
     def block(self, name: str) -> tuple[int, int] | None:
         """(position, number) of the block that `name` is in, None outside of blocks: the outermost container of several
@@ -123,4 +145,5 @@ def capture(gm: GraphModule, inputs: Sequence[Any]) -> Inputs:
         whole=bool(owned) and set(owned) <= set(names),
         part=any(map(compat.is_part, modules)),
         inlined=compat.compiled_autograd(),
+        resharded=compat.resharded(inputs),
     )

@@ -74,7 +74,9 @@ def explain(
             if not known or isinstance(error, Fp8CompileError) or compat.is_of_backend(error):
                 raise
             note = f"incomplete: behind graph {known - 1} the model raised {_brief(error)}"
-        found = Report(LEDGER.report().graphs, "nothing was compiled: Dynamo found no graph in this model", note)
+        inner = {id(part) for module in modules for part in module.modules() if part is not module}
+        outside = [record for module in modules if id(module) not in inner for record in LEDGER.report(module).outside]
+        found = Report(LEDGER.report().graphs, "nothing was compiled: Dynamo found no graph in this model", note, outside)
     if note:
         logger.warning("fp8: explain: %s. Values behind a graph break are zeros here, which may be why", note)
     return found

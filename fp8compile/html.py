@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import diagram
+from . import outside as left_out
 from .reports import FP8, GraphReport, MatmulRecord, Report, _percent, _share
 from .rows import (
     GEMMS,
@@ -116,6 +117,8 @@ class Page:
     splits: tuple[Split, ...] = ()
     parts: tuple[TimedPart, ...] = ()
     notes: tuple[str, ...] = ()
+    outside: tuple[tuple[str, str, str, int], ...] = ()  # (parameter, class, size, how many)
+    why_outside: str = left_out.WHY_OUTSIDE
 
 
 def page(thing: Report | Estimate, path: str | Path | None = None) -> str:
@@ -145,7 +148,9 @@ def _of_report(report: Report) -> Page:
     devices = dict.fromkeys(graph.device for graph in report.graphs if graph.device)
     facts = [("graphs", str(len(report.graphs))), ("matmuls", str(len(report.matmuls)))]
     facts += [("decided for", device) for device in devices]
-    headline = f"{_percent(report.fp8_flop_fraction)} of matmul FLOPs in FP8" if report.matmuls else "No matmuls"
+    whole = ", of what was compiled" if report.outside else ""
+    headline = f"{_percent(report.fp8_flop_fraction)} of matmul FLOPs in FP8{whole}" if report.matmuls else "No matmuls"
+    facts += [(left_out.OUTSIDE, f"{len(report.outside)} weights")] if report.outside else []
     names = ", ".join(dict.fromkeys(graph.name for graph in report.graphs if not graph.note))
     return Page(
         f"fp8compile report{': ' + names if names else ''}",
@@ -153,6 +158,7 @@ def _of_report(report: Report) -> Page:
         report.summary(),
         tuple(map(section, report.graphs)),
         (*facts, ("fp8compile", __version__)),
+        outside=tuple(left_out.rows(report.outside)),
     )
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch.fx import Node
 
+from . import compat
 from .graph import Matrix, hint
 from .recipe import Recipe
 from .reports import FP8, HIGH_PRECISION, MatmulRecord
@@ -71,6 +73,10 @@ class Matmul:
         if forward.weight is not None and forward.weight_operand is forward.a:
             return forward.n, forward.m, forward.k
         return forward.m, forward.n, forward.k
+
+    def resharded(self, inputs: Container[int | None]) -> bool:
+        """Is the weight one of these inputs of the graph, which FSDP2 frees between forward and backward?"""
+        return self.parameter is not None and compat.input_index(self.parameter) in inputs
 
     def record(self) -> MatmulRecord:
         sizes = (self.m, self.n, self.k, self.batch)

@@ -86,7 +86,7 @@ class Recipe:
     amax_compute_algo: str = "max"
     interval: int = 1
     override_linear_precision: tuple[bool, bool, bool] = (False, False, False)
-    reduce_amax: bool = False
+    reduce_amax: bool | str = False
     recast_weights: bool = False
     use_fast_accum: tuple[bool, bool, bool] = (True, False, False)
     current_scaling: tuple[bool, bool, bool] = (False, False, False)
@@ -105,7 +105,7 @@ class Recipe:
         self._three_bools("use_fast_accum", "(fprop, dgrad, wgrad), True = fast accumulation")
         self._three_bools("current_scaling", "(inputs, weights, gradients), True = scaled by the current amax")
         one_of("on_overflow", self.on_overflow, ON_OVERFLOW)
-        boolean("reduce_amax", self.reduce_amax)
+        self._group()
         boolean("recast_weights", self.recast_weights)
         if self.name == "rowwise_with_gw_hp":
             object.__setattr__(self, "override_linear_precision", (*self.override_linear_precision[:2], True))
@@ -128,6 +128,13 @@ class Recipe:
         if not power_of_2 and self.name == "mxfp8":
             raise OptionError.of("power_of_2_scale", power_of_2, "True with recipe 'mxfp8': its scales are E8M0")
         object.__setattr__(self, "power_of_2_scale", power_of_2)
+
+    def _group(self) -> None:
+        """A process group is stored by its name."""
+        given = getattr(self.reduce_amax, "group_name", self.reduce_amax)
+        if not isinstance(given, bool) and not (isinstance(given, str) and given):
+            raise OptionError.of("reduce_amax", given, "True (all ranks), False, a torch.distributed process group or its name")
+        object.__setattr__(self, "reduce_amax", given)
 
     def _margins(self) -> None:
         if isinstance(self.margin, (tuple, list)):

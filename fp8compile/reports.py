@@ -23,6 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from . import outside
+from .outside import OutsideRecord
+
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
@@ -87,7 +90,7 @@ class GraphReport:
     """One compiled graph. `name` is for people, e.g. "GPT, training"; `note` says what holds for all of it.
 
     `edges` are pairs of positions in `matmuls`: the output of the first reaches the second with no matmul between them.
-    `device` names the description that decided what pays, "" if none did.
+    `device` names the description that decided what pays, "" if none did. `remarks` are what else there is to say of it.
     """
 
     index: int
@@ -97,14 +100,21 @@ class GraphReport:
     note: str = ""
     edges: tuple[tuple[int, int], ...] = ()
     device: str = ""
+    remarks: tuple[str, ...] = ()
 
 
 class Report:
-    """The matmuls of some compiled graphs. ``str()`` is a table, ``summary()`` a line, ``to_dict()`` is for JSON."""
+    """The matmuls of some compiled graphs. ``str()`` is a table, ``summary()`` a line, ``to_dict()`` is for JSON.
 
-    def __init__(self, graphs: Iterable[GraphReport] = (), empty: str = "", note: str = "") -> None:
+    Of a model's report, `outside` lists the linears (and what else has a matrix) that are in no compiled graph.
+    """
+
+    def __init__(
+        self, graphs: Iterable[GraphReport] = (), empty: str = "", note: str = "", outside: Iterable[OutsideRecord] = ()
+    ) -> None:
         """`empty` says why there may be no graph, `note` what else there is to say."""
         self.graphs: tuple[GraphReport, ...] = tuple(graphs)
+        self.outside: tuple[OutsideRecord, ...] = tuple(outside)
         self._empty = empty or "nothing was compiled"
         self._note = note
 
@@ -125,7 +135,8 @@ class Report:
 
     @property
     def fp8_flop_fraction(self) -> float:
-        """FLOPs of the FP8 matmuls over FLOPs of all matmuls, in the training graphs; 0.0 when there are none.
+        """FLOPs of the FP8 matmuls over FLOPs of all matmuls, in the training graphs; 0.0 when there are none. What is
+        `outside` of all graphs has no FLOPs here: nobody knows how often it is called.
 
         Graphs compiled for evaluation are in high precision by design: they count only in a report that has no others.
         """
@@ -136,7 +147,7 @@ class Report:
         if not self.graphs:
             return self._empty
         counted = self._counted
-        parts = [_share(counted.matmuls)]
+        parts = [_share(counted.matmuls) + (" of what was compiled" if self.outside and counted.matmuls else "")]
         kept = Counter(_rule(record.reason) for record in counted.matmuls if record.decision != FP8)
         if kept:
             parts.append(f"{kept.total()} kept: {_counted(kept)}")
@@ -144,6 +155,7 @@ class Report:
             parts.append(f"not rewritten: {_counted(Counter(record.op for record in counted.opaque))}")
         if not self.matmuls:
             parts += dict.fromkeys(graph.note for graph in self.graphs if graph.note)
+        parts += [outside.brief(self.outside)] if self.outside else []
         parts += [self._note] if self._note else []
         return "; ".join(parts)
 
@@ -152,7 +164,8 @@ class Report:
 
         With `collapse`, the lines of repeated blocks that differ in their number only become one: "h.0-11.mlp.fc".
         """
-        return "\n\n".join([f"fp8: {self.summary()}", *(_graph_text(graph, collapse) for graph in self.graphs)])
+        parts = [f"fp8: {self.summary()}", *(_graph_text(graph, collapse) for graph in self.graphs)]
+        return "\n\n".join(parts + ([outside.text(self.outside)] if self.outside else []))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts, lists, strings and numbers."""
@@ -165,12 +178,14 @@ class Report:
                     "name": graph.name,
                     "note": graph.note,
                     "device": graph.device,
+                    "remarks": list(graph.remarks),
                     "edges": [list(edge) for edge in graph.edges],
                     "matmuls": [{**dataclasses.asdict(record), "flops": record.flops} for record in graph.matmuls],
                     "opaque": [dataclasses.asdict(record) for record in graph.opaque],
                 }
                 for graph in self.graphs
             ],
+            "outside": [dataclasses.asdict(record) for record in self.outside],
         }
 
     def to_html(self, path: str | Path | None = None) -> str:
@@ -222,7 +237,7 @@ class Ledger:
                 self._parameters[index] = list(alive.values())
 
     def report(self, model: nn.Module | None = None) -> Report:
-        """The report of every graph, or of those that read a parameter or buffer of `model`.
+        """The report of every graph, or of those that read a parameter or buffer of `model`, and what of it is in none of them.
 
         `model` may be the original module, a part of it, or what torch.compile or DDP made of it.
         torch.compile is lazy: a graph is there after the call that compiled it. TypeError if `model` is not a module.
@@ -237,10 +252,17 @@ class Ledger:
             return Report(empty=f"nothing was compiled yet ({why})")
         if model is None:
             return Report(graphs.values())
-        mine = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
-        chosen = [i for i in graphs if any(id(t) in mine for ref in references[i] if (t := ref()) is not None)]
-        others = f"none of the {len(graphs)} compiled graphs reads a parameter of this {type(model).__name__}"
-        return Report((graphs[i] for i in chosen), empty=others)
+        from . import compat
+
+        tensors = [*model.parameters(), *model.buffers()]
+        mine = set(map(id, [*tensors, *compat.read_by_graphs(tensors)]))
+        reads = {i: {id(tensor) for ref in references[i] if (tensor := ref()) is not None} for i in graphs}
+        chosen = [i for i in graphs if reads[i] & mine]
+        if not chosen:
+            others = f"none of the {len(graphs)} compiled graphs reads a parameter of this {type(model).__name__}"
+            why = "a graph that is given other tensors in their place, as by torch.func.functional_call, is in report() alone"
+            return Report(empty=f"{others} ({why})")
+        return Report((graphs[i] for i in chosen), outside=outside.find(model, set().union(*(reads[i] for i in chosen))))
 
     def clear(self) -> None:
         """Forget every graph."""
@@ -297,6 +319,7 @@ def _graph_text(graph: GraphReport, collapse: bool) -> str:
         text += "\n" + tabulate(rows, head, tablefmt="simple", colalign=sides, disable_numparse=True)
     if any(record.dynamic for record in graph.matmuls):
         text += "\n* dynamic shape: sizes of the call that was compiled"
+    text += "".join(f"\n* {remark}" for remark in graph.remarks)
     if graph.opaque:
         opaque = Counter((record.fqn or "(root)", record.op, record.reason) for record in graph.opaque)
         body = join([(fqn, op + _times(count), reason) for (fqn, op, reason), count in opaque.items()])

@@ -16,6 +16,7 @@ from fp8compile import diagram
 from fp8compile.estimate import Cost, Estimate
 from fp8compile.estimate import Layer as LayerCost
 from fp8compile.html import page, section
+from fp8compile.outside import OutsideRecord
 from fp8compile.reports import GraphReport, MatmulRecord, OpaqueRecord, Report
 from fp8compile.rows import flops, microseconds
 
@@ -262,6 +263,22 @@ def test_page_of_nothing():
     assert "nothing was compiled yet" in page(Report(empty="nothing was compiled yet"))
     assert "no matmuls" in page(Report([GraphReport(0, "f", ())]))
     assert "0 × 128 × 128" in page(Report([GraphReport(0, "f", tuple(linear("a", 0, 128, 128)))]))
+
+
+def test_what_is_in_no_graph_is_shown():
+    """And the percentage in the largest letters does not pass for that of the whole model."""
+    left = [OutsideRecord(f"h.{i}.fc", "Linear", f"h.{i}.fc.weight", 256, 128) for i in range(3)]
+    left.append(OutsideRecord(HOSTILE, "Linear", f"{HOSTILE}.weight", 64, 32))
+    graph = dataclasses.replace(gpt(1), remarks=("weights are cast again in backward",))
+    whole, part = Markup(page(Report([graph]))), Markup(page(Report([graph], outside=left)))
+    shown = [" ".join(markup.text) for markup in (whole, part)]
+    assert "of matmul FLOPs in FP8, of what was compiled" in shown[1] and "of what was compiled" not in shown[0]
+    assert "In no compiled graph" in shown[1] and "In no compiled graph" not in shown[0]
+    text = page(Report([graph], outside=left))
+    assert "h.<wbr>0-2.<wbr>fc.<wbr>weight</td><td>Linear</td><td class=\"n\">256 x 128</td><td class=\"n\">3</td>" in text
+    assert "<script>document" not in text and "64 x 32" in text
+    assert "* weights are cast again in backward" in text
+    assert '<dt>in no compiled graph</dt><dd>4 weights</dd>' in text
 
 
 # --- in a browser ---------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Everything that leans on private parts of torch, in one place; read in 2.11, 2.13 and 2.15.
 
     dynamo      what Dynamo and AOTAutograd know about a graph
+    fsdp        what FSDP2 manages
     inductor    compiling it with our passes
     launches    generated kernels in it
     running     while it runs
@@ -21,8 +22,10 @@ from .dynamo import (
     root_modules,
     shown,
     source_name,
+    symbolic_kernels,
     tag_backward,
 )
+from .fsdp import managed, read_by_graphs, resharded
 from .inductor import (
     MUST_RECOMPUTE,
     MUST_SAVE,
@@ -88,12 +91,15 @@ __all__ = [
     "launched",
     "launches",
     "load_kernel",
+    "managed",
     "max_autotune",
     "random_prims",
+    "read_by_graphs",
     "recomputing",
     "register_again",
     "reorders",
     "repeating",
+    "resharded",
     "root_modules",
     "saved_as_they_are",
     "share_memory",
@@ -102,6 +108,7 @@ __all__ = [
     "source_name",
     "sources_hash",
     "stable_sort",
+    "symbolic_kernels",
     "tag_backward",
     "tracing",
     "unseen",

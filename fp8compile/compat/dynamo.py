@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from typing import Any
 
@@ -40,15 +41,22 @@ def add_input(gm: GraphModule, name: str, example: torch.Tensor) -> torch.Tensor
 
 def input_index(placeholder: Node) -> int | None:
     """Which input of the Dynamo graph a joint-graph placeholder is (or is part of, for a tensor subclass); None for a
-    tangent or what AOTAutograd added."""
-    desc = placeholder.meta.get("desc")
-    for _ in range(8):
-        if desc is None:
-            return None
-        if hasattr(desc, "idx") and "Tangent" not in type(desc).__name__:
-            return int(desc.idx)
-        desc = getattr(desc, "base", None)
-    return None
+    tangent, a number (the size of a tensor subclass) or what AOTAutograd added."""
+    desc = _described(placeholder)
+    return int(desc.idx) if type(desc).__name__ == "PlainAOTInput" and not _is_size(placeholder) else None
+
+
+def _described(placeholder: Node) -> Any:
+    """What AOTAutograd says a placeholder is; for a part of a tensor subclass, what that whole tensor is."""
+    desc: Any = placeholder.meta.get("desc")
+    while getattr(desc, "base", None) is not None:
+        desc = desc.base
+    return desc
+
+
+def _is_size(placeholder: Node) -> bool:
+    """A size or stride of a tensor subclass is an input of its own. Its description has an `idx`, too: the dimension."""
+    return hasattr(placeholder.meta.get("desc"), "base") and hasattr(placeholder.meta.get("desc"), "idx")
 
 
 def is_joint_graph(graph: Graph) -> bool:
@@ -97,7 +105,7 @@ def tag_backward(graph: Graph) -> set[Node]:
     """The nodes that depend on a tangent, each tagged as backward: autograd leaves those of a custom Function untagged."""
     behind: set[Node] = set()
     for node in graph.nodes:
-        if "Tangent" in type(node.meta.get("desc")).__name__ or not behind.isdisjoint(node.all_input_nodes):
+        if "Tangent" in type(_described(node)).__name__ or not behind.isdisjoint(node.all_input_nodes):
             behind.add(node)
             if node.op == "call_function" and not node.meta.get("partitioner_tag"):
                 node.meta["partitioner_tag"] = "is_backward"
@@ -166,3 +174,11 @@ def guard_training(source: Any) -> None:
     context = TracingContext.try_get()
     if context is not None:
         context.guards_context.dynamo_guards.add(AttrSource(source, "training").make_guard(GuardBuilder.CONSTANT_MATCH))
+
+
+def symbolic_kernels() -> contextlib.AbstractContextManager[None]:
+    """Inside, operators take symbolic sizes. A backward that AOTAutograd compiles at its first call (of a tensor subclass) is
+    compiled outside of that."""
+    from torch._dispatch.python import enable_python_dispatcher
+
+    return enable_python_dispatcher()

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from torch.fx import Graph
 
+from .. import compat
 from ..logs import dump, get_logger
 
 logger = get_logger(__name__)
@@ -17,7 +18,8 @@ T = TypeVar("T")
 def run_pass(name: str, graph: Graph, run: Callable[[], T]) -> T:
     """Run one pass over `graph`: check the graph, log what it did, write the graph after it (FP8COMPILE_DUMP, tlparse)."""
     start = time.perf_counter()
-    result = run()
+    with compat.symbolic_kernels():
+        result = run()
     graph.lint()
     logger.debug("%s: %s, %.1f ms", name, _brief(result), 1e3 * (time.perf_counter() - start))
     dump(f"{name}.txt", lambda: str(graph))

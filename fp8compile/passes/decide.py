@@ -6,6 +6,8 @@ leaves it open and a description of the device is known.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from .. import compat, eligible, multiply
 from ..capture import Inputs
 from ..devices import Device
@@ -36,6 +38,8 @@ def decide(
         matmul.recipe, matmul.rule, matmul.auto = choice.recipe, choice.label, choice.fp8 == "auto"
         if inputs.inlined:  # whether a call is a cold one cannot be decided there
             matmul.recipe = matmul.recipe.current
+        if matmul.resharded(inputs.resharded):  # a copy that lives until backward would be of the whole weight, on every rank
+            matmul.recipe = replace(matmul.recipe, recast_weights=True)
         if choice.recipe.name == "mxfp8":  # what a device may lack; a CPU multiplies any recipe in float32
             hardware = multiply.hardware_of(device) if device is not None else multiply.hardware(value(matmul.node).device)
             matmul.emulated = not multiply.native(hardware, choice.recipe)

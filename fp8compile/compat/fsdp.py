@@ -1,0 +1,44 @@
+"""What FSDP2 (`fully_shard`) manages. A module has sharded parameters. Its forward, and so a compiled graph, reads the
+unsharded ones: other objects, the same for the whole run, whose memory is freed in between."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+
+def resharded(inputs: Sequence[Any]) -> frozenset[int]:
+    """Which of a graph's inputs are parameters that FSDP2 frees after forward and gathers again in backward, by position."""
+    freed = {id(_unsharded(p)) for group in _groups() if group.post_forward_mesh_info is not None for p in group.fsdp_params}
+    return frozenset(i for i, value in enumerate(inputs) if value is not None and id(value) in freed)
+
+
+def managed(tensors: Iterable[Any]) -> frozenset[int]:
+    """Which of these tensors are parameters that FSDP2 manages, by id."""
+    known = {id(x) for group in _groups() for p in group.fsdp_params for x in (p.sharded_param, _unsharded(p)) if x is not None}
+    return frozenset(known.intersection(map(id, tensors)))
+
+
+def read_by_graphs(tensors: Iterable[Any]) -> list[Any]:
+    """The same tensors, but in the place of a parameter that FSDP2 has sharded the one that graphs read, once there is one."""
+    read = {id(p.sharded_param): _unsharded(p) for group in _groups() for p in group.fsdp_params}
+    return [read.get(id(tensor)) if read.get(id(tensor)) is not None else tensor for tensor in tensors]
+
+
+def _unsharded(parameter: Any) -> Any:
+    return getattr(parameter, "_unsharded_param", None)  # None before the first forward
+
+
+def _groups() -> Iterator[Any]:
+    """The groups of parameters of all modules that were sharded in this process."""
+    states = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_state")
+    if states is None:  # nobody has asked for it
+        return
+    from torch.distributed._composable_state import _module_state_mapping
+
+    found = {id(state): state for _, reference in list(_module_state_mapping.items()) if (state := reference()) is not None}
+    for state in found.values():
+        if isinstance(state, states.FSDPState):
+            groups = getattr(state, "_fsdp_param_groups", None)  # one or none up to 2.11
+            yield from [state._fsdp_param_group] * (state._fsdp_param_group is not None) if groups is None else groups

@@ -1,0 +1,88 @@
+"""What of a model is in no compiled graph: its linears, and what else has a matrix to multiply with.
+
+A percentage counts the matmuls that were compiled. What Dynamo left to eager, or was not asked to compile, is not among them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(frozen=True)
+class OutsideRecord:
+    """A matrix of the model, `rows` x `columns`, that no compiled graph reads: `module` is the class of its owner, `fqn`."""
+
+    fqn: str
+    module: str
+    parameter: str
+    rows: int
+    columns: int
+
+
+OUTSIDE = "in no compiled graph"
+TABLES = re.compile(r"embed|position|(^|_)pos(_|$)")  # names of parameters that are looked up or added
+WHY_OUTSIDE = "outside of what was compiled, left to eager by Dynamo, or not called yet"
+
+
+def find(model: nn.Module, read: set[int]) -> list[OutsideRecord]:
+    """The matrices of `model` that are not among the tensors that its graphs `read` (by id), each with its owner. What
+    embeddings, norms and convolutions have are none; nor is a vector that was given a second dimension, or what a module calls
+    its embedding or positions."""
+    from torch.nn import Embedding, EmbeddingBag, Linear
+
+    from . import compat
+    from .capture import plain
+    from .state import unwrapped
+
+    tensors = list(model.parameters())
+    inside = {id(p) for p, reads in zip(tensors, compat.read_by_graphs(tensors), strict=True) if {id(p), id(reads)} & read}
+    found: dict[int, OutsideRecord] = {}
+    for name, module in unwrapped(model).named_modules():
+        if isinstance(module, (Embedding, EmbeddingBag)) or "Norm" in type(module).__name__:
+            continue
+        for last, parameter in module.named_parameters(recurse=False):
+            matrix = parameter.dim() == 2 and min(parameter.shape) > 1 and TABLES.search(last) is None
+            if (matrix or (isinstance(module, Linear) and parameter.dim() == 2)) and id(parameter) not in inside:
+                fqn = plain(name)
+                full = f"{fqn}.{last}" if fqn else last
+                found.setdefault(id(parameter), OutsideRecord(fqn, _class(module), full, *parameter.shape))
+    return list(found.values())
+
+
+def _class(module: nn.Module) -> str:
+    """Its class, without what FSDP2 has made of it."""
+    kind = type(module)
+    return kind.__name__.removeprefix("FSDP") if kind.__module__.startswith("torch.distributed") else kind.__name__
+
+
+def rows(records: Sequence[OutsideRecord]) -> list[tuple[str, str, str, int]]:
+    """(parameter, class of its owner, size, how many): parameters that differ in numbers only are a row, `h.0-11.fc.weight`."""
+    from .rows import joined, pattern
+
+    alike: dict[Any, list[str]] = {}
+    for record in records:
+        size = f"{record.rows} x {record.columns}"
+        alike.setdefault((pattern(record.parameter), record.module, size), []).append(record.parameter)
+    return [(joined(names).replace("–", "-"), module, size, len(names)) for (_, module, size), names in alike.items()]
+
+
+def brief(records: Sequence[OutsideRecord], most: int = 3) -> str:
+    """ "in no compiled graph: 6 linears (h.0-1.fc1, ...): ... left to eager by Dynamo, ..."."""
+    names = list(dict.fromkeys(name.removesuffix(".weight") for name, *_ in rows(records)))
+    shown = ", ".join(names[:most] + ["..."] * (len(names) > most))
+    what = "linear" if all(record.module.endswith("Linear") for record in records) else "weight"
+    return f"{OUTSIDE}: {len(records)} {what}{'s' * (len(records) > 1)} ({shown}): {WHY_OUTSIDE}"
+
+
+def text(records: Sequence[OutsideRecord]) -> str:
+    from tabulate import tabulate
+
+    body = [(name + (f" (x{count})" if count > 1 else ""), module, size) for name, module, size, count in rows(records)]
+    table = tabulate(body, (OUTSIDE, "of", "size"), tablefmt="simple", disable_numparse=True)
+    return f"{table}\n* {WHY_OUTSIDE}"
