@@ -70,6 +70,7 @@ class Recipe:
     (activations), weights and gradients; it is stored as three where they differ.
     `amax_history_len`, `amax_compute_algo`, `interval`, `reduce_amax`, `current_scaling` and `on_overflow` matter to delayed
     scaling only. `current_scaling` is (inputs, weights, gradients): True scales that tensor by its current amax.
+    `reduce_amax`: True (over all ranks), or a process group or its name (over its ranks), which run the same graphs.
     `on_overflow`: what follows an amax of twice what the scale covers (a gradient's: eight times), "current" (in its next
     step, the tensor is scaled by its current amax) or "saturate" (nothing but the history).
     `power_of_2_scale` rounds scales down to powers of two; None: as the recipe has it (blockwise and mxfp8 do).

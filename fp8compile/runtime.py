@@ -138,6 +138,7 @@ class CompiledGraph:
         self.rewritten: Rewritten | None = None
         self.book: Book | None = None
         self.call: Callable[..., Any] | None = None
+        self.agreed = False  # on one set of slots with the other ranks, where amaxes are reduced
         self.local = threading.local()  # `call`: the one in progress on a thread
         self.idle: torch.Tensor | None = None  # a stand-in where the state inputs are unused
         self.looking = measure.Looking()
@@ -290,6 +291,8 @@ class CompiledGraph:
         forward, backward = pages.forward.tensor, pages.backward.tensor
         if DRY.get() or compat.inferring_shapes():
             return Call(pages, look, dry=True), forward.clone(), backward.clone()
+        if not self.agreed:
+            self._agree()
         again = (pages.pending > 0 and compat.recomputing()) or compat.repeating()
         if again:  # a recomputation: the scales of the first time, and the state stays where it is
             forward = pages.before()
@@ -297,11 +300,29 @@ class CompiledGraph:
                 pages.pending = max(0, pages.pending - 1)
         else:
             pages.pending += 1
+            if pages.cold and pages.pending > state.PATIENCE:  # nobody calls their backwards
+                pages.after_cold_call()
             if pages.watch is not None and not pages.cold and not self.observes:
                 overflows = pages.watch.before_call()
                 if overflows:
                     self._overflowed(pages, overflows)
         return Call(pages, look, again), forward, backward
+
+    def _agree(self) -> None:
+        """Before the first all-reduce: amaxes of different graphs must not be mixed up, and a hang tells nobody why."""
+        assert self.rewritten is not None
+        group, self.agreed = self.rewritten.group, True
+        if group is None:
+            return
+        keys = (*self.rewritten.forward, *self.rewritten.backward)
+        what = ", ".join(f"{self.names[key.input]} {key.role} {key.use}" for key in keys)
+        others = compat.different(group, what)
+        if others:
+            raise Fp8CompileError(
+                f"reduce_amax: ranks {others} of the process group {group!r} have another graph here, with other amaxes than this "
+                f"one's: {what[:200]}. Ranks that run different layers (stages, experts) need groups of their own: "
+                "options={'reduce_amax': group}, with the group of those that run the same"
+            )
 
     def _meet(self, key: tuple[int, ...], args: Sequence[Any]) -> None:
         """The first call with these parameters."""

@@ -131,7 +131,7 @@ def test_dashes_are_underscores():
         ("override_linear_precision", (True, False), "fprop, dgrad, wgrad"),
         ("override_linear_precision", (1, 0, 0), "fprop, dgrad, wgrad"),
         ("override_linear_precision", "tff", "fprop, dgrad, wgrad"),
-        ("reduce_amax", 1, "True or False"),
+        ("reduce_amax", 1, "a torch.distributed process group"),
         ("margin", (1, 2), "three: for inputs, weights and gradients"),
         ("current_scaling", "input", "inputs, weights, gradients"),
         ("on_overflow", "clip", "'current', 'saturate'"),

@@ -1,5 +1,6 @@
 """Everything that leans on private parts of torch, in one place; read in 2.11, 2.13 and 2.15.
 
+    collectives process groups
     dynamo      what Dynamo and AOTAutograd know about a graph
     fsdp        what FSDP2 manages
     inductor    compiling it with our passes
@@ -10,6 +11,7 @@
 What moves between versions is handled here, in `described` (which stands in for a device) and nowhere else.
 """
 
+from .collectives import different, group_name, in_pipeline, inferring_shapes, is_default_group
 from .dynamo import (
     add_input,
     copy_graph,
@@ -52,7 +54,6 @@ from .running import (
     compiled_autograd,
     in_backward,
     in_compiled_autograd,
-    inferring_shapes,
     is_compiled,
     is_ddp,
     recomputing,
@@ -75,15 +76,19 @@ __all__ = [
     "compile_inner",
     "compiled_autograd",
     "copy_graph",
+    "different",
     "eliminate_dead_code",
+    "group_name",
     "guard_training",
     "in_backward",
     "in_compiled_autograd",
+    "in_pipeline",
     "inferring_shapes",
     "input_index",
     "is_backward",
     "is_compiled",
     "is_ddp",
+    "is_default_group",
     "is_joint_graph",
     "is_of_backend",
     "is_part",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -99,20 +98,6 @@ def repeating() -> bool:
     hooks of the user's inside of the checkpointed region nobody knows, and the answer is no."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks is not None and "_recomputation_hook" in getattr(hooks[0], "__qualname__", "")
-
-
-def inferring_shapes() -> bool:
-    """Is a pipeline stage run on memory that nobody has written, for the shapes of its outputs? (With gradients, before its
-    first real call and whenever shapes change.)"""
-    if "torch.distributed.pipelining.stage" not in sys.modules:
-        return False
-    frame = sys._getframe()
-    while frame is not None:
-        code = frame.f_code
-        if "_inference" in code.co_name and code.co_filename.replace("\\", "/").endswith("distributed/pipelining/stage.py"):
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
 
 
 def compiled_autograd() -> bool:

@@ -29,7 +29,7 @@ from .collect import collect, edges
 from .decide import decide
 from .plan import Plan, plan
 from .rewrite import observe, rewrite
-from .update import update
+from .update import group_of, update
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,7 @@ class Rewritten:
     pages: tuple[str, ...] = ()  # names of the state inputs of forward and backward, where there is state
     complaints: tuple[str, ...] = ()  # what the policy's author should know
     edges: tuple[tuple[int, int], ...] = ()  # between matmuls, by position
+    group: str | None = None  # the process group over which amaxes are reduced
 
 
 def run(
@@ -67,7 +68,7 @@ def run(
     flow = edges(graph, matmuls)
     complaints = run_pass("decide", graph, lambda: decide(matmuls, inputs, policy, device, inference))
     made: Plan = run_pass("plan", graph, lambda: plan(matmuls, fnuz))
-    pages = None
+    pages = group = None
     keys: list[tuple[SlotKey, ...]] = [(), ()]
     slots = [made.direction(backward) for backward in (False, True)]
     if any(slots) and capacity is not None:
@@ -80,11 +81,12 @@ def run(
         write = (lambda: observe(graph, made, state)) if high_precision else (lambda: rewrite(graph, matmuls, made, state))
         written = run_pass("rewrite", graph, write)
         run_pass("update", graph, lambda: update(graph, made, written, state))
+        group = group_of(made)
     elif not high_precision:
         run_pass("rewrite", graph, lambda: rewrite(graph, matmuls, made, None))
     graph.eliminate_dead_code()
     names = tuple(page.name for page in pages or ())
-    return Rewritten(tuple(matmuls), tuple(opaque), inference, keys[0], keys[1], names, tuple(complaints), flow)
+    return Rewritten(tuple(matmuls), tuple(opaque), inference, keys[0], keys[1], names, tuple(complaints), flow, group)
 
 
 def _pages(placeholders: list[Node], first: int) -> tuple[Node, Node]:

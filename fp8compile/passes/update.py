@@ -12,7 +12,8 @@ from __future__ import annotations
 import torch
 from torch.fx import Graph, Node
 
-from .. import ops
+from .. import compat, ops
+from ..errors import OptionError
 from ..graph import Emitter, aten
 from .plan import Plan
 from .rewrite import Written
@@ -21,7 +22,7 @@ from .rewrite import Written
 def update(graph: Graph, plan: Plan, written: Written, pages: tuple[Node, Node]) -> int:
     """Write the next state of both directions; returns how many directions have one.
 
-    The amaxes of a graph are reduced over all ranks if the recipe of any of its operands says so.
+    The amaxes of a graph are reduced over the ranks of a group if the recipe of any of its operands says so.
     """
     moved = 0
     for backward in (False, True):
@@ -33,9 +34,8 @@ def update(graph: Graph, plan: Plan, written: Written, pages: tuple[Node, Node])
         page, tag = pages[backward], "backward" if backward else "forward"
         emit = Emitter(graph, anchor, page, partitioner_tag=f"is_{tag}", recompute=None, ac_graph_id=None)
         vector = emit(ops.gather, vectors)
-        wanted = any(operand.recipe.reduce_amax for operand in operands)
-        if wanted and torch.distributed.is_available() and torch.distributed.is_initialized():
-            group = torch.distributed.group.WORLD.group_name  # type: ignore[union-attr]
+        group = group_of(plan)
+        if group is not None:
             started = emit(torch.ops._c10d_functional.all_reduce.default, vector, "max", group)
             vector = emit(torch.ops._c10d_functional.wait_tensor.default, started)
         following = emit(ops.update, page, written.snapshots[backward], vector)
@@ -43,6 +43,24 @@ def update(graph: Graph, plan: Plan, written: Written, pages: tuple[Node, Node])
         emit(aten.copy_.default, page, following)
         moved += 1
     return moved
+
+
+def group_of(plan: Plan) -> str | None:
+    """The process group over whose ranks the amaxes of a graph are reduced, by name; None if they are not.
+
+    OptionError where that cannot be: two groups in one graph, or all ranks in a stage of a pipeline, where each stage has other
+    graphs and waits for the one before.
+    """
+    wanted = {operand.recipe.reduce_amax for operand in plan.operands.values() if operand.slot >= 0} - {False}
+    groups = {name for given in wanted if (name := compat.group_name(given)) is not None}
+    if len(groups) > 1:
+        raise OptionError(f"fp8 option 'reduce_amax' must name one process group in a graph; here are {sorted(groups)}")
+    if any(map(compat.is_default_group, groups)) and compat.in_pipeline():
+        raise OptionError.of("reduce_amax", True, f"the process group of the ranks that share a pipeline stage{FIX}")
+    return next(iter(groups), None)
+
+
+FIX = ", e.g. options={'reduce_amax': mesh.get_group('dp')}"
 
 
 def _position(graph: Graph):
