@@ -18,17 +18,20 @@ KEY = r"""\[('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")\]"""  # as Python writes it
 PART = re.compile(rf"\._(?:modules|parameters|buffers){KEY}")
 OWNED = re.compile(rf"\._(?:parameters|buffers){KEY}$")
 MODULES = re.compile(rf"\.(?:_modules|__dict__\['_modules'\]){KEY}")
+CHILD = re.compile(r"getattr\((.+), '([^']+)'\)")  # of a name that is no identifier
 WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_checkpoint_wrapped_module|_fsdp_wrapped_module|_orig_mod)(?:\.|$)")
+ENTRY = re.compile(rf"^[LG]\['\w+'\].*{KEY}$")  # of a dict
 LOCAL = re.compile(r"^[LG]\['(\w+)'\]$")
 
 
 def readable(source: str) -> str:
-    """`L['self']._modules['up']._parameters['weight']` -> `up.weight`; `L['w']` -> `w`; anything else as it is."""
+    """`L['self']._modules['up']._parameters['weight']` -> `up.weight`; `L['w']` -> `w`; `L['p']['up.weight']` -> `up.weight`;
+    anything else as it is."""
     parts = PART.findall(source)
     if parts:
         return plain(".".join(map(ast.literal_eval, parts)))
-    local = LOCAL.match(source)
-    return local[1] if local else source
+    local, entry = LOCAL.match(source), ENTRY.match(source)
+    return local[1] if local else plain(ast.literal_eval(entry[1])) if entry else source
 
 
 def plain(name: str) -> str:
@@ -38,6 +41,8 @@ def plain(name: str) -> str:
 
 def readable_module(path: str) -> str:
     """A `nn_module_stack` path, `L['self'].layers.0` or `L['self']._modules['up']` -> `layers.0`, `up`; '' for the root."""
+    while path != (path := CHILD.sub(r"\1.\2", path)):
+        pass
     path = MODULES.sub(lambda found: f".{ast.literal_eval(found[1])}", path)
     path = re.sub(r"^[LG]\[(?:'[^']*'|\"[^\"]*\")\]", "", path)
     path = re.sub(r"^\.__self__", "", path)
@@ -52,6 +57,7 @@ class Inputs:
     weights: frozenset[int]  # positions of parameters and of buffers: what a "weight" can be
     devices: frozenset[torch.device]
     parameters: frozenset[int]  # those weights that are parameters
+    leaves: frozenset[int]  # those weights that are plain tensors: a dict of them takes the place of parameters
     evaluated: frozenset[int]  # those weights whose root module is in eval mode
     training: bool  # some root module is in training mode (True for a graph of a bare function)
     grad: bool  # grad mode is on, and something may require gradients
@@ -91,7 +97,7 @@ def _containers(modules: dict[str, str]) -> dict[str, tuple[int, ...]]:
 
 def capture(gm: GraphModule, inputs: Sequence[Any]) -> Inputs:
     """Read a Dynamo graph's inputs. Adds a guard on `training` of the modules in it."""
-    names, weights, parameters = [], set(), set()
+    names, weights, parameters, leaves = [], set(), set(), set()
     for i, (placeholder, real) in enumerate(zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True)):
         source = compat.source_name(placeholder)
         names.append(readable(source) or placeholder.name)
@@ -99,6 +105,10 @@ def capture(gm: GraphModule, inputs: Sequence[Any]) -> Inputs:
             weights.add(i)
         if isinstance(real, nn.Parameter):
             parameters.add(i)
+        elif isinstance(real, torch.Tensor) and real.requires_grad and real.is_leaf and ENTRY.match(source):
+            leaves.add(i)
+    leaves -= leaves if parameters else weights  # beside parameters they are inputs
+    weights |= leaves
     roots = compat.root_modules(gm)
     for source in {id(module): source for module, source in roots.values()}.values():
         compat.guard_training(source)
@@ -111,6 +121,7 @@ def capture(gm: GraphModule, inputs: Sequence[Any]) -> Inputs:
         weights=frozenset(weights),
         devices=frozenset(x.device for x in inputs if isinstance(x, torch.Tensor)),
         parameters=frozenset(parameters),
+        leaves=frozenset(leaves),
         evaluated=frozenset(i for i, (module, _) in roots.items() if not module.training),
         training=not modules or any(module.training for module in modules),
         grad=torch.is_grad_enabled(),

@@ -41,7 +41,10 @@ def add_input(gm: GraphModule, name: str, example: torch.Tensor) -> torch.Tensor
 def input_index(placeholder: Node) -> int | None:
     """Which input of the Dynamo graph a joint-graph placeholder is (or is part of, for a tensor subclass); None for a
     tangent or what AOTAutograd added."""
-    desc = placeholder.meta.get("desc")
+    return _index(placeholder.meta.get("desc"))
+
+
+def _index(desc: Any) -> int | None:
     for _ in range(8):
         if desc is None:
             return None
@@ -97,7 +100,7 @@ def tag_backward(graph: Graph) -> set[Node]:
     """The nodes that depend on a tangent, each tagged as backward: autograd leaves those of a custom Function untagged."""
     behind: set[Node] = set()
     for node in graph.nodes:
-        if "Tangent" in type(node.meta.get("desc")).__name__ or not behind.isdisjoint(node.all_input_nodes):
+        if is_tangent(node) or not behind.isdisjoint(node.all_input_nodes):
             behind.add(node)
             if node.op == "call_function" and not node.meta.get("partitioner_tag"):
                 node.meta["partitioner_tag"] = "is_backward"
@@ -166,3 +169,27 @@ def guard_training(source: Any) -> None:
     context = TracingContext.try_get()
     if context is not None:
         context.guards_context.dynamo_guards.add(AttrSource(source, "training").make_guard(GuardBuilder.CONSTANT_MATCH))
+
+
+def gradient_outputs(graph: Graph) -> list[tuple[Node, int]] | None:
+    """The outputs of a joint graph that are gradients, each with the input of the Dynamo graph that it is the gradient of
+    (or of a part of, for a tensor subclass). None where AOTAutograd does not describe outputs."""
+    output = next(iter(graph.find_nodes(op="output")))
+    descs = output.meta.get("desc")
+    if not isinstance(descs, (list, tuple)) or len(descs) != len(output.args[0]):  # type: ignore[arg-type]
+        return None
+    found = []
+    for node, desc in zip(output.args[0], descs, strict=True):  # type: ignore[arg-type]
+        for _ in range(8):
+            if desc is None or hasattr(desc, "grad_of"):
+                break
+            desc = getattr(desc, "base", None)
+        index = _index(getattr(desc, "grad_of", None))
+        if isinstance(node, Node) and index is not None:
+            found.append((node, index))
+    return found
+
+
+def is_tangent(node: Node) -> bool:
+    """Is it an input of the backward: the gradient of an output?"""
+    return "Tangent" in type(node.meta.get("desc")).__name__
