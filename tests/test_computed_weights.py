@@ -288,15 +288,14 @@ def test_a_dict_of_plain_tensors() -> None:
         return torch.func.functional_call(model, p, (x,))
 
     run = torch.compile(call, backend="fp8", options={"strict": True})
-    for step in range(3):
-        both = []
-        for f in (call, run):
-            p = {name: w.detach().clone().requires_grad_() for name, w in model.named_parameters()}
-            f(p, x).sum().backward()
-            both.append({name: w.grad for name, w in p.items()})
-        low = {name: sqnr(gradient, both[1][name]) for name, gradient in both[0].items()}
-        assert min(low.values()) > 25, (step, low)
-    matmuls = fp8compile.report().matmuls
+    twin = Two()
+    torch.compile(twin, backend="fp8", options={"recipe": "tensorwise"})(x).sum().backward()
+    expected = {name: w.grad for name, w in twin.named_parameters()}
+    for _ in range(3):
+        p = {name: w.detach().clone().requires_grad_() for name, w in model.named_parameters()}
+        run(p, x).sum().backward()
+        assert all(torch.equal(p[name].grad, gradient) for name, gradient in expected.items())
+    matmuls = [r for graph in fp8compile.report().graphs if graph.name.startswith("function") for r in graph.matmuls]
     assert {(r.fqn, r.decision, r.recipe) for r in matmuls} == {(f"n.{i}", "fp8", "tensorwise") for i in (0, 2)}
     assert len(matmuls) == 5 and not slots_of(model)
 
