@@ -171,7 +171,7 @@ def _report(done: Rewritten, inputs: Inputs, chosen: Options, device: Device | N
         where = device.name if device is not None else "this device"
         what = f"{', '.join(sorted(emulated))} is emulated in bf16 on {where}, exact and not faster: it is Blackwell's."
         _complain(chosen, f"{what} For FP8's speed take 'delayed', 'tensorwise', 'rowwise' or 'blockwise'")
-    wanted = any(matmul.wanted and eligible.fits(matmul) for matmul in done.matmuls)
+    wanted = not inputs.part and any(x.wanted and x.weight is None and eligible.fits(x) for x in done.matmuls)
     # a part of a model may well be nothing but an embedding, a norm, convolutions, an output head, or an expert without tokens
     # in this step: that is as it should be
     kept = [matmul.on_purpose or matmul.reason == eligible.NO_ROWS for matmul in done.matmuls if matmul.weight is not None]

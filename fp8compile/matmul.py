@@ -42,7 +42,7 @@ class Matmul:
     fprop: Matmul | None = None
     computed: bool = False  # its weight is computed from parameters in each call, and has no history of its own
     not_a_weight: str = ""  # why there is none
-    wanted: bool = False  # there is none, but what a parameter became on its way
+    wanted: bool = False  # there is none where somebody may well expect one
     reason: str | None = None  # why it stays in high precision; None: it becomes FP8
     name: str = ""  # of the parameter
     recipe: Recipe = Recipe()

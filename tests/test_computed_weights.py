@@ -317,3 +317,16 @@ def test_what_is_computed_from_a_learned_input_is_an_activation() -> None:
     for m, first in ((model, "dgrad fp8"), (plain, "wgrad fp8")):
         torch.compile(m, backend="fp8")(ternary(32, 128)).sum().backward()
         assert gemms(m) == sorted([*2 * ["fprop fp8", "wgrad fp8"], "dgrad fp8", first])
+
+
+def test_strict_says_that_plain_tensors_are_no_weights() -> None:
+    """Which of the arguments of a function is a weight cannot be known; that there is none can be."""
+
+    def product(x: Tensor, w: Tensor) -> Tensor:
+        return x @ w
+
+    run = torch.compile(product, backend="fp8", options={"strict": True})
+    with pytest.raises(Exception, match="no matmul of function becomes FP8"):
+        run(ternary(32, 128), signs(128, 128).requires_grad_())
+    torch._dynamo.reset()
+    run(ternary(128, 128).requires_grad_(), signs(128, 128).requires_grad_()).sum().backward()  # as two activations

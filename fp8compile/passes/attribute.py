@@ -12,6 +12,7 @@ that made no node (frozen, detached) carries the number of the one before.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 
 from torch.fx import Graph, Node
@@ -49,6 +50,14 @@ class _Attribution:
         self.fprops = [x for x in self.forward if x.weight is not None]
         self.products = [x for x in self.forward if x.weight is None]
         self.order = {x: i for i, x in enumerate(self.fprops)}
+        self.of_parameter: dict[Node, list[Matmul]] = defaultdict(list)
+        self.of_source: dict[Node, list[Matmul]] = defaultdict(list)  # and by all that a weight is computed from
+        self.of_weight: dict[Node, list[Matmul]] = defaultdict(list)
+        for fprop in self.fprops:
+            self.of_parameter[fprop.parameter].append(fprop)  # type: ignore[index]
+            self.of_weight[root(fprop.weight)].append(fprop)  # type: ignore[arg-type]
+            for source in self.sources(fprop):
+                self.of_source[source].append(fprop)
         self.backward = [x for x in matmuls if compat.is_backward(x.node)]
         for matmul in self.backward:
             uncopied(matmul, origins)
@@ -61,14 +70,19 @@ class _Attribution:
 
     def dgrads(self) -> None:
         reads: dict[Matmul, tuple[Matmul, Matrix]] = {}
+        taken: set[Matmul] = set()
         for matmul in self.backward:
             for operand in (matmul.b, matmul.a):
-                found = self.read(matmul, operand, {fprop for fprop, _ in reads.values()})
+                found = self.read(matmul, operand, taken)
                 if found is not None:
                     reads[matmul] = found, operand
+                    taken.add(found)
                     break
-        for weight in dict.fromkeys(root(x.weight) for x in self.fprops):  # type: ignore[arg-type]
-            for matmul in self.hooks(weight, [x for x, (fprop, _) in reads.items() if root(fprop.weight) is weight]):  # type: ignore[arg-type]
+        readers: dict[Node, list[Matmul]] = defaultdict(list)
+        for matmul, (fprop, _) in reads.items():
+            readers[root(fprop.weight)].append(matmul)  # type: ignore[arg-type]
+        for weight, dgrads in readers.items():
+            for matmul in self.hooks(self.of_weight[weight], dgrads):
                 del reads[matmul]
         for matmul, (fprop, operand) in reads.items():
             other = self.origins[fprop.other_operand.base]
@@ -82,13 +96,12 @@ class _Attribution:
         origin = self.origins[operand.base]
         if origin.activation or origin.by:
             return None
-        fitting = [x for x in self.fprops if x.parameter in origin.sources and _turned(matmul, operand, x)]
+        fitting = [x for source in origin.sources for x in self.of_parameter[source] if _turned(matmul, operand, x)]
         return self.best(matmul, fitting, taken, lambda x: root(x.weight) is root(operand.base))  # type: ignore[arg-type]
 
-    def hooks(self, weight: Node, dgrads: list[Matmul]) -> list[Matmul]:
+    def hooks(self, uses: list[Matmul], dgrads: list[Matmul]) -> list[Matmul]:
         """Of more dgrads than there are uses of a weight, those that hooks made: with another number, or what a dgrad of their
         number is computed from."""
-        uses = [x for x in self.fprops if root(x.weight) is weight]  # type: ignore[arg-type]
         if len(dgrads) <= len(uses):
             return []
         numbers = [_number(x) for x in uses]
@@ -101,7 +114,8 @@ class _Attribution:
     def wgrads(self) -> None:
         taken: set[Matmul] = set()
         for matmul in self.left:
-            near = [x for x in self.fprops if _shaped(matmul, x) and self.gradients.reach(matmul.node, self.sources(x))]
+            reached = [x for x in self.of_source if self.gradients.reach(matmul.node, [x])]
+            near = [x for x in dict.fromkeys(y for x in reached for y in self.of_source[x]) if _shaped(matmul, x)]
             found = self.best(matmul, [x for x in near if _shares(matmul, x.other_operand)], taken)
             if found is None:  # a custom autograd function may save what its input was made of
                 found = self.best(matmul, [x for x in near if self.made_of(matmul, x)], taken)
@@ -109,7 +123,7 @@ class _Attribution:
                 taken.add(found)
                 self.belongs(matmul, "wgrad", found)
         for fprop in self.fprops:  # whose gradient a hook multiplies on
-            if fprop not in taken:
+            if fprop not in taken and self.gradients.wanted(self.sources(fprop)):
                 only = [x for x in self.left if self.far(x, fprop)]
                 if len(only) == 1:
                     self.belongs(only[0], "wgrad", fprop)
@@ -155,6 +169,8 @@ class _Attribution:
     def rest(self) -> None:
         """Why what is left has no weight."""
         for matmul in self.products:
+            given = [self.gradients.wanted([x.base]) for x in (matmul.a, matmul.b)]
+            matmul.wanted = matmul.wanted or (not self.origins.weights and given[0] != given[1])
             matmul.not_a_weight = matmul.not_a_weight or NO_PARAMETER
         for matmul in self.left:
             made = self.product_of(matmul) or next((x for x in self.products if _reads(matmul, x)), None)

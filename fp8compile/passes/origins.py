@@ -115,6 +115,8 @@ class Gradients:
         """`barriers`: the operators that multiply matrices, behind which a tensor is not itself any more."""
         outputs = compat.gradient_outputs(graph)
         self.known = outputs is not None
+        self.inputs = {index for _, index in outputs or ()}
+        self.bits: dict[Node, int] = {}  # of inputs
         self.near: dict[Node, int] = {}  # bits: inputs whose gradients a tensor becomes with no barrier in between
         self.far: dict[Node, int] = {}  # or with some
         for node, index in outputs or ():
@@ -129,12 +131,22 @@ class Gradients:
             for x in through if near else ():
                 self.near[x] = self.near.get(x, 0) | near
 
+    def wanted(self, sources: Iterable[Node]) -> bool:
+        """Is one of these an input that has a gradient?"""
+        return any(compat.input_index(x) in self.inputs for x in sources if x.op == "placeholder")
+
     def reach(self, node: Node, sources: Iterable[Node], far: bool = False) -> bool:
         """Does a tensor become the gradient of one of these weights? True where the graph does not say."""
         if not self.known:
             return True
         bits = (self.far if far else self.near).get(node, 0)
-        return any(bits >> index & 1 for x in sources if (index := compat.input_index(x)) is not None)
+        return bool(bits) and any(bits & self.bit(x) for x in sources)
+
+    def bit(self, source: Node) -> int:
+        if source not in self.bits:
+            index = compat.input_index(source)
+            self.bits[source] = 0 if index is None else 1 << index
+        return self.bits[source]
 
 
 def _addend(node: Node) -> tuple[Any, ...]:
