@@ -23,10 +23,9 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule
 
-from . import compat, devices, formats, measure, ops, passes, scaling
+from . import compat, devices, eligible, formats, measure, ops, passes, scaling
 from .capture import Inputs, capture
 from .devices import Device
-from .eligible import NO_ROWS
 from .errors import CapacityExceeded, OptionError, StrictError
 from .logs import get_logger, say_once
 from .options import Options, parse
@@ -189,11 +188,12 @@ def _report(done: Rewritten, inputs: Inputs, chosen: Options, device: Device | N
         where = device.name if device is not None else "this device"
         what = f"{', '.join(sorted(emulated))} is emulated in bf16 on {where}, exact and not faster: it is Blackwell's."
         _complain(chosen, f"{what} For FP8's speed take 'delayed', 'tensorwise', 'rowwise' or 'blockwise'")
+    wanted = not inputs.part and any(x.wanted and x.weight is None and eligible.fits(x) for x in done.matmuls)
     # a part of a model may well be nothing but an embedding, a norm, convolutions, an output head, or an expert without tokens
     # in this step: that is as it should be
-    kept = [matmul.on_purpose or matmul.reason == NO_ROWS for matmul in done.matmuls if matmul.weight is not None]
+    kept = [matmul.on_purpose or matmul.reason == eligible.NO_ROWS for matmul in done.matmuls if matmul.weight is not None]
     nothing = not all(kept) if kept else bool(done.opaque) and inputs.whole and not inputs.part
-    if nothing and not any(matmul.fp8 for matmul in done.matmuls):
+    if (nothing or wanted) and not any(matmul.fp8 for matmul in done.matmuls):
         _complain(chosen, f"no matmul of {inputs.root} becomes FP8: {report.summary()}")
     return index
 

@@ -19,6 +19,7 @@ KEY = rf"\[{TEXT}\]"
 PART = re.compile(rf"\._(?:modules|parameters|buffers){KEY}")
 OWNED = re.compile(rf"\._(?:parameters|buffers){KEY}$")
 MODULES = re.compile(rf"\.(?:_modules|__dict__\['_modules'\]){KEY}")
+ENTRY = re.compile(rf"^[LG]\['\w+'\].*{KEY}$")  # of a dict
 WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_checkpoint_wrapped_module|_fsdp_wrapped_module|_orig_mod)(?:\.|$)")
 ROOT = re.compile(rf"^[LG]{KEY}")
 GETATTR = re.compile(rf"getattr\(([^()]*), {TEXT}\)")
@@ -73,6 +74,7 @@ class Inputs:
     weights: frozenset[int]  # positions of parameters and of buffers: what a "weight" can be
     devices: frozenset[torch.device]
     parameters: frozenset[int]  # those weights that are parameters
+    leaves: frozenset[int]  # those weights that are plain tensors: a dict of them takes the place of parameters
     evaluated: frozenset[int]  # those weights whose root module is in eval mode
     training: bool  # some root module is in training mode (True for a graph of a bare function)
     grad: bool  # grad mode is on, and something may require gradients
@@ -114,7 +116,7 @@ def _containers(modules: dict[str, str]) -> dict[str, tuple[int, ...]]:
 
 def capture(gm: GraphModule, inputs: Sequence[Any]) -> Inputs:
     """Read a Dynamo graph's inputs. Adds a guard on `training` of the modules in it."""
-    names, weights, parameters = [], set(), set()
+    names, weights, parameters, leaves = [], set(), set(), set()
     for i, (placeholder, real) in enumerate(zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True)):
         source = compat.source_name(placeholder)
         names.append(readable(source) or placeholder.name)
@@ -122,6 +124,10 @@ def capture(gm: GraphModule, inputs: Sequence[Any]) -> Inputs:
             weights.add(i)
         if isinstance(real, nn.Parameter):
             parameters.add(i)
+        elif isinstance(real, torch.Tensor) and real.requires_grad and real.is_leaf and ENTRY.match(source):
+            leaves.add(i)
+    leaves -= leaves if parameters else weights  # beside parameters they are inputs
+    weights |= leaves
     roots = compat.root_modules(gm)
     for source in {id(module): source for module, source in roots.values()}.values():
         compat.guard_training(source)
@@ -134,6 +140,7 @@ def capture(gm: GraphModule, inputs: Sequence[Any]) -> Inputs:
         weights=frozenset(weights),
         devices=frozenset(x.device for x in inputs if isinstance(x, torch.Tensor)),
         parameters=frozenset(parameters),
+        leaves=frozenset(leaves),
         evaluated=frozenset(i for i, (module, _) in roots.items() if not module.training),
         training=not modules or any(module.training for module in modules),
         grad=torch.is_grad_enabled(),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from .graph import FLOATS, value
+from .graph import FLOATS, hint, value
 from .matmul import Matmul
 
 NO_ROWS = "no rows"
@@ -62,3 +62,9 @@ def misaligned(matmul: Matmul) -> str | None:
     if not (matmul.a.transposed and not matmul.b.transposed) and (not isinstance(matmul.k, int) or matmul.k % 16):
         return f"not a multiple of 16: contracts over {matmul.k}"
     return None
+
+
+def fits(matmul: Matmul) -> bool:
+    """Would it be worth a warning that a matmul without a weight stays as it is: has it the dtype and the sizes?"""
+    large = hint(matmul.k) >= 128 and max(hint(matmul.m), hint(matmul.n)) >= 128
+    return large and objection(matmul) is None and misaligned(matmul) is None

@@ -102,14 +102,15 @@ class Matrix:
     transposed: bool
 
 
-def peel(operand: Node) -> Matrix:
-    """The `Matrix` behind a 2-D operand (or a 3-D one whose batch is 1). Total: at worst the operand itself."""
+def peel(operand: Node, more: tuple = ()) -> Matrix:
+    """The `Matrix` behind a 2-D operand (or a 3-D one whose batch is 1), and behind `more` operators that change no value.
+    Total: at worst the operand itself."""
     shape = tuple(value(operand).shape)
     if len(shape) == 3:
         shape = shape[1:]
     node, flipped = operand, False
     while True:
-        source = arg(node, 0) if call_function(node, (*CASTS, *SAME, *VIEWS, *PERMUTES)) else None
+        source = arg(node, 0) if call_function(node, (*CASTS, *SAME, *VIEWS, *PERMUTES, *more)) else None
         if source is None or value(source).device != value(node).device:
             return Matrix(node, shape, flipped)
         if call_function(node, CASTS) and not {value(node).dtype, value(source).dtype} <= set(FLOATS):

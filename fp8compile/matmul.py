@@ -22,8 +22,10 @@ class Matmul:
     """`out[m, n] = a[m, k] @ b[k, n]`, `batch` times; sizes are ints or SymInts.
 
     `weight` is the weight that this gemm belongs to (for wgrad: whose gradient it is), as the base of an operand:
-    `parameter`, the placeholder, or a slice of it (the q, k and v of one fused parameter). Both are None for an
-    activation x activation product. `fprop` links dgrad and wgrad to their forward gemm.
+    `parameter`, the placeholder, or a slice of it (the q, k and v of one fused parameter), or what is computed from it alone.
+    Both are None for an activation x activation product. `fprop` links dgrad and wgrad to their forward gemm.
+    `weight_operand` is the operand that is the weight, or a copy of it: that of fprop and dgrad, and of a wgrad in a product of
+    two weights, which each is the input of the other.
     """
 
     node: Node
@@ -36,10 +38,13 @@ class Matmul:
     n: Any
     k: Any
     fqn: str
-    addend: Node | None = None
     weight: Node | None = None
+    weight_operand: Matrix | None = None
     parameter: Node | None = None
     fprop: Matmul | None = None
+    computed: bool = False  # its weight is computed from parameters in each call, and has no history of its own
+    not_a_weight: str = ""  # why there is none
+    wanted: bool = False  # there is none where somebody may well expect one
     reason: str | None = None  # why it stays in high precision; None: it becomes FP8
     name: str = ""  # of the parameter
     recipe: Recipe = Recipe()
@@ -57,20 +62,18 @@ class Matmul:
         return self.reason is None
 
     @property
-    def weight_operand(self) -> Matrix | None:
-        """The operand that is the weight (of fprop and dgrad)."""
-        return next((x for x in (self.b, self.a) if self.weight is not None and x.base is self.weight), None)
-
-    @property
     def other_operand(self) -> Matrix:
-        """Of fprop the input, of dgrad the gradient."""
+        """Of fprop the input, of dgrad the gradient, as of a wgrad that reads a weight."""
         return self.a if self.weight_operand is self.b else self.b
+
+    def other(self, operand: Matrix) -> Matrix:
+        return self.a if operand is self.b else self.b
 
     @property
     def features(self) -> tuple[Any, Any, Any]:
         """(tokens, output features, input features) of the forward gemm, whichever of its operands the weight is."""
         forward = self.fprop or self
-        if forward.weight is not None and forward.weight_operand is forward.a:
+        if forward.weight_operand is forward.a:
             return forward.n, forward.m, forward.k
         return forward.m, forward.n, forward.k
 

@@ -319,8 +319,8 @@ class CompiledGraph:
         others = compat.different(group, what)
         if others:
             raise Fp8CompileError(
-                f"reduce_amax: ranks {others} of the process group {group!r} have another graph here, with other amaxes than this "
-                f"one's: {what[:200]}. Ranks that run different layers (stages, experts) need groups of their own: "
+                f"reduce_amax: ranks {others} of the process group {group!r} have another graph here, with other amaxes: "
+                f"this one has {what[:200]}. Ranks that run different layers (stages, experts) need groups of their own: "
                 "options={'reduce_amax': group}, with the group of those that run the same"
             )
 

@@ -121,6 +121,35 @@ def test_training_steps(name: str, recipe: str, dtype: torch.dtype, choice: int)
     assert any(kernel.ours for kernel in plan.kernels)
 
 
+@pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
+def test_computed_weights(recipe: str) -> None:
+    """What computes a weight, norms over its rows among it, is in the kernel that casts it. Operands that FP8 has exactly."""
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        linear = nn.Linear(128, 256, bias=False)
+        linear.weight.data = linear.weight.data.sign() / 8
+        return nn.utils.parametrizations.weight_norm(linear)
+
+    plain, model = build(), build()
+    with executed() as plan:
+        run = torch.compile(model, backend="fp8", options={"recipe": recipe, "policy": ALL_FP8})
+        for step in range(3):
+            both = []
+            for module, call in ((plain, plain), (model, run)):
+                module.zero_grad()
+                x = noise(48, 128, seed=step).sign().requires_grad_()
+                y = call(x)
+                (y * noise(48, 256, seed=9).sign()).sum().backward()
+                both.append([y.detach(), x.grad, *grads_of(module).values()])
+            assert min(map(sqnr, *both)) > 80.0
+            for module in (plain, model):
+                with torch.no_grad():
+                    module.parametrizations.weight.original0.mul_(1.5)
+    assert plan.scaled == (2 if recipe == "delayed" else 3) * 3  # the first call of delayed scaling is cold
+    assert any(kernel.ours for kernel in plan.kernels)
+
+
 @pytest.mark.parametrize(
     ("gpu", "device", "recipe"),
     [

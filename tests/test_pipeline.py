@@ -1,4 +1,4 @@
-"""Pipelines and process groups, on two processes: shape inference leaves no trace, and amaxes of different graphs never meet."""
+"""Pipelines and process groups, on two processes: shape inference leaves no trace, amaxes of different graphs never meet."""
 
 from __future__ import annotations
 

@@ -423,7 +423,7 @@ ROOT = {"fprop": 1, "wgrad": 1}
     [
         (Gram, {"up": (ROOT, "fp8"), "out": "fp8", "": ({"matmul": 3}, "not a weight")}),
         (DenseAttention, {"up": (ROOT, "fp8"), "q": "fp8", "k": "fp8", "": ({"matmul": 6}, "not a weight")}),
-        (Computed, {"k": (ROOT, "fp8"), "q": ({"matmul": 2}, "not a weight")}),
+        (Computed, {"k": (ROOT, "fp8"), "q": (ROOT, "fp8")}),
         (
             Detached,
             {"a": (ROOT, "fp8"), "b": (ROOT, "fp8"), "frozen": ({"fprop": 1}, "fp8"), "": ({"matmul": 3}, "not a weight")},

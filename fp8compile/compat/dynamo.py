@@ -42,21 +42,21 @@ def add_input(gm: GraphModule, name: str, example: torch.Tensor) -> torch.Tensor
 def input_index(placeholder: Node) -> int | None:
     """Which input of the Dynamo graph a joint-graph placeholder is (or is part of, for a tensor subclass); None for a
     tangent, a number (the size of a tensor subclass) or what AOTAutograd added."""
-    desc = _described(placeholder)
-    return int(desc.idx) if type(desc).__name__ == "PlainAOTInput" and not _is_size(placeholder) else None
+    return _index(placeholder.meta.get("desc"))
 
 
-def _described(placeholder: Node) -> Any:
-    """What AOTAutograd says a placeholder is; for a part of a tensor subclass, what that whole tensor is."""
-    desc: Any = placeholder.meta.get("desc")
+def _index(desc: Any) -> int | None:
+    whole = _whole(desc)
+    # a size or stride of a tensor subclass is an input of its own, whose description has an `idx`, too: the dimension
+    number = whole is not desc and hasattr(desc, "idx")
+    return int(whole.idx) if type(whole).__name__ == "PlainAOTInput" and not number else None
+
+
+def _whole(desc: Any) -> Any:
+    """What AOTAutograd says of an input; for a part of a tensor subclass, of that whole tensor."""
     while getattr(desc, "base", None) is not None:
         desc = desc.base
     return desc
-
-
-def _is_size(placeholder: Node) -> bool:
-    """A size or stride of a tensor subclass is an input of its own. Its description has an `idx`, too: the dimension."""
-    return hasattr(placeholder.meta.get("desc"), "base") and hasattr(placeholder.meta.get("desc"), "idx")
 
 
 def is_joint_graph(graph: Graph) -> bool:
@@ -105,7 +105,7 @@ def tag_backward(graph: Graph) -> set[Node]:
     """The nodes that depend on a tangent, each tagged as backward: autograd leaves those of a custom Function untagged."""
     behind: set[Node] = set()
     for node in graph.nodes:
-        if "Tangent" in type(_described(node)).__name__ or not behind.isdisjoint(node.all_input_nodes):
+        if is_tangent(node) or not behind.isdisjoint(node.all_input_nodes):
             behind.add(node)
             if node.op == "call_function" and not node.meta.get("partitioner_tag"):
                 node.meta["partitioner_tag"] = "is_backward"
@@ -182,3 +182,23 @@ def symbolic_kernels() -> contextlib.AbstractContextManager[None]:
     from torch._dispatch.python import enable_python_dispatcher
 
     return enable_python_dispatcher()
+
+
+def gradient_outputs(graph: Graph) -> list[tuple[Node, int]] | None:
+    """The outputs of a joint graph that are gradients, each with the input of the Dynamo graph that it is the gradient of
+    (or of a part of, for a tensor subclass). None where AOTAutograd does not describe outputs."""
+    output = next(iter(graph.find_nodes(op="output")))
+    descs = output.meta.get("desc")
+    if not isinstance(descs, (list, tuple)) or len(descs) != len(output.args[0]):  # type: ignore[arg-type]
+        return None
+    found = []
+    for node, desc in zip(output.args[0], descs, strict=True):  # type: ignore[arg-type]
+        index = _index(getattr(_whole(desc), "grad_of", None))
+        if isinstance(node, Node) and index is not None:
+            found.append((node, index))
+    return found
+
+
+def is_tangent(node: Node) -> bool:
+    """Is it an input of the backward: the gradient of an output?"""
+    return "Tangent" in type(_whole(node.meta.get("desc"))).__name__

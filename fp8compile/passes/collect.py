@@ -4,25 +4,24 @@
     mm_1 = mm(view_1, permute(w))             ->      Matmul(mm_2, "up", dgrad, a=dy [M, N], b=w [N, K])
     mm_2 = mm(dy, w); mm_3 = mm(permute(dy), view_1)  Matmul(mm_3, "up", wgrad, a=dy [M, N] transposed, b=x [M, K])
 
-A forward matmul with a weight as operand is an fprop. Its dgrad and wgrad carry its `seq_nr` (autograd's number of the
-forward operator): dgrad reads the weight, wgrad does not. What is left is activation x activation, with its gradients. Nothing
-is changed.
+A forward matmul with a weight as operand is an fprop; `attribute` finds its dgrad and wgrad. What is left is activation x
+activation, with its gradients, and what hooks multiply. Nothing is changed.
 """
 
 from __future__ import annotations
 
-import operator
+import re
 from typing import Any
 
 from torch.fx import Graph, Node
 
 from .. import compat
 from ..capture import Inputs, readable_module
-from ..graph import SAME, SLICES, VIEWS, Matrix, arg, aten, behind, peel, root, same_shape, value
+from ..graph import arg, peel, value
 from ..matmul import Matmul
 from ..reports import OpaqueRecord
-
-MATMULS = {aten.mm: 0, aten.bmm: 0, aten.addmm: 1, aten.baddbmm: 1}  # operator: index of a among its arguments
+from .attribute import attribute, uncopied
+from .origins import MATMULS, Origins
 
 # operators that hide matmuls, by what their name contains
 HIDDEN = {
@@ -44,26 +43,36 @@ HIDDEN = {
     "aten.mv.default": "matrix-vector product",
     "aten.dot.default": "vector product",
 }
+MULTIPLY = tuple(str(packet).removeprefix("aten.") for packet in MATMULS)
+# what torch.nn.utils calls the parameters of a weight that it computes
+PARTS = re.compile(r"(?:parametrizations\.(\w+)\.original\d*|(?<![^.])(weight)_(?:orig|v))$")
 OWN_NAMESPACES = "aten prims prim _c10d_functional c10d inductor inductor_prims profiler higher_order rngprims".split()
 
 
 def collect(graph: Graph, inputs: Inputs) -> tuple[list[Matmul], list[OpaqueRecord]]:
     """The matmuls in the order of the graph, and the operators that hide some."""
-    weights = {}
+    weights, parameters = {}, []
     for node in graph.find_nodes(op="placeholder"):
         index = compat.input_index(node)
         if index in inputs.weights:
             weights[node] = inputs.names[index]
+            parameters += [node] if index in inputs.parameters or index in inputs.leaves else []
+    origins = Origins(graph, sorted(weights, key=lambda x: compat.input_index(x) or 0), parameters)
     matmuls: list[Matmul] = []
     opaque: list[OpaqueRecord] = []
-    forward: dict[int | None, list[Matmul]] = {}
+    barriers = set()
     for node in graph.nodes:
         if node.op != "call_function":
             continue
         if getattr(node.target, "overloadpacket", None) in MATMULS:
-            matmuls.append(_matmul(node, weights, forward))
+            matmuls.append(_matmul(node))
+            barriers.add(node)
+            if not compat.is_backward(node):
+                _forward(matmuls[-1], origins, weights)
         elif (hidden := _hidden(node)) is not None:
             opaque.append(OpaqueRecord(_module_of(node), str(node.target), hidden))
+            barriers.update([node] if hidden in HIDDEN.values() else [])
+    attribute(graph, matmuls, origins, frozenset(barriers))
     return matmuls, opaque
 
 
@@ -83,84 +92,46 @@ def edges(graph: Graph, matmuls: list[Matmul]) -> tuple[tuple[int, int], ...]:
     return tuple(found)
 
 
-def _matmul(node: Node, weights: dict[Node, str], forward: dict[int | None, list[Matmul]]) -> Matmul:
+def _matmul(node: Node) -> Matmul:
     target: Any = node.target
     first = MATMULS[target.overloadpacket]
     left, right = arg(node, first), arg(node, first + 1)
-    a, b = peel(left), peel(right)
     *batch, m, k = value(left).shape
-    found = Matmul(
+    return Matmul(
         node=node,
         op=str(node.target).removeprefix("aten.").removesuffix(".default"),
         gemm="matmul",
-        a=a,
-        b=b,
+        a=peel(left),
+        b=peel(right),
         batch=batch[0] if batch else 1,
         m=m,
         n=value(right).shape[-1],
         k=k,
         fqn=_module_of(node),
-        addend=arg(node, 0) if first else None,
     )
-    if not compat.is_backward(node):
-        forward.setdefault(node.meta.get("seq_nr"), []).append(found)
-        weight = next((x.base for x in (b, a) if _parameter(x.base) in weights), None)
-        if weight is not None:
-            parameter = _parameter(weight)
-            found.gemm, found.weight, found.parameter = "fprop", weight, parameter
-            found.name = weights[parameter]
-            found.fqn = _weight_name(found.name, found.fqn)
-    elif (fprop := _fprop_of(found, forward)) is not None and fprop.weight is not None:
-        found.gemm = "dgrad" if _reads(node, fprop.weight) else "wgrad"
-        found.weight, found.parameter, found.fprop = fprop.weight, fprop.parameter, fprop
-        found.fqn, found.name = fprop.fqn, fprop.name
-    return found
 
 
-def _parameter(base: Node) -> Node:
-    """What a tensor is a slice of: itself, if of nothing."""
-    return behind(base, (operator.getitem, *SLICES, *VIEWS, *SAME))
-
-
-def _reads(node: Node, weight: Node) -> bool:
-    return any(isinstance(x, Node) and root(x) is root(weight) for x in node.args)
-
-
-def _fprop_of(matmul: Matmul, forward: dict[int | None, list[Matmul]]) -> Matmul | None:
-    """The forward gemm of a backward one; None where that has no weight. `forward`: the forward matmuls by `seq_nr`.
-
-    Those with its own number come first: one made the autograd node, but a gemm that made none (frozen, detached) carries the
-    number of the node before. Then, for the inside of a custom autograd function, whichever shares its tensors.
-    """
-    same = forward.get(matmul.node.meta.get("seq_nr"), [])
-    found = _related(matmul, same) or _related(matmul, [x for made in forward.values() for x in made], by_input=not same)
-    if found is not None:
-        return found
-    products = [made for made in same if made.weight is None]
-    if not products:
-        return same[0] if same else None
-    if any(_share(matmul, made.a) or _share(matmul, made.b) for made in products):
-        return None
-    return next((made for made in same if made.weight is not None and _of_its_shape(matmul, made)), None)
-
-
-def _related(matmul: Matmul, forward: list[Matmul], by_input: bool = True) -> Matmul | None:
-    """The fprop whose weight a backward gemm reads, as a dgrad does, or else (`by_input`) whose input, as a wgrad does."""
-    for made in forward:
-        if made.weight is not None and _reads(matmul.node, made.weight):
-            return made
-    shaped = (made for made in forward if by_input and made.weight is not None and _of_its_shape(matmul, made))
-    return next((made for made in shaped if _share(matmul, made.other_operand)), None)
-
-
-def _share(matmul: Matmul, operand: Matrix) -> bool:
-    return operand.base in (matmul.a.base, matmul.b.base)
-
-
-def _of_its_shape(matmul: Matmul, fprop: Matmul) -> bool:
-    """Has it as many rows and columns as the weight of `fprop`, as a wgrad has?"""
-    _, n, k = fprop.features
-    return any(same_shape((matmul.m, matmul.n), sides) for sides in ((n, k), (k, n)))
+def _forward(found: Matmul, origins: Origins, weights: dict[Node, str]) -> None:
+    """Make it an fprop if one of its operands is a weight: a parameter rather than a computed one, b rather than a."""
+    uncopied(found, origins)
+    for operand in (found.b, found.a):
+        made = origins[operand.base]
+        if made.by:
+            first = next(name for x, name in weights.items() if x in made.sources)
+            found.not_a_weight = f"not a weight: computed from {first} by {made.by}"
+            found.wanted = made.by not in MULTIPLY
+            if made.by.startswith("linalg_") and not origins[found.other(operand).base].activation:
+                return  # no token is in it: it is a part of that computation, as of an orthogonal weight
+    for of in (origins.bare, origins.computed):
+        for operand in (found.b, found.a):
+            parameter = of(operand.base)
+            if parameter is not None:
+                found.gemm, found.weight, found.parameter = "fprop", operand.base, parameter
+                found.weight_operand, found.computed = operand, of == origins.computed
+                found.name = weights[parameter]
+                computed = PARTS.sub(lambda x: x[1] or x[2], found.name)
+                found.fqn = _weight_name(computed if found.computed else found.name, found.fqn)
+                return
 
 
 def _weight_name(weight: str, module: str) -> str:

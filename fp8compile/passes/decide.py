@@ -30,7 +30,7 @@ def decide(
     complaints: dict[str, None] = {}
     for matmul in matmuls:
         if matmul.weight is None:
-            matmul.reason = "not a weight: neither operand is a parameter"
+            matmul.reason = matmul.not_a_weight
             continue
         site = _site(matmul, inputs, layers)
         sites.append(site)
@@ -40,6 +40,10 @@ def decide(
             matmul.recipe = matmul.recipe.current
         if matmul.resharded(inputs.resharded):  # a copy that lives until backward would be of the whole weight, on every rank
             matmul.recipe = replace(matmul.recipe, recast_weights=True)
+        if matmul.computed and matmul.recipe.delayed:  # it is cast anew in each call, and so is what scales it
+            inputs_too, _, gradients_too = matmul.recipe.current_scaling
+            current = (inputs_too, True, gradients_too)
+            matmul.recipe = replace(matmul.recipe, current_scaling=current)
         if choice.recipe.name == "mxfp8":  # what a device may lack; a CPU multiplies any recipe in float32
             hardware = multiply.hardware_of(device) if device is not None else multiply.hardware(value(matmul.node).device)
             matmul.emulated = not multiply.native(hardware, choice.recipe)
@@ -54,10 +58,12 @@ def decide(
         if choice.fp8 == "on" and not matmul.fp8 and chosen is None and named:
             complaints[f"{choice.label} wants {matmul.fqn} in FP8, but {matmul.gemm} cannot be: {matmul.reason}"] = None
         evaluated = matmul.parameter is not None and compat.input_index(matmul.parameter) in inputs.evaluated
-        if evaluation or evaluated:
-            # no history is read or moved by an evaluation: a tensor's own amax scales it
+        loose = matmul.parameter is not None and compat.input_index(matmul.parameter) in inputs.leaves
+        if evaluation or evaluated or loose:
+            # no history is read or moved by an evaluation, nor kept for tensors that may be new ones in each call: a tensor's
+            # own amax scales it
             matmul.recipe = matmul.recipe.current
-            if policy.eval == "high_precision" or not evaluation:
+            if (evaluation or evaluated) and (policy.eval == "high_precision" or not evaluation):
                 matmul.reason = whole or "eval mode"
     if device is not None:
         weigh(matmuls, device)

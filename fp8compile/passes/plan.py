@@ -58,7 +58,8 @@ def _format_role(role: str) -> str:
 
 def roles(matmul: Matmul) -> tuple[tuple[Matrix, str], tuple[Matrix, str]]:
     """The operands a and b of a weight's gemm with their roles."""
-    if matmul.gemm == "wgrad":
+    weight = matmul.weight_operand
+    if weight is None:  # a wgrad
         # the gradient is the operand that was made in backward; if both were (an input that is computed again), the other
         # one is what fprop reads
         late = [compat.is_backward(x.base) for x in (matmul.a, matmul.b)]
@@ -66,7 +67,6 @@ def roles(matmul: Matmul) -> tuple[tuple[Matrix, str], tuple[Matrix, str]]:
         a_is_input = matmul.a.base is read if late[0] == late[1] else late[1]
         return (matmul.a, "input" if a_is_input else "gradient"), (matmul.b, "gradient" if a_is_input else "input")
     other = "input" if matmul.gemm == "fprop" else "gradient"
-    weight = matmul.weight_operand
     return (matmul.a, "weight" if matmul.a is weight else other), (matmul.b, "weight" if matmul.b is weight else other)
 
 

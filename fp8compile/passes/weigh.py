@@ -191,8 +191,8 @@ def _model(candidates: list[Matmul]) -> list[Gemm]:
 def _sizes(matmul: Matmul) -> tuple[tuple[int, int, int], int, str, int]:
     """m, n, k; which of them is tokens: the one that the weight does not have; dtype; itemsize of the output."""
     sizes = (hint(matmul.m), hint(matmul.n), hint(matmul.k))
-    weight = matmul.weight_operand if matmul.gemm != "wgrad" else None
-    tokens = 2 if matmul.gemm == "wgrad" else 1 if weight is matmul.a else 0
+    weight = matmul.weight_operand
+    tokens = 2 if weight is None else 1 if weight is matmul.a else 0
     left = value(matmul.node)
     return sizes, tokens, SHORT.get(str(left.dtype), "fp32"), int(left.dtype.itemsize)
 

@@ -1,0 +1,214 @@
+"""attribute: whose gradient each matmul of the backward is.
+
+    y = mm(x, permute(w))      fprop     a dgrad multiplies w the other way round: it contracts what fprop puts out
+    gx = mm(gy, w)             dgrad     a wgrad has the shape of w, reads x or what x was made of, and becomes w's gradient
+    gw = mm(permute(gy), x)    wgrad     with no matmul in between
+    p = mm(gy, q)              neither: a hook projects a gradient, say
+
+A gemm carries the `seq_nr` of the forward operator whose backward it is in (autograd's number). That tells two uses of a weight
+apart, and is no proof: hooks have their operator's, what is in a custom autograd function has that of its last call, and a gemm
+that made no node (frozen, detached) carries the number of the one before.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+
+from torch.fx import Graph, Node
+
+from .. import compat
+from ..graph import Matrix, aten, peel, root, same_shape, same_size
+from ..matmul import Matmul
+from .origins import Gradients, Origins, feeds, ingredients
+
+ONLY_BACKWARD = "only in backward: no weight's gradient"
+NO_PARAMETER = "not a weight: neither operand is a parameter"
+
+
+def attribute(graph: Graph, matmuls: list[Matmul], origins: Origins, barriers: frozenset[Node]) -> None:
+    """Fill in the matmuls of the backward, and why those that are left have no weight. `barriers`: all that multiply."""
+    found = _Attribution(graph, matmuls, origins, barriers)
+    found.dgrads()
+    found.wgrads()
+    found.rest()
+
+
+def uncopied(matmul: Matmul, origins: Origins) -> None:
+    """An operand that is a copy of a parameter is that parameter."""
+    for side, operand in (("a", matmul.node.args[-2]), ("b", matmul.node.args[-1])):
+        matrix = peel(operand, (aten.clone.default,))  # type: ignore[arg-type]
+        if origins.bare(matrix.base) is not None:
+            setattr(matmul, side, matrix)
+
+
+class _Attribution:
+    def __init__(self, graph: Graph, matmuls: list[Matmul], origins: Origins, barriers: frozenset[Node]):
+        self.origins, self.barriers = origins, barriers
+        self.gradients = Gradients(graph, barriers)
+        self.forward = [x for x in matmuls if not compat.is_backward(x.node)]
+        self.fprops = [x for x in self.forward if x.weight is not None]
+        self.products = [x for x in self.forward if x.weight is None]
+        self.order = {x: i for i, x in enumerate(self.fprops)}
+        self.of_parameter: dict[Node, list[Matmul]] = defaultdict(list)
+        self.of_source: dict[Node, list[Matmul]] = defaultdict(list)  # and by all that a weight is computed from
+        self.of_weight: dict[Node, list[Matmul]] = defaultdict(list)
+        for fprop in self.fprops:
+            self.of_parameter[fprop.parameter].append(fprop)  # type: ignore[index]
+            self.of_weight[root(fprop.weight)].append(fprop)  # type: ignore[arg-type]
+            for source in self.sources(fprop):
+                self.of_source[source].append(fprop)
+        self.backward = [x for x in matmuls if compat.is_backward(x.node)]
+        for matmul in self.backward:
+            uncopied(matmul, origins)
+
+    @property
+    def left(self) -> list[Matmul]:
+        return [x for x in self.backward if x.fprop is None]
+
+    # -- dgrads --
+
+    def dgrads(self) -> None:
+        reads: dict[Matmul, tuple[Matmul, Matrix]] = {}
+        taken: set[Matmul] = set()
+        for matmul in self.backward:
+            for operand in (matmul.b, matmul.a):
+                found = self.read(matmul, operand, taken)
+                if found is not None:
+                    reads[matmul] = found, operand
+                    taken.add(found)
+                    break
+        readers: dict[Node, list[Matmul]] = defaultdict(list)
+        for matmul, (fprop, _) in reads.items():
+            readers[root(fprop.weight)].append(matmul)  # type: ignore[arg-type]
+        for weight, dgrads in readers.items():
+            for matmul in self.hooks(self.of_weight[weight], dgrads):
+                del reads[matmul]
+        for matmul, (fprop, operand) in reads.items():
+            other = self.origins[fprop.other_operand.base]
+            # in a product of two weights, each one's gradient is a wgrad
+            is_weight = not (other.activation or other.by) and self.gradients.reach(matmul.node, other.sources)
+            self.belongs(matmul, "wgrad" if is_weight else "dgrad", fprop, operand)
+
+    def read(self, matmul: Matmul, operand: Matrix, taken: set[Matmul]) -> Matmul | None:
+        """The fprop whose weight this operand is, the other way round: of several uses, that of its number, or the last one
+        that has no dgrad yet."""
+        origin = self.origins[operand.base]
+        if origin.activation or origin.by:
+            return None
+        fitting = [x for source in origin.sources for x in self.of_parameter[source] if _turned(matmul, operand, x)]
+        return self.best(matmul, fitting, taken, lambda x: root(x.weight) is root(operand.base))  # type: ignore[arg-type]
+
+    def hooks(self, uses: list[Matmul], dgrads: list[Matmul]) -> list[Matmul]:
+        """Of more dgrads than there are uses of a weight, those that hooks made: with another number, or what a dgrad of their
+        number is computed from."""
+        if len(dgrads) <= len(uses):
+            return []
+        numbers = [_number(x) for x in uses]
+        own = [x for x in dgrads if _number(x) in numbers] or dgrads
+        before = [x for x in own if feeds(x.node, (y.node for y in own if _number(y) == _number(x)))]
+        return [x for x in dgrads if x not in own or x in before]
+
+    # -- wgrads --
+
+    def wgrads(self) -> None:
+        taken: set[Matmul] = set()
+        for matmul in self.left:
+            reached = [x for x in self.of_source if self.gradients.reach(matmul.node, [x])]
+            near = [x for x in dict.fromkeys(y for x in reached for y in self.of_source[x]) if _shaped(matmul, x)]
+            found = self.best(matmul, [x for x in near if _shares(matmul, x.other_operand)], taken)
+            if found is None:  # a custom autograd function may save what its input was made of
+                found = self.best(matmul, [x for x in near if self.made_of(matmul, x)], taken)
+            if found is not None and (_number(found) == _number(matmul) or self.product_of(matmul) is None):
+                taken.add(found)
+                self.belongs(matmul, "wgrad", found)
+        for fprop in self.fprops:  # whose gradient a hook multiplies on
+            if fprop not in taken and self.gradients.wanted(self.sources(fprop)):
+                only = [x for x in self.left if self.far(x, fprop)]
+                if len(only) == 1:
+                    self.belongs(only[0], "wgrad", fprop)
+
+    def sources(self, fprop: Matmul) -> Iterable[Node]:
+        return self.origins[fprop.weight].sources  # type: ignore[index]
+
+    def far(self, matmul: Matmul, fprop: Matmul) -> bool:
+        if not (_shaped(matmul, fprop) and _shares(matmul, fprop.other_operand)):
+            return False
+        return self.gradients.reach(matmul.node, self.sources(fprop), far=True)
+
+    def made_of(self, matmul: Matmul, fprop: Matmul) -> bool:
+        """Is one operand, which is no gradient, made of what made the input of `fprop`?"""
+        wanted: set[Node] | None = None
+        for operand in (matmul.a, matmul.b):
+            if operand.base not in self.origins.gradients:
+                wanted = wanted or ingredients(fprop.other_operand.base, self.origins, self.barriers)
+                if wanted & ingredients(operand.base, self.origins, self.barriers):
+                    return True
+        return False
+
+    def product_of(self, matmul: Matmul) -> Matmul | None:
+        """The product without a weight whose backward this is in by its number."""
+        return next((x for x in self.products if _number(x) == _number(matmul) and _reads(matmul, x)), None)
+
+    # -- both --
+
+    def best(
+        self, matmul: Matmul, fitting: list[Matmul], taken: set[Matmul], first: Callable[[Matmul], bool] = lambda _: True
+    ) -> Matmul | None:
+        def fits(fprop: Matmul) -> tuple:
+            return first(fprop), _number(matmul) == _number(fprop), fprop not in taken, self.order[fprop]
+
+        return max(fitting, key=fits, default=None)
+
+    def belongs(self, matmul: Matmul, gemm: str, fprop: Matmul, operand: Matrix | None = None) -> None:
+        matmul.gemm, matmul.fprop, matmul.weight_operand = gemm, fprop, operand  # type: ignore[assignment]
+        matmul.weight, matmul.parameter, matmul.name = fprop.weight, fprop.parameter, fprop.name
+        matmul.computed = fprop.computed if operand is None else self.origins.bare(operand.base) is None
+        matmul.fqn = fprop.fqn
+
+    def rest(self) -> None:
+        """Why what is left has no weight."""
+        for matmul in self.products:
+            given = [self.gradients.wanted([x.base]) for x in (matmul.a, matmul.b)]
+            matmul.wanted = matmul.wanted or (not self.origins.weights and given[0] != given[1])
+            matmul.not_a_weight = matmul.not_a_weight or NO_PARAMETER
+        for matmul in self.left:
+            made = self.product_of(matmul) or next((x for x in self.products if _reads(matmul, x)), None)
+            matmul.not_a_weight = made.not_a_weight if made is not None else ONLY_BACKWARD
+
+
+def _number(matmul: Matmul) -> int | None:
+    return matmul.node.meta.get("seq_nr")
+
+
+def _turned(matmul: Matmul, operand: Matrix, fprop: Matmul) -> bool:
+    """Does it contract the side of the weight that `fprop` puts out?"""
+    weight = fprop.weight_operand
+    assert weight is not None
+    _, n, k = fprop.features
+    sides = (matmul.k, matmul.n) if operand is matmul.b else (matmul.k, matmul.m)
+    if not same_shape(sides, (n, k)):
+        return False
+    if operand.base is not weight.base or not same_shape(operand.shape, weight.shape):
+        return True
+    return _contracted(operand, operand is matmul.b) != _contracted(weight, weight is fprop.b)
+
+
+def _contracted(operand: Matrix, is_b: bool) -> int:
+    """Which dimension of the base is summed over."""
+    return int(operand.transposed is is_b)
+
+
+def _shaped(matmul: Matmul, fprop: Matmul) -> bool:
+    """Has it as many rows and columns as the weight of `fprop`?"""
+    _, n, k = fprop.features
+    sizes = same_size(matmul.batch, fprop.batch)
+    return sizes and any(same_shape((matmul.m, matmul.n), sides) for sides in ((n, k), (k, n)))
+
+
+def _reads(matmul: Matmul, product: Matmul) -> bool:
+    return _shares(matmul, product.a) or _shares(matmul, product.b)
+
+
+def _shares(matmul: Matmul, operand: Matrix) -> bool:
+    return any(x.base is operand.base or root(x.base) is root(operand.base) for x in (matmul.a, matmul.b))

@@ -1,0 +1,179 @@
+"""origins: what tensors are computed from, and whose gradients they become.
+
+    w = g * v / norm(v)        w is computed from the parameters g and v alone, element by element: it is a weight
+    y = x * scale              x is an activation, so is y
+    q = matrix_exp(a - a.t())  computed from a alone, by a matrix function: no weight
+
+    gw = mm(permute(dy), x); output: permute(gw)      gw becomes w's gradient; no other matmul is in between
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import Graph, Node
+
+from .. import compat
+from ..graph import CASTS, PERMUTES, SAME, SLICES, VIEWS, arg, aten, behind, is_tensor, root
+
+MATMULS = {aten.mm: 0, aten.bmm: 0, aten.addmm: 1, aten.baddbmm: 1}  # operator: index of a among its arguments
+
+# Pointwise operators and these keep a weight what it is. An index does not: it may be one of tokens.
+_LAYOUT: tuple = (*CASTS, *VIEWS, *PERMUTES, *SLICES, *SAME, operator.getitem, aten.expand.default, aten.repeat.default)
+_LAYOUT += (aten.cat.default, aten.stack.default, aten.constant_pad_nd.default, aten.flip.default, aten.copy.default)
+_LAYOUT += (aten.slice_scatter.default, aten.select_scatter.default, aten.tril.default, aten.triu.default)
+_LAYOUT += (aten._conj.default, aten._conj_physical.default, aten.resolve_conj.default)
+_REDUCTIONS: tuple = (aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim, aten.amax.default)
+_REDUCTIONS += (aten.amin.default, aten.prod.default, aten.prod.dim_int, aten.var.correction, aten.var_mean.correction)
+_REDUCTIONS += (aten.std.correction, aten.linalg_vector_norm.default, aten.norm.ScalarOpt_dim, aten.norm.Scalar)
+_REDUCTIONS += (aten._weight_norm_interface.default, aten.native_layer_norm.default, aten._softmax.default)
+_REDUCTIONS += (aten.mv.default, aten.dot.default, aten.vdot.default)  # spectral norms
+_FILLS: tuple = (aten.full_like.default, aten.zeros_like.default, aten.ones_like.default, aten.rand_like.default)
+_FILLS += (aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.bernoulli.p)
+_KEEPS = frozenset((*_LAYOUT, *_REDUCTIONS, *_FILLS))
+
+
+class Origin(NamedTuple):
+    """What a tensor is computed from: `sources`, parameters and buffers, or an `activation`, or nothing. `by`: the operator
+    that keeps a tensor without activations from being a weight."""
+
+    sources: frozenset[Node] = frozenset()
+    activation: bool = False
+    by: str = ""
+
+
+_CONSTANT, _ACTIVATION = Origin(), Origin(activation=True)
+
+
+class Origins:
+    """The `Origin` of every tensor of a joint graph. `weights`: placeholders of parameters and buffers, in the order of the
+    graph's inputs; `parameters`: those of them that are parameters."""
+
+    def __init__(self, graph: Graph, weights: Iterable[Node], parameters: Iterable[Node]):
+        self.weights = dict.fromkeys(weights)
+        self.parameters = frozenset(parameters)
+        self.known: dict[Node, Origin] = {}
+        self.gradients: set[Node] = set()  # all that is computed from a tangent
+        for node in graph.nodes:
+            if node.op != "output":
+                self.known[node] = self._of(node)
+                if compat.is_tangent(node) or not self.gradients.isdisjoint(node.all_input_nodes):
+                    self.gradients.add(node)
+
+    def _of(self, node: Node) -> Origin:
+        if node in self.weights:
+            return Origin(frozenset([node]))
+        if node.op == "placeholder":
+            return _ACTIVATION if is_tensor(node) else _CONSTANT
+        given = [self.known[x] for x in node.all_input_nodes]
+        if any(x.activation for x in given):
+            return _ACTIVATION
+        sources = frozenset().union(*(x.sources for x in given))
+        by = next((x.by for x in given if x.by), "")
+        return Origin(sources, False, by or _name(node) if sources and not _keeps(node) else by)
+
+    def __getitem__(self, node: Node) -> Origin:
+        return self.known[node]
+
+    def bare(self, base: Node) -> Node | None:
+        """The parameter or buffer that a tensor is, or is a slice of."""
+        found = behind(base, (operator.getitem, *SLICES, *VIEWS, *SAME))
+        return found if found in self.weights else None
+
+    def computed(self, base: Node) -> Node | None:
+        """The parameter that a computed weight counts as: the largest of its sources, the first among equals."""
+        origin = self.known[base]
+        if origin.activation or origin.by or compat.is_backward(base):
+            return None
+        owners = [x for x in self.weights if x in origin.sources and x in self.parameters]
+        return max(owners, key=_elements, default=None)
+
+    def weight(self, base: Node) -> Node | None:
+        return self.bare(base) or self.computed(base)
+
+
+def _elements(node: Node) -> int:
+    size = node.meta["val"].numel()
+    return size if isinstance(size, int) else 0
+
+
+def _keeps(node: Node) -> bool:
+    return node.target in _KEEPS or torch.Tag.pointwise in getattr(node.target, "tags", ())
+
+
+def _name(node: Node) -> str:
+    return str(getattr(node.target, "overloadpacket", node.target)).removeprefix("aten.").removeprefix("prims.")
+
+
+class Gradients:
+    """Which weights' gradients the tensors of a joint graph become."""
+
+    def __init__(self, graph: Graph, barriers: frozenset[Node]):
+        """`barriers`: the operators that multiply matrices, behind which a tensor is not itself any more."""
+        outputs = compat.gradient_outputs(graph)
+        self.known = outputs is not None
+        self.inputs = {index for _, index in outputs or ()}
+        self.bits: dict[Node, int] = {}  # of inputs
+        self.near: dict[Node, int] = {}  # bits: inputs whose gradients a tensor becomes with no barrier in between
+        self.far: dict[Node, int] = {}  # or with some
+        for node, index in outputs or ():
+            self.near[node] = self.far[node] = self.near.get(node, 0) | 1 << index
+        for node in reversed(graph.nodes):
+            near, far = self.near.get(node, 0), self.far.get(node, 0)
+            through = node.all_input_nodes
+            for x in through if far else ():
+                self.far[x] = self.far.get(x, 0) | far
+            if near and node in barriers:  # what is added to a product goes on
+                through = [x for x in _addend(node) if isinstance(x, Node)]
+            for x in through if near else ():
+                self.near[x] = self.near.get(x, 0) | near
+
+    def wanted(self, sources: Iterable[Node]) -> bool:
+        """Is one of these an input that has a gradient?"""
+        return any(compat.input_index(x) in self.inputs for x in sources if x.op == "placeholder")
+
+    def reach(self, node: Node, sources: Iterable[Node], far: bool = False) -> bool:
+        """Does a tensor become the gradient of one of these weights? True where the graph does not say."""
+        if not self.known:
+            return True
+        bits = (self.far if far else self.near).get(node, 0)
+        return bool(bits) and any(bits & self.bit(x) for x in sources)
+
+    def bit(self, source: Node) -> int:
+        if source not in self.bits:
+            index = compat.input_index(source)
+            self.bits[source] = 0 if index is None else 1 << index
+        return self.bits[source]
+
+
+def _addend(node: Node) -> tuple[Any, ...]:
+    target: Any = node.target
+    return (arg(node, 0),) if MATMULS.get(getattr(target, "overloadpacket", target)) else ()
+
+
+def feeds(node: Node, others: Iterable[Node]) -> bool:
+    """Is one of the others computed from this?"""
+    wanted, seen, stack = set(others) - {node}, {node}, [node]
+    while stack:
+        for user in stack.pop().users:
+            if user in wanted:
+                return True
+            if user not in seen:
+                seen.add(user)
+                stack.append(user)
+    return False
+
+
+def ingredients(node: Node, origins: Mapping[Node, Origin] | Origins, barriers: frozenset[Node]) -> set[Node]:
+    """The activations that a tensor is computed from with no matmul in between, itself and inputs among them."""
+    seen, stack = {root(node)}, [root(node)]
+    while stack:
+        x = stack.pop()
+        for source in x.all_input_nodes if x not in barriers else ():
+            if source not in seen and is_tensor(source) and origins[source].activation:
+                seen.add(source)
+                stack.append(source)
+    return seen
