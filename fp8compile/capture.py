@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +60,8 @@ class Inputs:
     containers: dict[str, tuple[int, ...]]  # "layers." of `layers.0`, `layers.1`, ... if all of one class: the numbers
     parameter_names: frozenset[str]  # all parameters of the roots
     matrices: tuple[str, ...]  # those that a linear may have, in the order of the roots
+    last: frozenset[int]  # weights that none of the model's other matrices comes after, but for some of this graph
+    rest: bool  # the model has matrices that this graph does not read
     whole: bool  # the graph reads every parameter of the roots
     part: bool  # the roots are in a module whose own graph breaks
 
@@ -106,6 +108,7 @@ def capture(gm: GraphModule, inputs: Sequence[Any]) -> Inputs:
     owned = {plain(name): p for module in modules for name, p in module.named_parameters()}
     tables = {id(part.weight) for module in modules for part in module.modules() if isinstance(part, nn.Embedding)}
     parts = {plain(name): type(part).__name__ for module in modules for name, part in module.named_modules()}
+    last, rest = _last(roots, names)
     return Inputs(
         names=tuple(names),
         weights=frozenset(weights),
@@ -119,6 +122,29 @@ def capture(gm: GraphModule, inputs: Sequence[Any]) -> Inputs:
         containers=_containers(parts),
         parameter_names=frozenset(owned),
         matrices=tuple(name for name, p in owned.items() if p.dim() == 2 and id(p) not in tables),
+        last=frozenset(weights - {i for i in roots if i not in last}),
+        rest=rest,
         whole=bool(owned) and set(owned) <= set(names),
         part=any(map(compat.is_part, modules)),
     )
+
+
+def _last(roots: Mapping[int, tuple[nn.Module, Any]], names: Sequence[str]) -> tuple[set[int], bool]:
+    """Of the inputs that are weights of `roots`, those behind all matrices of the model that this graph does not read, in the
+    order of the model: of the roots and the modules around them that are being called. And whether there are such matrices."""
+    read: dict[int, list[int]] = {}  # by the identity of a parameter
+    order: dict[int, int] = {}
+    matrices: set[int] = set()
+    for module in {id(module): module for module, _ in roots.values()}.values():
+        whole = compat.outermost(module)
+        tables = {id(part.weight) for part in whole.modules() if isinstance(part, nn.Embedding)}
+        for p in whole.parameters():
+            order.setdefault(id(p), len(order))
+            if p.dim() == 2 and id(p) not in tables:
+                matrices.add(id(p))
+        own = {plain(name): p for name, p in module.named_parameters(remove_duplicate=False)}
+        for i in (i for i, (root, _) in roots.items() if root is module and names[i] in own):
+            read.setdefault(id(own[names[i]]), []).append(i)
+    unread = [order[p] for p in matrices if p not in read]
+    end = max(unread, default=-1)
+    return {i for p, found in read.items() for i in found if order.get(p, -1) > end}, bool(unread)

@@ -12,7 +12,7 @@ from .. import compat, eligible, multiply
 from ..capture import Inputs
 from ..devices import Device
 from ..graph import hint, value
-from ..kinds import kind_of
+from ..kinds import kinds
 from ..matmul import GEMMS, Matmul
 from ..policy import Choice, Policy, Rule, Site
 from .plan import roles
@@ -26,13 +26,14 @@ def decide(
     evaluation = not inputs.training or inference
     whole = "eval mode" if not inputs.training else "inference: nothing to differentiate" if inference else None
     layers = _layers(matmuls, inputs)
+    known = kinds(matmuls, inputs)
     sites: list[Site] = []
     complaints: dict[str, None] = {}
     for matmul in matmuls:
         if matmul.weight is None:
             matmul.reason = "not a weight: neither operand is a parameter"
             continue
-        site = _site(matmul, inputs, layers)
+        site = _site(matmul, inputs, layers, known[matmul.fprop or matmul])
         sites.append(site)
         choice = policy.choose(site)
         matmul.recipe, matmul.rule, matmul.auto = choice.recipe, choice.label, choice.fp8 == "auto"
@@ -89,7 +90,7 @@ def _layers(matmuls: list[Matmul], inputs: Inputs) -> dict[str, int]:
     return {name: i for i, name in enumerate(dict.fromkeys((*known, *names)))}
 
 
-def _site(matmul: Matmul, inputs: Inputs, layers: dict[str, int]) -> Site:
+def _site(matmul: Matmul, inputs: Inputs, layers: dict[str, int], kind: str) -> Site:
     m, n, k = (hint(size) for size in matmul.features)
     forward = matmul.fprop or matmul
     stack = forward.node.meta.get("nn_module_stack") or {}
@@ -105,5 +106,5 @@ def _site(matmul: Matmul, inputs: Inputs, layers: dict[str, int]) -> Site:
         k=k,
         block=inputs.block(matmul.fqn),
         layer=(layers[matmul.name], len(layers)),
-        kind=kind_of(matmul),
+        kind=kind,
     )
