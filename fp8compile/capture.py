@@ -64,6 +64,7 @@ class Inputs:
     rest: bool  # the model has matrices that this graph does not read
     whole: bool  # the graph reads every parameter of the roots
     part: bool  # the roots are in a module whose own graph breaks
+    kinds: Mapping[str, tuple[str, ...]] | None = None  # of the matmuls of each weight in the graph that this is a part of
 
     def block(self, name: str) -> tuple[int, int] | None:
         """(position, number) of the block that `name` is in, None outside of blocks: the outermost container of several

@@ -4,6 +4,7 @@
     inductor    compiling it with our passes
     launches    generated kernels in it
     running     while it runs
+    split       the graph that DDP has cut
 
 What moves between versions is handled here, in `described` (which stands in for a device) and nowhere else.
 """
@@ -45,6 +46,7 @@ from .launches import (
     stable_sort,
 )
 from .running import TensorMarks, in_backward, is_compiled, is_ddp, recomputing, saved_as_they_are, share_memory
+from .split import forward_of, uncut
 
 __all__ = [
     "GraphPass",
@@ -57,6 +59,7 @@ __all__ = [
     "compile_inner",
     "copy_graph",
     "eliminate_dead_code",
+    "forward_of",
     "guard_training",
     "in_backward",
     "input_index",
@@ -84,4 +87,5 @@ __all__ = [
     "sources_hash",
     "stable_sort",
     "tag_backward",
+    "uncut",
 ]

@@ -7,6 +7,7 @@ leaves it open and a description of the device is known.
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
 
 from .. import compat, eligible, multiply
 from ..capture import Inputs
@@ -26,7 +27,7 @@ def decide(
     evaluation = not inputs.training or inference
     whole = "eval mode" if not inputs.training else "inference: nothing to differentiate" if inference else None
     layers = _layers(matmuls, inputs)
-    known = kinds(matmuls, inputs)
+    known = _kinds(matmuls, inputs)
     sites: list[Site] = []
     complaints: dict[str, None] = {}
     for matmul in matmuls:
@@ -80,6 +81,22 @@ def _choice(matmul: Matmul, site: Site, choice: Choice, rule: Rule | None) -> st
             return f"recipe {choice.recipe.name} keeps {matmul.gemm}"
         return f"override_linear_precision keeps {matmul.gemm}"
     return None
+
+
+def _kinds(matmuls: list[Matmul], inputs: Inputs) -> dict[Matmul, str]:
+    """Of the forward matmuls with a weight. What they are in the graph that this is a part of, if their weight has as many
+    matmuls here as there, or is the same in all of them; else what they are here."""
+    found = kinds(matmuls, inputs)
+    uses = defaultdict(list)
+    for matmul in found:
+        uses[matmul.name].append(matmul)
+    for name, here in uses.items():
+        there = (inputs.kinds or {}).get(name, ())
+        if len(there) == len(here):
+            found.update(zip(here, there, strict=True))
+        elif len({*there}) == 1:
+            found.update(dict.fromkeys(here, there[0]))
+    return found
 
 
 def _layers(matmuls: list[Matmul], inputs: Inputs) -> dict[str, int]:
