@@ -148,7 +148,7 @@ of_transformers("Qwen3ForCausalLM", "Qwen3Config", "lm_head", TOKENS, head_dim=3
 of_transformers("MixtralForCausalLM", "MixtralConfig", "lm_head", TOKENS, num_local_experts=4, **DECODER)
 of_transformers("GPT2LMHeadModel", "GPT2Config", "lm_head", TOKENS, n_embd=128, n_layer=2, n_head=4, use_cache=False, **TEXT)
 of_transformers("GPT2Model", "GPT2Config", "", TOKENS, n_embd=128, n_layer=2, n_head=4, use_cache=False, **TEXT)
-of_transformers("GPTNeoXForCausalLM", "GPTNeoXConfig", "embed_out", TOKENS, use_cache=False, **SMALL, **TEXT)
+of_transformers("GPTNeoXForCausalLM", "GPTNeoXConfig", "lm_head", TOKENS, use_cache=False, **SMALL, **TEXT)
 of_transformers("MambaForCausalLM", "MambaConfig", "lm_head", TOKENS, hidden_size=128, num_hidden_layers=2,
                 use_cache=False, **TEXT)
 of_transformers("BertModel", "BertConfig", "", TOKENS, **SMALL, **TEXT)
@@ -185,7 +185,7 @@ of_transformers("SwinForImageClassification", "SwinConfig", "classifier", PIXELS
 of_transformers("SegformerForSemanticSegmentation", "SegformerConfig", "", PIXELS, depths=[1, 1], num_encoder_blocks=2,
                 hidden_sizes=[32, 64], num_attention_heads=[1, 2], sr_ratios=[2, 1], patch_sizes=[7, 3], strides=[4, 2],
                 mlp_ratios=[4, 4], decoder_hidden_size=128)
-of_transformers("YolosForObjectDetection", "YolosConfig", "class_labels_classifier bbox_predictor.layers.2", PIXELS,
+of_transformers("YolosForObjectDetection", "YolosConfig", "class_labels_classifier.layers.2 bbox_predictor.layers.2", PIXELS,
                 num_labels=143, **(VISION | dict(image_size=[64, 64], num_detection_tokens=16)))
 of_transformers("Wav2Vec2ForCTC", "Wav2Vec2Config", "lm_head", {"input_values": lambda: noise(2, 4000)}, mask_time_prob=0.0,
                 **CONV, **SMALL, **TEXT)
@@ -195,7 +195,7 @@ of_transformers("ASTForAudioClassification", "ASTConfig", "classifier.dense", {"
                 max_length=64, num_mel_bins=64, num_labels=144, **SMALL)
 of_transformers("MusicgenForCausalLM", "MusicgenDecoderConfig", "lm_heads.0 lm_heads.1",
                 {"input_ids": lambda: words(4, 8)}, num_codebooks=2, ffn_dim=256, **(TEXT | SMALL), use_cache=False)
-of_transformers("DecisionTransformerModel", "DecisionTransformerConfig", "predict_state predict_action predict_return",
+of_transformers("DecisionTransformerModel", "DecisionTransformerConfig", "predict_state predict_action.0 predict_return",
                 {"states": lambda: noise(2, 8, 144), "actions": lambda: noise(2, 8, 16), "rewards": lambda: noise(2, 8, 1),
                  "returns_to_go": lambda: noise(2, 8, 1), "timesteps": lambda: words(2, 8)},
                 state_dim=144, act_dim=16, hidden_size=128, n_layer=2, n_head=4, max_ep_len=64, use_cache=False)
@@ -356,8 +356,9 @@ def tabled(lines: dict[str, dict[str, Any]]) -> str:
     for name in (name for name in CASES if name in lines):
         line = lines[name]
         found = line.get("found", {})
-        rows.append([name, ", ".join(line.get("expected", ())) or "none", ", ".join(line.get("named", ())), line.get("others", ""),
-                     ", ".join(dict.fromkeys(found.values())), verdict(line)])
+        expected, named = line.get("expected", ()), line.get("named", ())
+        recognised = ", ".join(dict.fromkeys(found.values()))
+        rows.append([name, ", ".join(expected) or "none", ", ".join(named), line.get("others", ""), recognised, verdict(line)])
     good = sum(row[-1] == "as it should be" for row in rows)
     head = ["model", "its heads", "in the list of names", "other layers", "recognised", "verdict"]
     return f"{table(rows, head, markdown=True)}\n\n{good} of {len(rows)} as they should be"

@@ -31,6 +31,7 @@ TABLES = (aten.embedding.default, aten._embedding_bag.default)
 # what adds to a stream, or writes into one
 ADDS: tuple = (aten.add.Tensor, aten.addcmul.default, aten.index_add.default, aten.scatter_add.default, aten.index_put.default)
 ADDS += (aten.slice_scatter.default, aten.select_scatter.default)
+JOINS = (*ADDS, aten.mul.Tensor)
 THROUGH = (*CASTS, *SAME, *VIEWS, aten.add.Tensor, aten.clone.default)
 
 
@@ -143,13 +144,13 @@ class _Flow:
             sources ^= lowest
 
     def _is_added(self, matmul: Matmul) -> bool:
-        """Is its output, whatever becomes of it, added to something that it was computed from?"""
+        """Is its output, whatever becomes of it, added to something that it was computed from, or a gate to it?"""
         node = matmul.node
         behind_it = {node}
         for user in self.before:  # in the order of the graph
             if not behind_it.isdisjoint(user.all_input_nodes):
                 behind_it.add(user)
-        sums = [(x, side) for x in behind_it if call_function(x, ADDS) for side in x.all_input_nodes if side not in behind_it]
+        sums = [(x, side) for x in behind_it if call_function(x, JOINS) for side in x.all_input_nodes if side not in behind_it]
         if matmul.addend is not None:
             sums.append((node, matmul.addend))
         return any(self.near.get(side, 0) & self.before[node] and _as_large(side, x) for x, side in sums)
