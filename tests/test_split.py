@@ -146,7 +146,7 @@ def test_a_whole_that_cannot_be_traced(one_process, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(compat, "forward_of", fails)
     whole, cut = both(Llama)
-    assert {key[0] for key, found in cut.decisions.items() if found != whole.decisions[key]} == {"mlp.down"}
+    assert "mlp.down" in {key[0] for key, found in cut.decisions.items() if found != whole.decisions[key]}
 
 
 @pytest.mark.timeout(180)
