@@ -54,7 +54,7 @@ def fp8(
     """
     try:
         chosen = parse(options, mode)
-        inputs = capture(gm, example_inputs)
+        inputs = dataclasses.replace(capture(gm, example_inputs), kinds=passes.whole_kinds(gm))
         refusal = _refusal(inputs.devices)
         if refusal is not None:
             _complain(chosen, refusal)

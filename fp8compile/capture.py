@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,10 +83,13 @@ class Inputs:
     containers: dict[str, tuple[int, ...]]  # "layers." of `layers.0`, `layers.1`, ... if all of one class: the numbers
     parameter_names: frozenset[str]  # all parameters of the roots
     matrices: tuple[str, ...]  # those that a linear may have, in the order of the roots
+    last: frozenset[int]  # weights that none of the model's other matrices comes after, but for some of this graph
+    rest: bool  # the model has matrices that this graph does not read
     whole: bool  # the graph reads every parameter of the roots
     part: bool  # the roots are in a module whose own graph breaks
     inlined: bool = False  # compiled autograd takes over the backward
     resharded: frozenset[int] = frozenset()  # parameters that FSDP2 frees after forward, and gathers again in backward
+    kinds: Mapping[str, tuple[str, ...]] | None = None  # of the matmuls of each weight in the graph that this is a part of
 
     def block(self, name: str) -> tuple[int, int] | None:
         """(position, number) of the block that `name` is in, None outside of blocks: the outermost container of several
@@ -135,6 +138,7 @@ def capture(gm: GraphModule, inputs: Sequence[Any]) -> Inputs:
     owned = {plain(name): p for module in modules for name, p in module.named_parameters()}
     tables = {id(part.weight) for module in modules for part in module.modules() if isinstance(part, nn.Embedding)}
     parts = {plain(name): type(part).__name__ for module in modules for name, part in module.named_modules()}
+    last, rest = _last(roots, names)
     return Inputs(
         names=tuple(names),
         weights=frozenset(weights),
@@ -149,8 +153,31 @@ def capture(gm: GraphModule, inputs: Sequence[Any]) -> Inputs:
         containers=_containers(parts),
         parameter_names=frozenset(owned),
         matrices=tuple(name for name, p in owned.items() if p.dim() == 2 and id(p) not in tables),
+        last=frozenset(weights - {i for i in roots if i not in last}),
+        rest=rest,
         whole=bool(owned) and set(owned) <= set(names),
         part=any(map(compat.is_part, modules)),
         inlined=compat.compiled_autograd(),
         resharded=compat.resharded(inputs),
     )
+
+
+def _last(roots: Mapping[int, tuple[nn.Module, Any]], names: Sequence[str]) -> tuple[set[int], bool]:
+    """Of the inputs that are weights of `roots`, those behind all matrices of the model that this graph does not read, in the
+    order of the model: of the roots and the modules around them that are being called. And whether there are such matrices."""
+    read: dict[int, list[int]] = {}  # by the identity of a parameter
+    order: dict[int, int] = {}
+    matrices: set[int] = set()
+    for module in {id(module): module for module, _ in roots.values()}.values():
+        whole = compat.outermost(module)
+        tables = {id(part.weight) for part in whole.modules() if isinstance(part, nn.Embedding)}
+        for p in whole.parameters():
+            order.setdefault(id(p), len(order))
+            if p.dim() == 2 and id(p) not in tables:
+                matrices.add(id(p))
+        own = {plain(name): p for name, p in module.named_parameters(remove_duplicate=False)}
+        for i in (i for i, (root, _) in roots.items() if root is module and names[i] in own):
+            read.setdefault(id(own[names[i]]), []).append(i)
+    unread = [order[p] for p in matrices if p not in read]
+    end = max(unread, default=-1)
+    return {i for p, found in read.items() for i in found if order.get(p, -1) > end}, bool(unread)

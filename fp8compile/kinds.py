@@ -1,4 +1,5 @@
-"""Output heads, router gates and down projections, recognised by name and by what the graph does around them.
+"""Output heads, router gates and down projections, recognised by name and by what the graph does around them. (Heads that
+only their place tells are found in `last`.)
 
 Heads and gates are kept in high precision by the default policy: logits, and choices between experts, are sensitive to small
 errors. Inputs of down projections behind a gated activation are products of two projections, whose outliers grow suddenly.
@@ -7,12 +8,14 @@ errors. Inputs of down projections behind a gated activation are products of two
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch.fx import Node
 
+from .capture import Inputs
 from .graph import CASTS, SAME, SLICES, VIEWS, arg, aten, behind, call_function, is_tensor, same_shape, same_size, value
+from .last import last_matmuls
 from .matmul import Matmul
 
 HEADS = "lm_head head heads embed_out unembed unembedding output_projection score classifier logits".split()
@@ -26,14 +29,20 @@ BETWEEN: tuple = (*CASTS, *SAME, *VIEWS, aten.slice.Tensor, aten.select.int, ate
 BETWEEN += (aten.add.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.sigmoid.default, aten.tanh.default)
 BETWEEN += (aten.constant_pad_nd.default,)
 CLAMPS = (aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default)
+LAST = "output head: the last matmul of the model, nothing follows it"
 GATED = "down projection: its input is a product of two projections"
 MOST = 64  # nodes between a product and the projections behind it
 
 
-def kind_of(matmul: Matmul) -> str:
-    """ "output head: ...", "router gate: ..." or "down projection: ..." and how it was recognised; "" for anything else.
-    `matmul` has a weight."""
-    return _head(matmul) or _router(matmul) or _down(matmul) or ""
+def kinds(matmuls: Sequence[Matmul], inputs: Inputs) -> dict[Matmul, str]:
+    """Of every forward matmul with a weight: "output head: ...", "router gate: ..." or "down projection: ..." and how it was
+    recognised; "" for anything else."""
+    last = last_matmuls(matmuls, inputs)
+    return {
+        matmul: _head(matmul) or _router(matmul) or (LAST if matmul in last else "") or _down(matmul) or ""
+        for matmul in matmuls
+        if matmul.gemm == "fprop"
+    }
 
 
 def _head(matmul: Matmul) -> str | None:
@@ -41,7 +50,7 @@ def _head(matmul: Matmul) -> str | None:
         return "output head: by its name"
     if matmul.parameter is not None and any(_looks_up(user) for user in _readers(matmul.parameter)):
         return "output head: the weight is tied to an embedding"
-    if any(call_function(node, LOSSES) or _softmax(node) == "log" for node in _downstream(_fprop(matmul).node)):
+    if any(call_function(node, LOSSES) or _softmax(node) == "log" for node in _downstream(matmul.node)):
         return "output head: its output is the loss's logits"
     return None
 
@@ -54,14 +63,14 @@ def _looks_up(user: Node) -> bool:
 def _router(matmul: Matmul) -> str | None:
     if matmul.fqn.rsplit(".", 1)[-1].lower() in ROUTERS:
         return "router gate: by its name"
-    if any(call_function(node, CHOICES) or _softmax(node) == "plain" for node in _downstream(_fprop(matmul).node)):
+    if any(call_function(node, CHOICES) or _softmax(node) == "plain" for node in _downstream(matmul.node)):
         return "router gate: its output goes into a softmax or topk"
     return None
 
 
 def _down(matmul: Matmul) -> str | None:
     """Is its input a product of what two projections made, element by element: act(gate) * up?"""
-    node = _fprop(matmul).other_operand.base
+    node = matmul.other_operand.base
     for _ in range(8):  # a dropout's mask, a scale, a cast may come last
         if call_function(node, (*CASTS, *SAME, *VIEWS, *CLAMPS, aten.clone.default)):
             node = arg(node, 0)
@@ -101,10 +110,6 @@ def _projections(node: Node) -> frozenset[Node]:
                 seen.add(source)
                 stack.append(source)
     return frozenset(found)
-
-
-def _fprop(matmul: Matmul) -> Matmul:
-    return matmul.fprop or matmul
 
 
 def _readers(node: Node) -> Iterator[Node]:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from torch.fx import Node
 
 from . import compat
-from .graph import Matrix, hint
+from .graph import Matrix, arg, hint
 from .recipe import Recipe
 from .reports import FP8, HIGH_PRECISION, MatmulRecord
 
@@ -60,6 +60,11 @@ class Matmul:
     @property
     def fp8(self) -> bool:
         return self.reason is None
+
+    @property
+    def addend(self) -> Node | None:
+        """What is added to the product, as it is now: it may be a matmul that was replaced."""
+        return arg(self.node, 0) if len(self.node.args) > 2 else None
 
     @property
     def other_operand(self) -> Matrix:

@@ -38,7 +38,7 @@ class Tiny(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = x + self.body(x)
-        return self.head(h) * self.gate(h).mean(-1, keepdim=True)
+        return self.head(h * self.gate(h).mean(-1, keepdim=True))
 
 
 class Mlp(nn.Module):

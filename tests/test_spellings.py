@@ -320,7 +320,8 @@ def test_convolution_and_attention_are_listed():
             self.attention = Attention(written_out=False)
 
         def forward(self, x):
-            return self.attention(self.patches(x).flatten(2).transpose(1, 2))
+            x = self.patches(x).flatten(2).transpose(1, 2)
+            return x + self.attention(x)  # or it would be the model's output head
 
     report = one_step(Model(), noise(2, 3, 32, 32))
     check(report, {f"attention.{name}": "fp8" for name in "qkvo"})

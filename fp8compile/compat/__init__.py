@@ -7,6 +7,7 @@
     launches    generated kernels in it
     running     while it runs
     threads     several threads that compile
+    split       the graph that DDP has cut
 
 What moves between versions is handled here, in `described` (which stands in for a device) and nowhere else.
 """
@@ -23,6 +24,7 @@ from .dynamo import (
     is_of_backend,
     is_part,
     is_tangent,
+    outermost,
     root_modules,
     shown,
     source_name,
@@ -64,6 +66,7 @@ from .running import (
     share_memory,
     unseen,
 )
+from .split import forward_of, uncut
 from .threads import ask_by_thread, register_again, tracing
 
 __all__ = [
@@ -82,6 +85,7 @@ __all__ = [
     "eliminate_dead_code",
     "group_name",
     "gradient_outputs",
+    "forward_of",
     "guard_training",
     "in_backward",
     "in_compiled_autograd",
@@ -102,6 +106,7 @@ __all__ = [
     "load_kernel",
     "managed",
     "max_autotune",
+    "outermost",
     "random_prims",
     "read_by_graphs",
     "recomputing",
@@ -121,4 +126,5 @@ __all__ = [
     "tag_backward",
     "tracing",
     "unseen",
+    "uncut",
 ]

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
+CALLS = ("forward", "__call__", "_call_impl")  # functions of a module that is being called
+
 
 def source_name(placeholder: Node) -> str:
     """The expression of a Dynamo placeholder in the user's frame, `L['self']._modules['up']._parameters['weight']`; or ''."""
@@ -153,6 +155,18 @@ def is_part(module: nn.Module) -> bool:
             return True
         frame = frame.f_back  # type: ignore[assignment]
     return False
+
+
+def outermost(module: nn.Module) -> nn.Module:
+    """The outermost module around this one whose forward is under way, or the module itself. Asked within the backend: eager
+    modules around a compiled one are on the stack when it is compiled."""
+    frame, found = sys._getframe(), module
+    while frame is not None:
+        caller = frame.f_locals.get("self") if frame.f_code.co_name in CALLS else None
+        if isinstance(caller, nn.Module) and caller is not found and any(part is found for part in caller.modules()):
+            found = caller
+        frame = frame.f_back  # type: ignore[assignment]
+    return found
 
 
 def _scopes() -> dict[str, Any]:

@@ -30,6 +30,7 @@ from .decide import decide
 from .plan import Plan, plan
 from .rewrite import observe, rewrite
 from .update import group_of, update
+from .whole import whole_kinds as whole_kinds
 
 
 @dataclass(frozen=True)

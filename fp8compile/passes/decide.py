@@ -6,13 +6,14 @@ leaves it open and a description of the device is known.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import replace
 
 from .. import compat, eligible, multiply
 from ..capture import Inputs
 from ..devices import Device
 from ..graph import hint, value
-from ..kinds import kind_of
+from ..kinds import kinds
 from ..matmul import GEMMS, Matmul
 from ..policy import Choice, Policy, Rule, Site
 from .plan import roles
@@ -26,13 +27,14 @@ def decide(
     evaluation = not inputs.training or inference
     whole = "eval mode" if not inputs.training else "inference: nothing to differentiate" if inference else None
     layers = _layers(matmuls, inputs)
+    known = _kinds(matmuls, inputs)
     sites: list[Site] = []
     complaints: dict[str, None] = {}
     for matmul in matmuls:
         if matmul.weight is None:
             matmul.reason = matmul.not_a_weight
             continue
-        site = _site(matmul, inputs, layers)
+        site = _site(matmul, inputs, layers, known[matmul.fprop or matmul])
         sites.append(site)
         choice = policy.choose(site)
         matmul.recipe, matmul.rule, matmul.auto = choice.recipe, choice.label, choice.fp8 == "auto"
@@ -90,6 +92,22 @@ def _choice(matmul: Matmul, site: Site, choice: Choice, rule: Rule | None) -> st
     return None
 
 
+def _kinds(matmuls: list[Matmul], inputs: Inputs) -> dict[Matmul, str]:
+    """Of the forward matmuls with a weight. What they are in the graph that this is a part of, if their weight has as many
+    matmuls here as there, or is the same in all of them; else what they are here."""
+    found = kinds(matmuls, inputs)
+    uses = defaultdict(list)
+    for matmul in found:
+        uses[matmul.name].append(matmul)
+    for name, here in uses.items():
+        there = (inputs.kinds or {}).get(name, ())
+        if len(there) == len(here):
+            found.update(zip(here, there, strict=True))
+        elif len({*there}) == 1:
+            found.update(dict.fromkeys(here, there[0]))
+    return found
+
+
 def _layers(matmuls: list[Matmul], inputs: Inputs) -> dict[str, int]:
     """The weights, by the names of their parameters: in the order of their first use in forward, if the graph has the whole
     model, else in the order in which the model has them."""
@@ -98,7 +116,7 @@ def _layers(matmuls: list[Matmul], inputs: Inputs) -> dict[str, int]:
     return {name: i for i, name in enumerate(dict.fromkeys((*known, *names)))}
 
 
-def _site(matmul: Matmul, inputs: Inputs, layers: dict[str, int]) -> Site:
+def _site(matmul: Matmul, inputs: Inputs, layers: dict[str, int], kind: str) -> Site:
     m, n, k = (hint(size) for size in matmul.features)
     forward = matmul.fprop or matmul
     stack = forward.node.meta.get("nn_module_stack") or {}
@@ -114,5 +132,5 @@ def _site(matmul: Matmul, inputs: Inputs, layers: dict[str, int]) -> Site:
         k=k,
         block=inputs.block(matmul.fqn),
         layer=(layers[matmul.name], len(layers)),
-        kind=kind_of(matmul),
+        kind=kind,
     )

@@ -32,7 +32,7 @@ import torch
 from torch.fx import Graph, Node
 
 from .. import compat, ops
-from ..graph import CASTS, PERMUTES, VIEWS, Emitter, Matrix, arg, aten, hint, is_tensor, same_shape, value
+from ..graph import CASTS, PERMUTES, VIEWS, Emitter, Matrix, aten, hint, is_tensor, same_shape, value
 from ..matmul import GEMMS, Matmul
 from ..recipe import WHOLE
 from .plan import Operand, Plan, roles
@@ -258,10 +258,9 @@ _RESHAPES = (*VIEWS, *PERMUTES, aten.expand.default, operator.getitem)
 
 def _split_addend(matmul: Matmul) -> tuple[Node | None, Node | None]:
     """(bias that the FP8 matmul adds, anything else that has to be added): at most one is there."""
-    node = matmul.node
-    if len(node.args) < 3:
+    node, addend = matmul.node, matmul.addend
+    if addend is None:
         return None, None
-    addend = arg(node, 0)  # as it is now: it may be a matmul that was replaced
     plain = node.kwargs.get("beta", 1) == 1 and node.kwargs.get("alpha", 1) == 1
     shape = value(addend).shape
     is_row = len(shape) == 1 and isinstance(shape[0], int) and shape[0] == matmul.n

@@ -1,0 +1,46 @@
+"""DDPOptimizer: the Dynamo graph that it has cut where buckets end, while it compiles the parts."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch._functorch.config as functorch_config
+from torch.fx import Graph, GraphModule
+
+from .dynamo import copy_graph
+
+
+def uncut(gm: GraphModule) -> tuple[GraphModule, Sequence[Any]] | None:
+    """The graph that `gm` is a part of, and its example inputs; None if it is no part. Asked within the backend: the
+    optimizer is on the stack then."""
+    frame = sys._getframe()
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "compile_fn" and code.co_filename.replace("\\", "/").endswith("_dynamo/backends/distributed.py"):
+            whole, inputs = frame.f_locals.get("gm"), frame.f_locals.get("example_inputs")
+            return (whole, inputs) if isinstance(whole, GraphModule) and inputs is not None and whole is not gm else None
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def forward_of(gm: GraphModule) -> Graph:
+    """The forward of a Dynamo graph as Inductor would be given it, in ATen. Nothing is compiled, and what is being compiled
+    around this knows nothing of it."""
+    from torch._functorch.aot_autograd import aot_module_simplified
+    from torch._guards import TracingContext, detect_fake_mode, tracing
+    from torch._inductor.decomposition import select_decomp_table
+
+    examples = [node.meta["example_value"] for node in gm.graph.find_nodes(op="placeholder")]
+    graphs: list[Graph] = []
+
+    def compiler(gm: GraphModule, example_inputs: Sequence[Any]) -> Any:
+        graphs.append(gm.graph)
+        return gm.forward
+
+    mode = detect_fake_mode(examples)
+    with tracing(TracingContext(mode)), torch.no_grad(), functorch_config.patch(enable_autograd_cache=False):
+        aot_module_simplified(copy_graph(gm), examples, fw_compiler=compiler, decompositions=select_decomp_table())
+    return graphs[0]

@@ -1,0 +1,199 @@
+"""Which matmuls are the model's last ones: output heads, told by what the graph has before and behind them.
+
+    hidden -> norm -> mm -> softcap, view, loss -> output      a head: nothing with a weight follows
+    hidden -> norm -> mm, gelu, mm -> + hidden -> output       no head: its output goes back into the stream that it read
+    x -> mm -> gelu -> mm -> output                            no head if x has features: a block, its residual added outside
+
+A block that is compiled by itself looks like the end of a model, and the last projection of a block is no head. So where a
+graph is handed features (no tokens, no pixels), its last matmul has to read what a model ends with: a sum of residuals, or a
+norm or a pool at another width than it was handed. And where the model has matrices that this graph does not read, a head is
+behind all of them in the order of the model's modules.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from torch._ops import OpOverload
+from torch.fx import Graph, Node
+
+from . import compat
+from .capture import Inputs
+from .graph import CASTS, SAME, VIEWS, aten, call_function, is_tensor, same_shape, same_size, value
+from .matmul import Matmul
+
+# by their operators' names: what sums over features with other data or weights, whether we rewrite it or not
+CONTRACTS = re.compile(r"(^|_)(add|badd)?b?mm(_|$)|matmul|convolution|attention|dot|lstm|gru|rnn|mv$|einsum|mkldnn|weight_int")
+POOLS = re.compile(r"sum|mean|^var|amax|pool|norm|select|index|gather")
+TRANSPARENT = ("aten", "prims", "prim", "_c10d_functional", "c10d", "inductor", "inductor_prims", "profiler", "rngprims")
+TABLES = (aten.embedding.default, aten._embedding_bag.default)
+# what adds to a stream, or writes into one
+ADDS: tuple = (aten.add.Tensor, aten.addcmul.default, aten.index_add.default, aten.scatter_add.default, aten.index_put.default)
+ADDS += (aten.slice_scatter.default, aten.select_scatter.default)
+JOINS = (*ADDS, aten.mul.Tensor)
+THROUGH = (*CASTS, *SAME, *VIEWS, aten.add.Tensor, aten.clone.default)
+
+
+def last_matmuls(matmuls: Sequence[Matmul], inputs: Inputs) -> frozenset[Matmul]:
+    """Those of the forward matmuls with a weight that are output heads by their place in the model."""
+    fprops = [matmul for matmul in matmuls if matmul.gemm == "fprop"]
+    if not fprops:
+        return frozenset()
+    known = {matmul.node: matmul for matmul in fprops}
+    ends = [known[node] for node in _ends(fprops[0].node.graph, known) if _index(known[node]) in inputs.last]
+    if not ends:
+        return frozenset()
+    flow = _Flow(fprops[0].node.graph, known, inputs)
+    return frozenset(matmul for matmul in ends if flow.is_head(matmul))
+
+
+def _index(matmul: Matmul) -> int | None:
+    return compat.input_index(matmul.parameter) if matmul.parameter is not None else None
+
+
+def _ends(graph: Graph, known: dict[Node, Matmul]) -> list[Node]:
+    """The matmuls whose output reaches an output of the forward, and on no way another weight. A product of two activations may
+    be on it: similarities of two projections are logits. Two may not: they are an attention."""
+    products: dict[Node, int] = {}  # the most products behind a node; 2: or a weight
+    reaches: set[Node] = set()
+    for node in reversed(graph.nodes):
+        most = 0
+        for user in node.users:
+            if user.op == "output":
+                reaches.add(node)
+            elif not compat.is_backward(user):
+                similarity = call_function(user, (aten.mm.default,)) and user not in known
+                most = max(most, products[user] + similarity if similarity or not contracts(user) else 2)
+                if user in reaches:
+                    reaches.add(node)
+        products[node] = min(most, 2)
+    return [node for node in known if node in reaches and products[node] < 2]
+
+
+def contracts(node: Node) -> bool:
+    """Does it hide or is it a product, so that features behind it are not those before it?"""
+    if node.op != "call_function" or not hasattr(node.target, "namespace"):
+        return False
+    if not isinstance(node.target, OpOverload) or node.target.namespace not in TRANSPARENT:
+        return True  # a nested graph, or a third party's operator
+    return CONTRACTS.search(_name(node)) is not None
+
+
+def _name(node: Node) -> str:
+    return node.target._schema.name.partition("::")[2] if isinstance(node.target, OpOverload) else ""
+
+
+class _Flow:
+    """Where the tensors of a forward come from. Sources are the results of products and of tables, and what the graph is
+    handed; sets of them are the bits of a number."""
+
+    def __init__(self, graph: Graph, known: dict[Node, Matmul], inputs: Inputs):
+        self.inputs = inputs
+        self.sources: list[Node] = []
+        self.bits: dict[Node, int] = {}
+        self.made = 0  # the sources that are made in this graph
+        self.before: dict[Node, int] = {}  # all sources that a node depends on; of a source, those before it
+        self.near: dict[Node, int] = {}  # those with no other between; of a source, itself
+        self.widths: list = []  # of the features that the graph is handed
+        for node in graph.nodes:
+            if node.op == "output" or compat.is_backward(node):
+                continue
+            before = near = 0
+            for x in node.all_input_nodes:
+                before |= self.before.get(x, 0) | self.near.get(x, 0)
+                near |= self.near.get(x, 0)
+            made = contracts(node) or call_function(node, TABLES)
+            if made or self._is_handed(node):
+                if node in known:
+                    self.widths += self._features(known[node], near)
+                near = self.bits[node] = 1 << len(self.sources)
+                self.made |= near if made else 0
+                self.sources.append(node)
+            self.before[node], self.near[node] = before, near
+
+    def is_head(self, matmul: Matmul) -> bool:
+        """Is this matmul, which no other follows, no residual's, and does it end a model?"""
+        node, (_, n, k) = matmul.node, matmul.features
+        if not (self.before[node] & self.made or self.inputs.rest) or self._is_added(matmul):
+            return False
+        if same_size(n, k) and _is_squashed(node):
+            return False
+        if not self.widths:  # tokens or pixels: the graph begins where the model does
+            return True
+        pooled, summed = self._reads(matmul.other_operand.base)
+        return summed or ((pooled or self.inputs.rest) and not any(same_size(n, width) for width in self.widths))
+
+    def _is_handed(self, node: Node) -> bool:
+        """A tensor that a graph is called with, which may be a stream of features."""
+        if node.op != "placeholder" or not is_tensor(node) or not value(node).is_floating_point():
+            return False
+        index = compat.input_index(node)
+        return index is not None and index < len(self.inputs.names) and index not in self.inputs.weights
+
+    def _features(self, matmul: Matmul, near: int) -> list:
+        """The features that a matmul reads as they are handed to the graph."""
+        k = matmul.features[2]
+        handed = (value(x) for x in self._nodes(near & ~self.made))
+        return [k for x in handed if x.dim() >= 2 and same_size(x.shape[-1], k)]
+
+    def _nodes(self, sources: int) -> Iterable[Node]:
+        while sources:
+            lowest = sources & -sources
+            yield self.sources[lowest.bit_length() - 1]
+            sources ^= lowest
+
+    def _is_added(self, matmul: Matmul) -> bool:
+        """Is its output, whatever becomes of it, added to something that it was computed from, or a gate to it?"""
+        node = matmul.node
+        behind_it = {node}
+        for user in self.before:  # in the order of the graph
+            if not behind_it.isdisjoint(user.all_input_nodes):
+                behind_it.add(user)
+        sums = [(x, side) for x in behind_it if call_function(x, JOINS) for side in x.all_input_nodes if side not in behind_it]
+        if matmul.addend is not None:
+            sums.append((node, matmul.addend))
+        return any(self.near.get(side, 0) & self.before[node] and _as_large(side, x) for x, side in sums)
+
+    def _reads(self, node: Node) -> tuple[bool, bool]:
+        """Is what a matmul reads computed by a norm, a pool or a selection of tokens, and from a sum of residuals?"""
+        pooled = summed = False
+        seen, stack = {node}, [node]
+        while stack:
+            x = stack.pop()
+            if x in self.bits or x.op != "call_function":
+                continue
+            pooled = pooled or POOLS.search(_name(x)) is not None
+            summed = summed or (call_function(x, ADDS) and self._is_residual(x))
+            new = [source for source in x.all_input_nodes if source not in seen]
+            seen.update(new)
+            stack += new
+        return pooled, summed
+
+    def _is_residual(self, node: Node) -> bool:
+        """Is one side of a sum computed from the other by a product?"""
+        sides = [x for x in node.all_input_nodes if self.near.get(x, 0) and _as_large(x, node)]
+        return any(
+            self.before[source] & self.near[other]
+            for one in sides
+            for other in sides
+            if one is not other
+            for source in self._nodes(self.near[one] & self.made)
+        )
+
+
+def _as_large(side: Node, total: Node) -> bool:
+    if not is_tensor(side) or not is_tensor(total):
+        return False
+    return value(total).dim() >= 2 and (
+        same_shape(value(side).shape, value(total).shape) or same_size(value(side).numel(), value(total).numel())
+    )
+
+
+def _is_squashed(node: Node) -> bool:
+    """Does a tanh come next, and no scale behind it: is this a pooler, which makes features for what is not here?"""
+    users = [user for user in node.users if not compat.is_backward(user)]
+    while len(users) == 1 and (call_function(users[0], THROUGH)):
+        users = [user for user in users[0].users if not compat.is_backward(user)]
+    squashed = [user for user in users if call_function(user, (aten.tanh.default,))]
+    return bool(squashed) and len(squashed) == len(users)

@@ -1,0 +1,50 @@
+"""What a matmul is in the whole graph, where only a part of it is compiled.
+
+DDPOptimizer cuts a graph where its buckets end. A product of two projections and the down projection behind it, a head and its
+loss, a gate and its softmax may then be in two graphs. So the forward of the whole graph is traced once, when the first part is
+compiled, and its matmuls keep the kinds that they have there.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+from torch.fx import GraphModule
+
+from .. import compat
+from ..capture import capture
+from ..kinds import kinds
+from ..logs import get_logger
+from .collect import collect
+
+logger = get_logger(__name__)
+
+KEPT = "fp8compile_kinds"  # among the whole graph's metadata: for the other parts
+
+
+def whole_kinds(gm: GraphModule) -> Mapping[str, tuple[str, ...]] | None:
+    """The kinds of the forward matmuls of each weight, by its name, in the graph that `gm` is a part of. None if it is whole,
+    or if the whole cannot be traced: then a part sees what it sees."""
+    found = compat.uncut(gm)
+    if found is None:
+        return None
+    whole, inputs = found
+    if KEPT not in whole.meta:
+        try:
+            whole.meta[KEPT] = _kinds(whole, inputs)
+        except Exception as error:
+            logger.debug("fp8: the graph that DDP has cut could not be traced, so each part decides alone: %s", error)
+            whole.meta[KEPT] = None
+    return whole.meta[KEPT]
+
+
+def _kinds(gm: GraphModule, example_inputs: Any) -> dict[str, tuple[str, ...]]:
+    inputs = capture(gm, example_inputs)
+    matmuls, _ = collect(compat.forward_of(gm), inputs)
+    found: dict[str, list[str]] = defaultdict(list)
+    for matmul, kind in kinds(matmuls, inputs).items():
+        found[matmul.name].append(kind)
+    logger.debug("fp8: kinds of the graph that DDP has cut: %s", {name: kind for name, kind in found.items() if any(kind)})
+    return {name: tuple(kinds) for name, kinds in found.items()}
