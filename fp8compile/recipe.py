@@ -135,16 +135,13 @@ class Recipe:
 
     def _margins(self) -> None:
         margin = self.margin
-        if margin is None:
-            follows = self.name == "delayed" and not self.current_scaling[2]
-            margin = (0, 0, (HEADROOM if self.fp8_format == "hybrid" else HEADROOM_OF_E4M3) if follows else 0)
         if isinstance(margin, (tuple, list)):
             if len(margin) != 3:
                 raise OptionError.of("margin", margin, "an integer, or three: for inputs, weights and gradients")
             for one in margin:
                 integer("margin", one, 0, 64)
             margin = margin[0] if len(set(margin)) == 1 else (margin[0], margin[1], margin[2])
-        else:
+        elif margin is not None:
             integer("margin", margin, 0, 64)
         object.__setattr__(self, "margin", margin)
 
@@ -175,10 +172,13 @@ class Recipe:
             block = Block(128, 128) if role == "weight" else Block(1, 128)
         elif self.fine and not (self.name == "rowwise_with_gw_hp" and (role, gemm) == ("weight", "dgrad")):
             block = ROW
-        margin = self.margin[i] if isinstance(self.margin, tuple) else self.margin or 0
         window = 1 if self.amax_compute_algo == "most_recent" else self.amax_history_len
         history = (window, self.interval, self.on_overflow == "current") if delayed else (0, 0, False)
         wide = self.fp8_format == "hybrid" and role == "gradient"
+        if self.margin is None:
+            margin = (HEADROOM if wide else HEADROOM_OF_E4M3) if delayed and role == "gradient" else 0
+        else:
+            margin = self.margin if isinstance(self.margin, int) else self.margin[i]
         return Scaling(delayed, block, wide, margin, bool(self.power_of_2_scale), self.fp8_encoding, history)
 
 
