@@ -54,7 +54,8 @@ HISTORY = 16
 ROLES = ("input", "weight", "gradient")
 CASES = (("input", E4M3), ("weight", E4M3), ("gradient", E5M2), ("gradient", E4M3))
 TIMM_STEPS, GOOD, GOAL = 8, 0.99, 0.97
-TIMM_ARMS = {str(m): {"margin": (0, 0, m)} for m in (0, 6, 8, 10, 12)} | {"tensorwise": {"recipe": "tensorwise"}}
+TIMM_ARMS = {str(m): {"margin": (0, 0, m)} for m in (0, 6, 8, 10, 11, 12)} | {"tensorwise": {"recipe": "tensorwise"}}
+KEYS = ("part", "model", "when", "role", "format", "span", "arm")  # of a line in the results
 SHOWN = (0, 1, 2, 3, 4, 6, 8, 10, 11, 12)
 
 Row = dict[str, Any]
@@ -254,12 +255,12 @@ TIMM: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def of_timm() -> Iterator[Row]:
+def of_timm(arms: Sequence[str]) -> Iterator[Row]:
     """A line for each model and arm."""
     import timm
 
     for title, (name, settings) in TIMM.items():
-        for arm, options in TIMM_ARMS.items():
+        for arm, options in ((arm, TIMM_ARMS[arm]) for arm in arms):
             torch.manual_seed(0)
             built = timm.create_model(name, pretrained=False, num_classes=100, drop_path_rate=0.0, **settings).train()
             found = first_steps(built, options, settings["img_size"])
@@ -335,19 +336,18 @@ def of_arm(row: Row | None) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", action="append", choices=PARTS, help="default: all")
+    parser.add_argument("--arm", action="append", choices=tuple(TIMM_ARMS), help="of timm; default: all")
     parser.add_argument("--show", action="store_true", help="measure nothing")
-    parser.add_argument("--out", type=Path, default=PATH, help="results; those of a part are replaced when it is measured")
+    parser.add_argument("--out", type=Path, default=PATH, help="results; what is measured again is replaced")
     parser.add_argument("--update", type=Path, metavar="PAGE", help="write the tables into this page")
     given = parser.parse_args(argv)
     rows = [json.loads(line) for line in given.out.read_text().splitlines()] if given.out.exists() else []
     about = {"date": machine.now(), **machine.commit(), "versions": machine.versions()}
-    for part, measure in zip(PARTS, (casts, of_models, of_timm), strict=True):
-        if not given.show and part in (given.part or PARTS):
-            made = []
-            for row in measure():
-                print(*(value for value in row.values() if isinstance(value, (str, int))), file=sys.stderr, flush=True)
-                made.append(row | about)
-            rows = [row for row in rows if row["part"] != part] + made
+    for part in [] if given.show else given.part or PARTS:
+        for row in {"casts": casts, "models": of_models, "timm": lambda: of_timm(given.arm or tuple(TIMM_ARMS))}[part]():
+            print(*(row[key] for key in KEYS if key in row), file=sys.stderr, flush=True)
+            rows = [old for old in rows if [old.get(key) for key in KEYS] != [row.get(key) for key in KEYS]]
+            rows.append(row | about)
             given.out.parent.mkdir(parents=True, exist_ok=True)
             given.out.write_text("".join(json.dumps(row) + "\n" for row in rows))
     print(tabled(rows))

@@ -26,7 +26,7 @@ ENCODINGS = ("auto", "ocp", "fnuz")
 ROLES = ("input", "weight", "gradient")
 # The margin of gradients in E5M2 and in E4M3 that have a delayed scale, where none is given. They outgrow their history: behind
 # a LayerScale of 1e-6, Adam makes them 1,000 times as large in a step. benchmarks/margins.py measures what headroom costs.
-HEADROOM, HEADROOM_OF_E4M3 = 10, 3
+HEADROOM, HEADROOM_OF_E4M3 = 11, 3
 
 
 class Block(NamedTuple):

@@ -158,7 +158,7 @@ def test_conservative(models):
         kept = first_or_last or name.endswith("o_proj.weight") or name == "lm_head.weight"
         assert choice.fp8 == ("off" if kept else "auto"), name
         current = name.endswith("down_proj.weight") and not first_or_last
-        assert choice.recipe.margin == (0 if current else (1, 1, 10))
+        assert choice.recipe.margin == (0 if current else (1, 1, 11))
         assert choice.recipe.delayed is not current
     for model, outputs, downs in (
         ("gpt2", "attn.c_proj", "mlp.c_proj"),
