@@ -54,6 +54,7 @@ ARMS: dict[str, dict[str, Any] | None] = {
     "bf16": None,
     "float32": None,
     "delayed": {"recipe": "delayed"},
+    "delayed-margin-0": {"recipe": "delayed", "margin": 0},
     "tensorwise": {"recipe": "tensorwise"},
     "rowwise": {"recipe": "rowwise"},
     "rowwise_with_gw_hp": {"recipe": "rowwise_with_gw_hp"},

@@ -24,6 +24,9 @@ AMAX_ALGOS = ("max", "most_recent")
 ON_OVERFLOW = ("current", "saturate")
 ENCODINGS = ("auto", "ocp", "fnuz")
 ROLES = ("input", "weight", "gradient")
+# The margin of gradients in E5M2 and in E4M3 that have a delayed scale, where none is given. They outgrow their history: behind
+# a LayerScale of 1e-6, Adam makes them 1,000 times as large in a step. benchmarks/margins.py measures what headroom costs.
+HEADROOM, HEADROOM_OF_E4M3 = 11, 3
 
 
 class Block(NamedTuple):
@@ -67,12 +70,13 @@ class Recipe:
     `fp8_format` is taken in any case and stored in lower case; `override_linear_precision` is (fprop, dgrad, wgrad),
     True keeps that gemm in high precision; a list is accepted and stored as a tuple.
     `fp8_format` is "hybrid" or "e4m3"; None stands for the recipe's own. `margin` is one integer, or three: for inputs
-    (activations), weights and gradients; it is stored as three where they differ.
+    (activations), weights and gradients; it is stored as three where they differ. None: headroom for gradients that have a
+    delayed scale, and 0 for all else, which either follows its history or has a scale of its own amax, which covers it.
     `amax_history_len`, `amax_compute_algo`, `interval`, `reduce_amax`, `current_scaling` and `on_overflow` matter to delayed
     scaling only. `current_scaling` is (inputs, weights, gradients): True scales that tensor by its current amax.
     `reduce_amax`: True (over all ranks), or a process group or its name (over its ranks), which run the same graphs.
-    `on_overflow`: what follows an amax of twice what the scale covers (a gradient's: eight times), "current" (in its next
-    step, the tensor is scaled by its current amax) or "saturate" (nothing but the history).
+    `on_overflow`: what follows an amax that saturates and is twice what its history let expect (a gradient's: eight times),
+    "current" (in its next step, the tensor is scaled by its current amax) or "saturate" (nothing but the history).
     `power_of_2_scale` rounds scales down to powers of two; None: as the recipe has it (blockwise and mxfp8 do).
     `fp8_encoding` is "auto" (the device's), "ocp" (e4m3fn, e5m2: NVIDIA, MI350) or "fnuz" (MI300).
     `recast_weights` casts weights again in backward instead of keeping their transposed FP8 copies from the forward: 1 byte
@@ -82,7 +86,7 @@ class Recipe:
 
     name: str = "delayed"
     fp8_format: str | None = None
-    margin: int | tuple[int, int, int] = 0
+    margin: int | tuple[int, int, int] | None = None
     amax_history_len: int = 16
     amax_compute_algo: str = "max"
     interval: int = 1
@@ -98,13 +102,13 @@ class Recipe:
     def __post_init__(self) -> None:
         one_of("recipe", self.name, RECIPES)
         self._formats()
-        self._margins()
         integer("amax_history_len", self.amax_history_len, 1, 1 << 20)
         one_of("amax_compute_algo", self.amax_compute_algo, AMAX_ALGOS)
         integer("interval", self.interval, 1, 1 << 20)
         self._three_bools("override_linear_precision", "(fprop, dgrad, wgrad), True = high precision")
         self._three_bools("use_fast_accum", "(fprop, dgrad, wgrad), True = fast accumulation")
         self._three_bools("current_scaling", "(inputs, weights, gradients), True = scaled by the current amax")
+        self._margins()
         one_of("on_overflow", self.on_overflow, ON_OVERFLOW)
         self._group()
         boolean("recast_weights", self.recast_weights)
@@ -138,14 +142,16 @@ class Recipe:
         object.__setattr__(self, "reduce_amax", given)
 
     def _margins(self) -> None:
-        if isinstance(self.margin, (tuple, list)):
-            if len(self.margin) != 3:
-                raise OptionError.of("margin", self.margin, "an integer, or three: for inputs, weights and gradients")
-            for margin in self.margin:
-                integer("margin", margin, 0, 64)
-            object.__setattr__(self, "margin", self.margin[0] if len(set(self.margin)) == 1 else tuple(self.margin))
-        else:
-            integer("margin", self.margin, 0, 64)
+        margin = self.margin
+        if isinstance(margin, (tuple, list)):
+            if len(margin) != 3:
+                raise OptionError.of("margin", margin, "an integer, or three: for inputs, weights and gradients")
+            for one in margin:
+                integer("margin", one, 0, 64)
+            margin = margin[0] if len(set(margin)) == 1 else (margin[0], margin[1], margin[2])
+        elif margin is not None:
+            integer("margin", margin, 0, 64)
+        object.__setattr__(self, "margin", margin)
 
     def _three_bools(self, key: str, meaning: str) -> None:
         three = getattr(self, key)
@@ -179,10 +185,13 @@ class Recipe:
             block = Block(128, 128) if role == "weight" else Block(1, 128)
         elif self.fine and not (self.name == "rowwise_with_gw_hp" and (role, gemm) == ("weight", "dgrad")):
             block = ROW
-        margin = self.margin if isinstance(self.margin, int) else self.margin[i]
         window = 1 if self.amax_compute_algo == "most_recent" else self.amax_history_len
         history = (window, self.interval, self.on_overflow == "current") if delayed else (0, 0, False)
         wide = self.fp8_format == "hybrid" and role == "gradient"
+        if self.margin is None:
+            margin = (HEADROOM if wide else HEADROOM_OF_E4M3) if delayed and role == "gradient" else 0
+        else:
+            margin = self.margin if isinstance(self.margin, int) else self.margin[i]
         return Scaling(delayed, block, wide, margin, bool(self.power_of_2_scale), self.fp8_encoding, history)
 
 

@@ -17,8 +17,8 @@ One direction (forward or backward) of one set of parameters keeps its delayed s
              fp8_max / 2**margin                    largest one counts                  scale to the next
 
              9
-             limit: an amax that is scaled to more than this is an overflow,
-             after which the slot is cold for a call
+             limit: an amax that is scaled to more than this is an overflow, after which the slot is cold for a call:
+             fp8_max, or JUMP times the reach where that is more
 
 Columns 6 to 9 are the slot's own constants (`SlotSettings`), so that slots of different recipes share a page.
 
@@ -31,24 +31,28 @@ nodes of a graph.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from .formats import FORMATS
+
 SCALE, SCALE_INV, AGE, BEFORE, REACH, WINDOW, INTERVAL, LIMIT, HISTORY = 0, 1, 2, 3, 6, 7, 8, 9, 10
 SNAPSHOT = 4  # columns of a snapshot: a slot's scale is 16-byte aligned, which lets one kernel serve all slots
 LARGEST, SMALLEST = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny  # both have finite inverses
 EXPONENT = 0x7F800000  # the bits of a float32 that are its exponent
-# An overflow to act on: so many times what the scale covers. By less, amaxes of a quiet run exceed their history, too; those of
-# gradients do so by two to three times, in some tensor every few dozen steps.
+# An overflow to act on saturates, and is so many times the amax that the scale was made of. By less, amaxes of a quiet run
+# exceed their history, too; those of gradients do so by two to three times, in some tensor every few dozen steps.
 JUMP, JUMP_OF_GRADIENTS = 2.0, 8.0
 
 
-def jump(gradient: bool) -> float:
-    """How many times what its scale covers an amax must be to be an overflow."""
-    return JUMP_OF_GRADIENTS if gradient else JUMP
+def limit_of(fp8_max: float, margin: int, gradient: bool) -> float:
+    """The limit of a slot: an overflow is an amax that the scale does not cover and that is a jump, too. With headroom for
+    jumps, whatever saturates is one."""
+    return max(fp8_max, (JUMP_OF_GRADIENTS if gradient else JUMP) * fp8_max / 2.0**margin)
 
 
 class SlotSettings(NamedTuple):
@@ -58,6 +62,11 @@ class SlotSettings(NamedTuple):
     window: int
     interval: int
     limit: float = float("inf")
+
+
+def fp8_max_of(reach: float, limit: float) -> float:
+    """The FP8 maximum of a slot that has a limit: the largest one below it of which the reach is 2**-margin."""
+    return max(form.max for form in FORMATS.values() if form.max <= limit and math.frexp(form.max)[0] == math.frexp(reach)[0])
 
 
 def scale_of(amax: Tensor, fp8_max: float, margin: int, power_of_2: bool = False) -> Tensor:

@@ -296,7 +296,7 @@ def differing(name: str, saved: scaling.SlotSettings, width: int, settings: scal
         ("FP8 maximum / 2**margin", saved.reach, settings.reach),
         ("window (amax_history_len, or 1 with most_recent)", saved.window, settings.window),
         ("interval", saved.interval, settings.interval),
-        ("overflow limit (on_overflow)", saved.limit, settings.limit),
+        ("overflow limit (on_overflow, margin, fp8_format)", saved.limit, settings.limit),
         ("amaxes that are kept (the longest amax_history_len)", width - scaling.HISTORY, history),
     ]
     return [f"{name}: {what} {before:g}, here {now:g}" for what, before, now in pairs if before != now]

@@ -1,6 +1,6 @@
 """What overflowed: the host's look at pages that it otherwise does not read.
 
-The update of a page makes a slot cold when an amax was far beyond what its scale covers (see `scaling`). Such a slot has an
+The update of a page makes a slot cold when an amax saturated and was a jump, too: its limit (see `scaling`). Such a slot has an
 age below zero and a newest amax above; one that never saw anything has an amax of zero. On a CPU the pages are read before
 each call. On a GPU that would wait for everything that is queued: there, the products of ages and amaxes are copied to pinned
 memory behind a call's backward, and looked at before a later call, once they have arrived. Until then calls are warm, with
@@ -76,9 +76,9 @@ class Watch:
         for backward, page in enumerate(self.rows):
             rows = page.cpu()
             for row in torch.nonzero((rows[:, scaling.AGE] < 0) & (rows[:, scaling.HISTORY] > 0)).flatten().tolist():
-                limit, scale, amax = (rows[row, i].item() for i in (scaling.LIMIT, scaling.BEFORE, scaling.HISTORY))
-                covered = limit / scaling.jump(bool(backward)) / scale
-                found.append(Overflow(bool(backward), row, amax, covered))
+                columns = (scaling.REACH, scaling.LIMIT, scaling.BEFORE, scaling.HISTORY)
+                reach, limit, scale, amax = (rows[row, i].item() for i in columns)
+                found.append(Overflow(bool(backward), row, amax, scaling.fp8_max_of(reach, limit) / scale))
         return found
 
 

@@ -202,14 +202,15 @@ class Reference:
             slot.history = [amax, *slot.history[:-1]]
             if slot.cold and amax == 0.0:
                 continue  # still cold
-            fp8_max = settings.format(key[1])[1]
-            jump = 8.0 if key[1] == "gradient" else 2.0
-            overflow = settings.on_overflow == "current" and not slot.cold and float32(amax * slot.scale) > jump * fp8_max
+            fp8_max, margin = settings.format(key[1])[1], settings.margin_of(key[1])
+            # it saturates, and is 2 or 8 times what the history let expect
+            limit = max(fp8_max, (8.0 if key[1] == "gradient" else 2.0) * fp8_max / 2**margin)
+            overflow = settings.on_overflow == "current" and not slot.cold and float32(amax * slot.scale) > limit
             if slot.calls % settings.interval == 0 or overflow:
                 length = 1 if settings.amax_compute_algo == "most_recent" else settings.amax_history_len
                 window = max(slot.history[:length])
                 if window > 0.0:
-                    slot.scale = scale_of(window, fp8_max, settings.margin_of(key[1]))
+                    slot.scale = scale_of(window, fp8_max, margin)
             slot.calls = 0 if overflow else slot.calls + 1
 
     # the matmuls of one reader of a weight

@@ -21,7 +21,7 @@ class Settings:
 
     recipe: str = "delayed"
     fp8_format: str | None = None
-    margin: int | tuple[int, int, int] = 0
+    margin: int | tuple[int, int, int] | None = None
     amax_history_len: int = 16
     amax_compute_algo: str = "max"
     interval: int = 1
@@ -48,6 +48,10 @@ class Settings:
         return (FORMATS_FNUZ if self.fp8_encoding == "fnuz" else FORMATS)[name][role == "gradient"]
 
     def margin_of(self, role: str) -> int:
+        """What was asked for; else the gradients that follow a history may grow 2**11 times in E5M2, 2**3 times in E4M3."""
+        if self.margin is None:
+            wide = "e5m2" in str(self.format(role)[0])
+            return (11 if wide else 3) if role == "gradient" and self.delayed(role) else 0
         return self.margin if isinstance(self.margin, int) else self.margin[ROLES.index(role)]
 
     @property

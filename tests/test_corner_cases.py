@@ -115,7 +115,7 @@ def test_a_gemm_without_an_autograd_node() -> None:
     ]
 
 
-@pytest.mark.parametrize("options", [{"fp8_format": "e4m3"}, {"margin": 3}])
+@pytest.mark.parametrize("options", [{"fp8_format": "e4m3"}, {"margin": 3}, {"fp8_format": "e4m3", "margin": 0}])
 def test_compiled_again_with_another_range(options) -> None:
     """The scales found by the first compilation are converted: 57344 is not 448."""
     model, plain, x, w = mlp(), mlp(), noise(32, 128), noise(32, 128, seed=1)

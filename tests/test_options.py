@@ -31,7 +31,7 @@ def error_of(given, mode=None) -> str:
 def test_defaults(given, mode):
     parsed = parse(given, mode)
     assert parsed == Options(load("default"), False, {})
-    assert parsed.recipe == Recipe("delayed", "hybrid", 0, 16, "max", 1, (False, False, False), False)
+    assert parsed.recipe == Recipe("delayed", "hybrid", None, 16, "max", 1, (False, False, False), False)
     assert parsed.recipe.delayed
 
 
@@ -279,6 +279,28 @@ def test_what_a_recipe_fixes():
         Recipe("mxfp8", power_of_2_scale=False)
     assert Recipe(margin=[2, 2, 2]).margin == 2 and Recipe(margin=[1, 0, 2]).margin == (1, 0, 2)
     assert [Recipe(margin=(1, 0, 2)).scaling(role, "fprop").margin for role in ("input", "weight", "gradient")] == [1, 0, 2]
+
+
+def margins(recipe: Recipe) -> list[int]:
+    return [recipe.scaling(role, "wgrad").margin for role in ("input", "weight", "gradient")]
+
+
+def test_default_margins():
+    """Headroom for what follows a history and outgrows it: gradients with a delayed scale. Less of it in E4M3."""
+    assert margins(Recipe()) == margins(Recipe(fp8_encoding="fnuz")) == [0, 0, 11]
+    assert margins(Recipe(fp8_format="e4m3")) == [0, 0, 3]
+    assert margins(Recipe(current_scaling=(True, False, False))) == [0, 0, 11]
+    assert margins(Recipe(current_scaling=(False, False, True))) == [0, 0, 0]
+    for name in ("tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8"):
+        assert margins(Recipe(name)) == [0, 0, 0]
+        assert margins(dataclasses.replace(Recipe(), name=name, fp8_format=None, power_of_2_scale=None)) == [0, 0, 0]
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"])
+def test_a_margin_that_is_given_stays(recipe):
+    for given, expected in ((0, [0, 0, 0]), (1, [1, 1, 1]), ((2, 1, 6), [2, 1, 6])):
+        assert margins(Recipe(recipe, margin=given)) == margins(parse({"recipe": recipe, "margin": given}).recipe) == expected
+    assert parse({"recipe": recipe, "margin": None}).recipe == Recipe(recipe)
 
 
 def test_options_are_checked_with_the_recipe_of_the_policy():

@@ -74,10 +74,13 @@ def test_headroom(jump: float) -> None:
     assert seen(run, 8 * jump) == pytest.approx(jump if jump < 2 else 8 * jump, abs=0.01)
 
 
-def test_a_gradient() -> None:
+@pytest.mark.parametrize(("options", "covered"), [({}, 2048.0), ({"margin": 0}, 1.0), ({"fp8_format": "e4m3"}, 8.0)], ids=str)
+def test_a_gradient(options: dict[str, Any], covered: float) -> None:
+    """It has headroom to grow in. What saturates it, by 100 times here, has its current amax in the next step."""
     model = linear()
-    run = compiled(model)
-    for grad, expected in ((1.0, 1.0), (100.0, 1.0), (500.0, 500.0), (600.0, 500.0)):
+    run = compiled(model, **options)
+    far = 100.0 * covered
+    for grad, expected in ((1.0, 1.0), (covered, covered), (covered * far, covered * covered), (far * far, far * far)):
         x = torch.ones(16, 128, requires_grad=True)
         run(x).backward(torch.full((16, 128), grad))
         assert x.grad[0, 0].item() == pytest.approx(128 * expected)
@@ -209,7 +212,7 @@ def trained(run, model: nn.Module, how: str | None = None) -> dict[str, Tensor]:
 @pytest.mark.parametrize("how", [None, "within", "around"], ids=str)
 def test_weights_loaded_later(how: str | None) -> None:
     """The first call knows nothing and saturates, in the first layers only, as far as it can see. The second one is right in
-    all layers, to what FP8 is in the first calls. A recomputation rounds as the forward did."""
+    all layers, as the first calls are. A recomputation rounds as the forward did."""
     model, plain = Chain(checkpointed=how == "within"), Chain()
     run = compiled(model)
     once = Chain() if how else model
@@ -221,14 +224,13 @@ def test_weights_loaded_later(how: str | None) -> None:
             assert all(torch.equal(x, got[name]) for name, x in trained(run_once, once).items())
         return {name: sqnr(x, got[name]) for name, x in expected.items()}
 
-    usual = [errors(), errors()][1]
-    assert min(usual.values()) > 24
+    assert min([errors(), errors()][1].values()) > 24
     for factor in (3.0, 30.0):
         for side in {model, once, plain}:
             load(side, factor)
-        assert max(errors().values()) < 3
+        assert max(errors().values()) < 7
         for _ in range(3):
-            assert all(ratio > usual[name] - 1 for name, ratio in errors().items())
+            assert min(errors().values()) > 24
 
 
 @pytest.mark.parametrize("factor", [8.0, 64.0])
@@ -263,11 +265,11 @@ def test_weights_loaded_later_against_the_reference(options: dict[str, Any], fac
 
 
 def test_gradients_of_one_layer_hide_those_of_others() -> None:
-    """Only the last layer's jumps 100 times in the first step: it is saturated. In the second all do."""
+    """Only the last layer's jumps 100,000 times in the first step: it is saturated. In the second all do."""
     model, plain = Chain(4), Chain(4)
     run = compiled(model)
     ratios = []
-    for factor in (1.0, 1.0, 100.0, 500.0, 500.0, 500.0):
+    for factor in (1.0, 1.0, 1e5, 5e5, 5e5, 5e5):
         sides = []
         for side, parameters in ((plain, plain), (run, model)):
             parameters.zero_grad()

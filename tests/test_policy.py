@@ -167,6 +167,7 @@ def test_every_field_of_a_recipe_is_a_key():
         "amax_compute_algo": "most_recent",
         "on_overflow": "saturate",
         "fp8_encoding": "fnuz",
+        "margin": 1,
         "power_of_2_scale": False,  # all that delayed scaling takes
     }
     recipe = Recipe()
@@ -187,7 +188,7 @@ def test_every_field_of_a_recipe_is_a_key():
 
 def test_extending():
     policy = load({"extends": "conservative", "defaults": {"amax_history_len": 4}, "rules": [{"module": "a", "name": "mine"}]})
-    assert policy.recipe == Recipe(margin=1, amax_history_len=4)
+    assert policy.recipe == Recipe(margin=(1, 1, 11), amax_history_len=4)
     assert policy.labels[:2] == ("mine", "first and last block") and policy.own == 1
     assert policy.labels[-1] == load("default").labels[-1]
     assert load("conservative").own == 0  # what is shipped is nobody's own

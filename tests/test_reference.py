@@ -225,7 +225,7 @@ def test_delayed_history_and_scale() -> None:
     assert slot["weight", "input", 0].history == [0.5, 2.0, 4.0]
     assert slot["weight", "input", 0].scale == 112.0
     assert slot["weight", "gradient", 0].history == [1.0, 4.0, 8.0]
-    assert slot["weight", "gradient", 0].scale == 57344.0 / 8
+    assert slot["weight", "gradient", 0].scale == 57344.0 / 2**11 / 8
     run(reference, ones(0.25))
     assert slot["weight", "input", 0].scale == 224.0
 
@@ -301,12 +301,27 @@ def test_margins_by_role() -> None:
     assert reference.slots["weight", "gradient", 0].scale == 57344.0 / 16
 
 
+def test_default_margins() -> None:
+    """Gradients that follow a history have headroom, less of it in E4M3; nothing else has."""
+    cases = (({}, 11), ({"fp8_format": "e4m3"}, 3), ({"current_scaling": (False, False, True)}, 0), ({"recipe": "rowwise"}, 0))
+    for options, expected in cases:
+        assert [Settings(**options).margin_of(role) for role in ("input", "weight", "gradient")] == [0, 0, expected]
+
+
+@pytest.mark.parametrize(("margin", "grad", "cold"), [(None, 2000, False), (None, 2100, True), (0, 7.9, False), (0, 8.1, True)])
+def test_an_overflow_of_a_gradient_saturates_and_is_a_jump(margin: int | None, grad: float, cold: bool) -> None:
+    reference = Reference(nn.Linear(128, 128, bias=False), margin=margin)
+    for value in (1.0, grad):
+        run(reference, ones(1.0), value)
+    assert reference.slots["weight", "gradient", 0].cold is cold
+
+
 def test_fnuz() -> None:
     """The same exponents one lower, 240 at the end: a power of two from OCP's E4M3 except where that uses 256 to 448."""
     reference = Reference(nn.Linear(128, 128, bias=False), fp8_encoding="fnuz")
     run(reference, ones(15.0))
     assert reference.slots["weight", "input", 0].scale == 16.0
-    assert reference.slots["weight", "gradient", 0].scale == 57344.0
+    assert reference.slots["weight", "gradient", 0].scale == 57344.0 / 2**11
     made = quantize(torch.tensor([[240.0, -0.0, 1e9, -math.inf]]), FNUZ[0], scale=1.0).values
     assert made.view(torch.uint8).tolist() == [[0x7F, 0x00, 0x7F, 0x80]]
 
@@ -385,7 +400,7 @@ def test_an_unused_output_has_a_gradient_of_zeros() -> None:
     left, right = reference(torch.randn(16, 128))
     left.sum().backward()
     assert reference.slots["left.weight", "gradient", 0].history[0] == 1.0
-    assert reference.slots["left.weight", "gradient", 0].scale == 57344.0
+    assert reference.slots["left.weight", "gradient", 0].scale == 57344.0 / 2**11
     del right
 
 

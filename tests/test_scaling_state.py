@@ -184,7 +184,9 @@ def test_another_model() -> None:
 
 DIFFERENT: list[tuple[dict[str, Any], str]] = [
     ({"margin": 1}, "up.weight.input.0: FP8 maximum / 2..margin 448, here 224"),
-    ({"fp8_format": "e4m3"}, "down.weight.gradient.0: FP8 maximum / 2..margin 57344, here 448"),
+    ({"margin": 0}, "up.weight.gradient.0: FP8 maximum / 2..margin 28, here 57344"),
+    ({"margin": 0}, "up.weight.gradient.0: overflow limit .on_overflow, margin, fp8_format. 57344, here 458752"),
+    ({"fp8_format": "e4m3"}, "down.weight.gradient.0: overflow limit .* 57344, here 448"),
     ({"amax_compute_algo": "most_recent"}, "window .* 16, here 1"),
     ({"amax_history_len": 8}, "kept .* 16, here 8"),
     ({"interval": 4}, "up.weight.weight.0: interval 1, here 4"),

@@ -145,7 +145,7 @@ def test_equal_on_any_finite_amaxes(amaxes: list[float], length: int, algo: str,
 def test_a_trained_models_scales_are_transformer_engines(algo: str) -> None:
     """Amaxes that training recorded, replayed: the state of every tensor is what TransformerEngine makes of them."""
     model, length = make(Mlp), 4
-    run = compiled(model, amax_history_len=length, amax_compute_algo=algo)
+    run = compiled(model, amax_history_len=length, amax_compute_algo=algo, margin=0)  # as there
     recorded: dict[tuple[str, str, int], list[float]] = {}
     replayed = {}
     for step, factor in enumerate(MOVING):

@@ -18,7 +18,7 @@ from ..formats import Format, pick
 from ..graph import Matrix
 from ..matmul import Matmul
 from ..recipe import Recipe, Scaling
-from ..scaling import SlotSettings, jump
+from ..scaling import SlotSettings, limit_of
 from ..state import SlotKey
 
 
@@ -107,5 +107,5 @@ def plan(matmuls: list[Matmul], fnuz: bool) -> Plan:
 
 def _settings(scaling: Scaling, form: Format, role: str) -> SlotSettings:
     window, interval, watched = scaling.history
-    limit = form.max * jump(role == "gradient") if watched else float("inf")
+    limit = limit_of(form.max, scaling.margin, role == "gradient") if watched else float("inf")
     return SlotSettings(form.max / 2.0**scaling.margin, window, interval, limit)

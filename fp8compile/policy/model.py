@@ -34,7 +34,8 @@ FIELDS: dict[str, str] = {"recipe": "name", **SETTINGS}
 
 _MEANINGS = {
     "fp8_format": 'Formats: "hybrid" (E4M3 for activations and weights, E5M2 for gradients) or "e4m3" (for all).',
-    "margin": "scale = FP8 maximum / (amax * 2^margin). An integer from 0 up, or three: for inputs, weights, gradients.",
+    "margin": "scale = FP8 maximum / (amax * 2^margin). An integer from 0 up, or three: for inputs, weights, gradients. "
+    "Default: (0, 0, 11) with delayed scaling, (0, 0, 3) with e4m3; 0 for whatever is scaled by its own amax.",
     "amax_history_len": "Delayed scaling: how many amaxes are remembered. An integer from 1 up.",
     "amax_compute_algo": 'Delayed scaling: which of the remembered amaxes gives the scale, "max" or "most_recent".',
     "interval": "Delayed scaling: the scale is computed anew every so many steps. An integer from 1 up.",
