@@ -1,5 +1,6 @@
 # make demo    train a small GPT in bf16 and in FP8 and compare them (under 4 minutes on 2 CPU cores)
-# make test    ruff, mypy and the tests
+# make test    ruff, mypy and the tests, but for the slow ones
+# make slow    the slow tests: machine code for every architecture, training to a loss, several processes
 # make lint    ruff and mypy alone
 # make venv    the virtual environment alone; the others make it themselves
 # make clean   remove the environments, caches and the demo's output
@@ -18,13 +19,16 @@ STAMP := $(VENV)/installed
 PY    := $(VENV)/bin/python
 PIP   := $(PY) -m pip --disable-pip-version-check
 
-.PHONY: demo test lint venv clean
+.PHONY: demo test slow lint venv clean
 
 demo: $(STAMP)
 	$(PY) examples/train_gpt.py $(ARGS)
 
 test: lint
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) -q $(TESTS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) -q -m "not slow" $(TESTS)
+
+slow: $(STAMP)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) -q -m slow $(TESTS)
 
 lint: $(STAMP)
 	$(PY) -m ruff check .

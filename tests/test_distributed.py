@@ -119,6 +119,8 @@ def _worker(rank: int, store: str, reduce_amax: bool, results: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("reduce_amax", [False, True])
 def test_reduce_amax(tmp_path, reduce_amax: bool) -> None:
     """With `reduce_amax` both processes remember the larger of their amaxes; without it each its own."""

@@ -19,6 +19,8 @@ import fp8compile
 from fp8compile.errors import StateError
 from fp8compile.runtime import interpreted
 
+pytestmark = pytest.mark.slow
+
 TIME_LIMIT = 300  # seconds: what goes wrong among processes hangs
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 

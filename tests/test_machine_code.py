@@ -17,7 +17,7 @@ from machine_code import MODELS, RECIPES, TARGETS, Generated, compile_kernel, re
 from fp8compile import formats
 from fp8compile.described import recording, unavailable
 
-pytestmark = pytest.mark.skipif(unavailable() is not None, reason=unavailable() or "")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(unavailable() is not None, reason=unavailable() or "")]
 
 SHARED = {
     "sm_89": 99 << 10,

@@ -17,7 +17,7 @@ import fp8compile
 from fp8compile.runtime import interpreted
 from fp8compile.state import slots_of
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 MICROBATCHES = 4
 
 

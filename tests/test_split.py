@@ -163,6 +163,7 @@ def _worker(rank: int, store: str, results: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_two_processes(tmp_path) -> None:
     """Both decide as one process with the whole graph does. Gradients are the means of what two such processes have."""

@@ -56,6 +56,7 @@ def in_threads(count: int, work: Callable[[int], None]) -> None:
         raise errors[0]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_models_of_their_own(interpreted) -> None:
     """One thread compiles while another one calls what it has compiled."""

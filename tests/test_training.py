@@ -22,6 +22,8 @@ from fp8compile.backend import fp8
 from fp8compile.recipe import RECIPES
 from fp8compile.runtime import interpreted
 
+pytestmark = pytest.mark.slow
+
 TINY = train_gpt.Config(layers=2, width=128, heads=2, context=64, vocabulary=256, steps=120, batch_size=8)
 
 
