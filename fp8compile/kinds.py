@@ -24,6 +24,7 @@ EMBEDDINGS = (aten.embedding.default, aten._embedding_bag.default)
 LOSSES = (aten._log_softmax.default, aten.logsumexp.default, aten.cross_entropy_loss.default, aten.nll_loss_forward.default)
 CHOICES: tuple = (aten._softmax.default, aten.topk.default, aten.sort.default)
 CHOICES += (aten._safe_softmax.default,)
+MAXIMA = (aten.amax.default, aten.max.dim)
 # what may stand between a head and its loss, or a router and its choice
 BETWEEN: tuple = (*CASTS, *SAME, *VIEWS, aten.slice.Tensor, aten.select.int, aten.clone.default, aten.permute.default)
 BETWEEN += (aten.add.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.sigmoid.default, aten.tanh.default)
@@ -65,7 +66,17 @@ def _router(matmul: Matmul) -> str | None:
         return "router gate: by its name"
     if any(call_function(node, CHOICES) or _softmax(node) == "plain" for node in _downstream(matmul.node)):
         return "router gate: its output goes into a softmax or topk"
+    if any(map(_chooses_tokens, _downstream(matmul.node))):
+        return "router gate: a maximum chooses between its tokens"
     return None
+
+
+def _chooses_tokens(node: Node) -> bool:
+    """Is it the maximum over something else than features? Another rounding has another winner, which gets all the gradient."""
+    if not call_function(node, MAXIMA) or len(node.args) < 2:
+        return False
+    rank, dims = value(arg(node, 0)).dim(), arg(node, 1)
+    return any(dim % rank != rank - 1 for dim in (dims if isinstance(dims, (list, tuple)) else [dims]))
 
 
 def _down(matmul: Matmul) -> str | None:
