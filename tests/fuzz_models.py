@@ -94,7 +94,7 @@ class Weight(nn.Module):
                 values = ternary(rng, 3, out, into)
             case "merged":
                 values = values[:, :64]
-                self.second = nn.Parameter(ternary(rng, 64, into))
+                self.second = nn.Parameter(ternary(rng, values.shape[1], into))
             case "scaled" | "norm":
                 self.scale = nn.Parameter(torch.tensor(power(rng)))
                 self.size = self.scale.item()

@@ -1,6 +1,6 @@
 """Random small models, trained by random protocols in FP8 and eagerly, on numbers with which FP8 is exact: all is equal.
 
-    python tests/fuzz_training.py 500 [seed]
+    python tests/fuzz_training.py 500 [first seed [seconds]]
 
 So an operand, a layout, a scale or a slot that is not the right one, a gradient that is lost or counted twice, is seen in the
 first step, and nothing else is. Graphs run in an FX interpreter (`fp8compile.runtime.interpreted`).
@@ -164,7 +164,9 @@ class Side:
 
     def backward(self, outs: list[Tensor], **kwargs: Any) -> None:
         self.backwards += 1
-        torch.autograd.backward(outs, self.gradients(outs), **kwargs)
+        pairs = [pair for pair in zip(outs, self.gradients(outs), strict=True) if pair[0].requires_grad]
+        if pairs:  # all may be frozen
+            torch.autograd.backward(*zip(*pairs, strict=True), **kwargs)
 
     def results(self, *xs: Tensor, outs: list[Tensor] = ()) -> Results:  # type: ignore[assignment]
         named = {f"x{i}": x.grad for i, x in enumerate(xs)} | {f"y{i}": y for i, y in enumerate(outs)}
@@ -508,11 +510,14 @@ def check(case: Case, seen: Counter) -> None:
 def compare(expected: Results, got: Results, where: str) -> None:
     got = {name: tensor for name, tensor in got.items() if name in expected or tensor.any()}  # AOTAutograd makes zeros of none
     assert expected.keys() == got.keys(), f"{where}: {sorted(expected.keys() ^ got.keys())} on one side only"
-    # sums of thousands may cancel, but for last bits: the least gradient is above 1e-4
-    differ = {name: x for name, x in expected.items() if not torch.allclose(got[name].double(), x.double(), rtol=0, atol=2e-6)}
-    ratios = {name: sqnr(tensor, got[name]) for name, tensor in differ.items()}
+    ratios = {name: sqnr(tensor, got[name]) for name, tensor in expected.items() if not _cancels(name, tensor, got[name])}
     low = [f"{name}: {ratio:.1f} dB" for name, ratio in ratios.items() if not ratio >= FLOOR_DB]
     assert not low, f"{where}: {', '.join(low)}"
+
+
+def _cancels(name: str, expected: Tensor, got: Tensor) -> bool:
+    """Gradients of factors are sums of thousands, which may be zero but for last bits."""
+    return name.endswith(("scale", "original0")) and torch.allclose(got.double(), expected.double(), rtol=0, atol=2e-6)
 
 
 def moved_once(side: Side, where: str) -> None:
@@ -551,12 +556,14 @@ def run(count: int, first: int = 0, limit_s: float = float("inf")) -> tuple[Coun
                 failed.append(wrong)
                 print(wrong, flush=True)
             if time.perf_counter() - begun > limit_s:
+                print(f"seeds {first} to {seed}", flush=True)
                 break
     return seen, failed
 
 
 if __name__ == "__main__":
     start = time.perf_counter()
-    found, wrong = run(int(sys.argv[1]) if len(sys.argv) > 1 else 500, int(sys.argv[2]) if len(sys.argv) > 2 else 0)
+    count, first, limit = (int(x) for x in (*sys.argv[1:], *("500", "0", "1000000")[len(sys.argv) - 1 :]))
+    found, wrong = run(count, first, limit)
     print(", ".join(f"{name} {number}" for name, number in found.items() if number))
     print(f"{len(wrong)} of {found['models'] + len(wrong)} models fail; {time.perf_counter() - start:.0f} s")

@@ -20,7 +20,7 @@ from fuzz_training import Case, Side
 from fp8compile import ops, scaling
 from fp8compile.interpreter import Eager
 
-CASES = int(os.environ.get("FUZZ_CASES", "12"))
+CASES = int(os.environ.get("FUZZ_CASES", "10"))
 
 
 def test_exact_as_in_high_precision() -> None:
