@@ -151,8 +151,9 @@ class Side:
         return ternary(self.rng, *self.shape).to(self.case.dtype).requires_grad_(requires_grad)
 
     def call(self, x: Tensor) -> list[Tensor]:
-        self.forwards += torch.is_grad_enabled() and self.model.training
-        return self.plain(x)
+        outs = self.plain(x)
+        self.forwards += any(y.requires_grad for y in outs)  # else it is an evaluation: all may be frozen
+        return outs
 
     def plain(self, x: Tensor) -> list[Tensor]:
         with torch.autocast("cpu", torch.bfloat16, enabled=self.case.autocast):
@@ -163,9 +164,9 @@ class Side:
         return [ternary(self.rng, *y.shape).to(y.dtype) * UNIT for y in outs]
 
     def backward(self, outs: list[Tensor], **kwargs: Any) -> None:
-        self.backwards += 1
         pairs = [pair for pair in zip(outs, self.gradients(outs), strict=True) if pair[0].requires_grad]
-        if pairs:  # all may be frozen
+        if pairs:
+            self.backwards += 1
             torch.autograd.backward(*zip(*pairs, strict=True), **kwargs)
 
     def results(self, *xs: Tensor, outs: list[Tensor] = ()) -> Results:  # type: ignore[assignment]
@@ -260,7 +261,6 @@ def evaluated(s: Side) -> Results:
     modes = {"eval": contextlib.nullcontext, "inference": torch.inference_mode}
     with modes.get(which, torch.no_grad)():
         outs = s.plain(s.x(False))
-    s.forwards += 0
     s.model.train()
     return {f"evaluated {name}": y for name, y in s.results(outs=outs).items()} | plain(s)
 
