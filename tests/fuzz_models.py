@@ -396,4 +396,5 @@ class Model(nn.Module):
                 torch._dynamo.graph_break()
         if self.tied:
             x = Quantized.apply(F.linear(residue(x), self.table.weight))
+        x = x * 1  # a hook inside of the graph and one outside are of two tensors
         return (x, middle * 2) if self.two else x
