@@ -1,0 +1,400 @@
+"""Random small models whose matmuls FP8 computes exactly: all that they multiply is -1, 0 and 1 times a power of two.
+
+`residue` brings integers back to {-1, 0, 1} between matmuls, by what is left of a division by 3. So it does with gradients.
+Unlike a sign it hides nothing: a gradient that is counted twice, or scaled by 1.01, stays another one.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+UNIT = 2.0**-6  # of gradients
+
+STORED = ("plain", "plain", "plain", "turned", "strided", "half", "stack", "scaled", "masked", "by row", "by column", "cat",
+          "norm", "merged", "times", "copied", "frozen", "detached", "wide")  # fmt: skip
+SPELLED = ("linear", "linear", "at", "einsum", "addmm", "bmm", "baddbmm", "tensordot", "left", "matmul", "own")
+CHECKPOINTS = ("", "", "", "", "non-reentrant", "reentrant", "selective")
+
+
+def residue(x: Tensor, unit: float = 1.0) -> Tensor:
+    """The integers x / unit, less their nearest multiple of 3, times unit; the gradient passes.
+
+    float32: a third of an integer is none. What is an integer but for a last bit becomes one: 448 has no exact inverse.
+    """
+    wide = x.float() / unit
+    whole = torch.round(wide)
+    last_bits = torch.where((wide - whole).abs() < 1e-3, wide - whole, 0.0).detach()
+    return ((wide - 3 * torch.round(wide / 3) - last_bits) * unit).to(x.dtype)
+
+
+class Quantized(torch.autograd.Function):
+    """An identity with the residue of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return residue(gradient, 2.0**-6)  # the number itself: of a global, Dynamo makes an input where shapes are dynamic
+
+
+class Product(torch.autograd.Function):
+    """A linear layer with a backward of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x @ w.t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        return gradient @ w.to(gradient.dtype), gradient.t() @ x.to(gradient.dtype)
+
+
+def ternary(rng: random.Random, *shape: int) -> Tensor:
+    return torch.randint(-1, 2, shape, generator=torch.Generator().manual_seed(rng.randrange(2**31))).float()
+
+
+def permutation(rng: random.Random, size: int) -> Tensor:
+    generator = torch.Generator().manual_seed(rng.randrange(2**31))
+    return torch.eye(size)[torch.randperm(size, generator=generator)]
+
+
+def power(rng: random.Random) -> float:
+    return 2.0 ** rng.randint(-4, 3)
+
+
+class Weight(nn.Module):
+    """A matrix [out, in] of -1, 0 and 1 times `size`, stored or computed in some way."""
+
+    def __init__(self, rng: random.Random, out: int, into: int, stored: str = "") -> None:
+        super().__init__()
+        self.stored, self.out, self.size = stored or rng.choice(STORED), out, power(rng)
+        values = ternary(rng, out, into)
+        if self.stored == "permutation":
+            values = permutation(rng, out)
+        match self.stored:
+            case "turned":
+                values = values.t().contiguous()
+            case "half":
+                values = ternary(rng, 2 * out, into)
+            case "wide":
+                values = ternary(rng, out, into + 32)
+            case "stack":
+                values = ternary(rng, 3, out, into)
+            case "merged":
+                values = values[:, :64]
+                self.second = nn.Parameter(ternary(rng, values.shape[1], into))
+            case "scaled" | "norm":
+                self.scale = nn.Parameter(torch.tensor(power(rng)))
+                self.size = self.scale.item()
+            case "by row" | "by column":
+                self.scale = nn.Parameter(torch.full((out, 1) if self.stored == "by row" else (into,), power(rng)))
+                self.size = self.scale.flatten()[0].item()
+            case "masked":
+                self.register_buffer("mask", ternary(rng, out, into).abs())
+            case "cat":
+                self.second = nn.Parameter(ternary(rng, out // 2, into) * self.size)
+                values = values[out // 2 :]
+        unscaled = 1.0 if self.stored in ("scaled", "by row", "by column", "merged") else self.size
+        if self.stored == "norm":
+            rows = torch.zeros(out, into)  # four in a row: its norm is 2
+            for i in range(out):
+                rows[i, rng.sample(range(into), 4)] = torch.tensor([rng.choice((-1.0, 1.0)) for _ in range(4)])
+            values, unscaled = rows, 1.0
+            self.size /= 2
+        elif self.stored == "times":
+            self.size *= 4
+        elif self.stored == "merged":
+            self.size = 1.0
+        values = values * unscaled
+        self.w = nn.Parameter(values.t().contiguous().t() if self.stored == "strided" else values, self.stored != "frozen")
+
+    def forward(self) -> Tensor:
+        match self.stored:
+            case "turned":
+                return self.w.t()
+            case "half":
+                return self.w[self.out :]
+            case "wide":
+                return self.w[:, 16:-16]
+            case "stack":
+                return self.w[1]
+            case "scaled" | "by row" | "by column":
+                return self.w * self.scale
+            case "masked":
+                return self.w * self.mask
+            case "cat":
+                return torch.cat([self.second, self.w])
+            case "norm":
+                return self.scale * (self.w / self.w.norm(dim=1, keepdim=True).detach())
+            case "merged":
+                return residue(Quantized.apply(self.w @ self.second))
+            case "times":
+                return self.w * 4
+            case "copied":
+                return self.w.t().contiguous().t()
+            case "detached":
+                return self.w.detach()
+        return self.w
+
+
+def multiply(how: str, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+    """x w^T + bias, spelled in some way."""
+    flat = x.reshape(-1, x.shape[-1])
+    match how:
+        case "linear":
+            return F.linear(x, w, bias)
+        case "addmm" if bias is not None:
+            return torch.addmm(bias, flat, w.t()).view(*x.shape[:-1], -1)
+        case "baddbmm" if bias is not None:
+            return torch.baddbmm(bias.expand(1, flat.shape[0], -1), flat[None], w.t()[None]).view(*x.shape[:-1], -1)
+        case "einsum":
+            y = torch.einsum("...i,oi->...o", x, w)
+        case "bmm":
+            y = torch.bmm(flat[None], w.t()[None]).view(*x.shape[:-1], -1)
+        case "tensordot":
+            y = torch.tensordot(x, w.to(x.dtype), dims=([x.dim() - 1], [1]))
+        case "left":
+            y = (w @ flat.t()).t().reshape(*x.shape[:-1], -1)
+        case "own":
+            y = Product.apply(flat, w).view(*x.shape[:-1], -1)
+        case _:
+            y = torch.matmul(x, w.t())
+    return y if bias is None else y + bias
+
+
+class Layer(nn.Module):
+    """A linear layer on integers. `forward` gives integers, with integer gradients in units."""
+
+    def __init__(self, rng: random.Random, into: int, out: int, stored: str = "") -> None:
+        super().__init__()
+        self.weight = Weight(rng, out, into, stored)
+        self.spelled, self.before, self.hook = rng.choice(SPELLED), power(rng), rng.random() < 0.4
+        self.factor = 1 / (self.before * self.weight.size)
+        self.bias = nn.Parameter(ternary(rng, out) / self.factor) if rng.random() < 0.4 else None
+
+    def forward(self, x: Tensor, w: Tensor | None = None) -> Tensor:
+        x = residue(x) * self.before
+        return self.after(multiply(self.spelled, x, self.weight() if w is None else w, self.bias) * self.factor)
+
+    def after(self, y: Tensor) -> Tensor:
+        if not self.hook:
+            return Quantized.apply(y)
+        if y.requires_grad:
+            y.register_hook(lambda g: residue(g, 2.0**-6))
+        return y
+
+
+class Block(nn.Module):
+    """Layers on [..., width], wired in some way."""
+
+    def __init__(self, rng: random.Random, width: int, kind: str = "") -> None:
+        super().__init__()
+        self.kind = kind or rng.choice(list(KINDS))
+        self.residual, self.checkpoint = rng.random() < 0.3, rng.choice(CHECKPOINTS)
+        if self.kind in ("hooked", "weight hook", "normed"):
+            self.register_buffer("turn", permutation(rng, width))
+        self.width = width
+        KINDS[self.kind][0](self, rng, width)
+
+    def layers(self, rng: random.Random, *sizes: tuple[int, int], stored: str = "") -> None:
+        self.each = nn.ModuleList(Layer(rng, into, out, stored) for into, out in sizes)
+
+    def inner(self, x: Tensor) -> Tensor:
+        return KINDS[self.kind][1](self, x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.checkpoint or not torch.is_grad_enabled():
+            y = self.inner(x)
+        elif self.checkpoint == "selective":
+            y = checkpoint(self.inner, x, use_reentrant=False, context_fn=_contexts)
+        else:
+            y = checkpoint(self.inner, x, use_reentrant=self.checkpoint == "reentrant")
+        return x + y if self.residual else y
+
+
+def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op == torch.ops.aten.mm.default else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _contexts() -> Any:
+    return create_selective_checkpoint_contexts(_policy)
+
+
+# -- ways to wire layers: what makes them, and forward ---------------------------------------------------------------
+
+
+def _one(b: Block, rng: random.Random, d: int) -> None:
+    b.layers(rng, (d, d))
+
+
+def _two(b: Block, rng: random.Random, d: int) -> None:
+    b.layers(rng, (d, d), (d, d))
+
+
+def _mlp(b: Block, rng: random.Random, d: int) -> None:
+    hidden = rng.choice((128, 256, 176))
+    b.layers(rng, (d, hidden), (hidden, d), (d, hidden))
+
+
+def _fused(b: Block, rng: random.Random, d: int) -> None:
+    b.layers(rng, (d, 3 * d), (d, d))
+
+
+def _permuted(b: Block, rng: random.Random, d: int) -> None:
+    b.layers(rng, (d, d), (d, d), stored="permutation")
+
+
+def _low(b: Block, rng: random.Random, d: int) -> None:
+    rank = rng.choice((16, 128))
+    b.layers(rng, (d, d), (d, rank), (rank, d))
+    b.each[0].weight.w.requires_grad_(False)
+
+
+def _norm(b: Block, rng: random.Random, d: int) -> None:
+    layer = nn.Linear(d, d, bias=False)
+    layer.weight.data = Weight(rng, d, d, "norm").w.data
+    b.normed = parametrizations.weight_norm(layer)
+
+
+def _table(b: Block, rng: random.Random, d: int) -> None:
+    b.table = nn.Parameter(ternary(rng, 4, d, 128))
+
+
+def gated(b: Block, x: Tensor) -> Tensor:
+    return b.each[1](residue(b.each[0](x)) * residue(b.each[2](x)))
+
+
+def attention(b: Block, x: Tensor) -> Tensor:
+    q, k, v = (residue(y) for y in b.each[0](x).chunk(3, -1))
+    q, k, v = (y.reshape(-1, b.width) for y in (q, k, v))
+    weights = residue(Quantized.apply(q @ k.t()))
+    return b.each[1](Quantized.apply(weights @ v).view(x.shape))
+
+
+def sliced(b: Block, x: Tensor) -> Tensor:
+    """The thirds of one parameter, each in a product of its own."""
+    layer = b.each[0]
+    x = residue(x) * layer.before
+    one, two, three = layer.weight().chunk(3)
+    return sum(layer.after(multiply(layer.spelled, x, w, None) * layer.factor) for w in (one, three, two))
+
+
+def added(b: Block, x: Tensor) -> Tensor:
+    """A product that is added to a product."""
+    one, two = b.each
+    x = residue(x).reshape(-1, b.width)
+    y = torch.addmm(x @ one.weight().t(), x, two.weight().t(), beta=1 / one.weight.size, alpha=1 / two.weight.size)
+    return one.after(y)
+
+
+def added_in_a_batch(b: Block, x: Tensor) -> Tensor:
+    one, two = b.each
+    flat = residue(x).reshape(1, -1, b.width)
+    w = two.weight() / two.weight.size
+    y = torch.baddbmm((flat[0] @ one.weight().t() / one.weight.size)[None], flat, w.t()[None])
+    return two.after(y.view(x.shape))
+
+
+def partial_rows(b: Block, x: Tensor) -> Tensor:
+    flat = x.reshape(-1, b.width)
+    half = (flat.shape[0] + 1) // 2
+    return torch.cat([b.each[0](flat[:half]), flat[half:]]).view(x.shape)
+
+
+def turned(b: Block, x: Tensor) -> Tensor:
+    """On a tensor that is not contiguous."""
+    return b.each[0](x.transpose(0, -2) if x.dim() > 2 else x.flip(0)).reshape(x.shape)
+
+
+def hooked(b: Block, x: Tensor) -> Tensor:
+    """A hook multiplies the gradient."""
+    y = b.each[0](x)
+    if y.requires_grad:
+        y.register_hook(lambda g: (residue(g, 2.0**-6) @ b.turn.to(g.dtype)).to(g.dtype))
+    return y
+
+
+def weight_hooked(b: Block, x: Tensor) -> Tensor:
+    """A hook multiplies the gradient of a weight."""
+    w = b.each[0].weight() * 1
+    if w.requires_grad:
+        w.register_hook(lambda g: (b.turn.to(g.dtype) @ g).to(g.dtype))
+    return b.each[0](x, w)
+
+
+def experts(b: Block, x: Tensor) -> Tensor:
+    flat = residue(x).reshape(-1, b.width)
+    y = residue(Quantized.apply(torch.einsum("td,edf->etf", flat, b.table)))
+    return Quantized.apply(torch.einsum("etf,edf->td", y, b.table)).view(x.shape)
+
+
+def bare(b: Block, x: Tensor) -> Tensor:
+    """One product right behind the other."""
+    one, two = (layer.weight() / layer.weight.size for layer in b.each)
+    return Quantized.apply(residue(x) @ one.t() @ two)
+
+
+Wired = tuple[Callable[[Block, random.Random, int], None], Callable[[Block, Tensor], Tensor]]
+KINDS: dict[str, Wired] = {
+    "one": (_one, lambda b, x: b.each[0](x)),
+    "mlp": (_mlp, lambda b, x: b.each[1](b.each[0](x))),
+    "gated": (_mlp, gated),
+    "shared": (_one, lambda b, x: b.each[0](b.each[0](x))),
+    "shared beside": (_one, lambda b, x: b.each[0](x) + b.each[0](x.flip(-1))),
+    "parallel": (_two, lambda b, x: b.each[0](x) - b.each[1](x)),
+    "half of it": (_two, lambda b, x: (b.each[0](x), b.each[1](x))[1]),
+    "no gradient": (_two, lambda b, x: b.each[0](x.detach()) + b.each[1](x)),
+    "attention": (_fused, attention),
+    "sliced": (_fused, sliced),
+    "added": (_two, lambda b, x: added(b, x).view(x.shape)),
+    "added in a batch": (_two, added_in_a_batch),
+    "low rank": (_low, lambda b, x: b.each[0](x) + b.each[2](b.each[1](x))),
+    "hooked": (_one, hooked),
+    "weight hook": (_one, weight_hooked),
+    "bare": (_permuted, bare),
+    "normed": (_norm, lambda b, x: Quantized.apply(b.normed(residue(x)))),
+    "partial rows": (_one, partial_rows),
+    "turned": (_one, turned),
+    "experts": (_table, experts),
+}
+
+
+class Model(nn.Module):
+    """Blocks one behind the other. `breaks`: Dynamo makes a graph of each. `two`: returns what is in the middle, too."""
+
+    def __init__(self, rng: random.Random, depth: int = 0, kinds: tuple[str, ...] = ()) -> None:
+        super().__init__()
+        self.width = rng.choice((128, 128, 144, 256))
+        depth = depth or rng.choice((1, 1, 2, 2, 3))
+        self.blocks = nn.ModuleList(Block(rng, self.width, kind) for kind in kinds or [""] * depth)
+        self.breaks, self.two = rng.random() < 0.1, rng.random() < 0.15
+        self.tied = rng.random() < 0.15
+        if self.tied:
+            self.table = nn.Embedding(160, self.width)
+            self.table.weight.data = ternary(rng, 160, self.width)
+
+    def forward(self, x: Tensor) -> Any:
+        middle = None
+        if self.tied:
+            x = x + self.table(torch.arange(x.shape[-2], device=x.device))
+        for block in self.blocks:
+            x = block(x)
+            middle = x if middle is None else middle
+            if self.breaks:
+                torch._dynamo.graph_break()
+        if self.tied:
+            x = Quantized.apply(F.linear(residue(x), self.table.weight))
+        x = x * 1  # a hook inside of the graph and one outside are of two tensors
+        return (x, middle * 2) if self.two else x
