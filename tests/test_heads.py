@@ -244,3 +244,17 @@ def test_transformers(name: str) -> None:
     sizes |= dict(bos_token_id=1, eos_token_id=2, pad_token_id=0)
     model = getattr(transformers, name)(getattr(transformers, config)(**sizes, **settings))
     assert kept(model, torch.full((4, 8), 3)) == dict.fromkeys(heads, LAST)
+
+
+@pytest.mark.parametrize("dim, kept", [(1, True), (-1, False)])
+def test_a_maximum_over_tokens_is_a_choice(interpreted: None, dim: int, kept: bool) -> None:
+    """The projection in front of it stays in high precision: another rounding has another winner, which gets all the gradient.
+    A maximum over features is no choice between tokens."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        return x.amax(dim, keepdim=True) + m.up(x).unflatten(1, (8, -1)).max(dim + (dim > 0)).values.mean()
+
+    model = Net(lambda m, x: forward(m, m.first(x)), first=linear(WIDTH), up=linear(256))
+    torch.compile(model, backend="fp8")(noise(2, 32, WIDTH)).sum().backward()
+    reasons = {r.reason for r in fp8compile.report(model).matmuls if r.fqn == "up"}
+    assert ("router gate: a maximum chooses between its tokens" in reasons) == kept, reasons
