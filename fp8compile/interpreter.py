@@ -6,6 +6,7 @@ opaque call. Its outputs are no views, and nothing that it writes counts as a ch
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -35,6 +36,10 @@ class Eager(Interpreter):
     backward is the same. Every cast is shown to the `look` of a call."""
 
     how = AS_COMPILED
+
+    def _set_current_node(self, node: Node) -> Any:
+        """Nothing: fx notes the node in a place of the process, where another thread's trace reads it."""
+        return contextlib.nullcontext()
 
     def run_node(self, n: Node) -> Any:
         result = super().run_node(n)

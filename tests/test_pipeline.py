@@ -119,7 +119,7 @@ def _reduced_over_all(rank: int, folder: str) -> None:
         try:
             schedule.step(x) if rank == 0 else schedule.step(target=x)
         except Exception as error:
-            Path(f"{folder}/error{rank}").write_text(f"{type(error).__name__}: {error}")
+            Path(f"{folder}/error{rank}").write_text(f"{error} {error.__cause__}")  # torch may have wrapped it
 
 
 def test_all_ranks_of_a_pipeline_are_refused(tmp_path: Path) -> None:
