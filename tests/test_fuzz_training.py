@@ -15,7 +15,8 @@ import fuzz_training
 import pytest
 import torch
 from fuzz_models import Model
-from fuzz_training import Case, Side
+from fuzz_protocols import Side
+from fuzz_training import Case
 
 from fp8compile import ops, scaling
 from fp8compile.interpreter import Eager
