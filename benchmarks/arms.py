@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp8compile.policy import Policy, Rule
+from fp8compile.config.policy import Policy, Rule
 
 # FP8 wherever the default policy allows it, whatever the cost model says: what it is measured against
 ALL = Policy(

@@ -35,7 +35,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fp8compile import ops, runtime, scaling
-from fp8compile.formats import E4M3, E5M2, Format
+from fp8compile.devices.catalog.formats import E4M3, E5M2, Format
 
 from . import machine, models
 from .results import RESULTS

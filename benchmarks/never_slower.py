@@ -29,7 +29,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fp8compile
-from fp8compile import described, devices
+from fp8compile import described
+from fp8compile.devices.catalog import catalog
 
 from . import static
 from .machine import commit, now
@@ -164,7 +165,7 @@ def compiled(shape: Shape, recipe: str | None, device: str) -> tuple[described.S
             y = model(x)
         y.float().sum().backward()
 
-    found = described.trace(step, devices.find(device).gpu)
+    found = described.trace(step, catalog.find(device).gpu)
     if not found.kernels:
         raise RuntimeError(f"nothing was compiled for {shape}")
     return found, fp8compile.report() if recipe is not None else None
@@ -202,7 +203,7 @@ def summary(rows: list[dict[str, Any]]) -> str:
 def write(path: Path, rows: list[dict[str, Any]], given: argparse.Namespace) -> None:
     """JSON lines; the results of `measure` and `static`, which are of another form, are the files *.json there."""
     command = f"python -m benchmarks.never_slower --count {given.count} --seed {given.seed} --device {given.device}"
-    device = f"described {devices.find(given.device).name}"
+    device = f"described {catalog.find(given.device).name}"
     head = {"command": command, "device": device, "torch": torch.__version__, "date": now(), **commit()}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(f"{json.dumps(row)}\n" for row in (head, *rows)), encoding="utf-8")

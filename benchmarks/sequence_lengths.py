@@ -25,7 +25,8 @@ from tabulate import tabulate
 from torch import nn
 
 import fp8compile
-from fp8compile import devices, roofline
+from fp8compile import roofline
+from fp8compile.devices.catalog import catalog
 
 from . import machine
 from .models import LLAMA_8B, Llama
@@ -58,7 +59,7 @@ def point(model: str, length: int, device: str) -> dict[str, Any]:
         built = MODELS[model][1](length).bfloat16()
     tokens = torch.zeros(TOKENS // length, length, dtype=torch.long, device="meta")
     made = fp8compile.estimate(built, tokens, tokens, device=device, extrapolate=True)
-    described = devices.find(device)
+    described = catalog.find(device)
     bf16, fp8 = made.bf16.seconds, made.fp8.seconds
     # attention of these sizes is limited by its FLOPs, at either rate
     saved = (1 - roofline.attention_share(described) / roofline.FLASH_ATTENTION_3) * made.bf16.attention_seconds

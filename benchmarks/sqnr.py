@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 import fp8compile
 from fp8compile import runtime
-from fp8compile.recipe import RECIPES
+from fp8compile.config.recipe import RECIPES
 
 from . import machine
 from .results import RESULTS

@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 
-from fp8compile import described, devices, roofline
+from fp8compile import described, roofline
+from fp8compile.devices.catalog import catalog
 
 from . import arms
 from .cases.base import Point, Static
 from .models import unallocated
 
-H200 = devices.find("h200")
+H200 = catalog.find("h200")
 DEVICE = f"described {H200.name}"
 
 

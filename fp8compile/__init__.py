@@ -13,6 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .backend import fp8 as fp8
+    from .config.policy import Policy as Policy
+    from .config.policy import Rule as Rule
+    from .config.policy import Schedule as Schedule
+    from .config.recipe import Recipe as Recipe
     from .errors import Fp8CompileError as Fp8CompileError
     from .errors import OptionError as OptionError
     from .errors import StateError as StateError
@@ -22,10 +26,6 @@ if TYPE_CHECKING:
     from .explain import explain as explain
     from .monitor import Monitor as Monitor
     from .monitor import monitor as monitor
-    from .policy import Policy as Policy
-    from .policy import Rule as Rule
-    from .policy import Schedule as Schedule
-    from .recipe import Recipe as Recipe
     from .reports import Report as Report
     from .reports import report as report
     from .runtime import dry_run as dry_run
@@ -51,10 +51,10 @@ _PUBLIC = {
     "explain": "explain",
     "Monitor": "monitor",
     "monitor": "monitor",
-    "Policy": "policy",
-    "Rule": "policy",
-    "Schedule": "policy",
-    "Recipe": "recipe",
+    "Policy": "config.policy",
+    "Rule": "config.policy",
+    "Schedule": "config.policy",
+    "Recipe": "config.recipe",
     "Report": "reports",
     "report": "reports",
     "dry_run": "runtime",

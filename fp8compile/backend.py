@@ -23,12 +23,13 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule
 
-from . import compat, devices, eligible, formats, measure, ops, passes, scaling
+from . import compat, eligible, measure, ops, passes, scaling
 from .capture import Inputs, capture
-from .devices import Device
+from .config.options import Options, parse
+from .devices import catalog, formats
+from .devices.catalog import Device
 from .errors import CapacityExceeded, OptionError, StrictError
 from .logs import get_logger, say_once
-from .options import Options, parse
 from .passes import Rewritten
 from .reports import FP8, HIGH_PRECISION, LEDGER, GraphReport
 from .runtime import CompiledGraph, compile_inner, lowered
@@ -158,10 +159,10 @@ def _lowering(chosen: Options) -> dict[str, Any]:
 def _description(chosen: Options, graph: Graph) -> Device | None:
     """The device that decides what pays: the policy's, else the one that the graph is for, if it is described."""
     if chosen.policy.device is not None:
-        return devices.find(chosen.policy.device)
+        return catalog.find(chosen.policy.device)
     values = (node.meta.get("val") for node in graph.find_nodes(op="placeholder"))
     used = dict.fromkeys(value.device for value in values if isinstance(value, torch.Tensor))
-    return next((found for device in used if (found := devices.of(device)) is not None), None)
+    return next((found for device in used if (found := catalog.of(device)) is not None), None)
 
 
 def _report(done: Rewritten, inputs: Inputs, chosen: Options, device: Device | None) -> int:

@@ -23,13 +23,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from . import devices, roofline
+from . import roofline
+from .devices import catalog
 from .errors import Fp8CompileError, OptionError
 from .reports import LEDGER, Report, numbered
 
 if TYPE_CHECKING:
     from .described import Kernel, Step
-    from .devices import Device
+    from .devices.catalog import Device
 
 NOWHERE = "(elsewhere)"
 
@@ -203,14 +204,14 @@ def estimate(
     (a process with a CUDA device, or without Triton), and whatever the model raises.
     """
     from . import described
+    from .config.options import parse
     from .explain import explain
-    from .options import parse
     from .untouched import modules_of, taken
 
     if attention is not None and not 0 < attention <= 1:
         raise OptionError.of("attention", attention, "a share of the bf16 matmul rate, above 0 and at most 1")
     chosen = {name: value for name, value in (options or {}).items() if name != "strict"}
-    found = devices.find(device or parse(chosen).policy.device or "h200")
+    found = catalog.find(device or parse(chosen).policy.device or "h200")
     if not found.has_fp8:
         raise OptionError.of("device", found.key, "a device with FP8 tensor cores", ("h100", "h200"))
     chosen["device"] = found.key

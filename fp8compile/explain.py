@@ -47,7 +47,7 @@ def explain(
     """
     from . import runtime
     from .backend import fp8
-    from .options import parse
+    from .config.options import parse
     from .untouched import entry, fuse_attention, inputs, modules_of, taken, untouched
 
     model = taken(model)

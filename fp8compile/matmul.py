@@ -9,8 +9,8 @@ from typing import Any, Literal
 from torch.fx import Node
 
 from . import compat
+from .config.recipe import Recipe
 from .graph import Matrix, arg, hint
-from .recipe import Recipe
 from .reports import FP8, HIGH_PRECISION, MatmulRecord
 
 Gemm = Literal["fprop", "dgrad", "wgrad", "matmul"]

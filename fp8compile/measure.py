@@ -22,7 +22,7 @@ from torch.fx import Graph, Node
 from torch.utils.weak import WeakIdKeyDictionary
 
 from . import ops, scaling
-from .recipe import WHOLE, kind_of
+from .config.recipe import WHOLE, kind_of
 from .state import named_weights
 
 CASTS = (ops.quantize, ops.quantize_both)

@@ -18,10 +18,10 @@ from typing import Any
 from torch import nn
 
 from . import compat, schedule
+from .config.recipe import integer
 from .errors import OptionError
 from .logs import get_logger, rank, say_once
 from .measure import KNOWN, Measurement
-from .recipe import integer
 from .state import named_weights, unwrapped
 from .telemetry import COSTLY, STATE, table, tensor_of
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .described import Kernel
-    from .devices import Device
+    from .devices.catalog import Device
 
 AMPERE = 0.83
 HOPPER = 0.44

@@ -25,10 +25,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from . import compat
+from .config.policy import Schedule
+from .config.recipe import integer
 from .errors import OptionError
 from .logs import get_logger, say_once
-from .policy import Schedule
-from .recipe import integer
 from .reports import FP8, HIGH_PRECISION, LEDGER
 
 if TYPE_CHECKING:

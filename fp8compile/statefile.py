@@ -28,9 +28,9 @@ import torch
 from torch import Tensor, nn
 
 from . import compat, scaling
+from .config.recipe import ROLES
 from .errors import StateError
 from .logs import get_logger, say_once
-from .recipe import ROLES
 from .scaling import SlotSettings
 from .state import FIX, LOADED, REGISTRY, Page, Slot, differing, named_weights, slots_of, unwrapped
 

@@ -20,8 +20,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from . import scaling
+from .config.recipe import ROLES
 from .measure import COLUMNS, KNOWN, MEASURED, Cast, Measurement, Name
-from .recipe import ROLES
 from .state import REGISTRY, Page, named_weights, unwrapped
 
 STATE = ("amax", "scale", "scale_inv", "scale_inv_min", "scale_inv_max")

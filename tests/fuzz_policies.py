@@ -18,9 +18,9 @@ from collections import Counter
 from importlib import resources
 from pathlib import Path
 
+from fp8compile.config.policy import BUILTIN, Site, load
+from fp8compile.config.policy.load import _toml
 from fp8compile.errors import OptionError
-from fp8compile.policy import BUILTIN, Site, load
-from fp8compile.policy.files import _toml
 
 SAMPLE = """\
 extends = "llama"

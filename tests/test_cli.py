@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp8compile import cli, devices, target
+from fp8compile import cli, target
 from fp8compile.cli.models import parse_option, talk_on_stderr
-from fp8compile.policy import BUILTIN
+from fp8compile.config.policy import BUILTIN
+from fp8compile.devices.catalog import catalog
 from fp8compile.target import TargetError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -300,11 +301,11 @@ def test_stdout_is_the_result_only(capfd):
 def test_devices(capsys):
     assert cli.main(["devices"]) == 0
     out = capsys.readouterr().out
-    assert all(key in out for key in devices.shipped()) and "\x1b" not in out
+    assert all(key in out for key in catalog.shipped()) and "\x1b" not in out
     assert cli.main(["devices", "--json"]) == 0
     known = json.loads(capsys.readouterr().out)
     h100 = next(device for device in known if device["key"] == "h100")
-    assert h100["sustained"]["fp8"] == devices.find("h100").sustained.fp8
+    assert h100["sustained"]["fp8"] == catalog.find("h100").sustained.fp8
 
 
 def test_calibrate_without_a_gpu(capsys, monkeypatch):

@@ -11,10 +11,10 @@ import sympy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp8compile import cost, devices
-from fp8compile.cost import Operand
+from fp8compile.devices.catalog import catalog, cost
+from fp8compile.devices.catalog.cost import Operand
 
-H100, H200, B300, NVL = (devices.find(key) for key in ("h100", "h200", "b300", "h200-nvl"))
+H100, H200, B300, NVL = (catalog.find(key) for key in ("h100", "h200", "b300", "h200-nvl"))
 # torchao's tables are from Meta's H100: HBM2e, of which copies reach 2.2 TB/s (torchao/testing/training/roofline_utils.py)
 TORCHAO_H100 = dataclasses.replace(H100, sustained=dataclasses.replace(H100.sustained, bandwidth=2.2e12))
 CELLS = Path(__file__).parent / "data" / "torchao_h100.csv"
@@ -157,7 +157,7 @@ def test_what_is_bound_by_memory():
 
 def test_fp8_needs_a_device_that_has_it():
     with pytest.raises(ValueError, match="A100.* has no FP8"):
-        cost.gemm(devices.find("a100"), 128, 128, 128, "fp8")
+        cost.gemm(catalog.find("a100"), 128, 128, 128, "fp8")
 
 
 sizes = st.integers(1, 20000)

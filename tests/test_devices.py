@@ -9,14 +9,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fp8compile import calibrate, described, devices
+from fp8compile import described
+from fp8compile.devices.catalog import calibrate, catalog
 from fp8compile.errors import OptionError
 
 
 @pytest.fixture(autouse=True)
 def own_files(tmp_path, monkeypatch):
     """No test reads or writes this machine's file."""
-    monkeypatch.setenv(devices.VARIABLE, str(tmp_path / "devices.toml"))
+    monkeypatch.setenv(catalog.VARIABLE, str(tmp_path / "devices.toml"))
     return tmp_path / "devices.toml"
 
 
@@ -29,7 +30,7 @@ def properties(name: str, **given):
 # -- what is shipped ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("device", devices.shipped().values(), ids=lambda device: device.key)
+@pytest.mark.parametrize("device", catalog.shipped().values(), ids=lambda device: device.key)
 def test_shipped_figures_are_possible(device):
     peak = dataclasses.asdict(device.peak)
     for name, sustained in dataclasses.asdict(device.sustained).items():
@@ -39,28 +40,28 @@ def test_shipped_figures_are_possible(device):
         assert 1.4 < device.flops.fp8 / device.flops.bf16 < 1.95  # published matmuls: 1.83 on an H200, 1.9 on an H200 NVL
     # the memory interface, in its own words, gives the published bandwidth
     assert device.memory_bus / 8 * 2e6 * device.memory_clock_mhz == pytest.approx(peak["bandwidth"], rel=0.05)
-    assert devices.find(device.key) == devices.find(device.name) == device
+    assert catalog.find(device.key) == catalog.find(device.name) == device
 
 
-@pytest.mark.parametrize("device", [d for d in devices.shipped().values() if d.has_fp8], ids=lambda device: device.key)
+@pytest.mark.parametrize("device", [d for d in catalog.shipped().values() if d.has_fp8], ids=lambda device: device.key)
 def test_peaks_derived_from_properties_are_the_published_ones(device):
     """The table of FLOP a clock and unit, against the data: boost clocks are not what peaks are stated for."""
     given = properties(device.name, gcnArchName=device.gfx, major=device.capability[0], minor=device.capability[1])
     given.multi_processor_count, given.clock_rate = device.sms, 1000 * device.clock_mhz
     given.memory_bus_width, given.memory_clock_rate = device.memory_bus, 1000 * device.memory_clock_mhz
-    made = devices.derived(given)
-    assert made.origin == "derived" and made.key not in devices.shipped()
+    made = catalog.derived(given)
+    assert made.origin == "derived" and made.key not in catalog.shipped()
     for name in ("fp8", "bf16", "bandwidth"):
         assert getattr(made.peak, name) == pytest.approx(getattr(device.peak, name), rel=0.16), name
 
 
 def test_the_h200_is_the_one_that_static_estimates_are_made_for():
-    assert devices.find("h200").gpu == described.H200
+    assert catalog.find("h200").gpu == described.H200
     assert (
-        devices.find("rtx4090").gpu.capability == 89
-        and devices.find("rtx4090").gpu.shared_memory_per_multiprocessor == 100 << 10
+        catalog.find("rtx4090").gpu.capability == 89
+        and catalog.find("rtx4090").gpu.shared_memory_per_multiprocessor == 100 << 10
     )
-    assert devices.find("mi300x").gpu.warp_size == 64 and devices.find("mi300x").gpu.gcnArchName == "gfx942"
+    assert catalog.find("mi300x").gpu.warp_size == 64 and catalog.find("mi300x").gpu.gcnArchName == "gfx942"
 
 
 # -- finding -----------------------------------------------------------------------------------------------------------
@@ -82,38 +83,38 @@ def test_the_h200_is_the_one_that_static_estimates_are_made_for():
     ],
 )
 def test_find(name, key):
-    assert devices.find(name).key == key
+    assert catalog.find(name).key == key
 
 
 @pytest.mark.parametrize("name", ["h20", "", "cpu", 3])
 def test_an_unknown_name_lists_what_there_is(name):
     with pytest.raises(OptionError, match="'device' must be one of h200, .*mi300x") as error:
-        devices.find(name)
+        catalog.find(name)
     assert name != "h20" or "Did you mean 'h200'" in str(error.value)
 
 
 def test_a_cpu_has_no_description():
-    assert devices.of(torch.device("cpu")) is None
+    assert catalog.of(torch.device("cpu")) is None
 
 
 def test_of_a_device_of_this_machine(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties("NVIDIA H100 80GB HBM3"))
-    assert devices.of(torch.device("cuda", 0)).key == "h100"
+    assert catalog.of(torch.device("cuda", 0)).key == "h100"
 
 
 def test_an_amd_device_without_a_telling_name():
     given = properties("AMD Radeon Graphics", gcnArchName="gfx942:sramecc+:xnack-", multi_processor_count=304)
     given.total_memory = 192 << 30
-    assert devices.of_properties(given).key == "mi300x"
+    assert catalog.of_properties(given).key == "mi300x"
     given.multi_processor_count, given.total_memory = 80, 64 << 30  # a partition of one is not one
-    assert devices.of_properties(given).origin == "derived"
+    assert catalog.of_properties(given).origin == "derived"
 
 
 def test_an_unknown_device_is_derived_and_said_once(caplog):
     with caplog.at_level(logging.INFO, logger="fp8compile"):
-        made = devices.of_properties(properties("NVIDIA L40S", major=8, minor=9, multi_processor_count=142, clock_rate=2520000))
+        made = catalog.of_properties(properties("NVIDIA L40S", major=8, minor=9, multi_processor_count=142, clock_rate=2520000))
         assert (
-            devices.of_properties(properties("NVIDIA L40S", major=8, minor=9, multi_processor_count=142, clock_rate=2520000))
+            catalog.of_properties(properties("NVIDIA L40S", major=8, minor=9, multi_processor_count=142, clock_rate=2520000))
             == made
         )
     assert made.origin == "derived" and made.peak.bf16 == pytest.approx(362e12, rel=0.03)  # as published
@@ -125,10 +126,10 @@ def test_an_unknown_device_is_derived_and_said_once(caplog):
 
 
 def test_derived_extremes():
-    assert not devices.derived(properties("NVIDIA GeForce RTX 3090", major=8, minor=6)).has_fp8
-    assert devices.derived(properties("NVIDIA of the future", major=13, minor=0)).has_fp8
+    assert not catalog.derived(properties("NVIDIA GeForce RTX 3090", major=8, minor=6)).has_fp8
+    assert catalog.derived(properties("NVIDIA of the future", major=13, minor=0)).has_fp8
     bare = SimpleNamespace(name="bare", major=9, minor=0, multi_processor_count=10, total_memory=1 << 30)
-    made = devices.derived(bare)
+    made = catalog.derived(bare)
     assert made.bandwidth > 0 and made.flops.bf16 > 0 and made.gpu.multi_processor_count == 10
 
 
@@ -136,21 +137,21 @@ def test_derived_extremes():
 
 
 def test_stored_and_read_again(own_files):
-    known = devices.find("h100")
+    known = catalog.find("h100")
     rates = dataclasses.replace(known.sustained, fp8=1234e12)
     first = dataclasses.replace(known, sustained=rates, launch=3.5e-6, origin="calibrated")
-    assert devices.store(first) == own_files
-    second = dataclasses.replace(devices.find("mi300x"), origin="calibrated")
-    devices.store(second)
-    found = devices.stored()
+    assert catalog.store(first) == own_files
+    second = dataclasses.replace(catalog.find("mi300x"), origin="calibrated")
+    catalog.store(second)
+    found = catalog.stored()
     assert list(found) == [known.name, "AMD Instinct MI300X"]
     assert found[known.name].flops.fp8 == 1234e12 and found[known.name].launch == 3.5e-6
     assert found[known.name].origin == "calibrated" and found["AMD Instinct MI300X"].gfx == "gfx942"
-    assert devices.of_properties(properties(known.name)).flops.fp8 == 1234e12  # before what is shipped
-    assert devices.find(known.name).flops.fp8 == 1234e12
-    assert devices.find("h100").flops.fp8 == known.flops.fp8  # a key is what is shipped
-    devices.store(dataclasses.replace(first, launch=1e-6))
-    assert devices.stored()[known.name].launch == 1e-6 and len(devices.stored()) == 2
+    assert catalog.of_properties(properties(known.name)).flops.fp8 == 1234e12  # before what is shipped
+    assert catalog.find(known.name).flops.fp8 == 1234e12
+    assert catalog.find("h100").flops.fp8 == known.flops.fp8  # a key is what is shipped
+    catalog.store(dataclasses.replace(first, launch=1e-6))
+    assert catalog.stored()[known.name].launch == 1e-6 and len(catalog.stored()) == 2
 
 
 @pytest.mark.parametrize(
@@ -179,27 +180,27 @@ def test_stored_and_read_again(own_files):
 def test_a_broken_file_is_a_warning_and_ignored(own_files, caplog, text, wrong):
     own_files.write_bytes(text.encode("latin-1"))
     with caplog.at_level(logging.WARNING, logger="fp8compile"):
-        assert devices.of_properties(properties("NVIDIA H200")).key == "h200"
-        assert devices.stored() == {}
+        assert catalog.of_properties(properties("NVIDIA H200")).key == "h200"
+        assert catalog.stored() == {}
     assert len(caplog.records) == 1 and str(own_files) in caplog.text and "is ignored" in caplog.text
     assert wrong is None or wrong in caplog.text
-    devices.store(dataclasses.replace(devices.find("h200"), origin="calibrated"))  # and can be replaced
-    assert list(devices.stored()) == ["NVIDIA H200"]
+    catalog.store(dataclasses.replace(catalog.find("h200"), origin="calibrated"))  # and can be replaced
+    assert list(catalog.stored()) == ["NVIDIA H200"]
 
 
 def test_where_it_is_stored(monkeypatch, tmp_path):
-    monkeypatch.delenv(devices.VARIABLE)
+    monkeypatch.delenv(catalog.VARIABLE)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert devices.stored_path() == tmp_path / "fp8compile" / "devices.toml"
+    assert catalog.stored_path() == tmp_path / "fp8compile" / "devices.toml"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert devices.stored_path() == tmp_path / ".cache" / "fp8compile" / "devices.toml"
+    assert catalog.stored_path() == tmp_path / ".cache" / "fp8compile" / "devices.toml"
 
 
 def test_a_name_with_quotes_is_stored(own_files):
-    odd = dataclasses.replace(devices.find("h200"), key='a"b', name='The "fast" \\ one', origin="calibrated")
-    devices.store(odd)
-    assert list(devices.stored()) == ['The "fast" \\ one']
+    odd = dataclasses.replace(catalog.find("h200"), key='a"b', name='The "fast" \\ one', origin="calibrated")
+    catalog.store(odd)
+    assert list(catalog.stored()) == ['The "fast" \\ one']
 
 
 # -- calibrate ---------------------------------------------------------------------------------------------------------
@@ -233,16 +234,16 @@ class Clock:
 def test_measured_with_a_clock_that_is_known():
     clock, cpu = Clock(), torch.device("cpu")
     made = calibrate.measured(
-        devices.find("h100"), clock, cpu, sizes=((32, 64, 16), (64, 32, 48), (16, 16, 16)), copy_bytes=1 << 12
+        catalog.find("h100"), clock, cpu, sizes=((32, 64, 16), (64, 32, 48), (16, 16, 16)), copy_bytes=1 << 12
     )
     assert made.flops.bf16 == pytest.approx(2e12) and made.flops.fp8 == pytest.approx(4e12)
     assert made.bandwidth == pytest.approx(1e11) and made.launch == 1e-6 and made.origin == "calibrated"
-    assert made.sms == 132 and made.peak == devices.find("h100").peak
+    assert made.sms == 132 and made.peak == catalog.find("h100").peak
     assert len(clock.calls) == 1 + 4 * 3 + 1
 
 
 def test_a_device_without_fp8_is_not_asked_for_it():
-    made = calibrate.measured(devices.find("a100"), Clock(), torch.device("cpu"), sizes=((16, 16, 16),), copy_bytes=1 << 12)
+    made = calibrate.measured(catalog.find("a100"), Clock(), torch.device("cpu"), sizes=((16, 16, 16),), copy_bytes=1 << 12)
     assert made.flops.fp8 == 0.0 and not made.has_fp8
 
 
@@ -264,5 +265,5 @@ def test_calibrate_needs_a_device():
 @pytest.mark.gpu
 def test_calibrate_this_device(own_files, capsys):
     made = calibrate.calibrate()
-    assert own_files.is_file() and devices.of(torch.device("cuda")) == made
+    assert own_files.is_file() and catalog.of(torch.device("cuda")) == made
     assert made.flops.bf16 > 1e12 and made.bandwidth > 1e10 and "sustained" in capsys.readouterr().out

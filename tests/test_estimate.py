@@ -11,15 +11,16 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import fp8compile
-from fp8compile import described, devices, roofline
+from fp8compile import described, roofline
 from fp8compile.described import Attention, Kernel, Matmul, Operand
+from fp8compile.devices.catalog import catalog
 from fp8compile.estimate import Cost, Estimate, _carried_on, _layers, estimate
 
 pytestmark = pytest.mark.skipif(described.unavailable() is not None, reason=described.unavailable() or "")
 
 BF16 = torch.bfloat16
 WIDTH, TOKENS = 1024, 8192
-H200 = devices.find("h200")
+H200 = catalog.find("h200")
 
 
 class Net(nn.Module):
@@ -170,7 +171,7 @@ def test_roofline():
     slow, fast = roofline.seconds(kernel, device), roofline.seconds(kernel, device, attention=0.75)
     assert slow - device.launch == pytest.approx(fused.flops / (0.44 * device.flops.bf16))
     assert (slow - device.launch) / (fast - device.launch) == pytest.approx(0.75 / 0.44)
-    assert roofline.attention_share(devices.find("a100")) == 0.83 and roofline.attention_share(devices.find("mi300x")) == 0.44
+    assert roofline.attention_share(catalog.find("a100")) == 0.83 and roofline.attention_share(catalog.find("mi300x")) == 0.44
 
 
 # -- other devices -----------------------------------------------------------------------------------------------------

@@ -23,11 +23,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from triton.compiler import ASTSource
 
-from fp8compile import compat, devices, multiply, ops
+from fp8compile import compat, multiply, ops
 from fp8compile.codegen import gemm, products
 from fp8compile.codegen.inline import Inliner
+from fp8compile.config.recipe import RECIPES, ROW, WHOLE, Recipe
+from fp8compile.devices.catalog import catalog
 from fp8compile.multiply import AFTER, BLOCKWISE, EMULATED, MX, REFERENCE, ROWWISE, TRITON, Hardware, how
-from fp8compile.recipe import RECIPES, ROW, WHOLE, Recipe
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, FNUZ = torch.float8_e4m3fn, torch.float8_e4m3fnuz
@@ -129,9 +130,9 @@ def test_a_cpu_runs_the_reference() -> None:
 
 
 def test_hardware_of_descriptions() -> None:
-    assert multiply.hardware_of(devices.find("h200"))[:3] == ("cuda", (9, 0), "")
-    assert multiply.hardware_of(devices.find("b200")).capability >= (10, 0)
-    assert multiply.hardware_of(devices.find("mi300x")).gfx == "gfx942"
+    assert multiply.hardware_of(catalog.find("h200"))[:3] == ("cuda", (9, 0), "")
+    assert multiply.hardware_of(catalog.find("b200")).capability >= (10, 0)
+    assert multiply.hardware_of(catalog.find("mi300x")).gfx == "gfx942"
     assert multiply.hardware(torch.device("cpu")) == CPU
 
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import fp8compile
 from fp8compile import ops, scaling, watch
-from fp8compile.formats import E4M3, E5M2, FORMATS, Format
-from fp8compile.recipe import Block
+from fp8compile.config.recipe import Block
+from fp8compile.devices.catalog.formats import E4M3, E5M2, FORMATS, Format
 from fp8compile.state import slots_of
 
 pytestmark = pytest.mark.usefixtures("interpreted")

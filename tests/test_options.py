@@ -9,11 +9,12 @@ import pickle
 import pytest
 import torch
 
-from fp8compile import formats, options
+from fp8compile.config import options
+from fp8compile.config.options import Options, parse
+from fp8compile.config.policy import load
+from fp8compile.config.recipe import Recipe
+from fp8compile.devices.catalog import formats
 from fp8compile.errors import CapacityExceeded, Fp8CompileError, OptionError, StrictError, near
-from fp8compile.options import Options, parse
-from fp8compile.policy import load
-from fp8compile.recipe import Recipe
 
 
 def error_of(given, mode=None) -> str:

@@ -12,11 +12,11 @@ from importlib import resources
 
 import pytest
 
-import fp8compile.policy.files as files
+import fp8compile.config.policy.load as files
+from fp8compile.config.policy import BUILTIN, Defaults, NamedRecipe, Policy, Rule, Schedule, Site, load, schema
+from fp8compile.config.policy.model import SETTINGS, PolicyFile
+from fp8compile.config.recipe import Recipe
 from fp8compile.errors import OptionError
-from fp8compile.policy import BUILTIN, Defaults, NamedRecipe, Policy, Rule, Schedule, Site, load, schema
-from fp8compile.policy.model import SETTINGS, PolicyFile
-from fp8compile.recipe import Recipe
 
 UP = "model.layers.1.mlp.up_proj"
 
@@ -297,7 +297,7 @@ def test_shipped_policies_need_no_pydantic():
     code = """
 import sys
 sys.modules["pydantic"] = None
-from fp8compile.policy import BUILTIN, load, schema
+from fp8compile.config.policy import BUILTIN, load, schema
 assert load().source == "default" and all(load(name).rules for name in BUILTIN)
 for needs in (lambda: load({}), schema):
     try:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from test_policy import fp8, refusal, site
 
-from fp8compile.policy import load
-from fp8compile.recipe import RECIPES
+from fp8compile.config.policy import load
+from fp8compile.config.recipe import RECIPES
 
 
 @pytest.fixture

@@ -20,13 +20,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fp8compile import devices, multiply, ops
+from fp8compile import multiply, ops
 from fp8compile.codegen import gemm, products
 from fp8compile.codegen.inline import Inliner
+from fp8compile.config.recipe import ROW, WHOLE
 from fp8compile.described import unavailable
-from fp8compile.formats import fnuz
+from fp8compile.devices.catalog import catalog
+from fp8compile.devices.catalog.formats import fnuz
 from fp8compile.multiply import AFTER, EMULATED, TRITON, Hardware
-from fp8compile.recipe import ROW, WHOLE
 
 
 @pytest.mark.parametrize("shape", [(128, 4), (1, 1), (200, 9), (384, 16), (1000, 40)], ids=str)
@@ -194,7 +195,7 @@ def test_scales_of_sizes_that_are_symbols(form: Callable, flipped: bool) -> None
 )
 def test_training_step(gpu: str, recipe: str, dynamic: bool, expected: dict[str, int]) -> None:
     """Linear 256 -> 512, GELU, linear 512 -> 256 on 128 tokens, for a described device."""
-    step = compile_mlp(128, dynamic=dynamic, gpu=devices.find(gpu).gpu, recipe=recipe)
+    step = compile_mlp(128, dynamic=dynamic, gpu=catalog.find(gpu).gpu, recipe=recipe)
     calls = re.findall(r"extern_kernels\.(\w+?)(?:_dtype)?\(|(fp8_gemm)\w+\.run\(", step.code)
     assert Counter(name or launch for name, launch in calls) == expected
     assert "fp8compile" not in step.code

@@ -339,7 +339,7 @@ def test_dump_is_a_trace_artifact(monkeypatch):
 
 
 def test_importing_is_light():
-    code = "import torch\nbefore = set(sys.modules)\nimport fp8compile.reports, fp8compile.logs, fp8compile.options\n"
+    code = "import torch\nbefore = set(sys.modules)\nimport fp8compile.reports, fp8compile.logs, fp8compile.config.options\n"
     code += "heavy = ('torch._inductor', 'torch._dynamo', 'triton', 'tabulate')\n"
     code += "new = {m for m in set(sys.modules) - before if m.startswith(heavy)}\n"
     assert stderr_of(code + "print('THE', sorted(new), file=sys.stderr)") == ["THE []"]

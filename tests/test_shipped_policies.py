@@ -10,10 +10,10 @@ import torch
 import torch.nn as nn
 
 import fp8compile
+from fp8compile.config.options import parse
+from fp8compile.config.policy import BUILTIN, Choice, Policy, Site, load
+from fp8compile.config.recipe import RECIPES
 from fp8compile.kinds import HEADS, ROUTERS
-from fp8compile.options import parse
-from fp8compile.policy import BUILTIN, Choice, Policy, Site, load
-from fp8compile.recipe import RECIPES
 
 transformers = pytest.importorskip("transformers")
 

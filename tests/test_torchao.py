@@ -19,7 +19,7 @@ from harness import assert_fp8, compiled, leaf, noise, sqnr
 from torch import Tensor, nn
 
 from fp8compile import ops, runtime
-from fp8compile.recipe import ROW, WHOLE, Block, Recipe
+from fp8compile.config.recipe import ROW, WHOLE, Block, Recipe
 
 torchao = pytest.importorskip("torchao")
 from torchao.float8 import Float8LinearConfig, float8_linear  # noqa: E402

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import fp8compile
 from fp8compile.backend import fp8
-from fp8compile.recipe import RECIPES
+from fp8compile.config.recipe import RECIPES
 from fp8compile.runtime import interpreted
 
 pytestmark = pytest.mark.slow

@@ -12,13 +12,14 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import fp8compile
-from fp8compile import described, devices, runtime
+from fp8compile import described, runtime
+from fp8compile.devices.catalog import catalog
 from fp8compile.passes import weigh
 from fp8compile.passes.traffic import source
 from fp8compile.reports import FP8
 
 BF16 = torch.bfloat16
-H200 = devices.find("h200")
+H200 = catalog.find("h200")
 SIZES = [(16, 256), (512, 1024), (4096, 768), (2048, 4096), (16384, 4096)]  # tokens, width
 
 

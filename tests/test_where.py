@@ -12,8 +12,8 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
+from fp8compile.config.policy import Where
 from fp8compile.errors import OptionError
-from fp8compile.policy import Where
 
 SIZES = st.integers(0, 2**20)
 

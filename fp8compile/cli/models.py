@@ -119,7 +119,7 @@ def _prepared(device: str | None, html: str | None, given: Mapping[str, Any]) ->
         raise usage(f"--html {html} is a folder")
     check_device(device)
     if options:
-        from ..options import parse
+        from ..config.options import parse
 
         parse(options)
     return options
@@ -128,9 +128,9 @@ def _prepared(device: str | None, html: str | None, given: Mapping[str, Any]) ->
 def check_device(name: str | None) -> None:
     """Refuse a device that is not described, before torch and the model are loaded."""
     if name is not None:
-        from .. import devices
+        from ..devices import catalog
 
-        devices.find(name)
+        catalog.find(name)
 
 
 def parse_option(text: str) -> tuple[str, Any]:
@@ -199,7 +199,7 @@ def _finish(result: Any, text: str, as_json: bool, html: str | None) -> None:
 
 def _insist(report: Report, options: Mapping[str, Any], target: str) -> None:
     """StrictError where nothing is in FP8, or a rule of the user's policy decided nothing."""
-    from ..options import parse
+    from ..config.options import parse
 
     policy = parse(options).policy
     unused = idle(policy.labels[: policy.own], report, target)

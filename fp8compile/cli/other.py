@@ -37,7 +37,7 @@ def devices(as_json: bool) -> None:
 
     from tabulate import tabulate
 
-    from ..devices import shipped, stored
+    from ..devices.catalog import shipped, stored
 
     known = [*stored().values(), *shipped().values()]
     if as_json:
@@ -69,8 +69,8 @@ def calibrate(device: str, no_write: bool) -> None:
     """
     import torch
 
-    from ..calibrate import NoDevice
-    from ..calibrate import calibrate as run
+    from ..devices.calibrate import NoDevice
+    from ..devices.calibrate import calibrate as run
 
     try:
         chosen = torch.device(device)

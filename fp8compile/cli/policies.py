@@ -33,7 +33,7 @@ def check(file: str, target: str | None, inputs: tuple[str, ...], device: str | 
     FILE is a TOML file, or the name of a shipped policy. With --model, a matmul counts for the rule that decides about it, the
     first that matches; a rule without any is an error.
     """
-    from ..policy import BUILTIN, load
+    from ..config.policy import BUILTIN, load
 
     if file not in BUILTIN and not Path(file).exists():
         raise usage(f"{file} does not exist, and is none of {', '.join(sorted(BUILTIN))}")
@@ -57,7 +57,7 @@ def check(file: str, target: str | None, inputs: tuple[str, ...], device: str | 
 @click.argument("name", required=False)
 def show(name: str | None) -> None:
     """Print a shipped policy, as a start for one's own. Without NAME: the names."""
-    from ..policy import BUILTIN
+    from ..config.policy import BUILTIN
 
     if name is None:
         click.echo("\n".join(sorted(BUILTIN)))
@@ -65,14 +65,14 @@ def show(name: str | None) -> None:
     if name not in BUILTIN:
         names = ", ".join(sorted(BUILTIN))
         raise usage(f"there is no shipped policy {name!r}: {names}.{did_you_mean(near(name, BUILTIN))}")
-    file = Path(__file__).parents[1] / "policies" / f"{name}.toml"
+    file = Path(__file__).parents[1] / "config" / "policies" / f"{name}.toml"
     click.echo(file.read_text(encoding="utf-8"), nl=False)
 
 
 @policy.command()
 def schema() -> None:
     """Print the JSON Schema of policy files, for editors."""
-    from ..policy import schema as json_schema
+    from ..config.policy import schema as json_schema
 
     click.echo(json.dumps(json_schema(), indent=2))
 

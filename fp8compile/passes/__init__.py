@@ -18,10 +18,10 @@ from torch.fx import Graph, Node
 
 from .. import compat
 from ..capture import Inputs
-from ..devices import Device
+from ..config.policy import Policy
+from ..devices.catalog import Device
 from ..errors import CapacityExceeded
 from ..matmul import Matmul
-from ..policy import Policy
 from ..reports import OpaqueRecord
 from ..state import SlotKey
 from .base import run_pass

@@ -11,11 +11,11 @@ from dataclasses import replace
 
 from .. import compat, eligible, multiply
 from ..capture import Inputs
-from ..devices import Device
+from ..config.policy import Choice, Policy, Rule, Site
+from ..devices.catalog import Device
 from ..graph import hint, value
 from ..kinds import kinds
 from ..matmul import GEMMS, Matmul
-from ..policy import Choice, Policy, Rule, Site
 from .plan import roles
 from .weigh import weigh
 

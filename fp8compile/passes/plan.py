@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from torch.fx import Node
 
 from .. import compat
-from ..formats import Format, pick
+from ..config.recipe import Recipe, Scaling
+from ..devices.formats import Format, pick
 from ..graph import Matrix
 from ..matmul import Matmul
-from ..recipe import Recipe, Scaling
 from ..scaling import SlotSettings, limit_of
 from ..state import SlotKey
 

@@ -32,9 +32,9 @@ import torch
 from torch.fx import Graph, Node
 
 from .. import compat, ops
+from ..config.recipe import WHOLE
 from ..graph import CASTS, PERMUTES, VIEWS, Emitter, Matrix, aten, hint, is_tensor, same_shape, value
 from ..matmul import GEMMS, Matmul
-from ..recipe import WHOLE
 from .plan import Operand, Plan, roles
 
 

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field, replace
 import networkx
 from torch.fx import Node
 
-from .. import cost
-from ..devices import Device
+from ..devices import cost
+from ..devices.catalog import Device
 from ..graph import hint, value
 from ..matmul import Matmul
 from .plan import roles

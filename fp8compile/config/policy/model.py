@@ -18,11 +18,11 @@ from dataclasses import dataclass, field, make_dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints
 
-from ..errors import OptionError, describe, near, one_of
+from ...errors import OptionError, describe, near, one_of
 from ..recipe import RECIPES, Recipe
 from . import match, patterns
-from .problems import LONGEST_NAME, PolicyError, check_name
-from .where import Where
+from .condition import Where
+from .errors import LONGEST_NAME, PolicyError, check_name
 
 Op = Literal["mm", "addmm", "bmm", "baddbmm"]
 Gemm = Literal["fprop", "dgrad", "wgrad"]

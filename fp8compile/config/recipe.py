@@ -16,8 +16,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from .errors import OptionError, one_of
-from .formats import FP8_FORMATS
+from ..devices.formats import FP8_FORMATS
+from ..errors import OptionError, one_of
 
 RECIPES = ("delayed", "tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8")
 AMAX_ALGOS = ("max", "most_recent")

@@ -20,10 +20,10 @@ from typing import Any, Protocol
 
 import torch
 
-from . import devices, formats
-from .devices import Device, Rates
-from .errors import Fp8CompileError
-from .logs import get_logger
+from ..errors import Fp8CompileError
+from ..logs import get_logger
+from . import catalog, formats
+from .catalog import Device, Rates
 
 logger = get_logger(__name__)
 
@@ -76,11 +76,11 @@ def calibrate(device: torch.device | str | None = None, write: bool = True) -> D
         raise NoDevice(f"calibrate measures a CUDA or ROCm GPU; {chosen} is none.")
     with torch.cuda.device(chosen):
         properties = torch.cuda.get_device_properties(chosen)
-        known = devices.unmeasured(properties)
+        known = catalog.unmeasured(properties)
         made = measured(known, EventTimer(chosen, known.l2), chosen)
-    print(devices.to_toml(made), end="")
+    print(catalog.to_toml(made), end="")
     if write:
-        print(f"# stored in {devices.store(made)}")
+        print(f"# stored in {catalog.store(made)}")
     return made
 
 

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_args, get_origin
 
-from . import devices
-from .errors import OptionError, did_you_mean, near, one_of
-from .logs import get_logger, say_once
+from ..devices import catalog
+from ..errors import OptionError, did_you_mean, near, one_of
+from ..logs import get_logger, say_once
 from .policy import Policy, load
 from .recipe import Recipe, boolean
 
@@ -66,7 +66,7 @@ def parse(options: Mapping[str, Any] | None = None, mode: str | None = None) -> 
     Recipe(**{_RECIPE_FIELDS[name]: value for name, value in {"recipe": "tensorwise", **given}.items()})
     policy = dataclasses.replace(policy.with_defaults(**ours), **settings)
     if policy.device is not None:
-        devices.find(policy.device)
+        catalog.find(policy.device)
     unused = [name for name in _DELAYED_ONLY if name in ours]
     if unused and not policy.delayed:
         say_once(

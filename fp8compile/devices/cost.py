@@ -29,7 +29,7 @@ from typing import Any
 
 import sympy
 
-from .devices import Device
+from .catalog import Device
 
 # tile of the output and the part of the sustained rate that it reaches: a smaller one reuses less of what it loads
 TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.92), (64, 128, 0.7), (128, 64, 0.7), (64, 64, 0.5))

@@ -21,10 +21,10 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ..errors import OptionError, describe, did_you_mean, near
+from ...errors import OptionError, describe, did_you_mean, near
+from .errors import PolicyError, place_of
 from .lines import line_of
 from .model import SETTINGS, Defaults, NamedRecipe, Policy, PolicyFile, Rule, Schedule, given, label
-from .problems import PolicyError, place_of
 
 VARIABLE = "FP8COMPILE_POLICY"
 BUILTIN = ("default", "llama", "gpt2", "vit", "moe", "conservative", "accelerate-defaults")

@@ -23,8 +23,8 @@ from fractions import Fraction
 from functools import cached_property
 from typing import Any
 
-from ..errors import did_you_mean, near
-from .problems import PolicyError
+from ...errors import did_you_mean, near
+from .errors import PolicyError
 
 NAMES = ("m", "n", "k")
 LONGEST, DEEPEST = 500, 100  # characters; nested operations

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from functools import lru_cache
 
-from .problems import PolicyError
+from .errors import PolicyError
 
 PREFIX = "re:"
 LONGEST = 500  # characters

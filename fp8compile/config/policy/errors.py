@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..errors import OptionError, describe, did_you_mean
+from ...errors import OptionError, describe, did_you_mean
 
 LONGEST_NAME = 100  # characters
 Path = tuple["str | int", ...]

@@ -10,11 +10,11 @@
 
 from __future__ import annotations
 
-from .files import BUILTIN, VARIABLE, load, schema
+from .condition import Where
+from .errors import PolicyError
+from .load import BUILTIN, VARIABLE, load, schema
 from .match import Choice, Site
 from .model import Defaults, NamedRecipe, Policy, Rule, Schedule
-from .problems import PolicyError
-from .where import Where
 
 __all__ = [
     "BUILTIN",

@@ -1,0 +1,1 @@
+"""What users write: options, recipes, policies."""
