@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp8compile import ops
+from fp8compile.ir import ops
 
 E4M3, E5M2 = (torch.float8_e4m3fn, 448.0), (torch.float8_e5m2, 57344.0)
 HEAD = 128  # width of an attention head

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 import fp8compile
-from fp8compile import kinds
+from fp8compile.passes import classify
 
 from . import machine
 from .results import RESULTS
@@ -311,7 +311,7 @@ of_x("autoregressive, loss in the graph", "net.to_logits", lambda x: x.Autoregre
 def heads_of(model: nn.Module, arguments: dict[str, Any]) -> tuple[dict[str, str], int]:
     """The modules that are kept as output heads, and how each was recognised; and how many others have matmuls."""
     torch.compiler.reset()
-    with mock.patch.object(kinds, "HEADS", ()):
+    with mock.patch.object(classify, "HEADS", ()):
         report = fp8compile.explain(model, **arguments)
     if "incomplete" in report.summary():
         raise RuntimeError(report.summary())
@@ -331,7 +331,7 @@ def study(name: str) -> dict[str, Any]:
         "model": name,
         "expected": sorted(CASES[name].heads),
         "found": dict(sorted(found.items())),
-        "named": sorted(name for name in CASES[name].heads if name.rpartition(".")[2] in kinds.HEADS),
+        "named": sorted(name for name in CASES[name].heads if name.rpartition(".")[2] in classify.HEADS),
         "others": others,
         "seconds": round(time.perf_counter() - begun, 1),
     }

@@ -34,8 +34,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fp8compile import ops, runtime, scaling
-from fp8compile.devices.catalog.formats import E4M3, E5M2, Format
+from fp8compile import runtime
+from fp8compile.devices.formats import E4M3, E5M2, Format
+from fp8compile.ir import ops, state_page
+from fp8compile.ir.scale import scale_of
 
 from . import machine, models
 from .results import RESULTS
@@ -81,7 +83,7 @@ def casts() -> Iterator[Row]:
         sizes = torch.exp2(-span * torch.rand(1024, 1, generator=generator, dtype=torch.float64))
         x = (torch.randn(1024, 512, generator=generator, dtype=torch.float64) * sizes).float()
         for form in (E5M2, E4M3):
-            found = [noise_of(x, scaling.scale_of(x.abs().amax().reshape(1), form.max, m), form) for m in MARGINS]
+            found = [noise_of(x, scale_of(x.abs().amax().reshape(1), form.max, m), form) for m in MARGINS]
             whole = [float(db(noise.sum(), signal.sum())) for noise, signal in found]
             middle = [float(db(noise, signal).median()) for noise, signal in found]
             yield {"part": "casts", "format": form.name, "span": span, "tensor": rounded(whole), "token": rounded(middle)}
@@ -185,22 +187,22 @@ class Recorder:
                 if key not in self.pages:
                     gradient = role == "gradient"
                     slots = [
-                        scaling.SlotSettings(form.max / 2.0**m, HISTORY, 1, scaling.limit_of(form.max, m, gradient))
+                        state_page.SlotSettings(form.max / 2.0**m, HISTORY, 1, state_page.limit_of(form.max, m, gradient))
                         for m in MARGINS
                     ]
-                    self.pages[key] = scaling.new_page(len(MARGINS), HISTORY, torch.device("cpu"), slots)
+                    self.pages[key] = state_page.new_page(len(MARGINS), HISTORY, torch.device("cpu"), slots)
                 page = self.pages[key]
-                snapshot = scaling.snapshot_of(page)
+                snapshot = state_page.snapshot_of(page)
                 if measured and amax > 0:
                     self.found.append({"role": role, "format": form.name, **self._measure(x, amax, snapshot, form)})
-                self.pages[key] = scaling.next_page(page, snapshot, amax.expand(len(MARGINS)))
+                self.pages[key] = state_page.next_page(page, snapshot, amax.expand(len(MARGINS)))
         self.now.clear()
 
     @staticmethod
     def _measure(x: Tensor, amax: Tensor, snapshot: Tensor, form: Format) -> Row:
         """dB by margin of the tensor and of its median token, and by its own amax; whether it saturates."""
         whole, middle, saturated = [], [], []
-        own = db(*(part.sum() for part in noise_of(x, scaling.scale_of(amax.reshape(1), form.max, 0), form)))
+        own = db(*(part.sum() for part in noise_of(x, scale_of(amax.reshape(1), form.max, 0), form)))
         for m in MARGINS:
             scale = ops.delayed_scale(snapshot, amax.reshape(1), m, form.max, m)
             noise, signal = noise_of(x, scale, form)

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 import fp8compile
 from fp8compile import described
-from fp8compile.devices.catalog import catalog
+from fp8compile.devices import catalog
 
 from . import static
 from .machine import commit, now

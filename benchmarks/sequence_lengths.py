@@ -26,7 +26,7 @@ from torch import nn
 
 import fp8compile
 from fp8compile import roofline
-from fp8compile.devices.catalog import catalog
+from fp8compile.devices import catalog
 
 from . import machine
 from .models import LLAMA_8B, Llama

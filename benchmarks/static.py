@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fp8compile import described, roofline
-from fp8compile.devices.catalog import catalog
+from fp8compile.devices import catalog
 
 from . import arms
 from .cases.base import Point, Static

@@ -23,14 +23,15 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule
 
-from . import compat, eligible, measure, ops, passes, scaling
-from .capture import Inputs, capture
+from . import compat, measure, passes
 from .config.options import Options, parse
 from .devices import catalog, formats
 from .devices.catalog import Device
 from .errors import CapacityExceeded, OptionError, StrictError
+from .ir import ops, state_page
+from .ir.inputs import Inputs, capture
 from .logs import get_logger, say_once
-from .passes import Rewritten
+from .passes import Rewritten, legality
 from .reports import FP8, HIGH_PRECISION, LEDGER, GraphReport
 from .runtime import CompiledGraph, compile_inner, lowered
 from .schedule import ScheduledGraph
@@ -123,7 +124,7 @@ def _compile_once(
     gm = compat.copy_graph(gm)  # compile_fx takes ownership, and Dynamo still reads the placeholders of its own
     if capacity is not None:
         for direction, slots in zip(("forward", "backward"), capacity, strict=True):
-            page = scaling.new_page(slots, history, example_inputs[weights[0]].device)
+            page = state_page.new_page(slots, history, example_inputs[weights[0]].device)
             example_inputs = [*example_inputs, compat.add_input(gm, f"fp8_{direction}_state", page)]
 
     def rewrite(graph: Graph) -> None:
@@ -189,10 +190,10 @@ def _report(done: Rewritten, inputs: Inputs, chosen: Options, device: Device | N
         where = device.name if device is not None else "this device"
         what = f"{', '.join(sorted(emulated))} is emulated in bf16 on {where}, exact and not faster: it is Blackwell's."
         _complain(chosen, f"{what} For FP8's speed take 'delayed', 'tensorwise', 'rowwise' or 'blockwise'")
-    wanted = not inputs.part and any(x.wanted and x.weight is None and eligible.fits(x) for x in done.matmuls)
+    wanted = not inputs.part and any(x.wanted and x.weight is None and legality.fits(x) for x in done.matmuls)
     # a part of a model may well be nothing but an embedding, a norm, convolutions, an output head, or an expert without tokens
     # in this step: that is as it should be
-    kept = [matmul.on_purpose or matmul.reason == eligible.NO_ROWS for matmul in done.matmuls if matmul.weight is not None]
+    kept = [matmul.on_purpose or matmul.reason == legality.NO_ROWS for matmul in done.matmuls if matmul.weight is not None]
     nothing = not all(kept) if kept else bool(done.opaque) and inputs.whole and not inputs.part
     if (nothing or wanted) and not any(matmul.fp8 for matmul in done.matmuls):
         _complain(chosen, f"no matmul of {inputs.root} becomes FP8: {report.summary()}")

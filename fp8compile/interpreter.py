@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Interpreter, Node
 
-from . import compat, measure, ops
+from . import compat, measure
+from .ir import ops
 
 Boxed = Callable[[list[Any]], Any]
 

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from torch.fx import Graph, Node
 from torch.utils.weak import WeakIdKeyDictionary
 
-from . import ops, scaling
 from .config.recipe import WHOLE, kind_of
+from .ir import ops
+from .ir.scale import inverse_of
 from .state import named_weights
 
 CASTS = (ops.quantize, ops.quantize_both)
@@ -215,7 +216,7 @@ def measured(x: Tensor, scale: Tensor, copy: Tensor, fp8_max: float, transposed:
         image = copy[start : start + step, :columns].to(torch.float32)
         own = scale if scale.dim() == 1 else scale[start // block[0] : (start + step) // block[0]]
         multiplier = ops.spread(own, (part.shape[0], columns), block)
-        divider = ops.spread(scaling.inverse_of(own), (part.shape[0], columns), block)
+        divider = ops.spread(inverse_of(own), (part.shape[0], columns), block)
         peak = torch.maximum(peak, part.abs().amax().to(torch.float64))
         finite = part.isfinite()
         error = torch.where(finite, part - image * divider, 0.0)
@@ -227,7 +228,7 @@ def measured(x: Tensor, scale: Tensor, copy: Tensor, fp8_max: float, transposed:
                 torch.where(finite, part, 0.0).to(torch.float64).square().sum(),
             )
         )
-    inverse = scaling.inverse_of(scale).to(torch.float64)
+    inverse = inverse_of(scale).to(torch.float64)
     elements = torch.full((), float(rows * columns), dtype=torch.float64, device=x.device)
     count = torch.full((), float(scale.numel()), dtype=torch.float64, device=x.device)
     ends = (scale.amax().to(torch.float64), inverse.amin(), inverse.amax()) if scale.numel() else [count * 0] * 3

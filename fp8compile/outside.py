@@ -37,7 +37,7 @@ def find(model: nn.Module, read: set[int]) -> list[OutsideRecord]:
     from torch.nn import Embedding, EmbeddingBag, Linear
 
     from . import compat
-    from .capture import plain
+    from .ir.inputs import plain
     from .state import unwrapped
 
     tensors = list(model.parameters())

@@ -32,11 +32,12 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, GraphModule, Node
 
-from . import compat, measure, scaling, state
+from . import compat, measure, state
 from .errors import Fp8CompileError
-from .graph import fake_mode_of, is_tensor, value
 from .hollow import hollow
 from .interpreter import Boxed, Eager, How, boxed
+from .ir import state_page
+from .ir.fx_utils import fake_mode_of, is_tensor, value
 from .passes import Rewritten
 from .passes.base import run_pass
 from .passes.lower import lower
@@ -265,7 +266,8 @@ class CompiledGraph:
         first = args[self.weights[0]]
         if isinstance(first, FakeTensor):  # DDPOptimizer asks for the shapes of the outputs
             with fake_mode_of(first):
-                return self.call(*args, *(scaling.new_page(rows, self.history, first.device) for rows in self.capacity or ()))
+                pages = (state_page.new_page(rows, self.history, first.device) for rows in self.capacity or ())
+                return self.call(*args, *pages)
         if isinstance(first, nn.Parameter):  # one piece of code may serve many layers and models, and any weight be replaced
             key = tuple([id(args[i]) for i in self.parameters])  # some microseconds for a hundred
             if key not in self.met:
@@ -276,7 +278,7 @@ class CompiledGraph:
             return self._run(args, Call(None, self._looks(args)))
         if self.book is None:  # nothing became FP8, or nothing that has a state: the state inputs are read by nobody
             if self.idle is None:
-                self.idle = scaling.new_page(self.capacity[0], self.history, first.device)
+                self.idle = state_page.new_page(self.capacity[0], self.history, first.device)
             if not (measure.ACTIVE or self.looking.open):
                 return self.call(*args, self.idle, self.idle)
             return self._run((*args, self.idle, self.idle), Call(None, self._looks(args)))

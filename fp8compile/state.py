@@ -18,9 +18,11 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from . import compat, scaling
-from .capture import plain
+from . import compat
 from .errors import StateError
+from .ir import state_page
+from .ir.inputs import plain
+from .ir.state_page import SlotSettings
 from .watch import Watch
 
 LOCK = threading.RLock()  # on what has which slots: several threads may train
@@ -34,7 +36,7 @@ class SlotKey:
     input: int
     role: str  # "input" | "weight" | "gradient"
     use: int
-    settings: scaling.SlotSettings = field(compare=False)  # how it moves; no part of its identity
+    settings: SlotSettings = field(compare=False)  # how it moves; no part of its identity
 
 
 @dataclass(eq=False)
@@ -43,7 +45,7 @@ class Page:
 
     tensor: torch.Tensor
     homes: list[tuple[weakref.ref, tuple[str, int]]]
-    settings: tuple[scaling.SlotSettings, ...]
+    settings: tuple[SlotSettings, ...]
     stale: bool = False  # another page has taken over some of the slots
     patience: int = PATIENCE  # cold calls left
     loaded: bool = False  # values and patience are from a file, and no call has seen them
@@ -52,7 +54,7 @@ class Page:
 
     def cold(self) -> bool:
         """Is there a slot that has not seen a non-zero amax? Reads the device: for cold calls only."""
-        return bool((self.tensor[: len(self.homes), scaling.AGE] < 0).any())
+        return bool((self.tensor[: len(self.homes), state_page.AGE] < 0).any())
 
     def refresh(self) -> None:
         """Take the slots back, with their values, if another graph that has some of them has run since."""
@@ -81,13 +83,13 @@ class Page:
         rows = self.tensor.data  # no version counter: the page may be saved for a backward that is still to come
         values = page.tensor.data[before].to(rows.device)
         width = min(values.numel(), rows.shape[1])  # another history length keeps what fits
-        rows[row, : scaling.REACH] = values[: scaling.REACH]
-        rows[row, scaling.HISTORY : width] = values[scaling.HISTORY : width]
+        rows[row, : state_page.REACH] = values[: state_page.REACH]
+        rows[row, state_page.HISTORY : width] = values[state_page.HISTORY : width]
         rows[row, width:] = 0.0  # what this page had there is older than what the other one has forgotten
         factor = self.settings[row].reach / page.settings[before].reach
-        seen = rows[row, scaling.AGE] >= 0 or rows[row, scaling.HISTORY] > 0  # the latter: cold, because it overflowed
+        seen = rows[row, state_page.AGE] >= 0 or rows[row, state_page.HISTORY] > 0  # the latter: cold, because it overflowed
         if factor != 1.0 and seen:  # compiled anew with another format or margin
-            for column in (scaling.SCALE, scaling.BEFORE + scaling.SCALE):
+            for column in (state_page.SCALE, state_page.BEFORE + state_page.SCALE):
                 rows[row, column] *= factor
                 rows[row, column + 1] /= factor
 
@@ -100,14 +102,14 @@ class Slot:
     row: int
 
     def scale(self) -> float:
-        return float(self.page.tensor[self.row, scaling.SCALE])
+        return float(self.page.tensor[self.row, state_page.SCALE])
 
     def scale_inv(self) -> float:
-        return float(self.page.tensor[self.row, scaling.SCALE_INV])
+        return float(self.page.tensor[self.row, state_page.SCALE_INV])
 
     def history(self) -> list[float]:
         """The amaxes of the last training calls, newest first; 0 where there was none yet."""
-        return self.page.tensor[self.row, scaling.HISTORY :].tolist()
+        return self.page.tensor[self.row, state_page.HISTORY :].tolist()
 
 
 # parameter (or buffer that is used as a weight) -> {(role, use): Slot}
@@ -163,7 +165,7 @@ class PageSet:
 
     def before(self) -> torch.Tensor:
         """A page from which a forward quantizes as the last one did. In one place: a CUDA graph is recorded for an address."""
-        page = scaling.page_before(self.forward.tensor)
+        page = state_page.page_before(self.forward.tensor)
         if self.copy is None:
             self.copy = page
         else:
@@ -263,7 +265,7 @@ def check_unwanted(weights: Iterable[Any], wanted: Collection[Any]) -> None:
         raise StateError.of(extra, FIX)
 
 
-def _check_loaded(wanted: Sequence[tuple[tuple[Any, tuple[str, int]], scaling.SlotSettings]], history: int) -> None:
+def _check_loaded(wanted: Sequence[tuple[tuple[Any, tuple[str, int]], SlotSettings]], history: int) -> None:
     """StateError if some of a new graph's slots have been loaded, and they are not those that it wants."""
     held = [REGISTRY.get(owner, {}).get(name) for (owner, name), _ in wanted]
     if not any(slot is not None and slot.page.strict for slot in held):
@@ -290,21 +292,21 @@ FIX = (
 )
 
 
-def differing(name: str, saved: scaling.SlotSettings, width: int, settings: scaling.SlotSettings, history: int) -> list[str]:
+def differing(name: str, saved: SlotSettings, width: int, settings: SlotSettings, history: int) -> list[str]:
     """The differences between the settings of a slot that was saved in a row `width` wide, and those of its home."""
     pairs = [
         ("FP8 maximum / 2**margin", saved.reach, settings.reach),
         ("window (amax_history_len, or 1 with most_recent)", saved.window, settings.window),
         ("interval", saved.interval, settings.interval),
         ("overflow limit (on_overflow, margin, fp8_format)", saved.limit, settings.limit),
-        ("amaxes that are kept (the longest amax_history_len)", width - scaling.HISTORY, history),
+        ("amaxes that are kept (the longest amax_history_len)", width - state_page.HISTORY, history),
     ]
     return [f"{name}: {what} {before:g}, here {now:g}" for what, before, now in pairs if before != now]
 
 
 def _page_for(
     slots: list[tuple[Any, tuple[str, int]]],
-    settings: tuple[scaling.SlotSettings, ...],
+    settings: tuple[SlotSettings, ...],
     capacity: int,
     history: int,
     device: torch.device,
@@ -314,11 +316,11 @@ def _page_for(
     pages = {id(slot.page): slot.page for slot in held if slot is not None}
     if len(pages) == 1 and all(slot is not None and slot.row == i for i, slot in enumerate(held)):
         (page,) = pages.values()
-        shape = (capacity, scaling.HISTORY + history)
+        shape = (capacity, state_page.HISTORY + history)
         same = (page.tensor.shape, page.tensor.device, page.settings) == (shape, device, settings)
         if same and not page.stale:
             return page
-    tensor = scaling.new_page(capacity, history, device, settings)
+    tensor = state_page.new_page(capacity, history, device, settings)
     page = Page(tensor, [(weakref.ref(owner), name) for owner, name in slots], settings)
     page.claim()
     return page

@@ -27,11 +27,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import compat, scaling
+from . import compat
 from .config.recipe import ROLES
 from .errors import StateError
+from .ir import state_page
+from .ir.state_page import SlotSettings
 from .logs import get_logger, say_once
-from .scaling import SlotSettings
 from .state import FIX, LOADED, REGISTRY, Page, Slot, differing, named_weights, slots_of, unwrapped
 
 logger = get_logger(__name__)
@@ -128,8 +129,8 @@ def _parsed(state: Mapping[str, Any]) -> dict[Key, Tensor]:
         name, role, use = (str(key).rsplit(".", 2) + ["", ""])[:3]
         if role not in ROLES or not use.isdecimal():
             raise StateError(f"{key!r} is no name of a scaling state: they end in a role and a number, as in up.weight.input.0")
-        if not isinstance(row, Tensor) or row.dim() != 1 or row.numel() < scaling.HISTORY + 2 or row.dtype != torch.float32:
-            wanted = f"a float32 vector of {scaling.HISTORY + 2} numbers or more"
+        if not isinstance(row, Tensor) or row.dim() != 1 or row.numel() < state_page.HISTORY + 2 or row.dtype != torch.float32:
+            wanted = f"a float32 vector of {state_page.HISTORY + 2} numbers or more"
             raise StateError(f"{key!r} of this scaling state should be {wanted}; it is {_kind(row)}")
         rows[name, role, int(use)] = row.detach().cpu()
     return rows
@@ -140,7 +141,7 @@ def _kind(x: Any) -> str:
 
 
 def _settings(row: Tensor) -> SlotSettings:
-    reach, window, interval, limit = row[scaling.REACH : scaling.HISTORY].tolist()
+    reach, window, interval, limit = row[state_page.REACH : state_page.HISTORY].tolist()
     return SlotSettings(reach, int(window), int(interval), limit)
 
 
@@ -157,7 +158,7 @@ def _differences(
         elif key in live:
             page, slot = live[key].page, live[key].row
             width = page.tensor.shape[1]
-            found += differing(full, _settings(row), row.numel() - 1, page.settings[slot], width - scaling.HISTORY)
+            found += differing(full, _settings(row), row.numel() - 1, page.settings[slot], width - state_page.HISTORY)
         elif live and key not in waiting:
             found.append(f"unexpected: {full}")
     return found + [f"missing: {name}.{role}.{use}" for name, role, use in live if (name, role, use) not in rows]
@@ -177,6 +178,6 @@ def _take(name: str, weight: Tensor, key: tuple[str, int], row: Tensor, slot: Sl
 
 def _start_cold(slot: Slot) -> None:
     page = slot.page
-    history = page.tensor.shape[1] - scaling.HISTORY
-    page.tensor.data[slot.row] = scaling.new_page(1, history, page.tensor.device, [page.settings[slot.row]])[0]
+    history = page.tensor.shape[1] - state_page.HISTORY
+    page.tensor.data[slot.row] = state_page.new_page(1, history, page.tensor.device, [page.settings[slot.row]])[0]
     page.patience, page.loaded = max(page.patience, type(page).patience), True

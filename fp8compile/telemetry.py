@@ -19,8 +19,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from . import scaling
 from .config.recipe import ROLES
+from .ir import state_page
 from .measure import COLUMNS, KNOWN, MEASURED, Cast, Measurement, Name
 from .state import REGISTRY, Page, named_weights, unwrapped
 
@@ -144,8 +144,8 @@ def _state(page: Page, row: int, pages: dict[Page, Tensor]) -> dict[str, Any]:
     if page not in pages:
         pages[page] = page.tensor.detach().cpu()
     values = pages[page][row]
-    scale, inverse = values[scaling.SCALE].item(), values[scaling.SCALE_INV].item()
-    return dict(zip(STATE, (values[scaling.HISTORY].item(), scale, inverse, inverse, inverse), strict=True))
+    scale, inverse = values[state_page.SCALE].item(), values[state_page.SCALE_INV].item()
+    return dict(zip(STATE, (values[state_page.HISTORY].item(), scale, inverse, inverse, inverse), strict=True))
 
 
 def _measured(vector: list[float], state: bool) -> dict[str, Any]:

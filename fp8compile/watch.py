@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import scaling
+from .ir import state_page
 from .logs import get_logger
 
 logger = get_logger(__name__)
@@ -41,7 +41,7 @@ class Watch:
     def __init__(self, forward: Tensor, forward_slots: int, backward: Tensor, backward_slots: int):
         # .data: a page may be saved for a backward, which minds nobody's views
         self.rows = (forward.data[:forward_slots], backward.data[:backward_slots])
-        self.parts = [(rows[:, scaling.AGE], rows[:, scaling.HISTORY]) for rows in self.rows if rows.shape[0]]
+        self.parts = [(rows[:, state_page.AGE], rows[:, state_page.HISTORY]) for rows in self.rows if rows.shape[0]]
         self.on_host = forward.device.type != "cuda"
         self.arriving: torch.cuda.Event | None = None
         if not self.on_host:
@@ -75,10 +75,10 @@ class Watch:
         found = []
         for backward, page in enumerate(self.rows):
             rows = page.cpu()
-            for row in torch.nonzero((rows[:, scaling.AGE] < 0) & (rows[:, scaling.HISTORY] > 0)).flatten().tolist():
-                columns = (scaling.REACH, scaling.LIMIT, scaling.BEFORE, scaling.HISTORY)
+            for row in torch.nonzero((rows[:, state_page.AGE] < 0) & (rows[:, state_page.HISTORY] > 0)).flatten().tolist():
+                columns = (state_page.REACH, state_page.LIMIT, state_page.BEFORE, state_page.HISTORY)
                 reach, limit, scale, amax = (rows[row, i].item() for i in columns)
-                found.append(Overflow(bool(backward), row, amax, scaling.fp8_max_of(reach, limit) / scale))
+                found.append(Overflow(bool(backward), row, amax, state_page.fp8_max_of(reach, limit) / scale))
         return found
 
 

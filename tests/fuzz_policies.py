@@ -19,7 +19,7 @@ from importlib import resources
 from pathlib import Path
 
 from fp8compile.config.policy import BUILTIN, Site, load
-from fp8compile.config.policy.load import _toml
+from fp8compile.config.policy.files import _toml
 from fp8compile.errors import OptionError
 
 SAMPLE = """\
@@ -91,7 +91,7 @@ n m k n m k 128 0 0.5 1e30 2**64 + - * / // % ** < <= > >= == != and or not ( ) 
 
 
 def seeds() -> list[str]:
-    folder = resources.files("fp8compile") / "policies"
+    folder = resources.files("fp8compile.config") / "policies"
     return [SAMPLE, *((folder / f"{name}.toml").read_text("utf-8") for name in BUILTIN)]
 
 

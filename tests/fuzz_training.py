@@ -28,8 +28,9 @@ from harness import histories, sqnr
 from torch import Tensor, nn
 
 import fp8compile
-from fp8compile import logs, ops
+from fp8compile import logs
 from fp8compile.interpreter import Eager
+from fp8compile.ir import ops
 from fp8compile.reports import LEDGER
 from fp8compile.runtime import interpreted
 

@@ -26,9 +26,10 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fp8compile import compat, ops
+from fp8compile import compat
 from fp8compile.codegen import launch
 from fp8compile.codegen.kernel import Kernel
+from fp8compile.ir import ops
 from fp8compile.passes.lower import lower
 
 aten = torch.ops.aten

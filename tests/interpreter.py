@@ -24,7 +24,7 @@ with contextlib.suppress(ImportError):
     import triton.experimental.gluon  # noqa: F401  # which the interpreter imports, and which copies Triton's functions
 
 from fp8compile import compat
-from fp8compile.codegen import launch, update
+from fp8compile.codegen import launch, update_kernel
 
 TORCH = {
     tl.float32: torch.float32,
@@ -137,7 +137,7 @@ def kernels_on_cpu(config: tuple[int, int, int] | None = None):
 
     with (
         mock.patch.object(launch, "DEVICES", ("cpu", "cuda")),
-        mock.patch.object(update, "function", function),
+        mock.patch.object(update_kernel, "function", function),
         mock.patch.object(launch, "function", function),
         mock.patch.object(launch, "configurations", lambda kernel: (config or choose(kernel)[0],)),
     ):

@@ -32,7 +32,7 @@ from triton.compiler import ASTSource
 from fp8compile import compat
 from fp8compile.codegen.expressions import TRITON_DTYPE
 from fp8compile.described import trace
-from fp8compile.devices.catalog.formats import pick
+from fp8compile.devices.formats import pick
 
 BF16 = torch.bfloat16
 Config = tuple[int, int, int]

@@ -20,7 +20,7 @@ from torch.fx import traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from fp8compile import ops  # also: registers the operators
+from fp8compile.ir import ops  # also: registers the operators
 from fp8compile.passes.fuse import fuse
 
 EXPECTED = pathlib.Path(__file__).parent / "expected"

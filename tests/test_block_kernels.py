@@ -19,8 +19,8 @@ from interpreter import kernels_on_cpu
 from test_kernels import OLD_INTERPRETER, assert_bits, assert_close, layout
 from torch import Tensor
 
-from fp8compile import ops
-from fp8compile.codegen import cost, launch
+from fp8compile.codegen import launch, traffic
+from fp8compile.ir import ops
 from fp8compile.passes import fuse
 
 aten = torch.ops.aten
@@ -364,13 +364,13 @@ def test_more_bytes_than_inductor_would_move_stay_with_it(monkeypatch: pytest.Mo
     noted: list[tuple[int, int]] = []
 
     def compare(*given: Any) -> tuple[int, int]:
-        noted.append(cost.compare(*given))
+        noted.append(traffic.compare(*given))
         return noted[-1]
 
     monkeypatch.setattr(fuse, "compare", compare)
     rows, columns = 256, 384
     elements, x = rows * columns, Source(256, 384, torch.bfloat16).full()
-    copies, strided = 2 * elements, int(elements * cost.STRIDED)
+    copies, strided = 2 * elements, int(elements * traffic.STRIDED)
     expected = {
         # reads, copies, scales: theirs reads a second time for the blocks of columns
         "mxfp8": (4 * elements + 2 * elements // 32 * 4, 5 * elements + strided + 2 * elements // 32 * 4),

@@ -15,7 +15,7 @@ import torch
 from fp8compile import cli, target
 from fp8compile.cli.models import parse_option, talk_on_stderr
 from fp8compile.config.policy import BUILTIN
-from fp8compile.devices.catalog import catalog
+from fp8compile.devices import catalog
 from fp8compile.target import TargetError
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -11,8 +11,8 @@ import sympy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp8compile.devices.catalog import catalog, cost
-from fp8compile.devices.catalog.cost import Operand
+from fp8compile.devices import catalog, cost
+from fp8compile.devices.cost import Operand
 
 H100, H200, B300, NVL = (catalog.find(key) for key in ("h100", "h200", "b300", "h200-nvl"))
 # torchao's tables are from Meta's H100: HBM2e, of which copies reach 2.2 TB/s (torchao/testing/training/roofline_utils.py)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fp8compile import described
-from fp8compile.devices.catalog import calibrate, catalog
+from fp8compile.devices import calibrate, catalog
 from fp8compile.errors import OptionError
 
 

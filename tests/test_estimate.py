@@ -13,7 +13,7 @@ import torch.nn.functional as F
 import fp8compile
 from fp8compile import described, roofline
 from fp8compile.described import Attention, Kernel, Matmul, Operand
-from fp8compile.devices.catalog import catalog
+from fp8compile.devices import catalog
 from fp8compile.estimate import Cost, Estimate, _carried_on, _layers, estimate
 
 pytestmark = pytest.mark.skipif(described.unavailable() is not None, reason=described.unavailable() or "")

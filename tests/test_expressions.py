@@ -17,8 +17,8 @@ import torch
 from groups import DTYPES, Cast, fused, numbers, specials, trace
 from torch import Tensor
 
-from fp8compile import ops
 from fp8compile.codegen.expressions import CONSTANTS, COPIES, FLOATS, FORMS, POWERS
+from fp8compile.ir import ops
 
 aten = torch.ops.aten
 prims = torch.ops.prims

@@ -15,9 +15,10 @@ from interpreter import Interpreted, kernels_on_cpu
 from models import Block, Checkpointed, Mlp, SwiGlu
 from torch import Tensor, nn
 
-from fp8compile import compat, scaling
+from fp8compile import compat
 from fp8compile.backend import fp8
-from fp8compile.codegen import launch, update
+from fp8compile.codegen import launch, update_kernel
+from fp8compile.ir import state_page
 from fp8compile.runtime import interpreted
 
 BF16 = torch.bfloat16
@@ -216,19 +217,19 @@ def test_blocks_are_chosen_by_what_a_kernel_does():
 )
 def test_the_update_kernel_is_next_page(slots, history, count, interval, most_recent, margin, bits):
     """To the bit, over steps with zeros, a NaN and an infinity; slots that no amax belongs to; more slots than a block."""
-    settings = [scaling.SlotSettings(448.0 / 2**margin, 1 if most_recent else history, interval)] * slots
-    settings[::3] = [scaling.SlotSettings(57344.0, max(1, history - 1), 2)] * len(settings[::3])  # recipes may share a page
-    name, source = update.source(slots, history, count, bits)
-    kernel = Interpreted(name, source, (update.BLOCK, 1 << max(0, history - 2).bit_length(), 4))
+    settings = [state_page.SlotSettings(448.0 / 2**margin, 1 if most_recent else history, interval)] * slots
+    settings[::3] = [state_page.SlotSettings(57344.0, max(1, history - 1), 2)] * len(settings[::3])  # recipes may share a page
+    name, source = update_kernel.source(slots, history, count, bits)
+    kernel = Interpreted(name, source, (update_kernel.BLOCK, 1 << max(0, history - 2).bit_length(), 4))
     generator = torch.Generator().manual_seed(0)
-    expected = scaling.new_page(slots, history, torch.device("cpu"), settings)
+    expected = state_page.new_page(slots, history, torch.device("cpu"), settings)
     page = expected.clone()
     for step in range(9):
         amax = torch.rand(count, generator=generator) * 10.0 ** torch.randint(-6, 6, (count,), generator=generator)
         amax[torch.rand(count, generator=generator) < 0.2] = 0
         amax[step % count] = {4: float("nan"), 6: float("inf")}.get(step, 1.0)
-        snapshot = scaling.snapshot_of(expected)
-        expected = scaling.next_page(expected, snapshot, amax)
+        snapshot = state_page.snapshot_of(expected)
+        expected = state_page.next_page(expected, snapshot, amax)
         vector = torch.zeros(count, launch.AMAX_STRIDE)
         vector[:, 0] = amax
         kernel[(1, 1, 1)](page=page, scales=snapshot, amaxes=vector.view(torch.int32) if bits else amax)
@@ -259,7 +260,7 @@ def test_a_source_outlives_the_cache_that_it_came_from():
 
     from torch._inductor.utils import fresh_cache
 
-    name, source = update.source(5, 16, 5, True)
+    name, source = update_kernel.source(5, 16, 5, True)
     with fresh_cache():
         kernel = launch.function(name, source, ((4, 16, 4),))
     assert name in inspect.getsource(kernel.fn.fn)
@@ -271,8 +272,9 @@ def test_a_long_history_takes_fewer_slots_at_a_time(history, block):
         torch._dynamo.reset()
         blocks = []
         with pytest.MonkeyPatch.context() as patch:
-            function = update.function
-            patch.setattr(update, "function", lambda n, s, configs, restore: blocks.append(configs) or function(n, s, configs))
+            function = update_kernel.function
+            keep = lambda n, s, configs, restore: blocks.append(configs) or function(n, s, configs)  # noqa: E731
+            patch.setattr(update_kernel, "function", keep)
             model = torch.compile(nn.Linear(128, 128).to(BF16), backend=fp8, options={"amax_history_len": history})
             model(torch.randn(16, 128).to(BF16).requires_grad_()).sum().backward()
     assert {config[0][0] for config in blocks} == {block}

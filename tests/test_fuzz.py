@@ -37,9 +37,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Interpreter, Node
 from triton.runtime import interpreter as triton_interpreter
 
-from fp8compile import compat, ops
+from fp8compile import compat
 from fp8compile.codegen import launch
 from fp8compile.codegen.inline import Inliner
+from fp8compile.ir import ops
 from fp8compile.passes.lower import lower
 
 aten = torch.ops.aten

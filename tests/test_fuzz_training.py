@@ -18,8 +18,8 @@ from fuzz_models import Model
 from fuzz_protocols import Side
 from fuzz_training import Case
 
-from fp8compile import ops, scaling
 from fp8compile.interpreter import Eager
+from fp8compile.ir import ops, state_page
 
 CASES = int(os.environ.get("FUZZ_CASES", "10"))
 
@@ -95,18 +95,18 @@ def test_a_scale_of_the_wrong_slot_is_seen() -> None:
     case.model.blocks[0].each[1].before *= 64  # or all scales are alike
     case.model.blocks[0].each[1].factor /= 64
     assert not wrong(case)
-    snapshot = scaling.snapshot_of
-    with mock.patch.object(scaling, "snapshot_of", lambda page: snapshot(page).roll(1, 0)):
+    snapshot = state_page.snapshot_of
+    with mock.patch.object(state_page, "snapshot_of", lambda page: snapshot(page).roll(1, 0)):
         assert "dB" in wrong(case)
 
 
 def test_a_history_that_moves_twice_is_seen() -> None:
-    once = scaling.next_page
+    once = state_page.next_page
 
     def twice(page: torch.Tensor, snapshot: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
         return once(once(page, snapshot, amax), snapshot, amax)
 
-    with mock.patch.object(scaling, "next_page", twice):
+    with mock.patch.object(state_page, "next_page", twice):
         assert "in 1 calls, moved" in wrong(small(recipe="delayed", protocols=("plain",)))
 
 

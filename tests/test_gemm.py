@@ -23,12 +23,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from triton.compiler import ASTSource
 
-from fp8compile import compat, multiply, ops
-from fp8compile.codegen import gemm, products
+from fp8compile import compat
+from fp8compile.codegen import block_gemm, scaled_mm, scaled_mm_kind
 from fp8compile.codegen.inline import Inliner
+from fp8compile.codegen.scaled_mm_kind import AFTER, BLOCKWISE, EMULATED, MX, REFERENCE, ROWWISE, TRITON, Hardware, how
 from fp8compile.config.recipe import RECIPES, ROW, WHOLE, Recipe
-from fp8compile.devices.catalog import catalog
-from fp8compile.multiply import AFTER, BLOCKWISE, EMULATED, MX, REFERENCE, ROWWISE, TRITON, Hardware, how
+from fp8compile.devices import catalog
+from fp8compile.ir import ops
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, FNUZ = torch.float8_e4m3fn, torch.float8_e4m3fnuz
@@ -115,9 +116,9 @@ def test_mxfp8_is_native_on_blackwell_alone() -> None:
     ways = [how(device, MX_BLOCK, MX_BLOCK, 64, 64, 64) for device in (B200, RTX5090, H100, RTX4090, MI300X)]
     assert ways == [MX, MX, EMULATED, EMULATED, EMULATED]
     assert how(RTX5090._replace(toolkit=(12, 8)), MX_BLOCK, MX_BLOCK, 64, 64, 64) == EMULATED
-    assert [multiply.native(device, "mxfp8") for device in (B200, H100, MI300X, CPU)] == [True, False, False, False]
-    assert all(multiply.native(H100, name) for name in RECIPES if name != "mxfp8")
-    assert multiply.native(B200, Recipe("mxfp8")) and not multiply.native(CPU, "tensorwise")
+    assert [scaled_mm_kind.native(device, "mxfp8") for device in (B200, H100, MI300X, CPU)] == [True, False, False, False]
+    assert all(scaled_mm_kind.native(H100, name) for name in RECIPES if name != "mxfp8")
+    assert scaled_mm_kind.native(B200, Recipe("mxfp8")) and not scaled_mm_kind.native(CPU, "tensorwise")
 
 
 def test_without_launches_blocks_are_emulated() -> None:
@@ -130,10 +131,10 @@ def test_a_cpu_runs_the_reference() -> None:
 
 
 def test_hardware_of_descriptions() -> None:
-    assert multiply.hardware_of(catalog.find("h200"))[:3] == ("cuda", (9, 0), "")
-    assert multiply.hardware_of(catalog.find("b200")).capability >= (10, 0)
-    assert multiply.hardware_of(catalog.find("mi300x")).gfx == "gfx942"
-    assert multiply.hardware(torch.device("cpu")) == CPU
+    assert scaled_mm_kind.hardware_of(catalog.find("h200"))[:3] == ("cuda", (9, 0), "")
+    assert scaled_mm_kind.hardware_of(catalog.find("b200")).capability >= (10, 0)
+    assert scaled_mm_kind.hardware_of(catalog.find("mi300x")).gfx == "gfx942"
+    assert scaled_mm_kind.hardware(torch.device("cpu")) == CPU
 
 
 # -- the kernel of our own ---------------------------------------------------------------------------------------------
@@ -153,11 +154,11 @@ def run(
 ) -> Tensor:
     """The kernel's result, by the interpreter. `sizes`: as `gemm.source` takes them."""
     (m, k), n = a.shape, b.shape[0]
-    name, text = gemm.source(sizes or (m, n, k), (a.dtype, b.dtype), (a_block, b_block), out_dtype, bias is not None)
+    name, text = block_gemm.source(sizes or (m, n, k), (a.dtype, b.dtype), (a_block, b_block), out_dtype, bias is not None)
     out = torch.full((m, n), float("nan"), dtype=out_dtype)
     given: dict[str, Any] = {"a": a, "b": b, "y": out} | ({} if bias is None else {"bias": bias})
-    given["a_inv"] = products.columns_first(a_inv) if a_block[0] == 1 else a_inv
-    given["b_inv"] = products.columns_first(b_inv) if b_block[0] == 1 else b_inv
+    given["a_inv"] = scaled_mm.columns_first(a_inv) if a_block[0] == 1 else a_inv
+    given["b_inv"] = scaled_mm.columns_first(b_inv) if b_block[0] == 1 else b_inv
     given |= {key: number for key, number in (("m", m), ("n", n), ("k16", k // 16)) if key in (sizes or ())}
     programs = -(-m // tile[0]) * -(-n // tile[1])
     Interpreted(name, text, (*tile, 4))[(programs,)](**given)
@@ -230,11 +231,11 @@ def launched(call: Any, given: Sequence[Tensor], dynamic: bool) -> GraphModule:
     traced = make_fx(call, tracing_mode="symbolic" if dynamic else "fake")(*given)
     (node,) = traced.graph.find_nodes(op="call_function", target=ops.block_mm)
     with (
-        mock.patch.object(multiply, "how", lambda *_: TRITON),
-        mock.patch.object(gemm, "configurations", lambda *_: ((64, 32, 4, 1),)),
-        mock.patch.object(gemm, "function", lambda name, text, tiles: Interpreted(name, text, tiles[0][:3])),
+        mock.patch.object(scaled_mm_kind, "how", lambda *_: TRITON),
+        mock.patch.object(block_gemm, "configurations", lambda *_: ((64, 32, 4, 1),)),
+        mock.patch.object(block_gemm, "function", lambda name, text, tiles: Interpreted(name, text, tiles[0][:3])),
     ):
-        result = gemm.block_mm(node, Inliner(), *node.args)
+        result = block_gemm.block_mm(node, Inliner(), *node.args)
     node.replace_all_uses_with(result)
     traced.graph.erase_node(node)
     traced.graph.lint()
@@ -289,7 +290,7 @@ def hardware(target: str) -> Hardware:
 def compiled(target: str, tile: tuple, sizes: tuple, blocks: tuple) -> Any:
     """The kernel with a bias into bf16, as Inductor would have it: pointers are multiples of 16."""
     dtype = FNUZ if target == "gfx942" else E4M3
-    name, text = gemm.source(sizes, (dtype, dtype), blocks, BF16, True)
+    name, text = block_gemm.source(sizes, (dtype, dtype), blocks, BF16, True)
     jitted = compat.load_kernel(name, text)
     fp8 = "*fp8e4b8" if dtype == FNUZ else "*fp8e4nv"
     types = {"a": fp8, "b": fp8, "a_inv": "*fp32", "b_inv": "*fp32", "bias": "*bf16", "y": "*bf16"}
@@ -308,7 +309,7 @@ CASES = [((8192, 4096, 4096), (LINE, SQUARE)), (("m", 4096, "k16"), (LINE, LINE)
 def test_machine_code(target: str) -> None:
     """For each GPU: by its FP8 tensor cores, 16 bytes at a time, within what it has; nothing spills at the default tile."""
     for sizes, blocks in CASES:
-        tile = gemm.configurations(hardware(target), SHARED[target], blocks[1])[0]
+        tile = block_gemm.configurations(hardware(target), SHARED[target], blocks[1])[0]
         made = compiled(target, tile, sizes, blocks)
         took = resources(made)
         assert took.shared <= SHARED[target] and took.spills == 0, (blocks, tile, took)
@@ -321,6 +322,6 @@ def test_machine_code(target: str) -> None:
 
 def test_no_tile_spills_on_hopper() -> None:
     for sizes, blocks in CASES[:2]:
-        for tile in gemm.configurations(hardware("sm_90"), SHARED["sm_90"], blocks[1]):
+        for tile in block_gemm.configurations(hardware("sm_90"), SHARED["sm_90"], blocks[1]):
             took = resources(compiled("sm_90", tile, sizes, blocks))
             assert took.spills == 0, (sizes, blocks, tile, took)

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from harness import ALL_FP8
 
 import fp8compile.backend
-from fp8compile import scaling
 from fp8compile.described import A100, H200, Gpu, Matmul, Step, trace, unavailable
+from fp8compile.ir import state_page
 
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=unavailable() or "")
 
@@ -155,7 +155,7 @@ def test_scales_are_read_from_where_they_are():
     calls = [line for line in compile_mlp(64).graphs[0].code.splitlines() if "extern_kernels._scaled_mm(" in line]
     offsets = [int(offset) for line in calls for offset in re.findall(r"\(1, 1\), \(1, 1\), (\d+)\)", line)]
     assert len(calls) == 2 and len(set(offsets)) == len(offsets) == 4
-    assert {offset % scaling.SNAPSHOT for offset in offsets} == {scaling.SCALE_INV}
+    assert {offset % state_page.SNAPSHOT for offset in offsets} == {state_page.SCALE_INV}
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "blockwise"])

@@ -15,9 +15,11 @@ from models import Mlp, make
 from torch import Tensor, nn
 
 import fp8compile
-from fp8compile import ops, scaling, watch
+from fp8compile import watch
 from fp8compile.config.recipe import Block
-from fp8compile.devices.catalog.formats import E4M3, E5M2, FORMATS, Format
+from fp8compile.devices.formats import E4M3, E5M2, FORMATS, Format
+from fp8compile.ir import ops, state_page
+from fp8compile.ir.scale import scale_of
 from fp8compile.state import slots_of
 
 pytestmark = pytest.mark.usefixtures("interpreted")
@@ -90,11 +92,11 @@ def test_limits(form: Format, gradient: bool) -> None:
     """What the scale does not cover, and at least the jump; the FP8 maximum is found again from a page's constants."""
     jump = 8.0 if gradient else 2.0
     for margin in range(33):
-        reach, limit = form.max / 2.0**margin, scaling.limit_of(form.max, margin, gradient)
+        reach, limit = form.max / 2.0**margin, state_page.limit_of(form.max, margin, gradient)
         assert limit == (jump * reach if 2.0**margin < jump else form.max)
-        page = scaling.new_page(1, 1, torch.device("cpu"), [scaling.SlotSettings(reach, 1, 1, limit)])
-        constants = page[0, [scaling.REACH, scaling.LIMIT]].tolist()
-        assert scaling.fp8_max_of(*constants) == form.max, margin
+        page = state_page.new_page(1, 1, torch.device("cpu"), [state_page.SlotSettings(reach, 1, 1, limit)])
+        constants = page[0, [state_page.REACH, state_page.LIMIT]].tolist()
+        assert state_page.fp8_max_of(*constants) == form.max, margin
 
 
 def overflows(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -135,7 +137,7 @@ def test_a_scale_of_its_own_amax_covers_a_tensor(form: Format, power_of_2: bool)
         x = noise(128, 128, seed=exponent + 120).double().mul(2.0**exponent).float()
         for block in (Block(0, 0), Block(1, 0), Block(1, 32), Block(1, 128), Block(128, 128)):
             amaxes = ops.amax(x) if block == (0, 0) else ops.amax_blocks(x, False, list(block))
-            scales = scaling.scale_of(amaxes, form.max, 0, power_of_2)
+            scales = scale_of(amaxes, form.max, 0, power_of_2)
             assert (amaxes.double() * scales.double()).max() <= form.max * (1 + 2**-23)
 
 

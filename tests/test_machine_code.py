@@ -15,7 +15,7 @@ import pytest
 from machine_code import MODELS, RECIPES, TARGETS, Generated, compile_kernel, resources, traced, with_fnuz
 
 from fp8compile.described import recording, unavailable
-from fp8compile.devices.catalog import formats
+from fp8compile.devices import formats
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(unavailable() is not None, reason=unavailable() or "")]
 

@@ -13,7 +13,7 @@ from harness import noise
 from torch import nn
 
 import fp8compile
-from fp8compile.capture import readable, readable_module
+from fp8compile.ir.inputs import readable, readable_module
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,8 @@ from reference_casts import FLT_MAX, FNUZ, FORMATS, cast
 from reference_settings import RECIPES as EVERY
 from torch import Tensor, nn
 
-from fp8compile import ops, scaling
+from fp8compile.ir import ops
+from fp8compile.ir.scale import inverse_of, scale_of
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 
@@ -257,6 +258,6 @@ def test_scales_and_inverses_are_finite_and_positive(power_of_2, margin):
     largest, least = torch.finfo(torch.float32).max, torch.finfo(torch.float32).smallest_normal
     amaxes = torch.tensor([1e-45, least, 1e-30, 1.0, 1e30, largest])
     for fp8_max in (240.0, 448.0, 57344.0):
-        scale = scaling.scale_of(amaxes, fp8_max, margin, power_of_2)
-        inverse = scaling.inverse_of(scale)
+        scale = scale_of(amaxes, fp8_max, margin, power_of_2)
+        inverse = inverse_of(scale)
         assert (scale >= least).all() and scale.isfinite().all() and (inverse > 0).all() and inverse.isfinite().all()

@@ -13,7 +13,7 @@ from fp8compile.config import options
 from fp8compile.config.options import Options, parse
 from fp8compile.config.policy import load
 from fp8compile.config.recipe import Recipe
-from fp8compile.devices.catalog import formats
+from fp8compile.devices import formats
 from fp8compile.errors import CapacityExceeded, Fp8CompileError, OptionError, StrictError, near
 
 

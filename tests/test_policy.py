@@ -12,7 +12,7 @@ from importlib import resources
 
 import pytest
 
-import fp8compile.config.policy.load as files
+import fp8compile.config.policy.files as files
 from fp8compile.config.policy import BUILTIN, Defaults, NamedRecipe, Policy, Rule, Schedule, Site, load, schema
 from fp8compile.config.policy.model import SETTINGS, PolicyFile
 from fp8compile.config.recipe import Recipe
@@ -60,7 +60,7 @@ def write(tmp_path):
 
 
 def shipped(name: str) -> str:
-    return (resources.files("fp8compile") / "policies" / f"{name}.toml").read_text("utf-8")
+    return (resources.files("fp8compile.config") / "policies" / f"{name}.toml").read_text("utf-8")
 
 
 # --- conditions -------------------------------------------------------------------------------------------------------
@@ -370,7 +370,7 @@ def test_shipped_policies_are_the_same_with_pydantic(name, write):
 
 
 def test_shipped_policies_are_all_listed():
-    folder = resources.files("fp8compile") / "policies"
+    folder = resources.files("fp8compile.config") / "policies"
     assert sorted(path.name for path in folder.iterdir()) == sorted(f"{name}.toml" for name in BUILTIN)
 
 

@@ -20,14 +20,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fp8compile import multiply, ops
-from fp8compile.codegen import gemm, products
+from fp8compile.codegen import block_gemm, scaled_mm, scaled_mm_kind
 from fp8compile.codegen.inline import Inliner
+from fp8compile.codegen.scaled_mm_kind import AFTER, EMULATED, TRITON, Hardware
 from fp8compile.config.recipe import ROW, WHOLE
 from fp8compile.described import unavailable
-from fp8compile.devices.catalog import catalog
-from fp8compile.devices.catalog.formats import fnuz
-from fp8compile.multiply import AFTER, EMULATED, TRITON, Hardware
+from fp8compile.devices import catalog
+from fp8compile.devices.formats import fnuz
+from fp8compile.ir import ops
 
 
 @pytest.mark.parametrize("shape", [(128, 4), (1, 1), (200, 9), (384, 16), (1000, 40)], ids=str)
@@ -39,7 +39,7 @@ def test_swizzle(shape: tuple[int, int]) -> None:
     exponents.flatten()[0] = -127
     inverse = torch.ldexp(torch.ones(shape), exponents)
     expected = to_blocked((exponents + 127).to(torch.uint8))
-    got = products.swizzled(inverse)
+    got = scaled_mm.swizzled(inverse)
     assert got.dtype == torch.float8_e8m0fnu and got.is_contiguous()
     assert torch.equal(got.view(torch.uint8), expected)
     assert torch.equal((exponents + 127).to(torch.uint8).view(torch.float8_e8m0fnu).to(F32), inverse)
@@ -51,11 +51,11 @@ def test_emulation_is_exact(k: int) -> None:
     codes = torch.arange(256, dtype=torch.uint8).view(E4M3).to(F32).nan_to_num(0.0).repeat(k // 16)
     a = codes.view(16 * k // 16, -1)[:, :16].repeat(1, k // 16).to(E4M3)
     inverse = 2.0 ** torch.arange(-100, 100).to(F32)[: a.shape[0] * ops.blocks(k, 32)].view(a.shape[0], -1)
-    values, rows = products.dequantized(a, inverse, MX_BLOCK)
+    values, rows = scaled_mm.dequantized(a, inverse, MX_BLOCK)
     assert rows is None and values.dtype == BF16
     assert torch.equal(values.to(F32), a.to(F32) * ops.spread(inverse, a.shape, MX_BLOCK))
     (a, a_inv), (b, b_inv) = operand(33, k, MX_BLOCK), operand(32, k, MX_BLOCK, seed=1)
-    x, y = (products.dequantized(*given, MX_BLOCK)[0].to(F32) for given in ((a, a_inv), (b, b_inv)))
+    x, y = (scaled_mm.dequantized(*given, MX_BLOCK)[0].to(F32) for given in ((a, a_inv), (b, b_inv)))
     assert torch.equal(x @ y.t(), ops.block_product(a, b, a_inv, b_inv, None, F32, False, MX_BLOCK, MX_BLOCK))
 
 
@@ -85,10 +85,10 @@ def graph_of(
         (node,) = traced.graph.find_nodes(op="call_function", target=ops.block_mm)
         properties = mock.Mock(shared_memory_per_block_optin=227 << 10)
         with (
-            mock.patch.object(multiply, "hardware", lambda _: device),
+            mock.patch.object(scaled_mm_kind, "hardware", lambda _: device),
             mock.patch("torch.cuda.get_device_properties", lambda *_: properties),
         ):
-            result = gemm.block_mm(node, Inliner(), *node.args)
+            result = block_gemm.block_mm(node, Inliner(), *node.args)
     node.replace_all_uses_with(result)
     traced.graph.erase_node(node)
     traced.graph.lint()
@@ -97,7 +97,7 @@ def graph_of(
     return traced
 
 
-def scaled_mm(graph: Graph) -> tuple[Any, ...]:
+def product_of(graph: Graph) -> tuple[Any, ...]:
     (node,) = graph.find_nodes(op="call_function", target=torch.ops.aten._scaled_mm.default)
     return tuple(x.meta["val"] if isinstance(x, torch.fx.Node) else x for x in node.args)
 
@@ -108,7 +108,7 @@ def layout(x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 @pytest.mark.parametrize("pair", [(ROW, ROW), (ROW, WHOLE), (WHOLE, ROW)], ids=str)
 def test_rowwise_graph(pair: tuple) -> None:
-    a, b, a_scale, b_scale, bias, _, out_dtype = scaled_mm(graph_of((40, 64, 48), pair, BF16, BF16, H100).graph)
+    a, b, a_scale, b_scale, bias, _, out_dtype = product_of(graph_of((40, 64, 48), pair, BF16, BF16, H100).graph)
     assert layout(a) == ((40, 48), (48, 1)) and layout(b) == ((48, 64), (1, 48))
     assert layout(a_scale) == ((40, 1), (1, 1)) and layout(b_scale) == ((1, 64), (64, 1))
     assert bias.dtype == out_dtype == BF16
@@ -117,30 +117,30 @@ def test_rowwise_graph(pair: tuple) -> None:
 def test_the_scale_of_one_row_is_found_in_its_vector() -> None:
     """`as_strided` counts from the storage's beginning: a view of one of many scales is copied first."""
     inverses = torch.tensor([8.0, 0.5, 2.0])
-    with mock.patch.object(products, "scaled", lambda a, b, a_scale, b_scale, *_: (a_scale, b_scale)):
-        scales: Any = products.rowwise(torch.zeros(1, 32), torch.zeros(1, 32), inverses[1:2], inverses[2:3], None, BF16, False)
+    with mock.patch.object(scaled_mm, "scaled", lambda a, b, a_scale, b_scale, *_: (a_scale, b_scale)):
+        scales: Any = scaled_mm.rowwise(torch.zeros(1, 32), torch.zeros(1, 32), inverses[1:2], inverses[2:3], None, BF16, False)
     assert [x.item() for x in scales] == [0.5, 2.0]
 
 
 def test_a_bias_of_another_dtype_is_added_after() -> None:
     for bias, out_dtype in ((F32, BF16), (F32, F32), (BF16, F16)):
-        args = scaled_mm(graph_of((40, 64, 48), (ROW, ROW), bias, out_dtype, H100).graph)
+        args = product_of(graph_of((40, 64, 48), (ROW, ROW), bias, out_dtype, H100).graph)
         assert args[4] is None and args[6] == F32
 
 
 def test_rowwise_after_graph() -> None:
-    args = scaled_mm(graph_of((40, 64, 48), (ROW, WHOLE), None, F16, MI300X, dtype=FNUZ).graph)
+    args = product_of(graph_of((40, 64, 48), (ROW, WHOLE), None, F16, MI300X, dtype=FNUZ).graph)
     assert [layout(x) for x in args[2:4]] == [((1, 1), (1, 1))] * 2 and args[6] == F32
 
 
 def test_blockwise_graph() -> None:
     """Scales of 1 x 128 blocks with their rows beside each other, of 128 x 128 blocks with K's."""
     m, n, k = 256, 192, 512
-    args = scaled_mm(graph_of((m, n, k), (LINE, SQUARE), None, BF16, H100).graph)
+    args = product_of(graph_of((m, n, k), (LINE, SQUARE), None, BF16, H100).graph)
     assert [layout(x) for x in args[2:4]] == [((m, 4), (1, m)), ((4, 2), (1, 4))]
-    args = scaled_mm(graph_of((m, n, k), (SQUARE, LINE), None, BF16, H100).graph)
+    args = product_of(graph_of((m, n, k), (SQUARE, LINE), None, BF16, H100).graph)
     assert [layout(x) for x in args[2:4]] == [((2, 4), (4, 1)), ((4, n), (n, 1))]
-    args = scaled_mm(graph_of((m, n, 384), (LINE, LINE), None, F32, H100).graph)
+    args = product_of(graph_of((m, n, 384), (LINE, LINE), None, F32, H100).graph)
     assert [layout(x) for x in args[2:4]] == [((m, 3), (1, m)), ((3, n), (n, 1))]
     assert len(args) == 7  # no fast accumulation
 
@@ -148,7 +148,7 @@ def test_blockwise_graph() -> None:
 @pytest.mark.parametrize("k", [64, 48])
 def test_mx_graph(k: int) -> None:
     """The scales as ATen wants them, K as cuBLASLt does."""
-    a, b, a_scale, b_scale, *_ = scaled_mm(graph_of((200, 144, k), (MX_BLOCK, MX_BLOCK), BF16, BF16, B200).graph)
+    a, b, a_scale, b_scale, *_ = product_of(graph_of((200, 144, k), (MX_BLOCK, MX_BLOCK), BF16, BF16, B200).graph)
     assert a.shape == (200, 64) and b.shape == (64, 144) and b.stride() == (1, 64)
     assert a_scale.shape == (2 * 128 * 4,) and a_scale.dtype == b_scale.dtype == torch.float8_e8m0fnu
 
@@ -162,7 +162,7 @@ def test_emulated_graph() -> None:
     assert mm.meta["val"].dtype == F32
 
 
-@pytest.mark.parametrize("form", [products.swizzled, products.columns_first, products.rows_first])
+@pytest.mark.parametrize("form", [scaled_mm.swizzled, scaled_mm.columns_first, scaled_mm.rows_first])
 @pytest.mark.parametrize("flipped", [False, True])
 def test_scales_of_sizes_that_are_symbols(form: Callable, flipped: bool) -> None:
     """Traced where K was one block, right for any number of them: that it was one is not taken for a fact."""
@@ -229,12 +229,13 @@ def test_on_a_device(pair: tuple, sizes: tuple[int, int, int], out_dtype: torch.
     assert expected.isfinite().all()
     absolute = [x.to(F32).abs() for x in given[:4:2]]
     terms = ops.block_product(absolute[0], absolute[1], given[1], given[3], None, F32, False, *pair)
-    device = multiply.hardware(torch.device("cuda", 0))
-    for way in dict.fromkeys((multiply.how(device, *pair, m, n, k, F32 if bias == F32 else out_dtype), *OTHER_WAYS[pair[0]])):
+    device = scaled_mm_kind.hardware(torch.device("cuda", 0))
+    first = scaled_mm_kind.how(device, *pair, m, n, k, F32 if bias == F32 else out_dtype)
+    for way in dict.fromkeys((first, *OTHER_WAYS[pair[0]])):
         graph = make_fx(call, tracing_mode="fake")(*given)
         (node,) = graph.graph.find_nodes(op="call_function", target=ops.block_mm)
-        with mock.patch.object(multiply, "how", lambda *_, way=way: way):
-            node.replace_all_uses_with(gemm.block_mm(node, Inliner(), *node.args))
+        with mock.patch.object(scaled_mm_kind, "how", lambda *_, way=way: way):
+            node.replace_all_uses_with(block_gemm.block_mm(node, Inliner(), *node.args))
         graph.graph.erase_node(node)
         graph.recompile()
         got = graph(*given)

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.fx import Graph
 
 import fp8compile
-from fp8compile import ops, runtime
+from fp8compile import runtime
+from fp8compile.ir import ops
 from fp8compile.runtime import interpreted
 
 

@@ -15,8 +15,8 @@ from models import Branches, Mlp, Parallel, Stack, Twice, make
 from torch import Tensor, nn
 
 import fp8compile
-from fp8compile import scaling
 from fp8compile.errors import StateError
+from fp8compile.ir import state_page
 from fp8compile.state import slots_of
 from fp8compile.statefile import VERSION_KEY
 
@@ -112,7 +112,7 @@ def test_it_is_plain_tensors() -> None:
         row = state[f"{name}.{role}.{use}"]
         assert row.dtype == torch.float32 and row.device.type == "cpu"
         assert torch.equal(row[:-1], slot.page.tensor[slot.row])
-        assert row[scaling.HISTORY] == slot.history()[0]
+        assert row[state_page.HISTORY] == slot.history()[0]
     assert len({row.untyped_storage().data_ptr() for row in state.values()}) == len(state)  # safetensors insists
     before = {name: row.clone() for name, row in state.items()}
     compiled(model)(noise(16, 128, scale=9.0)).sum().backward()

@@ -13,7 +13,7 @@ import fp8compile
 from fp8compile.config.options import parse
 from fp8compile.config.policy import BUILTIN, Choice, Policy, Site, load
 from fp8compile.config.recipe import RECIPES
-from fp8compile.kinds import HEADS, ROUTERS
+from fp8compile.passes.classify import HEADS, ROUTERS
 
 transformers = pytest.importorskip("transformers")
 

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fp8compile
-from fp8compile import measure, ops, runtime
+from fp8compile import measure, runtime
+from fp8compile.ir import ops
 from fp8compile.reports import LEDGER
 
 pytestmark = pytest.mark.usefixtures("interpreted")

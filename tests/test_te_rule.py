@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from models import Mlp, make
 from torch import Tensor
 
-from fp8compile import ops, scaling
+from fp8compile.ir import ops, state_page
 
 FLT_MAX = torch.finfo(torch.float32).max
 E4M3, E5M2 = 448.0, 57344.0
@@ -66,24 +66,24 @@ class Ours:
 
     def __init__(self, length: int, algo: str, fp8_max: float = E4M3, margin: int = 0, limit: float = INF) -> None:
         window = 1 if algo == "most_recent" else length
-        slot = scaling.SlotSettings(fp8_max / 2.0**margin, window, 1, limit)
-        self.page = scaling.new_page(1, length, torch.device("cpu"), [slot])
+        slot = state_page.SlotSettings(fp8_max / 2.0**margin, window, 1, limit)
+        self.page = state_page.new_page(1, length, torch.device("cpu"), [slot])
         self.fp8_max, self.margin = fp8_max, margin
 
     def step(self, amax: float) -> float:
         seen = torch.tensor([amax])
-        snapshot = scaling.snapshot_of(self.page)
+        snapshot = state_page.snapshot_of(self.page)
         used = ops.delayed_scale(snapshot, seen, 0, self.fp8_max, self.margin).item()
-        self.page = scaling.next_page(self.page, snapshot, seen)
+        self.page = state_page.next_page(self.page, snapshot, seen)
         return used
 
     def column(self, index: int) -> float:
         return self.page[0, index].item()
 
-    scale = property(lambda self: self.column(scaling.SCALE))
-    scale_inv = property(lambda self: self.column(scaling.SCALE_INV))
-    cold = property(lambda self: self.column(scaling.AGE) < 0.0)
-    history = property(lambda self: self.page[0, scaling.HISTORY :].tolist())
+    scale = property(lambda self: self.column(state_page.SCALE))
+    scale_inv = property(lambda self: self.column(state_page.SCALE_INV))
+    cold = property(lambda self: self.column(state_page.AGE) < 0.0)
+    history = property(lambda self: self.page[0, state_page.HISTORY :].tolist())
 
 
 def pair(*args, **kwargs) -> tuple[TransformerEngine, Ours]:
@@ -224,16 +224,16 @@ def test_nan_leaves_no_trace(algo: str) -> None:
 
 def test_one_tensor_that_is_not_finite_stops_all() -> None:
     """Slots of one direction of one graph move together: the others' amaxes of a broken step are not to be trusted."""
-    slot = scaling.SlotSettings(E4M3, 4, 1)
-    page = scaling.new_page(2, 4, torch.device("cpu"), [slot, slot])
-    page = scaling.next_page(page, scaling.snapshot_of(page), torch.tensor([1.0, 2.0]))
+    slot = state_page.SlotSettings(E4M3, 4, 1)
+    page = state_page.new_page(2, 4, torch.device("cpu"), [slot, slot])
+    page = state_page.next_page(page, state_page.snapshot_of(page), torch.tensor([1.0, 2.0]))
     for bad in (INF, -INF, NAN):
-        assert torch.equal(scaling.next_page(page, scaling.snapshot_of(page), torch.tensor([8.0, bad])), page)
+        assert torch.equal(state_page.next_page(page, state_page.snapshot_of(page), torch.tensor([8.0, bad])), page)
 
 
 def test_an_overflow_uses_the_current_amax_next() -> None:
     """Twice what the scale covers: TransformerEngine scales the next step by this step's amax, ours by its own."""
-    theirs, mine = pair(4, "max")[0], Ours(4, "max", limit=scaling.JUMP * E4M3)
+    theirs, mine = pair(4, "max")[0], Ours(4, "max", limit=state_page.JUMP * E4M3)
     for amax in (1.0, 2.0, 4.0):  # growing, but not beyond twice: no overflow
         assert theirs.step(amax) == mine.step(amax) or amax == 1.0
         assert not mine.cold
@@ -249,12 +249,12 @@ def test_an_overflow_uses_the_current_amax_next() -> None:
 def test_a_page_moves_every_slot_by_its_own_rule() -> None:
     rules = [(E4M3, 1, 0), (E4M3, 4, 0), (E5M2, 4, 2)]
     theirs = [TransformerEngine(4, "most_recent" if w == 1 else "max", fp8_max, margin) for fp8_max, w, margin in rules]
-    slots = [scaling.SlotSettings(fp8_max / 2.0**margin, window, 1) for fp8_max, window, margin in rules]
-    page: Tensor = scaling.new_page(4, 4, torch.device("cpu"), slots)
+    slots = [state_page.SlotSettings(fp8_max / 2.0**margin, window, 1) for fp8_max, window, margin in rules]
+    page: Tensor = state_page.new_page(4, 4, torch.device("cpu"), slots)
     for step, factor in enumerate(MOVING):
         amaxes = [float32(factor * (step + 1 + i)) for i in range(3)]
-        page = scaling.next_page(page, scaling.snapshot_of(page), torch.tensor(amaxes))
+        page = state_page.next_page(page, state_page.snapshot_of(page), torch.tensor(amaxes))
         for rule, amax in zip(theirs, amaxes, strict=True):
             rule.step(amax)
-        assert page[:3, scaling.SCALE].tolist() == [rule.scale for rule in theirs]
-        assert page[:3, scaling.SCALE_INV].tolist() == [rule.scale_inv for rule in theirs]
+        assert page[:3, state_page.SCALE].tolist() == [rule.scale for rule in theirs]
+        assert page[:3, state_page.SCALE_INV].tolist() == [rule.scale_inv for rule in theirs]

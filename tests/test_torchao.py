@@ -18,8 +18,9 @@ import torch
 from harness import assert_fp8, compiled, leaf, noise, sqnr
 from torch import Tensor, nn
 
-from fp8compile import ops, runtime
+from fp8compile import runtime
 from fp8compile.config.recipe import ROW, WHOLE, Block, Recipe
+from fp8compile.ir import ops
 
 torchao = pytest.importorskip("torchao")
 from torchao.float8 import Float8LinearConfig, float8_linear  # noqa: E402

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 
 import fp8compile
 from fp8compile import described, runtime
-from fp8compile.devices.catalog import catalog
-from fp8compile.passes import weigh
-from fp8compile.passes.traffic import source
+from fp8compile.devices import catalog
+from fp8compile.passes import profitability
+from fp8compile.passes.tensor_traffic import source
 from fp8compile.reports import FP8
 
 BF16 = torch.bfloat16
@@ -96,7 +96,7 @@ def seen(monkeypatch):
 
     def spy(matmuls, device):
         before = {m: m.reason for m in matmuls}
-        result = weigh.weigh(matmuls, device)
+        result = profitability.weigh(matmuls, device)
         kept.clear()
         kept.update({(m.fqn, m.gemm): (m, before[m]) for m in matmuls if m.weight is not None})
         return result
@@ -212,7 +212,8 @@ def test_no_choice_within_a_component_is_better(seen, name, recipe, tokens, widt
     matmuls = [matmul for matmul, _ in seen.values()]
     for matmul, reason in seen.values():
         matmul.reason = reason
-    parts = [weigh._Component(H200, part, {}) for part in weigh._components(weigh._model([m for m in matmuls if m.fp8]))]
+    components = profitability._components(profitability._model([m for m in matmuls if m.fp8]))
+    parts = [profitability._Component(H200, part, {}) for part in components]
     assert sum(len(part.gemms) for part in parts) == sum(m.fp8 for m in matmuls) >= 6
     for part in parts:
         part.improve()
@@ -233,7 +234,7 @@ def test_no_choice_within_a_component_is_better(seen, name, recipe, tokens, widt
 
 def of(seen, name, gemm, role):
     matmul = seen[name, gemm][0]
-    return source(next(matrix for matrix, given in weigh.roles(matmul) if given == role))
+    return source(next(matrix for matrix, given in profitability.roles(matmul) if given == role))
 
 
 def test_traffic_of_an_mlp(seen):

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..graph import is_tensor
+from ..ir.fx_utils import is_tensor
 
 aten = torch.ops.aten
 prims = torch.ops.prims

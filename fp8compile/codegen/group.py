@@ -24,8 +24,8 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import Node
 
-from .domain import REDUCTIONS, Domain, Index, sizes
 from .expressions import HEAVY
+from .indexing import REDUCTIONS, Domain, Index, sizes
 from .scales import SPAN, Scale, amax_of, of_amax
 
 aten = torch.ops.aten

@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node, map_arg
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from .. import compat
-from ..graph import Emitter, fake_mode_of
+from ..ir.fx_utils import Emitter, fake_mode_of
 
 
 class Inliner:

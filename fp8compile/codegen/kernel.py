@@ -25,13 +25,13 @@ import sympy
 import torch
 from torch.fx import Node
 
-from .. import ops
-from ..graph import arg
-from .domain import VIEWS, Index, kind, quotient, sizes
+from ..ir import ops
+from ..ir.fx_utils import arg
+from .block_scales import Tiles, magnitude
 from .expressions import FLOATS, TRITON_DTYPE, expression, number_text, prelude, rounded
 from .group import Group, Output, statistics_of, title
+from .indexing import VIEWS, Index, kind, quotient, sizes
 from .scales import FROM_AMAX, SPAN, Scale, computed_scale
-from .tiles import Tiles, magnitude
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,9 @@ import torch
 from torch.fx import Graph, Node
 
 from .. import compat
-from ..graph import Emitter, aten
-from .domain import quotient, size_of, sizes
+from ..ir.fx_utils import Emitter, aten
 from .group import Group, Output
+from .indexing import quotient, size_of, sizes
 from .kernel import Kernel, padded_rows
 
 DEVICES = ("cuda",)  # where Triton's kernels run

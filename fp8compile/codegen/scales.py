@@ -17,8 +17,9 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
-from .. import ops, scaling
-from ..graph import PERMUTES, arg, value
+from ..ir import ops
+from ..ir.fx_utils import PERMUTES, arg, value
+from ..ir.scale import EXPONENT, LARGEST, SMALLEST
 from .expressions import number_text
 
 FROM_AMAX = (ops.current_scale, ops.inverse)  # number by number
@@ -97,12 +98,12 @@ def computed_scale(node: Node, operand: str, name: str) -> list[str]:
     """`name` = a scale of the amaxes `operand`, or the inverse of the scales `operand`."""
     if node.target is ops.inverse:
         return [f"{name} = tl.div_rn(1.0, {operand})"]
-    reach, largest, smallest = arg(node, 1) / 2.0 ** arg(node, 2), number_text(scaling.LARGEST), number_text(scaling.SMALLEST)
+    reach, largest, smallest = arg(node, 1) / 2.0 ** arg(node, 2), number_text(LARGEST), number_text(SMALLEST)
     lines = [
         f"{name} = tl.div_rn({number_text(reach)}, {operand})",
         f"{name} = tl.where({name} > {largest}, {largest}, tl.where({name} < {smallest}, {smallest}, {name}))",
         f'{name} = tl.where(({operand} > 0) & ({operand} < float("inf")), {name}, 1.0)',
     ]
     if len(node.args) > 3 and node.args[3]:
-        lines.append(f"{name} = ({name}.to(tl.int32, bitcast=True) & {scaling.EXPONENT}).to(tl.float32, bitcast=True)")
+        lines.append(f"{name} = ({name}.to(tl.int32, bitcast=True) & {EXPONENT}).to(tl.float32, bitcast=True)")
     return lines

@@ -12,6 +12,19 @@
 What moves between versions is handled here, in `described` (which stands in for a device) and nowhere else.
 """
 
+from .autograd import (
+    TensorMarks,
+    compiled_autograd,
+    in_backward,
+    in_compiled_autograd,
+    is_compiled,
+    is_ddp,
+    recomputing,
+    repeating,
+    saved_as_they_are,
+    share_memory,
+    unseen,
+)
 from .collectives import different, group_name, in_pipeline, inferring_shapes, is_default_group
 from .dynamo import (
     add_input,
@@ -42,32 +55,9 @@ from .inductor import (
     random_prims,
     sources_hash,
 )
-from .launches import (
-    eliminate_dead_code,
-    launch,
-    launched,
-    launches,
-    load_kernel,
-    max_autotune,
-    reorders,
-    size_node,
-    stable_sort,
-)
-from .running import (
-    TensorMarks,
-    compiled_autograd,
-    in_backward,
-    in_compiled_autograd,
-    is_compiled,
-    is_ddp,
-    recomputing,
-    repeating,
-    saved_as_they_are,
-    share_memory,
-    unseen,
-)
 from .split import forward_of, uncut
 from .threads import ask_by_thread, register_again, tracing
+from .triton import eliminate_dead_code, launch, launched, launches, load_kernel, max_autotune, reorders, size_node, stable_sort
 
 __all__ = [
     "GraphPass",

@@ -17,7 +17,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitioner
 from torch.fx import Graph, GraphModule
 from torch.utils.checkpoint import CheckpointPolicy
 
-from .launches import accesses_known
+from .triton import accesses_known
 
 MUST_SAVE, MUST_RECOMPUTE = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE
 

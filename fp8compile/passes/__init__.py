@@ -17,20 +17,20 @@ from dataclasses import dataclass
 from torch.fx import Graph, Node
 
 from .. import compat
-from ..capture import Inputs
 from ..config.policy import Policy
 from ..devices.catalog import Device
 from ..errors import CapacityExceeded
-from ..matmul import Matmul
+from ..ir.inputs import Inputs
+from ..ir.matmul import Matmul
 from ..reports import OpaqueRecord
 from ..state import SlotKey
 from .base import run_pass
 from .collect import collect, edges
 from .decide import decide
 from .plan import Plan, plan
-from .rewrite import observe, rewrite
-from .update import group_of, update
-from .whole import whole_kinds as whole_kinds
+from .quantize import observe, rewrite
+from .update_state import group_of, update
+from .whole_model import whole_kinds as whole_kinds
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterable
 from torch.fx import Graph, Node
 
 from .. import compat
-from ..graph import Matrix, aten, peel, root, same_shape, same_size
-from ..matmul import Matmul
+from ..ir.fx_utils import Matrix, aten, peel, root, same_shape, same_size
+from ..ir.matmul import Matmul
 from .origins import Gradients, Origins, feeds, ingredients
 
 ONLY_BACKWARD = "only in backward: no weight's gradient"

@@ -16,9 +16,9 @@ from typing import Any
 from torch.fx import Graph, Node
 
 from .. import compat
-from ..capture import Inputs, readable_module
-from ..graph import arg, peel, value
-from ..matmul import Matmul
+from ..ir.fx_utils import arg, peel, value
+from ..ir.inputs import Inputs, readable_module
+from ..ir.matmul import Matmul
 from ..reports import OpaqueRecord
 from .attribute import attribute, uncopied
 from .origins import MATMULS, Origins

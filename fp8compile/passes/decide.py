@@ -9,15 +9,17 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import replace
 
-from .. import compat, eligible, multiply
-from ..capture import Inputs
+from .. import compat
+from ..codegen.scaled_mm_kind import hardware, hardware_of, native
 from ..config.policy import Choice, Policy, Rule, Site
 from ..devices.catalog import Device
-from ..graph import hint, value
-from ..kinds import kinds
-from ..matmul import GEMMS, Matmul
+from ..ir.fx_utils import hint, value
+from ..ir.inputs import Inputs
+from ..ir.matmul import GEMMS, Matmul
+from . import legality
+from .classify import kinds
 from .plan import roles
-from .weigh import weigh
+from .profitability import weigh
 
 
 def decide(
@@ -47,11 +49,11 @@ def decide(
             current = (inputs_too, True, gradients_too)
             matmul.recipe = replace(matmul.recipe, current_scaling=current)
         if choice.recipe.name == "mxfp8":  # what a device may lack; a CPU multiplies any recipe in float32
-            hardware = multiply.hardware_of(device) if device is not None else multiply.hardware(value(matmul.node).device)
-            matmul.emulated = not multiply.native(hardware, choice.recipe)
+            used = hardware_of(device) if device is not None else hardware(value(matmul.node).device)
+            matmul.emulated = not native(used, choice.recipe)
         rule = policy.rules[choice.rule] if choice.rule is not None else None
         chosen = _choice(matmul, site, choice, rule)
-        matmul.reason = eligible.objection(matmul) or chosen or eligible.misaligned(matmul)
+        matmul.reason = legality.objection(matmul) or chosen or legality.misaligned(matmul)
         # not a choice: a shipped rule that goes by sizes alone
         matmul.on_purpose = chosen is not None and (rule is None or rule.where is None or policy.owns(choice.rule))
         if matmul.fp8 and any(role != "gradient" and compat.is_backward(matrix.base) for matrix, role in roles(matmul)):

@@ -22,14 +22,15 @@ from typing import Any
 
 from torch.fx import Graph, Node
 
-from .. import compat, ops
+from .. import compat
 from ..codegen import launch
-from ..codegen.cost import Sizes, compare
-from ..codegen.domain import Domain, sizes
 from ..codegen.group import Group, Output
+from ..codegen.indexing import Domain, sizes
 from ..codegen.kernel import Kernel, Unwritable, write
 from ..codegen.scales import Scale, chain, made_in_place, of_amax, of_cast
-from ..graph import PERMUTES, VIEWS, arg, behind, value
+from ..codegen.traffic import Sizes, compare
+from ..ir import ops
+from ..ir.fx_utils import PERMUTES, VIEWS, arg, behind, value
 from ..logs import get_logger
 from .grouping import OURS, SEEDS, Grouping, reaches
 from .place import Made, generated, place

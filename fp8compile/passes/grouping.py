@@ -12,13 +12,13 @@ from collections.abc import Collection, Iterable
 import torch
 from torch.fx import Node
 
-from .. import ops
 from ..codegen import launch
-from ..codegen.cost import Sizes, fusable
-from ..codegen.domain import RESHAPES, VIEWS, Domain, product, sizes
 from ..codegen.expressions import TRITON_DTYPE, supported
 from ..codegen.group import Group, Output, Walk, read_scales
-from ..graph import CASTS, aten, is_tensor
+from ..codegen.indexing import RESHAPES, VIEWS, Domain, product, sizes
+from ..codegen.traffic import Sizes, fusable
+from ..ir import ops
+from ..ir.fx_utils import CASTS, aten, is_tensor
 
 MOST_INPUTS = 12
 SEEDS = (ops.quantize, ops.amax, ops.amax_blocks)

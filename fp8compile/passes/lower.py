@@ -20,14 +20,16 @@ from typing import Any
 
 from torch.fx import Graph, Node
 
-from .. import compat, ops, scaling
-from ..codegen import aten as forms
+from .. import compat
 from ..codegen import launch
-from ..codegen.gemm import block_mm
+from ..codegen import lowerings as forms
+from ..codegen.block_gemm import block_mm
 from ..codegen.inline import Inliner
-from ..codegen.update import LONGEST, launch_update
+from ..codegen.update_kernel import LONGEST, launch_update
 from ..errors import Fp8CompileError
-from ..graph import Emitter, aten, is_tensor, value
+from ..ir import ops, state_page
+from ..ir.fx_utils import Emitter, aten, is_tensor, value
+from ..ir.scale import inverse_of, scale_of
 from ..logs import get_logger
 from .fuse import fuse
 
@@ -95,30 +97,30 @@ class _Lowering:
         return vectors[0] if len(vectors) == 1 else self.inline(node, forms.concatenate, vectors)
 
     def snapshot(self, node: Node, page: Node) -> Node:
-        return self.inline(node, scaling.snapshot_of, page)
+        return self.inline(node, state_page.snapshot_of, page)
 
     def delayed_scale(self, node: Node, scales: Node, amax: Node, slot: int, *_) -> Node:
-        return self.stored(node, scales, slot, scaling.SCALE)
+        return self.stored(node, scales, slot, state_page.SCALE)
 
     def delayed_inverse(self, node: Node, scales: Node, scale: Node, slot: int) -> Node:
-        return self.stored(node, scales, slot, scaling.SCALE_INV)
+        return self.stored(node, scales, slot, state_page.SCALE_INV)
 
     @staticmethod
     def stored(node: Node, scales: Node, slot: int, column: int) -> Node:
         """One number of a snapshot, as a view: `as_strided` makes Inductor keep the snapshot as one buffer."""
         emit = Emitter(node.graph, node, node)
-        return emit(aten.as_strided.default, scales, [1], [1], scaling.SNAPSHOT * slot + column)
+        return emit(aten.as_strided.default, scales, [1], [1], state_page.SNAPSHOT * slot + column)
 
     def current_scale(self, node: Node, *args) -> Node:
-        return self.inline(node, scaling.scale_of, *args)
+        return self.inline(node, scale_of, *args)
 
     def inverse(self, node: Node, *args) -> Node:
-        return self.inline(node, scaling.inverse_of, *args)
+        return self.inline(node, inverse_of, *args)
 
     def update(self, node: Node, *args) -> Node | None:
-        history = value(node).shape[1] - scaling.HISTORY
+        history = value(node).shape[1] - state_page.HISTORY
         if value(node).device.type not in launch.DEVICES or history > LONGEST or compat.reorders():
-            return self.inline(node, scaling.next_page, *args)
+            return self.inline(node, state_page.next_page, *args)
         launch_update(node, *args)
         return None
 

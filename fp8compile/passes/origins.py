@@ -17,7 +17,7 @@ import torch
 from torch.fx import Graph, Node
 
 from .. import compat
-from ..graph import CASTS, PERMUTES, SAME, SLICES, VIEWS, arg, aten, behind, is_tensor, root
+from ..ir.fx_utils import CASTS, PERMUTES, SAME, SLICES, VIEWS, arg, aten, behind, is_tensor, root
 
 MATMULS = {aten.mm: 0, aten.bmm: 0, aten.addmm: 1, aten.baddbmm: 1}  # operator: index of a among its arguments
 

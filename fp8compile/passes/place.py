@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from .. import ops
 from ..codegen import launch
-from ..codegen.domain import VIEWS
 from ..codegen.group import Group, Output
+from ..codegen.indexing import VIEWS
 from ..codegen.kernel import Kernel
-from ..graph import Emitter, arg, aten, value
+from ..ir import ops
+from ..ir.fx_utils import Emitter, arg, aten, value
 from ..logs import dump
 
 Made = tuple[Group, Kernel]

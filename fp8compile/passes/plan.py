@@ -16,9 +16,9 @@ from torch.fx import Node
 from .. import compat
 from ..config.recipe import Recipe, Scaling
 from ..devices.formats import Format, pick
-from ..graph import Matrix
-from ..matmul import Matmul
-from ..scaling import SlotSettings, limit_of
+from ..ir.fx_utils import Matrix
+from ..ir.matmul import Matmul
+from ..ir.state_page import SlotSettings, limit_of
 from ..state import SlotKey
 
 

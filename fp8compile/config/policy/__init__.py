@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from .condition import Where
 from .errors import PolicyError
-from .load import BUILTIN, VARIABLE, load, schema
+from .files import BUILTIN, VARIABLE, load, schema
 from .match import Choice, Site
 from .model import Defaults, NamedRecipe, Policy, Rule, Schedule
 

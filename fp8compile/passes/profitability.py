@@ -22,10 +22,10 @@ from torch.fx import Node
 
 from ..devices import cost
 from ..devices.catalog import Device
-from ..graph import hint, value
-from ..matmul import Matmul
+from ..ir.fx_utils import hint, value
+from ..ir.matmul import Matmul
 from .plan import roles
-from .traffic import Source, source
+from .tensor_traffic import Source, source
 
 SLOWER = "slower in FP8"
 SHORT = {"torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.float32": "fp32"}

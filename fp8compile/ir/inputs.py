@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from . import compat
+from .. import compat
 
 TEXT = r"""('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")"""  # as Python writes it
 KEY = rf"\[{TEXT}\]"

@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from .config.recipe import ROW, WHOLE, Block, Recipe
+from ..config.recipe import ROW, WHOLE, Block, Recipe
 
 if TYPE_CHECKING:
-    from .devices.catalog import Device
+    from ..devices.catalog import Device
 
 ROWWISE, AFTER, BLOCKWISE, TRITON, MX, EMULATED = "rowwise", "rowwise after", "blockwise", "triton", "mx", "emulated"
 REFERENCE = "reference"

@@ -16,8 +16,8 @@ from typing import Any
 from torch.fx import Node
 
 from .. import compat
-from ..codegen.cost import fusable
-from ..graph import CASTS, PERMUTES, SAME, VIEWS, Matrix, aten, behind, call_function, hint, is_tensor, value
+from ..codegen.traffic import fusable
+from ..ir.fx_utils import CASTS, PERMUTES, SAME, VIEWS, Matrix, aten, behind, call_function, hint, is_tensor, value
 
 _VIEWS = (*VIEWS, *PERMUTES, *SAME, aten.expand.default, aten.slice.Tensor, aten.select.int, operator.getitem)
 _JOINS = (aten.cat.default, aten.stack.default, aten.constant_pad_nd.default, aten.slice_scatter.default)

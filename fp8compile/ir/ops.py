@@ -29,8 +29,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from . import compat, scaling
-from .errors import Fp8CompileError
+from .. import compat
+from ..errors import Fp8CompileError
+from . import state_page
+from .scale import inverse_of, scale_of
 
 NAMESPACE = "fp8compile"
 
@@ -129,12 +131,12 @@ def amax_blocks(x: Tensor, transposed: bool, block: Sequence[int]) -> Tensor:
 
 @_op("(Tensor amax, float fp8_max, int margin, bool power_of_2=False) -> Tensor", _like)
 def current_scale(amax: Tensor, fp8_max: float, margin: int, power_of_2: bool = False) -> Tensor:
-    return scaling.scale_of(amax, fp8_max, margin, power_of_2)
+    return scale_of(amax, fp8_max, margin, power_of_2)
 
 
 @_op("(Tensor scale) -> Tensor", _like)
 def inverse(scale: Tensor) -> Tensor:
-    return scaling.inverse_of(scale)
+    return inverse_of(scale)
 
 
 def _scales(page: Tensor) -> Tensor:
@@ -143,29 +145,29 @@ def _scales(page: Tensor) -> Tensor:
             "this model was compiled with delayed scaling before compiled autograd was on, which now takes over its backward: "
             "its scales would be wrong. Switch compiled autograd on before the first call, or take recipe 'tensorwise'"
         )
-    return scaling.snapshot_of(page)
+    return state_page.snapshot_of(page)
 
 
 @_op("(Tensor page) -> Tensor", _scales)
 def snapshot(page: Tensor) -> Tensor:
     """`[slots, 4]`: the scale, its inverse and the age of each slot, as they are before this call moves them."""
-    return scaling.snapshot_of(page)
+    return state_page.snapshot_of(page)
 
 
 @_op("(Tensor scales, Tensor amax, int slot, float fp8_max, int margin, bool covers=False) -> Tensor", _number)
 def delayed_scale(scales: Tensor, amax: Tensor, slot: int, fp8_max: float, margin: int, covers: bool = False) -> Tensor:
     """The slot's scale; that of the current amax while the slot is cold and, with `covers`, where the slot's would saturate it.
     (The lowering keeps the first half only.)"""
-    stored = scales[slot, scaling.SCALE].reshape(1)
-    current = scales[slot, scaling.AGE] < 0
+    stored = scales[slot, state_page.SCALE].reshape(1)
+    current = scales[slot, state_page.AGE] < 0
     if covers:
         current = current | (amax * stored > fp8_max)
-    return torch.where(current & amax.isfinite(), scaling.scale_of(amax, fp8_max, margin), stored)
+    return torch.where(current & amax.isfinite(), scale_of(amax, fp8_max, margin), stored)
 
 
 @_op("(Tensor scales, Tensor scale, int slot) -> Tensor", _number)
 def delayed_inverse(scales: Tensor, scale: Tensor, slot: int) -> Tensor:
-    return scaling.inverse_of(scale)
+    return inverse_of(scale)
 
 
 @_op("(Tensor x, Tensor scale, ScalarType dtype, float fp8_max, bool transposed, int[] block=[0, 0]) -> Tensor", _copy)
@@ -273,7 +275,7 @@ def gather(amaxes: list[Tensor]) -> Tensor:
 
 @_op("(Tensor page, Tensor scales, Tensor amax) -> Tensor")
 def update(page: Tensor, scales: Tensor, amax: Tensor) -> Tensor:
-    return scaling.next_page(page, scales, amax)
+    return state_page.next_page(page, scales, amax)
 
 
 ALL = (

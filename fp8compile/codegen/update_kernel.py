@@ -1,4 +1,4 @@
-"""The next page of scaling state as one kernel in place of the handful that Inductor makes of `scaling.next_page`.
+"""The next page of scaling state as one kernel in place of the handful that Inductor makes of `state_page.next_page`.
 
 One program: is every amax finite? Then, block of slots by block of slots, what `next_page` says, written over the page.
 """
@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from .. import compat, scaling
-from ..graph import Emitter, arg, aten, value
+from .. import compat
+from ..ir import state_page
+from ..ir.fx_utils import Emitter, arg, aten, value
+from ..ir.scale import LARGEST, SMALLEST
 from .launch import AMAX_STRIDE, function
 
 BLOCK, NUMBERS = 64, 4096  # slots at a time, and numbers of their histories
@@ -81,23 +83,23 @@ def source(slots: int, history: int, count: int, bits: bool) -> tuple[str, str]:
     text = _SOURCE.format(
         name=name,
         slots=slots,
-        width=scaling.HISTORY + history,
+        width=state_page.HISTORY + history,
         history=history,
         count=count,
-        snapshot=scaling.SNAPSHOT,
+        snapshot=state_page.SNAPSHOT,
         stride=AMAX_STRIDE if bits else 1,
         cast=".to(tl.float32, bitcast=True)" if bits else "",
-        before=scaling.BEFORE,
-        start=scaling.HISTORY,
-        scale=scaling.SCALE,
-        inverse=scaling.SCALE_INV,
-        age=scaling.AGE,
-        peak="            peak = amax" if history == 1 else _PEAK.format(window=scaling.WINDOW),
-        reach=scaling.REACH,
-        interval=scaling.INTERVAL,
-        limit=scaling.LIMIT,
-        largest=scaling.LARGEST,
-        smallest=scaling.SMALLEST,
+        before=state_page.BEFORE,
+        start=state_page.HISTORY,
+        scale=state_page.SCALE,
+        inverse=state_page.SCALE_INV,
+        age=state_page.AGE,
+        peak="            peak = amax" if history == 1 else _PEAK.format(window=state_page.WINDOW),
+        reach=state_page.REACH,
+        interval=state_page.INTERVAL,
+        limit=state_page.LIMIT,
+        largest=LARGEST,
+        smallest=SMALLEST,
     )
     return name, text
 
@@ -107,7 +109,7 @@ def launch_update(node: Node, page: Node, scales: Node, amax: Node) -> None:
     (write,) = node.users
     slots, width = (int(x) for x in value(page).shape)
     bits = amax.target is aten.view.dtype and value(arg(amax, 0)).dtype == torch.int32
-    history, count = width - scaling.HISTORY, int(value(amax).shape[0])
+    history, count = width - state_page.HISTORY, int(value(amax).shape[0])
     name, text = source(slots, history, count, bits)
     columns = 1 << max(0, history - 2).bit_length()
     tensors: dict[str, Any] = {"page": page, "scales": scales, "amaxes": arg(amax, 0) if bits else amax}

@@ -12,11 +12,12 @@ from __future__ import annotations
 import torch
 from torch.fx import Graph, Node
 
-from .. import compat, ops
+from .. import compat
 from ..errors import OptionError
-from ..graph import Emitter, aten
+from ..ir import ops
+from ..ir.fx_utils import Emitter, aten
 from .plan import Plan
-from .rewrite import Written
+from .quantize import Written
 
 
 def update(graph: Graph, plan: Plan, written: Written, pages: tuple[Node, Node]) -> int:

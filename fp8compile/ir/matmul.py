@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 from torch.fx import Node
 
-from . import compat
-from .config.recipe import Recipe
-from .graph import Matrix, arg, hint
-from .reports import FP8, HIGH_PRECISION, MatmulRecord
+from .. import compat
+from ..config.recipe import Recipe
+from ..reports import FP8, HIGH_PRECISION, MatmulRecord
+from .fx_utils import Matrix, arg, hint
 
 Gemm = Literal["fprop", "dgrad", "wgrad", "matmul"]
 GEMMS: tuple[Gemm, ...] = ("fprop", "dgrad", "wgrad")

@@ -1,10 +1,4 @@
-"""The arithmetic of a scale: one place, used by the reference operators, by the lowered graphs and by the state.
-
-    scale     = fp8_max / (amax * 2**margin)         multiplies into FP8
-    scale_inv = 1 / scale                            divides back
-
-Both are float32, computed in float64 and rounded once, so that eager and compiled code agree to the bit whatever
-instructions a compiler picks for a float32 division.
+"""The page of scaling state: its layout, and how it moves.
 
 One direction (forward or backward) of one set of parameters keeps its delayed scaling state in one float32 tensor, a
 *page* `[slots, 10 + history]`, one row a slot:
@@ -25,8 +19,7 @@ Columns 6 to 9 are the slot's own constants (`SlotSettings`), so that slots of d
 A call quantizes with a *snapshot* `[slots, 4]` of the first columns, taken before it moves them. The snapshot is then
 kept next to what replaced it, for a forward that is recomputed.
 
-The functions are written in plain torch with no data-dependent control flow: they run eagerly, on fake tensors and as
-nodes of a graph.
+The functions are written in plain torch with no data-dependent control flow, as those of `scale` are.
 """
 
 from __future__ import annotations
@@ -38,12 +31,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .devices.formats import FORMATS
+from ..devices.formats import FORMATS
+from .scale import inverse_of, scale_to
 
 SCALE, SCALE_INV, AGE, BEFORE, REACH, WINDOW, INTERVAL, LIMIT, HISTORY = 0, 1, 2, 3, 6, 7, 8, 9, 10
 SNAPSHOT = 4  # columns of a snapshot: a slot's scale is 16-byte aligned, which lets one kernel serve all slots
-LARGEST, SMALLEST = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny  # both have finite inverses
-EXPONENT = 0x7F800000  # the bits of a float32 that are its exponent
 # An overflow to act on saturates, and is so many times the amax that the scale was made of. By less, amaxes of a quiet run
 # exceed their history, too; those of gradients do so by two to three times, in some tensor every few dozen steps.
 JUMP, JUMP_OF_GRADIENTS = 2.0, 8.0
@@ -67,30 +59,6 @@ class SlotSettings(NamedTuple):
 def fp8_max_of(reach: float, limit: float) -> float:
     """The FP8 maximum of a slot that has a limit: the largest one below it of which the reach is 2**-margin."""
     return max(form.max for form in FORMATS.values() if form.max <= limit and math.frexp(form.max)[0] == math.frexp(reach)[0])
-
-
-def scale_of(amax: Tensor, fp8_max: float, margin: int, power_of_2: bool = False) -> Tensor:
-    """The scale (float32, shape of `amax`) that brings `amax` to `fp8_max / 2**margin`; 1 where amax is 0 or not finite.
-
-    With `power_of_2` the largest power of two that is not above it: the mantissa is cut off, as TransformerEngine and torchao
-    do; its inverse is the E8M0 scale of the OCP Microscaling formats, rounded up.
-    """
-    # not the number itself: a number / a tensor is taken as a multiplication by its reciprocal
-    scale = _scale(amax, torch.full_like(amax, fp8_max / 2.0**margin, dtype=torch.float64))
-    return (scale.view(torch.int32) & EXPONENT).view(torch.float32) if power_of_2 else scale
-
-
-def _scale(amax: Tensor, reach: Tensor) -> Tensor:
-    wide = amax.to(torch.float64)
-    scale = (reach / wide).clamp(SMALLEST, LARGEST)
-    usable = (wide > 0) & (wide < float("inf"))
-    return torch.where(usable, scale, torch.ones_like(scale)).to(torch.float32)
-
-
-def inverse_of(scale: Tensor) -> Tensor:
-    """1 / scale, float32."""
-    wide = scale.to(torch.float64)
-    return (torch.ones_like(wide) / wide).to(torch.float32)
 
 
 def new_page(slots: int, history: int, device: torch.device, settings: Sequence[SlotSettings] = ()) -> Tensor:
@@ -143,7 +111,7 @@ def next_page(page: Tensor, snapshot: Tensor, amax: Tensor) -> Tensor:
     overflow = ~cold & (amax * old_scale > limit)
     due = torch.where(cold, amax > 0, age + 1 >= interval)
     fresh = (due | overflow) & (peak > 0)
-    scale = torch.where(fresh, _scale(peak, reach.to(torch.float64)), old_scale)
+    scale = torch.where(fresh, scale_to(peak, reach.to(torch.float64)), old_scale)
     inverse = torch.where(fresh, inverse_of(scale), old_inverse)
     age = torch.where(due, torch.zeros_like(age), torch.where(cold, age, age + 1))
     age = torch.where(overflow, torch.full_like(age, -1.0), age)

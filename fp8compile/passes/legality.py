@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from .graph import FLOATS, hint, value
-from .matmul import Matmul
+from ..ir.fx_utils import FLOATS, hint, value
+from ..ir.matmul import Matmul
 
 NO_ROWS = "no rows"
 

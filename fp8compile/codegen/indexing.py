@@ -18,9 +18,9 @@ import sympy
 import torch
 from torch.fx import Node
 
-from .. import ops
-from ..graph import PERMUTES, arg, order_of
-from ..graph import VIEWS as RESHAPES
+from ..ir import ops
+from ..ir.fx_utils import PERMUTES, arg, order_of
+from ..ir.fx_utils import VIEWS as RESHAPES
 from .expressions import supported
 from .scales import FROM_AMAX, of_amax
 

@@ -13,10 +13,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch.fx import Node
 
-from .capture import Inputs
-from .graph import CASTS, SAME, SLICES, VIEWS, arg, aten, behind, call_function, is_tensor, same_shape, same_size, value
-from .last import last_matmuls
-from .matmul import Matmul
+from ..ir.fx_utils import CASTS, SAME, SLICES, VIEWS, arg, aten, behind, call_function, is_tensor, same_shape, same_size, value
+from ..ir.inputs import Inputs
+from ..ir.matmul import Matmul
+from .output_heads import last_matmuls
 
 HEADS = "lm_head head heads embed_out unembed unembedding output_projection score classifier logits".split()
 ROUTERS = "router routing gating".split()

@@ -18,10 +18,10 @@ from collections.abc import Iterable, Sequence
 from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
-from . import compat
-from .capture import Inputs
-from .graph import CASTS, SAME, VIEWS, aten, call_function, is_tensor, same_shape, same_size, value
-from .matmul import Matmul
+from .. import compat
+from ..ir.fx_utils import CASTS, SAME, VIEWS, aten, call_function, is_tensor, same_shape, same_size, value
+from ..ir.inputs import Inputs
+from ..ir.matmul import Matmul
 
 # by their operators' names: what sums over features with other data or weights, whether we rewrite it or not
 CONTRACTS = re.compile(r"(^|_)(add|badd)?b?mm(_|$)|matmul|convolution|attention|dot|lstm|gru|rnn|mv$|einsum|mkldnn|weight_int")

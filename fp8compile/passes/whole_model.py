@@ -14,9 +14,9 @@ from typing import Any
 from torch.fx import GraphModule
 
 from .. import compat
-from ..capture import capture
-from ..kinds import kinds
+from ..ir.inputs import capture
 from ..logs import get_logger
+from .classify import kinds
 from .collect import collect
 
 logger = get_logger(__name__)

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .. import ops
+from ..ir import ops
 
 aten = torch.ops.aten
 

@@ -18,10 +18,10 @@ from typing import Protocol
 import sympy
 from torch.fx import Node
 
-from .. import ops
-from ..graph import arg
-from .domain import Domain, Index, size_of, sizes
+from ..ir import ops
+from ..ir.fx_utils import arg
 from .group import Group
+from .indexing import Domain, Index, size_of, sizes
 from .scales import Scale, computed_scale, of_amax
 
 

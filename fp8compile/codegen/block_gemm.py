@@ -22,11 +22,12 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from .. import compat, multiply, ops
-from ..graph import Emitter, aten, value
-from . import products
-from .domain import quotient, size_of
+from .. import compat
+from ..ir import ops
+from ..ir.fx_utils import Emitter, aten, value
+from . import scaled_mm, scaled_mm_kind
 from .expressions import TRITON_DTYPE
+from .indexing import quotient, size_of
 from .launch import Launcher
 
 NAME = "fp8_gemm"  # what the names of kernels begin with
@@ -145,7 +146,7 @@ def _start(operand: str, axis: str, square: bool, steps: str) -> str:
     return f"    {operand}_scale = {operand}_inv + from_{axis}"
 
 
-def configurations(device: multiply.Hardware, shared: int, b_block: Sequence[int]) -> tuple[Tile, ...]:
+def configurations(device: scaled_mm_kind.Hardware, shared: int, b_block: Sequence[int]) -> tuple[Tile, ...]:
     """The tiles to choose from at the first launch, the default first. `shared`: bytes of shared memory a block can have."""
     columns = b_block[0] == 1
     if device.gfx:
@@ -172,30 +173,30 @@ def block_mm(node: Node, inline: Callable[..., Node], *args: Any) -> Node:
     """
     a, b, a_inv, b_inv, bias, out_dtype, fast_accum, a_block, b_block = args
     a_block, b_block = tuple(a_block), tuple(b_block)
-    device = multiply.hardware(value(node).device)
+    device = scaled_mm_kind.hardware(value(node).device)
     (m, k), n = value(a).shape, value(b).shape[0]
-    made = products.product_dtype(None if bias is None else value(bias), out_dtype)
-    way = multiply.how(device, a_block, b_block, m, n, k, made, fast_accum, not compat.reorders())
+    made = scaled_mm.product_dtype(None if bias is None else value(bias), out_dtype)
+    way = scaled_mm_kind.how(device, a_block, b_block, m, n, k, made, fast_accum, not compat.reorders())
     operands = (a, b, a_inv, b_inv, bias, out_dtype)
-    if way == multiply.REFERENCE:
+    if way == scaled_mm_kind.REFERENCE:
         return inline(node, ops.block_product, *args[:7], a_block, b_block)
-    if way == multiply.ROWWISE:
-        return inline(node, products.rowwise, *operands, fast_accum)
-    if way == multiply.AFTER:
-        return inline(node, products.rowwise_after, *operands, fast_accum)
-    if way == multiply.BLOCKWISE:
-        return inline(node, products.blockwise, *operands, a_block, b_block)
-    if way == multiply.MX:
-        return inline(node, products.mx, *operands)
-    if way == multiply.TRITON:
+    if way == scaled_mm_kind.ROWWISE:
+        return inline(node, scaled_mm.rowwise, *operands, fast_accum)
+    if way == scaled_mm_kind.AFTER:
+        return inline(node, scaled_mm.rowwise_after, *operands, fast_accum)
+    if way == scaled_mm_kind.BLOCKWISE:
+        return inline(node, scaled_mm.blockwise, *operands, a_block, b_block)
+    if way == scaled_mm_kind.MX:
+        return inline(node, scaled_mm.mx, *operands)
+    if way == scaled_mm_kind.TRITON:
         return launch_gemm(node, inline, device, *operands, a_block, b_block)
-    return inline(node, products.emulated, *operands, a_block, b_block)
+    return inline(node, scaled_mm.emulated, *operands, a_block, b_block)
 
 
 def launch_gemm(
     node: Node,
     inline: Callable[..., Node],
-    device: multiply.Hardware,
+    device: scaled_mm_kind.Hardware,
     a: Node,
     b: Node,
     a_inv: Node,
@@ -218,11 +219,11 @@ def launch_gemm(
             known.append(name)
             numbers[name] = launcher.number(emit, quotient(size, 16) if name == "k16" else size)
     a_inv, b_inv = (
-        inline(node, products.columns_first if block[0] == 1 else products.rows_first, inverse)
+        inline(node, scaled_mm.columns_first if block[0] == 1 else scaled_mm.rows_first, inverse)
         for inverse, block in ((a_inv, a_block), (b_inv, b_block))
     )
     if bias is not None and value(bias).stride(0) != 1:
-        bias = inline(node, products.copied, bias)
+        bias = inline(node, scaled_mm.copied, bias)
     sizes = [launcher.number(emit, size) for size in (m, n)]
     out = emit(aten.empty.memory_format, sizes, dtype=out_dtype, device=value(node).device, pin_memory=False)
     tensors = {"a": a, "b": b, "a_inv": a_inv, "b_inv": b_inv, **({} if bias is None else {"bias": bias}), "y": out}

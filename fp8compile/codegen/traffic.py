@@ -9,10 +9,10 @@ import sympy
 import torch
 from torch.fx import Graph, Node
 
-from ..graph import aten, behind, hint
-from .domain import REDUCTIONS, VIEWS, product, sizes
+from ..ir.fx_utils import aten, behind, hint
 from .expressions import supported
 from .group import Group
+from .indexing import REDUCTIONS, VIEWS, product, sizes
 from .launch import TALL_ROW_BLOCKS, TALL_TILES, apart
 from .scales import of_amax
 

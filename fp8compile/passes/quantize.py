@@ -31,10 +31,11 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, Node
 
-from .. import compat, ops
+from .. import compat
 from ..config.recipe import WHOLE
-from ..graph import CASTS, PERMUTES, VIEWS, Emitter, Matrix, aten, hint, is_tensor, same_shape, value
-from ..matmul import GEMMS, Matmul
+from ..ir import ops
+from ..ir.fx_utils import CASTS, PERMUTES, VIEWS, Emitter, Matrix, aten, hint, is_tensor, same_shape, value
+from ..ir.matmul import GEMMS, Matmul
 from .plan import Operand, Plan, roles
 
 

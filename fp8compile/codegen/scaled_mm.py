@@ -18,8 +18,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .. import ops
-from .aten import row_major
+from ..ir import ops
+from .lowerings import row_major
 
 aten = torch.ops.aten
 

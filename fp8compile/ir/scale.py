@@ -1,0 +1,44 @@
+"""The arithmetic of a scale: one place, used by the reference operators, by the lowered graphs and by the state.
+
+    scale     = fp8_max / (amax * 2**margin)         multiplies into FP8
+    scale_inv = 1 / scale                            divides back
+
+Both are float32, computed in float64 and rounded once, so that eager and compiled code agree to the bit whatever
+instructions a compiler picks for a float32 division.
+
+The functions are written in plain torch with no data-dependent control flow: they run eagerly, on fake tensors and as
+nodes of a graph.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+LARGEST, SMALLEST = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny  # both have finite inverses
+EXPONENT = 0x7F800000  # the bits of a float32 that are its exponent
+
+
+def scale_of(amax: Tensor, fp8_max: float, margin: int, power_of_2: bool = False) -> Tensor:
+    """The scale (float32, shape of `amax`) that brings `amax` to `fp8_max / 2**margin`; 1 where amax is 0 or not finite.
+
+    With `power_of_2` the largest power of two that is not above it: the mantissa is cut off, as TransformerEngine and torchao
+    do; its inverse is the E8M0 scale of the OCP Microscaling formats, rounded up.
+    """
+    # not the number itself: a number / a tensor is taken as a multiplication by its reciprocal
+    scale = scale_to(amax, torch.full_like(amax, fp8_max / 2.0**margin, dtype=torch.float64))
+    return (scale.view(torch.int32) & EXPONENT).view(torch.float32) if power_of_2 else scale
+
+
+def scale_to(amax: Tensor, reach: Tensor) -> Tensor:
+    """The scale that brings `amax` to `reach` (float64, of the same shape or one number)."""
+    wide = amax.to(torch.float64)
+    scale = (reach / wide).clamp(SMALLEST, LARGEST)
+    usable = (wide > 0) & (wide < float("inf"))
+    return torch.where(usable, scale, torch.ones_like(scale)).to(torch.float32)
+
+
+def inverse_of(scale: Tensor) -> Tensor:
+    """1 / scale, float32."""
+    wide = scale.to(torch.float64)
+    return (torch.ones_like(wide) / wide).to(torch.float32)
