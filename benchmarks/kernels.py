@@ -31,9 +31,11 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.fx import Graph, GraphModule
 
-from fp8compile import compat, described, runtime
+from fp8compile import compat
 from fp8compile.codegen import launch
-from fp8compile.interpreter import Eager, boxed
+from fp8compile.dryrun import fake_gpu
+from fp8compile.runtime import compiled_graph
+from fp8compile.runtime.interpreter import Eager, boxed
 
 from . import arms, classify, machine, results, tables, torchao_casts
 from .families import FAMILIES, Family, Source, must_move
@@ -88,7 +90,7 @@ class Plan:
         return boxed(Eager(gm))
 
     def _lower(self, graph: Graph) -> None:
-        runtime.lowered(graph)
+        compiled_graph.lowered(graph)
         self.generated += [_name(compat.launched(node)[0]) for node in compat.launches(graph)]
 
 
@@ -274,7 +276,7 @@ class Bench:
 
     def estimated(self, family: Family, plan: str, inputs: tuple[Tensor, ...]) -> dict[str, Any]:
         made = Plan(family.function, plan == "fp8", interpreted=False)
-        step = described.trace(lambda: made.first(*inputs))
+        step = fake_gpu.trace(lambda: made.first(*inputs))
         if not step.kernels:
             raise RuntimeError("nothing was compiled")
         figures = {"gb": sum(k.bytes for k in step.kernels) / 1e9, "kernels": len(step.kernels)}
@@ -339,8 +341,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         parser.error("--device cuda: torch sees no CUDA device here")
     if args.torchao and not args.torchao.exists():
         parser.error(f"--torchao {args.torchao}: no such file or folder")
-    if args.static and described.unavailable():
-        parser.error(f"--static: {described.unavailable()}")
+    if args.static and fake_gpu.unavailable():
+        parser.error(f"--static: {fake_gpu.unavailable()}")
     return args
 
 

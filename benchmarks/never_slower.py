@@ -29,8 +29,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fp8compile
-from fp8compile import described
 from fp8compile.devices import catalog
+from fp8compile.dryrun import fake_gpu
 
 from . import static
 from .machine import commit, now
@@ -147,7 +147,7 @@ def block(shape: Shape, length: int) -> nn.Module:
     return {"mlp": Mlp, "attention": Attention, "gpt": Gpt}[shape.family](shape)
 
 
-def compiled(shape: Shape, recipe: str | None, device: str) -> tuple[described.Step, Any]:
+def compiled(shape: Shape, recipe: str | None, device: str) -> tuple[fake_gpu.Step, Any]:
     """What one training step would launch, by Inductor alone (`recipe` None) or by this backend, and the backend's report."""
     sequences = next(n for n in (4, 2, 1) if n == 1 or (shape.tokens % n == 0 and shape.tokens >= 64 * n))
     length = shape.tokens // sequences
@@ -165,7 +165,7 @@ def compiled(shape: Shape, recipe: str | None, device: str) -> tuple[described.S
             y = model(x)
         y.float().sum().backward()
 
-    found = described.trace(step, catalog.find(device).gpu)
+    found = fake_gpu.trace(step, catalog.find(device).gpu)
     if not found.kernels:
         raise RuntimeError(f"nothing was compiled for {shape}")
     return found, fp8compile.report() if recipe is not None else None
@@ -216,7 +216,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", default="h200")
     parser.add_argument("--json", type=Path, help="where to write the results: a line of JSON for the run and one a model")
     given = parser.parse_args(arguments)
-    unavailable = described.unavailable()
+    unavailable = fake_gpu.unavailable()
     if unavailable:
         parser.error(unavailable)
     rows, start = [], time.monotonic()

@@ -25,8 +25,8 @@ from tabulate import tabulate
 from torch import nn
 
 import fp8compile
-from fp8compile import roofline
 from fp8compile.devices import catalog
+from fp8compile.dryrun import roofline
 
 from . import machine
 from .models import LLAMA_8B, Llama

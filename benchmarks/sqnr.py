@@ -31,8 +31,8 @@ import torch
 from torch import Tensor, nn
 
 import fp8compile
-from fp8compile import runtime
 from fp8compile.config.recipe import RECIPES
+from fp8compile.runtime import compiled_graph
 
 from . import machine
 from .results import RESULTS
@@ -110,7 +110,7 @@ def measure(point: Point, seed: int = 0) -> dict[str, float]:
     model = built(point.model)
     torch.compiler.reset()
     ratios: dict[str, float] = {}
-    with runtime.interpreted():
+    with compiled_graph.interpreted():
         fp8 = torch.compile(model, backend="fp8", options=ARMS[point.arm])
         for step in range(STEPS):
             x, usual = data_of(point.data, (TOKENS, WIDTH), 1000 * seed + step)

@@ -2,7 +2,7 @@
 
 Nothing is executed and nothing is measured. The figures rank compilations of one model: kernels, bytes as Inductor's scheduler
 counts them (each buffer once a kernel), matmul FLOPs by dtype, bytes kept for backward, and a roofline time in which every
-kernel takes the longer of its bytes and its FLOPs, plus a launch (`fp8compile.roofline`). Autotuning and the optimizer do not
+kernel takes the longer of its bytes and its FLOPs, plus a launch (`dryrun.roofline`). Autotuning and the optimizer do not
 count, and accumulation as one micro-batch.
 """
 
@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from fp8compile import described, roofline
 from fp8compile.devices import catalog
+from fp8compile.dryrun import fake_gpu, roofline
 
 from . import arms
 from .cases.base import Point, Static
@@ -66,7 +66,7 @@ def compile_point(point: Point, arm: arms.Arm) -> dict[str, float]:
         with autocast:
             model(*batch)  # the backward is compiled with it
 
-    found = described.trace(step, H200.gpu)
+    found = fake_gpu.trace(step, H200.gpu)
     if not found.kernels:
         raise RuntimeError("nothing was compiled")
     return figures(found)
@@ -79,7 +79,7 @@ def extrapolated(one: Mapping[str, float], two: Mapping[str, float], layers: int
 
 def estimate(static: Static, arm: arms.Arm) -> dict[str, Any]:
     """The row of one arm: `figures`, and a note on what was compiled. ValueError for an arm that has no estimate."""
-    unavailable = described.unavailable()
+    unavailable = fake_gpu.unavailable()
     if unavailable:
         raise ValueError(unavailable)
     if arm.how is None:

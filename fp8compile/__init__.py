@@ -7,8 +7,6 @@ print(fp8compile.stats(model))                  # every tensor: amax, scale, and
 
 from __future__ import annotations
 
-import sys
-import types
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -17,25 +15,25 @@ if TYPE_CHECKING:
     from .config.policy import Rule as Rule
     from .config.policy import Schedule as Schedule
     from .config.recipe import Recipe as Recipe
+    from .dryrun.estimate import Estimate as Estimate
+    from .dryrun.estimate import estimate as estimate
+    from .dryrun.explain import explain as explain
     from .errors import Fp8CompileError as Fp8CompileError
     from .errors import OptionError as OptionError
     from .errors import StateError as StateError
     from .errors import StrictError as StrictError
-    from .estimate import Estimate as Estimate
-    from .estimate import estimate as estimate
-    from .explain import explain as explain
-    from .monitor import Monitor as Monitor
-    from .monitor import monitor as monitor
-    from .reports import Report as Report
-    from .reports import report as report
-    from .runtime import dry_run as dry_run
-    from .schedule import on_step as on_step
-    from .schedule import set_phase as set_phase
-    from .schedule import set_step as set_step
-    from .statefile import load_scaling_state as load_scaling_state
-    from .statefile import scaling_state as scaling_state
-    from .telemetry import Stats as Stats
-    from .telemetry import stats as stats
+    from .reporting.monitor import Monitor as Monitor
+    from .reporting.monitor import monitor as monitor
+    from .reporting.report import Report as Report
+    from .reporting.report import report as report
+    from .reporting.stats import Stats as Stats
+    from .reporting.stats import stats as stats
+    from .runtime.compiled_graph import dry_run as dry_run
+    from .runtime.phases import on_step as on_step
+    from .runtime.phases import set_phase as set_phase
+    from .runtime.phases import set_step as set_step
+    from .runtime.state_dict import load_scaling_state as load_scaling_state
+    from .runtime.state_dict import scaling_state as scaling_state
 
 __version__ = "0.1.0"
 
@@ -46,25 +44,25 @@ _PUBLIC = {
     "OptionError": "errors",
     "StateError": "errors",
     "StrictError": "errors",
-    "Estimate": "estimate",
-    "estimate": "estimate",
-    "explain": "explain",
-    "Monitor": "monitor",
-    "monitor": "monitor",
+    "Estimate": "dryrun.estimate",
+    "estimate": "dryrun.estimate",
+    "explain": "dryrun.explain",
+    "Monitor": "reporting.monitor",
+    "monitor": "reporting.monitor",
     "Policy": "config.policy",
     "Rule": "config.policy",
     "Schedule": "config.policy",
     "Recipe": "config.recipe",
-    "Report": "reports",
-    "report": "reports",
-    "dry_run": "runtime",
-    "on_step": "schedule",
-    "set_phase": "schedule",
-    "set_step": "schedule",
-    "load_scaling_state": "statefile",
-    "scaling_state": "statefile",
-    "Stats": "telemetry",
-    "stats": "telemetry",
+    "Report": "reporting.report",
+    "report": "reporting.report",
+    "dry_run": "runtime.compiled_graph",
+    "on_step": "runtime.phases",
+    "set_phase": "runtime.phases",
+    "set_step": "runtime.phases",
+    "load_scaling_state": "runtime.state_dict",
+    "scaling_state": "runtime.state_dict",
+    "Stats": "reporting.stats",
+    "stats": "reporting.stats",
 }
 __all__ = sorted(_PUBLIC)  # noqa: PLE0605
 
@@ -79,12 +77,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *_PUBLIC})
-
-
-class _Package(types.ModuleType):
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Importing a submodule binds it to its name here; `explain`, `estimate` and `monitor` are to stay functions."""
-        super().__setattr__(name, getattr(value, name) if name in _PUBLIC and isinstance(value, types.ModuleType) else value)
-
-
-sys.modules[__name__].__class__ = _Package

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule
 
-from . import compat, measure, passes
+from . import compat, passes
 from .config.options import Options, parse
 from .devices import catalog, formats
 from .devices.catalog import Device
@@ -32,9 +32,10 @@ from .ir import ops, state_page
 from .ir.inputs import Inputs, capture
 from .logs import get_logger, say_once
 from .passes import Rewritten, legality
-from .reports import FP8, HIGH_PRECISION, LEDGER, GraphReport
-from .runtime import CompiledGraph, compile_inner, lowered
-from .schedule import ScheduledGraph
+from .reporting.report import FP8, HIGH_PRECISION, LEDGER, GraphReport
+from .runtime import probe
+from .runtime.compiled_graph import CompiledGraph, compile_inner, lowered
+from .runtime.phases import ScheduledGraph
 
 logger = get_logger(__name__)
 
@@ -74,7 +75,7 @@ def fp8(
 def _reset() -> None:
     """Forget what graphs have said of themselves: they are gone."""
     LEDGER.clear()
-    measure.forget()
+    probe.forget()
 
 
 compat.register_again("fp8")

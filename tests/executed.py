@@ -23,10 +23,11 @@ from torch._inductor.runtime import triton_helpers, triton_heuristics
 from torch.fx import GraphModule
 from triton.runtime.interpreter import InterpretedFunction, TensorHandle
 
-from fp8compile import compat, runtime
-from fp8compile.described import H200, Gpu
-from fp8compile.described.device import CUDA, described_gpu
-from fp8compile.described.recording import instead_of_loading, retarget_graphs
+from fp8compile import compat
+from fp8compile.dryrun.fake_gpu import H200, Gpu
+from fp8compile.dryrun.fake_gpu.device import CUDA, described_gpu
+from fp8compile.dryrun.fake_gpu.record import instead_of_loading, retarget_graphs
+from fp8compile.runtime import compiled_graph
 
 CPU = torch.device("cpu")
 
@@ -279,7 +280,7 @@ def executed(choice: int = 0, gpu: Gpu = H200) -> Iterator[Plan]:
             retarget_graphs(),
             instead_of_loading(lambda lowering, code: plan.load(code)),
             mock.patch.object(compat, "copy_graph", copy_graph),
-            mock.patch.object(runtime, "_on", lambda device, args: True),
+            mock.patch.object(compiled_graph, "_on", lambda device, args: True),
         ):
             yield plan
     finally:

@@ -3,7 +3,7 @@
     python tests/fuzz_training.py 500 [first seed [seconds]]
 
 So an operand, a layout, a scale or a slot that is not the right one, a gradient that is lost or counted twice, is seen in the
-first step, and nothing else is. Graphs run in an FX interpreter (`fp8compile.runtime.interpreted`).
+first step, and nothing else is. Graphs run in an FX interpreter (`fp8compile.runtime.compiled_graph.interpreted`).
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from torch import Tensor, nn
 
 import fp8compile
 from fp8compile import logs
-from fp8compile.interpreter import Eager
 from fp8compile.ir import ops
-from fp8compile.reports import LEDGER
-from fp8compile.runtime import interpreted
+from fp8compile.reporting.report import LEDGER
+from fp8compile.runtime.compiled_graph import interpreted
+from fp8compile.runtime.interpreter import Eager
 
 FLOOR_DB = 80.0
 RECIPES = ("delayed", "delayed", "tensorwise", "rowwise", "blockwise", "mxfp8")

@@ -16,7 +16,7 @@ from reference_settings import ROLES
 from torch import Tensor, nn
 
 import fp8compile
-from fp8compile.state import slots_of
+from fp8compile.runtime.state import slots_of
 
 # everything that can be FP8, whatever a device's description says of its speed
 ALL_FP8 = {"rules": [{"where": "n >= 128 and k >= 128", "fp8": "on"}]}

@@ -31,8 +31,8 @@ from triton.compiler import ASTSource
 
 from fp8compile import compat
 from fp8compile.codegen.expressions import TRITON_DTYPE
-from fp8compile.described import trace
 from fp8compile.devices.formats import pick
+from fp8compile.dryrun.fake_gpu import trace
 
 BF16 = torch.bfloat16
 Config = tuple[int, int, int]

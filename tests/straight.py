@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from fp8compile import compat, runtime
+from fp8compile import compat
+from fp8compile.runtime import compiled_graph
 
 
 def _convert(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -44,5 +45,5 @@ class Straight:
 @contextlib.contextmanager
 def straight() -> Iterator[None]:
     """Inside, what is compiled with backend="fp8" runs this way."""
-    with runtime.interpreted(), mock.patch.object(runtime, "Eager", Straight):
+    with compiled_graph.interpreted(), mock.patch.object(compiled_graph, "Eager", Straight):
         yield

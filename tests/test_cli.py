@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp8compile import cli, target
-from fp8compile.cli.models import parse_option, talk_on_stderr
+from fp8compile import cli
+from fp8compile.cli import target
+from fp8compile.cli.model import parse_option, talk_on_stderr
+from fp8compile.cli.target import TargetError
 from fp8compile.config.policy import BUILTIN
 from fp8compile.devices import catalog
-from fp8compile.target import TargetError
 
 ROOT = Path(__file__).resolve().parents[1]
 

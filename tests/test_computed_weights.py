@@ -16,7 +16,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 from torch.utils.checkpoint import checkpoint
 
 import fp8compile
-from fp8compile.state import slots_of
+from fp8compile.runtime.state import slots_of
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 EXACT = 80.0  # dB

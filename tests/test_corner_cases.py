@@ -12,8 +12,8 @@ from harness import sqnr
 from torch import nn
 
 import fp8compile
-from fp8compile.runtime import interpreted
-from fp8compile.state import slots_of
+from fp8compile.runtime.compiled_graph import interpreted
+from fp8compile.runtime.state import slots_of
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from harness import ALL_FP8
 
-from fp8compile.described import A100, H200, trace, unavailable
+from fp8compile.dryrun.fake_gpu import A100, H200, trace, unavailable
 
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=unavailable() or "")
 

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fp8compile import described
 from fp8compile.devices import calibrate, catalog
+from fp8compile.dryrun import fake_gpu
 from fp8compile.errors import OptionError
 
 
@@ -56,7 +56,7 @@ def test_peaks_derived_from_properties_are_the_published_ones(device):
 
 
 def test_the_h200_is_the_one_that_static_estimates_are_made_for():
-    assert catalog.find("h200").gpu == described.H200
+    assert catalog.find("h200").gpu == fake_gpu.H200
     assert (
         catalog.find("rtx4090").gpu.capability == 89
         and catalog.find("rtx4090").gpu.shared_memory_per_multiprocessor == 100 << 10

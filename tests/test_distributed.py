@@ -12,9 +12,9 @@ from harness import assert_close
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fp8compile.reports import LEDGER
-from fp8compile.runtime import interpreted
-from fp8compile.state import slots_of
+from fp8compile.reporting.report import LEDGER
+from fp8compile.runtime.compiled_graph import interpreted
+from fp8compile.runtime.state import slots_of
 
 
 class Block(nn.Module):

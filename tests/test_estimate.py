@@ -11,12 +11,12 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import fp8compile
-from fp8compile import described, roofline
-from fp8compile.described import Attention, Kernel, Matmul, Operand
 from fp8compile.devices import catalog
-from fp8compile.estimate import Cost, Estimate, _carried_on, _layers, estimate
+from fp8compile.dryrun import fake_gpu, roofline
+from fp8compile.dryrun.estimate import Cost, Estimate, _carried_on, _layers, estimate
+from fp8compile.dryrun.fake_gpu import Attention, Kernel, Matmul, Operand
 
-pytestmark = pytest.mark.skipif(described.unavailable() is not None, reason=described.unavailable() or "")
+pytestmark = pytest.mark.skipif(fake_gpu.unavailable() is not None, reason=fake_gpu.unavailable() or "")
 
 BF16 = torch.bfloat16
 WIDTH, TOKENS = 1024, 8192
@@ -57,7 +57,7 @@ def test_the_totals_are_those_of_the_described_steps(made):
     model, x = net().to_empty(device="cpu"), torch.empty(TOKENS, WIDTH, dtype=BF16)
     plain, fp8 = torch.compile(model), torch.compile(model, backend="fp8", options={"device": "h200"})
     for cost, compiled in ((made.bf16, plain), (made.fp8, fp8)):
-        step = described.trace(lambda compiled=compiled: compiled(x).backward(), H200.gpu)
+        step = fake_gpu.trace(lambda compiled=compiled: compiled(x).backward(), H200.gpu)
         assert cost.kernels == len(step.kernels) and cost.bytes == sum(k.bytes for k in step.kernels)
         assert cost.bytes_outside_matmuls == step.bytes_outside_matmuls
         assert cost.kept_for_backward == step.kept_for_backward

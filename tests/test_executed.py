@@ -17,7 +17,7 @@ from models import Block, Checkpointed, Mlp, Spelled, Stack, Twice, make, relus
 from torch import Tensor, nn
 
 from fp8compile import compat
-from fp8compile.described import Gpu, unavailable
+from fp8compile.dryrun.fake_gpu import Gpu, unavailable
 
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=unavailable() or "")
 

@@ -17,7 +17,7 @@ from torch import nn
 
 import fp8compile
 from fp8compile.errors import StateError
-from fp8compile.runtime import interpreted
+from fp8compile.runtime.compiled_graph import interpreted
 
 pytestmark = pytest.mark.slow
 

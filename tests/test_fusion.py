@@ -19,7 +19,7 @@ from fp8compile import compat
 from fp8compile.backend import fp8
 from fp8compile.codegen import launch, update_kernel
 from fp8compile.ir import state_page
-from fp8compile.runtime import interpreted
+from fp8compile.runtime.compiled_graph import interpreted
 
 BF16 = torch.bfloat16
 Steps = list[dict[str, Tensor]]

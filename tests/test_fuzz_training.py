@@ -18,8 +18,8 @@ from fuzz_models import Model
 from fuzz_protocols import Side
 from fuzz_training import Case
 
-from fp8compile.interpreter import Eager
 from fp8compile.ir import ops, state_page
+from fp8compile.runtime.interpreter import Eager
 
 CASES = int(os.environ.get("FUZZ_CASES", "10"))
 

@@ -1,4 +1,4 @@
-"""What the backend makes of a training step on an H200, read from what Inductor schedules for it (see fp8compile.described)."""
+"""What the backend makes of a training step on an H200, read from what Inductor schedules for it (`dryrun.fake_gpu`)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from harness import ALL_FP8
 
 import fp8compile.backend
-from fp8compile.described import A100, H200, Gpu, Matmul, Step, trace, unavailable
+from fp8compile.dryrun.fake_gpu import A100, H200, Gpu, Matmul, Step, trace, unavailable
 from fp8compile.ir import state_page
 
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=unavailable() or "")

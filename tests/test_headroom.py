@@ -15,12 +15,12 @@ from models import Mlp, make
 from torch import Tensor, nn
 
 import fp8compile
-from fp8compile import watch
 from fp8compile.config.recipe import Block
 from fp8compile.devices.formats import E4M3, E5M2, FORMATS, Format
 from fp8compile.ir import ops, state_page
 from fp8compile.ir.scale import scale_of
-from fp8compile.state import slots_of
+from fp8compile.runtime import overflow
+from fp8compile.runtime.state import slots_of
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 
@@ -112,7 +112,7 @@ def test_the_line_about_an_overflow(
     options: dict[str, Any], fits: float, covered: float, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """None about a gradient that grows within its headroom, or by less than a jump; one about a gradient that saturates."""
-    monkeypatch.setattr(watch, "_Said", type("Said", (), {"at": float("-inf"), "missed": 0}))
+    monkeypatch.setattr(overflow, "_Said", type("Said", (), {"at": float("-inf"), "missed": 0}))
     model = make(lambda: nn.Linear(128, 128, bias=False))
     run = compiled(model, **options)
     x = noise(16, 128, seed=3)

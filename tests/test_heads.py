@@ -14,7 +14,7 @@ from models import Attention, Block, Mlp, SwiGlu
 from torch import Tensor, nn
 
 import fp8compile
-from fp8compile.runtime import interpreted
+from fp8compile.runtime.compiled_graph import interpreted
 
 LAST = "output head: the last matmul of the model, nothing follows it"
 WIDTH, CLASSES = 128, 160

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import fp8compile
-from fp8compile.state import slots_of
+from fp8compile.runtime.state import slots_of
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 OFF = {"policy": {"extends": "none", "rules": [{"module": "*", "fp8": "off"}]}}

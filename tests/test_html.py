@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from fp8compile import diagram
-from fp8compile.estimate import Cost, Estimate
-from fp8compile.estimate import Layer as LayerCost
-from fp8compile.html import page, section
-from fp8compile.outside import OutsideRecord
-from fp8compile.reports import GraphReport, MatmulRecord, OpaqueRecord, Report
-from fp8compile.rows import flops, microseconds
+from fp8compile.dryrun.estimate import Cost, Estimate
+from fp8compile.dryrun.estimate import Layer as LayerCost
+from fp8compile.reporting import diagram
+from fp8compile.reporting.html import page, section
+from fp8compile.reporting.layers import flops, microseconds
+from fp8compile.reporting.outside import OutsideRecord
+from fp8compile.reporting.report import GraphReport, MatmulRecord, OpaqueRecord, Report
 
 HOSTILE = "aux.<script>document.title='taken'</script>&\"'><img src=x onerror=alert(1)>"
 

@@ -16,8 +16,10 @@ from models import Mlp, Parallel, Stack, make
 from torch import nn
 
 import fp8compile
-from fp8compile import cli, measure, plots
+from fp8compile import cli
 from fp8compile.errors import Fp8CompileError, OptionError
+from fp8compile.reporting import plots
+from fp8compile.runtime import probe
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 
@@ -25,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("interpreted")
 @pytest.fixture(autouse=True)
 def nothing_asked():
     yield
-    assert not measure.ACTIVE  # whatever was opened was closed
+    assert not probe.ACTIVE  # whatever was opened was closed
 
 
 def train(run, model: nn.Module, steps: int, optimizer: torch.optim.Optimizer | None = None, accumulate: int = 1) -> None:
@@ -115,7 +117,7 @@ def test_one_call_of_accumulated_ones() -> None:
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
     with fp8compile.monitor(run, 2, rows.extend):
         train(run, model, 1, optimizer, accumulate=3)
-        assert not measure.MEASURED.get(model.up.weight)
+        assert not probe.MEASURED.get(model.up.weight)
         train(run, model, 1, optimizer, accumulate=3)
     assert steps_in(rows) == [2] and len(rows) == 6
 

@@ -13,8 +13,8 @@ from reference import Reference
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fp8compile import watch
-from fp8compile.state import slots_of
+from fp8compile.runtime import overflow
+from fp8compile.runtime.state import slots_of
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 
@@ -150,7 +150,7 @@ def test_against_the_reference(options: dict[str, Any]) -> None:
 
 
 def test_the_log(caplog, monkeypatch) -> None:
-    monkeypatch.setattr(watch, "_Said", type("Said", (), {"at": float("-inf"), "missed": 0}))
+    monkeypatch.setattr(overflow, "_Said", type("Said", (), {"at": float("-inf"), "missed": 0}))
     model = make(Mlp)
     run = compiled(model)
     with caplog.at_level(logging.INFO, "fp8compile"):
@@ -167,7 +167,7 @@ def test_the_log(caplog, monkeypatch) -> None:
         for factor in (1e4, 1.0):
             run(noise(16, 128, seed=3) * factor).sum().backward()
         assert not [record for record in caplog.records if "overflow" in record.getMessage()]  # too soon
-        assert watch._Said.missed >= 2
+        assert overflow._Said.missed >= 2
 
 
 # -- a jump that hides others

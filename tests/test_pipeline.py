@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import fp8compile
-from fp8compile.runtime import interpreted
-from fp8compile.state import slots_of
+from fp8compile.runtime.compiled_graph import interpreted
+from fp8compile.runtime.state import slots_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 MICROBATCHES = 4

@@ -11,7 +11,7 @@ from models import Attention, Block, Branches, Mlp, SwiGlu, make
 from torch import nn
 
 import fp8compile
-from fp8compile.state import slots_of
+from fp8compile.runtime.state import slots_of
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 

@@ -24,9 +24,9 @@ from fp8compile.codegen import block_gemm, scaled_mm, scaled_mm_kind
 from fp8compile.codegen.inline import Inliner
 from fp8compile.codegen.scaled_mm_kind import AFTER, EMULATED, TRITON, Hardware
 from fp8compile.config.recipe import ROW, WHOLE
-from fp8compile.described import unavailable
 from fp8compile.devices import catalog
 from fp8compile.devices.formats import fnuz
+from fp8compile.dryrun.fake_gpu import unavailable
 from fp8compile.ir import ops
 
 

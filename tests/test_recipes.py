@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.fx import Graph
 
 import fp8compile
-from fp8compile import runtime
 from fp8compile.ir import ops
-from fp8compile.runtime import interpreted
+from fp8compile.runtime import compiled_graph
+from fp8compile.runtime.compiled_graph import interpreted
 
 
 def step(model: nn.Module, x: Tensor, **options) -> fp8compile.Report:
@@ -30,7 +30,7 @@ def step(model: nn.Module, x: Tensor, **options) -> fp8compile.Report:
 def graphs(model: nn.Module, x: Tensor, **options) -> list[Graph]:
     """The partitioned graphs of a training step, forward first, before they are lowered."""
     seen: list[Graph] = []
-    lower = runtime.lowered
+    lower = compiled_graph.lowered
 
     def lowered(graph: Graph) -> None:
         kept = Graph()
@@ -40,7 +40,7 @@ def graphs(model: nn.Module, x: Tensor, **options) -> list[Graph]:
         seen.append(kept)
         lower(graph)
 
-    with mock.patch.object(runtime, "lowered", lowered):
+    with mock.patch.object(compiled_graph, "lowered", lowered):
         step(model, x, **options)
     return seen
 
@@ -246,7 +246,7 @@ def recognised(build, gated, autocast):
         report = step(model, x)
     found = {record.fqn for record in report.matmuls if record.rule == "down projection"}
     assert found == gated
-    roles = {(name, role) for name, role, _ in fp8compile.state.slots_of(model)}
+    roles = {(name, role) for name, role, _ in fp8compile.runtime.state.slots_of(model)}
     for name in {record.fqn for record in report.matmuls if record.parameter}:
         inputs = {role for owner, role in roles if owner == f"{name}.weight"}
         assert name not in gated or ("input" not in inputs and "weight" in inputs), name

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from harness import noise
 
 import fp8compile
-from fp8compile.reports import Report
+from fp8compile.reporting.report import Report
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 
@@ -258,7 +258,7 @@ def test_the_line_is_on_stderr_without_any_setup():
         """
         import torch
         from fp8compile.backend import fp8
-        from fp8compile.runtime import interpreted
+        from fp8compile.runtime.compiled_graph import interpreted
         with interpreted():
             torch.compile(torch.nn.Linear(128, 128), backend=fp8)(torch.randn(16, 128)).sum().backward()
         """
@@ -283,7 +283,7 @@ WARM = """
     x = torch.randn(32, 128)
     for attempt in range(int(sys.argv[1])):
         torch._dynamo.reset()
-        fp8compile.reports.LEDGER.clear()
+        fp8compile.reporting.report.LEDGER.clear()
         counters.clear()
         compiled = torch.compile(model, backend=fp8)
         for _ in range(3):
@@ -291,7 +291,7 @@ WARM = """
         report = fp8compile.report(model)
         rows = sorted((r.fqn, r.gemm, r.m, r.n, r.k, r.decision, r.reason, r.recipe) for r in report.matmuls)
         print(counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_miss"], rows, sep="|")
-    from fp8compile.state import slots_of
+    from fp8compile.runtime.state import slots_of
     print(sorted(sum(value != 0 for value in slot.history()) for slot in slots_of(model).values()))
 """
 

@@ -10,8 +10,8 @@ from harness import noise
 from torch import nn
 
 import fp8compile
-from fp8compile.outside import OutsideRecord
-from fp8compile.reports import Report
+from fp8compile.reporting.outside import OutsideRecord
+from fp8compile.reporting.report import Report
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 

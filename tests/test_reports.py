@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from fp8compile import logs
-from fp8compile.reports import GraphReport, Ledger, MatmulRecord, OpaqueRecord, Report
+from fp8compile.reporting.report import GraphReport, Ledger, MatmulRecord, OpaqueRecord, Report
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -339,7 +339,8 @@ def test_dump_is_a_trace_artifact(monkeypatch):
 
 
 def test_importing_is_light():
-    code = "import torch\nbefore = set(sys.modules)\nimport fp8compile.reports, fp8compile.logs, fp8compile.config.options\n"
+    code = "import torch\nbefore = set(sys.modules)\n"
+    code += "import fp8compile.reporting.report, fp8compile.logs, fp8compile.config.options\n"
     code += "heavy = ('torch._inductor', 'torch._dynamo', 'triton', 'tabulate')\n"
     code += "new = {m for m in set(sys.modules) - before if m.startswith(heavy)}\n"
     assert stderr_of(code + "print('THE', sorted(new), file=sys.stderr)") == ["THE []"]

@@ -20,7 +20,7 @@ from models import SwiGlu, make
 from straight import straight
 from torch import Tensor, nn
 
-from fp8compile.state import slots_of
+from fp8compile.runtime.state import slots_of
 
 WIDTH, HIDDEN, BATCH = 128, 256, 64
 PLANTED, EVERY, STEPS = 300, 20, 500

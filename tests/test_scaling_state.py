@@ -17,8 +17,8 @@ from torch import Tensor, nn
 import fp8compile
 from fp8compile.errors import StateError
 from fp8compile.ir import state_page
-from fp8compile.state import slots_of
-from fp8compile.statefile import VERSION_KEY
+from fp8compile.runtime.state import slots_of
+from fp8compile.runtime.state_dict import VERSION_KEY
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 

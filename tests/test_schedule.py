@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fp8compile
-from fp8compile import schedule
-from fp8compile.state import slots_of
+from fp8compile.runtime import phases as schedule
+from fp8compile.runtime.state import slots_of
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fp8compile import compat
-from fp8compile.reports import LEDGER
-from fp8compile.runtime import interpreted
-from fp8compile.state import slots_of
+from fp8compile.reporting.report import LEDGER
+from fp8compile.runtime.compiled_graph import interpreted
+from fp8compile.runtime.state import slots_of
 
 WIDTH, WORDS = 256, 512  # a weight of 512 x 256 is half a bucket: a bucket has 1 MiB at least
 STEPS = 3

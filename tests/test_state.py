@@ -20,8 +20,8 @@ from reference_casts import FLT_MAX, scale_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fp8compile.runtime import CompiledGraph
-from fp8compile.state import slots_of
+from fp8compile.runtime.compiled_graph import CompiledGraph
+from fp8compile.runtime.state import slots_of
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fp8compile
-from fp8compile import measure, runtime
 from fp8compile.ir import ops
-from fp8compile.reports import LEDGER
+from fp8compile.reporting.report import LEDGER
+from fp8compile.runtime import compiled_graph, probe
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 
@@ -42,21 +42,21 @@ def train(run, x: Tensor) -> Tensor:
 def looked(monkeypatch) -> list[str]:
     """What was measured, a role a cast."""
     seen: list[str] = []
-    call = measure.Look.__call__
+    call = probe.Look.__call__
 
     def look(self, node, args, result) -> None:
         if self.measurements:
             seen.append(node.meta["fp8_operand"].role)
         call(self, node, args, result)
 
-    monkeypatch.setattr(measure.Look, "__call__", look)
+    monkeypatch.setattr(probe.Look, "__call__", look)
     return seen
 
 
 @pytest.fixture(autouse=True)
 def nothing_asked():
     yield
-    measure.ACTIVE.clear()
+    probe.ACTIVE.clear()
 
 
 # numbers
@@ -71,12 +71,12 @@ def expected(x: Tensor, scale: Tensor, copy: Tensor, fp8_max: float) -> list[flo
     return [beyond.item(), ((a != 0) & (c == 0)).sum().item(), error.item(), a[finite].square().sum().item()]
 
 
-@pytest.mark.parametrize("chunk", [measure.CHUNK, 1 << 14])
+@pytest.mark.parametrize("chunk", [probe.CHUNK, 1 << 14])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("block", [(0, 0), (1, 0), (1, 128), (128, 128), (1, 32)])
 def test_measured(monkeypatch, block: tuple[int, int], transposed: bool, chunk: int) -> None:
     """Random values with outliers, tiny ones and an infinity, scaled too high in places."""
-    monkeypatch.setattr(measure, "CHUNK", chunk)
+    monkeypatch.setattr(probe, "CHUNK", chunk)
     x = noise(300, 272, seed=3).bfloat16()
     x[::7, ::5] *= 1e-6
     x[5, 7], x[9, 11], x[17, 0] = 3000.0, 0.0, math.inf
@@ -87,8 +87,8 @@ def test_measured(monkeypatch, block: tuple[int, int], transposed: bool, chunk: 
         scale = ops.current_scale(amax, 448.0, 0)
         scale[0, 0] *= 8
     copy = ops.quantize(x, scale, torch.float8_e4m3fn, 448.0, transposed, block)
-    vector = measure.measured(x, scale, copy, 448.0, transposed, block).tolist()
-    seen = dict(zip(measure.COLUMNS, vector, strict=True))
+    vector = probe.measured(x, scale, copy, 448.0, transposed, block).tolist()
+    seen = dict(zip(probe.COLUMNS, vector, strict=True))
     source = x.t() if transposed else x
     values = copy[:, : source.shape[1]].float()
     wanted = expected(source.float(), ops.spread(scale, source.shape, block).expand(source.shape), values, 448.0)
@@ -108,7 +108,7 @@ def test_a_tensor_that_is_scaled_to_the_maximum_does_not_overflow() -> None:
         x = torch.full((16, 16), value)
         scale = ops.current_scale(ops.amax(x), 448.0, 0)
         copy = ops.quantize(x, scale, torch.float8_e4m3fn, 448.0, False)
-        assert measure.measured(x, scale, copy, 448.0, False, (0, 0))[measure.COLUMNS.index("overflows")] == 0
+        assert probe.measured(x, scale, copy, 448.0, False, (0, 0))[probe.COLUMNS.index("overflows")] == 0
 
 
 def test_delayed_without_measuring() -> None:
@@ -291,8 +291,8 @@ def test_two_forwards_then_two_backwards(recipe: str) -> None:
         outputs = [run(torch.full((16, 128), value)) for value in (3.0, 5.0)]
         for i in order:
             outputs[i].backward(torch.full((16, 128), 7.0 + i))
-        vectors = measure.MEASURED[model.weight]
-        amaxes = {name[0]: vector[measure.COLUMNS.index("amax")].item() for name, vector in vectors.items()}
+        vectors = probe.MEASURED[model.weight]
+        amaxes = {name[0]: vector[probe.COLUMNS.index("amax")].item() for name, vector in vectors.items()}
         assert amaxes == {"input": 3.0, "weight": 0.5, "gradient": 7.0}
 
 
@@ -307,10 +307,10 @@ def test_a_forward_whose_backward_never_comes(looked) -> None:
     assert not graphs and set(looked) <= {"input", "weight"}
 
 
-def _graphs() -> list[runtime.CompiledGraph]:
+def _graphs() -> list[compiled_graph.CompiledGraph]:
     import gc
 
-    return [x for x in gc.get_objects() if type(x) is runtime.CompiledGraph]
+    return [x for x in gc.get_objects() if type(x) is compiled_graph.CompiledGraph]
 
 
 def test_models_of_one_class(looked) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import fp8compile
-from fp8compile.runtime import interpreted
+from fp8compile.runtime.compiled_graph import interpreted
 
 ROOT = Path(__file__).parent.parent
 

@@ -18,9 +18,9 @@ import torch
 from harness import assert_fp8, compiled, leaf, noise, sqnr
 from torch import Tensor, nn
 
-from fp8compile import runtime
 from fp8compile.config.recipe import ROW, WHOLE, Block, Recipe
 from fp8compile.ir import ops
+from fp8compile.runtime import compiled_graph
 
 torchao = pytest.importorskip("torchao")
 from torchao.float8 import Float8LinearConfig, float8_linear  # noqa: E402
@@ -154,7 +154,7 @@ def test_casts_of_microscaling_blocks(case: str, dtype: torch.dtype) -> None:
 # -- a linear ----------------------------------------------------------------------------------------------------------
 
 
-class Recorder(runtime.Eager):
+class Recorder(compiled_graph.Eager):
     """What a graph computes: its FP8 tensors, and its float32 ones (among them scales)."""
 
     fp8: list[Tensor] = []
@@ -194,9 +194,9 @@ def both(
         return operands[-1]
 
     results = []
-    with monkeypatch.context() as patch, runtime.interpreted():
+    with monkeypatch.context() as patch, compiled_graph.interpreted():
         patch.setattr(float8_linear, "hp_tensor_to_float8_dynamic", recorded)
-        patch.setattr(runtime, "Eager", Recorder)
+        patch.setattr(compiled_graph, "Eager", Recorder)
         Recorder.fp8, Recorder.numbers = [], []
         for run in (float8_linear_of(linear, recipe), compiled(linear, recipe, **like_torchao(recipe))):
             linear.zero_grad()

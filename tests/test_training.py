@@ -20,7 +20,7 @@ from torch import Tensor
 import fp8compile
 from fp8compile.backend import fp8
 from fp8compile.config.recipe import RECIPES
-from fp8compile.runtime import interpreted
+from fp8compile.runtime.compiled_graph import interpreted
 
 pytestmark = pytest.mark.slow
 

@@ -12,7 +12,7 @@ from harness import noise
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8compile
-from fp8compile.reports import Report
+from fp8compile.reporting.report import Report
 
 transformers = pytest.importorskip("transformers")
 

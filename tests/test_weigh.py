@@ -12,11 +12,12 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import fp8compile
-from fp8compile import described, runtime
 from fp8compile.devices import catalog
+from fp8compile.dryrun import fake_gpu
 from fp8compile.passes import profitability
 from fp8compile.passes.tensor_traffic import source
-from fp8compile.reports import FP8
+from fp8compile.reporting.report import FP8
+from fp8compile.runtime import compiled_graph
 
 BF16 = torch.bfloat16
 H200 = catalog.find("h200")
@@ -82,7 +83,7 @@ def compile_only(build, *shape, autocast=False, dynamic=False, **options):
     if dynamic:
         torch._dynamo.mark_dynamic(x, 0)
     model.compile(backend="fp8", dynamic=None if dynamic else False, options={"device": "h200", **options})
-    with runtime.hollowed():
+    with compiled_graph.hollowed():
         with torch.autocast("cpu", BF16, enabled=autocast):
             y = model(x)
         y.backward(torch.empty_like(y))
@@ -279,7 +280,7 @@ def test_float32_weights_under_autocast(seen):
 # -- a sample of the study ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(described.unavailable() is not None, reason=described.unavailable() or "")
+@pytest.mark.skipif(fake_gpu.unavailable() is not None, reason=fake_gpu.unavailable() or "")
 @pytest.mark.parametrize("seed", [1, 10, 15, 20, 37])
 def test_never_slower(seed):
     """Five of the 200 models of benchmarks/never_slower.py: its claim, by the roofline of what Inductor would launch."""

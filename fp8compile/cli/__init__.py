@@ -26,11 +26,11 @@ import click
 
 from .. import __version__
 from ..errors import Fp8CompileError, StrictError
-from ..target import TargetError, one_line
-from .models import estimate, explain
-from .other import calibrate, devices, plot
-from .policies import policy
-from .problems import complain
+from .errors import complain
+from .model import estimate, explain
+from .policy import policy
+from .target import TargetError, one_line
+from .tools import calibrate, devices, plot
 
 
 def main(argv: Sequence[str] | None = None) -> int:

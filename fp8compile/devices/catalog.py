@@ -32,7 +32,7 @@ from ..logs import get_logger, say_once
 if TYPE_CHECKING:
     import torch
 
-    from ..described import Gpu
+    from ..dryrun.fake_gpu import Gpu
 
 logger = get_logger(__name__)
 
@@ -132,7 +132,7 @@ class Device:
     @property
     def gpu(self) -> Gpu:
         """What Inductor asks of the device, for `described.trace`."""
-        from ..described import Gpu
+        from ..dryrun.fake_gpu import Gpu
 
         shared, block, threads = _SHARED[_architecture(self.capability, self.gfx)]  # type: ignore[index]
         return Gpu(

@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from .. import compat
 from ..config.recipe import Recipe
-from ..reports import FP8, HIGH_PRECISION, MatmulRecord
+from ..reporting.report import FP8, HIGH_PRECISION, MatmulRecord
 from .fx_utils import Matrix, arg, hint
 
 Gemm = Literal["fprop", "dgrad", "wgrad", "matmul"]

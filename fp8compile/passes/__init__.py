@@ -22,8 +22,8 @@ from ..devices.catalog import Device
 from ..errors import CapacityExceeded
 from ..ir.inputs import Inputs
 from ..ir.matmul import Matmul
-from ..reports import OpaqueRecord
-from ..state import SlotKey
+from ..reporting.report import OpaqueRecord
+from ..runtime.state import SlotKey
 from .base import run_pass
 from .collect import collect, edges
 from .decide import decide

@@ -19,7 +19,7 @@ from ..devices.formats import Format, pick
 from ..ir.fx_utils import Matrix
 from ..ir.matmul import Matmul
 from ..ir.state_page import SlotSettings, limit_of
-from ..state import SlotKey
+from ..runtime.state import SlotKey
 
 
 @dataclass(eq=False)

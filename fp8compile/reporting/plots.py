@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .errors import Fp8CompileError, OptionError
+from ..errors import Fp8CompileError, OptionError
 
 NEEDED = ("step", "name", "role", "scale_inv_min", "scale_inv_max", "overflows%", "sqnr")
 COLOURS = {"input": "#0072b2", "weight": "#4d4d4d", "gradient": "#d55e00"}  # also without colour vision

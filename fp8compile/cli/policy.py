@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 import click
 
 from ..errors import Fp8CompileError, did_you_mean, near
-from .models import check_device, explained, idle
-from .problems import complain, usage
+from .errors import complain, usage
+from .model import check_device, explained, idle
 
 if TYPE_CHECKING:
-    from ..reports import MatmulRecord
+    from ..reporting.report import MatmulRecord
 
 
 @click.group()

@@ -18,8 +18,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .described import Kernel
-    from .devices.catalog import Device
+    from ..devices.catalog import Device
+    from .fake_gpu import Kernel
 
 AMPERE = 0.83
 HOPPER = 0.44

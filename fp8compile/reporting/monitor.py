@@ -17,13 +17,14 @@ from typing import Any
 
 from torch import nn
 
-from . import compat, schedule
-from .config.recipe import integer
-from .errors import OptionError
-from .logs import get_logger, rank, say_once
-from .measure import KNOWN, Measurement
-from .state import named_weights, unwrapped
-from .telemetry import COSTLY, STATE, table, tensor_of
+from .. import compat
+from ..config.recipe import integer
+from ..errors import OptionError
+from ..logs import get_logger, rank, say_once
+from ..runtime import phases
+from ..runtime.probe import KNOWN, Measurement
+from ..runtime.state import named_weights, unwrapped
+from .stats import COSTLY, STATE, table, tensor_of
 
 logger = get_logger(__name__)
 
@@ -39,8 +40,8 @@ class Monitor:
         self.every, self.written = every, 0
         self._model, self._write, self._close = weakref.ref(model), write, close
         self._measurement: Measurement | None = None
-        self._count = schedule.steps_of(model)  # for who counts by hand
-        self._forget: Callable[[], None] | None = schedule.each_step(self._at, model)
+        self._count = phases.steps_of(model)  # for who counts by hand
+        self._forget: Callable[[], None] | None = phases.each_step(self._at, model)
         self._arm(self._count)
 
     def step(self) -> None:

@@ -23,14 +23,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ..devices import catalog
+from ..errors import Fp8CompileError, OptionError
+from ..reporting.report import LEDGER, Report, numbered
 from . import roofline
-from .devices import catalog
-from .errors import Fp8CompileError, OptionError
-from .reports import LEDGER, Report, numbered
 
 if TYPE_CHECKING:
-    from .described import Kernel, Step
-    from .devices.catalog import Device
+    from ..devices.catalog import Device
+    from .fake_gpu import Kernel, Step
 
 NOWHERE = "(elsewhere)"
 
@@ -125,7 +125,7 @@ class Estimate:
 
     def to_html(self, path: str | Path | None = None) -> str:
         """One self-contained HTML page, also written to `path` if given. Needs jinja2."""
-        from .html import page
+        from ..reporting.html import page
 
         return page(self, path)
 
@@ -203,10 +203,10 @@ def estimate(
     Raises OptionError for an unknown device, one without FP8, or bad options; Fp8CompileError where no GPU can be described
     (a process with a CUDA device, or without Triton), and whatever the model raises.
     """
-    from . import described
-    from .config.options import parse
+    from ..config.options import parse
+    from . import fake_gpu
     from .explain import explain
-    from .untouched import modules_of, taken
+    from .sandbox import modules_of, taken
 
     if attention is not None and not 0 < attention <= 1:
         raise OptionError.of("attention", attention, "a share of the bf16 matmul rate, above 0 and at most 1")
@@ -218,7 +218,7 @@ def estimate(
     inductor = parse(chosen).inductor
     if any(inductor.get(name) for name in ("max_autotune", "max_autotune_gemm", "max_autotune_pointwise")):
         raise OptionError("autotuning needs the device: estimate without max_autotune")
-    why = described.unavailable()
+    why = fake_gpu.unavailable()
     if why is not None:
         raise Fp8CompileError(f"no GPU can be described here: {why}")
     model = taken(model)
@@ -263,11 +263,12 @@ class _Compiler:
 
     def costs(self, container: nn.Module | None = None, blocks: int = 0) -> tuple[Costs, Costs, Report]:
         """In bf16 and in FP8, with only so many of the blocks in `container`."""
-        from . import compat, runtime
-        from .backend import fp8
+        from .. import compat
+        from ..backend import fp8
+        from ..runtime import compiled_graph
 
         def inductor(gm: Any, example_inputs: Any) -> Any:
-            return compat.compile_fx(gm, example_inputs, runtime.compile_inner, self.inductor)
+            return compat.compile_fx(gm, example_inputs, compiled_graph.compile_inner, self.inductor)
 
         def ours(gm: Any, example_inputs: Any) -> Any:
             return fp8(gm, example_inputs, options=self.options)
@@ -277,8 +278,8 @@ class _Compiler:
         return self._by_module(plain), self._by_module(step), report
 
     def _compiled(self, backend: Callable, container: nn.Module | None, blocks: int) -> tuple[Step, Report]:
-        from . import described
-        from .untouched import entry, fuse_attention, inputs, untouched
+        from . import fake_gpu
+        from .sandbox import entry, fuse_attention, inputs, untouched
 
         report = Report()
 
@@ -293,7 +294,7 @@ class _Compiler:
             report = Report(LEDGER.report().graphs)  # which trace() clears
 
         with untouched(self.modules), torch.enable_grad(), _only(container, blocks):
-            found = described.trace(step, _described(self.device))
+            found = fake_gpu.trace(step, _described(self.device))
         if not found.kernels:
             raise Fp8CompileError("nothing was compiled: Dynamo found no graph in this model")
         return found, report
@@ -312,7 +313,7 @@ def _described(device: Device) -> Any:
     gpu = device.gpu
     if not device.gfx:
         return gpu
-    from .described import H200
+    from .fake_gpu import H200
 
     sizes = ("name", "multi_processor_count", "total_memory", "L2_cache_size")
     return dataclasses.replace(H200, **{name: getattr(gpu, name) for name in sizes})
@@ -391,7 +392,7 @@ def _part(fqn: str) -> str:
 
 
 def _layers(bf16: Costs, fp8: Costs) -> Iterator[Layer]:
-    from .reports import _ranges
+    from ..reporting.report import _ranges
 
     tables = []
     names = {*bf16, *fp8}

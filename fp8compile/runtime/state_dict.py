@@ -27,12 +27,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import compat
-from .config.recipe import ROLES
-from .errors import StateError
-from .ir import state_page
-from .ir.state_page import SlotSettings
-from .logs import get_logger, say_once
+from .. import compat
+from ..config.recipe import ROLES
+from ..errors import StateError
+from ..ir import state_page
+from ..ir.state_page import SlotSettings
+from ..logs import get_logger, say_once
 from .state import FIX, LOADED, REGISTRY, Page, Slot, differing, named_weights, slots_of, unwrapped
 
 logger = get_logger(__name__)

@@ -24,9 +24,9 @@ import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from torch import nn
 
-from . import logs
-from .hollow import unwritten
-from .reports import LEDGER
+from .. import logs
+from ..reporting.report import LEDGER
+from .placeholders import unwritten
 
 _numbers = itertools.count()
 

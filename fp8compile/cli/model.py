@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..errors import Fp8CompileError, StrictError
-from ..target import Target, load, one_line, user_traceback
-from .problems import Failed, usage
+from .errors import Failed, usage
+from .target import Target, load, one_line, user_traceback
 
 if TYPE_CHECKING:
-    from ..reports import Report
+    from ..reporting.report import Report
 
 _HIDDEN_GPUS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 _GPU_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
@@ -77,7 +77,7 @@ def estimate(target: str, device: str | None, as_json: bool, html: str | None, e
     options = _prepared(device, html, given)
     with talk_on_stderr():
         loaded = load(target, given["inputs"])
-        from ..estimate import estimate as run
+        from ..dryrun.estimate import estimate as run
 
         settings: dict[str, Any] = {"device": device, "options": options, "extrapolate": extrapolate}
         found = _traced(loaded, lambda: run(loaded.model, *loaded.args, **settings, **loaded.kwargs))
@@ -90,7 +90,7 @@ def explained(target: str, inputs: Sequence[str], options: Mapping[str, Any], de
     """Load TARGET and trace it, with the backend's `options` and for `device`."""
     with talk_on_stderr():
         loaded = load(target, inputs)
-        from ..explain import explain as run
+        from ..dryrun.explain import explain as run
 
         return _traced(loaded, lambda: run(loaded.model, *loaded.args, options=options, device=device, **loaded.kwargs))
 
@@ -187,7 +187,7 @@ def _traced(target: Target, function: Callable[[], Any]) -> Any:
 
 def _finish(result: Any, text: str, as_json: bool, html: str | None) -> None:
     if html is not None:
-        from ..html import page
+        from ..reporting.html import page
 
         try:
             page(result, html)

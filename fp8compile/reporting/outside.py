@@ -36,9 +36,9 @@ def find(model: nn.Module, read: set[int]) -> list[OutsideRecord]:
     its embedding or positions."""
     from torch.nn import Embedding, EmbeddingBag, Linear
 
-    from . import compat
-    from .ir.inputs import plain
-    from .state import unwrapped
+    from .. import compat
+    from ..ir.inputs import plain
+    from ..runtime.state import unwrapped
 
     tensors = list(model.parameters())
     inside = {id(p) for p, reads in zip(tensors, compat.read_by_graphs(tensors), strict=True) if {id(p), id(reads)} & read}
@@ -63,7 +63,7 @@ def _class(module: nn.Module) -> str:
 
 def rows(records: Sequence[OutsideRecord]) -> list[tuple[str, str, str, int]]:
     """(parameter, class of its owner, size, how many): parameters that differ in numbers only are a row, `h.0-11.fc.weight`."""
-    from .rows import joined, pattern
+    from .layers import joined, pattern
 
     alike: dict[Any, list[str]] = {}
     for record in records:

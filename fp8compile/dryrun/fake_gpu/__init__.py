@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from .device import A100, H200, Gpu, described_gpu
-from .recording import record, retarget_graphs
+from .record import record, retarget_graphs
 from .step import Attention, Graph, Kernel, Matmul, Operand, Step
 
 __all__ = ["A100", "H200", "Attention", "Gpu", "Graph", "Kernel", "Matmul", "Operand", "Step", "trace", "unavailable"]

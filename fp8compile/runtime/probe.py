@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.fx import Graph, Node
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .config.recipe import WHOLE, kind_of
-from .ir import ops
-from .ir.scale import inverse_of
+from ..config.recipe import WHOLE, kind_of
+from ..ir import ops
+from ..ir.scale import inverse_of
 from .state import named_weights
 
 CASTS = (ops.quantize, ops.quantize_both)

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Interpreter, Node
 
-from . import compat, measure
-from .ir import ops
+from .. import compat
+from ..ir import ops
+from . import probe
 
 Boxed = Callable[[list[Any]], Any]
 
@@ -26,7 +27,7 @@ class How(NamedTuple):
     """How a call runs operator by operator, forward and backward: as a `cold` one, to be looked at, or both."""
 
     cold: bool
-    look: measure.Look | None = None
+    look: probe.Look | None = None
 
 
 AS_COMPILED = How(False)
@@ -44,7 +45,7 @@ class Eager(Interpreter):
 
     def run_node(self, n: Node) -> Any:
         result = super().run_node(n)
-        if self.how.look is not None and n.target in measure.CASTS:
+        if self.how.look is not None and n.target in probe.CASTS:
             self.how.look(n, self.fetch_args_kwargs_from_env(n)[0], result)
         return result
 

@@ -24,15 +24,15 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from . import compat
-from .config.policy import Schedule
-from .config.recipe import integer
-from .errors import OptionError
-from .logs import get_logger, say_once
-from .reports import FP8, HIGH_PRECISION, LEDGER
+from .. import compat
+from ..config.policy import Schedule
+from ..config.recipe import integer
+from ..errors import OptionError
+from ..logs import get_logger, say_once
+from ..reporting.report import FP8, HIGH_PRECISION, LEDGER
 
 if TYPE_CHECKING:
-    from .runtime import CompiledGraph
+    from .compiled_graph import CompiledGraph
 
 logger = get_logger(__name__)
 

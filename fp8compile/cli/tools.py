@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from .problems import Failed, usage
+from .errors import Failed, usage
 
 
 @click.command()
@@ -19,7 +19,7 @@ def plot(file: str, output: str | None, worst: int) -> None:
 
     FILE is a monitor's JSON lines. A layer is worse with more overflows, and with a lower SQNR where those are equal.
     """
-    from ..plots import plot as draw
+    from ..reporting.plots import plot as draw
 
     target = output or str(Path(file).with_suffix(".png"))
     shown = draw(file, target, worst)

@@ -17,8 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .ir import state_page
-from .logs import get_logger
+from ..ir import state_page
+from ..logs import get_logger
 
 logger = get_logger(__name__)
 

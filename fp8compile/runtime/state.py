@@ -18,12 +18,12 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from . import compat
-from .errors import StateError
-from .ir import state_page
-from .ir.inputs import plain
-from .ir.state_page import SlotSettings
-from .watch import Watch
+from .. import compat
+from ..errors import StateError
+from ..ir import state_page
+from ..ir.inputs import plain
+from ..ir.state_page import SlotSettings
+from .overflow import Watch
 
 LOCK = threading.RLock()  # on what has which slots: several threads may train
 PATIENCE = 16  # cold calls before a slot that only ever saw zeros is taken as it is, with scale 1

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from . import compat
-from .errors import Fp8CompileError
-from .logs import get_logger
-from .reports import LEDGER, Report
+from .. import compat
+from ..errors import Fp8CompileError
+from ..logs import get_logger
+from ..reporting.report import LEDGER, Report
 
 logger = get_logger(__name__)
 
@@ -45,10 +45,10 @@ def explain(
     Raises OptionError for bad options, and whatever the model raises, as torch.compile passes it on. Behind a graph break that
     may be for the zeros: what the model raises there is a warning, and the report, of the graphs up to there, says so.
     """
-    from . import runtime
-    from .backend import fp8
-    from .config.options import parse
-    from .untouched import entry, fuse_attention, inputs, modules_of, taken, untouched
+    from ..backend import fp8
+    from ..config.options import parse
+    from ..runtime import compiled_graph
+    from .sandbox import entry, fuse_attention, inputs, modules_of, taken, untouched
 
     model = taken(model)
     modules = modules_of((model, args, kwargs))
@@ -64,7 +64,7 @@ def explain(
         return fp8(gm, example_inputs, options=chosen)
 
     step = entry(model)
-    with untouched(modules), runtime.hollowed(), torch.enable_grad():
+    with untouched(modules), compiled_graph.hollowed(), torch.enable_grad():
         args, kwargs = inputs(args), inputs(kwargs)
         note = ""
         try:

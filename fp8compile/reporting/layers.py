@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from .reports import FP8, MatmulRecord, _forward_sizes, _percent, _ranges
+from .report import FP8, MatmulRecord, _forward_sizes, _percent, _ranges
 
 ROWS_IN_DETAIL = 128  # members of a group that get a line of their own
 GEMMS = ("fprop", "dgrad", "wgrad", "matmul")

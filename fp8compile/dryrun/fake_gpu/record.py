@@ -14,9 +14,9 @@ import torch
 import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..codegen.block_gemm import NAME as GEMM
-from ..hollow import hollow
-from ..ir.inputs import readable_module
+from ...codegen.block_gemm import NAME as GEMM
+from ...ir.inputs import readable_module
+from ..placeholders import hollow
 from .device import CUDA
 from .step import Attention, Graph, Kernel, Matmul, Operand
 

@@ -32,18 +32,19 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, GraphModule, Node
 
-from . import compat, measure, state
-from .errors import Fp8CompileError
-from .hollow import hollow
+from .. import compat
+from ..dryrun.placeholders import hollow
+from ..errors import Fp8CompileError
+from ..ir import state_page
+from ..ir.fx_utils import fake_mode_of, is_tensor, value
+from ..passes import Rewritten
+from ..passes.base import run_pass
+from ..passes.lower import lower
+from ..reporting.report import LEDGER
+from . import probe, state
 from .interpreter import Boxed, Eager, How, boxed
-from .ir import state_page
-from .ir.fx_utils import fake_mode_of, is_tensor, value
-from .passes import Rewritten
-from .passes.base import run_pass
-from .passes.lower import lower
-from .reports import LEDGER
+from .overflow import Overflow, say
 from .state import Book, PageSet, check_unwanted
-from .watch import Overflow, say
 
 DRY: ContextVar[bool] = ContextVar("fp8compile_dry_run", default=False)
 
@@ -104,7 +105,7 @@ class Call(NamedTuple):
     """A call in progress. `pages`: its state. `again`: it is a recomputation. `dry`: it leaves the state as it is."""
 
     pages: PageSet | None
-    look: measure.Look | None  # if it is measured
+    look: probe.Look | None  # if it is measured
     again: bool = False
     dry: bool = False
 
@@ -135,14 +136,14 @@ class CompiledGraph:
         self.converts = False  # some matmul of it became FP8
         # ids of the parameters that it was called with -> all weights that came with them, by input; until one of them is gone
         self.met: dict[tuple[int, ...], dict[int, weakref.ref]] = {}
-        self.casts: dict[tuple[int, measure.Name], measure.Cast] = {}  # what it quantizes
+        self.casts: dict[tuple[int, probe.Name], probe.Cast] = {}  # what it quantizes
         self.rewritten: Rewritten | None = None
         self.book: Book | None = None
         self.call: Callable[..., Any] | None = None
         self.agreed = False  # on one set of slots with the other ranks, where amaxes are reduced
         self.local = threading.local()  # `call`: the one in progress on a thread
         self.idle: torch.Tensor | None = None  # a stand-in where the state inputs are unused
-        self.looking = measure.Looking()
+        self.looking = probe.Looking()
         self.marker: str | None = None  # a value saved for backward, by which a cold call's backward is known:
         self.marks = compat.TensorMarks()
 
@@ -161,7 +162,7 @@ class CompiledGraph:
             self.book = self.book or Book(done.forward, done.backward, self.capacity, self.history)
         if done is not None and (done.pages or (self.converts and self.trains)):
             cold = compat.copy_graph(gm)
-            self._know(measure.casts_of(cold.graph))
+            self._know(probe.casts_of(cold.graph))
         warm = compile_inner(gm, example_inputs, **kwargs)
         if cold is None:
             return warm
@@ -169,11 +170,11 @@ class CompiledGraph:
         device = next((kind for kind in devices if kind != "cpu"), "cpu")  # numbers may be inputs on the CPU
         return self._backward(cold, warm, device) if backward else self._forward(cold, warm, device)
 
-    def _know(self, casts: dict[tuple[int, measure.Name], measure.Cast]) -> None:
+    def _know(self, casts: dict[tuple[int, probe.Name], probe.Cast]) -> None:
         self.casts.update(casts)
         if self.trains:
             for owners in list(self.met.values()):
-                measure.know(owners, casts)
+                probe.know(owners, casts)
 
     def _forward(self, gm: GraphModule, warm: Boxed, device: str) -> Boxed:
         eager, outputs = boxed(Eager(gm)), _outputs(gm)
@@ -273,21 +274,21 @@ class CompiledGraph:
             if key not in self.met:
                 self._meet(key, args)
         if self.capacity is None:
-            if not (measure.ACTIVE or self.looking.open):
+            if not (probe.ACTIVE or self.looking.open):
                 return self.call(*args)
             return self._run(args, Call(None, self._looks(args)))
         if self.book is None:  # nothing became FP8, or nothing that has a state: the state inputs are read by nobody
             if self.idle is None:
                 self.idle = state_page.new_page(self.capacity[0], self.history, first.device)
-            if not (measure.ACTIVE or self.looking.open):
+            if not (probe.ACTIVE or self.looking.open):
                 return self.call(*args, self.idle, self.idle)
             return self._run((*args, self.idle, self.idle), Call(None, self._looks(args)))
-        look = self._looks(args) if measure.ACTIVE or self.looking.open else None
+        look = self._looks(args) if probe.ACTIVE or self.looking.open else None
         with compat.unseen():
             call, forward, backward = self._open(self.book, args, look)
         return self._run((*args, forward, backward), call)
 
-    def _open(self, book: Book, args: Sequence[Any], look: measure.Look | None) -> tuple[Call, torch.Tensor, torch.Tensor]:
+    def _open(self, book: Book, args: Sequence[Any], look: probe.Look | None) -> tuple[Call, torch.Tensor, torch.Tensor]:
         """The call, and the pages of forward and backward that it is given."""
         pages = book.open(args, args[self.weights[0]].device)
         forward, backward = pages.forward.tensor, pages.backward.tensor
@@ -336,11 +337,11 @@ class CompiledGraph:
             owners[i] = weakref.ref(args[i], lambda _: met.pop(key, None))
         met[key] = owners
         if self.trains:
-            measure.know(owners, self.casts)
+            probe.know(owners, self.casts)
         if self.record is not None:
             LEDGER.attach(self.record, [args[i] for i in self.weights])
 
-    def _looks(self, args: Sequence[Any]) -> measure.Look | None:
+    def _looks(self, args: Sequence[Any]) -> probe.Look | None:
         """Is this call measured?"""
         if not self.trains or not self.converts or self.observes or compat.compiled_autograd():
             return None

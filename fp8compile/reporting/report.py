@@ -252,7 +252,7 @@ class Ledger:
             return Report(empty=f"nothing was compiled yet ({why})")
         if model is None:
             return Report(graphs.values())
-        from . import compat
+        from .. import compat
 
         tensors = [*model.parameters(), *model.buffers()]
         mine = set(map(id, [*tensors, *compat.read_by_graphs(tensors)]))

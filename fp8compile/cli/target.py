@@ -30,7 +30,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any
 
-from .errors import Fp8CompileError, did_you_mean, near
+from ..errors import Fp8CompileError, did_you_mean, near
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -290,7 +290,7 @@ def _foreign(filename: str) -> bool:
     """Whether a frame is ours, torch's or the import system's."""
     if filename.startswith("<frozen") or filename.startswith("<eval_with_key"):
         return True
-    package = os.path.dirname(os.path.abspath(__file__))
+    package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # fp8compile
     torch = sys.modules.get("torch")
     roots = [package, os.path.dirname(importlib.__file__)]
     if torch is not None and torch.__file__:

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import diagram
 from . import outside as left_out
-from .reports import FP8, GraphReport, MatmulRecord, Report, _percent, _share
-from .rows import (
+from .layers import (  # fmt: skip
     GEMMS,
     Layer,
     Part,
@@ -34,12 +33,13 @@ from .rows import (
     rows_of,
     scaled,
     size_of,
-)  # fmt: skip
+)
+from .report import FP8, GraphReport, MatmulRecord, Report, _percent, _share
 
 if TYPE_CHECKING:
     from markupsafe import Markup
 
-    from .estimate import Cost, Estimate
+    from ..dryrun.estimate import Cost, Estimate
 
 _LETTERS = {"fprop": "F", "dgrad": "D", "wgrad": "W", "matmul": "M"}
 
@@ -126,7 +126,7 @@ def page(thing: Report | Estimate, path: str | Path | None = None) -> str:
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
-        loader=PackageLoader("fp8compile", "."),
+        loader=PackageLoader(__package__, "."),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -143,7 +143,7 @@ def page(thing: Report | Estimate, path: str | Path | None = None) -> str:
 
 
 def _of_report(report: Report) -> Page:
-    from . import __version__
+    from .. import __version__
 
     devices = dict.fromkeys(graph.device for graph in report.graphs if graph.device)
     facts = [("graphs", str(len(report.graphs))), ("matmuls", str(len(report.matmuls)))]
@@ -163,7 +163,7 @@ def _of_report(report: Report) -> Page:
 
 
 def _of_estimate(found: Estimate) -> Page:
-    from . import __version__
+    from .. import __version__
 
     whole = TimedPart("all", found.bf16, found.fp8, _splits([("bf16", found.bf16), ("FP8", found.fp8)]))
     longest = max((cost.seconds for layer in found.layers for cost in (layer.bf16, layer.fp8)), default=0.0)

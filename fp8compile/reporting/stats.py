@@ -19,10 +19,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .config.recipe import ROLES
-from .ir import state_page
-from .measure import COLUMNS, KNOWN, MEASURED, Cast, Measurement, Name
-from .state import REGISTRY, Page, named_weights, unwrapped
+from ..config.recipe import ROLES
+from ..ir import state_page
+from ..runtime.probe import COLUMNS, KNOWN, MEASURED, Cast, Measurement, Name
+from ..runtime.state import REGISTRY, Page, named_weights, unwrapped
 
 STATE = ("amax", "scale", "scale_inv", "scale_inv_min", "scale_inv_max")
 COSTLY = ("overflows%", "underflows%", "mse", "sqnr")

@@ -1,0 +1,1 @@
+"""While it trains: scaling state, cold and warm calls, overflows, phases, probes."""
