@@ -64,7 +64,10 @@ class CapacityExceeded(Fp8CompileError):
 
 def describe(value: Any, limit: int = 80) -> str:
     """``repr`` with the type, cut to `limit` characters: ``'4' (str)``."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except Exception:  # nested too deep, an integer of thousands of digits, a class with an error in its __repr__
+        text = "something that cannot be shown"
     return f"{text if len(text) <= limit else text[: limit - 3] + '...'} ({type(value).__name__})"
 
 

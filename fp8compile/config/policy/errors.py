@@ -6,19 +6,22 @@ The parts are kept apart until the message is read: what checks a value knows ne
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...errors import OptionError, describe, did_you_mean
 
-LONGEST_NAME = 100  # characters
 Path = tuple["str | int", ...]
+_SHOWN = 5  # errors of one policy
+_HEADER = re.compile(r"\s*\[\[?([^\[\]]+)\]\]?\s*(?:#.*)?$")
 
 
 class PolicyError(OptionError):
     """A policy that cannot be used. `text` is what is wrong, `path` leads to it: ("rules", 1, "gemm").
 
-    `key` and `value` are what was given, `place` names the rule or table for people, `source` and `line` the file.
+    `key` and `value` are what was given, `place` names the rule or table for people, `source` and `line` the file. Several
+    errors of one policy are the `parts` of one exception.
     """
 
     def __init__(self, text: str, key: str | None = None, value: Any = None, path: Path = ()) -> None:
@@ -27,40 +30,81 @@ class PolicyError(OptionError):
         self.text, self.key, self.value, self.path = text, key, value, path
         self.place = self.source = ""
         self.line: int | None = None
+        self.parts: list[PolicyError] = []
 
     @classmethod
     def of(cls, key: str, value: Any, allowed: str, near: Sequence[str] = ()) -> PolicyError:
         """`allowed` completes "must be ...", `near` are suggestions."""
         return cls(f"{key!r} must be {allowed}; got {describe(value)}.{did_you_mean(near)}", key, value)
 
+    @classmethod
+    def joined(cls, parts: list[PolicyError]) -> PolicyError:
+        """One exception for all of `parts`."""
+        if len(parts) == 1:
+            return parts[0]
+        error = cls("", parts[0].key, parts[0].value)
+        error.parts = parts
+        return error
+
     def under(self, *path: str | int) -> PolicyError:
         """The same, found in what `path` leads to."""
         self.path = (*path, *self.path)
         return self
 
+    def found_in(self, source: str, tables: Mapping[str, Any], content: str | None) -> PolicyError:
+        """The same with its places in the policy `source`. `content` is the TOML text of `tables`, None if there is none."""
+        for error in self.parts or [self]:
+            error.place = place_of(error.path, tables)
+            error.line = line_of(content, error.path) if content is not None else None
+        self.parts.sort(key=lambda error: error.line or 0)
+        self.source = f"policy {source}"
+        return self
+
     def __str__(self) -> str:
         where = [self.source, f"line {self.line}" if self.line is not None else "", self.place or place_of(self.path)]
+        text = self.text
+        if self.parts:
+            more = len(self.parts) - _SHOWN
+            shown = [*map(str, self.parts[:_SHOWN]), *([f"and {more} more"] if more > 0 else [])]
+            text = f"{len(self.parts)} errors:" + "".join(f"\n  {line}" for line in shown)
         where = [part for part in where if part]
-        return f"{', '.join(where)}: {self.text}" if where else self.text
+        return f"{', '.join(where)}: {text}" if where else text
 
 
-def place_of(path: Path, name: object = None) -> str:
+def place_of(path: Path, tables: Mapping[str, Any] | None = None) -> str:
     """What people call it: "rule 2 ('mlp')", "[recipes.mine]", "[defaults]", or nothing for the file itself."""
     if len(path) > 1 and path[0] == "rules" and isinstance(path[1], int):
+        rules = (tables or {}).get("rules")
+        rule = rules[path[1]] if isinstance(rules, (list, tuple)) and path[1] < len(rules) else None
+        name = rule.get("name") if isinstance(rule, Mapping) else None
         return f"rule {path[1] + 1}" + (f" ({_cut(name, 100)!r})" if isinstance(name, str) and name else "")
     if len(path) > 1 and path[0] == "recipes":
         return f"[recipes.{_cut(str(path[1]), 100)}]"
     return f"[{path[0]}]" if path and path[0] in ("defaults", "schedule") else ""
 
 
+def line_of(content: str, path: Path) -> int | None:
+    """The line, from 1, of what `path` leads to in a TOML text: of its key, else of the header above it. None if unknown.
+
+    It knows the usual way of writing a policy, one header or key a line.
+    """
+    # strings over several lines may hold anything: only their line ends count
+    text = re.sub(r"('''|\"\"\").*?\1", lambda string: "\n" * string[0].count("\n"), content, flags=re.DOTALL)
+    here: Path = ()  # the table that the line is in
+    rules, found = 0, None
+    for number, line in enumerate(text.split("\n"), 1):
+        header = _HEADER.match(line)
+        if header:
+            here = tuple(part.strip("\"' ") for part in header[1].split("."))
+            if here == ("rules",):
+                here, rules = ("rules", rules), rules + 1
+            found = number if here == path[: len(here)] else found
+        elif here == path[: len(here)] and len(here) < len(path):
+            if re.match(rf"\s*[\"']?{re.escape(str(path[len(here)]))}[\"']?\s*[=.]", line):
+                return number
+    return found
+
+
 def _cut(text: str, limit: int) -> str:
     """The beginning and the end of a text that is too long to read."""
     return text if len(text) <= limit else f"{text[: limit // 2]} ... {text[-limit // 4 :]}"
-
-
-def check_name(key: str, value: Any, allowed: str, longest: int = LONGEST_NAME) -> None:
-    """Raise PolicyError unless `value` is None or a line of text. `allowed` completes "must be ..."."""
-    if value is None:
-        return
-    if not isinstance(value, str) or not value.strip() or len(value) > longest or not value.isprintable():
-        raise PolicyError.of(key, value, allowed)

@@ -1,9 +1,8 @@
-"""What a policy is: rules in order, named recipes, defaults. Plain frozen dataclasses that check themselves.
+"""What a policy is: rules in order, named recipes, defaults. Frozen dataclasses that pydantic checks, see `validation`.
 
 The settings of a recipe are read off `Recipe`'s own fields, so that a field added there is a key of rules, `[recipes.NAME]` and
 `[defaults]` without another word. `PolicyFile` is one file as it is written; `Policy` is what decides: the file's rules, those
-of the policies that it extends, and every recipe resolved. pydantic validates files by these classes and derives the JSON
-Schema from them, but nothing here needs it.
+of the policies that it extends, and every recipe resolved.
 
 A setting is looked up in the rule, in the named recipe, in the options given beside the policy, in `[defaults]`, in `Recipe`.
 """
@@ -14,23 +13,27 @@ import dataclasses
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, make_dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints
+from dataclasses import field, make_dataclass
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_type_hints
 
-from ...errors import OptionError, describe, near, one_of
+from pydantic import BeforeValidator, Field, Strict, StrictBool, StrictStr, ValidationInfo, field_validator
+
+from ...errors import OptionError, near
 from ..recipe import RECIPES, Recipe
 from . import match, patterns
 from .condition import Where
-from .errors import LONGEST_NAME, PolicyError, check_name
+from .errors import PolicyError
+from .validation import LONGEST_NAME, Name, PathOrName, Several, key, table
 
 Op = Literal["mm", "addmm", "bmm", "baddbmm"]
 Gemm = Literal["fprop", "dgrad", "wgrad"]
 Kind = Literal["output head", "router gate", "down projection"]
 Fp8 = Literal["on", "off", "auto"]
 Eval = Literal["high_precision", "fp8"]
-SETTINGS: dict[str, str] = {f.name: f.name for f in dataclasses.fields(Recipe) if f.name != "name"}  # key -> field of Recipe
-FIELDS: dict[str, str] = {"recipe": "name", **SETTINGS}
+Steps = Annotated[int, Strict(), Field(lt=2**63)]
+SETTINGS = tuple(f.name for f in dataclasses.fields(Recipe) if f.name != "name")
+MOST_RULES, MOST_RECIPES = 1000, 200
 
 _MEANINGS = {
     "fp8_format": 'Formats: "hybrid" (E4M3 for activations and weights, E5M2 for gradients) or "e4m3" (for all).',
@@ -49,137 +52,127 @@ _MEANINGS = {
     "use_fast_accum": "(fprop, dgrad, wgrad): the tensor cores' fast accumulation, less exact.",
 }
 _RECIPE_MEANING = "A built-in recipe (" + ", ".join(map(repr, RECIPES)) + ") or the NAME of a [recipes.NAME] table."
-_POLICY_MEANING = "Which matmuls of a model become FP8, and how."
-_CONFIG: dict[str, Any] = {"extra": "forbid"}
+_RECIPE = (_RECIPE_MEANING, "the name of a recipe")
+_GLOBS = "a glob, or a list of globs"
+_SPANS = "such as 'first 2' or 'last 1', or a list of them"
 
 
-def _key(meaning: str, default: Any = None) -> Any:
-    return field(default=default, metadata={"description": meaning})
+def _choice(meaning: str, values: Any, default: Any = None) -> Any:
+    return key(meaning, "one of " + ", ".join(map(repr, get_args(values))), default)
 
 
-def _check_settings(self: Any) -> None:
-    for key, value in self.settings.items():
-        try:
-            checked = getattr(Recipe("tensorwise", **{SETTINGS[key]: value}), SETTINGS[key])  # takes all of them
-        except OptionError as error:
-            raise PolicyError(str(error).removeprefix("fp8 option "), key, value) from None
-        object.__setattr__(self, key, checked)  # as Recipe spells it
+def _setting(name: str, value: Any) -> Any:
+    """`value` as `Recipe`, which knows what may be given, spells it."""
+    try:
+        return value if value is None else getattr(Recipe("tensorwise", **{name: value}), name)  # which takes all of them
+    except OptionError as error:
+        raise PolicyError(str(error).removeprefix("fp8 option "), name, value) from None
 
 
 if TYPE_CHECKING:
 
-    @dataclass(frozen=True)
+    @dataclasses.dataclass(frozen=True)
     class Settings:
         """The settings of a recipe, None where not given."""
 
         def __init__(self, **settings: Any) -> None: ...
-        def check_settings(self) -> None: ...
         @property
         def settings(self) -> dict[str, Any]: ...
 else:
     _HINTS = get_type_hints(Recipe)
     Settings = make_dataclass(
         "Settings",
-        [(key, _HINTS[name] | None, _key(_MEANINGS.get(key, f"{key} of the recipe."))) for key, name in SETTINGS.items()],
+        [
+            (
+                name,
+                Annotated[_HINTS[name] | None, BeforeValidator(partial(_setting, name))],
+                field(default=None, metadata={"description": _MEANINGS.get(name, f"{name} of the recipe.")}),
+            )
+            for name in SETTINGS
+        ],
         frozen=True,
         kw_only=True,
         namespace={
             "__doc__": "The settings of a recipe, None where not given.",
-            "settings": property(lambda self: {key: getattr(self, key) for key in SETTINGS if getattr(self, key) is not None}),
-            "check_settings": _check_settings,
+            "settings": property(lambda self: {name: value for name, value in given(self).items() if name in SETTINGS}),
         },
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@table("[defaults]")
 class Defaults(Settings):
     """`[defaults]`: for whatever no rule gives another."""
 
-    __pydantic_config__ = {**_CONFIG, "title": "[defaults]"}
-
-    recipe: str | None = _key(_RECIPE_MEANING)
-
-    def __post_init__(self) -> None:
-        check_name("recipe", self.recipe, "the name of a recipe")
-        self.check_settings()
+    recipe: Name | None = key(*_RECIPE)
 
 
-@dataclass(frozen=True, kw_only=True)
+@table("[recipes.NAME]")
 class NamedRecipe(Settings):
     """`[recipes.NAME]`: a recipe with a name, for rules and `[defaults]`."""
 
-    __pydantic_config__ = {**_CONFIG, "title": "[recipes.NAME]"}
-
-    base: str | None = _key("The recipe that this one varies: built-in, or another NAME. Default: " + repr(Recipe().name) + ".")
-
-    def __post_init__(self) -> None:
-        check_name("base", self.base, "the name of a recipe")
-        self.check_settings()
+    base: Name | None = key(
+        f"The recipe that this one varies: built-in, or another NAME. Default: {Recipe().name!r}.", "the name of a recipe"
+    )
 
 
-@dataclass(frozen=True, kw_only=True)
+@table("[[rules]]")
 class Rule(Settings):
     """One `[[rules]]`: conditions, which have to hold all, and what becomes of the gemms for which they do.
 
     Where a key takes one or several values, any of them may fit. They are kept as tuples of strings, None if not given.
     """
 
-    __pydantic_config__ = {**_CONFIG, "title": "[[rules]]"}
-
-    name: str | None = _key("A label for reports.")
-    module: str | tuple[str, ...] | None = _key('Glob for the module\'s name ("*" matches dots too), or "re:" and a regex.')
-    parameter: str | tuple[str, ...] | None = _key('Glob for the name of the weight, or "re:" and a regex.')
-    module_class: str | tuple[str, ...] | None = _key("Glob for the class of the module, or of any module around it.")
-    op: Op | tuple[Op, ...] | None = _key("The operator of forward: " + ", ".join(get_args(Op)) + ".")
-    gemm: Gemm | tuple[Gemm, ...] | None = _key("fprop (the forward), dgrad (the input's gradient), wgrad (the weight's).")
-    where: str | None = _key("A condition on m, n, k of the forward out[m, n] = a[m, k] @ b[k, n]: 'n < 128 or k < 128'.")
-    blocks: str | tuple[str, ...] | None = _key('"first 2", "last 1": position among the repeated blocks of the model.')
-    layers: str | tuple[str, ...] | None = _key('"first 1", "last 1": position among the weights, in the order of forward.')
-    kind: Kind | tuple[Kind, ...] | None = _key("What the graph shows it to be: " + ", ".join(map(repr, get_args(Kind))) + ".")
-    fp8: bool | Fp8 = _key(
-        "on (or true): FP8. off (or false): high precision. auto: FP8 if it is estimated to be faster on this device.", "auto"
+    name: Name | None = key("A label for reports.", f"a line of 1 to {LONGEST_NAME} characters")
+    module: Several[StrictStr] = key('Glob for the module\'s name ("*" matches dots too), or "re:" and a regex.', _GLOBS)
+    parameter: Several[StrictStr] = key('Glob for the name of the weight, or "re:" and a regex.', _GLOBS)
+    module_class: Several[StrictStr] = key("Glob for the class of the module, or of any module around it.", _GLOBS)
+    op: Several[Op] = _choice("The operator of forward: " + ", ".join(get_args(Op)) + ".", Op)
+    gemm: Several[Gemm] = _choice("fprop (the forward), dgrad (the input's gradient), wgrad (the weight's).", Gemm)
+    where: StrictStr | None = key(
+        "A condition on m, n, k of the forward out[m, n] = a[m, k] @ b[k, n]: 'n < 128 or k < 128'.", "a condition in quotes"
     )
-    recipe: str | None = _key(_RECIPE_MEANING)
+    blocks: Several[StrictStr] = key('"first 2", "last 1": position among the repeated blocks of the model.', _SPANS)
+    layers: Several[StrictStr] = key('"first 1", "last 1": position among the weights, in the order of forward.', _SPANS)
+    kind: Several[Kind] = _choice("What the graph shows it to be: " + ", ".join(map(repr, get_args(Kind))) + ".", Kind)
+    fp8: StrictBool | Fp8 = _choice(
+        "on (or true): FP8. off (or false): high precision. auto: FP8 if estimated to be faster on this device.", Fp8, "auto"
+    )
+    recipe: Name | None = key(*_RECIPE)
 
-    def __post_init__(self) -> None:
-        check_name("name", self.name, f"a line of 1 to {LONGEST_NAME} characters")
-        for key in ("module", "parameter", "module_class"):
-            for pattern in self._several(key, "a glob, or a list of globs"):
-                patterns.check(key, pattern)
-        for key, allowed in (("op", get_args(Op)), ("gemm", get_args(Gemm)), ("kind", get_args(Kind))):
-            for value in self._several(key, "one of " + ", ".join(map(repr, allowed)) + ", or a list of them"):
-                one_of(key, value, allowed, PolicyError)
-        for key in ("blocks", "layers"):
-            for value in self._several(key, "such as 'first 2' or 'last 1', or a list of them"):
-                if not match.SPAN.fullmatch(value):
-                    meant = re.match(r"\s*(first|last)\s*([1-9]\d{0,4})?", value.lower())
-                    hint = [f"{meant[1]} {meant[2] or 1}"] if meant else []
-                    raise PolicyError.of(key, value, "'first N' or 'last N' with N from 1 to 99999", hint)
-        if self.where is not None:
-            object.__setattr__(self, "where", self.condition.text)
-        fp8 = {True: "on", False: "off"}[self.fp8] if isinstance(self.fp8, bool) else self.fp8
-        object.__setattr__(self, "fp8", one_of("fp8", fp8, get_args(Fp8), PolicyError))
-        check_name("recipe", self.recipe, "the name of a recipe")
-        self.check_settings()
+    @field_validator("module", "parameter", "module_class")
+    @classmethod
+    def _check_patterns(cls, given: tuple[str, ...] | None, info: ValidationInfo) -> tuple[str, ...] | None:
+        for pattern in given or ():
+            patterns.check(str(info.field_name), pattern)
+        return given
+
+    @field_validator("blocks", "layers")
+    @classmethod
+    def _check_spans(cls, given: tuple[str, ...] | None, info: ValidationInfo) -> tuple[str, ...] | None:
+        for span in given or ():
+            if not match.SPAN.fullmatch(span):
+                meant = re.match(r"\s*(first|last)\s*([1-9]\d{0,4})?", span.lower())
+                hint = [f"{meant[1]} {meant[2] or 1}"] if meant else []
+                raise PolicyError.of(str(info.field_name), span, "'first N' or 'last N' with N from 1 to 99999", hint)
+        return given
+
+    @field_validator("where")
+    @classmethod
+    def _spell_condition(cls, given: str | None) -> str | None:
+        return None if given is None else Where(given).text
+
+    @field_validator("fp8", mode="before")
+    @classmethod
+    def _spell_switch(cls, given: Any) -> Any:
+        return {True: "on", False: "off"}[given] if isinstance(given, bool) else given
 
     def __repr__(self) -> str:
         return brief(self)
 
-    def _several(self, key: str, allowed: str) -> tuple[str, ...]:
-        """The values of a key that takes one or a list, which is what it holds from now on."""
-        given = getattr(self, key)
-        if given is None:
-            return ()
-        values = given if isinstance(given, (tuple, list)) else (given,)
-        if not values or not all(isinstance(value, str) for value in values):
-            raise PolicyError.of(key, given, allowed)
-        object.__setattr__(self, key, tuple(values))
-        return tuple(values)
-
     @cached_property
     def condition(self) -> Where:
         """`where`, compiled."""
-        return Where(self.where)  # type: ignore[arg-type]
+        return Where(str(self.where))
 
     @property
     def conditions(self) -> dict[str, Any]:
@@ -191,45 +184,48 @@ class Rule(Settings):
         return match.matches(self, site)
 
 
-@dataclass(frozen=True, kw_only=True)
+@table("[schedule]")
 class Schedule:
     """`[schedule]`: steps are optimizer steps. High precision before `warmup_steps` and from `cooldown_at` on."""
 
-    __pydantic_config__ = {**_CONFIG, "title": "[schedule]"}
-
-    warmup_steps: int = _key("Train in high precision for so many steps first.", 0)
-    cooldown_at: int | None = _key("The step from which training is in high precision again.")
+    warmup_steps: Annotated[Steps, Field(ge=0)] = key("Train in high precision for so many steps first.", "an integer >= 0", 0)
+    cooldown_at: Annotated[Steps, Field(ge=1)] | None = key(
+        "The step from which training is in high precision again.", "an integer >= 1"
+    )
 
     def __post_init__(self) -> None:
-        for key, value, least in (("warmup_steps", self.warmup_steps, 0), ("cooldown_at", self.cooldown_at, 1)):
-            if value is None and key == "cooldown_at":
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise PolicyError.of(key, value, f"an integer >= {least}")
         if self.cooldown_at is not None and self.cooldown_at <= self.warmup_steps:
             allowed = f"greater than warmup_steps ({self.warmup_steps}): FP8 is used between the two"
             raise PolicyError.of("cooldown_at", self.cooldown_at, allowed)
 
 
-@dataclass(frozen=True, kw_only=True)
-class PolicyFile:
-    """A policy as it is written, alone: names of recipes are not looked up yet."""
+@table(kw_only=False)
+class _Tables:
+    """What a policy has, in a file and in Python."""
 
-    __pydantic_config__ = {**_CONFIG, "title": "fp8compile policy", "json_schema_extra": {"description": _POLICY_MEANING}}
+    rules: Annotated[tuple[Rule, ...], Field(max_length=MOST_RULES)] = key(
+        "The first whose conditions hold decides. Without one: FP8 where it pays.",
+        f"a list of tables, each under [[rules]], {MOST_RULES} at most",
+        (),
+    )
+    recipes: Annotated[dict[StrictStr, NamedRecipe], Field(max_length=MOST_RECIPES)] = key(
+        "Recipes with a name.", f"tables, [recipes.NAME], {MOST_RECIPES} at most", dict
+    )
+    defaults: Defaults = key("For whatever no rule gives another.", "a table, [defaults]", Defaults())
+    schedule: Schedule | None = key("High precision at the beginning and at the end of training.", "a table, [schedule]")
+    eval: Eval | None = _choice("Precision of evaluation. Default: high_precision.", Eval)
+    device: PathOrName | None = key('Decide as for this device, such as "h100". Default: the one that is used.', "a name")
 
-    extends: str | None = _key('The policy whose rules come after these: a shipped one, a path, or "none". Default: "default".')
-    device: str | None = _key('Decide as for this device, such as "h100". Default: the one that is used.')
-    eval: Eval | None = _key("Precision of evaluation. Default: high_precision.")
-    defaults: Defaults = _key("For whatever no rule gives another.", Defaults())
-    recipes: dict[str, NamedRecipe] = field(default_factory=dict, metadata={"description": "Recipes with a name."})
-    rules: tuple[Rule, ...] = _key("The first whose conditions hold decides. Without one: FP8 where it pays.", ())
-    schedule: Schedule | None = _key("High precision at the beginning and at the end of training.")
+
+@table("fp8compile policy", kw_only=False)
+class PolicyFile(_Tables):
+    """Which matmuls of a model become FP8, and how. One file alone: names of recipes are not looked up yet."""
+
+    extends: PathOrName | None = key(
+        'The policy whose rules come after these: a shipped one, a path, or "none". Default: "default".', "a name"
+    )
 
     def __post_init__(self) -> None:
-        for key in ("extends", "device"):
-            check_name(key, getattr(self, key), "a name", longest=4096)
-        if self.eval is not None:
-            one_of("eval", self.eval, get_args(Eval), PolicyError)
         seen: dict[str, int] = {}
         always = None
         for i, rule in enumerate(self.rules):
@@ -241,45 +237,21 @@ class PolicyFile:
             seen[conditions] = i
             always = None if rule.conditions else i
 
-    @classmethod
-    def build(cls, data: Mapping[str, Any]) -> PolicyFile:
-        """From the tables of a TOML file that is known to be well-formed: a shipped one."""
-        tables: dict[str, Any] = dict(data)
-        tables["rules"] = tuple(Rule(**rule) for rule in data.get("rules", ()))
-        tables["recipes"] = {name: NamedRecipe(**recipe) for name, recipe in data.get("recipes", {}).items()}
-        tables["defaults"] = Defaults(**data.get("defaults", {}))
-        tables["schedule"] = Schedule(**data["schedule"]) if "schedule" in data else None
-        return cls(**tables)
 
-
-@dataclass(frozen=True)
-class Policy:
+@table(kw_only=False)
+class Policy(_Tables):
     """What decides about every gemm. Made by `load`, or in Python: ``Policy(rules=(Rule(module="*.mlp.*", fp8="off"),))``.
 
     The first `own` rules are the user's (None: all), the others came with what it extends. `source` says where it came from,
     for messages; `labels` are the rules' names in reports. Equal, and hashed, by what it decides.
     """
 
-    rules: tuple[Rule, ...] = ()
-    recipes: Mapping[str, NamedRecipe] = field(default_factory=dict)
-    defaults: Defaults = Defaults()
-    schedule: Schedule | None = None
-    eval: str = "high_precision"
-    device: str | None = None
+    eval: Eval = _choice("Precision of evaluation.", Eval, "high_precision")
     source: str = field(default="Python", compare=False)
     own: int | None = field(default=None, compare=False)
     labels: tuple[str, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "rules", tuple(self.rules))
-        for group, kind in ((self.rules, Rule), (self.recipes.values(), NamedRecipe), ((self.defaults,), Defaults)):
-            for part in group:
-                if not isinstance(part, kind):
-                    raise PolicyError(f"expected a {kind.__name__}; got {describe(part)}. load() takes dicts.")
-        one_of("eval", self.eval, get_args(Eval), PolicyError)
-        check_name("device", self.device, "the name of a device", longest=4096)
-        if isinstance(self.rules, Rule):
-            raise PolicyError.of("rules", self.rules, "a sequence of Rules: rules=(rule,)")
         if len(self.labels) != len(self.rules):
             object.__setattr__(self, "labels", tuple(label(self.rules, i) for i in range(len(self.rules))))
         for name in self.recipes:
@@ -326,9 +298,6 @@ class Policy:
         """
         if "name" in settings:
             settings["recipe"] = settings.pop("name")
-        unknown = [key for key in settings if key not in FIELDS]
-        if unknown:
-            raise PolicyError.of("recipe setting", unknown[0], "one of " + ", ".join(FIELDS), near(unknown[0], FIELDS))
         return dataclasses.replace(self, defaults=Defaults(**{**given(self.defaults), **settings}))
 
     def unmatched(
@@ -376,7 +345,7 @@ class Policy:
         built_in, named = self._chain(name or self.defaults.recipe or Recipe().name, (*named_at, "recipe"))
         merged = {**self.defaults.settings, **named, **settings}
         try:
-            return Recipe(name=built_in, **{SETTINGS[key]: value for key, value in merged.items()})
+            return Recipe(name=built_in, **merged)
         except OptionError as error:  # settings that are fine one by one
             raise PolicyError(str(error).removeprefix("fp8 option "), error.key, error.value, path) from None
 
