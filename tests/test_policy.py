@@ -14,7 +14,7 @@ from importlib import resources
 import pytest
 
 import fp8compile.config.policy.files as files
-from fp8compile.config.policy import BUILTIN, Defaults, NamedRecipe, Policy, Rule, Schedule, Site, load, schema
+from fp8compile.config.policy import BUILTIN, Defaults, NamedRecipe, Policy, Rule, Schedule, Site, load, schema, shipped
 from fp8compile.config.policy.model import SETTINGS, PolicyFile
 from fp8compile.config.recipe import Recipe
 from fp8compile.errors import OptionError
@@ -276,7 +276,7 @@ def test_unusable_files(write, tmp_path):
     assert f"{str(path)!r} cannot be read: it does not exist" in refusal(path)
     assert "'llama', without .toml" in refusal("llama.toml")
     (tmp_path / "folder.toml").mkdir()
-    assert "it is a directory" in refusal(tmp_path / "folder.toml")
+    assert "Is a directory" in refusal(tmp_path / "folder.toml")
     assert "not UTF-8 (byte 0xe9 in line 2)" in refusal(write(b"# a\n# caf\xe9\n"))
     assert "larger than 256 KiB" in refusal(write("#" * 300_000))
     os.mkfifo(tmp_path / "pipe.toml")
@@ -322,7 +322,7 @@ def test_schema():
     assert set(SETTINGS) < set(made["$defs"]["Rule"]["properties"])
     assert '"null"' not in json.dumps(made)
     for name in BUILTIN:
-        assert follows(files.tomllib.loads(files.shipped(name)), made, made)
+        assert follows(files.tomllib.loads(shipped(name)), made, made)
     for wrong in (
         {"rules": [{"role": 3}]},
         {"rules": [{"fp8": "onn"}]},
@@ -358,9 +358,9 @@ def follows(value, schema: dict, root: dict) -> bool:
 
 @pytest.mark.parametrize("name", BUILTIN)
 def test_shipped_policies_are_a_start_for_ones_own(name, write):
-    policy, copy = load(name), load(write(files.shipped(name)))
+    policy, copy = load(name), load(write(shipped(name)))
     assert policy == copy and policy.key == copy.key and policy.labels == copy.labels
-    assert all(rule.name for rule in policy.rules) and files.shipped(name).startswith("# ")
+    assert all(rule.name for rule in policy.rules) and shipped(name).startswith("# ")
 
 
 def test_shipped_policies_are_all_listed():

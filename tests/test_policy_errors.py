@@ -100,6 +100,9 @@ margin = 2
         ('extends = "default"', "extend = 'none'", "line 1: unknown key 'extend' (value 'none' (str)). Did you mean 'extends'"),
         ('extends = "default"', "margin = 3", "line 1: unknown key 'margin' (value 3 (int)). 'margin' goes into [defaults]"),
         ('extends = "default"', "eval = 'bf16'", "line 1: 'eval' must be one of 'high_precision', 'fp8'; got 'bf16'"),
+        ("margin = 2", "eval = 'fp8'", "line 20, rule 2: unknown key 'eval' (value 'fp8' (str)). 'eval' goes to the top of"),
+        ("margin = 1", "fp8 = true", "line 4, [defaults]: unknown key 'fp8' (value True (bool)). 'fp8' goes into [[rules]]."),
+        ("margin = 1", "warmup_steps = 1", "'warmup_steps' goes into [schedule]."),
         ("[defaults]", "[default]", "line 3: unknown key 'default' (value {'margin': 1} (dict)). Did you mean 'defaults'"),
         ("[[rules]]\nname", "[[rule]]\nname", "unknown key 'rule'"),
         (

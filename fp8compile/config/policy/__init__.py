@@ -1,9 +1,10 @@
 """Policies: which matmuls become FP8 and how, in rules that a file, a dict or Python can hold.
 
-    problems, patterns, where   errors, globs, and the expression language over m, n, k
-    match                       what a rule looks at, and whether it matches
-    model                       Rule, Policy and the other tables
-    lines, files                reading them
+    errors, validation    what is wrong and where, and how pydantic finds it
+    patterns, condition   globs, and the expression language over m, n, k
+    match                 what a rule looks at, and whether it matches
+    model                 Rule, Policy and the other tables
+    files                 reading them
 
 >>> load("llama").choose(site).fp8
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 from .condition import Where
 from .errors import PolicyError
-from .files import BUILTIN, VARIABLE, load, schema
+from .files import BUILTIN, VARIABLE, load, schema, shipped
 from .match import Choice, Site
 from .model import Defaults, NamedRecipe, Policy, Rule, Schedule
 
@@ -30,4 +31,5 @@ __all__ = [
     "Where",
     "load",
     "schema",
+    "shipped",
 ]

@@ -165,33 +165,26 @@ def _joined(file: PolicyFile, base: Policy | None, source: str) -> Policy:
 
 def _read(path: Path) -> str:
     try:
-        if path.is_dir():
-            raise _unreadable(str(path), "it is a directory; a policy is a file")
-        if not path.exists():
-            shipped = near(path.stem, BUILTIN)
-            hint = f"; the shipped policy is called {shipped[0]!r}, without .toml" if shipped else ""
-            raise _unreadable(str(path), "it does not exist" + hint)
-        if not path.is_file():
-            raise _unreadable(str(path), "it is not a regular file")
+        if path.exists() and not path.is_file() and not path.is_dir():  # a pipe would wait for ever
+            raise OSError("it is not a regular file")
         with open(path, "rb") as file:
             content = file.read(LARGEST_FILE + 1)
-    except (OSError, ValueError) as error:
-        if isinstance(error, PolicyError):
-            raise
-        raise _unreadable(str(path), (isinstance(error, OSError) and error.strerror) or str(error)) from None
-    if len(content) > LARGEST_FILE:
-        raise _unreadable(str(path), f"it is larger than {LARGEST_FILE // 1024} KiB")
-    try:
+        if len(content) > LARGEST_FILE:
+            raise OSError(f"it is larger than {LARGEST_FILE // 1024} KiB")
         return content.decode("utf-8").removeprefix("\ufeff")
+    except FileNotFoundError:
+        similar = near(path.stem, BUILTIN)
+        hint = f"; the shipped policy is called {similar[0]!r}, without .toml" if similar else ""
+        raise _unreadable(str(path), "it does not exist" + hint) from None
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         raise _unreadable(str(path), f"it is not UTF-8 (byte 0x{content[error.start]:02x} in line {line})") from None
+    except (OSError, ValueError) as error:
+        raise _unreadable(str(path), getattr(error, "strerror", None) or str(error)) from None
 
 
 def _unreadable(path: str, why: str) -> PolicyError:
-    error = PolicyError(f"the policy file {path!r} cannot be read: {why}.", "policy", path)
-    error.key = None  # not a matter of one key
-    return error
+    return PolicyError(f"the policy file {path!r} cannot be read: {why}.", value=path)
 
 
 def _parsed(content: str, source: str) -> dict[str, Any]:

@@ -13,25 +13,24 @@ import dataclasses
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import field, make_dataclass
-from functools import cached_property, partial
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_type_hints
+from dataclasses import field
+from functools import cached_property
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
-from pydantic import BeforeValidator, Field, Strict, StrictBool, StrictStr, ValidationInfo, field_validator
+from pydantic import Field, StrictBool, StrictInt, StrictStr, ValidationInfo, field_validator
 
 from ...errors import OptionError, near
 from ..recipe import RECIPES, Recipe
 from . import match, patterns
 from .condition import Where
 from .errors import PolicyError
-from .validation import LONGEST_NAME, Name, PathOrName, Several, key, table
+from .validation import FILE, LONGEST_NAME, Name, PathOrName, Several, key, table
 
 Op = Literal["mm", "addmm", "bmm", "baddbmm"]
 Gemm = Literal["fprop", "dgrad", "wgrad"]
 Kind = Literal["output head", "router gate", "down projection"]
 Fp8 = Literal["on", "off", "auto"]
 Eval = Literal["high_precision", "fp8"]
-Steps = Annotated[int, Strict(), Field(lt=2**63)]
 SETTINGS = tuple(f.name for f in dataclasses.fields(Recipe) if f.name != "name")
 MOST_RULES, MOST_RECIPES = 1000, 200
 
@@ -61,42 +60,25 @@ def _choice(meaning: str, values: Any, default: Any = None) -> Any:
     return key(meaning, "one of " + ", ".join(map(repr, get_args(values))), default)
 
 
-def _setting(name: str, value: Any) -> Any:
+def _setting(cls: type, value: Any, info: ValidationInfo) -> Any:
     """`value` as `Recipe`, which knows what may be given, spells it."""
+    name = str(info.field_name)
     try:
         return value if value is None else getattr(Recipe("tensorwise", **{name: value}), name)  # which takes all of them
     except OptionError as error:
         raise PolicyError(str(error).removeprefix("fp8 option "), name, value) from None
 
 
-if TYPE_CHECKING:
-
-    @dataclasses.dataclass(frozen=True)
-    class Settings:
-        """The settings of a recipe, None where not given."""
-
-        def __init__(self, **settings: Any) -> None: ...
-        @property
-        def settings(self) -> dict[str, Any]: ...
-else:
-    _HINTS = get_type_hints(Recipe)
-    Settings = make_dataclass(
-        "Settings",
-        [
-            (
-                name,
-                Annotated[_HINTS[name] | None, BeforeValidator(partial(_setting, name))],
-                field(default=None, metadata={"description": _MEANINGS.get(name, f"{name} of the recipe.")}),
-            )
-            for name in SETTINGS
-        ],
-        frozen=True,
-        kw_only=True,
-        namespace={
-            "__doc__": "The settings of a recipe, None where not given.",
-            "settings": property(lambda self: {name: value for name, value in given(self).items() if name in SETTINGS}),
-        },
-    )
+_HINTS = get_type_hints(Recipe)
+_SETTINGS: dict[str, Any] = {
+    "__doc__": "The settings of a recipe, None where not given.",
+    "__module__": __name__,
+    "__annotations__": {name: _HINTS[name] | None for name in SETTINGS},
+    **{name: key(_MEANINGS.get(name, f"{name} of the recipe."), "") for name in SETTINGS},
+    "_spell_setting": field_validator(*SETTINGS, mode="before")(classmethod(_setting)),
+    "settings": property(lambda self: {name: value for name, value in given(self).items() if name in SETTINGS}),
+}
+Settings: Any = table()(type("Settings", (), _SETTINGS))
 
 
 @table("[defaults]")
@@ -135,7 +117,9 @@ class Rule(Settings):
     layers: Several[StrictStr] = key('"first 1", "last 1": position among the weights, in the order of forward.', _SPANS)
     kind: Several[Kind] = _choice("What the graph shows it to be: " + ", ".join(map(repr, get_args(Kind))) + ".", Kind)
     fp8: StrictBool | Fp8 = _choice(
-        "on (or true): FP8. off (or false): high precision. auto: FP8 if estimated to be faster on this device.", Fp8, "auto"
+        "on (or true): FP8. off (or false): high precision. auto: FP8 if it is estimated to be faster on this device.",
+        Fp8,
+        "auto",
     )
     recipe: Name | None = key(*_RECIPE)
 
@@ -188,8 +172,10 @@ class Rule(Settings):
 class Schedule:
     """`[schedule]`: steps are optimizer steps. High precision before `warmup_steps` and from `cooldown_at` on."""
 
-    warmup_steps: Annotated[Steps, Field(ge=0)] = key("Train in high precision for so many steps first.", "an integer >= 0", 0)
-    cooldown_at: Annotated[Steps, Field(ge=1)] | None = key(
+    warmup_steps: Annotated[StrictInt, Field(ge=0, lt=2**63)] = key(
+        "Train in high precision for so many steps first.", "an integer >= 0", 0
+    )
+    cooldown_at: Annotated[StrictInt, Field(ge=1, lt=2**63)] | None = key(
         "The step from which training is in high precision again.", "an integer >= 1"
     )
 
@@ -217,15 +203,16 @@ class _Tables:
     device: PathOrName | None = key('Decide as for this device, such as "h100". Default: the one that is used.', "a name")
 
 
-@table("fp8compile policy", kw_only=False)
+@table(FILE, kw_only=False)
 class PolicyFile(_Tables):
-    """Which matmuls of a model become FP8, and how. One file alone: names of recipes are not looked up yet."""
+    """Which matmuls of a model become FP8, and how."""
 
     extends: PathOrName | None = key(
         'The policy whose rules come after these: a shipped one, a path, or "none". Default: "default".', "a name"
     )
 
     def __post_init__(self) -> None:
+        """Names of recipes are looked up later: the policy that this file extends may have them."""
         seen: dict[str, int] = {}
         always = None
         for i, rule in enumerate(self.rules):
@@ -296,8 +283,6 @@ class Policy(_Tables):
 
         A rule's own settings, and those of a named recipe, stay. Raises OptionError.
         """
-        if "name" in settings:
-            settings["recipe"] = settings.pop("name")
         return dataclasses.replace(self, defaults=Defaults(**{**given(self.defaults), **settings}))
 
     def unmatched(

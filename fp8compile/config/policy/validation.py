@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Annotated, Any, TypeVar
 
 import pydantic.dataclasses
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, Strict, StrictStr, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, StrictStr, TypeAdapter, ValidationError
 from typing_extensions import dataclass_transform
 
 from ...errors import describe, did_you_mean, near
@@ -24,7 +24,8 @@ from .errors import Path, PolicyError
 
 T = TypeVar("T")
 LONGEST_NAME = 100  # characters
-_TABLES: dict[str, type] = {}  # by what people call them
+FILE = "fp8compile policy"
+_TABLES: dict[str, type] = {}  # by their titles
 # part of a policy -> how many keys lead to a key in it, and the table that has this key
 _PARTS = {
     "rules": (3, "[[rules]]"),
@@ -52,16 +53,25 @@ def _line(longest: int, text: str) -> str:
     return text
 
 
+def _several(given: Any) -> Any:
+    if isinstance(given, str):
+        return (given,)
+    if given is not None and not isinstance(given, (list, tuple)):
+        raise ValueError
+    return given
+
+
 Name = Annotated[StrictStr, AfterValidator(functools.partial(_line, LONGEST_NAME))]
 PathOrName = Annotated[StrictStr, AfterValidator(functools.partial(_line, 4096))]
-Several = Annotated[  # one T or a list of them; kept as a tuple
-    T | Annotated[tuple[T, ...], Strict(), Field(min_length=1)] | None,
-    BeforeValidator(lambda given: (given,) if isinstance(given, str) else tuple(given) if isinstance(given, list) else given),
-]
+# one T or a list of them; kept as a tuple
+Several = Annotated[T | Annotated[tuple[T, ...], Field(min_length=1)] | None, BeforeValidator(_several)]
 
 
 def key(meaning: str, allowed: str, default: Any = None) -> Any:
-    """A key of a table: `meaning` is for the JSON Schema, `allowed` completes "must be ..."; `default` may be a function."""
+    """A key of a table: `meaning` is for the JSON Schema, `allowed` completes "must be ...", `default` may be a function.
+
+    Without `allowed`, all errors about the key are PolicyErrors of its validator.
+    """
     metadata = {"description": meaning, "allowed": allowed}
     return dataclasses.field(**{"default_factory" if callable(default) else "default": default}, metadata=metadata)
 
@@ -125,7 +135,7 @@ def _problem(path: Path, detail: Mapping[str, Any], cls: type) -> PolicyError:
     if detail["type"] == "unexpected_keyword_argument":
         return PolicyError(_unknown(name, value, cls), name, value, path)
     allowed = {f.name: f.metadata.get("allowed") for f in dataclasses.fields(cls)}.get(name)
-    if allowed is None:
+    if not allowed:
         return PolicyError(f"{name!r}: {detail['msg']}; got {describe(value)}.", name, value, path)
     error = PolicyError.of(name, value, allowed, near(value, re.findall("'([^']+)'", allowed)))
     return error.under(*path)
@@ -139,8 +149,9 @@ def _unknown(name: str, value: Any, cls: type) -> str:
     meant = _MEANT.get(name.lower())
     if meant in keys:
         hint = did_you_mean([meant])
+    elif homes == [FILE]:
+        hint = f" {name!r} goes to the top of the file, above all tables."
     elif homes:
-        homes = [title if title.startswith("[") else "the top of the file, above all tables" for title in homes]
         hint = f" {name!r} goes into {', '.join(homes[:-1])}{' or ' if homes[1:] else ''}{homes[-1]}."
     else:
         hint = did_you_mean(near(name, keys))
