@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
@@ -29,8 +30,9 @@ except ImportError:
 VARIABLE = "FP8COMPILE_POLICY"
 BUILTIN = ("default", "llama", "gpt2", "vit", "moe", "conservative", "accelerate-defaults")
 LARGEST_FILE = 256 * 1024  # bytes
-MOST_DOTS = 500  # in a line
+MOST_DOTS = 100  # in a line, outside of strings and comments
 LONGEST_CHAIN = 16  # policies that extend each other
+_STRINGS = re.compile(r"\"[^\"]*\"|'[^']*'|#.*")
 
 
 def load(source: Any = None) -> Policy:
@@ -190,8 +192,8 @@ def _unreadable(path: str, why: str) -> PolicyError:
 def _parsed(content: str, source: str) -> dict[str, Any]:
     try:
         for number, line in enumerate(content.splitlines(), 1):
-            if line.count(".") > MOST_DOTS:  # a key with thousands of dots takes the parser minutes
-                raise ValueError(f"more than {MOST_DOTS} dots in a line (at line {number}); break long lists into lines")
+            if _STRINGS.sub("", line).count(".") > MOST_DOTS:  # a key with thousands of dots takes the parser minutes
+                raise ValueError(f"a key is nested too deep (at line {number})")
         return tomllib.loads(content)
     except (ValueError, RecursionError) as error:  # ValueError: TOMLDecodeError, or an integer of thousands of digits
         why = "it is nested too deep" if isinstance(error, RecursionError) else str(error)

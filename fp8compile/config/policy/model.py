@@ -32,7 +32,7 @@ Kind = Literal["output head", "router gate", "down projection"]
 Fp8 = Literal["on", "off", "auto"]
 Eval = Literal["high_precision", "fp8"]
 SETTINGS = tuple(f.name for f in dataclasses.fields(Recipe) if f.name != "name")
-MOST_RULES, MOST_RECIPES = 1000, 200
+LONGEST_CHAIN = 32  # recipes, each of which varies the next
 
 _MEANINGS = {
     "fp8_format": 'Formats: "hybrid" (E4M3 for activations and weights, E5M2 for gradients) or "e4m3" (for all).',
@@ -76,7 +76,7 @@ _SETTINGS: dict[str, Any] = {
     "__annotations__": {name: _HINTS[name] | None for name in SETTINGS},
     **{name: key(_MEANINGS.get(name, f"{name} of the recipe."), "") for name in SETTINGS},
     "_spell_setting": field_validator(*SETTINGS, mode="before")(classmethod(_setting)),
-    "settings": property(lambda self: {name: value for name, value in given(self).items() if name in SETTINGS}),
+    "settings": cached_property(lambda self: {name: value for name, value in given(self).items() if name in SETTINGS}),
 }
 Settings: Any = table()(type("Settings", (), _SETTINGS))
 
@@ -189,14 +189,10 @@ class Schedule:
 class _Tables:
     """What a policy has, in a file and in Python."""
 
-    rules: Annotated[tuple[Rule, ...], Field(max_length=MOST_RULES)] = key(
-        "The first whose conditions hold decides. Without one: FP8 where it pays.",
-        f"a list of tables, each under [[rules]], {MOST_RULES} at most",
-        (),
+    rules: tuple[Rule, ...] = key(
+        "The first whose conditions hold decides. Without one: FP8 where it pays.", "a list of tables, each under [[rules]]", ()
     )
-    recipes: Annotated[dict[StrictStr, NamedRecipe], Field(max_length=MOST_RECIPES)] = key(
-        "Recipes with a name.", f"tables, [recipes.NAME], {MOST_RECIPES} at most", dict
-    )
+    recipes: dict[StrictStr, NamedRecipe] = key("Recipes with a name.", "tables, [recipes.NAME]", dict)
     defaults: Defaults = key("For whatever no rule gives another.", "a table, [defaults]", Defaults())
     schedule: Schedule | None = key("High precision at the beginning and at the end of training.", "a table, [schedule]")
     eval: Eval | None = _choice("Precision of evaluation. Default: high_precision.", Eval)
@@ -342,6 +338,8 @@ class Policy(_Tables):
             if name in seen:
                 circle = " -> ".join(repr(one) for one in (*list(seen)[:8], name))
                 raise PolicyError(f"recipes go in a circle: {circle}.", str(path[-1]), name, path)
+            if len(seen) == LONGEST_CHAIN:
+                raise PolicyError(f"a chain of more than {LONGEST_CHAIN} recipes.", str(path[-1]), name, path)
             seen[name] = None
             if name not in self.recipes:
                 known = (*RECIPES, *self.recipes)

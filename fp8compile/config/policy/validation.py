@@ -25,6 +25,7 @@ from .errors import Path, PolicyError
 T = TypeVar("T")
 LONGEST_NAME = 100  # characters
 FILE = "fp8compile policy"
+MOST_ERRORS = 50  # of one policy; finding what was meant takes time
 _TABLES: dict[str, type] = {}  # by their titles
 # part of a policy -> how many keys lead to a key in it, and the table that has this key
 _PARTS = {
@@ -118,7 +119,8 @@ def _translated(error: ValidationError, cls: type) -> PolicyError:
         # pydantic's `loc` goes on into lists and the branches of a union; the longest is about what was meant
         path = tuple(part for part in detail["loc"] if part != "[key]")
         path = path[: _PARTS.get(str(path[0]), (1, ""))[0]] if path else ()
-        if path not in details or len(detail["loc"]) > len(details[path]["loc"]):
+        better = len(detail["loc"]) > len(details[path]["loc"]) if path in details else len(details) < MOST_ERRORS
+        if better:
             details[path] = detail
     return PolicyError.joined([_problem(path, detail, cls) for path, detail in details.items()])
 
