@@ -8,12 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-from harness import assert_close
+from harness import assert_close, interpreted
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8compile
-from fp8compile.runtime.compiled_graph import interpreted
 from fp8compile.runtime.state import slots_of
 
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from harness import interpreted
 from models import Attention, SwiGlu
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8compile
 from fp8compile import compat
-from fp8compile.runtime.compiled_graph import interpreted
 from fp8compile.runtime.state import slots_of
 
 WIDTH, WORDS = 256, 512  # a weight of 512 x 256 is half a bucket: a bucket has 1 MiB at least

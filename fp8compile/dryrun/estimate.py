@@ -2,7 +2,7 @@
 
     print(fp8compile.estimate(model, tokens, labels=labels, device="h100"))
 
-The step is compiled twice for the described device (see `described`), by Inductor as it is and with our passes, and nothing is
+The step is compiled twice for the described device (see `fake_gpu`), by Inductor as it is and with our passes, and nothing is
 executed: weights may be on the meta device. Of every kernel are known its bytes, its FLOPs and the module it belongs to; its
 time is the roofline's (see `roofline`). So this is no measurement: it ranks two compilations of one model, by traffic and
 FLOPs. What it does not see: the optimizer, communication, the host, caches, and how well a kernel uses the device.
@@ -267,10 +267,10 @@ class _Compiler:
         """In bf16 and in FP8, with only so many of the blocks in `container`."""
         from .. import compat
         from ..backend import fp8
-        from ..runtime import compiled_graph
+        from ..runtime.inner import INDUCTOR
 
         def inductor(gm: Any, example_inputs: Any) -> Any:
-            return compat.compile_fx(gm, example_inputs, compiled_graph.compile_inner, self.inductor)
+            return compat.compile_fx(gm, example_inputs, INDUCTOR.compile, self.inductor)
 
         def ours(gm: Any, example_inputs: Any) -> Any:
             return fp8(gm, example_inputs, options=self.options)

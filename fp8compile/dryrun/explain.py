@@ -2,10 +2,9 @@
 
     print(fp8compile.explain(model, tokens, labels=labels))
 
-Dynamo and AOTAutograd trace forward and backward, our passes decide about every matmul as always, and that is all: Inductor
-generates no code, and graphs compute nothing (see `hollow`), so values do not matter, and a model on the meta device is as good
-as one with weights. The model, its buffers and gradients, random states, `fp8compile.report` and other compiled models are
-left as they were (see `untouched`).
+Dynamo and AOTAutograd trace forward and backward, and our passes decide about every matmul as always. Inductor generates no
+code, and graphs compute nothing (see `placeholders`). So values do not matter, and a model on the meta device will do. The
+model, its buffers and gradients, random states, `fp8compile.report` and other compiled models stay as they were (`sandbox`).
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ def explain(
     """
     from ..backend import fp8
     from ..config.options import parse
-    from ..runtime import compiled_graph
+    from .placeholders import PLACEHOLDERS
     from .sandbox import entry, fuse_attention, inputs, modules_of, taken, untouched
 
     model = taken(model)
@@ -62,10 +61,10 @@ def explain(
     def backend(gm: Any, example_inputs: Any) -> Any:
         if elsewhere:
             fuse_attention(gm)
-        return fp8(gm, example_inputs, options=chosen)
+        return fp8(gm, example_inputs, options=chosen, inner=PLACEHOLDERS)
 
     step = entry(model)
-    with untouched(modules), compiled_graph.hollowed(), torch.enable_grad():
+    with untouched(modules), torch.enable_grad():
         args, kwargs = inputs(args), inputs(kwargs)
         note = ""
         try:

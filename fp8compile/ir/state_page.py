@@ -104,7 +104,7 @@ def next_page(page: Tensor, snapshot: Tensor, amax: Tensor) -> Tensor:
 
     The history shifts by one. A slot's scale is recomputed at its first non-zero amax and at every interval-th call
     from there, unless the amax to compute it from is 0. An amax that the old scale brings beyond the slot's limit is due
-    at once, and makes the slot cold: the next call uses its current amax, if it can (see `runtime`), else the new scale. If
+    at once, and makes the slot cold: the next call uses its current amax, if it can (`runtime.calls`), else the new scale. If
     any amax is not finite, nothing moves: one bad batch leaves no trace (TransformerEngine keeps the infinity in the window
     for its whole length).
     """

@@ -1,7 +1,7 @@
 """decide: give every matmul its decision, FP8 or the reason why not. Changes the records, not the graph.
 
-What is possible comes first (`eligible`), then what the policy says of this layer, then what pays (`weigh`), where the policy
-leaves it open and a description of the device is known.
+What is possible comes first (`legality`), then what the policy says of this layer. What the policy leaves open is for `weigh`,
+where a description of the device is known.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ from ..ir.inputs import Inputs
 from ..ir.matmul import GEMMS, Matmul
 from . import legality
 from .classify import kinds
-from .plan import roles
-from .profitability import weigh
 
 
 def decide(
@@ -56,7 +54,7 @@ def decide(
         matmul.reason = legality.objection(matmul) or chosen or legality.misaligned(matmul)
         # not a choice: a shipped rule that goes by sizes alone
         matmul.on_purpose = chosen is not None and (rule is None or rule.where is None or policy.owns(choice.rule))
-        if matmul.fp8 and any(role != "gradient" and compat.is_backward(matrix.base) for matrix, role in roles(matmul)):
+        if matmul.fp8 and any(role != "gradient" and compat.is_backward(matrix.base) for matrix, role in matmul.roles):
             matmul.reason = "an input that is made in backward"
         named = rule is not None and (rule.module is not None or rule.parameter is not None)
         if choice.fp8 == "on" and not matmul.fp8 and chosen is None and named:
@@ -69,8 +67,6 @@ def decide(
             matmul.recipe = matmul.recipe.current
             if (evaluation or evaluated) and (policy.eval == "high_precision" or not evaluation):
                 matmul.reason = whole or "eval mode"
-    if device is not None:
-        weigh(matmuls, device)
     if evaluation:
         return []
     lost = [label for rule, label in zip(policy.rules, policy.labels, strict=True) if rule.blocks is not None]

@@ -1,7 +1,7 @@
 """Where delayed scaling keeps its history: outside the graphs, by parameter.
 
 A *slot* is one tensor's scaling state; it belongs to a parameter object and is named by (role, use). A compiled graph
-reads and writes its slots as rows of a *page* (see `scaling`), one page a direction, handed to it as an input at every
+reads and writes its slots as rows of a *page* (see `state_page`), one page a direction, handed to it as an input at every
 call. So one piece of code serves every layer that it fits, a recompiled graph finds the history that its predecessor
 left, two layers never share a slot, and a model that is deleted takes its state with it.
 """
@@ -31,7 +31,7 @@ PATIENCE = 16  # cold calls before a slot that only ever saw zeros is taken as i
 
 @dataclass(eq=False)
 class Page:
-    """`tensor` is float32 `[capacity, 10 + history]`, see `scaling`; row i is the slot `homes[i]`: owner, (role, use)."""
+    """`tensor` is float32 `[capacity, 10 + history]`, see `state_page`; row i is the slot `homes[i]`: owner, (role, use)."""
 
     tensor: torch.Tensor
     homes: list[tuple[weakref.ref, tuple[str, int]]]
