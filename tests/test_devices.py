@@ -12,12 +12,13 @@ import torch
 from fp8compile.devices import calibrate, catalog, support
 from fp8compile.devices.gpu import H200, Gpu, gfx_of, gpu_of
 from fp8compile.errors import OptionError
+from fp8compile.logs import DEVICES_VARIABLE
 
 
 @pytest.fixture(autouse=True)
 def own_files(tmp_path, monkeypatch):
     """No test reads or writes this machine's file."""
-    monkeypatch.setenv(catalog.VARIABLE, str(tmp_path / "devices.toml"))
+    monkeypatch.setenv(DEVICES_VARIABLE, str(tmp_path / "devices.toml"))
     return tmp_path / "devices.toml"
 
 
@@ -244,7 +245,7 @@ def test_a_broken_file_is_a_warning_and_ignored(own_files, caplog, text, wrong):
 
 
 def test_where_it_is_stored(monkeypatch, tmp_path):
-    monkeypatch.delenv(catalog.VARIABLE)
+    monkeypatch.delenv(DEVICES_VARIABLE)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert catalog.stored_path() == tmp_path / "fp8compile" / "devices.toml"
     monkeypatch.delenv("XDG_CACHE_HOME")

@@ -27,9 +27,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import OptionError, did_you_mean, near
-from ..logs import get_logger, say_once
+from ..logs import DEVICES_VARIABLE, get_logger, say_once
 from . import support
 from .gpu import Gpu, gfx_of
+from .toml import tomllib
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 SHIPPED = Path(__file__).with_name("devices.toml")
-VARIABLE = "FP8COMPILE_DEVICES"
 RATES = ("fp8", "bf16", "fp16", "fp32")
 LAUNCH_S = 2e-6
 
@@ -247,7 +247,7 @@ def shipped() -> dict[str, Device]:
 
 def stored_path() -> Path:
     """Where measured descriptions are kept: FP8COMPILE_DEVICES, or fp8compile/devices.toml in the user's cache."""
-    given = os.environ.get(VARIABLE)
+    given = os.environ.get(DEVICES_VARIABLE)
     if given:
         return Path(given).expanduser()
     cache = os.environ.get("XDG_CACHE_HOME")
@@ -303,10 +303,6 @@ def to_toml(device: Device) -> str:
 
 
 def _tables(path: Path) -> dict[str, dict[str, Any]]:
-    try:
-        import tomllib  # Python 3.11
-    except ModuleNotFoundError:
-        import tomli as tomllib  # type: ignore[import-not-found,no-redef]
     with open(path, "rb") as file:
         return tomllib.load(file)
 
