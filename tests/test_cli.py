@@ -90,6 +90,15 @@ def nothing():
 def pair():
     return Net(), Net(), Net(), Net()
 
+def tensors():
+    return Net(), torch.zeros(2), torch.zeros(2)
+
+def chained():
+    try:
+        helper(0)
+    except ZeroDivisionError as error:
+        raise ValueError("no width") from error
+
 def unknown_key():
     return {"model": Net(), "inputs": ()}
 
@@ -192,17 +201,18 @@ def test_bad_inputs(text, says):
     [
         ("my_model.py", "is not path.py:function or package.module:function, for example my_model.py:build"),
         ("my_modle.py:build", "my_modle.py does not exist. Did you mean 'my_model.py'?"),
-        (".:build", "there is no module '.'"),
+        (".:build", ". is not a Python file"),
         ("my_modle:build", "there is no module 'my_modle'"),
         ("no.such.module:build", "there is no module 'no.such.module'"),
         ("my_model.py:biuld", "has no function 'biuld'. Did you mean 'build'?"),
         ("my_model.py:xyzzy", "has no function 'xyzzy'. It defines build, alone, mapping"),
         ("my_model.py:limit", "my_model.py:limit is a int, not a function"),
         ("my_model.py:needs", "takes width, heads: give them defaults"),
-        ("my_model.py:number", "number() returned an object of type int; wanted is a torch.nn.Module, (model, args)"),
-        ("my_model.py:nothing", "nothing() returned None"),
-        ("my_model.py:pair", "pair() returned a tuple of Net, Net, Net, Net"),
-        ("my_model.py:unknown_key", "unknown key 'inputs'"),
+        ("my_model.py:number", "number() returned (int); wanted is a torch.nn.Module, (model, args)"),
+        ("my_model.py:nothing", "nothing() returned (NoneType)"),
+        ("my_model.py:pair", "pair() returned (Net, Net, Net, Net)"),
+        ("my_model.py:tensors", "tensors() returned (Net, Tensor, Tensor); wanted is"),
+        ("my_model.py:unknown_key", "unknown_key() returned a dict with the keys 'model', 'inputs'; wanted is"),
         ("my_model.py:alone", "a Net without inputs, and its forward takes x: return (model, args), or give --input"),
         ("my_model.py:leaves", "ended the program with status 3"),
     ],
@@ -218,6 +228,19 @@ def test_a_target_that_raises_shows_its_own_traceback(model):
         target.load("my_model.py:fails")
     files = re.findall(r'File "([^"]*)", line \d+, in (\w+)', caught.value.details)
     assert [(Path(file).name, function) for file, function in files] == [("my_model.py", "fails"), ("my_model.py", "helper")]
+
+
+def test_the_cause_of_an_error_is_shown(model):
+    with pytest.raises(TargetError, match="raised ValueError: no width") as caught:
+        target.load("my_model.py:chained")
+    assert "ZeroDivisionError" in caught.value.details and "direct cause" in caught.value.details
+
+
+def test_a_module_that_imports_what_is_not_there(model):
+    """The missing module is named, and not the user's, which exists."""
+    model.write_text("import no_such_library\n")
+    with pytest.raises(TargetError, match="loading my_model raised ModuleNotFoundError: No module named 'no_such_library'"):
+        target.load("my_model:build")
 
 
 def test_a_file_that_does_not_parse(model):
