@@ -25,7 +25,7 @@ from torch.fx import Graph, GraphModule
 
 from . import compat
 from .config.options import Options, parse
-from .devices import catalog, formats
+from .devices import catalog, formats, support
 from .devices.catalog import Device
 from .errors import CapacityExceeded, OptionError, StrictError
 from .ir import ops, state_page
@@ -47,9 +47,7 @@ from .runtime.phases import ScheduledGraph
 
 logger = get_logger(__name__)
 
-OLDEST_GPU = (8, 9)  # compute capability: the first tensor cores that multiply FP8
 RESHARDED = "weights are cast again in backward: FSDP2 reshards them after forward"
-AMD_GPUS = ("gfx94", "gfx95", "gfx12")
 INLINED = (
     "compiled autograd takes over the backward, in which delayed scaling cannot keep its state: every tensor is scaled by its "
     "current amax, as with recipe 'tensorwise'"
@@ -73,8 +71,9 @@ def fp8(
     try:
         chosen = parse(options, mode)
         inputs = capture(gm, example_inputs)
-        refusal = _refusal(inputs.devices)
-        if refusal is not None:
+        refused = support.refusal(inputs.devices)
+        if refused is not None:
+            refusal = f"{refused}: compiling in high precision"
             _complain(chosen, refusal)
             LEDGER.add(GraphReport(0, inputs.root, (), (), refusal))
             return compat.compile_fx(gm, example_inputs, inner.compile, chosen.inductor)
@@ -226,31 +225,12 @@ def _report(done: Rewritten, inputs: Inputs, chosen: Options, device: Device | N
     return index
 
 
-def _refusal(devices: frozenset[torch.device]) -> str | None:
-    """Why these devices cannot multiply FP8, None if they can."""
-    for device in devices:
-        if device.type not in ("cpu", "cuda"):
-            return f"{device.type} devices have no FP8 matmuls here: compiling in high precision"
-        if device.type == "cuda" and torch.version.hip is not None:
-            arch = torch.cuda.get_device_properties(device).gcnArchName
-            if not arch.startswith(AMD_GPUS):
-                return f"{arch} has no FP8 matmuls (gfx94, gfx95 and gfx12 do): compiling in high precision"
-        elif device.type == "cuda":
-            capability = torch.cuda.get_device_capability(device)
-            if capability < OLDEST_GPU:
-                return (
-                    f"{torch.cuda.get_device_name(device)} has compute capability {capability[0]}.{capability[1]}; FP8 matmuls "
-                    f"need {OLDEST_GPU[0]}.{OLDEST_GPU[1]} (RTX 40, L4, H100 or later): compiling in high precision"
-                )
-    return None
-
-
-def _check_encoding(devices_used: frozenset[torch.device], chosen: Options) -> None:
-    """A GPU multiplies its own FP8 encodings only; a CPU emulates both."""
-    theirs = "fnuz" if formats.fnuz() else "ocp"
+def _check_encoding(devices: frozenset[torch.device], chosen: Options) -> None:
+    allowed = support.encodings(devices)
     for recipe in chosen.policy.possible:
-        if recipe.fp8_encoding not in ("auto", theirs) and any(device.type == "cuda" for device in devices_used):
-            raise OptionError.of("fp8_encoding", recipe.fp8_encoding, f"'auto' or {theirs!r} on this GPU; a CPU emulates both")
+        if recipe.fp8_encoding not in ("auto", *allowed):
+            theirs = f"'auto' or {allowed[0]!r} on this GPU; a CPU emulates both"
+            raise OptionError.of("fp8_encoding", recipe.fp8_encoding, theirs)
 
 
 def _complain(chosen: Options, message: str) -> None:

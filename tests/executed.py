@@ -24,7 +24,7 @@ from torch.fx import GraphModule
 from triton.runtime.interpreter import InterpretedFunction, TensorHandle
 
 from fp8compile import compat
-from fp8compile.dryrun.fake_gpu import H200, Gpu
+from fp8compile.devices.gpu import H200, Gpu
 from fp8compile.dryrun.fake_gpu.device import CUDA, described_gpu
 from fp8compile.dryrun.fake_gpu.record import instead_of_loading, retarget_graphs
 from fp8compile.runtime import halves

@@ -237,7 +237,7 @@ def test_no_choice_within_a_component_is_better(seen, name, recipe, tokens, widt
 
 def of(seen, name, gemm, role):
     matmul = seen[name, gemm][0]
-    return source(next(matrix for matrix, given in profitability.roles(matmul) if given == role))
+    return source(next(matrix for matrix, given in matmul.roles if given == role))
 
 
 def test_traffic_of_an_mlp(seen):

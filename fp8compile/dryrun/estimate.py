@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from ..devices import catalog
+from ..devices.gpu import H200, Gpu
 from ..errors import Fp8CompileError, OptionError
 from ..reporting.layers import numbered
 from ..reporting.report import Report
@@ -310,13 +311,11 @@ class _Compiler:
         return costs
 
 
-def _described(device: Device) -> Any:
+def _described(device: Device) -> Gpu:
     """What to compile for: the device, or for AMD's an H200 of its size."""
     gpu = device.gpu
     if not device.gfx:
         return gpu
-    from .fake_gpu import H200
-
     sizes = ("name", "multi_processor_count", "total_memory", "L2_cache_size")
     return dataclasses.replace(H200, **{name: getattr(gpu, name) for name in sizes})
 

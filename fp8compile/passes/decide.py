@@ -10,9 +10,10 @@ from collections import defaultdict
 from dataclasses import replace
 
 from .. import compat
-from ..codegen.scaled_mm_kind import hardware, hardware_of, native
 from ..config.policy import Choice, Policy, Rule, Site
+from ..devices import support
 from ..devices.catalog import Device
+from ..devices.gpu import gpu_of
 from ..ir.fx_utils import hint, value
 from ..ir.inputs import Inputs
 from ..ir.matmul import GEMMS, Matmul
@@ -47,8 +48,8 @@ def decide(
             current = (inputs_too, True, gradients_too)
             matmul.recipe = replace(matmul.recipe, current_scaling=current)
         if choice.recipe.name == "mxfp8":  # what a device may lack; a CPU multiplies any recipe in float32
-            used = hardware_of(device) if device is not None else hardware(value(matmul.node).device)
-            matmul.emulated = not native(used, choice.recipe)
+            gpu = device.gpu if device is not None else gpu_of(value(matmul.node).device)
+            matmul.emulated = not support.has_mx(gpu)
         rule = policy.rules[choice.rule] if choice.rule is not None else None
         chosen = _choice(matmul, site, choice, rule)
         matmul.reason = legality.objection(matmul) or chosen or legality.misaligned(matmul)

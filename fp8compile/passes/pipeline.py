@@ -24,7 +24,7 @@ from ..ir.inputs import Inputs
 from ..ir.matmul import Matmul
 from ..ir.records import OpaqueRecord
 from ..ir.state_page import SlotKey
-from ..logs import dump, get_logger
+from ..logs import SKIP_VARIABLE, dump, get_logger
 from .collect import collect, edges
 from .decide import decide
 from .fuse import fuse
@@ -35,7 +35,6 @@ from .quantize import Written, observe, quantize
 from .update_state import group_of, update_state
 
 logger = get_logger(__name__)
-SKIP_VARIABLE = "FP8COMPILE_SKIP"
 
 T = TypeVar("T")
 

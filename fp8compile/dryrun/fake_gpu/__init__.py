@@ -23,11 +23,12 @@ from typing import Any
 
 import torch
 
-from .device import A100, H200, Gpu, described_gpu
+from ...devices.gpu import H200, Gpu
+from .device import described_gpu
 from .record import record, retarget_graphs
 from .step import Attention, Graph, Kernel, Matmul, Operand, Step
 
-__all__ = ["A100", "H200", "Attention", "Gpu", "Graph", "Kernel", "Matmul", "Operand", "Step", "trace", "unavailable"]
+__all__ = ["Attention", "Graph", "Kernel", "Matmul", "Operand", "Step", "trace", "unavailable"]
 
 
 def unavailable() -> str | None:
