@@ -30,11 +30,13 @@ from .devices.catalog import Device
 from .errors import CapacityExceeded, OptionError, StrictError
 from .ir import ops, state_page
 from .ir.inputs import Inputs, capture
+from .ir.records import FP8, HIGH_PRECISION, GraphReport
 from .logs import get_logger, say_once
 from .passes import Rewritten, legality
-from .reporting.report import FP8, HIGH_PRECISION, LEDGER, GraphReport
+from .reporting.report import Report
 from .runtime import probe
 from .runtime.compiled_graph import CompiledGraph, compile_inner, lowered
+from .runtime.ledger import LEDGER
 from .runtime.phases import ScheduledGraph
 
 logger = get_logger(__name__)
@@ -179,7 +181,7 @@ def _report(done: Rewritten, inputs: Inputs, chosen: Options, device: Device | N
     described = device.name if device else ""
     remarks = (RESHARDED,) if training and any(m.fp8 and m.resharded(inputs.resharded) for m in done.matmuls) else ()
     index = LEDGER.add(GraphReport(0, name, records, done.opaque, note, done.edges, described, remarks))
-    report = LEDGER.graph(index)
+    report = Report([LEDGER.graph(index)])
     if not training:
         logger.info("fp8: %s: %s", name, note)
         return index

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fp8compile import logs
-from fp8compile.reporting.report import LEDGER
+from fp8compile.runtime.ledger import LEDGER
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

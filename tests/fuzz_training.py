@@ -30,9 +30,9 @@ from torch import Tensor, nn
 import fp8compile
 from fp8compile import logs
 from fp8compile.ir import ops
-from fp8compile.reporting.report import LEDGER
 from fp8compile.runtime.compiled_graph import interpreted
 from fp8compile.runtime.interpreter import Eager
+from fp8compile.runtime.ledger import LEDGER
 
 FLOOR_DB = 80.0
 RECIPES = ("delayed", "delayed", "tensorwise", "rowwise", "blockwise", "mxfp8")

@@ -283,7 +283,7 @@ WARM = """
     x = torch.randn(32, 128)
     for attempt in range(int(sys.argv[1])):
         torch._dynamo.reset()
-        fp8compile.reporting.report.LEDGER.clear()
+        fp8compile.runtime.ledger.LEDGER.clear()
         counters.clear()
         compiled = torch.compile(model, backend=fp8)
         for _ in range(3):

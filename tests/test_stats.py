@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8compile
 from fp8compile.ir import ops
-from fp8compile.reporting.report import LEDGER
 from fp8compile.runtime import compiled_graph, probe
+from fp8compile.runtime.ledger import LEDGER
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 

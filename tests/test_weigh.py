@@ -14,9 +14,9 @@ import torch.nn.functional as F
 import fp8compile
 from fp8compile.devices import catalog
 from fp8compile.dryrun import fake_gpu
+from fp8compile.ir.records import FP8
 from fp8compile.passes import profitability
 from fp8compile.passes.tensor_traffic import source
-from fp8compile.reporting.report import FP8
 from fp8compile.runtime import compiled_graph
 
 BF16 = torch.bfloat16

@@ -14,7 +14,7 @@ from .errors import complain, usage
 from .model import check_device, explained, idle
 
 if TYPE_CHECKING:
-    from ..reporting.report import MatmulRecord
+    from ..ir.records import MatmulRecord
 
 
 @click.group()

@@ -25,7 +25,9 @@ from torch import nn
 
 from ..devices import catalog
 from ..errors import Fp8CompileError, OptionError
-from ..reporting.report import LEDGER, Report, numbered
+from ..reporting.layers import numbered
+from ..reporting.report import Report
+from ..runtime.ledger import LEDGER
 from . import roofline
 
 if TYPE_CHECKING:
@@ -291,7 +293,7 @@ class _Compiler:
             nonlocal report
             args, kwargs = inputs(self.args), inputs(self.kwargs)
             torch.compile(entry(self.model), backend=compiled)(*args, **kwargs)
-            report = Report(LEDGER.report().graphs)  # which trace() clears
+            report = Report(graph for graph, _ in LEDGER.graphs().values())  # which trace() clears
 
         with untouched(self.modules), torch.enable_grad(), _only(container, blocks):
             found = fake_gpu.trace(step, _described(self.device))
@@ -392,7 +394,7 @@ def _part(fqn: str) -> str:
 
 
 def _layers(bf16: Costs, fp8: Costs) -> Iterator[Layer]:
-    from ..reporting.report import _ranges
+    from ..reporting.layers import ranges
 
     tables = []
     names = {*bf16, *fp8}
@@ -405,4 +407,4 @@ def _layers(bf16: Costs, fp8: Costs) -> Iterator[Layer]:
         tables.append(_by_pattern(parts, {name for name in leaves if numbered(name)[0][1] == ""}))
     for pattern in sorted({**tables[0], **tables[1]}, key=lambda p: (p[0] == NOWHERE, _name(p, None))):
         (one, numbers), (other, more) = (table.get(pattern, (Cost(), set())) for table in tables)
-        yield Layer(_name(pattern, _ranges(sorted(numbers | more)) if numbers | more else None), one, other)
+        yield Layer(_name(pattern, ranges(sorted(numbers | more)) if numbers | more else None), one, other)

@@ -20,7 +20,8 @@ import torch
 from .. import compat
 from ..errors import Fp8CompileError
 from ..logs import get_logger
-from ..reporting.report import LEDGER, Report
+from ..reporting.report import Report, report
+from ..runtime.ledger import LEDGER
 
 logger = get_logger(__name__)
 
@@ -70,13 +71,13 @@ def explain(
         try:
             torch.compile(step, backend=backend)(*args, **kwargs)
         except Exception as error:
-            known = len(LEDGER.report().graphs)
+            known = len(LEDGER.graphs())
             if not known or isinstance(error, Fp8CompileError) or compat.is_of_backend(error):
                 raise
             note = f"incomplete: behind graph {known - 1} the model raised {_brief(error)}"
         inner = {id(part) for module in modules for part in module.modules() if part is not module}
-        outside = [record for module in modules if id(module) not in inner for record in LEDGER.report(module).outside]
-        found = Report(LEDGER.report().graphs, "nothing was compiled: Dynamo found no graph in this model", note, outside)
+        outside = [record for module in modules if id(module) not in inner for record in report(module).outside]
+        found = Report(report().graphs, "nothing was compiled: Dynamo found no graph in this model", note, outside)
     if note:
         logger.warning("fp8: explain: %s. Values behind a graph break are zeros here, which may be why", note)
     return found

@@ -10,8 +10,8 @@ from torch.fx import Node
 
 from .. import compat
 from ..config.recipe import Recipe
-from ..reporting.report import FP8, HIGH_PRECISION, MatmulRecord
 from .fx_utils import Matrix, arg, hint
+from .records import FP8, HIGH_PRECISION, MatmulRecord
 
 Gemm = Literal["fprop", "dgrad", "wgrad", "matmul"]
 GEMMS: tuple[Gemm, ...] = ("fprop", "dgrad", "wgrad")

@@ -22,7 +22,7 @@ from ..devices.catalog import Device
 from ..errors import CapacityExceeded
 from ..ir.inputs import Inputs
 from ..ir.matmul import Matmul
-from ..reporting.report import OpaqueRecord
+from ..ir.records import OpaqueRecord
 from ..runtime.state import SlotKey
 from .base import run_pass
 from .collect import collect, edges

@@ -40,9 +40,9 @@ from ..ir.fx_utils import fake_mode_of, is_tensor, value
 from ..passes import Rewritten
 from ..passes.base import run_pass
 from ..passes.lower import lower
-from ..reporting.report import LEDGER
 from . import probe, state
 from .interpreter import Boxed, Eager, How, boxed
+from .ledger import LEDGER
 from .overflow import Overflow, say
 from .state import Book, PageSet, check_unwanted
 
