@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -54,6 +55,16 @@ class SlotSettings(NamedTuple):
     window: int
     interval: int
     limit: float = float("inf")
+
+
+@dataclass(frozen=True)
+class SlotKey:
+    """A slot as a graph knows it: the input (by position) whose matmul it serves, its role and which use of it."""
+
+    input: int
+    role: str  # "input" | "weight" | "gradient"
+    use: int
+    settings: SlotSettings = field(compare=False)  # how it moves; no part of its identity
 
 
 def fp8_max_of(reach: float, limit: float) -> float:

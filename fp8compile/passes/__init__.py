@@ -23,7 +23,7 @@ from ..errors import CapacityExceeded
 from ..ir.inputs import Inputs
 from ..ir.matmul import Matmul
 from ..ir.records import OpaqueRecord
-from ..runtime.state import SlotKey
+from ..ir.state_page import SlotKey
 from .base import run_pass
 from .collect import collect, edges
 from .decide import decide

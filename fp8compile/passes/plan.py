@@ -18,8 +18,7 @@ from ..config.recipe import Recipe, Scaling
 from ..devices.formats import Format, pick
 from ..ir.fx_utils import Matrix
 from ..ir.matmul import Matmul
-from ..ir.state_page import SlotSettings, limit_of
-from ..runtime.state import SlotKey
+from ..ir.state_page import SlotKey, SlotSettings, limit_of
 
 
 @dataclass(eq=False)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,21 +22,11 @@ from .. import compat
 from ..errors import StateError
 from ..ir import state_page
 from ..ir.inputs import plain
-from ..ir.state_page import SlotSettings
+from ..ir.state_page import SlotKey, SlotSettings
 from .overflow import Watch
 
 LOCK = threading.RLock()  # on what has which slots: several threads may train
 PATIENCE = 16  # cold calls before a slot that only ever saw zeros is taken as it is, with scale 1
-
-
-@dataclass(frozen=True)
-class SlotKey:
-    """A slot as a graph knows it: the input (by position) whose matmul it serves, its role and which use of it."""
-
-    input: int
-    role: str  # "input" | "weight" | "gradient"
-    use: int
-    settings: SlotSettings = field(compare=False)  # how it moves; no part of its identity
 
 
 @dataclass(eq=False)
