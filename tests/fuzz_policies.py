@@ -19,7 +19,7 @@ from importlib import resources
 from pathlib import Path
 
 from fp8compile.config.policy import BUILTIN, Site, load
-from fp8compile.config.policy.files import tomllib
+from fp8compile.devices.toml import tomllib
 from fp8compile.errors import OptionError
 
 SAMPLE = """\

@@ -13,10 +13,11 @@ from importlib import resources
 
 import pytest
 
-import fp8compile.config.policy.files as files
-from fp8compile.config.policy import BUILTIN, Defaults, NamedRecipe, Policy, Rule, Schedule, Site, load, schema, shipped
+from fp8compile.config.policy import BUILTIN, Defaults, NamedRecipe, Policy, Rule, Schedule, Site, load, schema
+from fp8compile.config.policy.files import shipped
 from fp8compile.config.policy.model import SETTINGS, PolicyFile
 from fp8compile.config.recipe import Recipe
+from fp8compile.devices.toml import tomllib
 from fp8compile.errors import OptionError
 
 UP = "model.layers.1.mlp.up_proj"
@@ -322,7 +323,7 @@ def test_schema():
     assert set(SETTINGS) < set(made["$defs"]["Rule"]["properties"])
     assert '"null"' not in json.dumps(made)
     for name in BUILTIN:
-        assert follows(files.tomllib.loads(shipped(name)), made, made)
+        assert follows(tomllib.loads(shipped(name)), made, made)
     for wrong in (
         {"rules": [{"role": 3}]},
         {"rules": [{"fp8": "onn"}]},

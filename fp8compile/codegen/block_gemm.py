@@ -23,6 +23,7 @@ import torch
 from torch.fx import Node
 
 from .. import compat
+from ..devices.gpu import Gpu, gpu_of
 from ..ir import ops
 from ..ir.fx_utils import Emitter, aten, value
 from . import scaled_mm, scaled_mm_kind
@@ -146,10 +147,10 @@ def _start(operand: str, axis: str, square: bool, steps: str) -> str:
     return f"    {operand}_scale = {operand}_inv + from_{axis}"
 
 
-def configurations(device: scaled_mm_kind.Hardware, shared: int, b_block: Sequence[int]) -> tuple[Tile, ...]:
+def configurations(gpu: Gpu | None, shared: int, b_block: Sequence[int]) -> tuple[Tile, ...]:
     """The tiles to choose from at the first launch, the default first. `shared`: bytes of shared memory a block can have."""
     columns = b_block[0] == 1
-    if device.gfx:
+    if gpu is not None and gpu.gfx:
         return AMD_COLUMN_TILES if columns else AMD_TILES
     if shared < 160 << 10:
         return SMALL_TILES
@@ -173,10 +174,10 @@ def block_mm(node: Node, inline: Callable[..., Node], *args: Any) -> Node:
     """
     a, b, a_inv, b_inv, bias, out_dtype, fast_accum, a_block, b_block = args
     a_block, b_block = tuple(a_block), tuple(b_block)
-    device = scaled_mm_kind.hardware(value(node).device)
+    gpu = gpu_of(value(node).device)
     (m, k), n = value(a).shape, value(b).shape[0]
     made = scaled_mm.product_dtype(None if bias is None else value(bias), out_dtype)
-    way = scaled_mm_kind.how(device, a_block, b_block, m, n, k, made, fast_accum, not compat.reorders())
+    way = scaled_mm_kind.how(gpu, a_block, b_block, m, n, k, made, fast_accum, not compat.reorders())
     operands = (a, b, a_inv, b_inv, bias, out_dtype)
     if way == scaled_mm_kind.REFERENCE:
         return inline(node, ops.block_product, *args[:7], a_block, b_block)
@@ -189,14 +190,14 @@ def block_mm(node: Node, inline: Callable[..., Node], *args: Any) -> Node:
     if way == scaled_mm_kind.MX:
         return inline(node, scaled_mm.mx, *operands)
     if way == scaled_mm_kind.TRITON:
-        return launch_gemm(node, inline, device, *operands, a_block, b_block)
+        return launch_gemm(node, inline, gpu, *operands, a_block, b_block)
     return inline(node, scaled_mm.emulated, *operands, a_block, b_block)
 
 
 def launch_gemm(
     node: Node,
     inline: Callable[..., Node],
-    device: scaled_mm_kind.Hardware,
+    gpu: Gpu | None,
     a: Node,
     b: Node,
     a_inv: Node,
@@ -229,7 +230,7 @@ def launch_gemm(
     tensors = {"a": a, "b": b, "a_inv": a_inv, "b_inv": b_inv, **({} if bias is None else {"bias": bias}), "y": out}
     dtypes = value(a).dtype, value(b).dtype
     name, text = source(known, dtypes, (a_block, b_block), out_dtype, bias is not None)
-    tiles = configurations(device, shared_memory(value(node).device), b_block)
+    tiles = configurations(gpu, shared_memory(value(node).device), b_block)
     programs = [quotient(m + r - 1, r) * quotient(n + c - 1, c) for r, c, *_ in tiles]
     grids = [(launcher.number(emit, count), 1, 1) for count in programs]
     compat.launch(emit, function(name, text, tiles), grids, {**tensors, **numbers})

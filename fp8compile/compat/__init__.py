@@ -9,7 +9,7 @@
     threads     several threads that compile
     split       the graph that DDP has cut
 
-What moves between versions is handled here, in `described` (which stands in for a device) and nowhere else.
+What moves between versions is handled here, in `dryrun.fake_gpu` (which stands in for a device) and nowhere else.
 """
 
 from .autograd import (

@@ -16,14 +16,16 @@ import sympy
 import torch
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_map_only
+
+from ..runtime.inner import Inner
 
 LARGE = 1 << 20  # bytes; below, tensors are zeros for certain, and computed where that is cheap
 
 
-def hollow(graph: Graph, device: torch.device | None = None) -> Callable[[list[Any]], list[Any]]:
+def placeholder_callable(graph: Graph, device: torch.device | None = None) -> Callable[[list[Any]], list[Any]]:
     """A boxed callable with the outputs of `graph`, one that AOTAutograd has partitioned: fake values in meta["val"].
 
     Tensors are on `device`, or where the graph has them. Symbolic sizes are those of the arguments.
@@ -53,6 +55,13 @@ def hollow(graph: Graph, device: torch.device | None = None) -> Callable[[list[A
 
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
+
+
+def _compile(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[[list[Any]], list[Any]]:
+    return placeholder_callable(gm.graph)
+
+
+PLACEHOLDERS = Inner(_compile, computes=False)
 
 
 def _cheap(graph: Graph, wanted: Sequence[Node]) -> list[Node]:

@@ -25,7 +25,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from .. import logs
-from ..reporting.report import LEDGER
+from ..runtime.ledger import LEDGER
 from .placeholders import unwritten
 
 _numbers = itertools.count()

@@ -28,8 +28,9 @@ from .. import compat
 from ..config.policy import Schedule
 from ..config.recipe import integer
 from ..errors import OptionError
+from ..ir.records import FP8, HIGH_PRECISION
 from ..logs import get_logger, say_once
-from ..reporting.report import FP8, HIGH_PRECISION, LEDGER
+from .ledger import LEDGER
 
 if TYPE_CHECKING:
     from .compiled_graph import CompiledGraph
@@ -118,7 +119,7 @@ def set_phase(phase: str | None, model: nn.Module | None = None) -> None:
     for parameter in _parameters(model):
         _state.phases[parameter] = phase
     _state.ticks += 1
-    if phase is not None and LEDGER.report().graphs and not _state.scheduled:
+    if phase is not None and LEDGER.graphs() and not _state.scheduled:
         message = 'set_phase: no compiled graph has phases; give its policy a schedule: {"schedule": {}}'
         say_once(logger, logging.WARNING, message)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from .condition import Where
 from .errors import PolicyError
-from .files import BUILTIN, VARIABLE, load, schema, shipped
+from .files import BUILTIN, VARIABLE, load, schema
 from .match import Choice, Site
 from .model import Defaults, NamedRecipe, Policy, Rule, Schedule
 
@@ -31,5 +31,4 @@ __all__ = [
     "Where",
     "load",
     "schema",
-    "shipped",
 ]

@@ -17,17 +17,13 @@ from typing import Any
 from pydantic import TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema
 
+from ...devices.toml import tomllib
 from ...errors import near
+from ...logs import POLICY_VARIABLE as VARIABLE
 from .errors import PolicyError
 from .model import Defaults, Policy, PolicyFile, given, label
 from .validation import validated
 
-try:
-    import tomllib  # Python 3.11
-except ImportError:
-    import tomli as tomllib  # type: ignore[import-not-found,no-redef]
-
-VARIABLE = "FP8COMPILE_POLICY"
 BUILTIN = ("default", "llama", "gpt2", "vit", "moe", "conservative", "accelerate-defaults")
 LARGEST_FILE = 256 * 1024  # bytes
 MOST_DOTS = 100  # in a line, outside of strings and comments
