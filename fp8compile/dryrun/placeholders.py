@@ -14,12 +14,11 @@ from typing import Any
 
 import sympy
 import torch
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_map_only
 
+from .. import compat
 from ..runtime.inner import Inner
 
 LARGE = 1 << 20  # bytes; below, tensors are zeros for certain, and computed where that is cheap
@@ -69,7 +68,7 @@ def _cheap(graph: Graph, wanted: Sequence[Node]) -> list[Node]:
     able: set[Node] = set()
     for node in graph.nodes:
         target = node.target
-        op = isinstance(target, OpOverload) and target.namespace in ("aten", "prims") and not target._schema.is_mutable
+        op = isinstance(target, compat.OpOverload) and target.namespace in ("aten", "prims") and not target._schema.is_mutable
         if _is_size(node) or (
             (op or node.op in ("placeholder", "get_attr")) and _is_small(node) and able.issuperset(node.all_input_nodes)
         ):
@@ -118,7 +117,7 @@ def _computed(
                 found = node.target(*args, **kwargs)  # type: ignore[operator]
         except Exception:  # an operator without a kernel for this device, a constant that is gone: zeros, as ever
             continue
-        if not isinstance(found, FakeTensor):
+        if not isinstance(found, compat.FakeTensor):
             known[node] = found
     return known
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from .. import compat
 from ..ir import state_page
@@ -44,7 +43,7 @@ class CompiledGraph:
         if not self.weights:
             return self.function(*args)
         first = args[self.weights[0]]
-        if isinstance(first, FakeTensor):  # DDPOptimizer asks for the shapes of the outputs
+        if isinstance(first, compat.FakeTensor):  # DDPOptimizer asks for the shapes of the outputs
             with fake_mode_of(first):
                 pages = (state_page.new_page(rows, interface.history, first.device) for rows in interface.capacity or ())
                 return self.function(*args, *pages)

@@ -20,7 +20,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -249,7 +248,7 @@ class ScheduledGraph:
 
     def __call__(self, *args: Any) -> Any:
         # DDPOptimizer asks for shapes; AOTAutograd answers the first call of each graph with them
-        if isinstance(args[self.first], FakeTensor):
+        if isinstance(args[self.first], compat.FakeTensor):
             return [graph(*args) for graph in self.graphs.values()][0]
         result = self.graphs[self.phase(args[self.first])](*args)
         if _state.callbacks:
