@@ -15,7 +15,7 @@ from harness import ALL_FP8
 
 import fp8compile.backend
 from fp8compile.dryrun.fake_gpu import A100, H200, Gpu, Matmul, Step, trace, unavailable
-from fp8compile.ir import state_page
+from fp8compile.ir import ops, state_page
 
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=unavailable() or "")
 
@@ -86,7 +86,7 @@ def check_matmuls(step: Step) -> None:
         assert m.a.row_major and m.b.col_major, m
         assert m.a.shape[-1] % 16 == 0 and m.b.shape[-1] % 16 == 0, m
     assert [g.backward for g in step.graphs] == [False, True]
-    assert "fp8compile" not in step.code
+    assert f"ops.{ops.NAMESPACE}" not in step.code
     assert not [target for g in step.graphs for target in g.targets if "fp8compile" in target]
 
 

@@ -1,10 +1,11 @@
 """How an FP8 matmul whose operands have several scales is carried out, by device: known before anything is compiled.
+`scaled_mm` has the forms.
 
     rowwise        `_scaled_mm` with a scale a row of a and a row of b: cuBLASLt on Hopper, CUTLASS elsewhere, hipBLASLt on AMD
     rowwise after  `_scaled_mm` with scales of one into float32, rows and columns multiplied afterwards: where the above lacks
                    the output's dtype, or is slow
     blockwise      `_scaled_mm` with 1 x 128 and 128 x 128 blocks: cuBLASLt on Hopper
-    triton         the same by a kernel of our own (`codegen.gemm`): any device with FP8, any sizes
+    triton         the same by a kernel of our own (`block_gemm`): any device with FP8, any sizes
     mx             `_scaled_mm` with 1 x 32 blocks and E8M0 scales: the tensor cores of Blackwell
     emulated       a bf16 matmul of the values that the FP8 operands stand for; exact products, since FP8 times a power of two
                    is a bf16 number, but none of FP8's speed
