@@ -84,7 +84,7 @@ def fp8_gemm(
         b_next = columns
     acc = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)
     for step in range(0, steps):
-        if K is not None and K % STEP == 0:
+        if K is not None and K // STEP * STEP == K:
             x = tl.load(a_at)
             w = tl.load(b_at)
         else:
