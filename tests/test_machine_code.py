@@ -37,7 +37,7 @@ def kernels(every_size: bool) -> tuple[Generated, ...]:
     for name in MODELS:
         for recipe in RECIPES:
             for kernel in _traced(name, recipe):
-                found.setdefault(kernel.source if every_size else kernel.form, kernel)
+                found.setdefault(kernel.text if every_size else kernel.form, kernel)
     return tuple(found.values())
 
 
