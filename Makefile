@@ -1,7 +1,8 @@
 # make demo    train a small GPT in bf16 and in FP8 and compare them (under 4 minutes on 2 CPU cores)
-# make test    ruff, mypy and the tests, but for the slow ones
+# make check   before each commit: lint, and the tests that need no model
+# make test    lint, and the tests but for the slow ones
 # make slow    the slow tests: machine code for every architecture, training to a loss, several processes
-# make lint    ruff and mypy alone
+# make lint    ruff, mypy and import-linter alone
 # make venv    the virtual environment alone; the others make it themselves
 # make clean   remove the environments, caches and the demo's output
 #
@@ -13,16 +14,21 @@ PYTHON ?= $(shell command -v python3 || command -v python)
 JOBS   ?= $(shell $(PYTHON) -c "import os; print(min(4, os.cpu_count() or 1))")
 TESTS  ?= tests
 ARGS   ?=
+FAST   := $(addprefix tests/test_,$(addsuffix .py,options policy policy_errors where devices cost docs reports html \
+          expected products te_rule shipped_policies))
 
 VENV  := .venv-$(TORCH)
 STAMP := $(VENV)/installed
 PY    := $(VENV)/bin/python
 PIP   := $(PY) -m pip --disable-pip-version-check
 
-.PHONY: demo test slow lint venv clean
+.PHONY: demo check test slow lint venv clean
 
 demo: $(STAMP)
 	$(PY) examples/train_gpt.py $(ARGS)
+
+check: lint
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) -q -m "not slow and not compiled" $(FAST)
 
 test: lint
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) -q -m "not slow" $(TESTS)
@@ -33,6 +39,7 @@ slow: $(STAMP)
 lint: $(STAMP)
 	$(PY) -m ruff check .
 	$(PY) -m mypy
+	$(VENV)/bin/lint-imports --no-logo
 
 venv: $(STAMP)
 

@@ -170,6 +170,6 @@ def prepare_process(interpreted: bool, torchao_path: str | None) -> None:
     torch.set_autocast_dtype("cpu", torch.bfloat16)
     torch.set_float32_matmul_precision("high")
     if interpreted:
-        from fp8compile.runtime import compiled_graph
+        from .interpreted import interpreted as in_interpreter
 
-        _PROCESS.enter_context(compiled_graph.interpreted())
+        _PROCESS.enter_context(in_interpreter())

@@ -34,7 +34,7 @@ from torch.fx import Graph, GraphModule
 from fp8compile import compat
 from fp8compile.codegen import launch
 from fp8compile.dryrun import fake_gpu
-from fp8compile.runtime import compiled_graph
+from fp8compile.passes.pipeline import run_post_grad
 from fp8compile.runtime.interpreter import Eager, boxed
 
 from . import arms, classify, machine, results, tables, torchao_casts
@@ -90,7 +90,7 @@ class Plan:
         return boxed(Eager(gm))
 
     def _lower(self, graph: Graph) -> None:
-        compiled_graph.lowered(graph)
+        run_post_grad(graph)
         self.generated += [_name(compat.launched(node)[0]) for node in compat.launches(graph)]
 
 

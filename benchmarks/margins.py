@@ -37,9 +37,9 @@ from torch import Tensor, nn
 from fp8compile.devices.formats import E4M3, E5M2, Format
 from fp8compile.ir import ops, state_page
 from fp8compile.ir.scale import scale_of
-from fp8compile.runtime import compiled_graph
 
 from . import machine, models
+from .interpreted import interpreted
 from .results import RESULTS
 from .show import table
 from .tables import update
@@ -277,7 +277,7 @@ def first_steps(exact: nn.Module, options: dict[str, Any], size: int | tuple[int
     pictures = torch.randn(100, *shape, generator=torch.Generator().manual_seed(0))
     optimizer = torch.optim.AdamW(exact.parameters(), 1e-3)
     cosines: list[list[float]] = []
-    with compiled_graph.interpreted():
+    with interpreted():
         fp8 = torch.compile(model, backend="fp8", options=options)
         for step in range(TIMM_STEPS):
             generator = torch.Generator().manual_seed(step)

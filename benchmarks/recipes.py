@@ -224,39 +224,20 @@ def work(arm: str, seeds: Sequence[int], study: Study) -> None:
 # -- statistics --------------------------------------------------------------------------------------------------------
 
 
-def two_sided(t: float, degrees: float) -> float:
-    """P(|T| >= |t|) of Student's t: the regularized incomplete beta function I_{v / (v + t^2)}(v / 2, 1 / 2)."""
-    from mpmath import betainc
-
-    return float(betainc(degrees / 2, 0.5, 0, degrees / (degrees + t * t), regularized=True))
-
-
-def critical(degrees: float, level: float = 0.05) -> float:
-    """The t that |T| exceeds with this probability, by bisection."""
-    low, high = 0.0, 1e6
-    for _ in range(100):
-        middle = (low + high) / 2
-        low, high = (middle, high) if two_sided(middle, degrees) > level else (low, middle)
-    return high
-
-
 def mean_interval(values: Sequence[float]) -> tuple[float, float]:
     """The mean and half of its 95% confidence interval (nan of a single value)."""
+    from scipy import stats
+
     if len(values) < 2:
         return values[0], math.nan
-    return statistics.fmean(values), critical(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+    return statistics.fmean(values), float(stats.t.ppf(0.975, len(values) - 1) * stats.sem(values))
 
 
 def welch(a: Sequence[float], b: Sequence[float]) -> float:
     """p of Welch's two-sided test that two samples have the same mean; nan if a sample is a single value."""
-    if min(len(a), len(b)) < 2:
-        return math.nan
-    errors = [statistics.variance(x) / len(x) for x in (a, b)]
-    if sum(errors) == 0:
-        return float(statistics.fmean(a) == statistics.fmean(b))
-    t = (statistics.fmean(a) - statistics.fmean(b)) / math.sqrt(sum(errors))
-    degrees = sum(errors) ** 2 / sum(e**2 / (len(x) - 1) for e, x in zip(errors, (a, b), strict=True))
-    return two_sided(t, degrees)
+    from scipy import stats
+
+    return math.nan if min(len(a), len(b)) < 2 else float(stats.ttest_ind(a, b, equal_var=False).pvalue)
 
 
 @dataclass(frozen=True)

@@ -32,9 +32,9 @@ from torch import Tensor, nn
 
 import fp8compile
 from fp8compile.config.recipe import RECIPES
-from fp8compile.runtime import compiled_graph
 
 from . import machine
+from .interpreted import interpreted
 from .results import RESULTS
 from .show import Progress, table
 from .tables import number, update
@@ -110,7 +110,7 @@ def measure(point: Point, seed: int = 0) -> dict[str, float]:
     model = built(point.model)
     torch.compiler.reset()
     ratios: dict[str, float] = {}
-    with compiled_graph.interpreted():
+    with interpreted():
         fp8 = torch.compile(model, backend="fp8", options=ARMS[point.arm])
         for step in range(STEPS):
             x, usual = data_of(point.data, (TOKENS, WIDTH), 1000 * seed + step)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .reporting.report import report as report
     from .reporting.stats import Stats as Stats
     from .reporting.stats import stats as stats
-    from .runtime.compiled_graph import dry_run as dry_run
+    from .runtime.calls import dry_run as dry_run
     from .runtime.phases import on_step as on_step
     from .runtime.phases import set_phase as set_phase
     from .runtime.phases import set_step as set_step
@@ -55,7 +55,7 @@ _PUBLIC = {
     "Recipe": "config.recipe",
     "Report": "reporting.report",
     "report": "reporting.report",
-    "dry_run": "runtime.compiled_graph",
+    "dry_run": "runtime.calls",
     "on_step": "runtime.phases",
     "set_phase": "runtime.phases",
     "set_step": "runtime.phases",

@@ -2,12 +2,12 @@
 
 Dynamo hands over a graph of the user's forward. We
 
-1. validate the options and load the policy (`options`, `policy`),
-2. read what only this graph knows: parameters' names, whether the model is training (`capture`),
-3. give the graph two more inputs, the scaling state of forward and backward (`state`),
+1. validate the options and load the policy (`config`),
+2. read what only this graph knows: parameters' names, whether the model is training (`ir.inputs`),
+3. give the graph two more inputs, the scaling state of forward and backward (`ir.state_page`),
 4. let Inductor compile it with our passes over the joint graph of forward and backward: find every matmul, decide,
-   quantize, rewrite, update the state (`passes`), and with our operators lowered to ATen before code is generated,
-5. report every matmul with its decision (`reports`), and
+   quantize, update the state, and lower our operators before code is generated (`passes.pipeline` has the order),
+5. report every matmul with its decision (`reporting`), and
 6. return a callable that finds the state of the parameters it is called with, and starts cold slots (`runtime`).
 
 A graph that has nothing to differentiate, or whose model is in eval mode, takes the same way and stays in high precision.
@@ -23,25 +23,31 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule
 
-from . import compat, passes
+from . import compat
 from .config.options import Options, parse
-from .devices import catalog, formats
+from .devices import catalog, formats, support
 from .devices.catalog import Device
 from .errors import CapacityExceeded, OptionError, StrictError
 from .ir import ops, state_page
 from .ir.inputs import Inputs, capture
+from .ir.records import FP8, HIGH_PRECISION, GraphReport
 from .logs import get_logger, say_once
-from .passes import Rewritten, legality
-from .reporting.report import FP8, HIGH_PRECISION, LEDGER, GraphReport
+from .passes import legality
+from .passes.pipeline import Rewritten, run_joint, run_post_grad, skipped
+from .passes.whole_model import whole_kinds
+from .reporting.report import Report
 from .runtime import probe
-from .runtime.compiled_graph import CompiledGraph, compile_inner, lowered
+from .runtime.calls import Calls, Interface
+from .runtime.compiled_graph import CompiledGraph
+from .runtime.halves import Halves
+from .runtime.inner import INDUCTOR, Inner
+from .runtime.ledger import LEDGER
+from .runtime.owners import Owners
 from .runtime.phases import ScheduledGraph
 
 logger = get_logger(__name__)
 
-OLDEST_GPU = (8, 9)  # compute capability: the first tensor cores that multiply FP8
 RESHARDED = "weights are cast again in backward: FSDP2 reshards them after forward"
-AMD_GPUS = ("gfx94", "gfx95", "gfx12")
 INLINED = (
     "compiled autograd takes over the backward, in which delayed scaling cannot keep its state: every tensor is scaled by its "
     "current amax, as with recipe 'tensorwise'"
@@ -49,25 +55,34 @@ INLINED = (
 
 
 def fp8(
-    gm: GraphModule, example_inputs: Sequence[Any], *, mode: str | None = None, options: Mapping[str, Any] | None = None
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    inner: Inner = INDUCTOR,
 ) -> Callable:
-    """The Dynamo backend. `mode` and `options` are those of `torch.compile`; see `options.parse` for what is allowed.
+    """The Dynamo backend. `mode` and `options` are those of `torch.compile`; see `options.parse` for what is allowed. `inner`
+    compiles what our passes leave: to find out whose fault it is, `functools.partial(fp8, inner=runtime.inner.INTERPRETER)` is
+    a backend that leaves Inductor's code generation out.
 
     Raises OptionError (a ValueError) for bad options and, with `strict`, StrictError if nothing can run in FP8.
     """
     try:
         chosen = parse(options, mode)
-        inputs = dataclasses.replace(capture(gm, example_inputs), kinds=passes.whole_kinds(gm))
-        refusal = _refusal(inputs.devices)
-        if refusal is not None:
+        inputs = capture(gm, example_inputs)
+        refused = support.refusal(inputs.devices)
+        if refused is not None:
+            refusal = f"{refused}: compiling in high precision"
             _complain(chosen, refusal)
             LEDGER.add(GraphReport(0, inputs.root, (), (), refusal))
-            return compat.compile_fx(gm, example_inputs, compile_inner, chosen.inductor)
+            return compat.compile_fx(gm, example_inputs, inner.compile, chosen.inductor)
         if compat.in_compiled_autograd():  # a copy of backwards that went through our passes: theirs is done, and reported
             logger.info("fp8: compiled autograd compiles the backwards of the graphs above in a graph of its own")
-            return compat.compile_fx(gm, example_inputs, compile_inner, _lowering(chosen))
+            return compat.compile_fx(gm, example_inputs, inner.compile, _lowering(chosen))
         _check_encoding(inputs.devices, chosen)
-        return _compile(gm, list(example_inputs), inputs, chosen)
+        inputs = dataclasses.replace(inputs, kinds=whole_kinds(gm))
+        return _compile(gm, list(example_inputs), inputs, chosen, inner)
     except (OptionError, StrictError) as error:
         raise compat.shown(error) from None
 
@@ -83,27 +98,26 @@ compat.ask_by_thread()
 fp8.reset = _reset  # type: ignore[attr-defined]  # torch._dynamo.reset() calls it
 
 
-def _compile(gm: GraphModule, example_inputs: list[Any], inputs: Inputs, chosen: Options) -> Callable:
+def _compile(gm: GraphModule, example_inputs: list[Any], inputs: Inputs, chosen: Options, inner: Inner) -> Callable:
     learning = inputs.training and inputs.grad and bool(inputs.weights)
     if inputs.inlined and learning and chosen.policy.delayed:
         say_once(logger, logging.WARNING, f"fp8: {INLINED}")
     guess = 16 * -(-3 * len(inputs.weights) // 16)
     capacity = (guess, guess) if learning and chosen.policy.delayed and not inputs.inlined else None
 
-    def compiled(phase: str) -> CompiledGraph:
+    def compiled(phase: str, record: int | None = None) -> CompiledGraph:
         nonlocal capacity
         try:
-            return _compile_once(gm, example_inputs, inputs, chosen, capacity, phase)
+            return _compile_once(gm, example_inputs, inputs, chosen, inner, capacity, phase, record)
         except CapacityExceeded as error:  # a weight that is used many times: now we know how many
             capacity = (error.needed["forward"], max(1, error.needed["backward"]))
-            return _compile_once(gm, example_inputs, inputs, chosen, capacity, phase)
+            return _compile_once(gm, example_inputs, inputs, chosen, inner, capacity, phase, record)
 
     fp8_graph = compiled(FP8)
     if chosen.policy.schedule is None or not learning or not fp8_graph.converts:
         return fp8_graph
     logger.info("fp8: %s is compiled twice, for the FP8 and the high-precision phases of the schedule", inputs.root)
-    observing = compiled(HIGH_PRECISION)
-    observing.record = fp8_graph.record  # one entry for both, whichever is called first
+    observing = compiled(HIGH_PRECISION, fp8_graph.record)  # one entry in the ledger for both, whichever is called first
     first = next((i for i in fp8_graph.weights if example_inputs[i].requires_grad), fp8_graph.weights[0])
     return ScheduledGraph({FP8: fp8_graph, HIGH_PRECISION: observing}, chosen.policy.schedule, first)
 
@@ -113,49 +127,59 @@ def _compile_once(
     example_inputs: list[Any],
     inputs: Inputs,
     chosen: Options,
+    inner: Inner,
     capacity: tuple[int, int] | None,
     phase: str,
+    record: int | None,
 ) -> CompiledGraph:
-    policy = chosen.policy
-    history = max([recipe.amax_history_len for recipe in policy.possible if recipe.delayed], default=1)
-    weights = sorted(inputs.weights, key=lambda i: (i not in inputs.parameters, i))
-    trains = inputs.training and inputs.grad
-    observes, parameters = phase == HIGH_PRECISION, len(inputs.parameters)
-    compiled = CompiledGraph(weights, history, capacity, observes, trains, inputs.names, parameters)
+    policy, observes = chosen.policy, phase == HIGH_PRECISION
+    weights = tuple(sorted(inputs.weights, key=lambda i: (i not in inputs.parameters, i)))
+    interface = Interface(
+        weights=weights,
+        parameters=weights[: len(inputs.parameters)],
+        names=tuple(inputs.names),
+        history=max([recipe.amax_history_len for recipe in policy.possible if recipe.delayed], default=1),
+        capacity=capacity,
+        observes=observes,
+        trains=inputs.training and inputs.grad,
+    )
     gm = compat.copy_graph(gm)  # compile_fx takes ownership, and Dynamo still reads the placeholders of its own
     if capacity is not None:
         for direction, slots in zip(("forward", "backward"), capacity, strict=True):
-            page = state_page.new_page(slots, history, example_inputs[weights[0]].device)
+            page = state_page.new_page(slots, interface.history, example_inputs[weights[0]].device)
             example_inputs = [*example_inputs, compat.add_input(gm, f"fp8_{direction}_state", page)]
 
-    def rewrite(graph: Graph) -> None:
-        if not compat.is_joint_graph(graph):
-            return  # of a nested graph: `collect` lists the operator that contains it
+    def rewrite(graph: Graph) -> Rewritten:
+        nonlocal record
         device = _description(chosen, graph)
-        done = passes.run(graph, inputs, policy, device, formats.fnuz(), capacity, phase == HIGH_PRECISION)
-        compiled.rewritten = dataclasses.replace(done, matmuls=(), opaque=())  # they hold the whole joint graph
-        compiled.converts = any(matmul.fp8 for matmul in done.matmuls)
+        done = run_joint(graph, inputs, policy, device, formats.fnuz(), capacity, observes)
         if phase == FP8:
-            compiled.record = _report(done, inputs, chosen, device)
+            record = _report(done, inputs, chosen, device)
+        return done
 
+    calls, owners = Calls(interface), Owners(interface)
+    halves = Halves(inner, rewrite, calls, owners)
     patches = {
         **_lowering(chosen),
         "joint_custom_pre_pass": compat.GraphPass(
-            rewrite, f"{policy.key}-{capacity}-{phase}-{inputs.inlined}", chosen.inductor.get("joint_custom_pre_pass")
+            halves.joint_pass,
+            f"{policy.key}-{capacity}-{phase}-{inputs.inlined}-{skipped()}",
+            chosen.inductor.get("joint_custom_pre_pass"),
         ),
         "custom_partitioner_fn": chosen.inductor.get("custom_partitioner_fn")
         or compat.Partitioner([op.name() for op in (ops.quantize, ops.quantize_both, ops.amax_blocks)]),
     }
     # DDPOptimizer expects as many lazy backwards as there are graphs, and there are two of each
     at_once = policy.schedule is not None
-    compiled.call = compat.compile_fx(gm, example_inputs, compiled.inner_compile, patches, at_once)
-    return compiled
+    function = compat.compile_fx(gm, example_inputs, halves.compile, patches, at_once)
+    return CompiledGraph(function, interface, calls, owners, record, halves.converts)
 
 
 def _lowering(chosen: Options) -> dict[str, Any]:
     """Inductor's options with our part of its passes over a partitioned graph."""
     name = "post_grad_custom_post_pass"
-    return {**chosen.inductor, name: compat.GraphPass(lowered, chosen.policy.key, chosen.inductor.get(name))}
+    key = f"{chosen.policy.key}-{skipped()}"
+    return {**chosen.inductor, name: compat.GraphPass(run_post_grad, key, chosen.inductor.get(name))}
 
 
 def _description(chosen: Options, graph: Graph) -> Device | None:
@@ -179,7 +203,7 @@ def _report(done: Rewritten, inputs: Inputs, chosen: Options, device: Device | N
     described = device.name if device else ""
     remarks = (RESHARDED,) if training and any(m.fp8 and m.resharded(inputs.resharded) for m in done.matmuls) else ()
     index = LEDGER.add(GraphReport(0, name, records, done.opaque, note, done.edges, described, remarks))
-    report = LEDGER.graph(index)
+    report = Report([LEDGER.graph(index)])
     if not training:
         logger.info("fp8: %s: %s", name, note)
         return index
@@ -201,31 +225,12 @@ def _report(done: Rewritten, inputs: Inputs, chosen: Options, device: Device | N
     return index
 
 
-def _refusal(devices: frozenset[torch.device]) -> str | None:
-    """Why these devices cannot multiply FP8, None if they can."""
-    for device in devices:
-        if device.type not in ("cpu", "cuda"):
-            return f"{device.type} devices have no FP8 matmuls here: compiling in high precision"
-        if device.type == "cuda" and torch.version.hip is not None:
-            arch = torch.cuda.get_device_properties(device).gcnArchName
-            if not arch.startswith(AMD_GPUS):
-                return f"{arch} has no FP8 matmuls (gfx94, gfx95 and gfx12 do): compiling in high precision"
-        elif device.type == "cuda":
-            capability = torch.cuda.get_device_capability(device)
-            if capability < OLDEST_GPU:
-                return (
-                    f"{torch.cuda.get_device_name(device)} has compute capability {capability[0]}.{capability[1]}; FP8 matmuls "
-                    f"need {OLDEST_GPU[0]}.{OLDEST_GPU[1]} (RTX 40, L4, H100 or later): compiling in high precision"
-                )
-    return None
-
-
-def _check_encoding(devices_used: frozenset[torch.device], chosen: Options) -> None:
-    """A GPU multiplies its own FP8 encodings only; a CPU emulates both."""
-    theirs = "fnuz" if formats.fnuz() else "ocp"
+def _check_encoding(devices: frozenset[torch.device], chosen: Options) -> None:
+    allowed = support.encodings(devices)
     for recipe in chosen.policy.possible:
-        if recipe.fp8_encoding not in ("auto", theirs) and any(device.type == "cuda" for device in devices_used):
-            raise OptionError.of("fp8_encoding", recipe.fp8_encoding, f"'auto' or {theirs!r} on this GPU; a CPU emulates both")
+        if recipe.fp8_encoding not in ("auto", *allowed):
+            theirs = f"'auto' or {allowed[0]!r} on this GPU; a CPU emulates both"
+            raise OptionError.of("fp8_encoding", recipe.fp8_encoding, theirs)
 
 
 def _complain(chosen: Options, message: str) -> None:

@@ -1,9 +1,6 @@
-"""Logging and dumps, and the environment variables of fp8compile.
+"""Logging and dumps, and the names of the environment variables of fp8compile: here, since every room may import this module.
 
-``FP8COMPILE_DUMP=dir``    writes graphs and kernels into that directory, one numbered file each (read here)
-``FP8COMPILE_POLICY``      a policy for whatever names none (read in `policy.files`)
-``FP8COMPILE_DEVICES``     the file of calibrated devices (read in `devices`)
-``TORCH_LOGS=+fp8compile`` shows everything (+: debug, -: errors only), by torch's own handler and in its format
+``TORCH_LOGS=+fp8compile`` shows everything (+: debug, -: errors only), by torch's own handler and in its format.
 
 Loggers live under "fp8compile". INFO is shown by default: the summary line must be seen by who configured nothing.
 Whoever configured something (a root handler, a handler on "fp8compile", TORCH_LOGS) gets it there and only there.
@@ -21,6 +18,15 @@ from pathlib import Path
 
 ROOT = "fp8compile"
 DUMP_VARIABLE = "FP8COMPILE_DUMP"
+POLICY_VARIABLE = "FP8COMPILE_POLICY"
+DEVICES_VARIABLE = "FP8COMPILE_DEVICES"
+SKIP_VARIABLE = "FP8COMPILE_SKIP"
+VARIABLES = {
+    DUMP_VARIABLE: "a folder for the graph after each pass and the source of each kernel, one numbered file each",
+    POLICY_VARIABLE: "the policy where the option `policy` is not given: a file, or the name of a shipped policy",
+    DEVICES_VARIABLE: "the file in which `fp8compile calibrate` keeps what it has measured",
+    SKIP_VARIABLE: "names of optional passes to leave out, separated by commas, to find the one that breaks a model",
+}
 
 _numbers = itertools.count()
 _said: set[tuple[str, int, str]] = set()

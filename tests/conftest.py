@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fp8compile import logs
-from fp8compile.reporting.report import LEDGER
+from fp8compile.runtime.ledger import LEDGER
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -49,7 +49,7 @@ def interpreted(request: pytest.FixtureRequest) -> Iterator[None]:
     if request.node.get_closest_marker("compiled"):
         yield
         return
-    from fp8compile.runtime import compiled_graph  # not at the top: the tests of options and reports need no Inductor
+    import harness  # not at the top: the tests of options and reports need no Inductor
 
-    with compiled_graph.interpreted():
+    with harness.interpreted():
         yield

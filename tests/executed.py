@@ -24,10 +24,10 @@ from torch.fx import GraphModule
 from triton.runtime.interpreter import InterpretedFunction, TensorHandle
 
 from fp8compile import compat
-from fp8compile.dryrun.fake_gpu import H200, Gpu
+from fp8compile.devices.gpu import H200, Gpu
 from fp8compile.dryrun.fake_gpu.device import CUDA, described_gpu
 from fp8compile.dryrun.fake_gpu.record import instead_of_loading, retarget_graphs
-from fp8compile.runtime import compiled_graph
+from fp8compile.runtime import halves
 
 CPU = torch.device("cpu")
 
@@ -283,7 +283,7 @@ def executed(choice: int = 0, gpu: Gpu = H200) -> Iterator[Plan]:
             retarget_graphs(),
             instead_of_loading(lambda lowering, code: plan.load(code)),
             mock.patch.object(compat, "copy_graph", copy_graph),
-            mock.patch.object(compiled_graph, "_on", lambda device, args: True),
+            mock.patch.object(halves, "_on", lambda device, args: True),
         ):
             yield plan
     finally:

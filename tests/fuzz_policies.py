@@ -19,7 +19,7 @@ from importlib import resources
 from pathlib import Path
 
 from fp8compile.config.policy import BUILTIN, Site, load
-from fp8compile.config.policy.files import _toml
+from fp8compile.devices.toml import tomllib
 from fp8compile.errors import OptionError
 
 SAMPLE = """\
@@ -121,7 +121,7 @@ def mutated_bytes(text: str, rng: random.Random) -> bytes:
 
 def mutated_tables(text: str, rng: random.Random) -> object:
     """The tables of `text` with values exchanged, keys renamed, parts repeated, wrapped or gone."""
-    data = _toml().loads(text)
+    data = tomllib.loads(text)
     for _ in range(rng.choice((1, 1, 2, 4))):
         places = list(_places(data))
         if not places:

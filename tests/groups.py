@@ -30,7 +30,7 @@ from fp8compile import compat
 from fp8compile.codegen import launch
 from fp8compile.codegen.kernel import Kernel
 from fp8compile.ir import ops
-from fp8compile.passes.lower import lower
+from fp8compile.passes.pipeline import run_post_grad
 
 aten = torch.ops.aten
 FP8 = {"e4m3": (torch.float8_e4m3fn, 448.0), "e5m2": (torch.float8_e5m2, 57344.0)}
@@ -460,7 +460,7 @@ class Made:
 
     def unfused(self) -> GraphModule:
         copy = compat.copy_graph(self.oracle)
-        lower(copy.graph)
+        run_post_grad(copy.graph)
         copy.recompile()
         return copy
 
@@ -481,7 +481,7 @@ def fused(gm: GraphModule, config: tuple[int, int, int] | None = None) -> Made:
             return choose(kernel)
 
         with mock.patch.object(launch, "configurations", configurations):
-            lower(copy.graph)
+            run_post_grad(copy.graph)
     copy.recompile()
     written = [[output.kind for output in (*k.outputs, *k.sums, *k.amaxes, *k.column_amaxes)] for k in kernels.values()]
     return Made(gm, copy, tuple(tuple(sorted(kinds)) for kinds in written), tuple(k.source for k in kernels.values()))

@@ -1,6 +1,6 @@
 """Hundreds of training steps in a test: graphs are rewritten and lowered as ever, then run as the Python code of their nodes.
 
-`runtime.interpreted` runs a graph node by node in an FX interpreter, a tenth of a millisecond each: fine for ten steps. Here
+`harness.interpreted` runs a graph node by node in an FX interpreter, a tenth of a millisecond each: fine for ten steps. Here
 the same operators are called in the same order by generated code, an order of magnitude quicker. Inductor's random operators
 (dropout) have no such form, so they are refused.
 """
@@ -13,11 +13,12 @@ from typing import Any
 from unittest import mock
 
 import torch
+from harness import interpreted
 from torch import Tensor
 from torch.fx import GraphModule
 
 from fp8compile import compat
-from fp8compile.runtime import compiled_graph
+from fp8compile.runtime import halves, inner
 
 
 def _convert(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -26,11 +27,11 @@ def _convert(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Straight:
-    """Stands for `runtime.Eager`."""
+    """Stands for `runtime.interpreter.Eager`."""
 
     def __init__(self, gm: GraphModule):
         drawn = [node.name for node in gm.graph.nodes if node.target in compat.random_prims()]
-        assert not drawn, f"{drawn} draw random numbers: use runtime.interpreted()"
+        assert not drawn, f"{drawn} draw random numbers: use interpreted()"
         for node in gm.graph.find_nodes(op="call_function", target=torch.ops.prims.convert_element_type.default):
             node.target = _convert
         gm.recompile()
@@ -45,5 +46,6 @@ class Straight:
 @contextlib.contextmanager
 def straight() -> Iterator[None]:
     """Inside, what is compiled with backend="fp8" runs this way."""
-    with compiled_graph.interpreted(), mock.patch.object(compiled_graph, "Eager", Straight):
+    both = mock.patch.object(inner, "Eager", Straight), mock.patch.object(halves, "Eager", Straight)
+    with interpreted(), both[0], both[1]:
         yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -12,13 +13,16 @@ from pathlib import Path
 import pytest
 import torch
 
+import fp8compile
 from fp8compile import cli
 from fp8compile.cli import target
 from fp8compile.cli.model import parse_option, talk_on_stderr
 from fp8compile.cli.target import TargetError
 from fp8compile.config.policy import BUILTIN
 from fp8compile.devices import catalog
+from fp8compile.logs import VARIABLES
 
+env = importlib.import_module("fp8compile.cli.env")  # `cli.env` is the command
 ROOT = Path(__file__).resolve().parents[1]
 
 MODEL = """
@@ -89,6 +93,15 @@ def nothing():
 
 def pair():
     return Net(), Net(), Net(), Net()
+
+def tensors():
+    return Net(), torch.zeros(2), torch.zeros(2)
+
+def chained():
+    try:
+        helper(0)
+    except ZeroDivisionError as error:
+        raise ValueError("no width") from error
 
 def unknown_key():
     return {"model": Net(), "inputs": ()}
@@ -192,17 +205,18 @@ def test_bad_inputs(text, says):
     [
         ("my_model.py", "is not path.py:function or package.module:function, for example my_model.py:build"),
         ("my_modle.py:build", "my_modle.py does not exist. Did you mean 'my_model.py'?"),
-        (".:build", "there is no module '.'"),
+        (".:build", ". is not a Python file"),
         ("my_modle:build", "there is no module 'my_modle'"),
         ("no.such.module:build", "there is no module 'no.such.module'"),
         ("my_model.py:biuld", "has no function 'biuld'. Did you mean 'build'?"),
         ("my_model.py:xyzzy", "has no function 'xyzzy'. It defines build, alone, mapping"),
         ("my_model.py:limit", "my_model.py:limit is a int, not a function"),
         ("my_model.py:needs", "takes width, heads: give them defaults"),
-        ("my_model.py:number", "number() returned an object of type int; wanted is a torch.nn.Module, (model, args)"),
-        ("my_model.py:nothing", "nothing() returned None"),
-        ("my_model.py:pair", "pair() returned a tuple of Net, Net, Net, Net"),
-        ("my_model.py:unknown_key", "unknown key 'inputs'"),
+        ("my_model.py:number", "number() returned (int); wanted is a torch.nn.Module, (model, args)"),
+        ("my_model.py:nothing", "nothing() returned (NoneType)"),
+        ("my_model.py:pair", "pair() returned (Net, Net, Net, Net)"),
+        ("my_model.py:tensors", "tensors() returned (Net, Tensor, Tensor); wanted is"),
+        ("my_model.py:unknown_key", "unknown_key() returned a dict with the keys 'model', 'inputs'; wanted is"),
         ("my_model.py:alone", "a Net without inputs, and its forward takes x: return (model, args), or give --input"),
         ("my_model.py:leaves", "ended the program with status 3"),
     ],
@@ -218,6 +232,19 @@ def test_a_target_that_raises_shows_its_own_traceback(model):
         target.load("my_model.py:fails")
     files = re.findall(r'File "([^"]*)", line \d+, in (\w+)', caught.value.details)
     assert [(Path(file).name, function) for file, function in files] == [("my_model.py", "fails"), ("my_model.py", "helper")]
+
+
+def test_the_cause_of_an_error_is_shown(model):
+    with pytest.raises(TargetError, match="raised ValueError: no width") as caught:
+        target.load("my_model.py:chained")
+    assert "ZeroDivisionError" in caught.value.details and "direct cause" in caught.value.details
+
+
+def test_a_module_that_imports_what_is_not_there(model):
+    """The missing module is named, and not the user's, which exists."""
+    model.write_text("import no_such_library\n")
+    with pytest.raises(TargetError, match="loading my_model raised ModuleNotFoundError: No module named 'no_such_library'"):
+        target.load("my_model:build")
 
 
 def test_a_file_that_does_not_parse(model):
@@ -315,6 +342,85 @@ def test_calibrate_without_a_gpu(capsys, monkeypatch):
     assert "torch sees none" in capsys.readouterr().err
     assert cli.main(["calibrate", "--device", "gpu0"]) == 2
     assert "'gpu0' is not a device" in capsys.readouterr().err
+
+
+# --- env ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch) -> Path:
+    """A home folder, no variables but those that a test sets, and no GPU."""
+    for name in [name for name in os.environ if name.startswith(env.PREFIXES) or name in env.OTHERS]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    return tmp_path
+
+
+def test_env(machine, monkeypatch, capsys):
+    monkeypatch.setenv("FP8COMPILE_DUMP", f"{machine}/dumps")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", f"{machine}-other/cache")
+    monkeypatch.setenv("FP8COMPILE_POLCY", "llama")
+    monkeypatch.setenv("SECRET", "not for others")
+    assert cli.main(["env"]) == 0
+    rows = dict(line.split(None, 1) for line in capsys.readouterr().out.splitlines())
+    assert rows["fp8compile"] == fp8compile.__version__ and rows["torch"] == torch.__version__
+    assert rows["policy"] == "default" and rows["GPU"].startswith("none that torch sees")
+    assert rows["FP8COMPILE_DUMP"] == "~/dumps" and rows["TORCHINDUCTOR_CACHE_DIR"] == f"{machine}-other/cache"
+    assert rows["FP8COMPILE_POLCY"].startswith("llama (fp8compile reads no such variable. Did you mean 'FP8COMPILE_POLICY'")
+    assert "SECRET" not in rows
+
+
+def test_env_as_json(machine, monkeypatch, capsys):
+    monkeypatch.setenv("FP8COMPILE_POLICY", "~/fp8.toml")
+    (machine / "fp8.toml").write_text('device = "h100"')
+    assert cli.main(["env", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["policy"] == "~/fp8.toml, for the device 'h100'" and found["gpus"] == []
+    assert found["environment"] == {"FP8COMPILE_POLICY": "~/fp8.toml"} and found["versions"]["torch"] == torch.__version__
+
+
+def test_env_with_a_policy_that_is_not_valid(machine, monkeypatch, capsys):
+    monkeypatch.setenv("FP8COMPILE_POLICY", str(machine / "gone.toml"))
+    assert cli.main(["env"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^policy +not valid: .*~/gone.toml.* does not exist", out, re.MULTILINE) and str(machine) not in out
+
+
+@pytest.mark.parametrize(
+    "key, says",
+    [
+        ("h200", ["NVIDIA H200, compute capability 9.0, 141 GiB", "blockwise; mxfp8 is emulated in bf16", "'h200', shipped"]),
+        ("b200", ["compute capability 10.0", "FP8: delayed, tensorwise, rowwise, rowwise_with_gw_hp, blockwise, mxfp8\n"]),
+        ("a100", ["compute capability 8.0", "no FP8: models are compiled in high precision"]),
+        ("mi300x", ["architecture gfx942", "FP8: delayed", "mxfp8 is emulated"]),
+    ],
+)
+def test_env_of_gpus(machine, monkeypatch, capsys, key, says):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: catalog.find(key).gpu)
+    assert cli.main(["env"]) == 0
+    out = capsys.readouterr().out
+    assert all(text in out for text in says) and len(re.findall("^GPU 1 ", out, re.MULTILINE)) == 3
+
+
+def test_env_of_a_gpu_that_does_not_answer(machine, monkeypatch, capsys):
+    def fail(device):
+        raise RuntimeError("CUDA error: no device\nmore about it")
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", fail)
+    assert cli.main(["env"]) == 0
+    assert re.search(r"^GPU 0 +RuntimeError: CUDA error: no device$", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_every_variable_is_in_the_list_and_in_the_documentation():
+    sources = [*ROOT.glob("fp8compile/**/*.py"), *ROOT.glob("docs/*.md"), ROOT / "README.md"]
+    named = {name for file in sources for name in re.findall(r"\bFP8COMPILE_[A-Z]+\b", file.read_text(encoding="utf-8"))}
+    assert named == set(VARIABLES)
+    documented = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
+    assert all(f"| `{name}` |" in documented for name in VARIABLES)
 
 
 # --- explain --------------------------------------------------------------------------------------

@@ -8,11 +8,10 @@ import types
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import sqnr
+from harness import interpreted, sqnr
 from torch import nn
 
 import fp8compile
-from fp8compile.runtime.compiled_graph import interpreted
 from fp8compile.runtime.state import slots_of
 
 

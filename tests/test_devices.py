@@ -9,15 +9,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fp8compile.devices import calibrate, catalog
-from fp8compile.dryrun import fake_gpu
+from fp8compile.devices import calibrate, catalog, support
+from fp8compile.devices.gpu import H200, Gpu, gfx_of, gpu_of
 from fp8compile.errors import OptionError
+from fp8compile.logs import DEVICES_VARIABLE
 
 
 @pytest.fixture(autouse=True)
 def own_files(tmp_path, monkeypatch):
     """No test reads or writes this machine's file."""
-    monkeypatch.setenv(catalog.VARIABLE, str(tmp_path / "devices.toml"))
+    monkeypatch.setenv(DEVICES_VARIABLE, str(tmp_path / "devices.toml"))
     return tmp_path / "devices.toml"
 
 
@@ -56,11 +57,9 @@ def test_peaks_derived_from_properties_are_the_published_ones(device):
 
 
 def test_the_h200_is_the_one_that_static_estimates_are_made_for():
-    assert catalog.find("h200").gpu == fake_gpu.H200
-    assert (
-        catalog.find("rtx4090").gpu.capability == 89
-        and catalog.find("rtx4090").gpu.shared_memory_per_multiprocessor == 100 << 10
-    )
+    assert catalog.find("h200").gpu == H200
+    rtx4090 = catalog.find("rtx4090").gpu
+    assert rtx4090.capability == (8, 9) and rtx4090.shared_memory_per_multiprocessor == 100 << 10
     assert catalog.find("mi300x").gpu.warp_size == 64 and catalog.find("mi300x").gpu.gcnArchName == "gfx942"
 
 
@@ -128,9 +127,66 @@ def test_an_unknown_device_is_derived_and_said_once(caplog):
 def test_derived_extremes():
     assert not catalog.derived(properties("NVIDIA GeForce RTX 3090", major=8, minor=6)).has_fp8
     assert catalog.derived(properties("NVIDIA of the future", major=13, minor=0)).has_fp8
+    assert not catalog.derived(properties("AMD Instinct MI250X", gcnArchName="gfx90a:sramecc+:xnack-")).has_fp8
     bare = SimpleNamespace(name="bare", major=9, minor=0, multi_processor_count=10, total_memory=1 << 30)
     made = catalog.derived(bare)
     assert made.bandwidth > 0 and made.flops.bf16 > 0 and made.gpu.multi_processor_count == 10
+
+
+# -- what has FP8 ------------------------------------------------------------------------------------------------------
+
+
+def seen(monkeypatch, **given):
+    """A process with one GPU of these properties."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties("some GPU", **given))
+    return torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(
+    "given, refused",
+    [
+        (dict(major=9, minor=0), None),
+        (dict(major=8, minor=9), None),
+        (dict(major=8, minor=6), "some GPU has compute capability 8.6; FP8 matmuls need 8.9 (RTX 40, L4, H100 or later)"),
+        (dict(major=9, minor=4, gcnArchName="gfx942:sramecc+:xnack-"), None),
+        (dict(major=12, minor=0, gcnArchName="gfx1201"), None),
+        (dict(major=9, minor=0, gcnArchName="gfx90a:sramecc+"), "gfx90a has no FP8 matmuls (gfx94, gfx95 and gfx12 do)"),
+    ],
+)
+def test_devices_that_are_refused(monkeypatch, given, refused):
+    assert support.refusal([torch.device("cpu"), seen(monkeypatch, **given)]) == refused
+
+
+def test_other_devices_are_refused():
+    assert support.refusal([torch.device("cpu")]) is None
+    assert support.refusal([torch.device("mps")]) == "mps devices have no FP8 matmuls here"
+
+
+def test_encodings(monkeypatch):
+    """A CPU emulates both; a GPU has its own."""
+    assert support.encodings([torch.device("cpu")]) == ("ocp", "fnuz")
+    assert support.encodings([torch.device("cuda")]) == ("ocp",)
+    monkeypatch.setattr("fp8compile.devices.formats.fnuz", lambda: True)
+    assert support.encodings([torch.device("cuda"), torch.device("cpu")]) == ("fnuz",)
+
+
+@pytest.mark.parametrize(
+    "key, cuda, expected",
+    [("b200", "12.8", True), ("b200", "12.6", False), ("rtx5090", "12.8", False), ("rtx5090", "12.9", True)]
+    + [(key, "13.0", False) for key in ("h200", "rtx4090", "mi300x", "a100")],
+)
+def test_blackwell_alone_multiplies_mx(monkeypatch, key, cuda, expected):
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    assert support.has_mx(catalog.find(key).gpu) is expected
+    assert not support.has_mx(None)
+
+
+def test_the_gpu_of_this_process(monkeypatch):
+    """What torch does not tell is an H200's; a CPU is none."""
+    gpu = gpu_of(seen(monkeypatch, major=8, minor=6, gcnArchName="NVIDIA of some kind"))
+    assert gpu == dataclasses.replace(gpu, name="some GPU", minor=6) and gpu.warp_size == 32 and gpu.gfx == ""
+    assert gpu_of(torch.device("cpu")) is None
+    assert Gpu(gcnArchName="gfx942:sramecc+:xnack-").gfx == gfx_of(properties("", gcnArchName="gfx942")) == "gfx942"
 
 
 # -- what calibrate stores ---------------------------------------------------------------------------------------------
@@ -189,7 +245,7 @@ def test_a_broken_file_is_a_warning_and_ignored(own_files, caplog, text, wrong):
 
 
 def test_where_it_is_stored(monkeypatch, tmp_path):
-    monkeypatch.delenv(catalog.VARIABLE)
+    monkeypatch.delenv(DEVICES_VARIABLE)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert catalog.stored_path() == tmp_path / "fp8compile" / "devices.toml"
     monkeypatch.delenv("XDG_CACHE_HOME")

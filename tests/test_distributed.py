@@ -8,12 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-from harness import assert_close
+from harness import assert_close, interpreted
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fp8compile.reporting.report import LEDGER
-from fp8compile.runtime.compiled_graph import interpreted
+import fp8compile
 from fp8compile.runtime.state import slots_of
 
 
@@ -66,12 +65,12 @@ def test_a_graph_that_ddp_splits(one_process) -> None:
 
     whole, split = build(), build()
     expected = train(whole, torch.compile(whole, backend="fp8"))
-    names = {record.fqn for record in LEDGER.report(whole).matmuls}
+    names = {record.fqn for record in fp8compile.report(whole).matmuls}
     torch._dynamo.reset()  # or the second model would be run by the first one's code, which is not split
     got = train(split, torch.compile(DistributedDataParallel(split, bucket_cap_mb=1), backend="fp8"))
     for step in range(3):
         assert_close(expected[step], got[step], 40.0, f"step {step}")
-    report = LEDGER.report(split)
+    report = fp8compile.report(split)
     assert len(report.graphs) > 1 and {record.fqn for record in report.matmuls} == names
     assert slots_of(split).keys() == slots_of(whole).keys()
     for key, slot in slots_of(split).items():
@@ -93,7 +92,7 @@ def test_phases_of_a_graph_that_ddp_splits(one_process) -> None:
             optimizer.zero_grad()
             seen = {sum(amax > 0 for amax in slot.history()) for slot in slots_of(model).values()}
             assert seen == {step + 1}
-    assert len(LEDGER.report(model).graphs) > 1
+    assert len(fp8compile.report(model).graphs) > 1
 
 
 def test_layers_are_those_of_the_model_not_of_a_bucket(one_process) -> None:
@@ -102,7 +101,7 @@ def test_layers_are_those_of_the_model_not_of_a_bucket(one_process) -> None:
     run = torch.compile(DistributedDataParallel(model, bucket_cap_mb=1), backend="fp8", options={"policy": policy})
     with interpreted():
         run(torch.randn(32, 256)).sum().backward()
-    kept = {record.fqn for record in LEDGER.report(model).matmuls if record.decision != "fp8"}
+    kept = {record.fqn for record in fp8compile.report(model).matmuls if record.decision != "fp8"}
     assert kept == {"blocks.0.up", "blocks.2.down"}
 
 

@@ -17,7 +17,8 @@ from models import Block, Checkpointed, Mlp, Spelled, Stack, Twice, make, relus
 from torch import Tensor, nn
 
 from fp8compile import compat
-from fp8compile.dryrun.fake_gpu import Gpu, unavailable
+from fp8compile.devices.gpu import Gpu
+from fp8compile.dryrun.fake_gpu import unavailable
 
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=unavailable() or "")
 

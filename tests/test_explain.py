@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from harness import interpreted
 
 import fp8compile
 from fp8compile.reporting.report import Report
-from fp8compile.runtime import compiled_graph
 
 ROWS, WIDTH = 32, 128
 
@@ -24,7 +24,7 @@ def decisions(report: Report) -> list[tuple]:
 
 def reported(model: nn.Module, *args, options=None, **kwargs) -> Report:
     """The report of a real training step (interpreted: Inductor's C++ is not what is looked at)."""
-    with compiled_graph.interpreted():
+    with interpreted():
         torch.compile(model, backend="fp8", options=options or {})(*args, **kwargs)
     return fp8compile.report(model)
 
@@ -298,9 +298,9 @@ def test_what_follows_from_a_matmul_is_zero(caplog):
 
 
 def test_an_error_of_the_passes_is_one(monkeypatch):
-    from fp8compile import passes
+    from fp8compile import backend
 
-    run = passes.run
+    run = backend.run_joint
 
     def fail(*args, **kwargs):
         if fp8compile.report().graphs:  # behind a graph break, where errors may be the zeros'
@@ -308,7 +308,7 @@ def test_an_error_of_the_passes_is_one(monkeypatch):
         return run(*args, **kwargs)
 
     model = models.make(lambda: models.Broken(models.Mlp(), nn.Tanh(), models.Mlp()))
-    monkeypatch.setattr(passes, "run", fail)
+    monkeypatch.setattr(backend, "run_joint", fail)
     with pytest.raises(Exception, match="ours"):
         fp8compile.explain(model, x())
 

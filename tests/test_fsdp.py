@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from harness import interpreted
 from torch import nn
 
 import fp8compile
 from fp8compile.errors import StateError
-from fp8compile.runtime.compiled_graph import interpreted
 
 pytestmark = pytest.mark.slow
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, jacfwd, jacrev, jvp, vjp, vmap
 
 import fp8compile
-from fp8compile.reporting.report import FP8
+from fp8compile.ir.records import FP8
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import sqnr
+from harness import interpreted, sqnr
 from interpreter import Interpreted, kernels_on_cpu
 from models import Block, Checkpointed, Mlp, SwiGlu
 from torch import Tensor, nn
@@ -19,7 +19,6 @@ from fp8compile import compat
 from fp8compile.backend import fp8
 from fp8compile.codegen import launch, triton_kernels, update_kernel
 from fp8compile.ir import state_page
-from fp8compile.runtime.compiled_graph import interpreted
 
 BF16 = torch.bfloat16
 Steps = list[dict[str, Tensor]]

@@ -41,7 +41,7 @@ from fp8compile import compat
 from fp8compile.codegen import launch
 from fp8compile.codegen.inline import Inliner
 from fp8compile.ir import ops
-from fp8compile.passes.lower import lower
+from fp8compile.passes.pipeline import run_post_grad
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -828,7 +828,7 @@ def check(case: Case, seen: Counter) -> None:
     before = [x.clone() for x in inputs]
     expected = Exact(module, block).run(*inputs)
     with kernels.kernels_on_cpu(block) as made, mock.patch.multiple(launch, **tiles(case)):
-        lower(fused.graph)
+        run_post_grad(fused.graph)
         got = Exact(fused, block).run(*inputs)
     count(made, seen)
     assert not any(map(unequal, before, inputs)), "a kernel writes into an input"

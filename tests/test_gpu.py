@@ -15,7 +15,7 @@ from test_kernels import check
 from torch import nn
 
 from fp8compile import compat
-from fp8compile.passes.lower import lower
+from fp8compile.passes.pipeline import run_post_grad
 
 pytestmark = pytest.mark.gpu
 
@@ -108,7 +108,7 @@ def test_generated_kernels(name: str, shape: tuple[int, int], device: str) -> No
     inputs = tuple(x.to(device) if isinstance(x, torch.Tensor) else x for x in inputs)
     oracle = trace(lambda *x: case.call(Cast(), *x), inputs)
     fused = compat.copy_graph(oracle)
-    lower(fused.graph)
+    run_post_grad(fused.graph)
     fused.recompile()
     assert len(compat.launches(fused.graph)) == len(case.kernels)
     check(case, Made(oracle, fused, (), ()), inputs, "normal")

@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import noise
+from harness import interpreted, noise
 from models import Attention, Block, Mlp, SwiGlu
 from torch import Tensor, nn
 
 import fp8compile
-from fp8compile.runtime.compiled_graph import interpreted
 
 LAST = "output head: the last matmul of the model, nothing follows it"
 WIDTH, CLASSES = 128, 160

@@ -14,11 +14,12 @@ import pytest
 
 from fp8compile.dryrun.estimate import Cost, Estimate
 from fp8compile.dryrun.estimate import Layer as LayerCost
+from fp8compile.ir.records import GraphReport, MatmulRecord, OpaqueRecord
 from fp8compile.reporting import diagram
 from fp8compile.reporting.html import page, section
 from fp8compile.reporting.layers import flops, microseconds
 from fp8compile.reporting.outside import OutsideRecord
-from fp8compile.reporting.report import GraphReport, MatmulRecord, OpaqueRecord, Report
+from fp8compile.reporting.report import Report
 
 HOSTILE = "aux.<script>document.title='taken'</script>&\"'><img src=x onerror=alert(1)>"
 

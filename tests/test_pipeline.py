@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from harness import interpreted
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import fp8compile
-from fp8compile.runtime.compiled_graph import interpreted
 from fp8compile.runtime.state import slots_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]

@@ -22,10 +22,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fp8compile.codegen import scale_layouts, scaled_mm, scaled_mm_kind
 from fp8compile.codegen.inline import Inliner
-from fp8compile.codegen.scaled_mm_kind import AFTER, EMULATED, TRITON, Hardware
+from fp8compile.codegen.scaled_mm_kind import AFTER, EMULATED, TRITON
 from fp8compile.config.recipe import ROW, WHOLE
 from fp8compile.devices import catalog
 from fp8compile.devices.formats import fnuz
+from fp8compile.devices.gpu import Gpu, gpu_of
 from fp8compile.dryrun.fake_gpu import unavailable
 from fp8compile.ir import ops
 
@@ -64,7 +65,7 @@ def graph_of(
     blocks: tuple[Any, Any],
     bias: torch.dtype | None,
     out_dtype: torch.dtype,
-    device: Hardware,
+    gpu: Gpu,
     dtype: torch.dtype = E4M3,
 ) -> GraphModule:
     """An `ops.block_mm` on fake CUDA tensors, traced and lowered: ATen's checks have seen the arguments."""
@@ -85,7 +86,7 @@ def graph_of(
         (node,) = traced.graph.find_nodes(op="call_function", target=ops.block_mm)
         properties = mock.Mock(shared_memory_per_block_optin=227 << 10)
         with (
-            mock.patch.object(scaled_mm_kind, "hardware", lambda _: device),
+            mock.patch.object(scaled_mm, "gpu_of", lambda _: gpu),
             mock.patch("torch.cuda.get_device_properties", lambda *_: properties),
         ):
             result = scaled_mm.lower_block_mm(node, Inliner())
@@ -229,8 +230,7 @@ def test_on_a_device(pair: tuple, sizes: tuple[int, int, int], out_dtype: torch.
     assert expected.isfinite().all()
     absolute = [x.to(F32).abs() for x in given[:4:2]]
     terms = ops.block_product(absolute[0], absolute[1], given[1], given[3], None, F32, False, *pair)
-    device = scaled_mm_kind.hardware(torch.device("cuda", 0))
-    first = scaled_mm_kind.how(device, *pair, m, n, k, F32 if bias == F32 else out_dtype)
+    first = scaled_mm_kind.how(gpu_of(torch.device("cuda", 0)), *pair, m, n, k, F32 if bias == F32 else out_dtype)
     for way in dict.fromkeys((first, *OTHER_WAYS[pair[0]])):
         graph = make_fx(call, tracing_mode="fake")(*given)
         (node,) = graph.graph.find_nodes(op="call_function", target=ops.block_mm)

@@ -9,15 +9,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import ALL_FP8, noise
+from harness import ALL_FP8, interpreted, noise
 from models import Attention, Block, Mlp, SwiGlu, make
 from torch import Tensor, nn
 from torch.fx import Graph
 
 import fp8compile
 from fp8compile.ir import ops
-from fp8compile.runtime import compiled_graph
-from fp8compile.runtime.compiled_graph import interpreted
+from fp8compile.runtime import inner
 
 
 def step(model: nn.Module, x: Tensor, **options) -> fp8compile.Report:
@@ -30,7 +29,7 @@ def step(model: nn.Module, x: Tensor, **options) -> fp8compile.Report:
 def graphs(model: nn.Module, x: Tensor, **options) -> list[Graph]:
     """The partitioned graphs of a training step, forward first, before they are lowered."""
     seen: list[Graph] = []
-    lower = compiled_graph.lowered
+    lower = inner.run_post_grad
 
     def lowered(graph: Graph) -> None:
         kept = Graph()
@@ -40,7 +39,7 @@ def graphs(model: nn.Module, x: Tensor, **options) -> list[Graph]:
         seen.append(kept)
         lower(graph)
 
-    with mock.patch.object(compiled_graph, "lowered", lowered):
+    with mock.patch.object(inner, "run_post_grad", lowered):
         step(model, x, **options)
     return seen
 

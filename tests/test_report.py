@@ -258,9 +258,10 @@ def test_the_line_is_on_stderr_without_any_setup():
         """
         import torch
         from fp8compile.backend import fp8
-        from fp8compile.runtime.compiled_graph import interpreted
-        with interpreted():
-            torch.compile(torch.nn.Linear(128, 128), backend=fp8)(torch.randn(16, 128)).sum().backward()
+        from functools import partial
+        from fp8compile.runtime.inner import INTERPRETER
+        backend = partial(fp8, inner=INTERPRETER)
+        torch.compile(torch.nn.Linear(128, 128), backend=backend)(torch.randn(16, 128)).sum().backward()
         """
     )
     assert len(re.findall(r"fp8.*2 of 2 matmuls, 100\.0% of matmul FLOPs", done.stderr)) == 1, done.stderr
@@ -283,7 +284,7 @@ WARM = """
     x = torch.randn(32, 128)
     for attempt in range(int(sys.argv[1])):
         torch._dynamo.reset()
-        fp8compile.reporting.report.LEDGER.clear()
+        fp8compile.runtime.ledger.LEDGER.clear()
         counters.clear()
         compiled = torch.compile(model, backend=fp8)
         for _ in range(3):

@@ -11,15 +11,25 @@ import subprocess
 import sys
 import weakref
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 from fp8compile import logs
-from fp8compile.reporting.report import GraphReport, Ledger, MatmulRecord, OpaqueRecord, Report
+from fp8compile.ir.records import GraphReport, MatmulRecord, OpaqueRecord
+from fp8compile.reporting import report as report_module
+from fp8compile.reporting.report import Report
+from fp8compile.runtime.ledger import Ledger
 
 ROOT = Path(__file__).resolve().parents[1]
+
+
+def report_of(ledger: Ledger, model: nn.Module | None = None) -> Report:
+    """What `report(model)` says where the compiled graphs are those of `ledger`."""
+    with mock.patch.object(report_module, "LEDGER", ledger):
+        return report_module.report(model)
 
 
 def linear(fqn, m, n, k, reason="", **more) -> list[MatmulRecord]:
@@ -148,14 +158,14 @@ def test_collapsed_table_joins_blocks():
 
 
 def test_empty_reports_say_why():
-    assert "nothing was compiled yet" in str(Ledger().report())
+    assert "nothing was compiled yet" in str(report_of(Ledger()))
     ledger, model = Ledger(), nn.Linear(2, 2)
     ledger.add(gpt(), nn.Linear(2, 2).parameters())
-    assert "none of the 1 compiled graphs" in str(ledger.report(model)) and "Linear" in str(ledger.report(model))
+    assert "none of the 1 compiled graphs" in str(report_of(ledger, model)) and "Linear" in str(report_of(ledger, model))
     note = "inference: compiled in high precision"
     text = str(Report([GraphReport(0, "f", (), note=note)]))
     assert "no matmuls" in text and note in text
-    assert "nothing was compiled yet" in repr(Ledger().report())
+    assert "nothing was compiled yet" in repr(report_of(Ledger()))
 
 
 # --- the ledger -----------------------------------------------------------------------------------
@@ -169,29 +179,29 @@ def test_ledger_finds_a_models_graphs():
     ledger, one, two = Ledger(), nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), nn.Linear(2, 2)
     for name, tensors in [("one", one.parameters()), ("two", two.parameters()), ("none", []), ("buffer", one.buffers())]:
         ledger.add(GraphReport(99, name, ()), tensors)
-    assert names(ledger.report()) == [(0, "one"), (1, "two"), (2, "none"), (3, "buffer")]
-    assert names(ledger.report(one)) == [(0, "one"), (3, "buffer")]
-    assert names(ledger.report(two)) == names(ledger.report(torch.compile(two, backend="eager"))) == [(1, "two")]
-    assert names(ledger.report(one[0])) == [(0, "one")]
-    assert names(ledger.report(nn.Sequential(one, two))) == [(0, "one"), (1, "two"), (3, "buffer")]
+    assert names(report_of(ledger)) == [(0, "one"), (1, "two"), (2, "none"), (3, "buffer")]
+    assert names(report_of(ledger, one)) == [(0, "one"), (3, "buffer")]
+    assert names(report_of(ledger, two)) == names(report_of(ledger, torch.compile(two, backend="eager"))) == [(1, "two")]
+    assert names(report_of(ledger, one[0])) == [(0, "one")]
+    assert names(report_of(ledger, nn.Sequential(one, two))) == [(0, "one"), (1, "two"), (3, "buffer")]
 
 
 def test_ledger_attach_and_clear():
     ledger, model = Ledger(), nn.Linear(2, 2)
     index = ledger.add(gpt(), [])
-    assert not ledger.report(model).graphs
+    assert not report_of(ledger, model).graphs
     ledger.attach(index, [model.weight])
-    assert names(ledger.report(model)) == [(0, "GPT, training")]
+    assert names(report_of(ledger, model)) == [(0, "GPT, training")]
     ledger.clear()
     ledger.attach(index, [model.weight])
-    assert not ledger.report().graphs and ledger.add(gpt(), []) != index
+    assert not report_of(ledger).graphs and ledger.add(gpt(), []) != index
 
 
 def test_ledger_compares_by_identity():
     ledger, model, equal = Ledger(), nn.Linear(2, 2), nn.Linear(2, 2)
     equal.load_state_dict(model.state_dict())
     ledger.add(gpt(), model.parameters())
-    assert ledger.report(model).graphs and not ledger.report(equal).graphs
+    assert report_of(ledger, model).graphs and not report_of(ledger, equal).graphs
 
 
 def test_ledger_keeps_no_model_alive():
@@ -201,14 +211,14 @@ def test_ledger_keeps_no_model_alive():
     del model
     gc.collect()
     assert [ref() for ref in dead] == [None, None]
-    assert ledger.report().graphs and not ledger.report(nn.Linear(2, 2)).graphs
+    assert report_of(ledger).graphs and not report_of(ledger, nn.Linear(2, 2)).graphs
 
 
 def test_ledger_takes_modules_only():
     ledger = Ledger()
     ledger.add(gpt(), [])
     with pytest.raises(TypeError, match="nn.Module or None, not function"):
-        ledger.report(lambda x: x)
+        report_of(ledger, lambda x: x)
 
 
 # --- logs and dumps -------------------------------------------------------------------------------

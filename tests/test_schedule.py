@@ -102,7 +102,7 @@ def test_fp8_begins_with_the_histories_of_the_warm_up() -> None:
     amax = max(state["up.weight", "input", 0].history())
     run(torch.full((32, 128), 1e3))
     graph = next(iter(schedule._state.scheduled)).graphs["fp8"]
-    (pages,) = graph.book.sets.values()
+    (pages,) = graph.calls.book.sets.values()
     assert not pages.cold  # so this was the compiled graph, with the stored scale
     assert amax < 1e3 and slots_of(model)["up.weight", "input", 0].history()[0] == 1e3
 

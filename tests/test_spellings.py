@@ -22,7 +22,8 @@ from torch.utils.checkpoint import checkpoint
 import fp8compile
 from fp8compile import logs
 from fp8compile.errors import StrictError
-from fp8compile.reporting.report import MatmulRecord, Report
+from fp8compile.ir.records import MatmulRecord
+from fp8compile.reporting.report import Report
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 

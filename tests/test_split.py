@@ -9,13 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from harness import interpreted
 from models import Attention, SwiGlu
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+import fp8compile
 from fp8compile import compat
-from fp8compile.reporting.report import LEDGER
-from fp8compile.runtime.compiled_graph import interpreted
 from fp8compile.runtime.state import slots_of
 
 WIDTH, WORDS = 256, 512  # a weight of 512 x 256 is half a bucket: a bucket has 1 MiB at least
@@ -74,7 +74,7 @@ def build(kind: type[nn.Module]) -> nn.Module:
 
 
 def decisions(model: nn.Module) -> dict[tuple[str, str], tuple[str, ...]]:
-    records = LEDGER.report(model).matmuls
+    records = fp8compile.report(model).matmuls
     return {(r.fqn, r.gemm): (r.decision, r.reason, r.rule, r.recipe) for r in records if r.gemm != "matmul"}
 
 
@@ -103,7 +103,7 @@ def trained(kind: type[nn.Module], cut: bool, rank: int = 0) -> Trained:
     wrapped = DistributedDataParallel(model, bucket_cap_mb=1) if cut else model
     gradients = train(model, torch.compile(wrapped, backend="fp8"), rank)
     histories = {key: slot.history() for key, slot in slots_of(model).items()}
-    return Trained(len(LEDGER.report(model).graphs), decisions(model), histories, gradients)
+    return Trained(len(fp8compile.report(model).graphs), decisions(model), histories, gradients)
 
 
 def both(kind: type[nn.Module]) -> tuple[Trained, Trained]:

@@ -20,7 +20,7 @@ from reference_casts import FLT_MAX, scale_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fp8compile.runtime.compiled_graph import CompiledGraph
+from fp8compile.runtime.calls import Calls
 from fp8compile.runtime.state import slots_of
 
 pytestmark = pytest.mark.usefixtures("interpreted")
@@ -257,13 +257,14 @@ def test_recomputations_read_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA graphs are recorded for the addresses of such inputs: a page at another one would be recorded anew."""
     pages: list[Tensor] = []  # all alive, so that no two share memory by chance
     recomputed: list[Tensor] = []
-    run_graph = CompiledGraph._run
+    opened = Calls.open
 
-    def seen(self, args, call):
-        (recomputed if call.again else pages).append(args[-2])
-        return run_graph(self, args, call)
+    def seen(self, *args):
+        call, forward, backward = opened(self, *args)
+        (recomputed if call.again else pages).append(forward)
+        return call, forward, backward
 
-    monkeypatch.setattr(CompiledGraph, "_run", seen)
+    monkeypatch.setattr(Calls, "open", seen)
     run = compiled(linear(), "delayed")
     for _ in range(4):
         checkpoint(run, constant(1.0).requires_grad_(), use_reentrant=False).sum().backward()

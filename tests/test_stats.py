@@ -15,8 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8compile
 from fp8compile.ir import ops
-from fp8compile.reporting.report import LEDGER
-from fp8compile.runtime import compiled_graph, probe
+from fp8compile.runtime import probe
+from fp8compile.runtime.compiled_graph import CompiledGraph
+from fp8compile.runtime.ledger import LEDGER
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 
@@ -303,14 +304,14 @@ def test_a_forward_whose_backward_never_comes(looked) -> None:
     fp8compile.stats(model, measure=True)
     for _ in range(40):
         run(torch.ones(16, 128))
-    graphs = [graph for graph in _graphs() if graph.looking.open]
+    graphs = [graph for graph in _graphs() if graph.calls.looking.open]
     assert not graphs and set(looked) <= {"input", "weight"}
 
 
-def _graphs() -> list[compiled_graph.CompiledGraph]:
+def _graphs() -> list[CompiledGraph]:
     import gc
 
-    return [x for x in gc.get_objects() if type(x) is compiled_graph.CompiledGraph]
+    return [x for x in gc.get_objects() if type(x) is CompiledGraph]
 
 
 def test_models_of_one_class(looked) -> None:
@@ -454,8 +455,8 @@ def test_an_assigned_weight(recipe: str, name: str) -> None:
         assert [(row["name"], row["role"], row["recipe"], row["format"]) for row in rows] == before
         assert all(row["mse"] is not None and row["amax"] for row in rows)
         weight = id(model.up.weight)  # graphs of other tests may be alive
-        (graph,) = [graph for graph in _graphs() if graph.casts and any(weight in key for key in graph.met)]
-        assert len(graph.met) == 1  # those before are gone
+        (graph,) = [graph for graph in _graphs() if graph.owners.casts and any(weight in key for key in graph.owners.met)]
+        assert len(graph.owners.met) == 1  # those before are gone
     assert len(LEDGER._parameters[graph.record]) == len(graph.weights)
     for part in (model.up, model.down):
         assert len(fp8compile.report(part).graphs) == 1

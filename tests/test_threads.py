@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from harness import interpreted
 from torch import nn
 
 import fp8compile
-from fp8compile.runtime.compiled_graph import interpreted
 
 ROOT = Path(__file__).parent.parent
 

@@ -15,12 +15,13 @@ from typing import Any
 
 import pytest
 import torch
-from harness import assert_fp8, compiled, leaf, noise, sqnr
+from harness import assert_fp8, compiled, interpreted, leaf, noise, sqnr
 from torch import Tensor, nn
 
 from fp8compile.config.recipe import ROW, WHOLE, Block, Recipe
 from fp8compile.ir import ops
-from fp8compile.runtime import compiled_graph
+from fp8compile.runtime import inner
+from fp8compile.runtime.interpreter import Eager
 
 torchao = pytest.importorskip("torchao")
 from torchao.float8 import Float8LinearConfig, float8_linear  # noqa: E402
@@ -154,7 +155,7 @@ def test_casts_of_microscaling_blocks(case: str, dtype: torch.dtype) -> None:
 # -- a linear ----------------------------------------------------------------------------------------------------------
 
 
-class Recorder(compiled_graph.Eager):
+class Recorder(Eager):
     """What a graph computes: its FP8 tensors, and its float32 ones (among them scales)."""
 
     fp8: list[Tensor] = []
@@ -194,9 +195,9 @@ def both(
         return operands[-1]
 
     results = []
-    with monkeypatch.context() as patch, compiled_graph.interpreted():
+    with monkeypatch.context() as patch, interpreted():
         patch.setattr(float8_linear, "hp_tensor_to_float8_dynamic", recorded)
-        patch.setattr(compiled_graph, "Eager", Recorder)
+        patch.setattr(inner, "Eager", Recorder)
         Recorder.fp8, Recorder.numbers = [], []
         for run in (float8_linear_of(linear, recipe), compiled(linear, recipe, **like_torchao(recipe))):
             linear.zero_grad()

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 import torch
 import train_gpt
+from harness import interpreted
 from torch import Tensor
 
 import fp8compile
 from fp8compile.backend import fp8
 from fp8compile.config.recipe import RECIPES
-from fp8compile.runtime.compiled_graph import interpreted
 
 pytestmark = pytest.mark.slow
 

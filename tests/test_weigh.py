@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import re
+from unittest import mock
 
 import pytest
 import torch
@@ -12,12 +13,13 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import fp8compile
+from fp8compile.backend import fp8
 from fp8compile.devices import catalog
 from fp8compile.dryrun import fake_gpu
+from fp8compile.dryrun.placeholders import PLACEHOLDERS
+from fp8compile.ir.records import FP8
 from fp8compile.passes import profitability
 from fp8compile.passes.tensor_traffic import source
-from fp8compile.reporting.report import FP8
-from fp8compile.runtime import compiled_graph
 
 BF16 = torch.bfloat16
 H200 = catalog.find("h200")
@@ -83,7 +85,7 @@ def compile_only(build, *shape, autocast=False, dynamic=False, **options):
     if dynamic:
         torch._dynamo.mark_dynamic(x, 0)
     model.compile(backend="fp8", dynamic=None if dynamic else False, options={"device": "h200", **options})
-    with compiled_graph.hollowed():
+    with mock.patch.dict(fp8.__kwdefaults__, inner=PLACEHOLDERS):
         with torch.autocast("cpu", BF16, enabled=autocast):
             y = model(x)
         y.backward(torch.empty_like(y))
@@ -102,7 +104,7 @@ def seen(monkeypatch):
         kept.update({(m.fqn, m.gemm): (m, before[m]) for m in matmuls if m.weight is not None})
         return result
 
-    monkeypatch.setattr(importlib.import_module("fp8compile.passes.decide"), "weigh", spy)
+    monkeypatch.setattr(importlib.import_module("fp8compile.passes.pipeline"), "weigh", spy)
     return kept
 
 
@@ -171,14 +173,14 @@ def test_projections_that_share_their_input_are_decided_together():
 
 def test_what_the_policy_insists_on_stays_and_pays_for_others():
     found = {}
-    for fp8 in ("auto", "on"):
+    for choice in ("auto", "on"):
         torch._dynamo.reset()
-        rules = {"rules": [{"module": "q", "fp8": fp8}]}
-        found[fp8] = compile_only(lambda: Attention(4096), 1, 768, 4096, recipe="tensorwise", policy=rules)
+        rules = {"rules": [{"module": "q", "fp8": choice}]}
+        found[choice] = compile_only(lambda: Attention(4096), 1, 768, 4096, recipe="tensorwise", policy=rules)
     assert all(record.decision != FP8 for record in found["auto"].values())
     assert all(found["on"]["q", gemm].decision == FP8 for gemm in ("fprop", "dgrad", "wgrad"))
     assert found["on"]["q", "fprop"].bf16_us > 0  # estimates are for all
-    ratios = [float(re.search(r"(\d\.\d\d)x", found[fp8]["k", "fprop"].reason)[1]) for fp8 in ("auto", "on")]
+    ratios = [float(re.search(r"(\d\.\d\d)x", found[choice]["k", "fprop"].reason)[1]) for choice in ("auto", "on")]
     assert ratios[0] < ratios[1]  # the cast of h is there already
 
 
@@ -235,7 +237,7 @@ def test_no_choice_within_a_component_is_better(seen, name, recipe, tokens, widt
 
 def of(seen, name, gemm, role):
     matmul = seen[name, gemm][0]
-    return source(next(matrix for matrix, given in profitability.roles(matmul) if given == role))
+    return source(next(matrix for matrix, given in matmul.roles if given == role))
 
 
 def test_traffic_of_an_mlp(seen):

@@ -1,9 +1,12 @@
-"""The command line: `fp8compile explain | estimate | policy | plot | calibrate | devices`, or `python -m fp8compile`.
+"""The command line: `fp8compile explain | estimate | policy | plot | calibrate | devices | env`, or
+`python -m fp8compile`.
 
-    problems    what cannot be done, and how that is said
-    models      explain, estimate
-    policies    policy check, policy show, policy schema
-    other       plot, devices, calibrate
+    errors    what cannot be done, and how that is said
+    target    the model that a command is about
+    model     explain, estimate
+    policy    policy check, policy show, policy schema
+    tools     plot, devices, calibrate
+    env       env
 
 stdout carries the result and nothing else: a table, or JSON. Everything that is said on the way goes to stderr, also what the
 user's own code prints while it is loaded. Errors are one line on stderr, after the user's traceback if it was the user's code
@@ -26,10 +29,11 @@ import click
 
 from .. import __version__
 from ..errors import Fp8CompileError, StrictError
-from .errors import complain
+from .env import env
+from .errors import complain, one_line
 from .model import estimate, explain
 from .policy import policy
-from .target import TargetError, one_line
+from .target import TargetError
 from .tools import calibrate, devices, plot
 
 
@@ -76,5 +80,5 @@ def cli(traceback: bool) -> None:
     """What torch.compile(model, backend="fp8") does with a model's matmuls, and what that is worth."""
 
 
-for _command in (explain, estimate, policy, plot, devices, calibrate):
+for _command in (explain, estimate, policy, plot, devices, calibrate, env):
     cli.add_command(_command)

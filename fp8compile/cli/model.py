@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..errors import Fp8CompileError, StrictError
-from .errors import Failed, usage
-from .target import Target, load, one_line, user_traceback
+from .errors import Failed, one_line, usage, user_traceback
+from .target import Target, load
 
 if TYPE_CHECKING:
     from ..reporting.report import Report

@@ -14,7 +14,7 @@ from .errors import complain, usage
 from .model import check_device, explained, idle
 
 if TYPE_CHECKING:
-    from ..reporting.report import MatmulRecord
+    from ..ir.records import MatmulRecord
 
 
 @click.group()
@@ -57,7 +57,7 @@ def check(file: str, target: str | None, inputs: tuple[str, ...], device: str | 
 @click.argument("name", required=False)
 def show(name: str | None) -> None:
     """Print a shipped policy, as a start for one's own. Without NAME: the names."""
-    from ..config.policy import BUILTIN
+    from ..config.policy.files import BUILTIN, shipped
 
     if name is None:
         click.echo("\n".join(sorted(BUILTIN)))
@@ -65,8 +65,7 @@ def show(name: str | None) -> None:
     if name not in BUILTIN:
         names = ", ".join(sorted(BUILTIN))
         raise usage(f"there is no shipped policy {name!r}: {names}.{did_you_mean(near(name, BUILTIN))}")
-    file = Path(__file__).parents[1] / "config" / "policies" / f"{name}.toml"
-    click.echo(file.read_text(encoding="utf-8"), nl=False)
+    click.echo(shipped(name), nl=False)
 
 
 @policy.command()

@@ -23,11 +23,11 @@ import torch
 from torch.fx import Node
 
 from .. import compat
+from ..devices.gpu import Gpu
 from ..ir.fx_utils import Emitter, aten, value
 from . import launch
 from .indexing import quotient, size_of
 from .scale_layouts import columns_first, copied, rows_first
-from .scaled_mm_kind import Hardware
 
 # (BLOCK_R, BLOCK_C, warps, stages), the default first. A stage takes 128 bytes of shared memory a row and column of the tile.
 # With 1 x 128 blocks of b, a thread holds a scale for each of its columns: there, tiles are small enough that nothing spills.
@@ -40,10 +40,10 @@ AMD_COLUMN_TILES = ((64, 64, 4, 2), (64, 128, 4, 2))
 Tile = tuple[int, int, int, int]
 
 
-def configurations(device: Hardware, shared: int, b_block: Sequence[int]) -> tuple[Tile, ...]:
+def configurations(gpu: Gpu | None, shared: int, b_block: Sequence[int]) -> tuple[Tile, ...]:
     """The tiles to choose from at the first launch, the default first. `shared`: bytes of shared memory a block can have."""
     columns = b_block[0] == 1
-    if device.gfx:
+    if gpu is not None and gpu.gfx:
         return AMD_COLUMN_TILES if columns else AMD_TILES
     if shared < 160 << 10:
         return SMALL_TILES
@@ -53,7 +53,7 @@ def configurations(device: Hardware, shared: int, b_block: Sequence[int]) -> tup
 def launch_gemm(
     node: Node,
     inline: Callable[..., Node],
-    device: Hardware,
+    gpu: Gpu | None,
     a: Node,
     b: Node,
     a_inv: Node,
@@ -88,7 +88,7 @@ def launch_gemm(
     sizes = [launcher.number(emit, size) for size in (m, n)]
     out = emit(aten.empty.memory_format, sizes, dtype=out_dtype, device=value(node).device, pin_memory=False)
     tensors = {"a": a, "b": b, "a_inv": a_inv, "b_inv": b_inv, **({} if bias is None else {"bias": bias}), "y": out}
-    tiles = configurations(device, shared_memory(value(node).device), b_block)
+    tiles = configurations(gpu, shared_memory(value(node).device), b_block)
     programs = [quotient(m + r - 1, r) * quotient(n + c - 1, c) for r, c, *_ in tiles]
     grids = [(launcher.number(emit, count), 1, 1) for count in programs]
     compat.launch(emit, launch.tuned(fp8_gemm, tiles), grids, {**tensors, **numbers}, constants)

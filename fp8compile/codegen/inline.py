@@ -36,11 +36,9 @@ class Inliner:
                     filled[i] = tensor
                 return function(*pytree.tree_unflatten(filled, spec))
 
-            from torch._inductor.decomposition import select_decomp_table
-
             with fake_mode_of(values), compat.tracing():
                 distinct = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in values]
-                self.traces[key] = make_fx(call, decomposition_table=select_decomp_table())(*distinct)
+                self.traces[key] = make_fx(call, decomposition_table=compat.decompositions())(*distinct)
         return self._copy(self.traces[key], before, [nodes[i] for i in tensors])
 
     @staticmethod

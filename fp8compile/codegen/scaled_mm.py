@@ -1,7 +1,7 @@
 """How FP8 matmuls are lowered: which form is taken when, and the forms.
 
-`lower_scaled_mm` and `lower_block_mm` say which form an operator of ours becomes. For operands with several scales they ask
-`scaled_mm_kind.how`, as the passes do that decide what becomes FP8.
+`lower_scaled_mm` and `lower_block_mm` say which form an operator of ours becomes. Where operands have several scales, the form
+depends on the device, the blocks and the sizes: `scaled_mm_kind.how`.
 
 In all forms: a [M, K] and b [N, K] FP8, row-major; the inverse of a scale, float32, one a block, [rows / block rows, columns /
 block columns] rounded up, or [1] for one scale; bias [N] or None. The result is [M, N] of `out_dtype`. All forms are plain
@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from .. import compat
+from ..devices.gpu import gpu_of
 from ..ir import ops
 from ..ir.fx_utils import value
 from . import scaled_mm_kind
@@ -49,13 +50,13 @@ def lower_block_mm(node: Node, inline: Inline) -> Node:
     args: Any = node.args
     a, b, a_inv, b_inv, bias, out_dtype, fast_accum, *blocks = args
     a_block, b_block = map(tuple, blocks)
-    device = scaled_mm_kind.hardware(value(node).device)
+    gpu = gpu_of(value(node).device)
     (m, k), n = value(a).shape, value(b).shape[0]
     made = product_dtype(None if bias is None else value(bias), out_dtype)
-    way = scaled_mm_kind.how(device, a_block, b_block, m, n, k, made, fast_accum, not compat.reorders())
+    way = scaled_mm_kind.how(gpu, a_block, b_block, m, n, k, made, fast_accum, not compat.reorders())
     operands = (a, b, a_inv, b_inv, bias, out_dtype)
     if way == TRITON:
-        return launch_gemm(node, inline, device, *operands, a_block, b_block)
+        return launch_gemm(node, inline, gpu, *operands, a_block, b_block)
     forms: dict[str, tuple] = {
         REFERENCE: (ops.block_product, *operands, fast_accum, a_block, b_block),
         ROWWISE: (rowwise, *operands, fast_accum),

@@ -11,24 +11,22 @@
                    is a bf16 number, but none of FP8's speed
     reference      float32 on a CPU: development and tests
 
-`how` chooses; `native` says whether FP8 tensor cores do it. What torch supports where was read in
+`how` chooses; `devices.support` says what the hardware has. What torch supports where was read in
 aten/src/ATen/native/cuda/{ScaledBlas.cpp, RowwiseScaledMM.cu} of 2.11 to 2.15, and cuBLASLt's demands in the section on scaling
 factors of its documentation. CUDA's version is the one that torch was built with; its cuBLAS comes along.
 """
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import torch
 
-from ..config.recipe import ROW, WHOLE, Block, Recipe
-
-if TYPE_CHECKING:
-    from ..devices.catalog import Device
+from ..config.recipe import ROW, WHOLE, Block
+from ..devices import support
+from ..devices.gpu import Gpu
 
 ROWWISE, AFTER, BLOCKWISE, TRITON, MX, EMULATED = "rowwise", "rowwise after", "blockwise", "triton", "mx", "emulated"
 REFERENCE = "reference"
@@ -37,50 +35,8 @@ BLOCKS = (Block(1, 128), Block(128, 128))
 MX_BLOCK = Block(1, 32)
 
 
-class Hardware(NamedTuple):
-    """What the choice depends on: NVIDIA's compute capability or AMD's architecture ("gfx942"), and the version of CUDA or ROCm
-    that torch was built with. `type` is torch's device type."""
-
-    type: str
-    capability: tuple[int, int] = (0, 0)
-    gfx: str = ""
-    toolkit: tuple[int, int] = (0, 0)
-    windows: bool = False
-
-    @property
-    def hopper(self) -> bool:
-        return not self.gfx and self.capability[0] == 9
-
-    @property
-    def cublas_scales(self) -> bool:
-        """cuBLASLt scales rows and 128-blocks: from 12.9 on, on Hopper alone (`_check_deepseek_support` in ScaledBlas.cpp)."""
-        return self.hopper and self.toolkit >= (12, 9)
-
-
-def hardware(device: torch.device) -> Hardware:
-    """That of a device of this process, or of the described one."""
-    if device.type != "cuda":
-        return Hardware(device.type)
-    return _hardware(torch.cuda.get_device_properties(device))
-
-
-def hardware_of(device: Device) -> Hardware:
-    """That of a description, with this build of torch; one without CUDA stands for the current one."""
-    return _hardware(device.gpu)
-
-
-def _hardware(properties: Any) -> Hardware:
-    gfx = str(getattr(properties, "gcnArchName", "") or "").split(":")[0]
-    gfx = gfx if gfx.startswith("gfx") else ""
-    built = torch.version.hip if gfx else torch.version.cuda
-    found = re.match(r"(\d+)\.(\d+)", built or "13.0")
-    assert found is not None, built
-    toolkit = int(found[1]), int(found[2])
-    return Hardware("cuda", (int(properties.major), int(properties.minor)), gfx, toolkit, sys.platform == "win32")
-
-
 def how(
-    device: Hardware,
+    gpu: Gpu | None,
     a_block: Sequence[int],
     b_block: Sequence[int],
     m: Any,
@@ -92,47 +48,42 @@ def how(
 ) -> str:
     """The way of `out[m, n] = a[m, k] @ b[n, k]^T`, one of those above.
 
-    `a_block` and `b_block` are (rows, columns) that share a scale, as in `recipe.Block`; at least one is not (0, 0). Sizes are
-    ints, or SymInts where only a run knows them. `launches`: whether kernels of our own may be launched in this graph.
+    `gpu`: None for a CPU. `a_block` and `b_block` are (rows, columns) that share a scale, as in `recipe.Block`; at least one is
+    not (0, 0). Sizes are ints, or SymInts where only a run knows them. `launches`: whether kernels of our own may be launched
+    in this graph.
     """
-    if device.type == "cpu":
+    if gpu is None:
         return REFERENCE
     a, b = Block(*a_block), Block(*b_block)
     if {a, b} <= {ROW, WHOLE}:
-        return _rowwise(device, out_dtype, fast_accum)
+        return _rowwise(gpu, out_dtype, fast_accum)
     if a == b == MX_BLOCK:
-        return MX if _has_mx(device) else EMULATED
+        return MX if support.has_mx(gpu) else EMULATED
     if a in BLOCKS and b in BLOCKS:
-        if device.cublas_scales and _cublas_blocks(a, b, m, n, k):
+        if _cublas_scales(gpu) and _cublas_blocks(a, b, m, n, k):
             return BLOCKWISE
         return TRITON if launches else EMULATED
     return EMULATED
 
 
-def native(device: Hardware, recipe: Recipe | str) -> bool:
-    """Whether FP8 tensor cores multiply the operands of a recipe on this device, whatever their sizes.
-
-    On a CPU nothing is native, and nothing is expected to be. Raises OptionError for a name that is none.
-    """
-    recipe = Recipe(recipe) if isinstance(recipe, str) else recipe
-    if device.type == "cpu":
-        return False
-    return recipe.name != "mxfp8" or _has_mx(device)
-
-
-def _rowwise(device: Hardware, out_dtype: torch.dtype, fast_accum: bool) -> str:
+def _rowwise(gpu: Gpu, out_dtype: torch.dtype, fast_accum: bool) -> str:
     """The scales inside of the matmul, or after it."""
-    if device.gfx:  # hipBLASLt has them for MI300 and later, into bf16 ("only supports BFloat16 output")
-        return ROWWISE if device.gfx.startswith("gfx9") and out_dtype == torch.bfloat16 else AFTER
-    if device.cublas_scales:
+    if gpu.gfx:  # hipBLASLt has them for MI300 and later, into bf16 ("only supports BFloat16 output")
+        return ROWWISE if gpu.gfx.startswith("gfx9") and out_dtype == torch.bfloat16 else AFTER
+    if _cublas_scales(gpu):
         return ROWWISE
-    if device.windows:  # CUTLASS's kernels are not built there
+    if sys.platform == "win32":  # CUTLASS's kernels are not built there
         return AFTER
-    if device.hopper and not fast_accum:  # CUTLASS's kernel promotes its sums slowly; torchao scales afterwards, too
+    if gpu.major == 9 and not fast_accum:  # CUTLASS's kernel promotes its sums slowly; torchao scales afterwards, too
         return AFTER
     if out_dtype == torch.float32:  # CUTLASS's has bf16 and fp16, float32 in newer versions
         return ROWWISE if torch.torch_version.TorchVersion(torch.__version__) >= "2.15" else AFTER
     return ROWWISE
+
+
+def _cublas_scales(gpu: Gpu) -> bool:
+    """cuBLASLt scales rows and 128-blocks: from 12.9 on, on Hopper alone (`_check_deepseek_support` in ScaledBlas.cpp)."""
+    return not gpu.gfx and gpu.major == 9 and support.cuda_version() >= (12, 9)
 
 
 def _cublas_blocks(a: Block, b: Block, m: Any, n: Any, k: Any) -> bool:
@@ -145,10 +96,3 @@ def _cublas_blocks(a: Block, b: Block, m: Any, n: Any, k: Any) -> bool:
     if not all(isinstance(size, int) for size in (m, n, k)) or a == b == Block(128, 128):
         return False
     return k % (128 if a == b else 512) == 0 and m % 16 == 0 and n % 16 == 0
-
-
-def _has_mx(device: Hardware) -> bool:
-    """MI355's is not used: the layout of its scales differs between ROCm versions, and K has to be a multiple of 128."""
-    if device.type != "cuda" or device.gfx:
-        return False
-    return device.toolkit >= ((12, 8) if device.capability[0] == 10 else (12, 9)) and device.capability[0] >= 10

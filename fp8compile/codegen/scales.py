@@ -6,7 +6,7 @@
     tile    a scale for `rows` x `columns` elements, of which a tile holds whole ones: in place, or from memory
 
 In the graph a scale is `current_scale(amax_blocks(x, ..))`, for square blocks perhaps permuted; in memory it is a tensor that
-someone saved. In place it is, bit for bit, that of `scaling.scale_of`: reach / amax in float64, rounded to float32, is the
+someone saved. In place it is, bit for bit, that of `ir.scale.scale_of`: reach / amax in float64, rounded to float32, is the
 correctly rounded float32 quotient, because both numbers are float32 and 53 bits are more than 2 * 24 (Figueroa, "When is double
 rounding innocuous?", 1995). So no kernel divides in float64, which some GPUs do 64 times slower.
 """

@@ -9,6 +9,7 @@ import sympy
 import torch
 from torch.fx import Graph, Node
 
+from ..devices.cost import STRIDED
 from ..ir.fx_utils import aten, behind, hint
 from .expressions import supported
 from .group import Group
@@ -16,7 +17,6 @@ from .indexing import REDUCTIONS, VIEWS, product, sizes
 from .launch import TALL_ROW_BLOCKS, TALL_TILES, apart
 from .scales import of_amax
 
-STRIDED = 1 / 0.58  # how many times longer one-byte stores at a stride take: Inductor's transposes reach 58% of the bandwidth
 _PARTS = (aten.slice.Tensor, aten.select.int)  # views of memory
 _MOVES = (aten.cat.default, aten.slice.Tensor, aten.select.int, aten.constant_pad_nd.default, aten.amax.default)
 

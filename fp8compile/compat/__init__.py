@@ -4,13 +4,16 @@
     dynamo      what Dynamo and AOTAutograd know about a graph
     fsdp        what FSDP2 manages
     inductor    compiling it with our passes
-    launches    generated kernels in it
-    running     while it runs
+    triton      generated kernels in it
+    autograd    while it runs
     threads     several threads that compile
     split       the graph that DDP has cut
 
-What moves between versions is handled here, in `described` (which stands in for a device) and nowhere else.
+What moves between versions is handled here, in `dryrun.fake_gpu` (which stands in for a device) and nowhere else.
 """
+
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
 
 from .autograd import (
     TensorMarks,
@@ -28,6 +31,7 @@ from .autograd import (
 from .collectives import different, group_name, in_pipeline, inferring_shapes, is_default_group
 from .dynamo import (
     add_input,
+    compiled_code_goes,
     copy_graph,
     gradient_outputs,
     guard_training,
@@ -52,6 +56,10 @@ from .inductor import (
     Partitioner,
     compile_fx,
     compile_inner,
+    decompositions,
+    inductor_config,
+    inductor_modes,
+    inductor_type,
     random_prims,
     sources_hash,
 )
@@ -60,6 +68,13 @@ from .threads import ask_by_thread, register_again, tracing
 from .triton import eliminate_dead_code, launch, launched, launches, load_kernel, max_autotune, reorders, size_node, stable_sort
 
 __all__ = [
+    "FakeTensor",
+    "OpOverload",
+    "compiled_code_goes",
+    "decompositions",
+    "inductor_config",
+    "inductor_modes",
+    "inductor_type",
     "GraphPass",
     "MUST_RECOMPUTE",
     "MUST_SAVE",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import types
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -216,3 +218,27 @@ def gradient_outputs(graph: Graph) -> list[tuple[Node, int]] | None:
 def is_tangent(node: Node) -> bool:
     """Is it an input of the backward: the gradient of an output?"""
     return "Tangent" in type(_whole(node.meta.get("desc"))).__name__
+
+
+@contextlib.contextmanager
+def compiled_code_goes() -> Iterator[None]:
+    """On leaving, drop the code that Dynamo has compiled inside, also that for the user's frames behind a graph break. A frame
+    that had compiled code before keeps it all: Dynamo drops all code of a frame or none. Sizes are not learned inside."""
+    from torch._dynamo import config, convert_frame
+    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+
+    ours: dict[int, types.CodeType] = {}
+    theirs: set[int] = set()
+
+    def note(code: types.CodeType, made: types.CodeType) -> None:
+        if id(code) not in ours and id(code) not in theirs:
+            theirs.add(id(code)) if _debug_get_cache_entry_list(code) else ours.update({id(code): code})
+
+    hook = convert_frame.register_bytecode_hook(note)  # type: ignore[arg-type]
+    try:
+        with config.patch(automatic_dynamic_shapes=False, recompile_limit=1 << 16, accumulated_recompile_limit=1 << 16):
+            yield
+    finally:
+        hook.remove()
+        for code in ours.values():
+            torch._C._dynamo.eval_frame.reset_code(code)

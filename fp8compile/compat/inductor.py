@@ -42,6 +42,32 @@ def compile_inner(gm: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Call
         return compile_fx_inner(gm, inputs, **kwargs)
 
 
+def inductor_modes() -> dict[str, dict[str, Any]]:
+    """The modes of torch.compile, and the options that each stands for."""
+    from torch._inductor import list_mode_options
+
+    return list_mode_options()
+
+
+def inductor_config() -> dict[str, Any]:
+    """Inductor's options with their present values."""
+    from torch._inductor import config
+
+    return config.get_config_copy()
+
+
+def inductor_type(option: str) -> Any:
+    from torch._inductor import config
+
+    return config.get_type(option)  # type: ignore[attr-defined]
+
+
+def decompositions() -> Any:
+    from torch._inductor.decomposition import select_decomp_table
+
+    return select_decomp_table()
+
+
 @functools.cache
 def sources_hash() -> str:
     """A hash of the package's sources: part of the cache key of whatever our passes made."""

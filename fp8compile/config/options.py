@@ -80,19 +80,19 @@ def parse(options: Mapping[str, Any] | None = None, mode: str | None = None) -> 
 def _mode_patches(mode: str | None) -> dict[str, Any]:
     if mode is None or mode == "default":
         return {}
-    from torch._inductor import list_mode_options
+    from .. import compat  # here: it imports Dynamo
 
     # a mode without joint-graph passes ("lite") leaves no place for FP8 to happen
-    modes = {name: patches for name, patches in list_mode_options().items() if _keeps_passes(patches)}
+    modes = {name: patches for name, patches in compat.inductor_modes().items() if _keeps_passes(patches)}
     return dict(modes[one_of("mode", mode, modes)])
 
 
 def _inductor_patches(given: dict[str, Any]) -> dict[str, Any]:
     if not given:
         return {}
-    from torch._inductor import config
+    from .. import compat
 
-    current: dict[str, Any] = config.get_config_copy()
+    current = compat.inductor_config()
     for key, value in given.items():
         if key not in current:
             meant = near(key, (*OURS, *current), count=4)
@@ -104,7 +104,7 @@ def _inductor_patches(given: dict[str, Any]) -> dict[str, Any]:
             raise error
         if key in _PASSES and value is False:
             raise OptionError.of(key, value, "True (FP8 happens in these passes)")
-        expected = config.get_type(key)  # type: ignore[attr-defined]
+        expected = compat.inductor_type(key)
         if not _fits(value, expected):
             wanted = getattr(expected, "__name__", str(expected))
             raise OptionError.of(key, value, f"{wanted} (an Inductor option, now {current[key]!r})")

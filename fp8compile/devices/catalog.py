@@ -27,17 +27,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import OptionError, did_you_mean, near
-from ..logs import get_logger, say_once
+from ..logs import DEVICES_VARIABLE, get_logger, say_once
+from . import support
+from .gpu import Gpu, gfx_of
+from .toml import tomllib
 
 if TYPE_CHECKING:
     import torch
 
-    from ..dryrun.fake_gpu import Gpu
-
 logger = get_logger(__name__)
 
 SHIPPED = Path(__file__).with_name("devices.toml")
-VARIABLE = "FP8COMPILE_DEVICES"
 RATES = ("fp8", "bf16", "fp16", "fp32")
 LAUNCH_S = 2e-6
 
@@ -54,7 +54,6 @@ _PER_UNIT = {
     "gfx950": (4096, 4096),  # MI355X
     "gfx12": (1024, 1024),  # RX 9070
 }
-_OLDEST_FP8 = (8, 9)
 _SUSTAINED = {"fp8": 0.65, "bf16": 0.75, "fp16": 0.75, "fp32": 0.65, "bandwidth": 0.85}  # of peak, as in devices.toml
 
 # shared memory a unit, what one block can have of it (bytes), threads a unit
@@ -131,9 +130,7 @@ class Device:
 
     @property
     def gpu(self) -> Gpu:
-        """What Inductor asks of the device, for `described.trace`."""
-        from ..dryrun.fake_gpu import Gpu
-
+        """What Inductor asks of the device, for `dryrun.fake_gpu.trace`."""
         shared, block, threads = _SHARED[_architecture(self.capability, self.gfx)]  # type: ignore[index]
         return Gpu(
             name=self.name,
@@ -211,7 +208,7 @@ def unmeasured(properties: Any) -> Device:
 
 def derived(properties: Any) -> Device:
     """A description from a device's properties alone: compute units x clock x what its architecture does a clock."""
-    gfx = _gfx(properties)
+    gfx = gfx_of(properties)
     capability = (int(properties.major), int(properties.minor))
     per_unit = _PER_UNIT[_architecture(capability, gfx)]  # type: ignore[index]
     units = int(properties.multi_processor_count)
@@ -219,7 +216,7 @@ def derived(properties: Any) -> Device:
     bf16 = per_unit[1 if "geforce" in properties.name.lower() else 0] * units * clock
     bus, memory_clock = (int(getattr(properties, name, 0) or 0) for name in ("memory_bus_width", "memory_clock_rate"))
     bandwidth = bus / 8 * 2e3 * memory_clock or bf16 / 250  # FLOP a byte, about what they all have
-    fp8 = 2 * bf16 if gfx or capability >= _OLDEST_FP8 else 0.0
+    fp8 = 2 * bf16 if support.has_fp8(capability, gfx) else 0.0
     peak = Rates(bf16=bf16, fp16=bf16, fp32=bf16 / 2, fp8=fp8, bandwidth=bandwidth)
     sustained = Rates(**{name: part * getattr(peak, name) for name, part in _SUSTAINED.items()})
     return Device(
@@ -250,7 +247,7 @@ def shipped() -> dict[str, Device]:
 
 def stored_path() -> Path:
     """Where measured descriptions are kept: FP8COMPILE_DEVICES, or fp8compile/devices.toml in the user's cache."""
-    given = os.environ.get(VARIABLE)
+    given = os.environ.get(DEVICES_VARIABLE)
     if given:
         return Path(given).expanduser()
     cache = os.environ.get("XDG_CACHE_HOME")
@@ -306,10 +303,6 @@ def to_toml(device: Device) -> str:
 
 
 def _tables(path: Path) -> dict[str, dict[str, Any]]:
-    try:
-        import tomllib  # Python 3.11
-    except ModuleNotFoundError:
-        import tomli as tomllib  # type: ignore[import-not-found,no-redef]
     with open(path, "rb") as file:
         return tomllib.load(file)
 
@@ -360,7 +353,7 @@ def _is_number(value: Any, least: float) -> bool:
 
 def _shipped_for(properties: Any) -> Device | None:
     """By name; an AMD device whose name says nothing ("AMD Radeon Graphics") by its architecture, units and memory."""
-    gfx = _gfx(properties)
+    gfx = gfx_of(properties)
     for device in shipped().values():
         if device.matches(properties.name):
             return device
@@ -369,12 +362,6 @@ def _shipped_for(properties: Any) -> Device | None:
         if gfx and device.gfx == gfx and device.sms == properties.multi_processor_count and alike:
             return device
     return None
-
-
-def _gfx(properties: Any) -> str:
-    """AMD's architecture without its features ("gfx942:sramecc+:xnack-" -> "gfx942"); "" for others."""
-    name = str(getattr(properties, "gcnArchName", "") or "").split(":")[0]
-    return name if name.startswith("gfx") else ""
 
 
 def _architecture(capability: tuple[int, int], gfx: str) -> Any:

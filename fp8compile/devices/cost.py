@@ -2,7 +2,6 @@
 
     gemm(device, m, n, k, "bf16")           seconds of out[m, n] = a[m, k] @ b[k, n]
     casts(device, Operand(...))             seconds that the FP8 copies of one tensor cost
-    linear(device, m, n, k, "delayed")      both for the three matmuls of a linear: bf16 against FP8
     break_even(gain)                        the number of tokens from which something gains
 
 **Matmul**  ``max(compute, bytes / bandwidth) + launch``. Compute is counted in waves: the output is cut into tiles, each unit
@@ -15,19 +14,14 @@ twice as long, and its kernels start later: small and odd sizes lose.
 the amax and again for the cast, `rowwise` so for each layout. Where the producer's kernel casts, its reads are free and, if
 nobody reads the tensor in high precision any more, not writing that is a gain: costs can be negative.
 
-Sizes may be sympy expressions; the result is one, then (`sympy.lambdify` evaluates it quickly, `subs` does not). The sources of
-the constants are in docs/cost-model.md.
+The sources of the constants are in docs/cost-model.md.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
-
-import sympy
 
 from .catalog import Device
 
@@ -37,7 +31,7 @@ SPLITS = (1, 2, 4, 8, 16)  # parts of k that are worked on side by side and adde
 RAMP = {"fp8": 512}
 RAMP_OTHERS = 256
 FP8_START_S = 2e-6  # an FP8 matmul of 256 x 256 x 256 takes 6 us on an H100, one in bf16 3.7
-STRIDED = 1 / 0.58  # columns of a row-major tensor: Inductor's transposes reach 58% of the bandwidth
+STRIDED = 1 / 0.58  # how much longer a walk along columns of memory takes: Inductor's transposes reach 58% of the bandwidth
 ITEMSIZE = {"fp8": 1, "bf16": 2, "fp16": 2, "fp32": 4}
 # kernels that an operand adds besides its walks (scale, inverse), and that a graph adds once (both directions)
 SMALL_KERNELS = {"delayed": 0, "tensorwise": 2, "rowwise": 0, "blockwise": 0, "mxfp8": 0}
@@ -48,31 +42,21 @@ GEMM_PART = {"blockwise": 0.85}
 LARGEST = 1 << 20
 
 
-def gemm(device: Device, m: Any, n: Any, k: Any, dtype: str = "bf16", out_bytes: int = 2, instead: str = "bf16") -> Any:
+@functools.lru_cache(maxsize=1 << 16)
+def gemm(device: Device, m: int, n: int, k: int, dtype: str = "bf16", out_bytes: int = 2, instead: str = "bf16") -> float:
     """Seconds of out[m, n] = a[m, k] @ b[k, n] with operands of `dtype` ("fp8", "bf16", "fp16", "fp32").
 
     `out_bytes` is the itemsize of the output. For FP8, `instead` is what it would be without: it is not credited with more
     than it saves at full efficiency, since how much of a wave bf16 wastes is too uncertain to be FP8's gain.
-    Sizes are ints or sympy expressions. ValueError for FP8 on a device without.
+    ValueError for FP8 on a device without.
     """
     if dtype == "fp8" and not device.has_fp8:
         raise ValueError(f"{device.name} has no FP8")
-    if all(isinstance(size, int) for size in (m, n, k)):
-        return _gemm(device, m, n, k, dtype, out_bytes, instead)
-    return _credited(device, (m, n, k), dtype, out_bytes, instead, _Symbolic)
-
-
-@functools.lru_cache(maxsize=1 << 16)
-def _gemm(device: Device, m: int, n: int, k: int, dtype: str, out_bytes: int, instead: str) -> float:
-    return _credited(device, (m, n, k), dtype, out_bytes, instead, _Numbers)
-
-
-def _credited(device: Device, sizes: tuple, dtype: str, out_bytes: int, instead: str, math_of: Any) -> Any:
-    seconds = _waves(device, sizes, dtype, out_bytes, math_of)
+    seconds = _waves(device, m, n, k, dtype, out_bytes)
     if dtype != "fp8":
         return seconds
-    full, fp8 = (_roofline(device, sizes, name, out_bytes, math_of) for name in (instead, dtype))
-    return math_of.most(seconds, _waves(device, sizes, instead, out_bytes, math_of) - (full - fp8))
+    full, fp8 = (_roofline(device, m, n, k, name, out_bytes) for name in (instead, dtype))
+    return max(seconds, _waves(device, m, n, k, instead, out_bytes) - (full - fp8))
 
 
 def block_gemm(
@@ -86,54 +70,31 @@ def block_gemm(
     return gemm(device, m, n, k, "fp8", out_bytes, instead) / GEMM_PART.get(recipe, 1.0)
 
 
-def _roofline(device: Device, sizes: tuple, dtype: str, out_bytes: int, math_of: Any) -> Any:
-    m, n, k = sizes
-    return math_of.most(2 * m * n * k / device.flops.of(dtype), _moved(sizes, dtype, out_bytes) / device.bandwidth)
+def _roofline(device: Device, m: int, n: int, k: int, dtype: str, out_bytes: int) -> float:
+    return max(2 * m * n * k / device.flops.of(dtype), _moved(m, n, k, dtype, out_bytes) / device.bandwidth)
 
 
-def _moved(sizes: tuple, dtype: str, out_bytes: int) -> Any:
-    m, n, k = sizes
+def _moved(m: int, n: int, k: int, dtype: str, out_bytes: int) -> int:
     return ITEMSIZE[dtype] * (m * k + k * n) + out_bytes * m * n
 
 
-def _waves(device: Device, sizes: tuple, dtype: str, out_bytes: int, math_of: Any) -> Any:
-    (m, n, k), ceil_div, least, most = sizes, math_of.ceil_div, math_of.least, math_of.most
+def _waves(device: Device, m: int, n: int, k: int, dtype: str, out_bytes: int) -> float:
     unit_rate = device.flops.of(dtype) / device.sms
     ramp = RAMP.get(dtype, RAMP_OTHERS)
     ways = []
     for rows, columns, part in TILES:
-        tiles = ceil_div(m, rows) * ceil_div(n, columns)
+        tiles = _ceil_div(m, rows) * _ceil_div(n, columns)
         for split in SPLITS:
-            waves = ceil_div(tiles * split, device.sms)
+            waves = _ceil_div(tiles * split, device.sms)
             compute = waves * (2 * rows * columns * (k / split + ramp)) / (part * unit_rate)
             # partial sums are written and read once more
             ways.append(compute + (8 * split * m * n / device.bandwidth + device.launch if split > 1 else 0))
     start = device.launch + (FP8_START_S if dtype == "fp8" else 0)
-    return most(least(*ways), _moved(sizes, dtype, out_bytes) / device.bandwidth) + start
+    return max(min(ways), _moved(m, n, k, dtype, out_bytes) / device.bandwidth) + start
 
 
-class _Numbers:
-    least, most = min, max
-
-    @staticmethod
-    def ceil_div(a: int, b: int) -> int:
-        return -(-a // b)
-
-
-class _Symbolic:
-    """Unevaluated: comparing thirty ways to cut a matmul in symbols takes minutes and decides nothing."""
-
-    @staticmethod
-    def least(*ways: Any) -> Any:
-        return sympy.Min(*ways, evaluate=False)
-
-    @staticmethod
-    def most(*ways: Any) -> Any:
-        return sympy.Max(*ways, evaluate=False)
-
-    @staticmethod
-    def ceil_div(a: Any, b: int) -> Any:
-        return sympy.ceiling(sympy.sympify(a) / b)
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
 
 
 @dataclass(frozen=True)
@@ -150,24 +111,24 @@ class Operand:
     has to write that, and a tensor in memory of another itemsize (float32 under autocast) is converted.
     """
 
-    elements: Any
+    elements: int
     layouts: int = 2
     recipe: str = "delayed"
     itemsize: int = 2
     fused: bool = False
-    producer_bytes: Any = 0
+    producer_bytes: int = 0
     again: bool = False
     scattered: bool = False
     high_bytes: int = 0
 
 
-def casts(device: Device, operand: Operand) -> Any:
+def casts(device: Device, operand: Operand) -> float:
     """Seconds for the FP8 copies of one tensor, shared by all its readers, and for its high precision copy (`high_copy`)."""
     if operand.recipe == "rowwise":
         return _rowwise(device, operand) + high_copy(device, operand)
     walks = 2 if operand.recipe == "tensorwise" else 1
     if operand.fused and not operand.high_bytes:
-        moved = (walks - 1) * operand.producer_bytes
+        moved: float = (walks - 1) * operand.producer_bytes
         kernels = walks - 1
     else:  # what is written in high precision is read again: casts with one more output are not always taken in
         read = operand.elements * (operand.high_bytes if operand.fused else operand.itemsize)
@@ -181,7 +142,7 @@ def casts(device: Device, operand: Operand) -> Any:
     return moved / device.bandwidth + kernels * device.launch + high_copy(device, operand)
 
 
-def high_copy(device: Device, operand: Operand) -> Any:
+def high_copy(device: Device, operand: Operand) -> float:
     """Seconds for what is read in high precision: a fused producer's write, or a conversion."""
     if operand.fused:
         return operand.high_bytes * operand.elements / device.bandwidth
@@ -190,7 +151,7 @@ def high_copy(device: Device, operand: Operand) -> Any:
     return (operand.itemsize + operand.high_bytes) * operand.elements / device.bandwidth + device.launch
 
 
-def _rowwise(device: Device, operand: Operand) -> Any:
+def _rowwise(device: Device, operand: Operand) -> float:
     """One scale a row of each layout. A cast waits for its row's amax, so each copy takes two walks (the first may be the
     producer's); those of the transposed copy go along columns of memory."""
     size, read = operand.elements, operand.elements * operand.itemsize
@@ -199,48 +160,6 @@ def _rowwise(device: Device, operand: Operand) -> Any:
     if operand.layouts > 1:
         seconds += (2 * STRIDED * read + size) / device.bandwidth + 2 * device.launch
     return seconds
-
-
-@dataclass(frozen=True)
-class Linear:
-    """Estimated seconds of a linear, forward and backward: its matmuls in bf16 and in FP8, and what FP8 adds by its `casts`."""
-
-    bf16: Any
-    fp8: Any
-    casts: Any
-
-    @property
-    def speedup(self) -> Any:
-        """Of FP8 with its casts over bf16."""
-        return self.bf16 / (self.fp8 + self.casts)
-
-
-def linear(
-    device: Device,
-    m: Any,
-    n: Any,
-    k: Any,
-    recipe: str = "delayed",
-    *,
-    fused: tuple[bool, bool] = (True, True),
-    weight_bytes: int = 2,
-    fixed: bool = False,
-) -> Linear:
-    """out[m, n] = x[m, k] @ w[n, k].t(), its dgrad and its wgrad. `recipe`: a `Scaling.kind`; gemms are the hardware's.
-
-    `fused`: are x and the output's gradient computed by kernels that casts can join (one tensor is read for each element that
-    they compute)? If so, nobody else reads them. `fixed` adds what a graph pays once.
-    """
-    sizes = ((m, n, k), (m, k, n), (n, k, m))
-    bf16 = sum(gemm(device, *size) for size in sizes)
-    fp8 = sum(gemm(device, *size, dtype="fp8") for size in sizes) / GEMM_PART.get(recipe, 1.0)
-    added: Any = 0.0
-    for elements, joined in zip((m * k, m * n), fused, strict=True):
-        operand = Operand(elements, recipe=recipe, fused=joined, producer_bytes=2 * elements)
-        added += casts(device, operand) - high_copy(device, Operand(elements, fused=joined, high_bytes=2))
-    added += casts(device, Operand(n * k, recipe=recipe, itemsize=weight_bytes))
-    added -= high_copy(device, Operand(n * k, itemsize=weight_bytes, high_bytes=2))
-    return Linear(bf16, fp8, added + (FIXED_KERNELS[recipe] * device.launch if fixed else 0.0))
 
 
 def break_even(gain: Callable[[int], float], largest: int = LARGEST) -> int | None:
@@ -257,7 +176,6 @@ def break_even(gain: Callable[[int], float], largest: int = LARGEST) -> int | No
     if losing[-1] == len(sizes) - 1:
         return None
     low, high = sizes[losing[-1]] // 16, sizes[losing[-1] + 1] // 16  # loses at low, gains at high
-    high = math.ceil(high)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if gain(16 * middle) > 0 else (middle, high)

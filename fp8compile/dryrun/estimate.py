@@ -2,7 +2,7 @@
 
     print(fp8compile.estimate(model, tokens, labels=labels, device="h100"))
 
-The step is compiled twice for the described device (see `described`), by Inductor as it is and with our passes, and nothing is
+The step is compiled twice for the described device (see `fake_gpu`), by Inductor as it is and with our passes, and nothing is
 executed: weights may be on the meta device. Of every kernel are known its bytes, its FLOPs and the module it belongs to; its
 time is the roofline's (see `roofline`). So this is no measurement: it ranks two compilations of one model, by traffic and
 FLOPs. What it does not see: the optimizer, communication, the host, caches, and how well a kernel uses the device.
@@ -24,8 +24,11 @@ import torch
 from torch import nn
 
 from ..devices import catalog
+from ..devices.gpu import H200, Gpu
 from ..errors import Fp8CompileError, OptionError
-from ..reporting.report import LEDGER, Report, numbered
+from ..reporting.layers import numbered
+from ..reporting.report import Report
+from ..runtime.ledger import LEDGER
 from . import roofline
 
 if TYPE_CHECKING:
@@ -265,10 +268,10 @@ class _Compiler:
         """In bf16 and in FP8, with only so many of the blocks in `container`."""
         from .. import compat
         from ..backend import fp8
-        from ..runtime import compiled_graph
+        from ..runtime.inner import INDUCTOR
 
         def inductor(gm: Any, example_inputs: Any) -> Any:
-            return compat.compile_fx(gm, example_inputs, compiled_graph.compile_inner, self.inductor)
+            return compat.compile_fx(gm, example_inputs, INDUCTOR.compile, self.inductor)
 
         def ours(gm: Any, example_inputs: Any) -> Any:
             return fp8(gm, example_inputs, options=self.options)
@@ -291,7 +294,7 @@ class _Compiler:
             nonlocal report
             args, kwargs = inputs(self.args), inputs(self.kwargs)
             torch.compile(entry(self.model), backend=compiled)(*args, **kwargs)
-            report = Report(LEDGER.report().graphs)  # which trace() clears
+            report = Report(graph for graph, _ in LEDGER.graphs().values())  # which trace() clears
 
         with untouched(self.modules), torch.enable_grad(), _only(container, blocks):
             found = fake_gpu.trace(step, _described(self.device))
@@ -308,13 +311,11 @@ class _Compiler:
         return costs
 
 
-def _described(device: Device) -> Any:
+def _described(device: Device) -> Gpu:
     """What to compile for: the device, or for AMD's an H200 of its size."""
     gpu = device.gpu
     if not device.gfx:
         return gpu
-    from .fake_gpu import H200
-
     sizes = ("name", "multi_processor_count", "total_memory", "L2_cache_size")
     return dataclasses.replace(H200, **{name: getattr(gpu, name) for name in sizes})
 
@@ -392,7 +393,7 @@ def _part(fqn: str) -> str:
 
 
 def _layers(bf16: Costs, fp8: Costs) -> Iterator[Layer]:
-    from ..reporting.report import _ranges
+    from ..reporting.layers import ranges
 
     tables = []
     names = {*bf16, *fp8}
@@ -405,4 +406,4 @@ def _layers(bf16: Costs, fp8: Costs) -> Iterator[Layer]:
         tables.append(_by_pattern(parts, {name for name in leaves if numbered(name)[0][1] == ""}))
     for pattern in sorted({**tables[0], **tables[1]}, key=lambda p: (p[0] == NOWHERE, _name(p, None))):
         (one, numbers), (other, more) = (table.get(pattern, (Cost(), set())) for table in tables)
-        yield Layer(_name(pattern, _ranges(sorted(numbers | more)) if numbers | more else None), one, other)
+        yield Layer(_name(pattern, ranges(sorted(numbers | more)) if numbers | more else None), one, other)

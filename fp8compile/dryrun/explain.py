@@ -2,10 +2,9 @@
 
     print(fp8compile.explain(model, tokens, labels=labels))
 
-Dynamo and AOTAutograd trace forward and backward, our passes decide about every matmul as always, and that is all: Inductor
-generates no code, and graphs compute nothing (see `hollow`), so values do not matter, and a model on the meta device is as good
-as one with weights. The model, its buffers and gradients, random states, `fp8compile.report` and other compiled models are
-left as they were (see `untouched`).
+Dynamo and AOTAutograd trace forward and backward, and our passes decide about every matmul as always. Inductor generates no
+code, and graphs compute nothing (see `placeholders`). So values do not matter, and a model on the meta device will do. The
+model, its buffers and gradients, random states, `fp8compile.report` and other compiled models stay as they were (`sandbox`).
 """
 
 from __future__ import annotations
@@ -20,7 +19,8 @@ import torch
 from .. import compat
 from ..errors import Fp8CompileError
 from ..logs import get_logger
-from ..reporting.report import LEDGER, Report
+from ..reporting.report import Report, report
+from ..runtime.ledger import LEDGER
 
 logger = get_logger(__name__)
 
@@ -47,7 +47,7 @@ def explain(
     """
     from ..backend import fp8
     from ..config.options import parse
-    from ..runtime import compiled_graph
+    from .placeholders import PLACEHOLDERS
     from .sandbox import entry, fuse_attention, inputs, modules_of, taken, untouched
 
     model = taken(model)
@@ -61,22 +61,22 @@ def explain(
     def backend(gm: Any, example_inputs: Any) -> Any:
         if elsewhere:
             fuse_attention(gm)
-        return fp8(gm, example_inputs, options=chosen)
+        return fp8(gm, example_inputs, options=chosen, inner=PLACEHOLDERS)
 
     step = entry(model)
-    with untouched(modules), compiled_graph.hollowed(), torch.enable_grad():
+    with untouched(modules), torch.enable_grad():
         args, kwargs = inputs(args), inputs(kwargs)
         note = ""
         try:
             torch.compile(step, backend=backend)(*args, **kwargs)
         except Exception as error:
-            known = len(LEDGER.report().graphs)
+            known = len(LEDGER.graphs())
             if not known or isinstance(error, Fp8CompileError) or compat.is_of_backend(error):
                 raise
             note = f"incomplete: behind graph {known - 1} the model raised {_brief(error)}"
         inner = {id(part) for module in modules for part in module.modules() if part is not module}
-        outside = [record for module in modules if id(module) not in inner for record in LEDGER.report(module).outside]
-        found = Report(LEDGER.report().graphs, "nothing was compiled: Dynamo found no graph in this model", note, outside)
+        outside = [record for module in modules if id(module) not in inner for record in report(module).outside]
+        found = Report(report().graphs, "nothing was compiled: Dynamo found no graph in this model", note, outside)
     if note:
         logger.warning("fp8: explain: %s. Values behind a graph break are zeros here, which may be why", note)
     return found

@@ -14,16 +14,17 @@ from typing import Any
 
 import sympy
 import torch
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_map_only
+
+from .. import compat
+from ..runtime.inner import Inner
 
 LARGE = 1 << 20  # bytes; below, tensors are zeros for certain, and computed where that is cheap
 
 
-def hollow(graph: Graph, device: torch.device | None = None) -> Callable[[list[Any]], list[Any]]:
+def placeholder_callable(graph: Graph, device: torch.device | None = None) -> Callable[[list[Any]], list[Any]]:
     """A boxed callable with the outputs of `graph`, one that AOTAutograd has partitioned: fake values in meta["val"].
 
     Tensors are on `device`, or where the graph has them. Symbolic sizes are those of the arguments.
@@ -55,12 +56,19 @@ def hollow(graph: Graph, device: torch.device | None = None) -> Callable[[list[A
     return run
 
 
+def _compile(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[[list[Any]], list[Any]]:
+    return placeholder_callable(gm.graph)
+
+
+PLACEHOLDERS = Inner(_compile, computes=False)
+
+
 def _cheap(graph: Graph, wanted: Sequence[Node]) -> list[Node]:
     """What has to be computed for those of the wanted ones that follow from small ones alone, in order."""
     able: set[Node] = set()
     for node in graph.nodes:
         target = node.target
-        op = isinstance(target, OpOverload) and target.namespace in ("aten", "prims") and not target._schema.is_mutable
+        op = isinstance(target, compat.OpOverload) and target.namespace in ("aten", "prims") and not target._schema.is_mutable
         if _is_size(node) or (
             (op or node.op in ("placeholder", "get_attr")) and _is_small(node) and able.issuperset(node.all_input_nodes)
         ):
@@ -109,7 +117,7 @@ def _computed(
                 found = node.target(*args, **kwargs)  # type: ignore[operator]
         except Exception:  # an operator without a kernel for this device, a constant that is gone: zeros, as ever
             continue
-        if not isinstance(found, FakeTensor):
+        if not isinstance(found, compat.FakeTensor):
             known[node] = found
     return known
 

@@ -24,8 +24,8 @@ import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from torch import nn
 
-from .. import logs
-from ..reporting.report import LEDGER
+from .. import compat, logs
+from ..runtime.ledger import LEDGER
 from .placeholders import unwritten
 
 _numbers = itertools.count()
@@ -138,7 +138,7 @@ def untouched(modules: Iterable[nn.Module]) -> Iterator[None]:
                 root.train()
         stack.enter_context(_random_states())
         stack.enter_context(_records())
-        stack.enter_context(_compiled_code())
+        stack.enter_context(compat.compiled_code_goes())
         yield
 
 
@@ -211,27 +211,3 @@ def _records() -> Iterator[None]:
         ledger._graphs.update(graphs)
         ledger._parameters.update(parameters)
         ledger._next = following
-
-
-@contextlib.contextmanager
-def _compiled_code() -> Iterator[None]:
-    """What Dynamo compiles for frames of the user's, behind a graph break, goes. (A frame for which other compiled code was
-    there before keeps both: Dynamo drops all of a frame's code or none.) Sizes are not learned."""
-    from torch._dynamo import config, convert_frame
-    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
-
-    ours: dict[int, types.CodeType] = {}
-    theirs: set[int] = set()
-
-    def note(code: types.CodeType, made: types.CodeType) -> None:
-        if id(code) not in ours and id(code) not in theirs:
-            theirs.add(id(code)) if _debug_get_cache_entry_list(code) else ours.update({id(code): code})
-
-    hook = convert_frame.register_bytecode_hook(note)  # type: ignore[arg-type]
-    try:
-        with config.patch(automatic_dynamic_shapes=False, recompile_limit=1 << 16, accumulated_recompile_limit=1 << 16):
-            yield
-    finally:
-        hook.remove()
-        for code in ours.values():
-            torch._C._dynamo.eval_frame.reset_code(code)

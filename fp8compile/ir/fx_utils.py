@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, Node, map_arg
+
+from .. import compat
 
 aten = torch.ops.aten
 
@@ -87,7 +88,7 @@ class Emitter:
 def fake_mode_of(values: Any) -> contextlib.AbstractContextManager:
     """The fake mode of the first fake tensor in a nest of values; nothing if there is none."""
     leaves = pytree.tree_leaves(values)
-    return next((x.fake_mode for x in leaves if isinstance(x, FakeTensor)), contextlib.nullcontext())
+    return next((x.fake_mode for x in leaves if isinstance(x, compat.FakeTensor)), contextlib.nullcontext())
 
 
 @dataclass(frozen=True)

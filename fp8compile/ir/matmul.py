@@ -4,17 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Container
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from torch.fx import Node
 
 from .. import compat
-from ..config.recipe import Recipe
-from ..reporting.report import FP8, HIGH_PRECISION, MatmulRecord
+from ..config.recipe import Recipe, Scaling
 from .fx_utils import Matrix, arg, hint
+from .records import FP8, HIGH_PRECISION, MatmulRecord
 
 Gemm = Literal["fprop", "dgrad", "wgrad", "matmul"]
 GEMMS: tuple[Gemm, ...] = ("fprop", "dgrad", "wgrad")
+
+
+class OperandKey(NamedTuple):
+    """Gemms that read one tensor share its FP8 copies if this is the same: gradients have a format of their own."""
+
+    base: Node
+    gradient: bool
+    scaling: Scaling
 
 
 @dataclass(eq=False)
@@ -70,6 +78,24 @@ class Matmul:
     def other_operand(self) -> Matrix:
         """Of fprop the input, of dgrad the gradient, as of a wgrad that reads a weight."""
         return self.a if self.weight_operand is self.b else self.b
+
+    @property
+    def roles(self) -> tuple[tuple[Matrix, str], tuple[Matrix, str]]:
+        """The operands a and b of a weight's gemm, each with its role: "input", "weight" or "gradient"."""
+        weight = self.weight_operand
+        if weight is None:  # a wgrad
+            # the gradient is the operand that was made in backward; if both were (an input that is computed again), the other
+            # one is what fprop reads
+            late = [compat.is_backward(x.base) for x in (self.a, self.b)]
+            read = self.fprop.other_operand.base if self.fprop is not None else None
+            a_is_input = self.a.base is read if late[0] == late[1] else late[1]
+            return (self.a, "input" if a_is_input else "gradient"), (self.b, "gradient" if a_is_input else "input")
+        other = "input" if self.gemm == "fprop" else "gradient"
+        return (self.a, "weight" if self.a is weight else other), (self.b, "weight" if self.b is weight else other)
+
+    def operand_key(self, matrix: Matrix, role: str) -> OperandKey:
+        """The key of the FP8 tensor that this gemm reads in the place of `matrix`."""
+        return OperandKey(matrix.base, role == "gradient", self.recipe.scaling(role, self.gemm))
 
     def other(self, operand: Matrix) -> Matrix:
         return self.a if operand is self.b else self.b

@@ -1,7 +1,7 @@
 """The intermediate representation: a handful of functional operators in the namespace `fp8compile::`.
 
 The passes write them into the joint graph and lower them to ATen before Inductor generates code. Their eager
-implementations below, plain torch on any device, are the reference: a cold call runs on them (see `runtime`).
+implementations below, plain torch on any device, are the reference: a cold call runs on them (see `runtime.calls`).
 
     amax(x)                                         [..] -> [1] float32
     amax_blocks(x, transposed, block)               [R, C] -> one a block of the copy

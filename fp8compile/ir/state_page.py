@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -54,6 +55,16 @@ class SlotSettings(NamedTuple):
     window: int
     interval: int
     limit: float = float("inf")
+
+
+@dataclass(frozen=True)
+class SlotKey:
+    """A slot as a graph knows it: the input (by position) whose matmul it serves, its role and which use of it."""
+
+    input: int
+    role: str  # "input" | "weight" | "gradient"
+    use: int
+    settings: SlotSettings = field(compare=False)  # how it moves; no part of its identity
 
 
 def fp8_max_of(reach: float, limit: float) -> float:
@@ -96,7 +107,7 @@ def next_page(page: Tensor, snapshot: Tensor, amax: Tensor) -> Tensor:
 
     The history shifts by one. A slot's scale is recomputed at its first non-zero amax and at every interval-th call
     from there, unless the amax to compute it from is 0. An amax that the old scale brings beyond the slot's limit is due
-    at once, and makes the slot cold: the next call uses its current amax, if it can (see `runtime`), else the new scale. If
+    at once, and makes the slot cold: the next call uses its current amax, if it can (`runtime.calls`), else the new scale. If
     any amax is not finite, nothing moves: one bad batch leaves no trace (TransformerEngine keeps the infinity in the window
     for its whole length).
     """

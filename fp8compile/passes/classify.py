@@ -1,5 +1,5 @@
 """Output heads, router gates and down projections, recognised by name and by what the graph does around them. (Heads that
-only their place tells are found in `last`.)
+only their place tells are found in `output_heads`.)
 
 Heads and gates are kept in high precision by the default policy: logits, and choices between experts, are sensitive to small
 errors. Inputs of down projections behind a gated activation are products of two projections, whose outliers grow suddenly.

@@ -19,7 +19,7 @@ from .. import compat
 from ..ir.fx_utils import arg, peel, value
 from ..ir.inputs import Inputs, readable_module
 from ..ir.matmul import Matmul
-from ..reporting.report import OpaqueRecord
+from ..ir.records import OpaqueRecord
 from .attribute import attribute, uncopied
 from .origins import MATMULS, Origins
 

@@ -1,7 +1,7 @@
 """decide: give every matmul its decision, FP8 or the reason why not. Changes the records, not the graph.
 
-What is possible comes first (`eligible`), then what the policy says of this layer, then what pays (`weigh`), where the policy
-leaves it open and a description of the device is known.
+What is possible comes first (`legality`), then what the policy says of this layer. What the policy leaves open is for `weigh`,
+where a description of the device is known.
 """
 
 from __future__ import annotations
@@ -10,16 +10,15 @@ from collections import defaultdict
 from dataclasses import replace
 
 from .. import compat
-from ..codegen.scaled_mm_kind import hardware, hardware_of, native
 from ..config.policy import Choice, Policy, Rule, Site
+from ..devices import support
 from ..devices.catalog import Device
+from ..devices.gpu import gpu_of
 from ..ir.fx_utils import hint, value
 from ..ir.inputs import Inputs
 from ..ir.matmul import GEMMS, Matmul
 from . import legality
 from .classify import kinds
-from .plan import roles
-from .profitability import weigh
 
 
 def decide(
@@ -49,14 +48,14 @@ def decide(
             current = (inputs_too, True, gradients_too)
             matmul.recipe = replace(matmul.recipe, current_scaling=current)
         if choice.recipe.name == "mxfp8":  # what a device may lack; a CPU multiplies any recipe in float32
-            used = hardware_of(device) if device is not None else hardware(value(matmul.node).device)
-            matmul.emulated = not native(used, choice.recipe)
+            gpu = device.gpu if device is not None else gpu_of(value(matmul.node).device)
+            matmul.emulated = not support.has_mx(gpu)
         rule = policy.rules[choice.rule] if choice.rule is not None else None
         chosen = _choice(matmul, site, choice, rule)
         matmul.reason = legality.objection(matmul) or chosen or legality.misaligned(matmul)
         # not a choice: a shipped rule that goes by sizes alone
         matmul.on_purpose = chosen is not None and (rule is None or rule.where is None or policy.owns(choice.rule))
-        if matmul.fp8 and any(role != "gradient" and compat.is_backward(matrix.base) for matrix, role in roles(matmul)):
+        if matmul.fp8 and any(role != "gradient" and compat.is_backward(matrix.base) for matrix, role in matmul.roles):
             matmul.reason = "an input that is made in backward"
         named = rule is not None and (rule.module is not None or rule.parameter is not None)
         if choice.fp8 == "on" and not matmul.fp8 and chosen is None and named:
@@ -69,8 +68,6 @@ def decide(
             matmul.recipe = matmul.recipe.current
             if (evaluation or evaluated) and (policy.eval == "high_precision" or not evaluation):
                 matmul.reason = whole or "eval mode"
-    if device is not None:
-        weigh(matmuls, device)
     if evaluation:
         return []
     lost = [label for rule, label in zip(policy.rules, policy.labels, strict=True) if rule.blocks is not None]

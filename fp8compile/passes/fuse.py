@@ -7,7 +7,7 @@
 A group starts from the casts and amaxes of one matrix (`grouping`), and with them the scales that a walk over it can compute:
 those of its rows and of blocks that a tile holds. Casts whose scales wait for an amax of the whole matrix, or of its columns,
 are another walk's. Casts of other matrices join a group if they read the same tensors. It becomes a kernel unless that moves
-more bytes than Inductor's own kernels would (`codegen.cost`).
+more bytes than Inductor's own kernels would (`codegen.traffic`).
 
 Runs on a partitioned graph, behind Inductor's own passes. What is not fused stays as it is, for `lower`; the debug log says
 why.
@@ -18,7 +18,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch.fx import Graph, Node
 
@@ -65,7 +64,6 @@ def fuse(graph: Graph) -> int:
     """Returns how many kernels were generated. In place."""
     if compat.reorders():
         return 0
-    _split(graph)
     made = _Finder(graph).run()
     if made:
         compat.stable_sort(graph)
@@ -224,23 +222,6 @@ def _nearest(sources: Iterable[Node], written: Collection[Node], members: Collec
             seen.add(node)
             front += [x for x in node.all_input_nodes if x in members]
     return found
-
-
-def _split(graph: Graph) -> None:
-    """Take `quantize_both` apart, as the lowering would: a walk may serve one of the copies."""
-    for node in graph.find_nodes(op="call_function", target=ops.quantize_both):
-        given: tuple[Any, ...] = (*node.args, *(None, (0, 0))[len(node.args) - 4 :])
-        x, scale, dtype, fp8_max, other, block = given
-        for item in sorted((x for x in node.users if x.target is operator.getitem), key=lambda x: arg(x, 1)):
-            transposed = bool(arg(item, 1))
-            own = other if transposed and other is not None else scale
-            with graph.inserting_before(node):
-                copy = graph.call_function(ops.quantize, (x, own, dtype, fp8_max, transposed, block))
-            copy.meta.update({**item.meta, **{k: v for k, v in node.meta.items() if k not in item.meta}})
-            item.replace_all_uses_with(copy)
-            graph.erase_node(item)
-        if not node.users:
-            graph.erase_node(node)
 
 
 def _is_amax(node: Node) -> bool:

@@ -1,6 +1,6 @@
 """What FP8 tensor cores and our rewriting can take at all: facts, not choices. Each objection is a reason in the report.
 
-The choices are the policy's (`policy`), what pays is the cost model's (`passes.weigh`).
+The choices are the policy's (`policy`), what pays is the cost model's (`profitability`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""lower: what our operators become in the forward and the backward graph: generated kernels (`fuse`), and ATen.
+"""lower: what our operators become in the forward and the backward graph where no generated kernel (`fuse`) has them.
 
     x8 = fp8compile.quantize(x, scale, e4m3, 448, False)
     y = fp8compile.scaled_mm(x8, w8, inv_x, inv_w, None, bf16, True)
@@ -27,30 +27,47 @@ from ..codegen.inline import Inliner
 from ..codegen.update_kernel import LONGEST, launch_update
 from ..errors import Fp8CompileError
 from ..ir import ops, state_page
-from ..ir.fx_utils import Emitter, aten, is_tensor, value
+from ..ir.fx_utils import Emitter, arg, aten, is_tensor, value
 from ..ir.scale import inverse_of, scale_of
-from ..logs import get_logger
-from .fuse import fuse
-
-logger = get_logger(__name__)
-
 
 SCALES = (ops.snapshot, ops.delayed_scale, ops.delayed_inverse, ops.current_scale, ops.inverse)  # of whole tensors
+LOWERED = tuple(op for op in ops.ALL if op is not ops.quantize_both)
+
+
+def lower_scales(graph: Graph) -> int:
+    """Scales of whole tensors. First of all: a delayed scale is a load, and a cast need not wait for the amax behind it."""
+    return _Lowering(graph).run(SCALES, lambda node: value(node).dim() != 2)
+
+
+def split_casts(graph: Graph) -> int:
+    """Take `quantize_both` apart. It is one operator for the partitioner, so that one read makes both copies in forward; a
+    kernel may serve one of them."""
+    found = graph.find_nodes(op="call_function", target=ops.quantize_both)
+    for node in found:
+        given: tuple[Any, ...] = (*node.args, *(None, (0, 0))[len(node.args) - 4 :])
+        x, scale, dtype, fp8_max, other, block = given
+        for item in node.users:
+            if item.op != "call_function" or item.target is not operator.getitem:
+                raise Fp8CompileError(f"{node.name}: its copies are taken one by one, not by {item.format_node()}")
+        for item in sorted(node.users, key=lambda x: arg(x, 1)):
+            transposed = bool(arg(item, 1))
+            own = other if transposed and other is not None else scale
+            with graph.inserting_before(node):
+                copy = graph.call_function(ops.quantize, (x, own, dtype, fp8_max, transposed, block))
+            copy.meta.update({**item.meta, **{k: v for k, v in node.meta.items() if k not in item.meta}})
+            item.replace_all_uses_with(copy)
+            graph.erase_node(item)
+        graph.erase_node(node)
+    return len(found)
 
 
 def lower(graph: Graph) -> int:
-    """Lower a partitioned graph in place; returns how many operators were replaced. None of ours is left."""
-    lowering = _Lowering(graph)
-    replaced = lowering.run(SCALES, lambda node: value(node).dim() != 2)  # first: a delayed scale does not wait for the amax
-    kernels = fuse(graph)
-    replaced += lowering.run(ops.ALL, lambda node: not _emulated(node))
+    """What is left of our operators; returns how many were replaced. None of ours is left, but the emulated ones."""
+    replaced = _Lowering(graph).run(LOWERED, lambda node: not _emulated(node))
     compat.eliminate_dead_code(graph)
     left = [node.name for node in graph.nodes if ops.NAMESPACE in str(node.target) and not _emulated(node)]
     if left:
         raise Fp8CompileError(f"operators of fp8compile survived the lowering: {', '.join(left)}")
-    graph.lint()
-    if kernels:
-        logger.debug("%d kernels generated", kernels)
     return replaced
 
 
@@ -129,18 +146,6 @@ class _Lowering:
     def quantize(self, node: Node, x: Node, scale: Node, dtype, fp8_max: float, transposed: bool, block=(0, 0)) -> Node:
         form = forms.quantize_transposed if transposed else forms.quantize
         return self.inline(node, form, x, scale, dtype, fp8_max, tuple(block))
-
-    def quantize_both(
-        self, node: Node, x: Node, scale: Node, dtype, fp8_max: float, transposed_scale: Node | None = None, block=(0, 0)
-    ) -> Node | None:
-        for item in list(node.users):
-            if item.op != "call_function" or item.target is not operator.getitem:
-                raise Fp8CompileError(f"{node.name}: its copies are taken one by one, not by {item.format_node()}")
-            transposed = bool(item.args[1])
-            own = scale if transposed_scale is None or not transposed else transposed_scale
-            item.replace_all_uses_with(self.quantize(item, x, own, dtype, fp8_max, transposed, block))
-            self.graph.erase_node(item)
-        return None
 
     def scaled_mm(self, node: Node, *_) -> Node:
         return scaled_mm.lower_scaled_mm(node, self.inline)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
 from .. import compat
@@ -75,13 +74,13 @@ def contracts(node: Node) -> bool:
     """Does it hide or is it a product, so that features behind it are not those before it?"""
     if node.op != "call_function" or not hasattr(node.target, "namespace"):
         return False
-    if not isinstance(node.target, OpOverload) or node.target.namespace not in TRANSPARENT:
+    if not isinstance(node.target, compat.OpOverload) or node.target.namespace not in TRANSPARENT:
         return True  # a nested graph, or a third party's operator
     return CONTRACTS.search(_name(node)) is not None
 
 
 def _name(node: Node) -> str:
-    return node.target._schema.name.partition("::")[2] if isinstance(node.target, OpOverload) else ""
+    return node.target._schema.name.partition("::")[2] if isinstance(node.target, compat.OpOverload) else ""
 
 
 class _Flow:

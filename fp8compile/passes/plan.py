@@ -17,9 +17,8 @@ from .. import compat
 from ..config.recipe import Recipe, Scaling
 from ..devices.formats import Format, pick
 from ..ir.fx_utils import Matrix
-from ..ir.matmul import Matmul
-from ..ir.state_page import SlotSettings, limit_of
-from ..runtime.state import SlotKey
+from ..ir.matmul import Matmul, OperandKey
+from ..ir.state_page import SlotKey, SlotSettings, limit_of
 
 
 @dataclass(eq=False)
@@ -42,32 +41,14 @@ class Operand:
 
 @dataclass(eq=False)
 class Plan:
-    operands: dict[tuple[Node, str, Scaling], Operand] = field(default_factory=dict)
+    operands: dict[OperandKey, Operand] = field(default_factory=dict)
 
     def of(self, matrix: Matrix, role: str, matmul: Matmul) -> Operand:
-        return self.operands[matrix.base, _format_role(role), matmul.recipe.scaling(role, matmul.gemm)]
+        return self.operands[matmul.operand_key(matrix, role)]
 
     def direction(self, backward: bool) -> list[Operand]:
         """The operands of the forward or of the backward that have a slot, by slot."""
         return sorted((x for x in self.operands.values() if x.backward is backward and x.slot >= 0), key=lambda x: x.slot)
-
-
-def _format_role(role: str) -> str:
-    return "gradient" if role == "gradient" else "forward"
-
-
-def roles(matmul: Matmul) -> tuple[tuple[Matrix, str], tuple[Matrix, str]]:
-    """The operands a and b of a weight's gemm with their roles."""
-    weight = matmul.weight_operand
-    if weight is None:  # a wgrad
-        # the gradient is the operand that was made in backward; if both were (an input that is computed again), the other
-        # one is what fprop reads
-        late = [compat.is_backward(x.base) for x in (matmul.a, matmul.b)]
-        read = matmul.fprop.other_operand.base if matmul.fprop is not None else None
-        a_is_input = matmul.a.base is read if late[0] == late[1] else late[1]
-        return (matmul.a, "input" if a_is_input else "gradient"), (matmul.b, "gradient" if a_is_input else "input")
-    other = "input" if matmul.gemm == "fprop" else "gradient"
-    return (matmul.a, "weight" if matmul.a is weight else other), (matmul.b, "weight" if matmul.b is weight else other)
 
 
 def plan(matmuls: list[Matmul], fnuz: bool) -> Plan:
@@ -85,17 +66,18 @@ def plan(matmuls: list[Matmul], fnuz: bool) -> Plan:
         index = compat.input_index(matmul.parameter)  # type: ignore[arg-type]
         assert index is not None
         recipe = matmul.recipe
-        for matrix, role in roles(matmul):
-            scaling = recipe.scaling(role, matmul.gemm)
-            if (matrix.base, _format_role(role), scaling) in made.operands:
+        for matrix, role in matmul.roles:
+            operand_key = matmul.operand_key(matrix, role)
+            if operand_key in made.operands:
                 continue
+            scaling = operand_key.scaling
             form = pick(scaling.wide, fnuz if scaling.encoding == "auto" else scaling.encoding == "fnuz")
             key = SlotKey(index, role, 0 if role == "weight" else use, _settings(scaling, form, role))
             while key in taken:  # say, a dgrad and a wgrad that see different copies of their gradient
                 key = SlotKey(index, role, key.use + 1, key.settings)
             taken.add(key)
             operand = Operand(matrix, key, form, scaling, recipe, matmul.node)
-            made.operands[matrix.base, _format_role(role), scaling] = operand
+            made.operands[operand_key] = operand
     for backward in (False, True):
         rows: dict[str, list[Operand]] = {}
         for operand in (x for x in made.operands.values() if x.backward is backward and x.scaling.delayed):

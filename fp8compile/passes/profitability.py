@@ -5,7 +5,7 @@
 
 Matmuls that share operands are a component. From "all in FP8" gemms, layers or the whole component are dropped as long as the
 estimated time falls; a component never ends slower than all in bf16, nor does the graph, with what scaling costs once a graph.
-Costs are `cost`'s, by the sizes of the trace and by who makes and reads each tensor (`traffic`).
+Costs are those of `devices.cost`, by the sizes of the trace and by who makes and reads each tensor (`tensor_traffic`).
 
 Only matmuls that the policy leaves open are dropped, with a reason that says by how much FP8 loses and from how many tokens it
 gains; those that it wants in FP8 stay, and what they cast is free for others. All get the estimates.
@@ -23,8 +23,7 @@ from torch.fx import Node
 from ..devices import cost
 from ..devices.catalog import Device
 from ..ir.fx_utils import hint, value
-from ..ir.matmul import Matmul
-from .plan import roles
+from ..ir.matmul import Matmul, OperandKey
 from .tensor_traffic import Source, source
 
 SLOWER = "slower in FP8"
@@ -164,23 +163,22 @@ def _model(candidates: list[Matmul]) -> list[Gemm]:
     """The gemms with the tensors that they read; those of one base and recipe share its casts."""
     gemms: list[Gemm] = []
     bases: dict[Node, Base] = {}
-    casts: dict[tuple, Cast] = {}
+    casts: dict[OperandKey, Cast] = {}
     nodes = {matmul.node for matmul in candidates}
     for matmul in candidates:
         gemm = Gemm(matmul, *_sizes(matmul))
         gemms.append(gemm)
-        operands = zip(roles(matmul), (matmul.a.transposed, not matmul.b.transposed), strict=True)
+        operands = zip(matmul.roles, (matmul.a.transposed, not matmul.b.transposed), strict=True)
         for (matrix, role), transposed in operands:
-            scaling = matmul.recipe.scaling(role, matmul.gemm)
             if matrix.base not in bases:
                 found = source(matrix)
                 bases[matrix.base] = Base(found, role == "weight", not found.readers <= nodes)
             base = bases[matrix.base]
-            key = (matrix.base, role == "gradient", scaling)
+            key = matmul.operand_key(matrix, role)
             if key not in casts:
                 # a weight whose region is computed again, or is to be cast again, has its second copy from another read
                 again = role == "weight" and (matmul.recipe.recast_weights or "recompute" in matmul.node.meta)
-                casts[key] = Cast(base, scaling.kind, again)
+                casts[key] = Cast(base, key.scaling.kind, again)
                 base.casts.append(casts[key])
             layout = (str(matrix.shape), transposed)
             casts[key].readers.append((gemm, layout))

@@ -1,4 +1,4 @@
-"""rewrite: quantize each operand once, in the layouts that are read, and put FP8 matmuls in the place of the decided ones.
+"""quantize: quantize each operand once, in the layouts that are read, and put FP8 matmuls in the place of the decided ones.
 
     mm = mm(view(x), permute(w))
 
@@ -36,12 +36,12 @@ from ..config.recipe import WHOLE
 from ..ir import ops
 from ..ir.fx_utils import CASTS, PERMUTES, VIEWS, Emitter, Matrix, aten, hint, is_tensor, same_shape, value
 from ..ir.matmul import GEMMS, Matmul
-from .plan import Operand, Plan, roles
+from .plan import Operand, Plan
 
 
 @dataclass(frozen=True)
 class Written:
-    """What `update` needs: the amax of each operand, and the snapshot of each direction (backward: True)."""
+    """What `update_state` needs: the amax of each operand, and the snapshot of each direction (backward: True)."""
 
     amaxes: dict[Operand, Node]
     snapshots: dict[bool, Node]
@@ -57,7 +57,7 @@ def observe(graph: Graph, plan: Plan, pages: tuple[Node, Node]) -> Written:
     return Written(writer.amaxes, writer.snapshots)
 
 
-def rewrite(graph: Graph, matmuls: list[Matmul], plan: Plan, pages: tuple[Node, Node] | None) -> Written:
+def quantize(graph: Graph, matmuls: list[Matmul], plan: Plan, pages: tuple[Node, Node] | None) -> Written:
     """Rewrite the decided matmuls; `pages` are the state inputs of forward and backward (None: no state)."""
     writer = _Writer(graph, plan, pages)
     for backward in (False, True):
@@ -87,7 +87,7 @@ class _Writer:
 
     def operands(self, matmul: Matmul) -> list[tuple[Operand, Matrix, bool]]:
         """What a and b are copies of, and in which layout: both K-major, [m, k] and [n, k]."""
-        (a, role_a), (b, role_b) = roles(matmul)
+        (a, role_a), (b, role_b) = matmul.roles
         return [(self.plan.of(a, role_a, matmul), a, a.transposed), (self.plan.of(b, role_b, matmul), b, not b.transposed)]
 
     def replace(self, matmul: Matmul) -> None:

@@ -1,4 +1,4 @@
-"""update: move the scaling state once, at the end of each direction.
+"""update_state: move the scaling state once, at the end of each direction.
 
     vector = gather([amax_0, amax_1, ...]); [vector = all_reduce(vector, "max")]
     page' = update(page, scales, vector); copy_(page, page')
@@ -20,7 +20,7 @@ from .plan import Plan
 from .quantize import Written
 
 
-def update(graph: Graph, plan: Plan, written: Written, pages: tuple[Node, Node]) -> int:
+def update_state(graph: Graph, plan: Plan, written: Written, pages: tuple[Node, Node]) -> int:
     """Write the next state of both directions; returns how many directions have one.
 
     The amaxes of a graph are reduced over the ranks of a group if the recipe of any of its operands says so.

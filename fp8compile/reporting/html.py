@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..ir.records import FP8, GraphReport, MatmulRecord
 from . import diagram
 from . import outside as left_out
 from .layers import (  # fmt: skip
@@ -30,11 +31,13 @@ from .layers import (  # fmt: skip
     matmul_split,
     microseconds,
     pattern,
+    percent,
     rows_of,
     scaled,
+    share,
     size_of,
 )
-from .report import FP8, GraphReport, MatmulRecord, Report, _percent, _share
+from .report import Report
 
 if TYPE_CHECKING:
     from markupsafe import Markup
@@ -55,7 +58,7 @@ class Section:
 
     @property
     def share(self) -> str:
-        return _share(self.graph.matmuls)
+        return share(self.graph.matmuls)
 
     @property
     def dynamic(self) -> bool:
@@ -149,7 +152,7 @@ def _of_report(report: Report) -> Page:
     facts = [("graphs", str(len(report.graphs))), ("matmuls", str(len(report.matmuls)))]
     facts += [("decided for", device) for device in devices]
     whole = ", of what was compiled" if report.outside else ""
-    headline = f"{_percent(report.fp8_flop_fraction)} of matmul FLOPs in FP8{whole}" if report.matmuls else "No matmuls"
+    headline = f"{percent(report.fp8_flop_fraction)} of matmul FLOPs in FP8{whole}" if report.matmuls else "No matmuls"
     facts += [(left_out.OUTSIDE, f"{len(report.outside)} weights")] if report.outside else []
     names = ", ".join(dict.fromkeys(graph.name for graph in report.graphs if not graph.note))
     return Page(
@@ -174,7 +177,7 @@ def _of_estimate(found: Estimate) -> Page:
     ]
     facts = (
         ("device", found.device),
-        ("matmul FLOPs in FP8", _percent(found.report.fp8_flop_fraction)),
+        ("matmul FLOPs in FP8", percent(found.report.fp8_flop_fraction)),
         ("kernels", f"{found.bf16.kernels:.0f} → {found.fp8.kernels:.0f}"),
         ("moved outside of matmuls", f"{_gigabytes(found.bf16.bytes_outside_matmuls)} → "
                                      f"{_gigabytes(found.fp8.bytes_outside_matmuls)}"),

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from .report import FP8, MatmulRecord, _forward_sizes, _percent, _ranges
+from ..ir.records import FP8, MatmulRecord, forward_sizes
 
 ROWS_IN_DETAIL = 128  # members of a group that get a line of their own
 GEMMS = ("fprop", "dgrad", "wgrad", "matmul")
@@ -119,7 +119,7 @@ class Row:
 
     @property
     def share(self) -> str:
-        return _percent(self.flops / self.total if self.total else 0.0)
+        return percent(self.flops / self.total if self.total else 0.0)
 
     @property
     def gflop(self) -> str:
@@ -237,12 +237,12 @@ def joined(names: list[str]) -> str:
     for column in columns:
         combinations *= len(column)
     if combinations == len(set(names)):
-        return "".join(_ranges([int(n) for n in c]).replace("-", "–") if i % 2 else c[0] for i, c in enumerate(columns))
+        return "".join(ranges([int(n) for n in c]).replace("-", "–") if i % 2 else c[0] for i, c in enumerate(columns))
     return "".join("*" if len(column) > 1 else column[0] for column in columns)
 
 
 def size_of(record: MatmulRecord) -> str:
-    m, n, k = _forward_sizes(record)
+    m, n, k = forward_sizes(record)
     batch = f"{record.batch} · " if record.batch > 1 else ""
     return f"{batch}{m} × {n} × {k}{'*' if record.dynamic else ''}"
 
@@ -250,6 +250,50 @@ def size_of(record: MatmulRecord) -> str:
 def _gemms(gemms: Iterable[str]) -> str:
     counts = Counter(gemms)
     return ", ".join(f"{gemm} (×{count})" if count > 1 else gemm for gemm, count in counts.items())
+
+
+def numbered(name: str) -> tuple[tuple[str, str | None], int | None]:
+    """What is before and behind the first number in a module's name, and the number; ((name, None), None) without one."""
+    number = re.search(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", name)
+    if number is None:
+        return (name, None), None
+    return (name[: number.start()], name[number.end() :]), int(number.group())
+
+
+def ranges(numbers: list[int]) -> str:
+    """[0, 1, 2, 5] -> "0-2,5"."""
+    runs: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+# --- shares ------------------------------------------------------------------------------------
+
+
+def fraction(matmuls: Sequence[MatmulRecord]) -> float:
+    """FLOPs of the FP8 matmuls over FLOPs of all; 0.0 when there are none."""
+    total = sum(record.flops for record in matmuls)
+    return sum(record.flops for record in matmuls if record.decision == FP8) / total if total else 0.0
+
+
+def percent(fraction: float) -> str:
+    """One decimal, but 0.0% and 100.0% only when it is so."""
+    shown = round(100 * fraction, 1)
+    if 0 < fraction < 1:
+        shown = min(max(shown, 0.1), 99.9)
+    return f"{shown:.1f}%"
+
+
+def share(matmuls: Sequence[MatmulRecord]) -> str:
+    """ "3 of 6 matmuls, 27.3% of matmul FLOPs"."""
+    if not matmuls:
+        return "no matmuls"
+    count = sum(record.decision == FP8 for record in matmuls)
+    return f"{count} of {len(matmuls)} matmuls, {percent(fraction(matmuls))} of matmul FLOPs"
 
 
 # --- times ----------------------------------------------------------------------------------------

@@ -1,6 +1,4 @@
-"""What was compiled: a record for every matmul with its decision and reason, and for every op that hides matmuls.
-
-`Ledger` collects one `GraphReport` for each compiled graph; `Report` is what the user gets of them::
+"""What was compiled: every matmul with its decision and reason, and every op that hides matmuls::
 
     >>> print(fp8compile.report(model))
     fp8: 3 of 6 matmuls, 27.3% of matmul FLOPs; 3 kept: 3 output head
@@ -16,92 +14,19 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
+from ..ir.records import FP8, GraphReport, MatmulRecord, OpaqueRecord, forward_sizes
+from ..runtime.ledger import LEDGER
 from . import outside
+from .layers import fraction, numbered, percent, ranges, share
 from .outside import OutsideRecord
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-FP8: Literal["fp8"] = "fp8"
-HIGH_PRECISION: Literal["high_precision"] = "high_precision"
-
-
-@dataclass(frozen=True)
-class MatmulRecord:
-    """One gemm of a graph: ``out[m, n] = a[m, k] @ b[k, n]``, `batch` times, in the sizes of that very gemm.
-
-    So for a linear on M tokens, from K to N features: fprop is (M, N, K), dgrad (M, K, N), wgrad (N, K, M).
-    `gemm` "matmul" is one without a weight, as in attention. `reason` is "" for fp8, `recipe` is "" for high precision.
-    `dynamic`: some size is symbolic, and the number here is that of the call that was compiled.
-    `parameter` names the weight, `rule` the rule of the policy that decided.
-    Where a device's description decided: `bf16_us` and `fp8_us` are this gemm's estimated times in either precision, `cast_us`
-    its share of the casts (all in microseconds), `break_even_m` the number of tokens from which its layer gains.
-    `emulated`: the device has no tensor cores for the recipe; FP8 values are multiplied in bf16, which is exact and not faster.
-    """
-
-    fqn: str
-    gemm: Literal["fprop", "dgrad", "wgrad", "matmul"]
-    m: int
-    n: int
-    k: int
-    decision: Literal["fp8", "high_precision"]
-    reason: str = ""
-    recipe: str = ""
-    batch: int = 1
-    op: str = "mm"
-    dynamic: bool = False
-    parameter: str = ""
-    rule: str = ""
-    bf16_us: float | None = None
-    fp8_us: float | None = None
-    cast_us: float | None = None
-    break_even_m: int | None = None
-    emulated: bool = False
-
-    @property
-    def how(self) -> str:
-        """The recipe, for people."""
-        return f"{self.recipe} (emulated)" if self.emulated else self.recipe
-
-    @property
-    def flops(self) -> int:
-        """Multiplications and additions: 2 * batch * m * n * k."""
-        return 2 * self.batch * self.m * self.n * self.k
-
-
-@dataclass(frozen=True)
-class OpaqueRecord:
-    """An op that contains matmuls which are not seen one by one, and is not rewritten: attention, convolution, ..."""
-
-    fqn: str
-    op: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class GraphReport:
-    """One compiled graph. `name` is for people, e.g. "GPT, training"; `note` says what holds for all of it.
-
-    `edges` are pairs of positions in `matmuls`: the output of the first reaches the second with no matmul between them.
-    `device` names the description that decided what pays, "" if none did. `remarks` are what else there is to say of it.
-    """
-
-    index: int
-    name: str
-    matmuls: tuple[MatmulRecord, ...]
-    opaque: tuple[OpaqueRecord, ...] = ()
-    note: str = ""
-    edges: tuple[tuple[int, int], ...] = ()
-    device: str = ""
-    remarks: tuple[str, ...] = ()
-
+    from torch import nn
 
 class Report:
     """The matmuls of some compiled graphs. ``str()`` is a table, ``summary()`` a line, ``to_dict()`` is for JSON.
@@ -140,14 +65,14 @@ class Report:
 
         Graphs compiled for evaluation are in high precision by design: they count only in a report that has no others.
         """
-        return _fraction(self._counted.matmuls)
+        return fraction(self._counted.matmuls)
 
     def summary(self) -> str:
         """One line: "84 of 87 matmuls, 99.1% of matmul FLOPs; 3 kept: 2 output head, 1 under 128 wide"."""
         if not self.graphs:
             return self._empty
         counted = self._counted
-        parts = [_share(counted.matmuls) + (" of what was compiled" if self.outside and counted.matmuls else "")]
+        parts = [share(counted.matmuls) + (" of what was compiled" if self.outside and counted.matmuls else "")]
         kept = Counter(_rule(record.reason) for record in counted.matmuls if record.decision != FP8)
         if kept:
             parts.append(f"{kept.total()} kept: {_counted(kept)}")
@@ -201,101 +126,35 @@ class Report:
         return f"<fp8compile.Report: {self.summary()}>"
 
 
-class Ledger:
-    """The reports of this process's compiled graphs. Parameters are held weakly: no model is kept alive."""
+def report(model: nn.Module | None = None) -> Report:
+    """The report of every graph, or of those that read a parameter or buffer of `model`, and what of it is in none of them.
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._graphs: dict[int, GraphReport] = {}
-        self._parameters: dict[int, list[Callable[[], Tensor | None]]] = {}
-        self._next = 0
+    `model` may be the original module, a part of it, or what torch.compile or DDP made of it.
+    torch.compile is lazy: a graph is there after the call that compiled it. TypeError if `model` is not a module.
+    """
+    module = all(callable(getattr(model, name, None)) for name in ("parameters", "buffers"))
+    if model is not None and not module:
+        raise TypeError(f"report() takes a torch.nn.Module or None, not {type(model).__name__}")
+    graphs = LEDGER.graphs()
+    if not graphs:
+        why = "torch.compile compiles at the first call, and leaves out what it cannot trace"
+        return Report(empty=f"nothing was compiled yet ({why})")
+    if model is None:
+        return Report(graph for graph, _ in graphs.values())
+    from .. import compat  # here: it imports Dynamo
 
-    def add(self, graph: GraphReport, parameters: Iterable[Tensor] = ()) -> int:
-        """Enter `graph`, which reads `parameters`; returns the index that it gets (its own is replaced)."""
-        with self._lock:
-            index = self._next
-            self._next += 1
-            self._graphs[index] = dataclasses.replace(graph, index=index)
-            self._parameters[index] = []
-        self.attach(index, parameters)
-        return index
-
-    def graph(self, index: int) -> Report:
-        """The report of one graph."""
-        with self._lock:
-            return Report([self._graphs[index]] if index in self._graphs else ())
-
-    def attach(self, index: int, parameters: Iterable[Tensor]) -> None:
-        """Say that graph `index` reads `parameters` too. An index that clear() has dropped is ignored."""
-        from torch.utils.weak import TensorWeakRef  # plain weakrefs may die while C++ still holds the tensor
-
-        references: list[Callable[[], Tensor | None]] = [TensorWeakRef(parameter) for parameter in parameters]
-        with self._lock:
-            if index in self._parameters:
-                known = [(reference, reference()) for reference in (*self._parameters[index], *references)]
-                alive = {id(parameter): reference for reference, parameter in known if parameter is not None}
-                self._parameters[index] = list(alive.values())
-
-    def report(self, model: nn.Module | None = None) -> Report:
-        """The report of every graph, or of those that read a parameter or buffer of `model`, and what of it is in none of them.
-
-        `model` may be the original module, a part of it, or what torch.compile or DDP made of it.
-        torch.compile is lazy: a graph is there after the call that compiled it. TypeError if `model` is not a module.
-        """
-        module = all(callable(getattr(model, name, None)) for name in ("parameters", "buffers"))
-        if model is not None and not module:
-            raise TypeError(f"report() takes a torch.nn.Module or None, not {type(model).__name__}")
-        with self._lock:
-            graphs, references = dict(self._graphs), {i: list(refs) for i, refs in self._parameters.items()}
-        if not graphs:
-            why = "torch.compile compiles at the first call, and leaves out what it cannot trace"
-            return Report(empty=f"nothing was compiled yet ({why})")
-        if model is None:
-            return Report(graphs.values())
-        from .. import compat
-
-        tensors = [*model.parameters(), *model.buffers()]
-        mine = set(map(id, [*tensors, *compat.read_by_graphs(tensors)]))
-        reads = {i: {id(tensor) for ref in references[i] if (tensor := ref()) is not None} for i in graphs}
-        chosen = [i for i in graphs if reads[i] & mine]
-        if not chosen:
-            others = f"none of the {len(graphs)} compiled graphs reads a parameter of this {type(model).__name__}"
-            why = "a graph that is given other tensors in their place, as by torch.func.functional_call, is in report() alone"
-            return Report(empty=f"{others} ({why})")
-        return Report((graphs[i] for i in chosen), outside=outside.find(model, set().union(*(reads[i] for i in chosen))))
-
-    def clear(self) -> None:
-        """Forget every graph."""
-        with self._lock:
-            self._graphs.clear()
-            self._parameters.clear()
-
-
-LEDGER = Ledger()
-report = LEDGER.report
+    tensors = [*model.parameters(), *model.buffers()]
+    mine = set(map(id, [*tensors, *compat.read_by_graphs(tensors)]))
+    chosen = [(graph, reads) for graph, reads in graphs.values() if reads & mine]
+    if not chosen:
+        others = f"none of the {len(graphs)} compiled graphs reads a parameter of this {type(model).__name__}"
+        why = "a graph that is given other tensors in their place, as by torch.func.functional_call, is in report() alone"
+        return Report(empty=f"{others} ({why})")
+    left_out = outside.find(model, set().union(*(reads for _, reads in chosen)))
+    return Report((graph for graph, _ in chosen), outside=left_out)
 
 
 # --- text -----------------------------------------------------------------------------------------
-
-
-def _fraction(matmuls: Sequence[MatmulRecord]) -> float:
-    total = sum(record.flops for record in matmuls)
-    return sum(record.flops for record in matmuls if record.decision == FP8) / total if total else 0.0
-
-
-def _percent(fraction: float) -> str:
-    """One decimal, but 0.0% and 100.0% only when it is so."""
-    shown = round(100 * fraction, 1)
-    if 0 < fraction < 1:
-        shown = min(max(shown, 0.1), 99.9)
-    return f"{shown:.1f}%"
-
-
-def _share(matmuls: Sequence[MatmulRecord]) -> str:
-    if not matmuls:
-        return "no matmuls"
-    count = sum(record.decision == FP8 for record in matmuls)
-    return f"{count} of {len(matmuls)} matmuls, {_percent(_fraction(matmuls))} of matmul FLOPs"
 
 
 def _rule(reason: str) -> str:
@@ -311,7 +170,7 @@ def _graph_text(graph: GraphReport, collapse: bool) -> str:
     from tabulate import tabulate
 
     join: Callable[[Sequence[tuple[str, ...]]], list[tuple[str, ...]]] = _collapsed if collapse else list
-    text = f"graph {graph.index}: {graph.name}: {_share(graph.matmuls)}" + (f" ({graph.note})" if graph.note else "")
+    text = f"graph {graph.index}: {graph.name}: {share(graph.matmuls)}" + (f" ({graph.note})" if graph.note else "")
     rows = join([_row(line, graph.matmuls) for line in _lines(graph.matmuls)])
     if rows:
         head = ("module", "gemm", "m", "n", "k", "GFLOP", "share", "decision", "why / recipe")
@@ -340,7 +199,7 @@ def _row(line: list[MatmulRecord], matmuls: Sequence[MatmulRecord]) -> tuple[str
     order = ("fprop", "dgrad", "wgrad", "matmul")
     gemms = Counter(record.gemm for record in sorted(line, key=lambda record: order.index(record.gemm)))
     first = min(line, key=lambda record: order.index(record.gemm))
-    m, n, k = _forward_sizes(first)
+    m, n, k = forward_sizes(first)
     flops, total = sum(record.flops for record in line), sum(record.flops for record in matmuls)
     return (
         first.fqn or "(root)",
@@ -349,31 +208,14 @@ def _row(line: list[MatmulRecord], matmuls: Sequence[MatmulRecord]) -> tuple[str
         str(n),
         str(k) + ("*" if first.dynamic else ""),
         f"{flops / 1e9:.3g}",
-        _percent(flops / total if total else 0.0),
+        percent(flops / total if total else 0.0),
         first.decision.replace("_", " "),
         first.how if first.decision == FP8 else first.reason,
     )
 
 
-def _forward_sizes(record: MatmulRecord) -> tuple[int, int, int]:
-    """(m, n, k) of the forward gemm that `record` is the dgrad or wgrad of."""
-    if record.gemm == "dgrad":
-        return record.m, record.k, record.n
-    if record.gemm == "wgrad":
-        return record.k, record.m, record.n
-    return record.m, record.n, record.k
-
-
 def _times(count: int) -> str:
     return f" (x{count})" if count > 1 else ""
-
-
-def numbered(name: str) -> tuple[tuple[str, str | None], int | None]:
-    """What is before and behind the first number in a module's name, and the number; ((name, None), None) without one."""
-    number = re.search(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", name)
-    if number is None:
-        return (name, None), None
-    return (name[: number.start()], name[number.end() :]), int(number.group())
 
 
 def _collapsed(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
@@ -384,16 +226,5 @@ def _collapsed(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
         groups.setdefault((pattern, row[1:]), []).append(number or 0)
     out = []
     for ((before, after), rest), numbers in groups.items():
-        out.append((before if after is None else f"{before}{_ranges(numbers)}{after}", *rest))
+        out.append((before if after is None else f"{before}{ranges(numbers)}{after}", *rest))
     return out
-
-
-def _ranges(numbers: list[int]) -> str:
-    """[0, 1, 2, 5] -> "0-2,5"."""
-    runs: list[list[int]] = []
-    for number in sorted(set(numbers)):
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)

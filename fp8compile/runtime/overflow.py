@@ -1,6 +1,6 @@
 """What overflowed: the host's look at pages that it otherwise does not read.
 
-The update of a page makes a slot cold when an amax saturated and was a jump, too: its limit (see `scaling`). Such a slot has an
+The update of a page makes a slot cold when an amax saturated and was a jump, too (its limit in the page). Such a slot has an
 age below zero and a newest amax above; one that never saw anything has an amax of zero. On a CPU the pages are read before
 each call. On a GPU that would wait for everything that is queued: there, the products of ages and amaxes are copied to pinned
 memory behind a call's backward, and looked at before a later call, once they have arrived. Until then calls are warm, with

@@ -20,7 +20,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -28,8 +27,9 @@ from .. import compat
 from ..config.policy import Schedule
 from ..config.recipe import integer
 from ..errors import OptionError
+from ..ir.records import FP8, HIGH_PRECISION
 from ..logs import get_logger, say_once
-from ..reporting.report import FP8, HIGH_PRECISION, LEDGER
+from .ledger import LEDGER
 
 if TYPE_CHECKING:
     from .compiled_graph import CompiledGraph
@@ -118,7 +118,7 @@ def set_phase(phase: str | None, model: nn.Module | None = None) -> None:
     for parameter in _parameters(model):
         _state.phases[parameter] = phase
     _state.ticks += 1
-    if phase is not None and LEDGER.report().graphs and not _state.scheduled:
+    if phase is not None and LEDGER.graphs() and not _state.scheduled:
         message = 'set_phase: no compiled graph has phases; give its policy a schedule: {"schedule": {}}'
         say_once(logger, logging.WARNING, message)
 
@@ -248,7 +248,7 @@ class ScheduledGraph:
 
     def __call__(self, *args: Any) -> Any:
         # DDPOptimizer asks for shapes; AOTAutograd answers the first call of each graph with them
-        if isinstance(args[self.first], FakeTensor):
+        if isinstance(args[self.first], compat.FakeTensor):
             return [graph(*args) for graph in self.graphs.values()][0]
         result = self.graphs[self.phase(args[self.first])](*args)
         if _state.callbacks:

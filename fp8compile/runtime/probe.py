@@ -1,7 +1,7 @@
 """Measuring what quantization does to tensors: which ones overflow, which vanish, how far the copies are from them.
 
 Nothing of this is computed in an ordinary call. A `Measurement` asks for it: the next training call of each graph of the model,
-forward and backward, then runs operator by operator, as a cold call does (see `runtime`), and every cast on the way is looked
+forward and backward, then runs operator by operator, as a cold call does (`calls`), and every cast on the way is looked
 at. Outputs, gradients and scaling state of that call are the ordinary ones. What was measured stays on the device until it is
 read, so that a measured call does not wait.
 

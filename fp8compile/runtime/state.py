@@ -1,7 +1,7 @@
 """Where delayed scaling keeps its history: outside the graphs, by parameter.
 
 A *slot* is one tensor's scaling state; it belongs to a parameter object and is named by (role, use). A compiled graph
-reads and writes its slots as rows of a *page* (see `scaling`), one page a direction, handed to it as an input at every
+reads and writes its slots as rows of a *page* (see `state_page`), one page a direction, handed to it as an input at every
 call. So one piece of code serves every layer that it fits, a recompiled graph finds the history that its predecessor
 left, two layers never share a slot, and a model that is deleted takes its state with it.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,26 +22,16 @@ from .. import compat
 from ..errors import StateError
 from ..ir import state_page
 from ..ir.inputs import plain
-from ..ir.state_page import SlotSettings
+from ..ir.state_page import SlotKey, SlotSettings
 from .overflow import Watch
 
 LOCK = threading.RLock()  # on what has which slots: several threads may train
 PATIENCE = 16  # cold calls before a slot that only ever saw zeros is taken as it is, with scale 1
 
 
-@dataclass(frozen=True)
-class SlotKey:
-    """A slot as a graph knows it: the input (by position) whose matmul it serves, its role and which use of it."""
-
-    input: int
-    role: str  # "input" | "weight" | "gradient"
-    use: int
-    settings: SlotSettings = field(compare=False)  # how it moves; no part of its identity
-
-
 @dataclass(eq=False)
 class Page:
-    """`tensor` is float32 `[capacity, 10 + history]`, see `scaling`; row i is the slot `homes[i]`: owner, (role, use)."""
+    """`tensor` is float32 `[capacity, 10 + history]`, see `state_page`; row i is the slot `homes[i]`: owner, (role, use)."""
 
     tensor: torch.Tensor
     homes: list[tuple[weakref.ref, tuple[str, int]]]

@@ -9,7 +9,7 @@
 Nobody needs it: without, a run starts cold, as it did in its first step. With it, a run that was stopped goes on as if it had
 not been, to the bit where the rest of it is deterministic.
 
-A slot is the float32 vector "<parameter>.<role>.<use>": its row of a page (see `scaling`), and behind it how many more calls
+A slot is the float32 vector "<parameter>.<role>.<use>": its row of a page (see `state_page`), and behind it how many more calls
 may be cold for its sake. "fp8compile.version" is an int64 vector of one. All are copies on the CPU, in a memory of their own
 each, as safetensors wants them.
 

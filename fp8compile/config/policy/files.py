@@ -14,19 +14,19 @@ import json
 import math
 import os
 import re
-import sys
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from importlib import resources
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ...devices.toml import tomllib
 from ...errors import OptionError, describe, did_you_mean, near
+from ...logs import POLICY_VARIABLE as VARIABLE
 from .errors import PolicyError, place_of
 from .lines import line_of
 from .model import SETTINGS, Defaults, NamedRecipe, Policy, PolicyFile, Rule, Schedule, given, label
 
-VARIABLE = "FP8COMPILE_POLICY"
 BUILTIN = ("default", "llama", "gpt2", "vit", "moe", "conservative", "accelerate-defaults")
 LARGEST_FILE = 256 * 1024  # bytes
 MOST_RULES, MOST_RECIPES = 1000, 200
@@ -81,6 +81,11 @@ def schema() -> dict[str, Any]:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **_without_null(made)}
 
 
+def shipped(name: str) -> str:
+    """The text of a shipped policy, one of BUILTIN."""
+    return (resources.files("fp8compile.config") / "policies" / f"{name}.toml").read_text("utf-8")
+
+
 def _named(name: str | os.PathLike[str], beside: Path | None, chain: tuple[str, ...]) -> Policy:
     """A shipped policy or a file; a relative path is one from the folder `beside`."""
     text = os.fspath(name)
@@ -106,8 +111,7 @@ def _named(name: str | os.PathLike[str], beside: Path | None, chain: tuple[str, 
 
 
 def _shipped(name: str) -> Policy:
-    content = resources.files(__package__.rpartition(".")[0]).joinpath("policies", f"{name}.toml").read_text("utf-8")
-    file = PolicyFile.build(_toml().loads(content))
+    file = PolicyFile.build(tomllib.loads(shipped(name)))
     base = None if file.extends == "none" else _shipped(file.extends or "default")
     return dataclasses.replace(_joined(file, base, name), own=0)  # its rules are not the user's own
 
@@ -197,7 +201,7 @@ def _parsed(content: str, source: str) -> dict[str, Any]:
     try:
         if deep is not None:
             raise ValueError(f"a key nested too deep (at line {deep})")
-        return _toml().loads(content)
+        return tomllib.loads(content)
     except (ValueError, RecursionError) as error:  # ValueError: TOMLDecodeError, or an integer of thousands of digits
         why = "it is nested too deep" if isinstance(error, RecursionError) else str(error)
         problem = PolicyError(f"not valid TOML: {why}.")
@@ -213,19 +217,6 @@ def _deep_key(content: str) -> int | None:
             if bare.count(".") > 4 * DEEPEST:
                 return number
     return None
-
-
-def _toml() -> Any:
-    if sys.version_info >= (3, 11):
-        import tomllib
-
-        return tomllib
-    else:
-        try:
-            import tomli
-        except ImportError:
-            raise OptionError("policies need a TOML parser, which Python has from 3.11 on: pip install tomli") from None
-        return tomli
 
 
 # --- validation -------------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 Dynamo and AOTAutograd trace the step on the CPU. From Inductor's joint passes on, the graph's fake tensors say cuda:0 and every
 question about the device is answered from a `Gpu` description (`device`), so Inductor runs its GPU passes, partitions,
-schedules, fuses and writes Triton source, which is read instead of run (`recording`). What a graph returns are tensors that
+schedules, fuses and writes Triton source, which is read instead of run (`record`). What a graph returns are tensors that
 nobody computed, so a step may be several graphs; their backwards are compiled with them, whether it calls backward or not.
 
     step = trace(lambda: torch.compile(model, backend="fp8")(x).sum().backward())
@@ -23,11 +23,12 @@ from typing import Any
 
 import torch
 
-from .device import A100, H200, Gpu, described_gpu
+from ...devices.gpu import H200, Gpu
+from .device import described_gpu
 from .record import record, retarget_graphs
 from .step import Attention, Graph, Kernel, Matmul, Operand, Step
 
-__all__ = ["A100", "H200", "Attention", "Gpu", "Graph", "Kernel", "Matmul", "Operand", "Step", "trace", "unavailable"]
+__all__ = ["Attention", "Graph", "Kernel", "Matmul", "Operand", "Step", "trace", "unavailable"]
 
 
 def unavailable() -> str | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,38 +11,14 @@ from unittest import mock
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ...devices.gpu import Gpu
+
 CUDA = torch.device("cuda", 0)
 
 
-@dataclasses.dataclass(frozen=True)
-class Gpu:
-    """What Inductor asks of a device; fields that `torch.cuda.get_device_properties` has carry its names."""
-
-    name: str = "NVIDIA H200"
-    major: int = 9
-    minor: int = 0
-    multi_processor_count: int = 132
-    total_memory: int = 141 << 30
-    L2_cache_size: int = 60 << 20
-    warp_size: int = 32
-    regs_per_multiprocessor: int = 65536
-    max_threads_per_multi_processor: int = 2048
-    max_threads_per_block: int = 1024
-    shared_memory_per_block: int = 48 << 10
-    shared_memory_per_block_optin: int = 227 << 10
-    shared_memory_per_multiprocessor: int = 228 << 10
-    memory_bus_width: int = 6144
-    memory_clock_rate: int = 3201000
-    clock_rate: int = 1980000
-    gcnArchName: str = ""
-
-    @property
-    def capability(self) -> int:
-        return 10 * self.major + self.minor
-
-
-H200 = Gpu()
-A100 = Gpu("NVIDIA A100", 8, 0, 108, 80 << 30, 40 << 20)
+def _capability(gpu: Gpu) -> int:
+    """As Inductor and Triton write it: 90."""
+    return 10 * gpu.major + gpu.minor
 
 
 def _interface(gpu: Gpu) -> type:
@@ -58,7 +33,7 @@ def _interface(gpu: Gpu) -> type:
         "is_available": lambda: True,
         "current_device": lambda: 0,
         "device_count": lambda: 1,
-        "get_compute_capability": lambda device=None: gpu.capability,
+        "get_compute_capability": lambda device=None: _capability(gpu),
         "get_device_properties": lambda device=None: gpu,
         "is_bf16_supported": lambda *a, **k: True,
         "is_dtype_supported": lambda *a, **k: True,
@@ -115,7 +90,7 @@ def described_gpu(gpu: Gpu) -> Iterator[None]:
 
     device_interface.get_interface_for_device("cpu")  # registers the real interfaces, which must not happen inside
     triton_driver = mock.MagicMock()
-    triton_driver.get_current_target = lambda: GPUTarget("cuda", gpu.capability, gpu.warp_size)
+    triton_driver.get_current_target = lambda: GPUTarget("cuda", _capability(gpu), gpu.warp_size)
     true = lambda *a, **k: True  # noqa: E731
     with contextlib.ExitStack() as stack:
 

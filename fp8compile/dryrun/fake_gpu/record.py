@@ -15,7 +15,7 @@ import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ...ir.inputs import readable_module
-from ..placeholders import hollow
+from ..placeholders import placeholder_callable
 from .device import CUDA
 from .step import Attention, Graph, Kernel, Matmul, Operand
 
@@ -214,6 +214,6 @@ def record(graphs: list[Graph]) -> contextlib.AbstractContextManager[None]:
         }
         makers = {n.name: module_of(n) for n in graph.find_nodes(op="placeholder")}  # those of a backward keep their metadata
         graphs.append(Graph(reader.backward, tuple(kernels), code, targets, inputs, makers))
-        return hollow(graph, torch.device("cpu"))
+        return placeholder_callable(graph, torch.device("cpu"))
 
     return instead_of_loading(load)

@@ -21,14 +21,6 @@ class Operand:
     stride: tuple[int, ...]
     dtype: torch.dtype
 
-    @property
-    def row_major(self) -> bool:
-        return self.stride[-1] == 1
-
-    @property
-    def col_major(self) -> bool:
-        return self.stride[-2] == 1
-
 
 @dataclass(frozen=True)
 class Matmul:

@@ -1,0 +1,126 @@
+"""env: what a report of a bug needs to say about a machine."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import platform
+import re
+from typing import Any
+
+import click
+
+from ..errors import Fp8CompileError, did_you_mean, near
+from ..logs import VARIABLES
+from .errors import one_line
+
+OTHERS = ("TORCH_LOGS", "TORCH_TRACE", "TORCH_COMPILE_DEBUG", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+PREFIXES = ("FP8COMPILE_", "TORCHINDUCTOR_", "TORCHDYNAMO_")
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+def env(as_json: bool) -> None:
+    """Versions, GPUs, settings: paste the output into a bug report. The path of the home folder is shown as ~."""
+    from tabulate import tabulate
+
+    found: dict[str, Any]
+    found = {"versions": versions(), "gpus": gpus(), "policy": policy(), "environment": environment()}
+    if as_json:
+        click.echo(json.dumps(found, indent=2))
+        return
+    rows = [(name, version or "-") for name, version in found["versions"].items()]
+    for i, gpu in enumerate(found["gpus"]):
+        rows += [(f"GPU {i}", line) for line in _lines(gpu)]
+    rows += [] if found["gpus"] else [("GPU", "none that torch sees; decisions are made without times, FP8 is emulated")]
+    rows.append(("policy", found["policy"]))
+    for name, value in found["environment"].items():
+        meant = did_you_mean(near(name, VARIABLES)) if name.startswith("FP8COMPILE_") and name not in VARIABLES else None
+        rows.append((name, value if meant is None else f"{value} (fp8compile reads no such variable.{meant})"))
+    click.echo(tabulate(rows, tablefmt="plain", disable_numparse=True))
+
+
+def versions() -> dict[str, str | None]:
+    """Of fp8compile and of what it stands on; None for what is not there."""
+    import torch
+
+    from .. import __version__
+
+    try:
+        triton = importlib.import_module("triton").__version__
+    except ImportError:
+        triton = None
+    return {
+        "fp8compile": __version__,
+        "torch": torch.__version__,
+        "triton": triton,
+        "CUDA": torch.version.cuda,
+        "ROCm": torch.version.hip,
+        "Python": platform.python_version(),
+        "platform": platform.platform(),
+    }
+
+
+def gpus() -> list[dict[str, Any]]:
+    """Each GPU that torch sees, the recipes that it multiplies natively, and the description that decisions are made with."""
+    import torch
+
+    return [_gpu(torch.device("cuda", i)) for i in range(torch.cuda.device_count())]
+
+
+def _gpu(device: Any) -> dict[str, Any]:
+    from ..config.recipe import RECIPES
+    from ..devices import catalog, support
+    from ..devices.gpu import gpu_of
+
+    try:
+        gpu = gpu_of(device)
+    except RuntimeError as error:  # a driver that does not fit, a GPU in use
+        return {"error": one_line(error)}
+    assert gpu is not None, device
+    described = catalog.of(device)
+    assert described is not None, device
+    native = [name for name in RECIPES if name != "mxfp8" or support.has_mx(gpu)]
+    return {
+        "name": gpu.name,
+        "capability": gpu.gfx or "{}.{}".format(*gpu.capability),
+        "memory": gpu.total_memory,
+        "native": native if support.has_fp8(gpu.capability, gpu.gfx) else [],
+        "described_as": described.key,
+        "origin": described.origin,
+    }
+
+
+def _lines(gpu: dict[str, Any]) -> list[str]:
+    if "error" in gpu:
+        return [gpu["error"]]
+    what = "architecture" if gpu["capability"].startswith("gfx") else "compute capability"
+    emulated = "" if "mxfp8" in gpu["native"] else "; mxfp8 is emulated in bf16"
+    return [
+        f"{gpu['name']}, {what} {gpu['capability']}, {gpu['memory'] / 2**30:.0f} GiB",
+        f"FP8: {', '.join(gpu['native'])}{emulated}" if gpu["native"] else "no FP8: models are compiled in high precision",
+        f"decisions are made for {gpu['described_as']!r}, {gpu['origin']}",
+    ]
+
+
+def policy() -> str:
+    """What decides where no option names a policy: a name, a file, or why it cannot be used."""
+    from ..config.policy import load
+
+    try:
+        found = load()
+    except Fp8CompileError as error:
+        return _without_home(f"not valid: {error}")
+    return _without_home(found.source) + (f", for the device {found.device!r}" if found.device else "")
+
+
+def environment() -> dict[str, str]:
+    """The variables that are set and that change what is compiled."""
+    names = sorted(name for name in os.environ if name in OTHERS or name.startswith(PREFIXES))
+    return {name: _without_home(os.environ[name]) for name in names}
+
+
+def _without_home(text: str) -> str:
+    home = os.path.expanduser("~").rstrip(os.sep)
+    return re.sub(re.escape(home) + r"(?![\w.-])", "~", text) if home not in ("", "~") else text

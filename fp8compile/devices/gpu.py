@@ -1,0 +1,64 @@
+"""A GPU as torch describes one: what is asked of a device of this process, of one that is only described, and of a fake one."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    """Properties of a GPU, by the names that `torch.cuda.get_device_properties` gives them. The defaults are an H200's."""
+
+    name: str = "NVIDIA H200"
+    major: int = 9
+    minor: int = 0
+    multi_processor_count: int = 132
+    total_memory: int = 141 << 30
+    L2_cache_size: int = 60 << 20
+    warp_size: int = 32
+    regs_per_multiprocessor: int = 65536
+    max_threads_per_multi_processor: int = 2048
+    max_threads_per_block: int = 1024
+    shared_memory_per_block: int = 48 << 10
+    shared_memory_per_block_optin: int = 227 << 10
+    shared_memory_per_multiprocessor: int = 228 << 10
+    memory_bus_width: int = 6144
+    memory_clock_rate: int = 3201000
+    clock_rate: int = 1980000
+    gcnArchName: str = ""
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        """NVIDIA's compute capability: (9, 0) is Hopper."""
+        return self.major, self.minor
+
+    @property
+    def gfx(self) -> str:
+        """AMD's architecture, such as "gfx942"; "" for NVIDIA."""
+        return gfx_of(self)
+
+
+H200 = Gpu()
+
+
+def gfx_of(properties: Any) -> str:
+    """AMD's architecture without its features ("gfx942:sramecc+:xnack-" -> "gfx942"); "" for others, whose name may stand
+    in the same place."""
+    name = str(getattr(properties, "gcnArchName", "") or "").split(":")[0]
+    return name if name.startswith("gfx") else ""
+
+
+def gpu_of(device: torch.device) -> Gpu | None:
+    """The GPU of this process that `device` names; None for a CPU. What a version of torch does not tell is taken to be an
+    H200's."""
+    if device.type != "cuda":
+        return None
+    import torch
+
+    properties = torch.cuda.get_device_properties(device)
+    names = [field.name for field in dataclasses.fields(Gpu) if hasattr(properties, field.name)]
+    return Gpu(**{name: getattr(properties, name) for name in names})

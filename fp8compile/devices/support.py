@@ -1,0 +1,62 @@
+"""Which devices multiply FP8, in which encodings, and which of them multiply blocks of 32 with a scale each (MX)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+from . import formats
+from .gpu import Gpu, gpu_of
+
+if TYPE_CHECKING:
+    import torch
+
+OLDEST_NVIDIA = (8, 9)  # compute capability of the first tensor cores that multiply FP8
+AMD = ("gfx94", "gfx95", "gfx12")
+
+
+def has_fp8(capability: tuple[int, int], gfx: str = "") -> bool:
+    """Whether a GPU multiplies FP8: NVIDIA's by compute capability, AMD's by architecture."""
+    return gfx.startswith(AMD) if gfx else capability >= OLDEST_NVIDIA
+
+
+def has_mx(gpu: Gpu | None) -> bool:
+    """Whether a GPU multiplies 1 x 32 blocks with E8M0 scales: Blackwell does. None is a CPU.
+
+    MI355's is not used: the layout of its scales differs between ROCm versions, and K has to be a multiple of 128.
+    """
+    if gpu is None or gpu.gfx or gpu.major < 10:
+        return False
+    return cuda_version() >= ((12, 8) if gpu.major == 10 else (12, 9))
+
+
+def cuda_version() -> tuple[int, int]:
+    """The version of CUDA that torch was built with. A build without CUDA stands for the current one: it describes GPUs."""
+    import torch
+
+    found = re.match(r"(\d+)\.(\d+)", torch.version.cuda or "13.0")
+    assert found is not None, torch.version.cuda
+    return int(found[1]), int(found[2])
+
+
+def refusal(devices: Collection[torch.device]) -> str | None:
+    """Why one of these devices cannot multiply FP8; None if all of them can."""
+    for device in devices:
+        if device.type not in ("cpu", "cuda"):
+            return f"{device.type} devices have no FP8 matmuls here"
+        gpu = gpu_of(device)
+        if gpu is None or has_fp8(gpu.capability, gpu.gfx):
+            continue
+        if gpu.gfx:
+            return f"{gpu.gfx} has no FP8 matmuls ({', '.join(AMD[:-1])} and {AMD[-1]} do)"
+        have, need = (".".join(map(str, version)) for version in (gpu.capability, OLDEST_NVIDIA))
+        return f"{gpu.name} has compute capability {have}; FP8 matmuls need {need} (RTX 40, L4, H100 or later)"
+    return None
+
+
+def encodings(devices: Collection[torch.device]) -> tuple[str, ...]:
+    """The FP8 encodings that these devices multiply: a GPU its own, a CPU emulates both."""
+    if not any(device.type == "cuda" for device in devices):
+        return "ocp", "fnuz"
+    return ("fnuz",) if formats.fnuz() else ("ocp",)

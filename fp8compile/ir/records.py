@@ -1,0 +1,89 @@
+"""What is known of a compiled graph: a record for every matmul with its decision and reason, and for every op that hides
+matmuls. Plain data, without a tensor or a node of a graph."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+FP8: Literal["fp8"] = "fp8"
+HIGH_PRECISION: Literal["high_precision"] = "high_precision"
+
+
+@dataclass(frozen=True)
+class MatmulRecord:
+    """One gemm of a graph: ``out[m, n] = a[m, k] @ b[k, n]``, `batch` times, in the sizes of that very gemm.
+
+    So for a linear on M tokens, from K to N features: fprop is (M, N, K), dgrad (M, K, N), wgrad (N, K, M).
+    `gemm` "matmul" is one without a weight, as in attention. `reason` is "" for fp8, `recipe` is "" for high precision.
+    `dynamic`: some size is symbolic, and the number here is that of the call that was compiled.
+    `parameter` names the weight, `rule` the rule of the policy that decided.
+    Where a device's description decided: `bf16_us` and `fp8_us` are this gemm's estimated times in either precision, `cast_us`
+    its share of the casts (all in microseconds), `break_even_m` the number of tokens from which its layer gains.
+    `emulated`: the device has no tensor cores for the recipe; FP8 values are multiplied in bf16, which is exact and not faster.
+    """
+
+    fqn: str
+    gemm: Literal["fprop", "dgrad", "wgrad", "matmul"]
+    m: int
+    n: int
+    k: int
+    decision: Literal["fp8", "high_precision"]
+    reason: str = ""
+    recipe: str = ""
+    batch: int = 1
+    op: str = "mm"
+    dynamic: bool = False
+    parameter: str = ""
+    rule: str = ""
+    bf16_us: float | None = None
+    fp8_us: float | None = None
+    cast_us: float | None = None
+    break_even_m: int | None = None
+    emulated: bool = False
+
+    @property
+    def how(self) -> str:
+        """The recipe, for people."""
+        return f"{self.recipe} (emulated)" if self.emulated else self.recipe
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions: 2 * batch * m * n * k."""
+        return 2 * self.batch * self.m * self.n * self.k
+
+
+@dataclass(frozen=True)
+class OpaqueRecord:
+    """An op that contains matmuls which are not seen one by one, and is not rewritten: attention, convolution, ..."""
+
+    fqn: str
+    op: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class GraphReport:
+    """One compiled graph. `name` is for people, e.g. "GPT, training"; `note` says what holds for all of it.
+
+    `edges` are pairs of positions in `matmuls`: the output of the first reaches the second with no matmul between them.
+    `device` names the description that decided what pays, "" if none did. `remarks` are what else there is to say of it.
+    """
+
+    index: int
+    name: str
+    matmuls: tuple[MatmulRecord, ...]
+    opaque: tuple[OpaqueRecord, ...] = ()
+    note: str = ""
+    edges: tuple[tuple[int, int], ...] = ()
+    device: str = ""
+    remarks: tuple[str, ...] = ()
+
+
+def forward_sizes(record: MatmulRecord) -> tuple[int, int, int]:
+    """(m, n, k) of the forward gemm that `record` is the dgrad or wgrad of."""
+    if record.gemm == "dgrad":
+        return record.m, record.k, record.n
+    if record.gemm == "wgrad":
+        return record.k, record.m, record.n
+    return record.m, record.n, record.k

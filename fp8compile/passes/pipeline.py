@@ -1,0 +1,211 @@
+"""All passes in their order, before and after the partitioner splits forward from backward.
+
+`FP8COMPILE_SKIP=fuse,weigh` switches passes off by name, to find out which of them a fault comes from. With
+`TORCH_LOGS=+fp8compile` each pass says what it found and which operators it added and removed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, TypeVar
+
+from torch.fx import Graph, Node
+
+from .. import compat
+from ..config.policy import Policy
+from ..devices.catalog import Device
+from ..errors import CapacityExceeded, OptionError
+from ..ir.inputs import Inputs
+from ..ir.matmul import Matmul
+from ..ir.records import OpaqueRecord
+from ..ir.state_page import SlotKey
+from ..logs import SKIP_VARIABLE, dump, get_logger
+from .collect import collect, edges
+from .decide import decide
+from .fuse import fuse
+from .lower import lower, lower_scales, split_casts
+from .plan import Plan, plan
+from .profitability import weigh
+from .quantize import Written, observe, quantize
+from .update_state import group_of, update_state
+
+logger = get_logger(__name__)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Pass(Generic[T]):
+    """`run` changes its argument and returns what the log says of it. `optional`: the graph is right without it."""
+
+    name: str
+    run: Callable[[T], object]
+    optional: bool = False
+
+
+@dataclass
+class Joint:
+    """The joint graph of forward and backward, and what the passes have found in it so far."""
+
+    graph: Graph
+    inputs: Inputs
+    policy: Policy
+    device: Device | None  # decides what pays; None: everything pays
+    fnuz: bool  # the device's FP8 encoding
+    capacity: tuple[int, int] | None  # rows of the two state inputs; None: the graph has no state
+    high_precision: bool  # only observe what would be quantized
+    inference: bool = False  # nothing to differentiate
+    matmuls: list[Matmul] = field(default_factory=list)
+    opaque: list[OpaqueRecord] = field(default_factory=list)
+    edges: tuple[tuple[int, int], ...] = ()  # between matmuls, by position
+    complaints: list[str] = field(default_factory=list)  # what the policy's author should know
+    plan: Plan = field(default_factory=Plan)
+    pages: tuple[Node, Node] | None = None  # the state inputs of forward and backward, where some slot needs them
+    written: Written | None = None
+
+    def collect(self) -> int:
+        self.matmuls, self.opaque = collect(self.graph, self.inputs)
+        self.edges = edges(self.graph, self.matmuls)
+        return len(self.matmuls)
+
+    def decide(self) -> int:
+        self.complaints = decide(self.matmuls, self.inputs, self.policy, self.device, self.inference)
+        return sum(matmul.fp8 for matmul in self.matmuls)
+
+    def weigh(self) -> int:
+        return weigh(self.matmuls, self.device) if self.device is not None else 0
+
+    def make_plan(self) -> int:
+        self.plan = plan(self.matmuls, self.fnuz)
+        needed = [len(self.plan.direction(backward)) for backward in (False, True)]
+        if any(needed) and self.capacity is not None:
+            if any(rows > given for rows, given in zip(needed, self.capacity, strict=True)):
+                raise CapacityExceeded({"forward": needed[0], "backward": needed[1]})
+            by_index = {compat.input_index(node): node for node in self.graph.find_nodes(op="placeholder")}
+            first = len(self.inputs.names)
+            self.pages = by_index[first], by_index[first + 1]
+        return len(self.plan.operands)
+
+    def quantize(self) -> int:
+        if not self.high_precision:
+            self.written = quantize(self.graph, self.matmuls, self.plan, self.pages)
+        elif self.pages is not None:
+            self.written = observe(self.graph, self.plan, self.pages)
+        return 0 if self.written is None else len(self.written.amaxes)
+
+    def update_state(self) -> int:
+        if self.pages is None or self.written is None:
+            return 0
+        return update_state(self.graph, self.plan, self.written, self.pages)
+
+
+JOINT: tuple[Pass[Joint], ...] = (
+    Pass("collect", Joint.collect, optional=True),  # every matmul: its name, role and operands
+    Pass("decide", Joint.decide),  # FP8, or the reason why not: what is possible, then what the policy says
+    Pass("weigh", Joint.weigh, optional=True),  # what FP8 would not make faster stays in high precision
+    Pass("plan", Joint.make_plan),  # which tensors are quantized, and in which slot the scale of each lives
+    Pass("quantize", Joint.quantize),  # casts and FP8 matmuls in the graph
+    Pass("update_state", Joint.update_state),  # the next scaling state
+)
+POST_GRAD: tuple[Pass[Graph], ...] = (
+    Pass("lower_scales", lower_scales),  # scales of whole tensors; delayed ones become loads from the state
+    Pass("split_casts", split_casts),  # a cast into both layouts becomes two
+    Pass("fuse", fuse, optional=True),  # casts, with what makes their tensors, become generated kernels
+    Pass("lower", lower),  # all other operators of ours become ATen and static kernels
+)
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    """What the passes did to one joint graph."""
+
+    matmuls: tuple[Matmul, ...]
+    opaque: tuple[OpaqueRecord, ...]
+    inference: bool
+    forward: tuple[SlotKey, ...] = ()  # slots, by row of their page
+    backward: tuple[SlotKey, ...] = ()
+    pages: tuple[str, ...] = ()  # names of the state inputs of forward and backward, where there is state
+    complaints: tuple[str, ...] = ()
+    edges: tuple[tuple[int, int], ...] = ()
+    group: str | None = None  # the process group over which amaxes are reduced
+
+
+def run_joint(
+    graph: Graph,
+    inputs: Inputs,
+    policy: Policy,
+    device: Device | None,
+    fnuz: bool,
+    capacity: tuple[int, int] | None,
+    high_precision: bool = False,
+) -> Rewritten:
+    """Rewrite a joint graph in place. See `Joint` for the arguments; with `high_precision` the matmuls stay as they are, and
+    histories of amaxes are there when FP8 begins.
+
+    Raises CapacityExceeded, before the graph is changed, if the slots do not fit.
+    """
+    joint = Joint(graph, inputs, policy, device, fnuz, capacity, high_precision, inference=not compat.tag_backward(graph))
+    _run(JOINT, joint, graph)
+    graph.eliminate_dead_code()
+    done = Rewritten(
+        tuple(joint.matmuls), tuple(joint.opaque), joint.inference, complaints=tuple(joint.complaints), edges=joint.edges
+    )
+    if joint.pages is None:
+        return done
+    forward, backward = (tuple(operand.key for operand in joint.plan.direction(late)) for late in (False, True))
+    names = tuple(page.name for page in joint.pages)
+    return replace(done, forward=forward, backward=backward, pages=names, group=group_of(joint.plan))
+
+
+def run_post_grad(graph: Graph) -> None:
+    """Lower a partitioned graph in place: no operator of ours is left in it, but on a CPU those with scales of blocks."""
+    _run(POST_GRAD, graph, graph)
+
+
+def skipped() -> tuple[str, ...]:
+    """The passes that FP8COMPILE_SKIP names. OptionError for a name that is no optional pass's."""
+    names = tuple(filter(None, (name.strip() for name in os.environ.get(SKIP_VARIABLE, "").split(","))))
+    every: tuple[Pass[Any], ...] = (*JOINT, *POST_GRAD)
+    optional = [step.name for step in every if step.optional]
+    for name in names:
+        if name not in optional:
+            raise OptionError.of(SKIP_VARIABLE, name, f"a comma-separated list of {', '.join(map(repr, optional))}")
+    return names
+
+
+def _run(passes: Sequence[Pass[T]], subject: T, graph: Graph) -> None:
+    """Each pass in turn: check the graph, log what changed, write the graph after it (FP8COMPILE_DUMP, tlparse)."""
+    leave_out = skipped()
+    for step in passes:
+        if step.name in leave_out:
+            logger.info("fp8: %s is skipped (%s)", step.name, SKIP_VARIABLE)
+            continue
+        told = logger.isEnabledFor(logging.DEBUG)
+        before, start = _operators(graph) if told else Counter(), time.perf_counter()
+        with compat.symbolic_kernels():
+            found = step.run(subject)
+        graph.lint()
+        if told:
+            took = 1e3 * (time.perf_counter() - start)
+            logger.debug("%s: %s, %.1f ms%s", step.name, found, took, _changes(before, _operators(graph)))
+        dump(f"{step.name}.txt", lambda: str(graph))
+
+
+def _operators(graph: Graph) -> Counter[str]:
+    """How often each operator is called."""
+    return Counter(_name(node.target) for node in graph.nodes if node.op == "call_function")
+
+
+def _name(target: Any) -> str:
+    return str(target) if hasattr(target, "_schema") else getattr(target, "__name__", str(target))
+
+
+def _changes(before: Counter[str], after: Counter[str]) -> str:
+    """ "; -12 aten.mm.default, +12 fp8compile.scaled_mm.default", "" where nothing changed."""
+    changed = {name: after[name] - before[name] for name in sorted({*before, *after}) if after[name] != before[name]}
+    return "; " + ", ".join(f"{count:+d} {name}" for name, count in changed.items()) if changed else ""

@@ -1,0 +1,33 @@
+"""What makes a callable of one half of a graph: Inductor, or in its place an interpreter of the same graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.fx import GraphModule
+
+from .. import compat
+from ..passes.pipeline import run_post_grad
+from .interpreter import Boxed, Eager, boxed
+
+
+@dataclass(frozen=True)
+class Inner:
+    """`compile` takes and returns what Inductor's own `inner_compile` does. `computes`: what it makes computes something; if
+    not, nothing is scaled, and a graph needs no state."""
+
+    compile: Callable[..., Any]
+    computes: bool = True
+
+
+def _interpret(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Boxed:
+    run_post_grad(gm.graph)
+    gm.recompile()
+    return boxed(Eager(gm))
+
+
+INDUCTOR = Inner(compat.compile_inner)
+# Graphs are rewritten and lowered as ever, then run node by node: Inductor takes 10 to 20 s a graph, this none of them.
+INTERPRETER = Inner(_interpret)

@@ -1,0 +1,64 @@
+"""The pages say what is there: links lead somewhere, every option has its row, and the tests that are named exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from fp8compile.config.options import OURS
+
+ROOT = next(folder for folder in Path(__file__).parents if (folder / "pyproject.toml").exists())
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+WRITTEN = [page for page in PAGES if page.name != "log.md"]
+
+
+def anchors(page: Path) -> set[str]:
+    """What its headings are called in links, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.S), re.M)
+    plain = [re.sub(r"[^\w\- ]", "", re.sub(r"\[(.*?)\]\(.*?\)", r"\1", heading)) for heading in headings]
+    return {heading.strip().lower().replace(" ", "-") for heading in plain}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"```.*?```", "", page.read_text(), flags=re.S)):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        linked = (page.parent / path).resolve() if path else page
+        assert linked.exists(), f"{page.name}: {target}"
+        assert not anchor or anchor in anchors(linked), f"{page.name}: {target}"
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.name)
+def test_lines_are_short(page: Path) -> None:
+    """Except for rows of tables, which Markdown cannot break."""
+    long = [line for line in page.read_text().splitlines() if len(line) >= 130 and not line.startswith("|")]
+    assert not long, long[0]
+
+
+def test_the_readme_is_a_page() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+def test_every_option_has_a_row_and_every_row_is_an_option() -> None:
+    rows = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs" / "options.md").read_text(), re.M)
+    assert sorted(rows) == sorted(OURS)
+
+
+def test_the_tests_that_guard_the_invariants_exist() -> None:
+    named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", (ROOT / "docs" / "architecture.md").read_text())
+    files = {path.name: path.read_text() for path in (ROOT / "tests").rglob("test_*.py")}
+    missing = [f"{file}::{test}" for file, test in named if f"def {test}(" not in files.get(file, "")]
+    assert len(named) > 30 and not missing, missing
+
+
+def test_the_files_that_the_pages_name_exist() -> None:
+    """`passes/quantize.py` and the like, in the pages for people who change the code."""
+    rooms = "cli|dryrun|reporting|runtime|passes|codegen|ir|config|devices|compat"
+    for page in (ROOT / "docs" / "architecture.md", ROOT / "CONTRIBUTING.md"):
+        named = set(re.findall(rf"(?<!tests/)\b((?:{rooms})/[\w/]+\.py)\b", page.read_text()))
+        missing = [name for name in named if not (ROOT / "fp8compile" / name).exists()]
+        assert named and not missing, f"{page.name}: {missing}"
