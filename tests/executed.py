@@ -96,10 +96,10 @@ class Launched:
             "from torch._inductor.runtime import triton_helpers\nfrom executed import heuristics as triton_heuristics",
         )
         self.name = name
-        self.kind, self.told, jitted = getattr(PyCodeCache.load(source), name)
-        jitted.fn.__globals__["libdevice"] = libdevice
-        self.function = InterpretedFunction(jitted.fn)
-        self.declared = {parameter.name for parameter in jitted.params if parameter.is_constexpr}
+        self.kind, self.told, self.jitted = getattr(PyCodeCache.load(source), name)
+        self.jitted.fn.__globals__["libdevice"] = libdevice
+        self.function = InterpretedFunction(self.jitted.fn)
+        self.declared = {parameter.name for parameter in self.jitted.params if parameter.is_constexpr}
         self.signature = self.told["triton_meta"]["signature"]
         self.ours = self.kind == "user_autotune"
         configs = self.told.get("configs", [{}])
