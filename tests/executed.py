@@ -96,22 +96,25 @@ class Launched:
             "from torch._inductor.runtime import triton_helpers\nfrom executed import heuristics as triton_heuristics",
         )
         self.name = name
-        self.kind, self.told, jitted = getattr(PyCodeCache.load(source), name)
-        jitted.fn.__globals__["libdevice"] = libdevice
-        self.function = InterpretedFunction(jitted.fn)
+        self.kind, self.told, self.jitted = getattr(PyCodeCache.load(source), name)
+        self.jitted.fn.__globals__["libdevice"] = libdevice
+        self.function = InterpretedFunction(self.jitted.fn)
+        self.declared = {parameter.name for parameter in self.jitted.params if parameter.is_constexpr}
         self.signature = self.told["triton_meta"]["signature"]
         self.ours = self.kind == "user_autotune"
         configs = self.told.get("configs", [{}])
         self.config = configs[choice % len(configs)]
 
     def run(self, *args: Any, stream: Any = None, **_: Any) -> None:
-        constants = self.told["triton_meta"]["constants"]  # a size of 1 is one
-        names = [name for name in self.function.arg_names if self.signature[name] != "constexpr" or name in constants]
+        constants = self.told["triton_meta"]["constants"]
+        # passed, too: an argument that is a constant because it is 1 or None
+        passed = [name for name in constants if name not in self.declared]
+        names = [name for name in self.function.arg_names if self.signature[name] != "constexpr" or name in passed]
         extra = self.told["inductor_meta"].get("extra_launcher_args", [])
         given = dict(zip([*names, *extra], args, strict=True))
         config = self.config if self.ours else self._blocks(given)
         grid = triton_heuristics.GridExpr.from_meta(self.told["inductor_meta"], config).eval_slow({**given, **config})
-        arguments = {name: given[name] for name in names}
+        arguments = {name: given[name] for name in names} | constants
         self._check_alignment(arguments)
         with interpreting(triton_helpers), mock.patch.multiple(triton_helpers, libdevice=libdevice, **REDUCTIONS):
             self.function[tuple(map(int, grid))](**arguments, **{k: v for k, v in config.items() if k in self.signature})

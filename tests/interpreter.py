@@ -1,4 +1,4 @@
-"""Generated kernels on a CPU: Triton's interpreter, made to round as the hardware does.
+"""Triton kernels on a CPU: Triton's interpreter, made to round as the hardware does.
 
 Triton decides at import whether it interprets; here one process does both, so its library of functions (`tl.max`, `tl.sum`)
 is replaced while an interpreted kernel runs. Its own conversions truncate to bfloat16 and differ from torch for FP8: they
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import linecache
 from typing import Any
 from unittest import mock
 
@@ -23,8 +24,7 @@ from triton.runtime.jit import JITFunction
 with contextlib.suppress(ImportError):
     import triton.experimental.gluon  # noqa: F401  # which the interpreter imports, and which copies Triton's functions
 
-from fp8compile import compat
-from fp8compile.codegen import launch, update_kernel
+from fp8compile.codegen import launch
 
 TORCH = {
     tl.float32: torch.float32,
@@ -60,11 +60,11 @@ def _library(*modules: Any) -> dict[tuple[Any, str], Any]:
 class Interpreted:
     """Stands for a JIT function: `kernel[grid](**arguments)` runs it here."""
 
-    def __init__(self, name: str, source: str, config: tuple[int, int, int]):
-        self.name, self.source = name, source
+    def __init__(self, jitted: JITFunction, config: tuple[int, ...]):
+        self.jitted, self.name = jitted, jitted.fn.__name__
+        self.source = "".join(linecache.getlines(jitted.fn.__code__.co_filename))
         self.block = {"BLOCK_R": config[0], "BLOCK_C": config[1]}
-        self.jitted = compat.load_kernel(name, source)
-        self.arg_names = self.jitted.arg_names
+        self.arg_names = jitted.arg_names
 
     def __getitem__(self, grid: Any) -> Any:
         def run(*args: Any, **kwargs: Any) -> None:
@@ -131,14 +131,13 @@ def kernels_on_cpu(config: tuple[int, int, int] | None = None):
     made: list[Interpreted] = []
     choose = launch.configurations
 
-    def function(name: str, source: str, configs: Any, restore: Any = ()) -> Interpreted:
-        made.append(Interpreted(name, source, configs[0]))
+    def tuned(kernel: JITFunction, configs: Any, restore: Any = ()) -> Interpreted:
+        made.append(Interpreted(kernel, configs[0]))
         return made[-1]
 
     with (
         mock.patch.object(launch, "DEVICES", ("cpu", "cuda")),
-        mock.patch.object(update_kernel, "function", function),
-        mock.patch.object(launch, "function", function),
+        mock.patch.object(launch, "tuned", tuned),
         mock.patch.object(launch, "configurations", lambda kernel: (config or choose(kernel)[0],)),
     ):
         yield made

@@ -1,4 +1,4 @@
-"""Generated kernels as machine code, without a GPU: traced from a model for a described one, compiled by Triton, and read.
+"""Triton kernels as machine code, without a GPU: traced from a model for a described one, compiled by Triton, and read.
 
     for kernel in traced("llama", "delayed"):
         code = compile_kernel(kernel, kernel.configs[0], TARGETS["sm_90"])
@@ -30,6 +30,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from fp8compile import compat
+from fp8compile.codegen import triton_kernels
 from fp8compile.codegen.expressions import TRITON_DTYPE
 from fp8compile.devices.formats import pick
 from fp8compile.dryrun.fake_gpu import trace
@@ -115,18 +116,24 @@ RECIPES = ("delayed", "tensorwise")
 
 @dataclasses.dataclass(frozen=True)
 class Generated:
-    """A kernel as it is launched: its source, block sizes to choose from, and the Triton type of each argument."""
+    """A kernel as it is launched: its source, block sizes to choose from, the Triton type of each argument, and constants."""
 
     model: str
     name: str
     source: str
     configs: tuple[Config, ...]
     types: tuple[tuple[str, str], ...]
+    constants: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def text(self) -> str:
+        """What is compiled: kernels of one text are the same."""
+        return f"{self.source}{self.constants or ''}"
 
     @property
     def form(self) -> str:
-        """The source without what differs between sizes: numbers of two digits and more, its name, comments."""
-        text = re.sub(r"#.*", "", self.source.replace(self.name, "kernel"))
+        """The text without what differs between sizes: numbers of two digits and more, its name, comments."""
+        text = re.sub(r"#.*", "", self.source.replace(self.name, "kernel")) + str(self.constants)
         return re.sub(r"(?<![\w.])\d{2,}(?![\w.])", _size, text) + str([kind for _, kind in self.types])
 
 
@@ -146,13 +153,16 @@ def traced(name: str, recipe: str, dynamic: bool = False) -> list[Generated]:
     found: dict[str, Generated] = {}
     launch = compat.launch
 
-    def noted(emit: Any, function: Any, grids: Any, *arguments: dict[str, Any]) -> Any:
+    def noted(emit: Any, function: Any, grids: Any, arguments: dict[str, Any], constants: dict[str, Any] | None = None) -> Any:
         jitted = function.fn
-        source = pathlib.Path(jitted.fn.__code__.co_filename).read_text()
+        written = jitted.fn.__name__ not in vars(triton_kernels)
+        source = pathlib.Path(jitted.fn.__code__.co_filename).read_text() if written else jitted.src
         configs = tuple((c.kwargs["BLOCK_R"], c.kwargs["BLOCK_C"], c.num_warps) for c in function.configs)
-        types = tuple((key, _type(value)) for given in arguments for key, value in given.items())
-        found.setdefault(source, Generated(f"{name} {recipe}", jitted.fn.__name__, source, configs, types))
-        return launch(emit, function, grids, *arguments)
+        types = tuple((key, _type(value)) for key, value in arguments.items())
+        fixed = tuple((constants or {}).items())
+        kernel = Generated(f"{name} {recipe}", jitted.fn.__name__, source, configs, types, fixed)
+        found.setdefault(kernel.text, kernel)
+        return launch(emit, function, grids, arguments, constants)
 
     with mock.patch.object(compat, "launch", noted):
         trace(lambda: compiled(x).sum().backward())
@@ -196,13 +206,13 @@ class Resources:
 
 def compile_kernel(kernel: Generated, config: Config, target: GPUTarget) -> Any:
     """Triton's compiled kernel for a target, as Inductor would have it: pointers are multiples of 16."""
-    jitted = compat.load_kernel(kernel.name, kernel.source)
+    jitted = vars(triton_kernels).get(kernel.name) or compat.load_kernel(kernel.name, kernel.source)
     rows, columns, warps = config
     types = dict(kernel.types)
-    blocks = {"BLOCK_R": rows, "BLOCK_C": columns}
+    constants = {**dict(kernel.constants), "BLOCK_R": rows, "BLOCK_C": columns}
     signature = {name: types.get(name, "constexpr") for name in jitted.arg_names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind.startswith("*")}
-    source = ASTSource(fn=jitted, signature=signature, constexprs=blocks, attrs=aligned)
+    source = ASTSource(fn=jitted, signature=signature, constexprs=constants, attrs=aligned)
     return triton.compile(source, target=target, options={"num_warps": warps})
 
 
@@ -251,9 +261,9 @@ def main() -> None:
     for name in sys.argv[2:] or MODELS:
         for recipe in RECIPES:
             for kernel in traced(name, recipe):
-                if kernel.source in done:
+                if kernel.text in done:
                     continue
-                done.add(kernel.source)
+                done.add(kernel.text)
                 kernel = with_fnuz(kernel) if target.arch == "gfx942" else kernel
                 for config in kernel.configs:
                     found = resources(compile_kernel(kernel, config, target))

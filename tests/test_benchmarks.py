@@ -175,7 +175,7 @@ NAMES = {
         "void cutlass::device_kernel<at::cuda::detail::enable_3x_kernel_for_sm9x<cutlass::gemm::kernel::GemmUniversal<"
         "cute::tuple<int, int, int>, cutlass::float_e4m3_t>>>",
         "triton_tem_fused__scaled_mm_3",
-        "fp8_gemm_1x128_128x128_0",  # fp8compile's own
+        "fp8_gemm_0",  # fp8compile's own
         "nvjet_sm90_qqtst_128x128_128x6_1x2_h_bz_ovscale_bias_TNT",
     ],
     "bf16_gemm": [
@@ -203,7 +203,7 @@ NAMES = {
         "fp8_softmax_attention_gemm_cast",  # a generated kernel is one, whatever it is named after
         "fp8_softmax_attention_scale_0",
         "fp8_amax",
-        "fp8_update_64x16",
+        "fp8_update_0",
     ],
     "other": [
         "triton_poi_fused_add_mul_native_layer_norm_2",

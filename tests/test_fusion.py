@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fp8compile import compat
 from fp8compile.backend import fp8
-from fp8compile.codegen import launch, update_kernel
+from fp8compile.codegen import launch, triton_kernels, update_kernel
 from fp8compile.ir import state_page
 
 BF16 = torch.bfloat16
@@ -178,9 +178,9 @@ def test_launches_with_one_source_share_one_function_whatever_their_slots():
     seen: list[set] = []
     original = compat.launch
 
-    def spy(emit, function, grids, arguments):
+    def spy(emit, function, grids, arguments, *constants):
         seen.append({name for name, x in arguments.items() if isinstance(x, int)})
-        return original(emit, function, grids, arguments)
+        return original(emit, function, grids, arguments, *constants)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compat, "launch", spy)
@@ -218,8 +218,8 @@ def test_the_update_kernel_is_next_page(slots, history, count, interval, most_re
     """To the bit, over steps with zeros, a NaN and an infinity; slots that no amax belongs to; more slots than a block."""
     settings = [state_page.SlotSettings(448.0 / 2**margin, 1 if most_recent else history, interval)] * slots
     settings[::3] = [state_page.SlotSettings(57344.0, max(1, history - 1), 2)] * len(settings[::3])  # recipes may share a page
-    name, source = update_kernel.source(slots, history, count, bits)
-    kernel = Interpreted(name, source, (update_kernel.BLOCK, 1 << max(0, history - 2).bit_length(), 4))
+    kernel = Interpreted(triton_kernels.fp8_update, update_kernel.configuration(history))
+    sizes = {"SLOTS": slots, "LENGTH": history, "COUNT": count, "STRIDE": launch.AMAX_STRIDE if bits else 1}
     generator = torch.Generator().manual_seed(0)
     expected = state_page.new_page(slots, history, torch.device("cpu"), settings)
     page = expected.clone()
@@ -231,7 +231,7 @@ def test_the_update_kernel_is_next_page(slots, history, count, interval, most_re
         expected = state_page.next_page(expected, snapshot, amax)
         vector = torch.zeros(count, launch.AMAX_STRIDE)
         vector[:, 0] = amax
-        kernel[(1, 1, 1)](page=page, scales=snapshot, amaxes=vector.view(torch.int32) if bits else amax)
+        kernel[(1, 1, 1)](page=page, scales=snapshot, amaxes=vector.view(torch.int32) if bits else amax, **sizes)
         assert torch.equal(page, expected), step
 
 
@@ -259,10 +259,10 @@ def test_a_source_outlives_the_cache_that_it_came_from():
 
     from torch._inductor.utils import fresh_cache
 
-    name, source = update_kernel.source(5, 16, 5, True)
+    source = "import triton\n\n\n@triton.jit\ndef outlives(x):\n    pass\n"
     with fresh_cache():
-        kernel = launch.function(name, source, ((4, 16, 4),))
-    assert name in inspect.getsource(kernel.fn.fn)
+        kernel = compat.load_kernel("outlives", source)
+    assert "def outlives" in inspect.getsource(kernel.fn)
 
 
 @pytest.mark.parametrize(("history", "block"), [(16, 64), (1024, 4), (4096, 1)])
@@ -270,10 +270,15 @@ def test_a_long_history_takes_fewer_slots_at_a_time(history, block):
     with interpreted(), kernels_on_cpu():
         torch._dynamo.reset()
         blocks = []
+        tuned = launch.tuned
+
+        def keep(kernel, configs, restore=()):
+            if kernel is triton_kernels.fp8_update:
+                blocks.append(configs)
+            return tuned(kernel, configs, restore)
+
         with pytest.MonkeyPatch.context() as patch:
-            function = update_kernel.function
-            keep = lambda n, s, configs, restore: blocks.append(configs) or function(n, s, configs)  # noqa: E731
-            patch.setattr(update_kernel, "function", keep)
+            patch.setattr(launch, "tuned", keep)
             model = torch.compile(nn.Linear(128, 128).to(BF16), backend=fp8, options={"amax_history_len": history})
             model(torch.randn(16, 128).to(BF16).requires_grad_()).sum().backward()
     assert {config[0][0] for config in blocks} == {block}

@@ -24,7 +24,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from triton.compiler import ASTSource
 
 from fp8compile import compat
-from fp8compile.codegen import block_gemm, scaled_mm, scaled_mm_kind
+from fp8compile.codegen import block_gemm, launch, scale_layouts, scaled_mm, scaled_mm_kind, triton_kernels
 from fp8compile.codegen.inline import Inliner
 from fp8compile.codegen.scaled_mm_kind import AFTER, BLOCKWISE, EMULATED, MX, REFERENCE, ROWWISE, TRITON, how
 from fp8compile.config.recipe import ROW, WHOLE
@@ -147,19 +147,25 @@ def run(
     a_block: Sequence[int],
     b_block: Sequence[int],
     tile: tuple[int, int] = (64, 32),
-    sizes: Sequence[int | str] | None = None,
+    unknown: Sequence[str] = (),
 ) -> Tensor:
-    """The kernel's result, by the interpreter. `sizes`: as `gemm.source` takes them."""
+    """The kernel's result, by the interpreter. `unknown`: sizes that are arguments, of m, n and k16."""
     (m, k), n = a.shape, b.shape[0]
-    name, text = block_gemm.source(sizes or (m, n, k), (a.dtype, b.dtype), (a_block, b_block), out_dtype, bias is not None)
     out = torch.full((m, n), float("nan"), dtype=out_dtype)
-    given: dict[str, Any] = {"a": a, "b": b, "y": out} | ({} if bias is None else {"bias": bias})
-    given["a_inv"] = scaled_mm.columns_first(a_inv) if a_block[0] == 1 else a_inv
-    given["b_inv"] = scaled_mm.columns_first(b_inv) if b_block[0] == 1 else b_inv
-    given |= {key: number for key, number in (("m", m), ("n", n), ("k16", k // 16)) if key in (sizes or ())}
+    given: dict[str, Any] = {"a": a, "b": b, "bias": bias, "y": out}
+    given["a_inv"] = scale_layouts.columns_first(a_inv) if a_block[0] == 1 else a_inv
+    given["b_inv"] = scale_layouts.columns_first(b_inv) if b_block[0] == 1 else b_inv
+    given |= {key: number if key in unknown else None for key, number in (("m", m), ("n", n), ("k16", k // 16))}
     programs = -(-m // tile[0]) * -(-n // tile[1])
-    Interpreted(name, text, (*tile, 4))[(programs,)](**given)
+    sizes = [None if key in unknown else size for key, size in (("m", m), ("n", n), ("k16", k))]
+    Interpreted(triton_kernels.fp8_gemm, tile)[(programs,)](**given, **constants(sizes, (a_block, b_block)))
     return out
+
+
+def constants(sizes: Sequence[int | None], blocks: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """The kernel's own: M, N and K or None, and the kinds of blocks."""
+    squares = {f"{name}_SQUARE": tuple(block) == SQUARE for name, block in zip("AB", blocks, strict=True)}
+    return dict(zip("MNK", sizes, strict=True)) | squares
 
 
 @pytest.mark.parametrize("blocks", PAIRS, ids=str)
@@ -219,7 +225,7 @@ def test_kernel_with_sizes_as_arguments(blocks: tuple) -> None:
     for m, k in ((33, 272), (130, 128)):
         (a, a_inv), (b, b_inv) = operand(m, k, blocks[0]), operand(48, k, blocks[1], seed=1)
         expected = ops.block_product(a, b, a_inv, b_inv, None, F32, False, *blocks)
-        got = run(a, b, a_inv, b_inv, None, F32, *blocks, sizes=("m", 48, "k16"))
+        got = run(a, b, a_inv, b_inv, None, F32, *blocks, unknown=("m", "k16"))
         assert_product(expected, got, magnitudes(a, b, a_inv, b_inv, *blocks))
 
 
@@ -230,9 +236,9 @@ def launched(call: Any, given: Sequence[Tensor], dynamic: bool) -> GraphModule:
     with (
         mock.patch.object(scaled_mm_kind, "how", lambda *_: TRITON),
         mock.patch.object(block_gemm, "configurations", lambda *_: ((64, 32, 4, 1),)),
-        mock.patch.object(block_gemm, "function", lambda name, text, tiles: Interpreted(name, text, tiles[0][:3])),
+        mock.patch.object(launch, "tuned", lambda kernel, tiles: Interpreted(kernel, tiles[0])),
     ):
-        result = block_gemm.block_mm(node, Inliner(), *node.args)
+        result = scaled_mm.lower_block_mm(node, Inliner())
     node.replace_all_uses_with(result)
     traced.graph.erase_node(node)
     traced.graph.lint()
@@ -287,19 +293,23 @@ def gpu(target: str) -> Gpu:
 def compiled(target: str, tile: tuple, sizes: tuple, blocks: tuple) -> Any:
     """The kernel with a bias into bf16, as Inductor would have it: pointers are multiples of 16."""
     dtype = FNUZ if target == "gfx942" else E4M3
-    name, text = block_gemm.source(sizes, (dtype, dtype), blocks, BF16, True)
-    jitted = compat.load_kernel(name, text)
+    jitted = triton_kernels.fp8_gemm
     fp8 = "*fp8e4b8" if dtype == FNUZ else "*fp8e4nv"
     types = {"a": fp8, "b": fp8, "a_inv": "*fp32", "b_inv": "*fp32", "bias": "*bf16", "y": "*bf16"}
-    types |= dict.fromkeys(("m", "n", "k16"), "i32")
+    rows, columns, warps, stages = tile
+    fixed = constants(sizes, blocks) | {"BLOCK_R": rows, "BLOCK_C": columns}
+    for name, size in zip(("m", "n", "k16"), sizes, strict=True):
+        if size is None:
+            types[name] = "i32"
+        else:
+            fixed[name] = None
     signature = {key: types.get(key, "constexpr") for key in jitted.arg_names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind.startswith("*")}
-    rows, columns, warps, stages = tile
-    source = ASTSource(fn=jitted, signature=signature, constexprs={"BLOCK_R": rows, "BLOCK_C": columns}, attrs=aligned)
+    source = ASTSource(fn=jitted, signature=signature, constexprs=fixed, attrs=aligned)
     return triton.compile(source, target=TARGETS[target], options={"num_warps": warps, "num_stages": stages})
 
 
-CASES = [((8192, 4096, 4096), (LINE, SQUARE)), (("m", 4096, "k16"), (LINE, LINE)), (("m", 4096, 1040), (SQUARE, LINE))]
+CASES = [((8192, 4096, 4096), (LINE, SQUARE)), ((None, 4096, None), (LINE, LINE)), ((None, 4096, 1040), (SQUARE, LINE))]
 
 
 @pytest.mark.parametrize("target", TARGETS)

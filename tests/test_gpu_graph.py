@@ -11,13 +11,17 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+import triton
+from executed import Launched
 from harness import ALL_FP8
+from machine_code import TARGETS
+from triton.compiler import ASTSource
 
 import fp8compile.backend
 from fp8compile.devices import catalog
 from fp8compile.devices.gpu import H200, Gpu
 from fp8compile.dryrun.fake_gpu import Matmul, Step, trace, unavailable
-from fp8compile.ir import state_page
+from fp8compile.ir import ops, state_page
 
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=unavailable() or "")
 
@@ -88,7 +92,7 @@ def check_matmuls(step: Step) -> None:
         assert m.a.stride[-1] == m.b.stride[-2] == 1, m
         assert m.a.shape[-1] % 16 == 0 and m.b.shape[-1] % 16 == 0, m
     assert [g.backward for g in step.graphs] == [False, True]
-    assert "fp8compile" not in step.code
+    assert f"ops.{ops.NAMESPACE}" not in step.code
     assert not [target for g in step.graphs for target in g.targets if "fp8compile" in target]
 
 
@@ -171,6 +175,31 @@ def test_a_weight_is_cast_where_it_is_read(recipe):
     what = "".join("w" if "fp8_cast" in line and "primals" in line else "x" if "fp8_cast" in line else "m" for line in lines)
     assert what.count("m") == 4 and what.count("w") == 5, what  # of weights and, at first, the input
     assert "ww" not in what[1:], what
+
+
+@pytest.mark.parametrize(
+    ("recipe", "name", "kernels", "launches"),
+    [("delayed", "fp8_update", (1, 1), (1, 1)), ("blockwise", "fp8_gemm", (1, 2), (4, 8))],
+)
+def test_kernels_that_are_no_text(recipe, name, kernels, launches):
+    """Inductor copies each into its code with the globals that it reads, once for all launches of one signature, and what it
+    has copied compiles. (100 tokens: no sizes for cuBLASLt. In the backward a dgrad has other blocks than a wgrad.)"""
+    model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(4))).to(BF16)
+    compiled = torch.compile(model, backend="fp8", options={"policy": ALL_FP8, "recipe": recipe})
+    x = torch.randn(100, 512, dtype=BF16, requires_grad=True)
+    codes = [graph.code for graph in trace(lambda: compiled(x).sum().backward()).graphs]
+    copies = [re.findall(rf"= async_compile\.triton\('{name}', '''(.*?)''', device_str='cuda'\)", code, re.S) for code in codes]
+    assert tuple(map(len, copies)) == kernels
+    assert tuple(len(re.findall(rf"{name}_\d+\.run\(", code)) for code in codes) == launches
+    for source in sum(copies, []):
+        assert f"{name}(" in source and "= tl.constexpr(" in source
+        kernel = Launched(name, source, 0)
+        meta, config = kernel.told["triton_meta"], dict(kernel.config)
+        options = {key: config.pop(key) for key in ("num_warps", "num_stages")}
+        assert meta["signature"].get("amaxes") in (None, "*i32")  # read where the kernels left them, in no copy
+        constants = {**meta["constants"], **config}
+        copied = ASTSource(fn=kernel.jitted, signature=meta["signature"], constexprs=constants, attrs=meta["configs"][0])
+        assert triton.compile(copied, target=TARGETS["sm_90"], options=options).asm["cubin"][:4] == b"\x7fELF"
 
 
 def test_copies_that_inductor_writes_have_no_gaps():

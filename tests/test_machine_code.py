@@ -15,7 +15,8 @@ import pytest
 from machine_code import MODELS, RECIPES, TARGETS, Generated, compile_kernel, resources, traced, with_fnuz
 
 from fp8compile.devices import formats
-from fp8compile.dryrun.fake_gpu import record, unavailable
+from fp8compile.dryrun.fake_gpu import unavailable
+from fp8compile.dryrun.fake_gpu.record import _Reader
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(unavailable() is not None, reason=unavailable() or "")]
 
@@ -37,7 +38,7 @@ def kernels(every_size: bool) -> tuple[Generated, ...]:
     for name in MODELS:
         for recipe in RECIPES:
             for kernel in _traced(name, recipe):
-                found.setdefault(kernel.source if every_size else kernel.form, kernel)
+                found.setdefault(kernel.text if every_size else kernel.form, kernel)
     return tuple(found.values())
 
 
@@ -144,7 +145,7 @@ def test_a_spill_is_seen():
 
 def test_fnuz_sources_are_those_of_a_gpu_that_wants_them():
     """`with_fnuz` rewrites text: the same comes out as from tracing with the fnuz encodings."""
-    unread = mock.patch.object(record._Reader, "matmul", lambda *_: None)  # Inductor falls back for these on NVIDIA
+    unread = mock.patch.object(_Reader, "matmul", lambda *_: None)  # Inductor falls back for these on NVIDIA
     with mock.patch.object(formats, "fnuz", lambda: True), unread:
         expected = [kernel.source.replace(kernel.name, "kernel") for kernel in traced("ffn", "delayed")]
     made = [with_fnuz(kernel) for kernel in _traced("ffn", "delayed")]

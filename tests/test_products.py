@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fp8compile.codegen import block_gemm, scaled_mm, scaled_mm_kind
+from fp8compile.codegen import scale_layouts, scaled_mm, scaled_mm_kind
 from fp8compile.codegen.inline import Inliner
 from fp8compile.codegen.scaled_mm_kind import AFTER, EMULATED, TRITON
 from fp8compile.config.recipe import ROW, WHOLE
@@ -40,7 +40,7 @@ def test_swizzle(shape: tuple[int, int]) -> None:
     exponents.flatten()[0] = -127
     inverse = torch.ldexp(torch.ones(shape), exponents)
     expected = to_blocked((exponents + 127).to(torch.uint8))
-    got = scaled_mm.swizzled(inverse)
+    got = scale_layouts.swizzled(inverse)
     assert got.dtype == torch.float8_e8m0fnu and got.is_contiguous()
     assert torch.equal(got.view(torch.uint8), expected)
     assert torch.equal((exponents + 127).to(torch.uint8).view(torch.float8_e8m0fnu).to(F32), inverse)
@@ -86,10 +86,10 @@ def graph_of(
         (node,) = traced.graph.find_nodes(op="call_function", target=ops.block_mm)
         properties = mock.Mock(shared_memory_per_block_optin=227 << 10)
         with (
-            mock.patch.object(block_gemm, "gpu_of", lambda _: gpu),
+            mock.patch.object(scaled_mm, "gpu_of", lambda _: gpu),
             mock.patch("torch.cuda.get_device_properties", lambda *_: properties),
         ):
-            result = block_gemm.block_mm(node, Inliner(), *node.args)
+            result = scaled_mm.lower_block_mm(node, Inliner())
     node.replace_all_uses_with(result)
     traced.graph.erase_node(node)
     traced.graph.lint()
@@ -163,7 +163,7 @@ def test_emulated_graph() -> None:
     assert mm.meta["val"].dtype == F32
 
 
-@pytest.mark.parametrize("form", [scaled_mm.swizzled, scaled_mm.columns_first, scaled_mm.rows_first])
+@pytest.mark.parametrize("form", [scale_layouts.swizzled, scale_layouts.columns_first, scale_layouts.rows_first])
 @pytest.mark.parametrize("flipped", [False, True])
 def test_scales_of_sizes_that_are_symbols(form: Callable, flipped: bool) -> None:
     """Traced where K was one block, right for any number of them: that it was one is not taken for a fact."""
@@ -199,7 +199,7 @@ def test_training_step(gpu: str, recipe: str, dynamic: bool, expected: dict[str,
     step = compile_mlp(128, dynamic=dynamic, gpu=catalog.find(gpu).gpu, recipe=recipe)
     calls = re.findall(r"extern_kernels\.(\w+?)(?:_dtype)?\(|(fp8_gemm)\w+\.run\(", step.code)
     assert Counter(name or launch for name, launch in calls) == expected
-    assert "fp8compile" not in step.code
+    assert f"ops.{ops.NAMESPACE}" not in step.code
     for scale in re.findall(r"reinterpret_tensor\(\w+, \(128, \d\), \((\d+), (\d+)\), 0\)", step.code):
         assert scale == ("1", "128")  # cuBLASLt's: column by column
 
@@ -235,7 +235,7 @@ def test_on_a_device(pair: tuple, sizes: tuple[int, int, int], out_dtype: torch.
         graph = make_fx(call, tracing_mode="fake")(*given)
         (node,) = graph.graph.find_nodes(op="call_function", target=ops.block_mm)
         with mock.patch.object(scaled_mm_kind, "how", lambda *_, way=way: way):
-            node.replace_all_uses_with(block_gemm.block_mm(node, Inliner(), *node.args))
+            node.replace_all_uses_with(scaled_mm.lower_block_mm(node, Inliner()))
         graph.graph.erase_node(node)
         graph.recompile()
         got = graph(*given)

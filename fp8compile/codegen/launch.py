@@ -21,7 +21,7 @@ import torch
 from torch.fx import Graph, Node
 
 from .. import compat
-from ..ir.fx_utils import Emitter, aten
+from ..ir.fx_utils import Emitter, arg, aten
 from .group import Group, Output
 from .indexing import quotient, size_of, sizes
 from .kernel import Kernel, padded_rows
@@ -29,6 +29,7 @@ from .kernel import Kernel, padded_rows
 DEVICES = ("cuda",)  # where Triton's kernels run
 
 AMAX_STRIDE = 4  # int32: 16 bytes
+AMAX_BITS = "fp8_amax_bits"  # in the metadata of amaxes: they are a float32 view of int32, see `amax_bits`
 
 # (BLOCK_R, BLOCK_C, warps), the default first. A kernel that writes column sums has one row of them a block of rows: there,
 # blocks are tall, and their height is fixed. Tall, too, where columns have an amax: an atomic maximum a block of rows. Where
@@ -83,20 +84,28 @@ def grid(kernel: Kernel, rows: sympy.Expr, columns: sympy.Expr, block: tuple[int
 
 
 @functools.cache
-def function(name: str, source: str, configs: tuple[tuple[int, int, int], ...], restore: tuple[str, ...] = ()) -> Any:
-    """The JIT function of a source, with its configurations. One for all that are the same. `restore`: arguments that a
-    benchmark must not leave changed."""
+def tuned(kernel: Any, configs: tuple[tuple[int, ...], ...], restore: tuple[str, ...] = ()) -> Any:
+    """A JIT function with the configurations to choose from, one object for all launches that ask for the same. A configuration
+    is (BLOCK_R, BLOCK_C, warps) or (.., stages). `restore`: arguments that a benchmark must not leave changed."""
     import triton
 
-    jitted = compat.load_kernel(name, source)
     most = 1024 // (64 if torch.version.hip else 32)  # threads of a program, in warps
-    made = [triton.Config({"BLOCK_R": r, "BLOCK_C": c}, num_warps=min(warps, most)) for r, c, warps in configs]
-    return triton.autotune(configs=made, key=[], restore_value=list(restore) or None)(jitted)
+    made = [
+        triton.Config({"BLOCK_R": r, "BLOCK_C": c}, num_warps=min(warps, most), num_stages=(*stages, 3)[0])  # 3 is Triton's own
+        for r, c, warps, *stages in configs
+    ]
+    return triton.autotune(configs=made, key=[], restore_value=list(restore) or None)(kernel)
 
 
 def aligned(size: int) -> int:
     """As many int32, up to a multiple of 16 bytes."""
     return -(-size // AMAX_STRIDE) * AMAX_STRIDE
+
+
+def amax_bits(amaxes: Node) -> Node | None:
+    """The part of the int32 vector that `Launcher.amaxes` has made these a float32 view of; None for any other amaxes. A kernel
+    reads the bits where they are; the view would be a kernel of its own."""
+    return arg(amaxes, 0) if AMAX_BITS in amaxes.meta else None
 
 
 class Launcher:
@@ -133,7 +142,7 @@ class Launcher:
         tensors.update({f"n{i}": self.number(emit, s) for i, s in enumerate(kernel.symbols)})
         configs = configurations(kernel)
         grids = [(self.number(emit, grid(kernel, rows, columns, config)), 1, 1) for config in configs]
-        compat.launch(emit, function(kernel.name, kernel.source, configs), grids, tensors)
+        compat.launch(emit, tuned(compat.load_kernel(kernel.name, kernel.source), configs), grids, tensors)
         wide = [emit(aten.view.default, emit(aten.view.dtype, x, torch.float32), [-1, 1]) for x in by_column]
         return outputs, [*(self.amaxes(before, s, 1) for s in slots), *wide]
 
@@ -158,7 +167,9 @@ class Launcher:
         """[count] float32: neighbours in the vector."""
         emit = self._emitter(before)
         bits = emit(aten.as_strided.default, self.vector, [count], [AMAX_STRIDE], AMAX_STRIDE * first)
-        return emit(aten.view.dtype, bits, torch.float32)
+        amaxes = emit(aten.view.dtype, bits, torch.float32)
+        amaxes.meta[AMAX_BITS] = True
+        return amaxes
 
     def _empty(self, emit: Emitter, kernel: Kernel, output: Output, rows: sympy.Expr, columns: sympy.Expr) -> Node:
         value = output.node.meta["val"]

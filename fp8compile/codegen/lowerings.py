@@ -6,8 +6,8 @@ What the shapes below are for:
   the second stages of a graph are gathered into one reduction for all tensors with equally many rows.
 * Scales of a direction are copied out of the page once; a slot's scale is a view of that copy (`as_strided` makes
   Inductor keep it as one buffer), so there is no one-number kernel a slot.
-* On a CPU an FP8 matmul is a float32 matmul of the FP8 values: products are exact, the sum is float32, the result is
-  rounded once. On a GPU it is `aten._scaled_mm`, second operand column-major.
+
+Matmuls are in `scaled_mm`.
 """
 
 from __future__ import annotations
@@ -93,16 +93,3 @@ def row_major(x: Tensor, shape: Sequence) -> Tensor:
 
 def concatenate(vectors: list[Tensor]) -> Tensor:
     return torch.cat(vectors)
-
-
-def scaled_mm_gpu(
-    a: Tensor, b: Tensor, a_inv: Tensor, b_inv: Tensor, bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool
-) -> Tensor:
-    """cuBLASLt adds a bias in half precision only; any other is added by whatever reads the product."""
-    fused = bias if bias is not None and bias.dtype == out_dtype and out_dtype != torch.float32 else None
-    product_dtype = out_dtype if bias is None or fused is not None else torch.float32
-    # views: the `as_strided` of 2.11's Inductor, given no offset, forgets that of what it is given (pytorch#175325)
-    out = aten._scaled_mm.default(a, b.t(), a_inv.view(1, 1), b_inv.view(1, 1), fused, None, product_dtype, fast_accum)
-    if bias is not None and fused is None:
-        out = (out + bias.to(torch.float32)).to(out_dtype)
-    return out

@@ -1,29 +1,71 @@
-"""Matmuls of operands with several scales, as plain torch functions for a graph on a GPU; `multiply.how` chooses among them.
+"""How FP8 matmuls are lowered: which form is taken when, and the forms.
 
-In all: a [M, K] and b [N, K] FP8, row-major; the inverse of a scale, float32, one a block, [rows / block rows, columns / block
-columns] rounded up, or [1] for one scale; bias [N] or None. The result is [M, N] of `out_dtype`.
+`lower_scaled_mm` and `lower_block_mm` say which form an operator of ours becomes. Where operands have several scales, the form
+depends on the device, the blocks and the sizes: `scaled_mm_kind.how`.
+
+In all forms: a [M, K] and b [N, K] FP8, row-major; the inverse of a scale, float32, one a block, [rows / block rows, columns /
+block columns] rounded up, or [1] for one scale; bias [N] or None. The result is [M, N] of `out_dtype`. All forms are plain
+torch functions, except for the Triton kernel (`block_gemm`).
 
 cuBLASLt and CUTLASS add a bias in half precision only, in the result's dtype (`fusable`). Any other is added to a float32
 product by whatever reads it, which Inductor fuses: the sum is rounded once.
 
 `_scaled_mm` finds the kind of scaling from shapes and strides, so scales are written into memory of their own and seen through
-`as_strided`, which Inductor keeps. `_scaled_mm_v2`, which is told the kind, is not used: Inductor's lowering of it passes its
-scales on to the first one (2.13), in the wrong orientation, or refuses them.
+`as_strided`, which Inductor keeps (`scale_layouts`). `_scaled_mm_v2`, which is told the kind, is not used: Inductor's lowering
+of it passes its scales on to the first one (2.13), in the wrong orientation, or refuses them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import Node
 
+from .. import compat
+from ..devices.gpu import gpu_of
 from ..ir import ops
-from .lowerings import row_major
+from ..ir.fx_utils import value
+from . import scaled_mm_kind
+from .block_gemm import launch_gemm
+from .scale_layouts import of_blocks, of_rows, stored, swizzled
+from .scaled_mm_kind import AFTER, BLOCKWISE, EMULATED, MX, REFERENCE, ROWWISE, TRITON
+
+Inline = Callable[..., Node]  # puts what a plain torch function computes before a node
 
 aten = torch.ops.aten
 
 MX_COLUMNS = 32  # elements that share an E8M0 scale
+
+
+def lower_scaled_mm(node: Node, inline: Inline) -> Node:
+    """What an `ops.scaled_mm` becomes, put before its node: one scale an operand. Returns the node of the result."""
+    return inline(node, ops.product if value(node).device.type == "cpu" else tensorwise, *node.args)
+
+
+def lower_block_mm(node: Node, inline: Inline) -> Node:
+    """What an `ops.block_mm` becomes, put before its node: several scales an operand. Returns the node of the result."""
+    args: Any = node.args
+    a, b, a_inv, b_inv, bias, out_dtype, fast_accum, *blocks = args
+    a_block, b_block = map(tuple, blocks)
+    gpu = gpu_of(value(node).device)
+    (m, k), n = value(a).shape, value(b).shape[0]
+    made = product_dtype(None if bias is None else value(bias), out_dtype)
+    way = scaled_mm_kind.how(gpu, a_block, b_block, m, n, k, made, fast_accum, not compat.reorders())
+    operands = (a, b, a_inv, b_inv, bias, out_dtype)
+    if way == TRITON:
+        return launch_gemm(node, inline, gpu, *operands, a_block, b_block)
+    forms: dict[str, tuple] = {
+        REFERENCE: (ops.block_product, *operands, fast_accum, a_block, b_block),
+        ROWWISE: (rowwise, *operands, fast_accum),
+        AFTER: (rowwise_after, *operands, fast_accum),
+        BLOCKWISE: (blockwise, *operands, a_block, b_block),
+        MX: (mx, *operands),
+        EMULATED: (emulated, *operands, a_block, b_block),
+    }
+    return inline(node, *forms[way])
 
 
 def fusable(bias: Tensor | None, out_dtype: torch.dtype) -> bool:
@@ -51,12 +93,20 @@ def finished(product: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Te
     return (product if bias is None else product + bias.to(torch.float32)).to(out_dtype)
 
 
+def tensorwise(
+    a: Tensor, b: Tensor, a_inv: Tensor, b_inv: Tensor, bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool
+) -> Tensor:
+    """A scale for a and one for b."""
+    # views: the `as_strided` of 2.11's Inductor, given no offset, forgets that of what it is given (pytorch#175325)
+    return scaled(a, b, a_inv.view(1, 1), b_inv.view(1, 1), bias, out_dtype, fast_accum)
+
+
 def rowwise(
     a: Tensor, b: Tensor, a_inv: Tensor, b_inv: Tensor, bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool
 ) -> Tensor:
     """A scale a row of a and a row of b, or one for all: [M, 1] and [1, N] inside of the matmul."""
-    a_scale = _stored(_rows(a_inv, a), [a.shape[0], 1])
-    b_scale = _stored(_rows(b_inv, b), [1, b.shape[0]])
+    a_scale = stored(of_rows(a_inv, a), [a.shape[0], 1])
+    b_scale = stored(of_rows(b_inv, b), [1, b.shape[0]])
     return scaled(a, b, a_scale, b_scale, bias, out_dtype, fast_accum)
 
 
@@ -66,7 +116,7 @@ def rowwise_after(
     """The same with the scales multiplied by whatever reads the float32 product: of numbers up to 448 * 448 * K."""
     one = torch.ones(1, 1, dtype=torch.float32, device=a.device)
     product = aten._scaled_mm.default(a, b.t(), one, one, None, None, torch.float32, fast_accum)
-    return finished(product * _rows(a_inv, a).reshape(-1, 1) * _rows(b_inv, b).reshape(1, -1), bias, out_dtype)
+    return finished(product * of_rows(a_inv, a).reshape(-1, 1) * of_rows(b_inv, b).reshape(1, -1), bias, out_dtype)
 
 
 def blockwise(
@@ -83,8 +133,8 @@ def blockwise(
 
     a's scales are [M, K / 128], column by column in memory, or [M / 128, K / 128], row by row; b's the transposes of such.
     """
-    a_scale = _block_scale(a_inv, a_block)
-    b_scale = _block_scale(b_inv, b_block).t()
+    a_scale = of_blocks(a_inv, a_block)
+    b_scale = of_blocks(b_inv, b_block).t()
     return scaled(a, b, a_scale, b_scale, bias, out_dtype, False)
 
 
@@ -128,56 +178,10 @@ def dequantized(copy: Tensor, inverse: Tensor, block: Sequence[int]) -> tuple[Te
     return (copy.to(torch.float32) * ops.spread(inverse, copy.shape, block)).to(torch.bfloat16), None
 
 
-def swizzled(inverse: Tensor) -> Tensor:
-    """[rows, K / 32] powers of two -> E8M0 in the order of cuBLASLt's 1D block scales, flat: 128 x 4 scales at a time, four
-    rows that are 32 apart beside each other. Rounded up to whole tiles, with zeros.
-
-    A float32 power of two is its exponent's bits alone, which are E8M0's (bias 127); 2^-127, the least, is zero in both.
-    """
-    rows, columns = inverse.shape
-    tall, wide = ops.blocks(rows, 128), ops.blocks(columns, 4)
-    exponents = ((inverse.view(torch.int32) >> 23) & 255).to(torch.uint8)
-    exponents = torch.nn.functional.pad(exponents, (0, 4 * wide - columns, 0, 128 * tall - rows))
-    tiles = exponents.view(tall, 4, 32, wide, 4).permute(0, 3, 2, 1, 4)
-    return _stored(tiles, [tall * wide * 512]).view(torch.float8_e8m0fnu)
-
-
-def columns_first(inverse: Tensor) -> Tensor:
-    """[rows, blocks] -> [blocks, rows], in row-major order."""
-    return _stored(inverse.t(), [inverse.shape[1], inverse.shape[0]])
-
-
-def rows_first(inverse: Tensor) -> Tensor:
-    """[rows, blocks] in row-major order: a weight's transposed copy has its scales as a permuted view."""
-    return _stored(inverse, list(inverse.shape))
-
-
-def copied(x: Tensor) -> Tensor:
-    return x.clone(memory_format=torch.contiguous_format)
-
-
-def _block_scale(inverse: Tensor, block: Sequence[int]) -> Tensor:
-    return columns_first(inverse).t() if block[0] == 1 else rows_first(inverse)
-
-
-def _rows(inverse: Tensor, copy: Tensor) -> Tensor:
-    """One inverse a row, [rows, 1], whether there is one or many."""
-    return inverse.reshape(1, 1).expand(copy.shape[0], 1) if inverse.dim() == 1 else inverse
-
-
-def _stored(x: Tensor, shape: Sequence) -> Tensor:
-    """x as `shape` in row-major order: as it is, or in memory of its own."""
-    # a symbolic size must not be asked whether it is 1
-    known = all(isinstance(size, int) for size in x.shape)
-    if not (known and x.is_contiguous() and x.storage_offset() == 0):  # as_strided counts from where the storage begins
-        x = x.clone(memory_format=torch.contiguous_format)
-    return row_major(x, shape)
-
-
 def _padded(copy: Tensor) -> Tensor:
     """[rows, K] with zeros up to a multiple of 32 columns."""
     rows, columns = copy.shape
     if isinstance(columns, int) and columns % MX_COLUMNS == 0:
         return copy
     whole = ops.blocks(columns, MX_COLUMNS) * MX_COLUMNS
-    return _stored(torch.nn.functional.pad(copy.view(torch.uint8), (0, whole - columns)), [rows, whole]).view(copy.dtype)
+    return stored(torch.nn.functional.pad(copy.view(torch.uint8), (0, whole - columns)), [rows, whole]).view(copy.dtype)

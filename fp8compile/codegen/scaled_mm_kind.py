@@ -1,4 +1,5 @@
 """How an FP8 matmul whose operands have several scales is carried out, by device: known before anything is compiled.
+`scaled_mm` has the forms.
 
     rowwise        `_scaled_mm` with a scale a row of a and a row of b: cuBLASLt on Hopper, CUTLASS elsewhere, hipBLASLt on AMD
     rowwise after  `_scaled_mm` with scales of one into float32, rows and columns multiplied afterwards: where the above lacks

@@ -1,4 +1,4 @@
-"""Generated kernels: loading them, launching them from a graph, and what Inductor does with launches."""
+"""Triton kernels: loading generated ones, launching them from a graph, and what Inductor does with launches."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-_generated: set[Any] = set()  # the Python functions of our kernels
+_ours: set[Any] = set()  # the Python functions of the kernels that were launched here
 
 
 def reorders() -> bool:
@@ -29,6 +29,7 @@ def max_autotune() -> bool:
     return bool(config.max_autotune or config.max_autotune_pointwise)
 
 
+@functools.cache
 def load_kernel(name: str, source: str) -> Any:
     """The JIT function `name` of `source`, from a file in Inductor's cache (Triton reads its functions' sources from files)."""
     from torch._inductor.codecache import PyCodeCache
@@ -37,20 +38,23 @@ def load_kernel(name: str, source: str) -> Any:
     # that cache may be thrown away while this process keeps the function, and Inductor reads its source again
     file = kernel.fn.__code__.co_filename
     linecache.cache[file] = (len(source), None, source.splitlines(True), file)
-    _generated.add(kernel.fn)
     return kernel
 
 
-def launch(emit: Any, function: Any, grids: list[tuple], arguments: dict[str, Any]) -> Node:
-    """Launch a Triton function, one grid a configuration. Its arguments are tensors, or nodes of numbers."""
+def launch(
+    emit: Any, function: Any, grids: list[tuple], arguments: dict[str, Any], constants: dict[str, Any] | None = None
+) -> Node:
+    """Launch a Triton function, one grid a configuration. `arguments` are tensors, or nodes of numbers. `constants` are values
+    of `tl.constexpr` parameters, and None for arguments that are not given: launches that differ in them are tuned apart."""
     from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table, triton_kernel_wrapper_mutation
 
+    _ours.add(_python_function(function))
     with emit.graph.inserting_before(emit.anchor):
         node = emit.graph.call_function(
             triton_kernel_wrapper_mutation,
             kwargs={
                 "kernel_idx": kernel_side_table.add_kernel(function),
-                "constant_args_idx": kernel_side_table.add_constant_args({}),
+                "constant_args_idx": kernel_side_table.add_constant_args(constants or {}),
                 "grid": grids,
                 "tma_descriptor_metadata": {},
                 "kwargs": arguments,
@@ -60,6 +64,13 @@ def launch(emit: Any, function: Any, grids: list[tuple], arguments: dict[str, An
     # the strides that the kernel was written for, exactly: Inductor pads others
     node.meta["eager_input_vals"] = torch.fx.map_arg(((), dict(node.kwargs)), lambda n: n.meta["val"])
     return node
+
+
+def _python_function(function: Any) -> Any:
+    """Behind an autotuner, which has a JIT function, which has a Python function."""
+    while hasattr(function, "fn"):
+        function = function.fn
+    return function
 
 
 def eliminate_dead_code(graph: Graph) -> None:
@@ -117,23 +128,22 @@ def stable_sort(graph: Graph) -> None:
 
 @contextlib.contextmanager
 def accesses_known() -> Iterator[None]:
-    """Inside, which arguments a Triton kernel writes is found once a kernel. Inductor compiles it to Triton's IR for that,
-    twice a launch; the layers of a model launch the same ones."""
+    """Inside, Inductor finds out once which arguments a kernel of ours writes, or once more where an argument is not given. It
+    compiles the kernel to Triton's IR for that, twice a launch; the layers of a model launch the same ones."""
     from torch._higher_order_ops import triton_kernel_wrap as module
 
     name = next(x for x in ("identify_accessed_tensors", "identify_mutated_tensors") if hasattr(module, x))  # up to 2.11
     find = getattr(module, name)
     known: dict[Any, Any] = {}
 
-    def identify(kernel: Any, *args: Any, **kwargs: Any) -> Any:
-        function = kernel
-        while hasattr(function, "fn"):  # an autotuner has a JIT function has a Python function
-            function = function.fn
-        if function not in _generated:
-            return find(kernel, *args, **kwargs)
-        if function not in known:
-            known[function] = find(kernel, *args, **kwargs)
-        return known[function]
+    def identify(kernel: Any, arguments: dict[str, Any], *more: Any) -> Any:
+        function = _python_function(kernel)
+        if function not in _ours:
+            return find(kernel, arguments, *more)
+        key = function, frozenset(name for name, value in arguments.items() if value is None)
+        if key not in known:
+            known[key] = find(kernel, arguments, *more)
+        return known[key]
 
     setattr(module, name, identify)
     try:

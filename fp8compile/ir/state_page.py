@@ -100,6 +100,9 @@ def snapshot_of(page: Tensor) -> Tensor:
 def next_page(page: Tensor, snapshot: Tensor, amax: Tensor) -> Tensor:
     """The page after a training call that saw `amax` (float32 `[n]`, n <= slots: the first n rows move).
 
+    The same rule as one Triton kernel is `codegen.triton_kernels.fp8_update`: change both.
+    `test_the_update_kernel_is_next_page` in tests/test_fusion.py compares them to the bit.
+
     The old scales come from the snapshot: so it is taken before the page is written, however a compiler orders the graph.
 
     The history shifts by one. A slot's scale is recomputed at its first non-zero amax and at every interval-th call

@@ -21,9 +21,8 @@ from typing import Any
 from torch.fx import Graph, Node
 
 from .. import compat
-from ..codegen import launch
+from ..codegen import launch, scaled_mm
 from ..codegen import lowerings as forms
-from ..codegen.block_gemm import block_mm
 from ..codegen.inline import Inliner
 from ..codegen.update_kernel import LONGEST, launch_update
 from ..errors import Fp8CompileError
@@ -148,9 +147,8 @@ class _Lowering:
         form = forms.quantize_transposed if transposed else forms.quantize
         return self.inline(node, form, x, scale, dtype, fp8_max, tuple(block))
 
-    def scaled_mm(self, node: Node, *args) -> Node:
-        form = ops.product if value(node).device.type == "cpu" else forms.scaled_mm_gpu
-        return self.inline(node, form, *args)
+    def scaled_mm(self, node: Node, *_) -> Node:
+        return scaled_mm.lower_scaled_mm(node, self.inline)
 
-    def block_mm(self, node: Node, *args) -> Node:
-        return block_mm(node, self.inline, *args)
+    def block_mm(self, node: Node, *_) -> Node:
+        return scaled_mm.lower_block_mm(node, self.inline)

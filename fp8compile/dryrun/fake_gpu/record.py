@@ -14,7 +14,6 @@ import torch
 import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ...codegen.block_gemm import NAME as GEMM
 from ...ir.inputs import readable_module
 from ..placeholders import placeholder_callable
 from .device import CUDA
@@ -114,12 +113,14 @@ class _Reader:
         return Matmul(op, a, b, self.operand(node))
 
     def launched(self, node: Any, written: list[Any]) -> Matmul | None:
-        """The matmul that a kernel of `codegen.gemm` is: of a [M, K] and b [N, K], its first two arguments."""
+        """The matmul that a launch of `fp8_gemm` is: of a [M, K] and b [N, K], its first two arguments."""
+        from ...codegen.triton_kernels import fp8_gemm
+
         kernel, *_ = node.get_kernel_and_metadata()
-        if not kernel.__name__.startswith(GEMM):
+        if kernel is not fp8_gemm:
             return None
         a, b = (self.operand(t) for t in node.inputs[:2])
-        return Matmul(GEMM, a, replace(b, shape=b.shape[::-1], stride=b.stride[::-1]), self.operand(written[0]))
+        return Matmul(kernel.__name__, a, replace(b, shape=b.shape[::-1], stride=b.stride[::-1]), self.operand(written[0]))
 
     def attention(self, node: Any) -> Attention | None:
         origins = [x for x in node.get_origins() if x.target is getattr(node, "op_overload", None)]

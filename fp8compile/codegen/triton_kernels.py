@@ -1,0 +1,175 @@
+"""The two kernels that are no generated text: the matmul with block scales, and the next page of scaling state.
+
+`block_gemm` and `update_kernel` launch them, and import this module only then: it needs Triton.
+
+Sizes that are known when a graph is compiled are `tl.constexpr`. Inductor copies a kernel into its code together with the
+`tl.constexpr` globals that the kernel names, and with nothing else of this module.
+"""
+
+import triton
+import triton.language as tl
+
+from ..ir import scale, state_page
+
+STEP = tl.constexpr(128)  # of K: a scale's
+GROUP = tl.constexpr(8)  # rows of tiles that programs walk together
+
+SCALE = tl.constexpr(state_page.SCALE)
+SCALE_INV = tl.constexpr(state_page.SCALE_INV)
+AGE = tl.constexpr(state_page.AGE)
+BEFORE = tl.constexpr(state_page.BEFORE)
+REACH = tl.constexpr(state_page.REACH)
+WINDOW = tl.constexpr(state_page.WINDOW)
+INTERVAL = tl.constexpr(state_page.INTERVAL)
+LIMIT = tl.constexpr(state_page.LIMIT)
+HISTORY = tl.constexpr(state_page.HISTORY)
+SNAPSHOT = tl.constexpr(state_page.SNAPSHOT)
+LARGEST = tl.constexpr(scale.LARGEST)
+SMALLEST = tl.constexpr(scale.SMALLEST)
+
+
+@triton.jit
+def fp8_gemm(
+    a,
+    b,
+    a_inv,
+    b_inv,
+    bias,
+    y,
+    m,
+    n,
+    k16,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    A_SQUARE: tl.constexpr,
+    B_SQUARE: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    # a: FP8 [rows, inner]; b: FP8 [columns, inner]; y: [rows, columns] of any float; bias: [columns] of any float, or None
+    # A size is M, N or K. Where only a run knows it, that is None, and the size is m, n or 16 * k16 (otherwise None): the
+    # compiler has to know that K is a multiple of 16 to read 16 bytes at a time.
+    # a_inv: [rows / 128, inner / 128] of 128 x 128 blocks (A_SQUARE), or [inner / 128, rows] of 1 x 128 ones; b_inv likewise
+    rows = m if M is None else M
+    columns = n if N is None else N
+    inner = k16 * 16 if K is None else K
+    steps = (inner + STEP - 1) // STEP
+    tall = (rows + BLOCK_R - 1) // BLOCK_R
+    wide = (columns + BLOCK_C - 1) // BLOCK_C
+    program = tl.program_id(0)
+    first = program // (GROUP * wide) * GROUP
+    height = tl.minimum(tall - first, GROUP)
+    block_r = first + program % (GROUP * wide) % height
+    block_c = program % (GROUP * wide) // height
+    row = block_r * BLOCK_R + tl.arange(0, BLOCK_R)
+    col = block_c * BLOCK_C + tl.arange(0, BLOCK_C)
+    # outside of the matrix its first row is read: nothing is masked in the loop
+    from_row = tl.where(row < rows, row, 0).to(tl.int64)
+    from_col = tl.where(col < columns, col, 0).to(tl.int64)
+    k = tl.arange(0, STEP)
+    a_at = a + from_row[:, None] * inner + k[None, :]
+    b_at = b + from_col[:, None] * inner + k[None, :]
+    if A_SQUARE:  # one number a step
+        a_scale = a_inv + block_r * BLOCK_R // STEP * steps
+        a_next = 1
+    else:
+        a_scale = a_inv + from_row
+        a_next = rows
+    if B_SQUARE:
+        b_scale = b_inv + block_c * BLOCK_C // STEP * steps
+        b_next = 1
+    else:
+        b_scale = b_inv + from_col
+        b_next = columns
+    acc = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)
+    for step in range(0, steps):
+        if K is not None and K // STEP * STEP == K:
+            x = tl.load(a_at)
+            w = tl.load(b_at)
+        else:
+            inside = (k < inner - step * STEP)[None, :]
+            x = tl.load(a_at, mask=inside, other=0.0)
+            w = tl.load(b_at, mask=inside, other=0.0)
+        x_inv = tl.load(a_scale)
+        w_inv = tl.load(b_scale)
+        part = tl.dot(x, tl.trans(w))
+        if A_SQUARE and B_SQUARE:
+            acc += part * (x_inv * w_inv)
+        elif A_SQUARE:
+            acc += part * (x_inv * w_inv)[None, :]
+        elif B_SQUARE:
+            acc += part * (x_inv * w_inv)[:, None]
+        else:
+            acc += part * x_inv[:, None] * w_inv[None, :]
+        a_at += STEP
+        b_at += STEP
+        a_scale += a_next
+        b_scale += b_next
+    if bias is not None:
+        acc += tl.load(bias + from_col).to(tl.float32)[None, :]
+    to = row.to(tl.int64)[:, None] * columns + col[None, :]
+    tl.store(y + to, acc.to(y.dtype.element_ty), mask=(row[:, None] < rows) & (col[None, :] < columns))
+
+
+# The same rule in plain torch is `ir.state_page.next_page`: change both. `test_the_update_kernel_is_next_page` in
+# tests/test_fusion.py compares them to the bit.
+@triton.jit
+def fp8_update(
+    page,
+    scales,
+    amaxes,
+    SLOTS: tl.constexpr,
+    LENGTH: tl.constexpr,
+    COUNT: tl.constexpr,
+    STRIDE: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    # page: float32 [SLOTS, HISTORY + LENGTH], written in place; scales: float32 [SLOTS, SNAPSHOT], those of now;
+    # amaxes: COUNT of this call, STRIDE apart: float32, or int32 with the bits of a float32
+    finite = tl.full([BLOCK_R], 1, tl.int32)
+    for start in range(0, COUNT, BLOCK_R):
+        slot = start + tl.arange(0, BLOCK_R)
+        amax = tl.load(amaxes + slot * STRIDE, mask=slot < COUNT, other=0).to(tl.float32, bitcast=True)
+        finite = tl.minimum(finite, (tl.abs(amax) < float("inf")).to(tl.int32))
+    if tl.min(finite) == 1:
+        for start in range(0, SLOTS, BLOCK_R):
+            slot = start + tl.arange(0, BLOCK_R)
+            inside = slot < SLOTS
+            row = page + slot * (HISTORY + LENGTH)
+            amax = tl.load(amaxes + slot * STRIDE, mask=slot < COUNT, other=0).to(tl.float32, bitcast=True)
+            scale = tl.load(scales + slot * SNAPSHOT + SCALE, mask=inside, other=1.0)
+            inverse = tl.load(scales + slot * SNAPSHOT + SCALE_INV, mask=inside, other=1.0)
+            age = tl.load(scales + slot * SNAPSHOT + AGE, mask=inside, other=0.0)
+            column = tl.arange(0, BLOCK_C)
+            recent_inside = inside[:, None] & (column[None, :] < LENGTH - 1)
+            recent = tl.load(row[:, None] + HISTORY + column[None, :], mask=recent_inside, other=0.0)
+            reach = tl.load(row + REACH, mask=inside, other=1.0)
+            interval = tl.load(row + INTERVAL, mask=inside, other=1.0)
+            limit = tl.load(row + LIMIT, mask=inside, other=float("inf"))
+            tl.debug_barrier()  # read before it is shifted
+            if LENGTH == 1:
+                peak = amax
+            else:
+                window = tl.load(row + WINDOW, mask=inside, other=1.0)
+                counts = column[None, :] + 1 < window[:, None]
+                peak = tl.maximum(amax, tl.max(tl.where(counts, recent, 0.0), 1))
+            cold = age < 0
+            overflow = (age >= 0) & (amax * scale > limit)
+            due = tl.where(cold, amax > 0, age + 1 >= interval)
+            fresh = (due | overflow) & (peak > 0)
+            wide = reach.to(tl.float64) / tl.where(fresh, peak, 1.0).to(tl.float64)
+            wide = tl.where(wide > LARGEST, LARGEST, tl.where(wide < SMALLEST, SMALLEST, wide))
+            new_scale = tl.where(fresh, wide.to(tl.float32), scale)
+            new_inverse = tl.where(fresh, (1.0 / new_scale.to(tl.float64)).to(tl.float32), inverse)
+            new_age = tl.where(due, 0.0, tl.where(cold, age, age + 1))
+            new_age = tl.where(overflow, -1.0, new_age)
+            tl.store(row + SCALE, new_scale, mask=inside)
+            tl.store(row + SCALE_INV, new_inverse, mask=inside)
+            tl.store(row + AGE, new_age, mask=inside)
+            tl.store(row + BEFORE + SCALE, scale, mask=inside)
+            tl.store(row + BEFORE + SCALE_INV, inverse, mask=inside)
+            tl.store(row + BEFORE + AGE, age, mask=inside)
+            tl.store(row + HISTORY, amax, mask=inside)
+            tl.store(row[:, None] + HISTORY + 1 + column[None, :], recent, mask=recent_inside)
