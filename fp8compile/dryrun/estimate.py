@@ -2,7 +2,7 @@
 
     print(fp8compile.estimate(model, tokens, labels=labels, device="h100"))
 
-The step is compiled twice for the described device (see `described`), by Inductor as it is and with our passes, and nothing is
+The step is compiled twice for the described device (see `fake_gpu`), by Inductor as it is and with our passes, and nothing is
 executed: weights may be on the meta device. Of every kernel are known its bytes, its FLOPs and the module it belongs to; its
 time is the roofline's (see `roofline`). So this is no measurement: it ranks two compilations of one model, by traffic and
 FLOPs. What it does not see: the optimizer, communication, the host, caches, and how well a kernel uses the device.
@@ -166,6 +166,8 @@ _HEAD = ("layer", "ms bf16", "ms fp8", "speedup", "kernels", "GB outside matmuls
 
 
 def _line(layer: Layer) -> tuple[str, ...]:
+    fp8 = layer.fp8.flops.get("fp8", 0)
+
     def both(form: str, number: Callable[[Cost], float]) -> str:
         return " / ".join(format(number(cost), form) for cost in (layer.bf16, layer.fp8))
 
@@ -177,13 +179,8 @@ def _line(layer: Layer) -> tuple[str, ...]:
         both(".0f", lambda cost: cost.kernels),
         both(".3g", lambda cost: cost.bytes_outside_matmuls / 1e9),
         both(".4g", lambda cost: cost.kept_for_backward / 1e6),
-        " / ".join(f"{flops / 1e12:.3g}" for flops in _split(layer.fp8)),
+        f"{(sum(layer.fp8.flops.values()) - fp8) / 1e12:.3g} / {fp8 / 1e12:.3g}",
     )
-
-
-def _split(cost: Cost) -> tuple[float, float]:
-    fp8 = cost.flops.get("fp8", 0)
-    return sum(cost.flops.values()) - fp8, fp8
 
 
 def estimate(
@@ -232,7 +229,8 @@ def estimate(
     modules = modules_of((model, args, kwargs))
     notes = []
     if autocast is None:
-        autocast = not torch.is_autocast_enabled("cpu") and any(_is_float32(p) for m in modules for p in m.parameters())
+        float32 = any(p.dtype == torch.float32 for module in modules for p in module.parameters())
+        autocast = float32 and not torch.is_autocast_enabled("cpu")
         if autocast:
             notes.append("under bf16 autocast, since parameters are float32")
     if found.gfx:
@@ -251,10 +249,6 @@ def estimate(
             report = explain(model, *args, options=chosen, **kwargs)
             notes.append(f"{count} of {name or 'the blocks'}, carried on from 1 and 2")
     return Estimate(found.name, tuple(_layers(bf16, fp8)), report, tuple(notes))
-
-
-def _is_float32(tensor: torch.Tensor) -> bool:
-    return tensor.dtype == torch.float32
 
 
 @dataclass(frozen=True)
@@ -361,13 +355,15 @@ def _only(container: nn.Module | None, blocks: int) -> Iterator[None]:
 
 
 def _carried_on(one: Costs, two: Costs, count: int) -> Costs:
-    """The costs of `count` blocks from those of one and of two, by module; those of the second block stand for the rest."""
+    """The costs of `count` blocks from those of one and of two, by module; the second block stands for the others."""
     made: Costs = {}
     for names in _by_block({**one, **two}):
         a, b = (_sum(costs, names) for costs in (one, two))
         total = a.plus(b.plus(a, -1), count - 1)
-        blocks = [name for name in names if name in two]
-        spread = [_in_block(blocks[0], i) for i in range(count)] if len(blocks) > 1 else names[:1]
+        spread = names[:1]
+        if sum(name in two for name in names) > 1:
+            before, _, *after = parts(names[0])
+            spread = ["".join([before, str(number), *after]) for number in range(count)]
         for name in spread:
             made[name] = made.get(name, Cost()).plus(total, 1 / len(spread))
     return made
@@ -385,11 +381,6 @@ def _by_block(names: Iterable[str], apart: Collection[str] = ()) -> list[list[st
     return [group for _, group in alike(names, str, lambda name: name if name in apart else tuple(parts(name)[2:]))]
 
 
-def _in_block(name: str, number: int) -> str:
-    before, _, *after = parts(name)
-    return "".join([before, str(number), *after])
-
-
 def _part(fqn: str) -> str:
     """The part of the model that a module belongs to: what is in a numbered block, "layers.0.mlp" for "layers.0.mlp.up"."""
     found = re.match(r"((?:[^.]+\.)*?\d+(?:\.[^.]+)?)(?:\.|$)", fqn)
@@ -405,5 +396,5 @@ def _layers(bf16: Costs, fp8: Costs) -> Iterator[Layer]:
     for name in names:
         modules.setdefault(_part(name), []).append(name)
     for group in _by_block(sorted(modules, key=lambda name: (name == NOWHERE, name)), apart):
-        of = [name for part in group for name in modules[part]]
-        yield Layer(joined(group), _sum(bf16, of), _sum(fp8, of))
+        within = [name for part in group for name in modules[part]]
+        yield Layer(joined(group), _sum(bf16, within), _sum(fp8, within))
