@@ -159,20 +159,19 @@ def _layout(graph: networkx.DiGraph, width: float) -> tuple[dict[int, tuple[floa
                 above[item].append(upper)
                 if item != b:
                     rows[item[2]].append(item)
-    x: dict[Item, float] = {}  # of the left side
+    x: dict[Item, float] = {}  # of the centres
+    half = {item: (BEND if isinstance(item, tuple) else width) / 2 for row in rows for item in row}
     for row in rows:
         row.sort(key=lambda item: mean([x[upper] for upper in above[item]] or [0]))
-        at = -sum(BEND if isinstance(item, tuple) else width for item in row) / 2 - GAP_X * (len(row) - 1) / 2
+        at = -sum(half[item] for item in row) - GAP_X * (len(row) - 1) / 2
         for item in row:
-            x[item], at = at, at + (BEND if isinstance(item, tuple) else width) + GAP_X
-    left = min(x.values()) - MARGIN
-    corners = {box: (x[box] - left, MARGIN + (HEIGHT + GAP_Y) * row_of[box]) for box in graph}
+            x[item], at = at + half[item], at + 2 * half[item] + GAP_X
+    left = min(x[item] - half[item] for item in x) - MARGIN
+    x = {item: x[item] - left for item in x}
+    y = {item: MARGIN + (HEIGHT + GAP_Y) * number for number, row in enumerate(rows) for item in row}
     arrows = []
     for a, *bends, b in paths:
-        points = [(corners[a][0] + width / 2, corners[a][1] + HEIGHT)]
-        for bend in bends:
-            centre, y = x[bend] - left + BEND / 2, MARGIN + (HEIGHT + GAP_Y) * bend[2]
-            points += [(centre, y), (centre, y + HEIGHT)]
-        arrows.append(Arrow((*points, (corners[b][0] + width / 2, corners[b][1] - 1)), b not in direct[a]))
-    right = max(x[item] + (BEND if isinstance(item, tuple) else width) for item in x)
-    return corners, arrows, (right - left + MARGIN, 2 * MARGIN + (HEIGHT + GAP_Y) * len(rows) - GAP_Y)
+        beside = [(x[bend], y[bend] + down) for bend in bends for down in (0, HEIGHT)]
+        arrows.append(Arrow(((x[a], y[a] + HEIGHT), *beside, (x[b], y[b] - 1)), b not in direct[a]))
+    size = max(x[item] + half[item] for item in x) + MARGIN, max(y.values()) + HEIGHT + MARGIN
+    return {box: (x[box] - width / 2, y[box]) for box in graph}, arrows, size
