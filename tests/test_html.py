@@ -100,12 +100,12 @@ class Markup(HTMLParser):
 def test_rows():
     rows = {row.name: row for row in section(gpt()).rows}
     assert list(rows) == [
-        *(f"blocks.0–11.attn{x}" for x in (".q", ".k", ".v", "", ".o")),
-        *(f"blocks.0–11.mlp.{x}" for x in ("gate", "up", "down")),
+        *(f"blocks.0-11.attn{x}" for x in (".q", ".k", ".v", "", ".o")),
+        *(f"blocks.0-11.mlp.{x}" for x in ("gate", "up", "down")),
         "lm_head",
         HOSTILE,
     ]
-    up, head, k = rows["blocks.0–11.mlp.up"], rows["lm_head"], rows["blocks.0–11.attn.k"]
+    up, head, k = rows["blocks.0-11.mlp.up"], rows["lm_head"], rows["blocks.0-11.attn.k"]
     assert up.flops == 12 * 3 * 2 * 4096 * 2048 * 512 and len(up.members()) == 12
     assert float(up.width) == 100.0 and float(head.width) == pytest.approx(100 * 8192 / (12 * 2048), abs=1e-3)
     assert head.first.why == "high precision: output head: by its name" and up.first.why == "FP8, delayed"
@@ -118,12 +118,12 @@ def test_rows():
 def test_blocks_that_differ_have_rows_of_their_own():
     records = [r for b in range(6) for r in linear(f"h.{b}.fc", 256, 256, 256, reason="rule: ends" if b in (0, 5) else "")]
     rows = section(GraphReport(0, "f", tuple(records))).rows
-    assert [(row.name, len(row.layers), row.first.kind) for row in rows] == [("h.0,5.fc", 2, "high"), ("h.1–4.fc", 4, "fp8")]
+    assert [(row.name, len(row.layers), row.first.kind) for row in rows] == [("h.0,5.fc", 2, "high"), ("h.1-4.fc", 4, "fp8")]
 
 
 def test_experts_are_one_row_and_gaps_are_said():
     grid = [r for b in range(3) for e in range(4) for r in linear(f"h.{b}.experts.{e}.up", 256, 256, 256)]
-    assert [row.name for row in section(GraphReport(0, "f", tuple(grid))).rows] == ["h.0–2.experts.0–3.up"]
+    assert [row.name for row in section(GraphReport(0, "f", tuple(grid))).rows] == ["h.0-2.experts.0-3.up"]
     assert [row.name for row in section(GraphReport(0, "f", tuple(grid[3:]))).rows] == ["h.*.experts.*.up"]
 
 
@@ -167,7 +167,7 @@ def estimated() -> Estimate:
 
 
 def test_estimate():
-    text = page(estimated())
+    text = estimated().to_html()
     markup = Markup(text)
     words = " ".join(" ".join(markup.text).split())
     assert "1.43× on NVIDIA H200, estimated" in words and "said by the estimate" in words
@@ -187,61 +187,123 @@ def test_estimate():
 # --- the graph ------------------------------------------------------------------------------------
 
 
-def boxes(svg: str) -> list[str]:
-    return re.findall(r'class="label"[^>]*>([^<]*)<', svg)
+def drawn(names: list[str], edges: list[tuple[int, int]], **kept: str) -> diagram.Diagram | None:
+    """The picture of forward matmuls with these names; those in `kept` are in high precision."""
+    records = [linear(name, 128, 128, 128, reason=kept.get(name.replace(".", "_"), ""))[0] for name in names]
+    return section(GraphReport(0, "f", tuple(records), edges=tuple(edges))).diagram
 
 
-def nodes(names: list[str], size: str = "1×2×3") -> dict[int, diagram.Node]:
-    return {i: diagram.Node(name, size, (("F", "fp8", "fprop: FP8"),)) for i, name in enumerate(names)}
+def labels(picture: diagram.Diagram | None) -> list[str]:
+    assert picture is not None
+    return [box.label for box in picture.boxes]
+
+
+def ends(picture: diagram.Diagram) -> list[tuple[str, str, bool]]:
+    """The labels of the boxes that each arrow leaves and enters, found by position, and whether it is implied."""
+    width, height = picture.box
+    top = {(round(box.x + width / 2, 3), box.y): box.label for box in picture.boxes}
+    return [
+        (
+            top[round(arrow.points[0][0], 3), arrow.points[0][1] - height],
+            top[round(arrow.points[-1][0], 3), arrow.points[-1][1] + 1],
+            arrow.implied,
+        )
+        for arrow in picture.arrows
+    ]
 
 
 def test_one_block_of_equal_ones_is_drawn():
-    svg = section(gpt()).diagram.svg
-    assert sorted(boxes(svg)) == sorted(
-        [*(f"attn.{x}" for x in "qkvo"), "attn", "attn", "mlp.gate", "mlp.up", "mlp.down", "lm_head", boxes(svg)[-1]]
+    picture = section(gpt()).diagram
+    block = "blocks.0-11."
+    inside = (*(f"attn.{x}" for x in "qkvo"), "attn", "attn", *(f"mlp.{x}" for x in ("gate", "up", "down")))
+    assert sorted(labels(picture)) == sorted([*(f"{block}{x} ×12" for x in inside), "lm_head", "…" + HOSTILE[-29:]])
+    # q, k, v -> products -> o -> gate, up -> down -> head, and beside them what o adds to the residual stream
+    assert len(picture.arrows) == 4 + 1 + 2 + 2 + 1 + 1
+    assert [arrow for arrow in ends(picture) if arrow[2]] == [(f"{block}attn.o ×12", "lm_head", True)]
+
+
+def test_arrows_beside_residual_connections():
+    """Each matmul that adds to the stream has an arrow to the next readers, and one to the first readers behind these."""
+    names = [f"layer_{i}" for i in range(5)]
+    picture = drawn(names, [(i, j) for i in range(5) for j in range(i + 1, 5)])
+    assert sorted(ends(picture)) == sorted(
+        [*((names[i], names[i + 1], False) for i in range(4)), *((names[i], names[i + 2], True) for i in range(3))]
     )
-    assert "blocks.0–11, one of 12 equal blocks" in svg
-    # q, k, v -> products -> o -> gate, up -> down -> head; the residual connections are implied
-    assert svg.count('class="edge"') == 4 + 1 + 2 + 2 + 1
 
 
 def test_blocks_that_differ_are_drawn_apart():
-    same = nodes([f"h.{i}.fc" for i in range(6)])
-    same[0] = dataclasses.replace(same[0], chips=(("F", "high", "fprop: high precision"),))
     chain = [(i, i + 1) for i in range(5)]
-    svg = diagram.draw(same, chain).svg
-    assert boxes(svg) == ["h.0.fc", "fc"] and "h.1–5, one of 5 equal blocks" in svg and svg.count('class="edge"') == 1
+    picture = drawn([f"h.{i}.fc" for i in range(6)], chain, h_0_fc="kept")
+    assert labels(picture) == ["h.0.fc", "h.1-5.fc ×5"] and ends(picture) == [("h.0.fc", "h.1-5.fc ×5", False)]
+    assert [box.chips[0][1] for box in picture.boxes] == ["high", "fp8"]
 
 
 def test_parallel_experts_are_one():
     names = ["gate", *(f"experts.{e}.{x}" for e in range(8) for x in ("up", "down")), "head"]
     edges = [e for i in range(8) for e in ((0, 1 + 2 * i), (1 + 2 * i, 2 + 2 * i), (2 + 2 * i, 17))]
-    svg = diagram.draw(nodes(names), edges).svg
-    assert boxes(svg) == ["gate", "up", "down", "head"] and svg.count('class="edge"') == 3
+    picture = drawn(names, edges)
+    assert labels(picture) == ["gate", "experts.0-7.up ×8", "experts.0-7.down ×8", "head"] and len(picture.arrows) == 3
+
+
+def test_experts_in_blocks_are_one():
+    """Each of two blocks: a router, and three experts below it."""
+    names = [f"h.{b}.{x}" for b in range(2) for x in ("router", *(f"experts.{e}.fc" for e in range(3)))]
+    edges = [e for b in (0, 4) for i in range(1, 4) for e in ((b, b + i), *([(i, 4)] if b else []))]
+    picture = drawn(names, edges)
+    assert ends(picture) == [("h.0-1.router ×2", "h.0-1.experts.0-2.fc ×6", False)]
 
 
 def test_blocks_around_a_shared_layer_are_drawn_as_they_are():
-    """h.0 -> shared -> h.1: one block for both would make a cycle."""
-    svg = diagram.draw(nodes(["h.0.fc", "shared", "h.1.fc"]), [(0, 1), (1, 2)]).svg
-    assert boxes(svg) == ["h.0.fc", "shared", "h.1.fc"] and svg.count('class="edge"') == 2
+    """h.0 -> shared -> h.1: one box for both blocks would make a circle."""
+    picture = drawn(["h.0.fc", "shared", "h.1.fc"], [(0, 1), (1, 2)])
+    assert ends(picture) == [("h.0.fc", "shared", False), ("shared", "h.1.fc", False)]
+
+
+def test_products_of_backward_are_not_drawn():
+    """Neither those of attention's backward nor those behind them; forward's product is."""
+    records = [*linear("a", 64, 64, 64), *(MatmulRecord("", "matmul", 64, 64, 64, "high_precision") for _ in range(3))]
+    picture = section(GraphReport(0, "f", tuple(records), edges=((0, 3), (1, 4), (4, 5), (3, 5)))).diagram
+    assert ends(picture) == [("a", "(root)", False)] and [box.weight for box in picture.boxes] == [True, False]
+    assert [chip[0] for box in picture.boxes for chip in box.chips] == ["F", "D", "W", "M"]
 
 
 def test_limit_and_nothing():
-    many = nodes([f"layer_{i}" for i in range(diagram.LIMIT + 5)])
-    drawn = diagram.draw(many, [(i, i + 1) for i in range(len(many) - 1)])
-    assert len(boxes(drawn.svg)) == diagram.LIMIT and drawn.notes == ("the first 80 of 85 matmuls are drawn",)
-    assert not diagram.draw(many, []) and not diagram.draw({}, []) and not diagram.draw(many, [(0, 1), (1, 0)])
+    many = [f"layer_{i}" for i in range(diagram.LIMIT + 5)]
+    picture = drawn(many, [(i, i + 1) for i in range(len(many) - 1)])
+    assert labels(picture) == many[: diagram.LIMIT] and picture.note == "the first 80 of 85 boxes are drawn"
+    assert drawn(many, []) is None and drawn([], []) is None and drawn(many, [(0, 1), (1, 0)]) is None
 
 
-def test_boxes_of_a_row_do_not_overlap():
-    svg = section(gpt()).diagram.svg
-    places = re.findall(r'<g class="node[^>]*><title>.*?</title><rect x="([-\d.]+)" y="([\d.]+)" width="(\d+)"', svg, re.DOTALL)
-    assert len(places) == 11
-    rows: dict[str, list[float]] = {}
-    for x, y, _ in places:
-        rows.setdefault(y, []).append(float(x))
-    for row in rows.values():
-        assert all(b - a >= int(places[0][2]) for a, b in zip(sorted(row), sorted(row)[1:], strict=False))
+def test_long_names_keep_their_end():
+    picture = drawn(["a" * 40 + ".proj", "b"], [(0, 1)])
+    assert labels(picture)[0] == "…" + "a" * 24 + ".proj" and len(labels(picture)[0]) == diagram.MOST
+
+
+def changing(blocks: int) -> GraphReport:
+    """A model whose blocks are not equal: every other one keeps its last matmul in high precision."""
+    graph = gpt(blocks)
+    odd = {f"blocks.{b}.mlp.down" for b in range(1, blocks, 2)}
+    high = {"decision": "high_precision", "reason": "kept", "recipe": ""}
+    records = tuple(dataclasses.replace(r, **high) if r.fqn in odd else r for r in graph.matmuls)
+    return dataclasses.replace(graph, matmuls=records)
+
+
+@pytest.mark.parametrize("graph", [gpt(), gpt(1), changing(2), changing(8)], ids=["equal", "one", "two", "eight"])
+def test_picture(graph):
+    """No two boxes overlap, arrows go down and through no box, and all of it is within the picture."""
+    picture = section(graph).diagram
+    width, height = picture.box
+    boxes = [(box.x, box.y, box.x + width, box.y + height) for box in picture.boxes]
+    for i, (left, top, right, bottom) in enumerate(boxes):
+        assert 0 <= left and right <= picture.width and 0 <= top and bottom <= picture.height
+        assert not any(left < r and x < right and top < b and y < bottom for x, y, r, b in boxes[:i])
+    assert len(ends(picture)) > len(boxes) - 3
+    for arrow in picture.arrows:
+        for (x0, y0), (x1, y1) in zip(arrow.points, arrow.points[1:], strict=False):
+            assert y0 < y1 and 0 <= x0 <= picture.width and 0 <= x1 <= picture.width
+            # a curve stays between its ends: it is bent between two rows, and straight beside a box
+            beside = [box for box in boxes if min(y1, box[3]) > max(y0, box[1])]
+            assert not beside or (x0 == x1 and not any(box[0] <= x0 <= box[2] for box in beside))
 
 
 # --- markup ---------------------------------------------------------------------------------------
@@ -342,6 +404,7 @@ def browser(chromium: Any, tmp_path: Path) -> Browser:
 ROW = "#graph-0 .layer[data-order='%d']"
 
 
+@pytest.mark.browser
 def test_bars_are_as_long_as_their_share(browser):
     browser.open()
     track = "document.querySelector(arguments[0] + ' .track').getBoundingClientRect().width"
@@ -355,6 +418,7 @@ def test_bars_are_as_long_as_their_share(browser):
     assert browser(parts, ROW % 1) / browser(bar, ROW % 1) == pytest.approx(2 / 3, abs=0.01)
 
 
+@pytest.mark.browser
 def test_decisions_have_colours_in_light_and_dark(browser):
     colour = "getComputedStyle(document.querySelector(arguments[0] + ' .bar')).backgroundColor"
     page_colour = "getComputedStyle(document.body).backgroundColor"
@@ -366,6 +430,7 @@ def test_decisions_have_colours_in_light_and_dark(browser):
     assert not set(seen[0]) & set(seen[1])
 
 
+@pytest.mark.browser
 def test_hover_text_says_why(browser):
     browser.open()
     title = browser.find(ROW % 8 + " summary").get_attribute("title")
@@ -375,6 +440,7 @@ def test_hover_text_says_why(browser):
     assert "output head: by its name" in browser.find(ROW % 8).text
 
 
+@pytest.mark.browser
 def test_expander(browser):
     browser.open()
     member = browser.find(ROW % 6 + " .member:last-child .name")
@@ -387,6 +453,7 @@ def test_expander(browser):
     assert not member.is_displayed()
 
 
+@pytest.mark.browser
 def test_sorting(browser):
     browser.open()
     names = "Array.from(document.querySelectorAll('#graph-0 .layer')).map(row => row.dataset.name)"
@@ -403,6 +470,7 @@ def test_sorting(browser):
     assert browser("document.querySelectorAll('#graph-0 .layer[open]').length") == len(rows)
 
 
+@pytest.mark.browser
 @pytest.mark.parametrize("width", [1280, 400])
 def test_nothing_overflows(browser, width):
     browser.open(width)
@@ -417,6 +485,7 @@ def test_nothing_overflows(browser, width):
     assert browser.errors() == []
 
 
+@pytest.mark.browser
 def test_names_are_text_and_nothing_is_reported(browser):
     browser.open()
     assert browser("document.title") == "fp8compile report: GPT, training" and browser("document.images.length") == 0
@@ -425,9 +494,10 @@ def test_names_are_text_and_nothing_is_reported(browser):
     assert browser.errors() == []
 
 
+@pytest.mark.browser
 @pytest.mark.parametrize("width", [1280, 400])
 def test_estimate_in_the_browser(chromium, tmp_path, width):
-    (tmp_path / "estimate.html").write_text(page(estimated()), encoding="utf-8")
+    (tmp_path / "estimate.html").write_text(estimated().to_html(), encoding="utf-8")
     browser = Browser(chromium, tmp_path / "estimate.html").open(width)
     lengths = """Array.from(document.querySelectorAll('.splits')[0].querySelectorAll('.stack')).map(stack =>
         Array.from(stack.children).map(piece => piece.getBoundingClientRect().width / stack.getBoundingClientRect().width))"""
@@ -442,6 +512,7 @@ def test_estimate_in_the_browser(chromium, tmp_path, width):
     assert browser.errors() == []
 
 
+@pytest.mark.browser
 def test_graph_is_in_its_frame(browser):
     """Every box of the graph is within the drawing, and every text within its box."""
     browser.open()
@@ -455,11 +526,12 @@ def test_graph_is_in_its_frame(browser):
     assert browser(outside) == []
 
 
+@pytest.mark.browser
 def test_without_javascript(browser):
     browser.open(javascript=False)
     try:
         assert not browser.find("#graph-0 .buttons").is_displayed()
-        assert "blocks.0–11.mlp.up" in browser.find("#graph-0").text
+        assert "blocks.0-11.mlp.up" in browser.find("#graph-0").text
         browser.find(ROW % 6 + " summary").click()  # <details> needs none
         assert browser.find(ROW % 6 + " .member .name").is_displayed()
     finally:

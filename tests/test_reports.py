@@ -87,7 +87,7 @@ def test_summary_of_everything_and_nothing():
     assert Report([graph]).summary() == "3 of 3 matmuls, 100.0% of matmul FLOPs"
     note = "inference: compiled in high precision"
     assert Report([GraphReport(0, "f", (), note=note)] * 2).summary() == f"no matmuls; {note}"
-    assert "not rewritten: 2 scaled_dot_product_attention" in Report([gpt(2)]).summary()
+    assert "not rewritten: 2 attention" in Report([gpt(2)]).summary()
 
 
 @pytest.mark.parametrize("big, small, shown", [("fp8", "high_precision", "99.9%"), ("high_precision", "fp8", "0.1%")])
@@ -118,7 +118,7 @@ def rows(text: str, name: str) -> list[list[str]]:
 
 
 def test_table_has_every_matmul_once():
-    text = str(Report([gpt(12)]))
+    text = Report([gpt(12)]).table(collapse=False)
     for i in range(12):
         assert [row[1] for row in rows(text, f"h.{i}.attn.c_attn")] == ["fprop, dgrad, wgrad"]
         assert rows(text, f"h.{i}.attn") == [[f"h.{i}.attn", "scaled_dot_product_attention", "attention"]]
@@ -148,13 +148,51 @@ def test_table_marks_batches_dynamic_shapes_and_the_root():
     assert "dynamic" not in str(Report([gpt()]))
 
 
-def test_collapsed_table_joins_blocks():
-    text = Report([gpt(12)]).table(collapse=True)
-    assert len(rows(text, "h.0-11.mlp.fc")) == len(rows(text, "h.0-11.attn")) == len(rows(text, "lm_head")) == 1
+def test_equal_layers_share_a_line():
+    text = str(Report([gpt(12)]))
+    assert len(rows(text, "h.0-11.mlp.fc (x12)")) == len(rows(text, "h.0-11.attn (x12)")) == len(rows(text, "lm_head")) == 1
     assert len(text.splitlines()) < 16
     odd = [*linear("h.0.a", 32, 32, 32), *linear("h.1.a", 32, 64, 32), *linear("h.2.a", 32, 32, 32), *linear("7", 32, 32, 32)]
-    text = Report([GraphReport(0, "f", tuple(odd))]).table(collapse=True)
-    assert rows(text, "h.0,2.a") and rows(text, "h.1.a") and rows(text, "7")
+    text = str(Report([GraphReport(0, "f", tuple(odd))]))
+    assert rows(text, "h.0,2.a (x2)") and rows(text, "h.1.a") and rows(text, "7")
+
+
+def test_a_line_has_the_work_of_all_its_layers():
+    """One size, and FLOPs that add up to the whole."""
+    every, few = (rows(Report([gpt(12)]).table(collapse), name) for collapse, name in (
+        (False, "h.3.mlp.fc"), (True, "h.0-11.mlp.fc (x12)")
+    ))  # fmt: skip
+    assert every[0][2:5] == few[0][2:5] == ["512", "1024", "256"]
+    assert (every[0][5], few[0][5]) == ("0.805", "9.66")  # 3 * 2 * 512 * 1024 * 256, and twelve times that
+    shares = [float(row[6][:-1]) for line in str(Report([gpt(12)])).splitlines() if "%  " in line
+              and len(row := re.split(r"\s{2,}", line.strip())) == 9]  # fmt: skip
+    assert len(shares) == 4 and sum(shares) == pytest.approx(100, abs=0.2)
+
+
+def test_layers_with_parts_kept_have_a_line_for_each_decision():
+    blocks = [(*linear(f"h.{i}.a", 64, 64, 64)[:2], linear(f"h.{i}.a", 64, 64, 64, "kept")[2]) for i in range(3)]
+    text = str(Report([GraphReport(0, "f", tuple(record for block in blocks for record in block))]))
+    assert [(row[1], row[-1]) for row in rows(text, "h.0-2.a (x3)")] == [("fprop, dgrad", "delayed"), ("wgrad", "kept")]
+
+
+def test_a_graph_for_evaluation_is_one_line():
+    note = "compiled in high precision: the model is in eval mode"
+    evaluation = GraphReport(1, "GPT, evaluation", gpt(3).matmuls, gpt(3).opaque, note=note)
+    report = Report([gpt(3), evaluation])
+    assert str(report) == f"{str(Report([gpt(3)]))}\n\ngraph 1: GPT, evaluation: 22 matmuls, {note}"
+    assert rows(report.table(collapse=False), "h.2.mlp.fc") == 2 * rows(Report([gpt(3)]).table(collapse=False), "h.2.mlp.fc")
+    assert len(report.to_dict()["graphs"][1]["matmuls"]) == 22
+
+
+def test_hidden_operators_are_named_for_people():
+    flash = [f"aten._scaled_dot_product_flash_attention_for_cpu{x}.default" for x in ("", "_backward")]
+    hidden = [OpaqueRecord(f"h.{i}.attn", op, "attention") for i in range(4) for op in flash]
+    hidden += [OpaqueRecord("patches", "aten.convolution.default", "convolution")] * 3
+    hidden += [OpaqueRecord("", "mylib.mix.default", "a third party's operator: what it computes is not visible")]
+    report = Report([GraphReport(0, "f", (), tuple(hidden))])
+    assert report.summary() == "no matmuls; not rewritten: 8 attention, 3 convolution, 1 mylib.mix"
+    assert rows(str(report), "h.0-3.attn (x4)") == [["h.0-3.attn (x4)", op, "attention"] for op in flash]
+    assert rows(str(report), "patches (x3)") and rows(str(report), "(root)")
 
 
 def test_empty_reports_say_why():

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8compile
 from fp8compile.ir import ops
+from fp8compile.reporting.stats import COSTLY, STATE, Stats
 from fp8compile.runtime import probe
 from fp8compile.runtime.compiled_graph import CompiledGraph
 from fp8compile.runtime.ledger import LEDGER
@@ -174,6 +175,15 @@ def test_what_is_not_finite_or_zero_is_json() -> None:
     gradient = tensors["gradient.0"]
     assert (gradient["mse"], gradient["sqnr"], gradient["amax"]) == (0.0, None, 0.0)
     assert "weight" in str(stats) and len(stats) == 3
+
+
+def test_equal_rows_share_a_line() -> None:
+    """Of a recipe without a state, nothing is known before it is measured."""
+    row = dict.fromkeys((*STATE, *COSTLY))
+    row |= {"role": "input", "use": 0, "layout": "", "recipe": "tensorwise", "format": "e4m3fn"}
+    stats = Stats([{**row, "name": f"h.{i}.fc.weight", "amax": 2.5 if i == 3 else None} for i in range(4)])
+    names = [line.split("  ")[0] for line in str(stats).splitlines()[2:]]
+    assert names == ["h.0-2.fc.weight (x3)", "h.3.fc.weight"] and len(stats) == len(stats.rows()) == 4
 
 
 def test_nothing_compiled() -> None:

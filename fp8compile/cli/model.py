@@ -187,10 +187,8 @@ def _traced(target: Target, function: Callable[[], Any]) -> Any:
 
 def _finish(result: Any, text: str, as_json: bool, html: str | None) -> None:
     if html is not None:
-        from ..reporting.html import page
-
         try:
-            page(result, html)
+            result.to_html(html)
         except OSError as error:
             raise usage(f"--html {html}: {error.strerror}") from None
         click.echo(f"wrote {html}", err=True)

@@ -26,7 +26,7 @@ from torch import nn
 from ..devices import catalog
 from ..devices.gpu import H200, Gpu
 from ..errors import Fp8CompileError, OptionError
-from ..reporting.layers import numbered
+from ..reporting.layers import alike, joined, parts
 from ..reporting.report import Report
 from ..runtime.ledger import LEDGER
 from . import roofline
@@ -127,17 +127,19 @@ class Estimate:
         )
 
     def to_html(self, path: str | Path | None = None) -> str:
-        """One self-contained HTML page, also written to `path` if given. Needs jinja2."""
-        from ..reporting.html import page
+        """One self-contained HTML page, also written to `path` if given."""
+        from .estimate_page import page
 
-        return page(self, path)
+        return page(self, (_HEAD, *self._lines()), path)
+
+    def _lines(self) -> list[tuple[str, ...]]:
+        return [_line(layer) for layer in (*self.layers, Layer("all", self.bf16, self.fp8))]
 
     def __str__(self) -> str:
         from tabulate import tabulate
 
-        rows = [_line(layer) for layer in (*self.layers, Layer("all", self.bf16, self.fp8))]
-        head = ("layer", "ms bf16", "ms fp8", "speedup", "kernels", "GB outside matmuls", "kept, MB", "TFLOP bf16 / fp8")
-        table = tabulate(rows, head, tablefmt="simple", disable_numparse=True, colalign=("left",) + ("right",) * 7)
+        sides = ("left",) + ("right",) * (len(_HEAD) - 1)
+        table = tabulate(self._lines(), _HEAD, tablefmt="simple", disable_numparse=True, colalign=sides)
         attention = self.fp8.attention_flops
         lines = [self.summary(), "", table, ""]
         if attention:
@@ -161,7 +163,12 @@ class Estimate:
         }
 
 
+_HEAD = ("layer", "ms bf16", "ms fp8", "speedup", "kernels", "GB outside matmuls", "kept, MB", "TFLOP bf16 / fp8")
+
+
 def _line(layer: Layer) -> tuple[str, ...]:
+    fp8 = layer.fp8.flops.get("fp8", 0)
+
     def both(form: str, number: Callable[[Cost], float]) -> str:
         return " / ".join(format(number(cost), form) for cost in (layer.bf16, layer.fp8))
 
@@ -173,13 +180,8 @@ def _line(layer: Layer) -> tuple[str, ...]:
         both(".0f", lambda cost: cost.kernels),
         both(".3g", lambda cost: cost.bytes_outside_matmuls / 1e9),
         both(".4g", lambda cost: cost.kept_for_backward / 1e6),
-        " / ".join(f"{flops / 1e12:.3g}" for flops in _split(layer.fp8)),
+        f"{(sum(layer.fp8.flops.values()) - fp8) / 1e12:.3g} / {fp8 / 1e12:.3g}",
     )
-
-
-def _split(cost: Cost) -> tuple[float, float]:
-    fp8 = cost.flops.get("fp8", 0)
-    return sum(cost.flops.values()) - fp8, fp8
 
 
 def estimate(
@@ -228,7 +230,8 @@ def estimate(
     modules = modules_of((model, args, kwargs))
     notes = []
     if autocast is None:
-        autocast = not torch.is_autocast_enabled("cpu") and any(_is_float32(p) for m in modules for p in m.parameters())
+        float32 = any(p.dtype == torch.float32 for module in modules for p in module.parameters())
+        autocast = float32 and not torch.is_autocast_enabled("cpu")
         if autocast:
             notes.append("under bf16 autocast, since parameters are float32")
     if found.gfx:
@@ -247,10 +250,6 @@ def estimate(
             report = explain(model, *args, options=chosen, **kwargs)
             notes.append(f"{count} of {name or 'the blocks'}, carried on from 1 and 2")
     return Estimate(found.name, tuple(_layers(bf16, fp8)), report, tuple(notes))
-
-
-def _is_float32(tensor: torch.Tensor) -> bool:
-    return tensor.dtype == torch.float32
 
 
 @dataclass(frozen=True)
@@ -355,35 +354,30 @@ def _only(container: nn.Module | None, blocks: int) -> Iterator[None]:
 
 
 def _carried_on(one: Costs, two: Costs, count: int) -> Costs:
-    """The costs of `count` blocks from those of one and of two, by module; those of the second block stand for the rest."""
-    first, both = _by_pattern(one), _by_pattern(two)
+    """The costs of `count` blocks from those of one and of two, by module; the second block stands for the others."""
     made: Costs = {}
-    for pattern in {**first, **both}:
-        (a, _), (b, numbers) = first.get(pattern, (Cost(), set())), both.get(pattern, (Cost(), set()))
+    for names in _by_block({**one, **two}):
+        a, b = (_sum(costs, names) for costs in (one, two))
         total = a.plus(b.plus(a, -1), count - 1)
-        for number in range(count) if len(numbers) > 1 else (None,):
-            name = _name(pattern, number)
-            made[name] = made.get(name, Cost()).plus(total, 1 / count if len(numbers) > 1 else 1)
+        spread = names[:1]
+        if sum(name in two for name in names) > 1:
+            before, _, *after = parts(names[0])
+            spread = ["".join([before, str(number), *after]) for number in range(count)]
+        for name in spread:
+            made[name] = made.get(name, Cost()).plus(total, 1 / len(spread))
     return made
 
 
 # -- layers ------------------------------------------------------------------------------------------------------------
 
-Pattern = tuple[str, str | None]  # what is before and behind the first number in a name
+
+def _sum(costs: Costs, names: Iterable[str]) -> Cost:
+    return sum((costs[name] for name in names if name in costs), Cost())
 
 
-def _name(pattern: Pattern, number: int | str | None) -> str:
-    return pattern[0] if pattern[1] is None else f"{pattern[0]}{0 if number is None else number}{pattern[1]}"
-
-
-def _by_pattern(costs: Costs, apart: Collection[str] = ()) -> dict[Pattern, tuple[Cost, set[int]]]:
-    """Names that differ in their first number are joined, but for those in `apart`."""
-    made: dict[Pattern, tuple[Cost, set[int]]] = {}
-    for fqn, cost in costs.items():
-        pattern, number = numbered(fqn) if fqn not in apart else ((fqn, None), None)
-        total, numbers = made.get(pattern, (Cost(), set()))
-        made[pattern] = total + cost, numbers | ({number} if number is not None else set())
-    return made
+def _by_block(names: Iterable[str], apart: Collection[str] = ()) -> list[list[str]]:
+    """Names that differ in their first number are together, but for those in `apart`."""
+    return [group for _, group in alike(names, str, lambda name: name if name in apart else tuple(parts(name)[2:]))]
 
 
 def _part(fqn: str) -> str:
@@ -393,17 +387,13 @@ def _part(fqn: str) -> str:
 
 
 def _layers(bf16: Costs, fp8: Costs) -> Iterator[Layer]:
-    from ..reporting.layers import ranges
-
-    tables = []
-    names = {*bf16, *fp8}
+    names = {**bf16, **fp8}
     # `0` and `2` of a Sequential are layers of their own, `layers.0` and `layers.1` have layers in them
     leaves = {name for name in names if not any(other.startswith(f"{name}.") for other in names)}
-    for costs in (bf16, fp8):
-        parts: Costs = {}
-        for fqn, cost in costs.items():
-            parts[_part(fqn)] = parts.get(_part(fqn), Cost()) + cost
-        tables.append(_by_pattern(parts, {name for name in leaves if numbered(name)[0][1] == ""}))
-    for pattern in sorted({**tables[0], **tables[1]}, key=lambda p: (p[0] == NOWHERE, _name(p, None))):
-        (one, numbers), (other, more) = (table.get(pattern, (Cost(), set())) for table in tables)
-        yield Layer(_name(pattern, ranges(sorted(numbers | more)) if numbers | more else None), one, other)
+    apart = {name for name in leaves if parts(name)[2:] == [""]}
+    modules: dict[str, list[str]] = {}
+    for name in names:
+        modules.setdefault(_part(name), []).append(name)
+    for group in _by_block(sorted(modules, key=lambda name: (name == NOWHERE, name)), apart):
+        within = [name for part in group for name in modules[part]]
+        yield Layer(joined(group), _sum(bf16, within), _sum(fp8, within))

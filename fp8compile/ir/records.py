@@ -55,7 +55,10 @@ class MatmulRecord:
 
 @dataclass(frozen=True)
 class OpaqueRecord:
-    """An op that contains matmuls which are not seen one by one, and is not rewritten: attention, convolution, ..."""
+    """An op that contains matmuls which are not seen one by one, and is not rewritten.
+
+    `reason` names its family, "attention" or "convolution", or explains behind a colon why it is left alone.
+    """
 
     fqn: str
     op: str

@@ -1,294 +1,177 @@
-"""The graph of a model's matmuls as an inline SVG: what multiplies what, in the order of forward, coloured by decision.
+"""The graph of a model's matmuls as boxes and arrows, for the page: what multiplies what, from the top down.
 
-A node is one matmul of forward, with a chip for each of its gemms (F, D, W: fprop, dgrad, wgrad). An arrow says that the
-output of one reaches the other with no matmul between them; arrows that longer paths imply (a residual connection reaches
-every later matmul) are left out by transitive reduction. Runs of equal blocks, layers.1 ... layers.10, are drawn as one, in
-a frame; so are parallel experts. Where more than `LIMIT` matmuls are left, the first of them are drawn and a note says so.
+A box is a matmul of forward, coloured by the decisions about its gemms. An arrow says that the output of one reaches the other
+with no matmul between them. A residual connection reaches every later matmul: an arrow goes to the first of these. Runs of
+equal blocks are drawn as one, and so are parallel experts:
 
-Layout is Sugiyama's, in small: rows by the longest path from the inputs, long arrows routed through bends that take a place
-in each row between, order within a row by a few sweeps of barycenters.
+    h.0.fc -> h.1.fc -> ... h.11.fc -> head        is drawn as        h.0-11.fc -> head
+
+A box stands below all boxes that lead to it. An arrow that passes a row of boxes has a place of its own in that row.
 """
 
 from __future__ import annotations
 
-import html
-import re
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from statistics import mean
 from typing import TYPE_CHECKING, Any
+
+from ..ir.records import FP8, GraphReport, MatmulRecord
+from .layers import GEMMS, Layer, joined, parts, pattern, size_of, words
 
 if TYPE_CHECKING:
     import networkx
 
-LIMIT = 80
-_WIDTH, _HEIGHT, _GAP_X, _GAP_Y, _BEND, _MARGIN = 212, 46, 22, 34, 18, 14
-_LONGEST_NAME = 26
-_LETTER = 6.3  # width of one, about
+LIMIT = 80  # boxes in a picture
+HEIGHT, BEND, GAP_X, GAP_Y, MARGIN = 46.0, 14.0, 22.0, 34.0, 14.0  # pixels
+LETTER, MOST = 7.7, 30  # pixels of a letter, letters in the widest box
+Edges = Sequence[tuple[int, int]]
+Item = Any  # in a row: a box, or (from, to, row) for the arrow that passes it
 
 
 @dataclass(frozen=True)
-class Node:
-    """One matmul of forward. `chips` are (letter, "fp8" | "high", words); `title` is shown on hover."""
+class Box:
+    """A matmul; `x` and `y` are of the upper left corner. `chips` are (letter, "fp8" or "high", words), a gemm each."""
 
-    name: str
+    x: float
+    y: float
+    label: str
     size: str
+    title: str
     chips: tuple[tuple[str, str, str], ...]
-    title: str = ""
-    weight: bool = True
+    weight: bool
+
+
+@dataclass(frozen=True)
+class Arrow:
+    """A curve through `points`; `implied` if a longer path leads to the same box, as beside a residual connection."""
+
+    points: tuple[tuple[float, float], ...]
+    implied: bool
 
     @property
-    def like(self) -> Hashable:
-        """What two nodes have in common that may be drawn as one, but for their names."""
-        return self.size, tuple(chip[:2] for chip in self.chips), self.weight
-
-
-@dataclass
-class Run:
-    """Blocks `first` to `last` of `container` ("layers"), equal to each other: the first stands for all."""
-
-    container: str
-    first: int
-    last: int
-    nodes: list[int] = field(default_factory=list)
-
-    @property
-    def count(self) -> int:
-        return self.last - self.first + 1
+    def path(self) -> str:
+        """As SVG has it: vertical at every point."""
+        text = "M{:.1f} {:.1f}".format(*self.points[0])
+        for (x0, y0), (x1, y1) in zip(self.points, self.points[1:], strict=False):
+            text += f" C{x0:.1f} {(y0 + y1) / 2:.1f} {x1:.1f} {(y0 + y1) / 2:.1f} {x1:.1f} {y1:.1f}"
+        return text
 
 
 @dataclass(frozen=True)
 class Diagram:
-    """`svg` is escaped markup; `notes` say what was left out. Falsy if there is nothing to draw."""
+    """Boxes of one size and arrows, all within `width` and `height`. `note` says what was left out."""
 
-    svg: str = ""
-    notes: tuple[str, ...] = ()
+    width: float
+    height: float
+    box: tuple[float, float]
+    boxes: tuple[Box, ...]
+    arrows: tuple[Arrow, ...]
+    note: str
 
-    def __bool__(self) -> bool:
-        return bool(self.svg)
 
-
-def draw(nodes: Mapping[int, Node], edges: Sequence[tuple[int, int]], number: int = 0) -> Diagram:
-    """`edges` between keys of `nodes`; keys are in the order of forward. Nothing to draw without an edge.
-
-    `number` tells the diagrams of a page apart.
-    """
+def draw(report: GraphReport, layers: Sequence[Layer]) -> Diagram | None:
+    """The picture of a graph that has these layers; None if there is no arrow, or if arrows go in circles."""
     import networkx as nx
 
-    graph = nx.DiGraph()
-    graph.add_nodes_from(sorted(nodes))
-    graph.add_edges_from((a, b) for a, b in edges if a in nodes and b in nodes and a != b)
-    if not graph.number_of_edges() or not nx.is_directed_acyclic_graph(graph):
-        return Diagram()
-    small, runs = _folded(graph, nodes)
-    if not nx.is_directed_acyclic_graph(small):  # blocks that take turns with what is outside of them
-        small, runs = graph, []
-    notes = []
-    if small.number_of_nodes() > LIMIT:
-        kept = list(nx.lexicographical_topological_sort(small))[:LIMIT]
-        notes.append(f"the first {LIMIT} of {small.number_of_nodes()} matmuls are drawn")
-        small = small.subgraph(kept)
-    small = nx.transitive_reduction(small)
-    places, bends, rows = _layout(small)
-    return Diagram(_svg(small, nodes, runs, places, bends, rows, number), tuple(notes))
+    layer_of = {id(record): layer for layer in layers for record in layer.records}
+    flow = nx.DiGraph([*report.edges, *((-1, i) for i, r in enumerate(report.matmuls) if r.gemm in ("dgrad", "wgrad"))])
+    backward = nx.descendants(flow, -1) if -1 in flow else set()
+    forward = {i: r for i, r in enumerate(report.matmuls) if r.gemm == "fprop" or i not in backward}
+    edges = [(a, b) for a, b in report.edges if a in forward and b in forward and a != b]
+    named = {i: (r.fqn, (layer_of[id(r)].like, size_of(r))) for i, r in forward.items()}
+    for same, arrows in (_folded(named, edges), ({i: [i] for i in forward}, edges)):
+        graph = nx.DiGraph(arrows)
+        graph.add_nodes_from(same)
+        if nx.is_directed_acyclic_graph(graph):
+            break  # otherwise blocks take turns with a matmul outside of them, and each has a box
+    if not arrows or not nx.is_directed_acyclic_graph(graph):
+        return None
+    drawn = list(nx.lexicographical_topological_sort(graph))[:LIMIT]
+    names = [joined(forward[i].fqn for i in same[box]) or "(root)" for box in drawn]
+    labels = [name + (f" ×{len(same[box])}" if len(same[box]) > 1 else "") for name, box in zip(names, drawn, strict=True)]
+    room = max(len(size_of(forward[i])) + 6 for i in drawn)  # beside three chips
+    width = 18 + LETTER * min(MOST, max(room, *map(len, labels)))
+    corners, arrow_points, size = _layout(graph.subgraph(drawn), width)
+    boxes = [_box(forward[i], layer_of[id(forward[i])], label, *corners[i]) for i, label in zip(drawn, labels, strict=True)]
+    note = f"the first {LIMIT} of {len(graph)} boxes are drawn" if len(graph) > LIMIT else ""
+    return Diagram(*size, (width, HEIGHT), tuple(boxes), tuple(arrow_points), note)
 
 
-# --- equal blocks ---------------------------------------------------------------------------------
-
-
-def _folded(graph: networkx.DiGraph, nodes: Mapping[int, Node]) -> tuple[networkx.DiGraph, list[Run]]:
-    """The graph with each run of equal blocks replaced by its first block, outermost containers first."""
-    graph = graph.copy()
-    runs: list[Run] = []
-    for depth in range(4):
-        containers: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
-        for i in sorted(graph):
-            numbers = list(re.finditer(r"(?:^|(?<=\.))\d+(?=\.|$)", nodes[i].name))
-            if depth < len(numbers):
-                containers[nodes[i].name[: numbers[depth].start()]][int(numbers[depth].group())].append(i)
-        for container, blocks in containers.items():
-            for run in _runs(container, blocks, nodes):
-                _merge(graph, run, blocks)
-                runs.append(run)
-    return graph, runs
-
-
-def _runs(container: str, blocks: Mapping[int, list[int]], nodes: Mapping[int, Node]) -> list[Run]:
-    """Maximal runs of two and more consecutive blocks with the same matmuls under the same names."""
-
-    def signature(index: int) -> list[Any]:
-        head = len(container) + len(str(index))
-        return [(nodes[i].name[head:], nodes[i].like) for i in blocks[index]]
-
-    found: list[Run] = []
-    previous = None
-    for index in sorted(blocks):
-        if previous == index - 1 and found and found[-1].last == previous and signature(found[-1].first) == signature(index):
-            found[-1].last = index
-        else:
-            found.append(Run(container, index, index, blocks[index]))
-        previous = index
-    return [run for run in found if run.count > 1]
-
-
-def _merge(graph: networkx.DiGraph, run: Run, blocks: Mapping[int, list[int]]) -> None:
-    """Remove all but the first block of `run`. What enters or leaves the others enters or leaves the first."""
-    block_of, stands_for = {}, {}
-    for index in range(run.first, run.last + 1):
-        for first, other in zip(blocks[run.first], blocks[index], strict=True):
-            block_of[other], stands_for[other] = index, first
-    for a, b in list(graph.edges):
-        if a not in block_of and b not in block_of:
-            continue
-        if block_of.get(a) == block_of.get(b):
-            continue  # within one block: the first has the same
-        graph.remove_edge(a, b)
-        if a not in block_of or b not in block_of:
-            graph.add_edge(stands_for.get(a, a), stands_for.get(b, b))
-    graph.remove_nodes_from([i for i, index in block_of.items() if index != run.first])
-
-
-# --- layout ---------------------------------------------------------------------------------------
-
-
-def _layout(graph: networkx.DiGraph) -> tuple[dict[Any, float], dict[tuple[int, int], list[Any]], list[list[Any]]]:
-    """(x of the centre of each node and bend, bends of each long edge, rows). A bend is ("bend", a, b, row)."""
-    import networkx as nx
-
-    rows: list[list[Any]] = [sorted(generation) for generation in nx.topological_generations(graph)]
-    row_of = {node: r for r, row in enumerate(rows) for node in row}
-    bends: dict[tuple[int, int], list[Any]] = {}
-    above: dict[Any, list[Any]] = defaultdict(list)
-    below: dict[Any, list[Any]] = defaultdict(list)
-    for a, b in sorted(graph.edges):
-        bends[a, b] = [("bend", a, b, r) for r in range(row_of[a] + 1, row_of[b])]
-        path = [a, *bends[a, b], b]
-        for upper, lower in zip(path, path[1:], strict=False):
-            above[lower].append(upper)
-            below[upper].append(lower)
-        for bend in bends[a, b]:
-            rows[bend[3]].append(bend)
-    places = {item: x for row in rows for item, x in _packed(row, [0.0] * len(row))}
-    for sweep in range(12):
-        downwards = sweep % 2 == 0
-        near = above if downwards else below
-        for r in range(len(rows)) if downwards else reversed(range(len(rows))):
-            wanted = {x: sum(places[y] for y in near[x]) / len(near[x]) if near[x] else places[x] for x in rows[r]}
-            rows[r].sort(key=lambda item: wanted[item])
-            places.update(_packed(rows[r], [wanted[item] for item in rows[r]]))
-    return places, bends, rows
-
-
-def _packed(row: Sequence[Any], wanted: Sequence[float]) -> list[tuple[Any, float]]:
-    """The items side by side in this order, without overlap, on average where they are wanted."""
-    widths = [_BEND if isinstance(item, tuple) else _WIDTH for item in row]
-    out: list[float] = []
-    for i, want in enumerate(wanted):
-        least = out[-1] + (widths[i - 1] + widths[i]) / 2 + _GAP_X if out else want
-        out.append(max(want, least))
-    shift = sum(want - x for want, x in zip(wanted, out, strict=True)) / len(out)
-    return [(item, x + shift) for item, x in zip(row, out, strict=True)]
-
-
-# --- markup ---------------------------------------------------------------------------------------
-
-
-def _svg(
-    graph: networkx.DiGraph,
-    nodes: Mapping[int, Node],
-    runs: Sequence[Run],
-    places: Mapping[Any, float],
-    bends: Mapping[tuple[int, int], list[Any]],
-    rows: Sequence[Sequence[Any]],
-    number: int,
-) -> str:
-    top = {}
-    y = float(_MARGIN + 20)
-    for row in rows:
-        top.update(dict.fromkeys(row, y))
-        y += _HEIGHT + _GAP_Y
-    framed, frames, rights = _frames(graph, runs, places, top)
-    sides = [(x, (_BEND if isinstance(item, tuple) else _WIDTH) / 2) for item, x in places.items()]
-    left = min(x - half for x, half in sides) - _MARGIN
-    width = max([x + half for x, half in sides] + rights) + _MARGIN - left
-    height = y - _GAP_Y + _MARGIN + 6
-    out = [
-        f'<svg class="graph" role="img" aria-label="graph of matmuls" width="{width:.0f}" height="{height:.0f}" '
-        f'viewBox="{left:.0f} 0 {width:.0f} {height:.0f}" xmlns="http://www.w3.org/2000/svg">',
-        f'<defs><marker id="tip-{number}" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
-        '<path class="tip" d="M0 0.5 8 4 0 7.5z"/></marker></defs>',
-    ]
-    out += frames
-    for (a, b), path in bends.items():
-        points = [(places[a], top[a] + _HEIGHT), *((places[p], top[p] + _HEIGHT / 2) for p in path), (places[b], top[b] - 1)]
-        out.append(f'<path class="edge" marker-end="url(#tip-{number})" d="{_curve(points)}"/>')
-    times = {i: _product(run.count for run in runs if i in run.nodes) for i in graph}
-    out += [_box(nodes[i], places[i], top[i], times[i], framed.get(i, "")) for i in sorted(graph)]
-    return "\n".join([*out, "</svg>"])
-
-
-def _product(numbers: Any) -> int:
-    result = 1
-    for number in numbers:
-        result *= number
-    return result
-
-
-def _curve(points: Sequence[tuple[float, float]]) -> str:
-    text = f"M{points[0][0]:.1f} {points[0][1]:.1f}"
-    for (x0, y0), (x1, y1) in zip(points, points[1:], strict=False):
-        middle = (y0 + y1) / 2
-        text += f" C{x0:.1f} {middle:.1f} {x1:.1f} {middle:.1f} {x1:.1f} {y1:.1f}"
-    return text
-
-
-def _frames(
-    graph: networkx.DiGraph, runs: Sequence[Run], places: Mapping[Any, float], top: Mapping[Any, float]
-) -> tuple[dict[int, str], list[str], list[float]]:
-    """(the part of each framed node's name that its frame says already, the frames, the ends of their labels).
-
-    A run has no frame if it is within another's, or if something else would be in it.
-    """
-    framed: dict[int, str] = {}
-    out: list[str] = []
-    ends: list[float] = []
-    for run in runs:
-        inside = [i for i in run.nodes if i in graph]
-        if not inside or any(i in framed for i in inside):
-            continue
-        left, right = min(places[i] for i in inside) - _WIDTH / 2 - 8, max(places[i] for i in inside) + _WIDTH / 2 + 8
-        up, down = min(top[i] for i in inside) - 22, max(top[i] for i in inside) + _HEIGHT + 8
-        others = set(graph) - set(inside)
-        if any(left < places[i] + _WIDTH / 2 and places[i] - _WIDTH / 2 < right and up - 8 < top[i] < down for i in others):
-            continue
-        framed.update(dict.fromkeys(inside, f"{run.container}{run.first}"))
-        label = f"{run.container}{run.first}–{run.last}, one of {run.count} equal blocks"
-        out.append(
-            f'<rect class="frame" x="{left:.1f}" y="{up:.1f}" width="{right - left:.1f}" height="{down - up:.1f}" rx="8"/>'
-            f'<text class="frame-label" x="{left + 8:.1f}" y="{up + 14:.1f}">{html.escape(label)}</text>'
-        )
-        ends.append(left + 8 + _LETTER * len(label))
-    return framed, out, ends
-
-
-def _box(node: Node, x: float, y: float, times: int, said: str) -> str:
-    left = x - _WIDTH / 2
-    name = node.name.removeprefix(said).lstrip(".") or node.name
-    count = f" ×{times}" if times > 1 and not said else ""
-    room = _LONGEST_NAME - len(count)
-    shown = (name if len(name) <= room else "…" + name[1 - room :]) + count
+def _box(record: MatmulRecord, layer: Layer, label: str, x: float, y: float) -> Box:
+    records = layer.records if record.gemm == "fprop" else (record,)
     chips = []
-    for i, (letter, kind, words) in enumerate(node.chips):
-        at = left + _WIDTH - 8 - 19 * (len(node.chips) - i)
-        chips.append(
-            f'<g class="chip {kind}"><rect x="{at:.1f}" y="{y + 25:.1f}" width="16" height="15" rx="3"/>'
-            f'<text x="{at + 8:.1f}" y="{y + 36.5:.1f}">{html.escape(letter)}</text>'
-            f"<title>{html.escape(words)}</title></g>"
-        )
-    return (
-        f'<g class="node{"" if node.weight else " weightless"}"><title>{html.escape(node.title)}</title>'
-        f'<rect x="{left:.1f}" y="{y:.1f}" width="{_WIDTH}" height="{_HEIGHT}" rx="6"/>'
-        f'<text class="label" x="{left + 9:.1f}" y="{y + 18:.1f}">{html.escape(shown)}</text>'
-        f'<text class="size" x="{left + 9:.1f}" y="{y + 36:.1f}">{html.escape(node.size)}</text>'
-        f"{''.join(chips)}</g>"
-    )
+    for gemm in (gemm for gemm in GEMMS if any(r.gemm == gemm for r in records)):
+        r = min((r for r in records if r.gemm == gemm), key=lambda r: r.decision == FP8)  # one in high precision, if any is
+        kind, decision = ("fp8", "FP8") if r.decision == FP8 else ("high", "high precision")
+        chips.append((gemm[0].upper(), kind, ", ".join(filter(None, (f"{gemm}: {decision}", words(r))))))
+    label = label if len(label) <= MOST else "…" + label[1 - MOST :]
+    title, size = f"{layer.name}\n{size_of(record)}\n{layer.why}", size_of(record).replace(" × ", "×")
+    return Box(x, y, label, size, title, tuple(chips), record.gemm == "fprop")
+
+
+def _folded(named: Mapping[int, tuple[str, Hashable]], edges: Edges) -> tuple[dict[int, list[int]], Edges]:
+    """Equal matmuls of equal blocks under the first of them, and the arrows between these.
+
+    `named` has the name of each matmul, and what equal ones have in common.
+    """
+    blocks: dict[tuple[str, int], list[Hashable]] = defaultdict(list)  # by container and number: the matmuls in it
+    chains: dict[int, list[tuple[str, int]]] = {}  # the blocks that a matmul is in, from the outermost
+    for i, (name, like) in named.items():
+        pieces = parts(name)
+        chains[i] = [("".join(pieces[:at]), int(pieces[at])) for at in range(1, len(pieces), 2)]
+        for depth, block in enumerate(chains[i]):
+            blocks[block].append((pattern("".join(pieces[2 * depth + 2 :])), like))
+    first: dict[tuple[str, int], int] = {}  # number of the run of equal blocks that a block is in
+    for container, number in sorted(blocks):
+        follows = blocks[container, number] == blocks.get((container, number - 1))
+        first[container, number] = first[container, number - 1] if follows else number
+    same: dict[Hashable, list[int]] = defaultdict(list)
+    uses: dict[Hashable, int] = defaultdict(int)  # a module may be called twice
+    for i, (name, like) in named.items():
+        uses[name, like] += 1
+        same[pattern(name), tuple(first[block] for block in chains[i]), like, uses[name, like]].append(i)
+    box_of = {i: group[0] for group in same.values() for i in group}
+
+    def within(a: int, b: int) -> bool:
+        """Whether an arrow does not lead from one block of a run to another."""
+        return not any(x[0] == y[0] and x != y and first[x] == first[y] for x, y in zip(chains[a], chains[b], strict=False))
+
+    arrows = dict.fromkeys((box_of[a], box_of[b]) for a, b in edges if within(a, b))
+    return {group[0]: group for group in same.values()}, list(arrows)
+
+
+def _layout(graph: networkx.DiGraph, width: float) -> tuple[dict[int, tuple[float, float]], list[Arrow], tuple[float, float]]:
+    """(the upper left corner of each box, the arrows, the size of the picture)."""
+    import networkx as nx
+
+    rows: list[list[Item]] = [sorted(row) for row in nx.topological_generations(graph)]
+    row_of = {box: number for number, row in enumerate(rows) for box in row}
+    direct = nx.transitive_reduction(graph)
+    paths: list[list[Item]] = []
+    above: dict[Item, list[Item]] = defaultdict(list)
+    for a in sorted(graph):
+        nearest = min((row_of[b] for b in graph[a] if b not in direct[a]), default=None)
+        for b in sorted(b for b in graph[a] if b in direct[a] or row_of[b] == nearest):
+            paths.append([a, *((a, b, row) for row in range(row_of[a] + 1, row_of[b])), b])
+            for upper, item in zip(paths[-1], paths[-1][1:], strict=False):
+                above[item].append(upper)
+                if item != b:
+                    rows[item[2]].append(item)
+    x: dict[Item, float] = {}  # of the centres
+    half = {item: (BEND if isinstance(item, tuple) else width) / 2 for row in rows for item in row}
+    for row in rows:
+        row.sort(key=lambda item: mean([x[upper] for upper in above[item]] or [0]))
+        at = -sum(half[item] for item in row) - GAP_X * (len(row) - 1) / 2
+        for item in row:
+            x[item], at = at + half[item], at + 2 * half[item] + GAP_X
+    left = min(x[item] - half[item] for item in x) - MARGIN
+    x = {item: x[item] - left for item in x}
+    y = {item: MARGIN + (HEIGHT + GAP_Y) * number for number, row in enumerate(rows) for item in row}
+    arrows = []
+    for a, *bends, b in paths:
+        beside = [(x[bend], y[bend] + down) for bend in bends for down in (0, HEIGHT)]
+        arrows.append(Arrow(((x[a], y[a] + HEIGHT), *beside, (x[b], y[b] - 1)), b not in direct[a]))
+    size = max(x[item] + half[item] for item in x) + MARGIN, max(y.values()) + HEIGHT + MARGIN
+    return {box: (x[box] - width / 2, y[box]) for box in graph}, arrows, size

@@ -1,19 +1,24 @@
-"""What the HTML page shows, as numbers and words: layers, rows of layers that are alike, and time bars.
+"""What a report shows, as numbers and words: layers, rows of equal layers, and bars of time.
 
-A `Layer` is the gemms of one weight in one place, a `Row` one layer or several that differ in the numbers in their names only,
-a `Split` a bar of time in parts.
+A `Layer` is the gemms of one weight in one place. A `Row` is one layer, or several whose names differ in numbers only. A
+`Split` is a bar of time in parts. Every table and the page group and name their rows here:
+
+    h.0.fc, h.1.fc, ... h.11.fc  ->  h.0-11.fc
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
-from ..ir.records import FP8, MatmulRecord, forward_sizes
+from ..ir.records import FP8, MatmulRecord, OpaqueRecord, forward_sizes
+
+T = TypeVar("T")
 
 ROWS_IN_DETAIL = 128  # members of a group that get a line of their own
 GEMMS = ("fprop", "dgrad", "wgrad", "matmul")
@@ -52,20 +57,25 @@ class Layer:
         return next(iter(sizes)) if len(sizes) == 1 else f"{len(sizes)} sizes"
 
     @cached_property
+    def lines(self) -> tuple[tuple[MatmulRecord, ...], ...]:
+        """The records that share their size, decision and reason: a line of the text table each."""
+        groups: dict[tuple[str, str, str], list[MatmulRecord]] = {}
+        for record in self.records:
+            groups.setdefault((size_of(record), record.decision, words(record)), []).append(record)
+        return tuple(map(tuple, groups.values()))
+
+    @cached_property
     def why(self) -> str:
         """The decision in words: "FP8, delayed", "high precision: output head", "partly FP8; wgrad: ..."."""
-        said: dict[str, list[str]] = {}
+        fp8: dict[str, list[MatmulRecord]] = {}
+        kept: dict[str, list[MatmulRecord]] = {}
         for record in self.records:
-            said.setdefault(record.how if record.decision == FP8 else record.reason, []).append(record.gemm)
-        if self.kind == "fp8":
-            return f"FP8, {' and '.join(filter(None, said))}".rstrip(", ")
-        if self.kind == "high":
-            return ": ".join(filter(None, ("high precision", ", ".join(filter(None, said)))))
-        kept: dict[str, list[str]] = {}
-        for record in self.records:
-            if record.decision != FP8:
-                kept.setdefault(record.reason or "high precision", []).append(record.gemm)
-        return "partly FP8; " + "; ".join(f"{_gemms(gemms)}: {reason}" for reason, gemms in kept.items())
+            (fp8 if record.decision == FP8 else kept).setdefault(words(record), []).append(record)
+        if not kept:
+            return ", ".join(filter(None, ("FP8", " and ".join(filter(None, fp8)))))
+        if not fp8:
+            return ": ".join(filter(None, ("high precision", ", ".join(filter(None, kept)))))
+        return "; ".join(["partly FP8", *(f"{gemms(group)}: {why or 'high precision'}" for why, group in kept.items())])
 
     @cached_property
     def rules(self) -> str:
@@ -150,10 +160,10 @@ class Row:
     def hover(self) -> str:
         each = f" ({len(self.layers)} layers)" if len(self.layers) > 1 else ""
         lines = [self.name + each, f"m × n × k: {self.first.size}", f"{self.gflop}, {self.share} of the matmul FLOPs"]
-        for kind in dict.fromkeys((r.decision, r.how, r.reason) for r in self.first.records):
-            gemms = [r.gemm for r in self.first.records if (r.decision, r.how, r.reason) == kind]
-            decision, what = ("FP8", kind[1]) if kind[0] == FP8 else ("high precision", kind[2])
-            lines.append(f"{_gemms(gemms)}: {decision}" + (f", {what}" if what else ""))
+        for line in self.first.lines:
+            decision = "FP8" if line[0].decision == FP8 else "high precision"
+            size = f", {size_of(line[0])}" if self.first.size != size_of(line[0]) else ""
+            lines.append(f"{gemms(line)}{size}: {', '.join(filter(None, (decision, words(line[0]))))}")
         if self.first.rules:
             lines.append(f"rule: {self.first.rules}")
         if self.times:
@@ -197,7 +207,7 @@ class Split:
         return microseconds(self.us)
 
 
-# --- rows -----------------------------------------------------------------------------------------
+# --- grouping -------------------------------------------------------------------------------------
 
 
 def layers_of(matmuls: Iterable[MatmulRecord]) -> list[Layer]:
@@ -209,66 +219,92 @@ def layers_of(matmuls: Iterable[MatmulRecord]) -> list[Layer]:
     return [Layer(key[0], tuple(sorted(group, key=lambda r: GEMMS.index(r.gemm)))) for key, group in groups.items()]
 
 
-def rows_of(layers: Sequence[Layer]) -> tuple[Row, ...]:
-    groups: dict[tuple[Any, ...], list[Layer]] = {}
-    for layer in layers:
-        groups.setdefault((pattern(layer.fqn), layer.like), []).append(layer)
+def rows_of(layers: Sequence[Layer], collapse: bool = True) -> tuple[Row, ...]:
+    """Layers that are alike in one row, or each layer in a row of its own."""
+    groups = alike(layers, lambda layer: layer.fqn, lambda layer: layer.like, collapse)
     total = sum(layer.flops for layer in layers)
-    longest = max((sum(layer.flops for layer in group) for group in groups.values()), default=1)
-    return tuple(
-        Row(i, joined([layer.name for layer in group]), tuple(group), longest, total) for i, group in enumerate(groups.values())
-    )
+    longest = max((sum(layer.flops for layer in group) for _, group in groups), default=1)
+    return tuple(Row(i, name, tuple(group), longest, total) for i, (name, group) in enumerate(groups))
 
 
-def _numbers(name: str) -> list[str]:
+def hidden_rows(records: Iterable[OpaqueRecord], collapse: bool = True) -> list[tuple[str, str, str, int]]:
+    """(module, operator, why, how many) of the operators that hide matmuls."""
+    groups = alike(records, lambda record: record.fqn, lambda record: (record.op, record.reason), collapse)
+    return [(name, group[0].op, group[0].reason, len(group)) for name, group in groups]
+
+
+def alike(
+    items: Iterable[T], name: Callable[[T], str], like: Callable[[T], Hashable], collapse: bool = True
+) -> list[tuple[str, list[T]]]:
+    """Groups of items that agree in `like` and whose names differ in numbers only, each with its name: "h.0-11.fc".
+
+    Without `collapse`, their names have to be equal.
+    """
+    groups: dict[Hashable, list[T]] = {}
+    for item in items:
+        groups.setdefault((pattern(name(item)) if collapse else name(item), like(item)), []).append(item)
+    return [(joined([name(item) for item in group]) or "(root)", group) for group in groups.values()]
+
+
+# --- names ----------------------------------------------------------------------------------------
+
+
+def parts(name: str) -> list[str]:
     """The name in parts, those at odd places being numbers: "h.3.fc" -> ["h.", "3", ".fc"]."""
     return re.split(r"((?:^|(?<=\.))\d+(?=\.|$))", name)
 
 
 def pattern(name: str) -> tuple[str, ...]:
-    return tuple("*" if i % 2 else part for i, part in enumerate(_numbers(name)))
+    """The parts of a name with * for its numbers."""
+    return tuple("*" if i % 2 else part for i, part in enumerate(parts(name)))
 
 
-def joined(names: list[str]) -> str:
-    """ "h.0–11.fc" for names that differ in numbers; with * for the numbers where not every combination is there."""
-    split = [_numbers(name) for name in names]
-    columns = [list(dict.fromkeys(column)) for column in zip(*split, strict=True)]
-    combinations = 1
-    for column in columns:
-        combinations *= len(column)
-    if combinations == len(set(names)):
-        return "".join(ranges([int(n) for n in c]).replace("-", "–") if i % 2 else c[0] for i, c in enumerate(columns))
-    return "".join("*" if len(column) > 1 else column[0] for column in columns)
+def joined(names: Iterable[str]) -> str:
+    """ "h.0-11.fc" for names of one pattern; with * for their numbers if not every combination of these is among them."""
+    split = {tuple(parts(name)) for name in names}
+    columns = [set(column) for column in zip(*split, strict=True)]
+    whole = math.prod(map(len, columns)) == len(split)
+
+    def said(column: set[str]) -> str:
+        return column.pop() if len(column) == 1 else _ranges(map(int, column)) if whole else "*"
+
+    return "".join(map(said, columns))
 
 
-def size_of(record: MatmulRecord) -> str:
-    m, n, k = forward_sizes(record)
-    batch = f"{record.batch} · " if record.batch > 1 else ""
-    return f"{batch}{m} × {n} × {k}{'*' if record.dynamic else ''}"
-
-
-def _gemms(gemms: Iterable[str]) -> str:
-    counts = Counter(gemms)
-    return ", ".join(f"{gemm} (×{count})" if count > 1 else gemm for gemm, count in counts.items())
-
-
-def numbered(name: str) -> tuple[tuple[str, str | None], int | None]:
-    """What is before and behind the first number in a module's name, and the number; ((name, None), None) without one."""
-    number = re.search(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", name)
-    if number is None:
-        return (name, None), None
-    return (name[: number.start()], name[number.end() :]), int(number.group())
-
-
-def ranges(numbers: list[int]) -> str:
+def _ranges(numbers: Iterable[int]) -> str:
     """[0, 1, 2, 5] -> "0-2,5"."""
     runs: list[list[int]] = []
-    for number in sorted(set(numbers)):
+    for number in sorted(numbers):
         if runs and number == runs[-1][1] + 1:
             runs[-1][1] = number
         else:
             runs.append([number, number])
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+# --- words ----------------------------------------------------------------------------------------
+
+
+def words(record: MatmulRecord) -> str:
+    """The recipe of an FP8 matmul, the reason of another."""
+    return record.how if record.decision == FP8 else record.reason
+
+
+def size_of(record: MatmulRecord) -> str:
+    """ "8 · 512 × 768 × 256": the batch, if there is one, and m, n and k of the forward matmul; * if one is dynamic."""
+    m, n, k = forward_sizes(record)
+    batch = f"{record.batch} · " if record.batch > 1 else ""
+    return f"{batch}{m} × {n} × {k}{'*' if record.dynamic else ''}"
+
+
+def gemms(records: Iterable[MatmulRecord]) -> str:
+    """ "fprop (x2), wgrad"."""
+    return ", ".join(gemm + repeated(count) for gemm, count in Counter(record.gemm for record in records).items())
+
+
+def repeated(count: int) -> str:
+    """ " (x2)", "" for one."""
+    return f" (x{count})" if count > 1 else ""
 
 
 # --- shares ------------------------------------------------------------------------------------

@@ -8,7 +8,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from .layers import alike, repeated
 
 if TYPE_CHECKING:
     from torch import nn
@@ -63,13 +65,8 @@ def _class(module: nn.Module) -> str:
 
 def rows(records: Sequence[OutsideRecord]) -> list[tuple[str, str, str, int]]:
     """(parameter, class of its owner, size, how many): parameters that differ in numbers only are a row, `h.0-11.fc.weight`."""
-    from .layers import joined, pattern
-
-    alike: dict[Any, list[str]] = {}
-    for record in records:
-        size = f"{record.rows} x {record.columns}"
-        alike.setdefault((pattern(record.parameter), record.module, size), []).append(record.parameter)
-    return [(joined(names).replace("–", "-"), module, size, len(names)) for (_, module, size), names in alike.items()]
+    groups = alike(records, lambda record: record.parameter, lambda record: (record.module, record.rows, record.columns))
+    return [(name, of[0].module, f"{of[0].rows} x {of[0].columns}", len(of)) for name, of in groups]
 
 
 def brief(records: Sequence[OutsideRecord], most: int = 3) -> str:
@@ -83,6 +80,6 @@ def brief(records: Sequence[OutsideRecord], most: int = 3) -> str:
 def text(records: Sequence[OutsideRecord]) -> str:
     from tabulate import tabulate
 
-    body = [(name + (f" (x{count})" if count > 1 else ""), module, size) for name, module, size, count in rows(records)]
+    body = [(name + repeated(count), module, size) for name, module, size, count in rows(records)]
     table = tabulate(body, (OUTSIDE, "of", "size"), tablefmt="simple", disable_numparse=True)
     return f"{table}\n* {WHY_OUTSIDE}"

@@ -1,13 +1,16 @@
 """What was compiled: every matmul with its decision and reason, and every op that hides matmuls::
 
     >>> print(fp8compile.report(model))
-    fp8: 3 of 6 matmuls, 27.3% of matmul FLOPs; 3 kept: 3 output head
+    fp8: 72 of 75 matmuls, 91.3% of matmul FLOPs; 3 kept: 3 output head; not rewritten: 24 attention
 
-    graph 0: GPT, training: 3 of 6 matmuls, 27.3% of matmul FLOPs
-    module           gemm                   m     n     k  GFLOP  share  decision        why / recipe
-    ---------------  -------------------  ---  ----  ----  -----  -----  --------------  ------------
-    h.0.attn.c_attn  fprop, dgrad, wgrad  512  3072  1024   9.66  27.3%  fp8             delayed
-    lm_head          fprop, dgrad, wgrad  512  8192  1024   25.8  72.7%  high precision  output head
+    graph 0: GPT, training: 72 of 75 matmuls, 91.3% of matmul FLOPs
+    module                gemm                   m     n     k  GFLOP  share  decision        why / recipe
+    --------------------  -------------------  ---  ----  ----  -----  -----  --------------  ------------
+    h.0-11.mlp.up (x12)   fprop, dgrad, wgrad  512  4096  1024    155  45.7%  fp8             delayed
+    ...
+    lm_head               fprop, dgrad, wgrad  512  9344  1024   29.4   8.7%  high precision  output head
+
+    graph 1: GPT, evaluation: 25 matmuls, compiled in high precision: the model is in eval mode
 """
 
 from __future__ import annotations
@@ -15,14 +18,14 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..ir.records import FP8, GraphReport, MatmulRecord, OpaqueRecord, forward_sizes
 from ..runtime.ledger import LEDGER
 from . import outside
-from .layers import fraction, numbered, percent, ranges, share
+from .layers import Row, fraction, gemms, hidden_rows, layers_of, percent, repeated, rows_of, share, words
 from .outside import OutsideRecord
 
 if TYPE_CHECKING:
@@ -73,21 +76,22 @@ class Report:
             return self._empty
         counted = self._counted
         parts = [share(counted.matmuls) + (" of what was compiled" if self.outside and counted.matmuls else "")]
-        kept = Counter(_rule(record.reason) for record in counted.matmuls if record.decision != FP8)
+        kept = [_rule(record.reason) for record in counted.matmuls if record.decision != FP8]
         if kept:
-            parts.append(f"{kept.total()} kept: {_counted(kept)}")
+            parts.append(f"{len(kept)} kept: {_counts(kept)}")
         if counted.opaque:
-            parts.append(f"not rewritten: {_counted(Counter(record.op for record in counted.opaque))}")
+            parts.append(f"not rewritten: {_counts(map(_family, counted.opaque))}")
         if not self.matmuls:
             parts += dict.fromkeys(graph.note for graph in self.graphs if graph.note)
         parts += [outside.brief(self.outside)] if self.outside else []
         parts += [self._note] if self._note else []
         return "; ".join(parts)
 
-    def table(self, collapse: bool = False) -> str:
+    def table(self, collapse: bool = True) -> str:
         """The matmuls, a line for the gemms of one weight that share a decision; sizes are the forward gemm's.
 
-        With `collapse`, the lines of repeated blocks that differ in their number only become one: "h.0-11.mlp.fc".
+        Equal layers of repeated blocks share a line, "h.0-11.mlp.fc (x12)", and a graph for evaluation is one line. With
+        ``collapse=False`` every layer of every graph has a line of its own.
         """
         parts = [f"fp8: {self.summary()}", *(_graph_text(graph, collapse) for graph in self.graphs)]
         return "\n\n".join(parts + ([outside.text(self.outside)] if self.outside else []))
@@ -114,7 +118,7 @@ class Report:
         }
 
     def to_html(self, path: str | Path | None = None) -> str:
-        """One self-contained HTML page, also written to `path` if given. Needs jinja2."""
+        """One self-contained HTML page, also written to `path` if given."""
         from .html import page
 
         return page(self, path)
@@ -162,69 +166,51 @@ def _rule(reason: str) -> str:
     return re.split(r"\s*[(:;]", reason, maxsplit=1)[0] or "no reason given"
 
 
-def _counted(counts: Counter[str]) -> str:
-    return ", ".join(f"{count} {what}" for what, count in counts.most_common())
+def _family(hidden: OpaqueRecord) -> str:
+    """What people call an operator: "attention". A reason that is a sentence names none: then the operator's own name."""
+    return hidden.op.removeprefix("aten.").removesuffix(".default") if ":" in hidden.reason else hidden.reason
+
+
+def _counts(what: Iterable[str]) -> str:
+    """ "2 output head, 1 under 128 wide"."""
+    return ", ".join(f"{count} {name}" for name, count in Counter(what).most_common())
 
 
 def _graph_text(graph: GraphReport, collapse: bool) -> str:
     from tabulate import tabulate
 
-    join: Callable[[Sequence[tuple[str, ...]]], list[tuple[str, ...]]] = _collapsed if collapse else list
-    text = f"graph {graph.index}: {graph.name}: {share(graph.matmuls)}" + (f" ({graph.note})" if graph.note else "")
-    rows = join([_row(line, graph.matmuls) for line in _lines(graph.matmuls)])
+    head = f"graph {graph.index}: {graph.name}: "
+    if graph.note and collapse:
+        count = len(graph.matmuls)
+        return head + (f"{count} matmul{'s' * (count > 1)}, " if count else "no matmuls, ") + graph.note
+    text = head + share(graph.matmuls) + (f" ({graph.note})" if graph.note else "")
+    rows = [_cells(row, line) for row in rows_of(layers_of(graph.matmuls), collapse) for line in row.first.lines]
     if rows:
-        head = ("module", "gemm", "m", "n", "k", "GFLOP", "share", "decision", "why / recipe")
+        titles = ("module", "gemm", "m", "n", "k", "GFLOP", "share", "decision", "why / recipe")
         sides = ("left", "left", "right", "right", "right", "right", "right", "left", "left")
-        text += "\n" + tabulate(rows, head, tablefmt="simple", colalign=sides, disable_numparse=True)
+        text += "\n" + tabulate(rows, titles, tablefmt="simple", colalign=sides, disable_numparse=True)
     if any(record.dynamic for record in graph.matmuls):
         text += "\n* dynamic shape: sizes of the call that was compiled"
     text += "".join(f"\n* {remark}" for remark in graph.remarks)
     if graph.opaque:
-        opaque = Counter((record.fqn or "(root)", record.op, record.reason) for record in graph.opaque)
-        body = join([(fqn, op + _times(count), reason) for (fqn, op, reason), count in opaque.items()])
-        text += "\n" + tabulate(body, ("not rewritten", "op", "why"), tablefmt="simple", disable_numparse=True)
+        hidden = [(name + repeated(count), op, why) for name, op, why, count in hidden_rows(graph.opaque, collapse)]
+        text += "\n" + tabulate(hidden, ("not rewritten", "op", "why"), tablefmt="simple", disable_numparse=True)
     return text
 
 
-def _lines(matmuls: Sequence[MatmulRecord]) -> list[list[MatmulRecord]]:
-    """The records that share a line of the table: gemms of one weight at one size (in any order of m, n, k)."""
-    groups: dict[tuple[Any, ...], list[MatmulRecord]] = {}
-    for r in matmuls:
-        sizes = tuple(sorted((r.m, r.n, r.k))) if r.gemm != "matmul" else (r.m, r.n, r.k, r.op)
-        groups.setdefault((r.fqn, r.gemm == "matmul", sizes, r.batch, r.decision, r.reason, r.how, r.dynamic), []).append(r)
-    return list(groups.values())
-
-
-def _row(line: list[MatmulRecord], matmuls: Sequence[MatmulRecord]) -> tuple[str, ...]:
-    order = ("fprop", "dgrad", "wgrad", "matmul")
-    gemms = Counter(record.gemm for record in sorted(line, key=lambda record: order.index(record.gemm)))
-    first = min(line, key=lambda record: order.index(record.gemm))
+def _cells(row: Row, line: Sequence[MatmulRecord]) -> tuple[str, ...]:
+    """A line of the table: sizes of one forward gemm, FLOPs of the gemms of all layers of the row."""
+    first, layers = line[0], len(row.layers)
     m, n, k = forward_sizes(first)
-    flops, total = sum(record.flops for record in line), sum(record.flops for record in matmuls)
+    flops = layers * sum(record.flops for record in line)
     return (
-        first.fqn or "(root)",
-        ", ".join(gemm + _times(count) for gemm, count in gemms.items()),
+        row.name + repeated(layers),
+        gemms(line),
         (f"{first.batch} x " if first.batch > 1 else "") + str(m),
         str(n),
         str(k) + ("*" if first.dynamic else ""),
         f"{flops / 1e9:.3g}",
-        percent(flops / total if total else 0.0),
+        percent(flops / row.total if row.total else 0.0),
         first.decision.replace("_", " "),
-        first.how if first.decision == FP8 else first.reason,
+        words(first),
     )
-
-
-def _times(count: int) -> str:
-    return f" (x{count})" if count > 1 else ""
-
-
-def _collapsed(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Join the rows whose names differ in the first number only: "h.0.fc" ... "h.11.fc" -> "h.0-11.fc"."""
-    groups: dict[tuple[Any, ...], list[int]] = {}
-    for row in rows:
-        pattern, number = numbered(row[0])
-        groups.setdefault((pattern, row[1:]), []).append(number or 0)
-    out = []
-    for ((before, after), rest), numbers in groups.items():
-        out.append((before if after is None else f"{before}{ranges(numbers)}{after}", *rest))
-    return out

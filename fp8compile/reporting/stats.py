@@ -23,6 +23,7 @@ from ..config.recipe import ROLES
 from ..ir import state_page
 from ..runtime.probe import COLUMNS, KNOWN, MEASURED, Cast, Measurement, Name
 from ..runtime.state import REGISTRY, Page, named_weights, unwrapped
+from .layers import alike, repeated
 
 STATE = ("amax", "scale", "scale_inv", "scale_inv_min", "scale_inv_max")
 COSTLY = ("overflows%", "underflows%", "mse", "sqnr")
@@ -76,6 +77,8 @@ class Stats:
             role = row["role"] + (f" {row['use']}" if row["use"] else "") + (f", {row['layout']}" if row["layout"] else "")
             numbers = ("-" if row[column] is None else f"{row[column]:.4g}" for column in columns)
             lines.append((row["name"], role, row["recipe"], row["format"] or "-", *numbers))
+        equal = alike(lines, lambda line: line[0], lambda line: line[1:])  # as before anything was measured
+        lines = [(name + repeated(len(group)), *group[0][1:]) for name, group in equal]
         sides = ("left",) * 4 + ("right",) * len(columns)
         return tabulate(lines, ("tensor", "role", "recipe", "format", *columns), colalign=sides, disable_numparse=True)
 
