@@ -22,6 +22,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 
 from fp8compile.ir import ops  # also: registers the operators
 from fp8compile.passes.fuse import fuse
+from fp8compile.passes.lower import split_casts
 
 EXPECTED = pathlib.Path(__file__).parent / "expected"
 COMMAND = "python tests/regenerate.py"
@@ -172,6 +173,7 @@ def generate(function: Callable[..., Any]) -> str:
     with enable_python_dispatcher(), traceback.preserve_node_meta():
         graph = make_fx(function, decomposition_table=select_decomp_table())(*inputs).graph
     with kernels_on_cpu() as made:
+        split_casts(graph)
         fuse(graph)
     return "\n\n".join(kernel.source for kernel in made)
 

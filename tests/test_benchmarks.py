@@ -380,8 +380,8 @@ def test_torchao_casts(monkeypatch):
 
 
 def test_counted_bytes_of_kernels(tmp_path, capsys):
-    if kernels.described.unavailable():
-        pytest.skip(kernels.described.unavailable())
+    if kernels.fake_gpu.unavailable():
+        pytest.skip(kernels.fake_gpu.unavailable())
     path = tmp_path / "r.json"
     assert kernels.main(["--static", "--family", "gelu-backward", "--shape", "4096x1024", "--json", str(path)]) == 0
     fp8, inductor = results.read([path])[0]["rows"]
@@ -554,8 +554,8 @@ def test_extrapolation():
 def test_estimate_of_a_linear():
     from benchmarks import static
 
-    if static.described.unavailable():
-        pytest.skip(static.described.unavailable())
+    if static.fake_gpu.unavailable():
+        pytest.skip(static.fake_gpu.unavailable())
     case, variant, _ = parse_case("linear", CASES)
     qkv = case.static(variant)[0]
     bf16, fp8 = (static.estimate(qkv, arms.ARMS[arm])["figures"] for arm in ("bf16", "fp8-delayed"))
