@@ -8,9 +8,16 @@
     autograd    while it runs
     threads     several threads that compile
     split       the graph that DDP has cut
+    versions    which versions of torch these are
 
 What moves between versions is handled here, in `dryrun.fake_gpu` (which stands in for a device) and nowhere else.
 """
+
+import torch
+
+from . import versions
+
+versions.check(torch.__version__)  # first: what follows reads private parts
 
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
