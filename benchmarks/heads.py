@@ -108,12 +108,12 @@ of_timm("efficientformer_l1", "head head_dist")
 of_timm("pvt_v2_b0", "head")
 of_timm("twins_svt_small", "head")
 of_timm("davit_tiny", "head.fc", depths=(1, 1, 1, 1))
-of_timm("volo_d1_224", "head aux_head")
+of_timm("volo_d1_224", "head")  # aux_head stays in high precision as well: a maximum chooses between its tokens
 of_timm("mambaout_femto", "head.fc")
 of_timm("tiny_vit_5m_224", "head.fc")
-of_timm("sequencer2d_s", "head")
+of_timm("sequencer2d_s", "head.fc")
 of_timm("nest_tiny_jx", "head")
-of_timm("focalnet_tiny_srf", "head.fc", depths=(1, 1, 1, 1))
+of_timm("focalnet_tiny_srf", "head.fc")
 
 # -- transformers --------------------------------------------------------------------------------------------------------
 
