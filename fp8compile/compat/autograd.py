@@ -27,14 +27,17 @@ class TensorMarks:
                 self.marks.pop(address, None)
         self.marks[tensor.data_ptr()] = StorageWeakRef(tensor.untyped_storage()), note
 
-    def __contains__(self, tensor: torch.Tensor) -> bool:
+    def _alive(self, tensor: torch.Tensor) -> tuple[StorageWeakRef, Any] | None:
         mark = self.marks.get(tensor.data_ptr())
-        return mark is not None and not mark[0].expired()
+        return None if mark is None or mark[0].expired() else mark
+
+    def __contains__(self, tensor: torch.Tensor) -> bool:
+        return self._alive(tensor) is not None
 
     def note(self, tensor: torch.Tensor) -> Any:
         """What a tensor was added with; None for one that was not."""
-        mark = self.marks.get(tensor.data_ptr())
-        return None if mark is None or mark[0].expired() else mark[1]
+        mark = self._alive(tensor)
+        return None if mark is None else mark[1]
 
 
 def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:

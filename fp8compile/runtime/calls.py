@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -99,13 +99,12 @@ class Calls:
     def current(self) -> Call:
         return getattr(self.local, "call", NO_CALL)
 
-    @contextlib.contextmanager
-    def inside(self, call: Call) -> Iterator[None]:
-        """Inside, `call` is in progress on this thread."""
+    def run(self, function: Callable[..., Any], args: Sequence[Any], call: Call) -> Any:
+        """`function(*args)`, with `call` in progress on this thread."""
         before, self.local.call = self.current, call
         try:
             with compat.saved_as_they_are(self._is_ours):
-                yield
+                return function(*args)
         finally:
             self.local.call = before
 

@@ -56,16 +56,14 @@ class CompiledGraph:
         if self.calls.book is not None:
             with compat.unseen():
                 call, *pages_of_call = self.calls.open(args, look)
-            with self.calls.inside(call):
-                return self.function(*args, *pages_of_call)
+            return self.calls.run(self.function, (*args, *pages_of_call), call)
         if interface.capacity is not None:  # the state inputs are read by nobody
             if self.idle is None:
                 self.idle = state_page.new_page(interface.capacity[0], interface.history, first.device)
             args = (*args, self.idle, self.idle)
         if not looked_at:
             return self.function(*args)
-        with self.calls.inside(Call(None, look)):
-            return self.function(*args)
+        return self.calls.run(self.function, args, Call(None, look))
 
     def _meet(self, key: tuple[int, ...], args: Sequence[Any]) -> None:
         """The first call with these parameters."""
