@@ -27,8 +27,7 @@ from ..devices import catalog
 from ..devices.gpu import H200, Gpu
 from ..errors import Fp8CompileError, OptionError
 from ..reporting.layers import alike, joined, parts
-from ..reporting.report import Report
-from ..runtime.ledger import LEDGER
+from ..reporting.report import Report, report
 from . import roofline
 
 if TYPE_CHECKING:
@@ -239,7 +238,7 @@ def estimate(
     with torch.autocast("cpu", torch.bfloat16) if autocast else contextlib.nullcontext():
         compiler = _Compiler(model, modules, args, kwargs, found, chosen, inductor, attention)
         if not extrapolate:
-            bf16, fp8, report = compiler.costs()
+            bf16, fp8, decided = compiler.costs()
         else:
             container, name = _repeated(modules)
             count = len(container)
@@ -247,9 +246,9 @@ def estimate(
                 _carried_on(one, two, count)
                 for one, two in zip(compiler.costs(container, 1)[:2], compiler.costs(container, 2)[:2], strict=True)
             )
-            report = explain(model, *args, options=chosen, **kwargs)
+            decided = explain(model, *args, options=chosen, **kwargs)
             notes.append(f"{count} of {name or 'the blocks'}, carried on from 1 and 2")
-    return Estimate(found.name, tuple(_layers(bf16, fp8)), report, tuple(notes))
+    return Estimate(found.name, tuple(_layers(bf16, fp8)), decided, tuple(notes))
 
 
 @dataclass(frozen=True)
@@ -276,30 +275,30 @@ class _Compiler:
             return fp8(gm, example_inputs, options=self.options)
 
         plain, _ = self._compiled(inductor, container, blocks)
-        step, report = self._compiled(ours, container, blocks)
-        return self._by_module(plain), self._by_module(step), report
+        step, decided = self._compiled(ours, container, blocks)
+        return self._by_module(plain), self._by_module(step), decided
 
     def _compiled(self, backend: Callable, container: nn.Module | None, blocks: int) -> tuple[Step, Report]:
         from . import fake_gpu
         from .sandbox import entry, fuse_attention, inputs, untouched
 
-        report = Report()
+        decided = Report()
 
         def compiled(gm: Any, example_inputs: Any) -> Any:
             fuse_attention(gm)
             return backend(gm, example_inputs)
 
         def step() -> None:
-            nonlocal report
+            nonlocal decided
             args, kwargs = inputs(self.args), inputs(self.kwargs)
             torch.compile(entry(self.model), backend=compiled)(*args, **kwargs)
-            report = Report(graph for graph, _ in LEDGER.graphs().values())  # which trace() clears
+            decided = report()  # now: trace() clears the ledger
 
         with untouched(self.modules), torch.enable_grad(), _only(container, blocks):
             found = fake_gpu.trace(step, _described(self.device))
         if not found.kernels:
             raise Fp8CompileError("nothing was compiled: Dynamo found no graph in this model")
-        return found, report
+        return found, decided
 
     def _by_module(self, step: Step) -> Costs:
         costs: Costs = {}

@@ -25,7 +25,7 @@ def update_state(graph: Graph, plan: Plan, written: Written, pages: tuple[Node, 
 
     The amaxes of a graph are reduced over the ranks of a group if the recipe of any of its operands says so.
     """
-    moved = 0
+    moved, group = 0, group_of(plan)
     for backward in (False, True):
         operands = plan.direction(backward)
         if not operands:
@@ -35,7 +35,6 @@ def update_state(graph: Graph, plan: Plan, written: Written, pages: tuple[Node, 
         page, tag = pages[backward], "backward" if backward else "forward"
         emit = Emitter(graph, anchor, page, partitioner_tag=f"is_{tag}", recompute=None, ac_graph_id=None)
         vector = emit(ops.gather, vectors)
-        group = group_of(plan)
         if group is not None:
             started = emit(torch.ops._c10d_functional.all_reduce.default, vector, "max", group)
             vector = emit(torch.ops._c10d_functional.wait_tensor.default, started)
