@@ -135,7 +135,7 @@ tests)
     # not pyproject.toml's settings: they ask for plugins that the machine may not have
     pytest=("$python" -m pytest -q -p no:cacheprovider -c /dev/null --rootdir . -o pythonpath=examples -W ignore)
     run 250 "${pytest[@]}" --continue-on-collection-errors -m gpu tests
-    run 200 "${pytest[@]}" tests/test_options.py
+    run 200 "${pytest[@]}" tests/config/test_options.py
     ;;
 esac
 

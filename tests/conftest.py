@@ -49,7 +49,7 @@ def interpreted(request: pytest.FixtureRequest) -> Iterator[None]:
     if request.node.get_closest_marker("compiled"):
         yield
         return
-    import harness  # not at the top: the tests of options and reports need no Inductor
+    from tests.support import harness  # not at the top: the tests of options and reports need no Inductor
 
     with harness.interpreted():
         yield

@@ -113,7 +113,7 @@ def fp8_gemm(
 
 
 # The same rule in plain torch is `ir.state_page.next_page`: change both. `test_the_update_kernel_is_next_page` in
-# tests/test_fusion.py compares them to the bit.
+# tests/passes/test_fusion.py compares them to the bit.
 @triton.jit
 def fp8_update(
     page,

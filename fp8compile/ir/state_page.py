@@ -101,7 +101,7 @@ def next_page(page: Tensor, snapshot: Tensor, amax: Tensor) -> Tensor:
     """The page after a training call that saw `amax` (float32 `[n]`, n <= slots: the first n rows move).
 
     The same rule as one Triton kernel is `codegen.triton_kernels.fp8_update`: change both.
-    `test_the_update_kernel_is_next_page` in tests/test_fusion.py compares them to the bit.
+    `test_the_update_kernel_is_next_page` in tests/passes/test_fusion.py compares them to the bit.
 
     The old scales come from the snapshot: so it is taken before the page is written, however a compiler orders the graph.
 

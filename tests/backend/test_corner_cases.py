@@ -1,0 +1,296 @@
+"""Plausible user code that once went wrong without an error: each test compares with high precision or looks at the state."""
+
+from __future__ import annotations
+
+import copy
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fp8compile
+from fp8compile.runtime.state import slots_of
+from tests.support.harness import interpreted, sqnr
+
+
+@pytest.fixture(autouse=True)
+def no_inductor():
+    with interpreted():
+        yield
+
+
+def mlp() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 128))
+
+
+def noise(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def grads(model: nn.Module) -> list[torch.Tensor]:
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def test_saved_tensor_hooks_that_copy() -> None:
+    """Activation offloading hands back copies of what was saved: the state moves, cold calls are known."""
+    model, plain = mlp(), mlp()
+    run, x, w = torch.compile(model, backend="fp8"), noise(32, 128), noise(32, 128, seed=1)
+    for step in range(20):
+        model.zero_grad()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+            y = run(x)
+        (y * 1e-8 * w).sum().backward()
+        history = slots_of(model)["0.weight", "gradient", 0].history()
+        assert sum(amax > 0 for amax in history) == min(step + 1, 16)
+    (plain(x) * 1e-8 * w).sum().backward()
+    assert all(sqnr(a, b) > 17 for a, b in zip(grads(plain), grads(model), strict=True))
+
+
+class HandWritten(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x @ w.t()
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, w = ctx.saved_tensors
+        return dy @ w, dy.t() @ x
+
+
+class Mixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(128, 256, bias=False), nn.Linear(256, 128, bias=False)
+
+    def forward(self, x):
+        return HandWritten.apply(F.gelu(self.first(x)), self.second.weight)
+
+
+def test_a_custom_autograd_function() -> None:
+    """Autograd does not tag what such a function does in backward; its gemms are what they are all the same."""
+    model, plain = Mixed(), Mixed()
+    run, x, w = torch.compile(model, backend="fp8"), noise(32, 128), noise(32, 128, seed=1)
+    for _ in range(18):
+        model.zero_grad()
+        (run(x) * 1e-9 * w).sum().backward()
+    (plain(x) * 1e-9 * w).sum().backward()
+    assert all(sqnr(a, b) > 17 for a, b in zip(grads(plain), grads(model), strict=True))
+    found = {(r.fqn, r.gemm): r.decision for r in fp8compile.report(model).matmuls}
+    assert found == {
+        ("first", "fprop"): "fp8",
+        ("first", "wgrad"): "fp8",
+        ("second.weight" if ("second.weight", "fprop") in found else "second", "fprop"): "fp8",
+        ("second.weight" if ("second.weight", "fprop") in found else "second", "dgrad"): "fp8",
+        ("second.weight" if ("second.weight", "fprop") in found else "second", "wgrad"): "fp8",
+    }
+
+
+class Detached(nn.Module):
+    """`frozen` makes no autograd node, and carries the number of the node before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.frozen = nn.Linear(128, 128), nn.Linear(128, 48)
+
+    def forward(self, x):
+        h = self.up(x)
+        return h.sum() + self.frozen(h.detach()).detach().sum()
+
+
+def test_a_gemm_without_an_autograd_node() -> None:
+    model = Detached()
+    torch.compile(model, backend="fp8")(noise(32, 128).requires_grad_()).backward()
+    found = [(r.fqn, r.gemm, r.decision) for r in fp8compile.report(model).matmuls]
+    assert sorted(found) == [
+        ("frozen", "fprop", "high_precision"),
+        ("up", "dgrad", "fp8"),
+        ("up", "fprop", "fp8"),
+        ("up", "wgrad", "fp8"),
+    ]
+
+
+@pytest.mark.parametrize("options", [{"fp8_format": "e4m3"}, {"margin": 3}, {"fp8_format": "e4m3", "margin": 0}])
+def test_compiled_again_with_another_range(options) -> None:
+    """The scales found by the first compilation are converted: 57344 is not 448."""
+    model, plain, x, w = mlp(), mlp(), noise(32, 128), noise(32, 128, seed=1)
+    for step, given in enumerate([{}] * 3 + [options] * 2):
+        if step in (0, 3):
+            torch._dynamo.reset()
+            run = torch.compile(model, backend="fp8", options=given)
+        for side in (model, plain):
+            side.zero_grad()
+        (run(x) * w).sum().backward()
+        (plain(x) * w).sum().backward()
+        assert all(sqnr(a, b) > 17 for a, b in zip(grads(plain), grads(model), strict=True)), step
+
+
+class Buffers(nn.Module):
+    def __init__(self, size: float) -> None:
+        super().__init__()
+        self.linear = nn.Linear(128, 128)
+        self.register_buffer("one", noise(128, 128, seed=1) / 11)
+        self.register_buffer("two", noise(128, 128, seed=2) / 11 * size)
+
+    def forward(self, x):
+        return self.linear(x) @ self.one @ self.two
+
+
+def test_buffers_as_weights() -> None:
+    """Each buffer has slots of its own, in each of the modules that share the code."""
+    modules = [Buffers(1.0), Buffers(1000.0)]
+    x = noise(32, 128)
+    for module in modules:
+        module.compile(backend="fp8")
+    for _ in range(3):
+        for module in modules:
+            y = module(x)
+            y.sum().backward()
+            assert sqnr(module.forward(x), y) > 18
+
+
+def test_a_graph_without_inputs() -> None:
+    torch.testing.assert_close(torch.compile(lambda: torch.ones(4, 4).tril() + 1, backend="fp8")(), torch.ones(4, 4).tril() + 1)
+
+
+def test_a_teacher_in_eval_mode() -> None:
+    """Only the teacher is in high precision."""
+    student, teacher = mlp(), mlp().eval()
+    teacher.requires_grad_(False)
+
+    def step(x):
+        return F.mse_loss(student(x), teacher(x) + 1)
+
+    torch.compile(step, backend="fp8", options={"strict": True})(noise(32, 128)).backward()
+    matmuls = fp8compile.report(student).matmuls
+    assert sorted(r.reason for r in matmuls) == [""] * 5 + ["eval mode"] * 2
+    assert slots_of(student) and not slots_of(teacher)
+
+
+@pytest.mark.parametrize(("tokens", "decision"), [(37, "high_precision"), (48, "fp8")])
+def test_a_weight_from_the_left(tokens: int, decision: str) -> None:
+    """`w @ x` has the tokens where tensor cores want multiples of 16."""
+    linear = nn.Linear(128, 128, bias=False)
+
+    def f(x):
+        return linear.weight @ x
+
+    torch.compile(f, backend="fp8")(noise(128, tokens)).sum().backward()
+    assert {r.decision for r in fp8compile.report(linear).matmuls if r.gemm == "fprop"} == {decision}
+
+
+def test_rows_counted_from_data() -> None:
+    """Experts under fullgraph: how many tokens each gets is known at run time only."""
+    experts = nn.ModuleList(nn.Linear(128, 128) for _ in range(2))
+
+    def f(x, kind):
+        out = torch.zeros_like(x)
+        for i, expert in enumerate(experts):
+            chosen = torch.nonzero(kind == i).squeeze(1)
+            out = out.index_add(0, chosen, expert(x[chosen]))
+        return out
+
+    x, kind = noise(32, 128), torch.arange(32) % 2
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        y = torch.compile(f, backend="fp8", fullgraph=True)(x, kind)
+    y.sum().backward()
+    torch.testing.assert_close(y, f(x, kind))
+    assert {r.reason for r in fp8compile.report(experts).matmuls} == {"rows that are counted from data"}
+
+
+def test_a_plain_attribute_is_no_weight() -> None:
+    class Cache(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.cache = nn.Linear(128, 128), noise(128, 128)
+
+        def forward(self, x):
+            return self.linear(x) @ self.cache
+
+    model = Cache()
+    torch.compile(model, backend="fp8")(noise(32, 128)).sum().backward()
+    assert {r.fqn for r in fp8compile.report(model).matmuls if r.decision == "fp8"} == {"linear"}
+
+
+def test_strict_takes_a_fragment_for_what_it_is() -> None:
+    """An embedding in front of a graph break has no matmul to convert."""
+
+    class Broken(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tokens, self.linear = nn.Embedding(16, 128), nn.Linear(128, 128)
+
+        def forward(self, x):
+            h = self.tokens(x)
+            torch._dynamo.graph_break()
+            return self.linear(h)
+
+    model = Broken()
+    torch.compile(model, backend="fp8", options={"strict": True})(torch.arange(16)).sum().backward()
+    assert fp8compile.report(model).fp8_flop_fraction == 1.0
+
+
+def test_strict_takes_an_expert_without_tokens() -> None:
+    expert = nn.Linear(128, 128)
+    run = torch.compile(expert, backend="fp8", options={"strict": True})
+    for tokens in (0, 32):
+        run(noise(tokens, 128)).sum().backward()
+    assert [r.reason for r in fp8compile.report(expert).matmuls if r.gemm == "fprop"] == ["no rows", ""]
+
+
+def test_a_range_that_eager_torch_does_not_have() -> None:
+    """An identity of more than 256 rows (DoRA's) is decomposed into ranges of uint16, and a cold call runs them."""
+
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.linear = nn.Linear(272, 128, bias=False)
+
+        def forward(self, x):
+            return self.linear(x) / self.linear(torch.eye(272)).norm(dim=0)
+
+    model, x = Normed(), noise(32, 272)
+    run = torch.compile(model, backend="fp8")
+    assert all(sqnr(model.forward(x), run(x)) > 18 for _ in range(3))
+
+
+class Own(nn.Module):
+    """torch 2.13 and older compile nothing in place where `forward` is its own, as a Sequential's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = mlp()
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def test_forward_is_replaced_after_compiling_in_place() -> None:
+    """As accelerate does for mixed precision: what is called is still compiled, with the new forward in it."""
+    model, plain = Own(), Own()
+    model.compile(backend="fp8")
+    model.forward = types.MethodType(torch.autocast("cpu", torch.bfloat16)(Own.forward), model)
+    y, z, w = model(noise(32, 128)), plain(noise(32, 128)), noise(32, 128, seed=1)
+    (y.float() * w).sum().backward()
+    (z * w).sum().backward()
+    assert y.dtype == torch.bfloat16 and sqnr(z, y.float()) > 18
+    assert all(sqnr(a, b) > 17 for a, b in zip(grads(plain), grads(model), strict=True))
+    assert fp8compile.report(model).fp8_flop_fraction == 1.0
+    assert model.state_dict().keys() == plain.state_dict().keys()
+
+
+def test_a_copy_is_not_compiled() -> None:
+    """torch leaves what `module.compile` did out of copies and pickles; they can be compiled anew."""
+    model, x = Own(), noise(32, 128)
+    model.compile(backend="fp8")
+    model(x).sum().backward()
+    average = copy.deepcopy(model)
+    torch.testing.assert_close(average(x), average.forward(x), rtol=0, atol=0)
+    assert not fp8compile.report(average).graphs
+    average.compile(backend="fp8")
+    assert sqnr(average.forward(x), average(x)) > 18 and fp8compile.report(average).fp8_flop_fraction == 1.0

@@ -1,0 +1,143 @@
+"""The demo's model trained to a loss: FP8 against bf16, and the demo's command line around it.
+
+The training is the demo's with a smaller GPT and fewer steps, so that a run takes ten seconds of one core. The bf16
+runs are eager; the FP8 runs are interpreted: rewritten and lowered as ever, but without Inductor's time to compile.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import train_gpt
+from torch import Tensor
+
+import fp8compile
+from fp8compile.backend import fp8
+from fp8compile.config.recipe import RECIPES
+from tests.support.harness import interpreted
+
+pytestmark = pytest.mark.slow
+
+TINY = train_gpt.Config(layers=2, width=128, heads=2, context=64, vocabulary=256, steps=120, batch_size=8)
+
+
+@pytest.fixture(scope="module")
+def text() -> Tensor:
+    return train_gpt.load_text()
+
+
+@pytest.mark.parametrize(("recipe", "seed"), [("delayed", 0), ("tensorwise", 1)])
+def test_fp8_trains_to_the_same_loss_as_bf16(text: Tensor, recipe: str, seed: int) -> None:
+    bf16 = train_gpt.train(TINY, text, seed=seed, evaluations=1)
+    assert bf16.val_loss < 0.6 * bf16.train_losses[0], "the baseline has not learned enough to compare with"
+    torch._dynamo.reset()
+    with interpreted():
+        run = train_gpt.train(TINY, text, backend=fp8, options={"recipe": recipe}, seed=seed, evaluations=1)
+    training = fp8compile.report(run.model).graphs[0].matmuls
+    kept = [m.reason for m in training if m.decision != "fp8"]
+    assert len(training) == 3 * (4 * TINY.layers + 1) and len(kept) == 3
+    assert all(reason.startswith("output head") for reason in kept)
+    gap = run.val_loss / bf16.val_loss - 1
+    assert abs(gap) < 0.01, f"{recipe}: {run.val_loss:.4f} against bf16's {bf16.val_loss:.4f}, {gap:+.2%}"
+    assert run.train_losses != bf16.train_losses  # it was not bf16 that ran
+
+
+def test_the_demo_runs_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    for name in train_gpt.CONFIGS:
+        monkeypatch.setitem(train_gpt.CONFIGS, name, TINY)
+    precision = torch.get_float32_matmul_precision()
+    train = train_gpt.train
+
+    def without_inductor(*args: Any, backend: str, **kwargs: Any) -> train_gpt.Run:
+        with interpreted() if backend == "fp8" else contextlib.nullcontext():
+            return train(*args, backend="fp8" if backend == "fp8" else None, **kwargs)
+
+    monkeypatch.setattr(train_gpt, "train", without_inductor)
+    try:
+        train_gpt.main(["--steps", "3", "--out", str(tmp_path)])
+    finally:
+        torch.set_float32_matmul_precision(precision)
+    printed = capsys.readouterr().out
+    last = 0
+    for expected in (
+        "tokens/s", "gap of the validation losses", "blocks.0-1.attn.qkv (x2) ", "strict=True", "FP8 on a CPU is an emulation",
+        "small, 512 tokens: 1.00x on NVIDIA H200", "0 of 27 matmuls", "gpt2-124m, 512 tokens: 1.00x",
+    ):  # fmt: skip
+        assert expected in printed[last:]
+        last += printed[last:].index(expected)
+    assert (tmp_path / "losses.png").read_bytes().startswith(b"\x89PNG")
+    weights = torch.load(tmp_path / "gpt_fp8.pt", weights_only=True)
+    vanilla = train_gpt.build_model(TINY).state_dict()
+    assert {k: (v.shape, v.dtype) for k, v in weights.items()} == {k: (v.shape, v.dtype) for k, v in vanilla.items()}
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--steps", "0"],
+        ["--lr", "nan"],
+        ["--seed", "-1"],
+        ["--recipe", "hybrid"],
+        ["--fp8-format", "e5m2"],
+        ["--bogus"],
+        ["--data", "no/such/file"],
+        ["--data", "/dev/null"],
+        ["--out", "/dev/null/out"],
+    ],
+    ids=" ".join,
+)
+def test_a_bad_flag_gets_one_line(flags: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.setattr(train_gpt, "train", lambda *args, **kwargs: pytest.fail(f"{flags} were taken"))  # not after minutes
+    with pytest.raises(SystemExit) as stop:
+        train_gpt.main(flags)
+    captured = capsys.readouterr()
+    assert stop.value.code == 2
+    assert captured.err.count("\n") == 1 and flags[0] in captured.err
+    assert captured.out == ""
+
+
+def test_the_demo_takes_every_recipe(capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit):
+        train_gpt.main(["--help"])
+    assert f"--recipe {{{','.join(RECIPES)}}}" in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_model_knows_nothing_of_fp8() -> None:
+    tree = ast.parse(Path(train_gpt.__file__).read_text())
+    importers = [
+        function.name if isinstance(function, ast.FunctionDef) else type(function).__name__
+        for function in tree.body
+        for node in ast.walk(function)
+        if isinstance(node, ast.Import) and any(alias.name.startswith("fp8compile") for alias in node.names)
+        or isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fp8compile")
+    ]
+    assert importers == ["fp8_report", "print_estimate"]
+
+
+def test_load_text(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"spam " * 100)
+    (tmp_path / "picture.bin").write_bytes(b"\xff\xfe\x00" * 100)
+    assert bytes(train_gpt.load_text(tmp_path)) == b"spam " * 100  # what is not text is left out of a folder
+    assert len(train_gpt.load_text(tmp_path / "picture.bin")) == 300  # but not when it was asked for by name
+    with pytest.raises(ValueError, match="too few"):
+        train_gpt.split_text(train_gpt.load_text(tmp_path), context=128)
+    (tmp_path / "a.txt").unlink()
+    with pytest.raises(ValueError, match="no text"):
+        train_gpt.load_text(tmp_path)
+
+
+def test_the_runs_see_the_same_batches_and_the_schedule_ends_low() -> None:
+    text = torch.arange(256, dtype=torch.uint8).repeat(20)
+    first, second = (train_gpt.batches(text, TINY, batch_size=2, seed=7, device="cpu") for _ in range(2))
+    for _ in range(3):
+        (inputs, targets), (again, _) = next(first), next(second)
+        assert torch.equal(inputs, again)
+        assert torch.equal(inputs[:, 1:], targets[:, :-1])
+    rates = [train_gpt.learning_rate(step, 100, 1.0) for step in range(100)]
+    assert max(rates) == 1.0 and rates[0] == 0.1 and math.isclose(rates[-1], 0.1, abs_tol=1e-2)

@@ -1,0 +1,270 @@
+"""The plan that Inductor makes for a described H200, executed, against the eager FP8 reference: outputs, gradients, state.
+
+test_agreement.py interprets graphs; here is also what comes after them: the schedule, buffers that are used again, strides that
+Inductor chooses, Inductor's kernels around ours, the order of the state's update and of what reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fp8compile import compat
+from fp8compile.devices.gpu import Gpu
+from fp8compile.dryrun.fake_gpu import unavailable
+from tests.support.executed import Launched, Plan, executed
+from tests.support.harness import ALL_FP8, MOVING, Pair, gated_inputs, grads_of, like, noise, sqnr
+from tests.support.models import Block, Checkpointed, Mlp, Spelled, Stack, Twice, make, relus
+
+pytestmark = pytest.mark.skipif(unavailable() is not None, reason=unavailable() or "")
+
+FP32, BF16 = torch.float32, torch.bfloat16
+
+
+class Gpt(nn.Module):
+    """Token ids to logits: embeddings, two blocks, a norm, and a head that is tied to the embedding."""
+
+    def __init__(self, words: int = 96, width: int = 128) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(words, width), nn.Embedding(32, width)
+        self.blocks = nn.ModuleList([Block(width), Block(width, gated=True)])
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.words(ids) + self.places.weight[: ids.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x) @ self.words.weight.t()
+
+
+class PostNorm(nn.Module):
+    """Norms one behind the other, as where OLMo 2 ends: their gradient has sums over rows that are made of sums over rows."""
+
+    def __init__(self, width: int = 128) -> None:
+        super().__init__()
+        self.linear, self.inner, self.outer = nn.Linear(width, width), nn.RMSNorm(width), nn.RMSNorm(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(self.inner(self.linear(x)))
+
+
+class Turned(nn.Module):
+    """Mixes tokens: what is cast is another way round in memory, which Inductor takes for the best order of a copy, too."""
+
+    def __init__(self, tokens: int = 128) -> None:
+        super().__init__()
+        self.mix = Mlp(tokens)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mix(x.transpose(1, 2)).transpose(1, 2)
+
+
+BUILDS: dict[str, Callable[[], nn.Module]] = {
+    "mlp": Mlp,
+    "block": Block,
+    "gated": lambda: Block(gated=True),
+    "spelled": Spelled,
+    "twice": Twice,
+    "odd": lambda: Mlp(144, 1040),  # rows that Inductor would pad to a multiple of 128 bytes
+    "post_norm": PostNorm,
+    "stack": lambda: Stack(*relus()),
+    "checkpointed": lambda: Checkpointed(*relus()),
+    "checkpointed_blocks": lambda: Checkpointed(Block(), Block(gated=True)),
+}
+DEEP = {"post_norm", "block", "gated", "spelled", "stack", "checkpointed", "checkpointed_blocks"}
+
+
+def pair_of(model: nn.Module, recipe: str = "delayed", **options: object) -> Pair:
+    """All in FP8, though so small a model gains nothing on an H200; gated inputs scaled as the default policy does."""
+    gated = [name.removesuffix(".weight") for name in gated_inputs(model)] if recipe == "delayed" else []
+    rules = [{"module": name, "current_scaling": [True, False, False], "fp8": "on"} for name in gated]
+    return Pair(model, recipe, policy={"rules": [*rules, *ALL_FP8["rules"]]}, **options)
+
+
+def steps(pair: Pair, shape: tuple[int, ...], count: int = 4) -> None:
+    for step, factor in enumerate(MOVING[:count]):
+        x = noise(*shape, seed=step, scale=factor, dtype=pair.dtype)
+        pair.step(x, grad=like(x, step) / factor)
+        pair.sgd(0.001 * factor)
+    pair.finish()
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe", "dtype", "choice"),
+    [
+        ("block", "delayed", FP32, 0),
+        ("checkpointed_blocks", "delayed", FP32, 1),
+        ("checkpointed", "delayed", BF16, 0),
+        ("spelled", "delayed", FP32, 0),
+        ("twice", "delayed", FP32, 1),
+        ("odd", "delayed", BF16, 1),
+        ("gated", "tensorwise", FP32, 0),
+        ("stack", "tensorwise", BF16, 1),
+        ("gated", "rowwise", FP32, 1),
+        ("odd", "rowwise", BF16, 0),
+        ("mlp", "rowwise_with_gw_hp", FP32, 0),
+        ("gated", "blockwise", FP32, 0),
+        ("odd", "blockwise", BF16, 1),
+        ("mlp", "mxfp8", FP32, 0),
+        ("post_norm", "blockwise", BF16, 0),
+    ],
+)
+def test_training_steps(name: str, recipe: str, dtype: torch.dtype, choice: int) -> None:
+    with executed(choice) as plan:
+        model = make(BUILDS[name], dtype)
+        width = next(model.parameters()).shape[-1]
+        shape = (48, width) if name == "spelled" else (2, 24, width)
+        steps(pair_of(model, recipe, deep=name in DEEP), shape)
+    assert any(kernel.ours for kernel in plan.kernels)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
+def test_computed_weights(recipe: str) -> None:
+    """What computes a weight, norms over its rows among it, is in the kernel that casts it. Operands that FP8 has exactly."""
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        linear = nn.Linear(128, 256, bias=False)
+        linear.weight.data = linear.weight.data.sign() / 8
+        return nn.utils.parametrizations.weight_norm(linear)
+
+    plain, model = build(), build()
+    with executed() as plan:
+        run = torch.compile(model, backend="fp8", options={"recipe": recipe, "policy": ALL_FP8})
+        for step in range(3):
+            both = []
+            for module, call in ((plain, plain), (model, run)):
+                module.zero_grad()
+                x = noise(48, 128, seed=step).sign().requires_grad_()
+                y = call(x)
+                (y * noise(48, 256, seed=9).sign()).sum().backward()
+                both.append([y.detach(), x.grad, *grads_of(module).values()])
+            assert min(map(sqnr, *both)) > 80.0
+            for module in (plain, model):
+                with torch.no_grad():
+                    module.parametrizations.weight.original0.mul_(1.5)
+    assert plan.scaled == (2 if recipe == "delayed" else 3) * 3  # the first call of delayed scaling is cold
+    assert any(kernel.ours for kernel in plan.kernels)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "device", "recipe"),
+    [
+        (Gpu("NVIDIA B200", 10, 0, 148, 180 << 30), "b200", "mxfp8"),
+        (Gpu("NVIDIA GeForce RTX 4090", 8, 9, 128, 24 << 30, 72 << 20), "rtx4090", "rowwise"),
+    ],
+    ids=["b200-mxfp8", "rtx4090-rowwise"],
+)
+def test_other_gpus(gpu: Gpu, device: str, recipe: str) -> None:
+    with executed(gpu=gpu) as plan:
+        steps(pair_of(make(Mlp), recipe, inductor={"device": device}), (48, 128), 2)
+    assert plan.scaled == 2 * 6
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
+def test_casts_that_inductor_writes(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no kernels are generated: operands are laid out for tensor cores all the same."""
+    monkeypatch.setattr(compat, "reorders", lambda: True)
+    with executed() as plan:
+        pair = pair_of(make(Turned), recipe)
+        for step in range(3):
+            pair.step(noise(2, 128, 96, seed=step))
+        pair.assert_fp8()
+    assert not any("cast" in kernel.name for kernel in plan.kernels if kernel.ours)
+
+
+def test_sizes_that_only_a_call_knows() -> None:
+    with executed() as plan:
+        pair = pair_of(make(Mlp), dynamic=True)
+        for step, rows in enumerate((48, 33, 17, 2, 64)):
+            pair.step(noise(rows, 128, seed=step))
+        pair.assert_fp8()
+    assert plan.scaled == 4 * 6
+
+
+def test_two_forwards_before_two_backwards() -> None:
+    with executed():
+        pair = pair_of(make(lambda: Checkpointed(Mlp(), Mlp())), deep=True)
+        for step, factor in enumerate(MOVING[:4]):
+            pair.zero_grad()
+            x = noise(2, 24, 128, seed=step, scale=factor)
+            for out, expected, leaves, expected_leaves in (pair.forward(x), pair.forward(0.5 * x)):
+                grad = like(out, step)
+                out.backward(grad)
+                expected.backward(grad)
+                pair.compare_grads(leaves, expected_leaves)
+            with torch.no_grad():  # an evaluation in between
+                pair.compiled(100 * x)
+            pair.compare_state()
+            pair.steps += 1
+        pair.finish()
+
+
+def test_float32_weights_under_autocast() -> None:
+    with executed() as plan:
+        pair = pair_of(make(lambda: Stack(*relus())), autocast=BF16, deep=True)
+        for step, factor in enumerate((1.0, 1.5, 0.5)):
+            pair.step(noise(2, 24, 128, seed=step, scale=factor))
+        pair.finish()
+    assert plan.scaled == 2 * 12  # the first call is cold
+
+
+def test_a_language_model() -> None:
+    """Loss and gradients against high precision, and the loss falls. Nothing is read that was not written: no NaN."""
+    model = make(Gpt, BF16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    ids = torch.randint(96, (4, 25), generator=torch.Generator().manual_seed(0))
+    losses = []
+    with executed() as plan:
+        run = torch.compile(model, backend="fp8", options={"policy": ALL_FP8})
+        for _ in range(4):
+            both = []
+            for call in (model, run):
+                model.zero_grad()
+                loss = F.cross_entropy(call(ids[:, :-1]).flatten(0, 1).float(), ids[:, 1:].flatten())
+                loss.backward()
+                both.append((loss.item(), grads_of(model)))
+            (expected, gradients), (got, found) = both
+            assert abs(got - expected) < 0.02 * expected
+            low = {name: ratio for name, g in gradients.items() if (ratio := sqnr(g, found[name])) < 12.0}
+            assert not low, low
+            losses.append(got)
+            optimizer.step()
+    assert losses[-1] < 0.9 * losses[0]
+    assert plan.scaled
+
+
+def test_what_nobody_wrote_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test of the tests above: a kernel that is left out is found."""
+    ran: list[str] = []
+    run = Launched.run
+
+    def all_but_the_first_cast(self: Launched, *args: object, **kwargs: object) -> None:
+        left_out = "_cast_" in self.name and not any("_cast_" in name for name in ran)
+        ran.append(self.name)
+        if not left_out:
+            run(self, *args, **kwargs)
+
+    monkeypatch.setattr(Launched, "run", all_but_the_first_cast)
+    with executed():
+        pair = pair_of(make(Mlp), "tensorwise")
+        with pytest.raises(AssertionError, match="dB"):
+            pair.step(noise(48, 128))
+
+
+def test_alignment_is_checked() -> None:
+    """A pointer that was promised to be a multiple of 16 bytes and is not."""
+    plan: Plan
+    with executed() as plan:
+        pair = pair_of(make(Mlp), "tensorwise")
+        pair.step(noise(48, 128))
+        kernel = next(k for k in plan.kernels if k.ours and "x0" in k.signature)
+        names = [name for name, kind in kernel.signature.items() if kind != "constexpr"]
+        values = {name: torch.zeros(1 << 16) for name in names}
+        values["x0"] = torch.zeros(1 << 16)[1:]
+        with pytest.raises(AssertionError, match="x0 was declared a multiple of 16"):
+            kernel.run(*values.values())

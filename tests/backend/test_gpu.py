@@ -1,0 +1,114 @@
+"""On a CUDA device: the agreement of test_agreement.py through Inductor, and the numerics of the tensor cores.
+
+The reference runs on the same device in eager mode with exact float64 sums. Hopper's FP8 tensor cores keep about 14 bits of a
+float32 sum (fast accumulation, in fprop) before they round, so a float32 model is held to the floor of bf16 models here.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from fp8compile import compat
+from fp8compile.passes.pipeline import run_post_grad
+from tests.codegen.test_kernels import check
+from tests.support.groups import CASES, Cast, Made, Source, trace
+from tests.support.harness import MOVING, Pair, assert_close, compiled, grads_of, leaf, like, noise
+from tests.support.models import Block, Checkpointed, Mlp, make, relus
+
+pytestmark = pytest.mark.gpu
+
+FLOOR_DB = 30.0
+BUILDS = {"mlp": Mlp, "block": Block, "checkpointed": lambda: Checkpointed(*relus())}
+
+
+@pytest.fixture(params=["cuda"])
+def device(request: pytest.FixtureRequest) -> str:
+    """A device with FP8 tensor cores."""
+    if torch.version.hip is None and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("needs compute capability 8.9")
+    return request.param
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("mlp", torch.float32), ("block", torch.float32), ("mlp", torch.bfloat16), ("checkpointed", torch.bfloat16)],
+    ids=["mlp-fp32", "block-fp32", "mlp-bf16", "checkpointed-bf16"],
+)
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
+def test_ten_steps(name: str, recipe: str, dtype: torch.dtype, device: str) -> None:
+    pair = Pair(make(BUILDS[name], dtype, device), recipe, floor_db=FLOOR_DB, deep=True)
+    for step, factor in enumerate(MOVING):
+        x = noise(2, 32, 128, seed=step, scale=factor, dtype=dtype, device=device)
+        pair.step(x, grad=like(x, step) / factor)
+        pair.sgd(0.001 * factor)
+    pair.finish()
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
+def test_two_forwards_before_two_backwards(recipe: str, device: str) -> None:
+    pair = Pair(make(BUILDS["checkpointed"], torch.bfloat16, device), recipe, deep=True)
+    for step, factor in enumerate(MOVING[:5]):
+        pair.zero_grad()
+        x = noise(2, 32, 128, seed=step, scale=factor, dtype=torch.bfloat16, device=device)
+        for out, expected, leaves, expected_leaves in (pair.forward(x), pair.forward(4 * x)):
+            grad = like(out, step)
+            out.backward(grad)
+            expected.backward(grad)
+            pair.compare_grads(leaves, expected_leaves)
+        pair.compare_state()
+        pair.steps += 1
+    pair.finish()
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
+def test_shapes(recipe: str, device: str) -> None:
+    """Another shape, rows that are no multiple of 16, one row, no row."""
+    pair = Pair(make(Mlp, torch.bfloat16, device), recipe)
+    for step, rows in enumerate((32, 48, 17, 1, 32)):
+        pair.step(noise(rows, 128, seed=step, dtype=torch.bfloat16, device=device))
+    pair.assert_fp8()
+    pair.step(noise(0, 128, dtype=torch.bfloat16, device=device))
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
+def test_floors_against_high_precision(recipe: str, device: str) -> None:
+    model = make(lambda: nn.Linear(256, 256), torch.bfloat16, device)
+    run = compiled(model, recipe)
+    for step in range(3):
+        both = []
+        for call in (model, run):
+            model.zero_grad()
+            x = leaf(noise(256, 256, seed=step, dtype=torch.bfloat16, device=device))
+            y = call(x)
+            y.backward(like(y, step))
+            both.append(({"y": y.detach()}, grads_of(model, [x])))
+        (y, grads), (y8, grads8) = both
+        assert_close(y, y8, 28.0, f"output {step}")
+        assert_close(grads, grads8, 24.0, f"gradients {step}")
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_modes(mode: str, device: str) -> None:
+    """CUDA graphs replay the update of the state as well."""
+    pair = Pair(make(Mlp, torch.bfloat16, device), compile=lambda model: torch.compile(model, backend="fp8", mode=mode))
+    for step, factor in enumerate(MOVING):
+        torch.compiler.cudagraph_mark_step_begin()
+        pair.step(noise(32, 128, seed=step, scale=factor, dtype=torch.bfloat16, device=device))
+    pair.assert_fp8()
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("shape", [(1000, 272), (17, 1000), (4096, 768)], ids=str)
+def test_generated_kernels(name: str, shape: tuple[int, int], device: str) -> None:
+    """What test_kernels.py shows in Triton's interpreter, by the compiler and the device."""
+    case = CASES[name]
+    inputs = case.inputs(Source(*shape, torch.bfloat16))
+    inputs = tuple(x.to(device) if isinstance(x, torch.Tensor) else x for x in inputs)
+    oracle = trace(lambda *x: case.call(Cast(), *x), inputs)
+    fused = compat.copy_graph(oracle)
+    run_post_grad(fused.graph)
+    fused.recompile()
+    assert len(compat.launches(fused.graph)) == len(case.kernels)
+    check(case, Made(oracle, fused, (), ()), inputs, "normal")

@@ -1,0 +1,273 @@
+"""What the backend makes of a training step on an H200, read from what Inductor schedules for it (`dryrun.fake_gpu`)."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+import triton
+from triton.compiler import ASTSource
+
+import fp8compile.backend
+from fp8compile.devices import catalog
+from fp8compile.devices.gpu import H200, Gpu
+from fp8compile.dryrun.fake_gpu import Matmul, Step, trace, unavailable
+from fp8compile.ir import ops, state_page
+from tests.support.executed import Launched
+from tests.support.harness import ALL_FP8
+from tests.support.machine_code import TARGETS
+
+pytestmark = pytest.mark.skipif(unavailable() is not None, reason=unavailable() or "")
+
+BF16 = torch.bfloat16
+DIM, KV, HIDDEN, TOKENS = 4096, 1024, 14336, 8192  # Llama-3-8B
+
+
+class LlamaLayer(nn.Module):
+    """A Llama-3-8B decoder layer without its rotary embedding: grouped-query attention and SwiGLU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn_norm, self.mlp_norm = nn.RMSNorm(DIM), nn.RMSNorm(DIM)
+        self.q, self.o = nn.Linear(DIM, DIM, bias=False), nn.Linear(DIM, DIM, bias=False)
+        self.k, self.v = nn.Linear(DIM, KV, bias=False), nn.Linear(DIM, KV, bias=False)
+        self.gate, self.up = nn.Linear(DIM, HIDDEN, bias=False), nn.Linear(DIM, HIDDEN, bias=False)
+        self.down = nn.Linear(HIDDEN, DIM, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.attn_norm(x)
+        q, k, v = (p(h).unflatten(-1, (-1, 128)).transpose(1, 2) for p in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + self.o(y.transpose(1, 2).flatten(2))
+        h = self.mlp_norm(x)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+class Mlp(nn.Module):
+    """Linear, GELU, linear with biases; 256 -> 512 -> 256."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(256, 512), nn.Linear(512, 256)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
+def unallocated(build: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
+    """A module whose parameters are never written: 0.4 GB of them cost nothing."""
+    with torch.device("meta"):
+        model = build().to(dtype)
+    return model.to_empty(device="cpu")
+
+
+def compile_mlp(rows: int, dtype: torch.dtype = BF16, dynamic: bool = False, gpu: Gpu = H200, **options) -> Step:
+    """One training step of `Mlp` on `rows` rows; float32 means fp32 weights under bf16 autocast."""
+    model = Mlp().to(dtype)
+    compiled = torch.compile(model, backend="fp8", dynamic=dynamic, options={"policy": ALL_FP8, **options})
+    x = torch.randn(rows, 256, dtype=dtype, requires_grad=True)
+
+    def step() -> None:
+        with torch.autocast("cpu", BF16, enabled=dtype == torch.float32):
+            out = compiled(x)
+        out.sum().backward()
+
+    return trace(step, gpu)
+
+
+def sizes(matmuls: list[Matmul]) -> Counter[tuple[int, int, int]]:
+    return Counter((*m.out.shape, m.a.shape[-1]) for m in matmuls)
+
+
+def check_matmuls(step: Step) -> None:
+    """Every matmul is FP8, laid out and padded as Hopper's tensor cores take it; nothing of our IR is left."""
+    assert step.matmuls and {m.op for m in step.matmuls} == {"_scaled_mm"}
+    for m in step.matmuls:
+        assert m.a.stride[-1] == m.b.stride[-2] == 1, m
+        assert m.a.shape[-1] % 16 == 0 and m.b.shape[-1] % 16 == 0, m
+    assert [g.backward for g in step.graphs] == [False, True]
+    assert f"ops.{ops.NAMESPACE}" not in step.code
+    assert not [target for g in step.graphs for target in g.targets if "fp8compile" in target]
+
+
+@pytest.fixture(scope="module")
+def llama() -> dict[str, Step]:
+    """One step of the layer on 1 x 8192 tokens: bf16 Inductor and both recipes."""
+    x = torch.empty(1, TOKENS, DIM, dtype=BF16, requires_grad=True)
+
+    def compiled(**how) -> Step:
+        layer = torch.compile(unallocated(LlamaLayer, BF16), **how)
+        return trace(lambda: layer(x).sum().backward())
+
+    return {"bf16": compiled()} | {
+        recipe: compiled(backend="fp8", options={"recipe": recipe, "policy": ALL_FP8}) for recipe in ("delayed", "tensorwise")
+    }
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
+def test_all_21_matmuls_of_a_llama_layer_are_fp8(llama, recipe):
+    step = llama[recipe]
+    check_matmuls(step)
+    linears = [(DIM, DIM)] * 2 + [(DIM, KV)] * 2 + [(DIM, HIDDEN)] * 2 + [(HIDDEN, DIM)]  # in, out
+    expected = Counter(
+        size
+        for k, n in linears
+        for size in ((TOKENS, n, k), (TOKENS, k, n), (n, k, TOKENS))  # fprop, dgrad, wgrad
+    )
+    assert sizes(step.matmuls) == expected and expected.total() == 21
+    assert step.flops == {"fp8": llama["bf16"].flops["bfloat16"]}
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
+def test_matmuls_of_a_llama_layer_share_their_operands(llama, recipe):
+    """q, k and v read one FP8 copy of their input, gate and up another; and so do their three wgrads."""
+    forward, backward = ([k.matmul for k in g.kernels if k.matmul] for g in llama[recipe].graphs)
+    assert len({m.a.buffer for m in forward}) == 4
+    wgrads = [m for m in backward if m.a.shape[-1] == TOKENS]
+    assert len(wgrads) == 7 and len({m.b.buffer for m in wgrads}) == 4
+
+
+def test_bytes_outside_matmuls_of_a_llama_layer(llama):
+    bf16 = llama["bf16"].bytes_outside_matmuls
+    ratio = {recipe: llama[recipe].bytes_outside_matmuls / bf16 for recipe in ("delayed", "tensorwise")}
+    print(f"\nbytes outside matmuls: bf16 {bf16 / 1e9:.2f} GB, " + ", ".join(f"{k} {v:.3f}x" for k, v in ratio.items()))
+    assert ratio["delayed"] <= 1.35  # torchao's tensorwise recipe, with every tensor read twice: 2.04
+    assert ratio["tensorwise"] <= 1.85
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
+def test_bytes_kept_for_backward(llama, recipe):
+    """FP8 copies replace what bf16 would keep; copies that are kept beside it would be 1.29 times bf16's."""
+    assert llama[recipe].kept_for_backward <= 1.1 * llama["bf16"].kept_for_backward
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
+def test_bias(recipe):
+    step = compile_mlp(64, recipe=recipe)
+    check_matmuls(step)
+    assert sizes(step.matmuls) == Counter([(64, 512, 256), (64, 256, 512)] * 2 + [(512, 256, 64), (256, 512, 64)])
+    assert {m.out.dtype for m in step.matmuls} == {BF16}
+
+
+def test_scales_are_read_from_where_they_are():
+    """Four tensors, four slots: each matmul of the forward is given the inverses of its own. (In torch 2.11, `as_strided`
+    without an offset becomes the first number of the snapshot: pytorch#175325.)"""
+    calls = [line for line in compile_mlp(64).graphs[0].code.splitlines() if "extern_kernels._scaled_mm(" in line]
+    offsets = [int(offset) for line in calls for offset in re.findall(r"\(1, 1\), \(1, 1\), (\d+)\)", line)]
+    assert len(calls) == 2 and len(set(offsets)) == len(offsets) == 4
+    assert {offset % state_page.SNAPSHOT for offset in offsets} == {state_page.SCALE_INV}
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "blockwise"])
+def test_a_weight_is_cast_where_it_is_read(recipe):
+    """Not all of them at the beginning, where a model's copies would be in memory together."""
+    model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(4))).to(BF16)
+    compiled = torch.compile(model, backend="fp8", options={"policy": ALL_FP8, "recipe": recipe})
+    x = torch.randn(64, 512, dtype=BF16, requires_grad=True)
+    forward = trace(lambda: compiled(x).sum().backward()).graphs[0]
+    lines = [line for line in forward.code.splitlines() if re.search(r"fp8_(cast|gemm)\w*\.run\(|_scaled_mm\(", line)]
+    what = "".join("w" if "fp8_cast" in line and "primals" in line else "x" if "fp8_cast" in line else "m" for line in lines)
+    assert what.count("m") == 4 and what.count("w") == 5, what  # of weights and, at first, the input
+    assert "ww" not in what[1:], what
+
+
+@pytest.mark.parametrize(
+    ("recipe", "name", "kernels", "launches"),
+    [("delayed", "fp8_update", (1, 1), (1, 1)), ("blockwise", "fp8_gemm", (1, 2), (4, 8))],
+)
+def test_kernels_that_are_no_text(recipe, name, kernels, launches):
+    """Inductor copies each into its code with the globals that it reads, once for all launches of one signature, and what it
+    has copied compiles. (100 tokens: no sizes for cuBLASLt. In the backward a dgrad has other blocks than a wgrad.)"""
+    model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(4))).to(BF16)
+    compiled = torch.compile(model, backend="fp8", options={"policy": ALL_FP8, "recipe": recipe})
+    x = torch.randn(100, 512, dtype=BF16, requires_grad=True)
+    codes = [graph.code for graph in trace(lambda: compiled(x).sum().backward()).graphs]
+    copies = [re.findall(rf"= async_compile\.triton\('{name}', '''(.*?)''', device_str='cuda'\)", code, re.S) for code in codes]
+    assert tuple(map(len, copies)) == kernels
+    assert tuple(len(re.findall(rf"{name}_\d+\.run\(", code)) for code in codes) == launches
+    for source in sum(copies, []):
+        assert f"{name}(" in source and "= tl.constexpr(" in source
+        kernel = Launched(name, source, 0)
+        meta, config = kernel.told["triton_meta"], dict(kernel.config)
+        options = {key: config.pop(key) for key in ("num_warps", "num_stages")}
+        assert meta["signature"].get("amaxes") in (None, "*i32")  # read where the kernels left them, in no copy
+        constants = {**meta["constants"], **config}
+        copied = ASTSource(fn=kernel.jitted, signature=meta["signature"], constexprs=constants, attrs=meta["configs"][0])
+        assert triton.compile(copied, target=TARGETS["sm_90"], options=options).asm["cubin"][:4] == b"\x7fELF"
+
+
+def test_copies_that_inductor_writes_have_no_gaps():
+    """It pads rows of 1040 bytes to 1152, and ATen's row-wise kernel for sm_89 ignores strides. Inductor writes copies where a
+    launch could be moved: where it buckets collectives."""
+    model = unallocated(lambda: nn.Linear(1040, 1168, bias=False), BF16)
+    compiled = torch.compile(model, backend="fp8", options={"policy": ALL_FP8, "recipe": "rowwise"})
+    x = torch.randn(2000, 1040, dtype=BF16, requires_grad=True)
+    with torch._inductor.config.patch(bucket_all_gathers_fx="all"):
+        step = trace(lambda: compiled(x).sum().backward())
+    assert {m.op for m in step.matmuls} == {"_scaled_mm"} and len(step.matmuls) == 3
+    for m in step.matmuls:
+        assert m.a.stride == (m.a.shape[1], 1) and m.b.stride == (1, m.b.shape[0]), m
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
+def test_fp32_weights_under_autocast(recipe):
+    step = compile_mlp(64, torch.float32, recipe=recipe)
+    check_matmuls(step)
+    assert len(step.matmuls) == 6
+    fprop_and_dgrad = [m.out.dtype for m in step.matmuls if m.out.shape[0] == 64]
+    assert fprop_and_dgrad == [BF16] * 4  # as autocast has it; the weights' gradients come back as fp32 in the end
+
+
+@pytest.mark.parametrize("rows", [1, 40, 100])
+def test_rows_that_are_no_multiple_of_16(rows):
+    """wgrad contracts over the rows: its FP8 operands are padded with zeros to the next multiple of 16."""
+    step = compile_mlp(rows)
+    check_matmuls(step)
+    padded = -(-rows // 16) * 16
+    assert sizes(step.matmuls) == Counter([(rows, 512, 256), (rows, 256, 512)] * 2 + [(512, 256, padded), (256, 512, padded)])
+
+
+def test_symbolic_rows():
+    step = compile_mlp(40, dynamic=True)
+    check_matmuls(step)
+    assert len(step.matmuls) == 6 and sum(m.a.shape[-1] == 48 for m in step.matmuls) == 2
+
+
+def test_e4m3_gradients():
+    step = compile_mlp(64, fp8_format="e4m3")
+    check_matmuls(step)
+    assert {t.dtype for m in step.matmuls for t in (m.a, m.b)} == {torch.float8_e4m3fn}
+
+
+def test_hybrid_gradients():
+    step = compile_mlp(64)
+    dtypes = Counter((m.a.dtype, m.b.dtype) for m in step.matmuls)
+    assert dtypes.pop((torch.float8_e4m3fn, torch.float8_e4m3fn)) == 2  # fprop
+    assert dtypes.total() == 4 and all(torch.float8_e5m2 in pair for pair in dtypes)
+
+
+def test_overridden_matmuls_stay_in_bf16():
+    step = compile_mlp(64, override_linear_precision=(False, False, True))
+    flops = 2 * 64 * 256 * 512
+    assert step.flops == {"fp8": 4 * flops, "bfloat16": 2 * flops}
+
+
+def test_a_gpu_without_fp8_gets_high_precision(monkeypatch):
+    """On an A100 nothing becomes FP8. (The backend sees CPU inputs here: it is told that they are on the GPU.)"""
+
+    def capture(*args):
+        return dataclasses.replace(inputs_of(*args), devices=frozenset({torch.device("cuda", 0)}))
+
+    inputs_of = fp8compile.backend.capture
+    monkeypatch.setattr(fp8compile.backend, "capture", capture)
+    a100 = catalog.find("a100").gpu
+    step = compile_mlp(64, gpu=a100)
+    assert step.flops == {"bfloat16": 6 * 2 * 64 * 256 * 512}
+    with pytest.raises(Exception, match="NVIDIA A100-SXM4-80GB has compute capability 8.0"):
+        compile_mlp(64, gpu=a100, strict=True)

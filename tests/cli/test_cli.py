@@ -1,0 +1,588 @@
+"""The command line: targets and their errors, exit statuses, what goes to stdout and what to stderr, and each command."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import fp8compile
+from fp8compile import cli
+from fp8compile.cli import target
+from fp8compile.cli.model import parse_option, talk_on_stderr
+from fp8compile.cli.target import TargetError
+from fp8compile.config.policy import BUILTIN
+from fp8compile.devices import catalog
+from fp8compile.logs import VARIABLES
+
+env = importlib.import_module("fp8compile.cli.env")  # `cli.env` is the command
+ROOT = Path(__file__).resolve().parents[2]
+
+MODEL = """
+from __future__ import annotations
+
+import dataclasses
+import torch
+from torch import nn
+
+print("said while loading")
+
+@dataclasses.dataclass
+class Config:
+    width: int = 256
+
+class MLP(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+class Net(nn.Module):
+    def __init__(self, width=256, blocks=2):
+        super().__init__()
+        self.blocks = nn.ModuleList(MLP(width) for _ in range(blocks))
+        self.head = nn.Linear(width, 128)
+
+    def forward(self, x, scale=1.0):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x * scale).float().logsumexp(-1).mean()
+
+def build():
+    print("said while building")
+    return Net(Config().width), (torch.zeros(64, 256),)
+
+def alone():
+    return Net()
+
+def mapping():
+    return dict(model=Net(), args=[torch.zeros(32, 256)], kwargs={"scale": 2.0})
+
+def three():
+    return Net(), torch.zeros(32, 256), {"scale": 2.0}
+
+def tokenized():
+    return Net(), {"x": torch.zeros(32, 256)}
+
+def needs(width, depth=2, *, heads):
+    return Net()
+
+def fails():
+    return helper(0)
+
+def helper(x):
+    return 1 / x
+
+def leaves():
+    raise SystemExit(3)
+
+def number():
+    return 3
+
+def nothing():
+    pass
+
+def pair():
+    return Net(), Net(), Net(), Net()
+
+def tensors():
+    return Net(), torch.zeros(2), torch.zeros(2)
+
+def chained():
+    try:
+        helper(0)
+    except ZeroDivisionError as error:
+        raise ValueError("no width") from error
+
+def unknown_key():
+    return {"model": Net(), "inputs": ()}
+
+def misshapen():
+    return Net(), (torch.zeros(64, 255),)
+
+net = Net()
+limit = 5
+"""
+
+
+@pytest.fixture
+def model(tmp_path, monkeypatch) -> Path:
+    """A file with targets, in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    file = tmp_path / "my_model.py"
+    file.write_text(MODEL)
+    yield file
+    sys.modules.pop("my_model", None)
+
+
+def shapes(loaded: target.Target) -> tuple:
+    return tuple(tuple(x.shape) for x in loaded.args), {k: getattr(v, "shape", v) for k, v in loaded.kwargs.items()}
+
+
+# --- targets --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name, args, kwargs",
+    [
+        ("build", ((64, 256),), {}),
+        ("mapping", ((32, 256),), {"scale": 2.0}),
+        ("three", ((32, 256),), {"scale": 2.0}),
+        ("tokenized", (), {"x": (32, 256)}),
+    ],
+)
+def test_what_a_target_may_return(model, name, args, kwargs):
+    loaded = target.load(f"my_model.py:{name}")
+    assert type(loaded.model).__name__ == "Net" and shapes(loaded) == (args, kwargs)
+
+
+@pytest.mark.parametrize("spec", ["my_model:build", "./my_model.py:build", "{}:build"])
+def test_files_and_modules(model, spec):
+    assert shapes(target.load(spec.format(model))) == (((64, 256),), {})
+
+
+def test_a_module_may_be_there_already(model):
+    loaded = target.load("my_model.py:net", ["8x256"])
+    assert loaded.model is sys.modules["my_model"].net and shapes(loaded) == (((8, 256),), {})
+
+
+def test_packages_and_dotted_names(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "some_package").mkdir()
+    (tmp_path / "some_package" / "__init__.py").touch()
+    (tmp_path / "some_package" / "nets.py").write_text(
+        "import torch\nclass Zoo:\n    def small():\n        return torch.nn.Linear(2, 3), (torch.zeros(1, 2),)\n"
+    )
+    assert target.load("some_package.nets:Zoo.small").model.out_features == 3
+
+
+def test_a_file_called_as_a_library(tmp_path, monkeypatch):
+    """The file is loaded, and the library of that name stays what it is."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "json.py").write_text("from torch import nn\ndef build():\n    return nn.Identity(), (1,)\n")
+    target.load(f"{tmp_path / 'json.py'}:build")
+    assert sys.modules["json"] is json and hasattr(json, "dumps")
+
+
+def test_inputs(model):
+    loaded = target.load("my_model.py:alone", ["8x256:bfloat16", "scale=1:float32"])
+    assert loaded.args[0].dtype == torch.bfloat16 and loaded.kwargs["scale"].shape == (1,)
+    args, kwargs = target.parse_inputs(["4x5:int64", "7", "mask=2x3x4:torch.bool", "0x16"])
+    assert [tuple(x.shape) for x in args] == [(4, 5), (7,), (0, 16)] and args[0].dtype == torch.int64
+    assert kwargs["mask"].dtype == torch.bool and not args[0].any()
+
+
+@pytest.mark.parametrize(
+    "text, says",
+    [
+        ("8,1024", "is not SHAPE"),
+        ("8x-1", "is not SHAPE"),
+        ("", "is not SHAPE"),
+        ("8x1024:itn64", "Did you mean 'int64'"),
+        ("8x1024:nn", "no dtype 'nn'"),
+        (f"{10**9}x{10**9}x{10**9}", "--input"),
+    ],
+)
+def test_bad_inputs(text, says):
+    with pytest.raises(TargetError, match=re.escape(says)) as caught:
+        target.parse_inputs([text])
+    assert "\n" not in str(caught.value) and not caught.value.details
+
+
+@pytest.mark.parametrize(
+    "spec, says",
+    [
+        ("my_model.py", "is not path.py:function or package.module:function, for example my_model.py:build"),
+        ("my_modle.py:build", "my_modle.py does not exist. Did you mean 'my_model.py'?"),
+        (".:build", ". is not a Python file"),
+        ("my_modle:build", "there is no module 'my_modle'"),
+        ("no.such.module:build", "there is no module 'no.such.module'"),
+        ("my_model.py:biuld", "has no function 'biuld'. Did you mean 'build'?"),
+        ("my_model.py:xyzzy", "has no function 'xyzzy'. It defines build, alone, mapping"),
+        ("my_model.py:limit", "my_model.py:limit is a int, not a function"),
+        ("my_model.py:needs", "takes width, heads: give them defaults"),
+        ("my_model.py:number", "number() returned (int); wanted is a torch.nn.Module, (model, args)"),
+        ("my_model.py:nothing", "nothing() returned (NoneType)"),
+        ("my_model.py:pair", "pair() returned (Net, Net, Net, Net)"),
+        ("my_model.py:tensors", "tensors() returned (Net, Tensor, Tensor); wanted is"),
+        ("my_model.py:unknown_key", "unknown_key() returned a dict with the keys 'model', 'inputs'; wanted is"),
+        ("my_model.py:alone", "a Net without inputs, and its forward takes x: return (model, args), or give --input"),
+        ("my_model.py:leaves", "ended the program with status 3"),
+    ],
+)
+def test_bad_targets(model, spec, says):
+    with pytest.raises(TargetError, match=re.escape(says)) as caught:
+        target.load(spec)
+    assert "\n" not in str(caught.value) and not caught.value.details
+
+
+def test_a_target_that_raises_shows_its_own_traceback(model):
+    with pytest.raises(TargetError, match=r"fails\(\) of my_model.py raised ZeroDivisionError: ") as caught:
+        target.load("my_model.py:fails")
+    files = re.findall(r'File "([^"]*)", line \d+, in (\w+)', caught.value.details)
+    assert [(Path(file).name, function) for file, function in files] == [("my_model.py", "fails"), ("my_model.py", "helper")]
+
+
+def test_the_cause_of_an_error_is_shown(model):
+    with pytest.raises(TargetError, match="raised ValueError: no width") as caught:
+        target.load("my_model.py:chained")
+    assert "ZeroDivisionError" in caught.value.details and "direct cause" in caught.value.details
+
+
+def test_a_module_that_imports_what_is_not_there(model):
+    """The missing module is named, and not the user's, which exists."""
+    model.write_text("import no_such_library\n")
+    with pytest.raises(TargetError, match="loading my_model raised ModuleNotFoundError: No module named 'no_such_library'"):
+        target.load("my_model:build")
+
+
+def test_a_file_that_does_not_parse(model):
+    model.write_text("def build(:\n")
+    with pytest.raises(TargetError, match="loading my_model.py raised SyntaxError") as caught:
+        target.load("my_model.py:build")
+    assert "line 1" in caught.value.details and "target.py" not in caught.value.details
+
+
+# --- the program ----------------------------------------------------------------------------------
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    variables = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR")} | environment
+    command = [sys.executable, "-m", "fp8compile", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env={**variables, "PYTHONPATH": str(ROOT)})
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["explain", "--help"], ["devices"], ["policy", "show"], ["policy", "schema"]]
+)
+def test_quick_commands_do_not_import_torch(arguments):
+    code = "import sys; from fp8compile.cli import main; s = main(sys.argv[1:]); sys.exit(s or 10 * ('torch' in sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert done.returncode == 0 and done.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        (["explain"], "Missing argument 'TARGET'"),
+        (["explain", "x.py:build", "--devise", "h100"], "--devise"),
+        (["explian", "x.py:build"], "No such command 'explian'"),
+        (["explain", "x.py:build"], "x.py does not exist"),
+        (["explain", "my_model.py:build", "--device", "h1000"], "Did you mean 'h100'"),
+        (["estimate", "my_model.py:build", "--device", "h1000"], "Did you mean 'h100'"),
+        (["estimate", "my_model.py:build", "--device", "a100"], "a device with FP8 tensor cores"),
+        (["explain", "my_model.py:build", "--option", "recipe"], "is not KEY=VALUE"),
+        (["explain", "my_model.py:build", "--option", "recipe=tensorwsie"], "Did you mean 'tensorwise'"),
+        (["explain", "my_model.py:build", "--html", "no/such/folder.html"], "there is no folder no/such"),
+        (["explain", "my_model.py:build", "--policy", "nope.toml"], "nope.toml"),
+        (["policy", "check", "nope.toml"], "nope.toml does not exist"),
+        (["policy", "show", "nope"], "there is no shipped policy 'nope'"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_status_2(model, capsys, arguments, says):
+    assert cli.main(arguments) == 2
+    out, err = capsys.readouterr()
+    ours = [line for line in err.splitlines() if not line.startswith("said while")]
+    assert out == "" and says in err and len(ours) == 1
+    assert re.match(r"fp8compile( \w+)*: error: ", ours[0])
+
+
+@pytest.mark.parametrize(
+    "text, value",
+    [
+        ("margin=1", 1),
+        ("strict=true", True),
+        ("reduce_amax=False", False),
+        ("recipe=tensorwise", "tensorwise"),
+        ("fp8_format=e4m3", "e4m3"),
+        ("override_linear_precision=[false, false, true]", [False, False, True]),
+        ("override_linear_precision=(False,False,True)", (False, False, True)),
+        ("triton.cudagraphs=true", True),
+        ("policy=a=b.toml", "a=b.toml"),
+        ("policy=", ""),
+    ],
+)
+def test_option_values(text, value):
+    assert parse_option(text) == (text.split("=")[0], value)
+
+
+def test_stdout_is_the_result_only(capfd):
+    with talk_on_stderr():
+        print("from python")
+        os.write(1, b"from below\n")
+    os.write(1, b"the result\n")
+    out, err = capfd.readouterr()
+    assert out == "the result\n" and "from python" in err and "from below" in err
+
+
+def test_devices(capsys):
+    assert cli.main(["devices"]) == 0
+    out = capsys.readouterr().out
+    assert all(key in out for key in catalog.shipped()) and "\x1b" not in out
+    assert cli.main(["devices", "--json"]) == 0
+    known = json.loads(capsys.readouterr().out)
+    h100 = next(device for device in known if device["key"] == "h100")
+    assert h100["sustained"]["fp8"] == catalog.find("h100").sustained.fp8
+
+
+def test_calibrate_without_a_gpu(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert cli.main(["calibrate", "--no-write"]) == 1
+    assert "torch sees none" in capsys.readouterr().err
+    assert cli.main(["calibrate", "--device", "gpu0"]) == 2
+    assert "'gpu0' is not a device" in capsys.readouterr().err
+
+
+# --- env ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch) -> Path:
+    """A home folder, no variables but those that a test sets, and no GPU."""
+    for name in [name for name in os.environ if name.startswith(env.PREFIXES) or name in env.OTHERS]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    return tmp_path
+
+
+def test_env(machine, monkeypatch, capsys):
+    monkeypatch.setenv("FP8COMPILE_DUMP", f"{machine}/dumps")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", f"{machine}-other/cache")
+    monkeypatch.setenv("FP8COMPILE_POLCY", "llama")
+    monkeypatch.setenv("SECRET", "not for others")
+    assert cli.main(["env"]) == 0
+    rows = dict(line.split(None, 1) for line in capsys.readouterr().out.splitlines())
+    assert rows["fp8compile"] == fp8compile.__version__ and rows["torch"] == torch.__version__
+    assert rows["policy"] == "default" and rows["GPU"].startswith("none that torch sees")
+    assert rows["FP8COMPILE_DUMP"] == "~/dumps" and rows["TORCHINDUCTOR_CACHE_DIR"] == f"{machine}-other/cache"
+    assert rows["FP8COMPILE_POLCY"].startswith("llama (fp8compile reads no such variable. Did you mean 'FP8COMPILE_POLICY'")
+    assert "SECRET" not in rows
+
+
+def test_env_as_json(machine, monkeypatch, capsys):
+    monkeypatch.setenv("FP8COMPILE_POLICY", "~/fp8.toml")
+    (machine / "fp8.toml").write_text('device = "h100"')
+    assert cli.main(["env", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["policy"] == "~/fp8.toml, for the device 'h100'" and found["gpus"] == []
+    assert found["environment"] == {"FP8COMPILE_POLICY": "~/fp8.toml"} and found["versions"]["torch"] == torch.__version__
+
+
+def test_env_with_a_policy_that_is_not_valid(machine, monkeypatch, capsys):
+    monkeypatch.setenv("FP8COMPILE_POLICY", str(machine / "gone.toml"))
+    assert cli.main(["env"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^policy +not valid: .*~/gone.toml.* does not exist", out, re.MULTILINE) and str(machine) not in out
+
+
+@pytest.mark.parametrize(
+    "key, says",
+    [
+        ("h200", ["NVIDIA H200, compute capability 9.0, 141 GiB", "blockwise; mxfp8 is emulated in bf16", "'h200', shipped"]),
+        ("b200", ["compute capability 10.0", "FP8: delayed, tensorwise, rowwise, rowwise_with_gw_hp, blockwise, mxfp8\n"]),
+        ("a100", ["compute capability 8.0", "no FP8: models are compiled in high precision"]),
+        ("mi300x", ["architecture gfx942", "FP8: delayed", "mxfp8 is emulated"]),
+    ],
+)
+def test_env_of_gpus(machine, monkeypatch, capsys, key, says):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: catalog.find(key).gpu)
+    assert cli.main(["env"]) == 0
+    out = capsys.readouterr().out
+    assert all(text in out for text in says) and len(re.findall("^GPU 1 ", out, re.MULTILINE)) == 3
+
+
+def test_env_of_a_gpu_that_does_not_answer(machine, monkeypatch, capsys):
+    def fail(device):
+        raise RuntimeError("CUDA error: no device\nmore about it")
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", fail)
+    assert cli.main(["env"]) == 0
+    assert re.search(r"^GPU 0 +RuntimeError: CUDA error: no device$", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_every_variable_is_in_the_list_and_in_the_documentation():
+    sources = [*ROOT.glob("fp8compile/**/*.py"), *ROOT.glob("docs/*.md"), ROOT / "README.md"]
+    named = {name for file in sources for name in re.findall(r"\bFP8COMPILE_[A-Z]+\b", file.read_text(encoding="utf-8"))}
+    assert named == set(VARIABLES)
+    documented = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
+    assert all(f"| `{name}` |" in documented for name in VARIABLES)
+
+
+# --- explain --------------------------------------------------------------------------------------
+
+
+def test_explain(model, capsys):
+    assert cli.main(["explain", "my_model.py:build", "--html", "report.html"]) == 0
+    out, err = capsys.readouterr()
+    lines = out.splitlines()
+    assert lines[0].startswith("fp8: 11 of 14 matmuls, ")
+    assert "said while" not in out and "said while building" in err and "wrote report.html" in err
+    assert re.search(r"^blocks\.0-1\.down \(x2\) +fprop, dgrad, wgrad +64 +256 +1024 ", out, re.MULTILINE)
+    written = Path("report.html").read_text(encoding="utf-8")
+    assert written.startswith("<!DOCTYPE html>") and 'data-name="blocks.0-1.down"' in written and 'class="edge"' in written
+
+
+def test_explain_as_json_with_options(model, capsys):
+    arguments = ["explain", "my_model.py:alone", "--input", "128x256", "--json", "--option", "recipe=tensorwise"]
+    assert cli.main([*arguments, "--option", "override_linear_precision=[false,false,true]"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    matmuls = found["graphs"][0]["matmuls"]
+    up = {r["gemm"]: (r["m"], r["decision"], r["recipe"]) for r in matmuls if r["fqn"] == "blocks.1.up"}
+    assert up["fprop"] == (128, "fp8", "tensorwise") and up["wgrad"][1] == "high_precision"
+
+
+def test_explain_for_a_device(model, capsys):
+    """At 64 tokens nothing of this size pays on an H100; the default policy leaves it to the device's description."""
+    assert cli.main(["explain", "my_model.py:build", "--device", "h100", "--full"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("fp8: 0 of 14 matmuls") and "slower in FP8" in out and "blocks.1.down" in out
+    assert cli.main(["explain", "my_model.py:build", "--device", "h100", "--strict"]) == 1
+    out, err = capsys.readouterr()
+    assert "strict: no matmul of my_model.py:build becomes FP8" in err and out.startswith("fp8: 0 of 14")
+
+
+def test_a_model_that_cannot_be_traced(model, capsys):
+    assert cli.main(["explain", "my_model.py:misshapen"]) == 1
+    out, err = capsys.readouterr()
+    said = err.splitlines()
+    assert out == "" and said[-1] == (
+        "fp8compile explain: error: Net of my_model.py:misshapen could not be traced: RuntimeError: a and b must have same "
+        "reduction dim, but got [64, 255] X [256, 1024]."
+    )
+    frames = re.findall(r'File "([^"]*)", line \d+, in (\w+)', err)
+    assert [(Path(file).name, function) for file, function in frames] == [("my_model.py", "forward")] * 2
+    with pytest.raises(RuntimeError, match="reduction dim"):
+        cli.main(["--traceback", "explain", "my_model.py:misshapen"])
+
+
+# --- estimate -------------------------------------------------------------------------------------
+
+
+@pytest.mark.compiled
+def test_estimate(model):
+    """In a process of its own, which has to see no GPU."""
+    done = run(
+        "estimate", "my_model.py:build", "--device", "h100", "--json", "--html", "estimate.html", CUDA_VISIBLE_DEVICES="0"
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["device"].startswith("NVIDIA H100") and found["bf16"]["seconds"] > 0 and found["fp8"]["kernels"] > 0
+    assert "said while building" in done.stderr and "Traceback" not in done.stderr
+    assert "H100" in Path("estimate.html").read_text(encoding="utf-8")
+
+
+def test_estimate_hides_the_gpus(model):
+    """Before torch is imported, so that a GPU can be described where there is one."""
+    model.write_text(
+        "import os, torch\ndef build():\n    raise ValueError(repr([os.environ.get(x) for x in "
+        "('CUDA_VISIBLE_DEVICES', 'HIP_VISIBLE_DEVICES')]))\n"
+    )
+    done = run("estimate", "my_model.py:build", CUDA_VISIBLE_DEVICES="0")
+    assert done.returncode == 2 and "raised ValueError: ['', '']" in done.stderr
+
+
+# --- policy ---------------------------------------------------------------------------------------
+
+POLICY = """
+[[rules]]
+name = "ups"
+module = "blocks.*.up"
+recipe = "tensorwise"
+
+[[rules]]
+module = "blocks.0.*"
+fp8 = "off"
+"""
+
+
+def test_policy_check(model, capsys):
+    Path("fp8.toml").write_text(POLICY)
+    assert cli.main(["policy", "check", "fp8.toml"]) == 0
+    assert capsys.readouterr().out.startswith("fp8.toml: valid, 2 rules")
+    assert cli.main(["policy", "check", "fp8.toml", "--model", "my_model.py:build"]) == 0
+    rows = {line.split("  ")[0]: line.split()[-4:] for line in capsys.readouterr().out.splitlines()}
+    assert rows["ups"][:3] == ["5", "2", "5"] and rows["rule 2"][:3] == ["3", "1", "0"]
+
+
+def test_a_rule_that_matches_nothing(model, capsys):
+    Path("fp8.toml").write_text(POLICY.replace("blocks.0.*", "layers.0.*"))
+    assert cli.main(["policy", "check", "fp8.toml", "--model", "my_model.py:build"]) == 1
+    assert "fp8.toml: 'rule 2' decides about no matmul of my_model.py:build" in capsys.readouterr().err
+    assert cli.main(["explain", "my_model.py:build", "--policy", "fp8.toml", "--strict"]) == 1
+    assert "strict: 'rule 2' decides about no matmul" in capsys.readouterr().err
+
+
+def test_a_shipped_policy_may_have_rules_for_other_models(model, capsys):
+    assert cli.main(["policy", "check", "llama", "--model", "my_model.py:build"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^down projection +0 +0 +0 ", out, re.MULTILINE) and re.search(
+        r"^output head +3 +1 +0 ", out, re.MULTILINE
+    )
+
+
+def test_a_policy_that_is_not_valid(model, capsys):
+    Path("fp8.toml").write_text(POLICY.replace("recipe =", "recip ="))
+    assert cli.main(["policy", "check", "fp8.toml"]) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and "fp8.toml, line 5" in err and "recip" in err
+    assert cli.main(["explain", "my_model.py:build", "--policy", "fp8.toml"]) == 2
+    assert "fp8.toml, line 5" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", BUILTIN)
+def test_policy_show(name, tmp_path, capsys):
+    """What is shown is a valid file of one's own."""
+    assert cli.main(["policy", "show", name]) == 0
+    (tmp_path / "own.toml").write_text(capsys.readouterr().out)
+    assert cli.main(["policy", "check", str(tmp_path / "own.toml")]) == 0
+
+
+def test_policy_names_and_schema(capsys):
+    assert cli.main(["policy", "show"]) == 0
+    assert capsys.readouterr().out.split() == sorted(BUILTIN)
+    assert cli.main(["policy", "schema"]) == 0
+    assert "rules" in json.loads(capsys.readouterr().out)["properties"]
+
+
+# --- pipes and terminals --------------------------------------------------------------------------
+
+
+def test_a_reader_that_leaves(tmp_path):
+    command = f"{sys.executable} -m fp8compile devices --json | head -n 1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert done.stdout == "[\n" and "Traceback" not in done.stderr and "Broken" not in done.stderr
+
+
+def test_colour_on_terminals_only(tmp_path):
+    """A pseudo-terminal gets a red "error:"; NO_COLOR and a pipe get none."""
+    pty = pytest.importorskip("pty")
+
+    def on_a_terminal(**environment: str) -> str:
+        controller, terminal = pty.openpty()
+        variables = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR")} | environment
+        command = [sys.executable, "-m", "fp8compile", "explain", "no.py:f"]
+        done = subprocess.Popen(command, stderr=terminal, stdout=terminal, cwd=ROOT, env=variables)
+        assert done.wait(timeout=60) == 2
+        os.close(terminal)
+        text = os.read(controller, 4096).decode()
+        os.close(controller)
+        return text
+
+    assert "\x1b[31merror:" in on_a_terminal(TERM="xterm")
+    assert "\x1b" not in on_a_terminal(TERM="xterm", NO_COLOR="1")
+    assert "\x1b" not in run("explain", "no.py:f").stderr

@@ -1,0 +1,334 @@
+"""Matmuls of operands with several scales: which way is taken where, and that the kernel of our own is `ops.block_product`.
+
+It runs in Triton's interpreter, and is compiled to machine code for each GPU. What ATen does is in test_scaled_mm.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import triton
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from triton.compiler import ASTSource
+
+from fp8compile import compat
+from fp8compile.codegen import block_gemm, launch, scale_layouts, scaled_mm, scaled_mm_kind, triton_kernels
+from fp8compile.codegen.inline import Inliner
+from fp8compile.codegen.scaled_mm_kind import AFTER, BLOCKWISE, EMULATED, MX, REFERENCE, ROWWISE, TRITON, how
+from fp8compile.config.recipe import ROW, WHOLE
+from fp8compile.devices import catalog, support
+from fp8compile.devices.gpu import Gpu
+from fp8compile.ir import ops
+from tests.support.interpreter import Interpreted
+from tests.support.machine_code import TARGETS, resources
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+E4M3, FNUZ = torch.float8_e4m3fn, torch.float8_e4m3fnuz
+LINE, SQUARE, MX_BLOCK = (1, 128), (128, 128), (1, 32)
+PAIRS = list(itertools.product((LINE, SQUARE), repeat=2))
+OLD_INTERPRETER = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
+
+H100, RTX4090, B200, RTX5090, MI300X = (catalog.find(key).gpu for key in ("h100", "rtx4090", "b200", "rtx5090", "mi300x"))
+CPU = None
+OLD_CUDA = mock.patch.object(support, "cuda_version", lambda: (12, 6))
+
+
+@pytest.fixture(autouse=True)
+def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every version of torch takes what a build with a new CUDA does."""
+    monkeypatch.setattr(support, "cuda_version", lambda: (13, 0))
+
+
+def operand(rows: int, k: int, block: Sequence[int], dtype: torch.dtype = E4M3, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """An FP8 copy [rows, K] and the inverses of its scales, powers of two."""
+    generator = torch.Generator().manual_seed(seed)
+    copy = (3 * torch.randn(rows, k, generator=generator)).to(dtype)
+    shape = (1,) if tuple(block) == (0, 0) else (ops.blocks(rows, block[0]), ops.blocks(k, block[1]))
+    return copy, 2.0 ** torch.randint(-6, 7, shape, generator=generator).to(F32)
+
+
+def symbolic(x: Tensor, mode: FakeTensorMode) -> Tensor:
+    """A fake tensor each of whose sizes is a symbol."""
+    return mode.from_tensor(x, symbolic_context=StatelessSymbolicContext([DimDynamic.DYNAMIC] * x.dim()))
+
+
+def assert_product(expected: Tensor, got: Tensor, sizes: Tensor) -> None:
+    """Equal but for the order of float32 sums, whose terms' magnitudes add up to `sizes`, and one rounding to the dtype."""
+    assert (expected.shape, expected.dtype) == (got.shape, got.dtype)
+    error = (expected.to(torch.float64) - got.to(torch.float64)).abs()
+    allowed = 2.0**-20 * sizes + 2 * torch.finfo(expected.dtype).eps * expected.to(torch.float64).abs()
+    assert (error <= allowed).all(), f"off by {(error - allowed).max().item()} beyond what is allowed"
+
+
+def magnitudes(a: Tensor, b: Tensor, a_inv: Tensor, b_inv: Tensor, a_block: Any, b_block: Any) -> Tensor:
+    """The sum of the magnitudes of each result's terms."""
+    absolute = [x.to(F32).abs() for x in (a, b)]
+    return ops.block_product(*absolute, a_inv, b_inv, None, F32, False, a_block, b_block).to(torch.float64)
+
+
+# -- which way ---------------------------------------------------------------------------------------------------------
+
+
+def test_rowwise_where_a_scale_is_one_for_a_row() -> None:
+    for pair in ((ROW, ROW), (ROW, WHOLE), (WHOLE, ROW)):
+        assert how(H100, *pair, 64, 64, 64) == how(B200, *pair, 64, 64, 64) == how(MI300X, *pair, 64, 64, 64) == ROWWISE
+    assert how(H100, ROW, ROW, 64, 64, 64, F32) == ROWWISE  # cuBLASLt
+    assert how(MI300X, ROW, ROW, 64, 64, 64, F32) == how(MI300X, ROW, ROW, 64, 64, 64, F16) == AFTER
+
+
+def test_rowwise_on_hopper_with_an_old_cuda_needs_fast_accumulation() -> None:
+    with OLD_CUDA:
+        assert how(H100, ROW, ROW, 64, 64, 64, BF16, fast_accum=True) == ROWWISE
+        assert how(H100, ROW, ROW, 64, 64, 64, BF16, fast_accum=False) == AFTER
+
+
+@pytest.mark.parametrize(("version", "way"), [("2.11.0+cu130", AFTER), ("2.14.1", AFTER), ("2.15.0+cu132", ROWWISE)])
+def test_cutlass_writes_float32_in_newer_versions_of_torch(monkeypatch: pytest.MonkeyPatch, version: str, way: str) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    assert how(RTX4090, ROW, ROW, 64, 64, 64, F32) == how(B200, ROW, ROW, 64, 64, 64, F32) == way
+    assert how(RTX4090, ROW, ROW, 64, 64, 64, F16) == ROWWISE
+
+
+def test_blockwise_is_cublas_on_hopper_where_its_sizes_fit() -> None:
+    assert how(H100, LINE, SQUARE, 4096, 4096, 4096) == how(H100, SQUARE, LINE, 4096, 4096, 4096) == BLOCKWISE
+    assert how(H100, LINE, LINE, 4096, 4096, 128) == BLOCKWISE
+    for sizes in ((4096, 4096, 768), (4097, 4096, 4096), (4096, 4096, 4112)):
+        assert how(H100, LINE, SQUARE, *sizes) == TRITON
+    assert how(H100, LINE, LINE, 4096, 4096, 4112) == TRITON
+    assert how(H100, SQUARE, SQUARE, 4096, 4096, 4096) == TRITON  # cuBLASLt has no such pair
+    for gpu in (RTX4090, B200, RTX5090, MI300X):
+        assert how(gpu, LINE, SQUARE, 4096, 4096, 4096) == TRITON
+    with OLD_CUDA:
+        assert how(H100, LINE, SQUARE, 4096, 4096, 4096) == TRITON
+
+
+def test_sizes_that_only_a_run_knows_are_no_promise() -> None:
+    """A size that was a multiple of 512 when it was traced may be 16 tomorrow."""
+    x = symbolic(torch.empty(4096, 512), FakeTensorMode(shape_env=ShapeEnv()))
+    assert how(H100, LINE, LINE, 4096, 4096, x.shape[0]) == how(H100, LINE, SQUARE, x.shape[0], 4096, 4096) == TRITON
+
+
+def test_mxfp8_is_native_on_blackwell_alone() -> None:
+    ways = [how(gpu, MX_BLOCK, MX_BLOCK, 64, 64, 64) for gpu in (B200, RTX5090, H100, RTX4090, MI300X)]
+    assert ways == [MX, MX, EMULATED, EMULATED, EMULATED]
+    with OLD_CUDA:
+        assert how(B200, MX_BLOCK, MX_BLOCK, 64, 64, 64) == EMULATED
+
+
+def test_without_launches_blocks_are_emulated() -> None:
+    assert how(B200, LINE, SQUARE, 64, 64, 64, launches=False) == EMULATED
+    assert how(H100, LINE, SQUARE, 512, 512, 512, launches=False) == BLOCKWISE
+
+
+def test_a_cpu_runs_the_reference() -> None:
+    assert how(CPU, LINE, SQUARE, 64, 64, 64) == how(CPU, ROW, ROW, 64, 64, 64) == REFERENCE
+
+
+# -- the kernel of our own ---------------------------------------------------------------------------------------------
+
+
+def run(
+    a: Tensor,
+    b: Tensor,
+    a_inv: Tensor,
+    b_inv: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    a_block: Sequence[int],
+    b_block: Sequence[int],
+    tile: tuple[int, int] = (64, 32),
+    unknown: Sequence[str] = (),
+) -> Tensor:
+    """The kernel's result, by the interpreter. `unknown`: sizes that are arguments, of m, n and k16."""
+    (m, k), n = a.shape, b.shape[0]
+    out = torch.full((m, n), float("nan"), dtype=out_dtype)
+    given: dict[str, Any] = {"a": a, "b": b, "bias": bias, "y": out}
+    given["a_inv"] = scale_layouts.columns_first(a_inv) if a_block[0] == 1 else a_inv
+    given["b_inv"] = scale_layouts.columns_first(b_inv) if b_block[0] == 1 else b_inv
+    given |= {key: number if key in unknown else None for key, number in (("m", m), ("n", n), ("k16", k // 16))}
+    programs = -(-m // tile[0]) * -(-n // tile[1])
+    sizes = [None if key in unknown else size for key, size in (("m", m), ("n", n), ("k16", k))]
+    Interpreted(triton_kernels.fp8_gemm, tile)[(programs,)](**given, **constants(sizes, (a_block, b_block)))
+    return out
+
+
+def constants(sizes: Sequence[int | None], blocks: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """The kernel's own: M, N and K or None, and the kinds of blocks."""
+    squares = {f"{name}_SQUARE": tuple(block) == SQUARE for name, block in zip("AB", blocks, strict=True)}
+    return dict(zip("MNK", sizes, strict=True)) | squares
+
+
+@pytest.mark.parametrize("blocks", PAIRS, ids=str)
+@pytest.mark.parametrize("sizes", [(33, 48, 272), (1, 16, 16), (200, 144, 128), (300, 272, 400)], ids=str)
+def test_kernel(blocks: tuple, sizes: tuple[int, int, int]) -> None:
+    """Odd rows, K of less than a block, one, and some and a part."""
+    m, n, k = sizes
+    (a, a_inv), (b, b_inv) = operand(m, k, blocks[0]), operand(n, k, blocks[1], seed=1)
+    expected = ops.block_product(a, b, a_inv, b_inv, None, F32, False, *blocks)
+    got = run(a, b, a_inv, b_inv, None, F32, *blocks)
+    assert_product(expected, got, magnitudes(a, b, a_inv, b_inv, *blocks))
+    # a wrong scale would show: none of the blocks' products is negligible
+    assert not torch.allclose(expected, ops.block_product(a, b, a_inv.flip(0) * 2, b_inv, None, F32, False, *blocks))
+
+
+@pytest.mark.parametrize("out_dtype", [BF16, F16, F32])
+@pytest.mark.parametrize("bias_dtype", [BF16, F32])
+def test_kernel_with_bias_and_other_dtypes(out_dtype: torch.dtype, bias_dtype: torch.dtype) -> None:
+    (a, a_inv), (b, b_inv) = operand(40, 192, LINE), operand(144, 192, SQUARE, seed=1)
+    a_inv, b_inv = a_inv.clamp(max=1.0), b_inv.clamp(max=1.0)  # fp16 ends at 65504
+    bias = torch.randn(144, generator=torch.Generator().manual_seed(2)).mul(100).to(bias_dtype)
+    expected = ops.block_product(a, b, a_inv, b_inv, bias, out_dtype, False, LINE, SQUARE)
+    assert expected.isfinite().all()
+    assert_product(
+        expected, run(a, b, a_inv, b_inv, bias, out_dtype, LINE, SQUARE), magnitudes(a, b, a_inv, b_inv, LINE, SQUARE)
+    )
+
+
+@pytest.mark.skipif(OLD_INTERPRETER, reason="Triton's interpreter has no fnuz dtypes before 3.7")
+def test_kernel_with_fnuz() -> None:
+    (a, a_inv), (b, b_inv) = operand(40, 144, LINE, FNUZ), operand(48, 144, LINE, FNUZ, seed=1)
+    expected = ops.block_product(a, b, a_inv, b_inv, None, F32, False, LINE, LINE)
+    assert_product(expected, run(a, b, a_inv, b_inv, None, F32, LINE, LINE), magnitudes(a, b, a_inv, b_inv, LINE, LINE))
+
+
+def test_kernel_keeps_nan_and_its_place() -> None:
+    (a, a_inv), (b, b_inv) = operand(40, 144, LINE), operand(48, 144, LINE, seed=1)
+    a.view(torch.uint8)[7, 130] = 0x7F  # NaN
+    got = run(a, b, a_inv, b_inv, None, F32, LINE, LINE)
+    assert got[7].isnan().all() and got.isnan().sum() == 48
+
+
+@pytest.mark.parametrize("tile", [(128, 128), (16, 64)])
+def test_tiles_change_nothing_but_order(tile: tuple[int, int]) -> None:
+    """Signs times powers of two, whose sums are exact in any order: that of a tile's product is the BLAS library's."""
+    for blocks in PAIRS:
+        (a, a_inv), (b, b_inv) = operand(140, 144, blocks[0]), operand(144, 144, blocks[1], seed=1)
+        a, b = (x.float().sign().to(x.dtype) for x in (a, b))
+        a_inv, b_inv = (torch.exp2(x.log2().round().clamp(-3, 3)) for x in (a_inv, b_inv))
+        one, other = (run(a, b, a_inv, b_inv, None, F32, *blocks, tile=x) for x in (tile, (64, 32)))
+        assert one.any() and torch.equal(one, other)
+
+
+@pytest.mark.skipif(OLD_INTERPRETER, reason="Triton's interpreter takes no argument as the end of a range before 3.7")
+@pytest.mark.parametrize("blocks", PAIRS, ids=str)
+def test_kernel_with_sizes_as_arguments(blocks: tuple) -> None:
+    for m, k in ((33, 272), (130, 128)):
+        (a, a_inv), (b, b_inv) = operand(m, k, blocks[0]), operand(48, k, blocks[1], seed=1)
+        expected = ops.block_product(a, b, a_inv, b_inv, None, F32, False, *blocks)
+        got = run(a, b, a_inv, b_inv, None, F32, *blocks, unknown=("m", "k16"))
+        assert_product(expected, got, magnitudes(a, b, a_inv, b_inv, *blocks))
+
+
+def launched(call: Any, given: Sequence[Tensor], dynamic: bool) -> GraphModule:
+    """A graph with one `ops.block_mm`, lowered to a launch that the interpreter runs on the CPU."""
+    traced = make_fx(call, tracing_mode="symbolic" if dynamic else "fake")(*given)
+    (node,) = traced.graph.find_nodes(op="call_function", target=ops.block_mm)
+    with (
+        mock.patch.object(scaled_mm_kind, "how", lambda *_: TRITON),
+        mock.patch.object(block_gemm, "configurations", lambda *_: ((64, 32, 4, 1),)),
+        mock.patch.object(launch, "tuned", lambda kernel, tiles: Interpreted(kernel, tiles[0])),
+    ):
+        result = scaled_mm.lower_block_mm(node, Inliner())
+    node.replace_all_uses_with(result)
+    traced.graph.erase_node(node)
+    traced.graph.lint()
+    traced.recompile()
+    assert len(compat.launches(traced.graph)) == 1
+    return traced
+
+
+@pytest.mark.parametrize("blocks", PAIRS, ids=str)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_launch(blocks: tuple, dynamic: bool) -> None:
+    """Traced for one size and run for others, K of one block among them; scales that are a permuted view; a strided bias."""
+    if dynamic and OLD_INTERPRETER:
+        pytest.skip("Triton's interpreter takes no argument as the end of a range before 3.7")
+
+    def call(a: Tensor, b: Tensor, a_inv: Tensor, b_inv: Tensor, bias: Tensor) -> Tensor:
+        return ops.block_mm(a, b, a_inv, b_inv.t(), bias[:, 0], BF16, False, list(blocks[0]), list(blocks[1])) * 2
+
+    def inputs(m: int, k: int) -> tuple[Tensor, ...]:
+        (a, a_inv), (b, b_inv) = operand(m, k, blocks[0]), operand(144, k, blocks[1], seed=1)
+        return a, b, a_inv, b_inv.t().contiguous(), torch.randn(144, 3)
+
+    for first in ((33, 272), (40, 48)):
+        graph = launched(call, inputs(*first), dynamic)
+        for m, k in (first, (130, 400), (17, 16)) if dynamic else (first,):
+            given = inputs(m, k)
+            a, b, a_inv, b_inv, _ = given
+            sizes = magnitudes(a, b, a_inv, b_inv.t(), *blocks)
+            assert_product(call(*given), graph(*given), 2 * sizes)
+
+
+# -- machine code ------------------------------------------------------------------------------------------------------
+
+SHARED = {
+    "sm_89": 99 << 10,
+    "sm_90": 227 << 10,
+    "sm_100": 227 << 10,
+    "sm_120": 99 << 10,
+    "gfx942": 64 << 10,
+    "gfx950": 160 << 10,
+}
+INSTRUCTION = {"sm_90": "wgmma", "sm_100": "tcgen05.mma", "gfx942": "v_mfma", "gfx950": "v_mfma"}
+
+
+def gpu(target: str) -> Gpu:
+    if target.startswith("gfx"):
+        return Gpu(major=9, minor=4, gcnArchName=target)
+    return Gpu(major=int(target[3:-1]), minor=int(target[-1]))
+
+
+@functools.cache
+def compiled(target: str, tile: tuple, sizes: tuple, blocks: tuple) -> Any:
+    """The kernel with a bias into bf16, as Inductor would have it: pointers are multiples of 16."""
+    dtype = FNUZ if target == "gfx942" else E4M3
+    jitted = triton_kernels.fp8_gemm
+    fp8 = "*fp8e4b8" if dtype == FNUZ else "*fp8e4nv"
+    types = {"a": fp8, "b": fp8, "a_inv": "*fp32", "b_inv": "*fp32", "bias": "*bf16", "y": "*bf16"}
+    rows, columns, warps, stages = tile
+    fixed = constants(sizes, blocks) | {"BLOCK_R": rows, "BLOCK_C": columns}
+    for name, size in zip(("m", "n", "k16"), sizes, strict=True):
+        if size is None:
+            types[name] = "i32"
+        else:
+            fixed[name] = None
+    signature = {key: types.get(key, "constexpr") for key in jitted.arg_names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind.startswith("*")}
+    source = ASTSource(fn=jitted, signature=signature, constexprs=fixed, attrs=aligned)
+    return triton.compile(source, target=TARGETS[target], options={"num_warps": warps, "num_stages": stages})
+
+
+CASES = [((8192, 4096, 4096), (LINE, SQUARE)), ((None, 4096, None), (LINE, LINE)), ((None, 4096, 1040), (SQUARE, LINE))]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_machine_code(target: str) -> None:
+    """For each GPU: by its FP8 tensor cores, 16 bytes at a time, within what it has; nothing spills at the default tile."""
+    for sizes, blocks in CASES:
+        tile = block_gemm.configurations(gpu(target), SHARED[target], blocks[1])[0]
+        made = compiled(target, tile, sizes, blocks)
+        took = resources(made)
+        assert took.shared <= SHARED[target] and took.spills == 0, (blocks, tile, took)
+        text = made.asm["amdgcn" if target.startswith("gfx") else "ptx"]
+        assert INSTRUCTION.get(target, "mma.sync.aligned.m16n8k32") in text
+        assert "e4m3" in text or "fp8" in text or "f8f6f4" in text
+        if not target.startswith("gfx"):
+            assert "cp.async.cg.shared.global" in text  # 16 bytes each
+
+
+def test_no_tile_spills_on_hopper() -> None:
+    for sizes, blocks in CASES[:2]:
+        for tile in block_gemm.configurations(gpu("sm_90"), SHARED["sm_90"], blocks[1]):
+            took = resources(compiled("sm_90", tile, sizes, blocks))
+            assert took.spills == 0, (sizes, blocks, tile, took)

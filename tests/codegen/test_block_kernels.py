@@ -1,0 +1,408 @@
+"""Kernels of the finer recipes against the reference operators, on a CPU by Triton's interpreter.
+
+A producer hands back what it made, so copies, scales and inverses are compared with the operators' on that: to the bit,
+whatever library an exponential is of.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fp8compile.codegen import launch, traffic
+from fp8compile.ir import ops
+from fp8compile.passes import fuse
+from tests.codegen.test_kernels import OLD_INTERPRETER, assert_bits, assert_close, layout
+from tests.support.groups import DTYPES, FNUZ, Made, Source, fused, trace
+from tests.support.interpreter import kernels_on_cpu
+
+aten = torch.ops.aten
+E4M3 = (torch.float8_e4m3fn, 448.0)
+BLOCKS = {"rowwise": [1, 0], "blockwise": [1, 128], "square": [128, 128], "mxfp8": [1, 32]}
+SHAPES = ((1, 128), (15, 17), (150, 170), (33, 300), (257, 40), (128, 128), (17, 1))
+
+every_recipe = pytest.mark.parametrize("recipe", BLOCKS)
+
+
+def scales(x: Tensor, transposed: bool, block: Sequence[int], power_of_2: bool | None = None, margin: int = 0) -> tuple:
+    """(scale, inverse) of a copy by its own amaxes."""
+    power_of_2 = block[1] > 0 if power_of_2 is None else power_of_2
+    scale = ops.current_scale(ops.amax_blocks(x, transposed, block), 448.0, margin, power_of_2)
+    return scale, ops.inverse(scale)
+
+
+def both(x: Tensor, recipe: str, **how: Any) -> tuple[Tensor, ...]:
+    """Both copies of a tensor and what divides back, as the joint graph has them."""
+    block = BLOCKS[recipe]
+    scale, inverse = scales(x, False, block, **how)
+    if recipe == "square":
+        other, other_inverse = scale.permute(1, 0), inverse.permute(1, 0)
+    else:
+        other, other_inverse = scales(x, True, block, **how)
+    return *ops.quantize_both(x, scale, *E4M3, other, block), inverse, other_inverse
+
+
+def check(made: Made, inputs: tuple, expected: Sequence[Tensor] | None = None) -> tuple:
+    """To the bit; returns the results."""
+    with torch.no_grad():
+        got = made.fused(*inputs)
+        expected = made.oracle(*inputs) if expected is None else expected
+    assert len(got) == len(expected)
+    for i, (a, b) in enumerate(zip(expected, got, strict=True)):
+        assert (a.shape, a.dtype, layout(a)) == (b.shape, b.dtype, layout(b)), f"result {i}"
+        assert_bits(a, b, f"result {i}")
+    return got
+
+
+def made_of(function: Callable, inputs: tuple, mode: str = "fake", config: tuple[int, int, int] | None = None) -> Made:
+    return fused(trace(lambda *x: function(*x), inputs, mode), config)
+
+
+KERNELS = {  # what each writes
+    "rowwise": ["copy row column_amax", "transposed"],
+    "blockwise": ["copy transposed blocks blocks"],
+    "square": ["copy transposed blocks"],
+    "mxfp8": ["copy transposed blocks blocks"],
+}
+
+
+def assert_kernels(made: Made, *kernels: str) -> None:
+    assert Counter(made.kinds) == Counter(tuple(sorted(x.split())) for x in kernels)
+
+
+# -- plain tensors -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape[0]}x{shape[1]}")
+@every_recipe
+def test_a_tensor_in_memory(recipe: str, shape: tuple[int, int]) -> None:
+    dtype = list(DTYPES.values())[(SHAPES.index(shape) + list(BLOCKS).index(recipe)) % 3]
+    made = made_of(lambda x: both(x, recipe), (Source(*shape, dtype).full(),))
+    assert_kernels(made, *KERNELS[recipe])
+    for data in ("normal", "extreme"):
+        got = check(made, (Source(*shape, dtype, data).full(),))
+    rows = shape[0]
+    assert not got[1][:, rows:].view(torch.uint8).any(), "padding"
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-40, 2.0**-126, 3e38, math.inf, math.nan])
+@every_recipe
+def test_blocks_of_one_number(recipe: str, value: float) -> None:
+    """Zeros, denormals, what a scale would overflow with, infinities and NaN: alone in a block, and next to other numbers."""
+    x = torch.full((130, 260), value)
+    x[:70, :130] = Source(70, 130, torch.float32).full()
+    x[3, 5] = value
+    check(made_of(lambda x: both(x, recipe), (x,)), (x,))
+
+
+@pytest.mark.parametrize("power_of_2", [False, True])
+@pytest.mark.parametrize(("fp8_max", "margin"), [(448.0, 0), (240.0, 3), (57344.0, 0), (448.0, 64)])
+def test_a_scale_is_that_of_the_state_for_every_amax(fp8_max: float, margin: int, power_of_2: bool) -> None:
+    """One division in float32 is the float64 one rounded, denormals and overflows included: one number a block."""
+
+    def call(x: Tensor) -> tuple:
+        scale = ops.current_scale(ops.amax_blocks(x, False, [1, 32]), fp8_max, margin, power_of_2)
+        return scale, ops.inverse(scale), ops.quantize(x, scale, torch.float8_e4m3fn, 448.0, False, [1, 32])
+
+    bits = torch.randint(-(1 << 31), 1 << 31, (20_000,), generator=torch.Generator().manual_seed(0)).to(torch.int32)
+    edges = torch.arange(-1, 2)[:, None] + (torch.arange(0, 256) << 23)[None, :]  # around each power of two
+    x = torch.cat([bits, edges.flatten().clamp(0).to(torch.int32)]).view(torch.float32)[:, None]
+    made = made_of(call, (x,), config=(4096, 32, 4))
+    assert_kernels(made, "blocks blocks copy")
+    check(made, (x,))
+
+
+@pytest.mark.parametrize("config", [(128, 128, 8), (256, 128, 8), (128, 256, 8)])
+@every_recipe
+def test_other_tiles(recipe: str, config: tuple[int, int, int]) -> None:
+    x = Source(150, 300, torch.bfloat16, "extreme").full()
+    check(made_of(lambda x: both(x, recipe, margin=1, power_of_2=False), (x,), config=config), (x,))
+
+
+@pytest.mark.parametrize("cast", FNUZ)
+def test_fnuz(cast: str) -> None:
+    if OLD_INTERPRETER:
+        pytest.skip("Triton's interpreter has no fnuz dtypes before 3.7")
+
+    def call(x: Tensor) -> tuple:
+        scale = ops.current_scale(ops.amax_blocks(x, True, [1, 128]), FNUZ[cast][1], 0, True)
+        return ops.quantize(x, scale, *FNUZ[cast], True, [1, 128]), ops.inverse(scale)
+
+    x = Source(40, 70, torch.bfloat16, "extreme").full()
+    made = made_of(call, (x,))
+    assert_kernels(made, "transposed blocks")
+    check(made, (x,))
+
+
+@every_recipe
+def test_a_permuted_tensor(recipe: str) -> None:
+    """An attention's output with heads outside, read at its strides."""
+    x = Source(1, 1, torch.bfloat16)(2, 5, 65, 8)
+
+    def call(x: Tensor) -> tuple:
+        return both(x.permute(0, 2, 1, 3).reshape(130, 40), recipe)
+
+    made = made_of(call, (x,))
+    assert_kernels(made, *KERNELS[recipe])
+    check(made, (x,))
+
+
+@every_recipe
+def test_no_rows(recipe: str) -> None:
+    if recipe == "square":
+        pytest.skip("weights have rows")
+    x = torch.zeros(0, 40, dtype=torch.bfloat16)
+    check(made_of(lambda x: both(x, recipe), (x,)), (x,))
+
+
+@every_recipe
+def test_sizes_as_arguments(recipe: str) -> None:
+    """One kernel, traced for 27 rows of 140, for any number of both."""
+    if OLD_INTERPRETER and recipe == "rowwise":
+        pytest.skip("Triton's interpreter takes no argument as the end of a range before 3.7, with numpy 2.4")
+    made = made_of(lambda x: both(x, recipe), (Source(27, 140, torch.bfloat16).full(),), "symbolic")
+    assert_kernels(made, *KERNELS[recipe])
+    for shape in ((129, 40), (300, 260), (32, 128)):
+        check(made, (Source(*shape, torch.bfloat16, "extreme").full(),))
+
+
+# -- producers ---------------------------------------------------------------------------------------------------------
+
+
+def rms_norm(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    wide = x.to(torch.float32)
+    rstd = (wide.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt()
+    return (wide * rstd * weight).to(x.dtype), rstd
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+    var, mean = torch.var_mean(x.to(torch.float32), [-1], correction=0, keepdim=True)
+    rstd = (var + 1e-5).rsqrt()
+    return ((x.to(torch.float32) - mean) * rstd * weight + bias).to(x.dtype), mean, rstd
+
+
+def gelu_backward(dy: Tensor, x: Tensor) -> tuple[Tensor, ...]:
+    dx = aten.gelu_backward(dy, x, approximate="tanh")
+    return dx, dx.sum(0)
+
+
+PRODUCERS: dict[str, tuple[Callable[..., tuple[Tensor, ...]], Callable[[Source], tuple], str]] = {
+    "residual": (lambda x, y: (x + y,), lambda s: (s.full(), s.full()), ""),
+    "swiglu": (lambda gate, up: (F.silu(gate) * up,), lambda s: (s.full(), s.full()), ""),
+    "gelu_backward": (gelu_backward, lambda s: (s.full(), s.full()), "sum"),
+    "rms_norm": (rms_norm, lambda s: (s.full(), s.column()), "row"),
+    "layer_norm": (layer_norm, lambda s: (s.full(), s.column(), s.column()), "row row"),
+}
+
+
+def apart(recipe: str, name: str) -> bool:
+    """Are the sums over rows a kernel of their own? A program does not take as many whole rows as such blocks have."""
+    return BLOCKS[recipe][1] == 128 and name.endswith("norm")
+
+
+@pytest.mark.parametrize("name", PRODUCERS)
+@every_recipe
+def test_behind_a_producer(recipe: str, name: str) -> None:
+    """What the producer gives is what is cast; and it is what the operators give, up to a rounding."""
+    produce, inputs, more = PRODUCERS[name]
+    place = list(PRODUCERS).index(name) + list(BLOCKS).index(recipe)
+    shape, dtype = [(150, 140), (33, 300), (15, 17)][place % 3], [torch.bfloat16, torch.float32][place % 2]
+
+    def call(*given: Tensor) -> tuple:
+        y, *others = produce(*given)
+        return y, *others, *both(y, recipe)
+
+    made = made_of(call, inputs(Source(*shape, dtype)))
+    first, *second = KERNELS[recipe]
+    if apart(recipe, name):
+        assert_kernels(made, f"value {more}", first)
+    else:
+        assert_kernels(made, f"{first} value {more}", *second)
+    given = inputs(Source(*shape, dtype, "normal", seed=7))
+    with torch.no_grad():
+        y, *others = made.fused(*given)[: 1 + len(more.split())]
+        expected = made.oracle(*given)
+        check(made, given, [y, *others, *both(y, recipe)])
+    for i, (a, b) in enumerate(zip(expected, [y, *others], strict=False)):
+        assert_close(a, b, 32.0 * max(shape), f"result {i}")
+
+
+@pytest.mark.parametrize("name", ["swiglu", "rms_norm"])
+@every_recipe
+def test_nobody_else_reads_the_producer(recipe: str, name: str) -> None:
+    """The value is not written; a cast that waits for the amaxes of columns computes it again. The bits are the same."""
+    produce, inputs, _ = PRODUCERS[name]
+    given = inputs(Source(70, 140, torch.bfloat16))
+    made = made_of(lambda *x: both(produce(*x)[0], recipe), given)
+    if apart(recipe, name):
+        assert_kernels(made, "row", *KERNELS[recipe])
+    else:
+        assert len(made.kinds) == len(KERNELS[recipe]) and "copy" in made.kinds[0]
+    assert not any("value" in kinds for kinds in made.kinds) or name == "rms_norm" and recipe == "rowwise"
+    with_value = made_of(lambda *x: (produce(*x)[0], *both(produce(*x)[0], recipe)), given)
+    check(made, given, with_value.fused(*given)[1:])
+
+
+# -- scales in memory --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@every_recipe
+def test_a_scale_from_memory(recipe: str, transposed: bool) -> None:
+    """A copy made in backward, by a scale that the forward saved: of a tensor that the forward has not kept."""
+    block = BLOCKS[recipe]
+
+    def call(x: Tensor, y: Tensor, scale: Tensor) -> tuple:
+        return (ops.quantize(x * y, scale.t() if recipe == "square" else scale, *E4M3, transposed, block),)
+
+    for shape, mode in (((150, 170), "fake"), ((40, 300), "symbolic"), ((33, 17), "fake")):
+        source = Source(*shape, torch.bfloat16, "extreme")
+        x, y = source.full(), source.full()
+        scale = scales(x, transposed, block)[0]
+        given = (x, y, scale.t().contiguous() if recipe == "square" else scale)
+        made = made_of(call, given, mode)
+        assert_kernels(made, "transposed" if transposed else "copy")
+        check(made, given)
+
+
+@every_recipe
+def test_scales_alone(recipe: str) -> None:
+    """The forward saves the scales of a copy that the backward makes."""
+    block = BLOCKS[recipe]
+
+    def call(x: Tensor) -> tuple:
+        scale, inverse = scales(x, False, block)
+        later = scales(x, True, block)
+        return ops.quantize(x, scale, *E4M3, False, block), inverse, *later
+
+    x = Source(140, 150, torch.bfloat16, "extreme").full()
+    made = made_of(call, (x,))
+    more = {"rowwise": "row column_amax"}.get(recipe, "blocks blocks blocks")
+    assert_kernels(made, f"copy {more}")
+    check(made, (x,))
+
+
+def test_only_scales() -> None:
+    """No cast at all: of rows, and of blocks."""
+    x = Source(40, 150, torch.float16, "extreme").full()
+    for block, kind in (([1, 0], "row"), ([1, 32], "blocks")):
+        made = made_of(lambda x, block=block: scales(x, False, block), (x,))
+        assert_kernels(made, f"{kind} {kind}")
+        check(made, (x,))
+
+
+def test_a_weight_that_is_scaled_by_row_and_as_a_whole() -> None:
+    """rowwise_with_gw_hp: fprop reads rows with scales of their own, dgrad the transposed copy with one scale."""
+
+    def call(w: Tensor) -> tuple:
+        scale, inverse = scales(w, False, [1, 0])
+        whole = ops.current_scale(ops.amax(w), 448.0, 0)
+        return ops.quantize(w, scale, *E4M3, False, [1, 0]), inverse, ops.quantize(w, whole, *E4M3, True), ops.inverse(whole)
+
+    w = Source(150, 170, torch.bfloat16).full()
+    made = made_of(call, (w,))
+    assert_kernels(made, "copy row amax", "transposed")
+    check(made, (w,))
+
+
+def test_two_recipes_for_one_tensor() -> None:
+    """Readers with recipes of their own: three copies by scales of three kinds, from one read."""
+
+    def call(x: Tensor, scale: Tensor) -> tuple:
+        return *both(x, "mxfp8"), *both(x, "blockwise")[:2], ops.quantize(x, scale, *E4M3, True), ops.amax(x)
+
+    x = Source(140, 150, torch.bfloat16, "extreme").full()
+    made = made_of(call, (x, torch.ones(1)))
+    assert_kernels(made, "copy transposed blocks blocks copy transposed transposed amax")
+    check(made, (x, torch.ones(1)))
+
+
+def test_both_gradients_of_a_gated_activation() -> None:
+    """Two matrices in one walk, both in both layouts with scales of blocks, and a bias gradient of each."""
+
+    def call(dy: Tensor, gate: Tensor, up: Tensor) -> tuple:
+        d_gate, d_up = dy * up, dy * gate
+        return *both(d_gate, "mxfp8"), *both(d_up, "mxfp8"), d_gate.sum(0), d_up.sum(0)
+
+    given = tuple(Source(70, 150, torch.bfloat16, "exact", seed=i).full() for i in range(3))
+    made = made_of(call, given)
+    assert_kernels(made, "copy transposed blocks blocks copy transposed blocks blocks sum sum")
+    check(made, given)
+
+
+# -- amaxes of columns -------------------------------------------------------------------------------------------------
+
+
+def test_amaxes_of_columns_share_a_vector() -> None:
+    """One that is zeroed once, with those of whole tensors; each part is aligned."""
+
+    def call(x: Tensor, y: Tensor, scale: Tensor) -> tuple:
+        return (
+            *(scales(t, True, [1, 0])[0] for t in (x, y)),
+            ops.amax(x),
+            *(ops.quantize(t, scale, *E4M3, False) for t in (x, y)),
+        )
+
+    given = (Source(40, 17, torch.float32, "extreme").full(), Source(33, 50, torch.float32).full(), torch.ones(1))
+    made = made_of(call, given)
+    check(made, given)
+    zeros = [n for n in made.fused.graph.nodes if n.target is aten.full.default and n.meta["val"].dtype == torch.int32]
+    (vector,) = [n for n in zeros if n.args[1] == 0]
+    assert vector.args[0] == [4 + 20 + 52]
+    assert {n.args[3] for n in vector.users} == {0, 4, 24}
+
+
+def test_more_bytes_than_inductor_would_move_stay_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison knows what each kind of output costs."""
+    noted: list[tuple[int, int]] = []
+
+    def compare(*given: Any) -> tuple[int, int]:
+        noted.append(traffic.compare(*given))
+        return noted[-1]
+
+    monkeypatch.setattr(fuse, "compare", compare)
+    rows, columns = 256, 384
+    elements, x = rows * columns, Source(256, 384, torch.bfloat16).full()
+    copies, strided = 2 * elements, int(elements * traffic.STRIDED)
+    expected = {
+        # reads, copies, scales: theirs reads a second time for the blocks of columns
+        "mxfp8": (4 * elements + 2 * elements // 32 * 4, 5 * elements + strided + 2 * elements // 32 * 4),
+        "square": (2 * elements + copies + 6 * 4, 3 * elements + strided + 6 * 4),
+    }
+    for recipe, figures in expected.items():
+        noted.clear()
+        made_of(lambda x, recipe=recipe: both(x, recipe), (x,))
+        assert noted == [figures]
+    monkeypatch.setattr(fuse, "compare", lambda *_: (2, 1))
+    made = made_of(lambda x: both(x, "mxfp8"), (x,))
+    assert not made.kinds
+    check(made, (x,))
+
+
+def test_tiles_hold_whole_blocks() -> None:
+    """In every configuration that a kernel may be tuned to."""
+    chosen: list[tuple[Any, Any]] = []
+    choose = launch.configurations
+
+    def configurations(kernel: Any) -> Any:
+        chosen.append((kernel, choose(kernel)))
+        return choose(kernel)
+
+    with kernels_on_cpu(), torch._inductor.config.patch(max_autotune=True), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "configurations", configurations)
+        for recipe in BLOCKS:
+            for produce, inputs, _ in PRODUCERS.values():
+                graph = trace(lambda *x: both(produce(*x)[0], recipe), inputs(Source(150, 140, torch.bfloat16)))  # noqa: B023
+                fuse.fuse(graph.graph)
+    assert len(chosen) >= 20
+    for kernel, configs in chosen:
+        assert configs, kernel.name
+        assert all(rows % kernel.block[0] == 0 and columns % kernel.block[1] == 0 for rows, columns, _ in configs)
+        assert not kernel.sums or len({rows for rows, _, _ in configs}) == 1

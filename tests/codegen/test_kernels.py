@@ -1,0 +1,293 @@
+"""Every generated kernel against the reference operators, on a CPU by Triton's interpreter.
+
+What is fused is bit for bit what the operators give one by one. Where it cannot be (an exponential of another library, a sum
+in another order) FP8 values are at most one apart. A transposed copy is the transpose of the row-major one to the bit, and
+an amax is that of the values that were written.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+from torch import Tensor
+from torch.fx import GraphModule, Interpreter, Node
+from triton.runtime import interpreter
+
+from fp8compile import compat
+from fp8compile.codegen import launch
+from tests.support.groups import (
+    ALWAYS,
+    CASES,
+    DTYPES,
+    FNUZ,
+    FOR_EXACT_SUMS,
+    FP8,
+    Case,
+    Cast,
+    Made,
+    Source,
+    fused,
+    made,
+    numbers,
+    trace,
+)
+
+aten = torch.ops.aten
+SHAPES = ((1, 128), (15, 17), (17, 1000), (128, 128), (1000, 15), (3, 4097), (4097, 17), (17, 1), (1, 1))
+LARGE = 10_000  # elements: from here one kind of data, not three
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+OLD_INTERPRETER = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
+
+every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+
+
+# -- comparing ---------------------------------------------------------------------------------------------------------
+
+
+def bits(x: Tensor) -> Tensor:
+    """A tensor's bytes, with one NaN for all."""
+    if not x.dtype.is_floating_point:
+        return x
+    return torch.where(x.isnan(), -1, x.contiguous().view(BITS[x.element_size()]).to(torch.int64))
+
+
+def assert_bits(expected: Tensor, got: Tensor, where: str) -> None:
+    wrong = (bits(expected) != bits(got)).nonzero()
+    if len(wrong):
+        at = tuple(wrong[0].tolist())
+        pytest.fail(f"{where}: {len(wrong)} of {got.numel()} differ; at {at} {expected[at].item()} became {got[at].item()}")
+
+
+def assert_within_one(expected: Tensor, got: Tensor, where: str) -> None:
+    """FP8 values that are equal or next to each other, NaN where the other is."""
+    assert torch.equal(expected.isnan(), got.isnan()), f"{where}: NaN elsewhere"
+    order = []
+    for x in (expected, got):
+        code = x.view(torch.uint8).to(torch.int32)
+        order.append(torch.where(code >= 128, 128 - code, code).masked_fill(x.isnan(), 0))
+    apart = (order[0] - order[1]).abs().max().item() if got.numel() else 0
+    assert apart <= 1, f"{where}: {apart} FP8 values apart"
+
+
+def assert_close(expected: Tensor, got: Tensor, floor: Tensor | float, where: str) -> None:
+    """Two units in the last place, or what float32 sums in another order make of `floor`; neither is finite, or both are."""
+    finite, size = expected.isfinite(), max(2 * torch.finfo(expected.dtype).eps, 2.0**-18)
+    a, b = expected.to(torch.float64), got.to(torch.float64)
+    assert torch.equal(finite, b.isfinite()), f"{where}: not finite elsewhere"
+    excess = ((a - b).abs() - size * a.abs() - 2.0**-20 * floor)[finite]
+    assert not (excess > 0).any(), f"{where}: off by {excess.max().item()}"
+
+
+class Weights(Interpreter):
+    """Runs the oracle, and notes for each sum the sum of its terms' magnitudes: what its rounding is measured by."""
+
+    def __init__(self, gm: GraphModule):
+        super().__init__(gm)
+        self.noted: dict[Node, Tensor] = {}
+
+    def run_node(self, node: Node) -> Any:
+        if node.target is aten.sum.dim_IntList:
+            source: Any = node.args[0]
+            self.noted[node] = self.env[source].to(torch.float64).abs().sum(node.args[1])
+        return super().run_node(node)
+
+    def of(self, output: int) -> Tensor:
+        node: Any = next(iter(self.module.graph.find_nodes(op="output"))).args[0][output]  # type: ignore[union-attr]
+        while node not in self.noted:
+            node = node.args[0]
+        return self.noted[node]
+
+
+def assert_sum(expected: Tensor, got: Tensor, weight: Tensor, where: str) -> None:
+    assert torch.equal(expected.isnan() & weight.isnan(), got.isnan() & weight.isnan()), f"{where}: NaN elsewhere"
+    assert not got[weight.isinf()].isfinite().any(), f"{where}: an infinite term is lost"
+    fits = weight < torch.finfo(expected.dtype).max / 2  # beyond, it is the order that says what overflows
+    assert_close(expected[fits], got[fits], weight[fits], where)
+
+
+def layout(x: Tensor) -> list[int]:
+    """Strides of the dimensions that have one."""
+    return [stride for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1] if x.numel() else []
+
+
+def check(case: Case, made: Made, inputs: tuple, data: str) -> None:
+    """The results of a fused graph on these inputs against the oracle's."""
+    weights = Weights(made.oracle)
+    with torch.no_grad():
+        expected = weights.run(*inputs)
+        got = made.fused(*inputs)
+    exact = case.exact == ALWAYS or case.exact == FOR_EXACT_SUMS and data == "exact"
+    assert len(expected) == len(got) == len(case.roles)
+    values = None
+    for i, (role, a, b) in enumerate(zip(case.roles, expected, got, strict=True)):
+        where = f"{data}, result {i} ({role})"
+        assert (a.shape, a.dtype) == (b.shape, b.dtype), where
+        assert layout(a) == layout(b) or role in ("amax", "other"), where
+        if role == "sum" and not (exact and data == "exact"):
+            assert_sum(a, b, weights.of(i), where)
+        elif exact:
+            assert_bits(a, b, where)
+        elif role in ("copy", "transposed", "alone"):
+            assert_within_one(a, b, where)
+        else:
+            finite = a.to(torch.float64).nan_to_num(0.0, 0.0, 0.0).abs()
+            floor = finite.amax(-1, keepdim=True) if role == "value" and a.numel() else 1e5 if data == "moderate" else 16.0
+            assert_close(a, b, floor, where)
+        if role == "transposed":
+            rows = got[i - 1].shape[0]
+            assert b.shape == (got[i - 1].shape[1], max(16, -(-rows // 16) * 16)), where
+            assert torch.equal(got[i - 1].view(torch.uint8), b[:, :rows].t().view(torch.uint8)), f"{where}: of the copy"
+            assert not b[:, rows:].view(torch.uint8).any(), f"{where}: padding"
+        if role == "value" and b.dtype != torch.bool:
+            values = b
+        if role == "amax" and values is not None:
+            assert_bits(values.to(torch.float32).abs().amax().reshape(1) if values.numel() else b * 0, b, f"{where}: of values")
+
+
+def assert_kinds(case: Case, made: Made, shape: tuple[int, int]) -> None:
+    """As many kernels as expected, each writing what it should. A matrix of one row or column is not told from a vector:
+    what of it is not FP8 may stay with others."""
+
+    def shown(kinds: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(x for x in kinds if 1 not in shape or x in ("copy", "transposed", "amax"))
+
+    if not case.kernels and 1 in shape:
+        return
+    assert Counter(map(shown, made.kinds)) == Counter(map(shown, case.kernels))
+
+
+# -- tests -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape[0]}x{shape[1]}")
+@every_case
+def test_against_the_reference(case: Case, shape: tuple[int, int]) -> None:
+    """Dtypes and formats take turns: each case meets all of them."""
+    a, b = SHAPES.index(shape), list(CASES).index(case.name)
+    dtype, cast = list(DTYPES.values())[(a + b) % 3], list(FP8)[(a + b) // 3 % 2]
+    # the interpreter takes its time for a program, not for an element
+    graph, _ = made(case, Source(*shape, dtype), cast, {(4097, 17): (256, 32, 8), (3, 4097): (16, 512, 4)}.get(shape))
+    assert_kinds(case, graph, shape)
+    for data in case.data if shape[0] * shape[1] < LARGE else [case.data[(2 * a + b) % 3]]:
+        check(case, graph, case.inputs(Source(*shape, dtype, data)), data)
+
+
+@pytest.mark.parametrize("cast", [*FP8, *FNUZ])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["weight", "residual", "swiglu"])
+def test_every_dtype_and_format(name: str, dtype: str, cast: str) -> None:
+    if cast in FNUZ and OLD_INTERPRETER:
+        pytest.skip("Triton's interpreter has no fnuz dtypes before 3.7")
+    case = CASES[name]
+    for data in ("normal", "extreme"):
+        graph, inputs = made(case, Source(33, 70, DTYPES[dtype], data), cast)
+        assert_kinds(case, graph, (33, 70))
+        check(case, graph, inputs, data)
+        # saturated where finite, NaN where not
+        if name == "weight" and data == "extreme":
+            copy, w = graph.fused(*inputs)[0].to(torch.float32), inputs[0].to(torch.float32)
+            assert torch.equal(copy.isnan(), ~w.isfinite())
+            assert copy[w.isfinite()].abs().max() == Cast(cast).largest
+
+
+@every_case
+def test_without_kernels(case: Case) -> None:
+    """The same graph lowered for Inductor alone is the oracle's, to the bit."""
+    graph, inputs = made(case, Source(15, 40, torch.bfloat16, "extreme"), "e4m3")
+    for i, (a, b) in enumerate(zip(graph.oracle(*inputs), graph.unfused()(*inputs), strict=True)):
+        assert_bits(a, b, f"result {i} ({case.roles[i]})")
+
+
+@every_case
+def test_other_tiles(case: Case) -> None:
+    """No result depends on the tiles: what is autotuned is time alone."""
+    config = [(16, 32, 4), (128, 16, 4)][list(CASES).index(case.name) % 2]
+    data = "moderate" if "moderate" in case.data else "extreme"
+    graph, inputs = made(case, Source(37, 70, torch.float32, data), "e5m2", config)
+    assert_kinds(case, graph, (37, 70))
+    check(case, graph, inputs, data)
+
+
+@every_case
+def test_sizes_as_arguments(case: Case) -> None:
+    """One kernel, traced for 27 rows of 40, for any number of both."""
+    graph, _ = made(case, Source(27, 40, torch.bfloat16), "e4m3", mode="symbolic")
+    assert_kinds(case, graph, (27, 40))
+    if OLD_INTERPRETER and any("for start in range" in source for source in graph.sources):
+        pytest.skip("Triton's interpreter takes no argument as the end of a range before 3.7, with numpy 2.4")
+    for shape, data in (((33, 68), case.data[0]), ((129, 20), case.data[2])):
+        check(case, graph, case.inputs(Source(*shape, torch.bfloat16, data)), data)
+
+
+@every_case
+def test_no_rows(case: Case) -> None:
+    """An expert without a token: nothing is read, the transposed copy is padding alone, the amax is 0."""
+    graph, inputs = made(case, Source(0, 40, torch.bfloat16), "e4m3")
+    check(case, graph, inputs, "normal")
+
+
+def test_equal_sizes_as_arguments() -> None:
+    """Sizes that were equal when traced are one symbol: rows are its square."""
+    case = CASES["positions"]
+    sizes = (5, 5, 24)
+
+    def inputs(batch: int, tokens: int, columns: int) -> tuple:
+        source = Source(batch * tokens, columns, torch.bfloat16)
+        return (
+            source(batch, tokens, columns),
+            source(tokens, columns),
+            source.column(),
+            source(batch, tokens, 1),
+            source.scale(),
+        )
+
+    graph = fused(trace(lambda *x: case.call(Cast(), *x), inputs(*sizes), "symbolic"))
+    assert_kinds(case, graph, (25, 24))
+    check(case, graph, inputs(7, 7, 40), "normal")
+
+
+@every_case
+def test_offsets_are_64_bit(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is added to a pointer, but for single numbers."""
+    widths: list[int] = []
+    add = interpreter.InterpreterBuilder.create_addptr
+
+    def recorded(builder: Any, pointer: Any, offset: Any) -> Any:
+        if offset.data.size > 1:
+            widths.append(offset.data.dtype.itemsize)
+        return add(builder, pointer, offset)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_addptr", recorded)
+    graph, inputs = made(case, Source(18, 40, torch.bfloat16), "e4m3")
+    graph.fused(*inputs)
+    assert set(widths) == ({8} if case.kernels else set())
+
+
+def test_beyond_2_to_the_31(tmp_path: Path) -> None:
+    """Rows that are 2**30 elements apart, in a file with holes."""
+    stride, rows, columns = 2**30 + 8, 4, 40
+    size = stride * (rows - 1) + columns
+    assert size > 2**31
+    storage = torch.from_file(str(tmp_path / "numbers"), shared=True, size=size, dtype=torch.bfloat16)
+    x = storage.as_strided((rows, columns), (stride, 1))
+    x.copy_(numbers((rows, columns), torch.bfloat16, "normal", seed=1))
+    case, inputs = CASES["weight_with_gaps"], (x, torch.ones(1), stride)
+    for mode in ("fake", "symbolic"):
+        graph = fused(trace(lambda *args: case.call(Cast(), *args), inputs, mode))
+        assert_kinds(case, graph, (rows, columns))
+        check(case, graph, inputs, "normal")
+
+
+@pytest.mark.parametrize(("hip", "most"), [(None, 32), ("7.0", 16)])
+def test_a_program_has_1024_threads_at_most(hip: str | None, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An AMD warp has 64."""
+    monkeypatch.setattr(torch.version, "hip", hip)
+    source = f"import triton\n\n\n@triton.jit\ndef probe(x, BLOCK_R, BLOCK_C):  # {most}\n    pass\n"
+    made = launch.tuned(compat.load_kernel("probe", source), launch.HEAVY_TILES)
+    assert max(config.num_warps for config in made.configs) == most

@@ -1,0 +1,179 @@
+"""Every generated kernel of the test models compiles to machine code for each GPU with FP8, with no GPU at hand.
+
+The models are traced at their real sizes for a described H200; Triton and its assemblers do the rest. Kernels that differ in
+nothing but their sizes are compiled once, except for sm_90.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from fp8compile.devices import formats
+from fp8compile.dryrun.fake_gpu import unavailable
+from fp8compile.dryrun.fake_gpu.record import _Reader
+from tests.support.machine_code import MODELS, RECIPES, TARGETS, Generated, compile_kernel, resources, traced, with_fnuz
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(unavailable() is not None, reason=unavailable() or "")]
+
+SHARED = {
+    "sm_89": 99 << 10,
+    "sm_90": 227 << 10,
+    "sm_100": 227 << 10,
+    "sm_120": 99 << 10,
+    "gfx942": 64 << 10,
+    "gfx950": 160 << 10,
+}
+REGISTERS = {"cuda": 255, "hip": 512}
+
+
+@functools.cache
+def kernels(every_size: bool) -> tuple[Generated, ...]:
+    """Those of all models under both recipes, each source or each form once."""
+    found: dict[str, Generated] = {}
+    for name in MODELS:
+        for recipe in RECIPES:
+            for kernel in _traced(name, recipe):
+                found.setdefault(kernel.text if every_size else kernel.form, kernel)
+    return tuple(found.values())
+
+
+_traced = functools.cache(traced)
+
+
+@functools.cache
+def compiled(target: str) -> list[tuple[Generated, Any]]:
+    """What Triton makes of each kernel at its default tile: its object, or the error."""
+    made: list[tuple[Generated, Any]] = []
+    for kernel in kernels(every_size=True):
+        kernel = with_fnuz(kernel) if target == "gfx942" else kernel
+        try:
+            made.append((kernel, compile_kernel(kernel, kernel.configs[0], TARGETS[target])))
+        except Exception as error:
+            made.append((kernel, error))
+    return made
+
+
+def test_the_models_get_kernels_of_every_kind():
+    """What is compiled below is not a handful: norms, activations and their gradients, of both recipes."""
+    names = [kernel.name for kernel in kernels(every_size=False)]
+    for word in ("silu_mul", "silu_backward", "gelu", "gelu_backward", "layer_norm", "layer_norm_backward", "rsqrt", "sum"):
+        for end in ("cast", "amax"):
+            assert any(re.search(rf"{word}(_\w+)?_{end}_", name) for name in names), f"no kernel of {word} and {end}: {names}"
+    assert len(names) >= 25
+    assert len(kernels(every_size=True)) >= 60
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_kernel_compiles_to_machine_code(target):
+    failed = [(kernel, made) for kernel, made in compiled(target) if isinstance(made, Exception)]
+    assert not failed, f"{len(failed)} kernels do not compile for {target}:\n" + "\n".join(
+        f"{kernel.model}: {kernel.name}: {type(error).__name__}: {str(error)[-600:]}" for kernel, error in failed
+    )
+    for kernel, made in compiled(target):
+        binary = made.asm["hsaco" if target.startswith("gfx") else "cubin"]
+        assert binary[:4] == b"\x7fELF", kernel.name
+        took = resources(made)
+        assert 0 < took.registers <= REGISTERS[TARGETS[target].backend], (kernel.name, took)
+        assert took.shared <= SHARED[target], (kernel.name, took)
+        if "cast" in kernel.name and "transpose" in kernel.name:
+            rows, columns, _ = kernel.configs[0]
+            assert took.shared >= rows * columns // 4, (kernel.name, took)  # the transposition goes through shared memory
+
+
+def test_nothing_spills_at_the_default_tile():
+    took = [(kernel, resources(made)) for kernel, made in compiled("sm_90")]
+    spilled = [f"{kernel.model}: {kernel.name} at {kernel.configs[0]}: {found}" for kernel, found in took if found.spills]
+    assert not spilled, f"{len(spilled)} of {len(took)} kernels spill on sm_90:\n" + "\n".join(spilled)
+
+
+FINER = {"ffn": ("rowwise", "blockwise", "mxfp8"), "llama": ("blockwise",)}
+
+
+@functools.cache
+def finer(model: str) -> tuple[Generated, ...]:
+    """Kernels of the recipes with more than one scale a tensor, each form once."""
+    found: dict[str, Generated] = {}
+    for recipe in FINER[model]:
+        for kernel in _traced(model, recipe):
+            found.setdefault(kernel.form, kernel)
+    return tuple(found.values())
+
+
+def test_the_finer_recipes_get_kernels_of_every_kind():
+    sources = [kernel.source for model in FINER for kernel in finer(model)]
+    assert len(sources) >= 25
+    texts = ("tl.atomic_max(column_amax0", "in range(0, 128, BLOCK_C)", "[BLOCK_R // 32, 32, BLOCK_C]", "BLOCK_C // 128, 128]")
+    for text in texts:
+        assert any(text in source for source in sources), text
+
+
+@pytest.mark.parametrize("model", FINER)
+def test_kernels_of_the_finer_recipes_do_not_spill(model):
+    took = [(kernel, resources(compile_kernel(kernel, kernel.configs[0], TARGETS["sm_90"]))) for kernel in finer(model)]
+    spilled = [f"{kernel.model}: {kernel.name} at {kernel.configs[0]}: {found}" for kernel, found in took if found.spills]
+    assert not spilled, f"{len(spilled)} of {len(took)} kernels spill on sm_90:\n" + "\n".join(spilled)
+
+
+@pytest.mark.parametrize("target", [target for target in TARGETS if target != "sm_90"])
+def test_kernels_of_the_finer_recipes_compile_to_machine_code(target):
+    for kernel in [x for x in finer("ffn") if re.search("transpose|columns", x.name)]:
+        kernel = with_fnuz(kernel) if target == "gfx942" else kernel
+        made = compile_kernel(kernel, kernel.configs[0], TARGETS[target])
+        took = resources(made)
+        assert 0 < took.registers <= REGISTERS[TARGETS[target].backend], (kernel.name, took)
+        assert took.shared <= SHARED[target], (kernel.name, took)
+
+
+def test_scales_are_divided_as_in_the_reference():
+    """Rounded correctly, denormals kept."""
+    kernel = next(x for x in finer("ffn") if "tl.div_rn(448.0" in x.source)
+    ptx = compile_kernel(kernel, kernel.configs[0], TARGETS["sm_90"]).asm["ptx"]
+    assert "div.rn.f32" in ptx
+    assert "ftz" not in ptx and "div.full" not in ptx and "div.approx" not in ptx
+
+
+def test_a_spill_is_seen():
+    """A tile that is too large for the registers of its threads."""
+    kernel = next(x for x in kernels(every_size=False) if "silu_backward_cast_transpose" in x.name)
+    assert resources(compile_kernel(kernel, (128, 128, 4), TARGETS["sm_90"])).spills > 100
+
+
+def test_fnuz_sources_are_those_of_a_gpu_that_wants_them():
+    """`with_fnuz` rewrites text: the same comes out as from tracing with the fnuz encodings."""
+    unread = mock.patch.object(_Reader, "matmul", lambda *_: None)  # Inductor falls back for these on NVIDIA
+    with mock.patch.object(formats, "fnuz", lambda: True), unread:
+        expected = [kernel.source.replace(kernel.name, "kernel") for kernel in traced("ffn", "delayed")]
+    made = [with_fnuz(kernel) for kernel in _traced("ffn", "delayed")]
+    assert [kernel.source.replace(kernel.name, "kernel") for kernel in made] == expected
+    assert any("tl.float8e4b8" in source for source in expected) and any("tl.float8e5b16" in source for source in expected)
+    assert not any("e4nv" in source or "float8e5)" in source or "448" in source for source in expected)
+
+
+def stores(ptx: str) -> list[int]:
+    """Bytes that each store to global memory writes from one thread."""
+    found = re.findall(r"st\.global\S*?((?:\.v\d)?)\.[a-z](\d+)\b", ptx)
+    return [int(vector[2:] or 1) * int(bits) // 8 for vector, bits in found]
+
+
+def test_stores_are_read_from_ptx():
+    assert stores("st.global.v4.b32 [a], {b}; @%p1 st.global.b8 [a], x; st.global.L1::no_allocate.v2.b64 [a], x") == [16, 1, 16]
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_both_layouts_are_stored_by_whole_words(dynamic):
+    """Why there is a tile: in either layout a thread has neighbours to write, 4 bytes of FP8 at least."""
+    made = traced("ffn", "delayed", dynamic=dynamic)
+    chosen = [x for x in made if "cast_transpose" in x.name and "norm" not in x.name]
+    assert len(chosen) >= 3
+    for kernel in chosen:
+        ptx = compile_kernel(kernel, kernel.configs[0], TARGETS["sm_90"]).asm["ptx"]
+        rows, columns, warps = kernel.configs[0]
+        wide = [size for size in stores(ptx) if size >= 4]
+        each = rows * columns // (32 * warps)  # bytes of FP8 that a thread writes in each layout
+        assert sum(wide) >= 2 * each, f"{kernel.name}: a thread stores {sorted(stores(ptx))} bytes, of FP8 twice {each}"
+        assert min(stores(ptx)) >= 4, f"{kernel.name}: a thread stores {sorted(stores(ptx))} bytes"

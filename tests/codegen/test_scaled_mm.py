@@ -1,0 +1,243 @@
+"""Matmuls of operands with several scales by ATen: layouts of scales, the emulation, and what Inductor makes of them.
+
+They are traced with fake CUDA tensors, whose checks of layouts are ATen's, and compiled by Inductor for described devices.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph, GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fp8compile.codegen import scale_layouts, scaled_mm, scaled_mm_kind
+from fp8compile.codegen.inline import Inliner
+from fp8compile.codegen.scaled_mm_kind import AFTER, EMULATED, TRITON
+from fp8compile.config.recipe import ROW, WHOLE
+from fp8compile.devices import catalog
+from fp8compile.devices.formats import fnuz
+from fp8compile.devices.gpu import Gpu, gpu_of
+from fp8compile.dryrun.fake_gpu import unavailable
+from fp8compile.ir import ops
+from tests.backend.test_gpu_graph import compile_mlp
+from tests.codegen.test_block_gemm import B200, BF16, E4M3, F16, F32, FNUZ, H100, LINE, MI300X, MX_BLOCK, SQUARE, operand
+
+
+@pytest.mark.parametrize("shape", [(128, 4), (1, 1), (200, 9), (384, 16), (1000, 40)], ids=str)
+def test_swizzle(shape: tuple[int, int]) -> None:
+    """torchao's order, and its E8M0 of the same numbers, 2**-127 to 2**127."""
+    from torchao.prototype.mx_formats.utils import to_blocked
+
+    exponents = torch.randint(-127, 128, shape, generator=torch.Generator().manual_seed(0))
+    exponents.flatten()[0] = -127
+    inverse = torch.ldexp(torch.ones(shape), exponents)
+    expected = to_blocked((exponents + 127).to(torch.uint8))
+    got = scale_layouts.swizzled(inverse)
+    assert got.dtype == torch.float8_e8m0fnu and got.is_contiguous()
+    assert torch.equal(got.view(torch.uint8), expected)
+    assert torch.equal((exponents + 127).to(torch.uint8).view(torch.float8_e8m0fnu).to(F32), inverse)
+
+
+@pytest.mark.parametrize("k", [64, 48])
+def test_emulation_is_exact(k: int) -> None:
+    """Every E4M3 number times powers of two of all sizes: bf16 has it, so bf16 products are those of the reference."""
+    codes = torch.arange(256, dtype=torch.uint8).view(E4M3).to(F32).nan_to_num(0.0).repeat(k // 16)
+    a = codes.view(16 * k // 16, -1)[:, :16].repeat(1, k // 16).to(E4M3)
+    inverse = 2.0 ** torch.arange(-100, 100).to(F32)[: a.shape[0] * ops.blocks(k, 32)].view(a.shape[0], -1)
+    values, rows = scaled_mm.dequantized(a, inverse, MX_BLOCK)
+    assert rows is None and values.dtype == BF16
+    assert torch.equal(values.to(F32), a.to(F32) * ops.spread(inverse, a.shape, MX_BLOCK))
+    (a, a_inv), (b, b_inv) = operand(33, k, MX_BLOCK), operand(32, k, MX_BLOCK, seed=1)
+    x, y = (scaled_mm.dequantized(*given, MX_BLOCK)[0].to(F32) for given in ((a, a_inv), (b, b_inv)))
+    assert torch.equal(x @ y.t(), ops.block_product(a, b, a_inv, b_inv, None, F32, False, MX_BLOCK, MX_BLOCK))
+
+
+def graph_of(
+    sizes: tuple[int, int, int],
+    blocks: tuple[Any, Any],
+    bias: torch.dtype | None,
+    out_dtype: torch.dtype,
+    gpu: Gpu,
+    dtype: torch.dtype = E4M3,
+) -> GraphModule:
+    """An `ops.block_mm` on fake CUDA tensors, traced and lowered: ATen's checks have seen the arguments."""
+    m, n, k = sizes
+    given = [*operand(m, k, blocks[0], dtype), *operand(n, k, blocks[1], dtype)]
+    given += [torch.zeros(n, dtype=bias)] if bias is not None else []
+    mode = FakeTensorMode()
+
+    def moved(x: Tensor) -> Tensor:
+        with mode:
+            return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda")
+
+    def call(a: Tensor, a_inv: Tensor, b: Tensor, b_inv: Tensor, *more: Tensor) -> Tensor:
+        return ops.block_mm(a, b, a_inv, b_inv, more[0] if more else None, out_dtype, False, list(blocks[0]), list(blocks[1]))
+
+    with mock.patch("torch._subclasses.fake_tensor.init_gpu_context", lambda *_: None, create=True):
+        traced = make_fx(call)(*map(moved, given))
+        (node,) = traced.graph.find_nodes(op="call_function", target=ops.block_mm)
+        properties = mock.Mock(shared_memory_per_block_optin=227 << 10)
+        with (
+            mock.patch.object(scaled_mm, "gpu_of", lambda _: gpu),
+            mock.patch("torch.cuda.get_device_properties", lambda *_: properties),
+        ):
+            result = scaled_mm.lower_block_mm(node, Inliner())
+    node.replace_all_uses_with(result)
+    traced.graph.erase_node(node)
+    traced.graph.lint()
+    traced.recompile()
+    assert result.meta["val"].dtype == out_dtype and str(result.meta["val"].device) == "cuda:0"
+    return traced
+
+
+def product_of(graph: Graph) -> tuple[Any, ...]:
+    (node,) = graph.find_nodes(op="call_function", target=torch.ops.aten._scaled_mm.default)
+    return tuple(x.meta["val"] if isinstance(x, torch.fx.Node) else x for x in node.args)
+
+
+def layout(x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return tuple(x.shape), tuple(x.stride())
+
+
+@pytest.mark.parametrize("pair", [(ROW, ROW), (ROW, WHOLE), (WHOLE, ROW)], ids=str)
+def test_rowwise_graph(pair: tuple) -> None:
+    a, b, a_scale, b_scale, bias, _, out_dtype = product_of(graph_of((40, 64, 48), pair, BF16, BF16, H100).graph)
+    assert layout(a) == ((40, 48), (48, 1)) and layout(b) == ((48, 64), (1, 48))
+    assert layout(a_scale) == ((40, 1), (1, 1)) and layout(b_scale) == ((1, 64), (64, 1))
+    assert bias.dtype == out_dtype == BF16
+
+
+def test_the_scale_of_one_row_is_found_in_its_vector() -> None:
+    """`as_strided` counts from the storage's beginning: a view of one of many scales is copied first."""
+    inverses = torch.tensor([8.0, 0.5, 2.0])
+    with mock.patch.object(scaled_mm, "scaled", lambda a, b, a_scale, b_scale, *_: (a_scale, b_scale)):
+        scales: Any = scaled_mm.rowwise(torch.zeros(1, 32), torch.zeros(1, 32), inverses[1:2], inverses[2:3], None, BF16, False)
+    assert [x.item() for x in scales] == [0.5, 2.0]
+
+
+def test_a_bias_of_another_dtype_is_added_after() -> None:
+    for bias, out_dtype in ((F32, BF16), (F32, F32), (BF16, F16)):
+        args = product_of(graph_of((40, 64, 48), (ROW, ROW), bias, out_dtype, H100).graph)
+        assert args[4] is None and args[6] == F32
+
+
+def test_rowwise_after_graph() -> None:
+    args = product_of(graph_of((40, 64, 48), (ROW, WHOLE), None, F16, MI300X, dtype=FNUZ).graph)
+    assert [layout(x) for x in args[2:4]] == [((1, 1), (1, 1))] * 2 and args[6] == F32
+
+
+def test_blockwise_graph() -> None:
+    """Scales of 1 x 128 blocks with their rows beside each other, of 128 x 128 blocks with K's."""
+    m, n, k = 256, 192, 512
+    args = product_of(graph_of((m, n, k), (LINE, SQUARE), None, BF16, H100).graph)
+    assert [layout(x) for x in args[2:4]] == [((m, 4), (1, m)), ((4, 2), (1, 4))]
+    args = product_of(graph_of((m, n, k), (SQUARE, LINE), None, BF16, H100).graph)
+    assert [layout(x) for x in args[2:4]] == [((2, 4), (4, 1)), ((4, n), (n, 1))]
+    args = product_of(graph_of((m, n, 384), (LINE, LINE), None, F32, H100).graph)
+    assert [layout(x) for x in args[2:4]] == [((m, 3), (1, m)), ((3, n), (n, 1))]
+    assert len(args) == 7  # no fast accumulation
+
+
+@pytest.mark.parametrize("k", [64, 48])
+def test_mx_graph(k: int) -> None:
+    """The scales as ATen wants them, K as cuBLASLt does."""
+    a, b, a_scale, b_scale, *_ = product_of(graph_of((200, 144, k), (MX_BLOCK, MX_BLOCK), BF16, BF16, B200).graph)
+    assert a.shape == (200, 64) and b.shape == (64, 144) and b.stride() == (1, 64)
+    assert a_scale.shape == (2 * 128 * 4,) and a_scale.dtype == b_scale.dtype == torch.float8_e8m0fnu
+
+
+def test_emulated_graph() -> None:
+    graph = graph_of((40, 64, 48), (MX_BLOCK, MX_BLOCK), None, BF16, H100).graph
+    (mm,) = graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)
+    assert {x.meta["val"].dtype for x in mm.args} == {BF16}
+    graph = graph_of((40, 64, 48), (MX_BLOCK, MX_BLOCK), BF16, F16, H100).graph
+    (mm,) = graph.find_nodes(op="call_function", target=torch.ops.aten.mm.dtype)
+    assert mm.meta["val"].dtype == F32
+
+
+@pytest.mark.parametrize("form", [scale_layouts.swizzled, scale_layouts.columns_first, scale_layouts.rows_first])
+@pytest.mark.parametrize("flipped", [False, True])
+def test_scales_of_sizes_that_are_symbols(form: Callable, flipped: bool) -> None:
+    """Traced where K was one block, right for any number of them: that it was one is not taken for a fact."""
+
+    def call(x: Tensor) -> Tensor:
+        amax = ops.amax_blocks(x, False, list(LINE))
+        return form(amax.t() if flipped else amax)
+
+    graph = make_fx(call, tracing_mode="symbolic")(torch.ones(40, 48))
+    for shape in ((40, 48), (33, 272), (130, 1040)):
+        x = torch.randn(shape)
+        expected, got = call(x), graph(x)
+        assert expected.shape == got.shape and got.is_contiguous()
+        assert torch.equal(expected.to(F32), got.to(F32))
+
+
+# -- as Inductor compiles it -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(unavailable() is not None, reason=unavailable() or "")
+@pytest.mark.parametrize(
+    ("gpu", "recipe", "dynamic", "expected"),
+    [
+        ("h200", "rowwise", False, {"_scaled_mm": 6}),
+        ("h200", "blockwise", False, {"_scaled_mm": 4, "fp8_gemm": 2}),
+        ("b200", "blockwise", True, {"fp8_gemm": 6}),
+        ("b200", "mxfp8", True, {"_scaled_mm": 6}),
+        ("h200", "mxfp8", False, {"mm": 6}),
+    ],
+)
+def test_training_step(gpu: str, recipe: str, dynamic: bool, expected: dict[str, int]) -> None:
+    """Linear 256 -> 512, GELU, linear 512 -> 256 on 128 tokens, for a described device."""
+    step = compile_mlp(128, dynamic=dynamic, gpu=catalog.find(gpu).gpu, recipe=recipe)
+    calls = re.findall(r"extern_kernels\.(\w+?)(?:_dtype)?\(|(fp8_gemm)\w+\.run\(", step.code)
+    assert Counter(name or launch for name, launch in calls) == expected
+    assert f"ops.{ops.NAMESPACE}" not in step.code
+    for scale in re.findall(r"reinterpret_tensor\(\w+, \(128, \d\), \((\d+), (\d+)\), 0\)", step.code):
+        assert scale == ("1", "128")  # cuBLASLt's: column by column
+
+
+# -- on a device -------------------------------------------------------------------------------------------------------
+
+PAIRS = [(ROW, ROW), (ROW, WHOLE), (LINE, SQUARE), (SQUARE, LINE), (LINE, LINE), (SQUARE, SQUARE), (MX_BLOCK, MX_BLOCK)]
+OTHER_WAYS = {ROW: [AFTER], WHOLE: [AFTER], LINE: [TRITON], SQUARE: [TRITON], MX_BLOCK: [EMULATED]}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pair", PAIRS, ids=str)
+@pytest.mark.parametrize("sizes", [(512, 384, 1024), (37, 144, 272), (1, 256, 16)], ids=str)
+@pytest.mark.parametrize(("out_dtype", "bias"), [(BF16, BF16), (BF16, None), (F32, None), (F16, F32)], ids=str)
+def test_on_a_device(pair: tuple, sizes: tuple[int, int, int], out_dtype: torch.dtype, bias: torch.dtype | None) -> None:
+    """The way that is taken there, and that of other devices, against the reference on the same one. Tensor cores keep about 14
+    bits of a sum of FP8 products."""
+    m, n, k = sizes
+    dtype = FNUZ if fnuz() else E4M3
+    given = [x.cuda() for x in (*operand(m, k, pair[0], dtype), *operand(n, k, pair[1], dtype, seed=1))]
+    given[1::2] = [x.clamp(max=0.25) for x in given[1::2]]  # fp16 ends at 65504
+    given += [torch.randn(n, dtype=bias, device="cuda")] if bias is not None else []
+
+    def call(a: Tensor, a_inv: Tensor, b: Tensor, b_inv: Tensor, *more: Tensor) -> Tensor:
+        return ops.block_mm(a, b, a_inv, b_inv, more[0] if more else None, out_dtype, False, list(pair[0]), list(pair[1]))
+
+    expected = call(*given)
+    assert expected.isfinite().all()
+    absolute = [x.to(F32).abs() for x in given[:4:2]]
+    terms = ops.block_product(absolute[0], absolute[1], given[1], given[3], None, F32, False, *pair)
+    first = scaled_mm_kind.how(gpu_of(torch.device("cuda", 0)), *pair, m, n, k, F32 if bias == F32 else out_dtype)
+    for way in dict.fromkeys((first, *OTHER_WAYS[pair[0]])):
+        graph = make_fx(call, tracing_mode="fake")(*given)
+        (node,) = graph.graph.find_nodes(op="call_function", target=ops.block_mm)
+        with mock.patch.object(scaled_mm_kind, "how", lambda *_, way=way: way):
+            node.replace_all_uses_with(scaled_mm.lower_block_mm(node, Inliner()))
+        graph.graph.erase_node(node)
+        graph.recompile()
+        got = graph(*given)
+        error = (got.to(F32) - expected.to(F32)).abs()
+        assert (error <= 2.0**-10 * terms + 2 * torch.finfo(out_dtype).eps * expected.to(F32).abs()).all(), way

@@ -1,0 +1,376 @@
+"""Policies: what rules match and in which order, how recipes resolve, what files are taken, and what errors say."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import os
+import pickle
+import subprocess
+import sys
+from importlib import resources
+
+import pytest
+
+from fp8compile.config.policy import BUILTIN, Defaults, NamedRecipe, Policy, Rule, Schedule, Site, load, schema
+from fp8compile.config.policy.files import shipped
+from fp8compile.config.policy.model import SETTINGS, PolicyFile
+from fp8compile.config.recipe import Recipe
+from fp8compile.devices.toml import tomllib
+from fp8compile.errors import OptionError
+
+UP = "model.layers.1.mlp.up_proj"
+
+
+def site(module: str = UP, **changes) -> Site:
+    given = dict(
+        module=module,
+        parameter=f"{module}.weight",
+        classes=("Linear", "LlamaMLP", "LlamaDecoderLayer", "LlamaForCausalLM"),
+        op="mm",
+        gemm="fprop",
+        m=8192,
+        n=14336,
+        k=4096,
+        block=(1, 4),
+        layer=(5, 29),
+        kind="",
+    )
+    return Site(**{**given, **changes})
+
+
+def fp8(policy: Policy, *args, **changes) -> str:
+    return policy.choose(site(*args, **changes)).fp8
+
+
+def refusal(source) -> str:
+    with pytest.raises(ValueError) as caught:
+        load(source)
+    assert isinstance(caught.value, OptionError)
+    return str(caught.value)
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(text: str | bytes, name: str = "mine.toml"):
+        path = tmp_path / name
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        return path
+
+    return write
+
+
+# --- conditions -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "conditions, matching, other",
+    [
+        ({"module": "*.up_proj"}, {}, {"module": "model.layers.1.mlp.down_proj"}),
+        ({"module": "model.*.up_proj"}, {}, {"module": "up_proj"}),  # "*" matches dots
+        ({"module": "model.layers.[0-1].mlp.up_pro?"}, {}, {"module": "model.layers.2.mlp.up_proj"}),
+        ({"module": ["*.gate_proj", "*.up_proj"]}, {}, {"module": "x.down_proj"}),
+        ({"module": r"re:model\.layers\.(1|3)\..*"}, {}, {"module": "model.layers.2.mlp.up_proj"}),
+        ({"module": "re:layers"}, {"module": "layers"}, {"module": "model.layers"}),  # the whole name
+        ({"module": "*.UP_proj"}, {"module": "x.UP_proj"}, {}),  # case matters
+        ({"parameter": "*.up_proj.weight"}, {}, {"parameter": "x"}),
+        ({"module_class": "Linear"}, {}, {"classes": ("Conv1D", "GPT2MLP")}),
+        ({"module_class": ["*MLP"]}, {}, {"classes": ("Linear", "LlamaAttention")}),  # around it
+        ({"op": "mm"}, {}, {"op": "bmm"}),
+        ({"op": ["mm", "addmm"]}, {"op": "addmm"}, {"op": "baddbmm"}),
+        ({"gemm": "wgrad"}, {"gemm": "wgrad"}, {"gemm": "dgrad"}),
+        ({"gemm": ["fprop", "dgrad"]}, {"gemm": "dgrad"}, {"gemm": "wgrad"}),
+        ({"where": "m < 512"}, {"m": 511}, {"m": 512}),
+        ({"blocks": "first 2"}, {"block": (1, 4)}, {"block": (2, 4)}),
+        ({"blocks": "last 1"}, {"block": (3, 4)}, {"block": (2, 4)}),
+        ({"blocks": "first 9"}, {"block": (3, 4)}, {"block": None}),  # outside of all blocks
+        ({"blocks": ["first 1", "last 1"]}, {"block": (0, 4)}, {"block": (1, 4)}),
+        ({"layers": "first 1"}, {"layer": (0, 29)}, {"layer": (1, 29)}),
+        ({"layers": "last 2"}, {"layer": (27, 29)}, {"layer": (26, 29)}),
+        ({"kind": "output head"}, {"kind": "output head: by its name"}, {"kind": "router gate: by its name"}),
+        ({"kind": ["output head", "router gate"]}, {"kind": "router gate"}, {"kind": ""}),
+        ({"module": "*.up_proj", "gemm": "fprop"}, {}, {"gemm": "dgrad"}),  # all must hold
+    ],
+)
+def test_conditions(conditions, matching, other):
+    policy = load({"extends": "none", "rules": [{**conditions, "fp8": "off"}]})
+    assert fp8(policy, **matching) == "off"
+    assert fp8(policy, **other) == "auto"
+
+
+def test_the_first_rule_that_matches_decides():
+    rules = [
+        {"name": "gradients", "gemm": ["dgrad", "wgrad"], "module": "*.up_proj", "fp8": False},
+        {"module": "*.mlp.*", "fp8": True, "recipe": "tensorwise"},
+        {"where": "n > 0"},
+    ]
+    policy = load({"rules": rules})
+    choice = policy.choose(site(gemm="dgrad"))
+    assert (choice.fp8, choice.rule, choice.label, choice.recipe) == ("off", 0, "gradients", Recipe())
+    choice = policy.choose(site())
+    assert (choice.fp8, choice.rule, choice.label, choice.recipe) == ("on", 1, "rule 2", Recipe("tensorwise"))
+    choice = policy.choose(site("lm_head", kind="output head: by its name"))
+    assert (choice.fp8, choice.rule, choice.label) == ("auto", 2, "rule 3")  # before the default policy's own
+    assert policy.own == 3 and len(policy.rules) == 3 + len(load("default").rules)
+
+
+def test_no_rule():
+    policy = load({"extends": "none", "defaults": {"margin": 3}})
+    choice = policy.choose(site())
+    assert (choice.fp8, choice.rule, choice.label, choice.recipe) == ("auto", None, "", Recipe(margin=3))
+
+
+# --- recipes ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_setting_is_looked_up_in_the_rule_the_recipe_the_options_the_defaults():
+    data = {
+        "extends": "none",
+        "defaults": {"recipe": "tensorwise", "margin": 1, "interval": 2, "fp8_format": "E4M3", "amax_history_len": 7},
+        "recipes": {
+            "outer": {"base": "inner", "margin": 3, "interval": 5},
+            "inner": {"base": "delayed", "margin": 4, "amax_compute_algo": "most_recent"},
+        },
+        "rules": [
+            {"module": "a", "recipe": "outer", "interval": 6},
+            {"module": "b", "margin": 8},
+            {"module": "c", "recipe": "delayed"},
+        ],
+    }
+    policy = load(data)
+    assert policy.choose(site("a")).recipe == Recipe("delayed", "e4m3", 3, 7, "most_recent", 6)
+    assert policy.choose(site("b")).recipe == Recipe("tensorwise", "e4m3", 8, 7, "max", 2)
+    assert policy.choose(site("c")).recipe == Recipe("delayed", "e4m3", 1, 7, "max", 2)
+    assert policy.choose(site("d")).recipe == policy.recipe == Recipe("tensorwise", "e4m3", 1, 7, "max", 2)
+    assert set(policy.possible) == {policy.choose(site(name)).recipe for name in "abcd"} and policy.delayed
+
+    beside = policy.with_defaults(margin=0, interval=9, recipe="delayed", amax_history_len=1)
+    assert beside.choose(site("a")).recipe == Recipe("delayed", "e4m3", 3, 1, "most_recent", 6)
+    assert beside.choose(site("b")).recipe == Recipe("delayed", "e4m3", 8, 1, "max", 9)
+    assert beside.recipe == Recipe("delayed", "e4m3", 0, 1, "max", 9)
+    assert beside.key != policy.key and policy.with_defaults() == policy
+    assert policy.with_defaults(recipe="outer").recipe == Recipe("delayed", "e4m3", 3, 7, "most_recent", 5)
+
+
+def test_what_is_possible():
+    assert not load({"extends": "none", "defaults": {"recipe": "tensorwise"}}).delayed
+    last = load({"extends": "none", "rules": [{"module": "a", "recipe": "tensorwise"}, {"recipe": "tensorwise", "margin": 1}]})
+    assert last.possible == (Recipe("tensorwise"), Recipe("tensorwise", margin=1)) and not last.delayed  # no default is left
+
+
+def test_every_field_of_a_recipe_is_a_key():
+    other = {
+        "fp8_format": "e4m3",
+        "amax_compute_algo": "most_recent",
+        "on_overflow": "saturate",
+        "fp8_encoding": "fnuz",
+        "margin": 1,
+        "power_of_2_scale": False,  # all that delayed scaling takes
+    }
+    recipe = Recipe()
+    for field in dataclasses.fields(Recipe):
+        if field.name == "name":
+            continue
+        value = getattr(recipe, field.name)
+        if isinstance(value, tuple):
+            new = [not part for part in value]
+        else:
+            new = other[field.name] if field.name in other else not value if isinstance(value, bool) else value + 1
+        expected = dataclasses.replace(recipe, **{field.name: new})
+        assert load({"defaults": {field.name: new}}).recipe == expected
+        assert load({"rules": [{"module": UP, field.name: new}]}).choose(site()).recipe == expected
+        named = {"recipes": {"mine": {field.name: new}}, "rules": [{"module": UP, "recipe": "mine"}]}
+        assert load(named).choose(site()).recipe == expected
+
+
+def test_extending():
+    policy = load({"extends": "conservative", "defaults": {"amax_history_len": 4}, "rules": [{"module": "a", "name": "mine"}]})
+    assert policy.recipe == Recipe(margin=(1, 1, 11), amax_history_len=4)
+    assert policy.labels[:2] == ("mine", "first and last block") and policy.own == 1
+    assert policy.labels[-1] == load("default").labels[-1]
+    assert load("conservative").own == 0  # what is shipped is nobody's own
+
+
+def test_extending_files(write, tmp_path):
+    write('[[rules]]\nmodule = "b"\nfp8 = "off"\nrecipe = "x"\n[recipes.x]\nmargin = 1\n', "base.toml")
+    (tmp_path / "sub").mkdir()
+    mine = write('extends = "../base.toml"\neval = "fp8"\n[[rules]]\nmodule = "a"\nrecipe = "x"\n', "sub/mine.toml")
+    policy = load(mine)
+    assert policy.labels[:2] == ("rule 1", f"rule 1 of {tmp_path / 'sub' / '../base.toml'}") and policy.own == 1
+    assert policy.eval == "fp8" and policy.choose(site("a")).recipe == policy.choose(site("b")).recipe == Recipe(margin=1)
+    mine.write_text(mine.read_text() + "[recipes.x]\nmargin = 2\n")  # the nearer one of two recipes; and read anew
+    assert load(mine).choose(site("b")).recipe == Recipe(margin=2)
+
+
+def test_plain_keys(write):
+    path = write('device = "h100"\neval = "fp8"\n[schedule]\nwarmup_steps = 10\ncooldown_at = 90\n')
+    policy = load(path)
+    assert (policy.device, policy.eval, policy.schedule) == ("h100", "fp8", Schedule(warmup_steps=10, cooldown_at=90))
+    assert policy.source == str(path) and str(path) not in policy.key
+    changed = dataclasses.replace(policy, eval="high_precision", device=None)
+    assert changed.eval == "high_precision" and changed.labels == policy.labels and changed != policy
+    with pytest.raises(OptionError, match="'eval' must be"):
+        dataclasses.replace(policy, eval="fp16")
+    assert load({}).schedule is None and load({}).eval == "high_precision" and load({"schedule": {}}).schedule == Schedule()
+
+
+def test_equal_hashed_and_picklable_by_what_they_decide():
+    data = {"recipes": {"a": {"margin": 1}}, "rules": [{"module": "x", "where": "n<3", "recipe": "a"}]}
+    one, other = load(data), load(json.loads(json.dumps(data)))
+    assert one == other and hash(one) == hash(other) and one.key == other.key
+    assert pickle.loads(pickle.dumps(one)) == one and {one: 1}[other] == 1
+    assert one.key != load({**data, "device": "h100"}).key
+
+
+def test_in_python():
+    policy = Policy(
+        rules=(Rule(module="*.mlp.*", fp8=False), Rule(where="n < 3", recipe="mine")), recipes={"mine": NamedRecipe(margin=2)}
+    )
+    assert fp8(policy) == "off" and policy.choose(site("a", n=2)).recipe.margin == 2 and load(policy) is policy
+    with pytest.raises(OptionError, match="rule 1: 'recipe' must be .*Did you mean 'delayed'"):
+        Policy(rules=(Rule(recipe="delayd"),))
+    assert Policy(rules=[{"module": "a"}]) == Policy(rules=(Rule(module=["a"]),)) == Policy((Rule(module="a"),))
+    with pytest.raises(OptionError, match="'rules' must be a list of tables"):
+        Policy(rules=Rule(module="a"))
+    with pytest.raises(OptionError, match="'margin' must be") as caught:
+        Rule(margin="3")
+    assert (caught.value.key, caught.value.value) == ("margin", "3") and str(pickle.loads(pickle.dumps(caught.value)))
+    with pytest.raises(OptionError, match="2 errors:\n  'fp8' must be .*\n  unknown key 'modul'.*Did you mean 'module'"):
+        Rule(fp8=1, modul="a")
+    with pytest.raises(OptionError, match="'margn'.*Did you mean 'margin'"):
+        policy.with_defaults(margn=1)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        policy.rules[0].fp8 = "on"
+    assert copy.deepcopy(policy) == policy == dataclasses.replace(policy) and "margin=2" in repr(policy)
+
+
+def test_tables_in_dicts_may_be_made_in_python():
+    assert load({"rules": [Rule(module="a")], "schedule": Schedule()}) == load({"rules": [{"module": "a"}], "schedule": {}})
+
+
+# --- sources ----------------------------------------------------------------------------------------------------------
+
+
+def test_sources(write, monkeypatch, tmp_path):
+    path = write("[[rules]]\nmodule = 'a'\n")
+    monkeypatch.delenv("FP8COMPILE_POLICY", raising=False)
+    assert load() == load("default") == load(None) and load().source == "default"
+    assert load(path) == load(str(path)) == load({"rules": [{"module": "a"}]})
+    monkeypatch.chdir(tmp_path)
+    assert load("mine.toml") == load("./mine.toml") == load(path)
+    monkeypatch.setenv("FP8COMPILE_POLICY", str(path))
+    assert load() == load(path) and load("default") != load()
+    monkeypatch.setenv("FP8COMPILE_POLICY", "llama")
+    assert load() == load("llama")
+    monkeypatch.setenv("FP8COMPILE_POLICY", "lama")
+    assert "FP8COMPILE_POLICY" in refusal(None) and "Did you mean 'llama'" in refusal(None)
+    monkeypatch.setenv("FP8COMPILE_POLICY", str(tmp_path / "gone.toml"))
+    assert "FP8COMPILE_POLICY" in refusal(None) and "does not exist" in refusal(None)
+    monkeypatch.setenv("FP8COMPILE_POLICY", "")
+    assert load().source == "default"
+
+
+def test_unusable_files(write, tmp_path):
+    path = write("[[rules]]\nmodule = 'a'\n")
+    path.unlink()
+    assert f"{str(path)!r} cannot be read: it does not exist" in refusal(path)
+    assert "'llama', without .toml" in refusal("llama.toml")
+    (tmp_path / "folder.toml").mkdir()
+    assert "Is a directory" in refusal(tmp_path / "folder.toml")
+    assert "not UTF-8 (byte 0xe9 in line 2)" in refusal(write(b"# a\n# caf\xe9\n"))
+    assert "larger than 256 KiB" in refusal(write("#" * 300_000))
+    os.mkfifo(tmp_path / "pipe.toml")
+    assert "not a regular file" in refusal(tmp_path / "pipe.toml")
+    assert "cannot be read" in refusal("a\0.toml") and "cannot be read" in refusal("x" * 5000 + ".toml")
+    assert "a path, a dict" in refusal(b"x.toml") and "a path, a dict" in refusal(3)
+    assert "Did you mean 'conservative'" in refusal("conservativ")
+    assert load(write(b"\xef\xbb\xbf[[rules]]\r\nmodule = 'a'\r\n")).own == 1  # a byte order mark, Windows' line ends
+    assert load(write("")).own == 0
+
+
+def test_circles(write, tmp_path):
+    a = write('extends = "./b.toml"\n', "a.toml")
+    write('extends = "./a.toml"\n', "b.toml")
+    assert "extend each other in a circle" in refusal(a) and "b.toml" in refusal(a)
+    assert "in a circle" in refusal(write('extends = "self.toml"', "self.toml"))
+    message = refusal(write('extends = "lama"\n'))
+    assert "line 1: 'extends' must be 'none', or one of" in message and "Did you mean 'llama'" in message
+    assert "nowhere.toml' cannot be read" in refusal(write('\nextends = "nowhere.toml"\n'))
+    broken = write("[[rules]]\nrole = 3\n", "broken.toml")
+    message = refusal(write('extends = "broken.toml"'))
+    assert message.startswith(f"policy {broken}, line 2, rule 1: unknown key 'role'")
+
+
+def test_importing_the_package_does_not_import_pydantic():
+    code = "import sys, fp8compile, fp8compile.errors; sys.exit(any(name.startswith('pydantic') for name in sys.modules))"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+# --- schema, shipped policies, fuzzing --------------------------------------------------------------------------------
+
+
+def test_schema():
+    made = schema()
+    json.dumps(made)
+    tables = {"Rule": Rule, "NamedRecipe": NamedRecipe, "Defaults": Defaults, "Schedule": Schedule}
+    for name, table in tables.items():
+        described = made["$defs"][name]
+        assert set(described["properties"]) == {field.name for field in dataclasses.fields(table)}
+        assert described["additionalProperties"] is False
+        assert all(part.get("description") for part in described["properties"].values())
+    assert set(made["properties"]) == {field.name for field in dataclasses.fields(PolicyFile)}
+    assert set(SETTINGS) < set(made["$defs"]["Rule"]["properties"])
+    assert '"null"' not in json.dumps(made)
+    for name in BUILTIN:
+        assert follows(tomllib.loads(shipped(name)), made, made)
+    for wrong in (
+        {"rules": [{"role": 3}]},
+        {"rules": [{"fp8": "onn"}]},
+        {"rules": {}},
+        {"defaults": {"margin": "1"}},
+        {"eval": 1},
+    ):
+        assert not follows(wrong, made, made)
+
+
+def follows(value, schema: dict, root: dict) -> bool:
+    """Whether `value` is valid: as much of JSON Schema as ours uses."""
+    if "$ref" in schema:
+        schema = {**root["$defs"][schema["$ref"].rpartition("/")[2]], **{k: v for k, v in schema.items() if k != "$ref"}}
+    kinds = {"string": str, "integer": int, "boolean": bool, "array": list, "object": dict}
+    known = {"anyOf", "type", "enum", "properties", "additionalProperties", "items", "prefixItems", "minItems", "maxItems"}
+    assert set(schema) <= known | {"$schema", "$defs", "title", "description", "default"}, set(schema)
+    kind = kinds[schema["type"]] if "type" in schema else object
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)) or value not in schema.get("enum", [value]):
+        return False
+    if "anyOf" in schema and not any(follows(value, part, root) for part in schema["anyOf"]):
+        return False
+    if isinstance(value, list):
+        parts = schema.get("prefixItems") or [schema.get("items", {})] * len(value)
+        fits = schema.get("minItems", 0) <= len(value) <= schema.get("maxItems", len(value))
+        return fits and all(follows(one, part, root) for one, part in zip(value, parts, strict=True))
+    if isinstance(value, dict):
+        others = schema.get("additionalProperties", {})
+        parts = {key: schema.get("properties", {}).get(key, others) for key in value}
+        return all(part is not False and follows(value[key], part, root) for key, part in parts.items())
+    return True
+
+
+@pytest.mark.parametrize("name", BUILTIN)
+def test_shipped_policies_are_a_start_for_ones_own(name, write):
+    policy, copy = load(name), load(write(shipped(name)))
+    assert policy == copy and policy.key == copy.key and policy.labels == copy.labels
+    assert all(rule.name for rule in policy.rules) and shipped(name).startswith("# ")
+
+
+def test_shipped_policies_are_all_listed():
+    folder = resources.files("fp8compile.config") / "policies"
+    assert sorted(path.name for path in folder.iterdir()) == sorted(f"{name}.toml" for name in BUILTIN)
+
+
+def test_fuzzed():
+    from tests.support.fuzz_policies import run
+
+    outcomes, _ = run(1000, seed=1, limit_s=10)
+    assert outcomes["loaded"] > 50 and len(outcomes) > 100

@@ -1,0 +1,311 @@
+"""What is said about policies that cannot be used, or that do nothing: the place, the key, the value, the fix."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from fp8compile.config.policy import load
+from fp8compile.config.recipe import RECIPES
+from tests.config.test_policy import fp8, refusal, site
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(text: str):
+        path = tmp_path / "mine.toml"
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+LINES = """\
+extends = "default"
+
+[defaults]
+margin = 1
+
+[recipes.mine]
+base = "delayed"
+
+# a comment
+[[rules]]
+name = "first"
+module = "a"
+
+[[rules]]   # another
+module = "b"
+where = '''
+n < 3
+or k < 3
+'''
+margin = 2
+"""
+
+
+@pytest.mark.parametrize(
+    "was, becomes, says",
+    [
+        ("margin = 1", "margin = true", "line 4, [defaults]: 'margin' must be an integer >= 0; got True (bool)"),
+        (
+            "margin = 1",
+            "recipe = 'min'",
+            f"line 4, [defaults]: 'recipe' must be one of {', '.join(map(repr, RECIPES))}, 'mine'; got 'min'",
+        ),
+        ('base = "delayed"', 'base = "mine"', "line 7, [recipes.mine]: recipes go in a circle: 'mine' -> 'mine'"),
+        ('base = "delayed"', 'recipe = "delayed"', "line 7, [recipes.mine]: unknown key 'recipe'"),
+        ("recipes.mine", "recipes.delayed", "line 6, [recipes.delayed]: a recipe called 'delayed' is built in"),
+        (
+            'module = "a"',
+            'role = "dgrad"',
+            "line 12, rule 1 ('first'): unknown key 'role' (value 'dgrad' (str)). Did you mean 'gemm'?",
+        ),
+        (
+            'module = "a"',
+            'modul = "x"',
+            "line 12, rule 1 ('first'): unknown key 'modul' (value 'x' (str)). Did you mean 'module'",
+        ),
+        ('module = "b"', "module = 3", "line 15, rule 2: 'module' must be a glob, or a list of globs; got 3 (int)"),
+        ('module = "b"', "gemm = 'fpro'", "line 15, rule 2: 'gemm' must be one of 'fprop', 'dgrad', 'wgrad'; got 'fpro'"),
+        (
+            'module = "b"',
+            "fp8 = 'of'",
+            "line 15, rule 2: 'fp8' must be one of 'on', 'off', 'auto'; got 'of' (str). Did you mean 'off'",
+        ),
+        ('module = "b"', "fp8 = 1", "line 15, rule 2: 'fp8' must be one of 'on', 'off', 'auto'; got 1 (int)"),
+        ('module = "b"', "kind = 'head'", "'kind' must be one of 'output head', 'router gate'"),
+        ('module = "b"', "blocks = 'First'", "line 15, rule 2: 'blocks' must be 'first N' or 'last N'"),
+        ('module = "b"', "layers = 'last1'", "Did you mean 'last 1'"),
+        ('module = "b"', "recipe = 'tensorwize'", "line 15, rule 2: 'recipe' must be one of"),
+        (
+            "or k < 3",
+            "or K < 3",
+            "line 16, rule 2: 'where': 'n < 3 or K < 3' names 'K', which is none of the sizes m, n and k. Did you",
+        ),
+        ("margin = 2", "margin = '2'", "line 20, rule 2: 'margin' must be an integer >= 0; got '2' (str)"),
+        (
+            "margin = 2",
+            "amax_history_len = 2.0",
+            "line 20, rule 2: 'amax_history_len' must be an integer >= 1; got 2.0 (float)",
+        ),
+        (
+            "margin = 2",
+            "override_linear_precision = [true]",
+            "line 20, rule 2: 'override_linear_precision' must be three bools",
+        ),
+        ("margin = 2", "margin = 2020-01-01", "line 20, rule 2: 'margin' must be an integer >= 0; got datetime.date(2020"),
+        ("margin = 2", "margin = 99999999999999999999999", "line 20, rule 2: 'margin' must be an integer <= 64; got 9999"),
+        ('extends = "default"', "extend = 'none'", "line 1: unknown key 'extend' (value 'none' (str)). Did you mean 'extends'"),
+        ('extends = "default"', "margin = 3", "line 1: unknown key 'margin' (value 3 (int)). 'margin' goes into [defaults]"),
+        ('extends = "default"', "eval = 'bf16'", "line 1: 'eval' must be one of 'high_precision', 'fp8'; got 'bf16'"),
+        ("margin = 2", "eval = 'fp8'", "line 20, rule 2: unknown key 'eval' (value 'fp8' (str)). 'eval' goes to the top of"),
+        ("margin = 1", "fp8 = true", "line 4, [defaults]: unknown key 'fp8' (value True (bool)). 'fp8' goes into [[rules]]."),
+        ("margin = 1", "warmup_steps = 1", "'warmup_steps' goes into [schedule]."),
+        ("[defaults]", "[default]", "line 3: unknown key 'default' (value {'margin': 1} (dict)). Did you mean 'defaults'"),
+        ("[[rules]]\nname", "[[rule]]\nname", "unknown key 'rule'"),
+        (
+            "[defaults]",
+            "[schedule]\nwarmup = 3\n[defaults]",
+            "line 4, [schedule]: unknown key 'warmup' (value 3 (int)). Did you mean 'warmup_steps'",
+        ),
+        (
+            "[defaults]",
+            "[schedule]\nwarmup_steps = -1\n[defaults]",
+            "line 4, [schedule]: 'warmup_steps' must be an integer >= 0",
+        ),
+        (
+            "[defaults]",
+            "[schedule]\nwarmup_steps = 5\ncooldown_at = 5\n[defaults]",
+            "line 5, [schedule]: 'cooldown_at' must be greater",
+        ),
+        ("margin = 1", "margin = ", "not valid TOML: Invalid value (at line 4, column 10)"),
+        ("margin = 1", "margin = 1\nmargin = 1", "not valid TOML: Cannot overwrite a value (at line 5, column 11)"),
+        ('module = "b"', 'module = "a"\nwhere = "n < 3"', "not valid TOML: Cannot overwrite a value"),
+    ],
+)
+def test_errors_name_the_place(write, was, becomes, says):
+    assert load(write(LINES)).own == 2 and LINES.count(was) == 1
+    path = write(LINES.replace(was, becomes))
+    message = refusal(path)
+    assert says in message and message.startswith(f"policy {path}") and len(message) < 1200
+
+
+def test_several_errors_are_all_shown(write):
+    message = refusal(write(LINES.replace("margin = 1", "margin = -1").replace('"a"', '"a..b"').replace("margin = 2", "x = 2")))
+    lines = message.splitlines()
+    assert lines[0].endswith("3 errors:") and [line.split(",")[0] for line in lines[1:]] == [
+        "  line 4",
+        "  line 12",
+        "  line 20",
+    ]
+    assert "and 7 more" in refusal({"rules": [{"x": 1}] * 12})
+
+
+@pytest.mark.parametrize("key", ["module", "parameter"])
+@pytest.mark.parametrize(
+    "glob, says",
+    [
+        ("a..b", "between two dots is empty"),
+        ("layers.", "no name ends with a dot. Did you mean 'layers.*'"),
+        (".mlp", "no name begins with a dot. Did you mean '*.mlp'"),
+        ("layers/0/mlp", "Did you mean 'layers.0.mlp'"),
+        ("layers 0", "names have no ' '"),
+        ("layers.[0", "a bracket has no partner"),
+        ("layers.0]", "a bracket has no partner"),
+        ("layers.[9-0].x", "the wrong way round"),
+        ("layers.(0|1)", "names have no '('. 're:' begins a regular expression"),
+        (r"layers\.0", "names have no '\\\\'"),
+        ("{a,b}", "names have no '{'"),
+        ("", "it is empty"),
+        ("re:(", "is not a regular expression: missing ), unterminated subpattern at position 0"),
+        ("re:*", "is not a regular expression: nothing to repeat"),
+        ("x" * 501, "500 characters at most"),
+    ],
+)
+def test_globs_that_can_never_match(key, glob, says):
+    assert says in refusal({"rules": [{key: ["fine", glob]}]})
+
+
+def test_globs_that_can():
+    for glob in ("*", "a", "a.*", "**.mlp", "layers.[!0-3].x-y", "[]a]", "a.?", "re:", "re:.*(a|b)$", "größe.*"):
+        assert load({"rules": [{"module": glob}]}).own == 1
+    assert "class names have no dots. Did you mean 'Linear'" in refusal({"rules": [{"module_class": "torch.nn.Linear"}]})
+
+
+def test_rules_that_are_never_reached():
+    everything = {"name": "all", "fp8": "on"}
+    message = refusal({"rules": [{"module": "a"}, everything, {"module": "b", "name": "late"}]})
+    assert "rule 3 ('late'): this rule is never reached: all, before it, has no conditions" in message
+    same = [{"module": "a", "fp8": "on"}, {"where": "n<3"}, {"module": ["a"], "fp8": "off"}]
+    assert "rule 3: this rule is never reached: rule 1, before it, has the same conditions" in refusal({"rules": same})
+    assert fp8(load({"rules": [everything]}), "lm_head", kind="output head") == "on"  # what it extends may be cut off
+
+
+def test_dicts_may_hold_what_a_file_cannot():
+    assert load({"rules": [{"module": ("a", "b"), "override_linear_precision": (True, False, False)}]}).own == 1
+    for odd in (b"a", {"a"}, object(), 1j, float("nan"), 10**5000, "\ud800", {1: 2}, lambda: 0):
+        assert refusal({"rules": [{"module": odd}]}) and refusal({"defaults": {"margin": odd}})
+    circle: dict = {"rules": []}
+    circle["rules"].append(circle)
+    assert "unknown key 'rules'" in refusal(circle)
+    deep: list = []
+    for _ in range(100_000):
+        deep = [deep]
+    assert "got something that cannot be shown (list)" in refusal({"rules": [{"module": deep}]})
+    assert "more than 32 recipes" in refusal({"recipes": {"r0": {}, **{f"r{i}": {"base": f"r{i - 1}"} for i in range(1, 34)}}})
+    assert "and 45 more" in refusal({"rules": [{"x": 1}] * 1200})
+
+
+def test_messages_stay_readable():
+    long = "x" * 30_000
+    for data in (
+        {"rules": [{"name": long}]},
+        {"rules": [{long: 1}]},
+        {"recipes": {long: {"margin": -1}}},
+        {"rules": [{"recipe": long}]},
+        {"extends": long},
+        {"rules": [{"module": "/" + long}]},
+        {"rules": [{"where": "n < " + long}]},
+    ):
+        assert len(refusal(data)) < 2500
+
+
+@pytest.mark.parametrize(
+    "text, says",
+    [
+        ("a = " + "[" * 5000, "not valid TOML"),
+        ("a = " + "9" * 10_000, "not valid TOML"),
+        ("# a\n" + "a." * 60_000 + "b = 1", "a key is nested too deep (at line 2)"),
+        ("[schedule]\nwarmup_steps = 0x" + "f" * 10_000, "line 2, [schedule]: 'warmup_steps' must be an integer >= 0"),
+        ("[[rules]]\n" + "\n".join(f"x{i} = 1" for i in range(20_000)), "50 errors:\n  line 2, rule 1: unknown key 'x0'"),
+        ("".join(f"[recipes.r{i}]\nbase = 'r{i + 1}'\n" for i in range(7000)), "[recipes.r0]: a chain of more than 32 recipes"),
+        ("[[rules]]\n" * 20_000, "rule 2: this rule is never reached"),
+    ],
+    ids=range(7),
+)
+def test_hostile_files_are_refused_quickly(write, text, says):
+    path, start = write(text), time.perf_counter()
+    assert says in refusal(path) and time.perf_counter() - start < 5
+
+
+def test_dots_in_strings_and_comments_are_no_keys(write):
+    assert load(write("# " + "." * 200 + "\n[[rules]]\nmodule = [" + "'a.b.c', " * 200 + ']  # "' + "." * 200)).own == 1
+
+
+# --- rules that match nothing -----------------------------------------------------------------------------------------
+
+PARTS = ("", ".mlp", ".mlp.up_proj", ".mlp.down_proj")
+MODULES = ["", "model", "model.layers", *(f"model.layers.{i}{part}" for i in range(4) for part in PARTS), "lm_head"]
+SITES = [
+    site(f"model.layers.{i}.mlp.{name}", gemm=gemm, block=(i, 4))
+    for i in range(4)
+    for name in ("up_proj", "down_proj")
+    for gemm in ("fprop", "dgrad", "wgrad")
+]
+PARAMETERS = [f"{one.module}.weight" for one in SITES] + ["lm_head.weight"]
+
+
+def unmatched(rule: dict, whole: bool = True, before=()) -> list[str]:
+    return load({"rules": [*before, {**rule, "fp8": "off"}]}).unmatched(SITES, MODULES, PARAMETERS, whole)
+
+
+def test_rules_that_match_something_are_not_mentioned():
+    assert unmatched({"module": "*.up_proj", "gemm": "wgrad", "blocks": "last 1"}) == []
+    assert load("conservative").unmatched(SITES, MODULES, PARAMETERS, True) == []  # not the user's own
+
+
+@pytest.mark.parametrize(
+    "rule, says",
+    [
+        (
+            {"module": "model.layers.*.mlp.down"},
+            "no module of the model has a name like 'model.layers.*.mlp.down'. Near: 'model.layers.*.mlp.down_proj'",
+        ),
+        ({"module": "*.mlp.downproj"}, "Near: '*.mlp.down_proj'"),
+        ({"module": "model.layer.0.mlp.up_proj"}, "Near: 'model.layers.*.mlp.up_proj'"),
+        (
+            {"parameter": "*.up_proj.weigth"},
+            "no parameter of the model has a name like '*.up_proj.weigth'. Near: '*.up_proj.weight'",
+        ),
+        ({"module_class": "LlamaMlp"}, "no class of the model has a name like 'LlamaMlp'. Near: 'LlamaMLP'"),
+    ],
+)
+def test_names_that_do_not_exist(rule, says):
+    (message,) = unmatched(rule)
+    assert says in message and "rule 1 of policy given as a dict decides about no matmul" in message
+    if "module_class" not in rule:  # a part of the model may not know all classes
+        assert unmatched(rule, whole=False) == [message]
+
+
+def test_conditions_that_hold_nowhere():
+    (message,) = unmatched({"name": "odd", "module": "*.up_proj", "where": "n < 9"})
+    assert (
+        "rule 1 ('odd')" in message
+        and "where = 'n < 9' holds for none of the 12 gemms that its other conditions leave" in message
+    )
+    (message,) = unmatched({"module": "model.layers.2.mlp"})
+    assert "write 'model.layers.2.mlp.*'" in message
+    assert "holds for none of the 24 gemms" in unmatched({"kind": "output head"})[0]
+    elsewhere = {"module": "lm_head"}, {"parameter": "lm_head.weight"}, {"kind": "output head"}
+    for rule in (*elsewhere, {"module": "*.up_proj", "where": "n < 9"}):
+        assert unmatched(rule) and unmatched(rule, whole=False) == []  # another graph may have it
+
+
+def test_rules_that_others_leave_nothing():
+    before = [{"module": "*.up_proj"}, {"gemm": ["fprop", "dgrad"]}, {"module": "*.down_proj"}]
+    (message,) = unmatched({"module": "*.mlp.*"}, before=before)
+    assert "rule 4 of policy given as a dict" in message and "only what rules 1, 2, 3 decide about before it" in message
+    assert unmatched({"module": "*.mlp.*"}, before=before, whole=False) == []
+
+
+def test_classes_of_the_whole_model():
+    classes = {name: "ModuleList" for name in MODULES}
+    policy = load({"rules": [{"module_class": "LlamaMpl"}]})
+    (message,) = policy.unmatched(SITES, classes, PARAMETERS, whole=False)
+    assert "Near: 'LlamaMLP'" in message
+    assert load({"rules": [{"module_class": "ModuleList"}]}).unmatched(SITES, classes, PARAMETERS, whole=False) == []
+    assert load({"rules": [{"module": "a"}, {"where": "n<0"}]}).unmatched([], [], [], whole=True) == []

@@ -1,0 +1,141 @@
+"""Data parallel training on a CPU, by gloo: a split graph keeps its state, and amaxes are shared on request."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import fp8compile
+from fp8compile.runtime.state import slots_of
+from tests.support.harness import assert_close, interpreted
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(256, 1024), nn.Linear(1024, 256)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+class Net(nn.Module):
+    """One frame to Dynamo (an nn.Sequential under DDP is not: its blocks are compiled one by one)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return Net()
+
+
+@pytest.fixture
+def one_process(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_a_graph_that_ddp_splits(one_process) -> None:
+    """DDPOptimizer cuts the graph where its buckets end. The parts compute what the whole does, state included. (Behind an
+    overflow only the part that had it runs cold: here nothing grows that much.)"""
+    x = torch.randn(16, 256)
+
+    def train(model: nn.Module, run) -> list[dict[str, torch.Tensor]]:
+        grads = []
+        with interpreted():
+            for step in range(3):
+                run(x * (1 + step / 4)).square().mean().backward()
+                grads.append({name: p.grad.clone() for name, p in model.named_parameters()})
+        return grads
+
+    whole, split = build(), build()
+    expected = train(whole, torch.compile(whole, backend="fp8"))
+    names = {record.fqn for record in fp8compile.report(whole).matmuls}
+    torch._dynamo.reset()  # or the second model would be run by the first one's code, which is not split
+    got = train(split, torch.compile(DistributedDataParallel(split, bucket_cap_mb=1), backend="fp8"))
+    for step in range(3):
+        assert_close(expected[step], got[step], 40.0, f"step {step}")
+    report = fp8compile.report(split)
+    assert len(report.graphs) > 1 and {record.fqn for record in report.matmuls} == names
+    assert slots_of(split).keys() == slots_of(whole).keys()
+    for key, slot in slots_of(split).items():
+        torch.testing.assert_close(slot.history(), slots_of(whole)[key].history(), rtol=0.02, atol=0)
+
+
+def test_phases_of_a_graph_that_ddp_splits(one_process) -> None:
+    """Each part has both phases, and histories move in either."""
+    model = build()
+    policy = {"schedule": {"warmup_steps": 2}}
+    run = torch.compile(
+        DistributedDataParallel(model, bucket_cap_mb=1), backend="fp8", options={"policy": policy, "reduce_amax": True}
+    )
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with interpreted():
+        for step in range(4):
+            run(torch.randn(32, 256)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen = {sum(amax > 0 for amax in slot.history()) for slot in slots_of(model).values()}
+            assert seen == {step + 1}
+    assert len(fp8compile.report(model).graphs) > 1
+
+
+def test_layers_are_those_of_the_model_not_of_a_bucket(one_process) -> None:
+    policy = {"rules": [{"layers": "first 1", "fp8": "off"}, {"layers": "last 1", "fp8": "off"}], "extends": "none"}
+    model = build()
+    run = torch.compile(DistributedDataParallel(model, bucket_cap_mb=1), backend="fp8", options={"policy": policy})
+    with interpreted():
+        run(torch.randn(32, 256)).sum().backward()
+    kept = {record.fqn for record in fp8compile.report(model).matmuls if record.decision != "fp8"}
+    assert kept == {"blocks.0.up", "blocks.2.down"}
+
+
+def _worker(rank: int, store: str, reduce_amax: bool, results: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    torch.manual_seed(0)
+    model = nn.Linear(128, 128)
+    with interpreted():
+        run = torch.compile(model, backend="fp8", options={"reduce_amax": reduce_amax})
+        for step in (1.0, 2.0):
+            y = run(torch.full((16, 128), step * (1 + rank)))
+            y.backward(torch.full_like(y, step * (4 - rank)))
+    torch.save({key: slot.history()[:2] for key, slot in slots_of(model).items()}, f"{results}{rank}")
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("reduce_amax", [False, True])
+def test_reduce_amax(tmp_path, reduce_amax: bool) -> None:
+    """With `reduce_amax` both processes remember the larger of their amaxes; without it each its own."""
+    args = (str(tmp_path / "store"), reduce_amax, str(tmp_path / "rank"))
+    torch.multiprocessing.spawn(_worker, args, nprocs=2, join=True)
+    first, second = (torch.load(tmp_path / f"rank{rank}") for rank in (0, 1))
+    own = {"input": ([2.0, 1.0], [4.0, 2.0]), "gradient": ([8.0, 4.0], [6.0, 3.0])}
+    for role, (mine, theirs) in own.items():
+        both = [max(pair) for pair in zip(mine, theirs, strict=True)]
+        key = ("weight", role, 0)
+        assert (first[key], second[key]) == ((both, both) if reduce_amax else (mine, theirs))
+
+
+def test_a_deep_copy_of_a_wrapped_model_is_another_model() -> None:
+    """DDP's users copy models (for an average of the weights): a copy starts with a state of its own."""
+    model = build()
+    with interpreted():
+        torch.compile(model, backend="fp8")(torch.randn(16, 256)).sum().backward()
+    assert slots_of(model) and not slots_of(copy.deepcopy(model))

@@ -1,0 +1,256 @@
+"""FSDP2 (`fully_shard`) and tensor parallel parameters, on two processes by gloo: memory, gradients, reports and state."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import multiprocessing
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fp8compile
+from fp8compile.errors import StateError
+from tests.support.harness import interpreted
+
+pytestmark = pytest.mark.slow
+
+TIME_LIMIT = 300  # seconds: what goes wrong among processes hangs
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(128, 256), nn.Linear(256, 128)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.norm, self.out = nn.LayerNorm(128), nn.Linear(128, 128)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.out(self.norm(x))
+
+
+WEIGHTS = 3 * 128 * 256  # of the blocks, without the first one: its input has no gradient, so nothing reads the weight again
+
+
+def build() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def batch(step: int, rank: int) -> torch.Tensor:
+    return torch.randn(32, 128, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+# --- two processes --------------------------------------------------------------------------------
+
+
+def _process(work: Callable[..., Any], rank: int, folder: str, args: tuple[Any, ...]) -> None:
+    try:
+        limit = datetime.timedelta(seconds=TIME_LIMIT)
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=limit)
+        with interpreted():
+            result = work(rank, *args)
+        dist.barrier()
+        dist.destroy_process_group()
+    except BaseException:
+        result = traceback.format_exc()
+    torch.save(result, f"{folder}/{rank}")
+
+
+def on_two(folder: Path, work: Callable[..., Any], *args: Any) -> list[Any]:
+    """`work(rank, *args)` in two processes; what it returned on rank 0 and 1."""
+    spawn = multiprocessing.get_context("spawn")
+    processes = [spawn.Process(target=_process, args=(work, rank, str(folder), args)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(TIME_LIMIT)
+    late = [process for process in processes if process.is_alive()]
+    for process in late:
+        process.kill()
+    assert not late, "a process hangs"
+    results = [torch.load(folder / str(rank)) for rank in range(2)]
+    for result in results:
+        assert not isinstance(result, str), result
+    return results
+
+
+def shard(model: Net, reshard: bool | int | None, compiled: str, **options: Any) -> Net:
+    from torch.distributed.fsdp import fully_shard
+
+    how = {"backend": "fp8", "options": options}
+    for block in model.blocks if compiled == "blocks" else ():
+        block.compile(fullgraph=True, **how)
+    for block in model.blocks:
+        fully_shard(block, reshard_after_forward=reshard)
+    fully_shard(model)
+    if compiled == "whole":
+        model.compile(**how)
+    return model
+
+
+# --- memory and gradients -------------------------------------------------------------------------
+
+RESHARDED = "weights are cast again in backward: FSDP2 reshards them after forward"
+CASES: list[tuple[bool | int | None, str, dict[str, Any]]] = [
+    (True, "blocks", {}),
+    (None, "whole", {"recipe": "blockwise"}),
+    (False, "blocks", {"recipe": "tensorwise"}),
+]
+
+
+def _train(rank: int) -> list[dict[str, Any]]:
+    """Two steps of each case: bytes of whole weights in FP8 between the last forward and backward, the gradients, those
+    without FSDP2, and the report."""
+    results = []
+    for reshard, compiled, options in CASES:
+        torch._dynamo.reset()
+        model, plain = shard(build(), reshard, compiled, **options), build()
+        for block in plain.blocks:
+            block.compile(backend="fp8", options=options)
+        gradients: list[dict[str, torch.Tensor]] = [{}, {}]
+        for step in range(2):
+            kept: dict[int, int] = {}
+
+            def pack(x: torch.Tensor, kept: dict[int, int] = kept) -> torch.Tensor:
+                if x.dtype in FP8 and x.numel() == 128 * 256:
+                    kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+                return x
+
+            for net, found in zip((model, plain), gradients, strict=True):
+                net.zero_grad()
+                with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x) if net is model else torch.enable_grad():
+                    y = net(batch(step, rank))
+                y.square().mean().backward()
+                for name, p in net.named_parameters():
+                    if net is plain:
+                        dist.all_reduce(p.grad)
+                    found[f"{step} {name}"] = p.grad.full_tensor().clone() if net is model else p.grad / 2
+        report = fp8compile.report(model)
+        results.append({"kept": sum(kept.values()), "gradients": gradients, "report": str(report), "dict": report.to_dict()})
+    return results
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> list[list[dict[str, Any]]]:
+    return on_two(tmp_path_factory.mktemp("train"), _train)
+
+
+@pytest.mark.parametrize("case", range(len(CASES)), ids=str)
+def test_no_weight_is_kept_in_fp8_where_fsdp2_reshards(trained, case: int) -> None:
+    """A copy that lived from forward to backward would be of the whole weight, on every rank. And FSDP2 changes no gradient."""
+    keeps = CASES[case][0] is False
+    for result in (results[case] for results in trained):
+        ours, plain = result["gradients"]
+        assert ours.keys() == plain.keys() and len(ours) == 2 * 12
+        for name, gradient in ours.items():
+            assert torch.equal(gradient, plain[name]), name
+        assert result["kept"] == WEIGHTS * keeps
+        assert (RESHARDED in result["report"]) is not keeps
+        assert any(RESHARDED in graph["remarks"] for graph in result["dict"]["graphs"]) is not keeps
+
+
+def test_a_report_of_a_sharded_model(trained) -> None:
+    """Graphs are found by the unsharded parameters. FSDP2's hooks break the graph of the whole model: its own part is eager."""
+    for results in trained:
+        for result in results:
+            said = result["dict"]
+            fp8 = {record["fqn"] for graph in said["graphs"] for record in graph["matmuls"] if record["decision"] == "fp8"}
+            assert {name.rpartition(".")[2] for name in fp8} == {"up", "down"}
+            assert [record["parameter"] for record in said["outside"]] == ["out.weight"]
+            assert "100.0% of matmul FLOPs of what was compiled; in no compiled graph: 1 linear (out)" in said["summary"]
+
+
+# --- state ----------------------------------------------------------------------------------------
+
+
+def _state(rank: int) -> dict[str, Any]:
+    """What becomes of a state under FSDP2: before and after `fully_shard`, and after training."""
+    found: dict[str, Any] = {"said": []}
+    handler = logging.Handler()
+    handler.emit = lambda record: found["said"].append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("fp8compile").addHandler(handler)
+    plain = build()
+    plain.compile(backend="fp8")
+    plain(batch(0, rank)).sum().backward()
+    state = fp8compile.scaling_state(plain)
+    found["slots"] = len(state)
+    torch._dynamo.reset()
+    model = build()
+    fp8compile.load_scaling_state(model, state)
+    shard(model, True, "blocks")
+    found["loaded, then sharded"] = list(fp8compile.scaling_state(model))
+    found["errors"] = []
+    for part in (model, model.blocks[0].up):  # a part of a model that is sharded knows nothing of FSDP2 itself
+        try:
+            fp8compile.load_scaling_state(part, state)
+        except StateError as error:
+            found["errors"].append(str(error))
+    fp8compile.load_scaling_state(model, None)
+    found["warned too early"] = sum("FSDP2" in message for message in found["said"])
+    model(batch(0, rank)).sum().backward()
+    found["trained"] = [list(fp8compile.scaling_state(model)) for _ in range(2)][1]
+    return found
+
+
+def test_state_of_sharded_parameters_is_refused(tmp_path) -> None:
+    """Nothing is accepted and forgotten, nothing stale comes back, and a checkpoint is written with a warning."""
+    for found in on_two(tmp_path, _state):
+        assert found["slots"] > 10
+        assert found["loaded, then sharded"] == found["trained"] == ["fp8compile.version"]
+        assert len(found["errors"]) == 2
+        assert all("FSDP2" in error and "give it None" in error for error in found["errors"])
+        assert found["warned too early"] == 0
+        assert sum("FSDP2" in message for message in found["said"]) == 1
+
+
+def _tensor_parallel(rank: int) -> list[dict[str, torch.Tensor]]:
+    """Two steps, a state, and two more; then a second model that goes on from that state."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    def made() -> nn.Module:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = parallelize_module(Block(), mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        model.compile(backend="fp8")
+        return model
+
+    def step(model: nn.Module, number: int) -> dict[str, torch.Tensor]:
+        model.zero_grad()
+        model(batch(number, 0) * (1 + number / 4)).square().mean().backward()
+        return {name: p.grad.to_local().clone() for name, p in model.named_parameters()}
+
+    mesh = init_device_mesh("cpu", (2,))
+    first = made()
+    step(first, 0), step(first, 1)
+    state = fp8compile.scaling_state(first)
+    expected = step(first, 2)
+    second = made()
+    fp8compile.load_scaling_state(second, state)
+    return [state, expected, step(second, 2), fp8compile.scaling_state(second)]
+
+
+def test_state_of_tensor_parallel_parameters(tmp_path) -> None:
+    """Each rank has its own, and goes on from it."""
+    for state, expected, got, after in on_two(tmp_path, _tensor_parallel):
+        assert len(state) > 6 and after.keys() == state.keys()
+        for name, gradient in expected.items():
+            assert torch.equal(gradient, got[name]), name

@@ -1,0 +1,255 @@
+"""estimate(): the figures of two described compilations, by layer and in all."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+import fp8compile
+from fp8compile.devices import catalog
+from fp8compile.dryrun import fake_gpu, roofline
+from fp8compile.dryrun.estimate import Cost, Estimate, _carried_on, _layers, estimate
+from fp8compile.dryrun.fake_gpu import Attention, Kernel, Matmul, Operand
+from tests.support import models
+
+pytestmark = pytest.mark.skipif(fake_gpu.unavailable() is not None, reason=fake_gpu.unavailable() or "")
+
+BF16 = torch.bfloat16
+WIDTH, TOKENS = 1024, 8192
+H200 = catalog.find("h200")
+
+
+class Net(nn.Module):
+    """Blocks in a row and a mean: all that is repeated has a number."""
+
+    def __init__(self, count: int = 2) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(models.SwiGlu(WIDTH, 2 * WIDTH) for _ in range(count))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.float().square().mean()
+
+
+def net(count: int = 2, dtype: torch.dtype = BF16) -> Net:
+    with torch.device("meta"):
+        return Net(count).to(dtype)
+
+
+def tokens(dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.empty(TOKENS, WIDTH, dtype=dtype, device="meta")
+
+
+@pytest.fixture(scope="module")
+def made() -> Estimate:
+    return estimate(net(), tokens())
+
+
+# -- the two compilations ----------------------------------------------------------------------------------------------
+
+
+def test_the_totals_are_those_of_the_described_steps(made):
+    model, x = net().to_empty(device="cpu"), torch.empty(TOKENS, WIDTH, dtype=BF16)
+    plain, fp8 = torch.compile(model), torch.compile(model, backend="fp8", options={"device": "h200"})
+    for cost, compiled in ((made.bf16, plain), (made.fp8, fp8)):
+        step = fake_gpu.trace(lambda compiled=compiled: compiled(x).backward(), H200.gpu)
+        assert cost.kernels == len(step.kernels) and cost.bytes == sum(k.bytes for k in step.kernels)
+        assert cost.bytes_outside_matmuls == step.bytes_outside_matmuls
+        assert cost.kept_for_backward == step.kept_for_backward
+        assert {d: n for d, n in cost.flops.items() if n} == step.flops
+        assert cost.seconds == pytest.approx(sum(roofline.seconds(k, H200) for k in step.kernels))
+        assert cost.matmul_seconds == pytest.approx(sum(roofline.seconds(k, H200) for k in step.kernels if k.matmul))
+
+
+def test_bf16_beside_fp8(made):
+    gemms = 2 * (3 * 3) - 2  # the input wants no gradient, and two read it
+    flops = gemms * 2 * TOKENS * WIDTH * 2 * WIDTH
+    assert made.bf16.flops == {"bfloat16": flops}
+    assert {d: n for d, n in made.fp8.flops.items() if n} == {"fp8": flops}
+    assert 1.05 < made.speedup < 1.9 and made.fp8.kept_for_backward < made.bf16.kept_for_backward
+    assert made.fp8.fp8_matmul_seconds == made.fp8.matmul_seconds < made.bf16.matmul_seconds
+    assert made.device == "NVIDIA H200" and made.report.graphs[0].device == "NVIDIA H200"
+    assert made.report.fp8_flop_fraction == 1.0 and not made.notes
+
+
+def test_layers_add_up(made):
+    names = [layer.name for layer in made.layers]
+    assert set(names) - {"(elsewhere)"} <= {"layers.0-1", "layers.0-1.gate", "layers.0-1.up", "layers.0-1.down"}
+    down = next(layer for layer in made.layers if layer.name == "layers.0-1.down")
+    assert down.bf16.flops == {"bfloat16": 6 * 2 * TOKENS * WIDTH * 2 * WIDTH}
+    given = made.to_dict()
+    for arm in ("bf16", "fp8"):
+        for key in ("kernels", "bytes", "bytes_outside_matmuls", "kept_for_backward", "seconds"):
+            assert sum(layer[arm][key] for layer in given["layers"]) == pytest.approx(given[arm][key])
+        assert sum(layer[arm]["flops"].get("fp8", 0) for layer in given["layers"]) == given[arm]["flops"].get("fp8", 0)
+
+
+def test_text_and_json(made):
+    assert str(made).startswith(f"{made.speedup:.2f}x on NVIDIA H200: ") and "(estimated" in str(made)
+    assert "layers.0-1.down" in str(made) and f"fp8: {made.report.summary()}" in str(made)
+    assert json.loads(json.dumps(made.to_dict()))["speedup"] == made.speedup
+
+
+def test_nothing_changes():
+    model = net(1)
+    fp8compile.explain(model, tokens())
+    ledger = fp8compile.report().graphs
+    before = {name: id(p) for name, p in model.named_parameters()}
+    estimate(model.eval(), tokens())
+    assert {name: id(p) for name, p in model.named_parameters()} == before and not model.training
+    assert all(p.is_meta and p.grad is None for p in model.parameters())
+    assert fp8compile.report().graphs == ledger == () and not torch.cuda.is_available()
+
+
+def test_float32_parameters_are_autocast():
+    made = estimate(net(1, torch.float32), tokens(torch.float32))
+    assert made.bf16.flops.keys() == {"bfloat16"} and "autocast" in made.notes[0]
+    plain = estimate(net(1, torch.float32), tokens(torch.float32), autocast=False)
+    assert plain.bf16.flops.keys() == {"float32"} and not plain.notes
+    assert plain.bf16.seconds > made.bf16.seconds
+
+
+def test_graph_breaks_are_counted():
+    with torch.device("meta"):
+        one, three = nn.Linear(WIDTH, WIDTH).to(BF16), models.Broken(*(nn.Linear(WIDTH, WIDTH) for _ in range(3))).to(BF16)
+    counted = [sum(estimate(model, tokens()).bf16.flops.values()) for model in (one, three)]
+    assert counted == [2 * 2 * TOKENS * WIDTH**2, (2 + 3 + 3) * 2 * TOKENS * WIDTH**2]
+
+
+# -- attention ---------------------------------------------------------------------------------------------------------
+
+
+class OneAttention(nn.Module):
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.qkv, self.dropout = nn.Linear(256, 768, bias=False), dropout
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, 64)).permute(2, 0, 3, 1, 4)
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout, is_causal=True).float().mean()
+
+
+def test_attention_is_counted_and_takes_over():
+    shares = []
+    for length, dropout in ((512, 0.1), (16384, 0.0)):
+        with torch.device("meta"):
+            model = OneAttention(dropout).to(BF16)
+        made = estimate(model, torch.empty(32768 // length, length, 256, dtype=BF16, device="meta"))
+        forward = 2 * 2 * (32768 // length) * 4 * length**2 * 64 // 2
+        assert made.bf16.attention_flops == made.fp8.attention_flops == pytest.approx(3.5 * forward)
+        shares.append(made.bf16.attention_seconds / made.bf16.seconds)
+    assert shares[0] < 0.6 and shares[1] > 0.9
+
+
+def operand(*shape: int, dtype: torch.dtype = BF16) -> Operand:
+    return Operand("x", shape, (), dtype)
+
+
+def test_flops_of_attention():
+    q, k = operand(2, 8, 100, 64), operand(2, 2, 300, 64)  # grouped queries
+    once = 2 * 2 * 8 * 100 * 300 * (64 + 64)
+    assert Attention(q, k, k, causal=False, backward=False).flops == once
+    assert Attention(q, k, k, causal=True, backward=False).flops == once // 2
+    assert Attention(q, k, k, causal=False, backward=True).flops == once * 5 // 2
+    assert Attention(q, k, operand(2, 2, 300, 32), causal=False, backward=False).flops == once * 3 // 4
+
+
+def test_roofline():
+    device = H200
+    matmul = Matmul("mm", operand(4096, 4096), operand(4096, 4096), operand(4096, 4096))
+    assert roofline.seconds(Kernel("extern", "mm", 3 * 2 * 4096**2, matmul), device) == pytest.approx(
+        2 * 4096**3 / device.flops.bf16 + device.launch
+    )
+    assert roofline.seconds(Kernel("triton", "x", 10**9), device) == pytest.approx(10**9 / device.bandwidth + device.launch)
+    fused = Attention(operand(1, 32, 8192, 128), operand(1, 8, 8192, 128), operand(1, 8, 8192, 128), True, False)
+    kernel = Kernel("extern", "flash", 10**6, attention=fused)
+    slow, fast = roofline.seconds(kernel, device), roofline.seconds(kernel, device, attention=0.75)
+    assert slow - device.launch == pytest.approx(fused.flops / (0.44 * device.flops.bf16))
+    assert (slow - device.launch) / (fast - device.launch) == pytest.approx(0.75 / 0.44)
+    assert roofline.attention_share(catalog.find("a100")) == 0.83 and roofline.attention_share(catalog.find("mi300x")) == 0.44
+
+
+# -- other devices -----------------------------------------------------------------------------------------------------
+
+
+def test_devices_differ_in_their_rates(made):
+    h100 = estimate(net(), tokens(), device="H100")
+    assert h100.bf16.flops == made.bf16.flops and h100.fp8.seconds > made.fp8.seconds
+    amd = estimate(net(), tokens(), device="mi300x")
+    assert amd.device == "AMD Instinct MI300X" and "HIP" in amd.notes[0]
+    assert amd.bf16.flops == made.bf16.flops and amd.bf16.seconds > made.bf16.seconds
+
+
+# -- repeated blocks ---------------------------------------------------------------------------------------------------
+
+
+def test_extrapolation_of_equal_blocks():
+    model = net(4)
+    whole, carried = estimate(model, tokens()), estimate(model, tokens(), extrapolate=True)
+    assert len(model.layers) == 4 and carried.notes == ("4 of layers, carried on from 1 and 2",)
+    for a, b in ((whole.bf16, carried.bf16), (whole.fp8, carried.fp8)):
+        assert {d: n for d, n in a.flops.items() if n} == {d: n for d, n in b.flops.items() if n}
+        assert b.seconds == pytest.approx(a.seconds, rel=0.05)
+    assert {layer.name for layer in carried.layers} >= {"layers.0-3.down", "layers.0-3.gate"}
+    assert len(carried.report.matmuls) == len(whole.report.matmuls) == 3 * 3 * 4 - 2
+
+
+def test_carrying_on():
+    one = {"head": Cost(seconds=5), "layers.0.mlp": Cost(seconds=2), "": Cost(seconds=1)}
+    two = {"head": Cost(seconds=5), "layers.0.mlp": Cost(seconds=2), "layers.1.mlp": Cost(seconds=3), "": Cost(seconds=1.5)}
+    made = list(_layers(_carried_on(one, two, 5), {}))
+    assert {layer.name: layer.bf16.seconds for layer in made} == pytest.approx(
+        {"head": 5, "layers.0-4.mlp": 2 + 4 * 3, "(elsewhere)": 1 + 4 * 0.5}
+    )
+
+
+def test_layers_are_joined_by_their_first_number():
+    """Only blocks are repeated: the second number of a name says which layer of a block it is."""
+    names = ["0.0.up", "0.2", "1.0.up", "1.2", "h.0.mlp.up", "h.0.mlp.down", "h.2.mlp.up", "h.0.norm", "head", "norm.3", ""]
+    made = list(_layers({name: Cost(kernels=1) for name in names}, {"h.1.mlp.up": Cost(kernels=1)}))
+    assert [(layer.name, layer.bf16.kernels, layer.fp8.kernels) for layer in made] == [
+        ("0-1.0", 2, 0), ("0-1.2", 2, 0), ("h.0-2.mlp", 3, 1), ("h.0.norm", 1, 0), ("head", 1, 0), ("norm.3", 1, 0),
+        ("(elsewhere)", 1, 0),
+    ]  # fmt: skip
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+
+def test_errors(monkeypatch):
+    with pytest.raises(fp8compile.OptionError, match="Did you mean 'h200'"):
+        estimate(net(1), tokens(), device="h20o")
+    with pytest.raises(fp8compile.OptionError, match="FP8 tensor cores.*a100"):
+        estimate(net(1), tokens(), device="a100")
+    with pytest.raises(fp8compile.OptionError, match="autotuning needs the device"):
+        estimate(net(1), tokens(), options={"max_autotune": True})
+    with pytest.raises(fp8compile.OptionError, match="three or more equal blocks"):
+        estimate(net(2), tokens(), extrapolate=True)
+    with pytest.raises(fp8compile.Fp8CompileError, match="Dynamo found no graph"):
+        estimate(lambda: 1)
+    with pytest.raises(RuntimeError, match="reduction dim|shapes cannot be multiplied"):
+        estimate(net(1), torch.empty(4, WIDTH + 1, dtype=BF16, device="meta"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(fp8compile.Fp8CompileError, match='CUDA_VISIBLE_DEVICES=""'):
+        estimate(net(1), tokens())
+
+
+def test_the_device_of_the_options_and_of_their_policy():
+    """The argument wins, then the option, then the policy; wrong shares of a rate are refused."""
+    model, x = nn.Sequential(nn.Linear(256, 512), nn.Linear(512, 256)).bfloat16(), torch.zeros(64, 256, dtype=torch.bfloat16)
+    for options in ({"device": "h100"}, {"policy": {"device": "h100"}}):
+        assert "H100" in str(fp8compile.estimate(model, x, options=options))
+    for share in (75, 0, -1.0):
+        with pytest.raises(fp8compile.OptionError, match="attention"):
+            fp8compile.estimate(model, x, attention=share)
+
+
+def test_layers_of_a_sequential_are_not_blocks():
+    model, x = nn.Sequential(nn.Linear(256, 512), nn.Linear(512, 256)).bfloat16(), torch.zeros(64, 256, dtype=torch.bfloat16)
+    names = {layer.name for layer in fp8compile.estimate(model, x).layers}
+    assert {"0", "1"} <= names

@@ -1,0 +1,356 @@
+"""explain(): the real report without compiling, and nothing changed by having looked."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+import fp8compile
+from fp8compile.reporting.report import Report
+from tests.support import models
+from tests.support.harness import interpreted
+
+ROWS, WIDTH = 32, 128
+
+
+def decisions(report: Report) -> list[tuple]:
+    return [(r.fqn, r.gemm, r.m, r.n, r.k, r.decision, r.reason, r.recipe, r.op) for r in report.matmuls]
+
+
+def reported(model: nn.Module, *args, options=None, **kwargs) -> Report:
+    """The report of a real training step (interpreted: Inductor's C++ is not what is looked at)."""
+    with interpreted():
+        torch.compile(model, backend="fp8", options=options or {})(*args, **kwargs)
+    return fp8compile.report(model)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_compiled(monkeypatch):
+    """No kernel is generated: neither Inductor's lowering nor our own is reached by explain."""
+    from torch._inductor import compile_fx
+    from torch._inductor.graph import GraphLowering
+
+    def fail(*args, **kwargs):
+        raise AssertionError("compiled")
+
+    monkeypatch.setattr(GraphLowering, "run", fail)
+    monkeypatch.setattr(compile_fx, "fx_codegen_and_compile", fail)
+
+
+def x(*shape: int) -> torch.Tensor:
+    return torch.randn(*(shape or (ROWS, WIDTH)))
+
+
+# -- the same report ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"recipe": "tensorwise"}, {"override_linear_precision": (False, True, False)}])
+def test_the_decisions_of_a_real_step(options):
+    model = models.make(lambda: models.Block(WIDTH, gated=True))
+    explained = fp8compile.explain(model, x(2, ROWS, WIDTH), options=options)
+    real = reported(model, x(2, ROWS, WIDTH), options=options)
+    assert decisions(explained) == decisions(real) and explained.opaque == real.opaque
+    assert explained.summary() == real.summary() and explained.graphs[0].name == real.graphs[0].name
+    assert explained.graphs[0].edges == real.graphs[0].edges
+
+
+def test_every_graph_of_a_broken_model():
+    model = models.make(lambda: models.Broken(models.Mlp(), nn.BatchNorm1d(WIDTH), models.Mlp()))
+    explained = fp8compile.explain(model, x())
+    assert len(explained.graphs) == 3 and decisions(explained) == decisions(reported(model, x()))
+
+
+def test_a_compiled_module_and_a_function_of_modules():
+    model = models.make(models.Mlp)
+    expected = decisions(fp8compile.explain(model, x()))
+    assert len(expected) == 5
+    assert decisions(fp8compile.explain(torch.compile(model, backend="fp8"), x())) == expected
+    model.compile(backend="fp8")
+    assert decisions(fp8compile.explain(model, x())) == expected
+
+    def loss(inputs: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(model(inputs), torch.zeros(ROWS, WIDTH))
+
+    assert [d[1:] for d in decisions(fp8compile.explain(loss, x()))] == [d[1:] for d in expected]
+    assert model._compiled_call_impl is not None
+
+
+def test_a_function_that_calls_backward():
+    model = models.make(models.Mlp)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+
+    def step(inputs: torch.Tensor) -> None:
+        model(inputs).sum().backward()
+
+    assert len(fp8compile.explain(step, x()).matmuls) == 5
+    assert all(torch.equal(p.grad, torch.ones_like(p)) for p in model.parameters())
+
+
+def test_eval_mode_is_explained_as_training():
+    model = models.make(models.Mlp).eval()
+    with torch.no_grad():
+        report = fp8compile.explain(model, x())
+    assert report.fp8_flop_fraction == 1.0 and not any(m.training for m in model.modules())
+
+
+def test_a_frozen_part_stays_in_eval_mode():
+    model = models.make(lambda: models.Stack(models.Mlp(), models.Mlp()))
+    model.inner[0].eval()
+    fp8compile.explain(model, x())
+    assert model.training and not model.inner[0].training and model.inner[1].training
+
+
+def test_for_a_device():
+    model = models.make(models.Mlp)
+    assert fp8compile.explain(model, x()).fp8_flop_fraction == 1.0
+    report = fp8compile.explain(model, x(), device="h100")
+    assert report.fp8_flop_fraction == 0.0 and report.graphs[0].device == "NVIDIA H100 80GB HBM3"
+    with pytest.raises(fp8compile.OptionError, match="h1000.*Did you mean 'h100'"):
+        fp8compile.explain(model, x(), device="h1000")
+
+
+# -- without memory ----------------------------------------------------------------------------------------------------
+
+
+class Deep(nn.Module):
+    """Of 70 billion parameters, with a buffer, and a weight that two modules share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        width, hidden = 8192, 28672
+        self.layers = nn.ModuleList(models.SwiGlu(width, hidden) for _ in range(100))
+        self.last = nn.Linear(width, width, bias=False)
+        self.last.weight = nn.Parameter(torch.empty(width, width))
+        self.head = nn.Linear(width, width, bias=False)
+        self.head.weight = self.last.weight
+        self.register_buffer("scale", torch.ones(width))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers[:2]:
+            inputs = inputs + layer(inputs)
+        return self.head(self.last(inputs * self.scale))
+
+
+@pytest.mark.parametrize("where", ["cpu", "meta"])
+def test_a_model_on_the_meta_device(where):
+    with torch.device("meta"):
+        model = Deep().bfloat16()
+    assert sum(p.numel() for p in model.parameters()) > 70e9
+    before = {name: id(t) for name, t in [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]}
+    inputs = torch.zeros(4, 16, 8192, dtype=torch.bfloat16, device=where)
+    start = time.perf_counter()
+    report = fp8compile.explain(model, inputs)
+    assert time.perf_counter() - start < 60
+    assert {r.fqn for r in report.matmuls if r.decision == "fp8"} >= {"layers.0.gate", "layers.1.down", "last"}
+    assert {name: id(t) for name, t in [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]} == before
+    assert model.head.weight is model.last.weight and model.scale.device.type == "meta"
+
+
+def test_attention_with_dropout_counts_as_fused_on_the_meta_device():
+    def f(q: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, q, q, dropout_p=0.1, is_causal=True)
+
+    class M(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return f(self.qkv(inputs).view(2, ROWS, 4, -1).transpose(1, 2))
+
+    with torch.device("meta"):
+        model = M()
+    report = fp8compile.explain(model, torch.zeros(2, ROWS, WIDTH))
+    assert len(report.matmuls) == 2 and len(report.opaque) == 2
+
+
+# -- nothing changes ---------------------------------------------------------------------------------------------------
+
+
+class Restless(nn.Module):
+    """Changes all that a module can change in a forward, in a graph and outside of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.mlp = models.Mlp()
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+        self.calls = 0
+        self.last: torch.Tensor | None = None
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.steps += 1
+        self.last = inputs.mul_(2)
+        y = self.mlp(F.dropout(self.norm(inputs), 0.5))
+        torch._dynamo.graph_break()
+        self.steps = self.steps + random.randint(1, 5)
+        self.norm.running_mean.add_(torch.rand(WIDTH))
+        return self.mlp(y)
+
+
+def test_the_model_and_its_inputs_are_left_as_they_were():
+    model, inputs = models.make(Restless), x()
+    state = {name: t.clone() for name, t in model.state_dict().items()}
+    tensors = {name: id(t) for name, t in [*model.named_parameters(), *model.named_buffers()]}
+    given = inputs.clone()
+    states = torch.get_rng_state(), random.getstate()
+    assert len(fp8compile.explain(model, inputs).graphs) == 2
+    assert all(torch.equal(state[name], t) for name, t in model.state_dict().items()) and torch.equal(inputs, given)
+    assert {name: id(t) for name, t in [*model.named_parameters(), *model.named_buffers()]} == tensors
+    assert model.calls == 0 and model.last is None and all(p.grad is None for p in model.parameters())
+    assert torch.equal(states[0], torch.get_rng_state()) and states[1] == random.getstate()
+
+
+def test_after_an_error_too():
+    model = models.make(Restless)
+    with pytest.raises(RuntimeError):
+        fp8compile.explain(model.eval(), x(ROWS, WIDTH + 1))
+    assert not model.training and model.calls == 0 and model.steps.item() == 0
+
+
+def test_reports_and_compiled_code_are_left_as_they_were():
+    from torch._dynamo.eval_frame import _debug_get_cache_entry_list as entries
+
+    first = models.make(lambda: models.Broken(models.Mlp(), nn.Tanh(), models.Mlp()))
+    other = models.make(models.Mlp)
+    real = str(reported(other, x()))
+    frames = [models.Broken.forward.__code__, models.Mlp.forward.__code__]
+    before = [len(entries(code)) for code in frames]
+    for rows in range(16, 160, 16):  # more often than a frame may be compiled
+        report = fp8compile.explain(first, x(rows, WIDTH))
+        assert [r.m for r in report.matmuls][0] == rows and not any(r.dynamic for r in report.matmuls)
+        assert [graph.index for graph in report.graphs] == [0, 1, 2]
+    assert [len(entries(code)) for code in frames] == before
+    assert str(fp8compile.report()) == real == str(fp8compile.report(other))
+
+
+def test_a_warning_is_said_again_when_the_model_is_trained(caplog):
+    model = models.make(lambda: models.Stack(models.Mlp(8, 8)))
+    for _ in range(2):
+        caplog.clear()
+        fp8compile.explain(model, x(ROWS, 8))
+        assert "no matmul of Stack becomes FP8" in caplog.text
+    caplog.clear()
+    reported(model, x(ROWS, 8))
+    assert "no matmul of Stack becomes FP8" in caplog.text
+
+
+def test_strict_is_for_training():
+    report = fp8compile.explain(models.make(lambda: models.Mlp(8, 8)), x(ROWS, 8), options={"strict": True})
+    assert report.fp8_flop_fraction == 0 and "under 128 wide" in report.summary()
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+
+def test_errors_of_the_model_and_of_the_options():
+    model = models.make(models.Mlp)
+    with pytest.raises(RuntimeError, match="reduction dim|shapes cannot be multiplied"):
+        fp8compile.explain(model, x(ROWS, WIDTH + 1))
+    with pytest.raises(TypeError, match="positional argument"):
+        fp8compile.explain(model)
+    with pytest.raises(fp8compile.OptionError, match="recipe"):
+        fp8compile.explain(model, x(), options={"recipe": "tensor"})
+
+
+class Sliced(nn.Module):
+    """Goes on, behind a graph break, with numbers that it reads from tensors."""
+
+    def __init__(self, read) -> None:
+        super().__init__()
+        self.first, self.second, self.read = models.Mlp(), models.Mlp(), read
+
+    def forward(self, inputs: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        y = self.first(inputs)
+        length = self.read(y, lengths)
+        torch._dynamo.graph_break()
+        return self.second(y[: int(length)].view(2, int(length) // 2, -1))
+
+
+@pytest.mark.parametrize("read", [
+    lambda y, lengths: torch.tensor(y.shape[0] - 4),
+    lambda y, lengths: lengths.max(),
+    lambda y, lengths: (torch.tensor(2.0) * lengths[1].float()).long(),
+], ids=["size", "input", "float"])  # fmt: skip
+def test_small_numbers_are_what_they_are(read):
+    model, given = models.make(lambda: Sliced(read)), (x(), torch.tensor([10, 14, 28]))
+    explained = fp8compile.explain(model, *given)
+    assert sorted({r.m for r in explained.matmuls if r.gemm == "fprop"}) == [28, ROWS]
+    assert decisions(explained) == decisions(reported(model, *given))
+
+
+def test_what_follows_from_a_matmul_is_zero(caplog):
+    """And so may be the reason of an error: the report is that of the graphs before it, and names it."""
+    model = models.make(lambda: Sliced(lambda y, lengths: (y.detach() * 0 + 28).amax().long()))
+    report = fp8compile.explain(model, x(), torch.tensor([28]))
+    assert {r.fqn for r in report.matmuls} == {"first.up", "first.down"}
+    assert "incomplete: behind graph " in report.summary() and "test_explain.py:" in report.summary()
+    assert "the model raised RuntimeError: cannot reshape" in report.summary()
+    assert "zeros here" in caplog.text and "Traceback" not in str(report)
+    assert report.to_dict()["summary"] == report.summary() and model.second.up.weight.grad is None
+
+
+def test_an_error_of_the_passes_is_one(monkeypatch):
+    from fp8compile import backend
+
+    run = backend.run_joint
+
+    def fail(*args, **kwargs):
+        if fp8compile.report().graphs:  # behind a graph break, where errors may be the zeros'
+            raise ZeroDivisionError("ours")
+        return run(*args, **kwargs)
+
+    model = models.make(lambda: models.Broken(models.Mlp(), nn.Tanh(), models.Mlp()))
+    monkeypatch.setattr(backend, "run_joint", fail)
+    with pytest.raises(Exception, match="ours"):
+        fp8compile.explain(model, x())
+
+
+def test_nothing_to_compile():
+    assert "Dynamo found no graph" in fp8compile.explain(lambda: 1).summary()
+
+
+def test_no_module_takes_the_name_of_a_public_function():
+    """Importing a submodule binds it in its package, in the place of a function of that name."""
+    import pkgutil
+
+    roots = {module.name for module in pkgutil.iter_modules(fp8compile.__path__)}
+    assert not roots & set(fp8compile.__all__)
+
+
+# -- transformers ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "vit"])
+def test_transformers(name):
+    pytest.importorskip("transformers")
+    from tests.backend import test_transformers
+
+    given = test_transformers.tokens()
+    if name == "vit":
+        given = {"pixel_values": torch.randn(4, 3, 32, 32), "labels": torch.arange(4)}
+    with torch.device("meta"):
+        model = getattr(test_transformers, name)("sdpa")
+    report = fp8compile.explain(model, **given)
+    linears = test_transformers.linears(model, "head", "classifier")
+    assert {r.fqn for r in report.matmuls if r.decision == "fp8"} == set(linears)
+    assert all(p.device.type == "meta" for p in model.parameters())
+
+
+def test_lengths_that_a_model_makes_itself():
+    """DeBERTa slices by a tensor that it made of a size, in a scripted function behind a graph break."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.DebertaConfig(
+        hidden_size=128, num_hidden_layers=1, num_attention_heads=2, intermediate_size=256, vocab_size=500,
+        max_position_embeddings=64, relative_attention=True, pos_att_type=["p2c", "c2p"], position_biased_input=False,
+    )  # fmt: skip
+    report = fp8compile.explain(transformers.DebertaModel(config), torch.randint(0, 500, (2, 16)))
+    found = {r.fqn for r in report.matmuls if r.decision == "fp8"}
+    assert found == {"in_proj", "output.dense", "intermediate.dense"} and "incomplete" not in report.summary()

@@ -1,0 +1,258 @@
+"""The described-GPU harness itself, on plain Inductor graphs whose kernels and bytes are counted by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from fp8compile.devices import catalog
+from fp8compile.dryrun.fake_gpu import trace, unavailable
+from tests.support.harness import ALL_FP8
+
+pytestmark = pytest.mark.skipif(unavailable() is not None, reason=unavailable() or "")
+
+BF16 = torch.bfloat16
+
+
+@pytest.fixture(scope="module")
+def mlp():
+    """x [64, 256] -> [64, 512] -> GELU -> [64, 256], the second linear with a bias, all bf16, gradients of everything."""
+    model = nn.Sequential(nn.Linear(256, 512, bias=False), nn.GELU(), nn.Linear(512, 256)).to(BF16)
+    x = torch.randn(64, 256, dtype=BF16, requires_grad=True)
+    compiled = torch.compile(model)
+    return trace(lambda: compiled(x).sum().backward())
+
+
+def test_forward_comes_first_and_backward_is_compiled(mlp):
+    assert [g.backward for g in mlp.graphs] == [False, True]
+    assert all("@triton" in g.code and "cuda" in g.code and "cpp_fused" not in g.code for g in mlp.graphs)
+
+
+def test_matmul_flops_and_kernels(mlp):
+    assert mlp.flops == {"bfloat16": 6 * 2 * 64 * 256 * 512}
+    assert len(mlp.graphs[0].kernels) == 3  # mm, GELU, addmm
+    assert sorted((*m.out.shape, m.a.shape[-1]) for m in mlp.matmuls) == sorted(
+        [(64, 512, 256), (64, 256, 512)] * 2 + [(256, 512, 64), (512, 256, 64)]
+    )
+
+
+def test_matmul_bytes(mlp):
+    x, h, w = 64 * 256 * 2, 64 * 512 * 2, 256 * 512 * 2
+    assert sorted(k.bytes for k in mlp.kernels if k.matmul) == sorted([x + h + w] * 5 + [x + h + w + 256 * 2])  # one has a bias
+
+
+def test_bytes_outside_matmuls(mlp):
+    x, h = 64 * 256 * 2, 64 * 512 * 2
+    forward, backward = mlp.graphs
+    assert [k.bytes for k in forward.kernels if not k.matmul] == [2 * h]  # GELU: reads h, writes h
+    # The bias gradient reads dy and writes 256 numbers; dGELU reads h and its gradient, writes one.
+    assert sorted(k.bytes for k in backward.kernels if not k.matmul) == sorted([x + 256 * 2, 3 * h])
+    assert mlp.bytes_outside_matmuls == 5 * h + x + 256 * 2
+
+
+def test_kept_for_backward(mlp):
+    # GELU's input, and its output for wgrad; x and the weights are there anyway.
+    assert mlp.kept_for_backward == 2 * (64 * 512 * 2)
+
+
+def test_fused_pointwise_is_one_kernel():
+    f = torch.compile(lambda a, b: (F.silu(a.float()) * b).to(BF16))
+    step = trace(lambda: f(torch.randn(128, 256, dtype=BF16), torch.randn(128, 256, dtype=BF16)))
+    assert [(k.kind, k.bytes) for k in step.kernels] == [("triton", 3 * 128 * 256 * 2)]
+    assert step.flops == {} and step.kept_for_backward == 0 and len(step.graphs) == 1
+
+
+def test_two_stage_amax_and_cast_read_their_input_once():
+    """The form of amax that fp8compile writes: row maxima come out of the kernel that casts."""
+
+    @torch.compile
+    def f(x, s):
+        return (x.float() * s).to(torch.float8_e4m3fn), x.abs().amax(-1).amax()
+
+    x, s = torch.randn(4096, 4096, dtype=BF16), torch.ones(())
+    moved = trace(lambda: f(x, s)).bytes_outside_matmuls
+    assert 3 * x.numel() < moved < 3.01 * x.numel()  # 2 bytes read, 1 written, and the row maxima
+
+
+def test_scaled_matmul_is_fp8_and_its_layout_is_seen():
+    one = torch.ones(())
+
+    def f(a, b):
+        return torch._scaled_mm(a, b.t(), one, one, out_dtype=BF16)
+
+    a, b = torch.randn(64, 256).to(torch.float8_e4m3fn), torch.randn(128, 256).to(torch.float8_e4m3fn)
+    compiled = torch.compile(f)
+    step = trace(lambda: compiled(a, b))
+    (m,) = step.matmuls
+    assert step.flops == {"fp8": 2 * 64 * 256 * 128}
+    assert m.a.stride[-1] == m.b.stride[-2] == 1 and m.out.dtype == BF16
+
+
+def test_a_row_major_second_operand_is_refused():
+    """What the CPU accepts and Hopper does not must fail here."""
+    one = torch.ones(())
+    compiled = torch.compile(lambda a, b: torch._scaled_mm(a, b, one, one, out_dtype=BF16))
+    with pytest.raises(Exception, match="(?i)col"):
+        trace(lambda: compiled(torch.randn(64, 256).to(torch.float8_e4m3fn), torch.randn(256, 128).to(torch.float8_e4m3fn)))
+
+
+def test_indexing_of_a_tensor_on_the_described_device():
+    """A pass may index fake tensors; torch would ask the CUDA runtime for a device guard."""
+    x = torch.arange(24).view(2, 3, 4)
+    seen = []
+
+    def look(graph):
+        (node,) = graph.find_nodes(op="placeholder")
+        fake = node.meta["val"]
+        seen.extend(fake[index] for index in indices)
+
+    indices = [0, (slice(None), 1), (..., 2), (None, ..., slice(1, 3)), (1, ..., None, 0), (slice(0, 1), slice(None), -1)]
+    compiled = torch.compile(lambda x: x + 1, options={"joint_custom_pre_pass": look})
+    trace(lambda: compiled(x))
+    assert [(t.device.type, t.shape, t.stride()) for t in seen] == [("cuda", x[i].shape, x[i].stride()) for i in indices]
+
+
+def test_symbolic_rows():
+    model = nn.Linear(256, 128, bias=False).to(BF16)
+    compiled = torch.compile(model, dynamic=True)
+    step = trace(lambda: compiled(torch.randn(48, 256, dtype=BF16)).sum().backward())
+    assert step.flops == {"bfloat16": 2 * 2 * 48 * 256 * 128}  # fprop and wgrad: the input wants no gradient
+
+
+def test_user_triton_kernel_reads_what_it_reads():
+    triton = pytest.importorskip("triton")
+    tl = pytest.importorskip("triton.language")
+
+    @triton.jit
+    def copy_kernel(x, y, numel, BLOCK: tl.constexpr):
+        at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        tl.store(y + at, tl.load(x + at, mask=at < numel), mask=at < numel)
+
+    def f(x):
+        y = torch.empty_like(x)
+        copy_kernel[(x.numel() // 1024,)](x, y, x.numel(), BLOCK=1024)
+        return y
+
+    compiled = torch.compile(f)
+    step = trace(lambda: compiled(torch.randn(64, 1024)))
+    assert [(k.kind, k.bytes) for k in step.kernels] == [("user", 2 * 64 * 1024 * 4)]
+
+
+class Named(nn.Module):
+    """A layer whose kernels are told apart by name: two linears, an activation, a norm, a residual."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(256), nn.Linear(256, 512), nn.Linear(512, 256)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+def named_step(backend):
+    model = nn.Sequential(Named(), Named()).to(BF16)
+    options = {"policy": ALL_FP8} if backend == "fp8" else None
+    compiled = torch.compile(model, backend=backend, options=options)
+    return trace(lambda: compiled(torch.randn(64, 256, dtype=BF16)))
+
+
+@pytest.mark.parametrize("backend", ["inductor", "fp8"])
+def test_kernels_know_their_modules(backend):
+    step = named_step(backend)
+    assert [g.backward for g in step.graphs] == [False, True]
+    assert all(k.backward is g.backward for g in step.graphs for k in g.kernels)
+    matmuls = [(k.fqn, k.backward) for k in step.kernels if k.matmul]
+    expected = [(f"{i}.{name}", False) for i in range(2) for name in ("up", "down")]
+    expected += [(f"{i}.{name}", True) for i in range(2) for name in ("up", "down", "up", "down")]
+    assert sorted(matmuls) == sorted(expected)
+    assert {k.matmul.dtype for k in step.kernels if k.matmul} == {"fp8" if backend == "fp8" else "bfloat16"}
+    modules = {f"{i}{name}" for i in range(2) for name in ("", ".norm", ".up", ".down")}
+    moved = {fqn: sum(k.bytes for k in step.kernels if k.fqn == fqn) for fqn in {k.fqn for k in step.kernels}}
+    assert set(moved) <= modules | {""} and moved.get("", 0) < 0.02 * sum(moved.values())
+    assert sum(step.kept.values()) == step.kept_for_backward and set(step.kept) <= modules
+
+
+def test_gradient_of_an_unpacked_tensor():
+    linear = nn.Linear(128, 384, bias=False).to(BF16)
+
+    @torch.compile
+    def f(x):
+        q, k, v = linear(x).view(64, 3, 128).permute(1, 0, 2)
+        return (q * k + v).sum()
+
+    step = trace(lambda: f(torch.randn(64, 128, dtype=BF16, requires_grad=True)).backward())
+    assert len(step.matmuls) == 3 and len(step.graphs) == 2
+
+
+def test_several_graphs():
+    layers = [nn.Linear(128, 128, bias=False).to(BF16) for _ in range(3)]
+
+    @torch.compile
+    def f(x):
+        x = layers[0](x)
+        torch._dynamo.graph_break()
+        x = layers[1](x)
+        assert float(x.float().sum()) == 0  # values are zeros
+        return layers[2](x)
+
+    step = trace(lambda: f(torch.randn(64, 128, dtype=BF16)).sum().backward())
+    assert [g.backward for g in step.graphs] == [False] * 3 + [True] * 3
+    assert step.flops == {"bfloat16": (2 + 3 + 3) * 2 * 64 * 128 * 128}
+
+
+def test_symbolic_outputs_have_the_sizes_of_the_call():
+    seen = []
+
+    @torch.compile(dynamic=True)
+    def f(x):
+        y = torch.cat([x, x]) @ x.t()
+        torch._dynamo.graph_break()
+        return y + 1
+
+    def step():
+        seen.extend(f(torch.randn(rows, 32)).shape for rows in (48, 64))
+
+    trace(step)
+    assert seen == [(96, 48), (128, 64)]
+
+
+def test_attention_is_seen():
+    def f(x):
+        return F.scaled_dot_product_attention(x, x[:, :2], x[:, 2:], is_causal=True, enable_gqa=True)
+
+    compiled = torch.compile(f)
+    step = trace(lambda: compiled(torch.randn(2, 4, 128, 64, dtype=BF16, requires_grad=True)))
+    forward, backward = [k.attention for k in step.kernels if k.attention]
+    assert forward.causal and backward.causal and backward.backward and not forward.backward
+    assert forward.flops == 2 * 2 * 2 * 4 * 128 * 128 * 64 // 2 and backward.flops == forward.flops * 5 // 2
+    assert step.attention_flops == forward.flops + backward.flops and step.flops == {}
+
+
+def test_other_device():
+    f = torch.compile(lambda x: torch.relu(x))
+    for name, capability in (("a100", 80), ("h200", 90)):
+        step = trace(lambda: f(torch.randn(64, 256)), catalog.find(name).gpu)
+        assert f"cc={capability}" in step.code
+
+
+def test_nothing_of_the_described_device_is_left():
+    from torch._dynamo.device_interface import get_interface_for_device
+
+    before = get_interface_for_device("cuda")
+    f = torch.compile(lambda x: torch.relu(x) + 1)
+    x = torch.randn(64)
+    trace(lambda: f(x))
+    assert not torch.cuda.is_available() and get_interface_for_device("cuda") is before
+    assert torch.equal(torch.compile(lambda x: torch.relu(x) + 1, backend="aot_eager")(x), torch.relu(x) + 1)
+    assert torch.equal(f(x), torch.relu(x) + 1)  # compiled afresh, for the CPU
+
+
+def test_the_described_device_goes_when_a_step_fails():
+    def fail():
+        raise KeyError("of the step")
+
+    with pytest.raises(KeyError):
+        trace(fail)
+    assert not torch.cuda.is_available()

@@ -1,0 +1,260 @@
+"""The delayed update rule of TransformerEngine, written down from its description, against ours on the same amaxes.
+
+From transformer_engine/common/recipe/delayed_scaling.cu: the history of a tensor has `length` entries. A step writes its amax
+into entry 0. The update takes, for "max", the largest of all entries (by fmaxf, which passes over NaN), for "most_recent",
+entry 0; shifts the history, so that entry 0 is 0 again and the oldest is gone; and
+
+    scale = fp8_max * 2^-margin / amax        if amax is finite and greater than 0, otherwise the scale that was
+    scale = FLT_MAX                           where that is infinite
+    scale_inv = 1 / scale
+
+all in float32. Scales begin at 1. Ours are equal, to the bit, on every sequence of finite amaxes; where we differ, it is on
+purpose, and the tests at the end say how.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fp8compile.ir import ops, state_page
+from tests.support.harness import MOVING, compiled, histories, like, noise
+from tests.support.models import Mlp, make
+
+FLT_MAX = torch.finfo(torch.float32).max
+E4M3, E5M2 = 448.0, 57344.0
+INF, NAN = math.inf, math.nan
+
+
+def fmaxf(values: list[float]) -> float:
+    return max((x for x in values if not math.isnan(x)), default=NAN)
+
+
+def divided(a: float, b: float) -> float:
+    """a / b of float32 numbers as float32, without double rounding: float64 has more than twice the digits."""
+    return torch.tensor(a / b, dtype=torch.float64).to(torch.float32).item()
+
+
+class TransformerEngine:
+    """One tensor's state: `history[0]` is the entry that a step writes to."""
+
+    def __init__(self, length: int, algo: str, fp8_max: float = E4M3, margin: int = 0) -> None:
+        self.history, self.algo = [0.0] * length, algo
+        self.scaled_max = fp8_max * 2.0**-margin
+        self.scale = self.scale_inv = 1.0
+
+    def step(self, amax: float) -> float:
+        """-> the scale that this step quantizes with."""
+        used = self.scale
+        self.history[0] = amax
+        chosen = fmaxf(self.history) if self.algo == "max" else amax
+        self.history = [0.0, *self.history[2:], amax] if len(self.history) > 1 else [0.0]
+        if math.isfinite(chosen) and chosen > 0.0:
+            self.scale = min(divided(self.scaled_max, chosen), FLT_MAX)
+        self.scale_inv = divided(1.0, self.scale)
+        return used
+
+
+class Ours:
+    """The same of a page of ours with one slot."""
+
+    def __init__(self, length: int, algo: str, fp8_max: float = E4M3, margin: int = 0, limit: float = INF) -> None:
+        window = 1 if algo == "most_recent" else length
+        slot = state_page.SlotSettings(fp8_max / 2.0**margin, window, 1, limit)
+        self.page = state_page.new_page(1, length, torch.device("cpu"), [slot])
+        self.fp8_max, self.margin = fp8_max, margin
+
+    def step(self, amax: float) -> float:
+        seen = torch.tensor([amax])
+        snapshot = state_page.snapshot_of(self.page)
+        used = ops.delayed_scale(snapshot, seen, 0, self.fp8_max, self.margin).item()
+        self.page = state_page.next_page(self.page, snapshot, seen)
+        return used
+
+    def column(self, index: int) -> float:
+        return self.page[0, index].item()
+
+    scale = property(lambda self: self.column(state_page.SCALE))
+    scale_inv = property(lambda self: self.column(state_page.SCALE_INV))
+    cold = property(lambda self: self.column(state_page.AGE) < 0.0)
+    history = property(lambda self: self.page[0, state_page.HISTORY :].tolist())
+
+
+def pair(*args, **kwargs) -> tuple[TransformerEngine, Ours]:
+    return TransformerEngine(*args, **kwargs), Ours(*args, **kwargs)
+
+
+def assert_equal(theirs: TransformerEngine, mine: Ours, where: object = "") -> None:
+    assert (mine.scale, mine.scale_inv) == (theirs.scale, theirs.scale_inv), where
+    kept = len(theirs.history) - 1  # one entry is for the next step
+    assert mine.history[:kept] == theirs.history[:0:-1], where
+
+
+def float32(value: float) -> float:
+    return struct.unpack("f", struct.pack("f", value))[0]
+
+
+SEQUENCES = {
+    "moving": [1.0, 1.5, 4.0, 0.5, 8.0, 0.25, 0.2, 2.0, 3.0, 1.0, 1.0, 1.0],
+    "zeros first": [0.0, 0.0, 0.0, 2.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 3.0],
+    "only zeros": [0.0] * 8,
+    "tiny": [1e-45, 1e-40, 1.3e-36, 0.0, 1e-45, 1e-45, 1e-45, 1e-45, 1e-45],
+    "largest": [FLT_MAX, 1.0, FLT_MAX, 1e30, 1e-30, 1e-38],
+    "falling": [2.0**-i for i in range(60)],
+    "long": [abs(math.sin(i * i)) * 10.0 ** (i % 7 - 3) for i in range(3000)],
+}
+every_rule = pytest.mark.parametrize(
+    ("length", "algo"), [(1, "max"), (1, "most_recent"), (2, "max"), (4, "max"), (5, "most_recent"), (1024, "max")]
+)
+
+
+@every_rule
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_equal_on_finite_amaxes(name: str, length: int, algo: str) -> None:
+    for fp8_max, margin in ((E4M3, 0), (E5M2, 0), (E4M3, 3)):
+        theirs, mine = pair(length, algo, fp8_max, margin)
+        for step, amax in enumerate(SEQUENCES[name][: 300 if margin or fp8_max == E5M2 else None]):
+            amax = float32(amax)
+            was_cold = mine.cold
+            used = theirs.step(amax), mine.step(amax)
+            assert was_cold or used[0] == used[1]
+            assert_equal(theirs, mine, (step, amax))
+
+
+finite = st.one_of(st.just(0.0), st.floats(0.0, FLT_MAX, width=32), st.floats(2.0**-6, 1024.0, width=32))
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(finite, max_size=24), st.integers(1, 9), st.sampled_from(["max", "most_recent"]), st.integers(0, 8))
+def test_equal_on_any_finite_amaxes(amaxes: list[float], length: int, algo: str, margin: int) -> None:
+    theirs, mine = pair(length, algo, E5M2, margin)
+    for amax in amaxes:
+        theirs.step(amax)
+        mine.step(amax)
+        assert_equal(theirs, mine, amaxes)
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("algo", ["max", "most_recent"])
+def test_a_trained_models_scales_are_transformer_engines(algo: str) -> None:
+    """Amaxes that training recorded, replayed: the state of every tensor is what TransformerEngine makes of them."""
+    model, length = make(Mlp), 4
+    run = compiled(model, amax_history_len=length, amax_compute_algo=algo, margin=0)  # as there
+    recorded: dict[tuple[str, str, int], list[float]] = {}
+    replayed = {}
+    for step, factor in enumerate(MOVING):
+        model.zero_grad()
+        y = run(noise(32, 128, seed=step, scale=factor).requires_grad_())
+        y.backward(like(y, step) / factor)
+        for key, (history, scale) in histories(model).items():
+            recorded.setdefault(key, []).append(history[0])
+            fp8_max = E5M2 if key[1] == "gradient" else E4M3
+            theirs = replayed.setdefault(key, TransformerEngine(length, algo, fp8_max))
+            theirs.step(history[0])
+            assert scale == theirs.scale, (step, key)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.0 + 0.3 * factor)
+    assert len(recorded) == 6 and all(len(set(amaxes)) == len(MOVING) for amaxes in recorded.values())
+
+
+# -- where we differ ---------------------------------------------------------------------------------------------------
+
+
+def test_the_first_step_uses_the_current_amax() -> None:
+    theirs, mine = pair(4, "max")
+    amax = float32(1e-3)
+    assert (theirs.step(amax), mine.step(amax)) == (1.0, divided(E4M3, amax))
+    assert theirs.step(amax) == mine.step(amax)  # from the second on, the same
+
+
+def test_zeros_are_waited_for() -> None:
+    """TransformerEngine's scale is 1 until an update has seen a non-zero amax; ours is that of the step which has it."""
+    theirs, mine = pair(4, "max")
+    for amax in (0.0, 0.0):
+        assert theirs.step(amax) == mine.step(amax) == 1.0
+    assert (theirs.step(0.5), mine.step(0.5)) == (1.0, 896.0)
+
+
+@pytest.mark.parametrize("algo", ["max", "most_recent"])
+def test_an_infinity_leaves_no_trace(algo: str) -> None:
+    """TransformerEngine keeps it for the length of its window, in which "max" cannot move; ours goes on with the next step."""
+    length = 4
+    theirs, mine = pair(length, algo)
+    for amax in (1.0, INF):
+        theirs.step(amax)
+        mine.step(amax)
+    assert theirs.scale == mine.scale == 448.0
+    assert INF in theirs.history and mine.history == [1.0, 0.0, 0.0, 0.0]
+    stuck = 0
+    for amax in (2.0,) * 6:
+        theirs.step(amax)
+        mine.step(amax)
+        assert mine.scale == 224.0
+        stuck += theirs.scale == 448.0
+    assert stuck == (length - 1 if algo == "max" else 0)
+    assert theirs.scale == 224.0
+
+
+@pytest.mark.parametrize("algo", ["max", "most_recent"])
+def test_nan_leaves_no_trace(algo: str) -> None:
+    """TransformerEngine shifts its history and passes over the NaN; ours does not count the step."""
+    theirs, mine = pair(3, algo)
+    for amax in (4.0, 1.0):
+        theirs.step(amax)
+        mine.step(amax)
+    assert_equal(theirs, mine)
+    before = mine.page.clone()
+    theirs.step(NAN)
+    mine.step(NAN)
+    assert torch.equal(mine.page, before)
+    assert theirs.scale == mine.scale == (112.0 if algo == "max" else 448.0)
+    assert math.isnan(theirs.history[-1])
+    theirs.step(1.0)
+    mine.step(1.0)
+    assert theirs.scale == 448.0  # the 4 has left their window of three steps
+    assert mine.scale == (112.0 if algo == "max" else 448.0)  # and is in ours of three steps that counted
+
+
+def test_one_tensor_that_is_not_finite_stops_all() -> None:
+    """Slots of one direction of one graph move together: the others' amaxes of a broken step are not to be trusted."""
+    slot = state_page.SlotSettings(E4M3, 4, 1)
+    page = state_page.new_page(2, 4, torch.device("cpu"), [slot, slot])
+    page = state_page.next_page(page, state_page.snapshot_of(page), torch.tensor([1.0, 2.0]))
+    for bad in (INF, -INF, NAN):
+        assert torch.equal(state_page.next_page(page, state_page.snapshot_of(page), torch.tensor([8.0, bad])), page)
+
+
+def test_an_overflow_uses_the_current_amax_next() -> None:
+    """Twice what the scale covers: TransformerEngine scales the next step by this step's amax, ours by its own."""
+    theirs, mine = pair(4, "max")[0], Ours(4, "max", limit=state_page.JUMP * E4M3)
+    for amax in (1.0, 2.0, 4.0):  # growing, but not beyond twice: no overflow
+        assert theirs.step(amax) == mine.step(amax) or amax == 1.0
+        assert not mine.cold
+    assert theirs.step(9.0) == mine.step(9.0) == 112.0  # saturates in both
+    assert mine.cold and theirs.scale == mine.scale
+    assert (theirs.step(90.0), mine.step(90.0)) == (divided(E4M3, 9.0), divided(E4M3, 90.0))
+    assert not mine.cold
+    for amax in (1.0, 1.0, 1.0, 1.0, 1.0):
+        assert theirs.step(amax) == mine.step(amax)
+        assert_equal(theirs, mine)
+
+
+def test_a_page_moves_every_slot_by_its_own_rule() -> None:
+    rules = [(E4M3, 1, 0), (E4M3, 4, 0), (E5M2, 4, 2)]
+    theirs = [TransformerEngine(4, "most_recent" if w == 1 else "max", fp8_max, margin) for fp8_max, w, margin in rules]
+    slots = [state_page.SlotSettings(fp8_max / 2.0**margin, window, 1) for fp8_max, window, margin in rules]
+    page: Tensor = state_page.new_page(4, 4, torch.device("cpu"), slots)
+    for step, factor in enumerate(MOVING):
+        amaxes = [float32(factor * (step + 1 + i)) for i in range(3)]
+        page = state_page.next_page(page, state_page.snapshot_of(page), torch.tensor(amaxes))
+        for rule, amax in zip(theirs, amaxes, strict=True):
+            rule.step(amax)
+        assert page[:3, state_page.SCALE].tolist() == [rule.scale for rule in theirs]
+        assert page[:3, state_page.SCALE_INV].tolist() == [rule.scale_inv for rule in theirs]

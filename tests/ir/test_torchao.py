@@ -1,0 +1,346 @@
+"""torchao 0.18 as an oracle that others wrote: its casts byte for byte, and its Float8Linear on a CPU (`emulate`).
+
+Every cast is compared twice: our operators against torchao's functions on one tensor, and the FP8 tensors that a compiled graph
+makes against those that Float8Linear makes in the same step. Products are then sums of equal numbers: they differ by the
+rounding to bf16 at most.
+
+torchao keeps amaxes from falling under 1e-12, and rounds to powers of two by float32 logarithms. What that changes, and what
+each does with zeros, infinities and NaN, is at the end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fp8compile.config.recipe import ROW, WHOLE, Block, Recipe
+from fp8compile.ir import ops
+from fp8compile.runtime import inner
+from fp8compile.runtime.interpreter import Eager
+from tests.support.harness import assert_fp8, compiled, interpreted, leaf, noise, sqnr
+
+torchao = pytest.importorskip("torchao")
+from torchao.float8 import Float8LinearConfig, float8_linear  # noqa: E402
+from torchao.float8.config import ScalingGranularity  # noqa: E402
+from torchao.float8.float8_linear import Float8Linear  # noqa: E402
+from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic  # noqa: E402
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+MAX = {E4M3: 448.0, E5M2: 57344.0}
+EPS = 1e-12  # torchao's smallest amax
+RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+BLOCKS_32, BLOCKS_128, SQUARES = Block(1, 32), Block(1, 128), Block(128, 128)
+
+
+def ramp(rows: int, columns: int, low: float, high: float) -> Tensor:
+    """Noise whose columns grow from 10^low to 10^high."""
+    return noise(rows, columns, seed=3) * torch.logspace(low, high, columns)
+
+
+def zero_rows(rows: int, columns: int) -> Tensor:
+    x = noise(rows, columns, seed=4)
+    x[::3], x[:, 5::7] = 0.0, 0.0
+    return x
+
+
+def outlier(rows: int, columns: int) -> Tensor:
+    x = noise(rows, columns, seed=5)
+    x[rows // 2, columns // 3] = -7e4
+    return x
+
+
+CASES = {
+    "normal": lambda r, c: noise(r, c, seed=1),
+    "zero rows": zero_rows,
+    "zeros": lambda r, c: torch.zeros(r, c),
+    "huge": lambda r, c: noise(r, c, seed=2) * 1e28,
+    "tiny": lambda r, c: (noise(r, c, seed=2).sign() + noise(r, c, seed=6) / 8) * 1e-10,  # every amax over 1e-12
+    "one outlier": outlier,
+    "subnormal in FP8": lambda r, c: ramp(r, c, -6.0, 0.0),
+    "wide": lambda r, c: ramp(r, c, -4.0, 4.0),
+    "equal": lambda r, c: torch.full((r, c), 1.75),
+}
+every_case = pytest.mark.parametrize("case", CASES)
+every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+
+
+def raw(x: Tensor) -> Tensor:
+    return x.contiguous().view(torch.uint8)
+
+
+def ours(x: Tensor, block: Block, power_of_2: bool, transposed: bool = False, dtype: torch.dtype = E4M3) -> tuple[Tensor, ...]:
+    """-> values, scales and inverses, by the operators that the package's graphs are made of."""
+    amax = ops.amax(x) if block == WHOLE else ops.amax_blocks(x, transposed, block)
+    scale = ops.current_scale(amax, MAX[dtype], 0, power_of_2)
+    return ops.quantize(x, scale, dtype, MAX[dtype], transposed, block), scale, ops.inverse(scale)
+
+
+def theirs(x: Tensor, dim: int | None, power_of_2: bool, dtype: torch.dtype = E4M3) -> tuple[Tensor, Tensor]:
+    """-> values and scales, of the tensor (`dim` None) or of what lies along this dimension."""
+    granularity = ScalingGranularity.TENSORWISE if dim is None else ScalingGranularity.AXISWISE
+    made: Any = hp_tensor_to_float8_dynamic(
+        x, dtype, None, scaling_granularity=granularity, axiswise_dim=dim, round_scales_to_power_of_2=power_of_2
+    )
+    return made._data, made._scale
+
+
+def untransposed(copy: Tensor, x: Tensor) -> Tensor:
+    """The transpose of a transposed copy, without the zeros that it is padded with."""
+    assert not raw(copy[:, x.shape[0] :]).any()
+    return copy[:, : x.shape[0]].t()
+
+
+@every_dtype
+@every_case
+@pytest.mark.parametrize("shape", [(80, 160), (37, 144), (1, 16)], ids=str)
+def test_casts_of_tensors_and_rows(shape: tuple[int, int], case: str, dtype: torch.dtype) -> None:
+    x = CASES[case](*shape).to(dtype)
+    for power_of_2 in (False, True):
+        for form in (E4M3, E5M2):
+            expected, scale = theirs(x, None, power_of_2, form)
+            for transposed in (False, True):
+                got, got_scale, _ = ours(x, WHOLE, power_of_2, transposed, form)
+                assert torch.equal(raw(untransposed(got, x) if transposed else got), raw(expected))
+                assert got_scale.item() == scale.item() or not x.any()
+        for transposed, dim in ((False, -1), (True, 0)):
+            expected, scale = theirs(x, dim, power_of_2)
+            got, got_scale, _ = ours(x, ROW, power_of_2, transposed)
+            assert torch.equal(raw(untransposed(got, x) if transposed else got), raw(expected))
+            seen = x.abs().amax(dim) > 0
+            assert torch.equal(got_scale.flatten()[seen], scale.flatten()[seen])
+
+
+@every_dtype
+@every_case
+def test_casts_of_blocks(case: str, dtype: torch.dtype) -> None:
+    """1 x 128, 128 x 1 (along the tokens, for wgrad) and 128 x 128, with scales that are no powers of two, as torchao's."""
+    kernels = pytest.importorskip("torchao.prototype.blockwise_fp8_training.kernels")  # has Triton kernels: needs triton
+    x = CASES[case](384, 256).to(dtype)
+    values, scale_inv = kernels.torch_blockwise_scale_act_quant_lhs(x)
+    columns, columns_inv = kernels.torch_blockwise_scale_act_quant_rhs(x)
+    squares, squares_inv = kernels.torch_blockwise_scale_weight_quant(x)
+    for expected, expected_inv, block, transposed in (
+        (values, scale_inv, BLOCKS_128, False),
+        (columns, columns_inv.t(), BLOCKS_128, True),
+        (squares, squares_inv, SQUARES, False),
+        (squares, squares_inv.t(), SQUARES, True),
+    ):
+        got, _, got_inv = ours(x, block, False, transposed)
+        assert torch.equal(raw(untransposed(got, x) if transposed else got), raw(expected))
+        seen = ops.amax_blocks(x, transposed, block) > 0
+        assert got_inv.shape == expected_inv.shape and torch.equal(got_inv[seen], expected_inv[seen])
+        assert (got_inv[~seen] == 1.0).all() and (expected_inv[~seen] < 1e-14).all()
+
+
+@every_dtype
+@every_case
+def test_casts_of_microscaling_blocks(case: str, dtype: torch.dtype) -> None:
+    """1 x 32 with E8M0 scales, rounded up (RCEIL), as cuBLAS documents it."""
+    mx = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
+    x = CASES[case](96, 160).to(dtype)
+    for source, transposed in ((x, False), (x.t().contiguous(), True)):
+        scale, expected = mx.to_mx(source, E4M3, 32, mx.ScaleCalculationMode.RCEIL)
+        got, _, got_inv = ours(x, BLOCKS_32, True, transposed)
+        assert torch.equal(raw(got), raw(expected))
+        seen = ops.amax_blocks(x, transposed, BLOCKS_32) > 0
+        assert torch.equal(raw(got_inv.to(torch.float8_e8m0fnu))[seen], raw(scale)[seen])
+        assert torch.equal(got_inv.to(torch.float8_e8m0fnu).float(), got_inv)  # nothing is lost in that encoding
+        assert (raw(scale)[~seen] == 0).all() and (got_inv[~seen] == 1.0).all()
+
+
+# -- a linear ----------------------------------------------------------------------------------------------------------
+
+
+class Recorder(Eager):
+    """What a graph computes: its FP8 tensors, and its float32 ones (among them scales)."""
+
+    fp8: list[Tensor] = []
+    numbers: list[Tensor] = []
+
+    def run_node(self, n: Any) -> Any:
+        result = super().run_node(n)
+        if isinstance(result, Tensor) and n.op == "call_function":
+            if result.dtype in MAX:
+                self.fp8.append(result.clone())
+            elif result.dtype == torch.float32:
+                self.numbers.append(result.clone().flatten())
+        return result
+
+
+def float8_linear_of(linear: nn.Linear, recipe: str) -> Float8Linear:
+    config = dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), emulate=True)
+    return Float8Linear.from_float(linear, config)
+
+
+def like_torchao(recipe: str) -> dict[str, Any]:
+    """Its rowwise scales are powers of two."""
+    return {"power_of_2_scale": True} if recipe != "tensorwise" else {}
+
+
+def both(
+    monkeypatch: pytest.MonkeyPatch, recipe: str, x: Tensor, dy: Tensor, w: Tensor, bias: bool
+) -> tuple[dict[str, Tensor], dict[str, Tensor], list[Any]]:
+    """One step of torchao's linear and of ours: -> output and gradients of both, torchao's operands; ours are on record."""
+    linear = nn.Linear(w.shape[1], w.shape[0], bias=bias).to(x.dtype)
+    with torch.no_grad():
+        linear.weight.copy_(w)
+    operands: list[Any] = []
+
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        operands.append(hp_tensor_to_float8_dynamic(*args, **kwargs))
+        return operands[-1]
+
+    results = []
+    with monkeypatch.context() as patch, interpreted():
+        patch.setattr(float8_linear, "hp_tensor_to_float8_dynamic", recorded)
+        patch.setattr(inner, "Eager", Recorder)
+        Recorder.fp8, Recorder.numbers = [], []
+        for run in (float8_linear_of(linear, recipe), compiled(linear, recipe, **like_torchao(recipe))):
+            linear.zero_grad()
+            leaf_x = leaf(x)
+            y = run(leaf_x)
+            y.backward(dy)
+            made = {"y": y.detach(), "dx": leaf_x.grad, "dw": linear.weight.grad.clone()}
+            results.append(made | ({"db": linear.bias.grad.clone()} if bias else {}))
+    assert_fp8(linear)
+    return results[0], results[1], operands
+
+
+def contracted_last(operand: Tensor, transposed: bool) -> Tensor:
+    """As our copies are: the contracted dimension last and, if it is tokens, padded."""
+    if not transposed:
+        return operand
+    copy = operand.t()
+    padded = torch.zeros(copy.shape[0], ops.padded_rows(copy.shape[1]), dtype=torch.uint8)
+    padded[:, : copy.shape[1]] = raw(copy)
+    return padded.view(copy.dtype)
+
+
+def assert_made(operands: list[Any], recipe: str) -> None:
+    """Our graph made each of torchao's operands, and its scales."""
+    # x and w^T of fprop; dy and w^T of dgrad; dy and x of wgrad: which dimension is contracted
+    transposed = (False, True, False, False, True, True)[: len(operands)]
+    assert len(operands) == (4 if recipe == "rowwise_with_gw_hp" else 6)
+    for number, (operand, flip) in enumerate(zip(operands, transposed, strict=True)):
+        weight = number in (1, 3)
+        copy = operand._data.t().contiguous() if weight and flip else contracted_last(operand._data, flip)
+        assert any(x.dtype == copy.dtype and x.shape == copy.shape and torch.equal(raw(x), raw(copy)) for x in Recorder.fp8), (
+            f"operand {number}"
+        )
+        scale = operand._scale.flatten()
+        if operand._data.any(dim=None) and (scale < 448.0 / EPS / 2).all():
+            found = (x for x in Recorder.numbers if x.numel() == scale.numel())
+            assert any(torch.equal(x, scale) for x in found), f"scales of operand {number}"
+
+
+def assert_bf16(expected: dict[str, Tensor], got: dict[str, Tensor]) -> None:
+    """Equal but for the rounding of sums that ran in another order."""
+    assert expected.keys() == got.keys()
+    for name, tensor in expected.items():
+        assert got[name].dtype == tensor.dtype
+        error, size = (got[name].double() - tensor.double()).abs(), tensor.double().abs()
+        assert tensor.isfinite().all() and got[name].isfinite().all(), name
+        last = 2.0**-7 if tensor.dtype == torch.bfloat16 else 2.0**-16
+        assert (error <= last * size + 1e-6 * size.max()).all(), f"{name}: {sqnr(tensor, got[name]):.1f} dB"
+
+
+@every_case
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_linear(monkeypatch: pytest.MonkeyPatch, recipe: str, case: str) -> None:
+    x = CASES[case](48, 160).bfloat16()
+    dy = CASES[case](48, 144).bfloat16() * (1e-3 if case != "huge" else 1e-20)
+    if case == "tiny":
+        dy = dy * 1e3
+    w = noise(144, 160, seed=7, scale=0.05).bfloat16()
+    expected, got, operands = both(monkeypatch, recipe, x, dy, w, bias=False)
+    assert_bf16(expected, got)
+    assert_made(operands, recipe)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_linear_of_odd_sizes_and_adversarial_weights(monkeypatch: pytest.MonkeyPatch, recipe: str) -> None:
+    """37 tokens; output features from 1e-4 to 1e4; a bias, which torchao adds after it has rounded to bf16."""
+    w = noise(176, 128, seed=8) * torch.logspace(-4, 4, 176).unsqueeze(1)
+    x, dy = noise(37, 128, seed=9).bfloat16(), ramp(37, 176, -6.0, 0.0).bfloat16()
+    expected, got, operands = both(monkeypatch, recipe, x, dy, w.bfloat16(), bias=True)
+    assert_made(operands, recipe)
+    for name in ("dx", "dw"):
+        assert_bf16({name: expected[name]}, {name: got[name]})
+    assert sqnr(expected["y"], got["y"]) > 48.0 and sqnr(expected["db"], got["db"]) > 45.0
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_linear_float32(monkeypatch: pytest.MonkeyPatch, recipe: str) -> None:
+    x, dy, w = noise(64, 256, seed=1), noise(64, 128, seed=2, scale=1e-5), noise(128, 256, seed=3)
+    expected, got, operands = both(monkeypatch, recipe, x, dy, w, bias=False)
+    assert_made(operands, recipe)
+    for name, tensor in expected.items():
+        assert sqnr(tensor, got[name]) > 110.0
+
+
+def test_the_comparison_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, dy, w = (noise(32, 128, seed=seed).bfloat16() for seed in (1, 2, 3))
+    w = noise(128, 128, seed=3).bfloat16()
+    expected, got, _ = both(monkeypatch, "rowwise", x, dy, w, bias=False)
+    _, other, operands = both(monkeypatch, "tensorwise", x, dy, w, bias=False)
+    with pytest.raises(AssertionError):
+        assert_bf16(expected, other)
+    Recorder.fp8 = [x for x in Recorder.fp8 if x.dtype == E4M3]
+    with pytest.raises(AssertionError, match="operand"):
+        assert_made(operands, "tensorwise")
+    assert Recipe("tensorwise").fp8_format == "hybrid" and got
+
+
+# -- where we differ ---------------------------------------------------------------------------------------------------
+
+
+def test_zeros_and_what_is_under_1e_12() -> None:
+    """torchao: the scale of an amax of 1e-12. Ours: 1 for zeros, and what the amax asks for."""
+    x = torch.tensor([[0.0, 0.0], [1e-14, -3e-15]])
+    expected, scale = theirs(x, -1, False)
+    got, got_scale, _ = ours(x, ROW, False)
+    assert scale.flatten().tolist() == [torch.tensor(448.0 / EPS).item()] * 2
+    assert got_scale.flatten().tolist() == [1.0, torch.tensor(448.0 / x[1, 0].double(), dtype=torch.float64).float().item()]
+    assert got[1].float().abs().max() == 448.0 and expected[1].float().abs().max() < 5.0
+
+
+def test_infinities_and_nan() -> None:
+    """torchao: an infinity makes its row's other values 0, a NaN makes them NaN. Ours: only the value itself is lost."""
+    x = torch.tensor([[1.0, float("inf"), 3.0], [1.0, float("nan"), 3.0]])
+    for power_of_2 in (False, True):
+        expected = theirs(x, -1, power_of_2)[0].float()
+        assert expected[0, 1].isnan() and expected[0, ::2].tolist() == [0.0, 0.0] and expected[1].isnan().all()
+        got, scale, _ = ours(x, ROW, power_of_2)
+        assert scale.flatten().tolist() == [1.0, 1.0]
+        assert got.float()[:, ::2].tolist() == [[1.0, 3.0]] * 2 and got.float()[:, 1].isnan().all()
+
+
+def test_next_to_a_power_of_two() -> None:
+    """A scale just below a power of two: torchao's float32 logarithm takes it for that power, and the amax saturates."""
+    amax = torch.nextafter(torch.tensor(448.0 * 2.0**-30), torch.tensor(1.0))
+    x = amax.reshape(1, 1)
+    _, scale = theirs(x, -1, True)
+    _, got_scale, _ = ours(x, ROW, True)
+    assert scale.item() == 2.0**30 and scale.item() * amax.item() > 448.0
+    assert got_scale.item() == 2.0**29
+
+
+def test_microscaling_of_zeros_infinities_and_nan() -> None:
+    mx = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
+    x = torch.ones(4, 32)
+    x[0], x[1, 3], x[2, 3], x[3] = 0.0, float("inf"), float("nan"), 1e-36
+    scale, expected = mx.to_mx(x, E4M3, 32, mx.ScaleCalculationMode.RCEIL)
+    got, _, got_inv = ours(x, BLOCKS_32, True)
+    # torchao: 2^-127 for zeros, 2^127 for an infinity (which saturates), NaN for a NaN and all beside it
+    assert raw(scale).flatten().tolist() == [0, 254, 255, 0]
+    assert expected.float()[1, 3] == 448.0 and expected.float()[2].isnan().all()
+    assert not expected[3].float().any()  # an amax under 448 * 2^-127 is lost
+    # ours: 1 for all three, and only the value itself is lost; the smallest amaxes go as far as E8M0 does
+    assert got_inv.flatten().tolist() == [1.0, 1.0, 1.0, 2.0**-127]
+    for row in (1, 2):
+        assert got.float()[row, 3].isnan() and (got.float()[row].nan_to_num(1.0) == 1.0).all()
+    assert sqnr(x[3], got[3].float() * got_inv[3]) > 28.0

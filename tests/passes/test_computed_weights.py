@@ -1,0 +1,333 @@
+"""Weights that are computed from parameters in each call run in FP8, with the gradients of all that they are computed from.
+
+All operands are zeros and plus or minus one number, which FP8 has exactly: what is not as in high precision is wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize, prune
+from torch.utils.checkpoint import checkpoint
+
+import fp8compile
+from fp8compile.runtime.state import slots_of
+from tests.support.harness import sqnr
+
+pytestmark = pytest.mark.usefixtures("interpreted")
+EXACT = 80.0  # dB
+
+
+def ternary(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randint(-1, 2, shape, generator=torch.Generator().manual_seed(seed)).float()
+
+
+def signs(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randint(0, 2, shape, generator=torch.Generator().manual_seed(seed)).float() * 2 - 1
+
+
+def linear(into: int = 128, out: int = 256, bias: bool = False) -> nn.Linear:
+    made = nn.Linear(into, out, bias=bias)
+    made.weight.data = signs(out, into) / 8
+    if bias:
+        made.bias.data = signs(out)
+    return made
+
+
+class Model(nn.Module):
+    """`function(self, x)` on some parameters, buffers and modules."""
+
+    def __init__(self, function: Callable, **parts: Tensor | nn.Module) -> None:
+        super().__init__()
+        self.function = function
+        for name, part in parts.items():
+            if isinstance(part, nn.Parameter) or isinstance(part, nn.Module):
+                setattr(self, name, part)
+            else:
+                self.register_buffer(name, part)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self, x)
+
+
+def parameter(*shape: int, seed: int = 1) -> nn.Parameter:
+    return nn.Parameter(signs(*shape, seed=seed))
+
+
+class Softplus(nn.Module):
+    def forward(self, w: Tensor) -> Tensor:
+        return F.softplus(w.abs()) * w.sign()
+
+
+def softplus() -> nn.Module:
+    made = linear()
+    parametrize.register_parametrization(made, "weight", Softplus())
+    return made
+
+
+def pruned() -> nn.Module:
+    made = linear()
+    prune.custom_from_mask(made, "weight", ternary(256, 128, seed=9).abs())
+    return made
+
+
+def dora() -> nn.Module:
+    """A direction and a magnitude by row."""
+    return Model(
+        lambda m, x: F.linear(x, m.magnitude[:, None] * (m.v / m.v.norm(dim=1, keepdim=True).detach())),
+        v=parameter(256, 128),
+        magnitude=nn.Parameter(torch.full((256,), 2.0)),
+    )
+
+
+def fused() -> nn.Module:
+    """One product of three parameters."""
+    q, k, v = (parameter(128, 128, seed=i) for i in range(3))
+    return Model(lambda m, x: F.linear(x, torch.cat([m.q, m.k, m.v])), q=q, k=k, v=v)
+
+
+def half() -> nn.Module:
+    return Model(lambda m, x: F.linear(x, m.w * 0.5), w=parameter(256, 128))
+
+
+def stacked() -> nn.Module:
+    return Model(lambda m, x: torch.einsum("td,edf->etf", x, m.w).sum(0), w=parameter(4, 128, 64))
+
+
+def by_input() -> nn.Module:
+    """One scale an input feature, and a mask in a buffer."""
+    return Model(
+        lambda m, x: x @ (m.w * m.mask * m.s).t(),
+        w=parameter(256, 128),
+        s=nn.Parameter(torch.full((128,), 4.0)),
+        mask=ternary(256, 128, seed=4).abs(),
+    )
+
+
+def twice() -> nn.Module:
+    """Two products of one computed weight."""
+
+    def function(m: nn.Module, x: Tensor) -> Tensor:
+        w = m.w * m.s
+        return F.linear(x, w) + F.linear(x.flip(0), w)
+
+    return Model(function, w=parameter(256, 128), s=nn.Parameter(torch.tensor(0.5)))
+
+
+def checkpointed() -> nn.Module:
+    return Model(lambda m, x: checkpoint(m.inner, x, use_reentrant=False), inner=parametrizations.weight_norm(linear()))
+
+
+def spectral() -> nn.Module:
+    torch.manual_seed(0)
+    return parametrizations.spectral_norm(linear())
+
+
+BUILDS: dict[str, Callable[[], nn.Module]] = {
+    "weight_norm": lambda: parametrizations.weight_norm(linear(bias=True)),
+    "weight_norm by hooks": lambda: nn.utils.weight_norm(linear()),
+    "weight_norm, checkpointed": checkpointed,
+    "spectral_norm": spectral,
+    "softplus": softplus,
+    "pruned": pruned,
+    "dora": dora,
+    "fused": fused,
+    "half": half,
+    "stacked": stacked,
+    "by_input": by_input,
+    "twice": twice,
+}
+
+
+def train(build: Callable[[], nn.Module], x: Tensor, steps: int = 3, **options: object) -> nn.Module:
+    """A few steps of a model and of one in high precision: the same outputs and gradients. Returns the compiled one."""
+    model, plain = build(), build()
+    run = torch.compile(model, backend="fp8", options=options)
+    for step in range(steps):
+        results = []
+        for call, module in ((plain, plain), (run, model)):
+            module.zero_grad()
+            given = x.clone().requires_grad_()
+            y = call(given)
+            (y * ternary(*y.shape, seed=7)).sum().backward()
+            results.append({"y": y.detach(), "x": given.grad} | {name: p.grad for name, p in module.named_parameters()})
+        expected, got = results
+        low = {name: sqnr(expected[name], got[name]) for name in expected if expected[name] is not None}
+        assert all(ratio > EXACT for ratio in low.values()), (step, low)
+        assert {name for name in got if got[name] is None} == {name for name in expected if expected[name] is None}
+    return model
+
+
+def gemms(model: nn.Module) -> list[str]:
+    return sorted(f"{r.gemm} {r.reason or r.decision}" for r in fp8compile.report(model).matmuls)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
+@pytest.mark.parametrize("name", BUILDS)
+def test_exact(name: str, recipe: str) -> None:
+    model = train(BUILDS[name], ternary(32, 128), recipe=recipe, strict=True)
+    count = 2 if name == "twice" else 1
+    assert gemms(model) == sorted(count * ["fprop fp8", "dgrad fp8", "wgrad fp8"])
+    if recipe == "delayed":
+        roles = sorted((role, use) for _, role, use in slots_of(model))
+        assert [role for role, _ in roles] == ["gradient", *count * ["input"]]
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise_with_gw_hp", "blockwise", "mxfp8"])
+@pytest.mark.parametrize("name", ["weight_norm", "fused"])
+def test_other_recipes(name: str, recipe: str) -> None:
+    model = train(BUILDS[name], ternary(32, 128), recipe=recipe)
+    kept = "wgrad recipe rowwise_with_gw_hp keeps wgrad" if recipe == "rowwise_with_gw_hp" else "wgrad fp8"
+    assert gemms(model) == ["dgrad fp8", "fprop fp8", kept]
+
+
+def test_names() -> None:
+    """A layer keeps its name, whatever its weight is computed from."""
+    model = nn.Sequential(parametrizations.weight_norm(linear()), nn.Sequential(pruned()))
+    model[1][0].weight_orig.data = signs(256, 128)
+    model.append(linear(256, 128))
+    torch.compile(model[:1], backend="fp8")(ternary(32, 128)).sum().backward()
+    torch.compile(model[1], backend="fp8")(ternary(32, 128)).sum().backward()
+    assert {r.fqn for r in fp8compile.report().matmuls} == {"0"}
+    assert {r.parameter for r in fp8compile.report().matmuls} == {"0.parametrizations.weight.original1", "0.weight_orig"}
+    assert not fp8compile.report(model[2]).graphs
+
+
+def test_the_largest_source_has_the_slots() -> None:
+    def build() -> nn.Module:
+        parts = {"scale": parameter(1, 128), "small": parameter(128, 128), "large": parameter(256, 128, seed=2)}
+        return Model(lambda m, x: F.linear(x, m.scale * torch.cat([m.small, m.large])), **parts)
+
+    model = train(build, ternary(32, 128))
+    assert {name for name, _, _ in slots_of(model)} == {"large"}
+
+
+def test_evaluation() -> None:
+    model = spectral()
+    run = torch.compile(model.eval(), backend="fp8")
+    assert torch.equal(run(ternary(32, 128)), model(ternary(32, 128)))
+    assert {r.reason for r in fp8compile.report(model).matmuls} == {"eval mode"}
+
+
+def test_autocast() -> None:
+    """Quantized from float32, as a parameter is."""
+    model = parametrizations.weight_norm(linear())
+    run = torch.compile(model, backend="fp8")
+    with torch.autocast("cpu", torch.bfloat16):
+        run(ternary(32, 128)).float().sum().backward()
+    assert gemms(model) == ["fprop fp8", "wgrad fp8"]
+
+
+def scaled_by_input(m: nn.Module, x: Tensor) -> Tensor:
+    return F.linear(x, m.w * x.abs().amax())
+
+
+def of_tokens(m: nn.Module, x: Tensor) -> Tensor:
+    return x @ F.embedding(x[0].long().abs(), m.w)
+
+
+@pytest.mark.parametrize("function", [scaled_by_input, of_tokens])
+def test_what_depends_on_an_input_is_no_weight(function: Callable) -> None:
+    model = Model(function, w=parameter(128, 128))
+    torch.compile(model, backend="fp8")(ternary(32, 128)).sum().backward()
+    assert {r.gemm: r.reason for r in fp8compile.report(model).matmuls} == {
+        "matmul": "not a weight: neither operand is a parameter"
+    }
+
+
+def test_what_is_computed_by_a_matrix_function_is_no_weight() -> None:
+    model = parametrizations.orthogonal(nn.Linear(128, 128, bias=False))
+    run = torch.compile(model, backend="fp8", options={"strict": True})
+    with pytest.raises(Exception, match="no matmul of .* becomes FP8") as raised:
+        run(ternary(32, 128)).sum().backward()
+    assert "not a weight" in str(raised.value)
+    torch._dynamo.reset()
+    torch.compile(model, backend="fp8")(ternary(32, 128)).sum().backward()
+    reason = "not a weight: computed from parametrizations.weight.original by linalg_matrix_exp"
+    assert {r.reason for r in fp8compile.report(model).matmuls} == {reason}
+
+
+def test_a_mask_of_buffers_is_no_weight() -> None:
+    model = Model(lambda m, x: F.linear(x, m.w) @ (m.one * 2), w=parameter(128, 128), one=signs(128, 128))
+    torch.compile(model, backend="fp8")(ternary(32, 128)).sum().backward()
+    assert {r.fqn for r in fp8compile.report(model).matmuls if r.decision == "fp8"} == {"w"}
+
+
+def test_experts_in_an_einsum() -> None:
+    """The first product is one matmul, the second has a weight a batch entry."""
+    model = Model(
+        lambda m, x: torch.einsum("etf,efd->etd", torch.einsum("td,edf->etf", x, m.w1).relu(), m.w2).sum(0),
+        w1=parameter(4, 128, 256),
+        w2=parameter(4, 256, 128, seed=2),
+    )
+    torch.compile(model, backend="fp8")(ternary(32, 128).requires_grad_()).sum().backward()
+    batched = "batched: one weight matrix a batch entry"
+    found = sorted((r.fqn, r.gemm, r.reason) for r in fp8compile.report(model).matmuls)
+    assert found == [(w, gemm, why) for w, why in (("w1", ""), ("w2", batched)) for gemm in ("dgrad", "fprop", "wgrad")]
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.n = nn.Sequential(linear(128, 256, bias=True), nn.ReLU(), linear(256, 128, bias=True))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.n(x)
+
+
+def test_a_dict_of_plain_tensors() -> None:
+    """They are new ones in each call: scaled by their current amaxes, without a history that is never warm."""
+    model, x = Two(), ternary(32, 128)
+
+    def call(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        return torch.func.functional_call(model, p, (x,))
+
+    run = torch.compile(call, backend="fp8", options={"strict": True})
+    twin = Two()
+    torch.compile(twin, backend="fp8", options={"recipe": "tensorwise"})(x).sum().backward()
+    expected = {name: w.grad for name, w in twin.named_parameters()}
+    for _ in range(3):
+        p = {name: w.detach().clone().requires_grad_() for name, w in model.named_parameters()}
+        run(p, x).sum().backward()
+        assert all(torch.equal(p[name].grad, gradient) for name, gradient in expected.items())
+    matmuls = [r for graph in fp8compile.report().graphs if graph.name.startswith("function") for r in graph.matmuls]
+    assert {(r.fqn, r.decision, r.recipe) for r in matmuls} == {(f"n.{i}", "fp8", "tensorwise") for i in (0, 2)}
+    assert len(matmuls) == 5 and not slots_of(model)
+
+
+def test_an_input_in_a_dict_is_an_input() -> None:
+    model = Two()
+
+    def call(batch: dict[str, Tensor]) -> Tensor:
+        return model(batch["x"]) + batch["x"]
+
+    torch.compile(call, backend="fp8")({"x": ternary(32, 128).requires_grad_()}).sum().backward()
+    assert gemms(model) == sorted(2 * ["fprop fp8", "dgrad fp8", "wgrad fp8"])
+
+
+def test_what_is_computed_from_a_learned_input_is_an_activation() -> None:
+    """Layers on latents that are parameters: the gradient of these is a weight's."""
+    model = Model(lambda m, x: m.two(m.latents * x.abs().amax().detach().clamp(1, 1)), latents=parameter(32, 128), two=Two())
+    plain = Model(lambda m, x: m.two(m.latents), latents=parameter(32, 128), two=Two())
+    for m, first in ((model, "dgrad fp8"), (plain, "wgrad fp8")):
+        policy = {"rules": [{"where": "n >= 128 and k >= 128", "fp8": "on"}]}  # or what is last is a head
+        torch.compile(m, backend="fp8", options={"policy": policy})(ternary(32, 128)).sum().backward()
+        assert gemms(m) == sorted([*2 * ["fprop fp8", "wgrad fp8"], "dgrad fp8", first])
+
+
+def test_strict_says_that_plain_tensors_are_no_weights() -> None:
+    """Which of the arguments of a function is a weight cannot be known; that there is none can be."""
+
+    def product(x: Tensor, w: Tensor) -> Tensor:
+        return x @ w
+
+    run = torch.compile(product, backend="fp8", options={"strict": True})
+    with pytest.raises(Exception, match="no matmul of function becomes FP8"):
+        run(ternary(32, 128), signs(128, 128).requires_grad_())
+    torch._dynamo.reset()
+    run(ternary(128, 128).requires_grad_(), signs(128, 128).requires_grad_()).sum().backward()  # as two activations

@@ -1,0 +1,313 @@
+"""What a policy does to a graph: recipes side by side, rules as reasons, strictness, the device that decides."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fp8compile
+from fp8compile.runtime.state import slots_of
+from tests.support.harness import Pair, compiled, noise
+from tests.support.models import Attention, Block, Branches, Mlp, SwiGlu, make
+
+pytestmark = pytest.mark.usefixtures("interpreted")
+
+CAREFUL = {"recipe": "tensorwise", "fp8_format": "e4m3", "margin": 1}
+SHORT = {"margin": 2, "amax_history_len": 3, "interval": 2}
+
+
+def rules(*given: dict[str, Any], **rest: Any) -> dict[str, Any]:
+    return {"rules": list(given), **rest}
+
+
+def decisions(model: nn.Module, rows: int = 32, width: int = 128, **options: Any) -> dict[tuple[str, str], Any]:
+    """(module, gemm) -> its record, after one training step."""
+    torch.compile(model, backend="fp8", options=options)(noise(2, rows, width).requires_grad_()).sum().backward()
+    return {(record.fqn, record.gemm): record for record in fp8compile.report(model).matmuls if record.gemm != "matmul"}
+
+
+@pytest.mark.parametrize("default", ["delayed", "tensorwise"])
+def test_recipes_side_by_side(default: str) -> None:
+    """gate and up read one tensor that each scales in its own way; every gradient and every slot is the reference's."""
+    pair = Pair(
+        make(SwiGlu),
+        default,
+        policy=rules({"module": "gate", **CAREFUL}, {"module": "up", "recipe": "delayed", **SHORT}),
+        overrides={"gate.weight": CAREFUL, "up.weight": {"recipe": "delayed", **SHORT}},
+    )
+    for step in range(6):
+        pair.step(noise(40, 128, seed=step, scale=1.0 + step))
+    pair.finish()
+    assert {key[0] for key in slots_of(pair.model)} == {"up.weight", *(["down.weight"] if default == "delayed" else [])}
+
+
+def test_settings_of_slots_that_share_a_page() -> None:
+    pair = Pair(
+        make(Mlp),
+        policy=rules({"module": "down", "amax_compute_algo": "most_recent", "fp8_format": "e4m3", "margin": 3}),
+        overrides={"down.weight": {"amax_compute_algo": "most_recent", "fp8_format": "e4m3", "margin": 3}},
+        amax_history_len=5,
+    )
+    for step in range(8):
+        pair.step(noise(16, 128, seed=step, scale=8.0 if step == 2 else 1.0))
+    pair.finish()
+
+
+def test_a_rule_for_one_gemm() -> None:
+    found = decisions(make(Mlp), policy=rules({"module": "down", "gemm": "wgrad", "fp8": "off", "name": "exact wgrad"}))
+    for (module, gemm), record in found.items():
+        kept = (module, gemm) == ("down", "wgrad")
+        assert record.decision == ("high_precision" if kept else "fp8")
+        assert (record.reason, record.rule) == (("exact wgrad", "exact wgrad") if kept else ("", ""))
+
+
+def test_gradients_where_one_gemm_is_kept() -> None:
+    pair = Pair(
+        make(Mlp),
+        policy=rules({"module": "up", "gemm": "wgrad", "fp8": "off"}),
+        overrides={"up.weight": {"override_linear_precision": (False, False, True)}},
+    )
+    for step in range(3):
+        pair.step(noise(32, 128, seed=step))
+    pair.finish()
+
+
+class Blocks(nn.Module):
+    def __init__(self, count: int = 4) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(gated=True) for _ in range(count))
+        self.head = nn.Linear(128, 256)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def test_conditions_see_the_model() -> None:
+    """Blocks by position, classes of surrounding modules, parameters, positions among the weights, sizes."""
+    found = decisions(
+        make(Blocks),
+        policy=rules(
+            {"name": "edge", "blocks": "first 1", "fp8": "off"},
+            {"name": "edge", "blocks": "last 1", "fp8": "off"},
+            {"name": "attention", "module_class": "Attention", "parameter": "*.o.weight", "fp8": "off"},
+            {"name": "wide", "where": "n > k and m >= 64", "kind": "output head", "fp8": "on"},
+            {"name": "wide", "where": "n > k and m >= 64", "module": "*.mlp.*", "margin": 2},
+        ),
+    )
+    for (module, _), record in found.items():
+        if module == "head":
+            assert (record.decision, record.rule) == ("fp8", "wide")
+        elif module.startswith(("layers.0.", "layers.3.")):
+            assert (record.decision, record.rule) == ("high_precision", "edge")
+        elif module.endswith(".o"):
+            assert (record.decision, record.rule) == ("high_precision", "attention")
+        elif module.endswith((".gate", ".up")):
+            assert (record.decision, record.rule) == ("fp8", "wide")
+        else:
+            assert (record.decision, record.rule) == ("fp8", "down projection" if module.endswith(".down") else "")
+    assert len({module for module, _ in found}) == 29
+
+
+def test_layers_by_position() -> None:
+    policy = rules(
+        {"name": "first", "layers": "first 1", "fp8": "off"}, {"name": "last", "layers": "last 1", "fp8": "off"}, extends="none"
+    )
+    found = decisions(make(Blocks), policy=policy)
+    kept = {module: record.rule for (module, _), record in found.items() if record.decision != "fp8"}
+    assert kept == {"layers.0.attention.q": "first", "head": "last"}
+
+
+class Broken(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Blocks(2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inner.layers[0](x)
+        torch._dynamo.graph_break()
+        return self.inner.head(self.inner.layers[1](x))
+
+
+def test_layers_by_position_in_parts_of_a_model() -> None:
+    """A graph break leaves two graphs of the model: the first layer is in one, and the last in the other."""
+    edge = [{"name": side, "layers": f"{side} 1", "fp8": "off"} for side in ("first", "last")]
+    found = decisions(make(Broken), policy=rules(*edge, extends="none"))
+    kept = {module: record.rule for (module, _), record in found.items() if record.decision != "fp8"}
+    assert len(fp8compile.report().graphs) == 2
+    assert kept == {"inner.layers.0.attention.q": "first", "inner.head": "last"}
+
+
+def test_blocks_of_what_has_none(caplog: pytest.LogCaptureFixture) -> None:
+    policy = rules({"name": "edge", "blocks": "first 1", "fp8": "off"})
+    decisions(make(Mlp), policy=policy)
+    assert any("edge" in record.message and "no repeated blocks" in record.message for record in caplog.records)
+    with pytest.raises(fp8compile.StrictError, match="repeated blocks"):
+        decisions(make(Mlp), policy=policy, strict=True)
+
+
+class Mixed(nn.Module):
+    """A dense layer, then two with experts: the layers are the blocks, not the experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        experts = [nn.Sequential(Mlp(), Mlp()) for _ in range(2)]
+        self.layers = nn.ModuleList([Mlp(), *experts])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_blocks_are_the_outermost() -> None:
+    found = decisions(make(Mixed), policy=rules({"name": "edge", "blocks": "first 1", "fp8": "off"}))
+    assert {module for (module, _), record in found.items() if record.rule == "edge"} == {"layers.0.up", "layers.0.down"}
+
+
+def test_strict_and_what_is_kept_on_purpose() -> None:
+    """A user's rule may keep everything; sizes that leave nothing are no purpose; an override is no refusal."""
+    for name in ({}, {"name": "exact"}):
+        decisions(make(Mlp), policy=rules({"module": "*", "fp8": "off", **name}), strict=True)
+    narrow = nn.Sequential(nn.Linear(128, 64), nn.Linear(64, 128))
+    with pytest.raises(fp8compile.StrictError, match="under 128 wide"):
+        decisions(narrow, strict=True)
+    with pytest.raises(fp8compile.StrictError, match="slower in FP8"):
+        decisions(make(Mlp), rows=16, device="h100", strict=True)
+    wanted = rules({"module": "down", "fp8": "on", "override_linear_precision": [False, False, True]})
+    decisions(make(Mlp), policy=wanted, strict=True)
+
+
+def test_names_without_wrappers() -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    model = make(Blocks)
+    model.layers[1] = checkpoint_wrapper(model.layers[1])
+    found = decisions(model, policy=rules({"module": "layers.1.mlp.*", "name": "one", "fp8": "off"}), strict=True)
+    assert {module for (module, _), record in found.items() if record.rule == "one"} == {
+        f"layers.1.mlp.{name}" for name in ("gate", "up", "down")
+    }
+
+
+def test_a_rule_may_want_an_output_head() -> None:
+    found = decisions(make(Blocks), policy=rules({"module": "head", "fp8": "on"}))
+    assert found["head", "fprop"].decision == "fp8" and found["head", "fprop"].rule == "rule 1"
+
+
+def test_a_rule_that_matches_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    policy = rules({"module": "mlp.*", "fp8": "off"})
+    decisions(make(Attention), policy=policy)
+    (message,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert "mlp.*" in message and "rule 1" in message
+    with pytest.raises(fp8compile.StrictError, match="mlp"):
+        decisions(make(Attention), policy=policy, strict=True)
+
+
+def test_what_a_rule_wants_and_cannot_have() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.odd = nn.Linear(128, 128), nn.Linear(128, 136)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.odd(self.up(x))
+
+    policy = rules({"module": "odd", "fp8": "on"})
+    assert decisions(make(Odd), policy=policy)["odd", "fprop"].reason.startswith("not a multiple of 16")
+    with pytest.raises(fp8compile.StrictError, match="odd.*not a multiple of 16"):
+        decisions(make(Odd), policy=policy, strict=True)
+    decisions(make(Odd), policy=rules({"module": "odd"}), strict=True)  # "auto" insists on nothing
+
+
+def test_the_device_decides() -> None:
+    """Small on an H100: it would lose. On a CPU nothing is known of speed, and FP8 is what was asked for."""
+    found = decisions(make(Mlp), rows=16, device="h100")
+    assert {record.decision for record in found.values()} == {"high_precision"}
+    for record in found.values():
+        assert record.reason.startswith("slower in FP8") and record.bf16_us and record.fp8_us and record.cast_us is not None
+    assert {record.decision for record in decisions(make(Mlp), rows=16).values()} == {"fp8"}
+    on = rules({"module": "*", "fp8": "on"})
+    assert {record.decision for record in decisions(make(Mlp), rows=16, device="h100", policy=on).values()} == {"fp8"}
+
+
+def test_an_unknown_device() -> None:
+    with pytest.raises(fp8compile.OptionError, match="h100"):
+        decisions(make(Mlp), device="h1000")
+
+
+def test_evaluation_in_fp8() -> None:
+    """Scaled by current amaxes; histories neither move nor matter; by default evaluation is exact."""
+    model = make(Mlp)
+    x = noise(32, 128)
+    expected = model(x).detach()
+    for settings, close in (({"eval": "fp8"}, False), ({}, True)):
+        torch._dynamo.reset()
+        run = compiled(model, **settings)
+        run(x.requires_grad_()).sum().backward()
+        before = {key: slot.history() for key, slot in slots_of(model).items()}
+        for switch in (torch.no_grad, torch.enable_grad):
+            model.train(switch is torch.no_grad)
+            with switch():
+                y = run(x.detach())
+            error = float((y.detach() - expected).norm() / expected.norm())
+            assert (error < 1e-5) is close and error < 0.1
+        model.train()
+        assert before == {key: slot.history() for key, slot in slots_of(model).items()}
+        evaluated = [graph for graph in fp8compile.report(model).graphs if graph.note]
+        recipes = {record.recipe for graph in evaluated for record in graph.matmuls}
+        assert len(evaluated) == 2 and recipes == ({""} if close else {"tensorwise"})
+
+
+def test_edges() -> None:
+    """q, k and v feed the scores, those the output projection."""
+    model = make(Attention)
+    decisions(model)
+    (graph,) = fp8compile.report(model).graphs
+    names = [record.fqn for record in graph.matmuls]
+    ends = {(names[i], names[j]) for i, j in graph.edges if names[i] and names[j]}
+    assert ends == {("q", "o"), ("k", "o"), ("v", "o")}
+    assert all(i < j for i, j in graph.edges)
+
+
+def test_branches_keep_their_own_edges() -> None:
+    model = make(Branches)
+    decisions(model)
+    (graph,) = fp8compile.report(model).graphs
+    names = [record.fqn for record in graph.matmuls]
+    assert graph.edges and not any(names[i] == names[j] for i, j in graph.edges)
+
+
+def test_a_file_that_disappears(tmp_path) -> None:
+    """The next compilation says so; the model is as it was, and trains uncompiled."""
+    file = tmp_path / "fp8.toml"
+    file.write_text('[[rules]]\nmodule = "down"\nfp8 = "off"\n')
+    model = make(Mlp)
+    run = torch.compile(model, backend="fp8", dynamic=False, options={"policy": str(file)})
+    run(noise(16, 128)).sum().backward()
+    assert {r.fqn for r in fp8compile.report(model).matmuls if r.decision != "fp8"} == {"down"}
+    before = {name: p.clone() for name, p in model.state_dict().items()}
+    file.unlink()
+    run(noise(16, 128)).sum().backward()  # compiled already
+    with pytest.raises(fp8compile.OptionError, match="fp8.toml"):
+        run(noise(32, 128))
+    assert all(torch.equal(p, before[name]) for name, p in model.state_dict().items())
+    model.zero_grad()
+    model(noise(32, 128)).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_operands_of_two_dtypes_are_an_error_as_everywhere() -> None:
+    """Without autocast, bf16 weights and float32 activations: what eager mode refuses is not made to work by quantizing."""
+    model = nn.Linear(128, 128).bfloat16()
+    with pytest.raises(Exception, match="dtype"):
+        compiled(nn.Sequential(model))(noise(32, 128)).sum().backward()
+
+
+def test_near_names_do_match(caplog: pytest.LogCaptureFixture) -> None:
+    decisions(nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128)), policy=rules({"module": "*.mlp.*", "fp8": "off"}))
+    (message,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert "*.mlp.*" in message and "'*.*'" not in message

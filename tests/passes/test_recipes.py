@@ -1,0 +1,251 @@
+"""The finer recipes in the graph: what shares a copy, what is kept for backward, what is emulated; and which layers are taken
+for down projections behind a gated activation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.fx import Graph
+
+import fp8compile
+from fp8compile.ir import ops
+from fp8compile.runtime import inner
+from tests.support.harness import ALL_FP8, interpreted, noise
+from tests.support.models import Attention, Block, Mlp, SwiGlu, make
+
+
+def step(model: nn.Module, x: Tensor, **options) -> fp8compile.Report:
+    torch._dynamo.reset()
+    with interpreted():
+        torch.compile(model, backend="fp8", options=options)(x).sum().backward()
+    return fp8compile.report(model)
+
+
+def graphs(model: nn.Module, x: Tensor, **options) -> list[Graph]:
+    """The partitioned graphs of a training step, forward first, before they are lowered."""
+    seen: list[Graph] = []
+    lower = inner.run_post_grad
+
+    def lowered(graph: Graph) -> None:
+        kept = Graph()
+        kept.graph_copy(graph, {})
+        for copy, node in zip(kept.nodes, (n for n in graph.nodes if n.op != "output"), strict=True):
+            assert copy.target == node.target
+        seen.append(kept)
+        lower(graph)
+
+    with mock.patch.object(inner, "run_post_grad", lowered):
+        step(model, x, **options)
+    return seen
+
+
+def count(graph: Graph, op) -> int:
+    return len(graph.find_nodes(op="call_function", target=op))
+
+
+# -- what the hardware lacks ---------------------------------------------------------------------------------------------
+
+
+def test_mxfp8_is_emulated_but_on_blackwell():
+    model, x = make(Mlp), noise(128, 128)
+    report = step(model, x, recipe="mxfp8", policy=ALL_FP8)
+    assert all(record.emulated and record.decision == "fp8" for record in report.matmuls)
+    assert "mxfp8 (emulated)" in str(report) and report.to_dict()["graphs"][-1]["matmuls"][0]["emulated"] is True
+    report = step(model, x, recipe="mxfp8", policy=ALL_FP8, device="b200")
+    assert not any(record.emulated for record in report.matmuls) and "emulated" not in str(report)
+    with pytest.raises(fp8compile.StrictError, match="mxfp8 is emulated.*'blockwise'"):
+        step(model, x, recipe="mxfp8", policy=ALL_FP8, strict=True)
+    with pytest.raises(fp8compile.StrictError, match="mxfp8 is emulated in bf16 on NVIDIA H100"):
+        step(model, x, recipe="mxfp8", policy=ALL_FP8, strict=True, device="h100")
+    step(model, x, recipe="mxfp8", policy=ALL_FP8, strict=True, device="b200")
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "rowwise", "blockwise"])
+def test_nothing_else_is_called_emulated(recipe):
+    report = step(make(Mlp), noise(128, 128), recipe=recipe, policy=ALL_FP8, strict=True)
+    assert not any(record.emulated for record in report.matmuls)
+
+
+def test_emulation_does_not_pay():
+    """Left to the cost model, mxfp8 stays in bf16 on a GPU that has no tensor cores for it."""
+    model = make(lambda: Mlp(1024, 4096), dtype=torch.bfloat16)
+    x = noise(8192, 1024, dtype=torch.bfloat16)
+    report = fp8compile.explain(model, x, options={"recipe": "mxfp8"}, device="h100")
+    assert {record.decision for record in report.matmuls} == {"high_precision"}
+    report = fp8compile.explain(model, x, options={"recipe": "mxfp8"}, device="b200")
+    assert any(record.decision == "fp8" for record in report.matmuls)
+
+
+# -- in the graph --------------------------------------------------------------------------------------------------------
+
+
+def test_readers_share_what_is_scaled_alike():
+    """q, k and v read one tensor: one amax, one scale and one copy a layout; so do the three gradients' products with it."""
+    forward, backward = graphs(make(Attention), noise(2, 64, 128).requires_grad_(), recipe="rowwise")
+    # x and y for o: both layouts; four weights: both layouts
+    assert count(forward, ops.quantize_both) == 2 + 4 and count(forward, ops.amax_blocks) == 2 * 6
+    assert count(backward, ops.amax_blocks) == 2 * 4  # four gradients, both layouts
+    assert count(forward, ops.block_mm) == 4 and count(backward, ops.block_mm) == 8
+
+
+def test_square_blocks_share_their_amax():
+    forward, _ = graphs(make(Mlp), noise(128, 128), recipe="blockwise", recast_weights=False)
+    blocks = [node.args[2] for node in forward.find_nodes(op="call_function", target=ops.amax_blocks)]
+    assert blocks.count([128, 128]) == 2  # one a weight, whatever the layout
+
+
+def test_gw_hp_takes_one_scale_for_the_weight_in_dgrad():
+    forward, backward = graphs(make(Mlp), noise(128, 128, seed=1).requires_grad_(), recipe="rowwise_with_gw_hp")
+    blocks = [node.args[7:9] for node in backward.find_nodes(op="call_function", target=ops.block_mm)]
+    assert len(blocks) == 2 and all(sorted(pair) == [[0, 0], [1, 0]] for pair in blocks)
+    assert count(forward, ops.amax) == 0 and count(backward, ops.amax) == 2  # of the two weights
+    assert count(backward, torch.ops.aten.mm.default) == 2
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise", "mxfp8"])
+def test_nothing_more_is_kept_for_backward(recipe):
+    """Copies in FP8, what matmuls made, scales: no activation in high precision that could be computed again."""
+    model, x = make(lambda: Mlp(256, 512), dtype=torch.bfloat16), noise(512, 256, dtype=torch.bfloat16)
+    _, backward = graphs(model, x, recipe=recipe)
+    kept = [node.meta["val"] for node in backward.nodes if node.op == "placeholder" and "tangents" not in node.name]
+    kept = [x for x in kept if isinstance(x, Tensor)]
+    large = sorted((str(x.dtype), tuple(x.shape)) for x in kept if x.numel() >= 128 * 128)
+    # up's output, from which GELU and its backward are computed; down's weight and x, transposed
+    assert large == [
+        ("torch.bfloat16", (512, 512)),
+        ("torch.float8_e4m3fn", (256, 512)),
+        ("torch.float8_e4m3fn", (512, 256)),
+    ]
+
+
+def test_recipes_side_by_side_read_one_tensor():
+    rules = [{"module": name, "recipe": recipe} for name, recipe in (("gate", "blockwise"), ("up", "rowwise"))]
+    model = make(SwiGlu)
+    report = step(model, noise(96, 128).requires_grad_(), policy={"rules": rules})
+    assert {record.fqn: record.recipe for record in report.matmuls} == {
+        "gate": "blockwise",
+        "up": "rowwise",
+        "down": "delayed",
+    }
+    assert model.gate.weight.grad.isfinite().all() and model.down.weight.grad.abs().sum() > 0
+
+
+class Two(nn.Module):
+    """Two readers of the graph's input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(128, 128), nn.Linear(128, 128)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) + self.b(x)
+
+
+@pytest.mark.parametrize("rule", [{"recipe": "rowwise"}, {"recipe": "blockwise"}, {"current_scaling": [True, False, False]}])
+@pytest.mark.parametrize("first", ["a", "b"])
+def test_an_input_of_the_graph_that_is_scaled_in_two_ways(rule, first):
+    model, x = make(Two), noise(2, 16, 128).requires_grad_()
+    step(model, x, policy={"rules": [{"module": first, **rule}]})
+    expected = x.detach().clone().requires_grad_()
+    make(Two)(expected).sum().backward()
+    assert (x.grad - expected.grad).norm() < 0.1 * expected.grad.norm()
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise", "mxfp8"])
+def test_recipes_of_single_gemms(recipe):
+    """A tensor that forward and backward scale in different ways; the tangent is an input of the backward's graph."""
+    rules = [{"gemm": "fprop", "recipe": recipe}, {"gemm": "dgrad", "recipe": "delayed"}, {"gemm": "wgrad", "recipe": "mxfp8"}]
+    model, x = make(lambda: nn.Linear(128, 256)), noise(4, 16, 128).requires_grad_()
+    report = step(model, x, policy={"rules": rules})
+    assert {r.gemm: r.recipe for r in report.matmuls} == {"fprop": recipe, "dgrad": "delayed", "wgrad": "mxfp8"}
+    assert x.grad.isfinite().all() and model.weight.grad.abs().sum() > 0
+
+
+# -- down projections ----------------------------------------------------------------------------------------------------
+
+
+class Fused(nn.Module):
+    """One projection for gate and up."""
+
+    def __init__(self, act: Callable[[Tensor], Tensor] | None = F.silu, drop: float = 0.0, first: bool = True) -> None:
+        super().__init__()
+        self.act, self.drop, self.first = act, drop, first
+        self.gate_up = nn.Linear(128, 512, bias=False)
+        self.down = nn.Linear(256, 128, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.gate_up(x)
+        if self.act is None:
+            return self.down(F.glu(h).clamp(-10, 10))
+        a, b = h.chunk(2, dim=-1)
+        gate, up = (a, b) if self.first else (b, a)
+        return self.down(F.dropout(self.act(gate) * up, self.drop))
+
+
+class Normed(nn.Module):
+    """Products that are none of two projections: a norm's weight, x * sigmoid(x), a residual's norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(128, 256), nn.RMSNorm(256), nn.Linear(256, 128)
+        self.out = nn.Linear(128, 128)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.silu(self.up(x))
+        return self.out(F.dropout(x + self.down(self.norm(h)), 0.1) * 0.5)
+
+
+class Modulated(nn.Module):
+    """adaLN without a shift: a norm of what projections made, by a scale that a sequence has one of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.condition = nn.Linear(128, 256), nn.Linear(256, 128), nn.Linear(128, 256)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = 1 + self.condition(x[:, 0]).unsqueeze(1)
+        return self.down(F.rms_norm(self.up(x), (256,)) * scale)
+
+
+@pytest.mark.parametrize(
+    ("build", "gated"),
+    [
+        (SwiGlu, {"down"}),
+        (Fused, {"down"}),
+        (lambda: Fused(F.gelu, 0.1), {"down"}),
+        (lambda: Fused(lambda x: F.gelu(x, approximate="tanh"), first=False), {"down"}),
+        (lambda: Fused(torch.sigmoid), {"down"}),
+        (lambda: Fused(lambda x: x), {"down"}),
+        (lambda: Fused(None), {"down"}),
+        (lambda: Block(gated=True), {"mlp.down"}),
+        (Block, set()),
+        (Mlp, set()),
+        (Attention, set()),
+        (Normed, set()),
+        (Modulated, set()),
+    ],
+)
+def test_down_projections_are_recognised(build, gated):
+    recognised(build, gated, autocast=False)
+
+
+@pytest.mark.parametrize(("build", "gated"), [(SwiGlu, {"down"}), (lambda: Fused(F.gelu, 0.1), {"down"}), (Normed, set())])
+def test_down_projections_are_recognised_under_autocast(build, gated):
+    recognised(build, gated, autocast=True)
+
+
+def recognised(build, gated, autocast):
+    model, x = make(build), noise(2, 64, 128)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        report = step(model, x)
+    found = {record.fqn for record in report.matmuls if record.rule == "down projection"}
+    assert found == gated
+    roles = {(name, role) for name, role, _ in fp8compile.runtime.state.slots_of(model)}
+    for name in {record.fqn for record in report.matmuls if record.parameter}:
+        inputs = {role for owner, role in roles if owner == f"{name}.weight"}
+        assert name not in gated or ("input" not in inputs and "weight" in inputs), name

@@ -1,0 +1,313 @@
+"""Monitors: when they measure, what they write and where, and the picture of it."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import nn
+
+import fp8compile
+from fp8compile import cli
+from fp8compile.errors import Fp8CompileError, OptionError
+from fp8compile.reporting import plots
+from fp8compile.runtime import probe
+from tests.support.harness import compiled, noise
+from tests.support.models import Mlp, Parallel, Stack, make
+
+pytestmark = pytest.mark.usefixtures("interpreted")
+
+
+@pytest.fixture(autouse=True)
+def nothing_asked():
+    yield
+    assert not probe.ACTIVE  # whatever was opened was closed
+
+
+def train(run, model: nn.Module, steps: int, optimizer: torch.optim.Optimizer | None = None, accumulate: int = 1) -> None:
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), 1e-3)
+    for step in range(steps):
+        for _ in range(accumulate):
+            run(noise(16, 128, seed=step, scale=1.0 + step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def steps_in(rows: list[dict[str, Any]]) -> list[int]:
+    return list(dict.fromkeys(row["step"] for row in rows))
+
+
+def test_json_lines(tmp_path: Path) -> None:
+    model = make(Mlp)
+    run = compiled(model)
+    path = tmp_path / "run.jsonl"
+    with fp8compile.monitor(run, every=3, to=path) as monitor:
+        train(run, model, 7)
+    train(run, model, 3)  # nobody looks any more
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert steps_in(rows) == [3, 6] and monitor.written == 2
+    tensors = {(row["name"], row["role"]) for row in rows}
+    assert len(rows) == 12 and len(tensors) == 6 and ("up.weight", "gradient") in tensors
+    keys = "step name role use layout recipe format amax scale scale_inv scale_inv_min scale_inv_max"
+    assert list(rows[0]) == [*keys.split(), "overflows%", "underflows%", "mse", "sqnr"]
+    # inputs grow: the third call saw 3 x noise, with a scale for 2 x noise
+    first = next(row for row in rows if (row["name"], row["role"]) == ("up.weight", "input"))
+    assert first["amax"] == noise(16, 128, seed=2, scale=3.0).abs().max().item()
+    assert first["scale"] == pytest.approx(448 / noise(16, 128, seed=1, scale=2.0).abs().max().item())
+    assert first["overflows%"] > 0 and first["sqnr"] > 10
+
+
+def test_appends(tmp_path: Path) -> None:
+    model = make(Mlp)
+    run = compiled(model)
+    for _ in range(2):
+        with fp8compile.monitor(run, every=1, to=str(tmp_path / "run.jsonl")):
+            train(run, model, 2)
+    assert len((tmp_path / "run.jsonl").read_text().splitlines()) == 24
+
+
+def test_file_objects_functions_and_writers() -> None:
+    class Writer:
+        def __init__(self) -> None:
+            self.scalars: dict[tuple[str, int], float] = {}
+
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            self.scalars[name, step] = value
+
+    model = make(Mlp)
+    run = compiled(model, "rowwise")
+    file, rows, writer = io.StringIO(), [], Writer()
+    monitors = [fp8compile.monitor(run, 2, to) for to in (file, rows.extend, writer)]
+    train(run, model, 4)
+    for monitor in monitors:
+        monitor.close()
+        monitor.close()
+    assert [json.loads(line) for line in file.getvalue().splitlines()] == rows and steps_in(rows) == [2, 4]
+    known = [row for row in rows if row["role"] == "input" and row["layout"] == "plain" and row["name"] == "up.weight"]
+    for row in known:
+        for key in ("amax", "scale_inv_max", "overflows%", "mse", "sqnr"):
+            assert writer.scalars[f"fp8/up.weight/input.0.plain/{key}", row["step"]] == row[key]
+        assert row["scale"] is None and ("fp8/up.weight/input.0.plain/scale", row["step"]) not in writer.scalars
+
+
+def test_tensorboard(tmp_path: Path) -> None:
+    model = make(Mlp)
+    run = compiled(model)
+    try:
+        import tensorboard  # noqa: F401
+    except ImportError:
+        with pytest.raises(OptionError, match="pip install tensorboard"):
+            fp8compile.monitor(run, 1, f"tensorboard:{tmp_path}")
+        return
+    with fp8compile.monitor(run, 1, f"tensorboard:{tmp_path}"):
+        train(run, model, 1)
+    assert list(tmp_path.iterdir())
+
+
+def test_one_call_of_accumulated_ones() -> None:
+    """And nothing is measured in the steps between."""
+    model = make(Mlp)
+    run, rows = compiled(model, "tensorwise"), []
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    with fp8compile.monitor(run, 2, rows.extend):
+        train(run, model, 1, optimizer, accumulate=3)
+        assert not probe.MEASURED.get(model.up.weight)
+        train(run, model, 1, optimizer, accumulate=3)
+    assert steps_in(rows) == [2] and len(rows) == 6
+
+
+def test_a_loop_without_an_optimizer() -> None:
+    model = make(Mlp)
+    run, rows = compiled(model), []
+    with fp8compile.monitor(run, 2, rows.extend) as monitor:
+        for step in range(5):
+            run(noise(16, 128, seed=step)).sum().backward()
+            monitor.step()
+    assert steps_in(rows) == [2, 4]
+
+
+def test_it_goes_on_where_a_run_was_stopped() -> None:
+    model = make(Mlp)
+    run, rows = compiled(model), []
+    run(noise(16, 128)).sum().backward()
+    fp8compile.set_step(19, model)
+    with fp8compile.monitor(run, 10, rows.extend):
+        train(run, model, 1)
+    assert steps_in(rows) == [20]
+
+
+def test_a_second_optimizer_goes_on() -> None:
+    """Whether the first one is still there, or other parameters come with the second."""
+    model = make(Mlp)
+    run, rows = compiled(model), []
+    with fp8compile.monitor(run, 2, rows.extend) as monitor:
+        train(run, model, 3, torch.optim.SGD([model.down.weight], 1e-3))
+        first = torch.optim.SGD(model.parameters(), 1e-3)
+        train(run, model, 2, first)
+        train(run, model, 2, torch.optim.Adam(model.parameters(), 1e-3))
+        monitor.close()
+    with fp8compile.monitor(run, 2, rows.extend):
+        train(run, model, 1)
+    assert steps_in(rows) == [2, 4, 6, 8]
+
+
+def test_block_by_block() -> None:
+    model = make(lambda: Parallel(Mlp(), Mlp()))
+    for block in model.inner:
+        block.compile(backend="fp8")
+    rows: list[dict[str, Any]] = []
+    with fp8compile.monitor(model, 1, rows.extend):
+        train(model, model, 2)
+    assert len(rows) == 24 and {row["name"].split(".")[1] for row in rows} == {"0", "1"}
+
+
+def test_nothing_in_fp8(caplog) -> None:
+    """A warning when there was something to write; training goes on."""
+    model = make(lambda: Stack(nn.Linear(32, 32), nn.Linear(32, 32)))
+    run, rows = compiled(model), []
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with fp8compile.monitor(run, 1, rows.extend):
+        run(noise(4, 32)).sum().backward()
+        optimizer.step()
+    assert not rows and "nothing of it runs in FP8" in caplog.text
+
+
+def test_a_disk_that_is_full(caplog) -> None:
+    class Full(io.StringIO):
+        def write(self, _: str) -> int:
+            raise OSError(28, "No space left on device")
+
+    model = make(Mlp)
+    run = compiled(model)
+    monitor = fp8compile.monitor(run, 1, Full())
+    train(run, model, 2)
+    assert monitor.written == 0 and "No space left" in caplog.text
+
+
+def test_a_model_that_is_gone() -> None:
+    model = make(Mlp)
+    fp8compile.monitor(torch.compile(model, backend="fp8"), 1, print)
+    del model
+    import gc
+
+    gc.collect()
+    other = make(Mlp, seed=1)
+    train(compiled(other), other, 1)
+
+
+def test_errors(tmp_path: Path) -> None:
+    model = make(Mlp)
+    run = compiled(model)
+    with pytest.raises(OptionError, match="every.*0"):
+        fp8compile.monitor(run, 0)
+    with pytest.raises(OptionError, match="must be compiled: .* Mlp that is not"):
+        fp8compile.monitor(model, 1, print)
+    with pytest.raises(TypeError, match="Module"):
+        fp8compile.monitor(print, 1)  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="'to' must be a path"):
+        fp8compile.monitor(run, 1, 5)
+    with pytest.raises(OptionError, match="there is no .*missing"):
+        fp8compile.monitor(run, 1, tmp_path / "missing" / "run.jsonl")
+
+
+# the picture
+
+
+def line(
+    step: int, name: str, role: str = "input", overflows: float | None = 0.0, sqnr: float | None = 30.0, **more: Any
+) -> dict:
+    row = {"step": step, "name": name, "role": role, "use": 0, "layout": "", "scale_inv_min": 0.01, "scale_inv_max": 0.02}
+    return {**row, "overflows%": overflows, "sqnr": sqnr, **more}
+
+
+LINES = [
+    *(line(step, "fine", role) for step in (1, 2) for role in plots.COLOURS),
+    line(1, "overflows", "gradient", 2.5),
+    line(2, "overflows", "gradient", 0.0, layout="transposed"),
+    line(1, "rough", sqnr=20.0),
+    line(2, "rough", "weight", None, None, scale_inv_min=None, scale_inv_max=None),
+    line(1, "worst", overflows=50.0, sqnr=3.0),
+]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in LINES))
+    return path
+
+
+def run_cli(*arguments: Any) -> tuple[int, str, str]:
+    result = CliRunner().invoke(_Main(), [str(x) for x in arguments])
+    return result.exit_code, result.stdout, result.stderr
+
+
+class _Main:
+    """`fp8compile.cli.main` as click's test runner calls commands."""
+
+    name = "fp8compile"
+
+    def main(self, args, prog_name=None, **_: Any) -> None:
+        sys.exit(cli.main(args))
+
+
+def test_worst_first(file: Path) -> None:
+    found = plots.layers(plots.read(file))
+    assert [layer.name for layer in found] == ["worst", "overflows", "rough", "fine"]
+    assert (found[1].overflows, found[2].sqnr) == (2.5, 20.0)
+    assert list(found[1].tensors()) == [("gradient", ""), ("gradient", "transposed")]
+
+
+def test_plot(file: Path) -> None:
+    pytest.importorskip("matplotlib")
+    status, out, err = run_cli("plot", file, "--worst", 3)
+    assert status == 0 and [text.split(":")[0] for text in out.splitlines()] == ["worst", "overflows", "rough"]
+    assert "overflows up to 50%, SQNR from 3.0 dB" in out and "run.png" in err
+    image = file.with_suffix(".png").read_bytes()
+    assert image[:8] == b"\x89PNG\r\n\x1a\n" and len(image) > 10_000
+    assert run_cli("plot", file, "-o", file.with_name("run.svg"))[0] == 0
+    svg = file.with_name("run.svg").read_text()
+    assert svg.startswith("<?xml") and len(svg) > 10_000
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "has no lines"),
+        ("step,loss\n1,2\n", "line 1 is no JSON"),
+        (
+            json.dumps(LINES[0]) + "\n" + '{"step": 3, "loss": 2.0}\n',
+            "line 2 is none of fp8compile.monitor's: it has no 'name'",
+        ),
+        (json.dumps({**LINES[0], "role": "bias"}), "line 1 is none of .*'role' is 'bias'"),
+        (json.dumps({**LINES[0], "sqnr": "high"}), "line 1 is none of .*'sqnr' is 'high'"),
+        ("[1, 2]", "it has no 'step'"),
+    ],
+)
+def test_a_file_that_is_none(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "run.jsonl"
+    path.write_text(text)
+    with pytest.raises(OptionError, match=message):
+        plots.read(path)
+    status, out, err = run_cli("plot", path)
+    assert status == 2 and not out and len(err.splitlines()) == 1 and str(path) in err
+
+
+def test_where_it_cannot_be_read_or_written(file: Path, tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "binary").write_bytes(b"\x89PNG\xff\xfe")
+    for arguments in ((tmp_path / "none.jsonl",), (tmp_path / "binary",), (tmp_path,)):
+        status, _, err = run_cli("plot", *arguments)
+        assert status == 2 and len(err.splitlines()) == 1
+    for output in (tmp_path / "missing" / "x.png", tmp_path / "x.docx"):
+        status, _, err = run_cli("plot", file, "-o", output)
+        assert status == 2 and "cannot be written" in err and len(err.splitlines()) == 1
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(Fp8CompileError, match="needs matplotlib: pip install"):
+        plots.plot(file, tmp_path / "x.png")
+    assert run_cli("plot", file)[0] == 2

@@ -1,0 +1,394 @@
+"""Reports on hand-made records, the ledger, and the log line: nothing is compiled here."""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from fp8compile import logs
+from fp8compile.ir.records import GraphReport, MatmulRecord, OpaqueRecord
+from fp8compile.reporting import report as report_module
+from fp8compile.reporting.report import Report
+from fp8compile.runtime.ledger import Ledger
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def report_of(ledger: Ledger, model: nn.Module | None = None) -> Report:
+    """What `report(model)` says where the compiled graphs are those of `ledger`."""
+    with mock.patch.object(report_module, "LEDGER", ledger):
+        return report_module.report(model)
+
+
+def linear(fqn, m, n, k, reason="", **more) -> list[MatmulRecord]:
+    """The three gemms of a linear on m tokens, from k to n features."""
+    decision, recipe = ("high_precision", "") if reason else ("fp8", "delayed")
+    sizes = {"fprop": (m, n, k), "dgrad": (m, k, n), "wgrad": (n, k, m)}
+    return [MatmulRecord(fqn, gemm, *size, decision, reason, recipe, **more) for gemm, size in sizes.items()]
+
+
+def gpt(blocks=2) -> GraphReport:
+    records: list[MatmulRecord] = []
+    for i in range(blocks):
+        records += linear(f"h.{i}.attn.c_attn", 512, 768, 256) + linear(f"h.{i}.mlp.fc", 512, 1024, 256)
+    records += linear("lm_head", 512, 4096, 256, "output head")
+    records += linear("gate", 512, 64, 256, "under 128 wide (64)")[:1]
+    opaque = tuple(OpaqueRecord(f"h.{i}.attn", "scaled_dot_product_attention", "attention") for i in range(blocks))
+    return GraphReport(7, "GPT, training", tuple(records), opaque)
+
+
+# --- records and report ---------------------------------------------------------------------------
+
+
+def test_flops():
+    assert MatmulRecord("a", "fprop", 2, 3, 5, "fp8").flops == 60
+    assert MatmulRecord("a", "matmul", 2, 3, 5, "high_precision", "batched", batch=7).flops == 420
+    assert len({record.flops for record in linear("a", 32, 48, 64)}) == 1
+
+
+def test_fraction_and_lists():
+    graph = gpt()
+    report = Report([graph, GraphReport(1, "f", tuple(linear("x", 16, 16, 16, "not a weight")))])
+    fp8 = 2 * 3 * 2 * 512 * 256 * (768 + 1024)
+    kept = 3 * 2 * 512 * 256 * 4096 + 2 * 512 * 256 * 64 + 3 * 2 * 16**3
+    assert report.fp8_flop_fraction == pytest.approx(fp8 / (fp8 + kept), rel=1e-12)
+    assert report.matmuls == [*graph.matmuls, *linear("x", 16, 16, 16, "not a weight")]
+    assert report.opaque == list(graph.opaque)
+
+
+@pytest.mark.parametrize("matmuls", [(), tuple(linear("a", 0, 128, 128))])
+def test_fraction_of_nothing(matmuls):
+    report = Report([GraphReport(0, "f", matmuls)])
+    assert report.fp8_flop_fraction == 0.0 and isinstance(report.fp8_flop_fraction, float) and str(report)
+
+
+def test_summary_line():
+    records = [r for i in range(28) for r in linear(f"h.{i}", 128, 128, 128)]
+    records += linear("head", 128, 128, 85, "output head")[:2] + linear("gate", 128, 85, 128, "under 128 wide: 85")[:1]
+    assert Report([GraphReport(0, "GPT", tuple(records))]).summary() == (
+        "84 of 87 matmuls, 97.7% of matmul FLOPs; 3 kept: 2 output head, 1 under 128 wide"
+    )
+
+
+def test_summary_of_everything_and_nothing():
+    graph = GraphReport(0, "f", tuple(linear("a", 128, 128, 128)))
+    assert Report([graph]).summary() == "3 of 3 matmuls, 100.0% of matmul FLOPs"
+    note = "inference: compiled in high precision"
+    assert Report([GraphReport(0, "f", (), note=note)] * 2).summary() == f"no matmuls; {note}"
+    assert "not rewritten: 2 attention" in Report([gpt(2)]).summary()
+
+
+@pytest.mark.parametrize("big, small, shown", [("fp8", "high_precision", "99.9%"), ("high_precision", "fp8", "0.1%")])
+def test_nearly_all_is_not_all(big, small, shown):
+    records = (MatmulRecord("a", "fprop", 9999, 9999, 9999, big), MatmulRecord("b", "fprop", 16, 16, 16, small))
+    assert f"1 of 2 matmuls, {shown} of" in Report([GraphReport(0, "f", records)]).summary()
+
+
+def test_reasons_are_counted_by_rule():
+    reasons = ["dtype: float64", "dtype (complex64)", "dtype; int8", "not a weight"]
+    records = [MatmulRecord("a", "matmul", 2, 2, 2, "high_precision", reason) for reason in reasons]
+    assert Report([GraphReport(0, "f", tuple(records))]).summary().endswith("4 kept: 3 dtype, 1 not a weight")
+
+
+def test_to_dict_is_json():
+    data = json.loads(json.dumps(Report([gpt()]).to_dict()))
+    assert data["fp8_flop_fraction"] == Report([gpt()]).fp8_flop_fraction and data["summary"].startswith("12 of 16")
+    assert len(data["graphs"][0]["matmuls"]) == 16 and len(data["graphs"][0]["opaque"]) == 2
+    assert data["graphs"][0]["matmuls"][0]["flops"] == 2 * 512 * 768 * 256
+
+
+# --- the table ------------------------------------------------------------------------------------
+
+
+def rows(text: str, name: str) -> list[list[str]]:
+    """The cells of the table lines whose first cell is `name`."""
+    return [cells for line in text.splitlines() if (cells := re.split(r"\s{2,}", line.strip()))[0] == name]
+
+
+def test_table_has_every_matmul_once():
+    text = Report([gpt(12)]).table(collapse=False)
+    for i in range(12):
+        assert [row[1] for row in rows(text, f"h.{i}.attn.c_attn")] == ["fprop, dgrad, wgrad"]
+        assert rows(text, f"h.{i}.attn") == [[f"h.{i}.attn", "scaled_dot_product_attention", "attention"]]
+    ours = rows(text, "h.3.mlp.fc")[0]
+    assert ours[2:5] == ["512", "1024", "256"] and ours[-2:] == ["fp8", "delayed"]
+    assert rows(text, "lm_head")[0][-2:] == ["high precision", "output head"]
+    assert rows(text, "gate")[0][1:5] == ["fprop", "512", "64", "256"] and "under 128 wide (64)" in text
+    assert text.startswith("fp8: 72 of 76 matmuls") and "graph 7: GPT, training" in text
+
+
+def test_table_sizes_are_the_forward_gemms():
+    for record in linear("a", 48, 32, 16):
+        assert rows(str(Report([GraphReport(0, "f", (record,))])), "a")[0][1:5] == [record.gemm, "48", "32", "16"]
+
+
+def test_table_splits_by_decision_and_counts_uses():
+    fprop, dgrad, wgrad = linear("a", 48, 32, 16)
+    kept = linear("a", 48, 32, 16, "not a multiple of 16")[2]
+    text = str(Report([GraphReport(0, "f", (fprop, dgrad, kept, fprop, dgrad, kept))]))
+    assert [row[1] for row in rows(text, "a")] == ["fprop (x2), dgrad (x2)", "wgrad (x2)"]
+
+
+def test_table_marks_batches_dynamic_shapes_and_the_root():
+    attention = MatmulRecord("", "matmul", 64, 64, 16, "high_precision", "not a weight", batch=8, op="bmm", dynamic=True)
+    text = str(Report([GraphReport(0, "f", (attention, attention))]))
+    assert rows(text, "(root)")[0][1:5] == ["matmul (x2)", "8 x 64", "64", "16*"] and "* dynamic shape" in text
+    assert "dynamic" not in str(Report([gpt()]))
+
+
+def test_equal_layers_share_a_line():
+    text = str(Report([gpt(12)]))
+    assert len(rows(text, "h.0-11.mlp.fc (x12)")) == len(rows(text, "h.0-11.attn (x12)")) == len(rows(text, "lm_head")) == 1
+    assert len(text.splitlines()) < 16
+    odd = [*linear("h.0.a", 32, 32, 32), *linear("h.1.a", 32, 64, 32), *linear("h.2.a", 32, 32, 32), *linear("7", 32, 32, 32)]
+    text = str(Report([GraphReport(0, "f", tuple(odd))]))
+    assert rows(text, "h.0,2.a (x2)") and rows(text, "h.1.a") and rows(text, "7")
+
+
+def test_a_line_has_the_work_of_all_its_layers():
+    """One size, and FLOPs that add up to the whole."""
+    every, few = (rows(Report([gpt(12)]).table(collapse), name) for collapse, name in (
+        (False, "h.3.mlp.fc"), (True, "h.0-11.mlp.fc (x12)")
+    ))  # fmt: skip
+    assert every[0][2:5] == few[0][2:5] == ["512", "1024", "256"]
+    assert (every[0][5], few[0][5]) == ("0.805", "9.66")  # 3 * 2 * 512 * 1024 * 256, and twelve times that
+    shares = [float(row[6][:-1]) for line in str(Report([gpt(12)])).splitlines() if "%  " in line
+              and len(row := re.split(r"\s{2,}", line.strip())) == 9]  # fmt: skip
+    assert len(shares) == 4 and sum(shares) == pytest.approx(100, abs=0.2)
+
+
+def test_layers_with_parts_kept_have_a_line_for_each_decision():
+    blocks = [(*linear(f"h.{i}.a", 64, 64, 64)[:2], linear(f"h.{i}.a", 64, 64, 64, "kept")[2]) for i in range(3)]
+    text = str(Report([GraphReport(0, "f", tuple(record for block in blocks for record in block))]))
+    assert [(row[1], row[-1]) for row in rows(text, "h.0-2.a (x3)")] == [("fprop, dgrad", "delayed"), ("wgrad", "kept")]
+
+
+def test_a_graph_for_evaluation_is_one_line():
+    note = "compiled in high precision: the model is in eval mode"
+    evaluation = GraphReport(1, "GPT, evaluation", gpt(3).matmuls, gpt(3).opaque, note=note)
+    report = Report([gpt(3), evaluation])
+    assert str(report) == f"{str(Report([gpt(3)]))}\n\ngraph 1: GPT, evaluation: 22 matmuls, {note}"
+    assert rows(report.table(collapse=False), "h.2.mlp.fc") == 2 * rows(Report([gpt(3)]).table(collapse=False), "h.2.mlp.fc")
+    assert len(report.to_dict()["graphs"][1]["matmuls"]) == 22
+
+
+def test_hidden_operators_are_named_for_people():
+    flash = [f"aten._scaled_dot_product_flash_attention_for_cpu{x}.default" for x in ("", "_backward")]
+    hidden = [OpaqueRecord(f"h.{i}.attn", op, "attention") for i in range(4) for op in flash]
+    hidden += [OpaqueRecord("patches", "aten.convolution.default", "convolution")] * 3
+    hidden += [OpaqueRecord("", "mylib.mix.default", "a third party's operator: what it computes is not visible")]
+    report = Report([GraphReport(0, "f", (), tuple(hidden))])
+    assert report.summary() == "no matmuls; not rewritten: 8 attention, 3 convolution, 1 mylib.mix"
+    assert rows(str(report), "h.0-3.attn (x4)") == [["h.0-3.attn (x4)", op, "attention"] for op in flash]
+    assert rows(str(report), "patches (x3)") and rows(str(report), "(root)")
+
+
+def test_empty_reports_say_why():
+    assert "nothing was compiled yet" in str(report_of(Ledger()))
+    ledger, model = Ledger(), nn.Linear(2, 2)
+    ledger.add(gpt(), nn.Linear(2, 2).parameters())
+    assert "none of the 1 compiled graphs" in str(report_of(ledger, model)) and "Linear" in str(report_of(ledger, model))
+    note = "inference: compiled in high precision"
+    text = str(Report([GraphReport(0, "f", (), note=note)]))
+    assert "no matmuls" in text and note in text
+    assert "nothing was compiled yet" in repr(report_of(Ledger()))
+
+
+# --- the ledger -----------------------------------------------------------------------------------
+
+
+def names(report: Report) -> list[tuple[int, str]]:
+    return [(graph.index, graph.name) for graph in report.graphs]
+
+
+def test_ledger_finds_a_models_graphs():
+    ledger, one, two = Ledger(), nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), nn.Linear(2, 2)
+    for name, tensors in [("one", one.parameters()), ("two", two.parameters()), ("none", []), ("buffer", one.buffers())]:
+        ledger.add(GraphReport(99, name, ()), tensors)
+    assert names(report_of(ledger)) == [(0, "one"), (1, "two"), (2, "none"), (3, "buffer")]
+    assert names(report_of(ledger, one)) == [(0, "one"), (3, "buffer")]
+    assert names(report_of(ledger, two)) == names(report_of(ledger, torch.compile(two, backend="eager"))) == [(1, "two")]
+    assert names(report_of(ledger, one[0])) == [(0, "one")]
+    assert names(report_of(ledger, nn.Sequential(one, two))) == [(0, "one"), (1, "two"), (3, "buffer")]
+
+
+def test_ledger_attach_and_clear():
+    ledger, model = Ledger(), nn.Linear(2, 2)
+    index = ledger.add(gpt(), [])
+    assert not report_of(ledger, model).graphs
+    ledger.attach(index, [model.weight])
+    assert names(report_of(ledger, model)) == [(0, "GPT, training")]
+    ledger.clear()
+    ledger.attach(index, [model.weight])
+    assert not report_of(ledger).graphs and ledger.add(gpt(), []) != index
+
+
+def test_ledger_compares_by_identity():
+    ledger, model, equal = Ledger(), nn.Linear(2, 2), nn.Linear(2, 2)
+    equal.load_state_dict(model.state_dict())
+    ledger.add(gpt(), model.parameters())
+    assert report_of(ledger, model).graphs and not report_of(ledger, equal).graphs
+
+
+def test_ledger_keeps_no_model_alive():
+    ledger, model = Ledger(), nn.Linear(2, 2)
+    ledger.add(gpt(), model.parameters())
+    dead = [weakref.ref(model), weakref.ref(model.weight)]
+    del model
+    gc.collect()
+    assert [ref() for ref in dead] == [None, None]
+    assert report_of(ledger).graphs and not report_of(ledger, nn.Linear(2, 2)).graphs
+
+
+def test_ledger_takes_modules_only():
+    ledger = Ledger()
+    ledger.add(gpt(), [])
+    with pytest.raises(TypeError, match="nn.Module or None, not function"):
+        report_of(ledger, lambda x: x)
+
+
+# --- logs and dumps -------------------------------------------------------------------------------
+
+
+def stderr_of(code: str, **env: str) -> list[str]:
+    cleaned = {key: value for key, value in os.environ.items() if not key.startswith(("TORCH_LOGS", "FP8COMPILE", "RANK"))}
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r})\nimport logging\n{code}"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=cleaned | {"PYTHONPATH": str(ROOT)} | env, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    return [line for line in done.stderr.splitlines() if "THE" in line]
+
+
+SAY = """
+from fp8compile.logs import get_logger
+log = get_logger("fp8compile.backend")
+log.debug("THE detail"), log.info("fp8: THE line"), log.warning("THE trouble")
+"""
+
+
+def test_info_is_shown_by_default():
+    assert stderr_of(SAY) == ["fp8: THE line", "warning: THE trouble"]
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_configured_logging_is_not_doubled(order):
+    configure = "logging.basicConfig(format='mine %(message)s')\n"
+    start = SAY.index("log.debug")
+    code = configure + SAY if order == "before" else SAY[:start] + configure + SAY[start:]
+    assert stderr_of(code) == ["mine fp8: THE line", "mine THE trouble"]
+
+
+def test_a_level_that_the_user_chose_stays():
+    assert stderr_of("logging.getLogger('fp8compile').setLevel('WARNING')\n" + SAY) == ["warning: THE trouble"]
+    assert stderr_of(SAY.replace("log.debug", "logging.getLogger('fp8compile').setLevel('ERROR'); log.debug")) == []
+
+
+def test_one_rank_says_it():
+    assert stderr_of(SAY, RANK="0") == ["fp8: THE line", "warning: THE trouble"]
+    assert stderr_of(SAY, RANK="1") == ["warning: THE trouble"]
+
+
+@pytest.mark.parametrize(
+    "setting, shown",
+    [
+        ("+fp8compile", ["detail", "line", "trouble"]),
+        ("fp8compile", ["line", "trouble"]),
+        ("-fp8compile", []),
+    ],
+)
+def test_torch_logs(setting, shown):
+    # torch imports the package while it is itself being imported, so this also tries that
+    lines = stderr_of("import torch\n" + SAY, TORCH_LOGS=setting)
+    assert [line.split("THE ")[1] for line in lines] == shown
+    assert all(re.match(r"[VIW]\d{4} ", line) for line in lines)
+
+
+def test_torch_logs_leaves_the_backend_importable():
+    # torch imports our packages while it is not complete itself, and drops the errors: nothing may stay half registered
+    code = "import torch, fp8compile.backend\nprint('THE', fp8compile.backend.fp8.__name__, file=sys.stderr)"
+    assert stderr_of(code, TORCH_LOGS="+fp8compile")[-1:] == ["THE fp8"]
+
+
+def test_loggers_are_ours():
+    assert [logs.get_logger(name).name for name in ("fp8compile", "fp8compile.a", "b", "fp8compiler")] == [
+        "fp8compile",
+        "fp8compile.a",
+        "fp8compile.b",
+        "fp8compile.fp8compiler",
+    ]
+    assert sum(isinstance(handler, logs.DefaultHandler) for handler in logging.getLogger("fp8compile").handlers) == 1
+
+
+def test_say_once(caplog):
+    with caplog.at_level(logging.INFO, logger="fp8compile"):
+        assert [logs.say_once(logs.get_logger(name), logging.INFO, "100%") for name in "aab"] == [True, False, True]
+    assert [(record.name, record.getMessage()) for record in caplog.records] == [
+        ("fp8compile.a", "100%"),
+        ("fp8compile.b", "100%"),
+    ]
+
+
+def test_dump_writes_numbered_files(tmp_path, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("FP8COMPILE_DUMP", str(tmp_path / "new" / "dir"))
+    directory = logs.dump_dir()
+    assert directory == tmp_path / "new" / "dir"
+    logs.dump("joint graph/0: before", "one")
+    logs.dump("kernel.py", lambda: "two")
+    files = sorted(directory.iterdir())
+    assert [file.read_text() for file in files] == ["one", "two"]
+    assert re.fullmatch(r"\d{4}_joint_graph_0_before\.txt", files[0].name) and re.fullmatch(r"\d{4}_kernel\.py", files[1].name)
+    monkeypatch.setattr(logs, "_numbers", iter([int(files[0].name[:4]), int(files[0].name[:4]) + 900]))
+    logs.dump("joint graph/0: before", "three")  # as a second process would: nothing is overwritten
+    assert files[0].read_text() == "one" and len(list(directory.iterdir())) == 3
+    monkeypatch.setenv("RANK", "3")
+    assert logs.dump_dir() == directory / "rank3"
+
+
+def test_dump_without_a_directory_does_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("FP8COMPILE_DUMP", raising=False)
+    monkeypatch.setattr("torch._logging.trace_structured", lambda *args, **kwargs: None)
+    assert logs.dump_dir() is None
+    logs.dump("graph", lambda: pytest.fail("nobody reads it"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_dump_that_cannot_be_written_is_a_warning(tmp_path, monkeypatch, caplog):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("FP8COMPILE_DUMP", str(tmp_path / "file"))
+    with caplog.at_level(logging.WARNING, logger="fp8compile"):
+        logs.dump("graph", "text")
+    assert "FP8COMPILE_DUMP" in caplog.text
+
+
+def test_dump_is_a_trace_artifact(monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        "torch._logging.trace_structured",
+        lambda name, metadata_fn, payload_fn, **k: seen.append((name, metadata_fn(), payload_fn())),
+    )
+    monkeypatch.delenv("FP8COMPILE_DUMP", raising=False)
+    logs.dump("decide", lambda: "text")
+    assert seen == [("artifact", {"name": "fp8compile_decide", "encoding": "string"}, "text")]
+
+
+def test_importing_is_light():
+    code = "import torch\nbefore = set(sys.modules)\n"
+    code += "import fp8compile.reporting.report, fp8compile.logs, fp8compile.config.options\n"
+    code += "heavy = ('torch._inductor', 'torch._dynamo', 'triton', 'tabulate')\n"
+    code += "new = {m for m in set(sys.modules) - before if m.startswith(heavy)}\n"
+    assert stderr_of(code + "print('THE', sorted(new), file=sys.stderr)") == ["THE []"]

@@ -1,0 +1,342 @@
+"""What a user reads after compiling: `fp8compile.report()` to the letter, and the one log line a compile.
+
+test_report.py tests the classes on records made by hand; here the records come from compiled models.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+import textwrap
+import weakref
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+import fp8compile
+from fp8compile.reporting.report import Report
+from tests.support.harness import noise
+
+pytestmark = pytest.mark.usefixtures("interpreted")
+
+
+class Tiny(nn.Module):
+    """body: 128 -> 256 -> 128 with a GELU, gate: 128 -> 32, head: 128 -> 512; on [batch, tokens, 128]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 128))
+        self.gate, self.head = nn.Linear(128, 32, bias=False), nn.Linear(128, 512)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = x + self.body(x)
+        return self.head(h * self.gate(h).mean(-1, keepdim=True))
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(128, 256), nn.Linear(256, 128)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
+def train(compiled, *shape: int) -> None:
+    compiled(noise(*shape).requires_grad_()).sum().backward()
+
+
+def rows(report: Report) -> list[tuple]:
+    return sorted((r.fqn, r.gemm, r.m, r.n, r.k, r.decision, r.reason.split(":")[0], r.recipe) for r in report.matmuls)
+
+
+TINY_ROWS = sorted(
+    (fqn, gemm, *size, *decided)
+    for fqn, n, k, decided in [
+        ("body.0", 256, 128, ("fp8", "", "delayed")),
+        ("body.2", 128, 256, ("fp8", "", "delayed")),
+        ("gate", 32, 128, ("high_precision", "under 128 wide", "")),
+        ("head", 512, 128, ("high_precision", "output head", "")),
+    ]
+    for gemm, size in (("fprop", (64, n, k)), ("dgrad", (64, k, n)), ("wgrad", (n, k, 64)))
+)
+
+
+def test_every_field_of_a_small_model():
+    model = Tiny()
+    train(torch.compile(model, backend="fp8"), 2, 32, 128)
+    report = fp8compile.report(model)
+    assert rows(report) == TINY_ROWS
+    assert report.opaque == [] and len(report.graphs) == 1
+    assert all(r.batch == 1 and not r.dynamic and r.flops == 2 * r.m * r.n * r.k for r in report.matmuls)
+    # FLOPs are proportional to the sizes of the weights: two of 128 x 256 out of those, 32 x 128 and 512 x 128
+    assert report.fp8_flop_fraction == pytest.approx(2 * 256 / (2 * 256 + 32 + 512))
+
+
+def test_the_texts_of_a_small_model():
+    model = Tiny()
+    train(torch.compile(model, backend="fp8"), 2, 32, 128)
+    report = fp8compile.report(model)
+    assert report.summary() == "6 of 12 matmuls, 48.5% of matmul FLOPs; 6 kept: 3 output head, 3 under 128 wide" or (
+        report.summary() == "6 of 12 matmuls, 48.5% of matmul FLOPs; 6 kept: 3 under 128 wide, 3 output head"
+    )
+    table = str(report)
+    for fqn in ("body.0", "body.2", "gate", "head"):
+        assert re.search(rf"^{re.escape(fqn)}\s", table, re.MULTILINE), table
+    assert "Tiny" in table and "delayed" in table and "under 128 wide" in table
+    assert json.loads(json.dumps(report.to_dict()))["fp8_flop_fraction"] == report.fp8_flop_fraction
+
+
+def test_nothing_compiled_yet():
+    report = fp8compile.report()
+    assert report.matmuls == [] and report.fp8_flop_fraction == 0.0
+    assert "nothing was compiled" in str(report) and report.summary()
+    compiled = torch.compile(Tiny(), backend="fp8")  # lazy: compiled at the first call
+    assert fp8compile.report(compiled).matmuls == []
+
+
+def test_the_wrapper_that_torch_compile_makes_and_the_model_are_one():
+    model = Tiny()
+    compiled = torch.compile(model, backend="fp8")
+    train(compiled, 2, 32, 128)
+    assert rows(fp8compile.report(compiled)) == rows(fp8compile.report(model)) == rows(fp8compile.report()) == TINY_ROWS
+
+
+def test_module_compile_method():
+    model = Tiny()
+    model.compile(backend="fp8")
+    train(model, 2, 32, 128)
+    assert rows(fp8compile.report(model)) == TINY_ROWS
+    assert not any(key.startswith("_orig_mod") for key in model.state_dict())
+
+
+def test_two_models_have_their_own_reports():
+    tiny, mlp = Tiny(), Mlp()
+    train(torch.compile(tiny, backend="fp8"), 2, 32, 128)
+    train(torch.compile(mlp, backend="fp8", options={"recipe": "tensorwise"}), 16, 128)
+    assert rows(fp8compile.report(tiny)) == TINY_ROWS
+    assert {r.fqn for r in fp8compile.report(mlp).matmuls} == {"up", "down"}
+    assert {r.recipe for r in fp8compile.report(mlp).matmuls} == {"tensorwise"}
+    assert len(fp8compile.report().matmuls) == 12 + 6 and len(fp8compile.report().graphs) == 2
+
+
+def test_two_models_of_one_class():
+    """They may share their code, not their reports."""
+    models = [Mlp(), Mlp()]
+    for model in models:
+        train(torch.compile(model, backend="fp8"), 16, 128)
+    for model in models:
+        assert len(fp8compile.report(model).matmuls) == 6, str(fp8compile.report())
+
+
+def test_a_model_that_was_not_compiled():
+    train(torch.compile(Mlp(), backend="fp8"), 16, 128)
+    report = fp8compile.report(Tiny())
+    assert report.matmuls == [] and "Tiny" in str(report)
+
+
+def test_the_report_keeps_no_model_alive():
+    model = Mlp()
+    gone = weakref.ref(model.up.weight)
+    train(torch.compile(model, backend="fp8"), 16, 128)
+    fp8compile.report(model)
+    del model
+    gc.collect()
+    assert gone() is None
+    assert len(fp8compile.report().matmuls) == 6
+
+
+def test_another_shape_is_another_graph():
+    model = Mlp()
+    compiled = torch.compile(model, backend="fp8", dynamic=False)
+    for tokens in (16, 48, 16):
+        train(compiled, tokens, 128)
+    report = fp8compile.report(model)
+    assert len(report.graphs) == 2 and len(report.matmuls) == 12
+    assert [{r.m for r in g.matmuls if r.gemm == "fprop"} for g in report.graphs] == [{16}, {48}]
+    assert [{r.k for r in g.matmuls if r.gemm == "wgrad"} for g in report.graphs] == [{16}, {48}]
+
+
+def test_dynamic_shape():
+    model = Mlp()
+    compiled = torch.compile(model, backend="fp8", dynamic=True)
+    for tokens in (24, 40):
+        train(compiled, tokens, 128)
+    report = fp8compile.report(model)
+    assert len(report.graphs) == 1 and all(r.dynamic for r in report.matmuls)
+    assert rows(report) == sorted(
+        (fqn, gemm, *size, "fp8", "", "delayed")
+        for fqn, n, k in (("up", 256, 128), ("down", 128, 256))
+        for gemm, size in (("fprop", (24, n, k)), ("dgrad", (24, k, n)), ("wgrad", (n, k, 24)))
+    )
+
+
+def test_inference_and_evaluation_are_in_it_with_their_reason():
+    model = Mlp()
+    compiled = torch.compile(model, backend="fp8")
+    with torch.no_grad():
+        compiled(noise(16, 128))
+    train(compiled, 16, 128)
+    model.eval()
+    train(compiled, 16, 128)
+    reasons = {}
+    for graph in fp8compile.report(model).graphs:
+        assert {r.fqn for r in graph.matmuls} == {"up", "down"}
+        reasons[len(graph.matmuls), tuple(sorted({r.reason.split(":")[0] for r in graph.matmuls}))] = graph
+    assert set(reasons) == {(2, ("inference",)), (6, ("",)), (6, ("eval mode",))}
+    for (_, why), graph in reasons.items():
+        assert {r.decision for r in graph.matmuls} == {"fp8" if why == ("",) else "high_precision"}
+        assert bool(graph.note) == (why != ("",))
+
+
+def test_frozen_and_first_layers_lack_what_autograd_does_not_compute():
+    model = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128).requires_grad_(False))
+    torch.compile(model, backend="fp8")(noise(16, 128)).sum().backward()
+    assert sorted((r.fqn, r.gemm) for r in fp8compile.report(model).matmuls) == [
+        ("0", "fprop"),
+        ("0", "wgrad"),
+        ("1", "dgrad"),
+        ("1", "fprop"),
+    ]
+
+
+def test_override_linear_precision_is_a_reason():
+    model = Mlp()
+    train(torch.compile(model, backend="fp8", options={"override_linear_precision": (False, True, False)}), 16, 128)
+    for r in fp8compile.report(model).matmuls:
+        assert r.reason.startswith("override_linear_precision") == (r.decision == "high_precision") == (r.gemm == "dgrad")
+
+
+# -- the log -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def lines() -> Iterator[list[str]]:
+    """What the package logs at INFO and above, as it goes to its own handlers."""
+    found: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.levelno >= logging.INFO:
+                found.append(record.getMessage())
+
+    handler = Keep()
+    logging.getLogger("fp8compile").addHandler(handler)
+    yield found
+    logging.getLogger("fp8compile").removeHandler(handler)
+
+
+def test_one_line_a_compile(lines):
+    model = Tiny()
+    compiled = torch.compile(model, backend="fp8", dynamic=False)
+    for tokens in (32, 32, 48, 32):
+        train(compiled, 2, tokens, 128)
+    told = [line for line in lines if "matmuls" in line]
+    assert len(told) == 2 and all("6 of 12 matmuls, 48.5% of matmul FLOPs; 6 kept: " in line for line in told), lines
+
+
+def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A Python process of its own, with one thread; fails the test when it fails."""
+    path = os.pathsep.join([str(p) for p in sys.path if p])
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **environment}
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done
+
+
+def test_the_line_is_on_stderr_without_any_setup():
+    """The name "fp8" needs no import of ours when the package is installed; here the backend is imported, for a source tree."""
+    done = run_python(
+        """
+        import torch
+        from fp8compile.backend import fp8
+        from functools import partial
+        from fp8compile.runtime.inner import INTERPRETER
+        backend = partial(fp8, inner=INTERPRETER)
+        torch.compile(torch.nn.Linear(128, 128), backend=backend)(torch.randn(16, 128)).sum().backward()
+        """
+    )
+    assert len(re.findall(r"fp8.*2 of 2 matmuls, 100\.0% of matmul FLOPs", done.stderr)) == 1, done.stderr
+    assert done.stdout == ""
+
+
+# -- compiled for real ---------------------------------------------------------------------------------------------------------
+
+WARM = """
+    import sys
+    import torch
+    import torch._inductor.config as config
+    from torch._dynamo.utils import counters
+    import fp8compile
+    from fp8compile.backend import fp8
+
+    config.fx_graph_cache = True
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(128, 128), torch.nn.Tanh())
+    x = torch.randn(32, 128)
+    for attempt in range(int(sys.argv[1])):
+        torch._dynamo.reset()
+        fp8compile.runtime.ledger.LEDGER.clear()
+        counters.clear()
+        compiled = torch.compile(model, backend=fp8)
+        for _ in range(3):
+            compiled(x).square().mean().backward()
+        report = fp8compile.report(model)
+        rows = sorted((r.fqn, r.gemm, r.m, r.n, r.k, r.decision, r.reason, r.recipe) for r in report.matmuls)
+        print(counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_miss"], rows, sep="|")
+    from fp8compile.runtime.state import slots_of
+    print(sorted(sum(value != 0 for value in slot.history()) for slot in slots_of(model).values()))
+"""
+
+
+@pytest.mark.compiled
+def test_the_report_is_right_when_the_compile_came_from_a_warm_cache(tmp_path):
+    """Twice in one process, then in another: misses, then hits only; one report, and a state that moves."""
+
+    def run(attempts: int) -> tuple[list[tuple[int, int, str]], str]:
+        code = textwrap.dedent(WARM).replace("sys.argv[1]", repr(str(attempts)))
+        *attempts_out, slots = run_python(code, TORCHINDUCTOR_CACHE_DIR=str(tmp_path)).stdout.splitlines()
+        return [(int(hit), int(miss), found) for hit, miss, found in (line.split("|") for line in attempts_out)], slots
+
+    (cold, same_process), moved_twice = run(2)
+    ((*counts, other_process),), moved_once = run(1)
+    hits, misses = counts
+    assert cold[1] > 0 and cold[0] == 0
+    assert same_process[0] == cold[1] and same_process[1] == 0
+    assert hits == cold[1] and misses == 0
+    assert cold[2] == same_process[2] == other_process and cold[2].count("'fp8'") == 2  # no dgrad into the data
+    # Three training calls each: six for the parameters that were compiled for twice, three in the other process.
+    assert moved_twice == "[6, 6, 6]" and moved_once == "[3, 3, 3]"
+
+
+@pytest.mark.compiled
+def test_a_mode_of_torch_compile():
+    """mode= goes instead of options=, and means what it means to Inductor."""
+    model = nn.Sequential(nn.Linear(128, 128))
+    compiled = torch.compile(model, backend="fp8", mode="max-autotune-no-cudagraphs")
+    for _ in range(2):
+        train(compiled, 32, 128)
+    assert [r.decision for r in fp8compile.report(model).matmuls] == ["fp8"] * 3
+
+
+@pytest.mark.parametrize("mode", ["default", "max-autotune", "max-autotune-no-cudagraphs", "reduce-overhead"])
+def test_modes_are_accepted(mode):
+    model = nn.Sequential(nn.Linear(128, 128))
+    train(torch.compile(model, backend="fp8", mode=mode), 32, 128)
+    assert [r.decision for r in fp8compile.report(model).matmuls] == ["fp8"] * 3
+
+
+def test_options_of_inductor_are_accepted():
+    model = nn.Sequential(nn.Linear(128, 128))
+    train(
+        torch.compile(model, backend="fp8", options={"margin": 1, "max_autotune": False, "triton.cudagraphs": False}), 32, 128
+    )
+    assert [r.decision for r in fp8compile.report(model).matmuls] == ["fp8"] * 3

@@ -1,0 +1,152 @@
+"""Bad batches: NaN, infinity, zeros and 1e-30, in inputs, targets and the loss, at random steps of a 500-step run.
+
+As in a loop with a GradScaler or a check of the gradients' norm, the optimizer skips a step whose gradients are not finite.
+What must not happen is that the scaling state remembers: TransformerEngine's history keeps an infinity for its whole length.
+A faulty run and a clean one see the same batches but for the faults, so their losses are compared step by step.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Mapping
+from statistics import fmean
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.support.harness import ALL_FP8, compiled, histories, noise
+from tests.support.models import Mlp, make
+from tests.support.straight import straight
+
+STEPS, BATCH, WIDTH = 500, 32, 128
+RECOVERY = 50  # steps
+TINY = 1e-30
+
+
+def _with(x: Tensor, value: float) -> Tensor:
+    """x with one element replaced."""
+    x = x.clone()
+    x[3, 5] = value
+    return x
+
+
+# what becomes of (input, target, factor of the loss)
+FAULTS: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor, float]]] = {
+    "NaN in the input": lambda x, y: (_with(x, math.nan), y, 1.0),
+    "all NaN": lambda x, y: (x * math.nan, y, 1.0),
+    "infinity in the input": lambda x, y: (_with(x, math.inf), y, 1.0),
+    "NaN in the target": lambda x, y: (x, _with(y, math.nan), 1.0),
+    "infinity in the target": lambda x, y: (x, _with(y, -math.inf), 1.0),
+    "the loss overflows": lambda x, y: (x, y, math.inf),
+    "all zeros": lambda x, y: (x * 0, y, 1.0),
+    "1e-30": lambda x, y: (x * TINY, y, 1.0),
+    "a loss of 1e-30": lambda x, y: (x, y, TINY),
+    "no loss": lambda x, y: (x, y, 0.0),
+}
+
+RECIPES: dict[str, dict[str, Any]] = {
+    "delayed": {},
+    "delayed, most recent amax": {"amax_compute_algo": "most_recent"},
+    "tensorwise": {"recipe": "tensorwise"},
+    "rowwise": {"recipe": "rowwise"},
+    "rowwise_with_gw_hp": {"recipe": "rowwise_with_gw_hp"},
+    "blockwise": {"recipe": "blockwise"},
+    "mxfp8": {"recipe": "mxfp8"},
+}
+
+
+def mlp(seed: int) -> nn.Module:
+    return make(lambda: Mlp(WIDTH, WIDTH), seed=seed)
+
+
+def train(options: Mapping[str, Any], faults: Mapping[int, str], steps: int = STEPS) -> tuple[nn.Module, list[float]]:
+    """Fit a teacher and noise; -> the model and its losses. Histories and scales are looked at after each fault.
+
+    A test's second model runs what was compiled for its first, with scaling state of its own.
+    """
+    model, teacher = mlp(1), mlp(2)
+    forward = compiled(model, **{"policy": ALL_FP8, **options})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+    losses = []
+    with straight():
+        for step in range(steps):
+            x, factor = noise(BATCH, WIDTH, seed=step), 1.0
+            y = teacher(x).detach() + noise(BATCH, WIDTH, seed=10_000 + step, scale=0.1)
+            if step in faults:
+                x, y, factor = FAULTS[faults[step]](x, y)
+            loss = (forward(x) - y).square().mean() * factor
+            loss.backward()
+            if nn.utils.clip_grad_norm_(model.parameters(), 1.0).isfinite():
+                optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            if step in faults:
+                sound(model, f"step {step}, {faults[step]}")
+    return model, losses
+
+
+def sound(model: nn.Module, where: str) -> None:
+    """Every amax and scale of the state is finite, scales above 0."""
+    for key, (history, scale) in histories(model).items():
+        assert all(math.isfinite(amax) and amax >= 0 for amax in history), f"{where}: {key} remembers {history}"
+        assert 0 < scale < math.inf, f"{where}: {key} is scaled by {scale}"
+
+
+def recovered(clean: list[float], faulty: list[float], after: int, missed: int = 0) -> None:
+    """The losses of steps 40 to 50 after a fault are the clean run's, to 5% in the mean; or on the way there from what they
+    were `missed` steps earlier, if it was not trained in as many."""
+    last = after + RECOVERY
+    low, high = (fmean(clean[end - 10 : end]) for end in (last, last - missed))
+    assert 0.95 * low < fmean(faulty[last - 10 : last]) < 1.05 * high, f"after step {after}: {faulty[last - 10 : last]}"
+
+
+def random_faults(seed: int) -> dict[int, str]:
+    """Each of `FAULTS` once in random order, at a random step of a stretch of its own, so that each has time to recover."""
+    generator = random.Random(seed)
+    kinds = generator.sample(list(FAULTS), len(FAULTS))
+    stretch = (STEPS - RECOVERY) // len(kinds)
+    return {i * stretch + generator.randrange(stretch): kind for i, kind in enumerate(kinds)}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_no_bad_batch_leaves_a_trace(name: str) -> None:
+    options, faults = RECIPES[name], random_faults(len(name))
+    clean_model, clean = train(options, {})
+    model, faulty = train(options, faults)
+    assert fmean(clean[-20:]) < 0.5 * clean[0], "the clean run has learned nothing to compare with"
+    for step, kind in faults.items():
+        finite = math.isfinite(faulty[step])
+        assert finite == (kind in ("all zeros", "1e-30", "a loss of 1e-30", "no loss")), f"{kind} at {step}: {faulty[step]}"
+        later = [other for other in faults if step < other < step + RECOVERY]
+        if not later:
+            recovered(clean, faulty, step)
+    assert all(p.isfinite().all() for p in model.parameters())
+    for key, (_, scale) in histories(model).items():
+        assert scale == pytest.approx(histories(clean_model)[key][1], rel=1.0), key
+    assert bool(histories(model)) is name.startswith("delayed")
+
+
+@pytest.mark.parametrize("options", [{}, {"amax_compute_algo": "most_recent"}, {"on_overflow": "saturate"}], ids=str)
+def test_faults_that_outlast_the_history(options: dict[str, Any]) -> None:
+    """17 bad batches in a row: the history of 16 holds nothing else, and the first good batch meets a scale made of it."""
+    burst, first = 17, 30
+    starts = {first + i * (burst + RECOVERY): kind for i, kind in enumerate(("all zeros", "1e-30", "a loss of 1e-30"))}
+    steps = max(starts) + burst + RECOVERY
+    _, clean = train(options, {}, steps)
+    model, faulty = train(options, {start + i: kind for start, kind in starts.items() for i in range(burst)}, steps)
+    for start in starts:
+        recovered(clean, faulty, start + burst - 1, burst)
+    sound(model, "at the end")
+
+
+def test_a_run_that_starts_with_bad_batches() -> None:
+    """Slots are cold then: there is no scale to fall back to."""
+    steps = 3 + RECOVERY
+    _, clean = train({}, {}, steps)
+    for kind in FAULTS:
+        model, faulty = train({}, dict.fromkeys(range(3), kind), steps)
+        recovered(clean, faulty, 2)
+        sound(model, f"{kind}, at the end")

@@ -1,0 +1,96 @@
+"""torch.func inside of what is compiled: its gradients are part of the forward. FP8 with parameters, high precision without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+from torch.func import functional_call, grad, jacfwd, jacrev, jvp, vjp, vmap
+
+import fp8compile
+from fp8compile.ir.records import FP8
+from tests.support.harness import noise
+
+pytestmark = pytest.mark.usefixtures("interpreted")
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 128))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+
+Weights = dict[str, Tensor]
+
+
+def functions(model: nn.Module) -> dict[str, Callable[[Weights, Tensor, Tensor], Any]]:
+    """Functions of (weights, x, y) that differentiate `model`."""
+
+    def out(p: Weights, x: Tensor) -> Tensor:
+        return functional_call(model, p, (x,))
+
+    def loss(p: Weights, x: Tensor, y: Tensor) -> Tensor:
+        return (out(p, x) - y).square().mean()
+
+    def pulled(p: Weights, x: Tensor, y: Tensor) -> Any:
+        z, pull = vjp(lambda p: out(p, x), p)
+        return z, pull(y)
+
+    direction = {name: noise(*p.shape, seed=i) for i, (name, p) in enumerate(model.named_parameters())}
+    return {
+        "grad": lambda p, x, y: grad(loss)(p, x, y),
+        "grad of x": lambda p, x, y: grad(loss, argnums=1)(p, x, y),
+        "vjp": pulled,
+        "jvp": lambda p, x, y: jvp(lambda p: out(p, x), (p,), (direction,)),
+        "vmap of grad": lambda p, x, y: vmap(grad(loss), in_dims=(None, 0, 0))(p, x.unsqueeze(1), y.unsqueeze(1)),
+        "jacrev": lambda p, x, y: jacrev(lambda x: out(p, x[None])[0])(x[0]),
+        "jacfwd": lambda p, x, y: jacfwd(lambda x: out(p, x[None])[0])(x[0]),
+        "hvp": lambda p, x, y: jvp(lambda p: grad(loss)(p, x, y), (p,), (direction,))[1],
+    }
+
+
+def worst(expected: Any, got: Any) -> float:
+    """dB of the worst tensor."""
+    pairs = zip(pytree.tree_leaves(expected), pytree.tree_leaves(got), strict=True)
+    errors = [(float((a - b).detach().norm()), float(a.detach().norm())) for a, b in pairs]
+    return min(200.0 if not error else float(20 * torch.log10(torch.tensor(size / error))) for error, size in errors)
+
+
+NAMES = list(functions(Net()))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_with_parameters(name: str) -> None:
+    """Products with a parameter are FP8, those of the inner backward, too; its own gradient of a weight is a product of two
+    activations. What comes out, and a gradient through it, are right."""
+    model = Net()
+    parameters, x, y = dict(model.named_parameters()), noise(32, 128), noise(32, 128, seed=1)
+    function = functions(model)[name]
+    run = torch.compile(function, backend="fp8")
+    for _ in range(2):  # cold, and warm
+        expected, got = function(parameters, x, y), run(parameters, x, y)
+        assert worst(expected, got) > 20
+        wanted = [p for p in model.parameters() if p.dim() == 2]
+        sums = [sum(leaf.square().sum() for leaf in pytree.tree_leaves(result)) for result in (expected, got)]
+        assert worst(*(torch.autograd.grad(total, wanted) for total in sums)) > 15
+    gemms = {(record.gemm, record.decision) for record in fp8compile.report(model).matmuls}
+    assert ("fprop", FP8) in gemms and ("fprop", "high_precision") not in gemms and ("matmul", FP8) not in gemms
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_with_other_tensors(name: str) -> None:
+    """No parameter, no weight. The model's report says where such graphs are."""
+    model = Net()
+    tensors, x, y = {name: p.detach().clone() for name, p in model.named_parameters()}, noise(32, 128), noise(32, 128, seed=1)
+    function = functions(model)[name]
+    assert worst(function(tensors, x, y), torch.compile(function, backend="fp8")(tensors, x, y)) > 100
+    assert {record.decision for record in fp8compile.report().matmuls} == {"high_precision"}
+    assert "functional_call" in fp8compile.report(model).summary() and not fp8compile.report(model).outside
+    assert {record.fqn for record in fp8compile.report().matmuls} <= {"", "net.0", "net.2"}

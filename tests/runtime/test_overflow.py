@@ -1,0 +1,321 @@
+"""What follows an overflow: in the step after a jump, what its slot would saturate is scaled by its current amax."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fp8compile.runtime import overflow
+from fp8compile.runtime.state import slots_of
+from tests.support.harness import Pair, compiled, grads_of, histories, like, noise, sqnr
+from tests.support.models import Mlp, make
+from tests.support.reference import Reference
+
+pytestmark = pytest.mark.usefixtures("interpreted")
+
+
+class Linear(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight)
+
+
+def linear() -> nn.Linear:
+    module = Linear(128, 128, bias=False)
+    nn.init.constant_(module.weight, 1.0)
+    return module
+
+
+def seen(run, value: float, grad: float | None = 1.0, eager_checkpoint: bool = False) -> float:
+    """One training call on x = value, by a weight of 1: what became of x, which is less where it was saturated."""
+    x = torch.full((16, 128), value, requires_grad=True)
+    y = checkpoint(run, x, use_reentrant=False) if eager_checkpoint else run(x)
+    if grad is not None:
+        y.backward(torch.full_like(y, grad))
+    return round(y[0, 0].item() / 128, 2)
+
+
+def ages(model: nn.Module) -> dict[str, float]:
+    return {role: slot.page.tensor[slot.row, 2].item() for (_, role, _), slot in slots_of(model).items()}
+
+
+@pytest.mark.parametrize("eager_checkpoint", [False, True])
+def test_the_step_after_a_jump(eager_checkpoint: bool) -> None:
+    """100 is saturated to what 1 covers. The next step's 300 is not, and is scaled by its own amax, not by that of 100."""
+    model = linear()
+    run = compiled(model)
+    for _ in range(20):
+        assert seen(run, 1.0, eager_checkpoint=eager_checkpoint) == 1.0
+    assert seen(run, 100.0, eager_checkpoint=eager_checkpoint) == 1.0
+    assert ages(model) == {"input": -1.0, "weight": 0.0, "gradient": 0.0}
+    assert seen(run, 300.0, eager_checkpoint=eager_checkpoint) == 300.0
+    assert ages(model)["input"] == 0.0
+    assert seen(run, 310.0, eager_checkpoint=eager_checkpoint) == 300.0  # warm again
+
+
+def test_saturate() -> None:
+    model = linear()
+    run = compiled(model, on_overflow="saturate")
+    seen(run, 1.0)
+    assert [seen(run, value) for value in (100.0, 300.0, 300.0)] == [1, 100, 300]
+
+
+@pytest.mark.parametrize("jump", [1.9, 2.1])
+def test_headroom(jump: float) -> None:
+    """Twice what the scale covers is none yet."""
+    model = linear()
+    run = compiled(model)
+    seen(run, 1.0)
+    seen(run, jump)
+    assert seen(run, 8 * jump) == pytest.approx(jump if jump < 2 else 8 * jump, abs=0.01)
+
+
+@pytest.mark.parametrize(("options", "covered"), [({}, 2048.0), ({"margin": 0}, 1.0), ({"fp8_format": "e4m3"}, 8.0)], ids=str)
+def test_a_gradient(options: dict[str, Any], covered: float) -> None:
+    """It has headroom to grow in. What saturates it, by 100 times here, has its current amax in the next step."""
+    model = linear()
+    run = compiled(model, **options)
+    far = 100.0 * covered
+    for grad, expected in ((1.0, 1.0), (covered, covered), (covered * far, covered * covered), (far * far, far * far)):
+        x = torch.ones(16, 128, requires_grad=True)
+        run(x).backward(torch.full((16, 128), grad))
+        assert x.grad[0, 0].item() == pytest.approx(128 * expected)
+
+
+def test_between_forward_and_backward_of_others() -> None:
+    """Evaluation, and a second forward before the backward of the first."""
+    model = linear()
+    run = compiled(model)
+    seen(run, 1.0)
+    first = run(torch.full((16, 128), 100.0))
+    with torch.no_grad():
+        run(torch.ones(16, 128))
+    model.eval()
+    run(torch.full((16, 128), 5000.0))
+    model.train()
+    second = run(torch.full((16, 128), 300.0))
+    assert (first[0, 0].item() / 128, second[0, 0].item() / 128) == pytest.approx((1.0, 300.0))
+    first.backward(torch.ones_like(first))
+    second.backward(torch.ones_like(second))
+    assert seen(run, 400.0) == 300.0
+
+
+def test_forwards_without_backward() -> None:
+    model = linear()
+    run = compiled(model)
+    for value in (1.0, 2.0):
+        seen(run, value)
+    assert seen(run, 100.0, None) == 2.0
+    assert seen(run, 900.0, None) == 900.0
+    seen(run, 1.0)
+    assert seen(run, 1000.0) == 900.0  # and this is a warm call
+
+
+def test_after_patience_has_run_out() -> None:
+    """20 calls whose gradients are zero are enough for the host to stop looking for cold slots, not for overflows."""
+    model = linear()
+    run = compiled(model)
+    for _ in range(20):
+        seen(run, 1.0, 0.0)
+    assert ages(model)["gradient"] == -1.0
+    assert seen(run, 100.0, 0.0) == 1.0
+    assert seen(run, 300.0, 0.0) == 300.0
+    assert seen(run, 400.0, 0.0) == 300.0
+
+
+def test_a_phase_that_observes() -> None:
+    """An overflow in high precision is nobody's; the first step in FP8 has the scale that it made, or the current amax."""
+    model = linear()
+    run = compiled(model, policy={"schedule": {"warmup_steps": 3}})
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    for value in (1.0, 1.0, 100.0):
+        assert seen(run, value) == value
+        optimizer.step()
+    assert seen(run, 300.0) == 300.0
+
+
+@pytest.mark.parametrize("options", [{}, {"interval": 4}, {"amax_history_len": 2, "margin": 2}], ids=str)
+def test_against_the_reference(options: dict[str, Any]) -> None:
+    """Outputs, gradients and state of jumps, in inputs and in gradients."""
+    factors = (1, 9, 1, 100, 250, 1, 1, 90, 900, 1, 40)
+    pair = Pair(make(Mlp), **options)
+    for step, factor in enumerate(factors):
+        x = noise(16, 128, seed=step, scale=float(factor))
+        pair.step(x, grad=like(x, step) * factors[-1 - step])
+    pair.assert_fp8()
+
+
+def test_the_log(caplog, monkeypatch) -> None:
+    monkeypatch.setattr(overflow, "_Said", type("Said", (), {"at": float("-inf"), "missed": 0}))
+    model = make(Mlp)
+    run = compiled(model)
+    with caplog.at_level(logging.INFO, "fp8compile"):
+        for factor in (1.0, 1.0, 100.0, 1.0, 1.0):
+            run(noise(16, 128, seed=3) * factor).sum().backward()
+        amax = noise(16, 128, seed=3).abs().max().item()
+        (line,) = [record.getMessage() for record in caplog.records if "overflow" in record.getMessage()]
+        assert f"up.weight (input): amax {100 * amax:.4g}, its scale covered {amax:.4g}" in line
+        assert "down.weight (input)" in line and "(weight)" not in line
+        assert histories(model)
+        for _ in range(20):
+            run(noise(16, 128, seed=3)).sum().backward()
+        caplog.clear()
+        for factor in (1e4, 1.0):
+            run(noise(16, 128, seed=3) * factor).sum().backward()
+        assert not [record for record in caplog.records if "overflow" in record.getMessage()]  # too soon
+        assert overflow._Said.missed >= 2
+
+
+# -- a jump that hides others
+
+
+class Chain(nn.Module):
+    """Layers behind each other, of positive weights: all of what a layer saturates is missing in the next one."""
+
+    def __init__(self, layers: int = 8, checkpointed: bool = False):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(128, 128, bias=False) for _ in range(layers))
+        self.checkpointed = checkpointed
+        for i, layer in enumerate(self.layers):
+            layer.weight.data = noise(128, 128, seed=i).abs() / 100
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(self.step, layer, x, use_reentrant=False) if self.checkpointed else self.step(layer, x)
+        return x
+
+    @staticmethod
+    def step(layer: nn.Module, x: Tensor) -> Tensor:
+        return layer(x).relu()
+
+
+def load(model: nn.Module, factor: float) -> None:
+    """Weights so many times those that were."""
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.detach().copy_(weight * factor)
+
+
+def trained(run, model: nn.Module, how: str | None = None) -> dict[str, Tensor]:
+    """A training call: its output, and the gradients of all weights."""
+    x = noise(32, 128, seed=1).abs().requires_grad_()
+    model.zero_grad()
+    y = checkpoint(run, x, use_reentrant=False) if how == "around" else run(x)
+    y.backward(noise(32, 128, seed=2).abs())
+    return {"output": y.detach(), "input": x.grad, **grads_of(model)}
+
+
+@pytest.mark.parametrize("how", [None, "within", "around"], ids=str)
+def test_weights_loaded_later(how: str | None) -> None:
+    """The first call knows nothing and saturates, in the first layers only, as far as it can see. The second one is right in
+    all layers, as the first calls are. A recomputation rounds as the forward did."""
+    model, plain = Chain(checkpointed=how == "within"), Chain()
+    run = compiled(model)
+    once = Chain() if how else model
+    run_once = compiled(once) if how else run
+
+    def errors() -> dict[str, float]:
+        expected, got = trained(plain, plain), trained(run, model, how)
+        if how:
+            assert all(torch.equal(x, got[name]) for name, x in trained(run_once, once).items())
+        return {name: sqnr(x, got[name]) for name, x in expected.items()}
+
+    assert min([errors(), errors()][1].values()) > 24
+    for factor in (3.0, 30.0):
+        for side in {model, once, plain}:
+            load(side, factor)
+        assert max(errors().values()) < 7
+        for _ in range(3):
+            assert min(errors().values()) > 24
+
+
+@pytest.mark.parametrize("factor", [8.0, 64.0])
+@pytest.mark.parametrize("options", [{}, {"interval": 3}, {"margin": 1}, {"on_overflow": "saturate"}], ids=str)
+def test_weights_loaded_later_against_the_reference(options: dict[str, Any], factor: float) -> None:
+    """Numbers that are exact: state, outputs and gradients are the reference's to the bit, step by step."""
+    model = Chain(4)
+    for weight in model.parameters():
+        nn.init.constant_(weight, 1.75 / 128)
+    reference = Reference(model, **options)
+    run = compiled(model, **options)
+    cold = []
+    for call in range(8):
+        if call in (2, 6):
+            load(model, factor)
+            load(reference.model, factor)
+        paths = reference.paths.values()
+        cold.append(not paths or any(path.cold or any(x.overflowed for x in path.slots) for path in paths))
+        sides = []
+        for side, parameters in ((run, model), (reference, reference.model)):
+            x = torch.full((16, 128), 1.75, requires_grad=True)
+            parameters.zero_grad()
+            y = side(x)
+            y.backward(torch.full_like(y, 1.75))
+            sides.append([y, x.grad, *grads_of(parameters).values()])
+        for got, expected in zip(*sides, strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-6, atol=0)
+        assert histories(model) == {key: (slot.history, slot.scale) for key, slot in reference.slots.items()}, call
+        newest = {key: slot.page.tensor[slot.row, 2].item() < 0 for key, slot in slots_of(model).items()}
+        assert newest == {key: slot.cold for key, slot in reference.slots.items()}, call
+    assert cold == [True] + [call in (3, 4, 7) and "on_overflow" not in options for call in range(1, 8)]
+
+
+def test_gradients_of_one_layer_hide_those_of_others() -> None:
+    """Only the last layer's jumps 100,000 times in the first step: it is saturated. In the second all do."""
+    model, plain = Chain(4), Chain(4)
+    run = compiled(model)
+    ratios = []
+    for factor in (1.0, 1.0, 1e5, 5e5, 5e5, 5e5):
+        sides = []
+        for side, parameters in ((plain, plain), (run, model)):
+            parameters.zero_grad()
+            x = noise(32, 128, seed=1).abs().requires_grad_()
+            y = side(x)
+            y.backward(noise(32, 128, seed=2).abs() * factor)
+            sides.append({"input": x.grad, **grads_of(parameters)})
+        ratios.append(min(sqnr(x, sides[1][name]) for name, x in sides[0].items()))
+    assert ratios[2] < 1 and min(ratios[:2] + ratios[3:]) > 24, ratios
+
+
+@pytest.mark.parametrize("on_overflow, expected", [("current", 1000.0), ("saturate", 1.0)])
+def test_a_call_that_is_cold_for_another_reason(on_overflow: str, expected: float) -> None:
+    """A gradient that has only been zero: its calls are cold ones, and nothing saturates in them unless it is to."""
+    model = linear()
+    run = compiled(model, on_overflow=on_overflow)
+    assert [seen(run, 1.0, 0.0) for _ in range(2)] == [1.0, 1.0]
+    assert seen(run, 1000.0, 0.0) == expected
+
+
+def test_forwards_before_the_backwards_of_others() -> None:
+    """A call that saturates, two cold ones before any backward: each backward does as its forward did."""
+    model, plain = Chain(4), Chain(4)
+    run = compiled(model)
+    for _ in range(2):
+        trained(run, model)
+    for side in (model, plain):
+        load(side, 5.0)
+    expected = trained(plain, plain)
+    x, grad = (noise(32, 128, seed=seed).abs() for seed in (1, 2))
+    outs = [run(x) for _ in range(3)]
+    assert [sqnr(expected["output"], y) > 24 for y in outs] == [False, True, True]
+    for i, y in enumerate(outs):
+        model.zero_grad()
+        y.backward(grad)
+        assert all((sqnr(expected[name], got) > 24) == (i > 0) for name, got in grads_of(model).items()), i
+
+
+def test_an_infinity_behind_an_overflow() -> None:
+    """There is no scale for it: the other rows have that of the overflow, and not 1."""
+    model = linear()
+    run = compiled(model)
+    assert [seen(run, value) for value in (1.0, 1000.0)] == [1.0, 1.0]
+    x = torch.full((16, 128), 500.0)
+    x[3, 5] = float("inf")
+    y = run(x)
+    assert not y[3].isfinite().any() and y[0, 0].item() / 128 == pytest.approx(500.0)
+    y.sum().backward()
+    assert seen(run, 3000.0) == 3000.0  # nothing moved: this is the call after the overflow

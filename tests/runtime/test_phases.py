@@ -1,0 +1,358 @@
+"""Phases: which step is in which, what is observed meanwhile, and that a switch changes nothing but the matmuls."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import fp8compile
+from fp8compile.runtime import phases as schedule
+from fp8compile.runtime.state import slots_of
+from tests.support.harness import noise
+from tests.support.models import Block, Mlp, SwiGlu, make
+
+pytestmark = pytest.mark.usefixtures("interpreted")
+
+
+@pytest.fixture(autouse=True)
+def counting(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Steps counted from 0, whatever optimizers other tests left."""
+    before, state = schedule._state, schedule._State()
+    state.hook = before.hook  # it asks the module for its state: two of them would count twice
+    monkeypatch.setattr(schedule, "_state", state)
+    state.listen()
+    yield
+    if before.hook is None:
+        state.hook.remove()
+
+
+def scheduled(model: nn.Module, recipe: str = "delayed", **times: Any):
+    return torch.compile(model, backend="fp8", options={"recipe": recipe, "policy": {"schedule": times}})
+
+
+def phases(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The phase of each call of a scheduled graph, as it goes."""
+    seen: list[str] = []
+    choose = schedule.ScheduledGraph.phase
+
+    def phase(self, parameter):
+        seen.append(choose(self, parameter))
+        return seen[-1]
+
+    monkeypatch.setattr(schedule.ScheduledGraph, "phase", phase)
+    return seen
+
+
+def step(run, optimizer, seed: int = 0, micro: int = 1, scale: float = 1.0) -> None:
+    for i in range(micro):
+        run(noise(32, 128, seed=seed + i, scale=scale)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("micro", [1, 3])
+def test_steps_not_calls_are_counted(monkeypatch, micro: int) -> None:
+    seen = phases(monkeypatch)
+    model = make(Mlp)
+    run = scheduled(model, warmup_steps=2, cooldown_at=4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for i in range(6):
+        step(run, optimizer, i, micro)
+        model.eval()
+        with torch.no_grad():
+            run(noise(32, 128))
+        model.train()
+    assert seen == [p for p in ["high_precision"] * 2 + ["fp8"] * 2 + ["high_precision"] * 2 for _ in range(micro)]
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
+def test_weights_are_continuous(recipe: str) -> None:
+    """High-precision phases are to the bit what plain compilation gives from the same weights; FP8 is not."""
+    model, twin = make(SwiGlu), make(SwiGlu)
+    run = scheduled(model, recipe, warmup_steps=3, cooldown_at=5)
+    optimizer = torch.optim.SGD(model.parameters(), 1.0, momentum=0.9)
+    reference = torch.optim.SGD(twin.parameters(), 1.0, momentum=0.9)
+    for i in range(8):
+        twin.load_state_dict(model.state_dict())
+        reference.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        step(run, optimizer, i)
+        step(twin, reference, i)
+        pairs = zip(model.parameters(), twin.parameters(), strict=True)
+        exact = all(torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in pairs)
+        assert exact is (i not in (3, 4)), i
+
+
+def test_fp8_begins_with_the_histories_of_the_warm_up() -> None:
+    """The first FP8 step quantizes with the warm-up's scale: it saturates at what the warm-up has seen."""
+    model = make(Mlp)
+    run = scheduled(model, warmup_steps=2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    for i in range(2):
+        step(run, optimizer, i)
+    state = slots_of(model)
+    assert {key[1] for key in state} == {"input", "weight", "gradient"}
+    for (name, role, _), slot in state.items():
+        assert sum(amax > 0 for amax in slot.history()) == 2, (name, role)
+    amax = max(state["up.weight", "input", 0].history())
+    run(torch.full((32, 128), 1e3))
+    graph = next(iter(schedule._state.scheduled)).graphs["fp8"]
+    (pages,) = graph.calls.book.sets.values()
+    assert not pages.cold  # so this was the compiled graph, with the stored scale
+    assert amax < 1e3 and slots_of(model)["up.weight", "input", 0].history()[0] == 1e3
+
+
+def test_two_compilations_and_no_more() -> None:
+    before = len(fp8compile.report().graphs)
+    model = make(Mlp)
+    run = scheduled(model, warmup_steps=1, cooldown_at=2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    compiled: list[Any] = []
+    from fp8compile import backend
+
+    original = backend._compile_once
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend, "_compile_once", lambda *a, **k: compiled.append(1) or original(*a, **k))
+        for i in range(5):
+            step(run, optimizer, i)
+    assert len(compiled) == 2
+    assert len(fp8compile.report().graphs) in (before + 1, 1)  # listed once
+
+
+def test_no_schedule_is_one_compilation() -> None:
+    model = make(Mlp)
+    torch.compile(model, backend="fp8")(noise(32, 128)).sum().backward()
+    assert not len(schedule._state.scheduled)
+
+
+def test_set_phase_and_set_step(monkeypatch) -> None:
+    seen = phases(monkeypatch)
+    model, other = make(Mlp), make(SwiGlu)
+    run, run_other = scheduled(model, warmup_steps=10), scheduled(other)
+    optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()], 0.1)
+
+    def both() -> list[str]:
+        del seen[:]
+        (run(noise(32, 128)) + run_other(noise(32, 128))).sum().backward()
+        optimizer.step()
+        return list(seen)
+
+    assert both() == ["high_precision", "fp8"]
+    fp8compile.set_phase("fp8", model)
+    assert both() == ["fp8", "fp8"]
+    fp8compile.set_phase("high_precision")
+    assert both() == ["high_precision", "high_precision"]
+    fp8compile.set_phase(None)
+    assert both() == ["high_precision", "fp8"]
+    fp8compile.set_step(9)
+    assert both() == ["high_precision", "fp8"]
+    assert both() == ["fp8", "fp8"]
+    fp8compile.set_step(0, model)
+    assert both() == ["high_precision", "fp8"]
+
+
+def test_set_phase_without_a_schedule(caplog) -> None:
+    torch.compile(make(Mlp), backend="fp8")(noise(32, 128)).sum().backward()
+    fp8compile.set_phase("high_precision")
+    assert any("schedule" in record.message for record in caplog.records if record.levelname == "WARNING")
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: fp8compile.set_phase("bf16"), "high_precision"),
+        (lambda: fp8compile.set_step(-1), ">= 0"),
+        (lambda: fp8compile.on_step(3), "callable"),
+        (lambda: fp8compile.on_step(print, every=0), ">= 1"),
+    ],
+)
+def test_errors(call, message: str) -> None:
+    with pytest.raises(fp8compile.OptionError, match=message):
+        call()
+
+
+def test_a_callback_on_the_loss(monkeypatch) -> None:
+    class WithLoss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = Mlp()
+
+        def forward(self, x):
+            return (self.body(x) - x).square().mean()
+
+    seen = phases(monkeypatch)
+    model = make(WithLoss)
+    run = scheduled(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    losses: list[float] = []
+
+    def decide(step: int, loss: float | None) -> str | None:
+        losses.append(loss)
+        return "high_precision" if step >= 4 else None
+
+    remove = fp8compile.on_step(decide, model, every=2)
+    mine = []
+    for i in range(7):
+        loss = run(noise(32, 128, seed=i))
+        mine.append(loss.item())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses == [mine[1], mine[3], mine[5]]
+    assert seen == ["fp8"] * 4 + ["high_precision"] * 3
+    remove()
+    step_count = len(losses)
+    optimizer.step()
+    assert len(losses) == step_count
+
+
+def test_a_graph_that_is_met_late(monkeypatch) -> None:
+    """A new shape compiles anew in the middle of the run: it knows the step."""
+    seen = phases(monkeypatch)
+    model = make(Mlp)
+    run = torch.compile(model, backend="fp8", dynamic=False, options={"policy": {"schedule": {"warmup_steps": 2}}})
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for rows in (16, 16, 32, 48):
+        run(noise(rows, 128)).sum().backward()
+        optimizer.step()
+    assert seen == ["high_precision"] * 2 + ["fp8"] * 2
+
+
+def test_checkpointed_blocks() -> None:
+    """A recomputation is in the phase of its forward, and moves nothing."""
+    block = make(Block)
+    run = scheduled(block, warmup_steps=1)
+    optimizer = torch.optim.SGD(block.parameters(), 0.1)
+    for i in range(3):
+        x = noise(2, 16, 128, seed=i).requires_grad_()
+        checkpoint(run, x, use_reentrant=False).sum().backward()
+        optimizer.step()
+        histories = {key: sum(a > 0 for a in slot.history()) for key, slot in slots_of(block).items()}
+        assert set(histories.values()) == {i + 1}, histories
+
+
+def test_reentrant_checkpoint(monkeypatch) -> None:
+    """Each forward within a backward is in the phase of its step: its first one was an evaluation."""
+    seen = phases(monkeypatch)
+    block = make(Mlp)
+    run = scheduled(block, warmup_steps=2)
+    optimizer = torch.optim.SGD(block.parameters(), 0.1)
+    for i in range(4):
+        checkpoint(run, noise(16, 128, seed=i).requires_grad_(), use_reentrant=True).sum().backward()
+        optimizer.step()
+        assert {sum(a > 0 for a in slot.history()) for slot in slots_of(block).values()} == {i + 1}
+    assert seen == ["high_precision"] * 2 + ["fp8"] * 2
+
+
+@pytest.mark.parametrize(("before", "after"), [("high_precision", "fp8"), ("fp8", "high_precision")])
+def test_a_switch_before_a_recomputation(before: str, after: str) -> None:
+    """The recomputation is that of its forward, whatever was set in between."""
+    block = make(Block)
+    run = scheduled(block)
+    fp8compile.set_phase(before)
+    out = checkpoint(run, noise(2, 16, 128).requires_grad_(), use_reentrant=False)
+    fp8compile.set_phase(after)
+    out.sum().backward()
+    assert all(p.grad is not None for p in block.parameters())
+
+
+@pytest.mark.parametrize("make_model", [lambda: nn.Sequential(nn.Linear(128, 128)), lambda: make(Mlp)])
+@pytest.mark.parametrize("options", [{}, {"device": "h100"}])
+def test_small_graphs(make_model, options) -> None:
+    """One slot a direction, or none: both phases compile and run."""
+    model = make_model()
+    run = torch.compile(model, backend="fp8", options={"policy": {"schedule": {"warmup_steps": 1}}, **options})
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for i in range(3):
+        step(run, optimizer, i)
+
+
+def test_a_second_model_begins_at_zero(monkeypatch) -> None:
+    """Steps of another model's optimizer are not its own, also before its optimizer has taken one."""
+    seen = phases(monkeypatch)
+    first, second = make(Mlp), make(SwiGlu)
+    run, run_second = scheduled(first, warmup_steps=2), scheduled(second, warmup_steps=2)
+    optimizer, optimizer_second = (torch.optim.SGD(m.parameters(), 0.1) for m in (first, second))
+    for i in range(4):
+        step(run, optimizer, i)
+    del seen[:]
+    for i in range(4):
+        step(run_second, optimizer_second, i)
+    assert seen == ["high_precision"] * 2 + ["fp8"] * 2
+
+
+def test_a_new_optimizer_goes_on(monkeypatch) -> None:
+    seen = phases(monkeypatch)
+    model = make(Mlp)
+    run = scheduled(model, warmup_steps=2)
+    for _ in range(3):
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for i in range(2):
+            step(run, optimizer, i)
+    assert seen == ["high_precision"] * 2 + ["fp8"] * 4
+
+
+def test_the_report_during_the_warm_up() -> None:
+    model = make(Mlp)
+    scheduled(model, warmup_steps=5)(noise(32, 128)).sum().backward()
+    assert fp8compile.report(model).fp8_flop_fraction == 1.0
+
+
+def test_a_callback_and_frozen_weights(monkeypatch) -> None:
+    """It sets the phase of the whole model, and once a step, however many optimizers there are."""
+    seen = phases(monkeypatch)
+    model = make(Mlp)
+    model.up.weight.requires_grad_(False)
+    run = scheduled(model)
+    optimizers = [torch.optim.SGD([p], 0.1) for p in model.parameters() if p.requires_grad]
+    asked: list[int] = []
+    fp8compile.on_step(lambda step, loss: asked.append(step) or "high_precision", model, every=2)
+    for i in range(4):
+        run(noise(32, 128, seed=i)).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert asked == [2, 4] and seen == ["fp8"] * 2 + ["high_precision"] * 2
+
+
+def test_an_optimizer_for_each_parameter(monkeypatch) -> None:
+    """As where optimizers run in backward: many of them step, once each a step."""
+    seen = phases(monkeypatch)
+    model = make(Mlp)
+    run = scheduled(model, warmup_steps=2)
+    optimizers = [torch.optim.SGD([p], 0.1) for p in model.parameters()]
+    for i in range(4):
+        run(noise(32, 128, seed=i)).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert seen == ["high_precision"] * 2 + ["fp8"] * 2
+
+
+def test_parameters_that_no_optimizer_has(monkeypatch) -> None:
+    """Frozen ones, and those that a sharded model hands to its graphs: the training's steps count."""
+    seen = phases(monkeypatch)
+    model, elsewhere = make(Mlp), nn.Parameter(torch.zeros(3))
+    run = scheduled(model, warmup_steps=2)
+    elsewhere.grad = torch.ones(3)
+    optimizer = torch.optim.SGD([elsewhere], 0.1)
+    for i in range(4):
+        run(noise(32, 128, seed=i)).sum().backward()
+        optimizer.step()
+    assert seen == ["high_precision"] * 2 + ["fp8"] * 2
+
+
+@pytest.mark.compiled
+def test_a_compiled_optimizer(monkeypatch) -> None:
+    seen = phases(monkeypatch)
+    model = make(Mlp)
+    run = scheduled(model, warmup_steps=2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    compiled = torch.compile(lambda: optimizer.step(), backend="eager")
+    for i in range(4):
+        run(noise(32, 128, seed=i)).sum().backward()
+        compiled()
+    assert seen == ["high_precision"] * 2 + ["fp8"] * 2

@@ -1,0 +1,731 @@
+"""The scaling state: exact values after known inputs, what moves it and what does not, and whose it is.
+
+Where values are compared for equality they come from constants: amaxes of inputs, weights and output gradients that are given,
+which no matmul has touched.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import math
+import weakref
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fp8compile.runtime.calls import Calls
+from fp8compile.runtime.state import slots_of
+from tests.support.harness import MOVING, Pair, assert_close, assert_fp8, compiled, grads_of, histories, leaf, like, noise
+from tests.support.models import Attention, Block, Branches, Broken, Checkpointed, Mlp, Parallel, Stack, SwiGlu, Twice, make
+from tests.support.reference import Reference
+from tests.support.reference_casts import FLT_MAX, scale_of
+
+pytestmark = pytest.mark.usefixtures("interpreted")
+
+INPUT, WEIGHT, GRADIENT = (("weight", role, 0) for role in ("input", "weight", "gradient"))
+
+
+class Linear(nn.Linear):
+    """A linear whose forward is user code: `nn.Linear().compile()` compiles nothing, with any backend."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight)
+
+
+def linear(weight: float = 0.5) -> nn.Linear:
+    """A [128, 128] linear without bias, all weights the same."""
+    module = Linear(128, 128, bias=False)
+    nn.init.constant_(module.weight, weight)
+    return module
+
+
+def constant(value: float, rows: int = 16) -> Tensor:
+    return torch.full((rows, 128), value)
+
+
+def call(run, value: float = 1.0, grad: float | None = 1.0, rows: int = 16) -> Tensor:
+    """One training call on constants: x = value, and dy = grad (None: no backward)."""
+    y = run(constant(value, rows).requires_grad_())
+    if grad is not None:
+        y.backward(torch.full_like(y, grad))
+    return y
+
+
+def padded(values: list[float], length: int = 16) -> list[float]:
+    return values + [0.0] * (length - len(values))
+
+
+# exact values
+
+
+def test_history_and_scale_after_known_inputs() -> None:
+    model = linear(0.5)
+    run = compiled(model, amax_history_len=3)
+    seen: dict[str, list[float]] = {"x": [], "dy": []}
+    for x, dy in ((1.0, 8.0), (4.0, 2.0), (2.0, 1e-9), (0.5, 1e-9), (0.25, 3e-9), (0.0, 0.0)):
+        call(run, x, dy)
+        seen["x"].insert(0, x)
+        seen["dy"].insert(0, torch.tensor(dy).item())
+        state = slots_of(model)
+        assert set(state) == {INPUT, WEIGHT, GRADIENT}
+        for key, values, fp8_max in ((INPUT, seen["x"], 448.0), (GRADIENT, seen["dy"], 57344.0 / 2**11)):
+            assert state[key].history() == padded(values, 3)[:3]
+            assert state[key].scale() == scale_of(max(values[:3]), fp8_max)
+            assert state[key].scale_inv() == torch.tensor(1.0 / state[key].scale(), dtype=torch.float64).float().item()
+        assert state[WEIGHT].history() == padded([0.5] * len(seen["x"]), 3)[:3]
+        assert state[WEIGHT].scale() == 896.0
+
+
+@pytest.mark.parametrize("margin", [0, 1, 4])
+def test_margin(margin: int) -> None:
+    model = linear()
+    call(compiled(model, margin=margin), 3.0, 5.0)
+    state = slots_of(model)
+    assert state[INPUT].scale() == scale_of(3.0, 448.0 / 2**margin)
+    assert state[GRADIENT].scale() == scale_of(5.0, 57344.0 / 2**margin)
+
+
+def test_format_e4m3() -> None:
+    model = linear()
+    call(compiled(model, fp8_format="e4m3"), 3.0, 5.0)
+    assert slots_of(model)[GRADIENT].scale() == scale_of(5.0, 448.0 / 2**3)
+
+
+def test_most_recent() -> None:
+    model = linear()
+    run = compiled(model, amax_compute_algo="most_recent")
+    for value, scale in ((8.0, 56.0), (2.0, 224.0), (0.0, 224.0), (4.0, 112.0)):
+        call(run, value)
+        assert slots_of(model)[INPUT].scale() == scale
+    assert slots_of(model)[INPUT].history() == padded([4.0, 0.0, 2.0, 8.0])
+
+
+def test_interval() -> None:
+    """At the first non-zero amax, and at every third call from there."""
+    model = linear()
+    run = compiled(model, interval=3, on_overflow="saturate")
+    values = (0.0, 1.0, 2.0, 4.0, 2.0, 8.0, 1.0, 1.0)
+    scales = (1.0, 448.0, 448.0, 448.0, 112.0, 112.0, 112.0, 56.0)
+    for value, scale in zip(values, scales, strict=True):
+        call(run, value)
+        assert slots_of(model)[INPUT].scale() == scale
+    assert slots_of(model)[INPUT].history() == padded([1.0, 1.0, 8.0, 2.0, 4.0, 2.0, 1.0, 0.0])
+
+
+def test_the_maximum_leaves_the_window() -> None:
+    model = linear()
+    run = compiled(model, amax_history_len=2)
+    for value, scale in ((8.0, 56.0), (1.0, 56.0), (2.0, 224.0), (1.0, 224.0), (1.0, 448.0)):
+        call(run, value)
+        assert slots_of(model)[INPUT].scale() == scale
+
+
+def test_history_of_one() -> None:
+    model = linear()
+    run = compiled(model, amax_history_len=1)
+    for value in (8.0, 1.0, 2.0):
+        call(run, value)
+        assert slots_of(model)[INPUT].history() == [value]
+        assert slots_of(model)[INPUT].scale() == 448.0 / value
+
+
+def test_quantizes_with_the_scale_of_earlier_calls() -> None:
+    model = linear(1.75)
+    run = compiled(model)
+    for value, expected in ((1.75, 1.75), (7.0, 1.75), (7.0, 7.0), (1.0, 1.0)):
+        # sums of 128 equal products: exact in any order
+        torch.testing.assert_close(call(run, value), constant(expected * 1.75 * 128), rtol=1e-6, atol=0)
+
+
+def test_a_tiny_amax_has_the_largest_scale() -> None:
+    model = linear()
+    call(compiled(model), 1e-44, 1e-44)
+    assert slots_of(model)[INPUT].scale() == slots_of(model)[GRADIENT].scale() == FLT_MAX
+
+
+# what is cold
+
+
+@pytest.mark.parametrize("zeros", [1, 3, 8])
+def test_a_slot_that_saw_only_zeros_is_cold(zeros: int) -> None:
+    """LoRA's B begins as zeros. Whatever the number of calls that saw zeros, the first other amax is used as it is."""
+    model = make(Mlp)
+    nn.init.zeros_(model.down.weight)
+    pair = Pair(model, amax_history_len=4)
+    for step in range(zeros + 2):
+        if step == zeros:
+            for side in (model, pair.reference.model):
+                with torch.no_grad():
+                    side.down.weight.detach().copy_(noise(128, 256, seed=9) * 1e-4)
+        pair.step(noise(16, 128, seed=step))
+
+
+def test_a_cold_slot_among_warm_ones() -> None:
+    """Zero gradients for a while: the forward slots warm up, the gradient slots stay cold."""
+    pair = Pair(make(Mlp), amax_history_len=2)
+    for step in range(6):
+        x = noise(16, 128, seed=step)
+        pair.step(x, grad=torch.zeros_like(x) if step < 4 else like(x, step) * 1e-9)
+
+
+def test_forwards_without_backward() -> None:
+    """A metric in training mode, say: forward slots move, gradient slots do not, and are still cold when they are needed."""
+    model = linear()
+    run = compiled(model)
+    for value in range(1, 21):
+        call(run, float(value), None)
+    state = slots_of(model)
+    assert state[INPUT].history() == [float(value) for value in range(20, 4, -1)]
+    assert GRADIENT not in state or state[GRADIENT].history() == padded([])
+    x = constant(1.0).requires_grad_()
+    run(x).backward(constant(1e-9))
+    torch.testing.assert_close(x.grad, constant(0.5 * 128e-9), rtol=1e-5, atol=0)
+    assert slots_of(model)[GRADIENT].history() == padded([torch.tensor(1e-9).item()])
+
+
+# what moves it, and what does not
+
+
+def test_eval_and_no_grad_do_not_move_it() -> None:
+    model = linear()
+    run = compiled(model)
+    call(run, 2.0)
+    before = histories(model)
+    with torch.no_grad():
+        run(constant(64.0))
+    with torch.inference_mode():
+        run(constant(64.0))
+    model.eval()
+    run(constant(64.0))
+    call(run, 64.0)
+    model.train()
+    assert histories(model) == before
+    call(run, 4.0)
+    assert slots_of(model)[INPUT].history() == padded([4.0, 2.0])
+
+
+def test_evaluation_is_high_precision() -> None:
+    model = make(Mlp)
+    run = compiled(model)
+    x = noise(16, 128)
+    expected = model(x)
+    run(x).sum().backward()
+    with torch.no_grad():
+        torch.testing.assert_close(run(x), expected, rtol=1e-4, atol=1e-5)  # float32 sums in another order
+    model.eval()
+    torch.testing.assert_close(run(x), expected, rtol=1e-4, atol=1e-5)
+    model.train()
+    assert (run(x) - expected).abs().max() > 1e-3
+
+
+def test_evaluation_between_forward_and_backward() -> None:
+    model = linear()
+    run = compiled(model)
+    call(run, 2.0, 2.0)
+    y = call(run, 4.0, None)
+    with torch.no_grad():
+        run(constant(64.0))
+    y.backward(constant(4.0))
+    assert slots_of(model)[INPUT].history() == padded([4.0, 2.0])
+    assert slots_of(model)[GRADIENT].history() == padded([4.0, 2.0])
+
+
+def test_evaluation_first() -> None:
+    model = linear()
+    run = compiled(model)
+    with torch.no_grad():
+        run(constant(64.0))
+    assert not slots_of(model)
+    call(run, 2.0)
+    assert slots_of(model)[INPUT].history() == padded([2.0])
+
+
+@pytest.mark.parametrize("build", [lambda: Checkpointed(Mlp(), Mlp()), lambda: Checkpointed(Block())], ids=["mlps", "block"])
+def test_a_recompute_does_not_move_it(build) -> None:
+    model = make(build)
+    run = compiled(model)
+    for step in range(1, 4):
+        run(leaf(noise(2, 16, 128, seed=step))).sum().backward()
+        for key, (history, _) in histories(model).items():
+            assert sum(amax > 0 for amax in history) == step, key
+
+
+def test_recomputations_read_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA graphs are recorded for the addresses of such inputs: a page at another one would be recorded anew."""
+    pages: list[Tensor] = []  # all alive, so that no two share memory by chance
+    recomputed: list[Tensor] = []
+    opened = Calls.open
+
+    def seen(self, *args):
+        call, forward, backward = opened(self, *args)
+        (recomputed if call.again else pages).append(forward)
+        return call, forward, backward
+
+    monkeypatch.setattr(Calls, "open", seen)
+    run = compiled(linear(), "delayed")
+    for _ in range(4):
+        checkpoint(run, constant(1.0).requires_grad_(), use_reentrant=False).sum().backward()
+    assert len(pages) == len(recomputed) == 4
+    assert len({page.data_ptr() for page in pages}) == len({page.data_ptr() for page in recomputed}) == 1
+    assert pages[0].data_ptr() != recomputed[0].data_ptr()
+
+
+def test_eager_checkpoint_around_a_compiled_block() -> None:
+    """The recompute runs the compiled forward a second time, inside the backward: the state moves once all the same, and the
+    recompute quantizes with the scales that the forward had, not with those that it left."""
+    model = make(Mlp)
+    run = compiled(model)
+    reference = Reference(Checkpointed(copy.deepcopy(model)))
+    for step, factor in enumerate((1.0, 0.5, 3.0, 0.8, 7.0)):
+        x, x2 = leaf(noise(16, 128, seed=step, scale=factor)), leaf(noise(16, 128, seed=step, scale=factor))
+        model.zero_grad()
+        reference.model.zero_grad()
+        y, expected = checkpoint(run, x, use_reentrant=False), reference(x2)
+        assert_close({"y": expected}, {"y": y}, 40.0, f"step {step}")
+        grad = like(y, step)
+        y.backward(grad)
+        expected.backward(grad)
+        wanted = {name.removeprefix("inner.0."): g for name, g in grads_of(reference.model, [x2]).items()}
+        assert_close(wanted, grads_of(model, [x]), 40.0, f"gradients {step}")
+        for (name, role, use), (history, _) in histories(model).items():
+            slot = reference.slots["inner.0." + name, role, use]
+            assert sum(amax > 0 for amax in history) == step + 1
+            torch.testing.assert_close(torch.tensor(history), torch.tensor(slot.history), rtol=1e-2, atol=0)
+    assert_fp8(model)
+
+
+@pytest.mark.parametrize("options", [{}, {"current_scaling": (False, False, True)}], ids=["delayed", "current gradients"])
+@pytest.mark.parametrize("abandoned", [False, True])
+def test_reentrant_checkpoint_around_a_compiled_block(options, abandoned: bool) -> None:
+    """The forward within the backward is the one that counts, every time; also after a forward whose backward never came."""
+    model = make(Mlp)
+    run = compiled(model, **options)
+    if abandoned:
+        run(leaf(noise(16, 128)))
+    for step in range(1, 5):
+        checkpoint(run, leaf(noise(16, 128, seed=step)), use_reentrant=True).sum().backward()
+        found = histories(model)
+        assert found
+        for (_, role, _), (history, _) in found.items():
+            assert sum(amax > 0 for amax in history) == step + (abandoned and role != "gradient")
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_eager_checkpoint_with_current_gradients(nested: bool) -> None:
+    """No backward moves anything, and none counts the calls: once a step all the same, within a reentrant checkpoint too."""
+    model = make(Mlp)
+    run = compiled(model, current_scaling=(False, False, True))
+
+    def block(x: Tensor) -> Tensor:
+        return checkpoint(run, x, use_reentrant=False)
+
+    for step in range(1, 5):
+        x = leaf(noise(16, 128, seed=step))
+        (checkpoint(block, x, use_reentrant=True) if nested else block(x)).sum().backward()
+        for key, (history, _) in histories(model).items():
+            assert sum(amax > 0 for amax in history) == step, key
+
+
+def test_two_forwards_then_two_backwards() -> None:
+    model = linear()
+    run = compiled(model)
+    a, b = call(run, 1.0, None), call(run, 2.0, None)
+    assert slots_of(model)[INPUT].history() == padded([2.0, 1.0])
+    a.backward(constant(8.0))
+    b.backward(constant(16.0))
+    assert slots_of(model)[INPUT].history() == padded([2.0, 1.0])
+    assert slots_of(model)[GRADIENT].history() == padded([16.0, 8.0])
+
+
+def test_gradients_taken_twice() -> None:
+    """retain_graph: two backwards of one forward are two calls of the backward."""
+    model = linear()
+    run = compiled(model)
+    y = call(run, 1.0, None)
+    y.backward(constant(8.0), retain_graph=True)
+    y.backward(constant(16.0))
+    assert slots_of(model)[GRADIENT].history() == padded([16.0, 8.0])
+    assert slots_of(model)[INPUT].history() == padded([1.0])
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+@pytest.mark.parametrize("when", [0, 2])
+def test_a_non_finite_batch_leaves_no_trace(bad: float, when: int) -> None:
+    """After it, outputs, gradients and state are those of a model that never saw it."""
+    pair = Pair(make(Mlp))  # the reference never sees it
+    for step in range(4):
+        x = noise(16, 128, seed=step, scale=2.0**step)
+        if step == when:
+            poisoned = x.clone()
+            poisoned[3, 5] = bad
+            before = histories(pair.model)
+            y = pair.compiled(poisoned)
+            assert not y[3].isfinite().any() and y[4].isfinite().all()
+            # dy of `down` is finite, that of `up` is not: so no gradient slot moves
+            y.sum().backward()
+            assert step == 0 or histories(pair.model) == before
+        pair.step(x)
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_a_non_finite_gradient_moves_the_forward_only(bad: float) -> None:
+    model = linear()
+    run = compiled(model)
+    call(run, 1.0, 1.0)
+    y = call(run, 2.0, None)
+    grad = torch.ones_like(y)
+    grad[0, 0] = bad
+    y.backward(grad)
+    assert slots_of(model)[INPUT].history() == padded([2.0, 1.0])
+    assert slots_of(model)[GRADIENT].history() == padded([1.0])
+    call(run, 4.0, 4.0)
+    assert slots_of(model)[GRADIENT].history() == padded([4.0, 1.0])
+
+
+def test_a_batch_without_rows_does_not_move_it() -> None:
+    model = linear()
+    run = compiled(model)
+    call(run, 2.0, 2.0)
+    before = histories(model)
+    y = call(run, 1.0, 1.0, rows=0)
+    assert y.shape == (0, 128)
+    assert histories(model) == before
+    call(run, 4.0, 4.0)
+    assert slots_of(model)[INPUT].history() == padded([4.0, 2.0])
+
+
+def test_an_optimizer_step_between() -> None:
+    model = linear(0.5)
+    run = compiled(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    expected = []
+    for _ in range(3):
+        expected.insert(0, model.weight.abs().max().item())
+        optimizer.zero_grad()
+        call(run, 1.0, 1e-3)
+        optimizer.step()
+    assert len(set(expected)) == 3
+    assert slots_of(model)[WEIGHT].history() == padded(expected)
+
+
+def test_load_state_dict_keeps_it() -> None:
+    model = linear(0.5)
+    run = compiled(model)
+    call(run, 2.0)
+    model.load_state_dict(linear(4.0).state_dict())
+    call(run, 4.0)
+    assert slots_of(model)[INPUT].history() == padded([4.0, 2.0])
+    assert slots_of(model)[WEIGHT].history() == padded([4.0, 0.5])
+
+
+def test_the_state_dict_is_untouched() -> None:
+    model = make(Block)
+    before = {name: (t.shape, t.dtype) for name, t in model.state_dict().items()}
+    run = compiled(model)
+    run(noise(2, 16, 128)).sum().backward()
+    assert {name: (t.shape, t.dtype) for name, t in model.state_dict().items()} == before
+    assert not any(True for _ in model.buffers())
+
+
+# recompiles, breaks, other graphs
+
+
+def test_a_recompile_keeps_the_history() -> None:
+    model = linear()
+    run = compiled(model)
+    for i, rows in enumerate((16, 32, 48, 16, 7)):
+        call(run, float(i + 1), float(i + 1), rows=rows)
+    assert slots_of(model)[INPUT].history() == padded([5.0, 4.0, 3.0, 2.0, 1.0])
+    assert slots_of(model)[GRADIENT].history() == padded([5.0, 4.0, 3.0, 2.0, 1.0])
+
+
+def test_compiling_again_keeps_the_history() -> None:
+    model = linear()
+    call(compiled(model), 1.0)
+    torch._dynamo.reset()
+    call(compiled(model), 2.0)
+    assert slots_of(model)[INPUT].history() == padded([2.0, 1.0])
+
+
+def test_a_frozen_weight_thawed_keeps_the_history() -> None:
+    model = linear()
+    run = compiled(model)
+    call(run, 1.0, 1.0)
+    model.weight.requires_grad_(False)
+    call(run, 2.0, 2.0)
+    model.weight.requires_grad_(True)
+    call(run, 3.0, 3.0)
+    assert slots_of(model)[INPUT].history() == padded([3.0, 2.0, 1.0])
+    assert slots_of(model)[GRADIENT].history() == padded([3.0, 2.0, 1.0])
+
+
+def test_graph_break() -> None:
+    model = Broken(linear(), nn.Tanh(), linear(0.25))
+    run = compiled(model)
+    for value in (1.0, 2.0):
+        call(run, value)
+    state = slots_of(model)
+    assert state["first.weight", "input", 0].history() == padded([2.0, 1.0])
+    assert state["third.weight", "weight", 0].history() == padded([0.25, 0.25])
+    assert state["third.weight", "gradient", 0].history() == padded([1.0, 1.0])
+    assert len(state) == 6
+
+
+def test_graphs_that_share_some_weights() -> None:
+    """The graphs take turns: each finds what the other left, also between a forward and its backward."""
+    pair = Pair(make(Branches))
+    for step, branches in enumerate(([0], [1], [0, 1], [1, 0], [1, 1], [0, 0, 1])):
+        pair.zero_grad()
+        outs = []
+        for i, second in enumerate(branches):
+            x = noise(16, 128, seed=10 * step + i, scale=MOVING[step] * 2**i)
+            y, expected = pair.compiled(x, bool(second)), pair.reference(x, bool(second))
+            assert_close({"y": expected}, {"y": y}, 40.0, f"step {step}.{i}")
+            pair.compare_state()
+            outs.append((y, expected))
+        for y, expected in outs:
+            grad = like(y, step)
+            y.backward(grad)
+            expected.backward(grad)
+            pair.compare_state()
+        pair.compare_grads()
+        pair.steps += 1
+
+
+# whose it is
+
+
+def test_two_layers_never_share() -> None:
+    """Same shape, same data, one after the other: six slots."""
+    model = Stack(linear(0.5), linear(0.25))
+    run = compiled(model)
+    call(run, 1.0, 1.0)
+    state = slots_of(model)
+    assert len(state) == 6
+    assert state["inner.0.weight", "weight", 0].history()[0] == 0.5
+    assert state["inner.1.weight", "weight", 0].history()[0] == 0.25
+    assert state["inner.0.weight", "input", 0].history()[0] == 1.0
+    assert state["inner.1.weight", "input", 0].history()[0] == pytest.approx(64.0, rel=1e-6)
+
+
+@pytest.mark.parametrize(("build", "readers"), [(Attention, 3), (SwiGlu, 2)], ids=["q, k, v", "gate, up"])
+def test_readers_of_one_tensor_share_its_slot(build, readers: int) -> None:
+    model = make(build)
+    run = compiled(model)
+    run(leaf(noise(2, 16, 128))).sum().backward()
+    state = slots_of(model)
+    inputs = [name for name, role, _ in state if role == "input"]
+    first = next(iter(dict(model.named_parameters())))
+    weights = len(list(model.parameters()))
+    current = int(build is SwiGlu)  # the down projection's input, by the default policy
+    assert first in inputs and len(inputs) == weights - readers + 1 - current
+    assert sum(role == "gradient" for _, role, _ in state) == weights
+
+
+def test_a_weight_used_twice() -> None:
+    pair = Pair(make(Twice))
+    for step, factor in enumerate(MOVING):
+        pair.step(noise(16, 128, seed=step, scale=factor))
+    state = histories(pair.model)
+    inputs = [state["linear.weight", "input", use][0] for use in (0, 1)]
+    assert inputs[0] != inputs[1]
+    assert max(inputs[1]) <= 3.0  # 3 tanh
+
+
+def test_a_weight_tied_between_two_modules() -> None:
+    model = make(lambda: Stack(nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, 128)))
+    model.inner[2].weight = model.inner[0].weight
+    pair = Pair(model)
+    for step, factor in enumerate(MOVING[:4]):
+        pair.step(noise(16, 128, seed=step, scale=factor))
+    assert {name for name, _, _ in histories(model)} == {"inner.0.weight"}
+
+
+def test_a_frozen_weight() -> None:
+    """No wgrad in the graph; its dgrad still reads the gradient, so all slots move."""
+    model = linear()
+    model.weight.requires_grad_(False)
+    call(compiled(model), 2.0, 3.0)
+    state = slots_of(model)
+    assert [state[key].history()[0] for key in (INPUT, WEIGHT, GRADIENT)] == [2.0, 0.5, 3.0]
+
+
+def in_place(model: Parallel) -> Parallel:
+    """Blocks compiled one by one, as large models are."""
+    for block in model.inner:
+        block.compile(backend="fp8")
+    return model
+
+
+def wrapped(model: Parallel) -> nn.Module:
+    """The same with torch.compile, which is the only way to compile a bare nn.Linear."""
+    return Parallel(*(torch.compile(block, backend="fp8") for block in model.inner))
+
+
+def build_mlps() -> nn.Module:
+    return Parallel(*(Mlp() for _ in range(12)))
+
+
+def build_linears() -> nn.Module:
+    return Parallel(*(nn.Linear(128, 128) for _ in range(12)))
+
+
+@pytest.mark.parametrize(
+    ("build", "compile"),
+    [(build_mlps, in_place), (build_mlps, wrapped), (build_linears, wrapped)],
+    ids=["mlps in place", "mlps wrapped", "linears wrapped"],
+)
+def test_more_instances_than_the_recompile_limit(build, compile) -> None:
+    """Dynamo gives up after 8 versions of one function: instances have to share code, and have a state each."""
+    model = make(build)
+    pair = Pair(model, compile=compile)
+    for step, factor in enumerate(MOVING[:4]):
+        pair.step(noise(16, 128, seed=step, scale=factor))
+    assert len(histories(model)) == 3 * len(pair.reference.names)
+
+
+def test_two_models_of_one_class() -> None:
+    first, second = linear(0.5), linear(0.25)
+    runs = compiled(first), compiled(second)
+    for value in (1.0, 2.0):
+        call(runs[0], value)
+        call(runs[1], 8 * value)
+    assert slots_of(first)[INPUT].history() == padded([2.0, 1.0])
+    assert slots_of(second)[INPUT].history() == padded([16.0, 8.0])
+    assert slots_of(first)[WEIGHT].scale() == 896.0 and slots_of(second)[WEIGHT].scale() == 1792.0
+
+
+def test_two_instances_forwards_before_backwards() -> None:
+    """Two layers on one piece of code: each backward finds the gradient slots of its own layer."""
+    first, second = linear(0.5), linear(0.25)
+    runs = compiled(first), compiled(second)
+    for grads in ((1.0, 2.0), (4.0, 8.0)):
+        a, b = call(runs[0], 1.0, None), call(runs[1], 1.0, None)
+        a.backward(constant(grads[0]))
+        b.backward(constant(grads[1]))
+    assert slots_of(first)[GRADIENT].history() == padded([4.0, 1.0])
+    assert slots_of(second)[GRADIENT].history() == padded([8.0, 2.0])
+
+
+def test_a_deleted_model_frees_its_state() -> None:
+    model = linear()
+    run = compiled(model)
+    for value in (1.0, 2.0):
+        call(run, value)
+    page = next(iter(slots_of(model).values())).page
+    alive = [weakref.ref(model.weight), weakref.ref(page), weakref.ref(page.tensor)]
+    del model, run, page
+    torch._dynamo.reset()  # Dynamo's own caches hold what they compiled
+    gc.collect()
+    assert [ref() for ref in alive] == [None] * 3
+
+
+def test_one_of_two_instances_deleted() -> None:
+    """The code is still in use by the other one; the parameters of the first, and its state, go."""
+    models = [linear(0.5), linear(0.25)]
+    for model in models:
+        model.compile(backend="fp8")
+        call(model, 1.0)
+    alive = weakref.ref(models[0].weight)
+    kept = models[1]
+    del model, models
+    gc.collect()
+    call(kept, 2.0)
+    assert slots_of(kept)[INPUT].history() == padded([2.0, 1.0])
+    assert alive() is None
+
+
+def test_a_deep_copy_has_a_state_of_its_own() -> None:
+    model = linear()
+    run = compiled(model)
+    call(run, 1.0)
+    other = copy.deepcopy(model)
+    assert not slots_of(other)
+    run_other = compiled(other)
+    call(run_other, 4.0)
+    call(run, 2.0)
+    assert slots_of(model)[INPUT].history() == padded([2.0, 1.0])
+    assert slots_of(other)[INPUT].history() == padded([4.0])
+
+
+def test_a_deep_copy_of_the_compiled_module() -> None:
+    model = linear()
+    model.compile(backend="fp8")
+    call(model, 1.0)
+    other = copy.deepcopy(model)
+    call(other, 4.0)
+    call(model, 2.0)
+    assert slots_of(model)[INPUT].history() == padded([2.0, 1.0])
+    if slots_of(other):  # nn.Module.compile is not copied by every version of torch
+        assert slots_of(other)[INPUT].history() == padded([4.0])
+
+
+def test_tensorwise_has_none() -> None:
+    model = linear()
+    call(compiled(model, "tensorwise"))
+    assert not slots_of(model)
+
+
+def test_slots_of_takes_the_wrapper_too() -> None:
+    model = linear()
+    run = compiled(model)
+    call(run, 2.0)
+    assert set(slots_of(run)) == set(slots_of(model)) == {INPUT, WEIGHT, GRADIENT}
+
+
+# through Inductor
+
+
+@pytest.mark.compiled
+def test_inductor_exact_state_over_everything() -> None:
+    """Warm-up, moving inputs, evaluation, a bad batch, two forwards, another shape: one history."""
+    model = linear()
+    run = compiled(model)
+    expected_x, expected_dy = [], []
+
+    def check() -> None:
+        state = slots_of(model)
+        for key, values, fp8_max in ((INPUT, expected_x, 448.0), (GRADIENT, expected_dy, 57344.0 / 2**11)):
+            assert state[key].history() == padded(values[::-1][:16])
+            assert state[key].scale() == scale_of(max(values), fp8_max)
+
+    for value in (1.0, 3.0, 0.5, 6.0):
+        call(run, value, 2 * value)
+        expected_x.append(value)
+        expected_dy.append(2 * value)
+        check()
+    with torch.no_grad():
+        run(constant(64.0))
+    x = constant(9.0)
+    x[2, 2] = math.nan
+    y = run(x.requires_grad_())
+    assert not y[2].isfinite().any() and y[3].isfinite().all()
+    check()
+    a, b = call(run, 2.0, None), call(run, 20.0, None)
+    b.backward(constant(7.0))
+    a.backward(constant(77.0))
+    expected_x += [2.0, 20.0]
+    expected_dy += [7.0, 77.0]
+    check()
+    for rows in (24, 40):
+        call(run, 30.0, 5.0, rows=rows)
+        expected_x.append(30.0)
+        expected_dy.append(5.0)
+        check()
+    assert_fp8(model, ["weight"])
+
+
+def test_a_longer_history_that_comes_back() -> None:
+    """What a page had in columns that another one forgot is older than either: it does not come back."""
+    model = linear()
+    long, short = compiled(model, amax_history_len=6), compiled(model, amax_history_len=2)
+    for value in (4096.0, 512.0):
+        call(long, value)
+    for value in (4.0, 2.0, 1.0):
+        call(short, value)
+    call(long, 3.0)
+    assert slots_of(model)[INPUT].history() == padded([3.0, 1.0, 2.0], 6)
+    assert slots_of(model)[INPUT].scale() == scale_of(3.0, 448.0)

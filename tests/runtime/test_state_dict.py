@@ -1,0 +1,318 @@
+"""The scaling state as a file: a resumed run is the one that was not stopped, and what does not fit is refused."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fp8compile
+from fp8compile.errors import StateError
+from fp8compile.ir import state_page
+from fp8compile.runtime.state import slots_of
+from fp8compile.runtime.state_dict import VERSION_KEY
+from tests.support.harness import compiled, grads_of, histories, noise
+from tests.support.models import Branches, Mlp, Parallel, Stack, Twice, make
+
+pytestmark = pytest.mark.usefixtures("interpreted")
+
+
+def train(run, model: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int) -> list[Tensor]:
+    """Losses of some steps, whose inputs grow and shrink."""
+    losses = []
+    for step in range(first, last):
+        x = noise(2, 16, 128, seed=step, scale=1.0 + step % 3)
+        optimizer.zero_grad()
+        loss = (run(x) - x.flip(-1)).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return losses
+
+
+def saved(x: Any) -> Any:
+    """Through a file."""
+    file = io.BytesIO()
+    torch.save(x, file)
+    file.seek(0)
+    return torch.load(file)
+
+
+def resumed(build, stop: int, end: int, before: bool = True, **options: Any) -> None:
+    """Runs with and without a stop, compared to the bit."""
+    model = make(build)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    run = compiled(model, **options)
+    losses = train(run, model, optimizer, 0, stop)
+    file = saved((model.state_dict(), optimizer.state_dict(), fp8compile.scaling_state(model)))
+    losses = train(run, model, optimizer, stop, end)
+    torch._dynamo.reset()
+    other = make(build, seed=99)
+    second = torch.optim.Adam(other.parameters(), 1e-2)
+    run = compiled(other, **options)
+    if not before:  # a live model goes back to the checkpoint
+        train(run, other, second, 0, 3)
+    other.load_state_dict(file[0])
+    second.load_state_dict(file[1])
+    fp8compile.load_scaling_state(other, file[2])
+    again = train(run, other, second, stop, end)
+    assert all(map(torch.equal, losses, again)), (losses, again)
+    expected, got = grads_of(model), grads_of(other)
+    assert all(torch.equal(expected[name], got[name]) for name in expected)
+    assert histories(model) == histories(other)
+    mine, theirs = fp8compile.scaling_state(model), fp8compile.scaling_state(other)
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine) and len(mine) == len(theirs)
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before the first call", "live"])
+@pytest.mark.parametrize("build", [lambda: Stack(Mlp(), Mlp()), Twice], ids=["mlps", "twice"])
+def test_a_resumed_run_is_the_same(build, before: bool) -> None:
+    resumed(build, 5, 9, before)
+
+
+@pytest.mark.parametrize(
+    "options", [{"amax_history_len": 4, "interval": 3}, {"on_overflow": "saturate"}, {"recipe": "rowwise"}]
+)
+def test_with_options(options: dict[str, Any]) -> None:
+    resumed(Mlp, 4, 8, **options)
+
+
+class Zero(Mlp):
+    """The gradient of `up` is zero as long as nothing trains `down`, which begins as zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        nn.init.zeros_(self.down.weight)
+        self.down.weight.requires_grad_(False)
+
+
+@pytest.mark.parametrize("stop", [1, 3, 18])
+def test_a_slot_that_has_only_seen_zeros(stop: int) -> None:
+    """It is cold for 16 calls, wherever the run is stopped; cold calls are others than warm ones, to the bit."""
+    resumed(Zero, stop, 20)
+
+
+@pytest.mark.compiled
+def test_through_inductor() -> None:
+    resumed(Mlp, 4, 7)
+
+
+def test_it_is_plain_tensors() -> None:
+    model = make(Mlp)
+    compiled(model)(noise(16, 128)).sum().backward()
+    state = fp8compile.scaling_state(model)
+    assert state.keys() - {VERSION_KEY} == {f"{name}.{role}.{use}" for name, role, use in slots_of(model)}
+    for (name, role, use), slot in slots_of(model).items():
+        row = state[f"{name}.{role}.{use}"]
+        assert row.dtype == torch.float32 and row.device.type == "cpu"
+        assert torch.equal(row[:-1], slot.page.tensor[slot.row])
+        assert row[state_page.HISTORY] == slot.history()[0]
+    assert len({row.untyped_storage().data_ptr() for row in state.values()}) == len(state)  # safetensors insists
+    before = {name: row.clone() for name, row in state.items()}
+    compiled(model)(noise(16, 128, scale=9.0)).sum().backward()
+    assert all(torch.equal(before[name], row) for name, row in state.items())  # copies
+
+
+def test_safetensors(tmp_path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    model = make(Mlp)
+    compiled(model)(noise(16, 128)).sum().backward()
+    safetensors.save_file(fp8compile.scaling_state(model), tmp_path / "scaling.safetensors")
+    expected = histories(model)
+    torch._dynamo.reset()
+    other = make(Mlp)
+    fp8compile.load_scaling_state(other, safetensors.load_file(tmp_path / "scaling.safetensors"))
+    assert histories(other) == expected
+
+
+def test_a_checkpoint_without_one_starts_cold() -> None:
+    model = make(Mlp)
+    for state in (None, {}):
+        fp8compile.load_scaling_state(model, state)
+        run = compiled(model)
+        for step in range(3):
+            run(noise(16, 128, seed=step)).sum().backward()
+        assert {sum(amax > 0 for amax in history) for history, _ in histories(model).values()} == {3}
+        fp8compile.load_scaling_state(model, state)
+        assert all(not any(history) and scale == 1.0 for history, scale in histories(model).values())
+        x = noise(16, 128) * 1e-4
+        torch.testing.assert_close(run(x), model(x), rtol=0.1, atol=1e-3)  # by its own amax: it vanishes in scale 1
+
+
+def test_names_without_wrappers() -> None:
+    model = make(lambda: Stack(Mlp()))
+    model.inner[0] = torch.compile(model.inner[0], backend="fp8")
+    model(noise(16, 128)).sum().backward()
+    state = fp8compile.scaling_state(model)
+    assert "inner.0.up.weight.input.0" in state
+    torch._dynamo.reset()
+    other = torch.compile(make(lambda: Stack(Mlp())), backend="fp8")
+    fp8compile.load_scaling_state(other, state)
+    assert histories(other) == histories(model)
+
+
+@functools.cache
+def _state_of(build: Callable[[], nn.Module], recipe: str) -> dict[str, Tensor]:
+    model = make(build)
+    compiled(model, recipe)(noise(16, 128)).sum().backward()
+    torch._dynamo.reset()
+    return fp8compile.scaling_state(model)
+
+
+def state_of(build: Callable[[], nn.Module] = Mlp, recipe: str = "delayed") -> dict[str, Tensor]:
+    return dict(_state_of(build, recipe))
+
+
+# what is refused
+
+
+def test_another_model() -> None:
+    model = make(Twice)
+    with pytest.raises(StateError, match="unexpected: up.weight.input.0 .the model has no up.weight") as caught:
+        fp8compile.load_scaling_state(model, state_of())
+    assert len(caught.value.differences) == 6 and isinstance(caught.value, ValueError)
+    assert not slots_of(model)
+    fp8compile.load_scaling_state(model, state_of(), strict=False)
+    assert not slots_of(model)
+
+
+DIFFERENT: list[tuple[dict[str, Any], str]] = [
+    ({"margin": 1}, "up.weight.input.0: FP8 maximum / 2..margin 448, here 224"),
+    ({"margin": 0}, "up.weight.gradient.0: FP8 maximum / 2..margin 28, here 57344"),
+    ({"margin": 0}, "up.weight.gradient.0: overflow limit .on_overflow, margin, fp8_format. 57344, here 458752"),
+    ({"fp8_format": "e4m3"}, "down.weight.gradient.0: overflow limit .* 57344, here 448"),
+    ({"amax_compute_algo": "most_recent"}, "window .* 16, here 1"),
+    ({"amax_history_len": 8}, "kept .* 16, here 8"),
+    ({"interval": 4}, "up.weight.weight.0: interval 1, here 4"),
+    ({"on_overflow": "saturate"}, "overflow limit .* 896, here inf"),
+    ({"override_linear_precision": (False, True, True)}, "unexpected: up.weight.gradient.0"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), DIFFERENT)
+def test_other_options(options: dict[str, Any], message: str) -> None:
+    """Refused when the graph meets the loaded slots, each time; by a live model at once, which is left as it was."""
+    state, model = state_of(), make(Mlp)
+    run = compiled(model, **options)
+    fp8compile.load_scaling_state(model, state)
+    for _ in range(2):
+        with pytest.raises(StateError, match=message):
+            run(noise(16, 128))
+    fp8compile.load_scaling_state(model, state, strict=False)
+    run(noise(16, 128)).sum().backward()
+    before = histories(model)
+    with pytest.raises(StateError, match=message):
+        fp8compile.load_scaling_state(model, state)
+    assert histories(model) == before
+    fp8compile.load_scaling_state(model, None)
+    run(noise(16, 128)).sum().backward()
+    assert {sum(amax > 0 for amax in history) for history, _ in histories(model).values()} == {1}
+
+
+def test_fewer_layers() -> None:
+    """Of a model that was not called yet, the first call finds out."""
+    state, model, live = state_of(), make(Mlp), make(Mlp)
+    policy = {"rules": [{"module": "down", "fp8": "off"}]}
+    compiled(live, policy=policy)(noise(16, 128)).sum().backward()
+    with pytest.raises(StateError, match="unexpected: down.weight.gradient.0"):
+        fp8compile.load_scaling_state(live, state)
+    run = compiled(model, policy=policy)
+    fp8compile.load_scaling_state(model, state)
+    for _ in range(2):  # until it is repaired
+        with pytest.raises(StateError, match="unexpected: down.weight.gradient.0"):
+            run(noise(16, 128))
+    fp8compile.load_scaling_state(model, state, strict=False)
+    run(noise(16, 128)).sum().backward()
+    counts = {key: sum(amax > 0 for amax in history) for key, (history, _) in histories(model).items()}
+    assert {count for key, count in counts.items() if key[0] == "up.weight"} == {2}
+
+
+def test_a_graph_that_has_more() -> None:
+    state = {name: row for name, row in state_of().items() if not name.startswith("down.weight.gradient")}
+    model = make(Mlp)
+    run = compiled(model)
+    fp8compile.load_scaling_state(model, state)
+    with pytest.raises(StateError, match="missing: down.weight.gradient.0"):
+        run(noise(16, 128))
+    fp8compile.load_scaling_state(model, state, strict=False)
+    run(noise(16, 128)).sum().backward()
+    counts = {key: sum(amax > 0 for amax in history) for key, (history, _) in histories(model).items()}
+    assert counts.pop(("down.weight", "gradient", 0)) == 1 and set(counts.values()) == {2}
+    with pytest.raises(StateError, match="missing: down.weight.gradient.0"):
+        fp8compile.load_scaling_state(model, state)
+
+
+def test_a_part_that_had_not_run() -> None:
+    """A branch that is first taken after the state was loaded starts cold, as it would have."""
+    state, model = state_of(Branches), make(Branches)
+    run = compiled(model)
+    fp8compile.load_scaling_state(model, state)
+    run(noise(16, 128)).sum().backward()
+    run(noise(16, 128), True).sum().backward()
+    kept = {name: history for (name, role, _), (history, _) in histories(model).items() if role == "input"}
+    counts = {name: sum(amax > 0 for amax in history) for name, history in kept.items()}
+    assert counts == {"shared.weight": 3, "one.weight": 2, "two.weight": 1}
+
+
+def test_another_recipe() -> None:
+    state, model = state_of(recipe="tensorwise"), make(Mlp)
+    assert list(state) == [VERSION_KEY]
+    run = compiled(model)
+    run(noise(16, 128)).sum().backward()
+    with pytest.raises(StateError, match="missing: down.weight.gradient.0"):
+        fp8compile.load_scaling_state(model, state)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda s: s.pop(VERSION_KEY), "version 1"),
+        (lambda s: s.update({VERSION_KEY: torch.tensor([2])}), "version 1"),
+        (lambda s: s.update({"up.weight": torch.zeros(27)}), "no name of a scaling state"),
+        (lambda s: s.update({"up.weight.input.0": torch.zeros(5)}), "float32 vector of 12 numbers or more; it is .*5"),
+        (lambda s: s.update({"up.weight.input.0": [1.0]}), "it is list"),
+    ],
+)
+def test_what_is_no_state(change, message: str) -> None:
+    state = state_of()
+    change(state)
+    with pytest.raises(StateError, match=message):
+        fp8compile.load_scaling_state(make(Mlp), state)
+
+
+def test_block_by_block_and_a_copy() -> None:
+    """Each block's graph takes its own slots; a copy of the model has none."""
+    model = make(lambda: Parallel(Mlp(), Mlp()))
+    for block in model.inner:
+        block.compile(backend="fp8")
+    for step in range(2):
+        model(noise(16, 128, seed=step)).sum().backward()
+    state = fp8compile.scaling_state(model)
+    torch._dynamo.reset()
+    other = make(lambda: Parallel(Mlp(), Mlp()))
+    for block in other.inner:
+        block.compile(backend="fp8")
+    fp8compile.load_scaling_state(other, state)
+    assert not slots_of(copy.deepcopy(other))
+    for side in (model, other):
+        side(noise(16, 128, seed=2)).sum().backward()
+    assert histories(other) == histories(model)
+
+
+def test_no_scaling_state_at_all():
+    for bad in ([1], "abc", 3):
+        with pytest.raises(StateError, match="the dict that scaling_state"):
+            fp8compile.load_scaling_state(nn.Linear(128, 128), bad)
+
+
+def test_a_recipe_without_state_refuses_one() -> None:
+    state, model = state_of(), make(Mlp)
+    fp8compile.load_scaling_state(model, state)
+    with pytest.raises(StateError, match="unexpected: down.weight"):
+        compiled(model, "rowwise")(noise(16, 128))

@@ -1,0 +1,134 @@
+"""Several threads that compile and train, with models of their own or with one: as with any other backend."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import fp8compile
+from tests.support.harness import interpreted
+
+ROOT = Path(__file__).parents[2]
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 128))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x)
+
+
+def cosines(got: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+    return min(torch.cosine_similarity(p.flatten(), q.flatten(), 0).item() for p, q in zip(got, expected, strict=True))
+
+
+def in_threads(count: int, work: Callable[[int], None]) -> None:
+    """`work(0)` ... in threads of their own; raises what one of them raised."""
+    errors: list[BaseException] = []
+
+    def run(i: int) -> None:
+        try:
+            work(i)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+        assert not thread.is_alive()
+    if errors:
+        raise errors[0]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_models_of_their_own(interpreted) -> None:
+    """One thread compiles while another one calls what it has compiled."""
+    for _ in range(3):
+        torch._dynamo.reset()
+        start = threading.Barrier(3)
+
+        def work(i: int, start: threading.Barrier = start) -> None:
+            expected = Net()
+            model = copy.deepcopy(expected)
+            run = torch.compile(model, backend="fp8")
+            start.wait(60)
+            for _ in range(4):
+                x = torch.randn(16, 128)
+                got = torch.autograd.grad(run(x).square().mean(), list(model.parameters()))
+                wanted = torch.autograd.grad(expected(x).square().mean(), list(expected.parameters()))
+                assert cosines(got, wanted) > 0.97
+            assert fp8compile.report(model).fp8_flop_fraction == 1.0
+
+        in_threads(3, work)
+
+
+@pytest.mark.timeout(300)
+def test_one_model_cold_and_warm(interpreted) -> None:
+    """Cold calls of one graph have values of their own in each thread."""
+    model = Net()
+    run = torch.compile(model, backend="fp8")
+    x = torch.randn(512, 128)
+    run(x).square().mean().backward()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(4)  # overflows: the next call is a cold one
+    run(x).square().mean().backward()
+    expected = torch.autograd.grad(model(x).square().mean(), list(model.parameters()))
+
+    def work(i: int) -> None:
+        for _ in range(12):
+            assert cosines(torch.autograd.grad(run(x).square().mean(), list(model.parameters())), expected) > 0.97
+
+    in_threads(2, work)
+
+
+@pytest.mark.timeout(300)
+def test_the_first_lookup_of_the_backend() -> None:
+    """Two threads that load the entry point at once."""
+    code = """
+import threading, torch
+from torch import nn
+failed = []
+def run(start):
+    start.wait(60)
+    try:
+        torch.compile(nn.Linear(128, 128), backend="fp8")
+    except Exception as error:
+        failed.append(error)
+start = threading.Barrier(2)
+threads = [threading.Thread(target=run, args=(start,)) for _ in range(2)]
+[t.start() for t in threads], [t.join() for t in threads]
+assert not failed, failed
+torch.compile(nn.Linear(128, 128), backend="fp8")
+"""
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=240)
+
+
+def test_a_thread_that_is_not_the_main_one() -> None:
+    """Names, state and reports are found there, too."""
+
+    def work(_: int) -> None:
+        model = Net()
+        with interpreted():
+            torch.compile(model, backend="fp8")(torch.randn(16, 128)).square().mean().backward()
+        assert {r.fqn for r in fp8compile.report(model).matmuls} == {"net.0", "net.2", "net.4"}
+        assert len(fp8compile.scaling_state(model)) > 8
+
+    in_threads(1, work)

@@ -1,0 +1,291 @@
+"""The plan for a GPU, executed on a CPU: what Inductor generates for a described device, run as it stands.
+
+Inductor's wrapper is executed with its order of launches, its reuse of buffers, its strides and its views of views; its
+kernels and ours run in Triton's interpreter, FP8 matmuls as exact sums. Memory is filled with NaN when it is allocated, so that
+what nobody wrote is seen. Left out is what only a device has: its rounding, its races, and the choice between configurations.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import triton.language as tl
+from torch import Tensor
+from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.codecache import PyCodeCache
+from torch._inductor.runtime import triton_helpers, triton_heuristics
+from torch.fx import GraphModule
+from triton.runtime.interpreter import InterpretedFunction, TensorHandle
+
+from fp8compile import compat
+from fp8compile.devices.gpu import H200, Gpu
+from fp8compile.dryrun.fake_gpu.device import CUDA, described_gpu
+from fp8compile.dryrun.fake_gpu.record import instead_of_loading, retarget_graphs
+from fp8compile.runtime import halves
+from tests.support.interpreter import interpreting
+
+CPU = torch.device("cpu")
+
+
+# -- kernels -----------------------------------------------------------------------------------------------------------
+
+
+def _tensor(data: Any, dtype: tl.dtype) -> tl.tensor:
+    data = np.asarray(data)
+    return tl.tensor(TensorHandle(data, dtype), tl.block_type(dtype, list(data.shape)) if data.shape else dtype)
+
+
+class _Library:
+    """Stands for `libdevice`: its functions by torch's of the same names."""
+
+    NAMES = {"rint": "round", "nearbyint": "round", "llrint": "round"}
+
+    def __getattr__(self, name: str) -> Callable[..., tl.tensor]:
+        function = getattr(torch, self.NAMES.get(name, name))
+
+        def call(*args: Any) -> tl.tensor:
+            dtype = next(x.dtype for x in args if isinstance(x, tl.tensor))
+            made = function(*(torch.tensor(x.handle.data if isinstance(x, tl.tensor) else x) for x in args))
+            return _tensor(made.numpy(), tl.int1 if made.dtype == torch.bool else dtype)
+
+        return call
+
+
+def _reduced(function: Callable[..., np.ndarray]) -> Callable[[tl.tensor, int], tl.tensor]:
+    return lambda x, dim: _tensor(function(x.handle.data, axis=int(dim)), x.dtype)
+
+
+def _welford(mean: tl.tensor, m2: tl.tensor, weight: tl.tensor, dim: int) -> tuple[tl.tensor, ...]:
+    """Means, sums of squared deviations and counts of parts, combined."""
+    m, s, w = (x.handle.data for x in (mean, m2, weight))
+    count = w.sum(int(dim), keepdims=True)
+    total = (m * w).sum(int(dim), keepdims=True) / np.maximum(count, 1)
+    made = total, (s + w * (m - total) ** 2).sum(int(dim), keepdims=True), count
+    return tuple(_tensor(x.squeeze(int(dim)).astype(np.float32), tl.float32) for x in made)
+
+
+# Reductions by a function, which the interpreter calls once an element.
+REDUCTIONS = {"max2": _reduced(np.max), "min2": _reduced(np.min), "any": _reduced(np.any), "welford": _welford}
+
+
+class _Heuristics:
+    """Stands for Inductor's `triton_heuristics`: decorators that keep what they are told."""
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return lambda **told: lambda jitted: (name, told, jitted)
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()
+
+
+class Launched:
+    """A kernel of the plan: `run(*arguments, stream=...)` as Inductor's launcher does it."""
+
+    LARGEST = {"XBLOCK": 1024, "YBLOCK": 64, "ZBLOCK": 16, "R0_BLOCK": 256, "R1_BLOCK": 16}  # elements of an axis in a program
+
+    def __init__(self, name: str, source: str, choice: int):
+        source = source.replace("triton_helpers.set_driver_to_gpu()", "")
+        source = source.replace(
+            "from torch._inductor.runtime import triton_helpers, triton_heuristics",
+            "from torch._inductor.runtime import triton_helpers\n"
+            "from tests.support.executed import heuristics as triton_heuristics",
+        )
+        self.name = name
+        self.kind, self.told, self.jitted = getattr(PyCodeCache.load(source), name)
+        self.jitted.fn.__globals__["libdevice"] = libdevice
+        self.function = InterpretedFunction(self.jitted.fn)
+        self.declared = {parameter.name for parameter in self.jitted.params if parameter.is_constexpr}
+        self.signature = self.told["triton_meta"]["signature"]
+        self.ours = self.kind == "user_autotune"
+        configs = self.told.get("configs", [{}])
+        self.config = configs[choice % len(configs)]
+
+    def run(self, *args: Any, stream: Any = None, **_: Any) -> None:
+        constants = self.told["triton_meta"]["constants"]
+        # passed, too: an argument that is a constant because it is 1 or None
+        passed = [name for name in constants if name not in self.declared]
+        names = [name for name in self.function.arg_names if self.signature[name] != "constexpr" or name in passed]
+        extra = self.told["inductor_meta"].get("extra_launcher_args", [])
+        given = dict(zip([*names, *extra], args, strict=True))
+        config = self.config if self.ours else self._blocks(given)
+        grid = triton_heuristics.GridExpr.from_meta(self.told["inductor_meta"], config).eval_slow({**given, **config})
+        arguments = {name: given[name] for name in names} | constants
+        self._check_alignment(arguments)
+        with interpreting(triton_helpers), mock.patch.multiple(triton_helpers, libdevice=libdevice, **REDUCTIONS):
+            self.function[tuple(map(int, grid))](**arguments, **{k: v for k, v in config.items() if k in self.signature})
+
+    def _check_alignment(self, arguments: dict[str, Any]) -> None:
+        """The compiler was promised that these are multiples of 16."""
+        (config,) = self.told["triton_meta"]["configs"]
+        names = list(self.signature)
+        attributes = config if isinstance(config, dict) else {(i,): [["tt.divisibility", 16]] for i in config.divisible_by_16}
+        for (position,), properties in attributes.items():
+            value = arguments.get(names[position])
+            if ["tt.divisibility", 16] in properties and value is not None:
+                number = value.data_ptr() if isinstance(value, Tensor) else value
+                assert number % 16 == 0, f"{self.name}: {names[position]} was declared a multiple of 16 and is at {number}"
+
+    def _blocks(self, given: dict[str, Any]) -> dict[str, int]:
+        """Of Inductor's kernels: as large as their axes, within reason (a program takes as long as a small one)."""
+        wanted = [name for name, kind in self.signature.items() if kind == "constexpr" and name.endswith("BLOCK")]
+        config = {name: min(self.LARGEST[name], _power_of_two(given[_axis(name)])) for name in wanted}
+        if "RSPLIT_SIZE" in self.signature:
+            config |= {"RSPLIT_SIZE": max(64, config["XBLOCK"]), "NUM_STAGES": 1}
+        return config
+
+
+def _axis(block: str) -> str:
+    """ "XBLOCK" -> "xnumel", "R0_BLOCK" -> "r0_numel"."""
+    return block.removesuffix("BLOCK").lower() + "numel"
+
+
+heuristics, libdevice = _Heuristics(), _Library()
+
+
+# -- the wrapper -------------------------------------------------------------------------------------------------------
+
+
+class _Async:
+    """Stands for `AsyncCompile`."""
+
+    def __init__(self, plan: Plan):
+        self.plan = plan
+
+    def cpp_pybinding(self, *args: Any, **kwargs: Any) -> Any:  # of numbers that are on the CPU
+        return AsyncCompile().cpp_pybinding(*args, **kwargs)
+
+    def triton(self, name: str, source: str, device_str: str) -> Launched:
+        self.plan.kernels.append(Launched(name, source, self.plan.choice))
+        return self.plan.kernels[-1]
+
+    def wait(self, scope: dict[str, Any]) -> None:
+        pass
+
+
+class _Extern:
+    """Stands for `extern_kernels`: FP8 matmuls as exact sums, all others as they are."""
+
+    def __init__(self, real: Any, plan: Plan):
+        self.real, self.plan = real, plan
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.real, name)
+
+    def mm_dtype(self, a: Tensor, b: Tensor, *, out_dtype: torch.dtype, out: Tensor) -> Tensor:
+        return out.copy_(a.to(out_dtype) @ b.to(out_dtype))
+
+    def _scaled_mm(
+        self,
+        a: Tensor,
+        b: Tensor,
+        scale_a: Tensor,
+        scale_b: Tensor,
+        bias: Tensor | None = None,
+        scale_result: Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+        use_fast_accum: bool = False,
+        *,
+        out: Tensor,
+    ) -> Tensor:
+        assert scale_result is None and out.dtype == out_dtype
+        assert a.stride(1) == 1 and b.stride(0) == 1 and not (a.shape[1] % 16 or b.shape[1] % 16)
+        assert a.data_ptr() % 16 == 0 and b.data_ptr() % 16 == 0 and out.is_contiguous()
+        self.plan.scaled += 1
+        if scale_a.dtype == torch.float8_e8m0fnu:
+            scales = _in_rows(scale_a, *a.shape), _in_rows(scale_b, *b.shape[::-1]).t()
+        else:
+            assert scale_a.dtype == scale_b.dtype == torch.float32
+            scales = _spread(scale_a, a), _spread(scale_b, b)
+        product = (a.double() * scales[0]) @ (b.double() * scales[1])
+        return out.copy_(product + bias.double() if bias is not None else product)
+
+
+def _spread(scale: Tensor, of: Tensor) -> Tensor:
+    """A scale a tensor, a row (or column), or a block, for each element."""
+    scale = scale.double()
+    if scale.numel() == 1:
+        return scale.reshape(1, 1)
+    for dim, size in enumerate(of.shape):
+        if scale.shape[dim] not in (1, size):
+            scale = scale.repeat_interleave(128, dim).narrow(dim, 0, size)
+    return scale
+
+
+def _in_rows(scale: Tensor, rows: int, columns: int) -> Tensor:
+    """The scales of 1 x 32 blocks for each element, out of cuBLASLt's order: tiles of 128 rows by 4 blocks,
+    in which row r and block c are at 16 (r % 32) + 4 (r // 32) + c (cuBLAS, "1D block scaling factors layout")."""
+    tiles = scale.flatten().double().view(-(-rows // 128), -1, 32, 4, 4)  # [.., .., r % 32, r // 32, c]
+    spread = tiles.permute(0, 3, 2, 1, 4).reshape(tiles.shape[0] * 128, -1)  # [r, c]
+    return spread.repeat_interleave(32, 1)[:rows, :columns]
+
+
+def _empty(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Memory that nobody has written: NaN in every format that has one."""
+    made = torch.empty_strided(size, stride, dtype=dtype)
+    torch.empty(0, dtype=torch.uint8).set_(made.untyped_storage()).fill_(0xFF)
+    return made
+
+
+class Plan:
+    """What was executed. `choice`: which of our kernels' configurations."""
+
+    def __init__(self, choice: int = 0):
+        self.choice = choice
+        self.kernels: list[Launched] = []
+        self.scaled = 0  # FP8 matmuls that ran
+
+    def load(self, code: str) -> Callable[[list[Any]], Any]:
+        """The callable of a wrapper."""
+        replaced = {
+            "from torch._C import _cuda_getCurrentRawStream as get_raw_stream": "get_raw_stream = lambda index: 0",
+            "async_compile = AsyncCompile()": "async_compile = _async_compile; extern_kernels = _extern(extern_kernels)",
+            "torch._C._dynamo.guards._empty_strided_cuda": "_empty",
+            "device(type='cuda', index=0)": "device(type='cpu')",
+            "torch.cuda.set_device(0)": "pass",
+            "with torch.cuda._DeviceGuard(0):": "if True:",
+            "del async_compile": "",
+        }
+        for old, new in replaced.items():
+            code = code.replace(old, new)
+        scope: dict[str, Any] = {
+            "__name__": "plan",
+            "_async_compile": _Async(self),
+            "_extern": lambda real: _Extern(real, self),
+            "_empty": _empty,
+        }
+        exec(compile(code, "<plan>", "exec"), scope)
+        return scope["call"]
+
+
+@contextlib.contextmanager
+def executed(choice: int = 0, gpu: Gpu = H200) -> Iterator[Plan]:
+    """Inside, what is compiled is compiled for `gpu`, and runs here."""
+    plan = Plan(choice)
+    copy = compat.copy_graph
+
+    def copy_graph(gm: GraphModule) -> GraphModule:  # for cold calls
+        copied = copy(gm)
+        for node in copied.graph.nodes:
+            if node.kwargs.get("device") == CUDA:
+                node.kwargs = {**node.kwargs, "device": CPU}
+        copied.recompile()
+        return copied
+
+    torch._dynamo.reset()
+    try:
+        with (
+            described_gpu(gpu),
+            retarget_graphs(),
+            instead_of_loading(lambda lowering, code: plan.load(code)),
+            mock.patch.object(compat, "copy_graph", copy_graph),
+            mock.patch.object(halves, "_on", lambda device, args: True),
+        ):
+            yield plan
+    finally:
+        torch._dynamo.reset()

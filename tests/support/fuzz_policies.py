@@ -1,0 +1,213 @@
+"""Mutated policies: each loads or is refused with an OptionError that can be read, in bounded time. Nothing else may happen.
+
+    python -m tests.support.fuzz_policies 10000 [seed]
+
+Three kinds in turn: bytes of shipped and sample files are changed; the parsed tables of them are; random `where` texts.
+"""
+
+from __future__ import annotations
+
+import copy
+import datetime
+import random
+import sys
+import tempfile
+import time
+import warnings
+from collections import Counter
+from importlib import resources
+from pathlib import Path
+
+from fp8compile.config.policy import BUILTIN, Site, load
+from fp8compile.devices.toml import tomllib
+from fp8compile.errors import OptionError
+
+SAMPLE = """\
+extends = "llama"
+device = "h100"
+eval = "fp8"
+
+[defaults]
+recipe = "careful"
+fp8_format = "e4m3"
+
+[recipes.careful]
+base = "wide"
+margin = 2
+override_linear_precision = [false, true, false]
+
+[recipes.wide]
+base = "delayed"
+amax_history_len = 64
+use_fast_accum = [true, false, false]
+
+[schedule]
+warmup_steps = 100
+cooldown_at = 9000
+
+[[rules]]
+name = "second"
+module = ["*.mlp.*", 're:layers\\.(1|2)\\..*', "layers.[0-3].attn.?_proj"]
+gemm = ["dgrad", "wgrad"]
+where = \"\"\"
+max(n, k) / min(n, k) >= 4
+and not m * n * k < 2**30 or m % 16 == 0
+\"\"\"
+fp8 = true
+
+[[rules]]
+parameter = "*.weight"
+module_class = ["Linear", "*MLP"]
+op = "addmm"
+blocks = ["first 2", "last 1"]
+layers = "first 1"
+kind = "output head"
+recipe = "tensorwise"
+"""
+
+UP = "layers.0.mlp.up_proj"
+SITES = [
+    Site(UP, f"{UP}.weight", ("Linear", "MLP"), "mm", gemm, m, 4096, 14336, (0, 2), (3, 9), kind)
+    for gemm, m, kind in (("fprop", 0, ""), ("dgrad", 8192, "output head: by its name"), ("wgrad", 17, ""))
+]
+
+TOKENS = r"""
+= [ ] [[ ]] [[rules]] [defaults] [recipes.x] { } " ' ''' # , . \\ re: * ** ? ( ) n m k or and not < <= == != 9**9**9 // % / 0 -1
+1e999 nan inf 0x 99999999999999999999 true false null 1979-05-27 first last on off auto none default rules recipe base extends
+module gemm where margin fp8 é 漢
+""".split()
+TOKENS += ['"""', "\n", "\r\n", "\t", "\0", "\ufeff", "\U0001f4a5"]
+
+ODD = [
+    None, True, False, 0, -1, 1, 2**31, 2**63, -(2**70), 10**5000, 0.5, float("nan"), float("inf"), "", " ", "x", "on", "3",
+    "\ud800", "a" * 600, "a\0b", "re:(", "re:" + "(" * 300, "re:(?i)x", "re:[[a]", "a..b", "[", "[z-a]", "*", "first 0",
+    "first 999999999", "last 2", "fprop", "none", "default", "nowhere", "./nowhere.toml", "/", "/dev/zero/x.toml", "~nobody/x",
+    "\0.toml", "tensorwise", "delayed", "careful", [], [[]], [True] * 3, [True] * 4, ["x", 3], {}, {"x": 1}, {1: 2}, (1, 2),
+    [["x"] * 3] * 3, b"x", {1, 2}, object(), datetime.date(2020, 1, 1), 1j,
+]  # fmt: skip
+WORDS = """
+n m k n m k 128 0 0.5 1e30 2**64 + - * / // % ** < <= > >= == != and or not ( ) ( ) min( max( , ; ~ & lambda: n.x [0]
+""".split()
+
+
+def seeds() -> list[str]:
+    folder = resources.files("fp8compile.config") / "policies"
+    return [SAMPLE, *((folder / f"{name}.toml").read_text("utf-8") for name in BUILTIN)]
+
+
+def mutated_bytes(text: str, rng: random.Random) -> bytes:
+    """A few bytes, lines or tokens of `text` changed, moved, repeated or gone."""
+    data = bytearray(text.encode())
+    for _ in range(rng.choice((1, 1, 2, 3, 8))):
+        at = rng.randrange(len(data) + 1)
+        end = min(len(data), at + rng.choice((1, 1, 2, 8, 60)))
+        kind = rng.randrange(6)
+        if kind == 0 and at < len(data):
+            data[at] = rng.randrange(256)
+        elif kind == 1:
+            del data[at:end]
+        elif kind == 2:
+            data[at:at] = rng.choice(TOKENS).encode("utf-8", "surrogatepass")
+        elif kind == 3:
+            data[at:at] = data[at:end] * rng.choice((1, 2, 300))
+        elif kind == 4:
+            lines = bytes(data).split(b"\n")
+            rng.shuffle(lines)
+            data = bytearray(b"\n".join(lines))
+        else:
+            data[at:at] = rng.choice((b"[", b"{a=", b"a.", b"(", b"-", b"9", b"\n[[rules]]\n")) * rng.choice((3, 90, 2000))
+    return bytes(data)
+
+
+def mutated_tables(text: str, rng: random.Random) -> object:
+    """The tables of `text` with values exchanged, keys renamed, parts repeated, wrapped or gone."""
+    data = tomllib.loads(text)
+    for _ in range(rng.choice((1, 1, 2, 4))):
+        places = list(_places(data))
+        if not places:
+            return data
+        table, key = rng.choice(places)
+        kind = rng.randrange(7)
+        if kind == 0:
+            table[key] = copy.deepcopy(rng.choice(ODD[:-5])) if rng.random() < 0.8 else rng.choice(ODD)
+        elif kind == 1:
+            del table[key]
+        elif kind == 2 and isinstance(table, dict):
+            table[str(key) + rng.choice("s_x ")] = table.pop(key)
+        elif kind == 3:
+            other, name = rng.choice(places)
+            table[key] = copy.deepcopy(other[name])
+        elif kind == 4:
+            table[key] = [table[key]] * rng.choice((1, 3, 1200))
+        elif kind == 5:
+            table[key] = {"x": table[key], "y": data} if rng.random() < 0.2 else {"x": table[key]}
+        else:
+            table[key] = where(rng)
+    return data
+
+
+def _places(data: object, depth: int = 0):
+    if depth > 6:
+        return
+    items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    for key, value in list(items):
+        yield data, key
+        yield from _places(value, depth + 1)
+
+
+def where(rng: random.Random) -> str:
+    """Mostly nonsense, in the language's own words."""
+    return " ".join(rng.choices(WORDS, k=rng.choice((1, 3, 3, 5, 9, 40))))
+
+
+def check(source: object) -> str:
+    """Load `source` and use what comes; "loaded", or the first words of the refusal. Any other exception is a finding."""
+    try:
+        policy = load(source)
+    except OptionError as error:
+        message = str(error)
+        assert message and len(message) < 10_000, message[:300]
+        return " ".join(message.split(":")[-1].split()[:3])
+    for site in SITES:
+        assert policy.choose(site).recipe in policy.possible
+    assert load(policy).key == policy.key and hash(load(policy)) == hash(policy)
+    for whole in (True, False):
+        assert all(isinstance(message, str) for message in policy.unmatched(SITES, ["layers", "layers.0.mlp"], [], whole))
+    return "loaded"
+
+
+def run(count: int, seed: int = 0, limit_s: float = 2.0) -> tuple[Counter[str], float]:
+    """`count` mutants; what became of them, and the seconds that the slowest took. AssertionError with the mutant otherwise."""
+    rng = random.Random(seed)
+    texts, outcomes, slowest = seeds(), Counter(), 0.0
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        path = Path(folder) / "mutant.toml"
+        for i in range(count):
+            text = rng.choice(texts) if i % 2 else SAMPLE
+            source: object = path
+            if i % 3 == 0:
+                mutant: object = mutated_bytes(text, rng)
+                path.write_bytes(mutant)
+            elif i % 3 == 1:
+                mutant = source = mutated_tables(text, rng)
+            else:
+                mutant = source = {"rules": [{"where": where(rng)}]}
+            start = time.perf_counter()
+            try:
+                outcomes[check(source)] += 1
+            except Exception as error:
+                raise AssertionError(f"mutant {i} of seed {seed}: {error!r}\n{mutant!r:.2000}") from error
+            took = time.perf_counter() - start
+            assert took < limit_s, f"mutant {i} of seed {seed} took {took:.1f} s\n{mutant!r:.2000}"
+            slowest = max(slowest, took)
+    return outcomes, slowest
+
+
+if __name__ == "__main__":
+    begun = time.perf_counter()
+    total = int(sys.argv[1]) if len(sys.argv) > 1 else 10_000
+    found, worst = run(total, int(sys.argv[2]) if len(sys.argv) > 2 else 0)
+    seconds = time.perf_counter() - begun
+    print(f"{total} policies: {found['loaded']} load, {total - found['loaded']} are refused with an OptionError, nothing else;")
+    print(f"slowest {worst * 1e3:.0f} ms, {seconds:.0f} s in all; {len(found) - 1} kinds of refusal")

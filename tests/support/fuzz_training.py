@@ -1,0 +1,221 @@
+"""Random small models, trained by random protocols in FP8 and eagerly, on numbers with which FP8 is exact: all is equal.
+
+    python -m tests.support.fuzz_training 500 [first seed [seconds]]
+
+So an operand, a layout, a scale or a slot that is not the right one, a gradient that is lost or counted twice, is seen in the
+first step, and nothing else is. Graphs run in an FX interpreter (`harness.interpreted`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import random
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+import fp8compile
+from fp8compile import logs
+from fp8compile.ir import ops
+from fp8compile.runtime.interpreter import Eager
+from fp8compile.runtime.ledger import LEDGER
+from tests.support.fuzz_models import Model
+from tests.support.fuzz_protocols import PROTOCOLS, Results, Side
+from tests.support.harness import histories, interpreted, sqnr
+
+FLOOR_DB = 80.0
+RECIPES = ("delayed", "delayed", "tensorwise", "rowwise", "blockwise", "mxfp8")
+COMPILED = ("whole", "whole", "whole", "in place", "blocks", "function")
+FP8 = {x for x in vars(torch).values() if isinstance(x, torch.dtype) and "float8" in str(x)}
+CONVERSIONS = (torch.ops.prims.convert_element_type.default, torch.ops.aten._to_copy.default)
+
+
+@dataclass
+class Case:
+    """What is drawn of a seed, before anything runs. Both sides begin with the same model."""
+
+    seed: int
+    rng: random.Random
+    recipe: str
+    how: str
+    options: dict[str, Any]
+    dynamic: bool | None
+    dtype: torch.dtype
+    autocast: bool
+    model: nn.Module
+    shapes: list[tuple[int, ...]]
+    protocols: list[str]
+
+    @classmethod
+    def of(cls, seed: int) -> Case:
+        rng = random.Random(seed)
+        recipe, how = rng.choice(RECIPES), rng.choice(COMPILED)
+        protocols = rng.choices(list(PROTOCOLS), k=rng.choice((2, 3, 3, 4)))
+        options: dict[str, Any] = {}
+        if recipe == "delayed" and ("rescale" in protocols or rng.random() < 0.3):
+            options = {"amax_history_len": 2}
+        elif recipe in ("tensorwise", "rowwise") and rng.random() < 0.5:
+            options = {"power_of_2_scale": True}
+        for name, values in {"recast_weights": (True,), "fp8_format": ("e4m3",), "use_fast_accum": ((True,) * 3,)}.items():
+            if rng.random() < 0.15 and not (recipe in ("rowwise", "blockwise", "mxfp8") and name == "fp8_format"):
+                options[name] = rng.choice(values)
+        dtype = rng.choice((torch.float32, torch.float32, torch.bfloat16))
+        autocast = dtype == torch.float32 and rng.random() < 0.2
+        model = Model(rng).to(dtype)
+        kept = {block.checkpoint for block in model.blocks}  # what torch refuses, with any backend
+        refused = {"retained", "threaded"} if "selective" in kept else set()
+        refused |= {"partial", "threaded", "no input gradient"} if "reentrant" in kept else set()
+        protocols = ["plain" if name in refused else name for name in protocols]
+        if recipe == "delayed" and "compiled autograd" in protocols:  # it has to be on from the first call
+            protocols = ["compiled autograd", *(name for name in protocols if name != "compiled autograd")]
+        rank = rng.choice((2, 2, 3, 4))
+        shapes = [_shape(rng, rank, model.width)]
+        for _ in range(3):
+            shapes.append(_shape(rng, rank, model.width) if rng.random() < 0.3 else shapes[-1])
+        dynamic = rng.choice((None, None, None, True))
+        return cls(seed, rng, recipe, how, options, dynamic, dtype, autocast, model, shapes, protocols)
+
+    def __str__(self) -> str:
+        blocks = []
+        for block in self.model.blocks:
+            layers = [f"{x.weight.stored} {x.spelled}{' +b' if x.bias is not None else ''}" for x in getattr(block, "each", ())]
+            flags = ("+x" * block.residual + " " + block.checkpoint).strip()
+            blocks.append(f"{block.kind}({', '.join(layers)}) {flags}".strip())
+        flags = [name for name in ("breaks", "two", "tied") if getattr(self.model, name)]
+        dtype = "autocast" if self.autocast else str(self.dtype).removeprefix("torch.")
+        return (
+            f"seed {self.seed}: {self.recipe} {self.options} {self.how} {dtype} dynamic={self.dynamic} {self.shapes} "
+            f"{flags}\n  blocks: {'; '.join(blocks)}\n  protocols: {', '.join(self.protocols)}"
+        )
+
+
+def _shape(rng: random.Random, rank: int, width: int) -> tuple[int, ...]:
+    if rank == 2:
+        return rng.choice((1, 2, 16, 33, 48, 70)), width
+    if rank == 3:
+        return rng.choice((1, 2, 3)), rng.choice((1, 7, 16)), width
+    return 2, rng.choice((1, 3)), rng.choice((5, 8)), width
+
+
+@contextlib.contextmanager
+def counted(seen: Counter) -> Iterator[None]:
+    """Counts the FP8 operands that are multiplied, two a gemm. Lowered, a gemm on a CPU begins with their conversion."""
+    call = Eager.call_function
+
+    def counting(self: Eager, target: Any, args: tuple, kwargs: dict) -> Any:
+        whole = target in (ops.scaled_mm, ops.block_mm)
+        converted = target in CONVERSIONS and args[0].dtype in FP8 and args[-1] not in FP8
+        seen["FP8 operands"] += 2 * whole + converted
+        return call(self, target, args, kwargs)
+
+    with mock.patch.object(Eager, "call_function", counting):
+        yield
+
+
+def check(case: Case, seen: Counter) -> None:
+    """AssertionError if the two sides differ."""
+    torch._dynamo.reset()
+    LEDGER.clear()
+    logs._said.clear()
+    torch._functorch.config.donated_buffer = "retained" not in case.protocols
+    sides = [Side(case, copy.deepcopy(case.model), fp8) for fp8 in (False, True)]
+    for i, name in enumerate(case.protocols):
+        results = []
+        for side in sides:
+            side.rng, side.shape = random.Random(f"{case.seed} {i}"), case.shapes[i]
+            side.model.zero_grad()
+            results.append(PROTOCOLS[name](side))
+        compare(*results, f"step {i}, {name}")
+        if case.recipe == "delayed":
+            moved_once(sides[1], f"step {i}, {name}")
+        seen[name] += 1
+    done = [r for r in fp8compile.report().matmuls if r.decision == "fp8"]
+    seen["models"] += 1
+    seen["models in FP8"] += bool(done)
+    seen["compiled gemms in FP8"] += len(done)
+
+
+def compare(expected: Results, got: Results, where: str) -> None:
+    got = {name: tensor for name, tensor in got.items() if name in expected or tensor.any()}  # AOTAutograd makes zeros of none
+    assert expected.keys() == got.keys(), f"{where}: {sorted(expected.keys() ^ got.keys())} on one side only"
+    ratios = {name: sqnr(tensor, got[name]) for name, tensor in expected.items() if not _cancels(name, tensor, got[name])}
+    low = [f"{name}: {ratio:.1f} dB" for name, ratio in ratios.items() if not ratio >= FLOOR_DB]
+    assert not low, f"{where}: {', '.join(low)}"
+
+
+def _cancels(name: str, expected: Tensor, got: Tensor) -> bool:
+    """Gradients of factors are sums of thousands, which may be zero but for last bits."""
+    return name.endswith(("scale", "original0")) and torch.allclose(got.double(), expected.double(), rtol=0, atol=2e-6)
+
+
+def moved_once(side: Side, where: str) -> None:
+    """Each training forward moves a history once, and each of its backwards that of the gradients."""
+    for gradient, calls in ((False, side.forwards), (True, side.backwards)):
+        found = {key: history for key, (history, _) in histories(side.model).items() if (key[1] == "gradient") == gradient}
+        moves = {key: sum(amax > 0 for amax in history) for key, history in found.items()}  # a gradient may be all zeros
+        most = min([calls, *map(len, found.values())])
+        wrong = max(moves.values(), default=most) != most
+        assert not (side.even and wrong), f"{where}: in {calls} calls, moved: {moves}"
+
+
+def one(seed: int, seen: Counter) -> str:
+    """What is wrong with that seed, or ""."""
+    case = Case.of(seed)
+    try:
+        check(case, seen)
+    except Exception as error:
+        return f"{case}\n  {type(error).__name__}: {error}"
+    return ""
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """No warnings, and nothing in the log below an error."""
+    logger = logging.getLogger("fp8compile")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+def run(count: int, first: int = 0, limit_s: float = float("inf")) -> tuple[Counter, list[str]]:
+    """Seeds from `first` on; counts, and what failed."""
+    seen: Counter = Counter()
+    failed = []
+    begun = time.perf_counter()
+    settings = {"recompile_limit": 64, "fail_on_recompile_limit_hit": True, "specialize_float": True, "suppress_errors": False}
+    # 2.11 drops the placeholder of a size that an autograd.Function reads, and every backend fails
+    settings["automatic_dynamic_shapes"] = torch.__version__ >= "2.12"
+    config = torch._dynamo.config.patch(**settings)
+    donated = torch._functorch.config.patch(donated_buffer=True)
+    with config, donated, interpreted(), counted(seen), quiet():
+        for seed in range(first, first + count):
+            if (wrong := one(seed, seen)):
+                failed.append(wrong)
+                print(wrong, flush=True)
+            if time.perf_counter() - begun > limit_s:
+                print(f"seeds {first} to {seed}", flush=True)
+                break
+    return seen, failed
+
+
+if __name__ == "__main__":
+    start = time.perf_counter()
+    count, first, limit = (int(x) for x in (*sys.argv[1:], *("500", "0", "1000000")[len(sys.argv) - 1 :]))
+    found, wrong = run(count, first, limit)
+    print(", ".join(f"{name} {number}" for name, number in found.items() if number))
+    print(f"{len(wrong)} of {found['models'] + len(wrong)} models fail; {time.perf_counter() - start:.0f} s")

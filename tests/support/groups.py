@@ -1,0 +1,495 @@
+"""Producers of FP8 casts as a compiler sees them: traced graphs of ATen and our operators, fused and not, on a CPU.
+
+A `Case` is a function of plain torch and `fp8compile::` operators, with the inputs that it takes for a matrix [rows, columns]
+and the *role* of each of its results:
+
+    copy, transposed, amax, value, row, sum     as in `codegen.group`; a `transposed` is that of the `copy` before it
+    alone                                       a transposed copy without a row-major one
+    other                                       not from a kernel: made of what kernels wrote
+
+`made(case, ..)` traces it and lowers it twice. The trace itself runs on the reference operators: it is the oracle.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._inductor.decomposition import select_decomp_table
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fp8compile import compat
+from fp8compile.codegen import launch
+from fp8compile.codegen.kernel import Kernel
+from fp8compile.ir import ops
+from fp8compile.passes.pipeline import run_post_grad
+from tests.support.interpreter import kernels_on_cpu
+
+aten = torch.ops.aten
+FP8 = {"e4m3": (torch.float8_e4m3fn, 448.0), "e5m2": (torch.float8_e5m2, 57344.0)}
+FNUZ = {"e4m3fnuz": (torch.float8_e4m3fnuz, 240.0), "e5m2fnuz": (torch.float8_e5m2fnuz, 57344.0)}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+# -- numbers -----------------------------------------------------------------------------------------------------------
+
+
+def specials(dtype: torch.dtype) -> list[float]:
+    """Zeros, denormals, the edges of a dtype and of both FP8 formats, ties between FP8 values, infinities and NaN."""
+    info = torch.finfo(dtype)
+    tiny = info.smallest_normal * info.eps
+    small = [0.0, tiny, 3 * tiny, info.smallest_normal - tiny, info.smallest_normal, 2.0**-10, 2.0**-9, 1.5 * 2**-9, 2.0**-17]
+    large = [1.0, 1.0625, 1.1875, 17.0, 19.0, 240.0, 448.0, 464.0, 465.0, 57344.0, 61440.0, 61472.0, info.max / 2, info.max]
+    return [sign * x for x in [*small, *large, float("inf")] for sign in (1.0, -1.0)] + [float("nan")]
+
+
+def numbers(shape: Sequence[int], dtype: torch.dtype, data: str, seed: int) -> Tensor:
+    """`normal`; `exact`: small integers, whose sums are exact in any order; `extreme`: specials in every second row;
+    `moderate`: the same without those whose squares, or the sums of a few, leave the range of a dtype."""
+    generator = torch.Generator().manual_seed(seed)
+    if data == "exact":
+        return torch.randint(-2, 3, tuple(shape), generator=generator).to(dtype)
+    x = torch.randn(tuple(shape), generator=generator)
+    x = torch.where(torch.rand(tuple(shape), generator=generator) < 0.05, 0.0, x).to(dtype)
+    if data in ("extreme", "moderate") and x.numel():
+        table = torch.tensor([x for x in specials(dtype) if data == "extreme" or not 1e5 < abs(x) < math.inf])
+        table = table.to(dtype)
+        chosen = table[torch.randint(len(table), tuple(shape), generator=generator)]
+        taken = torch.rand(tuple(shape), generator=generator) < 0.3
+        rows = torch.arange(shape[-2])[:, None] % 2 == 0 if len(shape) > 1 else torch.tensor(True)
+        x = torch.where(taken & rows, chosen, x)
+    return x
+
+
+@dataclass
+class Source:
+    """Inputs of one call: a fresh tensor a request, the same ones for the same `data`."""
+
+    rows: int
+    columns: int
+    dtype: torch.dtype
+    data: str = "normal"
+    seed: int = 0
+
+    def full(self, dtype: torch.dtype | None = None) -> Tensor:
+        return self(self.rows, self.columns, dtype=dtype)
+
+    def row(self) -> Tensor:
+        return self(self.rows, 1, dtype=torch.float32).abs().nan_to_num(1.0, 4.0) + 0.5
+
+    def column(self) -> Tensor:
+        return self(self.columns)
+
+    def __call__(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        self.seed += 1
+        return numbers(shape, dtype or self.dtype, self.data, self.seed)
+
+    def scale(self, value: float = 1.5) -> Tensor:
+        return torch.tensor([value])
+
+
+# -- cases -------------------------------------------------------------------------------------------------------------
+
+
+class Cast:
+    """The operators of a cast to one FP8 format."""
+
+    def __init__(self, name: str = "e4m3"):
+        self.dtype, self.largest = {**FP8, **FNUZ}[name]
+
+    def copy(self, x: Tensor, scale: Tensor) -> Tensor:
+        return ops.quantize(x, scale, self.dtype, self.largest, False)
+
+    def transposed(self, x: Tensor, scale: Tensor) -> Tensor:
+        return ops.quantize(x, scale, self.dtype, self.largest, True)
+
+    def both(self, x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        return ops.quantize_both(x, scale, self.dtype, self.largest)
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    call: Callable[..., tuple]
+    inputs: Callable[[Source], tuple]
+    roles: tuple[str, ...]
+    kernels: tuple[tuple[str, ...], ...]  # what each kernel writes, in the order of the graph
+    exact: str  # when is every byte that of the operators one by one: see below
+    data: tuple[str, ...] = ("normal", "exact", "extreme")
+
+
+# `exact`. A sum over a row is exact for data that is; what is said of casts, values and amaxes holds of column sums then, too.
+ALWAYS, FOR_EXACT_SUMS, NEVER = "always", "for exact sums", "never: within one FP8 value"
+
+
+CASES: dict[str, Case] = {}
+
+
+def case(inputs: Callable[[Source], tuple], roles: str, *kernels: str, exact: str = ALWAYS, **more: Any) -> Callable:
+    """Registers a function of (casts, *inputs). `kernels`: what each writes; left out, one that writes all results."""
+
+    def register(function: Callable) -> Callable:
+        name, given = function.__name__, tuple(roles.split())
+        everything = " ".join("transposed" if role == "alone" else role for role in given if role != "other")
+        kinds = [tuple(sorted(x.split())) for x in kernels or (everything,)]
+        CASES[name] = Case(name, function, inputs, given, tuple(kinds), exact, **more)
+        return function
+
+    return register
+
+
+# plain casts
+
+
+@case(lambda s: (s.full(), s.scale()), "copy transposed amax")
+def weight(cast: Cast, w: Tensor, scale: Tensor) -> tuple:
+    return *cast.both(w, scale), ops.amax(w)
+
+
+@case(lambda s: (s.full(), s.scale()), "copy transposed")
+def weight_in_two_casts(cast: Cast, w: Tensor, scale: Tensor) -> tuple:
+    return cast.copy(w, scale), cast.transposed(w, scale)
+
+
+@case(lambda s: (s.full(), s.scale()), "copy")
+def weight_copy(cast: Cast, w: Tensor, scale: Tensor) -> tuple:
+    return (cast.copy(w, scale),)
+
+
+@case(lambda s: (s.full(), s.scale()), "alone")
+def weight_transposed(cast: Cast, w: Tensor, scale: Tensor) -> tuple:
+    return (cast.transposed(w, scale),)
+
+
+@case(lambda s: (s.full(), s.scale(), s.scale(0.37)), "copy alone copy")
+def weight_in_two_formats(cast: Cast, w: Tensor, scale: Tensor, other: Tensor) -> tuple:
+    return cast.copy(w, scale), Cast("e5m2").transposed(w, other), Cast("e4m3").copy(w, other)
+
+
+@case(lambda s: (s(s.columns, s.rows).t(), s.scale()), "copy transposed amax")
+def weight_column_major(cast: Cast, w: Tensor, scale: Tensor) -> tuple:
+    return *cast.both(w, scale), ops.amax(w)
+
+
+def _gaps(s: Source) -> tuple:
+    w = s(2 * s.rows, s.columns + 5)[::2, 3:-2]
+    return w, s.scale(), w.stride(0)
+
+
+@case(_gaps, "copy transposed amax")
+def weight_with_gaps(cast: Cast, w: Tensor, scale: Tensor, stride: int) -> tuple:
+    """Dynamo makes inputs of strides that are not those of a size: `stride`."""
+    return *cast.both(w, scale), ops.amax(w)
+
+
+@case(lambda s: (s.full(),), "amax copy transposed", "amax", "copy transposed")
+def current_scaling(cast: Cast, x: Tensor) -> tuple:
+    """The cast waits for the amax of all: a second walk."""
+    amax = ops.amax(x)
+    return amax, *cast.both(x, ops.current_scale(amax, cast.largest, 0))
+
+
+def _page(s: Source) -> tuple:
+    page = torch.arange(1.0, 1 + 3 * 8).reshape(3, 8) / 16  # ages are not negative: every slot is warm
+    return s.full(), s(s.columns, s.rows), page
+
+
+@case(_page, "copy transposed copy transposed other", "amax copy transposed", "amax copy transposed")
+def delayed_scaling(cast: Cast, x: Tensor, w: Tensor, page: Tensor) -> tuple:
+    """Scales by their slots in one snapshot; amaxes as neighbours in one vector."""
+    scales, results, amaxes = ops.snapshot(page), [], []
+    for slot, tensor in ((2, x), (0, w)):
+        amaxes.append(ops.amax(tensor))
+        results += cast.both(tensor, ops.delayed_scale(scales, amaxes[-1], slot, cast.largest, 0))
+    return *results, ops.gather(amaxes[::-1])
+
+
+# forward
+
+
+def _heads(s: Source) -> tuple:
+    width = next(d for d in (4, 5, 1) if s.columns % d == 0)
+    batch = next(b for b in (3, 2, 1) if s.rows % b == 0)
+    return s(batch, s.columns // width, s.rows // batch, width), s.scale()
+
+
+@case(_heads, "copy transposed amax")
+def attention(cast: Cast, x: Tensor, scale: Tensor) -> tuple:
+    """[B, H, T, D] with heads outside: the matrix is a permutation, read at its strides."""
+    x = x.permute(0, 2, 1, 3).reshape(x.shape[0] * x.shape[2], x.shape[1] * x.shape[3])
+    return *cast.both(x, scale), ops.amax(x)
+
+
+@case(lambda s: (_heads(s)[0].transpose(1, 2).contiguous().transpose(1, 2), s.scale()), "copy transposed amax")
+def attention_heads_inside(cast: Cast, x: Tensor, scale: Tensor) -> tuple:
+    """[B, H, T, D] as [B, T, H, D] in memory, what flash attention returns: a view throughout."""
+    batch, heads, tokens, width = x.shape
+    x = x.permute(0, 2, 1, 3).view(batch * tokens, heads * width)
+    return *cast.both(x, scale), ops.amax(x)
+
+
+@case(lambda s: (s.full(), s.column(), s.scale()), "copy transposed amax", exact=NEVER)
+def gelu_tanh(cast: Cast, x: Tensor, bias: Tensor, scale: Tensor) -> tuple:
+    y = F.gelu(x + bias, approximate="tanh")
+    return *cast.both(y, scale), ops.amax(y)
+
+
+@case(lambda s: (s.full(), s.scale()), "value copy amax", exact=NEVER)
+def gelu_erf(cast: Cast, x: Tensor, scale: Tensor) -> tuple:
+    y = F.gelu(x)
+    return y, cast.copy(y, scale), ops.amax(y)
+
+
+@case(lambda s: (s.full(), s.full(), s.scale()), "copy transposed amax", exact=NEVER)
+def swiglu(cast: Cast, gate: Tensor, up: Tensor, scale: Tensor) -> tuple:
+    y = F.silu(gate) * up
+    return *cast.both(y, scale), ops.amax(y)
+
+
+@case(lambda s: (s(s.rows, 2 * s.columns), s.scale()), "copy amax", exact=NEVER)
+def swiglu_of_one_matrix(cast: Cast, x: Tensor, scale: Tensor) -> tuple:
+    """Gate and up as the two halves of one product."""
+    columns = x.shape[1] // 2
+    y = F.silu(x[:, :columns]) * x[:, columns:]
+    return cast.copy(y, scale), ops.amax(y)
+
+
+@case(lambda s: (s.full(), s.scale()), "copy transposed amax")
+def relu_squared(cast: Cast, x: Tensor, scale: Tensor) -> tuple:
+    y = F.relu(x).square()
+    return *cast.both(y, scale), ops.amax(y)
+
+
+@case(lambda s: (s.full(), s.full(), s.scale()), "value copy transposed amax")
+def residual(cast: Cast, x: Tensor, branch: Tensor, scale: Tensor) -> tuple:
+    y = x + branch
+    return y, *cast.both(y, scale), ops.amax(y)
+
+
+@case(lambda s: (s.full(), s(s.rows, s.columns, dtype=torch.float32), s.scale()), "value copy amax")
+def dropout(cast: Cast, x: Tensor, noise: Tensor, scale: Tensor) -> tuple:
+    """The mask is saved for backward."""
+    mask = noise > 0.25
+    y = x * mask * (1 / 0.75)
+    return mask, cast.copy(y, scale), ops.amax(y)
+
+
+@case(lambda s: (s.full(), s.column(), s.scale()), "row copy transposed amax", exact=FOR_EXACT_SUMS)
+def rms_norm(cast: Cast, x: Tensor, weight: Tensor, scale: Tensor) -> tuple:
+    f = x.to(torch.float32)
+    rstd = (f.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt()
+    y = (f * rstd * weight).to(x.dtype)
+    return rstd, *cast.both(y, scale), ops.amax(y)
+
+
+@case(lambda s: (s.full(), s.full(), s.column(), s.scale()), "value row value copy amax", exact=FOR_EXACT_SUMS)
+def residual_rms_norm(cast: Cast, x: Tensor, branch: Tensor, weight: Tensor, scale: Tensor) -> tuple:
+    """A residual sum that goes on, its norm that someone else reads, and statistics in the dtype of the model."""
+    x = x + branch
+    f = x.to(torch.float32)
+    rstd = (f.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+    y = (f * rstd).to(x.dtype) * weight
+    return x, rstd.to(x.dtype), y, cast.copy(y, scale), ops.amax(y)
+
+
+@case(
+    lambda s: (s.full(), s.column(), s.column(), s.scale()),
+    "row row copy transposed amax",
+    exact=NEVER,
+    data=("normal", "exact", "moderate"),
+)
+def layer_norm(cast: Cast, x: Tensor, weight: Tensor, bias: Tensor, scale: Tensor) -> tuple:
+    f = x.to(torch.float32)
+    var, mean = torch.var_mean(f, [-1], correction=0, keepdim=True)
+    rstd = (var + 1e-5).rsqrt()
+    y = ((f - mean) * rstd * weight + bias).to(x.dtype)
+    return mean, rstd, *cast.both(y, scale), ops.amax(y)
+
+
+def _positions(s: Source) -> tuple:
+    batch = next(b for b in (3, 2, 5, 1) if s.rows % b == 0)
+    tokens = s.rows // batch
+    return s(batch, tokens, s.columns), s(tokens, s.columns), s.column(), s(batch, tokens, 1), s.scale()
+
+
+@case(_positions, "value copy transposed amax")
+def positions(cast: Cast, x: Tensor, position: Tensor, bias: Tensor, gate: Tensor, scale: Tensor) -> tuple:
+    """[B, T, C] with [T, C], [C] and [B, T, 1] broadcast to it."""
+    y = (x + bias) * gate + position
+    matrix = y.view(y.shape[0] * y.shape[1], y.shape[2])
+    return y, *cast.both(matrix, scale), ops.amax(matrix)
+
+
+def _rotary(s: Source) -> tuple:
+    width = next(d for d in (4, 5, 1) if s.columns % d == 0)
+    batch = next(b for b in (3, 2, 1) if s.rows % b == 0)
+    shape, angles = (batch, s.rows // batch, s.columns // width, width), (s.rows // batch, width)
+    return s(*shape), s(*shape), s(*angles), s(*angles), s.scale()
+
+
+@case(_rotary, "copy transposed amax")
+def rotary(cast: Cast, x: Tensor, turned: Tensor, cos: Tensor, sin: Tensor, scale: Tensor) -> tuple:
+    """[B, T, H, D] with [T, 1, D]; that the halves of a head are swapped is not pointwise."""
+    batch, tokens, heads, width = x.shape
+    y = (x * cos[:, None] + turned * sin[:, None]).view(batch * tokens, heads * width)
+    return *cast.both(y, scale), ops.amax(y)
+
+
+@case(lambda s: (s.full(torch.float32), s.full(torch.float16), s.scale()), "copy transposed amax")
+def casts(cast: Cast, x: Tensor, y: Tensor, scale: Tensor) -> tuple:
+    z = (x.to(torch.bfloat16).to(torch.float16) + y).to(torch.float32) * x
+    return *cast.both(z, scale), ops.amax(z)
+
+
+@case(lambda s: (s.full(), s.full(), s.column()[:, None], s.scale()), "other copy amax", "value copy amax", exact=NEVER)
+def read_by_a_matmul(cast: Cast, gate: Tensor, up: Tensor, column: Tensor, scale: Tensor) -> tuple:
+    """Something reads the high-precision value that no kernel of Inductor's recomputes: it is written, once."""
+    y = F.silu(gate) * up
+    return y.mm(column), cast.copy(y, scale), ops.amax(y)
+
+
+@case(lambda s: (s.full(), s.full(), s.scale()), "other copy amax", "copy amax")
+def read_by_cheap_others(cast: Cast, x: Tensor, y: Tensor, scale: Tensor) -> tuple:
+    """A pointwise reader computes x * y itself: that is two reads, against a write and a read."""
+    z = x * y
+    return z + 1.0, cast.copy(z, scale), ops.amax(z)
+
+
+@case(lambda s: (s.full(), s.full(), s.full(), s.scale()), "other copy amax", "value copy amax")
+def read_by_dear_others(cast: Cast, x: Tensor, y: Tensor, z: Tensor, scale: Tensor) -> tuple:
+    """To compute it anew would be three reads: it is written."""
+    z = x * y + z
+    return z + 1.0, cast.copy(z, scale), ops.amax(z)
+
+
+# backward
+
+
+@case(lambda s: (s.full(), s.full(), s.scale(), s.scale(0.75)), "copy transposed amax sum alone", exact=NEVER)
+def gelu_backward(cast: Cast, dy: Tensor, x: Tensor, scale: Tensor, scale_y: Tensor) -> tuple:
+    """The gradient of a linear's input, its bias gradient, and the next linear's input anew."""
+    dx = aten.gelu_backward(dy, x, approximate="tanh")
+    y = F.gelu(x, approximate="tanh")
+    return *cast.both(dx, scale), ops.amax(dx), dx.sum(0), cast.transposed(y, scale_y)
+
+
+@case(
+    lambda s: (s.full(), s.full(), s.full(), s.scale(), s.scale(2.0), s.scale(0.75)),
+    "copy transposed amax copy transposed amax alone",
+    exact=NEVER,
+)
+def swiglu_backward(
+    cast: Cast, dy: Tensor, gate: Tensor, up: Tensor, scale_g: Tensor, scale_u: Tensor, scale_y: Tensor
+) -> tuple:
+    silu = F.silu(gate)
+    du = dy * silu
+    dg = aten.silu_backward(dy * up, gate)
+    return *cast.both(dg, scale_g), ops.amax(dg), *cast.both(du, scale_u), ops.amax(du), cast.transposed(silu * up, scale_y)
+
+
+@case(lambda s: (s.full(), s.full(), s.scale()), "copy transposed amax sum")
+def relu_squared_backward(cast: Cast, dy: Tensor, x: Tensor, scale: Tensor) -> tuple:
+    dx = torch.where(x <= 0, 0.0, dy * 2.0 * F.relu(x))
+    return *cast.both(dx, scale), ops.amax(dx), dx.sum(0, dtype=torch.float32)
+
+
+def _norm_backward(s: Source) -> tuple:
+    return s.full(), s.full(), s.column(), s.row(), s.full(), s.scale()
+
+
+@case(_norm_backward, "value copy transposed amax sum", exact=FOR_EXACT_SUMS)
+def rms_norm_backward(cast: Cast, dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, other: Tensor, scale: Tensor) -> tuple:
+    """The gradient joins that of the residual stream, which goes on."""
+    f = dy.to(torch.float32)
+    normed, wdy = x.to(torch.float32) * rstd, f * weight
+    dx = rstd * (wdy - normed * (normed * wdy).mean(-1, keepdim=True))
+    dx = other + dx.to(x.dtype)
+    return dx, *cast.both(dx, scale), ops.amax(dx), (f * normed).sum(0).to(weight.dtype)
+
+
+def _layer_norm_backward(s: Source) -> tuple:
+    return s.full(), s.full(), s.column(), s(s.rows, 1, dtype=torch.float32).nan_to_num(0.5, 1.0, 1.0), s.row(), s.scale()
+
+
+@case(_layer_norm_backward, "copy transposed amax sum sum", exact=FOR_EXACT_SUMS)
+def layer_norm_backward(cast: Cast, dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, scale: Tensor) -> tuple:
+    f, size = dy.to(torch.float32), x.shape[-1]
+    normed, wdy = (x.to(torch.float32) - mean) * rstd, f * weight
+    one, two = wdy.sum(-1, keepdim=True), (wdy * normed).sum(-1, keepdim=True)
+    dx = (rstd * (1.0 / size) * (wdy * size - one - normed * two)).to(x.dtype)
+    return *cast.both(dx, scale), ops.amax(dx), (f * normed).sum(0).to(x.dtype), f.sum(0).to(x.dtype)
+
+
+@case(lambda s: (s(1).reshape(()), s.rows, s.columns, s.scale()), "copy transposed amax")
+def gradient_of_a_sum(cast: Cast, dy: Tensor, rows: int, columns: int, scale: Tensor) -> tuple:
+    """One number, expanded."""
+    y = dy.expand(rows, columns)
+    return *cast.both(y, scale), ops.amax(y)
+
+
+@case(lambda s: (s(s.rows, 1), s.columns, s.scale()), "value copy transposed amax")
+def gradient_of_a_row_sum(cast: Cast, dy: Tensor, columns: int, scale: Tensor) -> tuple:
+    y = dy.expand(dy.shape[0], columns) * 0.5
+    return y, *cast.both(y, scale), ops.amax(y)
+
+
+@case(lambda s: (s.full(), s.full(), s.scale(), s.scale(0.5)), "copy amax alone amax", "copy amax", "transposed amax")
+def strangers(cast: Cast, x: Tensor, y: Tensor, scale: Tensor, other: Tensor) -> tuple:
+    """Two matrices with nothing in common: two kernels."""
+    return cast.copy(x, scale), ops.amax(x), cast.transposed(y, other), ops.amax(y)
+
+
+# -- graphs ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Made:
+    """A traced function (`oracle`) and what became of it."""
+
+    oracle: GraphModule
+    fused: GraphModule
+    kinds: tuple[tuple[str, ...], ...]  # what each kernel writes
+    sources: tuple[str, ...]
+
+    def unfused(self) -> GraphModule:
+        copy = compat.copy_graph(self.oracle)
+        run_post_grad(copy.graph)
+        copy.recompile()
+        return copy
+
+
+def trace(function: Callable, inputs: tuple, mode: str = "fake") -> GraphModule:
+    """The ATen graph that a partitioner would hand on: decomposed as by Inductor, with fake values."""
+    return make_fx(function, decomposition_table=select_decomp_table(), tracing_mode=mode)(*inputs)
+
+
+def fused(gm: GraphModule, config: tuple[int, int, int] | None = None) -> Made:
+    copy = compat.copy_graph(gm)
+    kernels: dict[int, Kernel] = {}
+    with kernels_on_cpu(config):
+        choose = launch.configurations
+
+        def configurations(kernel: Kernel) -> Any:
+            kernels[id(kernel)] = kernel  # each that is launched comes by here
+            return choose(kernel)
+
+        with mock.patch.object(launch, "configurations", configurations):
+            run_post_grad(copy.graph)
+    copy.recompile()
+    written = [[output.kind for output in (*k.outputs, *k.sums, *k.amaxes, *k.column_amaxes)] for k in kernels.values()]
+    return Made(gm, copy, tuple(tuple(sorted(kinds)) for kinds in written), tuple(k.source for k in kernels.values()))
+
+
+def made(
+    case: Case, source: Source, cast: str, config: tuple[int, int, int] | None = None, mode: str = "fake"
+) -> tuple[Made, tuple]:
+    """A case for the sizes and dtype of `source`, and its inputs."""
+    inputs = case.inputs(source)
+    return fused(trace(lambda *x: case.call(Cast(cast), *x), inputs, mode), config), inputs

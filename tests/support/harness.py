@@ -1,0 +1,269 @@
+"""Comparing a compiled model with the oracle of reference.py, step by step: outputs, gradients, scaling state."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+import fp8compile
+from fp8compile.backend import fp8
+from fp8compile.runtime.inner import INTERPRETER
+from fp8compile.runtime.state import slots_of
+from tests.support.models import SwiGlu
+from tests.support.reference import Reference
+from tests.support.reference_casts import scale_of
+from tests.support.reference_settings import ROLES
+
+# everything that can be FP8, whatever a device's description says of its speed
+ALL_FP8 = {"rules": [{"where": "n >= 128 and k >= 128", "fp8": "on"}]}
+FLOOR_DB = {torch.float32: 40.0, torch.bfloat16: 30.0}
+
+# What one FP8 rounding that falls the other way may do to the amax of a later tensor: values that differ in their last bit
+# (another order of summation, another BLAS) can straddle a rounding boundary, which moves one operand by 1/8 of itself and a
+# sum of 128 such products by about 1/128 of it. bf16 rounds intermediates where a fused kernel does not: 2**-8 more.
+AMAX_RTOL = {torch.float32: 1e-2, torch.bfloat16: 4e-2}
+
+# In a chain of FP8 layers it goes on: that rounding changes a row of the next tensor, and if the row has the amax, then the
+# scale, and with it how every value of that tensor is rounded. Two float32 references that sum in another order are then at
+# 22 dB, once in some ten steps of two blocks. So a `deep` model is held to the floor in the median of its steps, and to these
+# in each: far from it is only what is wrong (another scale: 20 to 28 dB at every step; another tensor: -3 dB).
+DEEP_FLOOR_DB = 14.0
+DEEP_AMAX_RTOL = 0.15
+
+
+def interpreted() -> contextlib.AbstractContextManager[None]:
+    """Inside, graphs are rewritten and lowered as ever, and run by an FX interpreter: Inductor takes 10 to 20 s a graph."""
+    return mock.patch.dict(fp8.__kwdefaults__, inner=INTERPRETER)
+
+
+def sqnr(reference: Tensor, test: Tensor) -> float:
+    """10 log10(|reference|^2 / |reference - test|^2) in dB.
+
+    inf for equal tensors; -inf where the two disagree about inf and NaN, or where the reference is all zeros and test is not.
+    """
+    assert reference.shape == test.shape, f"shapes {tuple(reference.shape)} and {tuple(test.shape)}"
+    a, b = reference.detach().double().cpu(), test.detach().double().cpu()
+    finite = a.isfinite()
+    if not torch.equal(finite, b.isfinite()) or not torch.equal(a[~finite].nan_to_num(0.0), b[~finite].nan_to_num(0.0)):
+        return -math.inf
+    a, b = a[finite], b[finite]
+    peak = max(a.abs().max().item(), b.abs().max().item()) if a.numel() else 0.0
+    if peak == 0.0:
+        return math.inf
+    a, b = a / peak, b / peak  # squares of gradients of 1e-30 are nothing in float64 either, without this
+    signal, noise = a.square().sum().item(), (a - b).square().sum().item()
+    if noise == 0.0:
+        return math.inf
+    return 10.0 * math.log10(signal / noise) if signal > 0.0 else -math.inf
+
+
+def assert_close(reference: Mapping[str, Tensor], test: Mapping[str, Tensor], floor_db: float, where: str) -> None:
+    """Same names, dtypes and shapes, and every tensor at floor_db or above; says all that are not."""
+    assert reference.keys() == test.keys(), f"{where}: {sorted(reference.keys() ^ test.keys())} on one side only"
+    assert reference, f"{where}: nothing to compare"
+    for name, expected in reference.items():
+        assert test[name].dtype == expected.dtype, f"{where}: {name} is {test[name].dtype}, expected {expected.dtype}"
+    assert_floor({name: sqnr(expected, test[name]) for name, expected in reference.items()}, floor_db, where)
+
+
+def assert_floor(ratios: Mapping[str, float], floor_db: float, where: str) -> None:
+    """Every ratio is floor_db or more."""
+    low = [f"{name}: {ratio:.1f} dB" for name, ratio in ratios.items() if not ratio >= floor_db]
+    assert not low, f"{where}: below {floor_db} dB: " + ", ".join(low)
+
+
+def compiled(
+    model: nn.Module, recipe: str = "delayed", *, dynamic: bool | None = None, fullgraph: bool = False, **options: Any
+) -> Callable[..., Any]:
+    """`torch.compile(model, backend="fp8")` with these options of ours or of Inductor."""
+    return torch.compile(model, backend="fp8", dynamic=dynamic, fullgraph=fullgraph, options={"recipe": recipe, **options})
+
+
+def grads_of(model: nn.Module, inputs: Sequence[Tensor] = ()) -> dict[str, Tensor]:
+    """Copies of the gradients of the parameters, and of inputs as "input 0", ..., that have one."""
+    named = {name: p.grad for name, p in model.named_parameters()} | {f"input {i}": x.grad for i, x in enumerate(inputs)}
+    return {name: grad.detach().clone() for name, grad in named.items() if grad is not None}
+
+
+def histories(model: nn.Module) -> dict[tuple[str, str, int], tuple[list[float], float]]:
+    """(parameter name, role, use) -> (history newest first, scale) of a compiled model's scaling state."""
+    return {key: (slot.history(), slot.scale()) for key, slot in slots_of(model).items()}
+
+
+def leaf(x: Tensor) -> Tensor:
+    """A copy of x that collects a gradient, if x can have one."""
+    return x.detach().clone().requires_grad_(x.is_floating_point())
+
+
+def gated_inputs(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """Of the default policy: what is down projected behind a gated activation has current scaling."""
+    names = [f"{name}.down.weight".lstrip(".") for name, module in model.named_modules() if isinstance(module, SwiGlu)]
+    return {name: {"current_scaling": (True, False, False)} for name in names}
+
+
+class Pair:
+    """One model compiled with backend="fp8" beside its eager FP8 reference; every `step` compares all there is to see.
+
+    floor_db: by the dtype of the model unless given. options: as for torch.compile; `exclude` and `overrides`
+    are the reference's.
+    compile: how to compile the model, for tests that do it in some other way than the whole model at once.
+    deep: FP8 layers in a chain; then the floor is for the median of the steps (`finish`), and the reference goes on from the
+    state of the compiled model after each comparison, so that a step is not compared with another state than it had.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        recipe: str = "delayed",
+        *,
+        floor_db: float | None = None,
+        autocast: torch.dtype | None = None,
+        dynamic: bool | None = None,
+        exclude: Sequence[str] = (),
+        overrides: Mapping[str, Mapping[str, Any]] | None = None,
+        deep: bool = False,
+        inductor: Mapping[str, Any] | None = None,
+        compile: Callable[[nn.Module], Callable[..., Any]] | None = None,
+        **options: Any,
+    ) -> None:
+        self.model, self.recipe, self.options, self.autocast = model, recipe, options, autocast
+        theirs = {name: value for name, value in options.items() if name != "policy"}
+        overrides = {**gated_inputs(model), **(overrides or {})}
+        self.reference = Reference(model, recipe, exclude=exclude, overrides=overrides, **theirs)
+        if compile is None:
+            self.compiled = compiled(model, recipe, dynamic=dynamic, **options, **(inductor or {}))
+        else:
+            self.compiled = compile(model)
+        self.dtype = autocast or next(model.parameters()).dtype
+        self.floor_db = FLOOR_DB[self.dtype] if floor_db is None else floor_db
+        self.deep, self.ratios = deep, defaultdict[str, list[float]](list)
+        self.steps = 0
+
+    def compare(self, expected: Mapping[str, Tensor], got: Mapping[str, Tensor], where: str) -> None:
+        """At the floor, or on record for `finish` if deep."""
+        assert_close(expected, got, DEEP_FLOOR_DB if self.deep else self.floor_db, f"{where} {self.steps}")
+        if self.deep:
+            for name, tensor in expected.items():
+                self.ratios[name].append(sqnr(tensor, got[name]))
+
+    def finish(self) -> None:
+        """After the last step: in FP8 at all, and, if deep, every tensor at the floor in the median."""
+        assert_floor({name: median(ratios) for name, ratios in self.ratios.items()}, self.floor_db, "medians")
+        self.assert_fp8()
+
+    def forward(self, *inputs: Tensor) -> tuple[Any, Any, list[Tensor], list[Tensor]]:
+        """One forward of both, outputs compared; -> outputs of compiled and reference and the leaves that went in."""
+        sides = []
+        dtype, enabled = self.autocast or torch.bfloat16, self.autocast is not None
+        for run in (self.compiled, self.reference):
+            leaves = [leaf(x) for x in inputs]
+            with torch.autocast(inputs[0].device.type, dtype=dtype, enabled=enabled):
+                sides.append((run(*leaves), leaves))
+        (out, leaves), (expected, expected_leaves) = sides
+        self.compare({"output": expected}, {"output": out}, "forward")
+        assert out.requires_grad == expected.requires_grad
+        return out, expected, leaves, expected_leaves
+
+    def compare_grads(self, leaves: Sequence[Tensor] = (), expected_leaves: Sequence[Tensor] = ()) -> None:
+        expected = grads_of(self.reference.model, expected_leaves)
+        self.compare(expected, grads_of(self.model, leaves), "gradients of step")
+
+    def compare_state(self) -> None:
+        """Histories and scales against the reference's; scales exactly as the history gives them.
+
+        A slot that has seen nothing yet may exist or not.
+        """
+        slots = {key: value for key, value in histories(self.model).items() if any(value[0]) or value[1] != 1.0}
+        if not any(self.reference.of(name).delayed(role) for name in self.reference.names for role in ROLES):
+            assert not slots, f"current scaling has no state, yet {sorted(slots)}"
+            return
+        expected = {key: slot for key, slot in self.reference.slots.items() if any(slot.history) or slot.scale is not None}
+        rtol = DEEP_AMAX_RTOL if self.deep else AMAX_RTOL[self.dtype]
+        assert slots.keys() <= expected.keys(), f"slots of nothing: {sorted(slots.keys() - expected.keys())}"
+        where = f"step {self.steps}"
+        kept = {(key[1], tuple(expected[key].history)) for key in slots}
+        for key, slot in expected.items():
+            # a tensor with several readers has one slot in the package, under its first reader, and several equal ones here
+            assert key in slots or (key[1], tuple(slot.history)) in kept, f"{where}: no slot for {key}"
+        for key, (history, scale) in slots.items():
+            slot = expected[key]
+            torch.testing.assert_close(
+                torch.tensor(history), torch.tensor(slot.history), rtol=rtol, atol=0.0, msg=lambda m, k=key: f"{where} {k}: {m}"
+            )
+            wanted = 1.0 if slot.scale is None else slot.scale
+            assert math.isclose(scale, wanted, rel_tol=rtol), f"{where} {key}: scale {scale}, expected {wanted}"
+            settings = self.reference.of(key[0])
+            length = 1 if settings.amax_compute_algo == "most_recent" else settings.amax_history_len
+            if settings.interval == 1 and max(history[:length]) > 0.0:
+                exact = scale_of(max(history[:length]), settings.format(key[1])[1], settings.margin_of(key[1]))
+                assert scale == exact, f"{where} {key}: {scale}"
+        if self.deep:
+            homes = {(key[1], tuple(expected[key].history)): key for key in slots}
+            for key, slot in list(expected.items()):
+                home = key if key in slots else homes[key[1], tuple(slot.history)]
+                slot.history, slot.scale = list(slots[home][0]), slots[home][1]
+
+    def step(self, *inputs: Tensor, grad: Tensor | None = None, zero_grad: bool = True) -> None:
+        """Forward and backward of both with the same gradient of the output; compares output, gradients and state."""
+        if zero_grad:
+            self.zero_grad()
+        out, expected, leaves, expected_leaves = self.forward(*inputs)
+        if grad is None:
+            grad = like(out, self.steps)
+        out.backward(grad)
+        expected.backward(grad)
+        self.compare_grads(leaves, expected_leaves)
+        self.compare_state()
+        self.steps += 1
+
+    def zero_grad(self) -> None:
+        self.model.zero_grad(set_to_none=True)
+        self.reference.model.zero_grad(set_to_none=True)
+
+    def sgd(self, lr: float) -> None:
+        """One SGD step of the compiled model; the reference takes over its weights, so that the two never drift apart."""
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                if parameter.grad is not None:
+                    parameter.sub_(lr * parameter.grad)
+            theirs = dict(self.reference.model.named_parameters())
+            for name, parameter in self.model.named_parameters():
+                theirs[name].detach().copy_(parameter)
+
+    def assert_fp8(self) -> None:
+        """That this was FP8 at all: a silent fall back to eager agrees with nothing here, but says so better."""
+        override = self.options.get("override_linear_precision", (False, False, False))
+        gemm = ("fprop", "dgrad", "wgrad")[tuple(override).index(False)]
+        assert_fp8(self.model, [] if gemm != "fprop" else self.reference.names, gemm)
+
+
+def assert_fp8(model: nn.Module, names: Sequence[str] = (), gemm: str = "fprop") -> None:
+    """The report of this model has this gemm in FP8, and has it for each of these parameters."""
+    report = fp8compile.report(model)
+    done = {record.fqn for record in report.matmuls if record.gemm == gemm and record.decision == "fp8"}
+    assert done, f"no {gemm} in FP8:\n{report}"
+    missing = [name for name in names if not done & {name, name.removesuffix(".weight")}]
+    assert not missing, f"{missing} not in FP8:\n{report}"
+
+
+def like(x: Tensor, seed: int) -> Tensor:
+    """Normal noise in the shape, dtype and device of x, the same on every device."""
+    generator = torch.Generator().manual_seed(1000 + seed)
+    return torch.randn(x.shape, generator=generator).to(device=x.device, dtype=x.dtype)
+
+
+def noise(*shape: int, seed: int = 0, scale: float = 1.0, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
+    """Normal noise times scale, the same on every device."""
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale).to(device=device, dtype=dtype)
+
+
+# Inputs are multiplied by these over ten steps: scales rise, fall by a factor of 40, and values saturate and vanish in between.
+MOVING = (1.0, 1.5, 4.0, 0.5, 8.0, 0.25, 0.2, 2.0, 3.0, 1.0)

@@ -1,0 +1,275 @@
+"""Triton kernels as machine code, without a GPU: traced from a model for a described one, compiled by Triton, and read.
+
+    for kernel in traced("llama", "delayed"):
+        code = compile_kernel(kernel, kernel.configs[0], TARGETS["sm_90"])
+        resources(code).spills
+
+`python -m tests.support.machine_code sm_90 llama` prints what each kernel of a model takes in each of its configurations.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from fp8compile import compat
+from fp8compile.codegen import triton_kernels
+from fp8compile.codegen.expressions import TRITON_DTYPE
+from fp8compile.devices.formats import pick
+from fp8compile.dryrun.fake_gpu import trace
+from tests.support.harness import ALL_FP8
+
+BF16 = torch.bfloat16
+Config = tuple[int, int, int]
+
+TARGETS = {
+    "sm_89": GPUTarget("cuda", 89, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "sm_120": GPUTarget("cuda", 120, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+    "gfx950": GPUTarget("hip", "gfx950", 64),
+}
+
+
+# -- the test models, at the sizes of the real ones: nothing runs and nothing is written, so size costs nothing ---------
+
+
+class LlamaLayer(nn.Module):
+    """A Llama-3-8B decoder layer without its rotary embedding: grouped-query attention and SwiGLU."""
+
+    def __init__(self, dim: int = 4096, heads: int = 32, kv_heads: int = 8, hidden: int = 14336) -> None:
+        super().__init__()
+        head = dim // heads
+        self.head = head
+        self.attn_norm, self.mlp_norm = nn.RMSNorm(dim), nn.RMSNorm(dim)
+        self.q, self.o = nn.Linear(dim, dim, bias=False), nn.Linear(dim, dim, bias=False)
+        self.k, self.v = nn.Linear(dim, kv_heads * head, bias=False), nn.Linear(dim, kv_heads * head, bias=False)
+        self.gate, self.up = nn.Linear(dim, hidden, bias=False), nn.Linear(dim, hidden, bias=False)
+        self.down = nn.Linear(hidden, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.attn_norm(x)
+        q, k, v = (p(h).unflatten(-1, (-1, self.head)).transpose(1, 2) for p in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + self.o(y.transpose(1, 2).flatten(2))
+        h = self.mlp_norm(x)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+class Block(nn.Module):
+    """A pre-norm block with LayerNorm, one projection for q, k and v, and GELU: GPT-2 (causal, tanh) or ViT (neither)."""
+
+    def __init__(self, dim: int, heads: int, causal: bool) -> None:
+        super().__init__()
+        self.heads, self.causal = heads, causal
+        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.qkv, self.proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(self.norm1(x)).chunk(3, -1))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        x = x + self.proj(y.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh" if self.causal else "none"))
+
+
+class Ffn(nn.Module):
+    """Linear, GELU, linear, LayerNorm: one block of a stacked feed-forward network."""
+
+    def __init__(self, dim: int = 4096) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim), nn.LayerNorm(dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.down(F.gelu(self.up(x))))
+
+
+# name: (builder, shape of the input); ViT has 197 tokens an image
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "llama": (LlamaLayer, (1, 8192, 4096)),
+    "gpt2": (lambda: Block(768, 12, causal=True), (16, 1024, 768)),
+    "ffn": (Ffn, (16384, 4096)),
+    "vit": (lambda: Block(768, 12, causal=False), (64, 197, 768)),
+}
+RECIPES = ("delayed", "tensorwise")
+
+
+# -- which kernels a model gets ----------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Generated:
+    """A kernel as it is launched: its source, block sizes to choose from, the Triton type of each argument, and constants."""
+
+    model: str
+    name: str
+    source: str
+    configs: tuple[Config, ...]
+    types: tuple[tuple[str, str], ...]
+    constants: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def text(self) -> str:
+        """What is compiled: kernels of one text are the same."""
+        return f"{self.source}{self.constants or ''}"
+
+    @property
+    def form(self) -> str:
+        """The text without what differs between sizes: numbers of two digits and more, its name, comments."""
+        text = re.sub(r"#.*", "", self.source.replace(self.name, "kernel")) + str(self.constants)
+        return re.sub(r"(?<![\w.])\d{2,}(?![\w.])", _size, text) + str([kind for _, kind in self.types])
+
+
+def _size(number: re.Match[str]) -> str:
+    """Triton vectorises what is a multiple of 16 otherwise than what is not."""
+    return "multiple" if int(number[0]) % 16 == 0 else "size"
+
+
+def traced(name: str, recipe: str, dynamic: bool = False) -> list[Generated]:
+    """The kernels of one training step, each once, as they are launched on an H200."""
+    build, shape = MODELS[name]
+    with torch.device("meta"):
+        model = build().to(BF16)
+    model = model.to_empty(device="cpu")  # 0.4 GB of parameters that are never written
+    compiled = torch.compile(model, backend="fp8", dynamic=dynamic, options={"recipe": recipe, "policy": ALL_FP8})
+    x = torch.empty(shape, dtype=BF16, requires_grad=True)
+    found: dict[str, Generated] = {}
+    launch = compat.launch
+
+    def noted(emit: Any, function: Any, grids: Any, arguments: dict[str, Any], constants: dict[str, Any] | None = None) -> Any:
+        jitted = function.fn
+        written = jitted.fn.__name__ not in vars(triton_kernels)
+        source = pathlib.Path(jitted.fn.__code__.co_filename).read_text() if written else jitted.src
+        configs = tuple((c.kwargs["BLOCK_R"], c.kwargs["BLOCK_C"], c.num_warps) for c in function.configs)
+        types = tuple((key, _type(value)) for key, value in arguments.items())
+        fixed = tuple((constants or {}).items())
+        kernel = Generated(f"{name} {recipe}", jitted.fn.__name__, source, configs, types, fixed)
+        found.setdefault(kernel.text, kernel)
+        return launch(emit, function, grids, arguments, constants)
+
+    with mock.patch.object(compat, "launch", noted):
+        trace(lambda: compiled(x).sum().backward())
+    return list(found.values())
+
+
+def _type(value: Any) -> str:
+    """Triton's name for the type of an argument: a node, or a number."""
+    value = value.meta["val"] if isinstance(value, torch.fx.Node) else value
+    if not isinstance(value, torch.Tensor):
+        return "i32"
+    name = TRITON_DTYPE[value.dtype].removeprefix("tl.")
+    for long, short in (("bfloat", "bf"), ("float8", "fp8"), ("float", "fp"), ("uint", "u"), ("int", "i")):
+        if name.startswith(long):
+            return "*" + short + name.removeprefix(long)
+    raise AssertionError(name)
+
+
+def with_fnuz(kernel: Generated) -> Generated:
+    """The same kernel in the FP8 encodings of gfx942."""
+    source, types = kernel.source, dict(kernel.types)
+    for ocp, fnuz in ((pick(wide, False), pick(wide, True)) for wide in (False, True)):
+        old, new = (TRITON_DTYPE[form.dtype].removeprefix("tl.") for form in (ocp, fnuz))
+        source = source.replace(f"tl.{old})", f"tl.{new})").replace(str(ocp.dtype)[6:] + "\n", str(fnuz.dtype)[6:] + "\n")
+        source = re.sub(rf"(?<![\w.]){re.escape(str(ocp.max))}(?![\w.])", str(fnuz.max), source)
+        types = {key: kind.replace(old.replace("float", "fp"), new.replace("float", "fp")) for key, kind in types.items()}
+    return dataclasses.replace(kernel, source=source, types=tuple(types.items()))
+
+
+# -- compiling and reading ---------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Resources:
+    """What a compiled kernel takes: registers a thread, bytes (NVIDIA) or registers (AMD) spilled, shared memory a block."""
+
+    registers: int
+    spills: int
+    shared: int
+
+
+def compile_kernel(kernel: Generated, config: Config, target: GPUTarget) -> Any:
+    """Triton's compiled kernel for a target, as Inductor would have it: pointers are multiples of 16."""
+    jitted = vars(triton_kernels).get(kernel.name) or compat.load_kernel(kernel.name, kernel.source)
+    rows, columns, warps = config
+    types = dict(kernel.types)
+    constants = {**dict(kernel.constants), "BLOCK_R": rows, "BLOCK_C": columns}
+    signature = {name: types.get(name, "constexpr") for name in jitted.arg_names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind.startswith("*")}
+    source = ASTSource(fn=jitted, signature=signature, constexprs=constants, attrs=aligned)
+    return triton.compile(source, target=target, options={"num_warps": warps})
+
+
+def resources(compiled: Any) -> Resources:
+    """Read from the object: the cubin by cuobjdump, the code object's metadata. Shared memory is asked for at the launch, the
+    object knows what is static: the larger one counts."""
+    if "hsaco" in compiled.asm:
+        data = compiled.asm["hsaco"]
+        registers, spills = (
+            _metadata(data, "vgpr_count"),
+            _metadata(data, "vgpr_spill_count") + _metadata(data, "sgpr_spill_count"),
+        )
+        return Resources(registers, spills, max(_metadata(data, "group_segment_fixed_size"), compiled.metadata.shared))
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        text = subprocess.run(
+            [_nvidia("cuobjdump"), "--dump-resource-usage", file.name], check=True, capture_output=True, text=True
+        ).stdout
+    counts = {key: int(value) for key, value in re.findall(r"\b(REG|STACK|SHARED|LOCAL):(\d+)", text)}
+    return Resources(counts["REG"], counts["STACK"] + counts["LOCAL"], max(counts["SHARED"], compiled.metadata.shared))
+
+
+def _nvidia(tool: str) -> str:
+    return str(pathlib.Path(importlib.import_module("triton.backends.nvidia").__file__ or "").parent / "bin" / tool)
+
+
+def _metadata(data: bytes, key: str) -> int:
+    """A number in the metadata of an AMD code object, which are MessagePack."""
+    name = f".{key}".encode()
+    at = data.index(bytes([0xA0 | len(name)]) + name) + 1 + len(name)
+    if data[at] < 0x80:
+        return data[at]
+    size = {0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8}[data[at]]
+    return int.from_bytes(data[at + 1 : at + 1 + size], "big")
+
+
+# -- the table ---------------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """`python -m tests.support.machine_code [target] [model ...]`"""
+    target = TARGETS[sys.argv[1] if len(sys.argv) > 1 else "sm_90"]
+    print(f"{'model':18} {'kernel':72} {'config':>12} {'registers':>10} {'spills':>7} {'shared':>7}")
+    done: set[str] = set()
+    for name in sys.argv[2:] or MODELS:
+        for recipe in RECIPES:
+            for kernel in traced(name, recipe):
+                if kernel.text in done:
+                    continue
+                done.add(kernel.text)
+                kernel = with_fnuz(kernel) if target.arch == "gfx942" else kernel
+                for config in kernel.configs:
+                    found = resources(compile_kernel(kernel, config, target))
+                    numbers = f"{found.registers:10} {found.spills:7} {found.shared:7}"
+                    print(f"{kernel.model:18} {kernel.name:72} {'x'.join(map(str, config)):>12} {numbers}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

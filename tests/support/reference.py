@@ -1,0 +1,367 @@
+"""The oracle: one FP8 training step in plain eager PyTorch, independent of the package.
+
+Nothing here is imported from fp8compile, and nothing is shared with it: formats, scales and the cast (reference_casts.py), what
+options mean (reference_settings.py), the three matmuls of a linear and the delayed state are written out again from their
+definition, in the plainest way there is.
+
+    fprop  y  = x w^T    x: "input",    w: "weight"   (forward format)
+    dgrad  dx = dy w     dy: "gradient" (gradient format), w: "weight"
+    wgrad  dw = dy^T x   dy: "gradient", x: "input"
+
+Each gemm takes its operands with the contracted dimension last. A recipe says which elements of such a copy share a scale
+(`Settings.block`): all (delayed, tensorwise), a row (rowwise), 1 x 128 or 128 x 128 (blockwise), 1 x 32 (mxfp8). So the two
+copies of one tensor, for the two gemms that read it, are quantized each from the tensor, by their own scales.
+
+`Reference(model)` deep-copies a vanilla model and replaces its eligible weights by `Weight`, a Parameter that runs the matmuls
+that read it in FP8. A subclass and not a mode, because a mode that is entered around the forward is gone when activation
+checkpointing recomputes in the backward.
+
+Delayed state belongs to a slot (parameter name, role, use). Here every reader has a slot of its own: q, k and v that read one
+tensor have three equal histories where the package keeps one.
+
+A call is cold while some slot has seen zeros only (16 such calls at most), and behind one in which an amax overflowed: there,
+what its slot would saturate has the scale of its own amax. Paths through a model are graphs of their own, each with its cold
+calls: the arguments that are no tensors say which one is taken.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.support.reference_casts import Quantized, amax_of, float32, scale_of, scaled_mm
+from tests.support.reference_settings import ROLES, Settings
+
+HEADS = frozenset({"lm_head", "head", "embed_out", "unembed", "score", "classifier", "output_projection"})
+
+Key = tuple[str, str, int]  # (parameter name, role, use)
+
+
+@dataclass
+class Slot:
+    """Delayed state of one tensor: amaxes newest first, and the scale that they gave (None before the first)."""
+
+    length: int
+    history: list[float] = field(default_factory=list)
+    scale: float | None = None
+    calls: int = 0  # counted from the first non-zero amax, and from the first one after an overflow
+
+    @property
+    def cold(self) -> bool:
+        """Whether the next call scales this tensor by its current amax, if that is a cold call."""
+        return self.calls == 0
+
+    @property
+    def overflowed(self) -> bool:
+        return self.cold and self.history[0] > 0.0
+
+    def __post_init__(self) -> None:
+        self.history = [0.0] * self.length
+
+
+@dataclass
+class Path:
+    """What the calls of one path through the model have in common."""
+
+    cold: bool = True  # its next call
+    patience: int = 16  # how many of them may be so for the sake of zeros
+    slots: list[Slot] = field(default_factory=list)
+
+
+@dataclass
+class Call:
+    """What one training forward leaves for its backward and for a recompute of its checkpointed regions."""
+
+    path: Path
+    cold: bool
+    first: int  # autograd sequence numbers of the nodes of this forward: [first, last)
+    last: int = 0
+    uses: dict[str, int] = field(default_factory=dict)
+    forward: dict[Key, float] = field(default_factory=dict)  # amaxes of inputs and weights
+    gradient: dict[Key, float] = field(default_factory=dict)  # amaxes of gradients seen by the running backward
+    expected: set[Key] = field(default_factory=set)  # gradient slots that a backward of this call visits
+    # (parameter, use) -> (amax of the input, scale of the input, scale of the weight) of the original forward; None: its own
+    scales: dict[tuple[str, int], tuple[float, float | None, float | None]] = field(default_factory=dict)
+
+
+class Reference:
+    """An eager FP8 copy of `model`: call it as the model, then `.backward()` as usual; see `grads()` and `slots`.
+
+    options: those of `Settings`, as the package names them. exclude: parameters to keep in high precision besides output heads
+    and shapes that FP8 does not take. overrides: options of single parameters, by name.
+    The whole model is one graph: a non-finite amax anywhere keeps all slots of that direction where they are.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        recipe: str = "delayed",
+        *,
+        exclude: Collection[str] = (),
+        overrides: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+        **options: Any,
+    ) -> None:
+        self.default = Settings(recipe, **options)
+        self.settings = {name: replace(self.default, **given) for name, given in overrides.items()}
+        every = (self.default, *self.settings.values())
+        self.length = max([s.amax_history_len for s in every if any(map(s.delayed, ROLES))], default=1)
+        self.slots: dict[Key, Slot] = {}
+        self.call: Call | None = None  # the training forward that is running
+        self.calls: list[Call] = []
+        self.paths: dict[tuple[Any, ...], Path] = {}
+        self.model = copy.deepcopy(model)
+        self.names = self._install(exclude)
+
+    def of(self, name: str) -> Settings:
+        """Those of a parameter."""
+        return self.settings.get(name, self.default)
+
+    def _install(self, exclude: Collection[str]) -> list[str]:
+        """Replace the eligible parameters of the copy by Weights; -> their names."""
+        tied = {id(m.weight) for m in self.model.modules() if isinstance(m, nn.Embedding)}
+        weights: dict[int, Weight] = {}
+        for name, parameter in list(self.model.named_parameters()):
+            module = name.split(".")[-2] if "." in name else ""
+            if name in exclude or module in HEADS or id(parameter) in tied or parameter.dim() != 2:
+                continue
+            if min(parameter.shape) < 128 or any(size % 16 for size in parameter.shape):
+                continue
+            if parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+                continue
+            weight = torch.Tensor._make_subclass(Weight, parameter.detach(), parameter.requires_grad)
+            weight.owner, weight.key = self, name
+            weights[id(parameter)] = weight
+        for module in self.model.modules():
+            for attribute, parameter in module._parameters.items():
+                if id(parameter) in weights:
+                    module._parameters[attribute] = weights[id(parameter)]
+        return [weight.key for weight in weights.values()]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+        parameters = list(self.model.parameters())
+        trains = torch.is_grad_enabled() and self.model.training and any(t.requires_grad for t in tensors + parameters)
+        if not trains or any(t.numel() == 0 for t in tensors):
+            return self.model(*args, **kwargs)  # high precision: evaluation, or no rows
+        path = self.paths.setdefault(tuple(a for a in (*args, *kwargs.values()) if not isinstance(a, Tensor)), Path())
+        if any(slot.overflowed for slot in path.slots):
+            path.cold, path.patience = True, max(1, path.patience)
+        self.call = Call(path, path.cold, torch._C._autograd._get_sequence_nr())
+        try:
+            out = self.model(*args, **kwargs)
+            self.call.last = torch._C._autograd._get_sequence_nr()
+            self.calls.append(self.call)
+        finally:
+            call, self.call = self.call, None
+        keys = [key for key in (*call.forward, *call.expected) if self.of(key[0]).delayed(key[1])]
+        path.slots = [self.slots.setdefault(key, Slot(self.length)) for key in keys]
+        self._update(call.forward, call, last=not any(key in call.expected for key in keys))
+        return out
+
+    def grads(self) -> dict[str, Tensor]:
+        """Copies of the gradients of all parameters that have one."""
+        return {name: p.grad.detach().clone() for name, p in self.model.named_parameters() if p.grad is not None}
+
+    # scaling state
+
+    def _scale(self, key: Key, amax: float, call: Call) -> float | None:
+        """The scale that this training call quantizes with: it comes from earlier calls; in a cold call from amax, if that is
+        finite, in a cold slot and in one that does not cover it. None: current scaling."""
+        settings, role = self.of(key[0]), key[1]
+        if not settings.delayed(role):
+            return None
+        slot = self.slots.setdefault(key, Slot(self.length))
+        stored, fp8_max = slot.scale or 1.0, settings.format(role)[1]
+        saturates = settings.on_overflow == "current" and float32(amax * stored) > fp8_max
+        if call.cold and (slot.cold or saturates) and math.isfinite(amax):
+            return scale_of(amax, fp8_max, settings.margin_of(role))
+        return stored
+
+    def _update(self, amaxes: dict[Key, float], call: Call, last: bool = True) -> None:
+        """End of one direction of one call, the `last` if no other follows."""
+        self._move(amaxes)
+        path = call.path
+        if last and path.cold:
+            path.patience = max(0, path.patience - 1)
+            path.cold = path.patience > 0 and any(slot.cold for slot in path.slots)
+
+    def _move(self, amaxes: dict[Key, float]) -> None:
+        """Every slot moves, or none if any amax is not finite."""
+        amaxes = {key: amax for key, amax in amaxes.items() if self.of(key[0]).delayed(key[1])}
+        if not all(math.isfinite(amax) for amax in amaxes.values()):
+            return
+        for key, amax in amaxes.items():
+            settings = self.of(key[0])
+            slot = self.slots.setdefault(key, Slot(self.length))
+            slot.history = [amax, *slot.history[:-1]]
+            if slot.cold and amax == 0.0:
+                continue  # still cold
+            fp8_max, margin = settings.format(key[1])[1], settings.margin_of(key[1])
+            # it saturates, and is 2 or 8 times what the history let expect
+            limit = max(fp8_max, (8.0 if key[1] == "gradient" else 2.0) * fp8_max / 2**margin)
+            overflow = settings.on_overflow == "current" and not slot.cold and float32(amax * slot.scale) > limit
+            if slot.calls % settings.interval == 0 or overflow:
+                length = 1 if settings.amax_compute_algo == "most_recent" else settings.amax_history_len
+                window = max(slot.history[:length])
+                if window > 0.0:
+                    slot.scale = scale_of(window, fp8_max, margin)
+            slot.calls = 0 if overflow else slot.calls + 1
+
+    # the matmuls of one reader of a weight
+
+    def _begin(self, name: str, x: Tensor, w: Tensor) -> tuple[Call, int, float | None, float | None]:
+        """-> the call, which use of the weight this is, the scales of x and w; records amaxes unless this is a recompute."""
+        x_amax = amax_of(x)
+        settings = self.of(name)
+        if self.call is None:  # a recompute: the call whose node asks for its saved tensors, with the scales it used
+            number = torch._C._current_autograd_node()._sequence_nr()
+            call = next(c for c in self.calls if c.first <= number < c.last)
+            uses = [(use, s) for (weight, use), s in call.scales.items() if weight == name]
+            use, (_, x_scale, w_scale) = next((u for u in uses if u[1][0] == x_amax), uses[0])
+            return call, use, x_scale, w_scale
+        call = self.call
+        use = call.uses.get(name, 0)
+        call.uses[name] = use + 1
+        w_amax = amax_of(w)
+        x_scale = self._scale((name, "input", use), x_amax, call)
+        w_scale = self._scale((name, "weight", use), w_amax, call)
+        call.scales[name, use] = x_amax, x_scale, w_scale
+        fp8_dgrad = x.requires_grad and not settings.high_dgrad
+        fp8_wgrad = w.requires_grad and not settings.high_wgrad
+        if not settings.high_fprop or fp8_wgrad:
+            call.forward[name, "input", use] = x_amax
+        if not settings.high_fprop or fp8_dgrad:
+            call.forward[name, "weight", use] = w_amax
+        if fp8_dgrad or fp8_wgrad:
+            call.expected.add((name, "gradient", use))
+        return call, use, x_scale, w_scale
+
+    def _gradient(self, call: Call, key: Key, dy: Tensor) -> float | None:
+        """The scale of dy from its slot, None with current scaling.
+
+        The last gradient of a backward of this call moves the gradient slots.
+        """
+        amax = amax_of(dy)
+        scale = self._scale(key, amax, call)
+        if not call.gradient:  # an output that the loss does not use leaves gradients of zeros
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._finish(call))
+        call.gradient[key] = amax
+        if call.gradient.keys() == call.expected:
+            self._finish(call)
+        return scale
+
+    def _finish(self, call: Call) -> None:
+        if call.gradient:
+            amaxes = {key: call.gradient.get(key, 0.0) for key in call.expected}
+            call.gradient = {}
+            self._update(amaxes, call)
+
+    def matmul(self, weight: Weight, x: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
+        """x w^T + bias for a weight [n, k], or x w + bias for one [k, n] (`transposed`); x: [..., k] -> [..., n]."""
+        dtype = x.dtype
+        if torch.is_autocast_enabled(x.device.type):
+            dtype = torch.get_autocast_dtype(x.device.type)
+        with torch._C.DisableTorchFunctionSubclass(), torch.autocast(x.device.type, enabled=False):
+            return _Linear.apply(x, weight, bias, self, weight.key, transposed, dtype)
+
+
+class _Linear(torch.autograd.Function):
+    """The three matmuls of one reader of one weight."""
+
+    @staticmethod
+    def forward(ctx, x, w, bias, owner, name, transposed, dtype):  # noqa: PLR0913
+        ctx.owner, ctx.name, ctx.transposed, ctx.dtype, ctx.x_dtype = owner, name, transposed, dtype, x.dtype
+        ctx.w_dtype, ctx.bias_dtype, ctx.x_shape = w.dtype, None if bias is None else bias.dtype, x.shape
+        ctx.call, use, x_scale, w_scale = owner._begin(name, x, w)
+        ctx.key = (name, "gradient", use)
+        rows = x.reshape(-1, x.shape[-1])
+        w_nk = w.t() if transposed else w
+        ctx.settings = settings = owner.of(name)
+        kept = []  # for dgrad and wgrad: the copies that these contract, or the tensors themselves
+        if settings.high_dgrad:
+            kept += [w_nk.to(dtype), None]
+        else:
+            kept += settings.quantize(w_nk.t(), "weight", "dgrad", w_scale)[:2]
+        if settings.high_wgrad:
+            kept += [rows.to(dtype), None]
+        else:
+            kept += settings.quantize(rows.t(), "input", "wgrad", x_scale)[:2]
+        ctx.save_for_backward(*kept)
+        # autocast hands the bias over in the output's dtype; it is added in float32
+        bias = None if bias is None else bias.to(dtype)
+        if settings.high_fprop:
+            y = torch.nn.functional.linear(rows.to(dtype), w_nk.to(dtype), bias)
+        else:
+            x8, w8 = settings.quantize(rows, "input", "fprop", x_scale), settings.quantize(w_nk, "weight", "fprop", w_scale)
+            y = scaled_mm(x8, w8, dtype, bias)
+        return y.reshape(*x.shape[:-1], w_nk.shape[0])
+
+    @staticmethod
+    def backward(ctx, dy):
+        owner, dtype, settings = ctx.owner, ctx.dtype, ctx.settings
+        w, w_inv, x, x_inv = ctx.saved_tensors
+        rows = dy.reshape(-1, dy.shape[-1])
+        needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
+        scale = owner._gradient(ctx.call, ctx.key, rows) if ctx.key in ctx.call.expected else None
+        dx = dw = db = None
+        if needs_x:
+            if settings.high_dgrad:
+                dx = rows @ w
+            else:
+                dy8 = settings.quantize(rows, "gradient", "dgrad", scale)
+                dx = scaled_mm(dy8, Quantized(w, w_inv, settings.block("weight", "dgrad")), dtype)
+            dx = dx.reshape(ctx.x_shape).to(ctx.x_dtype)
+        if needs_w:
+            if settings.high_wgrad:
+                dw = rows.t() @ x
+            else:
+                dy8 = settings.quantize(rows.t(), "gradient", "wgrad", scale)
+                dw = scaled_mm(dy8, Quantized(x, x_inv, settings.block("input", "wgrad")), dtype)
+            dw = (dw.t() if ctx.transposed else dw).to(ctx.w_dtype)
+        if needs_bias:
+            db = rows.float().sum(0).to(dtype).to(ctx.bias_dtype)
+        return dx, dw, db, None, None, None, None
+
+
+class Weight(nn.Parameter):
+    """A parameter whose products with activations run in FP8 during a training call of its owner, and in recomputes of it."""
+
+    owner: Reference
+    key: str
+    source: Weight | None = None  # set in a transposed view: the weight itself
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name == "__get__":
+            name = getattr(func.__self__, "__name__", "")
+        first = args[0] if args else None
+        if name in ("t", "T", "mT") and isinstance(first, Weight):
+            with torch._C.DisableTorchFunctionSubclass():
+                view = func(*args, **kwargs).as_subclass(Weight)
+            view.owner, view.key, view.source = first.owner, first.key, first
+            return view
+        product = None
+        if name == "linear":
+            product = (first, args[1], args[2] if len(args) > 2 else kwargs.get("bias"), False)
+        elif name in ("matmul", "__matmul__", "mm"):
+            product = (first, args[1], None, True)
+        elif name == "addmm" and not kwargs:
+            product = (args[1], args[2], first, True)
+        if product is not None and isinstance(product[1], Weight) and not isinstance(product[0], Weight):
+            x, weight, bias, transposed = product
+            if weight.source is not None:
+                weight, transposed = weight.source, not transposed
+            recompute = torch._C._current_graph_task_id() != -1
+            if weight.owner.call is not None or (recompute and torch.is_grad_enabled()):
+                return weight.owner.matmul(weight, x, bias, transposed)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)

@@ -1,0 +1,191 @@
+"""Writes tests/codegen/expected/<name>.py, the generated source of representative groups: `python -m tests.support.regenerate`
+
+A change of the generator shows in these files as a diff to read. tests/codegen/test_expected_kernels.py compares.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo.source import ConstantSource
+from torch._inductor.decomposition import select_decomp_table
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import traceback
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+from fp8compile.ir import ops  # also: registers the operators
+from fp8compile.passes.fuse import fuse
+from fp8compile.passes.lower import split_casts
+from tests.support.interpreter import kernels_on_cpu
+
+EXPECTED = pathlib.Path(__file__).parents[1] / "codegen" / "expected"
+COMMAND = "python -m tests.support.regenerate"
+BF16, F32 = torch.bfloat16, torch.float32
+E4M3, E5M2 = (torch.float8_e4m3fn, 448.0), (torch.float8_e5m2, 57344.0)
+aten = torch.ops.aten
+
+
+def both(x: Tensor, scale: Tensor, form: tuple = E4M3) -> tuple[Tensor, ...]:
+    """Both layouts and the amax: what a tensor with a delayed scale gets."""
+    return *ops.quantize_both(x, scale, *form), ops.amax(x)
+
+
+def weight_both_layouts(w: Tensor, scale: Tensor) -> Any:
+    return both(w, scale)
+
+
+def row_major_only(x: Tensor, scale: Tensor) -> Any:
+    return ops.quantize(x, scale, *E4M3, False)
+
+
+def gelu(x: Tensor, scale: Tensor) -> Any:
+    return both(aten.gelu(x), scale)
+
+
+def swiglu(gate: Tensor, up: Tensor, scale: Tensor) -> Any:
+    return both(aten.silu(gate) * up, scale)
+
+
+def gelu_backward_bias(dy: Tensor, x: Tensor, scale: Tensor) -> Any:
+    dx = aten.gelu_backward(dy, x, approximate="tanh")
+    return *both(dx, scale, E5M2), dx.sum([0])
+
+
+def swiglu_backward(dy: Tensor, gate: Tensor, up: Tensor, scale_gate: Tensor, scale_up: Tensor) -> Any:
+    wide = gate.to(F32)
+    sigmoid = aten.sigmoid(wide)  # spelled out: torch 2.11 decomposes silu_backward in another way
+    d_gate = ((dy * up).to(F32) * sigmoid * (1 + wide * (1 - sigmoid))).to(BF16)
+    d_up = dy * (wide * sigmoid).to(BF16)
+    return *both(d_gate, scale_gate, E5M2), *both(d_up, scale_up, E5M2)
+
+
+def rms_norm(x: Tensor, weight: Tensor, scale: Tensor) -> Any:
+    wide = x.to(F32)
+    rstd = (wide.pow(2).mean([-1], True) + 1e-6).rsqrt()
+    return *both((wide * rstd * weight).to(BF16), scale), rstd
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, scale: Tensor) -> Any:
+    y, mean, rstd = aten.native_layer_norm(x, [x.shape[1]], weight, bias, 1e-5)
+    return *both(y, scale), mean, rstd
+
+
+def layer_norm_backward(dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, bias: Tensor, scale: Tensor) -> Any:
+    dx, dw, db = aten.native_layer_norm_backward(dy, x, [x.shape[1]], mean, rstd, weight, bias, [True, True, True])
+    return *both(dx, scale, E5M2), dw, db
+
+
+def attention_output(y: Tensor, scale: Tensor) -> Any:
+    """[batch, heads, time, head] -> [batch * time, heads * head]"""
+    batch, heads, time, head = y.shape
+    return both(y.transpose(1, 2).reshape(batch * time, heads * head), scale)
+
+
+def tensorwise_gelu(x: Tensor) -> Any:
+    """Two kernels: the scale of the second waits for the amax of the first."""
+    y = aten.gelu(x)
+    return ops.quantize_both(y, ops.current_scale(ops.amax(y), E4M3[1], 0), *E4M3)
+
+
+def dynamic_rows(x: Tensor, scale: Tensor) -> Any:
+    return both(aten.relu(x), scale)
+
+
+def in_blocks(x: Tensor, block: list[int], power_of_2: bool = True) -> tuple[Tensor, ...]:
+    """Both layouts, each by scales of its own blocks, and what divides back."""
+    scale, other = (
+        ops.current_scale(ops.amax_blocks(x, transposed, block), E4M3[1], 0, power_of_2) for transposed in (False, True)
+    )
+    return *ops.quantize_both(x, scale, *E4M3, other, block), ops.inverse(scale), ops.inverse(other)
+
+
+def mxfp8_swiglu(gate: Tensor, up: Tensor) -> Any:
+    return in_blocks(aten.silu(gate) * up, [1, 32])
+
+
+def blockwise_weight(w: Tensor) -> Any:
+    """128 x 128: one scale for a block in both layouts."""
+    scale = ops.current_scale(ops.amax_blocks(w, False, [128, 128]), E4M3[1], 0, True)
+    inverse = ops.inverse(scale)
+    return *ops.quantize_both(w, scale, *E4M3, scale.t(), [128, 128]), inverse, inverse.t()
+
+
+def blockwise_gelu_backward_bias(dy: Tensor, x: Tensor) -> Any:
+    """A tile of 128 x 128 would spill: in strips."""
+    dx = aten.gelu_backward(dy, x, approximate="tanh")
+    return *in_blocks(dx, [1, 128]), dx.sum([0])
+
+
+def rowwise_rms_norm(x: Tensor, weight: Tensor) -> Any:
+    """Two kernels: the transposed copy waits for the amaxes of all columns."""
+    wide = x.to(F32)
+    rstd = (wide.pow(2).mean([-1], True) + 1e-6).rsqrt()
+    return *in_blocks((wide * rstd * weight).to(BF16), [1, 0], power_of_2=False), rstd
+
+
+ONE = ((1,), F32)
+GROUPS: dict[Callable[..., Any], list[tuple[tuple[int, ...], torch.dtype]]] = {
+    weight_both_layouts: [((14336, 4096), BF16), ONE],
+    row_major_only: [((8192, 4096), BF16), ONE],
+    gelu: [((16384, 3072), BF16), ONE],
+    swiglu: [((8192, 14336), BF16), ((8192, 14336), BF16), ONE],
+    gelu_backward_bias: [((16384, 3072), BF16), ((16384, 3072), BF16), ONE],
+    swiglu_backward: [((8192, 14336), BF16), ((8192, 14336), BF16), ((8192, 14336), BF16), ONE, ONE],
+    rms_norm: [((8192, 4096), BF16), ((4096,), BF16), ONE],
+    layer_norm: [((16384, 768), BF16), ((768,), BF16), ((768,), BF16), ONE],
+    layer_norm_backward: [
+        ((16384, 768), BF16),
+        ((16384, 768), BF16),
+        ((16384, 1), F32),
+        ((16384, 1), F32),
+        ((768,), BF16),
+        ((768,), BF16),
+        ONE,
+    ],
+    attention_output: [((2, 32, 4096, 128), BF16), ONE],
+    tensorwise_gelu: [((1000, 3072), BF16)],
+    dynamic_rows: [((1000, 512), BF16), ONE],
+    mxfp8_swiglu: [((8192, 14336), BF16), ((8192, 14336), BF16)],
+    blockwise_weight: [((14336, 4096), BF16)],
+    blockwise_gelu_backward_bias: [((16384, 3072), BF16), ((16384, 3072), BF16)],
+    rowwise_rms_norm: [((8192, 4096), BF16), ((4096,), BF16)],
+}
+
+
+def generate(function: Callable[..., Any]) -> str:
+    """The kernels of a group, one source after the other."""
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    inputs = []
+    for shape, dtype in GROUPS[function]:
+        rows = DimDynamic.DYNAMIC if function is dynamic_rows and len(shape) == 2 else DimDynamic.STATIC
+        context = StatelessSymbolicContext([rows, *[DimDynamic.STATIC] * (len(shape) - 1)])  # type: ignore[arg-type]
+        real = torch.empty(shape, dtype=dtype, device="meta")
+        inputs.append(mode.from_tensor(real, symbolic_context=context, source=ConstantSource(f"input{len(inputs)}")))
+    with mode:
+        inputs = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype) for x in inputs]
+    # kernels are named after what their nodes were decomposed from
+    with enable_python_dispatcher(), traceback.preserve_node_meta():
+        graph = make_fx(function, decomposition_table=select_decomp_table())(*inputs).graph
+    with kernels_on_cpu() as made:
+        split_casts(graph)
+        fuse(graph)
+    return "\n\n".join(kernel.source for kernel in made)
+
+
+def main() -> None:
+    sources = {function.__name__: generate(function) for function in GROUPS}
+    EXPECTED.mkdir(exist_ok=True)
+    for path in EXPECTED.glob("*.py"):
+        path.unlink()
+    for name, source in sources.items():
+        (EXPECTED / f"{name}.py").write_text(source)
+
+
+if __name__ == "__main__":
+    main()

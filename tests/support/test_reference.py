@@ -1,0 +1,431 @@
+"""The oracle against itself: against tables of FP8 values, against float64 and against what autograd does without FP8."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.support.models import Attention, Block, Checkpointed, Mlp, Spelled, Stack, SwiGlu, Twice, TwoOutputs, make
+from tests.support.reference import HEADS, Reference
+from tests.support.reference_casts import (
+    FLT_MAX,
+    FNUZ,
+    FORMATS,
+    amax_of,
+    block_amaxes,
+    cast,
+    elements,
+    inverse,
+    quantize,
+    scale_of,
+    scaled_mm,
+    scales_of,
+)
+from tests.support.reference_settings import RECIPES, Settings
+
+E4M3, E5M2 = FORMATS["hybrid"]
+
+
+def snr(expected: Tensor, got: Tensor) -> float:
+    noise = (expected.double() - got.double()).square().sum().item()
+    return math.inf if noise == 0.0 else 10.0 * math.log10(expected.double().square().sum().item() / noise)
+
+
+def grid(dtype: torch.dtype) -> list[float]:
+    """All finite values of an FP8 format, ascending, from its bits: 1 sign, 4 or 5 exponent, 3 or 2 mantissa bits."""
+    mantissa_bits, bias = (3, 7) if dtype == torch.float8_e4m3fn else (2, 15)
+    top = 448.0 if dtype == torch.float8_e4m3fn else 57344.0
+    values = set()
+    for code in range(128):
+        exponent, mantissa = code >> mantissa_bits, code & ((1 << mantissa_bits) - 1)
+        if exponent == 0:
+            value = mantissa * 2.0 ** (1 - bias - mantissa_bits)
+        else:
+            value = (1 + mantissa / 2**mantissa_bits) * 2.0 ** (exponent - bias)
+        if value <= top:
+            values |= {value, -value}
+    return sorted(values)
+
+
+@pytest.mark.parametrize(("dtype", "fp8_max"), [E4M3, E5M2], ids=["e4m3", "e5m2"])
+def test_cast_rounds_to_the_nearest_value_ties_to_even(dtype: torch.dtype, fp8_max: float) -> None:
+    values = grid(dtype)
+    assert values[-1] == fp8_max
+    exact = torch.tensor(values)
+    assert torch.equal(cast(exact, 1.0, dtype, fp8_max).float(), exact)
+    low, high = exact[:-1], exact[1:]
+    middle = (low.double() + high.double()) / 2
+    assert torch.equal(middle.float().double(), middle)  # ties are exact in float32
+    tie = cast(middle.float(), 1.0, dtype, fp8_max)
+    assert (tie.view(torch.uint8) & 1 == 0).all()  # the even mantissa of the two
+    assert ((tie.float() == low) | (tie.float() == high)).all()
+    step = (high.double() - low.double()) / 1024
+    assert torch.equal(cast((middle - step).float(), 1.0, dtype, fp8_max).float(), low)
+    assert torch.equal(cast((middle + step).float(), 1.0, dtype, fp8_max).float(), high)
+
+
+@pytest.mark.parametrize(("dtype", "fp8_max"), [E4M3, E5M2], ids=["e4m3", "e5m2"])
+def test_cast_saturates_and_propagates(dtype: torch.dtype, fp8_max: float) -> None:
+    x = torch.tensor([1.01 * fp8_max, -1e30, 3e38, math.inf, -math.inf, math.nan, 0.0])
+    y = cast(x, 4.0, dtype, fp8_max).float()  # 3e38 * 4 overflows float32: still a finite x
+    assert y[:3].tolist() == [fp8_max, -fp8_max, fp8_max]
+    assert y[3:6].isnan().all()
+    assert y[6] == 0.0
+
+
+def test_scale() -> None:
+    assert scale_of(2.0, 448.0) == 224.0
+    assert scale_of(2.0, 448.0, margin=3) == 28.0
+    assert scale_of(3.0, 448.0) == torch.tensor(448.0 / 3.0, dtype=torch.float64).float().item()
+    assert scale_of(1e-45, 448.0) == FLT_MAX
+    assert [scale_of(amax, 448.0) for amax in (0.0, math.inf, math.nan)] == [1.0] * 3
+    assert inverse(FLT_MAX) > 0.0
+    assert amax_of(torch.tensor([1.0, -3.0])) == 3.0
+    assert amax_of(torch.empty(0, 3)) == 0.0
+    assert math.isnan(amax_of(torch.tensor([1.0, math.nan])))
+
+
+def test_scales_of_powers_of_two() -> None:
+    for amax in (1.75, 1.0, 3.0, 1e-45, 3e38, 1e-12, 447.9, 448.0, 448.1):
+        scale, rounded = scale_of(amax, 448.0), scale_of(amax, 448.0, rounded=True)
+        assert rounded <= scale < 2 * rounded and math.frexp(rounded)[0] == 0.5, amax
+    assert scale_of(0.0, 448.0, rounded=True) == 1.0
+    amaxes = torch.tensor([[0.0, 2.0], [math.inf, 3.0]])
+    assert scales_of(amaxes, 448.0, 1).tolist() == [[1.0, 112.0], [1.0, scale_of(6.0, 448.0)]]
+
+
+@pytest.mark.parametrize("block", [(0, 0), (1, 0), (1, 32), (1, 128), (128, 128)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (3, 40), (130, 129), (256, 128)], ids=str)
+def test_blocks(shape: tuple[int, int], block: tuple[int, int]) -> None:
+    """Each element by its own: the amax of what shares its block."""
+    x = torch.randn(shape)
+    x[0, 0] = 0.0
+    amaxes = block_amaxes(x, block)
+    height, width = (each or whole for each, whole in zip(block, shape, strict=True))
+    assert amaxes.shape == (-(-shape[0] // height), -(-shape[1] // width))
+    spread = elements(amaxes, x, block)
+    for i, j in ((0, 0), (shape[0] - 1, shape[1] - 1), (shape[0] // 2, shape[1] // 3)):
+        top, left = i // height * height, j // width * width
+        assert spread[i, j] == x[top : top + height, left : left + width].abs().max()
+    made = quantize(x, E4M3, block)
+    assert made.scale_inv.shape == amaxes.shape
+    assert snr(x, made.exact()) > 28.0 or x.numel() == 1
+    x[-1, -1] = math.nan
+    assert block_amaxes(x, block)[-1, -1].isnan()
+
+
+def test_blocks_of_the_recipes() -> None:
+    gemms = (("fprop", "input", "weight"), ("dgrad", "gradient", "weight"), ("wgrad", "gradient", "input"))
+    expected = {
+        "delayed": ((0, 0), (0, 0)) * 3,
+        "tensorwise": ((0, 0), (0, 0)) * 3,
+        "rowwise": ((1, 0), (1, 0)) * 3,
+        "rowwise_with_gw_hp": ((1, 0), (1, 0), (1, 0), (0, 0), (1, 0), (1, 0)),
+        "blockwise": ((1, 128), (128, 128), (1, 128), (128, 128), (1, 128), (1, 128)),
+        "mxfp8": ((1, 32), (1, 32)) * 3,
+    }
+    for recipe, blocks in expected.items():
+        settings = Settings(recipe)
+        assert tuple(settings.block(role, gemm) for gemm, *both in gemms for role in both) == blocks
+        assert settings.format("gradient") == (E5M2 if settings.tensorwise else E4M3)
+        assert settings.high_wgrad == (recipe == "rowwise_with_gw_hp")
+        assert settings.rounded == (recipe in ("blockwise", "mxfp8"))
+    assert (
+        Settings(fp8_encoding="fnuz").format("gradient") == FNUZ[1] and Settings(fp8_encoding="fnuz").format("input") == FNUZ[0]
+    )
+    assert [Settings(margin=(0, 1, 2)).margin_of(role) for role in ("input", "weight", "gradient")] == [0, 1, 2]
+
+
+def test_scaled_mm_rounds_once() -> None:
+    a, b = torch.randn(32, 64), torch.randn(48, 64)
+    a8, b8 = quantize(a, E4M3, scale=64.0), quantize(b, E5M2, scale=4096.0)
+    bias = torch.randn(48, dtype=torch.bfloat16)
+    exact = (a8.values.double() / 64) @ (b8.values.double() / 4096).t() + bias.double()
+    y = scaled_mm(a8, b8, torch.bfloat16, bias)
+    assert y.dtype == torch.bfloat16
+    once = exact.bfloat16()
+    assert (y == once).double().mean() > 0.99  # the float32 sum may sit on the other side of a tie
+    torch.testing.assert_close(y, once, rtol=2**-7, atol=1e-4)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_linear_is_close_to_high_precision_and_not_equal(recipe: str) -> None:
+    model = make(lambda: nn.Linear(256, 256))
+    reference = Reference(model, recipe)
+    hybrid = reference.default.tensorwise
+    assert reference.names == ["weight"]
+    x = torch.randn(128, 256, requires_grad=True)
+    x2, dy = x.detach().clone().requires_grad_(), torch.randn(128, 256)
+    y, y2 = model(x), reference(x2)
+    y.backward(dy)
+    y2.backward(dy)
+    assert 28.0 <= snr(y, y2) < 36.0
+    grads = reference.grads()
+    for expected, got in ((x.grad, x2.grad), (model.weight.grad, grads["weight"])):
+        if recipe == "rowwise_with_gw_hp" and got is grads["weight"]:
+            assert snr(expected, got) > 100.0
+        else:
+            assert (24.0 if hybrid else 28.0) <= snr(expected, got) < 36.0
+    assert snr(model.bias.grad, grads["bias"]) > 100.0  # a sum of what was not quantized
+
+
+@pytest.mark.parametrize("build", [Mlp, SwiGlu, Attention, Block, Spelled, Twice], ids=lambda b: b.__name__)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_gradients_without_quantization_are_autograds(build, dtype: torch.dtype) -> None:
+    """With all three matmuls overridden the reference is the model: its shapes, orientations and dtypes are right."""
+    model = make(build, dtype)
+    reference = Reference(model, override_linear_precision=(True, True, True))
+    x = torch.randn(*((2, 32) if build is not Spelled else (64,)), 128, dtype=dtype)
+    a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
+    y, z = model(a), reference(b)
+    y.backward(x)
+    z.backward(x)
+    # float32 sums in another order; bf16 rounds an activation once more or once less
+    floor = 100.0 if dtype == torch.float32 else 35.0
+    assert snr(y, z) >= floor and snr(a.grad, b.grad) >= floor
+    grads = reference.grads()
+    assert grads.keys() == {name for name, _ in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        assert grads[name].dtype == parameter.dtype
+        assert snr(parameter.grad, grads[name]) >= floor, name
+    assert not reference.slots or all(slot.calls == 0 for slot in reference.slots.values())
+
+
+def test_autocast_quantizes_the_float32_weight_and_rounds_to_bf16() -> None:
+    model = make(lambda: nn.Linear(128, 128))
+    reference = Reference(model)
+    x = torch.randn(16, 128, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = reference(x)
+    assert y.dtype == torch.bfloat16
+    assert reference.slots["weight", "weight", 0].history[0] == model.weight.abs().max().item()
+    y.backward(torch.randn_like(y))
+    grads = reference.grads()
+    for grad in (x.grad, grads["weight"], grads["bias"]):
+        assert grad.dtype == torch.float32 and torch.equal(grad.bfloat16().float(), grad)
+
+
+def ones(value: float) -> Tensor:
+    return torch.full((16, 128), value)
+
+
+def run(reference: Reference, x: Tensor, grad: float = 1.0) -> Tensor:
+    y = reference(x)
+    y.backward(torch.full_like(y, grad))
+    return y.detach()
+
+
+def test_delayed_history_and_scale() -> None:
+    reference = Reference(nn.Linear(128, 128, bias=False), amax_history_len=3)
+    slot = reference.slots
+    for value in (1.0, 4.0, 2.0, 0.5):
+        run(reference, ones(value), 2 * value)
+    assert slot["weight", "input", 0].history == [0.5, 2.0, 4.0]
+    assert slot["weight", "input", 0].scale == 112.0
+    assert slot["weight", "gradient", 0].history == [1.0, 4.0, 8.0]
+    assert slot["weight", "gradient", 0].scale == 57344.0 / 2**11 / 8
+    run(reference, ones(0.25))
+    assert slot["weight", "input", 0].scale == 224.0
+
+
+def test_delayed_uses_earlier_scale_and_saturates() -> None:
+    linear = nn.Linear(128, 128, bias=False)
+    with torch.no_grad():
+        linear.weight.copy_(torch.eye(128))
+    reference = Reference(linear)
+    for value, expected in ((1.75, 1.75), (7.0, 1.75), (7.0, 7.0)):  # 448 = 1.75 * 256: scales are powers of two
+        torch.testing.assert_close(run(reference, ones(value)), ones(expected), rtol=1e-6, atol=0.0)
+
+
+def test_options() -> None:
+    recent = Reference(nn.Linear(128, 128), amax_compute_algo="most_recent", margin=1)
+    every = Reference(nn.Linear(128, 128), interval=3)
+    for value in (0.0, 8.0, 4.0, 2.0, 16.0):
+        run(recent, ones(value))
+        run(every, ones(value))
+    assert recent.slots["weight", "input", 0].scale == 448.0 / 32
+    assert every.slots["weight", "input", 0].scale == 448.0 / 16  # at 8, then three calls later
+    run(every, ones(32.0))
+    assert every.slots["weight", "input", 0].scale == 448.0 / 16
+    run(recent, ones(0.0))
+    assert recent.slots["weight", "input", 0].scale == 448.0 / 32  # of no use: the old scale stays
+
+
+def test_an_overflow_asks_for_the_current_amax_once() -> None:
+    linear = nn.Linear(128, 128, bias=False)
+    with torch.no_grad():
+        linear.weight.copy_(torch.eye(128))
+    current, saturate = (Reference(linear, on_overflow=how) for how in ("current", "saturate"))
+    slots = [reference.slots for reference in (current, saturate)]
+    # 3.5 is twice what the scale of 1.75 covers and no more; 14 is; then 28 is scaled by itself with "current"
+    for value, seen, saturated in (
+        (1.75, 1.75, 1.75),
+        (3.5, 1.75, 1.75),
+        (14.0, 3.5, 3.5),
+        (28.0, 28.0, 14.0),
+        (14.0, 14.0, 14.0),
+    ):
+        for reference, expected in ((current, seen), (saturate, saturated)):
+            torch.testing.assert_close(run(reference, ones(value)), ones(expected), rtol=1e-6, atol=0.0)
+        assert slots[0]["weight", "input", 0].cold == (value == 14.0 and seen == 3.5)
+    for slot in (slots["weight", "input", 0] for slots in slots):
+        assert slot.history[:5] == [14.0, 28.0, 14.0, 3.5, 1.75] and slot.scale == 16.0
+
+
+def test_an_overflow_is_due_at_once_and_starts_the_interval_anew() -> None:
+    reference = Reference(nn.Linear(128, 128, bias=False), interval=3, amax_compute_algo="most_recent")
+    scales = []
+    for value in (1.75, 1.0, 7.0, 0.0, 3.5, 1.75, 1.75, 1.75):
+        reference(ones(value))
+        scales.append(reference.slots["weight", "input", 0].scale)
+    # 7 is an overflow, the 0 leaves the slot cold, 3.5 is the first of a new interval
+    assert scales == [256.0, 256.0, 64.0, 64.0, 128.0, 128.0, 128.0, 256.0]
+
+
+def test_current_scaling_of_a_role_has_no_slot() -> None:
+    reference = Reference(nn.Linear(128, 128, bias=False), current_scaling=(True, False, False))
+    run(reference, ones(1.0))
+    run(reference, ones(math.inf))  # no history has it
+    assert {key[1] for key in reference.slots} == {"weight", "gradient"}
+    assert reference.slots["weight", "weight", 0].calls == 2
+
+
+def test_margins_by_role() -> None:
+    reference = Reference(nn.Linear(128, 128, bias=False), margin=(1, 2, 3))
+    run(reference, ones(4.0), 2.0)
+    amax = reference.slots["weight", "weight", 0].history[0]
+    assert reference.slots["weight", "input", 0].scale == 448.0 / 8
+    assert reference.slots["weight", "weight", 0].scale == scale_of(4 * amax, 448.0)
+    assert reference.slots["weight", "gradient", 0].scale == 57344.0 / 16
+
+
+def test_default_margins() -> None:
+    """Gradients that follow a history have headroom, less of it in E4M3; nothing else has."""
+    cases = (({}, 11), ({"fp8_format": "e4m3"}, 3), ({"current_scaling": (False, False, True)}, 0), ({"recipe": "rowwise"}, 0))
+    for options, expected in cases:
+        assert [Settings(**options).margin_of(role) for role in ("input", "weight", "gradient")] == [0, 0, expected]
+
+
+@pytest.mark.parametrize(("margin", "grad", "cold"), [(None, 2000, False), (None, 2100, True), (0, 7.9, False), (0, 8.1, True)])
+def test_an_overflow_of_a_gradient_saturates_and_is_a_jump(margin: int | None, grad: float, cold: bool) -> None:
+    reference = Reference(nn.Linear(128, 128, bias=False), margin=margin)
+    for value in (1.0, grad):
+        run(reference, ones(1.0), value)
+    assert reference.slots["weight", "gradient", 0].cold is cold
+
+
+def test_fnuz() -> None:
+    """The same exponents one lower, 240 at the end: a power of two from OCP's E4M3 except where that uses 256 to 448."""
+    reference = Reference(nn.Linear(128, 128, bias=False), fp8_encoding="fnuz")
+    run(reference, ones(15.0))
+    assert reference.slots["weight", "input", 0].scale == 16.0
+    assert reference.slots["weight", "gradient", 0].scale == 57344.0 / 2**11
+    made = quantize(torch.tensor([[240.0, -0.0, 1e9, -math.inf]]), FNUZ[0], scale=1.0).values
+    assert made.view(torch.uint8).tolist() == [[0x7F, 0x00, 0x7F, 0x80]]
+
+
+def test_override_makes_no_slot_for_what_nobody_reads() -> None:
+    cases = {
+        (True, False, False): {"input", "weight", "gradient"},
+        (False, True, True): {"input", "weight"},
+        (True, True, False): {"input", "gradient"},
+        (True, False, True): {"weight", "gradient"},
+    }
+    for override, roles in cases.items():
+        reference = Reference(nn.Linear(128, 128), override_linear_precision=override)
+        run(reference, torch.randn(16, 128, requires_grad=True))
+        assert {key[1] for key, slot in reference.slots.items() if slot.calls} == roles, override
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_non_finite_moves_nothing_in_its_direction(bad: float) -> None:
+    reference = Reference(make(Mlp))
+    x = torch.randn(16, 128)
+    run(reference, x)
+    before = {key: (list(slot.history), slot.scale, slot.calls) for key, slot in reference.slots.items()}
+    x[3, 5] = bad
+    y = reference(x)
+    assert not y[3].isfinite().any() and y[4].isfinite().all()
+    torch.nan_to_num(y).sum().backward()
+    after = {key: (list(slot.history), slot.scale, slot.calls) for key, slot in reference.slots.items()}
+    assert all(before[key] == after[key] for key in before if key[1] != "gradient")
+
+
+def test_evaluation_and_no_rows_are_high_precision() -> None:
+    model = make(Mlp)
+    reference = Reference(model)
+    x = torch.randn(16, 128)
+    with torch.no_grad():
+        assert torch.equal(reference(x), model(x))
+    reference(torch.empty(0, 128)).sum().backward()
+    reference.model.eval()
+    assert torch.equal(reference(x), model(x))
+    assert not reference.slots
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_checkpointing_changes_nothing(recipe: str) -> None:
+    """Recomputed with the scales of the forward, the state moved once: equal to the same model without checkpointing."""
+    blocks = make(lambda: Stack(Block(), Twice()))
+    plain = Reference(blocks, recipe)
+    recomputed = Reference(Checkpointed(*blocks.inner), recipe)
+    for factor in (1.0, 4.0, 0.5):
+        x = torch.randn(2, 16, 128) * factor
+        dy = torch.randn(2, 16, 128)
+        for reference in (plain, recomputed):
+            # the second forward moves the state before the first backward recomputes
+            y, z = reference(x), reference(3 * x)
+            y.backward(dy)
+            z.backward(dy)
+        a, b = plain.grads(), recomputed.grads()
+        assert all(torch.equal(a[name], b[name]) for name in a)
+        assert {k: (s.history, s.scale) for k, s in plain.slots.items()} == {
+            k: (s.history, s.scale) for k, s in recomputed.slots.items()
+        }
+
+
+def test_each_forward_and_each_backward_moves_its_own_slots() -> None:
+    reference = Reference(make(lambda: nn.Linear(128, 128, bias=False)))
+    a, b = reference(ones(1.0)), reference(ones(2.0))
+    assert reference.slots["weight", "input", 0].history[:3] == [2.0, 1.0, 0.0]
+    assert reference.slots["weight", "gradient", 0].cold
+    (4 * a.sum() + 8 * b.sum()).backward()  # one backward over both graphs: the later forward's comes first
+    assert reference.slots["weight", "gradient", 0].history[:3] == [4.0, 8.0, 0.0]
+
+
+def test_an_unused_output_has_a_gradient_of_zeros() -> None:
+    reference = Reference(make(TwoOutputs))
+    left, right = reference(torch.randn(16, 128))
+    left.sum().backward()
+    assert reference.slots["left.weight", "gradient", 0].history[0] == 1.0
+    assert reference.slots["left.weight", "gradient", 0].scale == 57344.0 / 2**11
+    del right
+
+
+def test_what_is_left_in_high_precision() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(256, 128)
+            self.ok = nn.Linear(128, 144)
+            self.narrow = nn.Linear(144, 64)
+            self.odd = nn.Linear(128, 200)
+            self.tied = nn.Linear(128, 256, bias=False)
+            self.tied.weight = self.embedding.weight
+            self.lm_head = nn.Linear(128, 256)
+            self.mine = nn.Linear(128, 256)
+
+    assert "lm_head" in HEADS
+    assert Reference(Model(), exclude=["mine.weight"]).names == ["ok.weight"]
+
+
+def test_a_frozen_weight_has_no_gradient_and_the_chain_goes_on() -> None:
+    model = make(Mlp)
+    model.down.weight.requires_grad_(False)
+    reference = Reference(model)
+    run(reference, torch.randn(16, 128))
+    assert "down.weight" not in reference.grads() and "up.weight" in reference.grads()
+    assert reference.slots["down.weight", "gradient", 0].calls == 1  # its dgrad reads dy
