@@ -2,6 +2,7 @@
 # make check   before each commit: lint, and the tests that need no model
 # make test    lint, and the tests but for the slow ones
 # make slow    the slow tests: machine code for every architecture, training to a loss, several processes
+# make compat  the tests that run on the oldest and the newest torch, too: make compat TORCH=2.11.0
 # make lint    ruff, mypy and import-linter alone
 # make venv    the virtual environment alone; the others make it themselves
 # make clean   remove the environments, caches and the demo's output
@@ -14,27 +15,32 @@ PYTHON ?= $(shell command -v python3 || command -v python)
 JOBS   ?= $(shell $(PYTHON) -c "import os; print(min(4, os.cpu_count() or 1))")
 TESTS  ?= tests
 ARGS   ?=
-FAST   := $(addprefix tests/test_,$(addsuffix .py,options policy policy_errors where devices cost docs reports html \
-          expected products te_rule shipped_policies))
+FAST   := config devices cli compat project/test_docs.py project/test_imports.py codegen/test_expected_kernels.py \
+          codegen/test_scaled_mm.py ir/test_te_update_rule.py reporting/test_report.py reporting/test_html.py
 
 VENV  := .venv-$(TORCH)
 STAMP := $(VENV)/installed
 PY    := $(VENV)/bin/python
 PIP   := $(PY) -m pip --disable-pip-version-check
 
-.PHONY: demo check test slow lint venv clean
+PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) -q --durations=15
+
+.PHONY: demo check test slow compat lint venv clean
 
 demo: $(STAMP)
 	$(PY) examples/train_gpt.py $(ARGS)
 
 check: lint
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) -q -m "not slow and not compiled" $(FAST)
+	$(PYTEST) -m "not slow and not compiled" $(addprefix tests/,$(FAST))
 
 test: lint
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) -q -m "not slow" $(TESTS)
+	$(PYTEST) -m "not slow" $(TESTS)
 
 slow: $(STAMP)
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) -q -m slow $(TESTS)
+	$(PYTEST) -m slow $(TESTS)
+
+compat: $(STAMP)
+	$(PYTEST) -m "compat and not slow" $(TESTS)
 
 lint: $(STAMP)
 	$(PY) -m ruff check .

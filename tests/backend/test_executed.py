@@ -20,7 +20,7 @@ from tests.support.executed import Launched, Plan, executed
 from tests.support.harness import ALL_FP8, MOVING, Pair, gated_inputs, grads_of, like, noise, sqnr
 from tests.support.models import Block, Checkpointed, Mlp, Spelled, Stack, Twice, make, relus
 
-pytestmark = pytest.mark.skipif(unavailable() is not None, reason=unavailable() or "")
+pytestmark = [pytest.mark.skipif(unavailable() is not None, reason=unavailable() or ""), pytest.mark.compat]
 
 FP32, BF16 = torch.float32, torch.bfloat16
 

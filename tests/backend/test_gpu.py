@@ -12,9 +12,9 @@ from torch import nn
 
 from fp8compile import compat
 from fp8compile.passes.pipeline import run_post_grad
-from tests.codegen.test_kernels import check
 from tests.support.groups import CASES, Cast, Made, Source, trace
 from tests.support.harness import MOVING, Pair, assert_close, compiled, grads_of, leaf, like, noise
+from tests.support.kernel_checks import check
 from tests.support.models import Block, Checkpointed, Mlp, make, relus
 
 pytestmark = pytest.mark.gpu

@@ -5,80 +5,27 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 import triton
 from triton.compiler import ASTSource
 
 import fp8compile.backend
 from fp8compile.devices import catalog
-from fp8compile.devices.gpu import H200, Gpu
 from fp8compile.dryrun.fake_gpu import Matmul, Step, trace, unavailable
 from fp8compile.ir import ops, state_page
 from tests.support.executed import Launched
+from tests.support.gpu_steps import compile_mlp, unallocated
 from tests.support.harness import ALL_FP8
 from tests.support.machine_code import TARGETS
+from tests.support.models import LlamaLayer
 
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=unavailable() or "")
 
 BF16 = torch.bfloat16
 DIM, KV, HIDDEN, TOKENS = 4096, 1024, 14336, 8192  # Llama-3-8B
-
-
-class LlamaLayer(nn.Module):
-    """A Llama-3-8B decoder layer without its rotary embedding: grouped-query attention and SwiGLU."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attn_norm, self.mlp_norm = nn.RMSNorm(DIM), nn.RMSNorm(DIM)
-        self.q, self.o = nn.Linear(DIM, DIM, bias=False), nn.Linear(DIM, DIM, bias=False)
-        self.k, self.v = nn.Linear(DIM, KV, bias=False), nn.Linear(DIM, KV, bias=False)
-        self.gate, self.up = nn.Linear(DIM, HIDDEN, bias=False), nn.Linear(DIM, HIDDEN, bias=False)
-        self.down = nn.Linear(HIDDEN, DIM, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.attn_norm(x)
-        q, k, v = (p(h).unflatten(-1, (-1, 128)).transpose(1, 2) for p in (self.q, self.k, self.v))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        x = x + self.o(y.transpose(1, 2).flatten(2))
-        h = self.mlp_norm(x)
-        return x + self.down(F.silu(self.gate(h)) * self.up(h))
-
-
-class Mlp(nn.Module):
-    """Linear, GELU, linear with biases; 256 -> 512 -> 256."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(256, 512), nn.Linear(512, 256)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(F.gelu(self.up(x)))
-
-
-def unallocated(build: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
-    """A module whose parameters are never written: 0.4 GB of them cost nothing."""
-    with torch.device("meta"):
-        model = build().to(dtype)
-    return model.to_empty(device="cpu")
-
-
-def compile_mlp(rows: int, dtype: torch.dtype = BF16, dynamic: bool = False, gpu: Gpu = H200, **options) -> Step:
-    """One training step of `Mlp` on `rows` rows; float32 means fp32 weights under bf16 autocast."""
-    model = Mlp().to(dtype)
-    compiled = torch.compile(model, backend="fp8", dynamic=dynamic, options={"policy": ALL_FP8, **options})
-    x = torch.randn(rows, 256, dtype=dtype, requires_grad=True)
-
-    def step() -> None:
-        with torch.autocast("cpu", BF16, enabled=dtype == torch.float32):
-            out = compiled(x)
-        out.sum().backward()
-
-    return trace(step, gpu)
 
 
 def sizes(matmuls: list[Matmul]) -> Counter[tuple[int, int, int]]:

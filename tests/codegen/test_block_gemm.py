@@ -26,19 +26,30 @@ from fp8compile.codegen import block_gemm, launch, scale_layouts, scaled_mm, sca
 from fp8compile.codegen.inline import Inliner
 from fp8compile.codegen.scaled_mm_kind import AFTER, BLOCKWISE, EMULATED, MX, REFERENCE, ROWWISE, TRITON, how
 from fp8compile.config.recipe import ROW, WHOLE
-from fp8compile.devices import catalog, support
+from fp8compile.devices import support
 from fp8compile.devices.gpu import Gpu
 from fp8compile.ir import ops
-from tests.support.interpreter import Interpreted
+from tests.support.interpreter import OLD_INTERPRETER, Interpreted
 from tests.support.machine_code import TARGETS, resources
+from tests.support.operands import (
+    B200,
+    BF16,
+    E4M3,
+    F16,
+    F32,
+    FNUZ,
+    H100,
+    LINE,
+    MI300X,
+    MX_BLOCK,
+    RTX4090,
+    RTX5090,
+    SQUARE,
+    operand,
+)
 
-BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
-E4M3, FNUZ = torch.float8_e4m3fn, torch.float8_e4m3fnuz
-LINE, SQUARE, MX_BLOCK = (1, 128), (128, 128), (1, 32)
 PAIRS = list(itertools.product((LINE, SQUARE), repeat=2))
-OLD_INTERPRETER = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
 
-H100, RTX4090, B200, RTX5090, MI300X = (catalog.find(key).gpu for key in ("h100", "rtx4090", "b200", "rtx5090", "mi300x"))
 CPU = None
 OLD_CUDA = mock.patch.object(support, "cuda_version", lambda: (12, 6))
 
@@ -47,14 +58,6 @@ OLD_CUDA = mock.patch.object(support, "cuda_version", lambda: (12, 6))
 def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every version of torch takes what a build with a new CUDA does."""
     monkeypatch.setattr(support, "cuda_version", lambda: (13, 0))
-
-
-def operand(rows: int, k: int, block: Sequence[int], dtype: torch.dtype = E4M3, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """An FP8 copy [rows, K] and the inverses of its scales, powers of two."""
-    generator = torch.Generator().manual_seed(seed)
-    copy = (3 * torch.randn(rows, k, generator=generator)).to(dtype)
-    shape = (1,) if tuple(block) == (0, 0) else (ops.blocks(rows, block[0]), ops.blocks(k, block[1]))
-    return copy, 2.0 ** torch.randint(-6, 7, shape, generator=generator).to(F32)
 
 
 def symbolic(x: Tensor, mode: FakeTensorMode) -> Tensor:

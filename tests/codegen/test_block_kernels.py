@@ -19,9 +19,9 @@ from torch import Tensor
 from fp8compile.codegen import launch, traffic
 from fp8compile.ir import ops
 from fp8compile.passes import fuse
-from tests.codegen.test_kernels import OLD_INTERPRETER, assert_bits, assert_close, layout
 from tests.support.groups import DTYPES, FNUZ, Made, Source, fused, trace
-from tests.support.interpreter import kernels_on_cpu
+from tests.support.interpreter import OLD_INTERPRETER, kernels_on_cpu
+from tests.support.kernel_checks import assert_bits, assert_close, layout
 
 aten = torch.ops.aten
 E4M3 = (torch.float8_e4m3fn, 448.0)

@@ -27,8 +27,8 @@ from fp8compile.devices.formats import fnuz
 from fp8compile.devices.gpu import Gpu, gpu_of
 from fp8compile.dryrun.fake_gpu import unavailable
 from fp8compile.ir import ops
-from tests.backend.test_gpu_graph import compile_mlp
-from tests.codegen.test_block_gemm import B200, BF16, E4M3, F16, F32, FNUZ, H100, LINE, MI300X, MX_BLOCK, SQUARE, operand
+from tests.support.gpu_steps import compile_mlp
+from tests.support.operands import B200, BF16, E4M3, F16, F32, FNUZ, H100, LINE, MI300X, MX_BLOCK, SQUARE, operand
 
 
 @pytest.mark.parametrize("shape", [(128, 4), (1, 1), (200, 9), (384, 16), (1000, 40)], ids=str)

@@ -13,42 +13,13 @@ from importlib import resources
 
 import pytest
 
-from fp8compile.config.policy import BUILTIN, Defaults, NamedRecipe, Policy, Rule, Schedule, Site, load, schema
+from fp8compile.config.policy import BUILTIN, Defaults, NamedRecipe, Policy, Rule, Schedule, load, schema
 from fp8compile.config.policy.files import shipped
 from fp8compile.config.policy.model import SETTINGS, PolicyFile
 from fp8compile.config.recipe import Recipe
 from fp8compile.devices.toml import tomllib
 from fp8compile.errors import OptionError
-
-UP = "model.layers.1.mlp.up_proj"
-
-
-def site(module: str = UP, **changes) -> Site:
-    given = dict(
-        module=module,
-        parameter=f"{module}.weight",
-        classes=("Linear", "LlamaMLP", "LlamaDecoderLayer", "LlamaForCausalLM"),
-        op="mm",
-        gemm="fprop",
-        m=8192,
-        n=14336,
-        k=4096,
-        block=(1, 4),
-        layer=(5, 29),
-        kind="",
-    )
-    return Site(**{**given, **changes})
-
-
-def fp8(policy: Policy, *args, **changes) -> str:
-    return policy.choose(site(*args, **changes)).fp8
-
-
-def refusal(source) -> str:
-    with pytest.raises(ValueError) as caught:
-        load(source)
-    assert isinstance(caught.value, OptionError)
-    return str(caught.value)
+from tests.support.policies import UP, fp8, refusal, site
 
 
 @pytest.fixture

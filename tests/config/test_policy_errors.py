@@ -8,7 +8,7 @@ import pytest
 
 from fp8compile.config.policy import load
 from fp8compile.config.recipe import RECIPES
-from tests.config.test_policy import fp8, refusal, site
+from tests.support.policies import fp8, refusal, site
 
 
 @pytest.fixture

@@ -14,15 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fp8compile
 from fp8compile.runtime.state import slots_of
 from tests.support.harness import assert_close, interpreted
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(256, 1024), nn.Linear(1024, 256)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(nn.functional.gelu(self.up(x)))
+from tests.support.models import ResidualMlp
 
 
 class Net(nn.Module):
@@ -30,7 +22,7 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.blocks = nn.ModuleList(ResidualMlp(256, 1024) for _ in range(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:

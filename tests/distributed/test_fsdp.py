@@ -18,6 +18,7 @@ from torch import nn
 import fp8compile
 from fp8compile.errors import StateError
 from tests.support.harness import interpreted
+from tests.support.models import ResidualMlp
 
 pytestmark = pytest.mark.slow
 
@@ -25,19 +26,10 @@ TIME_LIMIT = 300  # seconds: what goes wrong among processes hangs
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(128, 256), nn.Linear(256, 128)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(nn.functional.gelu(self.up(x)))
-
-
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList(ResidualMlp() for _ in range(2))
         self.norm, self.out = nn.LayerNorm(128), nn.Linear(128, 128)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -229,7 +221,7 @@ def _tensor_parallel(rank: int) -> list[dict[str, torch.Tensor]]:
     def made() -> nn.Module:
         torch._dynamo.reset()
         torch.manual_seed(0)
-        model = parallelize_module(Block(), mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        model = parallelize_module(ResidualMlp(), mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
         model.compile(backend="fp8")
         return model
 

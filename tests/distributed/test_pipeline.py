@@ -16,18 +16,10 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 import fp8compile
 from fp8compile.runtime.state import slots_of
 from tests.support.harness import interpreted
+from tests.support.models import ResidualMlp
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 MICROBATCHES = 4
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(128, 256), nn.Linear(256, 128)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(nn.functional.gelu(self.up(x)))
 
 
 def loss_of(y: Tensor, target: Tensor) -> Tensor:
@@ -55,7 +47,7 @@ def _pipeline(rank: int, folder: str, static: bool) -> None:
     """Two steps of a stage, whose real inputs are small and whose uninitialised memory is full of large numbers."""
     start(rank, folder)
     torch.manual_seed(rank)
-    stage_module = Block()
+    stage_module = ResidualMlp()
     twin = copy.deepcopy(stage_module)
     torch.save(twin.state_dict(), f"{folder}/weights{rank}")
     real = torch.empty_strided, torch.empty
@@ -91,7 +83,7 @@ def test_a_pipeline_is_right_from_the_first_step(tmp_path: Path, static: bool) -
     in_two_processes(_pipeline, str(tmp_path), static)
     stages = []
     for rank in range(2):
-        stages.append(Block())
+        stages.append(ResidualMlp())
         stages[rank].load_state_dict(torch.load(tmp_path / f"weights{rank}"))
     for step in range(2):
         torch.manual_seed(10 + step)
@@ -110,7 +102,7 @@ def test_a_pipeline_is_right_from_the_first_step(tmp_path: Path, static: bool) -
 
 def _reduced_over_all(rank: int, folder: str) -> None:
     start(rank, folder)
-    stage_module = Block()
+    stage_module = ResidualMlp()
     with interpreted():
         run = torch.compile(stage_module, backend="fp8", options={"reduce_amax": True})
         stage = PipelineStage(run, rank, 2, torch.device("cpu"))

@@ -16,46 +16,10 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8compile
 from fp8compile.runtime.state import slots_of
+from tests.support.exact import EXACT, Model, linear, parameter, signs, ternary
 from tests.support.harness import sqnr
 
 pytestmark = pytest.mark.usefixtures("interpreted")
-EXACT = 80.0  # dB
-
-
-def ternary(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randint(-1, 2, shape, generator=torch.Generator().manual_seed(seed)).float()
-
-
-def signs(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randint(0, 2, shape, generator=torch.Generator().manual_seed(seed)).float() * 2 - 1
-
-
-def linear(into: int = 128, out: int = 256, bias: bool = False) -> nn.Linear:
-    made = nn.Linear(into, out, bias=bias)
-    made.weight.data = signs(out, into) / 8
-    if bias:
-        made.bias.data = signs(out)
-    return made
-
-
-class Model(nn.Module):
-    """`function(self, x)` on some parameters, buffers and modules."""
-
-    def __init__(self, function: Callable, **parts: Tensor | nn.Module) -> None:
-        super().__init__()
-        self.function = function
-        for name, part in parts.items():
-            if isinstance(part, nn.Parameter) or isinstance(part, nn.Module):
-                setattr(self, name, part)
-            else:
-                self.register_buffer(name, part)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(self, x)
-
-
-def parameter(*shape: int, seed: int = 1) -> nn.Parameter:
-    return nn.Parameter(signs(*shape, seed=seed))
 
 
 class Softplus(nn.Module):
@@ -210,7 +174,7 @@ def test_the_largest_source_has_the_slots() -> None:
 def test_evaluation() -> None:
     model = spectral()
     run = torch.compile(model.eval(), backend="fp8")
-    assert torch.equal(run(ternary(32, 128)), model(ternary(32, 128)))
+    assert sqnr(model(ternary(32, 128)), run(ternary(32, 128))) > 100  # sums may be in another order than in eager mode
     assert {r.reason for r in fp8compile.report(model).matmuls} == {"eval mode"}
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fp8compile
-from tests.passes.test_computed_weights import EXACT, Model, linear, parameter, signs, ternary
+from tests.support.exact import EXACT, Model, linear, parameter, signs, ternary
 from tests.support.harness import sqnr
 
 pytestmark = pytest.mark.usefixtures("interpreted")

@@ -20,6 +20,7 @@ from fp8compile.dryrun.placeholders import PLACEHOLDERS
 from fp8compile.ir.records import FP8
 from fp8compile.passes import profitability
 from fp8compile.passes.tensor_traffic import source
+from tests.support.gpu_steps import unallocated
 
 BF16 = torch.bfloat16
 H200 = catalog.find("h200")
@@ -78,9 +79,7 @@ class Fused(nn.Module):
 
 def compile_only(build, *shape, autocast=False, dynamic=False, **options):
     """The records of a training step's matmuls with weights, by (name, gemm)."""
-    with torch.device("meta"):
-        model = build().to(torch.float32 if autocast else BF16)
-    model = model.to_empty(device="cpu")  # pages that nobody touches
+    model = unallocated(build, torch.float32 if autocast else BF16)
     x = torch.empty(shape, dtype=BF16).requires_grad_()
     if dynamic:
         torch._dynamo.mark_dynamic(x, 0)

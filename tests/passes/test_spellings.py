@@ -24,6 +24,7 @@ from fp8compile.errors import StrictError
 from fp8compile.ir.records import MatmulRecord
 from fp8compile.reporting.report import Report
 from tests.support.harness import noise, sqnr
+from tests.support.models import Mlp
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 
@@ -498,17 +499,6 @@ def test_no_rows():
 
 
 # -- dtypes ----------------------------------------------------------------------------------------------------------------
-
-
-class Mlp(nn.Module):
-    """128 -> 256 -> 128 with biases and a GELU."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(128, 256), nn.Linear(256, 128)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(F.gelu(self.up(x)))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -19,11 +19,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 
 import fp8compile
 from fp8compile.reporting.report import Report
 from tests.support.harness import noise
+from tests.support.models import Mlp
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 
@@ -39,15 +39,6 @@ class Tiny(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = x + self.body(x)
         return self.head(h * self.gate(h).mean(-1, keepdim=True))
-
-
-class Mlp(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(128, 256), nn.Linear(256, 128)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(F.gelu(self.up(x)))
 
 
 def train(compiled, *shape: int) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 
 import fp8compile
 
-pytestmark = pytest.mark.usefixtures("interpreted")
+pytestmark = [pytest.mark.usefixtures("interpreted"), pytest.mark.compat]
 
 
 def layers() -> nn.Module:

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import fp8compile
 from fp8compile.runtime.state import slots_of
 
-pytestmark = pytest.mark.usefixtures("interpreted")
+pytestmark = [pytest.mark.usefixtures("interpreted"), pytest.mark.compat]
 OFF = {"policy": {"extends": "none", "rules": [{"module": "*", "fp8": "off"}]}}
 
 

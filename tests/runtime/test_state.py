@@ -23,7 +23,7 @@ from tests.support.models import Attention, Block, Branches, Broken, Checkpointe
 from tests.support.reference import Reference
 from tests.support.reference_casts import FLT_MAX, scale_of
 
-pytestmark = pytest.mark.usefixtures("interpreted")
+pytestmark = [pytest.mark.usefixtures("interpreted"), pytest.mark.compat]
 
 INPUT, WEIGHT, GRADIENT = (("weight", role, 0) for role in ("input", "weight", "gradient"))
 

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
 import fp8compile
-from fp8compile.backend import fp8
-from fp8compile.runtime.inner import INTERPRETER
+from benchmarks.interpreted import interpreted as interpreted  # the tests have it from here
 from fp8compile.runtime.state import slots_of
 from tests.support.models import SwiGlu
 from tests.support.reference import Reference
@@ -37,11 +34,6 @@ AMAX_RTOL = {torch.float32: 1e-2, torch.bfloat16: 4e-2}
 # in each: far from it is only what is wrong (another scale: 20 to 28 dB at every step; another tensor: -3 dB).
 DEEP_FLOOR_DB = 14.0
 DEEP_AMAX_RTOL = 0.15
-
-
-def interpreted() -> contextlib.AbstractContextManager[None]:
-    """Inside, graphs are rewritten and lowered as ever, and run by an FX interpreter: Inductor takes 10 to 20 s a graph."""
-    return mock.patch.dict(fp8.__kwdefaults__, inner=INTERPRETER)
 
 
 def sqnr(reference: Tensor, test: Tensor) -> float:

@@ -15,6 +15,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+import triton
 import triton.language as tl
 from triton.language import standard
 from triton.runtime import interpreter
@@ -35,6 +36,7 @@ TORCH = {
     tl.float8e4b8: torch.float8_e4m3fnuz,
     tl.float8e5b16: torch.float8_e5m2fnuz,
 }
+OLD_INTERPRETER = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 

@@ -22,9 +22,7 @@ from unittest import mock
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 import triton
-from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -33,7 +31,9 @@ from fp8compile.codegen import triton_kernels
 from fp8compile.codegen.expressions import TRITON_DTYPE
 from fp8compile.devices.formats import pick
 from fp8compile.dryrun.fake_gpu import trace
+from tests.support.gpu_steps import unallocated
 from tests.support.harness import ALL_FP8
+from tests.support.models import Ffn, GptLayer, LlamaLayer
 
 BF16 = torch.bfloat16
 Config = tuple[int, int, int]
@@ -48,65 +48,14 @@ TARGETS = {
 }
 
 
-# -- the test models, at the sizes of the real ones: nothing runs and nothing is written, so size costs nothing ---------
-
-
-class LlamaLayer(nn.Module):
-    """A Llama-3-8B decoder layer without its rotary embedding: grouped-query attention and SwiGLU."""
-
-    def __init__(self, dim: int = 4096, heads: int = 32, kv_heads: int = 8, hidden: int = 14336) -> None:
-        super().__init__()
-        head = dim // heads
-        self.head = head
-        self.attn_norm, self.mlp_norm = nn.RMSNorm(dim), nn.RMSNorm(dim)
-        self.q, self.o = nn.Linear(dim, dim, bias=False), nn.Linear(dim, dim, bias=False)
-        self.k, self.v = nn.Linear(dim, kv_heads * head, bias=False), nn.Linear(dim, kv_heads * head, bias=False)
-        self.gate, self.up = nn.Linear(dim, hidden, bias=False), nn.Linear(dim, hidden, bias=False)
-        self.down = nn.Linear(hidden, dim, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.attn_norm(x)
-        q, k, v = (p(h).unflatten(-1, (-1, self.head)).transpose(1, 2) for p in (self.q, self.k, self.v))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        x = x + self.o(y.transpose(1, 2).flatten(2))
-        h = self.mlp_norm(x)
-        return x + self.down(F.silu(self.gate(h)) * self.up(h))
-
-
-class Block(nn.Module):
-    """A pre-norm block with LayerNorm, one projection for q, k and v, and GELU: GPT-2 (causal, tanh) or ViT (neither)."""
-
-    def __init__(self, dim: int, heads: int, causal: bool) -> None:
-        super().__init__()
-        self.heads, self.causal = heads, causal
-        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
-        self.qkv, self.proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
-        self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(self.norm1(x)).chunk(3, -1))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
-        x = x + self.proj(y.transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh" if self.causal else "none"))
-
-
-class Ffn(nn.Module):
-    """Linear, GELU, linear, LayerNorm: one block of a stacked feed-forward network."""
-
-    def __init__(self, dim: int = 4096) -> None:
-        super().__init__()
-        self.up, self.down, self.norm = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim), nn.LayerNorm(dim)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.down(F.gelu(self.up(x))))
-
+# -- the models, at the sizes of the real ones: nothing runs and nothing is written, so size costs nothing --------------
 
 # name: (builder, shape of the input); ViT has 197 tokens an image
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "llama": (LlamaLayer, (1, 8192, 4096)),
-    "gpt2": (lambda: Block(768, 12, causal=True), (16, 1024, 768)),
+    "gpt2": (lambda: GptLayer(768, 12, causal=True), (16, 1024, 768)),
     "ffn": (Ffn, (16384, 4096)),
-    "vit": (lambda: Block(768, 12, causal=False), (64, 197, 768)),
+    "vit": (lambda: GptLayer(768, 12, causal=False), (64, 197, 768)),
 }
 RECIPES = ("delayed", "tensorwise")
 
@@ -145,9 +94,7 @@ def _size(number: re.Match[str]) -> str:
 def traced(name: str, recipe: str, dynamic: bool = False) -> list[Generated]:
     """The kernels of one training step, each once, as they are launched on an H200."""
     build, shape = MODELS[name]
-    with torch.device("meta"):
-        model = build().to(BF16)
-    model = model.to_empty(device="cpu")  # 0.4 GB of parameters that are never written
+    model = unallocated(build, BF16)
     compiled = torch.compile(model, backend="fp8", dynamic=dynamic, options={"recipe": recipe, "policy": ALL_FP8})
     x = torch.empty(shape, dtype=BF16, requires_grad=True)
     found: dict[str, Generated] = {}

@@ -25,6 +25,13 @@ class Mlp(nn.Module):
         return self.down(self.act(self.up(x)))
 
 
+class ResidualMlp(Mlp):
+    """x + Mlp(x)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x)
+
+
 class SwiGlu(nn.Module):
     """silu(gate(x)) * up(x), then down, as in Llama: gate and up read one tensor; [..., width] -> [..., width]."""
 
@@ -69,6 +76,56 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm1(x))
         return x + self.mlp(self.norm2(x))
+
+
+class LlamaLayer(nn.Module):
+    """A Llama-3-8B decoder layer without its rotary embedding: grouped-query attention and SwiGLU."""
+
+    def __init__(self, dim: int = 4096, heads: int = 32, kv_heads: int = 8, hidden: int = 14336) -> None:
+        super().__init__()
+        head = dim // heads
+        self.head = head
+        self.attn_norm, self.mlp_norm = nn.RMSNorm(dim), nn.RMSNorm(dim)
+        self.q, self.o = nn.Linear(dim, dim, bias=False), nn.Linear(dim, dim, bias=False)
+        self.k, self.v = nn.Linear(dim, kv_heads * head, bias=False), nn.Linear(dim, kv_heads * head, bias=False)
+        self.gate, self.up = nn.Linear(dim, hidden, bias=False), nn.Linear(dim, hidden, bias=False)
+        self.down = nn.Linear(hidden, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.attn_norm(x)
+        q, k, v = (p(h).unflatten(-1, (-1, self.head)).transpose(1, 2) for p in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + self.o(y.transpose(1, 2).flatten(2))
+        h = self.mlp_norm(x)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+class GptLayer(nn.Module):
+    """A pre-norm block with LayerNorm, one projection for q, k and v, and GELU: GPT-2 (causal, tanh) or ViT (neither)."""
+
+    def __init__(self, dim: int, heads: int, causal: bool) -> None:
+        super().__init__()
+        self.heads, self.causal = heads, causal
+        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.qkv, self.proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(self.norm1(x)).chunk(3, -1))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        x = x + self.proj(y.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh" if self.causal else "none"))
+
+
+class Ffn(nn.Module):
+    """Linear, GELU, linear, LayerNorm: one block of a stacked feed-forward network."""
+
+    def __init__(self, dim: int = 4096) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim), nn.LayerNorm(dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.down(F.gelu(self.up(x))))
 
 
 class Checkpointed(nn.Module):
