@@ -22,7 +22,6 @@ T = TypeVar("T")
 
 ROWS_IN_DETAIL = 128  # members of a group that get a line of their own
 GEMMS = ("fprop", "dgrad", "wgrad", "matmul")
-_WORDS = {"fp8": "FP8", "high": "high precision", "partly": "partly FP8"}
 
 
 @dataclass(frozen=True)
@@ -134,10 +133,6 @@ class Row:
     @property
     def gflop(self) -> str:
         return flops(self.flops)
-
-    @property
-    def words(self) -> str:
-        return _WORDS[self.first.kind]
 
     @property
     def times(self) -> tuple[float, float, float] | None:
