@@ -37,33 +37,22 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# name -> module. Resolved on first use: importing the package costs nothing, even from within `import torch` (TORCH_LOGS)
-_PUBLIC = {
-    "fp8": "backend",
-    "Fp8CompileError": "errors",
-    "OptionError": "errors",
-    "StateError": "errors",
-    "StrictError": "errors",
-    "Estimate": "dryrun.estimate",
-    "estimate": "dryrun.estimate",
-    "explain": "dryrun.explain",
-    "Monitor": "reporting.monitor",
-    "monitor": "reporting.monitor",
-    "Policy": "config.policy",
-    "Rule": "config.policy",
-    "Schedule": "config.policy",
-    "Recipe": "config.recipe",
-    "Report": "reporting.report",
-    "report": "reporting.report",
-    "dry_run": "runtime.calls",
-    "on_step": "runtime.phases",
-    "set_phase": "runtime.phases",
-    "set_step": "runtime.phases",
-    "load_scaling_state": "runtime.state_dict",
-    "scaling_state": "runtime.state_dict",
-    "Stats": "reporting.stats",
-    "stats": "reporting.stats",
+# Resolved on first use: importing the package costs nothing, even from within `import torch` (TORCH_LOGS)
+_MODULES = {
+    "backend": ("fp8",),
+    "config.policy": ("Policy", "Rule", "Schedule"),
+    "config.recipe": ("Recipe",),
+    "dryrun.estimate": ("Estimate", "estimate"),
+    "dryrun.explain": ("explain",),
+    "errors": ("Fp8CompileError", "OptionError", "StateError", "StrictError"),
+    "reporting.monitor": ("Monitor", "monitor"),
+    "reporting.report": ("Report", "report"),
+    "reporting.stats": ("Stats", "stats"),
+    "runtime.calls": ("dry_run",),
+    "runtime.phases": ("on_step", "set_phase", "set_step"),
+    "runtime.state_dict": ("load_scaling_state", "scaling_state"),
 }
+_PUBLIC = {name: module for module, names in _MODULES.items() for name in names}
 __all__ = sorted(_PUBLIC)  # noqa: PLE0605
 
 

@@ -1,4 +1,4 @@
-"""Every exception that fp8compile raises on purpose.
+"""Every exception that fp8compile raises on purpose, and how an error of somebody else's code is said in a line.
 
 All derive from :class:`Fp8CompileError`, and from the builtin that a caller would expect (``ValueError`` for a bad
 option), so that nobody has to import this package to catch them. Messages say what was given and what to write instead.
@@ -7,7 +7,12 @@ option), so that nobody has to import this package to catch them. Messages say w
 from __future__ import annotations
 
 import difflib
+import importlib
+import re
+import sys
+import traceback
 from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 _SEPARATORS = str.maketrans("- ", "__")
@@ -110,3 +115,32 @@ def one_of(key: str, value: Any, allowed: Collection[str], error: type[OptionErr
     if not isinstance(value, str) or value not in allowed:
         raise error.of(key, value, "one of " + ", ".join(map(repr, allowed)), near(value, allowed))
     return value
+
+
+# --- errors of the user's code ----------------------------------------------------------------------
+
+
+def one_line(error: BaseException) -> str:
+    """Like "ValueError: what it said first", whatever the length of the message. Dynamo's: the error that it met."""
+    text = str(error)
+    met = re.search(r"""Explanation: .*\bgot (\w+)\((['"])(.*)\2,?\)$""", text, re.MULTILINE)
+    if met:
+        return f"{met[1]}: {met[3]}"
+    said = next((line.strip() for line in text.splitlines() if line.strip()), "")
+    return f"{type(error).__name__}: {said}" if said else type(error).__name__
+
+
+def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    """The frames of the user's code in the traceback of `error`.
+
+    Where Dynamo was tracing, the user's code had no frames of its own: its errors carry those they would have been.
+    """
+    frames = [*traceback.extract_tb(error.__traceback__), *(getattr(error, "real_stack", None) or ())]
+    return [frame for frame in frames if not is_foreign(frame.filename)]
+
+
+def is_foreign(filename: str) -> bool:
+    """Whether a frame is ours, torch's, the import system's, or of code without a file."""
+    folders = [Path(__file__).parent, Path(importlib.__file__).parent]
+    folders += map(Path, getattr(sys.modules.get("torch"), "__path__", ()))
+    return filename.startswith("<") or any(map(Path(filename).absolute().is_relative_to, folders))

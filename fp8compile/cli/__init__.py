@@ -28,9 +28,9 @@ from collections.abc import Sequence
 import click
 
 from .. import __version__
-from ..errors import Fp8CompileError, StrictError
+from ..errors import Fp8CompileError, StrictError, one_line
 from .env import env
-from .errors import complain, one_line
+from .errors import complain
 from .model import estimate, explain
 from .policy import policy
 from .target import TargetError

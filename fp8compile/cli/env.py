@@ -11,9 +11,8 @@ from typing import Any
 
 import click
 
-from ..errors import Fp8CompileError, did_you_mean, near
+from ..errors import Fp8CompileError, did_you_mean, near, one_line
 from ..logs import VARIABLES
-from .errors import one_line
 
 OTHERS = ("TORCH_LOGS", "TORCH_TRACE", "TORCH_COMPILE_DEBUG", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 PREFIXES = ("FP8COMPILE_", "TORCHINDUCTOR_", "TORCHDYNAMO_")

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..errors import Fp8CompileError, StrictError
-from .errors import Failed, one_line, usage, user_traceback
+from ..errors import Fp8CompileError, StrictError, one_line
+from .errors import Failed, usage, user_traceback
 from .target import Target, load
 
 if TYPE_CHECKING:

@@ -30,8 +30,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from ..errors import Fp8CompileError, did_you_mean, near
-from .errors import one_line, traceback_of
+from ..errors import Fp8CompileError, did_you_mean, near, one_line
+from .errors import traceback_of
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -85,15 +85,10 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def saving_is_hooked() -> bool:
-    """Do hooks stand between what is saved for backward now and autograd: offloading, or a checkpoint that recomputes?"""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-
-
 def recomputing() -> bool:
     """Is a forward now one that a checkpoint computes again? It hooks what is saved then. A reentrant one hooks nothing: its
     first forward had no gradients, and this is the one that counts."""
-    return in_backward() and saving_is_hooked()
+    return in_backward() and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def repeating() -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from collections import Counter
 
 import torch
@@ -27,13 +28,9 @@ def in_pipeline(functions: str = "") -> bool:
     """Is a stage of torch.distributed.pipelining on the stack, in a function whose name contains `functions`?"""
     if "torch.distributed.pipelining.stage" not in sys.modules:
         return False
-    frame = sys._getframe()
-    while frame is not None:
-        code = frame.f_code
-        if functions in code.co_name and code.co_filename.replace("\\", "/").endswith("distributed/pipelining/stage.py"):
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
+    codes = (frame.f_code for frame, _ in traceback.walk_stack(sys._getframe()))
+    file = "distributed/pipelining/stage.py"
+    return any(functions in code.co_name and code.co_filename.replace("\\", "/").endswith(file) for code in codes)
 
 
 def inferring_shapes() -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import traceback
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -146,8 +147,8 @@ def root_modules(gm: GraphModule) -> dict[int, tuple[nn.Module, Any]]:
 def is_part(module: nn.Module) -> bool:
     """Is a graph of this module compiled because a module around it is, whose own graph breaks? Asked within the backend: the
     frames between it and the compiled module's call are those of the modules that are being called."""
-    frame, compiling = sys._getframe(), False
-    while frame is not None:
+    compiling = False
+    for frame, _ in traceback.walk_stack(sys._getframe()):
         file = frame.f_code.co_filename.replace("\\", "/")
         compiling = compiling or file.endswith("torch/_dynamo/convert_frame.py")
         if compiling and file.endswith("torch/_dynamo/eval_frame.py"):
@@ -155,19 +156,17 @@ def is_part(module: nn.Module) -> bool:
         caller = frame.f_locals.get("self") if compiling else None
         if isinstance(caller, nn.Module) and caller is not module and any(part is module for part in caller.modules()):
             return True
-        frame = frame.f_back  # type: ignore[assignment]
     return False
 
 
 def outermost(module: nn.Module) -> nn.Module:
     """The outermost module around this one whose forward is under way, or the module itself. Asked within the backend: eager
     modules around a compiled one are on the stack when it is compiled."""
-    frame, found = sys._getframe(), module
-    while frame is not None:
+    found = module
+    for frame, _ in traceback.walk_stack(sys._getframe()):
         caller = frame.f_locals.get("self") if frame.f_code.co_name in CALLS else None
         if isinstance(caller, nn.Module) and caller is not found and any(part is found for part in caller.modules()):
             found = caller
-        frame = frame.f_back  # type: ignore[assignment]
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,13 +17,11 @@ from .dynamo import copy_graph
 def uncut(gm: GraphModule) -> tuple[GraphModule, Sequence[Any]] | None:
     """The graph that `gm` is a part of, and its example inputs; None if it is no part. Asked within the backend: the
     optimizer is on the stack then."""
-    frame = sys._getframe()
-    while frame is not None:
+    for frame, _ in traceback.walk_stack(sys._getframe()):
         code = frame.f_code
         if code.co_name == "compile_fn" and code.co_filename.replace("\\", "/").endswith("_dynamo/backends/distributed.py"):
             whole, inputs = frame.f_locals.get("gm"), frame.f_locals.get("example_inputs")
             return (whole, inputs) if isinstance(whole, GraphModule) and inputs is not None and whole is not gm else None
-        frame = frame.f_back  # type: ignore[assignment]
     return None
 
 

@@ -21,6 +21,7 @@ import logging
 import math
 import os
 import re
+from collections import namedtuple
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,33 +41,22 @@ logger = get_logger(__name__)
 SHIPPED = Path(__file__).with_name("devices.toml")
 RATES = ("fp8", "bf16", "fp16", "fp32")
 LAUNCH_S = 2e-6
-
-# dense bf16 FLOP a clock that one compute unit does, by architecture: published peak / (units * clock). Where GeForce boards
-# run float32 accumulation at half rate, theirs is the second. FP8 is twice as fast in all of them.
-_PER_UNIT = {
-    (8, 0): (2048, 2048),  # A100
-    (8, 6): (1024, 512),  # A40, RTX 3090
-    (8, 9): (1024, 512),  # L40S, RTX 4090
-    (9, 0): (4096, 4096),  # H100
-    (10, 0): (8192, 8192),  # B200
-    (12, 0): (1024, 512),  # RTX PRO 6000, RTX 5090
-    "gfx942": (2048, 2048),  # MI300X
-    "gfx950": (4096, 4096),  # MI355X
-    "gfx12": (1024, 1024),  # RX 9070
-}
 _SUSTAINED = {"fp8": 0.65, "bf16": 0.75, "fp16": 0.75, "fp32": 0.65, "bandwidth": 0.85}  # of peak, as in devices.toml
 
-# shared memory a unit, what one block can have of it (bytes), threads a unit
-_SHARED = {
-    (8, 0): (164 << 10, 163 << 10, 2048),
-    (8, 6): (100 << 10, 99 << 10, 1536),
-    (8, 9): (100 << 10, 99 << 10, 1536),
-    (9, 0): (228 << 10, 227 << 10, 2048),
-    (10, 0): (228 << 10, 227 << 10, 2048),
-    (12, 0): (100 << 10, 99 << 10, 1536),
-    "gfx942": (64 << 10, 64 << 10, 2048),
-    "gfx950": (160 << 10, 160 << 10, 2048),
-    "gfx12": (64 << 10, 64 << 10, 2048),
+# What one compute unit of an architecture has. flop: dense bf16 FLOP a clock, published peak / (units * clock); geforce_flop:
+# that of GeForce boards, some of which run float32 accumulation at half rate. FP8 is twice as fast in all of them. shared and
+# block: KiB of shared memory, the unit's and the most of one block.
+_Unit = namedtuple("_Unit", "flop, geforce_flop, shared, block, threads")
+_UNITS: dict[Any, _Unit] = {
+    (8, 0): _Unit(2048, 2048, 164, 163, 2048),  # A100
+    (8, 6): _Unit(1024, 512, 100, 99, 1536),  # A40, RTX 3090
+    (8, 9): _Unit(1024, 512, 100, 99, 1536),  # L40S, RTX 4090
+    (9, 0): _Unit(4096, 4096, 228, 227, 2048),  # H100
+    (10, 0): _Unit(8192, 8192, 228, 227, 2048),  # B200
+    (12, 0): _Unit(1024, 512, 100, 99, 1536),  # RTX PRO 6000, RTX 5090
+    "gfx942": _Unit(2048, 2048, 64, 64, 2048),  # MI300X
+    "gfx950": _Unit(4096, 4096, 160, 160, 2048),  # MI355X
+    "gfx12": _Unit(1024, 1024, 64, 64, 2048),  # RX 9070
 }
 
 
@@ -131,7 +121,7 @@ class Device:
     @property
     def gpu(self) -> Gpu:
         """What Inductor asks of the device, for `dryrun.fake_gpu.trace`."""
-        shared, block, threads = _SHARED[_architecture(self.capability, self.gfx)]  # type: ignore[index]
+        unit = _unit(self.capability, self.gfx)
         return Gpu(
             name=self.name,
             major=self.capability[0],
@@ -140,9 +130,9 @@ class Device:
             total_memory=self.memory,
             L2_cache_size=self.l2,
             warp_size=64 if self.gfx.startswith("gfx9") else 32,
-            max_threads_per_multi_processor=threads,
-            shared_memory_per_block_optin=block,
-            shared_memory_per_multiprocessor=shared,
+            max_threads_per_multi_processor=unit.threads,
+            shared_memory_per_block_optin=unit.block << 10,
+            shared_memory_per_multiprocessor=unit.shared << 10,
             memory_bus_width=self.memory_bus,
             memory_clock_rate=int(1000 * self.memory_clock_mhz),
             clock_rate=int(1000 * self.clock_mhz),
@@ -210,10 +200,10 @@ def derived(properties: Any) -> Device:
     """A description from a device's properties alone: compute units x clock x what its architecture does a clock."""
     gfx = gfx_of(properties)
     capability = (int(properties.major), int(properties.minor))
-    per_unit = _PER_UNIT[_architecture(capability, gfx)]  # type: ignore[index]
+    unit = _unit(capability, gfx)
     units = int(properties.multi_processor_count)
     clock = float(getattr(properties, "clock_rate", 0) or 1.5e6) * 1e3  # kHz
-    bf16 = per_unit[1 if "geforce" in properties.name.lower() else 0] * units * clock
+    bf16 = (unit.geforce_flop if "geforce" in properties.name.lower() else unit.flop) * units * clock
     bus, memory_clock = (int(getattr(properties, name, 0) or 0) for name in ("memory_bus_width", "memory_clock_rate"))
     bandwidth = bus / 8 * 2e3 * memory_clock or bf16 / 250  # FLOP a byte, about what they all have
     fp8 = 2 * bf16 if support.has_fp8(capability, gfx) else 0.0
@@ -364,12 +354,12 @@ def _shipped_for(properties: Any) -> Device | None:
     return None
 
 
-def _architecture(capability: tuple[int, int], gfx: str) -> Any:
-    """The key of the tables above: AMD's by name, NVIDIA's the newest that is not newer than `capability`."""
+def _unit(capability: tuple[int, int], gfx: str) -> _Unit:
+    """A unit of an architecture: AMD's by name, NVIDIA's of the newest that is not newer than `capability`."""
     if gfx:
-        return "gfx950" if gfx.startswith("gfx95") else "gfx12" if gfx.startswith("gfx12") else "gfx942"
-    known = [key for key in _PER_UNIT if isinstance(key, tuple)]
-    return max((key for key in known if key <= capability), default=min(known))
+        return _UNITS["gfx950" if gfx.startswith("gfx95") else "gfx12" if gfx.startswith("gfx12") else "gfx942"]
+    known = [key for key in _UNITS if isinstance(key, tuple)]
+    return _UNITS[max((key for key in known if key <= capability), default=min(known))]
 
 
 def _plain(name: str) -> str:

@@ -16,8 +16,7 @@ import contextlib
 import dataclasses
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,159 +27,14 @@ from ..devices.gpu import H200, Gpu
 from ..errors import Fp8CompileError, OptionError
 from ..reporting.layers import alike, joined, parts
 from ..reporting.report import Report, report
-from . import roofline
+from .estimate_result import Cost, Estimate, LayerCost
 
 if TYPE_CHECKING:
     from ..devices.catalog import Device
-    from .fake_gpu import Kernel, Step
+    from .fake_gpu import Step
 
 NOWHERE = "(elsewhere)"
-
-
-@dataclass(frozen=True)
-class Cost:
-    """What some kernels cost. `flops` are matmuls' by dtype ("fp8", "bfloat16", ...), without those in fused attention."""
-
-    kernels: float = 0
-    bytes: float = 0
-    bytes_outside_matmuls: float = 0
-    flops: Mapping[str, float] = field(default_factory=dict)
-    attention_flops: float = 0
-    kept_for_backward: float = 0
-    seconds: float = 0
-    matmul_seconds: float = 0
-    fp8_matmul_seconds: float = 0
-    attention_seconds: float = 0
-
-    def __add__(self, other: Cost) -> Cost:
-        return self.plus(other, 1)
-
-    def plus(self, other: Cost, times: float) -> Cost:
-        """self + times * other."""
-        numbers = {f.name: getattr(self, f.name) + times * getattr(other, f.name) for f in _NUMBERS}
-        flops = {d: self.flops.get(d, 0) + times * other.flops.get(d, 0) for d in sorted({*self.flops, *other.flops})}
-        return Cost(flops=flops, **numbers)
-
-    @classmethod
-    def of(cls, kernel: Kernel, device: Device, attention: float | None) -> Cost:
-        matmul, seconds = kernel.matmul, roofline.seconds(kernel, device, attention)
-        return cls(
-            kernels=1,
-            bytes=kernel.bytes,
-            bytes_outside_matmuls=0 if matmul is not None else kernel.bytes,
-            flops={} if matmul is None else {matmul.dtype: matmul.flops},
-            attention_flops=kernel.attention.flops if kernel.attention is not None else 0,
-            seconds=seconds,
-            matmul_seconds=seconds if matmul is not None else 0,
-            fp8_matmul_seconds=seconds if matmul is not None and matmul.dtype == "fp8" else 0,
-            attention_seconds=seconds if kernel.attention is not None else 0,
-        )
-
-
-_NUMBERS = [f for f in dataclasses.fields(Cost) if f.name != "flops"]
 Costs = dict[str, Cost]  # by module
-
-
-@dataclass(frozen=True)
-class Layer:
-    """A part of the model in both precisions; `name` covers repeated blocks: "layers.0-31.mlp"."""
-
-    name: str
-    bf16: Cost
-    fp8: Cost
-
-    @property
-    def speedup(self) -> float:
-        return self.bf16.seconds / self.fp8.seconds if self.fp8.seconds else 1.0
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """One training step in bf16 (or as the model has it) and in FP8. The costs of `layers` add up to `bf16` and `fp8`.
-
-    A cast counts where its copy is read, so that a norm may look as if it cost nothing in FP8.
-    """
-
-    device: str
-    layers: tuple[Layer, ...]
-    report: Report
-    notes: tuple[str, ...] = ()
-
-    @property
-    def bf16(self) -> Cost:
-        return sum((layer.bf16 for layer in self.layers), Cost())
-
-    @property
-    def fp8(self) -> Cost:
-        return sum((layer.fp8 for layer in self.layers), Cost())
-
-    @property
-    def speedup(self) -> float:
-        """Estimated time in bf16 over that in FP8, the optimizer left out."""
-        return Layer("", self.bf16, self.fp8).speedup
-
-    def summary(self) -> str:
-        return (
-            f"{self.speedup:.2f}x on {self.device}: {1e3 * self.bf16.seconds:.4g} ms in bf16, {1e3 * self.fp8.seconds:.4g} ms "
-            "in FP8 (estimated, forward and backward)"
-        )
-
-    def to_html(self, path: str | Path | None = None) -> str:
-        """One self-contained HTML page, also written to `path` if given."""
-        from .estimate_page import page
-
-        return page(self, (_HEAD, *self._lines()), path)
-
-    def _lines(self) -> list[tuple[str, ...]]:
-        return [_line(layer) for layer in (*self.layers, Layer("all", self.bf16, self.fp8))]
-
-    def __str__(self) -> str:
-        from tabulate import tabulate
-
-        sides = ("left",) + ("right",) * (len(_HEAD) - 1)
-        table = tabulate(self._lines(), _HEAD, tablefmt="simple", disable_numparse=True, colalign=sides)
-        attention = self.fp8.attention_flops
-        lines = [self.summary(), "", table, ""]
-        if attention:
-            lines.append(f"fused attention: {attention / 1e12:.3g} TFLOP, in high precision")
-        return "\n".join([*lines, *self.notes, f"fp8: {self.report.summary()}"])
-
-    def __repr__(self) -> str:
-        return f"<fp8compile.Estimate: {self.summary()}>"
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain dicts, lists, strings and numbers: bytes, FLOPs, seconds."""
-        return {
-            "summary": self.summary(),
-            "device": self.device,
-            "speedup": self.speedup,
-            "bf16": dataclasses.asdict(self.bf16),
-            "fp8": dataclasses.asdict(self.fp8),
-            "layers": [{**dataclasses.asdict(layer), "speedup": layer.speedup} for layer in self.layers],
-            "notes": list(self.notes),
-            "report": self.report.to_dict(),
-        }
-
-
-_HEAD = ("layer", "ms bf16", "ms fp8", "speedup", "kernels", "GB outside matmuls", "kept, MB", "TFLOP bf16 / fp8")
-
-
-def _line(layer: Layer) -> tuple[str, ...]:
-    fp8 = layer.fp8.flops.get("fp8", 0)
-
-    def both(form: str, number: Callable[[Cost], float]) -> str:
-        return " / ".join(format(number(cost), form) for cost in (layer.bf16, layer.fp8))
-
-    return (
-        layer.name,
-        f"{1e3 * layer.bf16.seconds:.4g}",
-        f"{1e3 * layer.fp8.seconds:.4g}",
-        f"{layer.speedup:.2f}x",
-        both(".0f", lambda cost: cost.kernels),
-        both(".3g", lambda cost: cost.bytes_outside_matmuls / 1e9),
-        both(".4g", lambda cost: cost.kept_for_backward / 1e6),
-        f"{(sum(layer.fp8.flops.values()) - fp8) / 1e12:.3g} / {fp8 / 1e12:.3g}",
-    )
 
 
 def estimate(
@@ -385,7 +239,7 @@ def _part(fqn: str) -> str:
     return found[1] if found else fqn or NOWHERE
 
 
-def _layers(bf16: Costs, fp8: Costs) -> Iterator[Layer]:
+def _layers(bf16: Costs, fp8: Costs) -> Iterator[LayerCost]:
     names = {**bf16, **fp8}
     # `0` and `2` of a Sequential are layers of their own, `layers.0` and `layers.1` have layers in them
     leaves = {name for name in names if not any(other.startswith(f"{name}.") for other in names)}
@@ -395,4 +249,4 @@ def _layers(bf16: Costs, fp8: Costs) -> Iterator[Layer]:
         modules.setdefault(_part(name), []).append(name)
     for group in _by_block(sorted(modules, key=lambda name: (name == NOWHERE, name)), apart):
         within = [name for part in group for name in modules[part]]
-        yield Layer(joined(group), _sum(bf16, within), _sum(fp8, within))
+        yield LayerCost(joined(group), _sum(bf16, within), _sum(fp8, within))

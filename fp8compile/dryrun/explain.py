@@ -9,15 +9,13 @@ model, its buffers and gradients, random states, `fp8compile.report` and other c
 
 from __future__ import annotations
 
-import re
-import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from .. import compat
-from ..errors import Fp8CompileError
+from ..errors import Fp8CompileError, one_line, user_frames
 from ..logs import get_logger
 from ..reporting.report import Report, report
 from ..runtime.ledger import LEDGER
@@ -83,10 +81,7 @@ def explain(
 
 
 def _brief(error: Exception) -> str:
-    """An error in a line: what it is, the first line of what it says, and the last line of code that is not torch's."""
-    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    cause = re.search(r"got \w+\((['\"])(.*?)\1\)", str(error))  # what Dynamo has wrapped
-    frames = [*traceback.extract_tb(error.__traceback__), *(getattr(error, "real_stack", None) or ())]
-    theirs = [frame for frame in frames if "/torch/" not in frame.filename.replace("\\", "/") and frame.filename != __file__]
-    where = f" (in {theirs[-1].name}, {theirs[-1].filename}:{theirs[-1].lineno})" if theirs else ""
-    return f"{type(error).__name__}: {cause[2] if cause else first}{where}"
+    """An error in a line: what it is, the first line of what it says, and the last line of the user's code."""
+    frames = user_frames(error)
+    where = f" (in {frames[-1].name}, {frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return one_line(error) + where

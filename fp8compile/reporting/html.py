@@ -18,13 +18,11 @@ from typing import TYPE_CHECKING
 
 from ..ir.records import GraphReport
 from . import diagram
-from . import outside as left_out
-from .layers import Row, Split, flops, hidden_rows, layers_of, matmul_split, microseconds, percent, rows_of, share
+from .layers import Row, Split, flops, hidden_rows, layers_of, matmul_split, microseconds, rows_of, share
+from .outside import WHY_OUTSIDE
 
 if TYPE_CHECKING:
     from markupsafe import Markup
-
-    from .report import Report
 
 
 @dataclass(frozen=True)
@@ -94,20 +92,7 @@ class Page:
     sections: tuple[Section, ...]
     timing: Timing | None = None
     outside: tuple[tuple[str, str, str, int], ...] = ()  # (parameter, class, size, how many)
-    why_outside: str = left_out.WHY_OUTSIDE
-
-
-def page(report: Report, path: str | Path | None = None) -> str:
-    """The HTML page of a report, also written to `path` if given."""
-    devices = dict.fromkeys(graph.device for graph in report.graphs if graph.device)
-    facts = [("graphs", str(len(report.graphs))), ("matmuls", str(len(report.matmuls)))]
-    facts += [("decided for", device) for device in devices]
-    facts += [(left_out.OUTSIDE, f"{len(report.outside)} weights")] if report.outside else []
-    whole = ", of what was compiled" if report.outside else ""
-    headline = f"{percent(report.fp8_flop_fraction)} of matmul FLOPs in FP8{whole}" if report.matmuls else "No matmuls"
-    sections = tuple(map(section, report.graphs))
-    outside = tuple(left_out.rows(report.outside))
-    return render(Page(title("report", report.graphs), headline, report.summary(), tuple(facts), sections, None, outside), path)
+    why_outside: str = WHY_OUTSIDE
 
 
 def title(kind: str, graphs: Iterable[GraphReport]) -> str:

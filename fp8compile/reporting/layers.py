@@ -22,7 +22,6 @@ T = TypeVar("T")
 
 ROWS_IN_DETAIL = 128  # members of a group that get a line of their own
 GEMMS = ("fprop", "dgrad", "wgrad", "matmul")
-_WORDS = {"fp8": "FP8", "high": "high precision", "partly": "partly FP8"}
 
 
 @dataclass(frozen=True)
@@ -136,16 +135,12 @@ class Row:
         return flops(self.flops)
 
     @property
-    def words(self) -> str:
-        return _WORDS[self.first.kind]
-
-    @property
     def times(self) -> tuple[float, float, float] | None:
         """As Layer.times, of all layers together."""
-        parts = [layer.times for layer in self.layers]
-        if any(part is None for part in parts):
+        parts = [layer.times for layer in self.layers if layer.times]
+        if len(parts) < len(self.layers):
             return None
-        before, after, casts = (sum(column) for column in zip(*(part for part in parts if part), strict=True))
+        before, after, casts = map(sum, zip(*parts, strict=True))
         return before, after, casts
 
     @property
@@ -337,14 +332,12 @@ def share(matmuls: Sequence[MatmulRecord]) -> str:
 
 def matmul_split(rows: Sequence[Row]) -> tuple[Split, ...]:
     """The matmuls' time in bf16 beside that as decided, where a device's description gave times."""
-    times = [(row, row.times) for row in rows if row.times]
-    if not times:
+    timed = [layer for row in rows if row.times for layer in row.layers]
+    if not timed:
         return ()
-    fp8 = high = casts = before = 0.0
-    for row, (bf16, after, cast) in ((row, part) for row, part in times if part):
-        kept = sum(r.bf16_us or 0.0 for layer in row.layers for r in layer.records if r.decision != FP8)
-        before, fp8, high, casts = before + bf16, fp8 + after - kept, high + kept, casts + cast
-    after_parts = (Part("FP8 matmuls", "fp8", fp8), Part("casts", "casts", casts), Part("other matmuls", "high", high))
+    before, after, casts = map(sum, zip(*(layer.times or () for layer in timed), strict=True))
+    high = sum(record.bf16_us or 0.0 for layer in timed for record in layer.records if record.decision != FP8)
+    after_parts = (Part("FP8 matmuls", "fp8", after - high), Part("casts", "casts", casts), Part("other matmuls", "high", high))
     return scaled([Split("bf16", (Part("matmuls", "high", before),)), Split("FP8", after_parts)])
 
 
@@ -358,18 +351,19 @@ def scaled(splits: Sequence[Split], longest: float = 0.0) -> tuple[Split, ...]:
 
 def microseconds(us: float) -> str:
     """ "12.3 µs", "4.56 ms", "1.23 s": three digits."""
-    for unit, scale in (("µs", 1.0), ("ms", 1e3), ("s", 1e6)):
-        if us < 999.5 * scale or unit == "s":
-            return f"{_digits(us / scale)} {unit}"
-    raise AssertionError(us)
+    return _with_unit(us, "µs", "ms", "s")
 
 
 def flops(count: float) -> str:
     """ "9.66 GFLOP", "1.20 TFLOP": three digits."""
-    for unit, scale in (("kFLOP", 1e3), ("MFLOP", 1e6), ("GFLOP", 1e9), ("TFLOP", 1e12), ("PFLOP", 1e15)):
-        if count < 999.5 * scale or unit == "PFLOP":
-            return f"{_digits(count / scale)} {unit}"
-    raise AssertionError(count)
+    return _with_unit(count / 1e3, "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP")
+
+
+def _with_unit(value: float, *units: str) -> str:
+    """`value`, which is in the first unit, in the first one that needs no fourth digit. Each is 1000 of the one before it."""
+    while value >= 999.5 and len(units) > 1:
+        value, units = value / 1e3, units[1:]
+    return _digits(value) + " " + units[0]
 
 
 def _digits(value: float) -> str:

@@ -22,7 +22,7 @@ MARKERS = {"input": "o", "weight": "s", "gradient": "^"}
 
 
 @dataclass(frozen=True)
-class Layer:
+class Curves:
     """The lines of one parameter. `overflows`: the most of any tensor at any step in percent; `sqnr`: the least in dB."""
 
     name: str
@@ -77,7 +77,7 @@ def _is_number(x: Any) -> bool:
     return isinstance(x, (int, float)) and not isinstance(x, bool) and math.isfinite(x)
 
 
-def layers(rows: Iterable[Mapping[str, Any]]) -> list[Layer]:
+def worst_first(rows: Iterable[Mapping[str, Any]]) -> list[Curves]:
     """The layers of a run, the worst first: most overflows, then the lowest SQNR."""
     of: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
@@ -86,16 +86,16 @@ def layers(rows: Iterable[Mapping[str, Any]]) -> list[Layer]:
     for name, mine in of.items():
         overflows = max((row["overflows%"] for row in mine if row["overflows%"] is not None), default=0.0)
         sqnr = min((row["sqnr"] for row in mine if row["sqnr"] is not None), default=math.inf)
-        made.append(Layer(name, tuple(mine), overflows, sqnr))
+        made.append(Curves(name, tuple(mine), overflows, sqnr))
     return sorted(made, key=lambda layer: (-layer.overflows, layer.sqnr, layer.name))
 
 
-def plot(path: str | Path, output: str | Path, worst: int = 8) -> list[Layer]:
+def plot(path: str | Path, output: str | Path, worst: int = 8) -> list[Curves]:
     """Draw the `worst` layers of a monitor's file into an image (its suffix says which kind); returns them.
 
     OptionError for a file that is none, or an output that cannot be written; Fp8CompileError where matplotlib is missing.
     """
-    shown = layers(read(path))[:worst]
+    shown = worst_first(read(path))[:worst]
     try:
         from matplotlib.figure import Figure  # no pyplot: it would look for a display
     except ImportError:
@@ -127,7 +127,7 @@ def _style(role: str, more: str, points: int) -> dict[str, Any]:
     return {"color": COLOURS[role], "lw": 1.2, "ls": "--" if more else "-", "marker": MARKERS[role], "ms": size}
 
 
-def _scales(axis: Any, layer: Layer) -> None:
+def _scales(axis: Any, layer: Curves) -> None:
     for (role, more), rows in layer.tensors().items():
         known = [row for row in rows if row["scale_inv_min"] and row["scale_inv_max"]]
         steps = [row["step"] for row in known]
@@ -139,7 +139,7 @@ def _scales(axis: Any, layer: Layer) -> None:
     _tidy(axis, "scale")
 
 
-def _overflows(axis: Any, layer: Layer, top: float) -> None:
+def _overflows(axis: Any, layer: Curves, top: float) -> None:
     for (role, more), rows in layer.tensors().items():
         known: Sequence[Mapping[str, Any]] = [row for row in rows if row["overflows%"] is not None]
         axis.plot([row["step"] for row in known], [row["overflows%"] for row in known], **_style(role, more, len(known)))

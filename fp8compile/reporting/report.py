@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..ir.records import FP8, GraphReport, MatmulRecord, OpaqueRecord, forward_sizes
 from ..runtime.ledger import LEDGER
-from . import outside
+from . import html, outside
 from .layers import Row, fraction, gemms, hidden_rows, layers_of, percent, repeated, rows_of, share, words
 from .outside import OutsideRecord
 
@@ -119,9 +119,15 @@ class Report:
 
     def to_html(self, path: str | Path | None = None) -> str:
         """One self-contained HTML page, also written to `path` if given."""
-        from .html import page
-
-        return page(self, path)
+        devices = dict.fromkeys(graph.device for graph in self.graphs if graph.device)
+        facts = [("graphs", str(len(self.graphs))), ("matmuls", str(len(self.matmuls)))]
+        facts += [("decided for", device) for device in devices]
+        facts += [(outside.OUTSIDE, f"{len(self.outside)} weights")] if self.outside else []
+        whole = ", of what was compiled" if self.outside else ""
+        headline = f"{percent(self.fp8_flop_fraction)} of matmul FLOPs in FP8{whole}" if self.matmuls else "No matmuls"
+        title, left_out = html.title("report", self.graphs), tuple(outside.rows(self.outside))
+        sections = tuple(map(html.section, self.graphs))
+        return html.render(html.Page(title, headline, self.summary(), tuple(facts), sections, outside=left_out), path)
 
     def __str__(self) -> str:
         return self.table()

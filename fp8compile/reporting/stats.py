@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
@@ -28,7 +29,7 @@ from .layers import alike, repeated
 STATE = ("amax", "scale", "scale_inv", "scale_inv_min", "scale_inv_max")
 COSTLY = ("overflows%", "underflows%", "mse", "sqnr")
 
-_asked: dict[int, Measurement] = {}  # by id of the model: the measurement that `stats` asked for last
+_asked: WeakKeyDictionary[nn.Module, Measurement] = WeakKeyDictionary()  # the measurement that `stats` asked for last
 
 
 class Stats:
@@ -99,14 +100,10 @@ def stats(model: nn.Module, measure: bool = False) -> Stats:
     """
     model = unwrapped(model)
     if measure:
-        before = _asked.pop(id(model), None)
+        before = _asked.pop(model, None)
         if before is not None:
             before.end()
-        for number, asked in list(_asked.items()):
-            if asked.model() is None:
-                asked.end()
-                del _asked[number]
-        _asked[id(model)] = Measurement(model).begin()
+        _asked[model] = Measurement(model).begin()
     rows = table(model)
     return Stats(rows, "nothing of this model is quantized yet (fp8compile.report(model) says what was compiled)")
 

@@ -544,10 +544,9 @@ def test_a_policy_that_is_not_valid(model, capsys):
     assert "fp8.toml, line 5" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", BUILTIN)
-def test_policy_show(name, tmp_path, capsys):
+def test_policy_show(tmp_path, capsys):
     """What is shown is a valid file of one's own."""
-    assert cli.main(["policy", "show", name]) == 0
+    assert cli.main(["policy", "show", "llama"]) == 0
     (tmp_path / "own.toml").write_text(capsys.readouterr().out)
     assert cli.main(["policy", "check", str(tmp_path / "own.toml")]) == 0
 

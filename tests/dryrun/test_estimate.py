@@ -216,6 +216,8 @@ def test_layers_are_joined_by_their_first_number():
         ("0-1.0", 2, 0), ("0-1.2", 2, 0), ("h.0-2.mlp", 3, 1), ("h.0.norm", 1, 0), ("head", 1, 0), ("norm.3", 1, 0),
         ("(elsewhere)", 1, 0),
     ]  # fmt: skip
+    sequential = _layers({"0": Cost(kernels=1), "1": Cost(kernels=1)}, {})
+    assert [layer.name for layer in sequential] == ["0", "1"]  # layers of their own, and no blocks
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------
@@ -247,9 +249,3 @@ def test_the_device_of_the_options_and_of_their_policy():
     for share in (75, 0, -1.0):
         with pytest.raises(fp8compile.OptionError, match="attention"):
             fp8compile.estimate(model, x, attention=share)
-
-
-def test_layers_of_a_sequential_are_not_blocks():
-    model, x = nn.Sequential(nn.Linear(256, 512), nn.Linear(512, 256)).bfloat16(), torch.zeros(64, 256, dtype=torch.bfloat16)
-    names = {layer.name for layer in fp8compile.estimate(model, x).layers}
-    assert {"0", "1"} <= names

@@ -317,14 +317,6 @@ def test_nothing_to_compile():
     assert "Dynamo found no graph" in fp8compile.explain(lambda: 1).summary()
 
 
-def test_no_module_takes_the_name_of_a_public_function():
-    """Importing a submodule binds it in its package, in the place of a function of that name."""
-    import pkgutil
-
-    roots = {module.name for module in pkgutil.iter_modules(fp8compile.__path__)}
-    assert not roots & set(fp8compile.__all__)
-
-
 # -- transformers ------------------------------------------------------------------------------------------------------
 
 

@@ -12,11 +12,10 @@ from typing import Any
 
 import pytest
 
-from fp8compile.dryrun.estimate import Cost, Estimate
-from fp8compile.dryrun.estimate import Layer as LayerCost
+from fp8compile.dryrun.estimate_result import Cost, Estimate, LayerCost
 from fp8compile.ir.records import GraphReport, MatmulRecord, OpaqueRecord
 from fp8compile.reporting import diagram
-from fp8compile.reporting.html import page, section
+from fp8compile.reporting.html import section
 from fp8compile.reporting.layers import flops, microseconds
 from fp8compile.reporting.outside import OutsideRecord
 from fp8compile.reporting.report import Report
@@ -310,7 +309,7 @@ def test_picture(graph):
 
 
 def test_page_is_self_contained_and_escaped():
-    text = page(Report([gpt(), dataclasses.replace(gpt(1, True), index=1, note="eval mode")]))
+    text = Report([gpt(), dataclasses.replace(gpt(1, True), index=1, note="eval mode")]).to_html()
     markup = Markup(text)
     assert [tag for tag, _ in markup.tags].count("script") == 1 and "img" not in [tag for tag, _ in markup.tags]
     for _, attributes in markup.tags:
@@ -323,9 +322,9 @@ def test_page_is_self_contained_and_escaped():
 
 
 def test_page_of_nothing():
-    assert "nothing was compiled yet" in page(Report(empty="nothing was compiled yet"))
-    assert "no matmuls" in page(Report([GraphReport(0, "f", ())]))
-    assert "0 × 128 × 128" in page(Report([GraphReport(0, "f", tuple(linear("a", 0, 128, 128)))]))
+    assert "nothing was compiled yet" in Report(empty="nothing was compiled yet").to_html()
+    assert "no matmuls" in Report([GraphReport(0, "f", ())]).to_html()
+    assert "0 × 128 × 128" in Report([GraphReport(0, "f", tuple(linear("a", 0, 128, 128)))]).to_html()
 
 
 def test_what_is_in_no_graph_is_shown():
@@ -333,11 +332,11 @@ def test_what_is_in_no_graph_is_shown():
     left = [OutsideRecord(f"h.{i}.fc", "Linear", f"h.{i}.fc.weight", 256, 128) for i in range(3)]
     left.append(OutsideRecord(HOSTILE, "Linear", f"{HOSTILE}.weight", 64, 32))
     graph = dataclasses.replace(gpt(1), remarks=("weights are cast again in backward",))
-    whole, part = Markup(page(Report([graph]))), Markup(page(Report([graph], outside=left)))
+    whole, part = Markup(Report([graph]).to_html()), Markup(Report([graph], outside=left).to_html())
     shown = [" ".join(markup.text) for markup in (whole, part)]
     assert "of matmul FLOPs in FP8, of what was compiled" in shown[1] and "of what was compiled" not in shown[0]
     assert "In no compiled graph" in shown[1] and "In no compiled graph" not in shown[0]
-    text = page(Report([graph], outside=left))
+    text = Report([graph], outside=left).to_html()
     assert "h.<wbr>0-2.<wbr>fc.<wbr>weight</td><td>Linear</td><td class=\"n\">256 x 128</td><td class=\"n\">3</td>" in text
     assert "<script>document" not in text and "64 x 32" in text
     assert "* weights are cast again in backward" in text
@@ -397,7 +396,7 @@ class Browser:
 def browser(chromium: Any, tmp_path: Path) -> Browser:
     evaluation = dataclasses.replace(gpt(2), index=1, name="GPT, evaluation", note="the model is in eval mode")
     file = tmp_path / "report.html"
-    file.write_text(page(Report([gpt(timed=True), evaluation])), encoding="utf-8")
+    file.write_text(Report([gpt(timed=True), evaluation]).to_html(), encoding="utf-8")
     return Browser(chromium, file)
 
 

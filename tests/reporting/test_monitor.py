@@ -258,7 +258,7 @@ class _Main:
 
 
 def test_worst_first(file: Path) -> None:
-    found = plots.layers(plots.read(file))
+    found = plots.worst_first(plots.read(file))
     assert [layer.name for layer in found] == ["worst", "overflows", "rough", "fine"]
     assert (found[1].overflows, found[2].sqnr) == (2.5, 20.0)
     assert list(found[1].tensors()) == [("gradient", ""), ("gradient", "transposed")]

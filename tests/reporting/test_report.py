@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import logging
 import os
 import re
 import subprocess
 import sys
-import weakref
 from pathlib import Path
 from unittest import mock
 
@@ -200,9 +198,6 @@ def test_empty_reports_say_why():
     ledger, model = Ledger(), nn.Linear(2, 2)
     ledger.add(gpt(), nn.Linear(2, 2).parameters())
     assert "none of the 1 compiled graphs" in str(report_of(ledger, model)) and "Linear" in str(report_of(ledger, model))
-    note = "inference: compiled in high precision"
-    text = str(Report([GraphReport(0, "f", (), note=note)]))
-    assert "no matmuls" in text and note in text
     assert "nothing was compiled yet" in repr(report_of(Ledger()))
 
 
@@ -240,16 +235,6 @@ def test_ledger_compares_by_identity():
     equal.load_state_dict(model.state_dict())
     ledger.add(gpt(), model.parameters())
     assert report_of(ledger, model).graphs and not report_of(ledger, equal).graphs
-
-
-def test_ledger_keeps_no_model_alive():
-    ledger, model = Ledger(), nn.Linear(2, 2)
-    ledger.add(gpt(), model.parameters())
-    dead = [weakref.ref(model), weakref.ref(model.weight)]
-    del model
-    gc.collect()
-    assert [ref() for ref in dead] == [None, None]
-    assert report_of(ledger).graphs and not report_of(ledger, nn.Linear(2, 2)).graphs
 
 
 def test_ledger_takes_modules_only():

@@ -6,7 +6,6 @@ test_report.py tests the classes on records made by hand; here the records come 
 from __future__ import annotations
 
 import gc
-import json
 import logging
 import os
 import re
@@ -63,27 +62,20 @@ TINY_ROWS = sorted(
 
 def test_every_field_of_a_small_model():
     model = Tiny()
-    train(torch.compile(model, backend="fp8"), 2, 32, 128)
+    compiled = torch.compile(model, backend="fp8")
+    train(compiled, 2, 32, 128)
     report = fp8compile.report(model)
-    assert rows(report) == TINY_ROWS
+    assert rows(report) == rows(fp8compile.report(compiled)) == rows(fp8compile.report()) == TINY_ROWS
     assert report.opaque == [] and len(report.graphs) == 1
     assert all(r.batch == 1 and not r.dynamic and r.flops == 2 * r.m * r.n * r.k for r in report.matmuls)
     # FLOPs are proportional to the sizes of the weights: two of 128 x 256 out of those, 32 x 128 and 512 x 128
     assert report.fp8_flop_fraction == pytest.approx(2 * 256 / (2 * 256 + 32 + 512))
-
-
-def test_the_texts_of_a_small_model():
-    model = Tiny()
-    train(torch.compile(model, backend="fp8"), 2, 32, 128)
-    report = fp8compile.report(model)
-    assert report.summary() == "6 of 12 matmuls, 48.5% of matmul FLOPs; 6 kept: 3 output head, 3 under 128 wide" or (
-        report.summary() == "6 of 12 matmuls, 48.5% of matmul FLOPs; 6 kept: 3 under 128 wide, 3 output head"
-    )
+    texts = "6 of 12 matmuls, 48.5% of matmul FLOPs; 6 kept: ", "3 output head", "3 under 128 wide"
+    assert all(text in report.summary() for text in texts)
     table = str(report)
     for fqn in ("body.0", "body.2", "gate", "head"):
         assert re.search(rf"^{re.escape(fqn)}\s", table, re.MULTILINE), table
     assert "Tiny" in table and "delayed" in table and "under 128 wide" in table
-    assert json.loads(json.dumps(report.to_dict()))["fp8_flop_fraction"] == report.fp8_flop_fraction
 
 
 def test_nothing_compiled_yet():
@@ -92,13 +84,6 @@ def test_nothing_compiled_yet():
     assert "nothing was compiled" in str(report) and report.summary()
     compiled = torch.compile(Tiny(), backend="fp8")  # lazy: compiled at the first call
     assert fp8compile.report(compiled).matmuls == []
-
-
-def test_the_wrapper_that_torch_compile_makes_and_the_model_are_one():
-    model = Tiny()
-    compiled = torch.compile(model, backend="fp8")
-    train(compiled, 2, 32, 128)
-    assert rows(fp8compile.report(compiled)) == rows(fp8compile.report(model)) == rows(fp8compile.report()) == TINY_ROWS
 
 
 def test_module_compile_method():
@@ -126,12 +111,6 @@ def test_two_models_of_one_class():
         train(torch.compile(model, backend="fp8"), 16, 128)
     for model in models:
         assert len(fp8compile.report(model).matmuls) == 6, str(fp8compile.report())
-
-
-def test_a_model_that_was_not_compiled():
-    train(torch.compile(Mlp(), backend="fp8"), 16, 128)
-    report = fp8compile.report(Tiny())
-    assert report.matmuls == [] and "Tiny" in str(report)
 
 
 def test_the_report_keeps_no_model_alive():
@@ -322,12 +301,4 @@ def test_a_mode_of_torch_compile():
 def test_modes_are_accepted(mode):
     model = nn.Sequential(nn.Linear(128, 128))
     train(torch.compile(model, backend="fp8", mode=mode), 32, 128)
-    assert [r.decision for r in fp8compile.report(model).matmuls] == ["fp8"] * 3
-
-
-def test_options_of_inductor_are_accepted():
-    model = nn.Sequential(nn.Linear(128, 128))
-    train(
-        torch.compile(model, backend="fp8", options={"margin": 1, "max_autotune": False, "triton.cudagraphs": False}), 32, 128
-    )
     assert [r.decision for r in fp8compile.report(model).matmuls] == ["fp8"] * 3
