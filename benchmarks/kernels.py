@@ -103,11 +103,8 @@ def _name(function: Any) -> str:
 @contextlib.contextmanager
 def interpreter() -> Iterator[None]:
     """Inside, CPU graphs get generated kernels, run by the tests' interpreter (a checkout has it, an installed package not)."""
-    sys.path.insert(0, str(machine.ROOT / "tests"))
-    try:
-        from interpreter import kernels_on_cpu
-    finally:
-        sys.path.pop(0)
+    from tests.support.interpreter import kernels_on_cpu
+
     with kernels_on_cpu():
         yield
 

@@ -34,7 +34,7 @@ def test_exact_as_in_high_precision() -> None:
 def small(kind: str = "mlp", recipe: str = "tensorwise", protocols: tuple[str, ...] = ("plain", "plain", "plain")) -> Case:
     """A case of one block that is stored and spelled in the simplest way."""
     rng = random.Random(0)
-    with mock.patch("fuzz_models.STORED", ("plain",)), mock.patch("fuzz_models.SPELLED", ("linear",)):
+    with mock.patch.multiple("tests.support.fuzz_models", STORED=("plain",), SPELLED=("linear",)):
         model = Model(rng, kinds=(kind,))
     model.breaks = model.two = model.tied = False
     model.blocks[0].residual, model.blocks[0].checkpoint = False, ""
