@@ -85,7 +85,7 @@ def _gpu(device: Any) -> dict[str, Any]:
         "name": gpu.name,
         "capability": gpu.gfx or "{}.{}".format(*gpu.capability),
         "memory": gpu.total_memory,
-        "native": native if support.has_fp8(gpu.capability, gpu.gfx) else [],
+        "native": native if gpu.architecture.fp8 else [],
         "described_as": described.key,
         "origin": described.origin,
     }
