@@ -69,8 +69,8 @@ def gpus() -> list[dict[str, Any]]:
 
 
 def _gpu(device: Any) -> dict[str, Any]:
-    from ..config.recipe import RECIPES
-    from ..devices import catalog, support
+    from ..config.recipe import BUILT_IN
+    from ..devices import catalog
     from ..devices.gpu import gpu_of
 
     try:
@@ -80,7 +80,7 @@ def _gpu(device: Any) -> dict[str, Any]:
     assert gpu is not None, device
     described = catalog.of(device)
     assert described is not None, device
-    native = [name for name in RECIPES if name != "mxfp8" or support.has_mx(gpu)]
+    native = [name for name, made in BUILT_IN.items() if made.needs is None or made.needs(gpu)]
     return {
         "name": gpu.name,
         "capability": gpu.gfx or "{}.{}".format(*gpu.capability),

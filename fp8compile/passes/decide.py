@@ -11,7 +11,6 @@ from dataclasses import replace
 
 from .. import compat
 from ..config.policy import Choice, Policy, Rule, Site
-from ..devices import support
 from ..devices.catalog import Device
 from ..devices.gpu import gpu_of
 from ..ir.fx_utils import hint, value
@@ -47,9 +46,10 @@ def decide(
             inputs_too, _, gradients_too = matmul.recipe.current_scaling
             current = (inputs_too, True, gradients_too)
             matmul.recipe = replace(matmul.recipe, current_scaling=current)
-        if choice.recipe.name == "mxfp8":  # what a device may lack; a CPU multiplies any recipe in float32
+        needs = choice.recipe.built_in.needs
+        if needs is not None:
             gpu = device.gpu if device is not None else gpu_of(value(matmul.node).device)
-            matmul.emulated = not support.has_mx(gpu)
+            matmul.emulated = not needs(gpu)
         rule = policy.rules[choice.rule] if choice.rule is not None else None
         chosen = _choice(matmul, site, choice, rule)
         matmul.reason = legality.objection(matmul) or chosen or legality.misaligned(matmul)

@@ -28,8 +28,8 @@ MOST_NODES = 64  # of a producer; what is longer has something in memory on its 
 class Source:
     """A tensor that matmuls read.
 
-    `elements`, `itemsize` (bytes, in memory), `fused`, `producer_bytes`, `scattered` are those of `cost.Operand`. `shared`: one
-    who is no matmul reads it in memory (a residual, an attention, the caller), whatever matmuls do. `readers`: the matmuls.
+    `elements`, `itemsize` (bytes, in memory), `fused`, `producer_bytes`, `scattered` are those of `cost.CastInput`. `shared`:
+    one who is no matmul reads it in memory (a residual, an attention, the caller), whatever matmuls do. `readers`: the matmuls.
     """
 
     elements: int

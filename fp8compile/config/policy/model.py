@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, get_args, get_type_hints
 from pydantic import Field, StrictBool, StrictInt, StrictStr, ValidationInfo, field_validator
 
 from ...errors import OptionError, near
-from ..recipe import RECIPES, Recipe
+from ..recipe import BUILT_IN, RECIPES, Recipe
 from . import match, patterns
 from .condition import Where
 from .errors import PolicyError
@@ -46,7 +46,9 @@ _MEANINGS = {
     "recast_weights": "Cast weights again in backward instead of keeping their transposed FP8 copies.",
     "current_scaling": "Delayed scaling: (inputs, weights, gradients): true scales that tensor by its current amax.",
     "on_overflow": 'Delayed scaling, after an amax far beyond its history: "current" (use it in the next step) or "saturate".',
-    "power_of_2_scale": "Round scales down to powers of two. Default: true for blockwise and mxfp8.",
+    "power_of_2_scale": "Round scales down to powers of two. Default: true for "
+    + " and ".join(name for name, made in BUILT_IN.items() if made.power_of_2[0])
+    + ".",
     "fp8_encoding": 'FP8 encodings: "auto" (the device\'s), "ocp" (NVIDIA, MI350) or "fnuz" (MI300).',
     "use_fast_accum": "(fprop, dgrad, wgrad): the tensor cores' fast accumulation, less exact.",
 }
