@@ -15,22 +15,26 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import field
 from functools import cached_property
-from typing import Annotated, Any, Literal, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_type_hints
 
 from pydantic import Field, StrictBool, StrictInt, StrictStr, ValidationInfo, field_validator
 
 from ...errors import OptionError, near
+from ..operators import MATMULS
 from ..recipe import BUILT_IN, RECIPES, Recipe
 from . import match, patterns
 from .condition import Where
 from .errors import PolicyError
 from .validation import FILE, LONGEST_NAME, Name, PathOrName, Several, key, table
 
-Op = Literal["mm", "addmm", "bmm", "baddbmm"]
 Gemm = Literal["fprop", "dgrad", "wgrad"]
 Kind = Literal["output head", "router gate", "down projection"]
 Fp8 = Literal["on", "off", "auto"]
 Eval = Literal["high_precision", "fp8"]
+if TYPE_CHECKING:
+    Op = str
+else:
+    Op = Literal[tuple(MATMULS)]
 SETTINGS = tuple(f.name for f in dataclasses.fields(Recipe) if f.name != "name")
 LONGEST_CHAIN = 32  # recipes, each of which varies the next
 
@@ -110,7 +114,7 @@ class Rule(Settings):
     module: Several[StrictStr] = key('Glob for the module\'s name ("*" matches dots too), or "re:" and a regex.', _GLOBS)
     parameter: Several[StrictStr] = key('Glob for the name of the weight, or "re:" and a regex.', _GLOBS)
     module_class: Several[StrictStr] = key("Glob for the class of the module, or of any module around it.", _GLOBS)
-    op: Several[Op] = _choice("The operator of forward: " + ", ".join(get_args(Op)) + ".", Op)
+    op: Several[Op] = _choice("The operator of forward: " + ", ".join(MATMULS) + ".", Op)
     gemm: Several[Gemm] = _choice("fprop (the forward), dgrad (the input's gradient), wgrad (the weight's).", Gemm)
     where: StrictStr | None = key(
         "A condition on m, n, k of the forward out[m, n] = a[m, k] @ b[k, n]: 'n < 128 or k < 128'.", "a condition in quotes"

@@ -14,6 +14,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ...config.operators import MATMULS
 from ...ir.inputs import readable_module
 from ..placeholders import placeholder_callable
 from .device import CUDA
@@ -70,9 +71,10 @@ def retarget_graphs() -> Iterator[None]:
 
 # -- reading the scheduled graph ---------------------------------------------------------------------------------------
 
-_MATMUL = re.compile(
-    r"\b(_scaled_mm|_scaled_mm_v2|_scaled_grouped_mm|_grouped_mm|mm|addmm|bias_addmm|bmm|baddbmm)(\.default|\.out|_dtype)?$"
-)
+# with Inductor's own, and those that only a model's code has
+_MATMULS = {**MATMULS, "bias_addmm": MATMULS["addmm"]}
+_MATMULS |= dict.fromkeys(("_scaled_mm", "_scaled_mm_v2", "_scaled_grouped_mm", "_grouped_mm"), MATMULS["mm"])
+_MATMUL = re.compile(rf"\b({'|'.join(_MATMULS)})(\.default|\.out|_dtype)?$")
 _ATTENTION = re.compile(r"_scaled_dot_product\w*attention")
 
 
@@ -107,10 +109,9 @@ class _Reader:
         found = _MATMUL.search(str(getattr(node, "python_kernel_name", None) or getattr(node, "op_overload", "")))
         if not found:
             return None
-        op = found[1]
-        first = 1 if op in ("addmm", "bias_addmm", "baddbmm") else 0
-        a, b = (self.operand(t) for t in node.inputs[first : first + 2])
-        return Matmul(op, a, b, self.operand(node))
+        form = _MATMULS[found[1]]
+        a, b = (self.operand(node.inputs[i]) for i in (form.a, form.b))
+        return Matmul(found[1], a, b, self.operand(node))
 
     def launched(self, node: Any, written: list[Any]) -> Matmul | None:
         """The matmul that a launch of `fp8_gemm` is: of a [M, K] and b [N, K], its first two arguments."""
