@@ -80,7 +80,7 @@ def _gpu(device: Any) -> dict[str, Any]:
     assert gpu is not None, device
     described = catalog.of(device)
     assert described is not None, device
-    native = [name for name, made in BUILT_IN.items() if made.needs is None or made.needs(gpu)]
+    native = [name for name, made in BUILT_IN.items() if made.native(gpu)]
     return {
         "name": gpu.name,
         "capability": gpu.gfx or "{}.{}".format(*gpu.capability),
@@ -92,10 +92,12 @@ def _gpu(device: Any) -> dict[str, Any]:
 
 
 def _lines(gpu: dict[str, Any]) -> list[str]:
+    from ..config.recipe import RECIPES
+
     if "error" in gpu:
         return [gpu["error"]]
     what = "architecture" if gpu["capability"].startswith("gfx") else "compute capability"
-    emulated = "" if "mxfp8" in gpu["native"] else "; mxfp8 is emulated in bf16"
+    emulated = "".join(f"; {name} is emulated in bf16" for name in RECIPES if name not in gpu["native"])
     return [
         f"{gpu['name']}, {what} {gpu['capability']}, {gpu['memory'] / 2**30:.0f} GiB",
         f"FP8: {', '.join(gpu['native'])}{emulated}" if gpu["native"] else "no FP8: models are compiled in high precision",

@@ -46,7 +46,7 @@ class BuiltIn(NamedTuple):
     """What is particular to a recipe.
 
     `power_of_2`: what `power_of_2_scale` may be, its default first. `cost`: None if its tensors are scaled as those of another
-    recipe. `needs`: whether a GPU has such a matmul, or it is emulated; None: each GPU with FP8 has.
+    recipe. `needs`: whether a GPU has such a matmul, or it is emulated; None: each GPU with FP8 has. `whose`: who has.
     """
 
     block: Block  # of inputs and gradients
@@ -54,6 +54,10 @@ class BuiltIn(NamedTuple):
     power_of_2: tuple[bool, ...]
     cost: ScalingCost | None
     needs: Callable[[Gpu | None], bool] | None = None
+    whose: str = ""
+
+    def native(self, gpu: Gpu | None) -> bool:
+        return self.needs is None or self.needs(gpu)
 
 
 # from coarse to fine: a matmul of operands that are scaled in different ways costs what the finer way does. docs/cost-model.md
@@ -64,7 +68,9 @@ BUILT_IN = {
     "rowwise": BuiltIn(ROW, ROW, (False, True), ScalingCost(walks=2, for_each_layout=True)),
     "rowwise_with_gw_hp": BuiltIn(ROW, ROW, (False, True), None),
     "blockwise": BuiltIn(Block(1, 128), Block(128, 128), (True, False), ScalingCost(copy_bytes=1 + 4 / 128, gemm_rate=0.85)),
-    "mxfp8": BuiltIn(Block(1, 32), Block(1, 32), (True,), ScalingCost(copy_bytes=1 + 4 / 32), support.has_mx),
+    "mxfp8": BuiltIn(
+        Block(1, 32), Block(1, 32), (True,), ScalingCost(copy_bytes=1 + 4 / 32), needs=support.has_mx, whose="Blackwell"
+    ),
 }
 RECIPES = tuple(BUILT_IN)
 COSTS = {name: made.cost for name, made in BUILT_IN.items() if made.cost is not None}

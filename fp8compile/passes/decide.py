@@ -46,10 +46,10 @@ def decide(
             inputs_too, _, gradients_too = matmul.recipe.current_scaling
             current = (inputs_too, True, gradients_too)
             matmul.recipe = replace(matmul.recipe, current_scaling=current)
-        needs = choice.recipe.built_in.needs
-        if needs is not None:
+        built_in = choice.recipe.built_in
+        if built_in.needs is not None:
             gpu = device.gpu if device is not None else gpu_of(value(matmul.node).device)
-            matmul.emulated = not needs(gpu)
+            matmul.emulated = not built_in.native(gpu)
         rule = policy.rules[choice.rule] if choice.rule is not None else None
         chosen = _choice(matmul, site, choice, rule)
         matmul.reason = legality.objection(matmul) or chosen or legality.misaligned(matmul)
