@@ -85,14 +85,14 @@ class Group:
 
     @property
     def _blocks(self) -> list[Scale]:
-        return [x.scale for x in self.outputs if x.scale is not None and x.scale.kind == "tile"]
+        return [x.scale for x in self.outputs if x.scale is not None and x.scale.granularity == "tile"]
 
     def of_kind(self, *kinds: str) -> list[Output]:
         return [x for x in self.outputs if x.kind in kinds]
 
 
 def read_scales(outputs: Iterable[Output], tiles: Collection[Node]) -> dict[Node, Scale]:
-    scales = [x.scale for x in outputs if x.scale is not None and x.scale.kind in ("one", "tile")]
+    scales = [x.scale for x in outputs if x.scale is not None and x.scale.granularity in ("one", "tile")]
     return {scale.node: scale for scale in scales if scale.node not in tiles}
 
 
@@ -122,10 +122,10 @@ class Walk:
         assert index is not None
         self(output.node, index)
         if output.scale is not None:
-            if output.scale.kind == "tile":
+            if output.scale.granularity == "tile":
                 self.tile(output.scale)
-            elif output.scale.kind != "one":
-                self(output.scale.node, self.domain.scale_index(output.scale.node, output.scale.kind))
+            elif output.scale.granularity != "one":
+                self(output.scale.node, self.domain.scale_index(output.scale.node, output.scale.granularity))
 
     def tile(self, scale: Scale) -> None:
         """Visit scales of blocks, or what they are made of: if it is not in memory, it is computed in the tile."""

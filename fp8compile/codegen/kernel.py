@@ -30,7 +30,7 @@ from ..ir.fx_utils import arg
 from .block_scales import Tiles, magnitude
 from .expressions import FLOATS, TRITON_DTYPE, expression, number_text, prelude, rounded
 from .group import Group, Output, statistics_of, title
-from .indexing import VIEWS, Index, kind, quotient, sizes
+from .indexing import VIEWS, Index, quotient, sizes, varies_with
 from .scales import FROM_AMAX, SPAN, Scale, computed_scale
 
 
@@ -102,7 +102,8 @@ class _Writer:
         else:
             body += ["block = pid"]
         body += ["row = block * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]", f"row_inside = row < {rows}"]
-        body += [f"{name}_value = tl.load({name})" for node, name in self.scales.items() if group.scales[node].kind == "one"]
+        single = [name for node, name in self.scales.items() if group.scales[node].granularity == "one"]
+        body += [f"{name}_value = tl.load({name})" for name in single]
         for number in range(group.passes):
             body += self.reduce(number, columns)
         if looping or span:
@@ -147,14 +148,14 @@ class _Writer:
     def comments(self) -> list[str]:
         """What is what: each pointer with its dtype and shape."""
         lines = []
-        blocks = {node: name for node, name in self.scales.items() if self.group.scales[node].kind == "tile"}
+        blocks = {node: name for node, name in self.scales.items() if self.group.scales[node].granularity == "tile"}
         for node, name in {**self.inputs, **blocks}.items():
             shape = ", ".join(self.text(size).strip("()") for size in sizes(node))
             lines.append(f"# {name}: {_dtype(node.meta['val'].dtype)} [{shape}]")
         for output in self.stored:
             node, scale = output.replaces if output.kind == "blocks" else output.node, output.scale
             lines.append(f"# {self.pointers[id(output)]}: {output.kind} {_dtype(output.dtype or node.meta['val'].dtype)}")
-            if scale is not None and scale.kind != "one":
+            if scale is not None and scale.granularity != "one":
                 lines[-1] += f", a scale for {scale.rows or 'all'} x {scale.columns or 'all'}"
         return lines  # and s: float32, a scale; amax: int32, the bits of a float32; sums: float32
 
@@ -245,7 +246,7 @@ class _Writer:
             if text in texts:
                 return text
             self.count += 1
-        inner = kind(index) in ("full", "col")
+        inner = varies_with(index) in ("full", "col")
         (self.loop if inner else self.outer)[key] = name
         lines = self.lines if inner else self.outer_lines
         lines += [*before, f"{name} = {text}"]
@@ -253,7 +254,7 @@ class _Writer:
 
     def load(self, node: Node, index: Index) -> str:
         dtype = node.meta["val"].dtype
-        varying = kind(index)
+        varying = varies_with(index)
         mask = {"full": "inside", "row": "row_inside", "col": "col_inside"}.get(varying)
         guarded = f", mask={mask}, other={'0.0' if dtype in FLOATS else '0'}" if mask else ""
         axes = {"full": ("row", "col"), "row": ("row",), "col": ("col",)}.get(varying, ())
@@ -325,12 +326,12 @@ class _Writer:
         """value * scale, saturated; NaN where the value is infinite or NaN; zero outside of the matrix."""
         assert output.scale is not None and output.dtype is not None
         lines = tiles.lines
-        if output.scale.kind == "one":
+        if output.scale.granularity == "one":
             scale = f"{self.scales[output.scale.node]}_value"
-        elif output.scale.kind == "tile":
+        elif output.scale.granularity == "tile":
             scale = tiles.spread(output.scale)
         else:
-            scale = self.value(output.scale.node, self.domain.scale_index(output.scale.node, output.scale.kind))
+            scale = self.value(output.scale.node, self.domain.scale_index(output.scale.node, output.scale.granularity))
         name, largest = self.name("q"), number_text(float(output.fp8_max))
         lines.append(f"{name} = {value} * {scale}")
         # by comparisons, which let NaN pass: Triton (#11111) miscompiles NaN-propagating min and max next to these stores

@@ -55,7 +55,8 @@ def compare(group: Group, sizes_of: Sizes, stored: set[Node], ours_too: tuple) -
     Inductor reads the inputs once for everything that goes along rows, once more for column sums and amaxes, and once more for
     amaxes of blocks of a column, or of several rows behind sums over rows.
     """
-    reads = sum(map(sizes_of.bytes_of, (*group.inputs, *(x for x, scale in group.scales.items() if scale.kind == "tile"))))
+    scales = [node for node, scale in group.scales.items() if scale.granularity == "tile"]
+    reads = sum(map(sizes_of.bytes_of, (*group.inputs, *scales)))
     ours = theirs = reads
     if apart(group):
         ours += reads

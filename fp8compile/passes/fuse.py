@@ -170,7 +170,7 @@ class _Finder:
             source = arg(node, 0)
             if value(source).dim() != 2 or value(source).device.type not in launch.DEVICES:
                 continue
-            if _scale(node).kind == "none":
+            if _scale(node).granularity == "none":
                 continue
             for late in (False, True):
                 seed = found.setdefault((source, late), Seed())
@@ -249,12 +249,12 @@ def _of_cast(node: Node) -> Output:
 
 def _of_amax(node: Node, casts: list[Node]) -> list[Output]:
     """The outputs that stand for an amax: itself, or those of the scales made of it that others than these casts read."""
-    source, kind = arg(node, 0), _scale(node).kind
-    if kind in ("one", "col"):
-        return [Output("amax" if kind == "one" else "column_amax", source, node)]
+    source, granularity = arg(node, 0), _scale(node).granularity
+    if granularity in ("one", "col"):
+        return [Output("amax" if granularity == "one" else "column_amax", source, node)]
     made = chain(node)
     read = [x for x in made if any(_read_outside(user, {*made, *casts}) for user in x.users)]
-    if kind == "row":
+    if granularity == "row":
         return [Output("row", x, x) for x in read]
     return [Output("blocks", source, x, of_amax(x)) for x in read]
 
