@@ -148,7 +148,7 @@ def _module_of(node: Node) -> str:
 
 
 def _hidden(node: Node) -> str | None:
-    """What kind of matmuls hide in an operator, None if there are none that we know of."""
+    """Which matmuls hide in an operator, None if there are none that we know of."""
     name = str(node.target)
     namespace = getattr(node.target, "namespace", "")
     for part, what in HIDDEN.items():

@@ -119,7 +119,7 @@ def _site(matmul: Matmul, inputs: Inputs, layers: dict[str, int], kind: str) -> 
     m, n, k = (hint(size) for size in matmul.features)
     forward = matmul.fprop or matmul
     stack = forward.node.meta.get("nn_module_stack") or {}
-    classes = [getattr(kind, "__name__", str(kind).rpartition(".")[2]) for _, kind in reversed(list(stack.values()))]
+    classes = [getattr(cls, "__name__", str(cls).rpartition(".")[2]) for _, cls in reversed(list(stack.values()))]
     return Site(
         module=matmul.fqn,
         parameter=matmul.name,

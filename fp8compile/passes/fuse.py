@@ -125,7 +125,7 @@ class _Finder:
         if any(node.target is ops.amax_blocks for node in group.levels):
             raise Unwritable("scales of rows beside scales of 128 rows")
         sources = {behind(seed.source, VIEWS) for seed in seeds}
-        written = [x for x in group.of_kind("value") if x.node in sources]
+        written = [x for x in group.with_content("value") if x.node in sources]
         rows = [Output("row", node, node) for node in group.levels]
         whole = len(written) == len(sources)
         first = self.grouping(group.domain, written if whole else rows, sums=whole)
@@ -243,8 +243,8 @@ def _waits_for(node: Node) -> list[Node]:
 
 def _of_cast(node: Node) -> Output:
     """The output that stands for a copy."""
-    kind = "transposed" if arg(node, 4) else "copy"
-    return Output(kind, arg(node, 0), node, _scale(node), arg(node, 2), arg(node, 3))
+    content = "transposed" if arg(node, 4) else "copy"
+    return Output(content, arg(node, 0), node, _scale(node), arg(node, 2), arg(node, 3))
 
 
 def _of_amax(node: Node, casts: list[Node]) -> list[Output]:
