@@ -214,7 +214,8 @@ def _report(done: Rewritten, inputs: Inputs, chosen: Options, device: Device | N
     for recipe in sorted({matmul.recipe.name for matmul in done.matmuls if matmul.fp8 and matmul.emulated}):
         where = device.name if device is not None else "this device"
         *others, last = [repr(name) for name, made in BUILT_IN.items() if made.needs is None and made.cost is not None]
-        what = f"{recipe} is emulated in bf16 on {where}, exact and not faster: it is {BUILT_IN[recipe].whose}'s."
+        whose = f": it is {BUILT_IN[recipe].whose}'s" if BUILT_IN[recipe].whose else ""
+        what = f"{recipe} is emulated in bf16 on {where}, exact and not faster{whose}."
         _complain(chosen, f"{what} For FP8's speed take {', '.join(others)} or {last}")
     wanted = not inputs.part and any(x.wanted and x.weight is None and legality.fits(x) for x in done.matmuls)
     # a part of a model may well be nothing but an embedding, a norm, convolutions, an output head, or an expert without tokens
