@@ -68,8 +68,8 @@ def how(
 def _rowwise(gpu: Gpu, out_dtype: torch.dtype, fast_accum: bool) -> str:
     """The scales inside of the matmul, or after it."""
     architecture = gpu.architecture
-    if architecture.rows is not None:
-        return ROWWISE if str(out_dtype).removeprefix("torch.") in architecture.rows else AFTER
+    if architecture.row_dtypes is not None:
+        return ROWWISE if str(out_dtype).removeprefix("torch.") in architecture.row_dtypes else AFTER
     if support.has_blocks(gpu):
         return ROWWISE
     if sys.platform == "win32":  # CUTLASS's kernels are not built there

@@ -20,28 +20,28 @@ class Architecture:
 
     `flop`: dense bf16 FLOP a clock that one compute unit does, the published peak / (units * clock); `geforce_flop`: that of
     GeForce boards, some of which run float32 accumulation at half rate. FP8 is twice as fast in all of them. `shared` and
-    `block`: KiB of shared memory, the unit's and the most of one block. `threads`: of a unit. `warp`: threads of one.
+    `shared_of_block`: KiB of shared memory, the unit's and the most of one block. `threads`: of a unit. `warp`: threads of one.
 
     For FP8 matmuls; a version is that of the CUDA that torch was built with, whose cuBLAS comes along:
 
-    `fp8`: there are some, with one scale an operand. `fnuz`: they are in AMD's first encodings. `rows`: the dtypes, by torch's
+    `fp8`: there are some, with one scale an operand. `fnuz`: they are in AMD's first encodings. `row_dtypes`: those, by torch's
     names, in which one with a scale a row returns; None: those of CUTLASS's kernel. `slow_rows`: that kernel is slow unless it
-    accumulates fast. `blocks`: the first version whose cuBLASLt scales rows and 128-blocks; None: no version does. `mx`: the
-    first version that multiplies 1 x 32 blocks with E8M0 scales.
+    accumulates fast. `blocks_from`: the first version whose cuBLASLt scales rows and 128-blocks; None: no version does.
+    `mx_from`: the first version that multiplies 1 x 32 blocks with E8M0 scales.
     """
 
     flop: int
     geforce_flop: int
     shared: int
-    block: int
+    shared_of_block: int
     threads: int
     warp: int = 32
     fp8: bool = True
     fnuz: bool = False
-    rows: tuple[str, ...] | None = None
+    row_dtypes: tuple[str, ...] | None = None
     slow_rows: bool = False
-    blocks: Version | None = None
-    mx: Version | None = None
+    blocks_from: Version | None = None
+    mx_from: Version | None = None
 
 
 # NVIDIA's by compute capability, AMD's by the beginning of their names
@@ -53,23 +53,23 @@ ARCHITECTURES: dict[Version | str, Architecture] = {
     # L40S, RTX 4090
     (8, 9): Architecture(1024, 512, 100, 99, 1536),
     # H100. 128-blocks on Hopper alone: `_check_deepseek_support` in ScaledBlas.cpp
-    (9, 0): Architecture(4096, 4096, 228, 227, 2048, slow_rows=True, blocks=(12, 9)),
+    (9, 0): Architecture(4096, 4096, 228, 227, 2048, slow_rows=True, blocks_from=(12, 9)),
     # B200
-    (10, 0): Architecture(8192, 8192, 228, 227, 2048, mx=(12, 8)),
+    (10, 0): Architecture(8192, 8192, 228, 227, 2048, mx_from=(12, 8)),
     # Thor
-    (11, 0): Architecture(8192, 8192, 228, 227, 2048, mx=(12, 9)),
+    (11, 0): Architecture(8192, 8192, 228, 227, 2048, mx_from=(12, 9)),
     # RTX PRO 6000, RTX 5090
-    (12, 0): Architecture(1024, 512, 100, 99, 1536, mx=(12, 9)),
+    (12, 0): Architecture(1024, 512, 100, 99, 1536, mx_from=(12, 9)),
     # MI300X. hipBLASLt scales rows from here on ("only supports BFloat16 output")
-    "gfx94": Architecture(2048, 2048, 64, 64, 2048, warp=64, fnuz=True, rows=("bfloat16",)),
+    "gfx94": Architecture(2048, 2048, 64, 64, 2048, warp=64, fnuz=True, row_dtypes=("bfloat16",)),
     # MI355X. Its 1 x 32 blocks are not used: the layout of their scales differs between ROCm versions, and K has to be a
     # multiple of 128
-    "gfx95": Architecture(4096, 4096, 160, 160, 2048, warp=64, rows=("bfloat16",)),
+    "gfx95": Architecture(4096, 4096, 160, 160, 2048, warp=64, row_dtypes=("bfloat16",)),
     # RX 9070
-    "gfx12": Architecture(1024, 1024, 64, 64, 2048, rows=()),
+    "gfx12": Architecture(1024, 1024, 64, 64, 2048, row_dtypes=()),
     # others of AMD: without FP8, and otherwise as an MI300X
-    "gfx9": Architecture(2048, 2048, 64, 64, 2048, warp=64, fp8=False, rows=()),
-    "gfx": Architecture(2048, 2048, 64, 64, 2048, fp8=False, rows=()),
+    "gfx9": Architecture(2048, 2048, 64, 64, 2048, warp=64, fp8=False, row_dtypes=()),
+    "gfx": Architecture(2048, 2048, 64, 64, 2048, fp8=False, row_dtypes=()),
 }
 WITH_FP8 = tuple(key for key, architecture in ARCHITECTURES.items() if architecture.fp8)
 OLDEST_NVIDIA = min(key for key in WITH_FP8 if isinstance(key, tuple))

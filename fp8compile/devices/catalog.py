@@ -115,7 +115,7 @@ class Device:
             L2_cache_size=self.l2,
             warp_size=architecture.warp,
             max_threads_per_multi_processor=architecture.threads,
-            shared_memory_per_block_optin=architecture.block << 10,
+            shared_memory_per_block_optin=architecture.shared_of_block << 10,
             shared_memory_per_multiprocessor=architecture.shared << 10,
             memory_bus_width=self.memory_bus,
             memory_clock_rate=int(1000 * self.memory_clock_mhz),

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 def has_mx(gpu: Gpu | None) -> bool:
     """Whether a GPU multiplies 1 x 32 blocks with E8M0 scales: Blackwell does. None is a CPU."""
-    return gpu is not None and _reached(gpu.architecture.mx)
+    return gpu is not None and _reached(gpu.architecture.mx_from)
 
 
 def has_blocks(gpu: Gpu) -> bool:
     """Whether cuBLASLt scales rows and 128-blocks."""
-    return _reached(gpu.architecture.blocks)
+    return _reached(gpu.architecture.blocks_from)
 
 
 def _reached(version: tuple[int, int] | None) -> bool:
