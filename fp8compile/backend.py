@@ -25,6 +25,7 @@ from torch.fx import Graph, GraphModule
 
 from . import compat
 from .config.options import Options, parse
+from .config.recipe import BUILT_IN
 from .devices import catalog, formats, support
 from .devices.catalog import Device
 from .errors import CapacityExceeded, OptionError, StrictError
@@ -210,11 +211,12 @@ def _report(done: Rewritten, inputs: Inputs, chosen: Options, device: Device | N
     for complaint in done.complaints:
         _complain(chosen, complaint)
     logger.info("fp8: %s", report.summary())
-    emulated = {matmul.recipe.name for matmul in done.matmuls if matmul.fp8 and matmul.emulated}
-    if emulated:
+    for recipe in sorted({matmul.recipe.name for matmul in done.matmuls if matmul.fp8 and matmul.emulated}):
         where = device.name if device is not None else "this device"
-        what = f"{', '.join(sorted(emulated))} is emulated in bf16 on {where}, exact and not faster: it is Blackwell's."
-        _complain(chosen, f"{what} For FP8's speed take 'delayed', 'tensorwise', 'rowwise' or 'blockwise'")
+        *others, last = [repr(name) for name, made in BUILT_IN.items() if made.needs is None and made.cost is not None]
+        whose = f": it is {BUILT_IN[recipe].whose}'s" if BUILT_IN[recipe].whose else ""
+        what = f"{recipe} is emulated in bf16 on {where}, exact and not faster{whose}."
+        _complain(chosen, f"{what} For FP8's speed take {', '.join(others)} or {last}")
     wanted = not inputs.part and any(x.wanted and x.weight is None and legality.fits(x) for x in done.matmuls)
     # a part of a model may well be nothing but an embedding, a norm, convolutions, an output head, or an expert without tokens
     # in this step: that is as it should be

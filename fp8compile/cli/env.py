@@ -69,8 +69,8 @@ def gpus() -> list[dict[str, Any]]:
 
 
 def _gpu(device: Any) -> dict[str, Any]:
-    from ..config.recipe import RECIPES
-    from ..devices import catalog, support
+    from ..config.recipe import BUILT_IN
+    from ..devices import catalog
     from ..devices.gpu import gpu_of
 
     try:
@@ -80,22 +80,24 @@ def _gpu(device: Any) -> dict[str, Any]:
     assert gpu is not None, device
     described = catalog.of(device)
     assert described is not None, device
-    native = [name for name in RECIPES if name != "mxfp8" or support.has_mx(gpu)]
+    native = [name for name, made in BUILT_IN.items() if made.native(gpu)]
     return {
         "name": gpu.name,
         "capability": gpu.gfx or "{}.{}".format(*gpu.capability),
         "memory": gpu.total_memory,
-        "native": native if support.has_fp8(gpu.capability, gpu.gfx) else [],
+        "native": native if gpu.architecture.fp8 else [],
         "described_as": described.key,
         "origin": described.origin,
     }
 
 
 def _lines(gpu: dict[str, Any]) -> list[str]:
+    from ..config.recipe import RECIPES
+
     if "error" in gpu:
         return [gpu["error"]]
     what = "architecture" if gpu["capability"].startswith("gfx") else "compute capability"
-    emulated = "" if "mxfp8" in gpu["native"] else "; mxfp8 is emulated in bf16"
+    emulated = "".join(f"; {name} is emulated in bf16" for name in RECIPES if name not in gpu["native"])
     return [
         f"{gpu['name']}, {what} {gpu['capability']}, {gpu['memory'] / 2**30:.0f} GiB",
         f"FP8: {', '.join(gpu['native'])}{emulated}" if gpu["native"] else "no FP8: models are compiled in high precision",

@@ -133,7 +133,7 @@ class Tiles:
         for output in self.writer.group.outputs:
             if output.scale is not None and output.scale.of_span:
                 name = self(output.scale)
-                if output.kind == "blocks":
+                if output.content == "blocks":
                     where, mask = self.offset(output.scale)
                     self.lines.append(f"tl.store({pointers[id(output)]}{where}, {name}, mask={mask})")
 

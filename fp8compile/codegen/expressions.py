@@ -89,9 +89,9 @@ FORMS: dict[Any, str] = {
     aten.isnan.default: "{0} != {0}",
     aten.isinf.default: 'tl.abs({0}) == float("inf")',
     **{
-        getattr(getattr(aten, name), kind): f"{{0}} {sign} {{1}}"
+        getattr(getattr(aten, name), overload): f"{{0}} {sign} {{1}}"
         for name, sign in {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}.items()
-        for kind in ("Tensor", "Scalar")
+        for overload in ("Tensor", "Scalar")
     },
 }
 HEAVY = tuple(

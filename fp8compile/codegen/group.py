@@ -33,7 +33,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Output:
-    kind: str
+    content: str
     node: Node  # what is stored, cast, or reduced
     replaces: Node  # the graph's node that this output stands for
     scale: Scale | None = None  # of a cast; of `blocks`, where each number is
@@ -85,14 +85,14 @@ class Group:
 
     @property
     def _blocks(self) -> list[Scale]:
-        return [x.scale for x in self.outputs if x.scale is not None and x.scale.kind == "tile"]
+        return [x.scale for x in self.outputs if x.scale is not None and x.scale.granularity == "tile"]
 
-    def of_kind(self, *kinds: str) -> list[Output]:
-        return [x for x in self.outputs if x.kind in kinds]
+    def with_content(self, *contents: str) -> list[Output]:
+        return [x for x in self.outputs if x.content in contents]
 
 
 def read_scales(outputs: Iterable[Output], tiles: Collection[Node]) -> dict[Node, Scale]:
-    scales = [x.scale for x in outputs if x.scale is not None and x.scale.kind in ("one", "tile")]
+    scales = [x.scale for x in outputs if x.scale is not None and x.scale.granularity in ("one", "tile")]
     return {scale.node: scale for scale in scales if scale.node not in tiles}
 
 
@@ -118,14 +118,14 @@ class Walk:
 
     def output(self, output: Output) -> None:
         """Visit what an output is made of."""
-        index = self.domain.row_index(output.node) if output.kind == "row" else self.domain.full(sizes(output.node))
+        index = self.domain.row_index(output.node) if output.content == "row" else self.domain.full(sizes(output.node))
         assert index is not None
         self(output.node, index)
         if output.scale is not None:
-            if output.scale.kind == "tile":
+            if output.scale.granularity == "tile":
                 self.tile(output.scale)
-            elif output.scale.kind != "one":
-                self(output.scale.node, self.domain.scale_index(output.scale.node, output.scale.kind))
+            elif output.scale.granularity != "one":
+                self(output.scale.node, self.domain.scale_index(output.scale.node, output.scale.granularity))
 
     def tile(self, scale: Scale) -> None:
         """Visit scales of blocks, or what they are made of: if it is not in memory, it is computed in the tile."""
@@ -212,8 +212,8 @@ def title(group: Group) -> str:
         if name and name not in _QUIET:
             names[name.strip("_")] = None
     names = {name: None for name in names if f"{name}_backward" not in names}
-    kinds = {x.kind for x in group.outputs}
-    return "_".join(["fp8", *list(names)[:4], *(word for kind, word in _DONE.items() if kind in kinds)])
+    contents = {x.content for x in group.outputs}
+    return "_".join(["fp8", *list(names)[:4], *(word for content, word in _DONE.items() if content in contents)])
 
 
 _DONE = {"copy": "cast", "transposed": "transpose", "blocks": "scale", "amax": "amax", "column_amax": "columns", "sum": "sum"}

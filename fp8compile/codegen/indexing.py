@@ -137,7 +137,7 @@ class Domain:
             return None
         index = self.full(sizes(source))
         if node.target is ops.amax_blocks:
-            return (source, True) if index is not None and of_amax(node).kind == "row" else None
+            return (source, True) if index is not None and of_amax(node).granularity == "row" else None
         over = arg(node, 1) if len(node.args) > 1 else None
         if index is None or over is None or set(node.kwargs) - {"dtype", "correction", "keepdim"}:
             return None
@@ -155,9 +155,9 @@ class Domain:
         """The index of a result with one element a row; None if its shape is not that."""
         return _unravel("row", sizes(node)) if same(product(sizes(node)), self.rows) else None
 
-    def scale_index(self, node: Node, kind: str) -> Index:
+    def scale_index(self, node: Node, axis: str) -> Index:
         """The index of scales of which there is one a row or one a column."""
-        return _unravel(kind, sizes(node))
+        return _unravel(axis, sizes(node))
 
     def address(self, node: Node, index: Index) -> dict[tuple[str, sympy.Expr, sympy.Expr | None], sympy.Expr]:
         """What selects an element in memory, from a tensor's first: {(axis, divisor, size): stride}, neighbours merged."""
@@ -185,7 +185,7 @@ class Domain:
 _ONE_OPERAND = (torch.ops.prims.convert_element_type.default, aten._to_copy.default, aten.clone.default)
 
 
-def kind(index: Index) -> str:
+def varies_with(index: Index) -> str:
     """full, row, col or one: what a value at this index varies with."""
     axes = {term.axis for term in index if term is not None}
     return "full" if len(axes) == 2 else next(iter(axes), "one")

@@ -30,7 +30,7 @@ from ..ir.fx_utils import arg
 from .block_scales import Tiles, magnitude
 from .expressions import FLOATS, TRITON_DTYPE, expression, number_text, prelude, rounded
 from .group import Group, Output, statistics_of, title
-from .indexing import VIEWS, Index, kind, quotient, sizes
+from .indexing import VIEWS, Index, quotient, sizes, varies_with
 from .scales import FROM_AMAX, SPAN, Scale, computed_scale
 
 
@@ -74,10 +74,10 @@ class _Writer:
         self.group, self.domain = group, group.domain
         self.inputs = {node: f"x{i}" for i, node in enumerate(group.inputs)}
         self.scales = {node: f"s{i}" for i, node in enumerate(group.scales)}
-        stored = group.of_kind("copy", "transposed", "value", "row", "blocks")
+        stored = group.with_content("copy", "transposed", "value", "row", "blocks")
         self.pointers = {id(output): f"y{i}" for i, output in enumerate(stored)}
-        self.stored, self.sums, self.amaxes = stored, group.of_kind("sum"), group.of_kind("amax")
-        self.column_amaxes = group.of_kind("column_amax")
+        self.stored, self.sums, self.amaxes = stored, group.with_content("sum"), group.with_content("amax")
+        self.column_amaxes = group.with_content("column_amax")
         self.symbols: dict[sympy.Symbol, sympy.Symbol] = {}  # as the kernel calls them: n0, n1, ..
         self.count = 0
         self.outer: dict[tuple[Node, Index], str] = {}  # values that vary with the row or with nothing
@@ -102,7 +102,8 @@ class _Writer:
         else:
             body += ["block = pid"]
         body += ["row = block * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]", f"row_inside = row < {rows}"]
-        body += [f"{name}_value = tl.load({name})" for node, name in self.scales.items() if group.scales[node].kind == "one"]
+        single = [name for node, name in self.scales.items() if group.scales[node].granularity == "one"]
+        body += [f"{name}_value = tl.load({name})" for name in single]
         for number in range(group.passes):
             body += self.reduce(number, columns)
         if looping or span:
@@ -120,7 +121,7 @@ class _Writer:
             body += [f"for start in range(0, {columns}, BLOCK_C):", *_indented(tile)]
         else:
             body += tile
-        for output in group.of_kind("row"):
+        for output in group.with_content("row"):
             body += self.store_row(output)
         body += [f'tl.atomic_max(amax{i}, tl.max(largest{i}), sem="relaxed")' for i in range(len(self.amaxes))]
         kernel = Kernel(
@@ -147,14 +148,14 @@ class _Writer:
     def comments(self) -> list[str]:
         """What is what: each pointer with its dtype and shape."""
         lines = []
-        blocks = {node: name for node, name in self.scales.items() if self.group.scales[node].kind == "tile"}
+        blocks = {node: name for node, name in self.scales.items() if self.group.scales[node].granularity == "tile"}
         for node, name in {**self.inputs, **blocks}.items():
             shape = ", ".join(self.text(size).strip("()") for size in sizes(node))
             lines.append(f"# {name}: {_dtype(node.meta['val'].dtype)} [{shape}]")
         for output in self.stored:
-            node, scale = output.replaces if output.kind == "blocks" else output.node, output.scale
-            lines.append(f"# {self.pointers[id(output)]}: {output.kind} {_dtype(output.dtype or node.meta['val'].dtype)}")
-            if scale is not None and scale.kind != "one":
+            node, scale = output.replaces if output.content == "blocks" else output.node, output.scale
+            lines.append(f"# {self.pointers[id(output)]}: {output.content} {_dtype(output.dtype or node.meta['val'].dtype)}")
+            if scale is not None and scale.granularity != "one":
                 lines[-1] += f", a scale for {scale.rows or 'all'} x {scale.columns or 'all'}"
         return lines  # and s: float32, a scale; amax: int32, the bits of a float32; sums: float32
 
@@ -245,7 +246,7 @@ class _Writer:
             if text in texts:
                 return text
             self.count += 1
-        inner = kind(index) in ("full", "col")
+        inner = varies_with(index) in ("full", "col")
         (self.loop if inner else self.outer)[key] = name
         lines = self.lines if inner else self.outer_lines
         lines += [*before, f"{name} = {text}"]
@@ -253,7 +254,7 @@ class _Writer:
 
     def load(self, node: Node, index: Index) -> str:
         dtype = node.meta["val"].dtype
-        varying = kind(index)
+        varying = varies_with(index)
         mask = {"full": "inside", "row": "row_inside", "col": "col_inside"}.get(varying)
         guarded = f", mask={mask}, other={'0.0' if dtype in FLOATS else '0'}" if mask else ""
         axes = {"full": ("row", "col"), "row": ("row",), "col": ("col",)}.get(varying, ())
@@ -279,32 +280,32 @@ class _Writer:
         quantized: dict[tuple, str] = {}
         columns = self.text(self.domain.columns)
         padded = self.text(padded_rows(self.domain.rows))
-        if self.group.of_kind("transposed"):
+        if self.group.with_content("transposed"):
             lines.append("row_t = block * BLOCK_R + tl.arange(0, BLOCK_R)[None, :]")
             lines.append("col_t = start + tl.arange(0, BLOCK_C)[:, None].to(tl.int64)")
         for output in self.group.outputs:
-            if output.kind == "row" or output.kind == "blocks" and output.scale in self.spans:
+            if output.content == "row" or output.content == "blocks" and output.scale in self.spans:
                 continue
             index = self.domain.full(sizes(output.node))
             assert index is not None
             value = self.value(output.node, index)
             pointer = self.pointers.get(id(output), "")
-            if output.kind == "amax":
+            if output.content == "amax":
                 name, bits = f"largest{self.amaxes.index(output)}", magnitude(value)
                 lines.append(f"{name} = tl.maximum({name}, {bits})" if looping else f"{name} = {bits}")
-            elif output.kind == "column_amax":
+            elif output.content == "column_amax":
                 i = self.column_amaxes.index(output)
                 largest = f"tl.max({tiles.magnitude(value)}, 0)[None, :]"
                 lines.append(f'tl.atomic_max(column_amax{i} + col, {largest}, mask=col_inside, sem="relaxed")')
-            elif output.kind == "blocks":
+            elif output.content == "blocks":
                 assert output.scale is not None
                 found, (where, mask) = tiles(output.scale), tiles.offset(output.scale)
                 lines.append(f"tl.store({pointer}{where}, {found}, mask={mask})")
-            elif output.kind == "sum":
+            elif output.content == "sum":
                 n, i = len(self.sums), self.sums.index(output)
                 lines.append(f"total = tl.sum(tl.where(inside, {value}, 0.0), 0)[None, :]")
                 lines.append(f"tl.store(sums + (block * {n} + {i}) * {columns} + col, total, mask=col_inside)")
-            elif output.kind == "value":
+            elif output.content == "value":
                 dtype = TRITON_DTYPE[output.node.meta["val"].dtype]
                 where = self.offset(output.node, index, "row", "col")
                 lines.append(f"tl.store({pointer}{where}, {value}.to({dtype}), mask=inside)")
@@ -312,7 +313,7 @@ class _Writer:
                 key = (value, output.scale, output.dtype, output.fp8_max)
                 if key not in quantized:
                     quantized[key] = self.quantize(output, value, tiles)
-                if output.kind == "copy":
+                if output.content == "copy":
                     lines.append(f"tl.store({pointer} + row * {columns} + col, {quantized[key]}, mask=inside)")
                 else:
                     lines.append(
@@ -325,12 +326,12 @@ class _Writer:
         """value * scale, saturated; NaN where the value is infinite or NaN; zero outside of the matrix."""
         assert output.scale is not None and output.dtype is not None
         lines = tiles.lines
-        if output.scale.kind == "one":
+        if output.scale.granularity == "one":
             scale = f"{self.scales[output.scale.node]}_value"
-        elif output.scale.kind == "tile":
+        elif output.scale.granularity == "tile":
             scale = tiles.spread(output.scale)
         else:
-            scale = self.value(output.scale.node, self.domain.scale_index(output.scale.node, output.scale.kind))
+            scale = self.value(output.scale.node, self.domain.scale_index(output.scale.node, output.scale.granularity))
         name, largest = self.name("q"), number_text(float(output.fp8_max))
         lines.append(f"{name} = {value} * {scale}")
         # by comparisons, which let NaN pass: Triton (#11111) miscompiles NaN-propagating min and max next to these stores

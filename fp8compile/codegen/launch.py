@@ -173,7 +173,7 @@ class Launcher:
 
     def _empty(self, emit: Emitter, kernel: Kernel, output: Output, rows: sympy.Expr, columns: sympy.Expr) -> Node:
         value = output.node.meta["val"]
-        if output.kind in ("value", "row"):
+        if output.content in ("value", "row"):
             shape, strides = (list(map(size_of, x)) for x in (value.shape, value.stride()))
             dtype = value.dtype
             number = functools.partial(self.number, emit)
@@ -185,10 +185,10 @@ class Launcher:
                 device=value.device,
                 pin_memory=False,
             )
-        if output.kind == "blocks":
+        if output.content == "blocks":
             return self._new(emit, list(sizes(output.replaces)), torch.float32)
         assert output.dtype is not None
-        return self._new(emit, [rows, columns] if output.kind == "copy" else [columns, padded_rows(rows)], output.dtype)
+        return self._new(emit, [rows, columns] if output.content == "copy" else [columns, padded_rows(rows)], output.dtype)
 
     def _new(self, emit: Emitter, shape: list[sympy.Expr], dtype: torch.dtype) -> Node:
         device = self.like.meta["val"].device

@@ -11,9 +11,8 @@
                    is a bf16 number, but none of FP8's speed
     reference      float32 on a CPU: development and tests
 
-`how` chooses; `devices.support` says what the hardware has. What torch supports where was read in
-aten/src/ATen/native/cuda/{ScaledBlas.cpp, RowwiseScaledMM.cu} of 2.11 to 2.15, and cuBLASLt's demands in the section on scaling
-factors of its documentation. CUDA's version is the one that torch was built with; its cuBLAS comes along.
+`how` chooses; `devices.architectures` says what the hardware has. cuBLASLt's demands are in the section on scaling factors of
+its documentation.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ def how(
     if a == b == MX_BLOCK:
         return MX if support.has_mx(gpu) else EMULATED
     if a in BLOCKS and b in BLOCKS:
-        if _cublas_scales(gpu) and _cublas_blocks(a, b, m, n, k):
+        if support.has_blocks(gpu) and _cublas_blocks(a, b, m, n, k):
             return BLOCKWISE
         return TRITON if launches else EMULATED
     return EMULATED
@@ -68,22 +67,18 @@ def how(
 
 def _rowwise(gpu: Gpu, out_dtype: torch.dtype, fast_accum: bool) -> str:
     """The scales inside of the matmul, or after it."""
-    if gpu.gfx:  # hipBLASLt has them for MI300 and later, into bf16 ("only supports BFloat16 output")
-        return ROWWISE if gpu.gfx.startswith("gfx9") and out_dtype == torch.bfloat16 else AFTER
-    if _cublas_scales(gpu):
+    architecture = gpu.architecture
+    if architecture.row_dtypes is not None:
+        return ROWWISE if str(out_dtype).removeprefix("torch.") in architecture.row_dtypes else AFTER
+    if support.has_blocks(gpu):
         return ROWWISE
     if sys.platform == "win32":  # CUTLASS's kernels are not built there
         return AFTER
-    if gpu.major == 9 and not fast_accum:  # CUTLASS's kernel promotes its sums slowly; torchao scales afterwards, too
+    if architecture.slow_rows and not fast_accum:  # it promotes its sums slowly; torchao scales afterwards, too
         return AFTER
     if out_dtype == torch.float32:  # CUTLASS's has bf16 and fp16, float32 in newer versions
         return ROWWISE if torch.torch_version.TorchVersion(torch.__version__) >= "2.15" else AFTER
     return ROWWISE
-
-
-def _cublas_scales(gpu: Gpu) -> bool:
-    """cuBLASLt scales rows and 128-blocks: from 12.9 on, on Hopper alone (`_check_deepseek_support` in ScaledBlas.cpp)."""
-    return not gpu.gfx and gpu.major == 9 and support.cuda_version() >= (12, 9)
 
 
 def _cublas_blocks(a: Block, b: Block, m: Any, n: Any, k: Any) -> bool:

@@ -40,7 +40,7 @@ class Scale:
     flipped: bool = False
 
     @property
-    def kind(self) -> str:
+    def granularity(self) -> str:
         """one, row, col, tile; none for what no kernel is written for."""
         known = {(0, 0): "one", (1, 0): "row", (0, 1): "col"}.get((self.rows, self.columns))
         whole = all(0 < size <= MOST and size & (size - 1) == 0 for size in (self.rows, self.columns))
@@ -80,7 +80,7 @@ def amax_of(node: Node) -> Node | None:
 def made_in_place(scale: Scale, source: Node) -> bool:
     """Can the walk that casts `source` compute this scale?"""
     amax = amax_of(scale.node)
-    if amax is None or arg(amax, 0) is not source or scale.kind not in ("row", "tile"):
+    if amax is None or arg(amax, 0) is not source or scale.granularity not in ("row", "tile"):
         return False
     own = of_amax(amax)
     return (own.rows, own.columns) == (scale.rows, scale.columns)

@@ -55,7 +55,8 @@ def compare(group: Group, sizes_of: Sizes, stored: set[Node], ours_too: tuple) -
     Inductor reads the inputs once for everything that goes along rows, once more for column sums and amaxes, and once more for
     amaxes of blocks of a column, or of several rows behind sums over rows.
     """
-    reads = sum(map(sizes_of.bytes_of, (*group.inputs, *(x for x, scale in group.scales.items() if scale.kind == "tile"))))
+    scales = [node for node, scale in group.scales.items() if scale.granularity == "tile"]
+    reads = sum(map(sizes_of.bytes_of, (*group.inputs, *scales)))
     ours = theirs = reads
     if apart(group):
         ours += reads
@@ -65,22 +66,22 @@ def compare(group: Group, sizes_of: Sizes, stored: set[Node], ours_too: tuple) -
             ours += sizes_of.bytes_of(x)
     for output in group.outputs:
         elements = sizes_of(product(sizes(output.node)))
-        if output.kind in ("copy", "transposed"):
+        if output.content in ("copy", "transposed"):
             ours += elements
-            theirs += int(elements * (STRIDED if output.kind == "transposed" else 1))
-        elif output.kind in ("value", "row", "blocks"):
-            written = sizes_of.bytes_of(output.replaces if output.kind == "blocks" else output.node)
+            theirs += int(elements * (STRIDED if output.content == "transposed" else 1))
+        elif output.content in ("value", "row", "blocks"):
+            written = sizes_of.bytes_of(output.replaces if output.content == "blocks" else output.node)
             ours += written
             theirs += written
-        elif output.kind == "column_amax":
+        elif output.content == "column_amax":
             ours += 8 * sizes_of(group.domain.columns)
             theirs += 8 * sizes_of(group.domain.columns)
-        elif output.kind == "amax":
+        elif output.content == "amax":
             theirs += 8 * sizes_of(group.domain.rows)
         else:
             height = max((TALL_ROW_BLOCKS if group.passes else TALL_TILES)[0][0], group.block[0])
             ours += elements * 8 // height  # partial sums, written and read
-    if group.of_kind("sum", "column_amax"):
+    if group.with_content("sum", "column_amax"):
         theirs += reads
     if any(x.rows > 1 and (x.columns == 1 or group.passes) for x in map(of_amax, group.tiles)):
         theirs += reads

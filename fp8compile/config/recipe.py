@@ -13,13 +13,16 @@ the blocks are those of DeepSeek-V3 and of the OCP Microscaling specification.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from ..devices import support
+from ..devices.cost import ScalingCost
 from ..devices.formats import FP8_FORMATS
+from ..devices.gpu import Gpu
 from ..errors import OptionError, one_of
 
-RECIPES = ("delayed", "tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8")
 AMAX_ALGOS = ("max", "most_recent")
 ON_OVERFLOW = ("current", "saturate")
 ENCODINGS = ("auto", "ocp", "fnuz")
@@ -39,11 +42,45 @@ class Block(NamedTuple):
 WHOLE, ROW = Block(0, 0), Block(1, 0)
 
 
-def kind_of(delayed: bool, block: tuple[int, int]) -> str:
-    """What a tensor's scaling is called: "delayed", "tensorwise", "rowwise", "blockwise" or "mxfp8"."""
+class BuiltIn(NamedTuple):
+    """What is particular to a recipe.
+
+    `power_of_2`: what `power_of_2_scale` may be, its default first. `cost`: None if its tensors are scaled as those of another
+    recipe. `needs`: whether a GPU has such a matmul, or it is emulated; None: each GPU with FP8 has. `whose`: who has.
+    """
+
+    block: Block  # of inputs and gradients
+    weight_block: Block
+    power_of_2: tuple[bool, ...]
+    cost: ScalingCost | None
+    needs: Callable[[Gpu | None], bool] | None = None
+    whose: str = ""
+
+    def native(self, gpu: Gpu | None) -> bool:
+        return self.needs is None or self.needs(gpu)
+
+
+# from coarse to fine: a matmul of operands that are scaled in different ways costs what the finer way does. docs/cost-model.md
+# has the sources of the costs
+BUILT_IN = {
+    "delayed": BuiltIn(WHOLE, WHOLE, (False,), ScalingCost(amax_apart=True, once=6)),
+    "tensorwise": BuiltIn(WHOLE, WHOLE, (False, True), ScalingCost(walks=2, small_kernels=2, once=2)),
+    "rowwise": BuiltIn(ROW, ROW, (False, True), ScalingCost(walks=2, for_each_layout=True)),
+    "rowwise_with_gw_hp": BuiltIn(ROW, ROW, (False, True), None),
+    "blockwise": BuiltIn(Block(1, 128), Block(128, 128), (True, False), ScalingCost(copy_bytes=1 + 4 / 128, gemm_rate=0.85)),
+    "mxfp8": BuiltIn(
+        Block(1, 32), Block(1, 32), (True,), ScalingCost(copy_bytes=1 + 4 / 32), needs=support.has_mx, whose="Blackwell"
+    ),
+}
+RECIPES = tuple(BUILT_IN)
+COSTS = {name: made.cost for name, made in BUILT_IN.items() if made.cost is not None}
+
+
+def recipe_of(delayed: bool, block: tuple[int, int]) -> str:
+    """The recipe that scales all tensors as this one is scaled."""
     if block == WHOLE:
         return "delayed" if delayed else "tensorwise"
-    return "rowwise" if block == ROW else "mxfp8" if block[1] == 32 else "blockwise"
+    return next(name for name in COSTS if block in (BUILT_IN[name].block, BUILT_IN[name].weight_block))
 
 
 class Scaling(NamedTuple):
@@ -58,9 +95,9 @@ class Scaling(NamedTuple):
     history: tuple[int, int, bool] = (0, 0, False)  # delayed: window, interval, whether an overflow asks for the current amax
 
     @property
-    def kind(self) -> str:
-        """What it costs: "delayed", "tensorwise", "rowwise", "blockwise" or "mxfp8"."""
-        return kind_of(self.delayed, self.block)
+    def recipe(self) -> str:
+        """The recipe that scales all tensors so: a key of `COSTS`."""
+        return recipe_of(self.delayed, self.block)
 
 
 @dataclass(frozen=True)
@@ -77,7 +114,7 @@ class Recipe:
     `reduce_amax`: True (over all ranks), or a process group or its name (over its ranks), which run the same graphs.
     `on_overflow`: what follows an amax that saturates and is twice what its history let expect (a gradient's: eight times),
     "current" (in its next step, the tensor is scaled by its current amax) or "saturate" (nothing but the history).
-    `power_of_2_scale` rounds scales down to powers of two; None: as the recipe has it (blockwise and mxfp8 do).
+    `power_of_2_scale` rounds scales down to powers of two; None: as the recipe has it (`BUILT_IN`).
     `fp8_encoding` is "auto" (the device's), "ocp" (e4m3fn, e5m2: NVIDIA, MI350) or "fnuz" (MI300).
     `recast_weights` casts weights again in backward instead of keeping their transposed FP8 copies from the forward: 1 byte
     a parameter less memory, 2 bytes a parameter more traffic a step. `use_fast_accum` is (fprop, dgrad, wgrad): the FP8
@@ -126,12 +163,12 @@ class Recipe:
             raise OptionError.of("fp8_format", given, f"'e4m3' with recipe {self.name!r}, which uses it throughout")
         object.__setattr__(self, "fp8_format", given)
         one_of("fp8_encoding", self.fp8_encoding, ENCODINGS)
-        power_of_2 = self.name in ("blockwise", "mxfp8") if self.power_of_2_scale is None else self.power_of_2_scale
+        allowed = self.built_in.power_of_2
+        power_of_2 = allowed[0] if self.power_of_2_scale is None else self.power_of_2_scale
         boolean("power_of_2_scale", power_of_2)
-        if power_of_2 and self.name == "delayed":
-            raise OptionError.of("power_of_2_scale", power_of_2, "False with recipe 'delayed'")
-        if not power_of_2 and self.name == "mxfp8":
-            raise OptionError.of("power_of_2_scale", power_of_2, "True with recipe 'mxfp8': its scales are E8M0")
+        if power_of_2 not in allowed:
+            why = ": its scales are E8M0" if allowed[0] else ""
+            raise OptionError.of("power_of_2_scale", power_of_2, f"{allowed[0]} with recipe {self.name!r}{why}")
         object.__setattr__(self, "power_of_2_scale", power_of_2)
 
     def _group(self) -> None:
@@ -170,21 +207,21 @@ class Recipe:
         return replace(self, name="tensorwise") if self.delayed else self
 
     @property
+    def built_in(self) -> BuiltIn:
+        return BUILT_IN[self.name]
+
+    @property
     def fine(self) -> bool:
         """Whether a tensor has more than one scale."""
-        return self.name not in ("delayed", "tensorwise")
+        return self.built_in.block != WHOLE
 
     def scaling(self, role: str, gemm: str) -> Scaling:
         """How the "input", "weight" or "gradient" of a "fprop", "dgrad" or "wgrad" is scaled."""
         i = ROLES.index(role)
         delayed = self.name == "delayed" and not self.current_scaling[i]
-        block = WHOLE
-        if self.name == "mxfp8":
-            block = Block(1, 32)
-        elif self.name == "blockwise":
-            block = Block(128, 128) if role == "weight" else Block(1, 128)
-        elif self.fine and not (self.name == "rowwise_with_gw_hp" and (role, gemm) == ("weight", "dgrad")):
-            block = ROW
+        block = self.built_in.weight_block if role == "weight" else self.built_in.block
+        if self.name == "rowwise_with_gw_hp" and (role, gemm) == ("weight", "dgrad"):
+            block = WHOLE
         window = 1 if self.amax_compute_algo == "most_recent" else self.amax_history_len
         history = (window, self.interval, self.on_overflow == "current") if delayed else (0, 0, False)
         wide = self.fp8_format == "hybrid" and role == "gradient"

@@ -21,7 +21,6 @@ import logging
 import math
 import os
 import re
-from collections import namedtuple
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import OptionError, did_you_mean, near
 from ..logs import DEVICES_VARIABLE, get_logger, say_once
-from . import support
+from . import architectures
 from .gpu import Gpu, gfx_of
 from .toml import tomllib
 
@@ -41,23 +40,8 @@ logger = get_logger(__name__)
 SHIPPED = Path(__file__).with_name("devices.toml")
 RATES = ("fp8", "bf16", "fp16", "fp32")
 LAUNCH_S = 2e-6
-_SUSTAINED = {"fp8": 0.65, "bf16": 0.75, "fp16": 0.75, "fp32": 0.65, "bandwidth": 0.85}  # of peak, as in devices.toml
 
-# What one compute unit of an architecture has. flop: dense bf16 FLOP a clock, published peak / (units * clock); geforce_flop:
-# that of GeForce boards, some of which run float32 accumulation at half rate. FP8 is twice as fast in all of them. shared and
-# block: KiB of shared memory, the unit's and the most of one block.
-_Unit = namedtuple("_Unit", "flop, geforce_flop, shared, block, threads")
-_UNITS: dict[Any, _Unit] = {
-    (8, 0): _Unit(2048, 2048, 164, 163, 2048),  # A100
-    (8, 6): _Unit(1024, 512, 100, 99, 1536),  # A40, RTX 3090
-    (8, 9): _Unit(1024, 512, 100, 99, 1536),  # L40S, RTX 4090
-    (9, 0): _Unit(4096, 4096, 228, 227, 2048),  # H100
-    (10, 0): _Unit(8192, 8192, 228, 227, 2048),  # B200
-    (12, 0): _Unit(1024, 512, 100, 99, 1536),  # RTX PRO 6000, RTX 5090
-    "gfx942": _Unit(2048, 2048, 64, 64, 2048),  # MI300X
-    "gfx950": _Unit(4096, 4096, 160, 160, 2048),  # MI355X
-    "gfx12": _Unit(1024, 1024, 64, 64, 2048),  # RX 9070
-}
+_SUSTAINED = {"fp8": 0.65, "bf16": 0.75, "fp16": 0.75, "fp32": 0.65, "bandwidth": 0.85}  # of peak, as in devices.toml
 
 
 @dataclass(frozen=True)
@@ -121,7 +105,7 @@ class Device:
     @property
     def gpu(self) -> Gpu:
         """What Inductor asks of the device, for `dryrun.fake_gpu.trace`."""
-        unit = _unit(self.capability, self.gfx)
+        architecture = architectures.of(self.capability, self.gfx)
         return Gpu(
             name=self.name,
             major=self.capability[0],
@@ -129,10 +113,10 @@ class Device:
             multi_processor_count=self.sms,
             total_memory=self.memory,
             L2_cache_size=self.l2,
-            warp_size=64 if self.gfx.startswith("gfx9") else 32,
-            max_threads_per_multi_processor=unit.threads,
-            shared_memory_per_block_optin=unit.block << 10,
-            shared_memory_per_multiprocessor=unit.shared << 10,
+            warp_size=architecture.warp,
+            max_threads_per_multi_processor=architecture.threads,
+            shared_memory_per_block_optin=architecture.shared_of_block << 10,
+            shared_memory_per_multiprocessor=architecture.shared << 10,
             memory_bus_width=self.memory_bus,
             memory_clock_rate=int(1000 * self.memory_clock_mhz),
             clock_rate=int(1000 * self.clock_mhz),
@@ -200,13 +184,13 @@ def derived(properties: Any) -> Device:
     """A description from a device's properties alone: compute units x clock x what its architecture does a clock."""
     gfx = gfx_of(properties)
     capability = (int(properties.major), int(properties.minor))
-    unit = _unit(capability, gfx)
+    architecture = architectures.of(capability, gfx)
     units = int(properties.multi_processor_count)
     clock = float(getattr(properties, "clock_rate", 0) or 1.5e6) * 1e3  # kHz
-    bf16 = (unit.geforce_flop if "geforce" in properties.name.lower() else unit.flop) * units * clock
+    bf16 = (architecture.geforce_flop if "geforce" in properties.name.lower() else architecture.flop) * units * clock
     bus, memory_clock = (int(getattr(properties, name, 0) or 0) for name in ("memory_bus_width", "memory_clock_rate"))
     bandwidth = bus / 8 * 2e3 * memory_clock or bf16 / 250  # FLOP a byte, about what they all have
-    fp8 = 2 * bf16 if support.has_fp8(capability, gfx) else 0.0
+    fp8 = 2 * bf16 if architecture.fp8 else 0.0
     peak = Rates(bf16=bf16, fp16=bf16, fp32=bf16 / 2, fp8=fp8, bandwidth=bandwidth)
     sustained = Rates(**{name: part * getattr(peak, name) for name, part in _SUSTAINED.items()})
     return Device(
@@ -352,14 +336,6 @@ def _shipped_for(properties: Any) -> Device | None:
         if gfx and device.gfx == gfx and device.sms == properties.multi_processor_count and alike:
             return device
     return None
-
-
-def _unit(capability: tuple[int, int], gfx: str) -> _Unit:
-    """A unit of an architecture: AMD's by name, NVIDIA's of the newest that is not newer than `capability`."""
-    if gfx:
-        return _UNITS["gfx950" if gfx.startswith("gfx95") else "gfx12" if gfx.startswith("gfx12") else "gfx942"]
-    known = [key for key in _UNITS if isinstance(key, tuple)]
-    return _UNITS[max((key for key in known if key <= capability), default=min(known))]
 
 
 def _plain(name: str) -> str:

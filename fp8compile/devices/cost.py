@@ -1,7 +1,7 @@
 """How long a matmul takes in bf16 and in FP8, and what casting its operands costs: arithmetic on sizes, no graph, no tensors.
 
     gemm(device, m, n, k, "bf16")           seconds of out[m, n] = a[m, k] @ b[k, n]
-    casts(device, Operand(...))             seconds that the FP8 copies of one tensor cost
+    casts(device, CastInput(...), scaling)  seconds that the FP8 copies of one tensor cost
     break_even(gain)                        the number of tokens from which something gains
 
 **Matmul**  ``max(compute, bytes / bandwidth) + launch``. Compute is counted in waves: the output is cut into tiles, each unit
@@ -10,9 +10,10 @@ unit's share of the sustained rate, where `ramp` is what filling the pipeline co
 of the rate. Tiles and a split of k are chosen as the best, as a library does. FP8 steps through k twice as deep, so its ramp is
 twice as long, and its kernels start later: small and odd sizes lose.
 
-**Casts**  bytes read and written, and launches: `delayed`, `blockwise` and `mxfp8` walk over a tensor once, `tensorwise` for
-the amax and again for the cast, `rowwise` so for each layout. Where the producer's kernel casts, its reads are free and, if
-nobody reads the tensor in high precision any more, not writing that is a gain: costs can be negative.
+**Casts**  bytes read and written, and launches. A `ScalingCost` says how often a recipe walks over a tensor: `delayed`,
+`blockwise` and `mxfp8` once, `tensorwise` for the amax and again for the cast, `rowwise` so for each layout. Where the
+producer's kernel casts, its reads are free and, if nobody reads the tensor in high precision any more, not writing that is a
+gain: costs can be negative.
 
 The sources of the constants are in docs/cost-model.md.
 """
@@ -33,13 +34,26 @@ RAMP_OTHERS = 256
 FP8_START_S = 2e-6  # an FP8 matmul of 256 x 256 x 256 takes 6 us on an H100, one in bf16 3.7
 STRIDED = 1 / 0.58  # how much longer a walk along columns of memory takes: Inductor's transposes reach 58% of the bandwidth
 ITEMSIZE = {"fp8": 1, "bf16": 2, "fp16": 2, "fp32": 4}
-# kernels that an operand adds besides its walks (scale, inverse), and that a graph adds once (both directions)
-SMALL_KERNELS = {"delayed": 0, "tensorwise": 2, "rowwise": 0, "blockwise": 0, "mxfp8": 0}
-FIXED_KERNELS = {"delayed": 6, "tensorwise": 2, "rowwise": 0, "blockwise": 0, "mxfp8": 0}
-# bytes an element of a copy with its scales, and the part of the rate of a matmul with one scale
-COPY_BYTES = {"blockwise": 1 + 4 / 128, "mxfp8": 1 + 4 / 32}
-GEMM_PART = {"blockwise": 0.85}
 LARGEST = 1 << 20
+
+
+@dataclass(frozen=True)
+class ScalingCost:
+    """What a way of scaling costs; `config.recipe` has that of each recipe.
+
+    `walks` over a tensor, those of the amax and of the casts. `for_each_layout`: each copy has such walks of its own.
+    `amax_apart`: where no kernel takes the tensor in, the amax is a walk more. `small_kernels`: those that a tensor adds
+    besides (scale, inverse). `once`: those that a graph adds, both directions together. `copy_bytes`: an element of a copy,
+    with its scales. `gemm_rate`: of its matmuls, as a part of the rate with one scale.
+    """
+
+    walks: int = 1
+    for_each_layout: bool = False
+    amax_apart: bool = False
+    small_kernels: int = 0
+    once: int = 0
+    copy_bytes: float = 1
+    gemm_rate: float = 1.0
 
 
 @functools.lru_cache(maxsize=1 << 16)
@@ -60,14 +74,21 @@ def gemm(device: Device, m: int, n: int, k: int, dtype: str = "bf16", out_bytes:
 
 
 def block_gemm(
-    device: Device, m: int, n: int, k: int, recipe: str, out_bytes: int = 2, instead: str = "bf16", emulated: bool = False
+    device: Device,
+    m: int,
+    n: int,
+    k: int,
+    scaling: ScalingCost,
+    out_bytes: int = 2,
+    instead: str = "bf16",
+    emulated: bool = False,
 ) -> float:
-    """Seconds of an FP8 matmul under the `Scaling.kind` of its operands. `emulated`: the device has none for it, the copies are
+    """Seconds of an FP8 matmul under the scaling of its operands. `emulated`: the device has none for it, the copies are
     converted to bf16 and multiplied as such."""
     if emulated:
         widened = 3 * (m * k + n * k) / device.bandwidth + 2 * device.launch
         return gemm(device, m, n, k, "bf16", out_bytes) + widened
-    return gemm(device, m, n, k, "fp8", out_bytes, instead) / GEMM_PART.get(recipe, 1.0)
+    return gemm(device, m, n, k, "fp8", out_bytes, instead) / scaling.gemm_rate
 
 
 def _roofline(device: Device, m: int, n: int, k: int, dtype: str, out_bytes: int) -> float:
@@ -98,67 +119,62 @@ def _ceil_div(a: int, b: int) -> int:
 
 
 @dataclass(frozen=True)
-class Operand:
-    """A tensor that matmuls read, with what its FP8 copies need.
+class CastInput:
+    """A tensor that matmuls read, and that is to be cast.
 
-    `layouts` is how many FP8 copies are read, 1 or 2 (row-major, transposed); `again` says that the second is written by a walk
-    of its own in backward (a weight that is cast again). `itemsize` is of the tensor in memory, bytes.
-
-    `scattered`: concatenated from others, which no kernel takes in: the amax and each copy are walks of their own.
-    `fused`: a kernel computes the tensor anyway, and its casts join that kernel; it reads `producer_bytes`, which a second walk
-    reads again. Otherwise, and if it is written in high precision as well, the tensor is in memory and is read.
-    `high_bytes` is the itemsize in which matmuls in high precision, or others, read it besides; 0: nobody. A fused producer
-    has to write that, and a tensor in memory of another itemsize (float32 under autocast) is converted.
+    `itemsize` is of the tensor in memory, bytes. `scattered`: concatenated from others, which no kernel takes in: the amax and
+    each copy are walks of their own. `fused`: a kernel computes the tensor anyway, and its casts join that kernel; it reads
+    `producer_bytes`, which a second walk reads again. Otherwise, and if it is written in high precision as well, the tensor is
+    in memory and is read. `high_bytes` is the itemsize in which matmuls in high precision, or others, read it besides; 0:
+    nobody. A fused producer has to write that; a tensor in memory of another itemsize (float32 under autocast) is converted.
     """
 
     elements: int
-    layouts: int = 2
-    recipe: str = "delayed"
     itemsize: int = 2
     fused: bool = False
     producer_bytes: int = 0
-    again: bool = False
     scattered: bool = False
     high_bytes: int = 0
 
 
-def casts(device: Device, operand: Operand) -> float:
-    """Seconds for the FP8 copies of one tensor, shared by all its readers, and for its high precision copy (`high_copy`)."""
-    if operand.recipe == "rowwise":
-        return _rowwise(device, operand) + high_copy(device, operand)
-    walks = 2 if operand.recipe == "tensorwise" else 1
-    if operand.fused and not operand.high_bytes:
-        moved: float = (walks - 1) * operand.producer_bytes
-        kernels = walks - 1
+def casts(device: Device, tensor: CastInput, scaling: ScalingCost, layouts: int = 2, again: bool = False) -> float:
+    """Seconds for the FP8 copies of one tensor, shared by all its readers, and for its high precision copy (`high_copy`).
+
+    `layouts` is how many FP8 copies are read, 1 or 2 (row-major, transposed); `again` says that the second is written by a walk
+    of its own in backward (a weight that is cast again).
+    """
+    if scaling.for_each_layout:
+        return _each_layout(device, tensor, scaling, layouts) + high_copy(device, tensor)
+    if tensor.fused and not tensor.high_bytes:
+        moved: float = (scaling.walks - 1) * tensor.producer_bytes
+        kernels = scaling.walks - 1
     else:  # what is written in high precision is read again: casts with one more output are not always taken in
-        read = operand.elements * (operand.high_bytes if operand.fused else operand.itemsize)
-        parts = (
-            operand.layouts + (operand.recipe == "delayed") if operand.scattered else operand.layouts if operand.again else 1
-        )
-        moved = (walks - 1 + parts) * read
-        kernels = walks - 1 + parts
-    moved += operand.layouts * operand.elements * COPY_BYTES.get(operand.recipe, 1)
-    kernels += SMALL_KERNELS[operand.recipe]
-    return moved / device.bandwidth + kernels * device.launch + high_copy(device, operand)
+        read = tensor.elements * (tensor.high_bytes if tensor.fused else tensor.itemsize)
+        parts = layouts if tensor.scattered or again else 1
+        kernels = scaling.walks - 1 + parts + (tensor.scattered and scaling.amax_apart)
+        moved = kernels * read
+    moved += layouts * tensor.elements * scaling.copy_bytes
+    kernels += scaling.small_kernels
+    return moved / device.bandwidth + kernels * device.launch + high_copy(device, tensor)
 
 
-def high_copy(device: Device, operand: Operand) -> float:
+def high_copy(device: Device, tensor: CastInput) -> float:
     """Seconds for what is read in high precision: a fused producer's write, or a conversion."""
-    if operand.fused:
-        return operand.high_bytes * operand.elements / device.bandwidth
-    if operand.high_bytes in (0, operand.itemsize):
+    if tensor.fused:
+        return tensor.high_bytes * tensor.elements / device.bandwidth
+    if tensor.high_bytes in (0, tensor.itemsize):
         return 0.0
-    return (operand.itemsize + operand.high_bytes) * operand.elements / device.bandwidth + device.launch
+    return (tensor.itemsize + tensor.high_bytes) * tensor.elements / device.bandwidth + device.launch
 
 
-def _rowwise(device: Device, operand: Operand) -> float:
-    """One scale a row of each layout. A cast waits for its row's amax, so each copy takes two walks (the first may be the
+def _each_layout(device: Device, tensor: CastInput, scaling: ScalingCost, layouts: int) -> float:
+    """Say, one scale a row of each layout. A cast waits for its row's amax, so each copy takes two walks (the first may be the
     producer's); those of the transposed copy go along columns of memory."""
-    size, read = operand.elements, operand.elements * operand.itemsize
-    walks = 1 if operand.fused else 2
-    seconds = (walks * read + size) / device.bandwidth + walks * device.launch
-    if operand.layouts > 1:
-        seconds += (2 * STRIDED * read + size) / device.bandwidth + 2 * device.launch
+    read, written = tensor.elements * tensor.itemsize, tensor.elements * scaling.copy_bytes
+    walks = scaling.walks - tensor.fused
+    seconds = (walks * read + written) / device.bandwidth + walks * device.launch
+    if layouts > 1:
+        seconds += (scaling.walks * STRIDED * read + written) / device.bandwidth + scaling.walks * device.launch
     return seconds
 
 

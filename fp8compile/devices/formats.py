@@ -10,6 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from . import architectures
+from .gpu import gfx_of
+
 if TYPE_CHECKING:
     import torch  # policies are read without it: it takes seconds to import
 
@@ -45,7 +48,8 @@ def fnuz() -> bool:
 
     if torch.version.hip is None or not torch.cuda.is_available():
         return False
-    return torch.cuda.get_device_properties(torch.cuda.current_device()).gcnArchName.startswith("gfx94")
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return architectures.of((0, 0), gfx_of(properties)).fnuz
 
 
 def pick(wide: bool, fnuz: bool) -> Format:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+from . import architectures
+from .architectures import Architecture
+
 if TYPE_CHECKING:
     import torch
 
@@ -40,6 +43,10 @@ class Gpu:
     def gfx(self) -> str:
         """AMD's architecture, such as "gfx942"; "" for NVIDIA."""
         return gfx_of(self)
+
+    @property
+    def architecture(self) -> Architecture:
+        return architectures.of(self.capability, self.gfx)
 
 
 H200 = Gpu()

@@ -7,28 +7,25 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from . import formats
+from .architectures import AMD, OLDEST_NVIDIA
 from .gpu import Gpu, gpu_of
 
 if TYPE_CHECKING:
     import torch
 
-OLDEST_NVIDIA = (8, 9)  # compute capability of the first tensor cores that multiply FP8
-AMD = ("gfx94", "gfx95", "gfx12")
-
-
-def has_fp8(capability: tuple[int, int], gfx: str = "") -> bool:
-    """Whether a GPU multiplies FP8: NVIDIA's by compute capability, AMD's by architecture."""
-    return gfx.startswith(AMD) if gfx else capability >= OLDEST_NVIDIA
-
 
 def has_mx(gpu: Gpu | None) -> bool:
-    """Whether a GPU multiplies 1 x 32 blocks with E8M0 scales: Blackwell does. None is a CPU.
+    """Whether a GPU multiplies 1 x 32 blocks with E8M0 scales: Blackwell does. None is a CPU."""
+    return gpu is not None and _reached(gpu.architecture.mx_from)
 
-    MI355's is not used: the layout of its scales differs between ROCm versions, and K has to be a multiple of 128.
-    """
-    if gpu is None or gpu.gfx or gpu.major < 10:
-        return False
-    return cuda_version() >= ((12, 8) if gpu.major == 10 else (12, 9))
+
+def has_blocks(gpu: Gpu) -> bool:
+    """Whether cuBLASLt scales rows and 128-blocks."""
+    return _reached(gpu.architecture.blocks_from)
+
+
+def _reached(version: tuple[int, int] | None) -> bool:
+    return version is not None and cuda_version() >= version
 
 
 def cuda_version() -> tuple[int, int]:
@@ -46,7 +43,7 @@ def refusal(devices: Collection[torch.device]) -> str | None:
         if device.type not in ("cpu", "cuda"):
             return f"{device.type} devices have no FP8 matmuls here"
         gpu = gpu_of(device)
-        if gpu is None or has_fp8(gpu.capability, gpu.gfx):
+        if gpu is None or gpu.architecture.fp8:
             continue
         if gpu.gfx:
             return f"{gpu.gfx} has no FP8 matmuls ({', '.join(AMD[:-1])} and {AMD[-1]} do)"

@@ -15,7 +15,7 @@ from . import roofline
 
 if TYPE_CHECKING:
     from ..devices.catalog import Device
-    from .fake_gpu import Kernel
+    from .fake_gpu import Launch
 
 _METHOD = (
     "A roofline over the kernels that both compilations launch: no measurement. It leaves out the optimizer, communication and "
@@ -49,7 +49,7 @@ class Cost:
         return Cost(flops=flops, **numbers)
 
     @classmethod
-    def of(cls, kernel: Kernel, device: Device, attention: float | None) -> Cost:
+    def of(cls, kernel: Launch, device: Device, attention: float | None) -> Cost:
         matmul, seconds = kernel.matmul, roofline.seconds(kernel, device, attention)
         return cls(
             kernels=1,

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ..devices.catalog import Device
-    from .fake_gpu import Kernel
+    from .fake_gpu import Launch
 
 AMPERE = 0.83
 HOPPER = 0.44
@@ -32,12 +32,12 @@ def attention_share(device: Device) -> float:
     return AMPERE if device.capability in _AS_AMPERE and not device.gfx else HOPPER
 
 
-def seconds(kernel: Kernel, device: Device, attention: float | None = None) -> float:
+def seconds(launch: Launch, device: Device, attention: float | None = None) -> float:
     """The time of one launch; `attention` takes the place of `attention_share(device)`."""
     compute = 0.0
-    if kernel.matmul is not None:
-        compute = kernel.matmul.flops / device.flops.of(kernel.matmul.dtype)
-    elif kernel.attention is not None:
-        dtype = str(kernel.attention.q.dtype).removeprefix("torch.")
-        compute = kernel.attention.flops / (device.flops.of(dtype) * (attention or attention_share(device)))
-    return max(kernel.bytes / device.bandwidth, compute) + device.launch
+    if launch.matmul is not None:
+        compute = launch.matmul.flops / device.flops.of(launch.matmul.dtype)
+    elif launch.attention is not None:
+        dtype = str(launch.attention.q.dtype).removeprefix("torch.")
+        compute = launch.attention.flops / (device.flops.of(dtype) * (attention or attention_share(device)))
+    return max(launch.bytes / device.bandwidth, compute) + device.launch

@@ -106,14 +106,14 @@ class Inputs:
 def _containers(modules: dict[str, str]) -> dict[str, tuple[int, ...]]:
     """`modules`: class names by name, "" for the root."""
     children: dict[str, dict[int, str]] = {}
-    for name, kind in modules.items():
+    for name, cls in modules.items():
         owner, dot, last = name.rpartition(".")
         if last.isdecimal():
-            children.setdefault(owner + dot, {})[int(last)] = kind
+            children.setdefault(owner + dot, {})[int(last)] = cls
     return {
-        owner: tuple(sorted(kinds))
-        for owner, kinds in children.items()
-        if len(kinds) > 1 and (len({*kinds.values()}) == 1 or modules.get(owner.rstrip(".")) == "ModuleList")
+        owner: tuple(sorted(classes))
+        for owner, classes in children.items()
+        if len(classes) > 1 and (len({*classes.values()}) == 1 or modules.get(owner.rstrip(".")) == "ModuleList")
     }
 
 
@@ -149,7 +149,7 @@ def capture(gm: GraphModule, inputs: Sequence[Any]) -> Inputs:
         training=not modules or any(module.training for module in modules),
         grad=torch.is_grad_enabled(),
         root=", ".join(dict.fromkeys(type(module).__name__ for module in modules)) or "function",
-        modules={name: kind for name, kind in parts.items() if name},
+        modules={name: cls for name, cls in parts.items() if name},
         containers=_containers(parts),
         parameter_names=frozenset(owned),
         matrices=tuple(name for name, p in owned.items() if p.dim() == 2 and id(p) not in tables),

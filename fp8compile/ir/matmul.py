@@ -9,12 +9,33 @@ from typing import Any, Literal, NamedTuple
 from torch.fx import Node
 
 from .. import compat
+from ..config.operators import MATMULS, MatmulForm
 from ..config.recipe import Recipe, Scaling
-from .fx_utils import Matrix, arg, hint
+from .fx_utils import Matrix, arg, aten, hint
 from .records import FP8, HIGH_PRECISION, MatmulRecord
 
 Gemm = Literal["fprop", "dgrad", "wgrad", "matmul"]
 GEMMS: tuple[Gemm, ...] = ("fprop", "dgrad", "wgrad")
+_FORMS = {getattr(aten, name): form for name, form in MATMULS.items()}
+
+
+def form_of(node: Node) -> MatmulForm | None:
+    """Which arguments of a matmul are what; None for a node that is none."""
+    packet: Any = getattr(node.target, "overloadpacket", None)
+    return _FORMS.get(packet)
+
+
+def factors(node: Node) -> tuple[Node, Node]:
+    """The arguments a and b of a matmul."""
+    form = form_of(node)
+    assert form is not None, node
+    return arg(node, form.a), arg(node, form.b)
+
+
+def addend_of(node: Node) -> Node | None:
+    """The argument that a matmul adds to its product, as it is now: it may be a matmul that was replaced."""
+    form = form_of(node)
+    return None if form is None or form.addend is None else arg(node, form.addend)
 
 
 class OperandKey(NamedTuple):
@@ -71,8 +92,7 @@ class Matmul:
 
     @property
     def addend(self) -> Node | None:
-        """What is added to the product, as it is now: it may be a matmul that was replaced."""
-        return arg(self.node, 0) if len(self.node.args) > 2 else None
+        return addend_of(self.node)
 
     @property
     def other_operand(self) -> Matrix:

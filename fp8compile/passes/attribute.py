@@ -19,7 +19,7 @@ from torch.fx import Graph, Node
 
 from .. import compat
 from ..ir.fx_utils import Matrix, aten, peel, root, same_shape, same_size
-from ..ir.matmul import Matmul
+from ..ir.matmul import Matmul, factors
 from .origins import Gradients, Origins, feeds, ingredients
 
 ONLY_BACKWARD = "only in backward: no weight's gradient"
@@ -36,8 +36,8 @@ def attribute(graph: Graph, matmuls: list[Matmul], origins: Origins, barriers: f
 
 def uncopied(matmul: Matmul, origins: Origins) -> None:
     """An operand that is a copy of a parameter is that parameter."""
-    for side, operand in (("a", matmul.node.args[-2]), ("b", matmul.node.args[-1])):
-        matrix = peel(operand, (aten.clone.default,))  # type: ignore[arg-type]
+    for side, operand in zip(("a", "b"), factors(matmul.node), strict=True):
+        matrix = peel(operand, (aten.clone.default,))
         if origins.bare(matrix.base) is not None:
             setattr(matmul, side, matrix)
 

@@ -11,17 +11,17 @@ activation, with its gradients, and what hooks multiply. Nothing is changed.
 from __future__ import annotations
 
 import re
-from typing import Any
 
 from torch.fx import Graph, Node
 
 from .. import compat
-from ..ir.fx_utils import arg, peel, value
+from ..config.operators import MATMULS
+from ..ir.fx_utils import peel, value
 from ..ir.inputs import Inputs, readable_module
-from ..ir.matmul import Matmul
+from ..ir.matmul import Matmul, factors, form_of
 from ..ir.records import OpaqueRecord
 from .attribute import attribute, uncopied
-from .origins import MATMULS, Origins
+from .origins import Origins
 
 # operators that hide matmuls, by what their name contains
 HIDDEN = {
@@ -43,7 +43,6 @@ HIDDEN = {
     "aten.mv.default": "matrix-vector product",
     "aten.dot.default": "vector product",
 }
-MULTIPLY = tuple(str(packet).removeprefix("aten.") for packet in MATMULS)
 # what torch.nn.utils calls the parameters of a weight that it computes
 PARTS = re.compile(r"(?:parametrizations\.(\w+)\.original\d*|(?<![^.])(weight)_(?:orig|v))$")
 OWN_NAMESPACES = "aten prims prim _c10d_functional c10d inductor inductor_prims profiler higher_order rngprims".split()
@@ -64,7 +63,7 @@ def collect(graph: Graph, inputs: Inputs) -> tuple[list[Matmul], list[OpaqueReco
     for node in graph.nodes:
         if node.op != "call_function":
             continue
-        if getattr(node.target, "overloadpacket", None) in MATMULS:
+        if form_of(node) is not None:
             matmuls.append(_matmul(node))
             barriers.add(node)
             if not compat.is_backward(node):
@@ -93,9 +92,7 @@ def edges(graph: Graph, matmuls: list[Matmul]) -> tuple[tuple[int, int], ...]:
 
 
 def _matmul(node: Node) -> Matmul:
-    target: Any = node.target
-    first = MATMULS[target.overloadpacket]
-    left, right = arg(node, first), arg(node, first + 1)
+    left, right = factors(node)
     *batch, m, k = value(left).shape
     return Matmul(
         node=node,
@@ -119,7 +116,7 @@ def _forward(found: Matmul, origins: Origins, weights: dict[Node, str]) -> None:
         if made.by:
             first = next(name for x, name in weights.items() if x in made.sources)
             found.not_a_weight = f"not a weight: computed from {first} by {made.by}"
-            found.wanted = made.by not in MULTIPLY
+            found.wanted = made.by not in MATMULS
             if made.by.startswith("linalg_") and not origins[found.other(operand).base].activation:
                 return  # no token is in it: it is a part of that computation, as of an orthogonal weight
     for of in (origins.bare, origins.computed):
@@ -151,7 +148,7 @@ def _module_of(node: Node) -> str:
 
 
 def _hidden(node: Node) -> str | None:
-    """What kind of matmuls hide in an operator, None if there are none that we know of."""
+    """Which matmuls hide in an operator, None if there are none that we know of."""
     name = str(node.target)
     namespace = getattr(node.target, "namespace", "")
     for part, what in HIDDEN.items():

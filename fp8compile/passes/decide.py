@@ -11,7 +11,6 @@ from dataclasses import replace
 
 from .. import compat
 from ..config.policy import Choice, Policy, Rule, Site
-from ..devices import support
 from ..devices.catalog import Device
 from ..devices.gpu import gpu_of
 from ..ir.fx_utils import hint, value
@@ -47,9 +46,10 @@ def decide(
             inputs_too, _, gradients_too = matmul.recipe.current_scaling
             current = (inputs_too, True, gradients_too)
             matmul.recipe = replace(matmul.recipe, current_scaling=current)
-        if choice.recipe.name == "mxfp8":  # what a device may lack; a CPU multiplies any recipe in float32
+        built_in = choice.recipe.built_in
+        if built_in.needs is not None:
             gpu = device.gpu if device is not None else gpu_of(value(matmul.node).device)
-            matmul.emulated = not support.has_mx(gpu)
+            matmul.emulated = not built_in.native(gpu)
         rule = policy.rules[choice.rule] if choice.rule is not None else None
         chosen = _choice(matmul, site, choice, rule)
         matmul.reason = legality.objection(matmul) or chosen or legality.misaligned(matmul)
@@ -119,7 +119,7 @@ def _site(matmul: Matmul, inputs: Inputs, layers: dict[str, int], kind: str) -> 
     m, n, k = (hint(size) for size in matmul.features)
     forward = matmul.fprop or matmul
     stack = forward.node.meta.get("nn_module_stack") or {}
-    classes = [getattr(kind, "__name__", str(kind).rpartition(".")[2]) for _, kind in reversed(list(stack.values()))]
+    classes = [getattr(cls, "__name__", str(cls).rpartition(".")[2]) for _, cls in reversed(list(stack.values()))]
     return Site(
         module=matmul.fqn,
         parameter=matmul.name,

@@ -125,7 +125,7 @@ class _Finder:
         if any(node.target is ops.amax_blocks for node in group.levels):
             raise Unwritable("scales of rows beside scales of 128 rows")
         sources = {behind(seed.source, VIEWS) for seed in seeds}
-        written = [x for x in group.of_kind("value") if x.node in sources]
+        written = [x for x in group.with_content("value") if x.node in sources]
         rows = [Output("row", node, node) for node in group.levels]
         whole = len(written) == len(sources)
         first = self.grouping(group.domain, written if whole else rows, sums=whole)
@@ -170,7 +170,7 @@ class _Finder:
             source = arg(node, 0)
             if value(source).dim() != 2 or value(source).device.type not in launch.DEVICES:
                 continue
-            if _scale(node).kind == "none":
+            if _scale(node).granularity == "none":
                 continue
             for late in (False, True):
                 seed = found.setdefault((source, late), Seed())
@@ -243,18 +243,18 @@ def _waits_for(node: Node) -> list[Node]:
 
 def _of_cast(node: Node) -> Output:
     """The output that stands for a copy."""
-    kind = "transposed" if arg(node, 4) else "copy"
-    return Output(kind, arg(node, 0), node, _scale(node), arg(node, 2), arg(node, 3))
+    content = "transposed" if arg(node, 4) else "copy"
+    return Output(content, arg(node, 0), node, _scale(node), arg(node, 2), arg(node, 3))
 
 
 def _of_amax(node: Node, casts: list[Node]) -> list[Output]:
     """The outputs that stand for an amax: itself, or those of the scales made of it that others than these casts read."""
-    source, kind = arg(node, 0), _scale(node).kind
-    if kind in ("one", "col"):
-        return [Output("amax" if kind == "one" else "column_amax", source, node)]
+    source, granularity = arg(node, 0), _scale(node).granularity
+    if granularity in ("one", "col"):
+        return [Output("amax" if granularity == "one" else "column_amax", source, node)]
     made = chain(node)
     read = [x for x in made if any(_read_outside(user, {*made, *casts}) for user in x.users)]
-    if kind == "row":
+    if granularity == "row":
         return [Output("row", x, x) for x in read]
     return [Output("blocks", source, x, of_amax(x)) for x in read]
 

@@ -52,7 +52,7 @@ class Grouping:
             if not reaches(reads, replaced):
                 break
             # what it would write, something that it reads is made of: leave that to others, and read it
-            late = {x.replaces for x in outputs if x.kind in ("value", "row", "sum") and reaches(reads, {x.replaces})}
+            late = {x.replaces for x in outputs if x.content in ("value", "row", "sum") and reaches(reads, {x.replaces})}
             late = {x for x in late if x not in stops}
             if not late:
                 return "it reads what is made of its own results"

@@ -9,7 +9,7 @@ import torch
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from ..ir.fx_utils import FLOATS, hint, value
-from ..ir.matmul import Matmul
+from ..ir.matmul import Matmul, factors
 
 NO_ROWS = "no rows"
 
@@ -30,7 +30,7 @@ def _dtype(matmul: Matmul) -> str | None:
             return f"dtype {str(dtype).removeprefix('torch.')}"
         if value(x).layout is not torch.strided:
             return f"dtype: {value(x).layout} tensor"
-    left, right = (value(x).dtype for x in matmul.node.args[-2:])  # type: ignore[arg-type]
+    left, right = (value(x).dtype for x in factors(matmul.node))
     if left != right:  # an error everywhere else: it is left to Inductor to say so
         return f"dtype: {left} times {right}".replace("torch.", "")
     return None

@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.fx import Graph, Node
 
 from .. import compat
-from ..ir.fx_utils import CASTS, PERMUTES, SAME, SLICES, VIEWS, arg, aten, behind, is_tensor, root
-
-MATMULS = {aten.mm: 0, aten.bmm: 0, aten.addmm: 1, aten.baddbmm: 1}  # operator: index of a among its arguments
+from ..ir.fx_utils import CASTS, PERMUTES, SAME, SLICES, VIEWS, aten, behind, is_tensor, root
+from ..ir.matmul import addend_of
 
 # Pointwise operators and these keep a weight what it is. An index does not: it may be one of tokens.
 _LAYOUT: tuple = (*CASTS, *VIEWS, *PERMUTES, *SLICES, *SAME, operator.getitem, aten.expand.default, aten.repeat.default)
@@ -127,7 +126,7 @@ class Gradients:
             for x in through if far else ():
                 self.far[x] = self.far.get(x, 0) | far
             if near and node in barriers:  # what is added to a product goes on
-                through = [x for x in _addend(node) if isinstance(x, Node)]
+                through = [x for x in (addend_of(node),) if x is not None]
             for x in through if near else ():
                 self.near[x] = self.near.get(x, 0) | near
 
@@ -147,11 +146,6 @@ class Gradients:
             index = compat.input_index(source)
             self.bits[source] = 0 if index is None else 1 << index
         return self.bits[source]
-
-
-def _addend(node: Node) -> tuple[Any, ...]:
-    target: Any = node.target
-    return (arg(node, 0),) if MATMULS.get(getattr(target, "overloadpacket", target)) else ()
 
 
 def feeds(node: Node, others: Iterable[Node]) -> bool:

@@ -40,7 +40,7 @@ def place(graph: Graph, groups: dict[Node, Made]) -> None:
     order = [node for node in graph.nodes if node in groups]
     numbers: dict[Node, int] = {}
     gathers = graph.find_nodes(op="call_function", target=ops.gather)
-    amaxes = [item for node in order for item in _items(node, groups[node][0]) if item[1].kind == "amax"]
+    amaxes = [item for node in order for item in _items(node, groups[node][0]) if item[1].content == "amax"]
     wide = [x for node in order for x in [groups[node][0].domain.columns] * len(groups[node][1].column_amaxes) if x.is_Integer]
     known = {item for item, _ in amaxes}
     for item in [x for gather in gathers for x in arg(gather, 0) if x in known] + [item for item, _ in amaxes]:
@@ -99,7 +99,7 @@ def _launch(node: Node, group: Group, kernel: Kernel, numbers: dict[Node, int], 
     written = dict(zip(map(id, standing), [*outputs[: len(kernel.outputs)], *amaxes], strict=True))
     columns = launcher.totals(node, kernel, outputs)
     for item, output in items:
-        result = _column_sum(item, *columns[id(output)]) if output.kind == "sum" else written[id(output)]
+        result = _column_sum(item, *columns[id(output)]) if output.content == "sum" else written[id(output)]
         item.replace_all_uses_with(result)
         node.graph.erase_node(item)
     node.graph.erase_node(node)

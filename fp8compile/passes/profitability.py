@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 import networkx
 from torch.fx import Node
 
+from ..config.recipe import COSTS, RECIPES
 from ..devices import cost
 from ..devices.catalog import Device
 from ..ir.fx_utils import hint, value
@@ -28,7 +29,6 @@ from .tensor_traffic import Source, source
 
 SLOWER = "slower in FP8"
 SHORT = {"torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.float32": "fp32"}
-KINDS = ("delayed", "tensorwise", "rowwise", "blockwise", "mxfp8")
 MOST_MOVES = 64  # in larger components only layers and the whole are dropped
 
 
@@ -53,9 +53,9 @@ class Gemm:
         return cost.ITEMSIZE[self.dtype]
 
     @property
-    def kind(self) -> str:
+    def recipe(self) -> str:
         """The finer scaling of its operands."""
-        return max((cast.kind for cast, _ in self.reads), key=KINDS.index)
+        return max((cast.recipe for cast, _ in self.reads), key=RECIPES.index)
 
     @property
     def m(self) -> int:
@@ -66,7 +66,7 @@ class Gemm:
         """Of the matmul alone. `grown`: with so many times the tokens."""
         m, n, k = (round(size * grown) if i == self.tokens else size for i, size in enumerate(self.sizes))
         if fp8:
-            return cost.block_gemm(device, m, n, k, self.kind, self.out_bytes, self.dtype, self.matmul.emulated)
+            return cost.block_gemm(device, m, n, k, COSTS[self.recipe], self.out_bytes, self.dtype, self.matmul.emulated)
         return cost.gemm(device, m, n, k, self.dtype, self.out_bytes)
 
 
@@ -85,7 +85,7 @@ class Base:
         readers = [gemm for cast in self.casts for gemm, _ in cast.readers]
         demanded = [(cast, cast.layouts(chosen)) for cast in self.casts]
         high = max((gemm.itemsize for gemm in readers if gemm not in chosen), default=2 if self.outside else 0)
-        operand = cost.Operand(
+        tensor = cost.CastInput(
             elements=round(self.source.elements * factor),
             itemsize=self.source.itemsize,
             fused=self.source.fused,
@@ -93,24 +93,24 @@ class Base:
             scattered=self.source.scattered,
             high_bytes=high or (self.source.itemsize if self.source.shared else 0),
         )
-        copy = cost.high_copy(device, operand)
-        return copy + sum(cast.seconds(device, operand, count) - copy for cast, count in demanded if count)
+        copy = cost.high_copy(device, tensor)
+        return copy + sum(cast.seconds(device, tensor, count) - copy for cast, count in demanded if count)
 
 
 @dataclass(eq=False)
 class Cast:
-    """The FP8 copies of a tensor under one `Scaling` (its kind), and who reads them in which layout."""
+    """The FP8 copies of a tensor under one `Scaling` (its recipe), and who reads them in which layout."""
 
     base: Base
-    kind: str
+    recipe: str
     again: bool
     readers: list[tuple[Gemm, tuple[str, bool]]] = field(default_factory=list)
 
     def layouts(self, chosen: set[Gemm]) -> int:
         return len({layout for gemm, layout in self.readers if gemm in chosen})
 
-    def seconds(self, device: Device, operand: cost.Operand, layouts: int) -> float:
-        return cost.casts(device, replace(operand, layouts=layouts, recipe=self.kind, again=self.again))
+    def seconds(self, device: Device, tensor: cost.CastInput, layouts: int) -> float:
+        return cost.casts(device, tensor, COSTS[self.recipe], layouts, self.again)
 
 
 def weigh(matmuls: list[Matmul], device: Device) -> int:
@@ -148,9 +148,9 @@ def _high_precision(matmul: Matmul, device: Device) -> float | None:
 def _settle(device: Device, parts: list[_Component]) -> str:
     """What scaling costs once a graph must be saved by the graph, else all that is left open is dropped. Returns why, or ""."""
     chosen = {gemm for part in parts for gemm in part.chosen}
-    insisted = {cast.kind for part in parts for gemm in part.insisted for cast, _ in gemm.reads}
-    names = {cast.kind for gemm in chosen for cast, _ in gemm.reads} - insisted
-    once = sum(cost.FIXED_KERNELS[name] for name in names) * device.launch
+    insisted = {cast.recipe for part in parts for gemm in part.insisted for cast, _ in gemm.reads}
+    names = {cast.recipe for gemm in chosen for cast, _ in gemm.reads} - insisted
+    once = sum(COSTS[name].once for name in names) * device.launch
     gain = sum(part.gain for part in parts)
     if gain > once or all(part.chosen == part.insisted for part in parts):
         return ""
@@ -178,7 +178,7 @@ def _model(candidates: list[Matmul]) -> list[Gemm]:
             if key not in casts:
                 # a weight whose region is computed again, or is to be cast again, has its second copy from another read
                 again = role == "weight" and (matmul.recipe.recast_weights or "recompute" in matmul.node.meta)
-                casts[key] = Cast(base, key.scaling.kind, again)
+                casts[key] = Cast(base, key.scaling.recipe, again)
                 base.casts.append(casts[key])
             layout = (str(matrix.shape), transposed)
             casts[key].readers.append((gemm, layout))
@@ -310,7 +310,7 @@ class _Component:
     def described(gemm: Gemm) -> tuple:
         """What its estimates depend on: most layers of a model are alike."""
         tensors = (
-            (replace(cast.base.source, readers=frozenset()), cast.base.outside, cast.kind, cast.again, len(cast.readers))
+            (replace(cast.base.source, readers=frozenset()), cast.base.outside, cast.recipe, cast.again, len(cast.readers))
             for cast, _ in gemm.reads
         )
         return (gemm.sizes, gemm.tokens, gemm.dtype, gemm.out_bytes, *tensors)

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from typing import Any
 
 from torch.fx import Node
 
 from .. import compat
 from ..codegen.traffic import fusable
 from ..ir.fx_utils import CASTS, PERMUTES, SAME, VIEWS, Matrix, aten, behind, call_function, hint, is_tensor, value
+from ..ir.matmul import form_of
 
 _VIEWS = (*VIEWS, *PERMUTES, *SAME, aten.expand.default, aten.slice.Tensor, aten.select.int, operator.getitem)
 _JOINS = (aten.cat.default, aten.stack.default, aten.constant_pad_nd.default, aten.slice_scatter.default)
@@ -28,8 +28,8 @@ MOST_NODES = 64  # of a producer; what is longer has something in memory on its 
 class Source:
     """A tensor that matmuls read.
 
-    `elements`, `itemsize` (bytes, in memory), `fused`, `producer_bytes`, `scattered` are those of `cost.Operand`. `shared`: one
-    who is no matmul reads it in memory (a residual, an attention, the caller), whatever matmuls do. `readers`: the matmuls.
+    `elements`, `itemsize` (bytes, in memory), `fused`, `producer_bytes`, `scattered` are those of `cost.CastInput`. `shared`:
+    one who is no matmul reads it in memory (a residual, an attention, the caller), whatever matmuls do. `readers`: the matmuls.
     """
 
     elements: int
@@ -111,7 +111,7 @@ def _readers(base: Node) -> tuple[set[Node], bool]:
             seen.add(user)
             if user.op == "output":
                 shared = shared or node is base
-            elif _is_matmul(user):
+            elif form_of(user) is not None:
                 matmuls.add(user)
             elif call_function(user, (*_VIEWS, *CASTS, aten.clone.default)):
                 stack.append(user)
@@ -120,11 +120,6 @@ def _readers(base: Node) -> tuple[set[Node], bool]:
             elif compat.is_backward(user) == compat.is_backward(base) and not _reduces(user):
                 shared = True
     return matmuls, shared
-
-
-def _is_matmul(node: Node) -> bool:
-    packet: Any = getattr(node.target, "overloadpacket", None)
-    return packet in (aten.mm, aten.addmm, aten.bmm, aten.baddbmm)
 
 
 def _reduces(node: Node) -> bool:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, Node
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..config.recipe import WHOLE, kind_of
+from ..config.recipe import WHOLE, recipe_of
 from ..ir import ops
 from ..ir.scale import inverse_of
 from .state import named_weights
@@ -182,7 +182,7 @@ def casts_of(graph: Graph) -> dict[tuple[int, Name], Cast]:
             operand = node.meta.get("fp8_operand")
             if operand is None:
                 continue
-            recipe = kind_of(bool(operand.settings.window), block_of(node))
+            recipe = recipe_of(bool(operand.settings.window), block_of(node))
             cast = Cast(recipe, str(node.args[2]).removeprefix("torch.float8_"))
             found.update({(operand.input, name): cast for name in names_of(node)})
     return found

@@ -14,7 +14,7 @@ from triton.compiler import ASTSource
 
 import fp8compile.backend
 from fp8compile.devices import catalog
-from fp8compile.dryrun.fake_gpu import Matmul, Step, trace, unavailable
+from fp8compile.dryrun.fake_gpu import MatmulLaunch, Step, trace, unavailable
 from fp8compile.ir import ops, state_page
 from tests.support.executed import Launched
 from tests.support.gpu_steps import compile_mlp, unallocated
@@ -28,7 +28,7 @@ BF16 = torch.bfloat16
 DIM, KV, HIDDEN, TOKENS = 4096, 1024, 14336, 8192  # Llama-3-8B
 
 
-def sizes(matmuls: list[Matmul]) -> Counter[tuple[int, int, int]]:
+def sizes(matmuls: list[MatmulLaunch]) -> Counter[tuple[int, int, int]]:
     return Counter((*m.out.shape, m.a.shape[-1]) for m in matmuls)
 
 

@@ -326,11 +326,11 @@ def test_scaling_of_roles():
         assert [scaling.block for scaling in found] == expected
         assert {scaling.delayed for scaling in found} == {name == "delayed"}
         assert [scaling.wide for scaling in found] == [False, False, name in ("delayed", "tensorwise")]
-        kind = {"rowwise_with_gw_hp": "rowwise"}.get(name, name)
-        assert {scaling.kind for scaling in found} == {kind}
-    assert Recipe("rowwise_with_gw_hp").scaling("weight", "dgrad").kind == "tensorwise"
+        same = {"rowwise_with_gw_hp": "rowwise"}.get(name, name)
+        assert {scaling.recipe for scaling in found} == {same}
+    assert Recipe("rowwise_with_gw_hp").scaling("weight", "dgrad").recipe == "tensorwise"
     down = Recipe(current_scaling=(True, False, False))
-    assert down.delayed and [down.scaling(role, "fprop").kind for role in ("input", "weight")] == ["tensorwise", "delayed"]
+    assert down.delayed and [down.scaling(role, "fprop").recipe for role in ("input", "weight")] == ["tensorwise", "delayed"]
     assert not Recipe(current_scaling=(True, True, True)).delayed
 
 

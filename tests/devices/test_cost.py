@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fp8compile.config.recipe import COSTS
 from fp8compile.devices import catalog, cost
-from fp8compile.devices.cost import Operand
+from fp8compile.devices.cost import CastInput
 
 H100, H200, B300, NVL = (catalog.find(key) for key in ("h100", "h200", "b300", "h200-nvl"))
 # torchao's tables are from Meta's H100: HBM2e, of which copies reach 2.2 TB/s (torchao/testing/training/roofline_utils.py)
@@ -65,12 +66,12 @@ def linear(device, m, n, k, recipe="delayed", *, fused=(True, True), weight_byte
     """
     sizes = ((m, n, k), (m, k, n), (n, k, m))
     bf16 = sum(cost.gemm(device, *size) for size in sizes)
-    fp8 = sum(cost.block_gemm(device, *size, recipe) for size in sizes)
+    fp8 = sum(cost.block_gemm(device, *size, COSTS[recipe]) for size in sizes)
     tensors = [(m * k, fused[0], 2), (m * n, fused[1], 2), (n * k, False, weight_bytes)]
     added = 0.0
     for elements, joined, itemsize in tensors:
-        usual = Operand(elements, recipe=recipe, fused=joined, producer_bytes=2 * elements, itemsize=itemsize)
-        added += cost.casts(device, usual) - cost.high_copy(device, dataclasses.replace(usual, high_bytes=2))
+        usual = CastInput(elements, fused=joined, producer_bytes=2 * elements, itemsize=itemsize)
+        added += cost.casts(device, usual, COSTS[recipe]) - cost.high_copy(device, dataclasses.replace(usual, high_bytes=2))
     return Linear(bf16, fp8, added)
 
 
@@ -145,7 +146,7 @@ def test_transformer_engines_small_loss_is_an_exception():
     """15872 x 4096 x 4096 forward alone, current scaling, B300: .317 ms against .307. Our FP8 time is right; bf16 runs faster
     there (1735 TFLOP/s) than in the average of the twelve that its rate is from."""
     fp8 = cost.gemm(B300, TOKENS, 4096, 4096, "fp8") + sum(
-        cost.casts(B300, Operand(elements, recipe="tensorwise")) for elements in (TOKENS * 4096, 4096 * 4096)
+        cost.casts(B300, CastInput(elements), COSTS["tensorwise"]) for elements in (TOKENS * 4096, 4096 * 4096)
     )
     assert 1e3 * fp8 == pytest.approx(0.317, rel=0.05)
     assert 1e3 * cost.gemm(B300, TOKENS, 4096, 4096) > 0.317
@@ -207,42 +208,46 @@ def test_fp8_is_not_credited_with_more_than_it_can_save(m, n, k):
 
 # -- casts: bytes by hand, on a device that moves a byte a second and launches for nothing ------------------------------
 
+def casts(device, elements, recipe="delayed", layouts=2, again=False, **tensor) -> float:
+    return cost.casts(device, CastInput(elements, **tensor), COSTS[recipe], layouts, again)
+
+
 UNIT = dataclasses.replace(H200, sustained=dataclasses.replace(H200.sustained, bandwidth=1.0), launch=0.0)
 
 
 @pytest.mark.parametrize(
-    "operand, moved",
+    "given, moved",
     [
-        (Operand(100), 200 + 200),  # read bf16, write both copies
-        (Operand(100, layouts=1), 200 + 100),
-        (Operand(100, itemsize=4), 400 + 200),
-        (Operand(100, again=True), 2 * 200 + 200),  # a weight that is cast again in backward
-        (Operand(100, recipe="tensorwise"), 2 * 200 + 200),
-        (Operand(100, recipe="tensorwise", again=True), 3 * 200 + 200),
-        (Operand(100, fused=True, producer_bytes=700), 200),
-        (Operand(100, fused=True, producer_bytes=700, high_bytes=2), 200 + 200 + 200),  # bf16 is written, too, and read
-        (Operand(100, fused=True, producer_bytes=700, recipe="tensorwise"), 700 + 200),
-        (Operand(100, itemsize=4, high_bytes=2), 400 + 200 + 400 + 200),  # and converted to bf16
-        (Operand(100, high_bytes=2), 200 + 200),  # bf16 is in memory anyway
-        (Operand(100, scattered=True), 3 * 200 + 200),
-        (Operand(100, scattered=True, recipe="tensorwise"), 3 * 200 + 200),
+        (dict(), 200 + 200),  # read bf16, write both copies
+        (dict(layouts=1), 200 + 100),
+        (dict(itemsize=4), 400 + 200),
+        (dict(again=True), 2 * 200 + 200),  # a weight that is cast again in backward
+        (dict(recipe="tensorwise"), 2 * 200 + 200),
+        (dict(recipe="tensorwise", again=True), 3 * 200 + 200),
+        (dict(fused=True, producer_bytes=700), 200),
+        (dict(fused=True, producer_bytes=700, high_bytes=2), 200 + 200 + 200),  # bf16 is written, too, and read
+        (dict(fused=True, producer_bytes=700, recipe="tensorwise"), 700 + 200),
+        (dict(itemsize=4, high_bytes=2), 400 + 200 + 400 + 200),  # and converted to bf16
+        (dict(high_bytes=2), 200 + 200),  # bf16 is in memory anyway
+        (dict(scattered=True), 3 * 200 + 200),
+        (dict(scattered=True, recipe="tensorwise"), 3 * 200 + 200),
     ],
 )
-def test_bytes_of_casts(operand, moved):
-    assert cost.casts(UNIT, operand) == pytest.approx(moved)
+def test_bytes_of_casts(given, moved):
+    assert casts(UNIT, 100, **given) == pytest.approx(moved)
 
 
 def test_launches_of_casts():
     idle = dataclasses.replace(H200, sustained=dataclasses.replace(H200.sustained, bandwidth=1e30), launch=1.0)
     kernels = {
-        1: Operand(1),
-        0: Operand(1, fused=True),
-        2: Operand(1, again=True),
-        4: Operand(1, recipe="tensorwise"),  # amax, scale, cast, inverse
-        3: Operand(1, recipe="tensorwise", fused=True),
+        1: dict(),
+        0: dict(fused=True),
+        2: dict(again=True),
+        4: dict(recipe="tensorwise"),  # amax, scale, cast, inverse
+        3: dict(recipe="tensorwise", fused=True),
     }
-    for count, operand in kernels.items():
-        assert cost.casts(idle, operand) == pytest.approx(count)
+    for count, changed in kernels.items():
+        assert casts(idle, 1, **changed) == pytest.approx(count)
 
 
 def test_a_fused_producer_that_nobody_reads_in_bf16_casts_for_nothing():
@@ -258,7 +263,7 @@ def test_a_fused_producer_that_nobody_reads_in_bf16_casts_for_nothing():
 def test_more_is_never_cheaper(elements, recipe, fused):
     def price(**changed):
         usual = dict(elements=elements, recipe=recipe, fused=fused, producer_bytes=4 * elements, layouts=1)
-        return cost.casts(H200, Operand(**{**usual, **changed}))
+        return casts(H200, **{**usual, **changed})
 
     assert price() > 0
     assert price(layouts=2) >= price() and price(high_bytes=2) >= price() and price(elements=2 * elements) >= price()

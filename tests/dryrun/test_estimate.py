@@ -13,7 +13,7 @@ import fp8compile
 from fp8compile.devices import catalog
 from fp8compile.dryrun import fake_gpu, roofline
 from fp8compile.dryrun.estimate import Cost, Estimate, _carried_on, _layers, estimate
-from fp8compile.dryrun.fake_gpu import Attention, Kernel, Matmul, Operand
+from fp8compile.dryrun.fake_gpu import Attention, Launch, MatmulLaunch, TensorLayout
 from tests.support import models
 
 pytestmark = pytest.mark.skipif(fake_gpu.unavailable() is not None, reason=fake_gpu.unavailable() or "")
@@ -146,8 +146,8 @@ def test_attention_is_counted_and_takes_over():
     assert shares[0] < 0.6 and shares[1] > 0.9
 
 
-def operand(*shape: int, dtype: torch.dtype = BF16) -> Operand:
-    return Operand("x", shape, (), dtype)
+def operand(*shape: int, dtype: torch.dtype = BF16) -> TensorLayout:
+    return TensorLayout("x", shape, (), dtype)
 
 
 def test_flops_of_attention():
@@ -161,13 +161,13 @@ def test_flops_of_attention():
 
 def test_roofline():
     device = H200
-    matmul = Matmul("mm", operand(4096, 4096), operand(4096, 4096), operand(4096, 4096))
-    assert roofline.seconds(Kernel("extern", "mm", 3 * 2 * 4096**2, matmul), device) == pytest.approx(
+    matmul = MatmulLaunch("mm", operand(4096, 4096), operand(4096, 4096), operand(4096, 4096))
+    assert roofline.seconds(Launch("extern", "mm", 3 * 2 * 4096**2, matmul), device) == pytest.approx(
         2 * 4096**3 / device.flops.bf16 + device.launch
     )
-    assert roofline.seconds(Kernel("triton", "x", 10**9), device) == pytest.approx(10**9 / device.bandwidth + device.launch)
+    assert roofline.seconds(Launch("triton", "x", 10**9), device) == pytest.approx(10**9 / device.bandwidth + device.launch)
     fused = Attention(operand(1, 32, 8192, 128), operand(1, 8, 8192, 128), operand(1, 8, 8192, 128), True, False)
-    kernel = Kernel("extern", "flash", 10**6, attention=fused)
+    kernel = Launch("extern", "flash", 10**6, attention=fused)
     slow, fast = roofline.seconds(kernel, device), roofline.seconds(kernel, device, attention=0.75)
     assert slow - device.launch == pytest.approx(fused.flops / (0.44 * device.flops.bf16))
     assert (slow - device.launch) / (fast - device.launch) == pytest.approx(0.75 / 0.44)

@@ -60,7 +60,7 @@ def test_kept_for_backward(mlp):
 def test_fused_pointwise_is_one_kernel():
     f = torch.compile(lambda a, b: (F.silu(a.float()) * b).to(BF16))
     step = trace(lambda: f(torch.randn(128, 256, dtype=BF16), torch.randn(128, 256, dtype=BF16)))
-    assert [(k.kind, k.bytes) for k in step.kernels] == [("triton", 3 * 128 * 256 * 2)]
+    assert [(k.origin, k.bytes) for k in step.kernels] == [("triton", 3 * 128 * 256 * 2)]
     assert step.flops == {} and step.kept_for_backward == 0 and len(step.graphs) == 1
 
 
@@ -137,7 +137,7 @@ def test_user_triton_kernel_reads_what_it_reads():
 
     compiled = torch.compile(f)
     step = trace(lambda: compiled(torch.randn(64, 1024)))
-    assert [(k.kind, k.bytes) for k in step.kernels] == [("user", 2 * 64 * 1024 * 4)]
+    assert [(k.origin, k.bytes) for k in step.kernels] == [("user", 2 * 64 * 1024 * 4)]
 
 
 class Named(nn.Module):

@@ -104,8 +104,8 @@ def test_blocks_of_128_rows_behind_sums_over_rows_are_two_kernels():
         assert_same(lambda: nn.Sequential(RmsBlock(), RmsBlock()), [(2, 100, 128)] * 2, recipe="blockwise")
     over_rows = [kernel for kernel in made if kernel.row_blocks]
     assert all(kernel.block[0] == 1 for kernel in over_rows)
-    assert any("value" in [x.kind for x in kernel.outputs] for kernel in over_rows), "a gradient that the residual reads"
-    assert any({x.kind for x in kernel.outputs} == {"row"} for kernel in over_rows), "a norm that nobody else reads"
+    assert any("value" in [x.content for x in kernel.outputs] for kernel in over_rows), "a gradient that the residual reads"
+    assert any({x.content for x in kernel.outputs} == {"row"} for kernel in over_rows), "a norm that nobody else reads"
 
 
 def test_recipes_of_one_tensor_that_do_not_go_together():

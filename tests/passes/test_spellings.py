@@ -513,6 +513,22 @@ def test_autocast():
     assert all(p.dtype == p.grad.dtype == torch.float32 for p in model.parameters())
 
 
+def test_a_matmul_into_another_dtype_is_left_alone():
+    """`torch.mm(.., out_dtype=..)`, of CUDA alone and without gradients: its last argument is no operand."""
+
+    class Wide(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(256, 256, dtype=torch.bfloat16, device="meta"), requires_grad=False)
+
+        def forward(self, x):
+            return torch.mm(x, self.weight.t(), out_dtype=torch.float32)
+
+    x = torch.empty(64, 256, dtype=torch.bfloat16, device="meta")
+    (record,) = fp8compile.explain(Wide(), x, options={"policy": fp8compile.Policy(eval="fp8")}).matmuls
+    assert (record.op, record.reason) == ("mm.dtype", "the overload mm.dtype is not rewritten")
+
+
 def test_float64_is_left_alone():
     check(one_step(Mlp().double(), noise(*X).double(), floor=100.0), {"up": "dtype", "down": "dtype"})
 

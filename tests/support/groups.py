@@ -483,7 +483,7 @@ def fused(gm: GraphModule, config: tuple[int, int, int] | None = None) -> Made:
         with mock.patch.object(launch, "configurations", configurations):
             run_post_grad(copy.graph)
     copy.recompile()
-    written = [[output.kind for output in (*k.outputs, *k.sums, *k.amaxes, *k.column_amaxes)] for k in kernels.values()]
+    written = [[output.content for output in (*k.outputs, *k.sums, *k.amaxes, *k.column_amaxes)] for k in kernels.values()]
     return Made(gm, copy, tuple(tuple(sorted(kinds)) for kinds in written), tuple(k.source for k in kernels.values()))
 
 

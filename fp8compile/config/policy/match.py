@@ -29,7 +29,7 @@ class Site:
     module: str  # "layers.0.mlp.up_proj"
     parameter: str  # "layers.0.mlp.up_proj.weight"
     classes: tuple[str, ...]  # of the modules around it, innermost first: ("Linear", "LlamaMLP", "LlamaDecoderLayer")
-    op: str  # "mm", "addmm", "bmm", "baddbmm"
+    op: str  # one of `operators.MATMULS`
     gemm: str  # "fprop", "dgrad", "wgrad"
     m: int
     n: int

@@ -15,22 +15,26 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import field
 from functools import cached_property
-from typing import Annotated, Any, Literal, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_type_hints
 
 from pydantic import Field, StrictBool, StrictInt, StrictStr, ValidationInfo, field_validator
 
 from ...errors import OptionError, near
-from ..recipe import RECIPES, Recipe
+from ..operators import MATMULS
+from ..recipe import BUILT_IN, RECIPES, Recipe
 from . import match, patterns
 from .condition import Where
 from .errors import PolicyError
 from .validation import FILE, LONGEST_NAME, Name, PathOrName, Several, key, table
 
-Op = Literal["mm", "addmm", "bmm", "baddbmm"]
 Gemm = Literal["fprop", "dgrad", "wgrad"]
 Kind = Literal["output head", "router gate", "down projection"]
 Fp8 = Literal["on", "off", "auto"]
 Eval = Literal["high_precision", "fp8"]
+if TYPE_CHECKING:
+    Op = str
+else:
+    Op = Literal[tuple(MATMULS)]
 SETTINGS = tuple(f.name for f in dataclasses.fields(Recipe) if f.name != "name")
 LONGEST_CHAIN = 32  # recipes, each of which varies the next
 
@@ -46,7 +50,9 @@ _MEANINGS = {
     "recast_weights": "Cast weights again in backward instead of keeping their transposed FP8 copies.",
     "current_scaling": "Delayed scaling: (inputs, weights, gradients): true scales that tensor by its current amax.",
     "on_overflow": 'Delayed scaling, after an amax far beyond its history: "current" (use it in the next step) or "saturate".',
-    "power_of_2_scale": "Round scales down to powers of two. Default: true for blockwise and mxfp8.",
+    "power_of_2_scale": "Round scales down to powers of two. Default: true for "
+    + " and ".join(name for name, made in BUILT_IN.items() if made.power_of_2[0])
+    + ".",
     "fp8_encoding": 'FP8 encodings: "auto" (the device\'s), "ocp" (NVIDIA, MI350) or "fnuz" (MI300).',
     "use_fast_accum": "(fprop, dgrad, wgrad): the tensor cores' fast accumulation, less exact.",
 }
@@ -108,7 +114,7 @@ class Rule(Settings):
     module: Several[StrictStr] = key('Glob for the module\'s name ("*" matches dots too), or "re:" and a regex.', _GLOBS)
     parameter: Several[StrictStr] = key('Glob for the name of the weight, or "re:" and a regex.', _GLOBS)
     module_class: Several[StrictStr] = key("Glob for the class of the module, or of any module around it.", _GLOBS)
-    op: Several[Op] = _choice("The operator of forward: " + ", ".join(get_args(Op)) + ".", Op)
+    op: Several[Op] = _choice("The operator of forward: " + ", ".join(MATMULS) + ".", Op)
     gemm: Several[Gemm] = _choice("fprop (the forward), dgrad (the input's gradient), wgrad (the weight's).", Gemm)
     where: StrictStr | None = key(
         "A condition on m, n, k of the forward out[m, n] = a[m, k] @ b[k, n]: 'n < 128 or k < 128'.", "a condition in quotes"

@@ -26,9 +26,9 @@ import torch
 from ...devices.gpu import H200, Gpu
 from .device import described_gpu
 from .record import record, retarget_graphs
-from .step import Attention, Graph, Kernel, Matmul, Operand, Step
+from .step import Attention, Graph, Launch, MatmulLaunch, Step, TensorLayout
 
-__all__ = ["Attention", "Graph", "Kernel", "Matmul", "Operand", "Step", "trace", "unavailable"]
+__all__ = ["Attention", "Graph", "Launch", "MatmulLaunch", "Step", "TensorLayout", "trace", "unavailable"]
 
 
 def unavailable() -> str | None:

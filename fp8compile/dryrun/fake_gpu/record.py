@@ -14,10 +14,11 @@ import torch
 import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ...config.operators import MATMULS
 from ...ir.inputs import readable_module
 from ..placeholders import placeholder_callable
 from .device import CUDA
-from .step import Attention, Graph, Kernel, Matmul, Operand
+from .step import Attention, Graph, Launch, MatmulLaunch, TensorLayout
 
 Boxed = Callable[[list[Any]], Any]
 
@@ -70,14 +71,15 @@ def retarget_graphs() -> Iterator[None]:
 
 # -- reading the scheduled graph ---------------------------------------------------------------------------------------
 
-_MATMUL = re.compile(
-    r"\b(_scaled_mm|_scaled_mm_v2|_scaled_grouped_mm|_grouped_mm|mm|addmm|bias_addmm|bmm|baddbmm)(\.default|\.out|_dtype)?$"
-)
+# with Inductor's own, and those that only a model's code has
+_MATMULS = {**MATMULS, "bias_addmm": MATMULS["addmm"]}
+_MATMULS |= dict.fromkeys(("_scaled_mm", "_scaled_mm_v2", "_scaled_grouped_mm", "_grouped_mm"), MATMULS["mm"])
+_MATMUL = re.compile(rf"\b({'|'.join(_MATMULS)})(\.default|\.out|_dtype)?$")
 _ATTENTION = re.compile(r"_scaled_dot_product\w*attention")
 
 
 class _Reader:
-    """Turns the scheduler's nodes of one lowered graph into `Kernel`s."""
+    """Turns the scheduler's nodes of one lowered graph into `Launch`s."""
 
     def __init__(self, lowering: Any) -> None:
         self.sizes = lowering.sizevars
@@ -92,35 +94,34 @@ class _Reader:
             hint = getattr(self.sizes, "optimization_hint", None) or self.sizes.size_hint
             return int(hint(expr, fallback=0))
 
-    def operand(self, tensor: Any) -> Operand:
+    def layout(self, tensor: Any) -> TensorLayout:
         """Of an Inductor IR node."""
-        return self._operand(tensor.get_name(), tensor.get_size(), tensor.get_stride(), tensor.get_dtype())
+        return self._layout(tensor.get_name(), tensor.get_size(), tensor.get_stride(), tensor.get_dtype())
 
-    def placeholder(self, name: str, tensor: torch.Tensor) -> Operand:
+    def placeholder(self, name: str, tensor: torch.Tensor) -> TensorLayout:
         """Of a fake tensor."""
-        return self._operand(name, tensor.shape, tensor.stride(), tensor.dtype)
+        return self._layout(name, tensor.shape, tensor.stride(), tensor.dtype)
 
-    def _operand(self, name: str, shape: Any, stride: Any, dtype: torch.dtype) -> Operand:
-        return Operand(name, tuple(map(self.number, shape)), tuple(map(self.number, stride)), dtype)
+    def _layout(self, name: str, shape: Any, stride: Any, dtype: torch.dtype) -> TensorLayout:
+        return TensorLayout(name, tuple(map(self.number, shape)), tuple(map(self.number, stride)), dtype)
 
-    def matmul(self, node: Any) -> Matmul | None:
+    def matmul(self, node: Any) -> MatmulLaunch | None:
         found = _MATMUL.search(str(getattr(node, "python_kernel_name", None) or getattr(node, "op_overload", "")))
         if not found:
             return None
-        op = found[1]
-        first = 1 if op in ("addmm", "bias_addmm", "baddbmm") else 0
-        a, b = (self.operand(t) for t in node.inputs[first : first + 2])
-        return Matmul(op, a, b, self.operand(node))
+        form = _MATMULS[found[1]]
+        a, b = (self.layout(node.inputs[i]) for i in (form.a, form.b))
+        return MatmulLaunch(found[1], a, b, self.layout(node))
 
-    def launched(self, node: Any, written: list[Any]) -> Matmul | None:
+    def launched(self, node: Any, written: list[Any]) -> MatmulLaunch | None:
         """The matmul that a launch of `fp8_gemm` is: of a [M, K] and b [N, K], its first two arguments."""
         from ...codegen.triton_kernels import fp8_gemm
 
         kernel, *_ = node.get_kernel_and_metadata()
         if kernel is not fp8_gemm:
             return None
-        a, b = (self.operand(t) for t in node.inputs[:2])
-        return Matmul(kernel.__name__, a, replace(b, shape=b.shape[::-1], stride=b.stride[::-1]), self.operand(written[0]))
+        a, b = (self.layout(t) for t in node.inputs[:2])
+        return MatmulLaunch(kernel.__name__, a, replace(b, shape=b.shape[::-1], stride=b.stride[::-1]), self.layout(written[0]))
 
     def attention(self, node: Any) -> Attention | None:
         origins = [x for x in node.get_origins() if x.target is getattr(node, "op_overload", None)]
@@ -135,7 +136,7 @@ class _Reader:
         q, k, v = (self.placeholder(t.name, t.meta["val"]) for t in tensors)
         return Attention(q, k, v, bool(given.get("is_causal")), "backward" in str(call.target))
 
-    def kernel(self, node: Any) -> Kernel | None:
+    def launch(self, node: Any) -> Launch | None:
         """None for scheduler nodes that launch nothing."""
         from torch._inductor import ir
 
@@ -147,11 +148,11 @@ class _Reader:
             # Inductor takes every argument for read, also the tensors that are only written. Ours write all that they mutate.
             written = {t.get_name(): t for t in node.node.mutable_args}
             moved -= sum(self.number(t.get_numel()) * t.get_dtype().itemsize for t in written.values())
-            return Kernel("user", node.get_name(), moved, self.launched(node.node, list(written.values())), **what)
+            return Launch("user", node.get_name(), moved, self.launched(node.node, list(written.values())), **what)
         if isinstance(node.node, ir.ExternKernel):
             name = str(getattr(node.node, "python_kernel_name", None) or type(node.node).__name__)
-            return Kernel("extern", name, moved, self.matmul(node.node), self.attention(node.node), **what)
-        return Kernel("triton", node.get_name(), moved, **what)
+            return Launch("extern", name, moved, self.matmul(node.node), self.attention(node.node), **what)
+        return Launch("triton", node.get_name(), moved, **what)
 
 
 def _fqn(node: Any) -> str:
@@ -203,7 +204,7 @@ def record(graphs: list[Graph]) -> contextlib.AbstractContextManager[None]:
 
     def load(lowering: Any, code: str) -> Boxed:
         reader = _Reader(lowering)
-        kernels = [k for node in lowering.scheduler.nodes if (k := reader.kernel(node)) is not None]
+        kernels = [k for node in lowering.scheduler.nodes if (k := reader.launch(node)) is not None]
         graph = lowering.module.graph
         targets = Counter(str(n.target) for n in graph.nodes if n.op == "call_function")
         names = [n.name for n in graph.nodes if n.op == "placeholder"]

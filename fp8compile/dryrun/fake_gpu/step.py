@@ -10,7 +10,7 @@ import torch
 
 
 @dataclass(frozen=True)
-class Operand:
+class TensorLayout:
     """A tensor that a kernel reads, as it is laid out in memory (symbolic sizes by their hints).
 
     `buffer` names the memory: operands that are views of one buffer share it.
@@ -23,13 +23,13 @@ class Operand:
 
 
 @dataclass(frozen=True)
-class Matmul:
+class MatmulLaunch:
     """One matmul launch: out[..., m, n] = a[..., m, k] @ b[..., k, n]."""
 
     op: str
-    a: Operand
-    b: Operand
-    out: Operand
+    a: TensorLayout
+    b: TensorLayout
+    out: TensorLayout
 
     @property
     def flops(self) -> int:
@@ -45,9 +45,9 @@ class Matmul:
 class Attention:
     """One launch of fused attention: q [..., T, D], k and v [..., S, D] (heads of k and v may be fewer than those of q)."""
 
-    q: Operand
-    k: Operand
-    v: Operand
+    q: TensorLayout
+    k: TensorLayout
+    v: TensorLayout
     causal: bool
     backward: bool
 
@@ -61,16 +61,16 @@ class Attention:
 
 
 @dataclass(frozen=True)
-class Kernel:
-    """One launch: a Triton kernel that Inductor wrote, a "user" Triton kernel, or an "extern" one (cuBLAS, an ATen op).
+class Launch:
+    """One launch: of a "triton" kernel that Inductor wrote, a "user" Triton kernel, or an "extern" one (cuBLAS, an ATen op).
 
     `fqn` is the module that it belongs to ("" for none); of a kernel that serves several, the one with most of its operators.
     """
 
-    kind: str
+    origin: str
     name: str
     bytes: int
-    matmul: Matmul | None = None
+    matmul: MatmulLaunch | None = None
     attention: Attention | None = None
     fqn: str = ""
     backward: bool = False
@@ -81,10 +81,10 @@ class Graph:
     """One graph that Inductor lowered: the forward, the backward, or an inference graph."""
 
     backward: bool
-    kernels: tuple[Kernel, ...]
+    kernels: tuple[Launch, ...]
     code: str
     targets: Counter[str]  # ATen (and other) targets of the FX graph that was lowered
-    inputs: dict[str, Operand]  # tensors only, by placeholder name
+    inputs: dict[str, TensorLayout]  # tensors only, by placeholder name
     makers: dict[str, str]  # the module that an input was made in, "" for none
 
     @property
@@ -109,11 +109,11 @@ class Step:
     graphs: tuple[Graph, ...]
 
     @property
-    def kernels(self) -> list[Kernel]:
+    def kernels(self) -> list[Launch]:
         return [k for g in self.graphs for k in g.kernels]
 
     @property
-    def matmuls(self) -> list[Matmul]:
+    def matmuls(self) -> list[MatmulLaunch]:
         return [k.matmul for k in self.kernels if k.matmul is not None]
 
     @property

@@ -1,0 +1,22 @@
+"""The matmul operators of ATen: those that policies name, and that the passes look for."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class MatmulForm(NamedTuple):
+    """Which arguments are what, in `out[.., m, n] = a[.., m, k] @ b[.., k, n] + addend`, by position. `alpha` and `beta` of an
+    addend are keyword arguments."""
+
+    a: int
+    b: int
+    addend: int | None = None
+
+
+MATMULS = {
+    "mm": MatmulForm(0, 1),
+    "addmm": MatmulForm(1, 2, addend=0),
+    "bmm": MatmulForm(0, 1),
+    "baddbmm": MatmulForm(1, 2, addend=0),
+}
