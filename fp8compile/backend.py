@@ -119,7 +119,8 @@ def _compile(gm: GraphModule, example_inputs: list[Any], inputs: Inputs, chosen:
         return fp8_graph
     logger.info("fp8: %s is compiled twice, for the FP8 and the high-precision phases of the schedule", inputs.root)
     observing = compiled(HIGH_PRECISION, fp8_graph.record)  # one entry in the ledger for both, whichever is called first
-    first = next((i for i in fp8_graph.weights if example_inputs[i].requires_grad), fp8_graph.weights[0])
+    weights = fp8_graph.interface.weights
+    first = next((i for i in weights if example_inputs[i].requires_grad), weights[0])
     return ScheduledGraph({FP8: fp8_graph, HIGH_PRECISION: observing}, chosen.policy.schedule, first)
 
 

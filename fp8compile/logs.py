@@ -8,12 +8,13 @@ Whoever configured something (a root handler, a handler on "fp8compile", TORCH_L
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 ROOT = "fp8compile"
@@ -69,6 +70,26 @@ def say_once(logger: logging.Logger, level: int, message: str) -> bool:
     _said.add(key)
     logger.log(level, "%s", message)
     return True
+
+
+def forget() -> None:
+    """Nothing was said yet, as `say_once` knows it."""
+    _said.clear()
+
+
+@contextlib.contextmanager
+def set_aside() -> Iterator[None]:
+    """Inside, nothing was said yet, and nothing below a warning is logged, unless debugging was asked for."""
+    global _said
+    root = logging.getLogger(ROOT)
+    before, level, _said = _said, root.level, set()
+    if root.getEffectiveLevel() >= logging.INFO:
+        root.setLevel(max(level, logging.WARNING))
+    try:
+        yield
+    finally:
+        root.setLevel(level)
+        _said = before
 
 
 def rank() -> int | None:

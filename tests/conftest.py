@@ -32,7 +32,7 @@ def fresh() -> Iterator[None]:
     """
     torch._dynamo.reset()
     LEDGER.clear()
-    logs._said.clear()  # what is said once a process
+    logs.forget()  # what is said once a process
     random.seed(0)
     torch.manual_seed(0)
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True, suppress_errors=False):

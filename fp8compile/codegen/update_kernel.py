@@ -8,8 +8,8 @@ from __future__ import annotations
 from torch.fx import Node
 
 from .. import compat
-from ..ir import state_page
 from ..ir.fx_utils import Emitter, value
+from ..ir.state_page import Rows
 from . import launch
 
 BLOCK, NUMBERS = 64, 4096  # slots at a time, and numbers of their histories
@@ -27,8 +27,7 @@ def launch_update(node: Node, page: Node, scales: Node, amax: Node) -> None:
     from .triton_kernels import fp8_update
 
     (write,) = node.users
-    slots, width = (int(x) for x in value(page).shape)
-    history = width - state_page.HISTORY
+    slots, history = int(value(page).shape[0]), int(Rows(value(page)).length)
     amaxes = launch.amax_bits(amax) or amax
     count, stride = int(value(amaxes).shape[0]), int(value(amaxes).stride(0))
     constants = {"SLOTS": slots, "LENGTH": history, "COUNT": count, "STRIDE": stride}

@@ -2,7 +2,8 @@
 
 The model is traced as it is, in place, since a copy would have other names, or none (a closure over modules cannot be copied).
 What tracing, and code that Dynamo leaves to eager mode, may change is put back: attributes, training flags, buffers,
-gradients, random states, what the reports and the log remember, and the code that Dynamo compiled for frames of the user's.
+gradients, random states, what the package remembers of graphs, parameters and messages, and the code that Dynamo compiled for
+frames of the user's.
 Parameters and buffers without memory, on the meta device, are replaced by ones on the CPU that nobody has written: a process
 gets pages when it writes to them.
 """
@@ -12,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import logging
 import random
 import sys
 import types
@@ -25,6 +25,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from .. import compat, logs
+from ..runtime import parameters, probe
 from ..runtime.ledger import LEDGER
 from .placeholders import unwritten
 
@@ -137,7 +138,8 @@ def untouched(modules: Iterable[nn.Module]) -> Iterator[None]:
             if not root.training:
                 root.train()
         stack.enter_context(_random_states())
-        stack.enter_context(_records())
+        for remembers in (LEDGER, parameters, probe, logs):
+            stack.enter_context(remembers.set_aside())
         stack.enter_context(compat.compiled_code_goes())
         yield
 
@@ -188,26 +190,3 @@ def _random_states() -> Iterator[None]:
         random.setstate(state)
         if numpy is not None:
             numpy.random.set_state(arrays)
-
-
-@contextlib.contextmanager
-def _records() -> Iterator[None]:
-    """The ledger and the log's memory are empty inside, and nothing below a warning is logged."""
-    ledger, said = LEDGER, set(logs._said)
-    root = logging.getLogger(logs.ROOT)
-    graphs, parameters, following, level = dict(ledger._graphs), dict(ledger._parameters), ledger._next, root.level
-    ledger.clear()
-    ledger._next = 0
-    logs._said.clear()
-    if root.getEffectiveLevel() >= logging.INFO:  # debugging was not asked for
-        root.setLevel(max(level, logging.WARNING))
-    try:
-        yield
-    finally:
-        root.setLevel(level)
-        logs._said.clear()
-        logs._said.update(said)
-        ledger.clear()
-        ledger._graphs.update(graphs)
-        ledger._parameters.update(parameters)
-        ledger._next = following

@@ -158,8 +158,8 @@ def snapshot(page: Tensor) -> Tensor:
 def delayed_scale(scales: Tensor, amax: Tensor, slot: int, fp8_max: float, margin: int, covers: bool = False) -> Tensor:
     """The slot's scale; that of the current amax while the slot is cold and, with `covers`, where the slot's would saturate it.
     (The lowering keeps the first half only.)"""
-    stored = scales[slot, state_page.SCALE].reshape(1)
-    current = scales[slot, state_page.AGE] < 0
+    row = state_page.Rows(scales[slot])
+    stored, current = row.scale.reshape(1), row.cold
     if covers:
         current = current | (amax * stored > fp8_max)
     return torch.where(current & amax.isfinite(), scale_of(amax, fp8_max, margin), stored)

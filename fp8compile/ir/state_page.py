@@ -57,6 +57,34 @@ class SlotSettings(NamedTuple):
     limit: float = float("inf")
 
 
+def _column(number: int) -> property:
+    return property(lambda rows: rows.tensor.select(rows.tensor.dim() - 1, number))
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Views of the columns of a page, of some rows or of one; a snapshot has the first three columns.
+
+    select and narrow: an index would ask for the device, which may be a described one.
+    """
+
+    tensor: Tensor
+
+    scale, scale_inv, age = _column(SCALE), _column(SCALE_INV), _column(AGE)
+    reach, window, interval, limit = _column(REACH), _column(WINDOW), _column(INTERVAL), _column(LIMIT)
+    newest = _column(HISTORY)  # the amax of the last call
+    length = property(lambda rows: rows.tensor.shape[-1] - HISTORY)  # amaxes that are kept
+    history = property(lambda rows: rows.tensor.narrow(-1, HISTORY, rows.length))
+    before = property(lambda rows: Rows(rows.tensor.narrow(-1, BEFORE, REACH - BEFORE)))  # the columns of the call before
+    cold = property(lambda rows: rows.age < 0)  # no scale yet, or an overflow in the last call
+    overflowed = property(lambda rows: rows.cold & (rows.newest > 0))  # the latter
+
+    def settings(self) -> SlotSettings:
+        """Those of a single row. Reads the device."""
+        reach, window, interval, limit = self.tensor[REACH:HISTORY].tolist()
+        return SlotSettings(reach, int(window), int(interval), limit)
+
+
 @dataclass(frozen=True)
 class SlotKey:
     """A slot as a graph knows it: the input (by position) whose matmul it serves, its role and which use of it."""
@@ -85,6 +113,21 @@ def new_page(slots: int, history: int, device: torch.device, settings: Sequence[
     return page
 
 
+def copy_row(page: Tensor, row: int, other: Tensor, before: int, factor: float) -> None:
+    """Copy the state in row `before` of another page, whose reach times `factor` is this row's; settings stay as they are."""
+    target = page.data[row]  # no version counter: the page may be saved for a backward that is still to come
+    values = other.data[before].to(target.device)
+    end = min(values.numel(), target.numel())  # another history length keeps what fits
+    target[:REACH] = values[:REACH]
+    target[HISTORY:end] = values[HISTORY:end]
+    target[end:] = 0.0  # what this page had there is older than what the other one has forgotten
+    now = Rows(target)
+    if factor != 1.0 and (not now.cold or now.overflowed):  # compiled anew with another format or margin
+        for call in (now, now.before):
+            call.scale.mul_(factor)
+            call.scale_inv.div_(factor)
+
+
 def page_before(page: Tensor) -> Tensor:
     """A page from which a call quantizes as the last one did."""
     page = page.clone()
@@ -111,12 +154,12 @@ def next_page(page: Tensor, snapshot: Tensor, amax: Tensor) -> Tensor:
     any amax is not finite, nothing moves: one bad batch leaves no trace (TransformerEngine keeps the infinity in the window
     for its whole length).
     """
-    # narrow and select: an index would ask for the device, which may be a described one. Unused slots see zeros: one shape
-    # for all rows, and a single concatenation, let Inductor make one kernel of it.
+    # Unused slots see zeros: one shape for all rows, and a single concatenation, let Inductor make one kernel of it.
     amax = torch.nn.functional.pad(amax, (0, page.shape[0] - amax.shape[0]))
-    old_scale, old_inverse, age = (snapshot.select(1, column) for column in (SCALE, SCALE_INV, AGE))
-    recent = page.narrow(1, HISTORY, page.shape[1] - HISTORY - 1)
-    reach, window, interval, limit = (page.select(1, column) for column in (REACH, WINDOW, INTERVAL, LIMIT))
+    old, rows = Rows(snapshot), Rows(page)
+    old_scale, old_inverse, age = old.scale, old.scale_inv, old.age
+    recent = page.narrow(1, HISTORY, rows.length - 1)
+    reach, window, interval, limit = rows.reach, rows.window, rows.interval, rows.limit
     peak = amax
     if recent.shape[1]:
         counts = torch.arange(1, recent.shape[1] + 1, device=page.device) < window.unsqueeze(1)

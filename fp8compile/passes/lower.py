@@ -134,8 +134,8 @@ class _Lowering:
         return self.inline(node, inverse_of, *args)
 
     def update(self, node: Node, *args) -> Node | None:
-        history = value(node).shape[1] - state_page.HISTORY
-        if value(node).device.type not in launch.DEVICES or history > LONGEST or compat.reorders():
+        page = value(node)
+        if page.device.type not in launch.DEVICES or state_page.Rows(page).length > LONGEST or compat.reorders():
             return self.inline(node, state_page.next_page, *args)
         launch_update(node, *args)
         return None

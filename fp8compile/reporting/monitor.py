@@ -22,7 +22,8 @@ from ..config.recipe import integer
 from ..errors import OptionError
 from ..logs import get_logger, rank, say_once
 from ..runtime import phases
-from ..runtime.probe import KNOWN, Measurement
+from ..runtime.parameters import find
+from ..runtime.probe import Measurement
 from ..runtime.state import named_weights, unwrapped
 from .stats import COSTLY, STATE, table, tensor_of
 
@@ -77,7 +78,7 @@ class Monitor:
             return self.close()
         self._count = step
         if measurement is not None and not measurement.records:
-            idle = not any(weight in KNOWN for weight in named_weights(model).values())
+            idle = not any(find(weight).casts for weight in named_weights(model).values())
             why = "nothing of it runs in FP8 (fp8compile.report(model) says why)" if idle else "no training call in FP8"
             say_once(logger, logging.WARNING, f"monitor of {type(model).__name__}: {why}: nothing to write at step {step}")
         elif measurement is not None:
@@ -117,7 +118,7 @@ def monitor(model: nn.Module, every: int = 100, to: Any = "fp8compile.jsonl") ->
 def unwrapped_compiled(model: nn.Module) -> nn.Module:
     """The module itself; OptionError if nothing of it is compiled."""
     inner = unwrapped(model)
-    if not compat.is_compiled(model) and not any(weight in KNOWN for weight in named_weights(inner).values()):
+    if not compat.is_compiled(model) and not any(find(weight).casts for weight in named_weights(inner).values()):
         wanted = "compiled: what torch.compile(model, backend='fp8') returned, or a module that has been called once in FP8"
         raise OptionError(f"monitor(model): the model must be {wanted}; got a {type(inner).__name__} that is not")
     return inner

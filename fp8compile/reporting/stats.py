@@ -21,9 +21,10 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 
 from ..config.recipe import ROLES
-from ..ir import state_page
-from ..runtime.probe import COLUMNS, KNOWN, MEASURED, Cast, Measurement, Name
-from ..runtime.state import REGISTRY, Page, named_weights, unwrapped
+from ..ir.state_page import Rows
+from ..runtime.parameters import find
+from ..runtime.probe import COLUMNS, Cast, Measurement
+from ..runtime.state import Page, Slot, named_weights, unwrapped
 from .layers import alike, repeated
 
 STATE = ("amax", "scale", "scale_inv", "scale_inv_min", "scale_inv_max")
@@ -114,18 +115,16 @@ def table(model: nn.Module, measurement: Measurement | None = None) -> list[dict
     vectors: dict[int, list[float]] = {}
     rows = []
     for parameter, weight in named_weights(model).items():
-        casts: dict[Name, Cast] = dict(KNOWN.get(weight, {}))
-        slots = REGISTRY.get(weight, {})
-        found = (MEASURED if measurement is None else measurement.records).get(weight, {})
-        if weight not in KNOWN:
-            casts = {(role, use, ""): Cast("delayed", "") for role, use in slots}
+        known = find(weight)
+        slots, casts = known.slots, known.casts or {(role, use, ""): Cast("delayed", "") for role, use in known.slots}
+        found = known.measured if measurement is None else measurement.records.get(weight, {})
         for name in sorted(casts, key=lambda name: (ROLES.index(name[0]), *name[1:])):
             (role, use, layout), cast = name, casts[name]
             row = {"name": parameter, "role": role, "use": use, "layout": layout, "recipe": cast.recipe, "format": cast.format}
             row.update(dict.fromkeys((*STATE, *COSTLY)))
             slot = slots.get((role, use)) if cast.recipe == "delayed" else None
             if slot is not None:
-                row.update(_state(slot.page, slot.row, pages))
+                row.update(_state(slot, pages))
             vector = found.get(name)
             if vector is not None:
                 if id(vector) not in vectors:
@@ -140,12 +139,12 @@ def tensor_of(row: dict[str, Any]) -> str:
     return ".".join([row["role"], str(row["use"]), *filter(None, [row["layout"]])])
 
 
-def _state(page: Page, row: int, pages: dict[Page, Tensor]) -> dict[str, Any]:
-    if page not in pages:
-        pages[page] = page.tensor.detach().cpu()
-    values = pages[page][row]
-    scale, inverse = values[state_page.SCALE].item(), values[state_page.SCALE_INV].item()
-    return dict(zip(STATE, (values[state_page.HISTORY].item(), scale, inverse, inverse, inverse), strict=True))
+def _state(slot: Slot, pages: dict[Page, Tensor]) -> dict[str, Any]:
+    if slot.page not in pages:
+        pages[slot.page] = slot.page.tensor.detach().cpu()
+    row = Rows(pages[slot.page][slot.row])
+    amax, scale, inverse = row.newest.item(), row.scale.item(), row.scale_inv.item()
+    return dict(zip(STATE, (amax, scale, inverse, inverse, inverse), strict=True))
 
 
 def _measured(vector: list[float], state: bool) -> dict[str, Any]:

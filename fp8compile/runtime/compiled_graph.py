@@ -35,14 +35,13 @@ class CompiledGraph:
     ):
         self.function, self.interface, self.calls, self.owners = function, interface, calls, owners
         self.record, self.converts = record, converts
-        self.weights = interface.weights
         self.idle: torch.Tensor | None = None  # a stand-in where the state inputs are unused
 
     def __call__(self, *args: Any) -> Any:
         interface = self.interface
-        if not self.weights:
+        if not interface.weights:
             return self.function(*args)
-        first = args[self.weights[0]]
+        first = args[interface.weights[0]]
         if isinstance(first, compat.FakeTensor):  # DDPOptimizer asks for the shapes of the outputs
             with fake_mode_of(first):
                 pages = (state_page.new_page(rows, interface.history, first.device) for rows in interface.capacity or ())
@@ -69,10 +68,10 @@ class CompiledGraph:
         """The first call with these parameters."""
         if self.interface.trains:
             book = self.calls.book
-            check_unwanted((args[i] for i in self.weights), [args[i] for i in book.inputs] if book else [])
+            check_unwanted((args[i] for i in self.interface.weights), [args[i] for i in book.inputs] if book else [])
         self.owners.meet(key, args)
         if self.record is not None:
-            LEDGER.attach(self.record, [args[i] for i in self.weights])
+            LEDGER.attach(self.record, [args[i] for i in self.interface.weights])
 
     def _looks(self, args: Sequence[Any]) -> probe.Look | None:
         """Is this call measured?"""
@@ -80,4 +79,4 @@ class CompiledGraph:
             return None
         may_begin = not compat.recomputing() and not compat.repeating()
         may_begin = may_begin and not DRY.get() and not compat.inferring_shapes()
-        return self.calls.looking.at(args, self.weights, compat.in_backward(), may_begin)
+        return self.calls.looking.at(args, self.interface.weights, compat.in_backward(), may_begin)

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from ..ir.records import GraphReport
+from .parameters import all_records, record_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 class Ledger:
-    """The reports of this process's compiled graphs. Parameters are held weakly: no model is kept alive."""
+    """The reports of this process's compiled graphs. The records of parameters say who reads them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._graphs: dict[int, GraphReport] = {}
-        self._parameters: dict[int, list[Callable[[], Tensor | None]]] = {}
         self._next = 0
 
     def add(self, graph: GraphReport, parameters: Iterable[Tensor] = ()) -> int:
@@ -28,37 +29,42 @@ class Ledger:
             index = self._next
             self._next += 1
             self._graphs[index] = dataclasses.replace(graph, index=index)
-            self._parameters[index] = []
         self.attach(index, parameters)
         return index
 
     def graph(self, index: int) -> GraphReport:
         """One graph. KeyError if clear() has dropped it."""
-        with self._lock:
-            return self._graphs[index]
+        return self._graphs[index]
 
     def attach(self, index: int, parameters: Iterable[Tensor]) -> None:
         """Say that graph `index` reads `parameters` too. An index that clear() has dropped is ignored."""
-        from torch.utils.weak import TensorWeakRef  # plain weakrefs may die while C++ still holds the tensor
-
-        references: list[Callable[[], Tensor | None]] = [TensorWeakRef(parameter) for parameter in parameters]
-        with self._lock:
-            if index in self._parameters:
-                known = [(reference, reference()) for reference in (*self._parameters[index], *references)]
-                alive = {id(parameter): reference for reference, parameter in known if parameter is not None}
-                self._parameters[index] = list(alive.values())
+        if index in self._graphs:
+            for parameter in parameters:
+                record_of(parameter).graphs.add(index)
 
     def graphs(self) -> dict[int, tuple[GraphReport, set[int]]]:
         """Every graph by its index, with the ids of the tensors that it reads and that are alive."""
-        with self._lock:
-            known = [(i, graph, list(self._parameters[i])) for i, graph in self._graphs.items()]
-        return {i: (graph, {id(tensor) for ref in refs if (tensor := ref()) is not None}) for i, graph, refs in known}
+        found: dict[int, tuple[GraphReport, set[int]]] = {i: (graph, set()) for i, graph in list(self._graphs.items())}
+        for key, record in all_records():
+            for index in found.keys() & record.graphs:
+                found[index][1].add(key)
+        return found
 
     def clear(self) -> None:
         """Forget every graph."""
-        with self._lock:
-            self._graphs.clear()
-            self._parameters.clear()
+        self._graphs.clear()
+        for _, record in all_records():
+            record.graphs.clear()
+
+    @contextlib.contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Inside, there are no graphs, and the first one gets index 0; what is added there is forgotten."""
+        before = self._graphs, self._next
+        self._graphs, self._next = {}, 0
+        try:
+            yield
+        finally:
+            self._graphs, self._next = before
 
 
 LEDGER = Ledger()

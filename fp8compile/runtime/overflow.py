@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..ir import state_page
+from ..ir.state_page import Rows, fp8_max_of
 from ..logs import get_logger
 
 logger = get_logger(__name__)
@@ -40,8 +40,8 @@ class Watch:
 
     def __init__(self, forward: Tensor, forward_slots: int, backward: Tensor, backward_slots: int):
         # .data: a page may be saved for a backward, which minds nobody's views
-        self.rows = (forward.data[:forward_slots], backward.data[:backward_slots])
-        self.parts = [(rows[:, state_page.AGE], rows[:, state_page.HISTORY]) for rows in self.rows if rows.shape[0]]
+        self.rows = (Rows(forward.data[:forward_slots]), Rows(backward.data[:backward_slots]))
+        self.parts = [(rows.age, rows.newest) for rows in self.rows if rows.tensor.shape[0]]
         self.on_host = forward.device.type != "cuda"
         self.arriving: torch.cuda.Event | None = None
         if not self.on_host:
@@ -74,11 +74,11 @@ class Watch:
     def _read(self) -> list[Overflow]:
         found = []
         for backward, page in enumerate(self.rows):
-            rows = page.cpu()
-            for row in torch.nonzero((rows[:, state_page.AGE] < 0) & (rows[:, state_page.HISTORY] > 0)).flatten().tolist():
-                columns = (state_page.REACH, state_page.LIMIT, state_page.BEFORE, state_page.HISTORY)
-                reach, limit, scale, amax = (rows[row, i].item() for i in columns)
-                found.append(Overflow(bool(backward), row, amax, state_page.fp8_max_of(reach, limit) / scale))
+            rows = Rows(page.tensor.cpu())
+            columns = (rows.reach, rows.limit, rows.before.scale, rows.newest)
+            for row in torch.nonzero(rows.overflowed).flatten().tolist():
+                reach, limit, scale, amax = (column[row].item() for column in columns)
+                found.append(Overflow(bool(backward), row, amax, fp8_max_of(reach, limit) / scale))
         return found
 
 

@@ -30,6 +30,7 @@ from ..errors import OptionError
 from ..ir.records import FP8, HIGH_PRECISION
 from ..logs import get_logger, say_once
 from .ledger import LEDGER
+from .parameters import all_records, find, record_of
 
 if TYPE_CHECKING:
     from .compiled_graph import CompiledGraph
@@ -40,12 +41,12 @@ PHASES = (HIGH_PRECISION, FP8)
 Callback = Callable[[int, "float | None"], "str | None"]
 
 
-class _Steps:
+@dataclass(eq=False)
+class Steps:
     """One optimizer's: how many, and of which parameters (by identity)."""
 
-    def __init__(self) -> None:
-        self.count = 0
-        self.parameters: frozenset[int] = frozenset()
+    count: int = 0
+    parameters: frozenset[int] = frozenset()
 
 
 @dataclass(eq=False)
@@ -55,8 +56,8 @@ class _Watch:
     callback: Callback
     every: int
     model: Any
+    reads_loss: bool
     last: int = -1
-    reads_loss: bool = True
 
     def due(self, step: int, parameters: frozenset[int]) -> bool:
         if step == self.last or step % self.every:
@@ -68,17 +69,13 @@ class _Watch:
 
 
 class _State:
-    """Of this process. Parameters and optimizers are held weakly."""
+    """Of this process; what is known of one parameter is in its record. Optimizers are held weakly."""
 
     def __init__(self) -> None:
-        self.steps: Any = WeakKeyDictionary()  # optimizer -> _Steps
-        self.reached: Any = WeakIdKeyDictionary()  # parameter by which a graph goes -> steps of its optimizers, alive or not
-        self.had: Any = WeakIdKeyDictionary()  # parameter -> _Steps of the optimizer that had it last, alive or not
+        self.steps: Any = WeakKeyDictionary()  # optimizer -> Steps
         self.ticks = 0  # steps of all optimizers: what was found out before the last one has to be found out again
         self.phase: str | None = None  # set by hand, for everything
-        self.phases: Any = WeakIdKeyDictionary()  # parameter -> phase set by hand
         self.offset = 0  # added to the steps that were counted
-        self.offsets: Any = WeakIdKeyDictionary()  # parameter -> the same
         self.callbacks: dict[int, _Watch] = {}
         self.loss: Tensor | None = None  # the last scalar that a scheduled graph returned
         self.scheduled: Any = WeakKeyDictionary()  # graphs with two phases
@@ -91,14 +88,18 @@ class _State:
     def counted(self, parameter: Tensor) -> int:
         """Steps of the optimizer that has this parameter, and of those that had it before. If none has it (sharded, frozen):
         of whichever took the most, of those that are not some other graph's, or of all if it never will have one."""
-        every = list(self.steps.values())
-        counting = [steps for steps in every if id(parameter) in steps.parameters]
-        if parameter in self.had:
-            counting.append(self.had[parameter])
+        had = find(parameter).steps
+        counting = [steps for steps in had if steps is had[-1] or id(parameter) in steps.parameters]
         if not counting:
-            counting = [steps for steps in every if not any(id(p) in steps.parameters for p in self.reached)]
+            every = list(self.steps.values())
+            leading = [key for key, record in all_records() if record.leads]
+            counting = [steps for steps in every if steps.parameters.isdisjoint(leading)]
             counting = counting or ([] if parameter.requires_grad else every)
-        return max((steps.count for steps in counting), default=0) if counting else self.reached.get(parameter, 0)
+        return max((steps.count for steps in counting), default=0)
+
+    def offset_of(self, parameter: Tensor) -> int:
+        offset = find(parameter).offset
+        return self.offset if offset is None else offset
 
 
 _state = _State()
@@ -114,9 +115,10 @@ def set_phase(phase: str | None, model: nn.Module | None = None) -> None:
         raise OptionError.of("phase", phase, "'fp8', 'high_precision' or None")
     if model is None:
         _state.phase = phase
-        _state.phases.clear()
+        for _, record in all_records():
+            record.phase = None
     for parameter in _parameters(model):
-        _state.phases[parameter] = phase
+        record_of(parameter).phase = phase or ""
     _state.ticks += 1
     if phase is not None and LEDGER.graphs() and not _state.scheduled:
         message = 'set_phase: no compiled graph has phases; give its policy a schedule: {"schedule": {}}'
@@ -128,9 +130,10 @@ def set_step(step: int, model: nn.Module | None = None) -> None:
     integer("step", step, 0)
     if model is None:
         _state.offset = step - max((steps.count for steps in _state.steps.values()), default=0)
-        _state.offsets.clear()
+        for _, record in all_records():
+            record.offset = None
     for parameter in _parameters(model):
-        _state.offsets[parameter] = step - _state.counted(parameter)
+        record_of(parameter).offset = step - _state.counted(parameter)
     _state.ticks += 1
 
 
@@ -145,11 +148,7 @@ def on_step(callback: Callback, model: nn.Module | None = None, every: int = 1) 
     if not callable(callback):
         raise OptionError.of("callback", callback, "callable as callback(step, loss)")
     integer("every", every, 1)
-    _state.listen()
-    _parameters(model)  # complains about what is no model
-    number = max(_state.callbacks, default=-1) + 1
-    _state.callbacks[number] = _Watch(callback, every, weakref.ref(model) if model is not None else None)
-    return lambda: (_state.callbacks.pop(number, None), None)[1]
+    return _call_back(callback, model, every)
 
 
 def each_step(callback: Callable[[int], None], model: nn.Module) -> Callable[[], None]:
@@ -158,15 +157,21 @@ def each_step(callback: Callable[[int], None], model: nn.Module) -> Callable[[],
     def step_only(step: int, _: float | None) -> None:
         callback(step)
 
-    forget = on_step(step_only, model)  # type: ignore[arg-type]
-    _state.callbacks[max(_state.callbacks)].reads_loss = False
-    return forget
+    return _call_back(step_only, model, reads_loss=False)
+
+
+def _call_back(callback: Any, model: nn.Module | None, every: int = 1, reads_loss: bool = True) -> Callable[[], None]:
+    _state.listen()
+    _parameters(model)  # complains about what is no model
+    number = max(_state.callbacks, default=-1) + 1
+    _state.callbacks[number] = _Watch(callback, every, weakref.ref(model) if model is not None else None, reads_loss)
+    return lambda: (_state.callbacks.pop(number, None), None)[1]
 
 
 def steps_of(model: nn.Module) -> int:
     """How many optimizer steps a model has seen, as far as is known."""
     parameter = next(iter(_parameters(model)), None)
-    return 0 if parameter is None else _state.counted(parameter) + _state.offsets.get(parameter, _state.offset)
+    return 0 if parameter is None else _state.counted(parameter) + _state.offset_of(parameter)
 
 
 def _parameters(model: nn.Module | None) -> Sequence[nn.Parameter]:
@@ -181,21 +186,20 @@ def _parameters(model: nn.Module | None) -> Sequence[nn.Parameter]:
 def _stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     every = [p for group in optimizer.param_groups for p in group["params"]]
     parameters = frozenset(map(id, every))
-    known = [p for p in _state.reached if id(p) in parameters]
     steps = _state.steps.get(optimizer)
-    if steps is None:  # a second optimizer of a model goes on where the first one was
-        steps = _state.steps[optimizer] = _Steps()
-        before = [_state.reached[p] for p in known] + [_state.had[p].count for p in every if p in _state.had]
-        steps.count = max(before, default=0)
-    if steps.parameters != parameters:
-        for p in every:
-            _state.had[p] = steps
-    steps.count, steps.parameters = steps.count + 1, parameters
-    for p in known:
-        _state.reached[p] = max(_state.reached[p], steps.count)
+    if steps is None or steps.parameters != parameters:
+        records = [record_of(p) for p in every]
+        if steps is None:  # a second optimizer of a model goes on where the first one was
+            before = max((had.count for record in records for had in record.steps), default=0)
+            steps = _state.steps[optimizer] = Steps(before)
+        alive = list(_state.steps.values())
+        for record in records:
+            record.steps = [had for had in record.steps if had is not steps and had in alive] + [steps]
+        steps.parameters = parameters
+    steps.count += 1
     _state.ticks += 1
     parameter = next(iter(every), None)
-    step = steps.count + (_state.offset if parameter is None else _state.offsets.get(parameter, _state.offset))
+    step = steps.count + (_state.offset if parameter is None else _state.offset_of(parameter))
     for watch in list(_state.callbacks.values()):
         if not watch.due(step, parameters):
             continue
@@ -213,32 +217,22 @@ class ScheduledGraph:
     def __init__(self, graphs: Mapping[str, CompiledGraph], schedule: Schedule, first: int):
         self.graphs, self.schedule = dict(graphs), schedule
         self.first = first  # the input whose identity tells which model this is
-        self.outside: Any = WeakIdKeyDictionary()  # parameter -> phase of the last call that was no recomputation
-        self.known: Any = WeakIdKeyDictionary()  # parameter -> (ticks, phase)
-        self.last: Any = WeakIdKeyDictionary()  # parameter -> phase
+        self.known: Any = WeakIdKeyDictionary()  # parameter -> phase of its last call, and the ticks when it was found out
         _state.scheduled[self] = True
         _state.listen()
 
     def phase(self, parameter: Tensor) -> str:
-        """The phase of the model that has this parameter."""
-        if compat.recomputing() and parameter in self.outside:
-            return self.outside[parameter]
-        phase = self.outside[parameter] = self._now(parameter)
-        return phase
-
-    def _now(self, parameter: Tensor) -> str:
-        _state.reached.setdefault(parameter, 0)
-        ticks, phase = self.known.get(parameter, (-1, FP8))
-        if ticks == _state.ticks:
-            return phase
-        step = _state.counted(parameter) + _state.offsets.get(parameter, _state.offset)
-        phase = _state.phases.get(parameter, _state.phase) or self.scheduled(step)
-        before = self.last.get(parameter)
-        if before != phase:
-            self.last[parameter] = phase
-            if before is not None:
-                say_once(logger, logging.INFO, f"fp8: step {step}: from {before} to {phase}".replace("_", " "))
-        self.known[parameter] = (_state.ticks, phase)
+        """The phase of the model that has this parameter; of a recomputation, that of the call before."""
+        before, ticks = self.known.get(parameter, (None, -1))
+        if before is not None and (ticks == _state.ticks or compat.recomputing()):
+            return before
+        record = record_of(parameter)
+        record.leads = True
+        step = _state.counted(parameter) + _state.offset_of(parameter)
+        phase = (_state.phase if record.phase is None else record.phase) or self.scheduled(step)
+        if before not in (None, phase):
+            say_once(logger, logging.INFO, f"fp8: step {step}: from {before} to {phase}".replace("_", " "))
+        self.known[parameter] = (phase, _state.ticks)
         return phase
 
     def scheduled(self, step: int) -> str:

@@ -11,8 +11,9 @@ scale, or with square blocks, has copies of the same values in either; one with 
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..config.recipe import WHOLE, recipe_of
 from ..ir import ops
 from ..ir.scale import inverse_of
+from .parameters import all_records, record_of
 from .state import named_weights
 
 CASTS = (ops.quantize, ops.quantize_both)
@@ -43,16 +45,23 @@ class Cast(NamedTuple):
     format: str  # "e4m3fn", "e5m2", ...
 
 
-# weight -> {Name: Cast} of everything that a compiled graph quantizes with it; -> {Name: vector} of the last measurements
-KNOWN: Any = WeakIdKeyDictionary()
-MEASURED: Any = WeakIdKeyDictionary()
 ACTIVE: list[Measurement] = []
-STALE: set[int] = set()  # ids of weights of which only graphs that are gone have said something
+
+
+@contextlib.contextmanager
+def set_aside() -> Iterator[None]:
+    """Inside, no measurement was asked for."""
+    before, ACTIVE[:] = list(ACTIVE), []
+    try:
+        yield
+    finally:
+        ACTIVE[:] = before
 
 
 def forget() -> None:
     """All graphs are gone: what the next one says of a weight replaces what they said."""
-    STALE.update(map(id, KNOWN))
+    for _, record in all_records():
+        record.outdated = True
 
 
 class Measurement:
@@ -111,7 +120,7 @@ class Look:
             found = measured(x.detach(), scale, copy, fp8_max, transposed, block_of(node))
             for known in kept:
                 known[name] = found
-            MEASURED.setdefault(owner, {})[name] = found
+            record_of(owner).measured[name] = found
 
 
 @dataclass(eq=False)
@@ -193,11 +202,10 @@ def know(owners: Mapping[int, weakref.ref], casts: Mapping[tuple[int, Name], Cas
     for (position, name), cast in casts.items():
         owner = owners[position]() if position in owners else None
         if owner is not None:
-            if id(owner) in STALE:
-                STALE.discard(id(owner))
-                for records in (KNOWN, MEASURED):
-                    records.pop(owner, None)
-            KNOWN.setdefault(owner, {})[name] = cast
+            record = record_of(owner)
+            if record.outdated:
+                record.casts, record.measured, record.outdated = {}, {}, False
+            record.casts[name] = cast
 
 
 def measured(x: Tensor, scale: Tensor, copy: Tensor, fp8_max: float, transposed: bool, block: Sequence[int]) -> Tensor:

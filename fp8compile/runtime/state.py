@@ -16,14 +16,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import compat
 from ..errors import StateError
 from ..ir import state_page
 from ..ir.inputs import plain
-from ..ir.state_page import SlotKey, SlotSettings
+from ..ir.state_page import Rows, SlotKey, SlotSettings
 from .overflow import Watch
+from .parameters import find, record_of
 
 LOCK = threading.RLock()  # on what has which slots: several threads may train
 PATIENCE = 16  # cold calls before a slot that only ever saw zeros is taken as it is, with scale 1
@@ -44,7 +44,7 @@ class Page:
 
     def cold(self) -> bool:
         """Is there a slot that has not seen a non-zero amax? Reads the device: for cold calls only."""
-        return bool((self.tensor[: len(self.homes), state_page.AGE] < 0).any())
+        return bool(Rows(self.tensor[: len(self.homes)]).cold.any())
 
     def refresh(self) -> None:
         """Take the slots back, with their values, if another graph that has some of them has run since."""
@@ -55,7 +55,7 @@ class Page:
         """Become the home of these slots, with the values that they have now."""
         loaded: list[Page] = []
         for row, (owner, name) in enumerate(self.homes):
-            named = REGISTRY.setdefault(owner(), {})
+            named = record_of(owner()).slots
             before = named.get(name)
             if before is not None and before.page is not self:
                 loaded += [before.page] if before.page.loaded else []
@@ -70,18 +70,8 @@ class Page:
 
     def take(self, row: int, page: Page, before: int = 0) -> None:
         """Copy what is in row `before` of another page."""
-        rows = self.tensor.data  # no version counter: the page may be saved for a backward that is still to come
-        values = page.tensor.data[before].to(rows.device)
-        width = min(values.numel(), rows.shape[1])  # another history length keeps what fits
-        rows[row, : state_page.REACH] = values[: state_page.REACH]
-        rows[row, state_page.HISTORY : width] = values[state_page.HISTORY : width]
-        rows[row, width:] = 0.0  # what this page had there is older than what the other one has forgotten
         factor = self.settings[row].reach / page.settings[before].reach
-        seen = rows[row, state_page.AGE] >= 0 or rows[row, state_page.HISTORY] > 0  # the latter: cold, because it overflowed
-        if factor != 1.0 and seen:  # compiled anew with another format or margin
-            for column in (state_page.SCALE, state_page.BEFORE + state_page.SCALE):
-                rows[row, column] *= factor
-                rows[row, column + 1] /= factor
+        state_page.copy_row(self.tensor, row, page.tensor, before, factor)
 
 
 @dataclass(frozen=True)
@@ -91,21 +81,19 @@ class Slot:
     page: Page
     row: int
 
+    @property
+    def numbers(self) -> Rows:
+        return Rows(self.page.tensor[self.row])
+
     def scale(self) -> float:
-        return float(self.page.tensor[self.row, state_page.SCALE])
+        return float(self.numbers.scale)
 
     def scale_inv(self) -> float:
-        return float(self.page.tensor[self.row, state_page.SCALE_INV])
+        return float(self.numbers.scale_inv)
 
     def history(self) -> list[float]:
         """The amaxes of the last training calls, newest first; 0 where there was none yet."""
-        return self.page.tensor[self.row, state_page.HISTORY :].tolist()
-
-
-# parameter (or buffer that is used as a weight) -> {(role, use): Slot}
-REGISTRY: Any = WeakIdKeyDictionary()
-# parameter of a model whose state was loaded -> its name
-LOADED: Any = WeakIdKeyDictionary()
+        return self.numbers.history.tolist()
 
 
 def named_weights(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -135,7 +123,7 @@ def slots_of(model: nn.Module) -> dict[tuple[str, str, int], Slot]:
     return {
         (name, role, use): slot
         for name, weight in named_weights(model).items()
-        for (role, use), slot in sorted(REGISTRY.get(weight, {}).items())
+        for (role, use), slot in sorted(find(weight).slots.items())
     }
 
 
@@ -249,7 +237,7 @@ class Book:
 def check_unwanted(weights: Iterable[Any], wanted: Collection[Any]) -> None:
     """StateError if a state was loaded for weights of a training graph that have none in it. `wanted`: those that have."""
     known = set(map(id, wanted))
-    found = [slot for weight in weights if id(weight) not in known for slot in REGISTRY.get(weight, {}).values()]
+    found = [slot for weight in weights if id(weight) not in known for slot in find(weight).slots.values()]
     extra = [f"unexpected: {slot.page.name}" for slot in found if slot.page.strict]
     if extra:
         raise StateError.of(extra, FIX)
@@ -257,19 +245,19 @@ def check_unwanted(weights: Iterable[Any], wanted: Collection[Any]) -> None:
 
 def _check_loaded(wanted: Sequence[tuple[tuple[Any, tuple[str, int]], SlotSettings]], history: int) -> None:
     """StateError if some of a new graph's slots have been loaded, and they are not those that it wants."""
-    held = [REGISTRY.get(owner, {}).get(name) for (owner, name), _ in wanted]
+    held = [find(owner).slots.get(name) for (owner, name), _ in wanted]
     if not any(slot is not None and slot.page.strict for slot in held):
         return
     differences = []
     roles: dict[int, set[str]] = {}
     for ((owner, (role, use)), settings), slot in zip(wanted, held, strict=True):
         roles.setdefault(id(owner), set()).add(role)
-        if slot is None and owner in LOADED:
-            differences.append(f"missing: {LOADED[owner]}.{role}.{use}")
+        if slot is None and find(owner).loaded is not None:
+            differences.append(f"missing: {find(owner).loaded}.{role}.{use}")
         elif slot is not None and slot.page.strict:
-            differences += differing(slot.page.name, slot.page.settings[0], slot.page.tensor.shape[1], settings, history)
+            differences += differing(slot.page.name, slot.page.settings[0], slot.numbers.length, settings, history)
     for owner in {id(owner): owner for (owner, _), _ in wanted}.values():
-        for (role, _), slot in REGISTRY.get(owner, {}).items():
+        for (role, _), slot in find(owner).slots.items():
             if slot.page.strict and role not in roles[id(owner)]:
                 differences.append(f"unexpected: {slot.page.name}")
     if differences:
@@ -282,14 +270,14 @@ FIX = (
 )
 
 
-def differing(name: str, saved: SlotSettings, width: int, settings: SlotSettings, history: int) -> list[str]:
-    """The differences between the settings of a slot that was saved in a row `width` wide, and those of its home."""
+def differing(name: str, saved: SlotSettings, kept: int, settings: SlotSettings, history: int) -> list[str]:
+    """The differences between the settings of a slot that was saved with `kept` amaxes, and those of its home."""
     pairs = [
         ("FP8 maximum / 2**margin", saved.reach, settings.reach),
         ("window (amax_history_len, or 1 with most_recent)", saved.window, settings.window),
         ("interval", saved.interval, settings.interval),
         ("overflow limit (on_overflow, margin, fp8_format)", saved.limit, settings.limit),
-        ("amaxes that are kept (the longest amax_history_len)", width - state_page.HISTORY, history),
+        ("amaxes that are kept (the longest amax_history_len)", kept, history),
     ]
     return [f"{name}: {what} {before:g}, here {now:g}" for what, before, now in pairs if before != now]
 
@@ -302,12 +290,12 @@ def _page_for(
     device: torch.device,
 ) -> Page:
     """The page that holds just these slots in this order (after a recompilation), or a new one that takes them over."""
-    held = [REGISTRY.get(owner, {}).get(name) for owner, name in slots]
+    held = [find(owner).slots.get(name) for owner, name in slots]
     pages = {id(slot.page): slot.page for slot in held if slot is not None}
     if len(pages) == 1 and all(slot is not None and slot.row == i for i, slot in enumerate(held)):
         (page,) = pages.values()
-        shape = (capacity, state_page.HISTORY + history)
-        same = (page.tensor.shape, page.tensor.device, page.settings) == (shape, device, settings)
+        same = page.tensor.shape[0] == capacity and Rows(page.tensor).length == history
+        same = same and page.tensor.device == device and page.settings == settings
         if same and not page.stale:
             return page
     tensor = state_page.new_page(capacity, history, device, settings)

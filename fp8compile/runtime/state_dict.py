@@ -31,14 +31,16 @@ from .. import compat
 from ..config.recipe import ROLES
 from ..errors import StateError
 from ..ir import state_page
-from ..ir.state_page import SlotSettings
+from ..ir.state_page import Rows
 from ..logs import get_logger, say_once
-from .state import FIX, LOADED, REGISTRY, Page, Slot, differing, named_weights, slots_of, unwrapped
+from .parameters import find, record_of
+from .state import FIX, Page, Slot, differing, named_weights, slots_of, unwrapped
 
 logger = get_logger(__name__)
 
 Key = tuple[str, str, int]  # parameter, role, use
 VERSION_KEY, VERSION = "fp8compile.version", 1
+SHORTEST = state_page.HISTORY + 2  # numbers of a slot in a file: a row, and its patience
 
 
 def scaling_state(model: nn.Module) -> dict[str, Tensor]:
@@ -56,7 +58,7 @@ def scaling_state(model: nn.Module) -> dict[str, Tensor]:
     weights = named_weights(model)
     sharded = compat.managed(weights.values())
     read = compat.read_by_graphs(weight for weight in weights.values() if id(weight) in sharded)
-    if any(REGISTRY.get(weight) for weight in read):
+    if any(find(weight).slots for weight in read):
         say_once(logger, logging.WARNING, f"{SHARDED}. scaling_state() leaves it out: a run that resumes starts cold")
     for (name, role, use), slot in slots_of(model).items():
         if id(weights[name]) in sharded:
@@ -100,12 +102,9 @@ def load_scaling_state(model: nn.Module, state: Mapping[str, Tensor] | None, str
         if key not in rows:  # None was given, or not strict
             _start_cold(slot)
     for name, weight in weights.items():  # what an earlier call has loaded, and no graph has taken
-        named = REGISTRY.get(weight, {})
-        for key in [key for key, slot in named.items() if slot.page.name]:
-            del named[key]
-        LOADED.pop(weight, None)
-        if strict and given:
-            LOADED[weight] = name
+        record = record_of(weight)
+        record.slots = {key: slot for key, slot in record.slots.items() if not slot.page.name}
+        record.loaded = name if strict and given else None
     for (name, role, use), row in rows.items():
         if name in weights:
             _take(f"{name}.{role}.{use}", weights[name], (role, use), row, live.get((name, role, use)), strict)
@@ -129,8 +128,8 @@ def _parsed(state: Mapping[str, Any]) -> dict[Key, Tensor]:
         name, role, use = (str(key).rsplit(".", 2) + ["", ""])[:3]
         if role not in ROLES or not use.isdecimal():
             raise StateError(f"{key!r} is no name of a scaling state: they end in a role and a number, as in up.weight.input.0")
-        if not isinstance(row, Tensor) or row.dim() != 1 or row.numel() < state_page.HISTORY + 2 or row.dtype != torch.float32:
-            wanted = f"a float32 vector of {state_page.HISTORY + 2} numbers or more"
+        if not isinstance(row, Tensor) or row.dim() != 1 or row.numel() < SHORTEST or row.dtype != torch.float32:
+            wanted = f"a float32 vector of {SHORTEST} numbers or more"
             raise StateError(f"{key!r} of this scaling state should be {wanted}; it is {_kind(row)}")
         rows[name, role, int(use)] = row.detach().cpu()
     return rows
@@ -138,11 +137,6 @@ def _parsed(state: Mapping[str, Any]) -> dict[Key, Tensor]:
 
 def _kind(x: Any) -> str:
     return f"{x.dtype} of shape {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-
-
-def _settings(row: Tensor) -> SlotSettings:
-    reach, window, interval, limit = row[state_page.REACH : state_page.HISTORY].tolist()
-    return SlotSettings(reach, int(window), int(interval), limit)
 
 
 def _differences(
@@ -156,9 +150,8 @@ def _differences(
         if name not in weights:
             found.append(f"unexpected: {full} (the model has no {name})")
         elif key in live:
-            page, slot = live[key].page, live[key].row
-            width = page.tensor.shape[1]
-            found += differing(full, _settings(row), row.numel() - 1, page.settings[slot], width - state_page.HISTORY)
+            saved, slot = Rows(row[:-1]), live[key]
+            found += differing(full, saved.settings(), saved.length, slot.page.settings[slot.row], slot.numbers.length)
         elif live and key not in waiting:
             found.append(f"unexpected: {full}")
     return found + [f"missing: {name}.{role}.{use}" for name, role, use in live if (name, role, use) not in rows]
@@ -166,11 +159,12 @@ def _differences(
 
 def _take(name: str, weight: Tensor, key: tuple[str, int], row: Tensor, slot: Slot | None, strict: bool) -> None:
     """Into the page of a graph, or into one of its own, of which the first graph takes it."""
-    values, patience, settings = row[:-1].clone(), int(row[-1]), _settings(row)
-    page = Page(values.unsqueeze(0), [(weakref.ref(weight), key)], (settings,), patience=patience, loaded=True)
+    values, patience = row[:-1].clone(), int(row[-1])
+    settings = (Rows(values).settings(),)
+    page = Page(values.unsqueeze(0), [(weakref.ref(weight), key)], settings, patience=patience, loaded=True)
     if slot is None:
         page.name, page.strict = name, strict
-        REGISTRY.setdefault(weight, {})[key] = Slot(page, 0)
+        record_of(weight).slots[key] = Slot(page, 0)
         return
     slot.page.take(slot.row, page)
     slot.page.patience, slot.page.loaded = patience, True
@@ -178,6 +172,6 @@ def _take(name: str, weight: Tensor, key: tuple[str, int], row: Tensor, slot: Sl
 
 def _start_cold(slot: Slot) -> None:
     page = slot.page
-    history = page.tensor.shape[1] - state_page.HISTORY
-    page.tensor.data[slot.row] = state_page.new_page(1, history, page.tensor.device, [page.settings[slot.row]])[0]
+    cold = state_page.new_page(1, slot.numbers.length, page.tensor.device, [page.settings[slot.row]])
+    page.tensor.data[slot.row] = cold[0]
     page.patience, page.loaded = max(page.patience, type(page).patience), True

@@ -231,6 +231,23 @@ def test_reports_and_compiled_code_are_left_as_they_were():
     assert str(fp8compile.report()) == real == str(fp8compile.report(other))
 
 
+def test_state_and_measurements_are_left_as_they_were():
+    """A state that no graph has taken yet is not complained about; a measurement that was asked for is still to come."""
+    model, twin = models.make(models.Mlp), models.make(models.Mlp)
+    with interpreted():
+        run = torch.compile(model, backend="fp8")
+        run(x()).sum().backward()
+        fp8compile.stats(model, measure=True)
+        state = fp8compile.scaling_state(model)
+        fp8compile.load_scaling_state(twin, state)
+        for each in (model, twin):
+            assert fp8compile.explain(each, x()).fp8_flop_fraction == 1
+        left = fp8compile.scaling_state(twin)
+        assert len(state) > 1 and all(torch.equal(state[name], left[name]) for name in state | left)
+        run(x()).sum().backward()
+        assert all(row["mse"] is not None for row in fp8compile.stats(model))
+
+
 def test_a_warning_is_said_again_when_the_model_is_trained(caplog):
     model = models.make(lambda: models.Stack(models.Mlp(8, 8)))
     for _ in range(2):

@@ -685,7 +685,7 @@ def test_a_part_without_matmuls_is_as_it_should_be(caplog):
             assert not caplog.records and len(fp8compile.report(model).graphs) == 2
         for compile_it in (lambda m: torch.compile(m, backend="fp8"), lambda m: m.compile(backend="fp8") or m):
             torch._dynamo.reset()
-            logs._said.clear()
+            logs.forget()
             compile_it(Convolutions())(x).sum().backward()
             assert "no matmul of Convolutions becomes FP8" in caplog.text
             caplog.clear()

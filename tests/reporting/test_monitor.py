@@ -18,6 +18,7 @@ from fp8compile import cli
 from fp8compile.errors import Fp8CompileError, OptionError
 from fp8compile.reporting import plots
 from fp8compile.runtime import probe
+from fp8compile.runtime.parameters import find
 from tests.support.harness import compiled, noise
 from tests.support.models import Mlp, Parallel, Stack, make
 
@@ -117,7 +118,7 @@ def test_one_call_of_accumulated_ones() -> None:
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
     with fp8compile.monitor(run, 2, rows.extend):
         train(run, model, 1, optimizer, accumulate=3)
-        assert not probe.MEASURED.get(model.up.weight)
+        assert not find(model.up.weight).measured
         train(run, model, 1, optimizer, accumulate=3)
     assert steps_in(rows) == [2] and len(rows) == 6
 

@@ -16,6 +16,7 @@ from fp8compile.reporting.stats import COSTLY, STATE, Stats
 from fp8compile.runtime import probe
 from fp8compile.runtime.compiled_graph import CompiledGraph
 from fp8compile.runtime.ledger import LEDGER
+from fp8compile.runtime.parameters import find
 from tests.support.harness import compiled, grads_of, histories, leaf, like, noise
 from tests.support.models import Attention, Block, Broken, Checkpointed, Mlp, Parallel, Stack, Twice, make
 from tests.support.reference_casts import scale_of
@@ -302,7 +303,7 @@ def test_two_forwards_then_two_backwards(recipe: str) -> None:
         outputs = [run(torch.full((16, 128), value)) for value in (3.0, 5.0)]
         for i in order:
             outputs[i].backward(torch.full((16, 128), 7.0 + i))
-        vectors = probe.MEASURED[model.weight]
+        vectors = find(model.weight).measured
         amaxes = {name[0]: vector[probe.COLUMNS.index("amax")].item() for name, vector in vectors.items()}
         assert amaxes == {"input": 3.0, "weight": 0.5, "gradient": 7.0}
 
@@ -467,7 +468,7 @@ def test_an_assigned_weight(recipe: str, name: str) -> None:
         weight = id(model.up.weight)  # graphs of other tests may be alive
         (graph,) = [graph for graph in _graphs() if graph.owners.casts and any(weight in key for key in graph.owners.met)]
         assert len(graph.owners.met) == 1  # those before are gone
-    assert len(LEDGER._parameters[graph.record]) == len(graph.weights)
+    assert len(LEDGER.graphs()[graph.record][1]) == len(graph.interface.weights)
     for part in (model.up, model.down):
         assert len(fp8compile.report(part).graphs) == 1
 

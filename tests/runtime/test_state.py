@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fp8compile.runtime.calls import Calls
+from fp8compile.runtime.parameters import find, record_of
 from fp8compile.runtime.state import slots_of
 from tests.support.harness import MOVING, Pair, assert_close, assert_fp8, compiled, grads_of, histories, leaf, like, noise
 from tests.support.models import Attention, Block, Branches, Broken, Checkpointed, Mlp, Parallel, Stack, SwiGlu, Twice, make
@@ -621,6 +622,17 @@ def test_a_deleted_model_frees_its_state() -> None:
     torch._dynamo.reset()  # Dynamo's own caches hold what they compiled
     gc.collect()
     assert [ref() for ref in alive] == [None] * 3
+
+
+def test_a_parameter_with_the_id_of_another_one_begins_anew() -> None:
+    ids = set()
+    for _ in range(100):
+        parameter = nn.Parameter(torch.zeros(1))
+        assert find(parameter).loaded is None
+        record_of(parameter).loaded = "weight"
+        assert find(parameter).loaded == "weight"
+        ids.add(id(parameter))
+    assert len(ids) < 100
 
 
 def test_one_of_two_instances_deleted() -> None:

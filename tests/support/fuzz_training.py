@@ -126,7 +126,7 @@ def check(case: Case, seen: Counter) -> None:
     """AssertionError if the two sides differ."""
     torch._dynamo.reset()
     LEDGER.clear()
-    logs._said.clear()
+    logs.forget()
     torch._functorch.config.donated_buffer = "retained" not in case.protocols
     sides = [Side(case, copy.deepcopy(case.model), fp8) for fp8 in (False, True)]
     for i, name in enumerate(case.protocols):

@@ -1,0 +1,68 @@
+"""What is known of each parameter: one record for each, found by identity, which goes when the parameter goes."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from .phases import Steps
+    from .probe import Cast, Name
+    from .state import Slot
+
+
+@dataclass(eq=False, slots=True)
+class ParameterRecord:
+    """Of a parameter, or of a buffer that is used as a weight. Nothing in it keeps the parameter alive."""
+
+    reference: weakref.ref | None = None
+    graphs: set[int] = field(default_factory=set)  # that read it, by their index in the ledger
+    # scaling state: see `state` and `state_dict`
+    slots: dict[tuple[str, int], Slot] = field(default_factory=dict)  # by role and use
+    loaded: str | None = None  # its name in a state that was loaded, and that graphs have to fit
+    # what compiled graphs quantize with it, and what the last measurements found: see `probe`
+    casts: dict[Name, Cast] = field(default_factory=dict)
+    measured: dict[Name, Tensor] = field(default_factory=dict)
+    outdated: bool = False  # only graphs that are gone have said something of it
+    # where it is in its training: see `phases`
+    steps: list[Steps] = field(default_factory=list)  # of the optimizers that had it, alive or not, the last one last
+    leads: bool = False  # a graph goes by it
+    offset: int | None = None  # added to the steps that were counted; None: the offset of the process
+    phase: str | None = None  # set by hand; "": that of the schedule; None: that of the process
+
+
+_records: dict[int, ParameterRecord] = {}  # by id: the callback of a reference runs before the id is another tensor's
+
+
+def record_of(parameter: Any) -> ParameterRecord:
+    """The record of a parameter, to write into. Several threads may ask for it at once."""
+    key, records = id(parameter), _records
+    if key not in records:
+        records.setdefault(key, ParameterRecord(weakref.ref(parameter, lambda _: records.pop(key, None))))
+    return records[key]
+
+
+def find(parameter: Any) -> ParameterRecord:
+    """The record of a parameter, to read: an empty one, which nobody keeps, where there is none."""
+    return _records.get(id(parameter)) or ParameterRecord()
+
+
+def all_records() -> list[tuple[int, ParameterRecord]]:
+    """Every record, with the id of its parameter."""
+    return list(_records.items())
+
+
+@contextlib.contextmanager
+def set_aside() -> Iterator[None]:
+    """Inside, nothing is known of any parameter; what is learned there is forgotten."""
+    global _records
+    before, _records = _records, {}
+    try:
+        yield
+    finally:
+        _records = before
