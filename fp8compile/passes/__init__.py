@@ -1,1 +1,1 @@
-"""The passes over FX graphs, one a file. `pipeline` has their order."""
+"""The passes over FX graphs, one a file, and their helpers. `pipeline` has the order of the passes."""

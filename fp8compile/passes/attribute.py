@@ -1,13 +1,14 @@
-"""attribute: whose gradient each matmul of the backward is.
+"""attribute: find the fprop that each matmul of the backward belongs to, as its dgrad or its wgrad.
 
-    y = mm(x, permute(w))      fprop     a dgrad multiplies w the other way round: it contracts what fprop puts out
-    gx = mm(gy, w)             dgrad     a wgrad has the shape of w, reads x or what x was made of, and becomes w's gradient
-    gw = mm(permute(gy), x)    wgrad     with no matmul in between
-    p = mm(gy, q)              neither: a hook projects a gradient, say
+    y = mm(x, permute(w))      fprop
+    gx = mm(gy, w)             dgrad: reads w and contracts the output features of fprop
+    gw = mm(permute(gy), x)    wgrad: has the shape of w, reads x or a tensor that x was computed from, and becomes the gradient
+                               of w with no matmul in between
+    p = mm(gy, q)              neither: a hook that projects a gradient, say
 
-A gemm carries the `seq_nr` of the forward operator whose backward it is in (autograd's number). That tells two uses of a weight
-apart, and is no proof: hooks have their operator's, what is in a custom autograd function has that of its last call, and a gemm
-that made no node (frozen, detached) carries the number of the one before.
+A gemm carries autograd's number (`seq_nr`) of the forward operator in whose backward it runs. This number tells two uses of a
+weight apart, but it proves nothing: a hook carries its operator's number, a gemm in a custom autograd function that of the
+function's last call, and a forward gemm without an autograd node (frozen, detached) that of the node before.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ NO_PARAMETER = "not a weight: neither operand is a parameter"
 
 
 def attribute(graph: Graph, matmuls: list[Matmul], origins: Origins, barriers: frozenset[Node]) -> None:
-    """Fill in the matmuls of the backward, and why those that are left have no weight. `barriers`: all that multiply."""
+    """Link each matmul of the backward to its fprop. Each matmul that remains without a weight gets the reason. `barriers`: all
+    nodes that multiply matrices."""
     found = _Attribution(graph, matmuls, origins, barriers)
     found.dgrads()
     found.wgrads()
@@ -35,7 +37,7 @@ def attribute(graph: Graph, matmuls: list[Matmul], origins: Origins, barriers: f
 
 
 def uncopied(matmul: Matmul, origins: Origins) -> None:
-    """An operand that is a copy of a parameter is that parameter."""
+    """Let an operand that is a copy of a parameter refer to the parameter itself."""
     for side, operand in zip(("a", "b"), factors(matmul.node), strict=True):
         matrix = peel(operand, (aten.clone.default,))
         if origins.bare(matrix.base) is not None:
@@ -51,7 +53,7 @@ class _Attribution:
         self.products = [x for x in self.forward if x.weight is None]
         self.order = {x: i for i, x in enumerate(self.fprops)}
         self.of_parameter: dict[Node, list[Matmul]] = defaultdict(list)
-        self.of_source: dict[Node, list[Matmul]] = defaultdict(list)  # and by all that a weight is computed from
+        self.of_source: dict[Node, list[Matmul]] = defaultdict(list)  # by each tensor that the weight is computed from
         self.of_weight: dict[Node, list[Matmul]] = defaultdict(list)
         for fprop in self.fprops:
             self.of_parameter[fprop.parameter].append(fprop)  # type: ignore[index]
@@ -86,13 +88,13 @@ class _Attribution:
                 del reads[matmul]
         for matmul, (fprop, operand) in reads.items():
             other = self.origins[fprop.other_operand.base]
-            # in a product of two weights, each one's gradient is a wgrad
+            # in a product of two weights, the gradient of each is a wgrad
             is_weight = not (other.activation or other.by) and self.gradients.reach(matmul.node, other.sources)
             self.belongs(matmul, "wgrad" if is_weight else "dgrad", fprop, operand)
 
     def read(self, matmul: Matmul, operand: Matrix, taken: set[Matmul]) -> Matmul | None:
-        """The fprop whose weight this operand is, the other way round: of several uses, that of its number, or the last one
-        that has no dgrad yet."""
+        """The fprop whose weight this operand is, contracted over its other dimension. Of several uses of a weight: the one
+        with the number of `matmul`, else the last one that has no dgrad yet."""
         origin = self.origins[operand.base]
         if origin.activation or origin.by:
             return None
@@ -100,8 +102,8 @@ class _Attribution:
         return self.best(matmul, fitting, taken, lambda x: root(x.weight) is root(operand.base))  # type: ignore[arg-type]
 
     def hooks(self, uses: list[Matmul], dgrads: list[Matmul]) -> list[Matmul]:
-        """Of more dgrads than there are uses of a weight, those that hooks made: with another number, or what a dgrad of their
-        number is computed from."""
+        """The dgrads that hooks made, if a weight has more dgrads than uses: those with the number of no use, and those that
+        feed another dgrad of the same number."""
         if len(dgrads) <= len(uses):
             return []
         numbers = [_number(x) for x in uses]
@@ -117,12 +119,12 @@ class _Attribution:
             reached = [x for x in self.of_source if self.gradients.reach(matmul.node, [x])]
             near = [x for x in dict.fromkeys(y for x in reached for y in self.of_source[x]) if _shaped(matmul, x)]
             found = self.best(matmul, [x for x in near if _shares(matmul, x.other_operand)], taken)
-            if found is None:  # a custom autograd function may save what its input was made of
+            if found is None:  # a custom autograd function may save a tensor that its input was computed from
                 found = self.best(matmul, [x for x in near if self.made_of(matmul, x)], taken)
             if found is not None and (_number(found) == _number(matmul) or self.product_of(matmul) is None):
                 taken.add(found)
                 self.belongs(matmul, "wgrad", found)
-        for fprop in self.fprops:  # whose gradient a hook multiplies on
+        for fprop in self.fprops:  # a hook may multiply the gradient by more matrices: look across matmuls
             if fprop not in taken and self.gradients.wanted(self.sources(fprop)):
                 only = [x for x in self.left if self.far(x, fprop)]
                 if len(only) == 1:
@@ -137,7 +139,7 @@ class _Attribution:
         return self.gradients.reach(matmul.node, self.sources(fprop), far=True)
 
     def made_of(self, matmul: Matmul, fprop: Matmul) -> bool:
-        """Is one operand, which is no gradient, made of what made the input of `fprop`?"""
+        """Are an operand that is no gradient and the input of `fprop` computed from a common activation?"""
         wanted: set[Node] | None = None
         for operand in (matmul.a, matmul.b):
             if operand.base not in self.origins.gradients:
@@ -147,7 +149,7 @@ class _Attribution:
         return False
 
     def product_of(self, matmul: Matmul) -> Matmul | None:
-        """The product without a weight whose backward this is in by its number."""
+        """The forward product without a weight in whose backward `matmul` is, by its number."""
         return next((x for x in self.products if _number(x) == _number(matmul) and _reads(matmul, x)), None)
 
     # -- both --
@@ -167,7 +169,7 @@ class _Attribution:
         matmul.fqn = fprop.fqn
 
     def rest(self) -> None:
-        """Why what is left has no weight."""
+        """Fill in why the remaining matmuls have no weight."""
         for matmul in self.products:
             given = [self.gradients.wanted([x.base]) for x in (matmul.a, matmul.b)]
             matmul.wanted = matmul.wanted or (not self.origins.weights and given[0] != given[1])
@@ -182,7 +184,7 @@ def _number(matmul: Matmul) -> int | None:
 
 
 def _turned(matmul: Matmul, operand: Matrix, fprop: Matmul) -> bool:
-    """Does it contract the side of the weight that `fprop` puts out?"""
+    """Does `matmul` contract the output features of the weight, where `fprop` contracts the input features?"""
     weight = fprop.weight_operand
     assert weight is not None
     _, n, k = fprop.features
@@ -195,12 +197,12 @@ def _turned(matmul: Matmul, operand: Matrix, fprop: Matmul) -> bool:
 
 
 def _contracted(operand: Matrix, is_b: bool) -> int:
-    """Which dimension of the base is summed over."""
+    """The dimension of the base that the matmul sums over."""
     return int(operand.transposed is is_b)
 
 
 def _shaped(matmul: Matmul, fprop: Matmul) -> bool:
-    """Has it as many rows and columns as the weight of `fprop`?"""
+    """Does the result of `matmul` have the shape of the weight of `fprop`, or of its transpose?"""
     _, n, k = fprop.features
     sizes = same_size(matmul.batch, fprop.batch)
     return sizes and any(same_shape((matmul.m, matmul.n), sides) for sides in ((n, k), (k, n)))

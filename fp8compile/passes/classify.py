@@ -1,8 +1,8 @@
-"""Output heads, router gates and down projections, recognised by name and by what the graph does around them. (Heads that
-only their place tells are found in `output_heads`.)
+"""Recognise output heads, router gates and down projections by their names and by the nodes around them in the graph.
+(`output_heads` finds the heads that only their place in the model reveals.)
 
-Heads and gates are kept in high precision by the default policy: logits, and choices between experts, are sensitive to small
-errors. Inputs of down projections behind a gated activation are products of two projections, whose outliers grow suddenly.
+The default policy keeps heads and gates in high precision: logits, and choices between experts, are sensitive to small
+errors. A down projection behind a gated activation reads a product of two projections, whose outliers grow suddenly.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ LOSSES = (aten._log_softmax.default, aten.logsumexp.default, aten.cross_entropy_
 CHOICES: tuple = (aten._softmax.default, aten.topk.default, aten.sort.default)
 CHOICES += (aten._safe_softmax.default,)
 MAXIMA = (aten.amax.default, aten.max.dim)
-# what may stand between a head and its loss, or a router and its choice
+# operators that may stand between a head and its loss, or between a router and its choice
 BETWEEN: tuple = (*CASTS, *SAME, *VIEWS, aten.slice.Tensor, aten.select.int, aten.clone.default, aten.permute.default)
 BETWEEN += (aten.add.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.sigmoid.default, aten.tanh.default)
 BETWEEN += (aten.constant_pad_nd.default,)
 CLAMPS = (aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default)
 LAST = "output head: the last matmul of the model, nothing follows it"
 GATED = "down projection: its input is a product of two projections"
-MOST = 64  # nodes between a product and the projections behind it
+MOST = 64  # nodes to visit between a product and the projections that it is computed from
 
 
 def kinds(matmuls: Sequence[Matmul], inputs: Inputs) -> dict[Matmul, str]:
-    """Of every forward matmul with a weight: "output head: ...", "router gate: ..." or "down projection: ..." and how it was
-    recognised; "" for anything else."""
+    """The kind of every forward matmul with a weight, and how it was recognised: "output head: ...", "router gate: ..." or
+    "down projection: ..."; "" for any other matmul."""
     last = last_matmuls(matmuls, inputs)
     return {
         matmul: _head(matmul) or _router(matmul) or (LAST if matmul in last else "") or _down(matmul) or ""
@@ -57,7 +57,7 @@ def _head(matmul: Matmul) -> str | None:
 
 
 def _looks_up(user: Node) -> bool:
-    """Does it take rows of a table? An index into stacked weights takes whole matrices."""
+    """Does this node read rows of a table? (An index into stacked weights reads whole matrices.)"""
     return call_function(user, EMBEDDINGS) or call_function(user, (aten.index.Tensor,)) and value(arg(user, 0)).dim() == 2
 
 
@@ -72,7 +72,8 @@ def _router(matmul: Matmul) -> str | None:
 
 
 def _chooses_tokens(node: Node) -> bool:
-    """Is it the maximum over something else than features? Another rounding has another winner, which gets all the gradient."""
+    """Is this node a maximum over a dimension other than features? With other rounding another token wins, and the winner gets
+    all the gradient."""
     if not call_function(node, MAXIMA) or len(node.args) < 2:
         return False
     rank, dims = value(arg(node, 0)).dim(), arg(node, 1)
@@ -80,9 +81,9 @@ def _chooses_tokens(node: Node) -> bool:
 
 
 def _down(matmul: Matmul) -> str | None:
-    """Is its input a product of what two projections made, element by element: act(gate) * up?"""
+    """Is the input of this matmul an elementwise product of two projections, act(gate) * up?"""
     node = matmul.other_operand.base
-    for _ in range(8):  # a dropout's mask, a scale, a cast may come last
+    for _ in range(8):  # a dropout mask, a scale or a cast may follow the product
         if call_function(node, (*CASTS, *SAME, *VIEWS, *CLAMPS, aten.clone.default)):
             node = arg(node, 0)
             continue
@@ -94,19 +95,19 @@ def _down(matmul: Matmul) -> str | None:
         made = [(x, found) for x, found in sides if found]
         if len(made) == 2 and not made[0][1] & made[1][1]:
             return GATED
-        if len(made) != 1:  # x * sigmoid(x), among others
+        if len(made) != 1:  # no side, or both from one projection: x * sigmoid(x)
             return None
         node = made[0][0]
     return None
 
 
 def _as_large(x: Node, product: Node) -> bool:
-    """Is this factor no broadcast one, such as adaLN's scale, of which a sequence has one?"""
+    """Does this factor have the shape of the product? A broadcast factor does not: adaLN has one scale for a sequence."""
     return is_tensor(x) and same_shape(value(x).shape, value(product).shape)
 
 
 def _projections(node: Node) -> frozenset[Node]:
-    """The outputs of matmuls, or parts of them, that a tensor is computed from element by element."""
+    """The matmul outputs, or parts of such outputs, from which a tensor is computed element by element."""
     found, seen, stack = set(), {node}, [node]
     while stack:
         x = stack.pop()
@@ -171,7 +172,7 @@ def _is_slice(node: Node) -> bool:
 
 
 def _no_mix(node: Node) -> bool:
-    """A sum or product is passed through only if its other side is small (a bias, a temperature), not another activation."""
+    """Is this node anything but a sum or product of two activations? A small other side (a bias, a temperature) is none."""
     if not call_function(node, (aten.add.Tensor, aten.mul.Tensor, aten.div.Tensor)):
         return True
     sides = [value(x).dim() for x in node.args[:2] if isinstance(x, Node) and is_tensor(x)]

@@ -4,8 +4,8 @@
     mm_1 = mm(view_1, permute(w))             ->      Matmul(mm_2, "up", dgrad, a=dy [M, N], b=w [N, K])
     mm_2 = mm(dy, w); mm_3 = mm(permute(dy), view_1)  Matmul(mm_3, "up", wgrad, a=dy [M, N] transposed, b=x [M, K])
 
-A forward matmul with a weight as operand is an fprop; `attribute` finds its dgrad and wgrad. What is left is activation x
-activation, with its gradients, and what hooks multiply. Nothing is changed.
+A forward matmul with a weight as operand is an fprop; `attribute` finds its dgrad and wgrad. The other matmuls are activation x
+activation, the gradients of these products, and the products of hooks. The graph is not changed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..ir.records import OpaqueRecord
 from .attribute import attribute, uncopied
 from .origins import Origins
 
-# operators that hide matmuls, by what their name contains
+# operators that hide matmuls: a part of the operator's name, and what it hides
 HIDDEN = {
     "scaled_dot_product": "attention",
     "flash_attention": "attention",
@@ -43,13 +43,13 @@ HIDDEN = {
     "aten.mv.default": "matrix-vector product",
     "aten.dot.default": "vector product",
 }
-# what torch.nn.utils calls the parameters of a weight that it computes
+# names that torch.nn.utils gives to the parameters from which it computes a weight
 PARTS = re.compile(r"(?:parametrizations\.(\w+)\.original\d*|(?<![^.])(weight)_(?:orig|v))$")
 OWN_NAMESPACES = "aten prims prim _c10d_functional c10d inductor inductor_prims profiler higher_order rngprims".split()
 
 
 def collect(graph: Graph, inputs: Inputs) -> tuple[list[Matmul], list[OpaqueRecord]]:
-    """The matmuls in the order of the graph, and the operators that hide some."""
+    """The matmuls in the order of the graph, and the operators that hide matmuls."""
     weights, parameters = {}, []
     for node in graph.find_nodes(op="placeholder"):
         index = compat.input_index(node)
@@ -78,7 +78,7 @@ def collect(graph: Graph, inputs: Inputs) -> tuple[list[Matmul], list[OpaqueReco
 def edges(graph: Graph, matmuls: list[Matmul]) -> tuple[tuple[int, int], ...]:
     """(i, j) where the output of matmul i reaches matmul j in forward with no other matmul between them."""
     number = {matmul.node: i for i, matmul in enumerate(matmuls)}
-    behind: dict[Node, int] = {}  # the matmuls whose outputs a node computes with, as a set of bits
+    behind: dict[Node, int] = {}  # the matmuls whose outputs a node is computed from, one bit each
     found = []
     for node in graph.nodes:
         bits = 0
@@ -109,7 +109,8 @@ def _matmul(node: Node) -> Matmul:
 
 
 def _forward(found: Matmul, origins: Origins, weights: dict[Node, str]) -> None:
-    """Make it an fprop if one of its operands is a weight: a parameter rather than a computed one, b rather than a."""
+    """Make a forward matmul an fprop if one of its operands is a weight. Parameters have precedence over computed weights, and
+    b over a."""
     uncopied(found, origins)
     for operand in (found.b, found.a):
         made = origins[operand.base]
@@ -118,7 +119,7 @@ def _forward(found: Matmul, origins: Origins, weights: dict[Node, str]) -> None:
             found.not_a_weight = f"not a weight: computed from {first} by {made.by}"
             found.wanted = made.by not in MATMULS
             if made.by.startswith("linalg_") and not origins[found.other(operand).base].activation:
-                return  # no token is in it: it is a part of that computation, as of an orthogonal weight
+                return  # no operand is an activation: the matmul is a step in computing a weight (an orthogonal one, say)
     for of in (origins.bare, origins.computed):
         for operand in (found.b, found.a):
             parameter = of(operand.base)
@@ -132,9 +133,9 @@ def _forward(found: Matmul, origins: Origins, weights: dict[Node, str]) -> None:
 
 
 def _weight_name(weight: str, module: str) -> str:
-    """What to call a matmul: `weight` is the parameter's name, `module` where it is called from ('' for the root).
+    """The name of a matmul. `weight` is the parameter's name, `module` the module that calls the matmul ('' for the root).
 
-    `up` for `up.weight`; `attn.out_proj` and `attn.in_proj_weight` for what `attn` does with the parameters of its own;
+    `up` for `up.weight`; `attn.out_proj` and `attn.in_proj_weight` for matmuls of `attn` with the parameters of its own;
     `lm_head` for a module that borrows `tokens.weight`.
     """
     owner, _, last = weight.rpartition(".")
@@ -148,7 +149,7 @@ def _module_of(node: Node) -> str:
 
 
 def _hidden(node: Node) -> str | None:
-    """Which matmuls hide in an operator, None if there are none that we know of."""
+    """The kind of matmuls that hide in an operator; None if none are known to."""
     name = str(node.target)
     namespace = getattr(node.target, "namespace", "")
     for part, what in HIDDEN.items():

@@ -1,7 +1,7 @@
 """decide: give every matmul its decision, FP8 or the reason why not. Changes the records, not the graph.
 
-What is possible comes first (`legality`), then what the policy says of this layer. What the policy leaves open is for `weigh`,
-where a description of the device is known.
+`legality` says first what is possible, then the policy chooses for the layer. Matmuls that the policy leaves open are for
+`weigh` to decide, where a description of the device is known.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .classify import kinds
 def decide(
     matmuls: list[Matmul], inputs: Inputs, policy: Policy, device: Device | None, inference: bool
 ) -> list[str]:
-    """Fill in the decisions; returns what is wrong with the policy's rules for this graph."""
+    """Fill in the decisions; returns complaints about rules of the policy that do not fit this graph."""
     evaluation = not inputs.training or inference
     whole = "eval mode" if not inputs.training else "inference: nothing to differentiate" if inference else None
     layers = _layers(matmuls, inputs)
@@ -38,11 +38,11 @@ def decide(
         sites.append(site)
         choice = policy.choose(site)
         matmul.recipe, matmul.rule, matmul.auto = choice.recipe, choice.label, choice.fp8 == "auto"
-        if inputs.inlined:  # whether a call is a cold one cannot be decided there
+        if inputs.inlined:  # compiled autograd takes over the backward: nothing can decide there whether a call is cold
             matmul.recipe = matmul.recipe.current
-        if matmul.resharded(inputs.resharded):  # a copy that lives until backward would be of the whole weight, on every rank
+        if matmul.resharded(inputs.resharded):  # a copy kept until backward would hold the whole weight, on every rank
             matmul.recipe = replace(matmul.recipe, recast_weights=True)
-        if matmul.computed and matmul.recipe.delayed:  # it is cast anew in each call, and so is what scales it
+        if matmul.computed and matmul.recipe.delayed:  # each call computes the weight anew, so its own amax scales it
             inputs_too, _, gradients_too = matmul.recipe.current_scaling
             current = (inputs_too, True, gradients_too)
             matmul.recipe = replace(matmul.recipe, current_scaling=current)
@@ -53,7 +53,7 @@ def decide(
         rule = policy.rules[choice.rule] if choice.rule is not None else None
         chosen = _choice(matmul, site, choice, rule)
         matmul.reason = legality.objection(matmul) or chosen or legality.misaligned(matmul)
-        # not a choice: a shipped rule that goes by sizes alone
+        # a shipped rule that goes by sizes alone is nobody's choice
         matmul.on_purpose = chosen is not None and (rule is None or rule.where is None or policy.owns(choice.rule))
         if matmul.fp8 and any(role != "gradient" and compat.is_backward(matrix.base) for matrix, role in matmul.roles):
             matmul.reason = "an input that is made in backward"
@@ -63,8 +63,8 @@ def decide(
         evaluated = matmul.parameter is not None and compat.input_index(matmul.parameter) in inputs.evaluated
         loose = matmul.parameter is not None and compat.input_index(matmul.parameter) in inputs.leaves
         if evaluation or evaluated or loose:
-            # no history is read or moved by an evaluation, nor kept for tensors that may be new ones in each call: a tensor's
-            # own amax scales it
+            # an evaluation neither reads nor moves a history, and plain tensors (`leaves`) have none, since they may be new in
+            # each call: the tensor's own amax scales it
             matmul.recipe = matmul.recipe.current
             if (evaluation or evaluated) and (policy.eval == "high_precision" or not evaluation):
                 matmul.reason = whole or "eval mode"
@@ -78,7 +78,7 @@ def decide(
 
 
 def _choice(matmul: Matmul, site: Site, choice: Choice, rule: Rule | None) -> str | None:
-    """What the policy has against a gemm in FP8."""
+    """Why the policy keeps a gemm in high precision; None if it does not."""
     if choice.fp8 == "off":
         if rule is not None and rule.kind is not None:
             return site.kind
@@ -92,8 +92,8 @@ def _choice(matmul: Matmul, site: Site, choice: Choice, rule: Rule | None) -> st
 
 
 def _kinds(matmuls: list[Matmul], inputs: Inputs) -> dict[Matmul, str]:
-    """Of the forward matmuls with a weight. What they are in the graph that this is a part of, if their weight has as many
-    matmuls here as there, or is the same in all of them; else what they are here."""
+    """The kinds of the forward matmuls with a weight. In a part of a larger graph, the matmuls of a weight take the kinds that
+    they have there, if the larger graph has as many of them or gives all of them one kind; else the kinds found here."""
     found = kinds(matmuls, inputs)
     uses = defaultdict(list)
     for matmul in found:
@@ -108,8 +108,8 @@ def _kinds(matmuls: list[Matmul], inputs: Inputs) -> dict[Matmul, str]:
 
 
 def _layers(matmuls: list[Matmul], inputs: Inputs) -> dict[str, int]:
-    """The weights, by the names of their parameters: in the order of their first use in forward, if the graph has the whole
-    model, else in the order in which the model has them."""
+    """The position of each weight, by the name of its parameter: in the order of first use in forward if the graph holds the
+    whole model, else in the order of the model."""
     names = dict.fromkeys(matmul.name for matmul in matmuls if matmul.gemm == "fprop")
     known = () if inputs.whole else inputs.matrices
     return {name: i for i, name in enumerate(dict.fromkeys((*known, *names)))}

@@ -1,16 +1,17 @@
-"""fuse: find what can be computed in one walk over a matrix together with its FP8 casts, and put a generated kernel there.
+"""fuse: find the operators that one walk over a matrix can compute together with its FP8 casts, and replace them by a
+generated kernel.
 
     h = silu(g) * u                                     y0, y1, amax = fp8_silu_mul_cast_transpose_amax(g, u, scale)
     h8 = quantize(h, scale); h8t = ..(transposed)   ->
     amax = amax(h)
 
-A group starts from the casts and amaxes of one matrix (`grouping`), and with them the scales that a walk over it can compute:
-those of its rows and of blocks that a tile holds. Casts whose scales wait for an amax of the whole matrix, or of its columns,
-are another walk's. Casts of other matrices join a group if they read the same tensors. It becomes a kernel unless that moves
-more bytes than Inductor's own kernels would (`codegen.traffic`).
+A group starts from the casts and amaxes of one matrix, together with the scales that one walk over the matrix can compute:
+scales of rows, and of blocks that a tile holds. `grouping` extends it from there. A cast whose scale waits for an amax of the
+whole matrix, or of its columns, needs another walk and so another group. Casts of other matrices join a group if they read the
+same tensors. A group becomes a kernel unless the kernel would move more bytes than Inductor's own kernels (`codegen.traffic`).
 
-Runs on a partitioned graph, behind Inductor's own passes. What is not fused stays as it is, for `lower`; the debug log says
-why.
+Runs on a partitioned graph, behind Inductor's own passes. Operators that are not fused stay in the graph for `lower`; the debug
+log says why.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ from .place import Made, generated, place
 
 logger = get_logger(__name__)
 
-WINDOW = 12  # how many casts ahead one may be computed together with this one
+WINDOW = 12  # how many seeds ahead to look for casts that can join a group
 
 
 @dataclass(eq=False)
 class Seed:
-    """Casts and amaxes of one matrix that can be taken together."""
+    """Casts and amaxes of one matrix that one walk can compute together."""
 
     nodes: list[Node] = field(default_factory=list)
 
@@ -61,7 +62,7 @@ class Seed:
 
 
 def fuse(graph: Graph) -> int:
-    """Returns how many kernels were generated. In place."""
+    """Fuse in place; returns how many kernels were generated."""
     if compat.reorders():
         return 0
     made = _Finder(graph).run()
@@ -79,7 +80,8 @@ class _Finder:
         self.grouping = Grouping(self.sizes, self.stored)
 
     def run(self) -> dict[Node, Made]:
-        """The functional node of each group: its users take its outputs by number."""
+        """The functional node of each group, with the group and its kernel. The users of such a node take its outputs by
+        number."""
         seeds = self.seeds()
         if len({value(seed.source).device for seed in seeds}) > 1:  # a graph has one vector of amaxes
             return {}
@@ -114,12 +116,14 @@ class _Finder:
         return done
 
     def kernels(self, group: Group, seeds: list[Seed]) -> dict[Node, Made]:
-        """The kernel of a group, and its functional node in the graph. Two of them where a program would take 128 whole rows,
-        because blocks are as tall: those are too few programs for a GPU, and more than its caches hold. Then the first writes
-        what is cast, if someone else reads that anyway, or else the sums over rows.
+        """Write the kernel of a group, and put its functional node into the graph.
+
+        A group becomes two kernels where a program would take 128 whole rows, because blocks are that tall (`launch.apart`):
+        so few programs do not fill a GPU, and its caches do not hold so many rows. The first kernel then writes the tensors
+        that are cast, if other nodes read them anyway, or else the sums over rows.
 
         Raises Unwritable, with the graph as it was."""
-        kernel = write(group)  # now: replacing it takes its members out of the graph
+        kernel = write(group)  # before the replacement, which takes members out of the graph
         if not launch.apart(group):
             return self.replaced(group, kernel)
         if any(node.target is ops.amax_blocks for node in group.levels):
@@ -137,13 +141,14 @@ class _Finder:
         second = self.grouping(group.domain, [sink for seed in seeds for sink in seed.sinks])
         if not isinstance(second, str) and launch.apart(second):
             second = "they need whole rows once more"
-        if isinstance(second, str):  # what the first writes are more inputs than there were
+        if isinstance(second, str):  # the outputs of the first kernel are additional inputs of the second
             logger.debug("%s: its casts stay with Inductor: %s", seeds[0].source.name, second)
             return kernels
         return kernels | self.replaced(second, write(second))
 
     def joined(self, group: Group, seed: Seed, others: list[Seed]) -> tuple[Group, list[Seed]]:
-        """The group with the other casts that one walk can serve, too, and those: they read what it reads, and little else."""
+        """The group extended by other seeds that the same walk can serve, and these seeds. They read the tensors that the group
+        reads, and few others."""
         sinks, joined = seed.sinks, []
         for other in others:
             if other.domain != seed.domain or not self.shares(group, other):
@@ -155,12 +160,12 @@ class _Finder:
         return group, joined
 
     def shares(self, group: Group, seed: Seed) -> bool:
-        """Does a seed read or make what the group reads or makes?"""
+        """Does a seed read or compute a matrix that the group reads or computes?"""
         walk = self.grouping.walk(seed.domain, [Output("value", seed.source, seed.source)])
         theirs = {x for x in (*walk.inputs, *walk.members) if seed.domain.is_full(x)}
         return not theirs.isdisjoint({*group.inputs, *group.members})
 
-    # -- what there is --
+    # -- seeds --
 
     def seeds(self) -> list[Seed]:
         found: dict[tuple[Node, bool], Seed] = {}
@@ -197,7 +202,7 @@ class _Finder:
         return {node: (group, kernel)}
 
     def sweep(self, dead: list[Node]) -> None:
-        """Erase what nobody reads any more."""
+        """Erase `dead` and then their inputs, as far as no node reads them any more."""
         while dead:
             node = dead.pop()
             if (
@@ -212,7 +217,7 @@ class _Finder:
 
 
 def _nearest(sources: Iterable[Node], written: Collection[Node], members: Collection[Node]) -> set[Node]:
-    """Of what is written, that from which the sources are computed, and not that from which only such values are."""
+    """The written values that the sources are computed from, without those from which only other written values are."""
     front, seen, found = list(sources), set(), set()
     while front:
         node = front.pop()
@@ -229,7 +234,7 @@ def _is_amax(node: Node) -> bool:
 
 
 def _scale(node: Node) -> Scale:
-    """What a copy is scaled by; what an amax is of."""
+    """The scale of a cast; for an amax, the elements that it covers, in the same form."""
     if _is_amax(node):
         return Scale(node) if node.target is ops.amax else of_amax(node)
     block = arg(node, 5) if len(node.args) > 5 else (0, 0)
@@ -237,18 +242,19 @@ def _scale(node: Node) -> Scale:
 
 
 def _waits_for(node: Node) -> list[Node]:
-    """What has to be in memory before a walk: a scale that it cannot compute itself."""
+    """The scale of a cast, if it must be in memory before a walk because the walk cannot compute it."""
     return [] if _is_amax(node) or made_in_place(_scale(node), arg(node, 0)) else [_scale(node).node]
 
 
 def _of_cast(node: Node) -> Output:
-    """The output that stands for a copy."""
+    """The output that replaces a cast."""
     content = "transposed" if arg(node, 4) else "copy"
     return Output(content, arg(node, 0), node, _scale(node), arg(node, 2), arg(node, 3))
 
 
 def _of_amax(node: Node, casts: list[Node]) -> list[Output]:
-    """The outputs that stand for an amax: itself, or those of the scales made of it that others than these casts read."""
+    """The outputs that replace an amax. Of a whole matrix or of columns: the amax itself. Of rows or blocks: the amax, and the
+    scales and inverses computed from it, if nodes other than `casts` read them."""
     source, granularity = arg(node, 0), _scale(node).granularity
     if granularity in ("one", "col"):
         return [Output("amax" if granularity == "one" else "column_amax", source, node)]
@@ -260,7 +266,7 @@ def _of_amax(node: Node, casts: list[Node]) -> list[Output]:
 
 
 def _read_outside(user: Node, inside: set[Node]) -> bool:
-    """Does someone outside read it? Views of scales are seen through."""
+    """Is this user outside, or, if it is a permuted view of a scale, one of the view's users?"""
     if user.target in PERMUTES and user.users:
         return any(_read_outside(x, inside) for x in user.users)
     return user not in inside

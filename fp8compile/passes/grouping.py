@@ -1,8 +1,9 @@
-"""One group: from a few casts and amaxes over one matrix to everything that one kernel should compute with them.
+"""Extend a few casts and amaxes of one matrix to a group: all nodes that one kernel should compute together with them.
 
-Goes back from the matrix as far as values are pointwise or sums over rows, and not in memory already. Then it looks forward:
-column sums of what the kernel holds anyway (a bias gradient), what others read of it, statistics that others round. What
-others read is written, unless it is cheaper for them to compute it again.
+The search goes back from the matrix as long as values are pointwise or sums over rows, and not in memory already. Then it looks
+forward for outputs that come almost for free: column sums of values that the kernel holds anyway (a bias gradient), members of
+the group that other nodes read, and norm statistics that others round. The kernel writes a member that others read, unless
+computing the member again is cheaper for them.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ OURS = (*SEEDS, ops.current_scale, ops.inverse)
 
 
 class Grouping:
-    """`stored`: results of groups, which are in memory."""
+    """Finds groups. `stored`: results of earlier groups, which are in memory."""
 
     def __init__(self, sizes_of: Sizes, stored: set[Node]):
         self.sizes, self.stored = sizes_of, stored
@@ -38,8 +39,8 @@ class Grouping:
         return walk
 
     def __call__(self, domain: Domain, sinks: list[Output], sums: bool = True) -> Group | str:
-        """The group of some casts, with everything that it has to write; or why it cannot be one kernel. `sums`: with sums
-        over columns of what it holds."""
+        """The group of the casts and amaxes `sinks`, with all its outputs, or the reason why it cannot be one kernel. `sums`:
+        take in column sums of values that the kernel holds."""
         stops: set[Node] = set()
         while True:
             walk = self.walk(domain, sinks, stops)
@@ -51,7 +52,7 @@ class Grouping:
             reads = [*walk.inputs, *scales]
             if not reaches(reads, replaced):
                 break
-            # what it would write, something that it reads is made of: leave that to others, and read it
+            # the group would read a tensor that depends on one of its own outputs: leave such outputs to others, and read them
             late = {x.replaces for x in outputs if x.content in ("value", "row", "sum") and reaches(reads, {x.replaces})}
             late = {x for x in late if x not in stops}
             if not late:
@@ -89,7 +90,8 @@ class Grouping:
         return found
 
     def follow_rows(self, domain: Domain, walk: Walk, sinks: set[Node]) -> None:
-        """Take in what others compute of one number a row alone (the statistics, rounded for backward): else a tiny kernel."""
+        """Take in nodes that compute one number a row from members alone (statistics that are rounded for backward): outside,
+        they would be a tiny kernel."""
         tensors = [node for node in walk.members if is_tensor(node)]
         rows = [node for node in tensors if domain.row_index(node) is not None and self.of_sums(node, walk)]
         while rows:
@@ -103,7 +105,7 @@ class Grouping:
 
     @staticmethod
     def of_sums(node: Node, walk: Walk) -> bool:
-        """Is it made of a sum over rows that the group takes?"""
+        """Is this node computed from a sum over rows that the group computes?"""
         stack, seen = [node], set()
         while stack:
             x = stack.pop()
@@ -123,12 +125,12 @@ class Grouping:
         return sum(map(self.sizes.bytes_of, again.inputs))
 
     def column_sums(self, domain: Domain, walk: Walk, replaced: set[Node]) -> dict[Node, Output]:
-        """Sums over all rows of what the group holds in its registers anyway."""
+        """Column sums (over all rows) of values that the kernel holds in registers anyway."""
         found: dict[Node, Output] = {}
         big = {x for x in walk.inputs if domain.is_full(x)}
         candidates: dict[Node, None] = {}
         stack = [*walk.members, *walk.inputs]
-        for _ in range(4):  # a few operators away: x * dy, a view
+        for _ in range(4):  # a sum may be a few operators away: behind x * dy, behind a view
             following = []
             for node in stack:
                 for user in node.users:
@@ -179,7 +181,7 @@ def _described(node: Node) -> str:
 
 
 def _readers(node: Node, members: dict[Node, None], sinks: set[Node]) -> list[Node]:
-    """Who reads a member outside of its group, seen through views."""
+    """The nodes outside of the group that read a member, directly or through views."""
     found = []
     for user in node.users:
         if user in sinks:
@@ -192,7 +194,7 @@ def _readers(node: Node, members: dict[Node, None], sinks: set[Node]) -> list[No
 
 
 def _rounded(total: Node) -> Node:
-    """A sum as it is read: behind the views and the cast that are all that reads it."""
+    """A sum as others read it: the last of the reshapes and casts behind it that are each the only reader."""
     node = total
     while len(node.users) == 1:
         user = next(iter(node.users))
@@ -203,5 +205,5 @@ def _rounded(total: Node) -> Node:
 
 
 def _same_columns(node: Node, domain: Domain) -> bool:
-    """Has it one element a column?"""
+    """Does this node have one element a column?"""
     return product(sizes(node)) == domain.columns

@@ -1,6 +1,7 @@
-"""What FP8 tensor cores and our rewriting can take at all: facts, not choices. Each objection is a reason in the report.
+"""Which matmuls FP8 tensor cores and our rewriting can take at all: facts, not choices. Each objection is a reason in the
+report.
 
-The choices are the policy's (`policy`), what pays is the cost model's (`profitability`).
+The policy makes the choices (`config.policy`), and the cost model finds what pays (`profitability`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ NO_ROWS = "no rows"
 
 
 def objection(matmul: Matmul) -> str | None:
-    """Why a matmul with a weight cannot be looked at further, None if it can."""
+    """Why a matmul with a weight cannot be FP8, whatever the policy says; None if it may be. (`misaligned` comes last.)"""
     for rule in (_dtype, _overload, _batched, _rows):
         reason = rule(matmul)
         if reason is not None:
@@ -31,7 +32,7 @@ def _dtype(matmul: Matmul) -> str | None:
         if value(x).layout is not torch.strided:
             return f"dtype: {value(x).layout} tensor"
     left, right = (value(x).dtype for x in factors(matmul.node))
-    if left != right:  # an error everywhere else: it is left to Inductor to say so
+    if left != right:  # an error without us, too: Inductor reports it
         return f"dtype: {left} times {right}".replace("torch.", "")
     return None
 
@@ -58,13 +59,13 @@ def misaligned(matmul: Matmul) -> str | None:
         return f"not a multiple of 16: {' x '.join(map(str, sizes))}"
     if not isinstance(matmul.n, int) or matmul.n % 16:
         return f"not a multiple of 16: {matmul.n} columns of output"
-    # rows that are contracted are padded, on both sides; anything else has to fit as it is
+    # contracted rows are padded, in both operands; any other size has to fit as it is
     if not (matmul.a.transposed and not matmul.b.transposed) and (not isinstance(matmul.k, int) or matmul.k % 16):
         return f"not a multiple of 16: contracts over {matmul.k}"
     return None
 
 
 def fits(matmul: Matmul) -> bool:
-    """Would it be worth a warning that a matmul without a weight stays as it is: has it the dtype and the sizes?"""
+    """Do the dtype and the sizes of a matmul without a weight fit FP8, so that a warning about it is worthwhile?"""
     large = hint(matmul.k) >= 128 and max(hint(matmul.m), hint(matmul.n)) >= 128
     return large and objection(matmul) is None and misaligned(matmul) is None

@@ -1,4 +1,4 @@
-"""lower: what our operators become in the forward and the backward graph where no generated kernel (`fuse`) has them.
+"""lower: replace our operators in the forward and in the backward graph, where `fuse` has put no generated kernel.
 
     x8 = fp8compile.quantize(x, scale, e4m3, 448, False)
     y = fp8compile.scaled_mm(x8, w8, inv_x, inv_w, None, bf16, True)
@@ -35,13 +35,14 @@ LOWERED = tuple(op for op in ops.ALL if op is not ops.quantize_both)
 
 
 def lower_scales(graph: Graph) -> int:
-    """Scales of whole tensors. First of all: a delayed scale is a load, and a cast need not wait for the amax behind it."""
+    """Lower the scales of whole tensors; returns how many nodes were replaced. The first pass after the partitioner: a delayed
+    scale becomes a load, so no cast waits for its tensor's amax."""
     return _Lowering(graph).run(SCALES, lambda node: value(node).dim() != 2)
 
 
 def split_casts(graph: Graph) -> int:
-    """Take `quantize_both` apart. It is one operator for the partitioner, so that one read makes both copies in forward; a
-    kernel may serve one of them."""
+    """Split each `quantize_both` into two `quantize`. Up to the partitioner it is one operator, so that one read makes both
+    copies in forward. From here on, a kernel may write only one of the copies."""
     found = graph.find_nodes(op="call_function", target=ops.quantize_both)
     for node in found:
         given: tuple[Any, ...] = (*node.args, *(None, (0, 0))[len(node.args) - 4 :])
@@ -62,7 +63,8 @@ def split_casts(graph: Graph) -> int:
 
 
 def lower(graph: Graph) -> int:
-    """What is left of our operators; returns how many were replaced. None of ours is left, but the emulated ones."""
+    """Lower our remaining operators; returns how many were replaced. Only emulated ones stay in the graph; Fp8CompileError if
+    any other operator of ours does."""
     replaced = _Lowering(graph).run(LOWERED, lambda node: not _emulated(node))
     compat.eliminate_dead_code(graph)
     left = [node.name for node in graph.nodes if ops.NAMESPACE in str(node.target) and not _emulated(node)]
@@ -72,8 +74,8 @@ def lower(graph: Graph) -> int:
 
 
 def _emulated(node: Node) -> bool:
-    """Is it left to the reference implementation: scales of blocks on a CPU? Inductor's C++ kernels split loops where an index
-    is divided, and get the sizes of fused loops, and of those that are no multiple, wrong."""
+    """Does this operator stay, to run by its reference implementation? It does with block scales on a CPU: there, Inductor's
+    C++ kernels split a loop where an index is divided, and get sizes wrong if loops are fused or do not divide evenly."""
     tensor = next(x for x in node.all_input_nodes if is_tensor(x))
     lists: list[Any] = [x for x in node.args if isinstance(x, (list, tuple))]
     return value(tensor).device.type == "cpu" and any(isinstance(size, int) and size > 1 for sizes in lists for size in sizes)
@@ -82,10 +84,10 @@ def _emulated(node: Node) -> bool:
 class _Lowering:
     def __init__(self, graph: Graph):
         self.graph, self.inline = graph, Inliner()
-        self.rows: dict[Node, Node] = {}  # the first stage of each amax
+        self.rows: dict[Node, Node] = {}  # a lowered amax -> its first stage, one number a row
 
     def run(self, which: tuple, chosen: Callable[[Node], bool] = lambda node: True) -> int:
-        """Replace the operators `which`, those nodes that are `chosen`."""
+        """Replace the nodes that call an operator of `which` and for which `chosen` holds; returns how many."""
         forms = {op: getattr(self, op._schema.name.split("::")[1]) for op in which}
         replaced = 0
         for node in list(self.graph.nodes):
@@ -105,7 +107,8 @@ class _Lowering:
         return result
 
     def gather(self, node: Node, amaxes: list[Node]) -> Node:
-        """Amaxes of ours are over rows yet, neighbours of one size are reduced together; those of kernels are numbers."""
+        """Amaxes lowered here still have a stage of one number a row: neighbours with equally many rows share their last
+        reduction. Amaxes from kernels are complete."""
         vectors: list[Node] = []
         for shape, group in groupby(amaxes, lambda x: str(value(self.rows[x]).shape) if x in self.rows else ""):
             same = list(group)

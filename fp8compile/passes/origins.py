@@ -1,4 +1,4 @@
-"""origins: what tensors are computed from, and whose gradients they become.
+"""origins: which inputs a tensor is computed from, and whose gradient it becomes.
 
     w = g * v / norm(v)        w is computed from the parameters g and v alone, element by element: it is a weight
     y = x * scale              x is an activation, so is y
@@ -20,7 +20,8 @@ from .. import compat
 from ..ir.fx_utils import CASTS, PERMUTES, SAME, SLICES, VIEWS, aten, behind, is_tensor, root
 from ..ir.matmul import addend_of
 
-# Pointwise operators and these keep a weight what it is. An index does not: it may be one of tokens.
+# The result of a pointwise operator, or of one of these, on a weight is still a weight. An index is not among them: it may look
+# up tokens.
 _LAYOUT: tuple = (*CASTS, *VIEWS, *PERMUTES, *SLICES, *SAME, operator.getitem, aten.expand.default, aten.repeat.default)
 _LAYOUT += (aten.cat.default, aten.stack.default, aten.constant_pad_nd.default, aten.flip.default, aten.copy.default)
 _LAYOUT += (aten.slice_scatter.default, aten.select_scatter.default, aten.tril.default, aten.triu.default)
@@ -36,8 +37,8 @@ _KEEPS = frozenset((*_LAYOUT, *_REDUCTIONS, *_FILLS))
 
 
 class Origin(NamedTuple):
-    """What a tensor is computed from: `sources`, parameters and buffers, or an `activation`, or nothing. `by`: the operator
-    that keeps a tensor without activations from being a weight."""
+    """What a tensor is computed from: parameters and buffers (`sources`), or an `activation`, or constants alone. `by`: the
+    operator because of which a tensor without activations is no weight."""
 
     sources: frozenset[Node] = frozenset()
     activation: bool = False
@@ -49,7 +50,7 @@ _CONSTANT, _ACTIVATION = Origin(), Origin(activation=True)
 
 class Origins:
     """The `Origin` of every tensor of a joint graph. `weights`: placeholders of parameters and buffers, in the order of the
-    graph's inputs; `parameters`: those of them that are parameters."""
+    graph's inputs; `parameters`: the parameters among them."""
 
     def __init__(self, graph: Graph, weights: Iterable[Node], parameters: Iterable[Node]):
         self.weights = dict.fromkeys(weights)
@@ -108,16 +109,16 @@ def _name(node: Node) -> str:
 
 
 class Gradients:
-    """Which weights' gradients the tensors of a joint graph become."""
+    """Tells which weights' gradients the tensors of a joint graph become."""
 
     def __init__(self, graph: Graph, barriers: frozenset[Node]):
-        """`barriers`: the operators that multiply matrices, behind which a tensor is not itself any more."""
+        """`barriers`: the operators that multiply matrices. Behind a barrier, a gradient counts as another tensor."""
         outputs = compat.gradient_outputs(graph)
         self.known = outputs is not None
         self.inputs = {index for _, index in outputs or ()}
-        self.bits: dict[Node, int] = {}  # of inputs
-        self.near: dict[Node, int] = {}  # bits: inputs whose gradients a tensor becomes with no barrier in between
-        self.far: dict[Node, int] = {}  # or with some
+        self.bits: dict[Node, int] = {}  # input -> its bit
+        self.near: dict[Node, int] = {}  # bits of the inputs whose gradients a tensor becomes with no barrier in between
+        self.far: dict[Node, int] = {}  # the same with any number of barriers in between
         for node, index in outputs or ():
             self.near[node] = self.far[node] = self.near.get(node, 0) | 1 << index
         for node in reversed(graph.nodes):
@@ -125,17 +126,18 @@ class Gradients:
             through = node.all_input_nodes
             for x in through if far else ():
                 self.far[x] = self.far.get(x, 0) | far
-            if near and node in barriers:  # what is added to a product goes on
+            if near and node in barriers:  # only the addend of a product passes
                 through = [x for x in (addend_of(node),) if x is not None]
             for x in through if near else ():
                 self.near[x] = self.near.get(x, 0) | near
 
     def wanted(self, sources: Iterable[Node]) -> bool:
-        """Is one of these an input that has a gradient?"""
+        """Is one of these an input whose gradient the graph computes?"""
         return any(compat.input_index(x) in self.inputs for x in sources if x.op == "placeholder")
 
     def reach(self, node: Node, sources: Iterable[Node], far: bool = False) -> bool:
-        """Does a tensor become the gradient of one of these weights? True where the graph does not say."""
+        """Does a tensor become the gradient of one of these weights, with no barrier in between (`far`: or with some)? True
+        where the graph does not tell."""
         if not self.known:
             return True
         bits = (self.far if far else self.near).get(node, 0)
@@ -149,7 +151,7 @@ class Gradients:
 
 
 def feeds(node: Node, others: Iterable[Node]) -> bool:
-    """Is one of the others computed from this?"""
+    """Is one of `others` computed from `node`?"""
     wanted, seen, stack = set(others) - {node}, {node}, [node]
     while stack:
         for user in stack.pop().users:
@@ -162,7 +164,7 @@ def feeds(node: Node, others: Iterable[Node]) -> bool:
 
 
 def ingredients(node: Node, origins: Mapping[Node, Origin] | Origins, barriers: frozenset[Node]) -> set[Node]:
-    """The activations that a tensor is computed from with no matmul in between, itself and inputs among them."""
+    """The activations that a tensor is computed from with no matmul in between, including the tensor itself and inputs."""
     seen, stack = {root(node)}, [root(node)]
     while stack:
         x = stack.pop()

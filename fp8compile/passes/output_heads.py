@@ -1,13 +1,13 @@
-"""Which matmuls are the model's last ones: output heads, told by what the graph has before and behind them.
+"""Find the last matmuls of the model, which are output heads, by the nodes before and behind them in the graph.
 
     hidden -> norm -> mm -> softcap, view, loss -> output      a head: nothing with a weight follows
     hidden -> norm -> mm, gelu, mm -> + hidden -> output       no head: its output goes back into the stream that it read
-    x -> mm -> gelu -> mm -> output                            no head if x has features: a block, its residual added outside
+    x -> mm -> gelu -> mm -> output                            no head if x is features: a block whose residual is added outside
 
-A block that is compiled by itself looks like the end of a model, and the last projection of a block is no head. So where a
-graph is handed features (no tokens, no pixels), its last matmul has to read what a model ends with: a sum of residuals, or a
-norm or a pool at another width than it was handed. And where the model has matrices that this graph does not read, a head is
-behind all of them in the order of the model's modules.
+A block that is compiled by itself looks like the end of a model, but the last projection of a block is no head. So if an input
+of the graph is features (not tokens, not pixels), a head must look like the end of a model: it reads a sum of residuals, or it
+reads a norm or a pool and its output has another width than the input features. And if the model has matrices that this graph
+does not read, a head must come after all of them in the order of the model's modules.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from ..ir.fx_utils import CASTS, SAME, VIEWS, aten, call_function, is_tensor, sa
 from ..ir.inputs import Inputs
 from ..ir.matmul import Matmul
 
-# by their operators' names: what sums over features with other data or weights, whether we rewrite it or not
+# names of operators that multiply features by other data or weights and sum them up, whether we rewrite the operator or not
 CONTRACTS = re.compile(r"(^|_)(add|badd)?b?mm(_|$)|matmul|convolution|attention|dot|lstm|gru|rnn|mv$|einsum|mkldnn|weight_int")
 POOLS = re.compile(r"sum|mean|^var|amax|pool|norm|select|index|gather")
 TRANSPARENT = ("aten", "prims", "prim", "_c10d_functional", "c10d", "inductor", "inductor_prims", "profiler", "rngprims")
 TABLES = (aten.embedding.default, aten._embedding_bag.default)
-# what adds to a stream, or writes into one
+# operators that add to a stream of features, or write into one
 ADDS: tuple = (aten.add.Tensor, aten.addcmul.default, aten.index_add.default, aten.scatter_add.default, aten.index_put.default)
 ADDS += (aten.slice_scatter.default, aten.select_scatter.default)
 JOINS = (*ADDS, aten.mul.Tensor)
@@ -35,7 +35,7 @@ THROUGH = (*CASTS, *SAME, *VIEWS, aten.add.Tensor, aten.clone.default)
 
 
 def last_matmuls(matmuls: Sequence[Matmul], inputs: Inputs) -> frozenset[Matmul]:
-    """Those of the forward matmuls with a weight that are output heads by their place in the model."""
+    """The forward matmuls with a weight that are output heads by their place in the model."""
     fprops = [matmul for matmul in matmuls if matmul.gemm == "fprop"]
     if not fprops:
         return frozenset()
@@ -52,9 +52,9 @@ def _index(matmul: Matmul) -> int | None:
 
 
 def _ends(graph: Graph, known: dict[Node, Matmul]) -> list[Node]:
-    """The matmuls whose output reaches an output of the forward, and on no way another weight. A product of two activations may
-    be on it: similarities of two projections are logits. Two may not: they are an attention."""
-    products: dict[Node, int] = {}  # the most products behind a node; 2: or a weight
+    """The matmuls whose output reaches an output of the forward and, on every path, no other weight. One product of two
+    activations may be on a path: similarities of two projections are logits. Two may not: they are an attention."""
+    products: dict[Node, int] = {}  # the most products on a path behind a node; 2 also stands for a weight
     reaches: set[Node] = set()
     for node in reversed(graph.nodes):
         most = 0
@@ -71,7 +71,7 @@ def _ends(graph: Graph, known: dict[Node, Matmul]) -> list[Node]:
 
 
 def contracts(node: Node) -> bool:
-    """Does it hide or is it a product, so that features behind it are not those before it?"""
+    """Is this node a product, or may it hide one, so that the features of its result are not those of its input?"""
     if node.op != "call_function" or not hasattr(node.target, "namespace"):
         return False
     if not isinstance(node.target, compat.OpOverload) or node.target.namespace not in TRANSPARENT:
@@ -84,17 +84,17 @@ def _name(node: Node) -> str:
 
 
 class _Flow:
-    """Where the tensors of a forward come from. Sources are the results of products and of tables, and what the graph is
-    handed; sets of them are the bits of a number."""
+    """Where the tensors of a forward come from. Sources are the results of products, rows looked up in tables, and inputs of
+    the graph. A set of sources is an int with one bit for each source."""
 
     def __init__(self, graph: Graph, known: dict[Node, Matmul], inputs: Inputs):
         self.inputs = inputs
         self.sources: list[Node] = []
         self.bits: dict[Node, int] = {}
-        self.made = 0  # the sources that are made in this graph
-        self.before: dict[Node, int] = {}  # all sources that a node depends on; of a source, those before it
-        self.near: dict[Node, int] = {}  # those with no other between; of a source, itself
-        self.widths: list = []  # of the features that the graph is handed
+        self.made = 0  # the sources that are computed in this graph
+        self.before: dict[Node, int] = {}  # all sources that a node depends on; for a source, without itself
+        self.near: dict[Node, int] = {}  # the sources that a node depends on with no other in between; for a source, itself
+        self.widths: list = []  # of the features among the graph's inputs
         for node in graph.nodes:
             if node.op == "output" or compat.is_backward(node):
                 continue
@@ -112,7 +112,7 @@ class _Flow:
             self.before[node], self.near[node] = before, near
 
     def is_head(self, matmul: Matmul) -> bool:
-        """Is this matmul, which no other follows, no residual's, and does it end a model?"""
+        """Does this matmul, which no other follows, end a model, and is its output not added to a residual stream?"""
         node, (_, n, k) = matmul.node, matmul.features
         if not (self.before[node] & self.made or self.inputs.rest) or self._is_added(matmul):
             return False
@@ -124,14 +124,14 @@ class _Flow:
         return summed or ((pooled or self.inputs.rest) and not any(same_size(n, width) for width in self.widths))
 
     def _is_handed(self, node: Node) -> bool:
-        """A tensor that a graph is called with, which may be a stream of features."""
+        """Is this node a floating-point input of the graph, and no weight? Such an input may be a stream of features."""
         if node.op != "placeholder" or not is_tensor(node) or not value(node).is_floating_point():
             return False
         index = compat.input_index(node)
         return index is not None and index < len(self.inputs.names) and index not in self.inputs.weights
 
     def _features(self, matmul: Matmul, near: int) -> list:
-        """The features that a matmul reads as they are handed to the graph."""
+        """The widths of the inputs of the graph among the sources `near` whose features this matmul contracts."""
         k = matmul.features[2]
         handed = (value(x) for x in self._nodes(near & ~self.made))
         return [k for x in handed if x.dim() >= 2 and same_size(x.shape[-1], k)]
@@ -143,7 +143,8 @@ class _Flow:
             sources ^= lowest
 
     def _is_added(self, matmul: Matmul) -> bool:
-        """Is its output, whatever becomes of it, added to something that it was computed from, or a gate to it?"""
+        """Is the output of this matmul, or a tensor computed from it, added to a stream that the matmul was computed from, or
+        multiplied with such a stream as a gate?"""
         node = matmul.node
         behind_it = {node}
         for user in self.before:  # in the order of the graph
@@ -155,7 +156,7 @@ class _Flow:
         return any(self.near.get(side, 0) & self.before[node] and _as_large(side, x) for x, side in sums)
 
     def _reads(self, node: Node) -> tuple[bool, bool]:
-        """Is what a matmul reads computed by a norm, a pool or a selection of tokens, and from a sum of residuals?"""
+        """(is this operand computed by a norm, a pool or a selection of tokens?, is it computed from a sum of residuals?)"""
         pooled = summed = False
         seen, stack = {node}, [node]
         while stack:
@@ -170,7 +171,7 @@ class _Flow:
         return pooled, summed
 
     def _is_residual(self, node: Node) -> bool:
-        """Is one side of a sum computed from the other by a product?"""
+        """Is this node a sum of which one side is computed from the other through a product?"""
         sides = [x for x in node.all_input_nodes if self.near.get(x, 0) and _as_large(x, node)]
         return any(
             self.before[source] & self.near[other]
@@ -190,7 +191,8 @@ def _as_large(side: Node, total: Node) -> bool:
 
 
 def _is_squashed(node: Node) -> bool:
-    """Does a tanh come next, and no scale behind it: is this a pooler, which makes features for what is not here?"""
+    """Does a tanh follow this node with no scale in between (a softcap has one)? Then the matmul is a pooler, whose output is
+    features for modules outside of this graph."""
     users = [user for user in node.users if not compat.is_backward(user)]
     while len(users) == 1 and (call_function(users[0], THROUGH)):
         users = [user for user in users[0].users if not compat.is_backward(user)]

@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Pass(Generic[T]):
-    """`run` changes its argument and returns what the log says of it. `optional`: the graph is right without it."""
+    """`run` changes its argument and returns a result for the log. `optional`: the graph is right without this pass."""
 
     name: str
     run: Callable[[T], object]
@@ -56,9 +56,9 @@ class Joint:
     inputs: Inputs
     policy: Policy
     device: Device | None  # decides what pays; None: everything pays
-    fnuz: bool  # the device's FP8 encoding
+    fnuz: bool  # the device uses the fnuz FP8 encodings
     capacity: tuple[int, int] | None  # rows of the two state inputs; None: the graph has no state
-    high_precision: bool  # only observe what would be quantized
+    high_precision: bool  # only observe the tensors that would be quantized
     inference: bool = False  # nothing to differentiate
     matmuls: list[Matmul] = field(default_factory=list)
     opaque: list[OpaqueRecord] = field(default_factory=list)
@@ -144,8 +144,8 @@ def run_joint(
     capacity: tuple[int, int] | None,
     high_precision: bool = False,
 ) -> Rewritten:
-    """Rewrite a joint graph in place. See `Joint` for the arguments; with `high_precision` the matmuls stay as they are, and
-    histories of amaxes are there when FP8 begins.
+    """Rewrite a joint graph in place. See `Joint` for the arguments. With `high_precision` the matmuls stay as they are, but
+    amaxes are recorded, so that histories exist when FP8 begins.
 
     Raises CapacityExceeded, before the graph is changed, if the slots do not fit.
     """
@@ -163,12 +163,12 @@ def run_joint(
 
 
 def run_post_grad(graph: Graph) -> None:
-    """Lower a partitioned graph in place: no operator of ours is left in it, but on a CPU those with scales of blocks."""
+    """Lower a partitioned graph in place: no operator of ours is left, except on a CPU those with scales of blocks."""
     _run(POST_GRAD, graph, graph)
 
 
 def skipped() -> tuple[str, ...]:
-    """The passes that FP8COMPILE_SKIP names. OptionError for a name that is no optional pass's."""
+    """The passes that FP8COMPILE_SKIP names. OptionError for a name of no optional pass."""
     names = tuple(filter(None, (name.strip() for name in os.environ.get(SKIP_VARIABLE, "").split(","))))
     every: tuple[Pass[Any], ...] = (*JOINT, *POST_GRAD)
     optional = [step.name for step in every if step.optional]

@@ -6,8 +6,8 @@
    vector = zeros(..); y8 = empty(..); launch(kernel, x, scale, y8, vector[0])
    update(.., vector[0:n])
 
-What is made of the graph's inputs alone, weights as a rule, goes to where it is read first. At the beginning, where it could be
-made, there would be a copy of each weight in memory before the first matmul, and none in the cache.
+A launch that reads nothing but inputs of the graph (a cast of a weight, as a rule) moves to its first reader. At the beginning
+of the graph, such launches would put a copy of each weight into memory before the first matmul, and none would be in the cache.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ def generated(*_: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def place(graph: Graph, groups: dict[Node, Made]) -> None:
-    """Replace the functional nodes by launches, and what reads them by what is written. The graph is in order."""
+    """Replace the functional nodes by launches, and their results by the tensors that the launches write. The graph must be in
+    topological order."""
     _sink(graph, groups)
     order = [node for node in graph.nodes if node in groups]
     numbers: dict[Node, int] = {}
@@ -63,7 +64,7 @@ def _sink(graph: Graph, groups: dict[Node, Made]) -> None:
         reader = min(node.users)
         while reader in made and reader.users:
             reader = min(reader.users)
-        if node not in groups or reader.op != "output":  # the end of a graph has its writes to its inputs
+        if node not in groups or reader.op != "output":  # not to the end, behind the graph's writes to its inputs
             min(node.users).prepend(node)
 
 
@@ -72,7 +73,7 @@ def _items(node: Node, group: Group) -> list[tuple[Node, Output]]:
 
 
 def _runs(gather: Node, numbers: dict[Node, int], launcher: launch.Launcher) -> list[Node]:
-    """The vectors to gather: amaxes that are neighbours in the graph's vector are one."""
+    """The vectors to gather. Amaxes that are neighbours in the graph's vector form one vector."""
     vectors: list[Node] = []
     run: list[int] = []
     for item in [*arg(gather, 0), None]:
@@ -106,7 +107,7 @@ def _launch(node: Node, group: Group, kernel: Kernel, numbers: dict[Node, int], 
 
 
 def _column_sum(item: Node, totals: Node, first: Any, size: Any) -> Node:
-    """One of the column sums of a kernel, as the graph has it."""
+    """One column sum of a kernel, with the dtype and shape of the node that it replaces."""
     emit = Emitter(item.graph, item, item)
     total = emit(aten.slice.Tensor, totals, 0, first, size)
     if value(item).dtype != value(total).dtype:

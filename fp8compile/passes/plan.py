@@ -1,4 +1,4 @@
-"""plan: which tensors are quantized, once each for all their readers, in which slots their scales are kept.
+"""plan: choose the tensors to quantize, each once for all its readers, and the slots that keep their scales.
 
     q = linear(h, w_q); k = linear(h, w_k)    ->    h: one `Operand`, slot (w_q, "input", 0), read by both
 
@@ -52,7 +52,7 @@ class Plan:
 
 
 def plan(matmuls: list[Matmul], fnuz: bool) -> Plan:
-    """The operands of all matmuls that become FP8; `fnuz`: the device's encoding. Changes nothing."""
+    """The operands of all matmuls that become FP8. `fnuz`: the device uses the fnuz encodings. Changes nothing."""
     made = Plan()
     uses: dict[Node, int] = {}  # parameter -> its fprops so far
     use_of: dict[Matmul, int] = {}
@@ -73,7 +73,7 @@ def plan(matmuls: list[Matmul], fnuz: bool) -> Plan:
             scaling = operand_key.scaling
             form = pick(scaling.wide, fnuz if scaling.encoding == "auto" else scaling.encoding == "fnuz")
             key = SlotKey(index, role, 0 if role == "weight" else use, _settings(scaling, form, role))
-            while key in taken:  # say, a dgrad and a wgrad that see different copies of their gradient
+            while key in taken:  # say, if a dgrad and a wgrad read different copies of their gradient
                 key = SlotKey(index, role, key.use + 1, key.settings)
             taken.add(key)
             operand = Operand(matrix, key, form, scaling, recipe, matmul.node)

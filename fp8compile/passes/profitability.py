@@ -3,12 +3,14 @@
     wq, wk, wv read h            one component: their casts of h are shared, so they are decided together
     wo reads y; fprop and dgrad share wo, dgrad and wgrad share dy
 
-Matmuls that share operands are a component. From "all in FP8" gemms, layers or the whole component are dropped as long as the
-estimated time falls; a component never ends slower than all in bf16, nor does the graph, with what scaling costs once a graph.
-Costs are those of `devices.cost`, by the sizes of the trace and by who makes and reads each tensor (`tensor_traffic`).
+Matmuls that share operands form a component. A search starts from all gemms in FP8, and from as few as the policy allows. It
+drops or takes in gemms, layers or the whole component as long as the estimated time falls. So no component ends slower than
+with the least FP8 that the policy allows (none, where it leaves all matmuls open). The same holds for the graph, including the
+costs of scaling that arise once a graph. `devices.cost` computes the costs from the sizes of the trace and from the nodes that
+compute and read each tensor (`tensor_traffic`).
 
-Only matmuls that the policy leaves open are dropped, with a reason that says by how much FP8 loses and from how many tokens it
-gains; those that it wants in FP8 stay, and what they cast is free for others. All get the estimates.
+Only matmuls that the policy leaves open are dropped. Their reason says by how much FP8 loses, and from how many tokens it
+gains. Matmuls that the policy wants in FP8 stay, and other gemms use their casts for free. All matmuls get the estimates.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from .tensor_traffic import Source, source
 
 SLOWER = "slower in FP8"
 SHORT = {"torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.float32": "fp32"}
-MOST_MOVES = 64  # in larger components only layers and the whole are dropped
+MOST_MOVES = 64  # gemms; in larger components only layers and the whole are dropped or taken in
 
 
 @dataclass(eq=False)
@@ -41,7 +43,7 @@ class Gemm:
     tokens: int
     dtype: str
     out_bytes: int
-    reads: list[tuple[Cast, tuple[str, bool]]] = field(default_factory=list)  # casts, and which layout of each
+    reads: list[tuple[Cast, tuple[str, bool]]] = field(default_factory=list)  # each cast, with the layout that is read
 
     @property
     def layer(self) -> Matmul:
@@ -54,7 +56,7 @@ class Gemm:
 
     @property
     def recipe(self) -> str:
-        """The finer scaling of its operands."""
+        """The recipe of the operand with the finer scaling."""
         return max((cast.recipe for cast, _ in self.reads), key=RECIPES.index)
 
     @property
@@ -63,7 +65,7 @@ class Gemm:
         return self.sizes[self.tokens]
 
     def seconds(self, device: Device, fp8: bool, grown: float = 1.0) -> float:
-        """Of the matmul alone. `grown`: with so many times the tokens."""
+        """Seconds of the matmul alone, with `grown` times as many tokens as in the trace."""
         m, n, k = (round(size * grown) if i == self.tokens else size for i, size in enumerate(self.sizes))
         if fp8:
             return cost.block_gemm(device, m, n, k, COSTS[self.recipe], self.out_bytes, self.dtype, self.matmul.emulated)
@@ -72,15 +74,15 @@ class Gemm:
 
 @dataclass(eq=False)
 class Base:
-    """A tensor in memory, with all that is cast from it."""
+    """A tensor that matmuls read, with all casts of it."""
 
     source: Source
     weight: bool
-    outside: bool  # does a matmul read it that stays in high precision in any case?
+    outside: bool  # does a matmul that stays in high precision in any case read the tensor?
     casts: list[Cast] = field(default_factory=list)
 
     def seconds(self, device: Device, chosen: set[Gemm], grown: float = 1.0) -> float:
-        """Its FP8 copies, and what those in high precision need of it."""
+        """Seconds for the FP8 copies that `chosen` read, and for the copy that readers in high precision need."""
         factor = 1.0 if self.weight else grown
         readers = [gemm for cast in self.casts for gemm, _ in cast.readers]
         demanded = [(cast, cast.layouts(chosen)) for cast in self.casts]
@@ -114,7 +116,7 @@ class Cast:
 
 
 def weigh(matmuls: list[Matmul], device: Device) -> int:
-    """Drop what does not pay on `device`, fill in the estimates; returns how many were dropped."""
+    """Drop the matmuls that do not gain from FP8 on `device`, and fill in the estimates; returns how many were dropped."""
     candidates = [matmul for matmul in matmuls if matmul.fp8 and all(map(hint, (matmul.m, matmul.n, matmul.k)))]
     if not device.has_fp8:
         left_open = [matmul for matmul in candidates if matmul.auto]
@@ -129,14 +131,15 @@ def weigh(matmuls: list[Matmul], device: Device) -> int:
     settled = _settle(device, parts)
     for part in parts:
         part.report(settled)
-    for matmul in matmuls:  # of those that stay, too: the whole of a step's matmuls is known then
+    for matmul in matmuls:  # also in high precision: then the time of all matmuls of a step is known
         if matmul.bf16_us is None:
             matmul.bf16_us = _high_precision(matmul, device)
     return sum(not gemm.matmul.fp8 for gemm in gemms)
 
 
 def _high_precision(matmul: Matmul, device: Device) -> float | None:
-    """Estimated microseconds of a matmul as it is. None where there is nothing to say: no rows, a dtype of no tensor core."""
+    """Estimated microseconds of a matmul in high precision. None if a size is 0 or unknown, or if no tensor core has the
+    dtype."""
     m, n, k, batch = map(hint, (matmul.m, matmul.n, matmul.k, matmul.batch))
     dtype = value(matmul.node).dtype
     if not (m and n and k and batch) or str(dtype) not in SHORT:
@@ -146,7 +149,8 @@ def _high_precision(matmul: Matmul, device: Device) -> float | None:
 
 
 def _settle(device: Device, parts: list[_Component]) -> str:
-    """What scaling costs once a graph must be saved by the graph, else all that is left open is dropped. Returns why, or ""."""
+    """Drop all matmuls that the policy leaves open, unless the graph saves more than scaling costs once a graph. Returns the
+    reason for dropping them, or ""."""
     chosen = {gemm for part in parts for gemm in part.chosen}
     insisted = {cast.recipe for part in parts for gemm in part.insisted for cast, _ in gemm.reads}
     names = {cast.recipe for gemm in chosen for cast, _ in gemm.reads} - insisted
@@ -160,7 +164,7 @@ def _settle(device: Device, parts: list[_Component]) -> str:
 
 
 def _model(candidates: list[Matmul]) -> list[Gemm]:
-    """The gemms with the tensors that they read; those of one base and recipe share its casts."""
+    """The gemms with the tensors that they read. Gemms that read the same base with the same scaling share its casts."""
     gemms: list[Gemm] = []
     bases: dict[Node, Base] = {}
     casts: dict[OperandKey, Cast] = {}
@@ -176,7 +180,7 @@ def _model(candidates: list[Matmul]) -> list[Gemm]:
             base = bases[matrix.base]
             key = matmul.operand_key(matrix, role)
             if key not in casts:
-                # a weight whose region is computed again, or is to be cast again, has its second copy from another read
+                # a weight that is recast, or whose region is recomputed, is read once more for its second copy
                 again = role == "weight" and (matmul.recipe.recast_weights or "recompute" in matmul.node.meta)
                 casts[key] = Cast(base, key.scaling.recipe, again)
                 base.casts.append(casts[key])
@@ -187,7 +191,8 @@ def _model(candidates: list[Matmul]) -> list[Gemm]:
 
 
 def _sizes(matmul: Matmul) -> tuple[tuple[int, int, int], int, str, int]:
-    """m, n, k; which of them is tokens: the one that the weight does not have; dtype; itemsize of the output."""
+    """(m, n, k); the position among them of the number of tokens, which is no size of the weight; dtype; itemsize of the
+    output."""
     sizes = (hint(matmul.m), hint(matmul.n), hint(matmul.k))
     weight = matmul.weight_operand
     tokens = 2 if weight is None else 1 if weight is matmul.a else 0
@@ -196,7 +201,7 @@ def _sizes(matmul: Matmul) -> tuple[tuple[int, int, int], int, str, int]:
 
 
 def _components(gemms: list[Gemm]) -> Iterator[list[Gemm]]:
-    """Gemms that share tensors, in the order of the graph."""
+    """Groups of gemms that share tensors, each in the order of the graph."""
     graph = networkx.Graph()
     graph.add_nodes_from(gemms)
     for gemm in gemms:
@@ -230,7 +235,8 @@ class _Component:
         return self.seconds(self.insisted) - self.seconds(self.chosen)
 
     def improve(self) -> None:
-        """From all in FP8, and from as little as the policy allows: change what helps most, until nothing does. The better."""
+        """Search from all gemms in FP8, and from as few as the policy allows: make the change that saves most until none saves.
+        Choose the best result."""
         found = [self.descend(set(start)) for start in (self.everything, self.insisted)]
         self.chosen = min((self.insisted, *found), key=self.seconds)
 
@@ -244,7 +250,7 @@ class _Component:
             chosen, best = changed, least
 
     def neighbours(self, chosen: set[Gemm]) -> Iterator[set[Gemm]]:
-        """A gemm, a layer or everything dropped, a gemm or a layer taken in."""
+        """`chosen` with one gemm, one layer or everything dropped or taken in."""
         free = self.everything - self.insisted
         groups = [{gemm} for gemm in self.gemms if gemm in free] if len(self.gemms) <= MOST_MOVES else []
         groups += [layer & free for layer in self.layers.values()]
@@ -254,12 +260,12 @@ class _Component:
             if group - chosen:
                 yield chosen | group
 
-    # -- what is said about it --
+    # -- the report --
 
     def report(self, settled: str) -> None:
         for gemm in self.gemms:
             matmul = gemm.matmul
-            state = self.chosen | self.layers[gemm.layer]  # what was dropped is told as it would be with its layer in FP8
+            state = self.chosen | self.layers[gemm.layer]  # a dropped gemm reports its costs with its layer in FP8
             matmul.bf16_us = 1e6 * gemm.seconds(self.device, False)
             matmul.fp8_us = 1e6 * gemm.seconds(self.device, True)
             matmul.cast_us = 1e6 * self.share(gemm, state)
@@ -268,7 +274,7 @@ class _Component:
                 matmul.reason = settled or self.reason(gemm)
 
     def reason(self, gemm: Gemm) -> str:
-        """What its layer (or the gemm alone, where the rest of the layer is FP8) would lose."""
+        """The reason for dropping a gemm: what its layer would lose in FP8, or the gemm alone if part of the layer is FP8."""
         layer = self.layers[gemm.layer]
         dropped = layer - self.chosen
         whole = dropped == layer
@@ -282,8 +288,8 @@ class _Component:
         return f"{text}; gains from m {start}" if whole and start is not None and start > gemm.m else text
 
     def share(self, gemm: Gemm, state: set[Gemm], grown: float = 1.0) -> float:
-        """Its part of what the copies of its operands cost beyond bf16; all readers of a tensor bear the same. Negative where
-        FP8 saves writing more than it writes."""
+        """Seconds that a gemm bears of the costs of its operands' copies beyond bf16. All readers of a tensor bear the same
+        part. Negative where FP8 saves more by not writing a tensor in high precision than it adds."""
         total = 0.0
         for base in dict.fromkeys(cast.base for cast, _ in gemm.reads):
             readers = {reader for cast in base.casts for reader, _ in cast.readers if reader in state}
@@ -292,7 +298,7 @@ class _Component:
         return total
 
     def break_even(self, key: Matmul) -> int | None:
-        """Tokens from which a layer gains, in all of its gemms and with all that shares its operands in FP8 as well."""
+        """The number of tokens from which a layer gains, if all its gemms and all gemms that share its operands are FP8."""
         layer = self.layers[key]
         signature = tuple(self.described(gemm) for gemm in self.gemms if gemm in layer)
         if signature not in self.known:
@@ -308,7 +314,7 @@ class _Component:
 
     @staticmethod
     def described(gemm: Gemm) -> tuple:
-        """What its estimates depend on: most layers of a model are alike."""
+        """All values that the estimates of a gemm depend on. Most layers of a model agree in them."""
         tensors = (
             (replace(cast.base.source, readers=frozenset()), cast.base.outside, cast.recipe, cast.again, len(cast.readers))
             for cast, _ in gemm.reads

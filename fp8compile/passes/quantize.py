@@ -1,4 +1,4 @@
-"""quantize: quantize each operand once, in the layouts that are read, and put FP8 matmuls in the place of the decided ones.
+"""quantize: cast each operand once, in the layouts that matmuls read, and replace the decided matmuls by FP8 matmuls.
 
     mm = mm(view(x), permute(w))
 
@@ -16,11 +16,11 @@ With one scale a row or a block, the two layouts of a tensor have scales of thei
     x8, x8t = quantize_both(x2d, scale_x, scale_xt, block)
     mm = block_mm(x8, w8, inv_x, inv_w, x_block, w_block)
 
-Scales are values of the forward that the backward needs as they were: they are tagged MUST_SAVE. So is the copy of an
-input that wgrad reads, and the transposed copy of a weight that dgrad reads: one byte an element, written while the tensor
-is at hand. With `recast_weights`, and where the user checkpoints, a weight is cast again in backward. So is an activation
-whose producer reads what the backward of that producer reads anyway (GELU, a norm): there, the transposed copy costs no more
-bytes than in forward, and none is kept.
+The backward needs the scales of the forward unchanged, so scales are tagged MUST_SAVE. So is the transposed copy of a weight,
+which dgrad reads: one byte an element, written while the tensor is at hand. The forward writes the transposed copy of an input,
+which wgrad reads, in the same way; whether to keep it is left to the partitioner. With `recast_weights`, and where the user
+checkpoints, a weight is cast again in backward. So is an activation whose producer reads tensors that the backward reads anyway
+(GELU, a norm): there, the transposed copy costs no more bytes than in forward, and none is kept.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class Written:
 
 
 def observe(graph: Graph, plan: Plan, pages: tuple[Node, Node]) -> Written:
-    """Leave the matmuls as they are, and take the amaxes of what has a slot: a high-precision phase that keeps histories."""
+    """Take the amax of each operand that has a slot, and leave the matmuls as they are: a high-precision phase that keeps
+    histories."""
     writer = _Writer(graph, plan, pages)
     for backward in (False, True):
         for operand in plan.direction(backward):
@@ -62,7 +63,7 @@ def quantize(graph: Graph, matmuls: list[Matmul], plan: Plan, pages: tuple[Node,
     writer = _Writer(graph, plan, pages)
     for backward in (False, True):
         if plan.direction(backward):
-            writer.snapshot(backward)  # first: what reads it goes right behind inputs, and behind views of them
+            writer.snapshot(backward)  # first: its readers are inserted right behind inputs, and behind views of inputs
     decided = [matmul for matmul in matmuls if matmul.fp8]
     for matmul in decided:
         writer.demand.update(
@@ -76,17 +77,18 @@ def quantize(graph: Graph, matmuls: list[Matmul], plan: Plan, pages: tuple[Node,
 class _Writer:
     def __init__(self, graph: Graph, plan: Plan, pages: tuple[Node, Node] | None):
         self.graph, self.plan, self.pages = graph, plan, pages
-        self.start = next(node for node in graph.nodes if node.op != "placeholder")  # what reads inputs goes before it
-        self.replaced: dict[Node, Node] = {}  # a matmul's output may be the next one's operand
+        self.start = next(node for node in graph.nodes if node.op != "placeholder")  # readers of inputs go before it
+        self.replaced: dict[Node, Node] = {}  # matmul -> its FP8 result, which may be an operand of the next matmul
         self.amaxes: dict[Operand, Node] = {}
-        self.scales: dict[tuple[Operand, str, bool], tuple[Node, Node]] = {}  # scale, inverse; of one or of both layouts
+        self.scales: dict[tuple[Operand, str, bool], tuple[Node, Node]] = {}  # (scale, inverse), of one layout or of both
         self.demand: set[tuple[Operand, str, bool]] = set()  # operand, shape as a matrix, transposed
         self.copies: dict[tuple[Operand, str, bool], Node] = {}
         self.snapshots: dict[bool, Node] = {}
         self.matrices: dict[tuple[Node, str], Node] = {}
 
     def operands(self, matmul: Matmul) -> list[tuple[Operand, Matrix, bool]]:
-        """What a and b are copies of, and in which layout: both K-major, [m, k] and [n, k]."""
+        """For a and b: the operand, its matrix, and whether the FP8 copy is transposed. Both copies are K-major, [m, k] and
+        [n, k]."""
         (a, role_a), (b, role_b) = matmul.roles
         return [(self.plan.of(a, role_a, matmul), a, a.transposed), (self.plan.of(b, role_b, matmul), b, not b.transposed)]
 
@@ -122,19 +124,19 @@ class _Writer:
         form, block = operand.format, list(operand.scaling.block)
         scale = self.scale_of(operand, matrix, transposed)[0]
         source = self.matrix(matrix, operand)
-        recompute = operand.reader.meta.get("recompute")  # as the user's checkpointing has it
+        recompute = operand.reader.meta.get("recompute")  # the tag of the user's checkpointing, if any
         kept = operand.key.role == "weight" and recompute is None and not operand.recipe.recast_weights
         both = {(operand, shape, False), (operand, shape, True)} <= self.demand
         if both and (kept or operand.key.role == "input"):
             scales = {layout: self.scale_of(operand, matrix, layout)[0] for layout in (False, True)}
-            behind = max(scales.values())  # in the order of the graph
+            behind = max(scales.values())  # the later one in the graph
             if not kept and recompute is None and _read_again(source):
                 for layout, how in ((False, None), (True, compat.MUST_RECOMPUTE)):
                     emit = self.after(scales[layout], operand, recompute=how)
                     made = emit(ops.quantize, source, scales[layout], form.dtype, form.max, layout, block)
                     self.copies[operand, shape, layout] = _of(operand, made)
             else:
-                # one operator, one read: the forward writes the copy that the backward reads, too
+                # one operator, one read: the forward writes its own copy and the one that the backward reads
                 emit = self.after(behind, operand, recompute=compat.MUST_SAVE if kept else recompute)
                 other = None if scales[True] is scales[False] else scales[True]
                 made = _of(operand, emit(ops.quantize_both, source, scales[False], form.dtype, form.max, other, block))
@@ -148,7 +150,7 @@ class _Writer:
         return self.copies[operand, shape, transposed]
 
     def scale_of(self, operand: Operand, matrix: Matrix, transposed: bool) -> tuple[Node, Node]:
-        """What an operand is scaled by, and the inverse: one for both layouts, or those of one layout."""
+        """(scale, inverse) of an operand: one pair for both layouts, or the pair of one layout."""
         block = operand.scaling.block
         key = (operand, "", False) if block == WHOLE else (operand, str(matrix.shape), transposed)
         if key not in self.scales:
@@ -169,7 +171,7 @@ class _Writer:
     def scales_of(self, operand: Operand, matrix: Matrix, transposed: bool) -> tuple[Node, Node]:
         """The scales of the blocks of one layout."""
         block = operand.scaling.block
-        if transposed and block.rows == block.columns:  # square ones are those of the other layout
+        if transposed and block.rows == block.columns:  # square blocks: the scales of the other layout, transposed
             known = self.scale_of(operand, matrix, False)
             emit = self.after(known[1], operand, recompute=compat.MUST_SAVE, ac_graph_id=None)
             scale, inverse = (emit(aten.permute.default, x, [1, 0]) for x in known)
@@ -197,7 +199,7 @@ class _Writer:
         return self.snapshots[backward]
 
     def matrix(self, matrix: Matrix, operand: Operand) -> Node:
-        """The base as a 2-D node. A copy only if its strides make a view impossible (Inductor fuses that into the casts)."""
+        """The base as a 2-D node: a view, or a copy if its strides allow no view. (Inductor fuses the copy into the casts.)"""
         base = self.replaced.get(matrix.base, matrix.base)
         rows, columns = matrix.shape
         key = (base, f"{rows} {columns}")
@@ -214,14 +216,14 @@ class _Writer:
         return self.matrices[key]
 
     def after(self, node: Node, operand: Operand, **meta) -> Emitter:
-        """Emits right behind `node` (behind the inputs, if it is one), for `operand`."""
+        """An emitter for nodes of `operand` right behind `node`, or behind all inputs if `node` is an input."""
         anchor = self.start if node.op == "placeholder" else node.next
         tag = "is_backward" if operand.backward else "is_forward"
         return Emitter(self.graph, anchor, operand.reader, **{"partitioner_tag": tag, **meta})
 
 
 def _of(operand: Operand, cast: Node) -> Node:
-    """A cast that says what it is of: telemetry reads it."""
+    """Note on a cast which operand it copies, for telemetry; returns the cast."""
     cast.meta["fp8_operand"] = operand.key
     return cast
 
@@ -258,7 +260,7 @@ _RESHAPES = (*VIEWS, *PERMUTES, aten.expand.default, operator.getitem)
 
 
 def _split_addend(matmul: Matmul) -> tuple[Node | None, Node | None]:
-    """(bias that the FP8 matmul adds, anything else that has to be added): at most one is there."""
+    """(bias that the FP8 matmul adds, any other addend, which is added afterwards): at least one is None."""
     node, addend = matmul.node, matmul.addend
     if addend is None:
         return None, None

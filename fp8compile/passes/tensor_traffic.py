@@ -1,10 +1,10 @@
-"""What FP8 copies of a tensor would cost in memory traffic: who makes it and who reads it, as the joint graph has it.
+"""The memory traffic that FP8 copies of a tensor would cause, from the nodes that compute and read it in the joint graph.
 
     g = mm(..); h = silu(g) * u          h: a kernel computes it from g and u, so a cast joins that kernel (`fused`), and if
     mm(h, w0); mm(h, w1)                    all its readers take FP8, nobody writes it in bf16
     y = attention(..); mm(y, w)          y: in memory; a cast reads it
 
-Changes nothing. Sizes are the hints of the trace.
+The graph is not changed. Sizes are the hints of the trace.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..ir.matmul import form_of
 
 _VIEWS = (*VIEWS, *PERMUTES, *SAME, aten.expand.default, aten.slice.Tensor, aten.select.int, operator.getitem)
 _JOINS = (aten.cat.default, aten.stack.default, aten.constant_pad_nd.default, aten.slice_scatter.default)
-MOST_NODES = 64  # of a producer; what is longer has something in memory on its way
+MOST_NODES = 64  # of a producer's kernel; a longer chain has a tensor in memory somewhere
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,8 @@ class Source:
     """A tensor that matmuls read.
 
     `elements`, `itemsize` (bytes, in memory), `fused`, `producer_bytes`, `scattered` are those of `cost.CastInput`. `shared`:
-    one who is no matmul reads it in memory (a residual, an attention, the caller), whatever matmuls do. `readers`: the matmuls.
+    a reader that is no matmul needs the tensor in memory (a residual, an attention, the caller), whatever the matmuls read.
+    `readers`: the matmuls that read the tensor.
     """
 
     elements: int
@@ -42,7 +43,7 @@ class Source:
 
 
 def source(matrix: Matrix) -> Source:
-    """What there is to know about the tensor behind an operand."""
+    """The `Source` of an operand's base tensor."""
     base = matrix.base
     elements = hint(matrix.shape[0]) * hint(matrix.shape[1])
     read = _producer_bytes(base)
@@ -53,10 +54,10 @@ def source(matrix: Matrix) -> Source:
 
 
 def _producer_bytes(base: Node) -> int | None:
-    """Bytes that the kernel which computes `base` reads; None if no kernel computes it that a cast could join.
+    """Bytes that the kernel of `base` reads; None if `base` has no kernel that a cast could join.
 
-    The walk back ends at what is in memory: what no pointwise kernel computes, and what others read, too (a residual stream).
-    In backward it ends at the tensors of the forward.
+    The walk back ends at tensors in memory: those that no pointwise kernel computes, and those that other nodes read as well (a
+    residual stream). In backward it ends at the tensors of the forward.
     """
     if not _computes(base):
         return None
@@ -68,7 +69,7 @@ def _producer_bytes(base: Node) -> int | None:
             if node not in members and is_tensor(node):
                 inputs[node] = None
         if not stack and len(members) < MOST_NODES:
-            # in the end: a node may be met before its other readers are known to be inside
+            # with an empty stack only: a node may be met before its other readers are known to be members
             stack = [x for x in inputs if _part(x) and compat.is_backward(x) == late and _internal(x, members, late)]
             members.update(stack)
             inputs = {node: None for node in inputs if node not in members}
@@ -76,7 +77,7 @@ def _producer_bytes(base: Node) -> int | None:
 
 
 def _internal(node: Node, members: set[Node], late: bool) -> bool:
-    """Is a tensor only read inside of the kernel? (Backward computes such a tensor again.)"""
+    """Is a tensor read only inside of the kernel, or also by the backward, which computes it again?"""
     return all(user in members or (not late and compat.is_backward(user)) for user in node.users)
 
 
@@ -85,21 +86,22 @@ def _part(node: Node) -> bool:
 
 
 def _computes(node: Node) -> bool:
-    """Is there arithmetic in what makes this tensor (and not only views of what a matmul or an attention has written)?"""
+    """Does a pointwise kernel compute this tensor? (A view of the output of a matmul or an attention is not computed.)"""
     node = _moved(node)
     return _part(node) and not call_function(node, _JOINS)
 
 
 def _moved(node: Node) -> Node:
-    """What a tensor is a view or a copy of."""
+    """The tensor that this one is a view, a cast or a copy of."""
     return behind(node, (*_VIEWS, *CASTS, aten.clone.default))
 
 
 def _readers(base: Node) -> tuple[set[Node], bool]:
-    """(matmuls that read a tensor, does anybody else need it in memory?).
+    """(matmuls that read a tensor, does any other reader need it in memory?).
 
-    Sums and pointwise operators of the same kernel do not need it: a bias gradient is a sum that the cast's kernel makes on the
-    way, and backward computes again what it can. A residual does: its other side is another tensor of the same size.
+    Sums, and pointwise operators of the backward, do not need a tensor of the forward in memory: the cast's kernel computes a
+    sum (a bias gradient) on the way, and the backward recomputes the tensor where it can. A residual needs the tensor: its
+    other side is another tensor of the same size.
     """
     matmuls: set[Node] = set()
     shared, seen, stack = False, {base}, [base]
@@ -127,6 +129,6 @@ def _reduces(node: Node) -> bool:
 
 
 def _bytes(node: Node) -> int:
-    """Of a tensor in memory; of a conversion, those of what is converted."""
+    """Bytes of a tensor in memory; for a cast, the bytes of its source."""
     node = behind(node, CASTS)
     return hint(value(node).numel()) * int(value(node).dtype.itemsize)

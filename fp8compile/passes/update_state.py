@@ -3,8 +3,8 @@
     vector = gather([amax_0, amax_1, ...]); [vector = all_reduce(vector, "max")]
     page' = update(page, scales, vector); copy_(page, page')
 
-The `copy_` is the graph's only mutation. Its tag says in which of the two graphs it belongs; nothing else reads the page
-but the snapshot, on which the update depends: the partitioner and Inductor may order the rest as they like.
+The `copy_` is the graph's only mutation. Its tag says which of the two graphs it belongs to. Only the snapshot reads the page,
+and the update depends on the snapshot, so the partitioner and Inductor may order all other nodes as they like.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ def update_state(graph: Graph, plan: Plan, written: Written, pages: tuple[Node, 
 
 
 def group_of(plan: Plan) -> str | None:
-    """The process group over whose ranks the amaxes of a graph are reduced, by name; None if they are not.
+    """The name of the process group over whose ranks the amaxes of a graph are reduced; None if they are not reduced.
 
-    OptionError where that cannot be: two groups in one graph, or all ranks in a stage of a pipeline, where each stage has other
-    graphs and waits for the one before.
+    OptionError where that is impossible: for two groups in one graph, and for the group of all ranks in a pipeline, because
+    each stage of a pipeline runs other graphs and waits for the stage before.
     """
     wanted = {operand.recipe.reduce_amax for operand in plan.operands.values() if operand.slot >= 0} - {False}
     groups = {name for given in wanted if (name := compat.group_name(given)) is not None}

@@ -1,8 +1,8 @@
-"""What a matmul is in the whole graph, where only a part of it is compiled.
+"""The kinds of matmuls in the whole graph, where only a part of it is compiled.
 
 DDPOptimizer cuts a graph where its buckets end. A product of two projections and the down projection behind it, a head and its
-loss, a gate and its softmax may then be in two graphs. So the forward of the whole graph is traced once, when the first part is
-compiled, and its matmuls keep the kinds that they have there.
+loss, or a gate and its softmax may then be in two graphs. So the forward of the whole graph is traced once, when the first part
+is compiled, and the matmuls of all parts keep the kinds that they have in the whole.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from .collect import collect
 
 logger = get_logger(__name__)
 
-KEPT = "fp8compile_kinds"  # among the whole graph's metadata: for the other parts
+KEPT = "fp8compile_kinds"  # key in the whole graph's metadata, which all its parts read
 
 
 def whole_kinds(gm: GraphModule) -> Mapping[str, tuple[str, ...]] | None:
-    """The kinds of the forward matmuls of each weight, by its name, in the graph that `gm` is a part of. None if it is whole,
-    or if the whole cannot be traced: then a part sees what it sees."""
+    """The kinds of the forward matmuls of each weight, by its name, in the graph that `gm` is a part of. None if `gm` is whole,
+    or if the whole graph cannot be traced: then each part is classified by itself."""
     found = compat.uncut(gm)
     if found is None:
         return None
