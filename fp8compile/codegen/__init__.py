@@ -1,1 +1,1 @@
-"""From our operators to what Inductor compiles. Knows no passes."""
+"""Turns our operators into ATen operators and Triton kernels, which Inductor compiles. Knows no passes."""

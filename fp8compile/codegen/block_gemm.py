@@ -1,17 +1,18 @@
-"""A matmul of FP8 operands with a scale a block of 128 along the contraction: the launch of `triton_kernels.fp8_gemm`.
+"""The launch of `triton_kernels.fp8_gemm`, a matmul of FP8 operands with a scale for each 128 elements along the contraction.
 
     for each 128 of K:   acc += (a[:, k] @ b[:, k]^T) * a_inv[row, k] * b_inv[col, k]
 
 It runs where cuBLASLt has no such matmul (`scaled_mm_kind.how`): on any GPU but Hopper, and for sizes that are unknown or
-uneven. wgrad contracts over tokens, so its K is a multiple of 16 and often none of 128. The tensor cores sum 128 products at a
-time, then the sums go on in float32: what DeepSeek-V3 (arXiv:2412.19437, section 3.3.2) does to keep the short accumulators of
-FP8 exact enough.
+uneven. wgrad contracts over tokens, so its K is a multiple of 16, but often not of 128. The tensor cores sum 128 products at a
+time, and the kernel adds up these sums in float32. DeepSeek-V3 (arXiv:2412.19437, section 3.3.2) does the same, because the
+short accumulators of FP8 are not exact enough for long sums.
 
-Either operand's blocks are 1 x 128 or 128 x 128. A tile has at most 128 rows and columns, so of the latter it needs one number
-a step; of the former a column of [K / 128, rows], which is copied into that order first, for neighbours to be read together.
+The blocks of an operand are 1 x 128 or 128 x 128. A tile has at most 128 rows and columns, so with 128 x 128 blocks it needs
+one number a step. With 1 x 128 blocks it needs a number for each of its rows. These scales are first copied to [K / 128, rows],
+so that neighbours are read together.
 
-Programs walk the result in groups of rows of tiles: what runs at a time shares its operands in the cache. Sizes that are known
-are constants of the kernel, others are arguments.
+Programs walk the result in groups of rows of tiles, so that programs that run together share operands in the cache. Sizes that
+are known are constants of the kernel, others are arguments.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from . import launch
 from .indexing import quotient, size_of
 from .scale_layouts import columns_first, copied, rows_first
 
-# (BLOCK_R, BLOCK_C, warps, stages), the default first. A stage takes 128 bytes of shared memory a row and column of the tile.
-# With 1 x 128 blocks of b, a thread holds a scale for each of its columns: there, tiles are small enough that nothing spills.
+# (BLOCK_R, BLOCK_C, warps, stages), the default first. A stage takes 128 bytes of shared memory for each row and each column of
+# the tile. With 1 x 128 blocks of b, a thread holds a scale for each of its columns: those tiles are small, so nothing spills.
 TILES = ((128, 128, 8, 3), (64, 128, 4, 4), (128, 64, 8, 4))
 COLUMN_TILES = ((64, 128, 4, 4), (128, 64, 8, 4))
 SMALL_TILES = ((128, 128, 8, 3), (64, 128, 4, 3), (64, 64, 4, 4))  # for 99 KB of shared memory
@@ -63,7 +64,7 @@ def launch_gemm(
     a_block: tuple[int, int],
     b_block: tuple[int, int],
 ) -> Node:
-    """Launch the kernel before `node`; returns the node of the result. `inline` puts a plain torch function there."""
+    """Launch the kernel before `node`; returns the node of the result. `inline` writes a plain torch function before a node."""
     from .triton_kernels import fp8_gemm
 
     emit = Emitter(node.graph, node, node)

@@ -1,4 +1,4 @@
-"""What a kernel has one of for each block of a tile: amaxes, scales, their inverses.
+"""Amaxes, scales and inverses of blocks in a kernel: one number for each block of a tile.
 
 A tile [BLOCK_R, BLOCK_C] holds whole blocks of `rows` x `columns` elements, so their amaxes need no pass of their own:
 
@@ -26,7 +26,7 @@ from .scales import Scale, computed_scale, of_amax
 
 
 class Writer(Protocol):
-    """What is needed of the writer of a kernel."""
+    """The part of a kernel's writer that `Tiles` needs."""
 
     group: Group
     domain: Domain
@@ -38,7 +38,7 @@ class Writer(Protocol):
 
 
 class Tiles:
-    """Writes to `lines`, behind the values of the tile at hand."""
+    """Appends the code for scales of blocks to `lines`, behind the values of the tile at hand."""
 
     def __init__(self, writer: Writer, lines: list[str], known: dict[Scale, str] | None = None):
         self.writer, self.lines = writer, lines
@@ -47,7 +47,7 @@ class Tiles:
         self.numbered: set[str] = set()
 
     def __call__(self, scale: Scale) -> str:
-        """The name of scales of blocks, or of inverses or amaxes: [BLOCK_R / rows, BLOCK_C / columns]."""
+        """The variable with the scales, inverses or amaxes of the tile's blocks: [BLOCK_R / rows, BLOCK_C / columns]."""
         node, writer = scale.node, self.writer
         if scale in self.known:
             return self.known[scale]
@@ -68,7 +68,7 @@ class Tiles:
         return name
 
     def spread(self, scale: Scale) -> str:
-        """An expression for a scale an element: [BLOCK_R, BLOCK_C]."""
+        """An expression for the scales of blocks, spread to one for each element: [BLOCK_R, BLOCK_C]."""
         name, rows, columns = self(scale), scale.rows, scale.columns
         if rows == 1 and columns == 1 or self.writer.group.span and scale.of_span:
             return name
@@ -82,19 +82,19 @@ class Tiles:
         return self.magnitudes[value]
 
     def offset(self, scale: Scale) -> tuple[str, str]:
-        """(` + ..` from the first scale to those of the tile's blocks, which of them there are)."""
+        """(` + ..`, the offset from the first scale to those of the tile's blocks; the mask of blocks inside of the matrix)."""
         value, text = scale.node.meta["val"], self.writer.text
         blocks = (self.numbers("row", scale.rows), self.numbers("col", scale.columns))
         offset, mask = "", []
         for name, d in zip(blocks, (1, 0) if scale.flipped else (0, 1), strict=True):
             stride = size_of(value.stride()[d])
             offset += f" + {name}" if stride == 1 else f" + {name} * {text(stride)}"
-            if not name.startswith("(span"):  # every span has a column
+            if not name.startswith("(span"):  # every span begins inside of the matrix
                 mask.append(f"({name} < {text(size_of(value.shape[d]))})")
         return offset, " & ".join(mask)
 
     def numbers(self, axis: str, size: int) -> str:
-        """The name of the numbers of the tile's blocks of `size` rows or columns."""
+        """The variable with the numbers of the tile's blocks of `size` rows or columns."""
         if size == 1:
             return axis
         if axis == "col" and size == self.writer.group.span:
@@ -109,10 +109,11 @@ class Tiles:
             self.lines.append(f"{name} = {text}.to(tl.int64)")
         return name
 
-    # -- spans: what there is one of for each row of 128 columns --
+    # -- spans: one number for each row of 128 columns --
 
     def amaxes_of_spans(self) -> list[str]:
-        """Writes what a strip adds to the amaxes of a span's rows; returns what comes before the strips."""
+        """Writes the lines with which a strip raises the amaxes of a span's rows; returns the lines that come before the
+        strips."""
         before = []
         for node in self.writer.group.tiles:
             if node.target is ops.amax_blocks and of_amax(node).of_span:
@@ -126,7 +127,8 @@ class Tiles:
         return before
 
     def scales_of_spans(self, pointers: dict[int, str]) -> None:
-        """Behind the strips: the amaxes, the scales made of them or read, and those to store."""
+        """Writes the lines behind the strips: the amaxes, the scales (computed from amaxes, or loaded), and the stores of those
+        that are outputs."""
         for scale, into in list(self.known.items()):
             self.known[scale] = self.writer.name("t")
             self.lines.append(f"{self.known[scale]} = tl.max({into}, 1, keep_dims=True).to(tl.float32, bitcast=True)")
@@ -139,12 +141,13 @@ class Tiles:
 
 
 def magnitude(value: str) -> str:
-    """The bits of magnitudes, int32: in the order of the magnitudes, NaN above infinity. 0 outside of the matrix."""
+    """An expression for the bits of magnitudes, int32. They are ordered like the magnitudes, with NaN above infinity. 0 outside
+    of the matrix."""
     return f"tl.where(inside, tl.abs({value}).to(tl.int32, bitcast=True), 0)"
 
 
 def _largest(bits: str, rows: int, columns: int) -> str:
-    """The largest of each block of a tile."""
+    """An expression for the largest bits in each block of a tile."""
     if rows == 1 and columns == 1:
         return bits
     blocks = f"tl.reshape({bits}, {_shape(rows, columns)})"

@@ -37,8 +37,8 @@ TRITON_DTYPE = {
 }
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
-# Statements before an expression: {name} is that of the result. tanh: |x| < 1/4 by the Taylor series to x^9, below 1e-8
-# relative; beyond by exp, whose error is absolute.
+# Statements before an expression: {name} is the name of the result. tanh: for |x| < 1/4 by the Taylor series to x^9, relative
+# error below 1e-8; for larger |x| by exp, whose error is absolute.
 PRELUDES: dict[Any, tuple[str, ...]] = {
     aten.tanh.default: (
         "{name}_2 = {0} * {0}",
@@ -51,7 +51,7 @@ _MAXIMUM = "tl.where(({0} > {1}) | ({0} != {0}), {0}, {1})"  # NaN wins, from ei
 _MINIMUM = "tl.where(({0} < {1}) | ({0} != {0}), {0}, {1})"
 
 FORMS: dict[Any, str] = {
-    aten.neg.default: "{0} * -1.0",  # as `-x`, older versions of Triton take it from 0
+    aten.neg.default: "{0} * -1.0",  # not `-x`, which older versions of Triton compute as 0 - x
     aten.abs.default: "tl.abs({0})",
     aten.exp.default: "tl.exp({0})",
     aten.exp2.default: "tl.exp2({0})",
@@ -113,7 +113,7 @@ INTEGER = (aten.where.self, aten.logical_not.default, aten.logical_and.default, 
 
 
 def supported(node: Node) -> bool:
-    """Can the operator of this node be written, for its arguments and dtypes?"""
+    """Can this node be written as a Triton expression, with its operator, arguments and dtypes?"""
     value = node.meta.get("val")
     if node.op != "call_function" or not isinstance(value, torch.Tensor) or value.dtype not in TRITON_DTYPE:
         return False
@@ -141,13 +141,13 @@ def supported(node: Node) -> bool:
 
 
 def prelude(node: Node, operands: list[str], name: str) -> list[str]:
-    """What has to stand before the expression of a node that is called `name`."""
+    """The statements before the expression of a node whose result is called `name`."""
     return [line.format(*operands, name=name) for line in PRELUDES.get(node.target, ())]
 
 
 def expression(node: Node, operands: list[str], name: str = "v") -> str:
-    """The Triton expression of a supported node, as a value of its dtype, held as the module says. Of a copy that changes
-    nothing, the operand."""
+    """The Triton expression of a supported node: a value of the node's dtype, held as the module's docstring says. For a copy
+    that changes nothing: the operand."""
     target, dtype = node.target, node.meta["val"].dtype
     if target in CONSTANTS:
         number: Any = node.args[1] if target is CONSTANTS[0] else node.args[0]

@@ -1,18 +1,19 @@
-"""A group: what one generated kernel computes. Found by `passes.fuse`, written by `kernel`.
+"""A group: the nodes that one generated kernel computes. `passes.fuse` finds groups, `kernel` writes them.
 
-A group walks a matrix [R, C] once. Its *inputs* are tensors in memory; its *outputs* are what someone outside reads:
+A group walks a matrix [R, C] once. Its *inputs* are tensors in memory; its *outputs* are the results that are read outside:
 
     copy        [R, C]            FP8: value * scale, saturated
     transposed  [C, R padded]     the same, transposed; rows padded with zeros to a multiple of 16
     value       as the node is    high precision
     row         as the node is    one element a row: a norm's statistics
-    blocks      as `replaces` is  one number a block of a tile: its scale, or the inverse of it
+    blocks      as `replaces` is  one number a block of a tile: its amax, its scale, or the inverse of that
     amax        [1]               the largest magnitude, into a slot of the graph's vector of amaxes
     column_amax [C, 1]            the largest magnitude of each column, into a part of that vector
-    sum         [C]               column sums, by partial ones of each block of rows: a bias gradient, say
+    sum         [C]               column sums, from a partial sum of each block of rows: a bias gradient, say
 
-Sums over a row (a norm's mean and variance) and its amax take a pass of their own over the row block before: it is read again
-from the cache, not from memory. What a tile holds whole (the amax of 1 x 128 elements, and with it their scale) takes none.
+Sums over a row (a norm's mean and variance) and the amax of a row take an earlier pass over the block of rows; the last pass
+reads the block again, from the cache, not from memory. The amax of a block that a tile holds whole (1 x 128 elements), and the
+scale computed from it, take no earlier pass.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Output:
     content: str
     node: Node  # what is stored, cast, or reduced
     replaces: Node  # the graph's node that this output stands for
-    scale: Scale | None = None  # of a cast; of `blocks`, where each number is
+    scale: Scale | None = None  # of a cast; for `blocks`: which block each number is for
     dtype: torch.dtype | None = None
     fp8_max: float = 0.0
 
@@ -49,7 +50,7 @@ class Group:
     members: dict[Node, None] = field(default_factory=dict)  # what is computed in the kernel
     levels: dict[Node, int] = field(default_factory=dict)  # sums over a row: the pass that computes them, from 0
     loads: set[tuple[Node, Index]] = field(default_factory=set)
-    tiles: dict[Node, None] = field(default_factory=dict)  # amaxes of blocks and what is made of them, in a tile
+    tiles: dict[Node, None] = field(default_factory=dict)  # amaxes of blocks, and scales and inverses made of them, in a tile
 
     @property
     def passes(self) -> int:
@@ -58,20 +59,21 @@ class Group:
 
     @property
     def scales(self) -> dict[Node, Scale]:
-        """Those that are read, one for all or one a block. (What there is one of a row or a column is an input.)"""
+        """The scales that the kernel reads, one for the matrix or one a block. (Scales of rows or columns are inputs.)"""
         return read_scales(self.outputs, self.tiles)
 
     @property
     def block(self) -> tuple[int, int]:
-        """What the sides of a tile must be multiples of."""
+        """(rows, columns): the sides of a tile must be multiples of these."""
         span = self.span
         blocks = [x for x in self._blocks if not (span and x.of_span)]
         return max((x.rows for x in blocks), default=1), max((x.columns for x in blocks), default=1)
 
     @property
     def span(self) -> int:
-        """Columns that a program takes strip by strip; 0: those of a tile. For blocks of 1 x 128 and of 128 x 1 together,
-        where a tile of both would not fit into the registers. Not with passes: `fuse` takes such a group apart."""
+        """Columns that a program takes strip by strip; 0 if there is no span. A span serves blocks of 1 x 128 together
+        with blocks of 128 x 1, where a tile that holds both would not fit into the registers. A group with passes has no span:
+        `fuse` takes such a group apart."""
         tall = any(x.rows == SPAN for x in self._blocks)
         fits = all(x.of_span or x.columns < SPAN for x in self._blocks)
         both = tall and fits and any(x.of_span for x in self._blocks)
@@ -80,7 +82,7 @@ class Group:
 
     @property
     def heavy(self) -> bool:
-        """Does it compute an exp or the like, which takes registers?"""
+        """Does the group compute an exp or the like, which takes many registers?"""
         return any(node.target in HEAVY for node in self.members)
 
     @property
@@ -96,7 +98,7 @@ def read_scales(outputs: Iterable[Output], tiles: Collection[Node]) -> dict[Node
     return {scale.node: scale for scale in scales if scale.node not in tiles}
 
 
-DEEPEST = 64  # operators in a chain: a longer one is cut, and read in the middle
+DEEPEST = 64  # operators in a chain; a longer chain is cut: the kernel reads a value in its middle
 
 
 class Walk:
@@ -117,7 +119,7 @@ class Walk:
         self.depth = 0
 
     def output(self, output: Output) -> None:
-        """Visit what an output is made of."""
+        """Visit the values that an output is computed from."""
         index = self.domain.row_index(output.node) if output.content == "row" else self.domain.full(sizes(output.node))
         assert index is not None
         self(output.node, index)
@@ -128,7 +130,7 @@ class Walk:
                 self(output.scale.node, self.domain.scale_index(output.scale.node, output.scale.granularity))
 
     def tile(self, scale: Scale) -> None:
-        """Visit scales of blocks, or what they are made of: if it is not in memory, it is computed in the tile."""
+        """Visit scales of blocks. If they are not in memory, the tile computes them: visit the tensor that they scale."""
         amax = amax_of(scale.node)
         if amax is None or any(self.stop(x) for x in (amax, scale.node)):
             return
@@ -188,7 +190,7 @@ class Walk:
 
 
 def statistics_of(node: Node) -> tuple[Node, str]:
-    """(the reduction, which of its results) of a node that is one: var_mean has two."""
+    """(the reduction, which of its results) of a node that is the result of a reduction: var_mean has two. Else (node, "")."""
     if node.op == "call_function" and node.target is operator.getitem:
         source = node.args[0]
         if isinstance(source, Node) and source.target is aten.var_mean.correction:
@@ -199,12 +201,13 @@ def statistics_of(node: Node) -> tuple[Node, str]:
 
 
 def _is_random(node: Node) -> bool:
-    """Numbers out of nothing: stop behind them, at the mask that is made of them."""
+    """Does this node draw random numbers? A kernel does not draw them: it reads the value that is made of them (a dropout
+    mask)."""
     return "inductor_prims" in str(node.target) or "rand" in str(node.target)
 
 
 def title(group: Group) -> str:
-    """Named after what it fuses: the operators that the user wrote, then what is written."""
+    """The kernel's name: the operators of the user's code that it fuses, then the kinds of its outputs."""
     names: dict[str, None] = {}
     for node in group.members:
         original = node.meta.get("original_aten")

@@ -1,9 +1,9 @@
 """Where an element of a tensor is, when a kernel walks a matrix [R, C] row by row and column by column.
 
-A tensor in a fused chain is a reshaped view of that matrix ([B, T, C]), something broadcast to it ([C], [T, C], [B, T, 1])
-or a permuted view. Its *index* says, dimension by dimension, what selects the element: a `Term` of the row or of the column
-number, or None for a dimension of one element. From the index of a result follow those of its operands; from the index of
-a tensor in memory and its strides, its address.
+A tensor in a fused chain is a reshaped view of that matrix ([B, T, C]), a tensor that is broadcast to it ([C], [T, C],
+[B, T, 1]) or a permuted view. Its *index* has an entry for each dimension, which selects the element: a `Term` of the row or of
+the column number, or None for a dimension of one element. The index of a result determines those of its operands. The index of
+a tensor in memory, with the tensor's strides, determines the address.
 
     x [B, T, C] of B*T rows: (row // T, row % T, col)      bias [C]: (col,)      rstd [B, T, 1]: (row // T, row % T, None)
 """
@@ -25,7 +25,7 @@ from .expressions import supported
 from .scales import FROM_AMAX, of_amax
 
 aten = torch.ops.aten
-VIEWS = (*RESHAPES, *PERMUTES, aten.expand.default)  # what computes nothing: its operand, at another index
+VIEWS = (*RESHAPES, *PERMUTES, aten.expand.default)  # compute nothing: the operand, at another index
 REDUCTIONS = (aten.sum.dim_IntList, aten.mean.dim, aten.var_mean.correction, ops.amax_blocks)
 
 
@@ -79,14 +79,15 @@ class Domain:
 
     @functools.lru_cache(maxsize=4096)  # noqa: B019  # domains are values, and few
     def full(self, shape: tuple[sympy.Expr, ...]) -> Index | None:
-        """The index of a tensor that holds the matrix in row-major order; None if the shape does not split so."""
+        """The index of a tensor that holds the matrix in row-major order; None if its dimensions do not split into those of the
+        rows and those of the columns."""
         for split in range(len(shape) + 1):
             if same(product(shape[:split]), self.rows) and same(product(shape[split:]), self.columns):
                 return (*_unravel("row", shape[:split]), *_unravel("col", shape[split:]))
         return None
 
     def is_full(self, node: Node) -> bool:
-        """Does it have as many elements as the matrix, in an order that we can follow?"""
+        """Does a node have as many elements as the matrix, in dimensions that split into those of rows and of columns?"""
         value = node.meta.get("val")
         return isinstance(value, torch.Tensor) and self.full(sizes(node)) is not None
 
@@ -105,7 +106,7 @@ class Domain:
         return tuple(None if size == 1 else next(terms)[0] for size in source)
 
     def operands(self, node: Node, index: Index) -> list[tuple[Node, Index] | Any] | None:
-        """The arguments of a node that can be computed in place, tensors with their index; None if it cannot be."""
+        """The arguments of a node, tensors with their index; None if the kernel cannot compute the node in place."""
         if node.op != "call_function":
             return None
         source = node.args[0] if node.args else None
@@ -117,7 +118,7 @@ class Domain:
             return [(source, tuple(index[order.index(d)] for d in range(len(order))))]
         if node.target is aten.expand.default:
             return [(source, _broadcast(index, sizes(node), sizes(source)))]  # type: ignore[arg-type]
-        if node.target in FROM_AMAX:  # what there is one of a row
+        if node.target in FROM_AMAX:  # a scale, or an inverse, for each row
             return [(source, index)] if index == self.row_index(node) else None  # type: ignore[list-item]
         if not supported(node):
             return None
@@ -128,7 +129,8 @@ class Domain:
         ]
 
     def reduction(self, node: Node) -> tuple[Node, bool] | None:
-        """(source, is it over rows' elements: one result a row) of a sum and the like over one of the two dimensions."""
+        """(source, is there one result a row?) of a sum, mean, variance or amax over one of the two dimensions; None for any
+        other node."""
         if node.op != "call_function" or node.target not in REDUCTIONS:
             return None
         source = arg(node, 0)
@@ -152,15 +154,16 @@ class Domain:
         return None
 
     def row_index(self, node: Node) -> Index | None:
-        """The index of a result with one element a row; None if its shape is not that."""
+        """The index of a result with one element a row; None if the node has another number of elements."""
         return _unravel("row", sizes(node)) if same(product(sizes(node)), self.rows) else None
 
     def scale_index(self, node: Node, axis: str) -> Index:
-        """The index of scales of which there is one a row or one a column."""
+        """The index of a tensor with one scale a row (`axis` "row") or one a column ("col")."""
         return _unravel(axis, sizes(node))
 
     def address(self, node: Node, index: Index) -> dict[tuple[str, sympy.Expr, sympy.Expr | None], sympy.Expr]:
-        """What selects an element in memory, from a tensor's first: {(axis, divisor, size): stride}, neighbours merged."""
+        """The offset of an element from a tensor's first, as terms {(axis, divisor, size): stride}. Neighbouring dimensions are
+        merged into one term."""
         strides = [size_of(s) for s in node.meta["val"].stride()]
         terms: list[tuple[Term, sympy.Expr]] = [(t, s) for t, s in zip(index, strides, strict=True) if t is not None and s != 0]
         merged: dict[tuple, sympy.Expr] = {}
@@ -186,7 +189,7 @@ _ONE_OPERAND = (torch.ops.prims.convert_element_type.default, aten._to_copy.defa
 
 
 def varies_with(index: Index) -> str:
-    """full, row, col or one: what a value at this index varies with."""
+    """What a value at this index varies with: "row", "col", "full" for both, "one" for neither."""
     axes = {term.axis for term in index if term is not None}
     return "full" if len(axes) == 2 else next(iter(axes), "one")
 
@@ -211,5 +214,5 @@ def _broadcast(index: Index, shape: tuple, source: tuple) -> Index:
 
 
 def _magnitude(expr: sympy.Expr) -> float:
-    """To put divisors in order: each is a multiple of the next."""
+    """A number to sort divisors by. (Each divisor is a multiple of the next.)"""
     return float(expr.subs({s: 1009 for s in expr.free_symbols}))

@@ -1,4 +1,4 @@
-"""Put a plain torch function in the place of a node: traced on the node's fake arguments, copied into its graph."""
+"""Write a plain torch function into a graph: trace it on the fake values of its arguments, and copy the trace's operators."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Inliner:
         nodes, spec = pytree.tree_flatten(args)
         tensors = [i for i, arg in enumerate(nodes) if isinstance(arg, Node)]
         values = [nodes[i].meta["val"] for i in tensors]
-        # which arguments are one tensor matters not: a trace sees them as different
+        # two arguments may be the same tensor: the key ignores this, and the trace sees them as different
         key = (function, spec, *map(_describe, values), *(str(arg) for i, arg in enumerate(nodes) if i not in tensors))
         if key not in self.traces:
 
@@ -43,7 +43,7 @@ class Inliner:
 
     @staticmethod
     def _copy(trace: GraphModule, before: Node, arguments: list[Node]) -> Node:
-        emit = Emitter(before.graph, before, before)  # computes values anew: two copies must not look like one storage
+        emit = Emitter(before.graph, before, before)  # computes fake values anew: two copies must not look like one storage
         given = iter(arguments)
         copies: dict[Node, Node] = {}
         for node in trace.graph.nodes:

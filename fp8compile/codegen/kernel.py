@@ -7,11 +7,12 @@
                                                         for each tile of the block: load, compute, store
 
 A program of one pass may also take a *span* of columns, strip by strip, where a tile of 128 x 128 elements is too much for the
-registers: once for the amaxes of its rows, once for the rest.
+registers. It walks over the strips twice: once for the amaxes of the span's rows, once for the rest.
 
-Values are named after their order (`v3`), inputs `x0`, scales `s0`, outputs `y0`. Scales of blocks are as many as a tile has
-blocks, [BLOCK_R / rows, BLOCK_C / columns], and are spread over it where they multiply. Offsets are 64-bit. Row numbers are
-[BLOCK_R, 1], column numbers [1, BLOCK_C], so a value that varies with one of them only is computed once a row or column.
+Values are named after their order (`v3`), inputs `x0`, scales `s0`, outputs `y0`. A tile has one scale for each of its blocks,
+[BLOCK_R / rows, BLOCK_C / columns]; these are spread over the tile where values are multiplied with them. Offsets are 64-bit.
+Row numbers are [BLOCK_R, 1], column numbers [1, BLOCK_C], so a value that varies with one of them only is computed once a row
+or column.
 """
 
 from __future__ import annotations
@@ -36,21 +37,21 @@ from .scales import FROM_AMAX, SPAN, Scale, computed_scale
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel's source and what to call it with."""
+    """A kernel's source, and the nodes, outputs and symbols that it is called with."""
 
     name: str
     source: str
     inputs: tuple[Node, ...]
     scales: tuple[Node, ...]
     outputs: tuple[Output, ...]  # those with a pointer of their own
-    sums: tuple[Output, ...]  # these share one: [blocks of rows, sums * columns]
+    sums: tuple[Output, ...]  # these share one pointer: [blocks of rows, sums * columns]
     amaxes: tuple[Output, ...]
     column_amaxes: tuple[Output, ...]
     symbols: tuple[sympy.Symbol, ...]
     row_blocks: bool  # a program is a block of whole rows
     heavy: bool  # computes an exp or the like, which takes registers
     block: tuple[int, int]  # what the sides of a tile must be multiples of
-    span: int  # columns that a program takes strip by strip, 0: those of a tile
+    span: int  # columns that a program takes strip by strip; 0 if there is no span
 
     @property
     def parameters(self) -> list[str]:
@@ -146,7 +147,7 @@ class _Writer:
         return replace(kernel, name=name, source=source)
 
     def comments(self) -> list[str]:
-        """What is what: each pointer with its dtype and shape."""
+        """The comments of the kernel: inputs and scales of blocks with dtype and shape, outputs with content and dtype."""
         lines = []
         blocks = {node: name for node, name in self.scales.items() if self.group.scales[node].granularity == "tile"}
         for node, name in {**self.inputs, **blocks}.items():
@@ -157,7 +158,7 @@ class _Writer:
             lines.append(f"# {self.pointers[id(output)]}: {output.content} {_dtype(output.dtype or node.meta['val'].dtype)}")
             if scale is not None and scale.granularity != "one":
                 lines[-1] += f", a scale for {scale.rows or 'all'} x {scale.columns or 'all'}"
-        return lines  # and s: float32, a scale; amax: int32, the bits of a float32; sums: float32
+        return lines  # not listed: single scales (s), float32; amax, int32 bits of a float32; sums, float32
 
     def columns(self, columns: str) -> list[str]:
         lines = ["col = start + tl.arange(0, BLOCK_C)[None, :].to(tl.int64)", f"col_inside = col < {columns}"]
@@ -194,7 +195,7 @@ class _Writer:
             elif part == "var":
                 correction = whole.kwargs.get("correction", 1)
                 total = f"tl.div_rn({total}, {size} - {number_text(float(correction))})"  # type: ignore[arg-type]
-            if part == "mean" and whole is not node:  # the variance is about the mean before it is rounded
+            if part == "mean" and whole is not node:  # the variance takes the mean before it is rounded
                 self.means[whole] = self.name("mean")
                 last.append(f"{self.means[whole]} = {total}")
                 total = self.means[whole]
@@ -262,8 +263,8 @@ class _Writer:
         return f"{text}.to(tl.float32)" if dtype in FLOATS else f"{text} != 0" if dtype == torch.bool else text
 
     def offset(self, node: Node, index: Index, *varying: str) -> str:
-        """` + ...`: from a tensor's first element to those at `index`. As many as rows or columns (`varying`), even if a
-        matrix of one row or column has no term for them."""
+        """` + ...`: the offset from a tensor's first element to those at `index`. It has an element for each row or column
+        (`varying`), even if a matrix of one row or column has no term for them."""
         parts = []
         for (axis, divisor, size), stride in self.domain.address(node, index).items():
             text = axis if divisor == 1 else f"{axis} // {self.text(divisor)}"
@@ -373,12 +374,12 @@ def padded_rows(rows: sympy.Expr) -> sympy.Expr:
 
 
 def _python(expr: sympy.Expr) -> str:
-    """Raises Unwritable for what has no form in a kernel."""
+    """An integer expression as text. Raises Unwritable if it has no form in a kernel."""
     if expr.is_Integer or expr.is_Symbol:
         return str(expr)
     if expr.is_Pow and expr.exp.is_Integer and expr.exp > 0:
         return " * ".join([f"({_python(expr.base)})"] * int(expr.exp))
-    if type(expr).__name__ in ("Max", "Min"):  # of one or more: how many blocks there are
+    if type(expr).__name__ in ("Max", "Min"):  # of one or more arguments: a number of blocks, say
         return functools.reduce(lambda a, b: f"tl.{type(expr).__name__.lower()}imum({a}, {b})", map(_python, expr.args))
     sign = {"Add": " + ", "Mul": " * ", "FloorDiv": " // ", "Mod": " % ", "PythonMod": " % "}.get(type(expr).__name__)
     if sign is None:

@@ -1,14 +1,15 @@
-"""A generated kernel in the graph that Inductor compiles: allocate the outputs, launch, hand them on.
+"""Write a generated kernel into the graph that Inductor compiles: allocate the outputs, launch, hand the outputs on.
 
     y0 = empty(...); y1 = empty(...)
     triton_kernel_wrapper_mutation(kernel, grid, x0=.., s0=.., y0=y0, y1=y1, amaxes=vector, ..)
 
-Inductor launches it as one of its own: with its launcher, under CUDA graphs, tuned over the kernel's configurations at the
-first launch, the choice cached on disk. The amaxes of a graph are one int32 vector, zeroed once, that each kernel raises by
-atomic maxima on the bits of magnitudes: NaN is above infinity, and the order does not matter. Amaxes of columns are parts of
-the same vector. Scales and amaxes are passed
-as views of one element, each 16-byte aligned: with a slot's number as an argument Inductor would take each launch for a
-kernel of its own, and tune it.
+Inductor treats the kernel as one of its own: it uses its own launcher, records launches in CUDA graphs, tunes over the kernel's
+configurations at the first launch, and caches the choice on disk.
+
+The amaxes of a graph are elements of one int32 vector, zeroed once. Kernels raise them by atomic maxima on the bits of
+magnitudes: the bits of NaN are above those of infinity, and the order of the maxima does not matter. Amaxes of columns are
+parts of the same vector. Scales and amaxes are passed as views of one element, each 16-byte aligned. With a slot's number as an
+argument, Inductor would take each launch for a kernel of its own, and tune each.
 """
 
 from __future__ import annotations
@@ -28,25 +29,25 @@ from .kernel import Kernel, padded_rows
 
 DEVICES = ("cuda",)  # where Triton's kernels run
 
-AMAX_STRIDE = 4  # int32: 16 bytes
-AMAX_BITS = "fp8_amax_bits"  # in the metadata of amaxes: they are a float32 view of int32, see `amax_bits`
+AMAX_STRIDE = 4  # int32 elements from one amax to the next: 16 bytes
+AMAX_BITS = "fp8_amax_bits"  # metadata key of amaxes that are a float32 view of int32, see `amax_bits`
 
-# (BLOCK_R, BLOCK_C, warps), the default first. A kernel that writes column sums has one row of them a block of rows: there,
-# blocks are tall, and their height is fixed. Tall, too, where columns have an amax: an atomic maximum a block of rows. Where
-# blocks of elements share a scale, tiles hold whole ones.
-# With exp and the like a thread takes 16 elements instead of 32: else they spill.
+# (BLOCK_R, BLOCK_C, warps), the default first. A kernel with column sums writes a row of partial sums for each block of rows:
+# its blocks are tall, and their height is fixed. Blocks are tall for column amaxes, too: each block of rows costs an atomic
+# maximum. Where blocks of elements share a scale, a tile holds whole blocks.
+# With exp and the like a thread takes 16 elements instead of 32: with 32, registers would spill.
 TILES = ((64, 128, 8), (64, 64, 4), (32, 128, 4), (128, 64, 8), (128, 32, 4), (128, 128, 16), (128, 128, 8))
 TALL_TILES = ((128, 64, 8), (128, 32, 4), (128, 128, 16), (128, 128, 8))
 HEAVY_TILES = ((64, 64, 8), (32, 128, 8), (64, 128, 16), (128, 64, 16), (128, 32, 8), (128, 16, 4), (128, 128, 32))
 HEAVY_TALL_TILES = ((128, 64, 16), (128, 32, 8), (128, 16, 4), (128, 128, 32), (32, 128, 8))
 ROW_BLOCKS = ((16, 256, 8), (32, 128, 8), (16, 128, 4), (32, 64, 4))
 TALL_ROW_BLOCKS = ((32, 128, 8), (32, 64, 4))
-MOST_ROWS = 32  # whole ones that a program takes
+MOST_ROWS = 32  # whole rows that a program takes
 SPANS = ((128, 32, 8), (128, 16, 8))
 
 
 def apart(group: Group) -> bool:
-    """Does `fuse` make two kernels of it? Blocks ask for more whole rows than a program takes."""
+    """Does `fuse` make two kernels of this group, because its blocks need more whole rows than a program takes?"""
     return bool(group.passes) and group.block[0] > MOST_ROWS
 
 
@@ -65,7 +66,7 @@ def configurations(kernel: Kernel) -> tuple[tuple[int, int, int], ...]:
         choices = TALL_TILES if tall else TILES
     rows, columns = kernel.block
     choices = tuple(x for x in choices if x[0] % rows == 0 and x[1] % columns == 0)
-    if kernel.heavy and kernel.block != (1, 1):  # scales take registers, too, and 16 warps have 128 of them a thread
+    if kernel.heavy and kernel.block != (1, 1):  # scales take registers, too, and with 16 warps a thread has only 128
         choices = tuple(x for x in choices if x[2] <= 8) or choices
     if kernel.sums:
         choices = tuple(x for x in choices if x[0] == choices[0][0])
@@ -73,12 +74,12 @@ def configurations(kernel: Kernel) -> tuple[tuple[int, int, int], ...]:
 
 
 def row_blocks(kernel: Kernel, rows: sympy.Expr) -> sympy.Expr:
-    """How many blocks of rows the default configuration has: the rows of partial sums."""
+    """The number of blocks of rows in the default configuration, and so of rows of partial sums."""
     return _blocks(padded_rows(rows), configurations(kernel)[0][0])
 
 
 def grid(kernel: Kernel, rows: sympy.Expr, columns: sympy.Expr, block: tuple[int, int, int]) -> sympy.Expr:
-    """The programs that cover the matrix and its padding."""
+    """The number of programs that cover the matrix and its padding."""
     blocks = _blocks(padded_rows(rows), block[0])
     return blocks if kernel.row_blocks else blocks * _blocks(columns, kernel.span or block[1])
 
@@ -89,7 +90,7 @@ def tuned(kernel: Any, configs: tuple[tuple[int, ...], ...], restore: tuple[str,
     is (BLOCK_R, BLOCK_C, warps) or (.., stages). `restore`: arguments that a benchmark must not leave changed."""
     import triton
 
-    most = 1024 // (64 if torch.version.hip else 32)  # threads of a program, in warps
+    most = 1024 // (64 if torch.version.hip else 32)  # warps of a program: it has at most 1024 threads
     made = [
         triton.Config({"BLOCK_R": r, "BLOCK_C": c}, num_warps=min(warps, most), num_stages=(*stages, 3)[0])  # 3 is Triton's own
         for r, c, warps, *stages in configs
@@ -98,13 +99,13 @@ def tuned(kernel: Any, configs: tuple[tuple[int, ...], ...], restore: tuple[str,
 
 
 def aligned(size: int) -> int:
-    """As many int32, up to a multiple of 16 bytes."""
+    """`size` int32 elements, rounded up to a multiple of 16 bytes."""
     return -(-size // AMAX_STRIDE) * AMAX_STRIDE
 
 
 def amax_bits(amaxes: Node) -> Node | None:
-    """The part of the int32 vector that `Launcher.amaxes` has made these a float32 view of; None for any other amaxes. A kernel
-    reads the bits where they are; the view would be a kernel of its own."""
+    """The part of the int32 vector of which `Launcher.amaxes` made these amaxes a float32 view; None for any other amaxes. A
+    kernel reads the int32 bits where they are; the view would be a kernel of its own."""
     return arg(amaxes, 0) if AMAX_BITS in amaxes.meta else None
 
 
@@ -112,7 +113,8 @@ class Launcher:
     """Writes launches into a graph."""
 
     def __init__(self, graph: Graph, amaxes: int, like: Node, columns: int = 0):
-        """`columns`: of all matrices together whose columns have an amax each, of known width."""
+        """`amaxes`: how many amaxes of whole matrices there are. `columns`: elements for all amaxes of columns, as far as the
+        width of the matrix is known."""
         self.graph, self.like = graph, like
         self.symbols: dict[sympy.Expr, Node] = {}
         self.vector: Node | None = None
@@ -124,9 +126,9 @@ class Launcher:
     def __call__(
         self, before: Node, kernel: Kernel, rows: sympy.Expr, columns: sympy.Expr, inputs: dict[str, Any], slots: list[int]
     ) -> tuple[list[Node], list[Node]]:
-        """Launch a kernel. `inputs`: its parameters that are tensors or numbers; `slots`: where its amaxes go.
-        Returns the nodes of its outputs (partial column sums last, if any), and of its amaxes: [1] float32 each, then [C, 1]
-        float32 each of columns."""
+        """Launch a kernel. `inputs`: its parameters that are tensors or numbers; `slots`: the numbers of its amaxes in the
+        vector. Returns the nodes of its outputs (partial column sums last, if any), and of its amaxes: [1] float32 each, then
+        those of columns, [C, 1] float32 each."""
         emit = self._emitter(before)
         outputs = [self._empty(emit, kernel, output, rows, columns) for output in kernel.outputs]
         tensors = dict(inputs)
@@ -159,12 +161,12 @@ class Launcher:
         return emit(aten.full.default, [size], 0, dtype=torch.int32, device=device, pin_memory=False)
 
     def _emitter(self, before: Node) -> Emitter:
-        """Emits for the module that `before` belongs to."""
+        """An emitter of nodes before `before`, for the same module."""
         stacks = {name: before.meta.get(name) for name in ("nn_module_stack", "fwd_nn_module_stack")}
         return Emitter(self.graph, before, self.like, **stacks)
 
     def amaxes(self, before: Node, first: int, count: int) -> Node:
-        """[count] float32: neighbours in the vector."""
+        """[count] float32: amaxes that are neighbours in the vector, from number `first` on."""
         emit = self._emitter(before)
         bits = emit(aten.as_strided.default, self.vector, [count], [AMAX_STRIDE], AMAX_STRIDE * first)
         amaxes = emit(aten.view.dtype, bits, torch.float32)
@@ -197,13 +199,14 @@ class Launcher:
         )
 
     def totals(self, before: Node, kernel: Kernel, outputs: list[Node]) -> dict[int, tuple[Node, Any, Any]]:
-        """For each column sum of a kernel: the vector that it is in, its first element, and where it ends."""
+        """For each column sum of a kernel, by the id of its output: the vector that holds it, its first element there, and the
+        element behind its last."""
         if not kernel.sums:
             return {}
         emit = self._emitter(before)
         total = emit(aten.sum.dim_IntList, outputs[-1], [0])
         dtypes = {output.replaces.meta["val"].dtype for output in kernel.sums}
-        if len(dtypes) == 1 and dtypes != {torch.float32}:  # all at once: the slices are views
+        if len(dtypes) == 1 and dtypes != {torch.float32}:  # convert all sums at once: slices of the result are views
             total = emit(torch.ops.prims.convert_element_type.default, total, dtypes.pop())
         columns = size_of(total.meta["val"].shape[0]) / len(kernel.sums)
         edges = [self.number(emit, columns * i) for i in range(len(kernel.sums) + 1)]

@@ -1,11 +1,11 @@
-"""Our operators as plain torch functions for Inductor to fuse, by device.
+"""Our operators as plain torch functions for Inductor to fuse.
 
-What the shapes below are for:
+Why the functions have their form:
 
 * amax is taken in two stages, rows first: Inductor puts the first stage into the producer's or the cast's kernel, and
   the second stages of a graph are gathered into one reduction for all tensors with equally many rows.
 * Scales of a direction are copied out of the page once; a slot's scale is a view of that copy (`as_strided` makes
-  Inductor keep it as one buffer), so there is no one-number kernel a slot.
+  Inductor keep the copy as one buffer), so no slot needs a kernel for one number.
 
 Matmuls are in `scaled_mm`.
 """
@@ -26,7 +26,7 @@ def row_amax(x: Tensor) -> Tensor:
     """First stage: [R, C] -> [R] float32, [1] if x is empty. NaN propagates."""
     if x.numel() == 0:
         return x.new_zeros(1, dtype=torch.float32)
-    # float32 here and not later: what is reduced can then be written where it is gathered
+    # float32 before the reduction, not after: the reduction can then write straight into the gathered vector
     return x.abs().to(torch.float32).amax(-1)
 
 
@@ -57,8 +57,9 @@ def amax_blocks(x: Tensor, transposed: bool, block: Sequence[int]) -> Tensor:
 
 
 def quantize(x: Tensor, scale: Tensor, dtype: torch.dtype, fp8_max: float, block: Sequence[int] = (0, 0)) -> Tensor:
-    """[R, C] -> [R, C], row-major and kept so: Inductor would pad rows, which ATen's row-wise kernel for sm_89 does not know
-    of, and would turn the copy round where its input is, which no FP8 matmul takes."""
+    """[R, C] -> [R, C], row-major, in strides that Inductor has to keep. Left to itself, Inductor would pad rows, which ATen's
+    row-wise kernel for sm_89 does not expect, and would transpose the copy where the input is transposed, which no FP8 matmul
+    takes."""
     copy = ops.cast(x, ops.spread(scale, x.shape, block), dtype, fp8_max)
     return _dense(copy, *x.shape)
 
@@ -66,7 +67,7 @@ def quantize(x: Tensor, scale: Tensor, dtype: torch.dtype, fp8_max: float, block
 def quantize_transposed(
     x: Tensor, scale: Tensor, dtype: torch.dtype, fp8_max: float, block: Sequence[int] = (0, 0)
 ) -> Tensor:
-    """[R, C] -> [C, R padded to a multiple of 16], row-major and kept so."""
+    """[R, C] -> [C, R padded to a multiple of 16], row-major, in strides that Inductor has to keep."""
     columns, rows = x.shape[1], x.shape[0]
     padded = ops.padded_rows(rows)
     if scale.dim() == 2:
@@ -78,13 +79,13 @@ def quantize_transposed(
 
 
 def _dense(copy: Tensor, rows: int, columns: int) -> Tensor:
-    """In memory of its own, without gaps."""
-    copy = copy.clone(memory_format=torch.contiguous_format)  # a pad's strides are not the same traced and in eager
+    """`copy` as [rows, columns] in memory of its own, without gaps."""
+    copy = copy.clone(memory_format=torch.contiguous_format)  # a pad has other strides in a trace than in eager mode
     return row_major(copy, [rows, columns])
 
 
 def row_major(x: Tensor, shape: Sequence) -> Tensor:
-    """x, which begins its memory and fills it, as `shape` in row-major order. Inductor keeps that, whatever it would choose."""
+    """x as `shape` in row-major order, which Inductor has to keep. x must begin where its memory begins, and fill it."""
     strides = [1]
     for size in reversed(shape[1:]):
         strides.insert(0, strides[0] * size)

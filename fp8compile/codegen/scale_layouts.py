@@ -1,4 +1,4 @@
-"""How matmuls want the inverses of scales in memory, as plain torch functions.
+"""The memory layouts in which matmuls expect the inverses of scales, as plain torch functions.
 
 An inverse is float32, one a block: [rows / block rows, columns / block columns], rounded up.
 """
@@ -15,10 +15,11 @@ from .lowerings import row_major
 
 
 def swizzled(inverse: Tensor) -> Tensor:
-    """[rows, K / 32] powers of two -> E8M0 in the order of cuBLASLt's 1D block scales, flat: 128 x 4 scales at a time, four
-    rows that are 32 apart beside each other. Rounded up to whole tiles, with zeros.
+    """[rows, K / 32] powers of two -> E8M0 in the order of cuBLASLt's 1D block scales, flat: tile by tile of 128 x 4 scales. In
+    a tile, the scales of four rows that are 32 apart stand beside each other. Zeros fill up the last tiles.
 
-    A float32 power of two is its exponent's bits alone, which are E8M0's (bias 127); 2^-127, the least, is zero in both.
+    A float32 power of two has a mantissa of zeros, and its exponent bits are its E8M0 bits (bias 127). In both formats the
+    exponent bits of 2^-127, the smallest E8M0 number, are zero.
     """
     rows, columns = inverse.shape
     tall, wide = ops.blocks(rows, 128), ops.blocks(columns, 4)
@@ -34,22 +35,22 @@ def columns_first(inverse: Tensor) -> Tensor:
 
 
 def rows_first(inverse: Tensor) -> Tensor:
-    """[rows, blocks] in row-major order: a weight's transposed copy has its scales as a permuted view."""
+    """[rows, blocks] in row-major order. (The scales of a weight's transposed copy are a permuted view.)"""
     return stored(inverse, list(inverse.shape))
 
 
 def of_blocks(inverse: Tensor, block: Sequence[int]) -> Tensor:
-    """[rows, blocks] as cuBLASLt has them: of 1 x 128 blocks column by column, of 128 x 128 blocks row by row."""
+    """[rows, blocks] in cuBLASLt's order: for 1 x 128 blocks column by column, for 128 x 128 blocks row by row."""
     return columns_first(inverse).t() if block[0] == 1 else rows_first(inverse)
 
 
 def of_rows(inverse: Tensor, copy: Tensor) -> Tensor:
-    """One inverse a row of `copy`, [rows, 1], whether there is one or many."""
+    """One inverse for each row of `copy`, [rows, 1], also where all rows share one."""
     return inverse.reshape(1, 1).expand(copy.shape[0], 1) if inverse.dim() == 1 else inverse
 
 
 def stored(x: Tensor, shape: Sequence) -> Tensor:
-    """x as `shape` in row-major order: as it is, or in memory of its own."""
+    """x as `shape` in row-major order: x itself, or a copy where x may have gaps, another order or an offset."""
     # a symbolic size must not be asked whether it is 1
     known = all(isinstance(size, int) for size in x.shape)
     if not (known and x.is_contiguous() and x.storage_offset() == 0):  # as_strided counts from where the storage begins
@@ -58,5 +59,5 @@ def stored(x: Tensor, shape: Sequence) -> Tensor:
 
 
 def copied(x: Tensor) -> Tensor:
-    """In memory of its own, row by row."""
+    """A copy of x in memory of its own, row by row."""
     return x.clone(memory_format=torch.contiguous_format)

@@ -1,18 +1,18 @@
-"""How FP8 matmuls are lowered: which form is taken when, and the forms.
+"""The lowering of FP8 matmuls: the forms that a matmul can take, and the choice between them.
 
-`lower_scaled_mm` and `lower_block_mm` say which form an operator of ours becomes. Where operands have several scales, the form
-depends on the device, the blocks and the sizes: `scaled_mm_kind.how`.
+`lower_scaled_mm` and `lower_block_mm` choose the form that an operator of ours becomes. Where operands have several scales, the
+form depends on the device, the blocks and the sizes: `scaled_mm_kind.how`.
 
-In all forms: a [M, K] and b [N, K] FP8, row-major; the inverse of a scale, float32, one a block, [rows / block rows, columns /
-block columns] rounded up, or [1] for one scale; bias [N] or None. The result is [M, N] of `out_dtype`. All forms are plain
-torch functions, except for the Triton kernel (`block_gemm`).
+Arguments of all forms: a [M, K] and b [N, K], FP8, row-major; a_inv and b_inv, the inverses of their scales, float32, one a
+block, [rows / block rows, columns / block columns] rounded up, or [1] for one scale; bias, [N] or None. The result is [M, N] of
+`out_dtype`. All forms are plain torch functions, except for the Triton kernel (`block_gemm`).
 
-cuBLASLt and CUTLASS add a bias in half precision only, in the result's dtype (`fusable`). Any other is added to a float32
-product by whatever reads it, which Inductor fuses: the sum is rounded once.
+cuBLASLt and CUTLASS add a bias in half precision only, in the result's dtype (`fusable`). Any other bias is added to a float32
+product after the matmul. Inductor fuses this sum into the kernel that reads it, and the sum is rounded once.
 
-`_scaled_mm` finds the kind of scaling from shapes and strides, so scales are written into memory of their own and seen through
-`as_strided`, which Inductor keeps (`scale_layouts`). `_scaled_mm_v2`, which is told the kind, is not used: Inductor's lowering
-of it passes its scales on to the first one (2.13), in the wrong orientation, or refuses them.
+`_scaled_mm` finds the kind of scaling from shapes and strides. So scales are written into memory of their own and read through
+`as_strided`, whose strides Inductor keeps (`scale_layouts`). `_scaled_mm_v2` is told the kind, but it is not used: Inductor
+(2.13) lowers it to `_scaled_mm` with the scales in the wrong orientation, or refuses the scales.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .block_gemm import launch_gemm
 from .scale_layouts import of_blocks, of_rows, stored, swizzled
 from .scaled_mm_kind import AFTER, BLOCKWISE, EMULATED, MX, REFERENCE, ROWWISE, TRITON
 
-Inline = Callable[..., Node]  # puts what a plain torch function computes before a node
+Inline = Callable[..., Node]  # writes a plain torch function into the graph, before a node
 
 aten = torch.ops.aten
 
@@ -41,12 +41,12 @@ MX_COLUMNS = 32  # elements that share an E8M0 scale
 
 
 def lower_scaled_mm(node: Node, inline: Inline) -> Node:
-    """What an `ops.scaled_mm` becomes, put before its node: one scale an operand. Returns the node of the result."""
+    """Insert the form of an `ops.scaled_mm` (one scale an operand) before its node. Returns the node of the result."""
     return inline(node, ops.product if value(node).device.type == "cpu" else tensorwise, *node.args)
 
 
 def lower_block_mm(node: Node, inline: Inline) -> Node:
-    """What an `ops.block_mm` becomes, put before its node: several scales an operand. Returns the node of the result."""
+    """Insert the form of an `ops.block_mm` (an operand has several scales) before its node. Returns the node of the result."""
     args: Any = node.args
     a, b, a_inv, b_inv, bias, out_dtype, fast_accum, *blocks = args
     a_block, b_block = map(tuple, blocks)
@@ -69,19 +69,19 @@ def lower_block_mm(node: Node, inline: Inline) -> Node:
 
 
 def fusable(bias: Tensor | None, out_dtype: torch.dtype) -> bool:
-    """Can the matmul itself add this bias (or has nothing to add)?"""
+    """Can the matmul itself add this bias, or is there none to add?"""
     return bias is None or bias.dtype == out_dtype and out_dtype != torch.float32
 
 
 def product_dtype(bias: Tensor | None, out_dtype: torch.dtype) -> torch.dtype:
-    """What the matmul itself returns."""
+    """The dtype that the matmul itself returns."""
     return out_dtype if fusable(bias, out_dtype) else torch.float32
 
 
 def scaled(
     a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool
 ) -> Tensor:
-    """`_scaled_mm` with scales as it wants them, and a bias of any dtype."""
+    """`_scaled_mm` with scales in the layout that it expects, and a bias of any dtype."""
     fused = bias if fusable(bias, out_dtype) else None
     made = product_dtype(bias, out_dtype)
     out = aten._scaled_mm.default(a, b.t(), a_scale, b_scale, fused, None, made, fast_accum)
@@ -97,14 +97,14 @@ def tensorwise(
     a: Tensor, b: Tensor, a_inv: Tensor, b_inv: Tensor, bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool
 ) -> Tensor:
     """A scale for a and one for b."""
-    # views: the `as_strided` of 2.11's Inductor, given no offset, forgets that of what it is given (pytorch#175325)
+    # views, not `as_strided` without an offset: there, Inductor 2.11 drops the offset of the input (pytorch#175325)
     return scaled(a, b, a_inv.view(1, 1), b_inv.view(1, 1), bias, out_dtype, fast_accum)
 
 
 def rowwise(
     a: Tensor, b: Tensor, a_inv: Tensor, b_inv: Tensor, bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool
 ) -> Tensor:
-    """A scale a row of a and a row of b, or one for all: [M, 1] and [1, N] inside of the matmul."""
+    """A scale for each row of a and of b, or one for all rows: `_scaled_mm` takes them as [M, 1] and [1, N]."""
     a_scale = stored(of_rows(a_inv, a), [a.shape[0], 1])
     b_scale = stored(of_rows(b_inv, b), [1, b.shape[0]])
     return scaled(a, b, a_scale, b_scale, bias, out_dtype, fast_accum)
@@ -113,7 +113,8 @@ def rowwise(
 def rowwise_after(
     a: Tensor, b: Tensor, a_inv: Tensor, b_inv: Tensor, bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool
 ) -> Tensor:
-    """The same with the scales multiplied by whatever reads the float32 product: of numbers up to 448 * 448 * K."""
+    """The same, but the scales are multiplied with the float32 result of the matmul, numbers up to 448 * 448 * K. Inductor
+    fuses this into the kernel that reads the result."""
     one = torch.ones(1, 1, dtype=torch.float32, device=a.device)
     product = aten._scaled_mm.default(a, b.t(), one, one, None, None, torch.float32, fast_accum)
     return finished(product * of_rows(a_inv, a).reshape(-1, 1) * of_rows(b_inv, b).reshape(1, -1), bias, out_dtype)
@@ -131,7 +132,8 @@ def blockwise(
 ) -> Tensor:
     """Blocks of 1 x 128 and 128 x 128 by cuBLASLt. Sums of 128 products are always promoted to float32 there.
 
-    a's scales are [M, K / 128], column by column in memory, or [M / 128, K / 128], row by row; b's the transposes of such.
+    The scales of a are [M, K / 128], column by column in memory, or [M / 128, K / 128], row by row. Those of b are the
+    transposes of such tensors, with N for M.
     """
     a_scale = of_blocks(a_inv, a_block)
     b_scale = of_blocks(b_inv, b_block).t()
@@ -139,7 +141,8 @@ def blockwise(
 
 
 def mx(a: Tensor, b: Tensor, a_inv: Tensor, b_inv: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """Blocks of 1 x 32 by the tensor cores of Blackwell. Their K is a multiple of 32: if K may be none, copies are padded."""
+    """Blocks of 1 x 32 by the tensor cores of Blackwell. Their K is a multiple of 32: copies are padded unless K is
+    known to be one."""
     a, b = _padded(a), _padded(b)
     return scaled(a, b, swizzled(a_inv), swizzled(b_inv), bias, out_dtype, False)
 
@@ -154,7 +157,8 @@ def emulated(
     a_block: Sequence[int],
     b_block: Sequence[int],
 ) -> Tensor:
-    """A bf16 matmul with float32 sums of the values that the operands stand for. What is one scale a row comes after it."""
+    """A bf16 matmul, with float32 sums, of the values that the operands stand for. Scales of one a row are multiplied with its
+    result."""
     x, x_rows = dequantized(a, a_inv, a_block)
     y, y_rows = dequantized(b, b_inv, b_block)
     if x_rows is None and y_rows is None and bias is None and out_dtype == torch.bfloat16:
@@ -168,7 +172,7 @@ def emulated(
 
 
 def dequantized(copy: Tensor, inverse: Tensor, block: Sequence[int]) -> tuple[Tensor, Tensor | None]:
-    """The values of an operand in bf16, and what its rows are to be multiplied with yet (None: nothing).
+    """The values of an operand in bf16, and the factors that its rows have still to be multiplied with (None: no factors).
 
     Exact where the inverses are powers of two: an FP8 number has 4 significant bits at most, bf16 has 8, and as many exponents
     as float32.

@@ -1,18 +1,18 @@
-"""How an FP8 matmul whose operands have several scales is carried out, by device: known before anything is compiled.
-`scaled_mm` has the forms.
+"""The form of an FP8 matmul whose operands have several scales, by device: known before anything is compiled. `scaled_mm`
+implements the forms.
 
     rowwise        `_scaled_mm` with a scale a row of a and a row of b: cuBLASLt on Hopper, CUTLASS elsewhere, hipBLASLt on AMD
-    rowwise after  `_scaled_mm` with scales of one into float32, rows and columns multiplied afterwards: where the above lacks
-                   the output's dtype, or is slow
+    rowwise after  `_scaled_mm` with scales of 1 and a float32 result, whose rows and columns are multiplied afterwards: where
+                   `rowwise` lacks the output's dtype, or is slow
     blockwise      `_scaled_mm` with 1 x 128 and 128 x 128 blocks: cuBLASLt on Hopper
-    triton         the same by a kernel of our own (`block_gemm`): any device with FP8, any sizes
+    triton         the same blocks by a kernel of our own (`block_gemm`): any device with FP8, any sizes
     mx             `_scaled_mm` with 1 x 32 blocks and E8M0 scales: the tensor cores of Blackwell
     emulated       a bf16 matmul of the values that the FP8 operands stand for; exact products, since FP8 times a power of two
                    is a bf16 number, but none of FP8's speed
     reference      float32 on a CPU: development and tests
 
-`how` chooses; `devices.architectures` says what the hardware has. cuBLASLt's demands are in the section on scaling factors of
-its documentation.
+`how` chooses; `devices.architectures` says what the hardware has. The documentation of cuBLASLt lists its demands in the
+section on scaling factors.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def how(
     fast_accum: bool = False,
     launches: bool = True,
 ) -> str:
-    """The way of `out[m, n] = a[m, k] @ b[n, k]^T`, one of those above.
+    """The form of `out[m, n] = a[m, k] @ b[n, k]^T`, one of those above.
 
     `gpu`: None for a CPU. `a_block` and `b_block` are (rows, columns) that share a scale, as in `recipe.Block`; at least one is
     not (0, 0). Sizes are ints, or SymInts where only a run knows them. `launches`: whether kernels of our own may be launched
@@ -66,7 +66,7 @@ def how(
 
 
 def _rowwise(gpu: Gpu, out_dtype: torch.dtype, fast_accum: bool) -> str:
-    """The scales inside of the matmul, or after it."""
+    """ROWWISE: the matmul multiplies the scales; AFTER: the scales are multiplied after it."""
     architecture = gpu.architecture
     if architecture.row_dtypes is not None:
         return ROWWISE if str(out_dtype).removeprefix("torch.") in architecture.row_dtypes else AFTER
@@ -74,19 +74,20 @@ def _rowwise(gpu: Gpu, out_dtype: torch.dtype, fast_accum: bool) -> str:
         return ROWWISE
     if sys.platform == "win32":  # CUTLASS's kernels are not built there
         return AFTER
-    if architecture.slow_rows and not fast_accum:  # it promotes its sums slowly; torchao scales afterwards, too
+    if architecture.slow_rows and not fast_accum:  # its row-wise kernel promotes sums slowly; torchao scales afterwards, too
         return AFTER
-    if out_dtype == torch.float32:  # CUTLASS's has bf16 and fp16, float32 in newer versions
+    if out_dtype == torch.float32:  # CUTLASS's kernel returns bf16 and fp16, and float32 from torch 2.15 on
         return ROWWISE if torch.torch_version.TorchVersion(torch.__version__) >= "2.15" else AFTER
     return ROWWISE
 
 
 def _cublas_blocks(a: Block, b: Block, m: Any, n: Any, k: Any) -> bool:
-    """Sizes and blocks that cuBLASLt takes through `_scaled_mm`; those that only a run knows it may not.
+    """Does cuBLASLt take these sizes and blocks through `_scaled_mm`? (Not if only a run knows a size: the size may not fit.)
 
-    There is no 128 x 128 by 128 x 128. A row of 128 x 128 blocks is stored as a multiple of four of them, which `_scaled_mm`
-    neither checks nor does (pytorch#166752: wrong results): their number has to be one. Scales of 1 x 128 blocks begin each
-    column at a multiple of 16 bytes, and rows are tested in multiples of 16 only.
+    cuBLASLt has no product of 128 x 128 blocks with 128 x 128 blocks. It expects the scales of a row of 128 x 128 blocks to be
+    stored as a multiple of four. `_scaled_mm` neither checks this nor pads the scales (pytorch#166752: wrong results), so the
+    number of blocks in a row has to be a multiple of four. Each column of the scales of 1 x 128 blocks begins at a multiple of
+    16 bytes, and rows are tested in multiples of 16 only.
     """
     if not all(isinstance(size, int) for size in (m, n, k)) or a == b == Block(128, 128):
         return False

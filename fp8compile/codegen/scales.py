@@ -1,14 +1,15 @@
 """The scales of a cast: which elements of the matrix share one, and how a kernel gets them.
 
     one     a scale for the whole matrix, [1]: from memory
-    row     a scale a row: by a pass over the row before (a sum over rows like those of a norm), or from memory
+    row     a scale a row: computed by an earlier pass over the row (like a norm's sum over a row), or from memory
     col     a scale a column: from memory; its amax was taken in another walk
-    tile    a scale for `rows` x `columns` elements, of which a tile holds whole ones: in place, or from memory
+    tile    a scale for a block of `rows` x `columns` elements; a tile holds whole blocks: computed in place, or from memory
 
-In the graph a scale is `current_scale(amax_blocks(x, ..))`, for square blocks perhaps permuted; in memory it is a tensor that
-someone saved. In place it is, bit for bit, that of `ir.scale.scale_of`: reach / amax in float64, rounded to float32, is the
-correctly rounded float32 quotient, because both numbers are float32 and 53 bits are more than 2 * 24 (Figueroa, "When is double
-rounding innocuous?", 1995). So no kernel divides in float64, which some GPUs do 64 times slower.
+In the graph, a scale to be computed is `current_scale(amax_blocks(x, ..))`, perhaps permuted for square blocks; a scale from
+memory is a tensor that was computed earlier. A scale computed in place equals that of `ir.scale.scale_of` bit for bit: reach /
+amax in float64, rounded to float32, is the correctly rounded float32 quotient, because both numbers are float32 and 53 bits are
+more than 2 * 24 (Figueroa, "When is double rounding innocuous?", 1995). So no kernel divides in float64, which some GPUs do 64
+times slower.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ from ..ir.fx_utils import PERMUTES, arg, value
 from ..ir.scale import EXPONENT, LARGEST, SMALLEST
 from .expressions import number_text
 
-FROM_AMAX = (ops.current_scale, ops.inverse)  # number by number
-MOST = 128  # elements of a block along one side: what tiles hold
+FROM_AMAX = (ops.current_scale, ops.inverse)  # elementwise, from amaxes or from scales
+MOST = 128  # elements of a block along one side that a tile holds
 SPAN = 128  # columns that a program takes strip by strip, see `kernel`
 
 
 @dataclass(frozen=True)
 class Scale:
-    """One scale for `rows` x `columns` elements of the matrix [R, C]; 0 stands for all of them.
+    """One scale for `rows` x `columns` elements of the matrix [R, C]; 0 stands for all rows or all columns.
 
-    `node`: float32 [1], or one a block, [blocks of rows, blocks of columns]; `flipped`: the other way around.
+    `node`: float32 [1], or one a block, [blocks of rows, blocks of columns]; `flipped`: [blocks of columns, blocks of rows].
     """
 
     node: Node
@@ -41,19 +42,19 @@ class Scale:
 
     @property
     def granularity(self) -> str:
-        """one, row, col, tile; none for what no kernel is written for."""
+        """one, row, col or tile; none for blocks that no kernel is written for."""
         known = {(0, 0): "one", (1, 0): "row", (0, 1): "col"}.get((self.rows, self.columns))
         whole = all(0 < size <= MOST and size & (size - 1) == 0 for size in (self.rows, self.columns))
         return known or ("tile" if whole else "none")
 
     @property
     def of_span(self) -> bool:
-        """Is it one for each row of a span?"""
+        """Is there one scale for each row of a span?"""
         return (self.rows, self.columns) == (1, SPAN)
 
 
 def of_cast(scale: Node, transposed: bool, block: tuple[int, int]) -> Scale:
-    """What a copy is scaled by; `block` is in elements of that copy."""
+    """The scale of a copy; `block` counts rows and columns of that copy."""
     rows, columns = reversed(block) if transposed else block
     if not rows and not columns:
         return Scale(scale)
@@ -64,7 +65,7 @@ def of_cast(scale: Node, transposed: bool, block: tuple[int, int]) -> Scale:
 
 
 def of_amax(node: Node) -> Scale:
-    """What an `amax_blocks`, or something of its shape that is made of it, is of the matrix."""
+    """An `amax_blocks`, or a scale or inverse made of it, with the block of the matrix that each of its numbers is for."""
     rows, columns = arg(amax_of(node), 2)  # type: ignore[arg-type]
     transposed = bool(arg(amax_of(node), 1))  # type: ignore[arg-type]
     return Scale(node, columns, rows, True) if transposed else Scale(node, rows, columns, False)
@@ -95,7 +96,7 @@ def chain(amax: Node) -> list[Node]:
 
 
 def computed_scale(node: Node, operand: str, name: str) -> list[str]:
-    """`name` = a scale of the amaxes `operand`, or the inverse of the scales `operand`."""
+    """Lines that set `name` to the scales of the amaxes `operand`, or to the inverses of the scales `operand`."""
     if node.target is ops.inverse:
         return [f"{name} = tl.div_rn(1.0, {operand})"]
     reach, largest, smallest = arg(node, 1) / 2.0 ** arg(node, 2), number_text(LARGEST), number_text(SMALLEST)

@@ -1,4 +1,4 @@
-"""Bytes that move: in a group's kernel, and in what Inductor would make of the same.
+"""Bytes that a group's kernel moves, and bytes that Inductor's own kernels would move for the same nodes.
 
 Sizes may be symbols; figures are for the sizes that the graph was traced with.
 """
@@ -42,7 +42,8 @@ class Sizes:
 
 
 def fusable(node: Node, ours: tuple) -> bool:
-    """Would Inductor compute this in a kernel with its neighbours? `ours`: our own operators, which are lowered to such."""
+    """Would Inductor compute this node in a kernel with its neighbours? `ours`: operators of ours that are lowered to such
+    nodes."""
     if node.op != "call_function":
         return False
     pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
@@ -52,15 +53,15 @@ def fusable(node: Node, ours: tuple) -> bool:
 def compare(group: Group, sizes_of: Sizes, stored: set[Node], ours_too: tuple) -> tuple[int, int]:
     """(bytes of the group's kernel, bytes of Inductor's kernels for the same). `stored`: what other groups wrote.
 
-    Inductor reads the inputs once for everything that goes along rows, once more for column sums and amaxes, and once more for
-    amaxes of blocks of a column, or of several rows behind sums over rows.
+    Inductor reads the inputs once for all outputs along rows, and once more for column sums and column amaxes. It reads them
+    once more for amaxes of blocks of several rows, if the blocks are one column wide or come behind sums over rows.
     """
     scales = [node for node, scale in group.scales.items() if scale.granularity == "tile"]
     reads = sum(map(sizes_of.bytes_of, (*group.inputs, *scales)))
     ours = theirs = reads
     if apart(group):
         ours += reads
-    for x in group.inputs:  # if nobody else reads it, Inductor would have computed it in place
+    for x in group.inputs:  # Inductor would compute an input in place if nobody else reads it: then writing it is our cost
         made = behind(x, (*VIEWS, *_PARTS))
         if made.op == "call_function" and made not in stored and fusable(made, ours_too) and set(x.users) <= set(group.members):
             ours += sizes_of.bytes_of(x)

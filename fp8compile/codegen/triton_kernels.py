@@ -1,6 +1,6 @@
-"""The two kernels that are no generated text: the matmul with block scales, and the next page of scaling state.
+"""The two kernels that are written by hand: the matmul with block scales, and the next page of scaling state.
 
-`block_gemm` and `update_kernel` launch them, and import this module only then: it needs Triton.
+`block_gemm` and `update_kernel` launch them, and import this module only then, because it needs Triton.
 
 Sizes that are known when a graph is compiled are `tl.constexpr`. Inductor copies a kernel into its code together with the
 `tl.constexpr` globals that the kernel names, and with nothing else of this module.
@@ -11,7 +11,7 @@ import triton.language as tl
 
 from ..ir import scale, state_page
 
-STEP = tl.constexpr(128)  # of K: a scale's
+STEP = tl.constexpr(128)  # elements of K that share a scale
 GROUP = tl.constexpr(8)  # rows of tiles that programs walk together
 
 SCALE = tl.constexpr(state_page.SCALE)
@@ -48,9 +48,9 @@ def fp8_gemm(
     BLOCK_C: tl.constexpr,
 ):
     # a: FP8 [rows, inner]; b: FP8 [columns, inner]; y: [rows, columns] of any float; bias: [columns] of any float, or None
-    # A size is M, N or K. Where only a run knows it, that is None, and the size is m, n or 16 * k16 (otherwise None): the
-    # compiler has to know that K is a multiple of 16 to read 16 bytes at a time.
-    # a_inv: [rows / 128, inner / 128] of 128 x 128 blocks (A_SQUARE), or [inner / 128, rows] of 1 x 128 ones; b_inv likewise
+    # Sizes that are known are in M, N and K. Where only a run knows a size, its constant is None, and it is in m, n or k16
+    # (otherwise None), with K = 16 * k16: the compiler has to know that K is a multiple of 16 to read 16 bytes at a time.
+    # a_inv: [rows / 128, inner / 128] of 128 x 128 blocks (A_SQUARE), or [inner / 128, rows] of 1 x 128 blocks; b_inv likewise
     rows = m if M is None else M
     columns = n if N is None else N
     inner = k16 * 16 if K is None else K
@@ -64,7 +64,7 @@ def fp8_gemm(
     block_c = program % (GROUP * wide) // height
     row = block_r * BLOCK_R + tl.arange(0, BLOCK_R)
     col = block_c * BLOCK_C + tl.arange(0, BLOCK_C)
-    # outside of the matrix its first row is read: nothing is masked in the loop
+    # rows outside of the matrix read its first row instead, so that the loop needs no mask for them
     from_row = tl.where(row < rows, row, 0).to(tl.int64)
     from_col = tl.where(col < columns, col, 0).to(tl.int64)
     k = tl.arange(0, STEP)
@@ -126,8 +126,8 @@ def fp8_update(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    # page: float32 [SLOTS, HISTORY + LENGTH], written in place; scales: float32 [SLOTS, SNAPSHOT], those of now;
-    # amaxes: COUNT of this call, STRIDE apart: float32, or int32 with the bits of a float32
+    # page: float32 [SLOTS, HISTORY + LENGTH], written in place; scales: float32 [SLOTS, SNAPSHOT], as they are in this call;
+    # amaxes: COUNT amaxes of this call, STRIDE elements apart: float32, or int32 with the bits of a float32
     finite = tl.full([BLOCK_R], 1, tl.int32)
     for start in range(0, COUNT, BLOCK_R):
         slot = start + tl.arange(0, BLOCK_R)
@@ -148,7 +148,7 @@ def fp8_update(
             reach = tl.load(row + REACH, mask=inside, other=1.0)
             interval = tl.load(row + INTERVAL, mask=inside, other=1.0)
             limit = tl.load(row + LIMIT, mask=inside, other=float("inf"))
-            tl.debug_barrier()  # read before it is shifted
+            tl.debug_barrier()  # all threads read the history before it is shifted
             if LENGTH == 1:
                 peak = amax
             else:

@@ -1,6 +1,7 @@
 """The launch of `triton_kernels.fp8_update`: one kernel in place of the handful that Inductor makes of `state_page.next_page`.
 
-One program: is every amax finite? Then, block of slots by block of slots, what `next_page` says, written over the page.
+One program checks whether every amax is finite. If so, it writes the values of `next_page` over the page, one block of slots
+after the other.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from ..ir.fx_utils import Emitter, value
 from ..ir.state_page import Rows
 from . import launch
 
-BLOCK, NUMBERS = 64, 4096  # slots at a time, and numbers of their histories
-LONGEST = 4096  # history
+BLOCK, NUMBERS = 64, 4096  # at most: slots at a time, and numbers of their histories
+LONGEST = 4096  # the longest history that the kernel takes
 
 
 def configuration(history: int) -> tuple[int, int, int]:
@@ -23,7 +24,7 @@ def configuration(history: int) -> tuple[int, int, int]:
 
 
 def launch_update(node: Node, page: Node, scales: Node, amax: Node) -> None:
-    """Put the kernel where an `update` is copied onto its page, and take that copy out."""
+    """Replace the `copy_` of an `update` onto its page by the kernel."""
     from .triton_kernels import fp8_update
 
     (write,) = node.users
