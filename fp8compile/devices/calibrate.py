@@ -74,7 +74,7 @@ def calibrate(device: torch.device | str | None = None, write: bool = True) -> D
         raise NoDevice("calibrate measures a CUDA or ROCm GPU, and torch sees none on this machine.")
     chosen = torch.device(device) if device is not None else torch.device("cuda", torch.cuda.current_device())
     if chosen.type != "cuda":
-        raise NoDevice(f"calibrate measures a CUDA or ROCm GPU; {chosen} is none.")
+        raise NoDevice(f"calibrate measures a CUDA or ROCm GPU; {chosen} is not one.")
     with torch.cuda.device(chosen):
         properties = torch.cuda.get_device_properties(chosen)
         known = catalog.unmeasured(properties)

@@ -302,7 +302,7 @@ def _device(key: str, table: Any) -> Device:
     if not (isinstance(capability, list) and len(capability) == 2 and all(isinstance(x, int) for x in capability)):
         raise ValueError(f"[{key}] capability = {capability!r} is not [major, minor]")
     if not isinstance(given["name"], str) or not isinstance(given.get("gfx", ""), str):
-        raise ValueError(f"[{key}] name and gfx are texts")
+        raise ValueError(f"[{key}] name and gfx must be strings")
     for name in ("patterns", "aliases"):
         given[name] = tuple(map(str, given.get(name, ())))
     return Device(key=key, **{**given, "capability": tuple(capability)})
@@ -310,7 +310,7 @@ def _device(key: str, table: Any) -> Device:
 
 def _rates(where: str, table: Any) -> Rates:
     if not isinstance(table, Mapping) or not {"bf16", "bandwidth"} <= set(table) <= {*RATES, "bandwidth"}:
-        raise ValueError(f"{where} = {table!r} does not give bf16 and bandwidth, and perhaps fp8, fp16, fp32")
+        raise ValueError(f"{where} = {table!r} must give bf16 and bandwidth, and may give fp8, fp16 and fp32, nothing else")
     for name, value in table.items():
         if not _is_number(value, least=0 if name == "fp8" else 1e-9):
             raise ValueError(f"{where}: {name} = {value!r} is not a positive number")
