@@ -208,8 +208,8 @@ def _only(container: nn.Module | None, blocks: int) -> Iterator[None]:
 
 
 def _carried_on(one: Costs, two: Costs, count: int) -> Costs:
-    """The costs with `count` blocks, by module, extrapolated from the costs with `one` block and with `two` blocks. Each further
-    block costs as much as the second."""
+    """The costs with `count` blocks, by module, extrapolated from the costs with one block (`one`) and with two (`two`). Each
+    further block costs as much as the second."""
     made: Costs = {}
     for names in _by_block({**one, **two}):
         a, b = (_sum(costs, names) for costs in (one, two))
