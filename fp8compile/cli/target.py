@@ -161,13 +161,13 @@ def _found(module: ModuleType, source: str, name: str) -> Any:
 
 
 def _required(function: Callable[..., Any]) -> list[str]:
-    """The names of the parameters of `function` that have no default."""
+    """The names of the parameters that a call of `function` must give."""
     parameters = inspect.signature(function).parameters.values()
     return [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
 
 def _run(function: Callable[[], Any], what: str) -> Any:
-    """Call the user's code. If it raises or exits, raise TargetError with the traceback from the user's first frame on."""
+    """Call the user's code. TargetError if it exits, or raises: then with the traceback from the user's first frame on."""
     try:
         return function()
     except TargetError:
