@@ -1,6 +1,6 @@
 """The arms: ways to compile one model that are compared with each other.
 
-An arm takes a vanilla model and compiles it in place, whole or region by region. Later arms are a line in `ARMS`.
+An arm takes a vanilla model and compiles it in place, whole or region by region. To add an arm, add a line to `ARMS`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import nn
 
 from fp8compile.config.policy import Policy, Rule
 
-# FP8 wherever the default policy allows it, whatever the cost model says: what it is measured against
+# FP8 wherever the default policy allows it, without the cost model: the cost model is compared with this policy
 ALL = Policy(
     rules=(
         Rule(name="output head", kind="output head", fp8="off"),
@@ -30,12 +30,13 @@ ALL = Policy(
     )
 )
 HEADS = ("lm_head", "head.lm_head")
-_PROCESS = contextlib.ExitStack()  # never left
+_PROCESS = contextlib.ExitStack()  # its contexts stay open until the process ends
 
 
 @dataclass(frozen=True)
 class Arm:
-    """`prepare` may replace modules; `how` goes to Module.compile (None: eager). `kind`: "bf16", "eager", "torchao", "fp8"."""
+    """`prepare` may replace modules of the model. `how` is the arguments of Module.compile (None: eager). `kind` is "bf16",
+    "eager", "torchao" or "fp8"."""
 
     name: str
     kind: str
@@ -48,9 +49,9 @@ class Arm:
 
 
 def torchao(recipe: str, auto: bool = False) -> Callable[[nn.Module], None]:
-    """Swap linears for torchao's, output heads excepted (as it is done in torchtitan, and as our default policy has it).
+    """Replace linears by torchao's, except output heads (as torchtitan and our default policy do).
 
-    `auto`: torchao's own filter for the recipe, which leaves small linears alone.
+    `auto`: use torchao's own filter for the recipe, which does not replace small linears.
     """
 
     def prepare(model: nn.Module) -> None:
@@ -97,7 +98,7 @@ DEFAULT = "bf16,bf16-max-autotune,eager-bf16,torchao-tensorwise,torchao-rowwise,
 
 
 def parse_arms(text: str) -> list[Arm]:
-    """Comma-separated names; ValueError names the unknown one. Twice the same counts once."""
+    """The arms of comma-separated names, each once. ValueError names an unknown arm."""
     names = list(dict.fromkeys(filter(None, (name.strip() for name in text.split(",")))))
     for name in names:
         if name not in ARMS:
@@ -108,7 +109,7 @@ def parse_arms(text: str) -> list[Arm]:
 
 
 def regions(model: nn.Module) -> list[nn.Module]:
-    """What is compiled by itself when a model is compiled block by block."""
+    """The modules that are compiled one by one when a model is compiled block by block."""
     found = getattr(model, "regions", None)
     return found() if found else list(model.blocks)  # type: ignore[arg-type,union-attr]
 
@@ -116,8 +117,8 @@ def regions(model: nn.Module) -> list[nn.Module]:
 def settings(arm: Arm, accumulate: int, interpreted: bool) -> dict[str, Any] | None:
     """The arguments of Module.compile for `arm`, None for eager.
 
-    max-autotune replays CUDA graphs, whose outputs (the gradients) must not outlive the next replay: with gradient
-    accumulation it is max-autotune-no-cudagraphs. `interpreted` replaces Inductor by AOTAutograd alone (for tests).
+    max-autotune replays CUDA graphs, and the next replay overwrites their outputs (the gradients). So gradient accumulation
+    uses max-autotune-no-cudagraphs. `interpreted`: AOTAutograd alone instead of Inductor (for tests).
     """
     if arm.how is None:
         return None
@@ -135,20 +136,20 @@ def apply(arm: Arm, model: nn.Module, how: Mapping[str, Any] | None, each: bool)
     if how is None:
         return
     how = dict(how)
-    if how.get("backend") == "fp8":  # the function, so that a checkout that is not installed does, too
+    if how.get("backend") == "fp8":  # the function, because the name "fp8" needs an installed package
         how["backend"] = importlib.import_module("fp8compile.backend").fp8
     for module in regions(model) if each else [model]:
         module.compile(**how, dynamic=False)
 
 
 def describe(how: Mapping[str, Any] | None) -> str:
-    """For the results: how an arm was compiled."""
+    """How an arm was compiled, as text for the results."""
     return "eager" if how is None else ", ".join(f"{key}={value}" for key, value in how.items()) or "inductor"
 
 
 def torchao_folder(path: Path, unpack: Path) -> Path:
-    """What to put on sys.path for `--torchao path`: a folder that contains the package, or a wheel (or a folder with one),
-    which is unpacked into `unpack`. Only its Python part is needed. ValueError if there is none."""
+    """The folder to put on sys.path for `--torchao path`. `path` is a folder with the package, a wheel, or a folder with a
+    wheel. A wheel is unpacked into `unpack`; only its Python part is needed. ValueError if there is no torchao."""
     if (path / "torchao" / "__init__.py").is_file():
         return path
     wheels = [str(path)] if path.suffix == ".whl" and path.is_file() else sorted(glob.glob(str(path / "torchao-*.whl")))
@@ -162,11 +163,11 @@ def torchao_folder(path: Path, unpack: Path) -> Path:
 
 
 def prepare_process(interpreted: bool, torchao_path: str | None) -> None:
-    """What every worker sets before it compiles anything."""
+    """Settings that every worker makes before it compiles anything."""
     if torchao_path:
         sys.path.insert(0, torchao_path)
     torch._dynamo.config.fail_on_recompile_limit_hit = True  # a silent fall back to eager would be timed as compiled
-    torch.set_autocast_dtype("cuda", torch.bfloat16)  # torchao asks for this one on the CPU, too
+    torch.set_autocast_dtype("cuda", torch.bfloat16)  # torchao reads the dtype for "cuda" on the CPU, too
     torch.set_autocast_dtype("cpu", torch.bfloat16)
     torch.set_float32_matmul_precision("high")
     if interpreted:

@@ -1,14 +1,13 @@
-"""Which class a device kernel belongs to, by its name; and what the profiler saw of a step.
+"""Classifies device kernels by name, and sums up the kernels that the profiler saw in a step.
 
     fp8_gemm     matmuls of FP8 operands: the proof that FP8 ran
     bf16_gemm    all other matmuls
-    cast         kernels that read or write FP8, or find an amax (fused with whatever else they do, a GELU or a norm)
+    cast         kernels that read or write FP8, or compute an amax (also if fused with a GELU, a norm, ...)
     attention    fused attention
     other        the rest: norms, losses, the optimizer, copies
 
-Libraries' matmuls and attention are known by name, and so are fp8compile's own kernels (`fp8_..`). Those of Inductor are not
-named by their dtypes, so the sources that it left in its cache are read: a kernel with an FP8 pointer in its signature is a
-cast.
+Names identify the matmuls and attention of libraries, and fp8compile's own kernels (`fp8_..`). The names of Inductor's kernels
+do not contain dtypes, so their sources in Inductor's cache are read: a kernel with an FP8 pointer in its signature is a cast.
 """
 
 from __future__ import annotations
@@ -20,10 +19,9 @@ from typing import Any
 
 CLASSES = ("fp8_gemm", "bf16_gemm", "cast", "attention", "other")
 
-# cuBLAS: nvjet_<a><b>.., letters for the operands' types: q = E4M3 (which hybrid's products of E5M2 and E4M3 have, too),
-# t = bf16, h = half, s = float; xmma and CUTLASS spell the types out;
-# hipBLASLt: Cijk_.._F8.. (or B8). Triton templates of Inductor: triton_tem_fused__scaled_mm_..; fp8compile's own kernel for
-# blocks of scales: fp8_gemm_..
+# cuBLAS: nvjet_<a><b>.., with letters for the operands' types: q = E4M3 (also in hybrid's matmuls of E5M2 and E4M3), t = bf16,
+# h = half, s = float; xmma and CUTLASS spell the types out. hipBLASLt: Cijk_.._F8.. (or B8). Triton templates of Inductor:
+# triton_tem_fused__scaled_mm_... fp8compile's own kernel for block scales: fp8_gemm_..
 _FP8_GEMM = re.compile(
     r"nvjet_(?:sm\d+_)?(?:q[a-z]|[a-z]q)|xmma_gemm_e[45]m[32]|gemm\w*_(?:f8f8|e[45]m[32])|Cijk_\w*?_(?:F8|B8)|f8f8bf16"
     r"|(?:cutlass|gemm|device_kernel).*float_e[45]m[32]_t|triton_tem_\w*scaled_(?:grouped_)?mm|fp8_gemm",
@@ -44,10 +42,10 @@ _FP8_POINTER = re.compile(r"\*fp8e\w+")
 
 
 def classify(name: str, casts: Iterable[str] = ()) -> str:
-    """The class of a kernel. `casts`: names of generated kernels that are known to touch FP8 (`cast_kernels`)."""
+    """The class of a kernel. `casts`: names of Inductor's kernels that read or write FP8 (`cast_kernels`)."""
     if _MEMORY.match(name):
         return "other"
-    if _GENERATED.match(name):  # first: it is named after what it fuses, an attention's dropout say
+    if _GENERATED.match(name):  # before the others, because the name lists fused operators, such as attention's dropout
         return "cast"
     if _FP8_GEMM.search(name):
         return "fp8_gemm"
@@ -71,7 +69,8 @@ def cast_kernels(cache: Path) -> set[str]:
 
 
 def summarise(events: Iterable[tuple[str, float]], casts: Iterable[str], steps: int) -> dict[str, Any]:
-    """(kernel name, microseconds) of `steps` steps -> for each class kernels and milliseconds a step, and the longest ones."""
+    """(kernel name, microseconds) of `steps` steps -> kernels and milliseconds per step for each class, and the kernels that
+    take longest."""
     known = set(casts)
     classes = {kind: {"count": 0.0, "ms": 0.0} for kind in CLASSES}
     names: dict[str, list[float]] = {}
@@ -98,7 +97,7 @@ def summarise(events: Iterable[tuple[str, float]], casts: Iterable[str], steps: 
 
 
 def device_events(profile: Any) -> list[tuple[str, float]]:
-    """(name, microseconds) of everything that ran on the device under a torch.profiler.profile."""
+    """(name, microseconds) of all that ran on the device in a torch.profiler.profile."""
     from torch.autograd import DeviceType
 
     return [

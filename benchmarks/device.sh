@@ -3,12 +3,12 @@
 #
 #     benchmarks/device.sh SUITE [TORCHAO]     SUITE: smoke kernels layers gpt2 models loss tests
 #
-# It checks the machine, runs the suite, draws what there is to draw, and prints a table last. TORCHAO is torchao's wheel, or
-# a folder with the wheel or the package, where it is not installed. Everything is left in one folder:
+# It checks the machine, runs the suite, draws the results, and prints a table last. If torchao is not installed, TORCHAO is
+# its wheel, or a folder with the wheel or the package. All results are left in one folder:
 #
 #     OUT      where (default: benchmarks/results/device-SUITE); the results are in OUT/json, output in OUT/log.txt
 #     PYTHON   the interpreter (default: python3)
-#     LIMIT    seconds for all of it (default: 470)
+#     LIMIT    seconds for the whole run (default: 470)
 #     DEVICE   cuda; `cpu` runs tiny sizes, to try this script
 #     FLAGS    further flags for benchmarks.train
 set -uo pipefail
@@ -37,7 +37,7 @@ status=0
 
 left() { echo $((limit - SECONDS)); }
 
-# run SECONDS COMMAND...: at most so long, and never past the limit; output to the screen and to the log
+# run SECONDS COMMAND...: stops COMMAND after SECONDS, or at the limit; output goes to the screen and to the log
 run() {
     local most=$1
     shift
@@ -55,7 +55,7 @@ run() {
     fi
 }
 
-# bench SECONDS CASE ARMS FLAGS...: one case. It begins nothing new when three quarters of its time are over.
+# bench SECONDS CASE ARMS FLAGS...: one case. It starts no new work after three quarters of its time.
 bench() {
     local most=$1 case=$2 arms=$3
     shift 3

@@ -1,7 +1,8 @@
 """The families of generated kernels, as functions of plain torch and the operators of `fp8compile::` on a matrix [R, C].
 
-Each is what a compiler sees around one cast of a model: what produces the matrix, its FP8 copies in both layouts, its amax,
-and what else is read of it. Inputs are bfloat16; forward casts to E4M3, gradients to E5M2; a delayed scale is an input.
+Each family is the part of a graph around one cast: the producer of the matrix, its FP8 copies in both layouts, its amax, and
+other outputs that read it. Inputs are bfloat16. Forward tensors are cast to E4M3, gradients to E5M2. A delayed scale is an
+input.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ class Family:
     title: str
     function: Callable[..., tuple[Tensor, ...]]
     inputs: Callable[[Source], tuple[Tensor, ...]]
-    again: int = 0  # how many of its inputs have to be read a second time
+    again: int = 0  # so many of its first inputs have to be read twice
 
 
 @dataclass
 class Source:
-    """Makes inputs: random ones on `device`, or (`empty`) memory that nobody looks at."""
+    """Makes inputs on `device`: random ones, or (`empty`) uninitialised ones whose values are not used."""
 
     rows: int
     columns: int
@@ -49,11 +50,11 @@ class Source:
         return self(self.columns)
 
     def row(self) -> Tensor:
-        """Positive, of the size of a norm's statistics."""
+        """A column [R, 1] of positive float32 values, like a norm's statistics."""
         return self(self.rows, 1, dtype=torch.float32).abs() + 0.5
 
     def scale(self, format: tuple[torch.dtype, float] = E4M3) -> Tensor:
-        """Of a tensor whose largest magnitude is 8: nothing of a normal distribution is cut off."""
+        """The scale of a tensor whose largest magnitude is 8, so that normal values do not saturate."""
         return torch.full((1,), format[1] / 8, device=self.device)
 
 
@@ -85,7 +86,7 @@ def _heads(s: Source) -> tuple[Tensor, ...]:
 
 @family("attention output cast", _heads)
 def attention(x: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
-    """[B, H, T, D], in memory as flash attention leaves it: [B, T, H, D]."""
+    """x is [B, H, T, D], with the memory layout of flash attention's output: [B, T, H, D]."""
     batch, heads, tokens, width = x.shape
     return both(x.transpose(1, 2).reshape(batch * tokens, heads * width), scale)
 
@@ -135,7 +136,8 @@ def _layer_norm_backward(s: Source) -> tuple[Tensor, ...]:
 def layer_norm_backward(
     residual: Tensor, dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, scale: Tensor
 ) -> tuple[Tensor, ...]:
-    """The gradient joins that of the residual stream, which goes on, and is the one of the linear before."""
+    """The gradient is added to that of the residual stream. The sum goes on in the stream, and is also the output gradient of
+    the previous linear."""
     f, size = dy.to(torch.float32), x.shape[-1]
     normed, wdy = (x.to(torch.float32) - mean) * rstd, f * weight
     one, two = wdy.sum(-1, keepdim=True), (wdy * normed).sum(-1, keepdim=True)
@@ -145,7 +147,7 @@ def layer_norm_backward(
 
 @family("current scaling: amax pass, cast pass", lambda s: (s.full(),), again=1)
 def tensorwise(x: Tensor) -> tuple[Tensor, ...]:
-    """The cast waits for the amax of all: the matrix is read twice."""
+    """The cast needs the amax of the whole matrix, so the matrix is read twice."""
     amax = ops.amax(x)
     return *ops.quantize_both(x, ops.current_scale(amax, E4M3[1], 0), *E4M3), amax
 

@@ -1,16 +1,17 @@
-"""Which layers of real models are kept as output heads? Those that their authors call so, and no others.
+"""Does fp8compile keep the output heads of real models in high precision, and no other layers?
 
     pip install timm diffusers x-transformers transformers
-    python -m benchmarks.heads                    # all of them, about 10 minutes of one core
+    python -m benchmarks.heads                    # all models, about 10 minutes of one core
     python -m benchmarks.heads --only dit
     python -m benchmarks.heads --show
 
-The table says of every architecture which modules are its output heads: read in its source, not in what was found. Models are
-small, and made from their configurations: no weights are loaded, nothing is compiled and nothing runs (`fp8compile.explain`).
-The loss is outside of the graph. A head that is missing would be in FP8; one too many is a layer that loses its speed.
+The table below names the output heads of every architecture. They were read in the model's source, not taken from the results.
+Models are small and made from their configurations: no weights are loaded, nothing is compiled and nothing runs
+(`fp8compile.explain`). The loss is outside of the graph. A head that is not found would be in FP8; a layer that is wrongly
+taken for a head loses the speed of FP8.
 
-The list of names is emptied meanwhile: what a model calls its head must not matter. `named` in a line are those that the list
-has. Convolutional heads are no business of ours.
+During the study, the list of head names is empty, because a model may give its head any name. In the results, `named` are the
+heads that the list would find. Convolutional heads are not studied.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ from . import machine
 from .results import RESULTS
 from .show import Progress, table
 
-PATH = RESULTS / "heads.jsonl"  # not a .json: it is no result of `benchmarks.train`
+PATH = RESULTS / "heads.jsonl"  # not a .json: those are results of `benchmarks.train`
 WORDS = 512
 
 
 class Case(NamedTuple):
     heads: tuple[str, ...]
-    build: Callable[[], tuple[nn.Module, dict[str, Any]]]  # the model and the arguments of a call
+    build: Callable[[], tuple[nn.Module, dict[str, Any]]]  # -> the model, and the keyword arguments of a call
 
 
 CASES: dict[str, Case] = {}
@@ -108,7 +109,7 @@ of_timm("efficientformer_l1", "head head_dist")
 of_timm("pvt_v2_b0", "head")
 of_timm("twins_svt_small", "head")
 of_timm("davit_tiny", "head.fc", depths=(1, 1, 1, 1))
-of_timm("volo_d1_224", "head")  # aux_head stays in high precision as well: a maximum chooses between its tokens
+of_timm("volo_d1_224", "head")  # aux_head stays in high precision as well: the model takes the maximum over its tokens
 of_timm("mambaout_femto", "head.fc")
 of_timm("tiny_vit_5m_224", "head.fc")
 of_timm("sequencer2d_s", "head.fc")
@@ -309,7 +310,8 @@ of_x("autoregressive, loss in the graph", "net.to_logits", lambda x: x.Autoregre
 
 
 def heads_of(model: nn.Module, arguments: dict[str, Any]) -> tuple[dict[str, str], int]:
-    """The modules that are kept as output heads, and how each was recognised; and how many others have matmuls."""
+    """The modules that are kept as output heads, with the way each was recognised, and the number of other modules with
+    matmuls."""
     torch.compiler.reset()
     with mock.patch.object(classify, "HEADS", ()):
         report = fp8compile.explain(model, **arguments)
@@ -351,7 +353,7 @@ def read(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def tabled(lines: dict[str, dict[str, Any]]) -> str:
-    """Markdown."""
+    """The results as a Markdown table."""
     rows = []
     for name in (name for name in CASES if name in lines):
         line = lines[name]

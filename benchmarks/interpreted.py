@@ -1,4 +1,4 @@
-"""FP8 graphs without Inductor, for figures in which time plays no part."""
+"""FP8 graphs without Inductor, for measurements that do not depend on time."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ from fp8compile.runtime.inner import INTERPRETER
 
 
 def interpreted() -> contextlib.AbstractContextManager[None]:
-    """Inside, what backend="fp8" compiles is rewritten and lowered as ever, and run by an FX interpreter."""
+    """Inside the context, backend="fp8" rewrites and lowers graphs as usual, and an FX interpreter runs them."""
     return mock.patch.dict(fp8.__kwdefaults__, inner=INTERPRETER)

@@ -1,13 +1,13 @@
 """Measure generated kernels: `python -m benchmarks.kernels --family gelu swiglu --shape 32768x4096`.
 
-Each family (`families.FAMILIES`) is compiled twice, with generated kernels ("fp8") and without ("inductor": the same graph,
-lowered to ATen and left to Inductor), and compared with a device copy of as many bytes. GB/s are bytes that must move (each
-input read once, each output written once) over the median time of all that is launched, the zeroing of amaxes and the second
-stage of column sums included; L2 is flushed before each run. "torchao": its Triton casts, where it has one for the family.
-The outputs of every plan are compared with those of the eager operators before they are timed.
+Each family (`families.FAMILIES`) is compiled twice: with generated kernels ("fp8"), and without ("inductor": the same graph,
+lowered to ATen and left to Inductor). Both are compared with a device copy of as many bytes. GB/s are bytes that must move
+(each input read once, each output written once) over the median time of all launches, including the zeroing of amaxes and the
+second stage of column sums. L2 is flushed before each run. "torchao" is torchao's Triton cast, if it has one for the family.
+Before a plan is timed, its outputs are compared with those of the eager operators.
 
-`--static` counts instead the bytes and kernels of both compiled plans for a described H200. On a CPU generated kernels are
-interpreted, at tiny sizes: outputs are compared and bytes are counted, nothing is timed.
+`--static` measures nothing: it counts the bytes and kernels of both compiled plans for a described H200. On a CPU, generated
+kernels are interpreted at tiny sizes: outputs are compared and bytes are counted, but nothing is timed.
 """
 
 from __future__ import annotations
@@ -46,21 +46,23 @@ from .worker import one_line
 SHAPES = {"full": ("32768x4096", "8192x14336"), "tiny": ("48x64", "33x40")}
 PLANS = ("fp8", "inductor", "torchao")
 GOAL = 0.9  # of a copy's bandwidth
-# How outputs may differ from those of the eager operators, where a bfloat16 or a sum was rounded otherwise: on the whole by
-# less than one wrong element in a thousand would make, and none by more than to an FP8 neighbour (for E5M2 a quarter).
+# Outputs may differ from those of the eager operators where a bfloat16 or a sum is rounded differently. The error of the whole
+# output must be smaller than that of one wrong element in a thousand. Each element may differ by at most the distance to an FP8
+# neighbour (a quarter for E5M2).
 LEAST_DB = 30.0
-NEIGHBOUR, NOTHING = 0.26, 0.02  # of the element; of the root mean square
+NEIGHBOUR, NOTHING = 0.26, 0.02  # allowed error: a part of the element, plus a part of the root mean square
 
 
 class Wrong(Exception):
-    """A plan computes something else."""
+    """A plan computes wrong outputs, or launches the wrong kind of kernels."""
 
 
 # -- compiling ---------------------------------------------------------------------------------------------------------
 
 
 class Plan:
-    """A function compiled by Inductor, with generated kernels or without. `generated`: the names of those that it launches."""
+    """A function compiled by Inductor, with or without generated kernels. `generated`: names of the generated kernels that it
+    launches."""
 
     def __init__(self, function: Callable[..., tuple[Tensor, ...]], fused: bool, interpreted: bool):
         self.fused, self.interpreted = fused, interpreted
@@ -78,7 +80,7 @@ class Plan:
             return self(*inputs)
 
     def _backend(self, gm: GraphModule, inputs: Sequence[Tensor]) -> Any:
-        # a cached graph would be another plan's
+        # no cache: a cached graph could come from another plan
         patches = {"post_grad_custom_post_pass": compat.GraphPass(self._lower, f"kernels-{self.fused}")}
         return compat.compile_fx(gm, inputs, self._compile, {**patches, "fx_graph_cache": False})
 
@@ -95,14 +97,15 @@ class Plan:
 
 
 def _name(function: Any) -> str:
-    while hasattr(function, "fn"):  # an autotuner has a JIT function has a Python function
+    while hasattr(function, "fn"):  # an autotuner wraps a JIT function, which wraps a Python function
         function = function.fn
     return getattr(function, "name", None) or function.__name__
 
 
 @contextlib.contextmanager
 def interpreter() -> Iterator[None]:
-    """Inside, CPU graphs get generated kernels, run by the tests' interpreter (a checkout has it, an installed package not)."""
+    """Inside the context, CPU graphs get generated kernels, which the tests' interpreter runs. Needs a checkout: an installed
+    package has no tests."""
     from tests.support.interpreter import kernels_on_cpu
 
     with kernels_on_cpu():
@@ -113,7 +116,7 @@ def interpreter() -> Iterator[None]:
 
 
 def compare(wanted: Sequence[Tensor], got: Sequence[Tensor | None]) -> None:
-    """`Wrong` if an output is not what it should be. None: an output that a peer does not have."""
+    """Raises `Wrong` if an output of `got` differs too much from `wanted`. None: a peer does not compute this output."""
     for i, (a, b) in enumerate(zip(wanted, got, strict=True)):
         if b is None:
             continue
@@ -145,7 +148,7 @@ class Device:
             self.flush.zero_()
             call()
         torch.cuda.synchronize()
-        torch.cuda._sleep(20_000_000)  # so that launches wait in the queue, and the device never for the CPU
+        torch.cuda._sleep(20_000_000)  # launches queue up meanwhile, so that the device never waits for the CPU
         marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(self.runs)]
         for start, end in marks:
             self.flush.zero_()
@@ -156,14 +159,14 @@ class Device:
         return [start.elapsed_time(end) for start, end in marks]
 
     def copy_gb_per_s(self, size: int) -> float:
-        """Of a copy that moves as many bytes: it reads half of them and writes half."""
+        """GB/s of a copy that moves `size` bytes: it reads half of them and writes half."""
         if size not in self.copies:
             source, target = (torch.zeros(size // 2, dtype=torch.uint8, device=self.device) for _ in range(2))
             self.copies[size] = 2 * (size // 2) / statistics.median(self.milliseconds(lambda: target.copy_(source))) / 1e6
         return self.copies[size]
 
     def profiled(self, call: Callable[[], Any], calls: int = 3) -> list[tuple[str, float]]:
-        """(name, microseconds) of what the device ran."""
+        """(name, microseconds) of each kernel that the device ran."""
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             for _ in range(calls):
                 self.flush.zero_()
@@ -172,7 +175,7 @@ class Device:
         return classify.device_events(profile)
 
     def kernels(self, call: Callable[[], Any]) -> list[dict[str, Any]]:
-        """What a call launches, with the median time of each."""
+        """The kernels that a call launches, with the median time of each."""
         times: dict[str, list[float]] = {}
         for name, microseconds in self.profiled(call):
             if name not in self.flushes:
@@ -207,7 +210,7 @@ class Bench:
         self.began, self.clocks, self.date = time.monotonic(), machine.clocks(), machine.now()
 
     def run(self, ready: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-        """All rows; `ready` gets the result as far as it is, after each family."""
+        """Measures all rows and returns the result. After each family and shape, `ready` gets the result so far."""
         points = [(family, shape) for shape in self.args.shape for family in self.args.family]
         for i, (name, shape) in enumerate(points):
             if time.monotonic() > self.deadline:

@@ -1,4 +1,4 @@
-"""Where and with what a measurement was made."""
+"""The machine, the software and the time of a measurement."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CLOCKS = ("clocks.sm", "clocks.mem", "clocks.max.sm", "clocks.max.mem", "power.l
 
 
 def output_of(*command: str) -> str | None:
-    """What a command prints, None if it cannot be run."""
+    """The stdout of a command; None if it cannot be run or fails."""
     if shutil.which(command[0]) is None:
         return None
     try:
@@ -28,7 +28,7 @@ def output_of(*command: str) -> str | None:
 
 
 def clocks() -> dict[str, str] | None:
-    """Clocks, power limit, temperature and driver as nvidia-smi has them now; None without it."""
+    """Clocks, power limit, temperature and driver as nvidia-smi reports them now; None without nvidia-smi."""
     answer = output_of("nvidia-smi", f"--query-gpu={','.join(CLOCKS)}", "--format=csv,noheader")
     if not answer:
         return None
@@ -53,14 +53,14 @@ def versions() -> dict[str, str | None]:
 
 
 def commit() -> dict[str, Any]:
-    """The checkout's commit, and whether its package or benchmarks differ from it; None where there is no git."""
+    """The commit of the checkout, and whether the package, the benchmarks or the examples differ from it; None without git."""
     name = output_of("git", "rev-parse", "HEAD")
     changed = output_of("git", "status", "--porcelain", "--", "fp8compile", "benchmarks", "examples")
     return {"commit": name, "changed": None if changed is None else bool(changed)}
 
 
 def describe_device(device: str) -> dict[str, Any]:
-    """Name, memory in bytes and capability of the device that torch would use. Initialises CUDA: call it in a worker."""
+    """Name, memory in bytes and capability of the device that torch would use. It initialises CUDA, so call it in a worker."""
     if device == "cpu":
         return {"name": "cpu", "memory": 0, "capability": None}
     properties = torch.cuda.get_device_properties(0)

@@ -1,22 +1,24 @@
-"""How much headroom should delayed scaling leave, and what does it cost? Casts, tensors of small models, gradients of timm's.
+"""How much headroom should delayed scaling leave, and what does headroom cost? Casts, small models, and models of timm.
 
     python -m benchmarks.margins                              # all parts, about 15 minutes of one core
     python -m benchmarks.margins --part casts
     python -m benchmarks.margins --show --update docs/recipes.md
 
 A margin m makes scale = FP8 maximum / (amax * 2^m): a tensor may grow 2^m times beyond its history before it saturates, and
-loses m of the binades of its format. `casts` measures what that costs, `models` both, `timm` what becomes of gradients.
+loses m of the binades of its format. `casts` measures the cost of this headroom, `models` its cost and its benefit, `timm` its
+effect on gradients.
 
-casts    1,024 tokens of 512 features, normal, each token of a size of its own: log-uniform over 0 to 32 binades. Signal to
-         quantization noise in dB of the whole tensor, and of the median token, whose own small elements count there
-models   small models train in float32 without FP8 (GPT and Llama on text, a vision transformer on synthetic classes, the same
-         behind a LayerScale of 1e-6 or with a head of 2e-5, a GPT whose every eighth batch is one sequence, not sixteen);
-         inputs, weights and gradients of their linears, in steps 1 to 16 and in the last 8 of 300, are cast as delayed scaling
-         would with each margin, by the package's own scales
-timm     five vision transformers of timm, tiny, in their first 8 steps: the cosine of FP8's gradients to float32's on the same
-         weights, of those that have 0.99 in eager bf16. `tensorwise` is what FP8 is without a history. It needs timm
+casts    1,024 tokens of 512 normal features. Each token has its own size, log-uniform over 0 to 32 binades. Measures the signal
+         to quantization noise ratio in dB of the whole tensor, and of the median token, where small elements count, too
+models   small models train in float32 without FP8: GPT and Llama on text, a vision transformer on synthetic classes, the same
+         behind a LayerScale of 1e-6 or with a head of 2e-5, a GPT of which every eighth batch is one sequence, not sixteen.
+         Inputs, weights and gradients of their linears, in steps 1 to 16 and in the last 8 of 300, are cast as delayed scaling
+         would do with each margin, with the package's own code for scales
+timm     five tiny vision transformers of timm, in their first 8 steps: the cosine between gradients in FP8 and in float32 on
+         the same weights, for gradients whose cosine in eager bf16 is at least 0.99. `tensorwise` is FP8 without a history.
+         Needs timm
 
-Everything is emulated on a CPU. One line of JSON a result goes into `--out`.
+Everything is emulated on a CPU. Each result is one line of JSON in `--out`.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ ROLES = ("input", "weight", "gradient")
 CASES = (("input", E4M3), ("weight", E4M3), ("gradient", E5M2), ("gradient", E4M3))
 TIMM_STEPS, GOOD, GOAL = 8, 0.99, 0.97
 TIMM_ARMS = {str(m): {"margin": (0, 0, m)} for m in (0, 6, 8, 10, 11, 12)} | {"tensorwise": {"recipe": "tensorwise"}}
-KEYS = ("part", "model", "when", "role", "format", "span", "arm")  # of a line in the results
+KEYS = ("part", "model", "when", "role", "format", "span", "arm")  # they identify a line of the results
 SHOWN = (0, 1, 2, 3, 4, 6, 8, 10, 11, 12)
 
 Row = dict[str, Any]
@@ -97,7 +99,8 @@ def rounded(values: Sequence[float]) -> list[float]:
 
 
 class Vision(nn.Module):
-    """A pre-norm vision transformer: [B, patches, width] -> classes. `scale`: LayerScale's; `head`: deviation of the head's."""
+    """A pre-norm vision transformer: [B, patches, width] -> classes. `scale`: initial value of LayerScale; None: no LayerScale.
+    `head`: standard deviation of the head's weight."""
 
     def __init__(self, scale: float | None = None, head: float = 0.02, width: int = 128, layers: int = 2):
         super().__init__()
@@ -137,7 +140,7 @@ def _text(sequences: Callable[[int], int]) -> Loss:
 
 
 def _classes(model: nn.Module, step: int) -> Tensor:
-    """Each class is a picture; an example is its class's, and noise."""
+    """The loss on synthetic data. Each class is a random picture; an example is the picture of its class plus noise."""
     pictures = torch.randn(160, 16, 128, generator=torch.Generator().manual_seed(0))
     generator = torch.Generator().manual_seed(step)
     y = torch.randint(160, (16,), generator=generator)
@@ -164,7 +167,7 @@ def small_models() -> dict[str, tuple[Callable[[], nn.Module], Loss]]:
 
 
 class Recorder:
-    """Delayed scales of every linear's tensors with every margin, and what they make of the tensors when it is asked."""
+    """Keeps delayed scales of every linear's tensors for every margin. On request, measures the errors of casts with them."""
 
     def __init__(self, model: nn.Module):
         self.now: dict[tuple[str, str], Tensor] = {}
@@ -179,7 +182,7 @@ class Recorder:
         out.register_hook(lambda grad: self.now.__setitem__((name, "gradient"), grad.flatten(0, -2)))
 
     def step(self, measured: bool) -> None:
-        """The end of a step. A page has a row a margin."""
+        """Update all scales at the end of a step; `measured`: measure casts with them before. A page has one row per margin."""
         for role, form in CASES:
             for name in [name for name, seen in self.now if seen == role]:
                 x, key = self.now[name, role], (name, role, form.name)
@@ -200,7 +203,8 @@ class Recorder:
 
     @staticmethod
     def _measure(x: Tensor, amax: Tensor, snapshot: Tensor, form: Format) -> Row:
-        """dB by margin of the tensor and of its median token, and by its own amax; whether it saturates."""
+        """For each margin: dB of the tensor, dB of its median token, and whether it saturates. `own`: dB of the tensor when its
+        scale comes from its own amax."""
         whole, middle, saturated = [], [], []
         own = db(*(part.sum() for part in noise_of(x, scale_of(amax.reshape(1), form.max, 0), form)))
         for m in MARGINS:
@@ -213,7 +217,7 @@ class Recorder:
 
 
 def of_models() -> Iterator[Row]:
-    """A line for each model, half of training, role and format."""
+    """A line for each model, period of training (early, late), role and format."""
     for title, (build, loss_of) in small_models().items():
         torch.manual_seed(0)
         model = build()
@@ -233,7 +237,8 @@ def of_models() -> Iterator[Row]:
 
 
 def summary(seen: Sequence[Row]) -> Row:
-    """By margin: the mean ratios, the lowest, and the share of tensors that lose 3 dB or more against their own amax."""
+    """For each margin: the mean and the lowest ratio in dB, the percentage of tensors that lose more than 3 dB against a scale
+    from their own amax, and the percentage that saturates."""
     row: Row = {"role": seen[0]["role"], "format": seen[0]["format"], "tensors": len(seen)}
     row["own"] = round(statistics.fmean(x["own"] for x in seen), 2)
     for key in ("tensor", "token"):
@@ -270,7 +275,8 @@ def of_timm(arms: Sequence[str]) -> Iterator[Row]:
 
 
 def first_steps(exact: nn.Module, options: dict[str, Any], size: int | tuple[int, int]) -> Row:
-    """Cosines to float32 of all gradients that bf16 has right: the lowest of each step, and how many are below the goal."""
+    """Cosines between gradients in FP8 and in float32, for gradients that bf16 gets right (GOOD): the lowest of each step, and
+    the number below the goal."""
     torch.compiler.reset()
     half, model = copy.deepcopy(exact), copy.deepcopy(exact)
     shape = (3, size, size) if isinstance(size, int) else (3, *size)
@@ -307,7 +313,7 @@ def cosine(a: Tensor, b: Tensor) -> float:
 
 
 def tabled(rows: Sequence[Row]) -> str:
-    """Markdown: what a margin costs, what it saves, and timm's gradients."""
+    """Markdown tables: the cost of a margin, its benefit, and the gradients of timm's models."""
     heads = [str(m) for m in SHOWN]
     parts = []
     synthetic = sorted((r for r in rows if r["part"] == "casts"), key=lambda r: (r["format"] != E5M2.name, r["span"]))

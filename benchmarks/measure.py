@@ -1,7 +1,7 @@
-"""Running and timing training steps of one task.
+"""Runs and times training steps of one task.
 
-On a CUDA device the parts of a step are timed by events, which cost the device next to nothing, and the device is waited for
-at the end of a turn only; on a CPU by the clock.
+On a CUDA device, events time the parts of a step. They cost the device almost nothing, and the host waits for the device only
+at the end of a turn. On a CPU, the clock times the parts.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Marks:
 
 
 class Runner:
-    """Trains `task` step by step; its model is compiled already."""
+    """Trains `task` step by step. The arm has already prepared its model (`Module.compile`)."""
 
     def __init__(self, task: Task):
         self.task, self.point, self.device = task, task.point, task.device
@@ -53,7 +53,7 @@ class Runner:
             torch.cuda.synchronize()
 
     def step(self) -> Marks:
-        """One optimizer step, `accumulate` forwards and backwards."""
+        """One optimizer step after `accumulate` forwards and backwards."""
         start, micro, optimizer = self.mark(), [], self.task.optimizer
         for _ in range(self.point.accumulate):
             batch = next(self.task.batches)
@@ -105,7 +105,7 @@ class Runner:
         self.losses.clear()
         if self.point.validate is not None:
             result["validation"] = [self.steps, self.point.validate(self.task.model, self.device)]
-        if self.cuda:  # leave the others what this arm does not hold
+        if self.cuda:  # release memory that this arm does not hold, for the other arms
             torch.cuda.empty_cache()
             result["idle"] = torch.cuda.memory_reserved()
         return result
@@ -125,7 +125,7 @@ class Runner:
         return {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
 
     def profile(self, casts: set[str], steps: int = 2) -> dict[str, Any] | None:
-        """Kernels a step by class, None on a CPU."""
+        """Kernels per step by class; None on a CPU."""
         if not self.cuda:
             return None
         self.step()

@@ -1,11 +1,11 @@
 """The models that are measured, in vanilla modules: Llama, a DiT block stack, stacked feed-forward blocks, one linear.
 
-None of them knows of FP8. A GPT-2 is in examples/train_gpt.py. Every model has `regions()`, the modules to compile when a model
-is compiled block by block instead of whole, which is how large models are compiled in practice (one compilation serves all
-blocks).
+None of them knows of FP8. A GPT-2 is in examples/train_gpt.py. Every model has `regions()`: the modules to compile when a model
+is compiled block by block instead of whole. In practice, large models are compiled block by block, because one compilation
+serves all blocks.
 
-A model is made on the meta device and filled by `materialise`, so that the billions of parameters of a full configuration are
-drawn where they are used, in their own dtype.
+A model is made on the meta device and filled by `materialise`, so that billions of parameters are drawn directly on their
+device and in their dtype.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 def materialise(build: Callable[[], nn.Module], device: str, dtype: torch.dtype, seed: int = 0) -> nn.Module:
-    """`build()` with parameters of `dtype` on `device`: matrices normal with deviation 0.02, norms one, biases zero.
+    """`build()` with parameters of `dtype` on `device`: matrices are normal with deviation 0.02, norms one, biases zero.
 
     The same seed gives the same weights in every process on one kind of device.
     """
@@ -38,7 +38,7 @@ def materialise(build: Callable[[], nn.Module], device: str, dtype: torch.dtype,
 
 
 def unallocated(build: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
-    """`build()` on the CPU with parameters that nobody has written: pages of memory are taken when they are touched."""
+    """`build()` on the CPU with unwritten parameters, which use no memory: the system allocates a page at its first write."""
     with torch.device("meta"):
         model = build().to(dtype)
     return _with_tables(model.to_empty(device="cpu"))
@@ -98,7 +98,7 @@ class Rotary(nn.Module):
         self.register_buffer("sin", torch.empty(length, head_dim, dtype=torch.float32), persistent=False)
 
     def fill(self) -> None:
-        """Write the tables; they are float32 again after `model.to(bfloat16)`."""
+        """Write the tables in float32, also if `model.to(bfloat16)` has converted them before."""
         device = self.cos.device
         frequencies = self.theta ** (-torch.arange(0, self.head_dim, 2, device=device, dtype=torch.float32) / self.head_dim)
         angles = torch.arange(self.length, device=device, dtype=torch.float32)[:, None] * frequencies
@@ -180,8 +180,8 @@ def blocks(build: Callable[[], nn.Module], count: int, checkpointing: bool = Fal
 
 
 class Stack(nn.Module):
-    """Blocks in a row, without embedding and head; further inputs (a condition) go to every block. The loss is the mean
-    square of the output, which costs next to nothing and gives every element a gradient of its own."""
+    """Blocks in a row, without embedding and head. Further inputs (a condition) go to every block. The loss is the mean square
+    of the output: it is cheap and gives every element a different gradient."""
 
     def __init__(self, build: Callable[[], nn.Module], count: int, checkpointing: bool = False):
         super().__init__()
@@ -246,7 +246,7 @@ class DitBlock(nn.Module):
 
 
 class OneLinear(nn.Module):
-    """x [M, K] -> x w^T [M, N], no bias: fprop, dgrad and wgrad and nothing else."""
+    """x [M, K] -> x w^T [M, N], without bias: only fprop, dgrad and wgrad."""
 
     def __init__(self, k: int, n: int):
         super().__init__()

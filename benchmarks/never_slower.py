@@ -1,13 +1,14 @@
-"""Is a model ever slower in FP8 than in bf16? Random models, compiled for a GPU that is described, by the roofline of each.
+"""Is a model ever slower in FP8 than in bf16? Compiles random models for a described GPU and compares their rooflines.
 
     python -m benchmarks.never_slower [--count 200] [--seed 0] [--device h200] [--json PATH]
 
 Each model is drawn from a seed: a family (MLP, attention, GPT, Llama), widths from 64 to 8192, 16 to 32768 tokens, one to
-three blocks, bf16 weights or float32 under autocast. It is compiled three times, by Inductor alone and by this backend with
-either recipe, which decides from the description what becomes FP8. The roofline time of a compilation is `static`'s: what
-Inductor would launch, each kernel the longer of its bytes and its FLOPs, and 2 us. Nothing is executed, nothing is measured.
+three blocks, bf16 weights or float32 under autocast. It is compiled three times: by Inductor alone, and by this backend with
+each of two recipes. The backend decides by the device's description which matmuls become FP8. `static` computes the roofline
+time of a compilation: each kernel that Inductor would launch takes the longer of its bytes and its FLOPs, plus 2 us. Nothing is
+executed, nothing is measured.
 
-The claim is ``roofline(fp8) <= roofline(bf16)`` for every model and recipe. Exits with 1 where it does not hold.
+The claim is ``roofline(fp8) <= roofline(bf16)`` for every model and recipe. Exits with 1 if it does not hold.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ RECIPES = ("delayed", "tensorwise")
 
 @dataclass(frozen=True)
 class Shape:
-    """A model and its input. `hidden` is the width inside of a feed-forward block, `tokens` all of the batch's."""
+    """A model and its input. `hidden` is the inner width of a feed-forward block, `tokens` the number of tokens in a batch."""
 
     family: str
     tokens: int
@@ -59,7 +60,7 @@ class Shape:
 
 
 def draw(seed: int) -> Shape:
-    """The same shape for the same seed, anywhere. Sizes are spread evenly over their logarithms."""
+    """A random shape: the same for the same seed on any machine. The logarithms of sizes are uniformly distributed."""
     rng = random.Random(seed)
 
     def log_uniform(least: int, most: int, step: int) -> int:
@@ -67,7 +68,7 @@ def draw(seed: int) -> Shape:
         return max(least, min(most, step * round(size / step)))
 
     family = rng.choice(FAMILIES)
-    # round sizes and odd ones: a head of 64 divides the width wherever there are heads
+    # round and odd sizes; with heads, the width is a multiple of 64, so that heads of 64 divide it
     step = rng.choice((64, 256)) if family != "mlp" else rng.choice((16, 64, 256))
     width = log_uniform(64, 8192, step)
     head = 128 if width % 128 == 0 and width >= 1024 else 64
@@ -127,7 +128,7 @@ class Gpt(nn.Module):
 
 
 class Blocks(nn.Module):
-    """Blocks in a row. (Dynamo takes an nn.Sequential apart and compiles each of its modules by itself.)"""
+    """Blocks in a row. (Not an nn.Sequential: Dynamo compiles each of its modules separately.)"""
 
     def __init__(self, shape: Shape, length: int):
         super().__init__()
@@ -148,7 +149,8 @@ def block(shape: Shape, length: int) -> nn.Module:
 
 
 def compiled(shape: Shape, recipe: str | None, device: str) -> tuple[fake_gpu.Step, Any]:
-    """What one training step would launch, by Inductor alone (`recipe` None) or by this backend, and the backend's report."""
+    """The launches of one training step, compiled by Inductor alone (`recipe` None) or by this backend, and the backend's
+    report."""
     sequences = next(n for n in (4, 2, 1) if n == 1 or (shape.tokens % n == 0 and shape.tokens >= 64 * n))
     length = shape.tokens // sequences
     dtype = torch.float32 if shape.autocast else torch.bfloat16
@@ -172,7 +174,7 @@ def compiled(shape: Shape, recipe: str | None, device: str) -> tuple[fake_gpu.St
 
 
 def compare(shape: Shape, device: str = "h200") -> dict[str, Any]:
-    """A row of the results: roofline times in ms, and how much of the FLOPs became FP8."""
+    """A row of the results: roofline times in ms, and the share of the FLOPs in FP8."""
     row: dict[str, Any] = asdict(shape)
     row["bf16_ms"] = static.figures(compiled(shape, None, device)[0])["roofline_ms"]
     for recipe in RECIPES:
@@ -184,7 +186,8 @@ def compare(shape: Shape, device: str = "h200") -> dict[str, Any]:
 
 
 def slower(row: dict[str, Any]) -> list[str]:
-    """The recipes with which a row's model is slower than in bf16. Sums of the same kernels may differ in the last bits."""
+    """The recipes with which a row's model is slower than in bf16. Allows for rounding: sums over equal kernels may differ in
+    the last bits."""
     return [recipe for recipe in RECIPES if row[f"{recipe}_ms"] > row["bf16_ms"] * (1 + 1e-9)]
 
 
@@ -201,7 +204,8 @@ def summary(rows: list[dict[str, Any]]) -> str:
 
 
 def write(path: Path, rows: list[dict[str, Any]], given: argparse.Namespace) -> None:
-    """JSON lines; the results of `measure` and `static`, which are of another form, are the files *.json there."""
+    """Write JSON lines: one for the run, one per model. (The files *.json in that folder are results of `benchmarks.train`, in
+    another format.)"""
     command = f"python -m benchmarks.never_slower --count {given.count} --seed {given.seed} --device {given.device}"
     device = f"described {catalog.find(given.device).name}"
     head = {"command": command, "device": device, "torch": torch.__version__, "date": now(), **commit()}

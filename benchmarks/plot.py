@@ -5,7 +5,7 @@
     never-slower-<device>-<arm>.png   the grid of linears against bf16, a panel for each M
     loss-<device>.png          training loss of each arm, and its gap to bf16
 
-Estimates have pictures of their own and say in the title that nothing was measured.
+Estimates get separate pictures, whose titles say that nothing was measured.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ def label(result: Result) -> str:
 
 
 def speed(row: dict[str, Any]) -> float | None:
-    """A row's ratio to compiled bf16; of a single linear by the time that the device was busy."""
+    """A row's speed over compiled bf16. For a single linear, it compares the time that the device was busy."""
     return (get(row, "ratio", "busy") if row["point"] else None) or get(row, "ratio", "compiled_bf16")
 
 
 def over(result: Result, arm: str, value: Callable[[dict[str, Any]], float | None]) -> float | None:
-    """`value` of an arm in a result; where there are many points, the median over them."""
+    """`value` of an arm in a result: the median over its points; None if no point has a value."""
     found = [v for row in result["rows"] if row["arm"] == arm and not row["error"] and (v := value(row)) is not None]
     return statistics.median(found) if found else None
 
@@ -66,7 +66,7 @@ def over(result: Result, arm: str, value: Callable[[dict[str, Any]], float | Non
 def bars(
     chosen: Sequence[Result], value: Callable[[dict[str, Any]], float | None], title: str, goals: bool, path: Path
 ) -> None:
-    """Groups of bars, one group a case, one bar an arm; 1.00 is compiled bf16."""
+    """Bars in groups: one group per case, one bar per arm; 1.00 is compiled bf16."""
     plt = pyplot()
     arms = [a for a in COLORS if any(over(r, a, value) is not None for r in chosen)]
     figure, axes = plt.subplots(figsize=(max(6.0, 1.0 + 0.28 * len(arms) * len(chosen)), 4.4), layout="constrained")
@@ -75,7 +75,7 @@ def bars(
         places = [(x - 0.41 + width * (i + 0.5), v) for x, r in enumerate(chosen) if (v := over(r, arm, value)) is not None]
         axes.bar([x for x, _ in places], [v for _, v in places], 0.94 * width, color=COLORS[arm], label=arm)
         for x, v in places:
-            ink = "black" if arm in PALE else "white"  # at the foot of the bar: its head is where the goals are
+            ink = "black" if arm in PALE else "white"  # text stands at the foot of the bar; goals are drawn near its top
             axes.text(x, 0.02, f"{v:.2f}", ha="center", va="bottom", fontsize=7, rotation=90, color=ink)
     for x, result in enumerate(chosen):
         if goals and result["goal"]:
@@ -91,7 +91,7 @@ def bars(
 
 
 def grid_of(result: Result, arm: str) -> dict[tuple[int, int, int], tuple[float, bool]]:
-    """(M, N, K) -> (bf16 time over the arm's, did FP8 run there)."""
+    """(M, N, K) -> (bf16's time over the arm's time, whether FP8 ran)."""
     cells = {}
     for row in result["rows"]:
         if row["arm"] == arm and not row["error"] and (ratio := cell_ratio(row)) is not None:
@@ -104,7 +104,8 @@ def grid_of(result: Result, arm: str) -> dict[tuple[int, int, int], tuple[float,
 
 
 def heat_map(result: Result, arm: str, title: str, path: Path) -> None:
-    """A panel for each M, N to the right, K upwards. Blue is faster than bf16, red slower; a cell in brackets has no FP8."""
+    """A panel for each M, with N to the right and K upwards. Blue cells are faster than bf16, red ones slower. A cell in
+    brackets has no FP8."""
     plt = pyplot()
     cells = grid_of(result, arm)
     ms, ns, ks = (sorted({key[i] for key in cells}) for i in range(3))
@@ -148,7 +149,7 @@ def smooth(values: Sequence[float], weight: float = 0.05) -> list[float]:
 
 
 def curves(result: Result, title: str, path: Path) -> None:
-    """Above: smoothed training losses with the validation losses; below: what each arm is over bf16."""
+    """Above: smoothed training losses with the validation losses. Below: the gap of each arm to bf16, in percent."""
     plt = pyplot()
     rows = [row for row in result["rows"] if not row["error"] and row["losses"]]
     base = next((row for row in rows if row["kind"] in ("bf16", "eager")), None)
@@ -173,7 +174,7 @@ def curves(result: Result, title: str, path: Path) -> None:
 
 
 def draw(found: list[Result], out: Path) -> list[Path]:
-    """All pictures that the results give; the last result of each case counts. Returns the paths."""
+    """Draw all pictures for the last result of each case. Returns their paths."""
     out.mkdir(parents=True, exist_ok=True)
     made: list[Path] = []
     newest = [r for r in results.latest(found) if r["case"] != "kernels"]

@@ -1,4 +1,4 @@
-"""Starting workers and talking to them. A worker that dies or takes too long is a `WorkerFailed` with a one-line reason."""
+"""Starts workers and talks to them. A worker that dies or takes too long raises `WorkerFailed` with a one-line reason."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 class WorkerFailed(Exception):
-    """The message is fit for a table."""
+    """A worker failed. The message is short enough for a table."""
 
 
 class Remote:
@@ -34,7 +34,7 @@ class Remote:
                 stderr=subprocess.STDOUT,
                 pass_fds=[theirs],
                 env={**os.environ, "PYTHONPATH": path, "TORCHINDUCTOR_CACHE_DIR": str(cache), "PYTHONUNBUFFERED": "1"},
-                start_new_session=True,  # Inductor's compile workers go with it
+                start_new_session=True,  # so that `kill` ends Inductor's compile workers, too
             )
         os.close(theirs)
         self.answers = os.fdopen(ours, "rb", buffering=0)
@@ -42,7 +42,7 @@ class Remote:
         self.ask("start", **start)
 
     def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
-        """Send a command, wait for its answer."""
+        """Send a command and wait for its answer."""
         assert self.process.stdin is not None
         try:
             self.process.stdin.write(json.dumps({"do": do, **arguments}).encode() + b"\n")

@@ -1,22 +1,22 @@
-"""Does a model that trains in FP8 learn as it does in bf16? Every recipe, several seeds, real text, on a CPU.
+"""Does a model learn as well in FP8 as in bf16? Every recipe, several seeds, real text, on a CPU.
 
-    python -m benchmarks.recipes                       # what is missing of 5 seeds, then the table; about an hour of one core
+    python -m benchmarks.recipes                       # the missing runs of 5 seeds, then the table; about an hour of one core
     python -m benchmarks.recipes --arms bf16,rowwise --seeds 10 --jobs 4
     python -m benchmarks.recipes --show --update docs/recipes.md --plot docs/recipes.png
 
 The model is the GPT of examples/train_gpt.py: 2 layers, 128 wide, context 64, with a tied output head that stays in high
-precision; every matmul of its blocks is FP8, which the script checks in the report. 1,500 steps of 512 bytes of text.
-Weights are float32, the forward pass runs under bf16 autocast, and `bf16` is compiled by Inductor as the others are. Runs of
-one seed start from the same weights and see the same batches; so gaps are taken seed by seed, and the interval is that of
-their mean (Student's t). Welch's test compares the losses as if runs were not paired. `float32` is the yardstick: two
-precisions that nobody doubts are that far apart.
+precision. Every matmul of its blocks is FP8; the script checks this in the report. A run has 1,500 steps of 512 bytes of text.
+Weights are float32, the forward pass runs under bf16 autocast, and all arms, also `bf16`, end in Inductor. Runs of one seed
+start from the same weights and see the same batches. So gaps are computed for each seed, and the interval is that of their mean
+(Student's t). Welch's test compares the losses as if runs were not paired. `float32` is the yardstick: it shows the gap between
+two precisions that are both trusted.
 
-The validation loss is the mean over 1,024 windows that are the same for all runs, evaluated in high precision; `late` is its
-mean over the last five evaluations, one every 50 steps. An arm is one process of one thread that trains all of its seeds, since
-they share what was compiled. One line of JSON a run is appended to `--out`; what is there is not run again.
+The validation loss is the mean over 1,024 windows that are the same for all runs, evaluated in high precision. `late` is its
+mean over the last five evaluations, one every 50 steps. Each arm is one process with one thread, which trains all seeds, so
+that they share compiled code. Each run appends one line of JSON to `--out`; a run that is there is not repeated.
 
-FP8 on a CPU is emulated, with exact products and float32 sums: this is about quantization, not about the accumulators of
-tensor cores.
+FP8 on a CPU is emulated, with exact products and float32 sums. The study measures the effect of quantization, not of the
+accumulators of tensor cores.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ from .tables import update
 sys.path.append(str(machine.ROOT / "examples"))
 import train_gpt  # noqa: E402
 
-PATH = RESULTS / "recipes.jsonl"  # not a .json: it is no result of `benchmarks.train`
+PATH = RESULTS / "recipes.jsonl"  # not a .json: those are results of `benchmarks.train`
 BASELINE = "bf16"
-# what torch.compile(backend="fp8") is given; None: Inductor without it
+# the options of torch.compile(backend="fp8"); None: backend="inductor"
 ARMS: dict[str, dict[str, Any] | None] = {
     "bf16": None,
     "float32": None,
@@ -65,14 +65,14 @@ ARMS: dict[str, dict[str, Any] | None] = {
 GOALS = {"rowwise": 0.2, "blockwise": 0.2}  # % of the loss; the others: 0.5
 LATE = 5  # evaluations whose mean is the late loss
 EVERY = 50  # steps between them
-FIELDS = ("steps", "layers", "width", "context", "batch_size", "lr")  # runs that differ in these are not compared
+FIELDS = ("steps", "layers", "width", "context", "batch_size", "lr")  # only runs with equal fields are compared
 
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Study:
-    """The settings that all runs share. Steps count optimizer steps; `windows` are those of the validation."""
+    """The settings that all runs share. `steps` are optimizer steps; `windows` is the number of validation windows."""
 
     steps: int = 1500
     layers: int = 2
@@ -88,7 +88,7 @@ class Study:
 
     @property
     def evaluations(self) -> list[int]:
-        """Steps after which the model is evaluated: coarsely, then the last ones every `EVERY`."""
+        """Steps after which the model is evaluated: every tenth of the run, and the last `LATE` times every `EVERY` steps."""
         late = {self.steps - EVERY * i for i in range(LATE)}
         early = {self.steps * i // 10 for i in range(1, 10)}
         return sorted(step for step in late | {x for x in early if x < min(late)} if step > 0)
@@ -98,7 +98,7 @@ class Study:
 
 
 def train(arm: str, seed: int, study: Study, text: Tensor) -> Row:
-    """Train one arm from one seed; the line of the results. Raises RuntimeError if a block's matmul is not in FP8."""
+    """Train one arm from one seed; returns its line of the results. Raises RuntimeError if a matmul of a block is not FP8."""
     options, config = ARMS[arm], study.config
     # "medium": FP8 values are exact in bf16, so products of them may take the CPU's bf16 instructions
     torch.set_float32_matmul_precision("highest" if arm == "float32" else "medium")
@@ -123,7 +123,7 @@ def train(arm: str, seed: int, study: Study, text: Tensor) -> Row:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         losses.append(loss.item())
-        seconds += time.perf_counter() - began if step >= 10 else 0.0  # the first ones compile
+        seconds += time.perf_counter() - began if step >= 10 else 0.0  # the first steps include compilation
         if step + 1 in study.evaluations:
             evaluated.append((step + 1, evaluate(model, val_text, study, arm)))
     return {
@@ -162,8 +162,8 @@ def evaluate(model: nn.Module, text: Tensor, study: Study, arm: str) -> float:
 
 
 def converted(arm: str, study: Study) -> int:
-    """How many matmuls of the training graph are FP8. RuntimeError if one of the blocks is not (but for wgrad, where the
-    recipe keeps it)."""
+    """The number of FP8 matmuls in the training graph. RuntimeError if a matmul of a block is not FP8 (except wgrad, if the
+    recipe keeps it in high precision)."""
     import fp8compile
 
     graphs = [graph for graph in fp8compile.report().graphs if graph.name.endswith("training")]
@@ -178,14 +178,14 @@ def converted(arm: str, study: Study) -> int:
 
 
 def read(path: Path, study: Study) -> list[Row]:
-    """The lines of a file that were made with these settings; of several for one arm and seed, the last."""
+    """The lines of a file that were made with these settings; the last line for each arm and seed."""
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     same = [line for line in lines if all(line[name] == getattr(study, name) for name in FIELDS)]
     return list({(line["arm"], line["seed"]): line for line in same}.values())
 
 
 def run_missing(arms: Sequence[str], seeds: int, jobs: int, path: Path, study: Study) -> bool:
-    """Train what the file lacks, an arm a process; True if all of it was. What fails is said on stderr."""
+    """Train the runs that the file lacks, one process per arm. Returns whether all succeeded; prints failures on stderr."""
     there = {(row["arm"], row["seed"]) for row in read(path, study)}
     missing = {arm: [seed for seed in range(seeds) if (arm, seed) not in there] for arm in arms}
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -214,7 +214,7 @@ def run_missing(arms: Sequence[str], seeds: int, jobs: int, path: Path, study: S
 
 
 def work(arm: str, seeds: Sequence[int], study: Study) -> None:
-    """The process of an arm: prints a line a seed."""
+    """The process of an arm: prints one line of results per seed."""
     torch.set_num_threads(1)
     text = train_gpt.load_text()
     for seed in seeds:
@@ -225,7 +225,7 @@ def work(arm: str, seeds: Sequence[int], study: Study) -> None:
 
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float]:
-    """The mean and half of its 95% confidence interval (nan of a single value)."""
+    """The mean and half the width of its 95% confidence interval (nan for a single value)."""
     from scipy import stats
 
     if len(values) < 2:
@@ -234,7 +234,7 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def welch(a: Sequence[float], b: Sequence[float]) -> float:
-    """p of Welch's two-sided test that two samples have the same mean; nan if a sample is a single value."""
+    """The p value of Welch's two-sided test that two samples have the same mean; nan if a sample is a single value."""
     from scipy import stats
 
     return math.nan if min(len(a), len(b)) < 2 else float(stats.ttest_ind(a, b, equal_var=False).pvalue)
@@ -245,8 +245,8 @@ class Summary:
     """An arm against the baseline, over the seeds that both have. Gaps are in % of the baseline's loss."""
 
     arm: str
-    losses: list[float]  # late
-    gaps: list[float]  # of the late loss
+    losses: list[float]  # late losses
+    gaps: list[float]  # gaps of the late losses
     final: float  # mean gap of the last evaluation
     p: float
 
@@ -256,7 +256,7 @@ class Summary:
 
 
 def summarise(rows: Sequence[Row]) -> list[Summary]:
-    """One for each arm that has runs, in the order of `ARMS`. ValueError without a run of the baseline."""
+    """A summary for each arm that has runs, in the order of `ARMS`. ValueError without a run of the baseline."""
     found: dict[str, dict[int, Row]] = {}
     for row in rows:
         found.setdefault(row["arm"], {})[row["seed"]] = row
@@ -274,14 +274,14 @@ def summarise(rows: Sequence[Row]) -> list[Summary]:
 
 
 def verdict(gap: float, half: float, goal: float) -> str:
-    """Met by the whole interval, by its middle, or not at all."""
+    """Whether the goal is met by the whole interval ("met"), by the mean only, or not at all ("missed")."""
     if abs(gap) > goal:
         return "missed"
     return "met" if abs(gap) + half <= goal else "met by the mean"
 
 
 def overview(summaries: Sequence[Summary], markdown: bool = False) -> str:
-    """A table, an arm a row."""
+    """A table with one row per arm."""
     head = ("recipe", "seeds", "late loss", "gap to bf16", "95% interval", "largest", "gap at the end", "Welch's p", "goal")
     rows: list[tuple[Any, ...]] = []
     for x in summaries:
@@ -301,7 +301,7 @@ def overview(summaries: Sequence[Summary], markdown: bool = False) -> str:
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:
-    """Left: each arm's mean validation loss. Right: gaps to bf16, a dot a seed, with the interval of the mean."""
+    """Left: each arm's mean validation loss. Right: gaps to bf16, one dot per seed, with the interval of the mean."""
     from .plot import pyplot
 
     plt = pyplot()

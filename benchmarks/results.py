@@ -1,12 +1,12 @@
-"""The JSON of a run: what is in it, ratios, and reading it back.
+"""The JSON of a run: its format, its ratios, and functions that read and write it.
 
     {schema, case, name, size, static, date, command, commit, changed, device, versions, clocks, settings, goal,
      rows: [{arm, kind, point, error, ...}]}
 
-A row of a failed arm has `error` and nothing measured. A row of a measurement has tokens_per_s, step_ms, busy_ms, ratio,
-memory, compile_s, kernels, fp8, losses, validation; one of an estimate has `static` and ratio. Times are in ms, memory in
-bytes. Rows of the case `kernels` (`benchmarks.kernels`) are a family, a shape and a plan each: family, shape, bytes, and ms,
-gb_per_s, copy_gb_per_s and share (null on a CPU), or `static`.
+A row of a failed arm has `error` and no measured values. A row of a measurement has tokens_per_s, step_ms, busy_ms, ratio,
+memory, compile_s, kernels, fp8, losses, validation. A row of an estimate has `static` and ratio. Times are in ms, memory in
+bytes. In the case `kernels` (`benchmarks.kernels`), a row is one plan of one family and shape. It has family, shape and bytes,
+and either ms, gb_per_s, copy_gb_per_s and share (null on a CPU), or `static`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TIMED = "ms gb_per_s copy_gb_per_s share checked".split()
 
 
 def check(result: Mapping[str, Any]) -> None:
-    """ValueError if `result` is not what this version writes."""
+    """ValueError if `result` does not have the format that this version writes."""
     missing = [key for key in TOP if key not in result]
     if missing or result["schema"] != SCHEMA:
         raise ValueError(f"not a result of schema {SCHEMA}: {', '.join(missing) or 'schema differs'}")
@@ -72,10 +72,11 @@ def summarise(turns: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def add_ratios(rows: Sequence[dict[str, Any]]) -> None:
-    """Give every row of each point its ratios, None where the arm to divide by is missing.
+    """Add the ratios to every row of each point; a ratio is None if the arm to compare with is missing.
 
-    `compiled_bf16` is over the faster of the compiled bf16 arms, `eager_bf16` over eager, `busy` compares the time that the
-    device was busy (with compiled bf16, or with eager if that is all there is), `memory` peak memory with compiled bf16's.
+    `compiled_bf16` is the speed over the fastest compiled bf16 arm, `eager_bf16` the speed over eager. `busy` is the device's
+    busy time in compiled bf16 (in eager, if there is no compiled arm) over that of the row. `memory` is the peak memory over
+    that of compiled bf16.
     """
     for point in dict.fromkeys(row["point"] for row in rows):
         here = [row for row in rows if row["point"] == point and not row["error"]]
@@ -94,13 +95,13 @@ def add_ratios(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def speed(row: Mapping[str, Any]) -> float:
-    """Bigger is faster; comparable within a point."""
+    """A number that is larger for faster rows; comparable within a point."""
     return 1.0 / row["static"]["roofline_ms"] if "static" in row else row["tokens_per_s"]["median"]
 
 
 def _allocated(row: Mapping[str, Any] | None) -> float | None:
     if row is not None and "static" in row:
-        return row["static"]["kept_mb"]  # the estimate's stand-in: what forward keeps for backward
+        return row["static"]["kept_mb"]  # an estimate compares the memory that the forward keeps for the backward
     return row["memory"]["allocated"] if row is not None and row.get("memory") else None
 
 
@@ -115,7 +116,7 @@ def write(result: Mapping[str, Any], path: Path) -> None:
 
 
 def read(paths: Iterable[Path]) -> list[dict[str, Any]]:
-    """All results in files and folders, oldest first. ValueError (naming the file) for a file that is none."""
+    """All results in files and folders, oldest first. ValueError, which names the file, if a file is not a result."""
     found = []
     for path in paths:
         for file in sorted(path.rglob("*.json")) if path.is_dir() else [path]:
@@ -129,7 +130,7 @@ def read(paths: Iterable[Path]) -> list[dict[str, Any]]:
 
 
 def latest(results: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of each case, size and device the last result; in the order of the cases."""
+    """The last result of each case, size and device, in the order of the cases."""
     newest = {(r["device"]["name"], r["static"], r["size"], r["name"]): r for r in results}
     order = list(CASES)
     return sorted(newest.values(), key=lambda r: (order.index(r["case"]) if r["case"] in order else len(order), r["name"]))

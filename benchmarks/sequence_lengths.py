@@ -1,12 +1,12 @@
-"""Do gains shrink as sequences get longer? Estimates (nothing is run) beside what was measured by others.
+"""Do gains shrink as sequences get longer? Estimates (nothing is run), next to published measurements.
 
     python -m benchmarks.sequence_lengths                  # all points, 1 to 2 minutes each; results/sequence-lengths.jsonl
     python -m benchmarks.sequence_lengths --model mpt-3b --length 512 --length 8192
-    python -m benchmarks.sequence_lengths --show           # the table of what is there
+    python -m benchmarks.sequence_lengths --show           # only the table of the points in that file
 
-A step has 32,768 tokens at every length, in one forward and backward. Attention's share of it grows with the length, and it
-stays in high precision. Each point is estimated with the rate of FlashAttention-2, and once more with FlashAttention-3's.
-Layers are carried on from 1 and 2.
+A step has 32,768 tokens at every length, in one forward and backward. Attention stays in high precision, and its share of the
+step grows with the length. Each point is estimated with the rate of FlashAttention-2, and again with that of FlashAttention-3.
+Estimates extrapolate from 1 and 2 layers.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from train_gpt import CONFIGS, GPT, Config  # noqa: E402
 
 TOKENS = 32768
 LENGTHS = (512, 2048, 8192, 32768)
-PATH = RESULTS / "sequence-lengths.jsonl"  # not a .json: it is no result of `benchmarks.train`
+PATH = RESULTS / "sequence-lengths.jsonl"  # not a .json: those are results of `benchmarks.train`
 
-# llm-foundry, scripts/train/benchmarking/README.md: tokens/s a GPU in FP8 (TransformerEngine) over bf16, MPT models on 8 H100.
-# FlashAttention-2; 20,480 to 98,304 tokens a forward; activation checkpointing at 32,768 tokens. At 2,048 bf16 is of 16 GPUs.
+# llm-foundry, scripts/train/benchmarking/README.md: tokens/s per GPU in FP8 (TransformerEngine) over bf16, MPT on 8 H100 with
+# FlashAttention-2; 20,480 to 98,304 tokens per forward; activation checkpointing at 32,768 tokens. bf16 at 2,048 ran on 16.
 PUBLISHED = {"mpt-3b": {512: 36527 / 27965, 2048: 30586 / 24142, 8192: 19146 / 16578, 32768: 5856 / 5873}}
 
-# its 3b.yaml: 32 layers of LayerNorm, attention and a GELU MLP, 2560 wide
+# llm-foundry's 3b.yaml: 32 layers of LayerNorm, attention and a GELU MLP, 2560 wide
 MPT_3B = Config(layers=32, width=2560, heads=20, context=TOKENS, vocabulary=50368, steps=0, batch_size=0)
 
 MODELS: dict[str, tuple[str, Callable[[int], nn.Module]]] = {
@@ -123,7 +123,7 @@ def main() -> None:
     parser.add_argument("--device", default="h100", help="a description's key (default: h100)")
     parser.add_argument("--show", action="store_true", help="print the table, estimate nothing")
     given = parser.parse_args()
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # described GPUs are for processes without one
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a GPU can only be described in a process without a GPU
     points = read()
     for model in [] if given.show else given.model or MODELS:
         for length in given.length or LENGTHS:

@@ -1,4 +1,4 @@
-"""Tables and progress bars, plainer where tabulate and tqdm are not installed."""
+"""Tables and progress bars. Without tabulate the tables are plainer; without tqdm there are no bars."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def table(rows: Sequence[Sequence[Any]], head: Sequence[str], markdown: bool = False) -> str:
-    """Text; the first column to the left, the others to the right."""
+    """The table as text: the first column is aligned to the left, the others to the right."""
     cells = [["" if cell is None else str(cell) for cell in row] for row in rows]
     try:
         from tabulate import tabulate
@@ -42,7 +42,7 @@ class Progress:
         self.bar = tqdm(total=total, desc=title, unit="turn", mininterval=10.0 if quiet else 0.2, leave=not quiet)
 
     def __call__(self, what: str, count: int = 1) -> None:
-        """`what` is about to happen; `count` turns were done before it."""
+        """Advance the bar by `count` finished turns; `what` happens next."""
         if self.bar is not None:
             self.bar.set_postfix_str(what, refresh=False)
             self.bar.update(count)

@@ -1,21 +1,21 @@
-"""How much do FP8 matmuls lose? Signal to quantization noise of every recipe, role by role, on data of three kinds.
+"""How much precision do FP8 matmuls lose? Signal to quantization noise of every recipe and role, on three kinds of data.
 
     python -m benchmarks.sqnr                              # all recipes, 3 seeds, about 2 minutes of one core
     python -m benchmarks.sqnr --recipe rowwise --seeds 1
     python -m benchmarks.sqnr --show --update docs/recipes.md
 
-A float32 model runs forward and backward in high precision and by `torch.compile(model, backend="fp8")`, on the same data.
-The ratio is 10 log10(|reference|^2 / |reference - FP8|^2) in dB, of the output y, the input's gradient dx and the weights'
-gradients; 6 dB are one bit. The models are one linear and a SwiGLU block, which chains three. Delayed scaling is measured at
-its third step, with the scales of the first two; every step has data of its own.
+A float32 model runs forward and backward twice on the same data: in high precision and by `torch.compile(model,
+backend="fp8")`. The ratio is 10 log10(|reference|^2 / |reference - FP8|^2) in dB, for the output y, the input's gradient dx and
+the weights' gradients. 6 dB are one bit. The models are one linear, and a SwiGLU block of three linears. Ratios are taken at
+the third step, when delayed scaling uses the scales of the first two. Every step has different data.
 
 normal           x and dy are standard normal
-outliers         the same, and 1% of the elements of x and dy, anywhere, are 50 times larger
-outlier tokens   the same, and 1% of the tokens (all of their x) are 10,000 times larger. The ratio is of the other tokens:
-                 what becomes of the rest of a tensor in which something has grown. Weights' gradients, of which these tokens
-                 make up nearly all, are left out
+outliers         as normal, but 1% of the elements of x and dy, at random places, are 50 times larger
+outlier tokens   as normal, but 1% of the tokens (all of their x) are 10,000 times larger. The ratio is that of the other
+                 tokens: it shows how outliers hurt the rest of a tensor. Weights' gradients are left out, because they consist
+                 almost only of the outlier tokens
 
-Graphs are interpreted, on a CPU: FP8 values are exact, products are exact, sums are float32.
+Graphs are interpreted on a CPU: FP8 values are exact, products are exact, sums are float32.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from .results import RESULTS
 from .show import Progress, table
 from .tables import number, update
 
-PATH = RESULTS / "sqnr.jsonl"  # not a .json: it is no result of `benchmarks.train`
+PATH = RESULTS / "sqnr.jsonl"  # not a .json: those are results of `benchmarks.train`
 DATA = ("normal", "outliers", "outlier tokens")
 TOKENS, WIDTH, HIDDEN = 512, 256, 512
 STEPS = 3
-EXACT = 100.0  # dB: float32 sums in another order; it was not FP8
+EXACT = 100.0  # dB; above it, only the order of float32 sums differs: the matmul was not FP8
 
 
 class SwiGlu(nn.Module):
@@ -76,7 +76,7 @@ class Point(NamedTuple):
 
 
 def built(model: str) -> nn.Module:
-    """Its weights are normal and keep variance."""
+    """The model with normal weights that preserve the variance of their input."""
     made = MODELS[model]()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -86,7 +86,7 @@ def built(model: str) -> nn.Module:
 
 
 def data_of(kind: str, shape: tuple[int, int], seed: int) -> tuple[Tensor, Tensor]:
-    """-> a tensor, and which of its tokens are no outliers."""
+    """A tensor, and a mask of its tokens that are not outliers."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=generator)
     where, usual = torch.rand(shape, generator=generator), torch.ones(shape[0], dtype=torch.bool)
@@ -106,7 +106,7 @@ def ratio(reference: Tensor, test: Tensor) -> float:
 
 
 def measure(point: Point, seed: int = 0) -> dict[str, float]:
-    """dB by role, at the last of a few steps."""
+    """dB by role, at the last of `STEPS` steps."""
     model = built(point.model)
     torch.compiler.reset()
     ratios: dict[str, float] = {}
@@ -129,7 +129,7 @@ def measure(point: Point, seed: int = 0) -> dict[str, float]:
 
 
 def _assert_fp8(model: nn.Module, point: Point) -> None:
-    """Nothing but what the recipe keeps is in high precision."""
+    """Check that only the matmuls that the recipe keeps in high precision are in high precision."""
     for record in fp8compile.report(model).matmuls:
         kept = point.arm == "rowwise_with_gw_hp" and record.gemm == "wgrad"
         assert (record.decision == "fp8") != kept, f"{point}: {record}"
@@ -146,7 +146,7 @@ def write(lines: dict[Point, dict[str, Any]], path: Path = PATH) -> None:
 
 
 def tabled(lines: dict[Point, dict[str, Any]]) -> str:
-    """Markdown: one table a kind of data, a line an arm."""
+    """Markdown: one table per kind of data, with one line per arm."""
     parts = []
     for data in DATA:
         columns = [(model, role) for model, roles in ROLES.items() for role in roles]

@@ -1,9 +1,9 @@
-"""The estimate without a GPU: compile a step for a described H200, count what it would launch, divide by sustained rates.
+"""The estimate without a GPU: compile a step for a described H200, count its launches, and divide by sustained rates.
 
-Nothing is executed and nothing is measured. The figures rank compilations of one model: kernels, bytes as Inductor's scheduler
-counts them (each buffer once a kernel), matmul FLOPs by dtype, bytes kept for backward, and a roofline time in which every
-kernel takes the longer of its bytes and its FLOPs, plus a launch (`dryrun.roofline`). Autotuning and the optimizer do not
-count, and accumulation as one micro-batch.
+Nothing is executed and nothing is measured. The figures compare compilations of one model: kernels, bytes as Inductor's
+scheduler counts them (each buffer once per kernel), matmul FLOPs by dtype, bytes kept for backward, and a roofline time, in
+which every kernel takes the longer of its bytes and its FLOPs, plus a launch (`dryrun.roofline`). Autotuning and the optimizer
+are ignored. With gradient accumulation, only one micro-batch counts.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ def roofline_s(kernel: Any) -> float:
 
 
 def kind(kernel: Any) -> str:
-    """Its class (see `classify`); generated kernels are not told apart and count as other."""
+    """The class of a kernel (see `classify`). Generated kernels count as "other", because nothing tells them apart here."""
     if kernel.matmul is not None:
         return "fp8_gemm" if kernel.matmul.dtype == "fp8" else "bf16_gemm"
     return "attention" if kernel.attention is not None else "other"
 
 
 def figures(step: Any) -> dict[str, float]:
-    """Flat totals of a described step, all of them additive over layers."""
+    """Totals of a described step, as a flat dict. All of them add up over layers."""
     outside = [k for k in step.kernels if k.matmul is None]
     made = {
         "kernels": len(step.kernels),
@@ -73,12 +73,13 @@ def compile_point(point: Point, arm: arms.Arm) -> dict[str, float]:
 
 
 def extrapolated(one: Mapping[str, float], two: Mapping[str, float], layers: int) -> dict[str, float]:
-    """Totals of `layers` layers from those of one and of two."""
+    """Totals with `layers` layers, extrapolated from the totals with one layer and with two."""
     return {k: one.get(k, 0) + (layers - 1) * (two.get(k, 0) - one.get(k, 0)) for k in {**one, **two}}
 
 
 def estimate(static: Static, arm: arms.Arm) -> dict[str, Any]:
-    """The row of one arm: `figures`, and a note on what was compiled. ValueError for an arm that has no estimate."""
+    """The row of one arm: its `figures`, and a note that says which layers were compiled. ValueError for an arm that cannot be
+    estimated."""
     unavailable = fake_gpu.unavailable()
     if unavailable:
         raise ValueError(unavailable)

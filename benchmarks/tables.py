@@ -1,6 +1,6 @@
 """Results as tables: `python -m benchmarks.tables benchmarks/results`, `--markdown` for the docs.
 
-`--update docs/benchmarks.md` replaces what stands between the lines `<!-- table: NAME -->` and `<!-- end -->`; NAME is
+`--update docs/benchmarks.md` replaces the text between the lines `<!-- table: NAME -->` and `<!-- end -->`; NAME is
 `static`, `measured` or `kernels`.
 """
 
@@ -26,7 +26,7 @@ def number(value: float | None, spec: str = ".2f", scale: float = 1.0) -> str:
 
 
 def get(row: Row, *keys: str) -> Any:
-    """A value deep in a row, None where the way ends."""
+    """The value at a path of keys in a row; None if a key is missing."""
     value: Any = row
     for key in keys:
         value = value.get(key) if isinstance(value, dict) else None
@@ -69,7 +69,7 @@ STATIC: list[Column] = [
 ]
 
 
-# One line a family and shape: the rows of its plans by their names, and under "" what they share.
+# The table has one line per family and shape. A line maps the name of each plan to its row, and "" to their common values.
 KERNEL_SPEED: list[Column] = [
     ("MB that must move", lambda r: number(get(r, "", "bytes"), ",.4g", 1e-6)),
     ("copy GB/s", lambda r: number(get(r, "fp8", "copy_gb_per_s"), ",.0f")),
@@ -96,13 +96,13 @@ def over(a: float | None, b: float | None) -> float | None:
 
 
 def share(plans: Row) -> str:
-    """Of a copy's bandwidth, and a mark where that is less than the goal."""
+    """The share of a copy's bandwidth, marked "below" if it misses the goal."""
     found, goal = get(plans, "fp8", "share"), plans[""]["goal"]
     return "" if found is None else f"{'below: ' if found < goal else ''}{found:.0%}"
 
 
 def kernel_note(row: Row) -> str:
-    """One row of `benchmarks.kernels`, while it runs."""
+    """The text for one row of `benchmarks.kernels`, printed while it runs."""
     must = f"{row['bytes'] / 1e6:.4g} MB must move"
     if "static" in row:
         return f"{must}, {1e3 * row['static']['gb']:.4g} MB do, in {row['static']['kernels']} kernels"
@@ -112,7 +112,7 @@ def kernel_note(row: Row) -> str:
 
 
 def kernel_table(result: dict[str, Any], markdown: bool = False) -> str:
-    """A line for each family and shape; columns that are empty are left out."""
+    """A table with a line for each family and shape, without empty columns."""
     lines: dict[str, Row] = {}
     for row in result["rows"]:
         if not row["error"]:
@@ -141,7 +141,7 @@ def fp8_count(row: Row) -> str:
 
 
 def rows_table(result: dict[str, Any], columns: Sequence[Column], markdown: bool = False) -> str:
-    """The rows of a result; without columns that are empty, in Markdown without arms that failed."""
+    """A table of the rows of a result, without empty columns. In Markdown, also without arms that failed."""
     good = [row for row in result["rows"] if not row["error"]]
     used = [(name, value) for name, value in columns if any(value(row) for row in good)]
     made = []
@@ -167,7 +167,7 @@ def heading(result: dict[str, Any]) -> str:
 
 
 def text(result: dict[str, Any]) -> str:
-    """What a run prints last."""
+    """The text that a run prints at its end."""
     if result["case"] == "kernels":
         parts = [heading(result), kernel_table(result), kernel_footnote(result)]
         return "\n".join([*parts, *left_out(result), *failures(result)])
@@ -197,12 +197,12 @@ def left_out(result: dict[str, Any]) -> list[str]:
 
 
 def many(result: dict[str, Any]) -> bool:
-    """More points than a table shows one by one."""
+    """Whether a result has too many points to show each of them in a table."""
     return len({row["point"] for row in result["rows"]}) > 8
 
 
 def totals(result: dict[str, Any]) -> str:
-    """Over the points that every arm finished: time of all, and the best and worst ratio of each arm to bf16."""
+    """A table over the points that every arm finished: each arm's total time, and its worst, median and best ratio to bf16."""
     good = [row for row in result["rows"] if not row["error"]]
     arms = list(dict.fromkeys(row["arm"] for row in good))
     at = {(row["arm"], row["point"]): row for row in good}
@@ -222,12 +222,12 @@ def totals(result: dict[str, Any]) -> str:
 
 
 def cell_ratio(row: Row) -> float | None:
-    """To bf16: by the time that the device was busy where that was seen, else by tokens/s."""
+    """Speed over bf16: by the time that the device was busy, if it was measured, else by tokens/s."""
     return get(row, "ratio", "busy") or get(row, "ratio", "compiled_bf16") or get(row, "ratio", "eager_bf16")
 
 
 def losses(rows: list[Row]) -> list[str]:
-    """The last validation losses and their gaps to bf16, where there are any."""
+    """The last validation losses and their gaps to bf16; [] if there are none."""
     ends = {row["arm"]: row["validation"][-1][1] for row in rows if row.get("validation")}
     base = next((loss for arm, loss in ends.items() if "bf16" in arm), None)
     if not ends or base is None:
@@ -237,7 +237,7 @@ def losses(rows: list[Row]) -> list[str]:
 
 
 def markdown(found: list[dict[str, Any]]) -> str:
-    """One table for each result; results with many points by their totals."""
+    """One table for each result. Results with many points show totals only."""
     parts = []
     for result in found:
         if not result["rows"]:
@@ -254,7 +254,7 @@ def markdown(found: list[dict[str, Any]]) -> str:
 
 
 def update(page: Path, name: str, body: str) -> None:
-    """Replace the text between the page's two marks. ValueError if they are not there."""
+    """Replace the text between the page's two marks for `name`. ValueError if the page does not have them."""
     marks = re.compile(rf"(<!-- table: {re.escape(name)} -->\n).*?(<!-- end -->)", re.DOTALL)
     content, count = marks.subn(lambda found: f"{found[1]}{body}{found[2]}", page.read_text())
     if not count:

@@ -1,8 +1,8 @@
-"""torchao's Triton kernels that cast to FP8 with one scale a tensor, as they are in torchao 0.18.
+"""torchao's Triton kernels that cast to FP8 with one scale per tensor, as of torchao 0.18.
 
-They are in torchao/prototype/float8nocompile, read a contiguous matrix and write it row-major and transposed row-major, as ours
-do. Nothing precedes a cast there (no GELU, no norm), so only plain casts are compared. torchao's other Triton casts have
-scales of rows, blocks or groups, and are something else. Their product with the scale is rounded to bfloat16 before the cast.
+They are in torchao/prototype/float8nocompile. They read a contiguous matrix and write it row-major and transposed row-major, as
+ours do. They fuse no producer (GELU, norm), so only plain casts are compared. They round the product with the scale to bfloat16
+before the cast. torchao's other Triton casts have scales for rows, blocks or groups, and cannot be compared.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ MODULE = "torchao.prototype.float8nocompile.kernels.fp8_dynamic_tensorwise"
 @dataclass(frozen=True)
 class Peer:
     what: str
-    call: Callable[..., tuple[Tensor | None, ...]]  # the family's outputs, None for one that it does not have
+    call: Callable[..., tuple[Tensor | None, ...]]  # the family's outputs; None for an output that torchao does not compute
 
 
 def missing() -> str | None:
-    """Why torchao's kernels are not there, or None."""
+    """Why torchao's kernels cannot be used, or None."""
     try:
         importlib.import_module(MODULE)
-    except Exception as error:  # a torchao for another torch fails in many ways
+    except Exception as error:  # a torchao for another version of torch fails in many ways
         return f"not usable: {type(error).__name__}"
     return None
 
 
 def weight(w: Tensor, scale: Tensor) -> tuple[Tensor | None, ...]:
-    """Delayed scaling out of its parts: the amax of now, and a cast by a scale that is given."""
+    """Delayed scaling from torchao's parts: the current amax, and a cast with a given scale."""
     import triton
 
     module: Any = importlib.import_module(MODULE)

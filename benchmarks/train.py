@@ -1,9 +1,9 @@
 """Measure cases: `python -m benchmarks.train --case gpt2-124m --arms bf16,fp8-delayed`.
 
-Every arm lives in a process of its own, so that compile caches, memory and crashes stay apart; all share one device and take
-turns, round by round, so that clocks and temperature drift under all of them alike. Waiting arms keep their weights, gradients
-and optimizer state on the device (the `idle` memory in the results); where that is too much, `--rebuild` makes each arm anew
-for its turn and lets nothing wait. `--static` estimates the same cases without a device.
+Every arm has its own process, so that compile caches, memory and crashes stay apart. All arms share one device and take turns,
+round by round, so that drifts of clocks and temperature affect all arms equally. Waiting arms keep their weights, gradients and
+optimizer state on the device (the `idle` memory in the results). If that needs too much memory, `--rebuild` rebuilds each arm
+for its turn, and no arm waits on the device. `--static` estimates the same cases without a device.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from .show import Progress
 
 @dataclass
 class ArmRun:
-    """What has been seen of one arm at one point."""
+    """The measurements of one arm at one point."""
 
     arm: Arm
     turns: list[dict[str, Any]] = field(default_factory=list)
-    warmups: list[float] = field(default_factory=list)  # seconds, of the first load and of the next ones
+    warmups: list[float] = field(default_factory=list)  # seconds of the warm-up in each load, in order
     how: str = ""
     profile: dict[str, Any] = field(default_factory=dict)
     error: str | None = None
@@ -67,7 +67,7 @@ class Bench:
         return self.workers[name]
 
     def end(self, name: str) -> None:
-        """Nothing of an arm outlives this; in tests, where nothing is timed, its process serves the next case, too."""
+        """End the process of an arm. Tests (`--interpreted`), which time nothing, keep it for the next case."""
         if name in self.workers and not self.args.interpreted:
             self.workers.pop(name).close()
 
@@ -75,7 +75,7 @@ class Bench:
         return time.monotonic() > self.deadline
 
     def attempt(self, run: ArmRun, do: str, **arguments: Any) -> dict[str, Any] | None:
-        """Ask the arm's worker; None and the arm out of the race if that fails."""
+        """Ask the arm's worker. If that fails, the error is recorded, the arm takes no further part, and the answer is None."""
         if run.error is not None:
             return None
         try:
@@ -84,7 +84,7 @@ class Bench:
             return worker.ask(do, **arguments)
         except WorkerFailed as failure:
             run.error = str(failure)
-            if run.arm.name in self.workers:  # whatever it holds on the device is in the others' way
+            if run.arm.name in self.workers:  # free the memory that it holds on the device
                 self.workers.pop(run.arm.name).kill()
             return None
 
@@ -110,7 +110,7 @@ class Bench:
             if args.warm_compile and not self.rebuild and len(points) == 1 and not self.late():
                 for run in runs:
                     self.end(run.arm.name)
-                for run in runs:  # a second process on the caches that the first one filled
+                for run in runs:  # a second process uses the caches that the first one filled
                     if run.arm.how is not None and run.error is None:
                         progress(f"{run.arm.name}: warm compilation", 0)
                         self.load(run, index)
@@ -263,7 +263,7 @@ def row_of(run: ArmRun, point: Point, warmup: int) -> dict[str, Any]:
 
 
 def proof(count: float | None, decided: dict[str, Any] | None) -> str:
-    """Did FP8 run?"""
+    """The evidence that FP8 ran, as text."""
     if count is not None:
         return f"{count:g} FP8 GEMM kernels a step seen by the profiler"
     text = "not applicable: emulated"

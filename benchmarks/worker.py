@@ -1,10 +1,10 @@
-"""The process in which one arm lives: reads commands, a JSON line each, from stdin and answers on a pipe of its own.
+"""The process of one arm. It reads commands from stdin, one JSON line each, and answers on a separate pipe.
 
     load     make the point, compile it for the arm, run the warm-up       turn     timed steps
-    profile  kernels by class, and what the compiler decided               unload   free everything but the process
+    profile  kernels by class, and the compiler's decisions                unload   free everything but the process
     static   estimate a point without a device                             probe    describe the device
 
-stdout and stderr belong to whatever is being compiled; they go to the arm's log. A failure is an answer {"error": ...}.
+stdout and stderr go to the arm's log, because compilers print to them. A failure is an answer {"error": ...}.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class Worker:
         return machine.describe_device(self.device)
 
     def load(self, case: str, size: str, fit: list[int], index: int, arm: str, warmup: int) -> dict[str, Any]:
-        """Times in seconds: `build`, and `warmup`, the first steps with whatever they compile."""
+        """Make the point and run `warmup` steps. Returns times in seconds: `build_s`, and `warmup_s` of these steps, which
+        compile."""
         chosen, variant, _ = parse_case(case, CASES)
         point = chosen.points(size, variant, Fit(*fit))[index]
         began = time.perf_counter()
@@ -78,7 +79,7 @@ class Worker:
 
 
 def decisions(model: torch.nn.Module) -> dict[str, Any] | None:
-    """What fp8compile decided about the model's matmuls; None for an arm that it did not compile."""
+    """The decisions of fp8compile about the model's matmuls; None for an arm that it did not compile."""
     if "fp8compile.backend" not in sys.modules:
         return None
     import fp8compile

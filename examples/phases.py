@@ -2,10 +2,9 @@
 
     python examples/phases.py                        # 2 CPU cores, under 5 minutes; writes out/phases.png
 
-The schedule is part of the policy that the backend is given; the training loop does not know of it. A second run, in bf16
-throughout, starts from the same weights and sees the same batches. Across each switch weights and optimizer state are compared
-to the bit: what the last step of a phase left is what the first step of the next one starts from, and when that step's forward
-and backward have run in the other precision it is still there.
+The schedule is part of the policy that the backend gets; the training loop does not know of it. A second run, in bf16
+throughout, starts from the same weights and sees the same batches. At each switch, weights and optimizer state are compared bit
+by bit, before and after the first forward and backward in the other precision: the switch must not change them.
 """
 
 from __future__ import annotations
@@ -32,7 +31,8 @@ def fingerprint(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
 def run(
     config: train_gpt.Config, text: Tensor, steps: int, device: str, schedule: dict[str, int] | None
 ) -> tuple[list[float], dict[int, tuple[str, str]]]:
-    """Training losses, and for the steps where the phase changes the fingerprints before and after forward and backward."""
+    """Training losses; and, for each step at which the phase changes, the fingerprints before and after its forward and
+    backward."""
     torch.manual_seed(0)
     model = train_gpt.build_model(config).to(device)
     name = "bf16" if schedule is None else "bf16, fp8, bf16"

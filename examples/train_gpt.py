@@ -3,14 +3,14 @@
     python examples/train_gpt.py                                    # 2 CPU cores, under 4 minutes
     python examples/train_gpt.py --device cuda --config gpt2-124m
 
-The model is nanoGPT's in vanilla modules and knows nothing of FP8: this file names the backend in one string. Both runs
+The model is nanoGPT's, in vanilla modules, and knows nothing of FP8: one string in this file names the backend. Both runs
 start from the same weights and see the same batches. Weights and optimizer state are float32; the forward pass runs under
-bf16 autocast. The bf16 run is compiled by Inductor, the FP8 run by `backend="fp8"` (which ends in Inductor, too), so the
-two differ in the precision of the matmuls and in nothing else. Text is read as bytes: the vocabulary needs no tokenizer.
+bf16 autocast. The bf16 run is compiled by Inductor, the FP8 run by `backend="fp8"` (which ends in Inductor, too). So only the
+precision of the matmuls differs between the two. Text is read as bytes, so that no tokenizer is needed.
 
-It prints both losses, their gap, times and the FP8 report, and writes into `--out`: `losses.png`, the two curves, and
-`gpt_fp8.pt`, the FP8-trained weights as a plain checkpoint, which it loads into an uncompiled model to show that they are.
-On a CPU it ends with an estimate of what FP8 gains on an H200.
+The script prints both losses, their gap, times and the FP8 report. It writes two files into `--out`: `losses.png`, the two
+curves, and `gpt_fp8.pt`, the FP8-trained weights as a plain checkpoint. It loads the checkpoint into an uncompiled model, to
+show that it is one. On a CPU it ends with an estimate of the gain from FP8 on an H200.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
-MAX_TEXT_BYTES = 16 * 2**20  # more than a demo reads; keeps a large --data folder from filling memory
+MAX_TEXT_BYTES = 16 * 2**20  # more than the demo needs; a large --data folder must not fill the memory
 EVAL_BATCHES = 8
 
 
 @dataclass(frozen=True)
 class Config:
-    """Shape of a GPT, and how long it is trained by default."""
+    """Shape of a GPT, and its default training steps and batch size."""
 
     layers: int
     width: int
     heads: int
     context: int
-    vocabulary: int  # at least 256, one for each byte; the rest is there to have GPT-2's shapes
+    vocabulary: int  # at least 256, one for each byte; more entries only give the shapes of GPT-2
     steps: int
     batch_size: int
 
@@ -113,7 +113,7 @@ class GPT(nn.Module):
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
                 nn.init.zeros_(parameter)
-            elif name.endswith(("proj.weight", "down.weight")):  # GPT-2: each residual branch adds a little variance
+            elif name.endswith(("proj.weight", "down.weight")):  # GPT-2: smaller, because every residual branch adds variance
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * config.layers))
             elif parameter.dim() == 2:
                 nn.init.normal_(parameter, std=0.02)
@@ -135,7 +135,7 @@ def build_model(config: Config) -> GPT:
 
 
 def build() -> tuple[GPT, tuple[Tensor, Tensor]]:
-    """The larger model and a batch, for `fp8compile explain examples/train_gpt.py:build`; bf16 weights stand for autocast."""
+    """The larger model and a batch, for `fp8compile explain examples/train_gpt.py:build`. bf16 weights replace autocast."""
     config = CONFIGS["gpt2-124m"]
     tokens = torch.zeros(config.batch_size, config.context, dtype=torch.int64)
     return build_model(config).bfloat16(), (tokens, tokens)
@@ -169,7 +169,7 @@ def load_text(path: Path | str | None = None) -> Tensor:
         with file.open("rb") as stream:
             content = stream.read(MAX_TEXT_BYTES)
         if from_folder and not _is_utf8(content):
-            continue  # a folder may hold images and the like; a file that was asked for by name is taken as it is
+            continue  # a folder may contain images and other binary files; a file given by name is not checked
         text += content
     if not text:
         raise ValueError(f"no text in {root}")
@@ -199,7 +199,7 @@ def windows(text: Tensor, starts: Tensor, context: int, device: str) -> tuple[Te
 
 
 def batches(text: Tensor, config: Config, batch_size: int, seed: int, device: str) -> Iterator[tuple[Tensor, Tensor]]:
-    """Endless random batches that depend on the seed alone."""
+    """Yields random batches without end; they depend on the seed alone."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         starts = torch.randint(len(text) - config.context, (batch_size,), generator=generator)
@@ -232,13 +232,13 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
 
 @dataclass
 class Run:
-    """What one training run gave. Losses are in nats a byte, times in seconds."""
+    """The results of one training run. Losses are in nats per byte, times in seconds."""
 
     name: str
     model: nn.Module
     train_losses: list[float]
     val_losses: list[tuple[int, float]]  # (steps done, loss)
-    compile_seconds: float  # the first step and the first evaluation: compilation, nearly all of it
+    compile_seconds: float  # the first step and the first evaluation, which are almost only compilation
     train_seconds: float  # the other steps
     total_seconds: float
     tokens_per_second: float
@@ -266,8 +266,9 @@ def train(
 ) -> Run:
     """Train a fresh GPT for `steps` under bf16 autocast; float32 weights, AdamW, gradients clipped to norm 1.
 
-    `backend` and `options` go to torch.compile; None trains eagerly. Weights and batches depend on the seed alone, so two
-    runs differ only by what compiles them. The validation loss is taken `evaluations` times, the last after the last step.
+    `backend` and `options` go to torch.compile; None trains eagerly. Weights and batches depend on the seed alone, so runs with
+    one seed differ only in their backend. The validation loss is computed `evaluations` times, the last time after the last
+    step.
     """
     steps, batch_size = steps or config.steps, batch_size or config.batch_size
     train_text, val_text = split_text(text, config.context)
@@ -303,7 +304,7 @@ def train(
         optimizer.zero_grad(set_to_none=True)
         losses.append(loss.detach())
         done = step + 1
-        if done == 1 or done in eval_steps:  # the clock stops here, so the device has to have finished
+        if done == 1 or done in eval_steps:  # the time is read here, so wait until the device has finished
             if on_gpu:
                 torch.cuda.synchronize()
             now = time.perf_counter()
@@ -367,14 +368,14 @@ def plot(runs: list[Run], path: Path) -> None:
 
 
 def fp8_report(model: nn.Module) -> str:
-    """What the compiler did with each matmul of the model."""
-    import fp8compile  # nothing above needs it: the backend is found by its name
+    """The report of the compiler: its decision for each matmul of the model."""
+    import fp8compile  # training does not need this import: torch finds the backend by its name
 
     return str(fp8compile.report(model))
 
 
 def print_estimate(name: str, batch_size: int, options: dict[str, Any]) -> None:
-    """What a training step of a configuration would take on an H200, in bf16 and in FP8. Nothing is trained for it."""
+    """Print the estimated time of a training step on an H200, in bf16 and in FP8. Trains nothing."""
     import fp8compile
 
     config = CONFIGS[name]

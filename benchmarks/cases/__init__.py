@@ -1,4 +1,4 @@
-"""The cases, by name. One file each; `base` says what a case is."""
+"""The cases, by name. Each case has a file; `base` defines what a case is."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What a case is: a name, variants, and for each point that is measured a training step.
+"""The parts of a case: a name, variants, and one training step for each point that is measured.
 
-Case      "llama-8b-layers" with its variants (seq, ckpt, accum, ...) and the goal it is held to
-Point     one thing to measure: a model, its batch, how many tokens a step has; most cases have one point
-Task      a point made on a device: parameters, optimizer, batches
+Case      "llama-8b-layers" with its variants (seq, ckpt, accum, ...) and its goal
+Point     one training step to measure: a model, its batch, the number of tokens; most cases have one point
+Task      a point on a device: parameters, optimizer, batches
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ Batch = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Point:
-    """One training step to measure. `build` makes the model (on whatever device is current), `batches` endless inputs."""
+    """One training step to measure. `build` makes the model on the current device; `batches` yields inputs without end."""
 
     label: str
     build: Callable[[], nn.Module]
     batches: Callable[[str, torch.dtype], Iterator[Batch]]
     tokens: int  # of one forward
     dtype: torch.dtype = torch.bfloat16  # of the weights; float32 means bf16 autocast over float32 weights
-    accumulate: int = 1  # forwards and backwards a step
-    compile: str = "whole"  # or "block": each region by itself
+    accumulate: int = 1  # forwards and backwards per step
+    compile: str = "whole"  # or "block": each region is compiled separately
     optimizer: bool = True
     own_init: bool = False  # the model draws its own weights
-    grad: Callable[[str, torch.dtype], Tensor] | None = None  # of the output, where it is no scalar loss
+    grad: Callable[[str, torch.dtype], Tensor] | None = None  # of the output; None: the output is a scalar loss
     schedule: Callable[[int], float] | None = None  # step -> learning rate
     validate: Callable[[nn.Module, str], float] | None = None  # loss on held-out data
     clip: float | None = None
@@ -47,10 +47,10 @@ class Point:
 
 @dataclass(frozen=True)
 class Static:
-    """How a point is estimated without a GPU: a model with few layers, of the `layers` that the real one has.
+    """How a point is estimated without a GPU. `point(n)` is the same point with n layers.
 
     `extrapolate`: the model has parts outside of its layers (embedding, head), so it is compiled with one and with two layers
-    and carried on linearly to `layers`.
+    and extrapolated linearly to `layers`. Otherwise it is compiled with `layers` layers.
     """
 
     point: Callable[[int], Point]  # layers -> Point
@@ -60,7 +60,8 @@ class Static:
 
 @dataclass(frozen=True)
 class Case:
-    """`points(size, variant, fit)` and `static(variant)` take the variant's values, checked and completed with the defaults."""
+    """A case. `points(size, variant, fit)` and `static(variant)` take the full variant: checked values, and defaults for the
+    others."""
 
     name: str
     title: str
@@ -68,8 +69,8 @@ class Case:
     points: Callable[[str, Mapping[str, Any], Fit], list[Point]]
     static: Callable[[Mapping[str, Any]], list[Static]]
     goal: Callable[[Mapping[str, Any]], float | None] = lambda variant: None  # over compiled bf16, on one H200
-    rebuild: bool = False  # full size: arms do not fit on one device together
-    continues: bool = False  # training goes on from round to round: cannot be rebuilt
+    rebuild: bool = False  # at full size, the arms do not fit on one device together
+    continues: bool = False  # training goes on from round to round, so that arms cannot be rebuilt
 
     def variant(self, given: Mapping[str, str]) -> dict[str, Any]:
         """`given` with defaults; ValueError for an unknown key or a value of the wrong type."""
@@ -93,7 +94,7 @@ CHOICES = {"compile": ("whole", "block"), "weights": ("bf16", "fp32")}
 
 @dataclass(frozen=True)
 class Fit:
-    """What "as many layers as fit" is decided from. memory: bytes of the device; arms: how many are resident at a time."""
+    """The limits for "as many layers as fit". `memory`: bytes of the device. `arms`: how many arms are resident at a time."""
 
     memory: int
     arms: int
@@ -105,7 +106,8 @@ class Fit:
 
 
 def parse_case(text: str, cases: Mapping[str, Case]) -> tuple[Case, dict[str, Any], str]:
-    """ "name:key=value,..." to the case, its full variant, and a canonical name that shows what is not default."""
+    """ "name:key=value,..." to the case, its full variant, and a canonical name that shows the values that differ from the
+    defaults."""
     name, _, rest = text.partition(":")
     if name not in cases:
         raise ValueError(f"no case {name!r} (there are: {', '.join(cases)})")
@@ -122,7 +124,7 @@ def parse_case(text: str, cases: Mapping[str, Case]) -> tuple[Case, dict[str, An
 
 
 def normal(shape: tuple[int, ...], seed: int, device: str, dtype: torch.dtype) -> Tensor:
-    """Normal numbers; on the device "meta" a tensor without any, for estimates."""
+    """A tensor of normal numbers. On the device "meta" it has no values, for estimates."""
     if device == "meta":
         return torch.empty(shape, device=device, dtype=dtype)
     return torch.randn(shape, generator=torch.Generator(device).manual_seed(seed), device=device, dtype=dtype)
@@ -131,7 +133,7 @@ def normal(shape: tuple[int, ...], seed: int, device: str, dtype: torch.dtype) -
 def noise(shape: tuple[int, ...], seed: int = 0, target: Callable[[Tensor], Tensor] | None = None, count: int = 4):
     """Batches for a Point: `count` normal tensors in turn, on the device before timing starts; with `target`, (x, target(x)).
 
-    x requires grad, as the output of an embedding would: the first block is a block like the others.
+    x requires grad, as the output of an embedding would, so that the first block does the same work as the others.
     """
 
     def batches(device: str, dtype: torch.dtype) -> Iterator[Batch]:
@@ -162,7 +164,7 @@ def weights(variant: Mapping[str, Any]) -> torch.dtype:
 
 
 def stack_static(point: Callable[[int], Point], layers: int, shown: int = 2) -> list[Static]:
-    """A stack of equal blocks: `shown` of them say all."""
+    """A stack of equal blocks: an estimate of `shown` of them is enough."""
     return [Static(lambda count: replace(point(count), note=f"{shown} of {layers} layers"), shown, extrapolate=False)]
 
 
@@ -182,6 +184,6 @@ class Task:
         self.optimizer: torch.optim.Optimizer | None = None
 
     def start(self) -> None:
-        """Make the optimizer: after an arm may have replaced modules."""
+        """Make the optimizer. Call it after the arm, which may replace modules."""
         if self.point.optimizer:
             self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=self.point.lr, betas=(0.9, 0.95), fused=True)

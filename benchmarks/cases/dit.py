@@ -1,4 +1,4 @@
-"""The 28 blocks of DiT-XL/2 on 256 x 256 images: 32 x 32 latents in patches of 2 are 256 tokens an image; adaLN-Zero."""
+"""The 28 adaLN-Zero blocks of DiT-XL/2 on 256 x 256 images: 32 x 32 latents in 2 x 2 patches are 256 tokens per image."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ BATCH = 64
 
 @functools.cache
 def example():
-    """examples/train_gpt.py. Imported when it is used: the other cases do without what it imports."""
+    """The module examples/train_gpt.py. Imported late, because the other cases need not have the packages that it imports."""
     import train_gpt
 
     return train_gpt
@@ -33,7 +33,7 @@ def example():
 
 @functools.cache
 def text() -> tuple[torch.Tensor, torch.Tensor]:
-    """(training, validation) bytes; a small piece of them where that is enough."""
+    """(training, validation) bytes."""
     return example().split_text(example().load_text(), 1024)
 
 

@@ -1,4 +1,4 @@
-"""Llama-3-8B decoder layers, as many as fit, one sequence a forward: what a device sees of an 8B model on many devices."""
+"""Llama-3-8B decoder layers, as many as fit, one sequence per forward: the work of one device when many train an 8B model."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 from ..models import LLAMA_8B, LLAMA_TINY, LlamaBlock, LlamaShape, Stack
 from .base import Case, Fit, Point, Static, noise, stack_static, weights
 
-PARAMETERS = 218_112_000  # of a layer
+PARAMETERS = 218_112_000  # per layer
 STATE_BYTES = {"bf16": 8, "fp32": 16}  # weight, gradient and two moments, for each parameter
-SAVED_BYTES = 110_000  # for each token and layer, from forward to backward; a tenth of it with checkpointing
+SAVED_BYTES = 110_000  # saved for backward, per token and layer; a tenth of it with checkpointing
 
 
 def point(layers: int, variant: Mapping[str, Any], shape: LlamaShape = LLAMA_8B) -> Point:

@@ -1,4 +1,4 @@
-"""Llama-3.2-1B and -3B whole: tied embeddings, all layers, output head, cross-entropy, AdamW."""
+"""The whole Llama-3.2-1B and -3B: tied embeddings, all layers, output head, cross-entropy, AdamW."""
 
 from __future__ import annotations
 

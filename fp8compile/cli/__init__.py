@@ -1,19 +1,19 @@
 """The command line: `fp8compile explain | estimate | policy | plot | calibrate | devices | env`, or
 `python -m fp8compile`.
 
-    errors    what cannot be done, and how that is said
-    target    the model that a command is about
+    errors    error messages and tracebacks
+    target    loads the model that a command gets as TARGET
     model     explain, estimate
     policy    policy check, policy show, policy schema
     tools     plot, devices, calibrate
     env       env
 
-stdout carries the result and nothing else: a table, or JSON. Everything that is said on the way goes to stderr, also what the
-user's own code prints while it is loaded. Errors are one line on stderr, after the user's traceback if it was the user's code
-that raised; `fp8compile --traceback ...` shows ours as well. Exit status: 0; 1 where the answer is no (a policy that is not
-valid, nothing in FP8 with --strict, a model that cannot be traced); 2 for wrong usage.
+stdout carries only the result: a table, or JSON. All other output goes to stderr, also what the user's own code prints. An
+error is one line on stderr. If the user's code raised, the user's traceback stands above this line. `fp8compile --traceback
+...` shows our own traceback as well. Exit status: 0; 1 if the answer is no (a policy that is not valid, nothing in FP8 with
+--strict, a model that cannot be traced); 2 for wrong usage.
 
-torch takes seconds to import. So everything but click is imported where it is used, and help, `devices` and `policy` answer at
+torch takes seconds to import. So each function imports what it needs beyond click, and help, `devices` and `policy` answer at
 once.
 """
 
@@ -40,9 +40,9 @@ from .tools import calibrate, devices, plot
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    color = False if os.environ.get("NO_COLOR") else None  # None: if it is a terminal
+    color = False if os.environ.get("NO_COLOR") else None  # None: colours only in a terminal
     debug = "--traceback" in arguments
-    warnings.filterwarnings("ignore", module=r"triton\.")  # advice for who writes kernels
+    warnings.filterwarnings("ignore", module=r"triton\.")  # they advise authors of kernels
     try:
         status = cli.main(arguments, prog_name="fp8compile", standalone_mode=False, color=color)
         sys.stdout.flush()
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (click.Abort, KeyboardInterrupt):
         click.echo("interrupted", err=True)
         return 130
-    except BrokenPipeError:  # `fp8compile ... | head`: nobody reads the rest, also not what is left in the buffer
+    except BrokenPipeError:  # `fp8compile ... | head`: nobody reads the rest; send what is left in the buffer to devnull
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

@@ -1,4 +1,4 @@
-"""env: what a report of a bug needs to say about a machine."""
+"""env: the facts about a machine that a bug report needs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def env(as_json: bool) -> None:
 
 
 def versions() -> dict[str, str | None]:
-    """Of fp8compile and of what it stands on; None for what is not there."""
+    """The versions of fp8compile and of the software below it; None for software that is not installed."""
     import torch
 
     from .. import __version__
@@ -62,7 +62,7 @@ def versions() -> dict[str, str | None]:
 
 
 def gpus() -> list[dict[str, Any]]:
-    """Each GPU that torch sees, the recipes that it multiplies natively, and the description that decisions are made with."""
+    """Each GPU that torch sees, with the recipes that it supports natively and the description that decisions use."""
     import torch
 
     return [_gpu(torch.device("cuda", i)) for i in range(torch.cuda.device_count())]
@@ -75,7 +75,7 @@ def _gpu(device: Any) -> dict[str, Any]:
 
     try:
         gpu = gpu_of(device)
-    except RuntimeError as error:  # a driver that does not fit, a GPU in use
+    except RuntimeError as error:  # an incompatible driver, a GPU in use
         return {"error": one_line(error)}
     assert gpu is not None, device
     described = catalog.of(device)
@@ -106,7 +106,7 @@ def _lines(gpu: dict[str, Any]) -> list[str]:
 
 
 def policy() -> str:
-    """What decides where no option names a policy: a name, a file, or why it cannot be used."""
+    """The policy that decides if no option names one: its name or file, or the reason why it is not valid."""
     from ..config.policy import load
 
     try:
@@ -117,7 +117,7 @@ def policy() -> str:
 
 
 def environment() -> dict[str, str]:
-    """The variables that are set and that change what is compiled."""
+    """The environment variables that are set and that affect compilation."""
     names = sorted(name for name in os.environ if name in OTHERS or name.startswith(PREFIXES))
     return {name: _without_home(os.environ[name]) for name in names}
 

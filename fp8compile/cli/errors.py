@@ -1,4 +1,4 @@
-"""What cannot be done, and how that is said: one line on stderr that names the command, below the user's own traceback."""
+"""Errors of the command line: one line on stderr that names the command, below the user's own traceback if there is one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..errors import is_foreign, one_line, user_frames
 
 
 class Failed(click.ClickException):
-    """Something that was asked for and cannot be done; exit status 1."""
+    """A request that cannot be fulfilled; exit status 1."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
@@ -23,13 +23,14 @@ def usage(message: str) -> click.UsageError:
 
 
 def complain(message: str, status: int, where: str = "fp8compile", color: bool | None = None) -> int:
-    """Print an error of the command `where`; returns `status`. `color` is None for what the terminal, or the context, can."""
+    """Print an error of the command `where`; returns `status`. `color` None: colours if the terminal, or the context, allows
+    them."""
     click.echo(f"{where}: {click.style('error:', fg='red')} {message}", err=True, color=color)
     return status
 
 
 def traceback_of(error: BaseException) -> str:
-    """The traceback of `error` from the user's first frame on, as Python would print it if the user had made the call."""
+    """The traceback of `error`, from the user's first frame on: as Python prints it if the user's code makes the call."""
     trace = error.__traceback__
     while trace is not None and is_foreign(trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next
@@ -37,7 +38,7 @@ def traceback_of(error: BaseException) -> str:
 
 
 def user_traceback(error: BaseException) -> str:
-    """The traceback of `error` with the user's frames only, "" if it never was in the user's code."""
+    """The traceback of `error` with the user's frames only; "" if it has no frame of the user's code."""
     theirs = user_frames(error)
     lines = ["Traceback (most recent call last):\n", *traceback.format_list(theirs), one_line(error)]
     return "".join(lines) if theirs else ""

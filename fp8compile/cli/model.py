@@ -1,4 +1,4 @@
-"""explain and estimate: what becomes of a model, and what that is worth."""
+"""explain and estimate: which matmuls of a model become FP8, and how much time that saves."""
 
 from __future__ import annotations
 
@@ -68,11 +68,11 @@ def explain(target: str, device: str | None, as_json: bool, html: str | None, fu
 
 @click.command(help="The estimated time of a training step in bf16 and in FP8, on a GPU that need not be there." + _TARGET_HELP)
 @_model_options
-@click.option("--extrapolate", is_flag=True, help="Compile two of the repeated blocks, carry on from there.")
+@click.option("--extrapolate", is_flag=True, help="Compile one and two of the repeated blocks, and extrapolate to all.")
 def estimate(target: str, device: str | None, as_json: bool, html: str | None, extrapolate: bool, **given: Any) -> None:
     if "torch" not in sys.modules:
         if any(os.path.exists(file) for file in _GPU_FILES) and os.environ.get(_HIDDEN_GPUS[0]) != "":
-            click.echo("note: estimate describes a GPU and uses none; this process does not see this machine's", err=True)
+            click.echo("note: estimate describes a GPU and uses none, so it hides this machine's GPUs from itself", err=True)
         os.environ.update(dict.fromkeys(_HIDDEN_GPUS, ""))
     options = _prepared(device, html, given)
     with talk_on_stderr():
@@ -87,7 +87,7 @@ def estimate(target: str, device: str | None, as_json: bool, html: str | None, e
 
 
 def explained(target: str, inputs: Sequence[str], options: Mapping[str, Any], device: str | None) -> Report:
-    """Load TARGET and trace it, with the backend's `options` and for `device`."""
+    """Load TARGET and explain it, with the backend's `options`, for `device`."""
     with talk_on_stderr():
         loaded = load(target, inputs)
         from ..dryrun.explain import explain as run
@@ -96,18 +96,18 @@ def explained(target: str, inputs: Sequence[str], options: Mapping[str, Any], de
 
 
 def idle(labels: Sequence[str], report: Report, target: str) -> str:
-    """Which rules of `labels` decided about no matmul of `target`, as a sentence; "" if there are none."""
+    """A sentence that names the rules of `labels` that decided about no matmul of `target`; "" if each decided about some."""
     deciding = {record.rule for record in report.matmuls}
     names = [repr(label) for label in labels if label not in deciding]
     verb = "decides" if len(names) == 1 else "decide"
     return f"{', '.join(names)} {verb} about no matmul of {target}" if names else ""
 
 
-# --- what comes before ----------------------------------------------------------------------------
+# --- options --------------------------------------------------------------------------------------
 
 
 def _prepared(device: str | None, html: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The backend's options. What can be refused is refused here, before torch and the model are loaded."""
+    """The backend's options. Refuses wrong arguments here, before torch and the model are loaded."""
     options = dict(map(parse_option, given["options"]))
     if given["policy"] is not None:
         options["policy"] = given["policy"]
@@ -134,7 +134,7 @@ def check_device(name: str | None) -> None:
 
 
 def parse_option(text: str) -> tuple[str, Any]:
-    """ "margin=1" -> ("margin", 1): JSON or a Python literal if it is one, else the text itself."""
+    """ "margin=1" -> ("margin", 1). The value is read as JSON, else as a Python literal, else it is the text itself."""
     key, equals, value = text.partition("=")
     if not equals or not key.strip():
         raise usage(f"--option {text!r} is not KEY=VALUE, as in recipe=tensorwise")
@@ -151,7 +151,7 @@ def parse_option(text: str) -> tuple[str, Any]:
 
 @contextlib.contextmanager
 def talk_on_stderr() -> Iterator[None]:
-    """Whatever writes to stdout meanwhile writes to stderr, be it Python's print, a library or a subprocess."""
+    """Inside the context, everything that writes to stdout writes to stderr: Python's print, libraries and subprocesses."""
     sys.stdout.flush()
     kept = os.dup(1)
     try:
@@ -164,7 +164,8 @@ def talk_on_stderr() -> Iterator[None]:
 
 
 def _traced(target: Target, function: Callable[[], Any]) -> Any:
-    """Run ours on the user's model. What the model raised is the user's, with its traceback; exit status 1."""
+    """Run `function`, which traces the user's model. If the model raises, print the user's traceback and raise Failed (exit
+    status 1)."""
     debug = click.get_current_context().find_root().params.get("traceback")
     if not debug:  # torch logs the traceback of an operator that refuses its inputs
         logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
@@ -182,7 +183,7 @@ def _traced(target: Target, function: Callable[[], Any]) -> Any:
         raise Failed(message + ("" if details else " (fp8compile --traceback ... shows where)")) from None
 
 
-# --- what comes after -----------------------------------------------------------------------------
+# --- output ---------------------------------------------------------------------------------------
 
 
 def _finish(result: Any, text: str, as_json: bool, html: str | None) -> None:
@@ -196,7 +197,7 @@ def _finish(result: Any, text: str, as_json: bool, html: str | None) -> None:
 
 
 def _insist(report: Report, options: Mapping[str, Any], target: str) -> None:
-    """StrictError where nothing is in FP8, or a rule of the user's policy decided nothing."""
+    """StrictError if no matmul is in FP8, or if a rule of the user's policy decided nothing."""
     from ..config.options import parse
 
     policy = parse(options).policy

@@ -49,7 +49,7 @@ def check(file: str, target: str | None, inputs: tuple[str, ...], device: str | 
     check_device(device)
     report = explained(target, inputs, {"policy": file}, device)
     click.echo(_rules_table(found.labels, report.matmuls))
-    unused = idle(found.labels[: found.own], report, target)  # a shipped policy has none of its own: it is for many models
+    unused = idle(found.labels[: found.own], report, target)  # rules of a shipped policy may be unused: it is for many models
     return _no(f"{file}: {unused}") if unused else 0
 
 
@@ -77,7 +77,7 @@ def schema() -> None:
 
 
 def _no(message: str) -> int:
-    """Say that the answer is no; the exit status that goes with it."""
+    """Print why the answer is no; returns the exit status 1."""
     return complain(message, 1, click.get_current_context().command_path)
 
 

@@ -1,4 +1,4 @@
-"""TARGET of the command line: "path.py:function" or "package.module:function", which gives a model and its inputs.
+"""TARGET of the command line: "path.py:function" or "package.module:function". The function returns a model and its inputs.
 
     def build():
         return model                        # inputs come from --input
@@ -6,11 +6,12 @@
         return model, args, kwargs          # model(*args, **kwargs)
         return dict(model=..., args=..., kwargs=...)
 
-A single tensor in the place of `args` is the one argument, a mapping there is `kwargs` (what a tokenizer returns). The name
-may be dotted, and may be a module that exists already instead of a function. A file is loaded with its folder first on
-sys.path, but not as "__main__"; a module is looked for in the current folder first, as with `python -m`.
+A single tensor in the place of `args` is the only argument. A mapping in the place of `args` is `kwargs` (the result of a
+tokenizer, for example). The function's name may be dotted. It may also name an existing nn.Module instead of a function. A
+file is loaded with its folder first on sys.path, but not as "__main__". A module is searched in the current folder first, as
+with `python -m`.
 
-Everything that can go wrong is a TargetError of one line; if the user's own code raised, its traceback follows, from the
+Every failure is a TargetError of one line. If the user's own code raised, the error also carries the traceback, from the
 user's first frame on.
 """
 
@@ -41,7 +42,7 @@ _WANTED = "a torch.nn.Module, (model, args), (model, args, kwargs) or dict(model
 
 
 class TargetError(Fp8CompileError):
-    """TARGET or --input cannot be used. `details` is the traceback of the user's code, "" where there is none."""
+    """TARGET or --input cannot be used. `details` is the traceback of the user's code, or ""."""
 
     def __init__(self, message: str, details: str = "") -> None:
         super().__init__(message)
@@ -57,9 +58,10 @@ class Target:
 
 
 def load(spec: str, inputs: Sequence[str] = ()) -> Target:
-    """The model and inputs that `spec` names. `inputs` ("8x1024:int64", "mask=8x1024:bool") replace those it returns.
+    """The model and inputs of the function that `spec` names. `inputs` ("8x1024:int64", "mask=8x1024:bool") replace the inputs
+    that the function returns.
 
-    Raises TargetError: no such file, module or function; the user's code raised; what it returned is something else.
+    Raises TargetError if the file, module or function does not exist, if the user's code raises, or returns something else.
     """
     source, _, name = spec.rpartition(":")
     if not source or not all(part.isidentifier() for part in name.split(".")):
@@ -82,9 +84,10 @@ def load(spec: str, inputs: Sequence[str] = ()) -> Target:
 
 
 def parse_inputs(inputs: Sequence[str]) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
-    """Zeros for each of `inputs`: "8x1024:int64" is shape and dtype (float32 if there is none), "name=..." a keyword argument.
+    """Tensors of zeros for `inputs`: "8x1024:int64" is shape and dtype (default: float32), "name=..." is a keyword argument.
 
-    Zeros: they are legal indices of every embedding, and large ones cost no memory. Raises TargetError.
+    Zeros are valid indices of every embedding, and large tensors of zeros use no memory until they are written. Raises
+    TargetError.
     """
     import torch
 
@@ -118,10 +121,10 @@ def _loaded(source: str) -> ModuleType:
         what = "is not a Python file" if path.exists() else "does not exist"
         raise TargetError(f"{source} {what}.{did_you_mean([str(path.parent / name) for name in alike])}")
     sys.path.insert(0, str(path.resolve().parent))
-    taken = path.stem in sys.modules or path.stem in sys.stdlib_module_names  # json.py must not become everybody's `json`
+    taken = path.stem in sys.modules or path.stem in sys.stdlib_module_names  # a target json.py must not replace the real json
     spec = importlib.util.spec_from_file_location(f"fp8compile_target_{path.stem}" if taken else path.stem, path)
     assert spec is not None and spec.loader is not None
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses and pickle look their module up
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses and pickle look up their module there
     spec.loader.exec_module(module)
     return module
 
@@ -131,13 +134,13 @@ def _imported(source: str) -> ModuleType:
     try:
         return importlib.import_module(source)
     except ModuleNotFoundError as error:
-        if not f"{source}.".startswith(f"{error.name}."):  # one that the user's module imports
+        if not f"{source}.".startswith(f"{error.name}."):  # the user's module exists and imports a missing one
             raise
         raise TargetError(f"there is no module {source!r} on the path ({os.getcwd()} is first on it)") from None
 
 
 def _found(module: ModuleType, source: str, name: str) -> Any:
-    """What `name` is: a model, or else what calling it returns."""
+    """The object called `name` if it is an nn.Module, else the result of calling it."""
     from torch import nn
 
     try:
@@ -158,13 +161,13 @@ def _found(module: ModuleType, source: str, name: str) -> Any:
 
 
 def _required(function: Callable[..., Any]) -> list[str]:
-    """The names of the parameters without which `function` cannot be called."""
+    """The names of the parameters that a call of `function` must give."""
     parameters = inspect.signature(function).parameters.values()
     return [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
 
 def _run(function: Callable[[], Any], what: str) -> Any:
-    """Call the user's code. TargetError with its traceback, from the user's first frame on, if it raises or exits."""
+    """Call the user's code. TargetError if it exits, or raises: then with the traceback from the user's first frame on."""
     try:
         return function()
     except TargetError:
@@ -176,7 +179,7 @@ def _run(function: Callable[[], Any], what: str) -> Any:
 
 
 def _understood(spec: str, name: str, value: Any) -> Target:
-    """The target of what a function has returned."""
+    """The target that a function returned as `value`."""
     from torch import nn
 
     if isinstance(value, Mapping):

@@ -65,7 +65,7 @@ def devices(as_json: bool) -> None:
 def calibrate(device: str, no_write: bool) -> None:
     """Measure a GPU of this machine, and keep the result for decisions that are made on it.
 
-    It takes about half a minute, and wants the GPU for itself.
+    Takes about half a minute. Nothing else should run on the GPU meanwhile.
     """
     import torch
 

@@ -1,10 +1,10 @@
-"""What all GPUs of an architecture have in common: which FP8 matmuls they have, in which encodings, how much a unit does.
+"""GPU architectures: which FP8 matmuls each one supports, in which encodings, and how many FLOP a compute unit does per clock.
 
-    of((9, 0))              Hopper; of a compute capability that is not listed, the newest listed one that is not newer
-    of((9, 4), "gfx942")    AMD's go by their names; a name that is not listed, by the longest beginning that is
+    of((9, 0))              Hopper; an unlisted compute capability takes the newest listed one that is not newer
+    of((9, 4), "gfx942")    an AMD GPU, found by its name: the longest listed prefix of the name
 
-A new architecture is an entry of `ARCHITECTURES`. What torch's `_scaled_mm` supports where was read in
-aten/src/ATen/native/cuda/{ScaledBlas.cpp, RowwiseScaledMM.cu} of 2.11 to 2.15.
+To add an architecture, add an entry to `ARCHITECTURES`. The support of torch's `_scaled_mm` was read in
+aten/src/ATen/native/cuda/{ScaledBlas.cpp, RowwiseScaledMM.cu} of torch 2.11 to 2.15.
 """
 
 from __future__ import annotations
@@ -16,18 +16,22 @@ Version = tuple[int, int]
 
 @dataclass(frozen=True)
 class Architecture:
-    """For devices that nobody has described (`catalog.derived`), and for the fake GPU:
+    """The properties that all GPUs of an architecture share.
 
-    `flop`: dense bf16 FLOP a clock that one compute unit does, the published peak / (units * clock); `geforce_flop`: that of
-    GeForce boards, some of which run float32 accumulation at half rate. FP8 is twice as fast in all of them. `shared` and
-    `shared_of_block`: KiB of shared memory, the unit's and the most of one block. `threads`: of a unit. `warp`: threads of one.
+    These fields describe devices without a description (`catalog.derived`) and the fake GPU:
 
-    For FP8 matmuls; a version is that of the CUDA that torch was built with, whose cuBLAS comes along:
+    `flop`: dense bf16 FLOP per clock of one compute unit: the published peak / (units * clock). `geforce_flop`: the same for
+    GeForce boards, some of which run float32 accumulation at half rate. FP8 is twice as fast as bf16 on all of them. `shared`:
+    KiB of shared memory of a unit. `shared_of_block`: the most KiB that one block may use. `threads`: threads of a unit.
+    `warp`: threads of a warp.
 
-    `fp8`: there are some, with one scale an operand. `fnuz`: they are in AMD's first encodings. `row_dtypes`: those, by torch's
-    names, in which one with a scale a row returns; None: those of CUTLASS's kernel. `slow_rows`: that kernel is slow unless it
-    accumulates fast. `blocks_from`: the first version whose cuBLASLt scales rows and 128-blocks; None: no version does.
-    `mx_from`: the first version that multiplies 1 x 32 blocks with E8M0 scales.
+    These fields describe FP8 matmuls. A version is the CUDA version that torch was built with; cuBLAS has the same version:
+
+    `fp8`: the architecture multiplies FP8 with one scale per operand. `fnuz`: its FP8 encodings are AMD's first ones, "fnuz".
+    `row_dtypes`: the output dtypes, by torch's names, of a matmul with one scale per row; None: the output dtypes of CUTLASS's
+    kernel. `slow_rows`: CUTLASS's rowwise kernel is slow without fast accumulation. `blocks_from`: the first version whose
+    cuBLASLt scales rows and 128-blocks; None: no version does. `mx_from`: the first version that multiplies 1 x 32 blocks with
+    E8M0 scales; None: no version does.
     """
 
     flop: int
@@ -44,7 +48,7 @@ class Architecture:
     mx_from: Version | None = None
 
 
-# NVIDIA's by compute capability, AMD's by the beginning of their names
+# keys: the compute capability of NVIDIA's, a prefix of the name of AMD's
 ARCHITECTURES: dict[Version | str, Architecture] = {
     # A100
     (8, 0): Architecture(2048, 2048, 164, 163, 2048, fp8=False),
@@ -52,7 +56,7 @@ ARCHITECTURES: dict[Version | str, Architecture] = {
     (8, 6): Architecture(1024, 512, 100, 99, 1536, fp8=False),
     # L40S, RTX 4090
     (8, 9): Architecture(1024, 512, 100, 99, 1536),
-    # H100. 128-blocks on Hopper alone: `_check_deepseek_support` in ScaledBlas.cpp
+    # H100. Only Hopper scales 128-blocks: `_check_deepseek_support` in ScaledBlas.cpp
     (9, 0): Architecture(4096, 4096, 228, 227, 2048, slow_rows=True, blocks_from=(12, 9)),
     # B200
     (10, 0): Architecture(8192, 8192, 228, 227, 2048, mx_from=(12, 8)),
@@ -60,14 +64,14 @@ ARCHITECTURES: dict[Version | str, Architecture] = {
     (11, 0): Architecture(8192, 8192, 228, 227, 2048, mx_from=(12, 9)),
     # RTX PRO 6000, RTX 5090
     (12, 0): Architecture(1024, 512, 100, 99, 1536, mx_from=(12, 9)),
-    # MI300X. hipBLASLt scales rows from here on ("only supports BFloat16 output")
+    # MI300X, the first one whose hipBLASLt scales rows ("only supports BFloat16 output")
     "gfx94": Architecture(2048, 2048, 64, 64, 2048, warp=64, fnuz=True, row_dtypes=("bfloat16",)),
-    # MI355X. Its 1 x 32 blocks are not used: the layout of their scales differs between ROCm versions, and K has to be a
-    # multiple of 128
+    # MI355X. We do not use its matmuls of 1 x 32 blocks: the layout of their scales differs between ROCm versions, and K has to
+    # be a multiple of 128
     "gfx95": Architecture(4096, 4096, 160, 160, 2048, warp=64, row_dtypes=("bfloat16",)),
     # RX 9070
     "gfx12": Architecture(1024, 1024, 64, 64, 2048, row_dtypes=()),
-    # others of AMD: without FP8, and otherwise as an MI300X
+    # other AMD GPUs: no FP8; the other numbers are an MI300X's
     "gfx9": Architecture(2048, 2048, 64, 64, 2048, warp=64, fp8=False, row_dtypes=()),
     "gfx": Architecture(2048, 2048, 64, 64, 2048, fp8=False, row_dtypes=()),
 }
@@ -77,7 +81,7 @@ AMD = tuple(key for key in WITH_FP8 if isinstance(key, str))
 
 
 def of(capability: tuple[int, int], gfx: str = "") -> Architecture:
-    """The architecture of a GPU: `gfx` is AMD's name, "" for NVIDIA's, which go by `capability`."""
+    """The architecture of a GPU. `gfx` is AMD's name of it; "" for an NVIDIA GPU, which is found by `capability`."""
     if gfx:
         known = [key for key in ARCHITECTURES if isinstance(key, str) and gfx.startswith(key)]
         return ARCHITECTURES[max(known, key=len, default="gfx")]

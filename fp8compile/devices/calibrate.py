@@ -2,10 +2,11 @@
 
     calibrate() -> Device      matmul rates in bf16, float16, float32 and FP8, copy bandwidth, and the time of an empty kernel
 
-Rates are the median over a few large sizes of the median of several runs, each with a cold cache: a buffer larger than L2 is
-written before it. FP8 matmuls are `torch._scaled_mm` with both operands K-major, as FP8 tensor cores take them, accumulating
-as the backward does. What the device is otherwise (units, memory, architecture) comes from its shipped description, or from
-its properties. The result is stored (`devices.store`) and from then on found for devices of this name.
+A rate is the median over a few large sizes. For each size, the time is the median of several runs. Each run has a cold cache:
+a buffer larger than L2 is written before it. FP8 matmuls are `torch._scaled_mm` with both operands K-major, as FP8 tensor cores
+require. They accumulate as the matmuls of the backward do. The other properties of the device (units, memory, architecture)
+come from its shipped description, or from torch. The result is stored (`catalog.store`). From then on, `catalog.of` finds it
+for devices of this name.
 
 The measuring functions take a timer: `Timer.seconds(function)` is the time of one call.
 """
@@ -43,7 +44,7 @@ class Timer(Protocol):
 
 
 class EventTimer:
-    """Times calls on a CUDA or ROCm device by events; before each, a buffer larger than its cache is written."""
+    """Times calls on a CUDA or ROCm device by events. Before each call, it writes a buffer larger than the device's cache."""
 
     def __init__(self, device: torch.device, cache_bytes: int, runs: int = 15, warmup: int = 5):
         self.device, self.runs, self.warmup = device, runs, warmup
@@ -67,13 +68,13 @@ class EventTimer:
 def calibrate(device: torch.device | str | None = None, write: bool = True) -> Device:
     """Measure `device` (default: the current GPU), print the description, and store it if `write`.
 
-    NoDevice without a CUDA or ROCm device. It takes about half a minute, and wants the device for itself.
+    Raises NoDevice without a CUDA or ROCm device. Takes about half a minute; nothing else should run on the device meanwhile.
     """
     if not torch.cuda.is_available():
         raise NoDevice("calibrate measures a CUDA or ROCm GPU, and torch sees none on this machine.")
     chosen = torch.device(device) if device is not None else torch.device("cuda", torch.cuda.current_device())
     if chosen.type != "cuda":
-        raise NoDevice(f"calibrate measures a CUDA or ROCm GPU; {chosen} is none.")
+        raise NoDevice(f"calibrate measures a CUDA or ROCm GPU; {chosen} is not one.")
     with torch.cuda.device(chosen):
         properties = torch.cuda.get_device_properties(chosen)
         known = catalog.unmeasured(properties)
@@ -85,7 +86,7 @@ def calibrate(device: torch.device | str | None = None, write: bool = True) -> D
 
 
 def measured(known: Device, timer: Timer, device: torch.device, sizes=SIZES, copy_bytes: int = COPY_BYTES) -> Device:
-    """`known` with what `timer` measures on `device` in the place of its sustained rates and launch time."""
+    """`known`, with its sustained rates and launch time replaced by those that `timer` measures on `device`."""
     launch = launch_time(timer, device)
     rates = {name: matmul_rate(timer, device, name, sizes, launch) for name in DTYPES}
     rates["fp8"] = matmul_rate(timer, device, "fp8", sizes, launch) if known.has_fp8 else 0.0
@@ -94,9 +95,9 @@ def measured(known: Device, timer: Timer, device: torch.device, sizes=SIZES, cop
 
 
 def matmul_rate(timer: Timer, device: torch.device, dtype: str, sizes=SIZES, launch: float = 0.0) -> float:
-    """FLOP/s of matmuls in "bf16", "fp16", "fp32" (as torch.set_float32_matmul_precision("high") has it) or "fp8".
+    """FLOP/s of matmuls in "bf16", "fp16", "fp32" (under torch.set_float32_matmul_precision("high")) or "fp8".
 
-    The median over `sizes` (m, n, k). 0.0 for FP8 where the device or its library refuses it.
+    The median over `sizes` (m, n, k). 0.0 for FP8 if the device or its library refuses FP8.
     """
     found = []
     for m, n, k in sizes:
@@ -104,7 +105,7 @@ def matmul_rate(timer: Timer, device: torch.device, dtype: str, sizes=SIZES, lau
             run = _scaled_mm(m, n, k, device) if dtype == "fp8" else _mm(m, n, k, DTYPES[dtype], device)
             run()
         except torch.cuda.OutOfMemoryError:
-            continue  # a smaller card is measured by the smaller sizes
+            continue  # a card with little memory is measured with the smaller sizes only
         except RuntimeError as error:
             if dtype != "fp8":
                 raise
@@ -117,7 +118,7 @@ def matmul_rate(timer: Timer, device: torch.device, dtype: str, sizes=SIZES, lau
 
 
 def copy_rate(timer: Timer, device: torch.device, size: int = COPY_BYTES) -> float:
-    """Bytes/s of a copy of `size` bytes, read and written."""
+    """Bytes/s of a copy of `size` bytes; bytes read and bytes written both count."""
     try:
         source, target = (torch.empty(size // 2, dtype=torch.bfloat16, device=device) for _ in range(2))
     except torch.cuda.OutOfMemoryError:
@@ -126,7 +127,7 @@ def copy_rate(timer: Timer, device: torch.device, size: int = COPY_BYTES) -> flo
 
 
 def launch_time(timer: Timer, device: torch.device) -> float:
-    """Seconds of a kernel that does next to nothing."""
+    """Seconds of a kernel that does almost no work."""
     number = torch.zeros(1, device=device)
     return max(timer.seconds(lambda: number.add_(1.0)), 1e-7)
 

@@ -1,14 +1,14 @@
-"""Descriptions of GPUs: how fast each multiplies and copies, for decisions that are made before anything runs.
+"""Descriptions of GPUs: how fast each multiplies and copies. The compiler decides by them before anything runs.
 
     find("h200")                 a shipped description (devices.toml), by key or by the name that torch gives the device
-    of(torch.device("cuda"))     that of a device of this machine; None for a CPU
+    of(torch.device("cuda"))     the description of a device of this machine; None for a CPU
 
-What `fp8compile calibrate` has measured on a device comes before what is shipped for its name. A GPU that nobody has
-described gets rates derived from its architecture, compute units and clock; that is logged once.
+A description that `fp8compile calibrate` measured takes precedence over the shipped one. A GPU without a description gets rates
+derived from its architecture, compute units and clock; this is logged once.
 
-Rates are sustained ones, not peaks: decisions depend on their ratio, and FP8 sustains a smaller part of its peak than bf16.
-Measured descriptions are kept in `stored_path()`, one table a device, in the form of devices.toml. A file that cannot be read
-is a warning and is ignored.
+Rates are sustained ones, not peaks: decisions depend on the ratio of FP8 to bf16, and FP8 sustains a smaller part of its peak
+than bf16 does. Measured descriptions are kept in `stored_path()`, one table per device, in the format of devices.toml. A file
+that cannot be read is ignored with a warning.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _SUSTAINED = {"fp8": 0.65, "bf16": 0.75, "fp16": 0.75, "fp32": 0.65, "bandwidth"
 class Rates:
     """FLOP/s of dense matmuls by the dtype of their operands, and bytes/s of a copy (bytes read + bytes written).
 
-    `fp8` is 0 for a device without. `fp32` is what float32 matmuls get under "high" precision, TF32 where there is such.
+    `fp8` is 0 for a device without FP8. `fp32` is the rate of float32 matmuls under "high" precision, TF32 where it exists.
     """
 
     bf16: float
@@ -65,10 +65,10 @@ class Rates:
 
 @dataclass(frozen=True)
 class Device:
-    """One GPU. `sustained` is what decisions are made with, `peak` what is published (None where nobody says).
+    """One GPU. Decisions use the `sustained` rates; `peak` rates are the published ones (None if unknown).
 
     `launch` is the least time of a kernel in seconds, `sms` the number of SMs or CUs; `l2` and `memory` are bytes. `gfx` is
-    AMD's architecture, "" for NVIDIA. `origin` says where the rates are from: "shipped", "calibrated" or "derived".
+    AMD's architecture, "" for NVIDIA. `origin` says where the rates come from: "shipped", "calibrated" or "derived".
     """
 
     key: str
@@ -95,7 +95,7 @@ class Device:
 
     @property
     def bandwidth(self) -> float:
-        """Sustained bytes/s, read and written."""
+        """Sustained bytes/s; bytes read and bytes written both count."""
         return self.sustained.bandwidth
 
     @property
@@ -104,7 +104,7 @@ class Device:
 
     @property
     def gpu(self) -> Gpu:
-        """What Inductor asks of the device, for `dryrun.fake_gpu.trace`."""
+        """The device properties that Inductor reads, for `dryrun.fake_gpu.trace`."""
         architecture = architectures.of(self.capability, self.gfx)
         return Gpu(
             name=self.name,
@@ -124,14 +124,14 @@ class Device:
         )
 
     def matches(self, name: str) -> bool:
-        """Is `name`, as torch gives it, this device's?"""
+        """Whether `name`, a device name of torch's, is a name of this device."""
         return any(fnmatch.fnmatchcase(name.lower(), pattern.lower()) for pattern in (self.name, *self.patterns))
 
 
 def find(name: str) -> Device:
     """The description called `name`: a key ("h200"), in any case and spelling ("RTX 4090"), or a device's full name.
 
-    A measured description of this machine is found by its device's name. Raises OptionError that lists the known keys.
+    Finds a description measured on this machine by the full name of its device. Raises OptionError, which lists the known keys.
     """
     if isinstance(name, str):
         for device in (*stored().values(), *shipped().values()):
@@ -148,7 +148,7 @@ def find(name: str) -> Device:
 
 
 def of(device: torch.device) -> Device | None:
-    """The description of a device of this machine; None for one that is no GPU."""
+    """The description of a device of this machine; None if the device is not a GPU."""
     import torch
 
     if device.type != "cuda":
@@ -157,7 +157,7 @@ def of(device: torch.device) -> Device | None:
 
 
 def of_properties(properties: Any) -> Device:
-    """The same from what `torch.cuda.get_device_properties` returns: measured, else shipped, else derived."""
+    """The description for the result of `torch.cuda.get_device_properties`: measured, else shipped, else derived."""
     measured = stored()
     if properties.name in measured:
         return measured[properties.name]
@@ -175,13 +175,13 @@ def of_properties(properties: Any) -> Device:
 
 
 def unmeasured(properties: Any) -> Device:
-    """The same without what was measured: shipped, under this device's own name, else derived."""
+    """As `of_properties`, but ignores measured descriptions: shipped, under this device's own name, else derived."""
     known = _shipped_for(properties)
     return derived(properties) if known is None else dataclasses.replace(known, name=properties.name)
 
 
 def derived(properties: Any) -> Device:
-    """A description from a device's properties alone: compute units x clock x what its architecture does a clock."""
+    """A description from a device's properties alone: compute units x clock x FLOP per clock of its architecture."""
     gfx = gfx_of(properties)
     capability = (int(properties.major), int(properties.minor))
     architecture = architectures.of(capability, gfx)
@@ -189,7 +189,7 @@ def derived(properties: Any) -> Device:
     clock = float(getattr(properties, "clock_rate", 0) or 1.5e6) * 1e3  # kHz
     bf16 = (architecture.geforce_flop if "geforce" in properties.name.lower() else architecture.flop) * units * clock
     bus, memory_clock = (int(getattr(properties, name, 0) or 0) for name in ("memory_bus_width", "memory_clock_rate"))
-    bandwidth = bus / 8 * 2e3 * memory_clock or bf16 / 250  # FLOP a byte, about what they all have
+    bandwidth = bus / 8 * 2e3 * memory_clock or bf16 / 250  # 250 FLOP per byte: about the ratio of all known GPUs
     fp8 = 2 * bf16 if architecture.fp8 else 0.0
     peak = Rates(bf16=bf16, fp16=bf16, fp32=bf16 / 2, fp8=fp8, bandwidth=bandwidth)
     sustained = Rates(**{name: part * getattr(peak, name) for name, part in _SUSTAINED.items()})
@@ -250,7 +250,7 @@ def _stored(path: Path, changed: int, size: int) -> dict[str, Device]:
 
 
 def store(device: Device) -> Path:
-    """Write a description beside those that are stored already (a file that cannot be read is replaced). Returns the path."""
+    """Add a description to the stored ones. A file that cannot be read is replaced. Returns the path."""
     path = stored_path()
     kept = {name: known for name, known in stored().items() if name != device.name}
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -282,7 +282,7 @@ def _tables(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def _device(key: str, table: Any) -> Device:
-    """A table of a TOML file. ValueError names what is wrong with it."""
+    """The description in a table of a TOML file. Raises ValueError, which says what is wrong with the table."""
     if not isinstance(table, Mapping):
         raise ValueError(f"{key!r} is not a table")
     given = dict(table)
@@ -302,7 +302,7 @@ def _device(key: str, table: Any) -> Device:
     if not (isinstance(capability, list) and len(capability) == 2 and all(isinstance(x, int) for x in capability)):
         raise ValueError(f"[{key}] capability = {capability!r} is not [major, minor]")
     if not isinstance(given["name"], str) or not isinstance(given.get("gfx", ""), str):
-        raise ValueError(f"[{key}] name and gfx are texts")
+        raise ValueError(f"[{key}] name and gfx must be strings")
     for name in ("patterns", "aliases"):
         given[name] = tuple(map(str, given.get(name, ())))
     return Device(key=key, **{**given, "capability": tuple(capability)})
@@ -310,7 +310,7 @@ def _device(key: str, table: Any) -> Device:
 
 def _rates(where: str, table: Any) -> Rates:
     if not isinstance(table, Mapping) or not {"bf16", "bandwidth"} <= set(table) <= {*RATES, "bandwidth"}:
-        raise ValueError(f"{where} = {table!r} does not give bf16 and bandwidth, and perhaps fp8, fp16, fp32")
+        raise ValueError(f"{where} = {table!r} must give bf16 and bandwidth, and may give fp8, fp16 and fp32, nothing else")
     for name, value in table.items():
         if not _is_number(value, least=0 if name == "fp8" else 1e-9):
             raise ValueError(f"{where}: {name} = {value!r} is not a positive number")
@@ -326,7 +326,7 @@ def _is_number(value: Any, least: float) -> bool:
 
 
 def _shipped_for(properties: Any) -> Device | None:
-    """By name; an AMD device whose name says nothing ("AMD Radeon Graphics") by its architecture, units and memory."""
+    """Found by name; an AMD device with an unspecific name ("AMD Radeon Graphics") by its architecture, units and memory."""
     gfx = gfx_of(properties)
     for device in shipped().values():
         if device.matches(properties.name):

@@ -1,19 +1,19 @@
 """How long a matmul takes in bf16 and in FP8, and what casting its operands costs: arithmetic on sizes, no graph, no tensors.
 
     gemm(device, m, n, k, "bf16")           seconds of out[m, n] = a[m, k] @ b[k, n]
-    casts(device, CastInput(...), scaling)  seconds that the FP8 copies of one tensor cost
-    break_even(gain)                        the number of tokens from which something gains
+    casts(device, CastInput(...), scaling)  seconds for the FP8 copies of one tensor
+    break_even(gain)                        the smallest number of tokens from which a gain stays positive
 
 **Matmul**  ``max(compute, bytes / bandwidth) + launch``. Compute is counted in waves: the output is cut into tiles, each unit
-(SM, CU) works on one at a time, and the last wave is as long as a full one. A tile takes ``2 bm bn (k + ramp)`` FLOP of its
-unit's share of the sustained rate, where `ramp` is what filling the pipeline costs; tiles smaller than 128 x 256 run at a part
-of the rate. Tiles and a split of k are chosen as the best, as a library does. FP8 steps through k twice as deep, so its ramp is
-twice as long, and its kernels start later: small and odd sizes lose.
+(SM, CU) works on one tile at a time, and the last wave takes as long as a full one. A tile takes ``2 bm bn (k + ramp)`` FLOP at
+its unit's share of the sustained rate. `ramp` is the cost of filling the pipeline. Tiles smaller than 128 x 256 run at a part
+of the rate. The model takes the best tile and the best split of k, as a library does. FP8 steps through k twice as deep, so its
+ramp is twice as long, and its kernels start later. Therefore small and odd sizes lose in FP8.
 
 **Casts**  bytes read and written, and launches. A `ScalingCost` says how often a recipe walks over a tensor: `delayed`,
-`blockwise` and `mxfp8` once, `tensorwise` for the amax and again for the cast, `rowwise` so for each layout. Where the
-producer's kernel casts, its reads are free and, if nobody reads the tensor in high precision any more, not writing that is a
-gain: costs can be negative.
+`blockwise` and `mxfp8` once; `tensorwise` once for the amax and once for the cast; `rowwise` twice for each layout. If the
+producer's kernel does the cast, the cast reads for free. If nothing else reads the tensor in high precision, the kernel does
+not write that copy. This is a gain over bf16, so the net cost of casts can be negative.
 
 The sources of the constants are in docs/cost-model.md.
 """
@@ -26,25 +26,25 @@ from dataclasses import dataclass
 
 from .catalog import Device
 
-# tile of the output and the part of the sustained rate that it reaches: a smaller one reuses less of what it loads
+# rows and columns of an output tile, and the part of the sustained rate that it reaches: a smaller tile reuses less loaded data
 TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.92), (64, 128, 0.7), (128, 64, 0.7), (64, 64, 0.5))
-SPLITS = (1, 2, 4, 8, 16)  # parts of k that are worked on side by side and added up in float32
+SPLITS = (1, 2, 4, 8, 16)  # parts of k that are computed in parallel and added up in float32
 RAMP = {"fp8": 512}
 RAMP_OTHERS = 256
 FP8_START_S = 2e-6  # an FP8 matmul of 256 x 256 x 256 takes 6 us on an H100, one in bf16 3.7
-STRIDED = 1 / 0.58  # how much longer a walk along columns of memory takes: Inductor's transposes reach 58% of the bandwidth
+STRIDED = 1 / 0.58  # slowdown of a walk along columns of memory: Inductor's transposes reach 58% of the bandwidth
 ITEMSIZE = {"fp8": 1, "bf16": 2, "fp16": 2, "fp32": 4}
 LARGEST = 1 << 20
 
 
 @dataclass(frozen=True)
 class ScalingCost:
-    """What a way of scaling costs; `config.recipe` has that of each recipe.
+    """The cost of a recipe; `config.recipe` lists one for each recipe.
 
-    `walks` over a tensor, those of the amax and of the casts. `for_each_layout`: each copy has such walks of its own.
-    `amax_apart`: where no kernel takes the tensor in, the amax is a walk more. `small_kernels`: those that a tensor adds
-    besides (scale, inverse). `once`: those that a graph adds, both directions together. `copy_bytes`: an element of a copy,
-    with its scales. `gemm_rate`: of its matmuls, as a part of the rate with one scale.
+    `walks`: how often a tensor is read, for its amax and its casts. `for_each_layout`: each copy needs these walks of its own.
+    `amax_apart`: a scattered tensor (`CastInput.scattered`) needs one more walk for its amax. `small_kernels`: further launches
+    per tensor (scale, inverse). `once`: further launches per graph, forward and backward together. `copy_bytes`: bytes per
+    element of a copy, scales included. `gemm_rate`: the rate of its matmuls, as a part of the rate with one scale per operand.
     """
 
     walks: int = 1
@@ -60,9 +60,9 @@ class ScalingCost:
 def gemm(device: Device, m: int, n: int, k: int, dtype: str = "bf16", out_bytes: int = 2, instead: str = "bf16") -> float:
     """Seconds of out[m, n] = a[m, k] @ b[k, n] with operands of `dtype` ("fp8", "bf16", "fp16", "fp32").
 
-    `out_bytes` is the itemsize of the output. For FP8, `instead` is what it would be without: it is not credited with more
-    than it saves at full efficiency, since how much of a wave bf16 wastes is too uncertain to be FP8's gain.
-    ValueError for FP8 on a device without.
+    `out_bytes` is the itemsize of the output. For FP8, `instead` is the dtype that the matmul would have without FP8. FP8 is
+    never credited with more than it saves over `instead` at full efficiency: the part of a wave that bf16 wastes is too
+    uncertain to count as FP8's gain. ValueError for FP8 on a device without FP8.
     """
     if dtype == "fp8" and not device.has_fp8:
         raise ValueError(f"{device.name} has no FP8")
@@ -83,8 +83,8 @@ def block_gemm(
     instead: str = "bf16",
     emulated: bool = False,
 ) -> float:
-    """Seconds of an FP8 matmul under the scaling of its operands. `emulated`: the device has none for it, the copies are
-    converted to bf16 and multiplied as such."""
+    """Seconds of an FP8 matmul under the scaling of its operands. `emulated`: the device does not support this scaling, so the
+    FP8 copies are converted to bf16 and multiplied in bf16."""
     if emulated:
         widened = 3 * (m * k + n * k) / device.bandwidth + 2 * device.launch
         return gemm(device, m, n, k, "bf16", out_bytes) + widened
@@ -108,7 +108,7 @@ def _waves(device: Device, m: int, n: int, k: int, dtype: str, out_bytes: int) -
         for split in SPLITS:
             waves = _ceil_div(tiles * split, device.sms)
             compute = waves * (2 * rows * columns * (k / split + ramp)) / (part * unit_rate)
-            # partial sums are written and read once more
+            # partial sums in float32 are written and read again
             ways.append(compute + (8 * split * m * n / device.bandwidth + device.launch if split > 1 else 0))
     start = device.launch + (FP8_START_S if dtype == "fp8" else 0)
     return max(min(ways), _moved(m, n, k, dtype, out_bytes) / device.bandwidth) + start
@@ -120,13 +120,14 @@ def _ceil_div(a: int, b: int) -> int:
 
 @dataclass(frozen=True)
 class CastInput:
-    """A tensor that matmuls read, and that is to be cast.
+    """A tensor that matmuls read and that would be cast to FP8.
 
-    `itemsize` is of the tensor in memory, bytes. `scattered`: concatenated from others, which no kernel takes in: the amax and
-    each copy are walks of their own. `fused`: a kernel computes the tensor anyway, and its casts join that kernel; it reads
-    `producer_bytes`, which a second walk reads again. Otherwise, and if it is written in high precision as well, the tensor is
-    in memory and is read. `high_bytes` is the itemsize in which matmuls in high precision, or others, read it besides; 0:
-    nobody. A fused producer has to write that; a tensor in memory of another itemsize (float32 under autocast) is converted.
+    `itemsize`: bytes per element of the tensor in memory. `scattered`: the tensor is a concatenation, which no kernel fuses
+    with casts; its amax and each of its copies are separate walks. `fused`: the kernel that computes the tensor also does the
+    casts. That kernel reads `producer_bytes`, and a second walk reads them again. If the tensor is not fused, or is written in
+    high precision as well, the casts read it from memory. `high_bytes`: the itemsize in which other nodes (matmuls in high
+    precision and others) read the tensor; 0: no other node reads it. A fused producer has to write such a copy; a tensor in
+    memory with another itemsize (float32 under autocast) is converted.
     """
 
     elements: int
@@ -140,15 +141,15 @@ class CastInput:
 def casts(device: Device, tensor: CastInput, scaling: ScalingCost, layouts: int = 2, again: bool = False) -> float:
     """Seconds for the FP8 copies of one tensor, shared by all its readers, and for its high precision copy (`high_copy`).
 
-    `layouts` is how many FP8 copies are read, 1 or 2 (row-major, transposed); `again` says that the second is written by a walk
-    of its own in backward (a weight that is cast again).
+    `layouts` is the number of FP8 copies that are read, 1 or 2 (row-major, transposed). `again`: a separate walk in backward
+    writes the second copy (a weight that is cast again).
     """
     if scaling.for_each_layout:
         return _each_layout(device, tensor, scaling, layouts) + high_copy(device, tensor)
     if tensor.fused and not tensor.high_bytes:
         moved: float = (scaling.walks - 1) * tensor.producer_bytes
         kernels = scaling.walks - 1
-    else:  # what is written in high precision is read again: casts with one more output are not always taken in
+    else:  # a fused tensor that is also written in high precision counts as read again: such casts are not always fused
         read = tensor.elements * (tensor.high_bytes if tensor.fused else tensor.itemsize)
         parts = layouts if tensor.scattered or again else 1
         kernels = scaling.walks - 1 + parts + (tensor.scattered and scaling.amax_apart)
@@ -159,7 +160,7 @@ def casts(device: Device, tensor: CastInput, scaling: ScalingCost, layouts: int 
 
 
 def high_copy(device: Device, tensor: CastInput) -> float:
-    """Seconds for what is read in high precision: a fused producer's write, or a conversion."""
+    """Seconds for the high precision copy of a tensor: a write by its fused producer, or a conversion. 0 if none is needed."""
     if tensor.fused:
         return tensor.high_bytes * tensor.elements / device.bandwidth
     if tensor.high_bytes in (0, tensor.itemsize):
@@ -168,8 +169,8 @@ def high_copy(device: Device, tensor: CastInput) -> float:
 
 
 def _each_layout(device: Device, tensor: CastInput, scaling: ScalingCost, layouts: int) -> float:
-    """Say, one scale a row of each layout. A cast waits for its row's amax, so each copy takes two walks (the first may be the
-    producer's); those of the transposed copy go along columns of memory."""
+    """`casts` for recipes with `for_each_layout`, such as one scale per row. A cast waits for the amax of its row, so each copy
+    takes two walks (the producer's kernel may be the first one). Those of the transposed copy go along columns of memory."""
     read, written = tensor.elements * tensor.itemsize, tensor.elements * scaling.copy_bytes
     walks = scaling.walks - tensor.fused
     seconds = (walks * read + written) / device.bandwidth + walks * device.launch
@@ -181,8 +182,8 @@ def _each_layout(device: Device, tensor: CastInput, scaling: ScalingCost, layout
 def break_even(gain: Callable[[int], float], largest: int = LARGEST) -> int | None:
     """The smallest number of tokens (a multiple of 16) from which `gain(tokens)`, in seconds, stays positive.
 
-    Looks at powers of two and at their one and a half, and bisects between the last that loses and the next, so a dip between
-    two of them (a wave that is hardly begun) can be missed. None if it loses at `largest` still.
+    Tries powers of two and 1.5 times each of them, then bisects between the last size that loses and the next one. It can miss
+    a dip between two sizes (a last wave with few tiles). None if `largest` still loses.
     """
     sizes = sorted({size for power in range(4, largest.bit_length()) for size in (1 << power, 3 << power >> 1)})
     sizes = [size for size in sizes if size <= largest]

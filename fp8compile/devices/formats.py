@@ -1,8 +1,8 @@
 """The FP8 formats: torch's dtype and its largest finite value.
 
-E4M3 has the precision (3 mantissa bits), E5M2 the range (5 exponent bits). ``hybrid`` uses E4M3 for activations and
-weights and E5M2 for gradients; ``e4m3`` uses E4M3 for everything. AMD's gfx94x (MI300) has its own encodings, "fnuz":
-no infinities, no negative zero, one NaN, and an E4M3 that ends at 240; gfx95x and later have the OCP ones, as NVIDIA.
+E4M3 has more precision (3 mantissa bits), E5M2 has more range (5 exponent bits). ``hybrid`` uses E4M3 for activations and
+weights and E5M2 for gradients; ``e4m3`` uses E4M3 for everything. AMD's gfx94x (MI300) uses its own encodings, "fnuz":
+no infinities, no negative zero, one NaN, and an E4M3 that ends at 240. gfx95x and later use the OCP encodings, like NVIDIA.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from . import architectures
 from .gpu import gfx_of
 
 if TYPE_CHECKING:
-    import torch  # policies are read without it: it takes seconds to import
+    import torch  # not at run time: torch takes seconds to import, and reading a policy does not need it
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ FP8_FORMATS = ("hybrid", "e4m3")
 
 
 def fnuz() -> bool:
-    """Whether this process's GPU computes in the fnuz encodings. False on a CPU and on CUDA, where no device is touched."""
+    """Whether this process's GPU computes in the fnuz encodings. False on a CPU and on CUDA, without touching a device."""
     import torch
 
     if torch.version.hip is None or not torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""A GPU as torch describes one: what is asked of a device of this process, of one that is only described, and of a fake one."""
+"""A GPU as torch describes it: one class for GPUs of this process, GPUs that are only described, and fake GPUs."""
 
 from __future__ import annotations
 
@@ -53,15 +53,15 @@ H200 = Gpu()
 
 
 def gfx_of(properties: Any) -> str:
-    """AMD's architecture without its features ("gfx942:sramecc+:xnack-" -> "gfx942"); "" for others, whose name may stand
-    in the same place."""
+    """AMD's architecture without its features ("gfx942:sramecc+:xnack-" -> "gfx942"); "" for other GPUs, for which torch may
+    put the device's name into `gcnArchName`."""
     name = str(getattr(properties, "gcnArchName", "") or "").split(":")[0]
     return name if name.startswith("gfx") else ""
 
 
 def gpu_of(device: torch.device) -> Gpu | None:
-    """The GPU of this process that `device` names; None for a CPU. What a version of torch does not tell is taken to be an
-    H200's."""
+    """The GPU of this process that `device` names; None for a CPU. A property that this version of torch does not give is
+    taken from an H200."""
     if device.type != "cuda":
         return None
     import torch

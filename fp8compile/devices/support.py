@@ -1,4 +1,4 @@
-"""Which devices multiply FP8, in which encodings, and which of them multiply blocks of 32 with a scale each (MX)."""
+"""Which devices multiply FP8, in which encodings, and which of them multiply blocks of 32 with one scale per block (MX)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def has_mx(gpu: Gpu | None) -> bool:
-    """Whether a GPU multiplies 1 x 32 blocks with E8M0 scales: Blackwell does. None is a CPU."""
+    """Whether a GPU multiplies 1 x 32 blocks with E8M0 scales: Blackwell does. `gpu` is None for a CPU."""
     return gpu is not None and _reached(gpu.architecture.mx_from)
 
 
@@ -29,7 +29,7 @@ def _reached(version: tuple[int, int] | None) -> bool:
 
 
 def cuda_version() -> tuple[int, int]:
-    """The version of CUDA that torch was built with. A build without CUDA stands for the current one: it describes GPUs."""
+    """The CUDA version that torch was built with. For a build without CUDA, which only describes GPUs, 13.0 is assumed."""
     import torch
 
     found = re.match(r"(\d+)\.(\d+)", torch.version.cuda or "13.0")
@@ -53,7 +53,7 @@ def refusal(devices: Collection[torch.device]) -> str | None:
 
 
 def encodings(devices: Collection[torch.device]) -> tuple[str, ...]:
-    """The FP8 encodings that these devices multiply: a GPU its own, a CPU emulates both."""
+    """The FP8 encodings that these devices multiply. A GPU multiplies its own encoding; a CPU emulates both."""
     if not any(device.type == "cuda" for device in devices):
         return "ocp", "fnuz"
     return ("fnuz",) if formats.fnuz() else ("ocp",)

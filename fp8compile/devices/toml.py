@@ -1,4 +1,4 @@
-"""The TOML parser, for descriptions of GPUs and for policies: Python's own from 3.11 on, tomli before."""
+"""The TOML parser for descriptions of GPUs and for policies: `tomllib` from Python 3.11 on, else tomli."""
 
 from __future__ import annotations
 

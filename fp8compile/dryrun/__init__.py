@@ -1,1 +1,1 @@
-"""Explain and estimate: they train nothing, and compile nothing or for a GPU that is not there."""
+"""Explain and estimate. Neither trains a model; explain compiles nothing, estimate compiles for a described GPU."""

@@ -1,13 +1,13 @@
-"""What would a model gain from `backend="fp8"` on a GPU that is not here? Compile its training step for one, and count.
+"""How much would a model gain from `backend="fp8"` on a GPU that is not here? Compile its training step for it, and count.
 
     print(fp8compile.estimate(model, tokens, labels=labels, device="h100"))
 
-The step is compiled twice for the described device (see `fake_gpu`), by Inductor as it is and with our passes, and nothing is
-executed: weights may be on the meta device. Of every kernel are known its bytes, its FLOPs and the module it belongs to; its
-time is the roofline's (see `roofline`). So this is no measurement: it ranks two compilations of one model, by traffic and
-FLOPs. What it does not see: the optimizer, communication, the host, caches, and how well a kernel uses the device.
+The step is compiled twice for the described device (see `fake_gpu`): by Inductor alone, and with our passes. Nothing is
+executed, so weights may be on the meta device. The compilations give the bytes, the FLOPs and the module of each kernel; a
+roofline gives its time (see `roofline`). The result is not a measurement: it compares two compilations of one model by traffic
+and FLOPs. It ignores the optimizer, communication, the host, caches, and how well a kernel uses the device.
 
-Both compilations of a GPU that is AMD's are those of an NVIDIA one (Inductor's HIP path cannot be described), at AMD's rates.
+For an AMD GPU, both compilations are for an NVIDIA GPU (Inductor's HIP path cannot be described), and times are at AMD's rates.
 """
 
 from __future__ import annotations
@@ -49,17 +49,18 @@ def estimate(
 ) -> Estimate:
     """Estimate a training step, forward and backward of `model(*args, **kwargs)`, on `device` in bf16 and in FP8.
 
-    `device` None is the device of the options or of their policy, else "h200".
+    `device`: None takes the device of the options or of their policy, else "h200".
 
-    `model` is a module, a compiled module, or any function of modules, on the CPU or the meta device, and so are its inputs.
-    `options` are those of the backend. `autocast` compiles under bf16 autocast; None: if a parameter is float32 and no
-    autocast is active. `attention` is the rate of fused attention as a share of the bf16 matmul rate (`roofline` has the
-    default). `extrapolate` compiles with one and with two of the model's repeated blocks, and carries on: for deep models.
+    `model` is a module, a compiled module, or any function that calls modules. Model and inputs are on the CPU or the meta
+    device. `options` are those of the backend. `autocast` compiles under bf16 autocast; None does so if a parameter is float32
+    and no autocast is active. `attention` is the rate of fused attention as a share of the bf16 matmul rate (`roofline` defines
+    the default). `extrapolate`, for deep models, compiles with one and with two of the model's repeated blocks and extrapolates
+    to all of them.
 
     Takes 5 to 60 s for every graph, twice, and resets Dynamo: other compiled models compile again at their next call.
 
-    Raises OptionError for an unknown device, one without FP8, or bad options; Fp8CompileError where no GPU can be described
-    (a process with a CUDA device, or without Triton), and whatever the model raises.
+    Raises OptionError for an unknown device, a device without FP8, or bad options; Fp8CompileError if no GPU can be described
+    (in a process with a CUDA device, or without Triton); and any error of the model.
     """
     from ..config.options import parse
     from . import fake_gpu
@@ -117,7 +118,7 @@ class _Compiler:
     attention: float | None
 
     def costs(self, container: nn.Module | None = None, blocks: int = 0) -> tuple[Costs, Costs, Report]:
-        """In bf16 and in FP8, with only so many of the blocks in `container`."""
+        """The costs in bf16 and in FP8, and the report, with only the first `blocks` blocks of `container`."""
         from .. import compat
         from ..backend import fp8
         from ..runtime.inner import INDUCTOR
@@ -146,7 +147,7 @@ class _Compiler:
             nonlocal decided
             args, kwargs = inputs(self.args), inputs(self.kwargs)
             torch.compile(entry(self.model), backend=compiled)(*args, **kwargs)
-            decided = report()  # now: trace() clears the ledger
+            decided = report()  # here, because trace() clears the ledger at its end
 
         with untouched(self.modules), torch.enable_grad(), _only(container, blocks):
             found = fake_gpu.trace(step, _described(self.device))
@@ -164,7 +165,7 @@ class _Compiler:
 
 
 def _described(device: Device) -> Gpu:
-    """What to compile for: the device, or for AMD's an H200 of its size."""
+    """The GPU to compile for: the device, or for an AMD device an H200 with its name and sizes."""
     gpu = device.gpu
     if not device.gfx:
         return gpu
@@ -176,7 +177,7 @@ def _described(device: Device) -> Gpu:
 
 
 def _repeated(modules: Iterable[nn.Module]) -> tuple[nn.ModuleList | nn.Sequential, str]:
-    """The container of repeated blocks that has most of the parameters, and its name."""
+    """The container of equal blocks with the most parameters, and its name."""
     found: list[tuple[int, nn.ModuleList | nn.Sequential, str]] = []
     for root in modules:
         for name, part in root.named_modules():
@@ -192,7 +193,7 @@ def _repeated(modules: Iterable[nn.Module]) -> tuple[nn.ModuleList | nn.Sequenti
 
 @contextlib.contextmanager
 def _only(container: nn.Module | None, blocks: int) -> Iterator[None]:
-    """Inside, a container has its first blocks only."""
+    """Inside the context, `container` has only its first `blocks` blocks."""
     if container is None:
         yield
         return
@@ -207,7 +208,8 @@ def _only(container: nn.Module | None, blocks: int) -> Iterator[None]:
 
 
 def _carried_on(one: Costs, two: Costs, count: int) -> Costs:
-    """The costs of `count` blocks from those of one and of two, by module; the second block stands for the others."""
+    """The costs with `count` blocks, by module, extrapolated from the costs with one block (`one`) and with two (`two`). Each
+    further block costs as much as the second."""
     made: Costs = {}
     for names in _by_block({**one, **two}):
         a, b = (_sum(costs, names) for costs in (one, two))
@@ -229,19 +231,19 @@ def _sum(costs: Costs, names: Iterable[str]) -> Cost:
 
 
 def _by_block(names: Iterable[str], apart: Collection[str] = ()) -> list[list[str]]:
-    """Names that differ in their first number are together, but for those in `apart`."""
+    """Groups names that differ in their first number only. A name in `apart` is a group of its own."""
     return [group for _, group in alike(names, str, lambda name: name if name in apart else tuple(parts(name)[2:]))]
 
 
 def _part(fqn: str) -> str:
-    """The part of the model that a module belongs to: what is in a numbered block, "layers.0.mlp" for "layers.0.mlp.up"."""
+    """The part of the model that a module belongs to: a child of a numbered block, "layers.0.mlp" for "layers.0.mlp.up"."""
     found = re.match(r"((?:[^.]+\.)*?\d+(?:\.[^.]+)?)(?:\.|$)", fqn)
     return found[1] if found else fqn or NOWHERE
 
 
 def _layers(bf16: Costs, fp8: Costs) -> Iterator[LayerCost]:
     names = {**bf16, **fp8}
-    # `0` and `2` of a Sequential are layers of their own, `layers.0` and `layers.1` have layers in them
+    # `0` and `2` of a Sequential are layers and stay apart; `layers.0` and `layers.1` are blocks with layers in them
     leaves = {name for name in names if not any(other.startswith(f"{name}.") for other in names)}
     apart = {name for name in leaves if parts(name)[2:] == [""]}
     modules: dict[str, list[str]] = {}

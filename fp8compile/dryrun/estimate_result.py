@@ -1,4 +1,4 @@
-"""What an estimate says: the cost of a step in bf16 and in FP8, by part of the model, as text, for JSON and as a page."""
+"""The result of an estimate: the cost of a step in bf16 and in FP8, by part of the model, as text, for JSON and as a page."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ _METHOD = (
 
 @dataclass(frozen=True)
 class Cost:
-    """What some kernels cost. `flops` are matmuls' by dtype ("fp8", "bfloat16", ...), without those in fused attention."""
+    """The cost of some kernels: counts, bytes, FLOPs and seconds. `flops` are those of matmuls, by dtype ("fp8", "bfloat16",
+    ...), without fused attention."""
 
     kernels: float = 0
     bytes: float = 0
@@ -82,9 +83,10 @@ class LayerCost:
 
 @dataclass(frozen=True)
 class Estimate:
-    """One training step in bf16 (or as the model has it) and in FP8. The costs of `layers` add up to `bf16` and `fp8`.
+    """One training step without FP8 (in bf16, or in the model's own dtype) and with FP8. The costs of `layers` add up to `bf16`
+    and `fp8`.
 
-    A cast counts where its copy is read, so that a norm may look as if it cost nothing in FP8.
+    A cast counts where its copy is read. A norm that is fused with a cast may therefore look as if it cost nothing in FP8.
     """
 
     device: str
@@ -106,7 +108,7 @@ class Estimate:
 
     @property
     def speedup(self) -> float:
-        """Estimated time in bf16 over that in FP8, the optimizer left out."""
+        """Estimated time in bf16 divided by the time in FP8, without the optimizer."""
         return self._step.speedup
 
     def summary(self) -> str:
@@ -150,7 +152,7 @@ class Estimate:
         return f"<fp8compile.Estimate: {self.summary()}>"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain dicts, lists, strings and numbers: bytes, FLOPs, seconds."""
+        """The estimate as plain dicts, lists, strings and numbers, in bytes, FLOPs and seconds."""
         return {
             "summary": self.summary(),
             "device": self.device,
@@ -188,7 +190,7 @@ def _line(layer: LayerCost) -> tuple[str, ...]:
 
 
 def _part(layer: LayerCost, longest: float = 0.0) -> TimedPart:
-    """Bars are as wide as their share of `longest` (microseconds), or of the longer of the two."""
+    """The bars of a part. `longest` (microseconds) is the time of the widest bar; 0 takes the longer of the two bars."""
     bf16, fp8 = layer.bf16, layer.fp8
     times = f"{microseconds(1e6 * bf16.seconds)} → {microseconds(1e6 * fp8.seconds)}"
     speedup = f"{bf16.seconds / fp8.seconds:.2f}×" if fp8.seconds and bf16.seconds else "–"

@@ -1,10 +1,10 @@
-"""What would `backend="fp8"` do to this model? The report of a training step, without compiling or running one.
+"""What would `backend="fp8"` do to this model? `explain` gives the report of a training step without compiling or running it.
 
     print(fp8compile.explain(model, tokens, labels=labels))
 
-Dynamo and AOTAutograd trace forward and backward, and our passes decide about every matmul as always. Inductor generates no
-code, and graphs compute nothing (see `placeholders`). So values do not matter, and a model on the meta device will do. The
-model, its buffers and gradients, random states, `fp8compile.report` and other compiled models stay as they were (`sandbox`).
+Dynamo and AOTAutograd trace forward and backward, and our passes decide about every matmul as in training. Inductor generates
+no code, and graphs compute almost nothing (see `placeholders`). So values do not matter, and a model may be on the meta device.
+The model, its buffers and gradients, random states, `fp8compile.report` and other compiled models do not change (`sandbox`).
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ def explain(
 ) -> Report:
     """The report that training `model` on `model(*args, **kwargs)` would have.
 
-    `model` is a module, a compiled module, or any function of modules; tensors may be on the meta device. A model in eval mode
-    is explained as in training. `options` are those of the backend (`strict` is ignored: the report tells), and `device` names
-    the description of the device to decide for, e.g. "h100".
+    `model` is a module, a compiled module, or any function that calls modules; tensors may be on the meta device. A model in
+    eval mode is explained as in training. `options` are those of the backend (`strict` is ignored, because the report shows
+    what it would complain about). `device` names the described device to decide for, e.g. "h100".
 
-    What a model does with values behind a graph break (`.item()`, a branch) it does with zeros, but for small numbers that
-    follow from sizes, constants and integer inputs. Attention with dropout is fused on GPUs only; it is taken for fused if a
-    device is named, or the model is on the meta device.
+    Code after a graph break (`.item()`, a branch) sees zeros instead of values; only small numbers that follow from sizes,
+    constants and integer inputs are real. Attention with dropout is fused on GPUs only. It counts as fused if a device is
+    named or the model is on the meta device.
 
-    Raises OptionError for bad options, and whatever the model raises, as torch.compile passes it on. Behind a graph break that
-    may be for the zeros: what the model raises there is a warning, and the report, of the graphs up to there, says so.
+    Raises OptionError for bad options, and any error of the model, as torch.compile passes it on. After a graph break, the
+    zeros may be the cause of an error. Such an error becomes a warning, and the report covers the graphs before it and says so.
     """
     from ..backend import fp8
     from ..config.options import parse
@@ -53,7 +53,7 @@ def explain(
     chosen = {name: value for name, value in (options or {}).items() if name != "strict"}
     if device is not None:
         chosen["device"] = device
-    parse(chosen)  # errors without Dynamo's words around them
+    parse(chosen)  # raises errors in the options here, without Dynamo's text around them
     elsewhere = chosen.get("device") is not None or any(p.device.type == "meta" for m in modules for p in m.parameters())
 
     def backend(gm: Any, example_inputs: Any) -> Any:
@@ -81,7 +81,7 @@ def explain(
 
 
 def _brief(error: Exception) -> str:
-    """An error in a line: what it is, the first line of what it says, and the last line of the user's code."""
+    """An error in one line: its class, the first line of its message, and the last line of the user's code in its traceback."""
     frames = user_frames(error)
     where = f" (in {frames[-1].name}, {frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     return one_line(error) + where

@@ -1,10 +1,10 @@
-"""Callables in the place of compiled graphs that compute next to nothing: they hand back tensors of the right shapes.
+"""Callables that replace compiled graphs: they compute almost nothing and return tensors of the right shapes.
 
-A model that is only looked at (`explain`, `estimate`) still has to get from one graph to the next, through graph breaks and
-through code that Dynamo leaves to eager mode. What a graph returns to that code are zeros, so that an index is in range; what
-it saves for its backward has no memory at all (it lies on the meta device), and neither have large tensors until somebody
-writes to them (fresh pages of a process are zeros). Small numbers that follow from sizes, constants and integer inputs are what
-they are: code behind a graph break slices by them, and 0 is no length. Nothing that a matmul or a norm made is among them.
+`explain` and `estimate` still have to get from one graph to the next, through graph breaks and through code that Dynamo leaves
+to eager mode. Graphs return zeros to that code, so that indices are in range. Tensors saved for backward are on the meta device
+and use no memory. Other large tensors are not written: fresh pages of a process read as zeros and get memory only when they are
+written. Small numbers that follow from sizes, constants and integer inputs are computed: code after a graph break may use them
+as slice lengths, where 0 would be wrong. Results of a matmul or a norm are never computed.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from torch.utils._pytree import tree_map_only
 from .. import compat
 from ..runtime.inner import Inner
 
-LARGE = 1 << 20  # bytes; below, tensors are zeros for certain, and computed where that is cheap
+LARGE = 1 << 20  # bytes; smaller tensors are written with zeros, or computed if that is cheap
 
 
 def placeholder_callable(graph: Graph, device: torch.device | None = None) -> Callable[[list[Any]], list[Any]]:
-    """A boxed callable with the outputs of `graph`, one that AOTAutograd has partitioned: fake values in meta["val"].
+    """A boxed callable that returns placeholders for the outputs of `graph`, a graph of AOTAutograd's partitioner with fake
+    values in meta["val"].
 
-    Tensors are on `device`, or where the graph has them. Symbolic sizes are those of the arguments.
+    Tensors are on `device`; None: on the devices of the fake values. Symbolic sizes are taken from the arguments.
     """
     inputs = graph.find_nodes(op="placeholder")
     end = next(iter(graph.find_nodes(op="output")))
@@ -64,7 +65,7 @@ PLACEHOLDERS = Inner(_compile, computes=False)
 
 
 def _cheap(graph: Graph, wanted: Sequence[Node]) -> list[Node]:
-    """What has to be computed for those of the wanted ones that follow from small ones alone, in order."""
+    """The nodes to compute, in order, for the `wanted` nodes that depend on small tensors and sizes only."""
     able: set[Node] = set()
     for node in graph.nodes:
         target = node.target
@@ -84,16 +85,16 @@ def _cheap(graph: Graph, wanted: Sequence[Node]) -> list[Node]:
 
 
 def _is_size(node: Node) -> bool:
-    """A number that the sizes of the arguments tell."""
+    """Whether a node is a number that follows from the sizes of the arguments."""
     fake = node.meta.get("val")
     return isinstance(fake, int) or (isinstance(fake, torch.SymInt) and fake.node.hint is not None)
 
 
 def _is_small(node: Node) -> bool:
-    """A tensor of integers, or of one number."""
+    """Whether a node is a tensor of at most one element, or a tensor of integers that is an input or under LARGE bytes."""
     fake = node.meta.get("val")
     if not isinstance(fake, torch.Tensor) or any(isinstance(x, torch.SymInt) and x.node.hint is None for x in fake.shape):
-        return False  # or of a size that only the data tells: tensors beside it that are not computed have another one
+        return False  # its size depends on data: tensors of that size that are not computed would have another size
     numel = _number(fake.numel(), {})
     return numel <= 1 or (not fake.is_floating_point() and (node.op == "placeholder" or numel * fake.element_size() < LARGE))
 
@@ -102,7 +103,7 @@ def _is_small(node: Node) -> bool:
 def _computed(
     nodes: Sequence[Node], given: dict[Node, Any], sizes: dict[Any, Any], device: torch.device | None
 ) -> dict[Node, Any]:
-    """`given`, and the values of `nodes`: of those that can be computed."""
+    """`given`, and the values of those `nodes` that can be computed."""
     known = dict(given)
     for node in nodes:
         if _is_size(node):
@@ -115,7 +116,7 @@ def _computed(
                 args, kwargs = map_arg((node.args, node.kwargs), known.__getitem__)
                 args, kwargs = tree_map_only(torch.device, lambda where: device or where, (args, kwargs))
                 found = node.target(*args, **kwargs)  # type: ignore[operator]
-        except Exception:  # an operator without a kernel for this device, a constant that is gone: zeros, as ever
+        except Exception:  # an operator without a kernel for this device, a constant that is gone: the output becomes zeros
             continue
         if not isinstance(found, compat.FakeTensor):
             known[node] = found
@@ -123,7 +124,7 @@ def _computed(
 
 
 def _sizes(given: dict[Node, Any]) -> dict[Any, Any]:
-    """The value of each symbol that an argument tells."""
+    """The value of each symbol that is a size of an argument, or an argument."""
     found: dict[Any, Any] = {}
 
     def match(symbolic: Any, value: Any) -> None:
@@ -147,7 +148,7 @@ def _number(value: Any, sizes: dict[Any, Any]) -> int:
     expr = value.node.expr.xreplace(sizes)
     if expr.is_number:
         return int(expr)
-    return 1 if value.node.hint is None else int(value.node.hint)  # what only the data would tell
+    return 1 if value.node.hint is None else int(value.node.hint)  # no hint: the size depends on data
 
 
 def _like(fake: Any, sizes: dict[Any, Any], device: torch.device | None) -> Any:
@@ -160,7 +161,7 @@ def _like(fake: Any, sizes: dict[Any, Any], device: torch.device | None) -> Any:
 
 
 def unwritten(like: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor in the form of `like`, zeros if it is small or of integers."""
+    """A tensor of the shape and dtype of `like` on `device`: zeros if it is small or of integers, else unwritten memory."""
     return _zeros(torch.empty_like(like, device=device, requires_grad=False))
 
 

@@ -1,11 +1,12 @@
-"""Look at a training step without leaving a trace of it: what `explain` and `estimate` have in common.
+"""Trace a training step and leave no trace of it: the common part of `explain` and `estimate`.
 
-The model is traced as it is, in place, since a copy would have other names, or none (a closure over modules cannot be copied).
-What tracing, and code that Dynamo leaves to eager mode, may change is put back: attributes, training flags, buffers,
-gradients, random states, what the package remembers of graphs, parameters and messages, and the code that Dynamo compiled for
-frames of the user's.
-Parameters and buffers without memory, on the meta device, are replaced by ones on the CPU that nobody has written: a process
-gets pages when it writes to them.
+The model is traced in place, because a copy would have other names, or none (a closure over modules cannot be copied). All that
+tracing, and code that Dynamo leaves to eager mode, may change is restored: attributes, training flags, buffers, gradients,
+random states, the package's records of graphs, parameters and messages, and the code that Dynamo compiled for the user's
+frames.
+
+Parameters and buffers on the meta device have no memory. They are replaced by CPU tensors to which nothing is written: the
+operating system allocates no memory for them until then.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _numbers = itertools.count()
 
 
 def unwrapped(model: Any) -> Any:
-    """What torch.compile was given, if `model` is what it made of that."""
+    """The object that torch.compile was given, if `model` is its wrapper; else `model`."""
     while True:
         inner = getattr(model, "_orig_mod", None) or getattr(model, "_torchdynamo_orig_callable", None)
         if inner is None:
@@ -42,7 +43,7 @@ def unwrapped(model: Any) -> Any:
 
 
 def taken(model: Any) -> Callable[..., Any]:
-    """`unwrapped`, and TypeError for what cannot be called."""
+    """`unwrapped(model)`; TypeError if it cannot be called, or is a class."""
     model = unwrapped(model)
     if isinstance(model, type) or not callable(model):
         kind = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
@@ -51,7 +52,7 @@ def taken(model: Any) -> Callable[..., Any]:
 
 
 def modules_of(model: Any) -> list[nn.Module]:
-    """The modules that a callable is, or is made of: bound to it, in its closure, its globals, its attributes."""
+    """The modules that a callable uses: the callable itself, its bound arguments, closure, globals and attributes."""
     found: dict[int, nn.Module] = {}
     seen: set[int] = set()
 
@@ -92,8 +93,8 @@ def _filled(cell: types.CellType) -> bool:
 
 
 def entry(model: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that calls `model`, with a code object of its own: Dynamo keeps what it compiles with the code, so this goes
-    when the function goes."""
+    """A function that calls `model` and has a code object of its own. Dynamo attaches compiled code to code objects, so this
+    compiled code is freed with the function."""
 
     def explained(*args: Any, **kwargs: Any) -> Any:
         return model(*args, **kwargs)
@@ -103,7 +104,7 @@ def entry(model: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def inputs(values: Any) -> Any:
-    """Copies of the tensors in a nest of arguments, on the CPU where they have no memory (zeros then)."""
+    """Copies of the tensors in nested arguments. Tensors on the meta device become zeros on the CPU (`unwritten`)."""
 
     def copy(x: Any) -> Any:
         if type(x) is not torch.Tensor:
@@ -115,8 +116,8 @@ def inputs(values: Any) -> Any:
 
 
 def fuse_attention(gm: torch.fx.GraphModule) -> None:
-    """Take the dropout out of a Dynamo graph's attention: with it, attention is fused on a GPU and not on a CPU, which is where
-    a graph for a described GPU is traced."""
+    """Set the dropout of attention to 0 in a Dynamo graph. Attention with dropout is fused on a GPU but not on a CPU, where a
+    graph for a described GPU is traced."""
     for node in gm.graph.nodes:
         if node.target is F.scaled_dot_product_attention:
             node.args = (*node.args[:4], *(0.0 for _ in node.args[4:5]), *node.args[5:])
@@ -125,7 +126,7 @@ def fuse_attention(gm: torch.fx.GraphModule) -> None:
 
 @contextlib.contextmanager
 def untouched(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Inside, `modules` are in training mode if they were in eval mode as a whole; afterwards everything is as it was."""
+    """Inside the context, each of `modules` that is in eval mode is in training mode. At the end, everything is as before."""
     roots = list(modules)
     with contextlib.ExitStack() as stack:
         for part in {id(part): part for root in roots for part in root.modules()}.values():
@@ -133,7 +134,7 @@ def untouched(modules: Iterable[nn.Module]) -> Iterator[None]:
         memory: dict[int, Any] = {}
         for root in roots:
             for part in root.modules():
-                part.__dict__["_compiled_call_impl"] = None  # module.compile(): it is we who compile
+                part.__dict__["_compiled_call_impl"] = None  # undo module.compile(): the sandbox compiles
                 _replace(part, memory)
             if not root.training:
                 root.train()
@@ -146,7 +147,7 @@ def untouched(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _kept(module: nn.Module) -> Iterator[None]:
-    """Attributes, parameters, buffers and gradients of one module, by identity."""
+    """At the end, restore attributes, parameters, buffers and gradients of one module: the same objects as before."""
     tables = [module.__dict__] + [module.__dict__[x] for x in ("_parameters", "_buffers", "_modules")]
     before = [dict(table) for table in tables]
     gradients = [(p, p.grad) for p in module._parameters.values() if p is not None]
@@ -163,7 +164,8 @@ def _kept(module: nn.Module) -> Iterator[None]:
 
 
 def _replace(module: nn.Module, memory: dict[int, Any]) -> None:
-    """Buffers by copies; what is on the meta device by unwritten tensors. `memory` knows tensors that are shared."""
+    """Replace buffers by copies, and tensors on the meta device by unwritten ones. `memory` maps the id of each replaced tensor
+    to its replacement, so that shared tensors stay shared."""
     for table, is_parameter in ((module._parameters, True), (module._buffers, False)):
         for name, tensor in table.items():
             if tensor is None or (is_parameter and tensor.device.type != "meta"):
@@ -174,7 +176,7 @@ def _replace(module: nn.Module, memory: dict[int, Any]) -> None:
                 if is_parameter:
                     made = nn.Parameter(made, requires_grad=tensor.requires_grad)
                 made.__dict__.update(tensor.__dict__)
-                memory[id(tensor)] = tensor, made  # and keeps `tensor`, whose id it is
+                memory[id(tensor)] = tensor, made  # keeps `tensor` alive, so that its id stays unique
             table[name] = memory[id(tensor)][1]
 
 

@@ -1,12 +1,12 @@
-"""The graph of a model's matmuls as boxes and arrows, for the page: what multiplies what, from the top down.
+"""The graph of a model's matmuls as boxes and arrows, for the HTML page. It reads from the top down.
 
-A box is a matmul of forward, coloured by the decisions about its gemms. An arrow says that the output of one reaches the other
-with no matmul between them. A residual connection reaches every later matmul: an arrow goes to the first of these. Runs of
-equal blocks are drawn as one, and so are parallel experts:
+A box is a matmul of the forward, coloured by the decisions about its gemms. An arrow from one matmul to another says that the
+output of the first reaches the second with no matmul between them. A residual connection reaches every later matmul; only the
+arrow to the nearest of these is drawn. Runs of equal blocks are drawn as one block, and so are parallel experts:
 
     h.0.fc -> h.1.fc -> ... h.11.fc -> head        is drawn as        h.0-11.fc -> head
 
-A box stands below all boxes that lead to it. An arrow that passes a row of boxes has a place of its own in that row.
+A box stands below all boxes that lead to it. An arrow that crosses a row of boxes gets its own place in that row.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ LIMIT = 80  # boxes in a picture
 HEIGHT, BEND, GAP_X, GAP_Y, MARGIN = 46.0, 14.0, 22.0, 34.0, 14.0  # pixels
 LETTER, MOST = 7.7, 30  # pixels of a letter, letters in the widest box
 Edges = Sequence[tuple[int, int]]
-Item = Any  # in a row: a box, or (from, to, row) for the arrow that passes it
+Item = Any  # an item of a row: a box, or (from, to, row) for an arrow that crosses the row
 
 
 @dataclass(frozen=True)
 class Box:
-    """A matmul; `x` and `y` are of the upper left corner. `chips` are (letter, "fp8" or "high", words), a gemm each."""
+    """A matmul. `x` and `y` are its upper left corner. `chips` holds (letter, "fp8" or "high", words) for each of its gemms."""
 
     x: float
     y: float
@@ -45,14 +45,14 @@ class Box:
 
 @dataclass(frozen=True)
 class Arrow:
-    """A curve through `points`; `implied` if a longer path leads to the same box, as beside a residual connection."""
+    """A curve through `points`. `implied`: a longer path leads to the same box, as next to a residual connection."""
 
     points: tuple[tuple[float, float], ...]
     implied: bool
 
     @property
     def path(self) -> str:
-        """As SVG has it: vertical at every point."""
+        """The curve as an SVG path, vertical at every point."""
         text = "M{:.1f} {:.1f}".format(*self.points[0])
         for (x0, y0), (x1, y1) in zip(self.points, self.points[1:], strict=False):
             text += f" C{x0:.1f} {(y0 + y1) / 2:.1f} {x1:.1f} {(y0 + y1) / 2:.1f} {x1:.1f} {y1:.1f}"
@@ -61,7 +61,7 @@ class Arrow:
 
 @dataclass(frozen=True)
 class Diagram:
-    """Boxes of one size and arrows, all within `width` and `height`. `note` says what was left out."""
+    """Boxes of equal size, and arrows, all within `width` and `height`. `note` says how many boxes were left out, if any."""
 
     width: float
     height: float
@@ -72,7 +72,7 @@ class Diagram:
 
 
 def draw(report: GraphReport, layers: Sequence[Layer]) -> Diagram | None:
-    """The picture of a graph that has these layers; None if there is no arrow, or if arrows go in circles."""
+    """The picture of a graph with these layers; None if it has no arrows, or if its arrows form a cycle."""
     import networkx as nx
 
     layer_of = {id(record): layer for layer in layers for record in layer.records}
@@ -85,13 +85,13 @@ def draw(report: GraphReport, layers: Sequence[Layer]) -> Diagram | None:
         graph = nx.DiGraph(arrows)
         graph.add_nodes_from(same)
         if nx.is_directed_acyclic_graph(graph):
-            break  # otherwise blocks take turns with a matmul outside of them, and each has a box
+            break  # folding made a cycle (blocks alternate with a matmul outside of them): draw each matmul as its own box
     if not arrows or not nx.is_directed_acyclic_graph(graph):
         return None
     drawn = list(nx.lexicographical_topological_sort(graph))[:LIMIT]
     names = [joined(forward[i].fqn for i in same[box]) or "(root)" for box in drawn]
     labels = [name + (f" ×{len(same[box])}" if len(same[box]) > 1 else "") for name, box in zip(names, drawn, strict=True)]
-    room = max(len(size_of(forward[i])) + 6 for i in drawn)  # beside three chips
+    room = max(len(size_of(forward[i])) + 6 for i in drawn)  # 6 letters for three chips beside the size
     width = 18 + LETTER * min(MOST, max(room, *map(len, labels)))
     corners, arrow_points, size = _layout(graph.subgraph(drawn), width)
     boxes = [_box(forward[i], layer_of[id(forward[i])], label, *corners[i]) for i, label in zip(drawn, labels, strict=True)]
@@ -103,7 +103,7 @@ def _box(record: MatmulRecord, layer: Layer, label: str, x: float, y: float) -> 
     records = layer.records if record.gemm == "fprop" else (record,)
     chips = []
     for gemm in (gemm for gemm in GEMMS if any(r.gemm == gemm for r in records)):
-        r = min((r for r in records if r.gemm == gemm), key=lambda r: r.decision == FP8)  # one in high precision, if any is
+        r = min((r for r in records if r.gemm == gemm), key=lambda r: r.decision == FP8)  # prefers one in high precision
         kind, decision = ("fp8", "FP8") if r.decision == FP8 else ("high", "high precision")
         chips.append((gemm[0].upper(), kind, ", ".join(filter(None, (f"{gemm}: {decision}", words(r))))))
     label = label if len(label) <= MOST else "…" + label[1 - MOST :]
@@ -112,18 +112,18 @@ def _box(record: MatmulRecord, layer: Layer, label: str, x: float, y: float) -> 
 
 
 def _folded(named: Mapping[int, tuple[str, Hashable]], edges: Edges) -> tuple[dict[int, list[int]], Edges]:
-    """Equal matmuls of equal blocks under the first of them, and the arrows between these.
+    """Groups of equal matmuls of equal blocks, by the first matmul of each group, and the arrows between these first ones.
 
-    `named` has the name of each matmul, and what equal ones have in common.
+    `named` gives the name of each matmul, and a key that equal matmuls share.
     """
-    blocks: dict[tuple[str, int], list[Hashable]] = defaultdict(list)  # by container and number: the matmuls in it
-    chains: dict[int, list[tuple[str, int]]] = {}  # the blocks that a matmul is in, from the outermost
+    blocks: dict[tuple[str, int], list[Hashable]] = defaultdict(list)  # (container, number) of a block -> its matmuls
+    chains: dict[int, list[tuple[str, int]]] = {}  # the blocks around a matmul, outermost first
     for i, (name, like) in named.items():
         pieces = parts(name)
         chains[i] = [("".join(pieces[:at]), int(pieces[at])) for at in range(1, len(pieces), 2)]
         for depth, block in enumerate(chains[i]):
             blocks[block].append((pattern("".join(pieces[2 * depth + 2 :])), like))
-    first: dict[tuple[str, int], int] = {}  # number of the run of equal blocks that a block is in
+    first: dict[tuple[str, int], int] = {}  # block -> number of the first block in its run of equal blocks
     for container, number in sorted(blocks):
         follows = blocks[container, number] == blocks.get((container, number - 1))
         first[container, number] = first[container, number - 1] if follows else number
@@ -135,7 +135,7 @@ def _folded(named: Mapping[int, tuple[str, Hashable]], edges: Edges) -> tuple[di
     box_of = {i: group[0] for group in same.values() for i in group}
 
     def within(a: int, b: int) -> bool:
-        """Whether an arrow does not lead from one block of a run to another."""
+        """False for an arrow from one block of a run to another block of the same run."""
         return not any(x[0] == y[0] and x != y and first[x] == first[y] for x, y in zip(chains[a], chains[b], strict=False))
 
     arrows = dict.fromkeys((box_of[a], box_of[b]) for a, b in edges if within(a, b))
@@ -143,7 +143,7 @@ def _folded(named: Mapping[int, tuple[str, Hashable]], edges: Edges) -> tuple[di
 
 
 def _layout(graph: networkx.DiGraph, width: float) -> tuple[dict[int, tuple[float, float]], list[Arrow], tuple[float, float]]:
-    """(the upper left corner of each box, the arrows, the size of the picture)."""
+    """Returns (the upper left corner of each box, the arrows, the size of the picture)."""
     import networkx as nx
 
     rows: list[list[Item]] = [sorted(row) for row in nx.topological_generations(graph)]
@@ -159,7 +159,7 @@ def _layout(graph: networkx.DiGraph, width: float) -> tuple[dict[int, tuple[floa
                 above[item].append(upper)
                 if item != b:
                     rows[item[2]].append(item)
-    x: dict[Item, float] = {}  # of the centres
+    x: dict[Item, float] = {}  # centre of each item
     half = {item: (BEND if isinstance(item, tuple) else width) / 2 for row in rows for item in row}
     for row in rows:
         row.sort(key=lambda item: mean([x[upper] for upper in above[item]] or [0]))

@@ -1,12 +1,12 @@
-"""`report.to_html()`: a report as one HTML page that needs nothing else, and works without JavaScript.
+"""`report.to_html()`: a report as one self-contained HTML page that works without JavaScript.
 
-A bar for each layer: its length is the layer's share of the FLOPs, its colour the decision. The decision, its rule and its
-reason are in words beside the bar, on hover, and in full when the row is opened. Equal layers of repeated blocks are one row,
-whose details list them one by one. Then the graph of the matmuls (`diagram`) and the operators that hide matmuls. The page of
-an estimate begins with the time of a step (`Timing`), which its own module fills in.
+Each layer has a bar. The length of the bar is the layer's share of the FLOPs, its colour is the decision. The decision, its
+rule and its reason stand beside the bar and on hover; an opened row shows them in full. Equal layers of repeated blocks are one
+row, whose details list them one by one. The graph of the matmuls (`diagram`) and the operators that hide matmuls follow. The
+page of an estimate begins with the time of a step (`Timing`), which `dryrun.estimate_result` fills in.
 
-`layers` has the numbers and words, report.html.jinja the markup. Every text goes through jinja2's escaping: a module may be
-called anything. The page forbids itself to load anything, by its Content-Security-Policy.
+`layers` computes the numbers and words, report.html.jinja is the markup. jinja2 escapes every text, because a module may have
+any name. The page's Content-Security-Policy forbids it to load anything.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ class Section:
 
     @property
     def weighed(self) -> str:
-        """How many matmuls the times are of."""
+        """How many matmuls the times cover."""
         count = sum(len(layer.records) for row in self.rows if row.times for layer in row.layers)
         total = len(self.graph.matmuls)
-        return "all matmuls" if count == total else f"{count} of {total} matmuls; the others were decided without"
+        return "all matmuls" if count == total else f"{count} of {total} matmuls; the others have no estimate"
 
 
 @dataclass(frozen=True)
 class TimedPart:
-    """A part of the model in both precisions: times and their ratio in words, and as bars."""
+    """A part of the model in both precisions: its times and their ratio, as words and as bars."""
 
     name: str
     times: str
@@ -73,7 +73,7 @@ class TimedPart:
 
 @dataclass(frozen=True)
 class Timing:
-    """The time of a step: in all, by part of the model, and a table of all numbers, whose first row is its head."""
+    """The time of a step: in total, by part of the model, and as a table of all numbers with a header as first row."""
 
     notes: tuple[str, ...]
     splits: tuple[Split, ...]
@@ -83,7 +83,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Page:
-    """What the template shows. An estimate has a `timing`."""
+    """The data that the template shows. Only an estimate has a `timing`."""
 
     title: str
     headline: str
@@ -102,7 +102,7 @@ def title(kind: str, graphs: Iterable[GraphReport]) -> str:
 
 
 def section(graph: GraphReport) -> Section:
-    """The rows, times and picture of one graph."""
+    """The rows, times and diagram of one graph."""
     layers = layers_of(graph.matmuls)
     rows = rows_of(layers)
     return Section(graph, rows, matmul_split(rows), tuple(hidden_rows(graph.opaque)), diagram.draw(graph, layers))
@@ -126,7 +126,7 @@ def render(page: Page, path: str | Path | None = None) -> str:
 
 
 def _breakable(name: str) -> Markup:
-    """The name as markup that may be broken after a dot."""
+    """The name as markup that a browser may break after each dot."""
     from markupsafe import Markup, escape
 
     return Markup(".<wbr>").join(escape(part) for part in name.split("."))

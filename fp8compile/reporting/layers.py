@@ -1,7 +1,7 @@
-"""What a report shows, as numbers and words: layers, rows of equal layers, and bars of time.
+"""The numbers and words that a report shows: layers, rows of equal layers, and bars of time.
 
-A `Layer` is the gemms of one weight in one place. A `Row` is one layer, or several whose names differ in numbers only. A
-`Split` is a bar of time in parts. Every table and the page group and name their rows here:
+A `Layer` is the gemms of one weight at one size. A `Row` is one layer, or several equal layers whose names differ in numbers
+only. A `Split` is a bar of time in parts. This module groups and names the rows of every table and of the HTML page:
 
     h.0.fc, h.1.fc, ... h.11.fc  ->  h.0-11.fc
 """
@@ -20,13 +20,13 @@ from ..ir.records import FP8, MatmulRecord, OpaqueRecord, forward_sizes
 
 T = TypeVar("T")
 
-ROWS_IN_DETAIL = 128  # members of a group that get a line of their own
+ROWS_IN_DETAIL = 128  # at most so many members of a group get their own line
 GEMMS = ("fprop", "dgrad", "wgrad", "matmul")
 
 
 @dataclass(frozen=True)
 class Layer:
-    """The gemms of one weight in one place, or all products without a weight of one module."""
+    """The gemms of one weight at one size, or all matmuls without a weight of one module."""
 
     fqn: str
     records: tuple[MatmulRecord, ...]
@@ -51,13 +51,13 @@ class Layer:
 
     @cached_property
     def size(self) -> str:
-        """ "512 × 768 × 256": m, n and k of the forward matmul; "3 sizes" where there are several."""
+        """ "512 × 768 × 256": m, n and k of the forward matmul; "3 sizes" if the records differ in size."""
         sizes = dict.fromkeys(size_of(record) for record in self.records)
         return next(iter(sizes)) if len(sizes) == 1 else f"{len(sizes)} sizes"
 
     @cached_property
     def lines(self) -> tuple[tuple[MatmulRecord, ...], ...]:
-        """The records that share their size, decision and reason: a line of the text table each."""
+        """Groups of records with the same size, decision and reason. Each group is one line of the text table."""
         groups: dict[tuple[str, str, str], list[MatmulRecord]] = {}
         for record in self.records:
             groups.setdefault((size_of(record), record.decision, words(record)), []).append(record)
@@ -82,7 +82,7 @@ class Layer:
 
     @cached_property
     def times(self) -> tuple[float, float, float] | None:
-        """Estimated microseconds: (all in bf16, as decided without casts, casts); None if any is unknown."""
+        """Estimated microseconds: (all gemms in bf16, gemms as decided, their casts); None if any is unknown."""
         if any(record.bf16_us is None for record in self.records):
             return None
         before = sum(record.bf16_us or 0.0 for record in self.records)
@@ -92,7 +92,7 @@ class Layer:
 
     @property
     def like(self) -> tuple[Any, ...]:
-        """Layers are one row if this and their names without the numbers agree."""
+        """A key: layers share a row if this key and their names without numbers are equal."""
         return tuple(
             (r.gemm, r.m, r.n, r.k, r.batch, r.op, r.decision, r.reason, r.how, r.rule, r.dynamic) for r in self.records
         )
@@ -100,7 +100,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Row:
-    """One layer, or several that are alike."""
+    """One layer, or several equal layers."""
 
     order: int
     name: str
@@ -118,12 +118,12 @@ class Row:
 
     @property
     def width(self) -> str:
-        """Of the bar, in percent of the longest."""
+        """Width of the bar, in percent of the longest bar."""
         return f"{100 * self.flops / self.longest if self.longest else 0:.3f}"
 
     @property
     def fp8_width(self) -> str:
-        """Of the FP8 part, in percent of the bar."""
+        """Width of the FP8 part, in percent of the bar."""
         return f"{100 * sum(layer.fp8_flops for layer in self.layers) / self.flops if self.flops else 0:.3f}"
 
     @property
@@ -136,7 +136,7 @@ class Row:
 
     @property
     def times(self) -> tuple[float, float, float] | None:
-        """As Layer.times, of all layers together."""
+        """As Layer.times, summed over all layers."""
         parts = [layer.times for layer in self.layers if layer.times]
         if len(parts) < len(self.layers):
             return None
@@ -145,7 +145,7 @@ class Row:
 
     @property
     def gain(self) -> str:
-        """ "12.0 µs → 8.1 µs", "" if nobody estimated it."""
+        """ "12.0 µs → 8.1 µs"; "" without an estimate."""
         if not self.times:
             return ""
         before, after = microseconds(self.times[0]), microseconds(self.times[1] + self.times[2])
@@ -167,14 +167,14 @@ class Row:
         return "\n".join(lines)
 
     def members(self) -> list[Row]:
-        """A row for each layer, of those that are shown one by one."""
+        """A row for each layer, for the details: at most ROWS_IN_DETAIL, and none for a single layer."""
         rows = [Row(i, layer.name, (layer,), self.longest, self.total) for i, layer in enumerate(self.layers)]
         return rows[:ROWS_IN_DETAIL] if len(rows) > 1 else []
 
 
 @dataclass(frozen=True)
 class Part:
-    """A stretch of a time bar: `kind` is its colour's name, `width` percent of the longer bar."""
+    """A segment of a time bar. `kind` names its colour; `width` is in percent of the longest bar."""
 
     name: str
     kind: str
@@ -206,7 +206,7 @@ class Split:
 
 
 def layers_of(matmuls: Iterable[MatmulRecord]) -> list[Layer]:
-    """Gemms of one weight at one size are a layer; all products without a weight of one module are one, too."""
+    """The layers of some matmuls: the gemms of one weight at one size, or all matmuls without a weight of one module."""
     groups: dict[tuple[Any, ...], list[MatmulRecord]] = {}
     for r in matmuls:
         sizes = () if r.gemm == "matmul" else tuple(sorted((r.m, r.n, r.k)))
@@ -215,7 +215,7 @@ def layers_of(matmuls: Iterable[MatmulRecord]) -> list[Layer]:
 
 
 def rows_of(layers: Sequence[Layer], collapse: bool = True) -> tuple[Row, ...]:
-    """Layers that are alike in one row, or each layer in a row of its own."""
+    """One row for equal layers; without `collapse`, layers share a row only if their full names are equal, too."""
     groups = alike(layers, lambda layer: layer.fqn, lambda layer: layer.like, collapse)
     total = sum(layer.flops for layer in layers)
     longest = max((sum(layer.flops for layer in group) for _, group in groups), default=1)
@@ -223,7 +223,7 @@ def rows_of(layers: Sequence[Layer], collapse: bool = True) -> tuple[Row, ...]:
 
 
 def hidden_rows(records: Iterable[OpaqueRecord], collapse: bool = True) -> list[tuple[str, str, str, int]]:
-    """(module, operator, why, how many) of the operators that hide matmuls."""
+    """(module, operator, reason, count) of the operators that hide matmuls."""
     groups = alike(records, lambda record: record.fqn, lambda record: (record.op, record.reason), collapse)
     return [(name, group[0].op, group[0].reason, len(group)) for name, group in groups]
 
@@ -231,9 +231,9 @@ def hidden_rows(records: Iterable[OpaqueRecord], collapse: bool = True) -> list[
 def alike(
     items: Iterable[T], name: Callable[[T], str], like: Callable[[T], Hashable], collapse: bool = True
 ) -> list[tuple[str, list[T]]]:
-    """Groups of items that agree in `like` and whose names differ in numbers only, each with its name: "h.0-11.fc".
+    """Groups of items with equal `like` whose names differ in numbers only. Each group has a name, such as "h.0-11.fc".
 
-    Without `collapse`, their names have to be equal.
+    Without `collapse`, the names in a group have to be equal.
     """
     groups: dict[Hashable, list[T]] = {}
     for item in items:
@@ -245,7 +245,7 @@ def alike(
 
 
 def parts(name: str) -> list[str]:
-    """The name in parts, those at odd places being numbers: "h.3.fc" -> ["h.", "3", ".fc"]."""
+    """Splits a name at its numbers, which get the odd indices: "h.3.fc" -> ["h.", "3", ".fc"]."""
     return re.split(r"((?:^|(?<=\.))\d+(?=\.|$))", name)
 
 
@@ -255,7 +255,7 @@ def pattern(name: str) -> tuple[str, ...]:
 
 
 def joined(names: Iterable[str]) -> str:
-    """ "h.0-11.fc" for names of one pattern; with * for their numbers if not every combination of these is among them."""
+    """ "h.0-11.fc" for names of one pattern. Numbers that vary become * if some combination of them is missing."""
     split = {tuple(parts(name)) for name in names}
     columns = [set(column) for column in zip(*split, strict=True)]
     whole = math.prod(map(len, columns)) == len(split)
@@ -281,7 +281,7 @@ def _ranges(numbers: Iterable[int]) -> str:
 
 
 def words(record: MatmulRecord) -> str:
-    """The recipe of an FP8 matmul, the reason of another."""
+    """The recipe of an FP8 matmul, or the reason why a matmul stays in high precision."""
     return record.how if record.decision == FP8 else record.reason
 
 
@@ -298,7 +298,7 @@ def gemms(records: Iterable[MatmulRecord]) -> str:
 
 
 def repeated(count: int) -> str:
-    """ " (x2)", "" for one."""
+    """ " (x2)"; "" for one."""
     return f" (x{count})" if count > 1 else ""
 
 
@@ -312,7 +312,7 @@ def fraction(matmuls: Sequence[MatmulRecord]) -> float:
 
 
 def percent(fraction: float) -> str:
-    """One decimal, but 0.0% and 100.0% only when it is so."""
+    """One decimal; only exact 0 and 1 give 0.0% and 100.0%."""
     shown = round(100 * fraction, 1)
     if 0 < fraction < 1:
         shown = min(max(shown, 0.1), 99.9)
@@ -331,7 +331,7 @@ def share(matmuls: Sequence[MatmulRecord]) -> str:
 
 
 def matmul_split(rows: Sequence[Row]) -> tuple[Split, ...]:
-    """The matmuls' time in bf16 beside that as decided, where a device's description gave times."""
+    """The time of the matmuls in bf16, and their time as decided; () if no layer has estimated times."""
     timed = [layer for row in rows if row.times for layer in row.layers]
     if not timed:
         return ()
@@ -342,7 +342,8 @@ def matmul_split(rows: Sequence[Row]) -> tuple[Split, ...]:
 
 
 def scaled(splits: Sequence[Split], longest: float = 0.0) -> tuple[Split, ...]:
-    """The same with widths, of `longest` (microseconds) or of the longest of these; parts without time are left out."""
+    """The splits with the widths of their parts, relative to `longest` (microseconds; 0: the longest of the splits). Parts
+    without time are left out."""
     longest = longest or max((split.us for split in splits), default=0.0) or 1.0
     return tuple(
         Split(s.name, tuple(Part(p.name, p.kind, p.us, 100 * p.us / longest) for p in s.parts if p.us > 0)) for s in splits
@@ -350,17 +351,18 @@ def scaled(splits: Sequence[Split], longest: float = 0.0) -> tuple[Split, ...]:
 
 
 def microseconds(us: float) -> str:
-    """ "12.3 µs", "4.56 ms", "1.23 s": three digits."""
+    """Three digits: "12.3 µs", "4.56 ms", "1.23 s"."""
     return _with_unit(us, "µs", "ms", "s")
 
 
 def flops(count: float) -> str:
-    """ "9.66 GFLOP", "1.20 TFLOP": three digits."""
+    """Three digits: "9.66 GFLOP", "1.20 TFLOP"."""
     return _with_unit(count / 1e3, "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP")
 
 
 def _with_unit(value: float, *units: str) -> str:
-    """`value`, which is in the first unit, in the first one that needs no fourth digit. Each is 1000 of the one before it."""
+    """Writes `value`, given in the first unit, in the first unit that needs at most three digits. Each unit is 1000 of the unit
+    before."""
     while value >= 999.5 and len(units) > 1:
         value, units = value / 1e3, units[1:]
     return _digits(value) + " " + units[0]

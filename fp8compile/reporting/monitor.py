@@ -1,8 +1,8 @@
-"""Numbers while it trains: `fp8compile.monitor(model, every=100, to="run.jsonl")`.
+"""Statistics while a model trains: `fp8compile.monitor(model, every=100, to="run.jsonl")`.
 
-A monitor counts optimizer steps, as a schedule does. The first training call after step 99, 199, ... is measured (see
-`measure`), and behind step 100, 200, ... a line a tensor is written. In between nothing is computed. `fp8compile plot` draws
-such files.
+A monitor counts optimizer steps, as a schedule does. It measures the first training call after step 99, 199, ... (see
+`stats`). After step 100, 200, ..., it writes one line per tensor. Other steps compute nothing extra. `fp8compile plot` draws
+these files.
 """
 
 from __future__ import annotations
@@ -35,23 +35,24 @@ Write = Callable[[list[Row]], Any]
 
 
 class Monitor:
-    """Measures a model every so many steps; a context manager, closed at its end. `written` counts the measurements."""
+    """Measures a model at every `every`-th step. As a context manager, it closes at the end. `written` counts the measurements
+    that were written."""
 
     def __init__(self, model: nn.Module, every: int, write: Write, close: Callable[[], Any]):
         self.every, self.written = every, 0
         self._model, self._write, self._close = weakref.ref(model), write, close
         self._measurement: Measurement | None = None
-        self._count = phases.steps_of(model)  # for who counts by hand
+        self._count = phases.steps_of(model)  # `step` continues from here
         self._forget: Callable[[], None] | None = phases.each_step(self._at, model)
         self._arm(self._count)
 
     def step(self) -> None:
-        """Say that a step was taken, in a loop whose optimizer is no `torch.optim.Optimizer`."""
+        """Count a step by hand, in a training loop whose optimizer is not a `torch.optim.Optimizer`."""
         self._count += 1
         self._at(self._count)
 
     def close(self) -> None:
-        """Measure no more, and close what was opened."""
+        """Stop measuring, and close the file or writer that `monitor` opened."""
         if self._forget is None:
             return
         self._forget()
@@ -72,7 +73,7 @@ class Monitor:
             self._measurement = Measurement(model).begin()
 
     def _at(self, step: int) -> None:
-        """Behind an optimizer step, the `step`-th."""
+        """Called after the `step`-th optimizer step."""
         model, measurement = self._model(), self._measurement
         if model is None or self._forget is None:
             return self.close()
@@ -87,7 +88,7 @@ class Monitor:
             try:
                 self._write([{"step": step, **row} for row in table(model, measurement)])
                 self.written += 1
-            except OSError as error:  # training is worth more than its log
+            except OSError as error:  # a log that cannot be written must not stop the training
                 logger.warning("fp8: the monitor of %s stops: %s", type(model).__name__, error)
                 self.close()
                 return
@@ -97,17 +98,22 @@ class Monitor:
 def monitor(model: nn.Module, every: int = 100, to: Any = "fp8compile.jsonl") -> Monitor:
     """Write the numbers of every quantized tensor of `model` (see `Stats.rows`) at every `every`-th optimizer step.
 
-    `to`: a path, to which JSON lines are appended: {"step": 100, "name": "layers.0.up.weight", "role": "input", ...}; a file
-    object for the same; a SummaryWriter (anything with `add_scalar`), or "tensorboard:DIR" to make one: scalars
-    fp8/layers.0.up.weight/input.0/overflows%, ...; or a function of a list of such dicts. In a distributed job each process
-    measures, and rank 0 writes; functions and objects that are given are called by each.
+    `to` is one of:
 
-    `model` is what was compiled, or what torch.compile made of it. A step is counted when `optimizer.step()` of its optimizer
-    was called; where gradients are accumulated, the first call is measured. Returns a `Monitor`: close it, or use it in a
-    `with`.
+    * a path or a file object: JSON lines are appended, {"step": 100, "name": "layers.0.up.weight", "role": "input", ...};
+    * a SummaryWriter (any object with `add_scalar`), or "tensorboard:DIR" to make one: it gets the scalars
+      fp8/layers.0.up.weight/input.0/overflows%, ...;
+    * a function, which is called with a list of such dicts.
 
-    OptionError (a ValueError) for an `every` below 1, an unusable `to`, and a model that is not compiled; TypeError for what
-    is no module.
+    In a distributed job, each process measures. Only rank 0 writes to a path or to "tensorboard:DIR"; each process uses the
+    object or function that it was given.
+
+    `model` is the module that was compiled, or the wrapper that torch.compile made of it. A call of `optimizer.step()` of its
+    optimizer counts as a step. With gradient accumulation, the first call of the step is measured. Returns a `Monitor`: close
+    it, or use it in a `with`.
+
+    OptionError (a ValueError) for an `every` below 1, an unusable `to`, and a model that is not compiled; TypeError if `model`
+    is not a module.
     """
     integer("every", every, 1)
     model = unwrapped_compiled(model)
@@ -116,7 +122,7 @@ def monitor(model: nn.Module, every: int = 100, to: Any = "fp8compile.jsonl") ->
 
 
 def unwrapped_compiled(model: nn.Module) -> nn.Module:
-    """The module itself; OptionError if nothing of it is compiled."""
+    """The bare module; OptionError if neither the module nor a part of it was compiled."""
     inner = unwrapped(model)
     if not compat.is_compiled(model) and not any(find(weight).casts for weight in named_weights(inner).values()):
         wanted = "compiled: what torch.compile(model, backend='fp8') returned, or a module that has been called once in FP8"
@@ -125,7 +131,7 @@ def unwrapped_compiled(model: nn.Module) -> nn.Module:
 
 
 def _nothing(*_: Any) -> None:
-    """A process that does not write."""
+    """The writer of a process that does not write."""
 
 
 def _sink(to: Any) -> tuple[Write, Callable[[], Any]]:
@@ -136,7 +142,7 @@ def _sink(to: Any) -> tuple[Write, Callable[[], Any]]:
         if not writes:
             return _nothing, _nothing
         if not Path(to).parent.is_dir():
-            raise OptionError.of("to", str(to), f"in a folder that is there; there is no {Path(to).parent}")
+            raise OptionError.of("to", str(to), f"in an existing folder; there is no folder {Path(to).parent}")
         file = open(to, "a", encoding="utf-8")  # noqa: SIM115
         return _lines(file), file.close
     if callable(getattr(to, "add_scalar", None)):

@@ -1,6 +1,7 @@
-"""What of a model is in no compiled graph: its linears, and what else has a matrix to multiply with.
+"""The weights of a model that no compiled graph reads: those of linears, and other matrices.
 
-A percentage counts the matmuls that were compiled. What Dynamo left to eager, or was not asked to compile, is not among them.
+The percentages of a report count compiled matmuls only. Matmuls that Dynamo left to eager, or was not asked to compile, are
+not counted.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class OutsideRecord:
-    """A matrix of the model, `rows` x `columns`, that no compiled graph reads: `module` is the class of its owner, `fqn`."""
+    """A matrix of the model, `rows` x `columns`, that no compiled graph reads. `fqn` is the module that owns it, `module` the
+    class of that module."""
 
     fqn: str
     module: str
@@ -28,14 +30,15 @@ class OutsideRecord:
 
 
 OUTSIDE = "in no compiled graph"
-TABLES = re.compile(r"embed|position|(^|_)pos(_|$)")  # names of parameters that are looked up or added
+TABLES = re.compile(r"embed|position|(^|_)pos(_|$)")  # names of parameters that are looked up or added, not multiplied
 WHY_OUTSIDE = "outside of what was compiled, left to eager by Dynamo, or not called yet"
 
 
 def find(model: nn.Module, read: set[int]) -> list[OutsideRecord]:
-    """The matrices of `model` that are not among the tensors that its graphs `read` (by id), each with its owner. What
-    embeddings, norms and convolutions have are none; nor is a vector that was given a second dimension, or what a module calls
-    its embedding or positions."""
+    """The matrices of `model` that its graphs do not read, each with its owner. `read`: the ids of the tensors that they read.
+
+    Not counted as matrices: parameters of embeddings, norms and convolutions, vectors with a second dimension of size 1, and
+    parameters whose name says embedding or position. The weight of a Linear always counts."""
     from torch.nn import Embedding, EmbeddingBag, Linear
 
     from .. import compat
@@ -58,13 +61,14 @@ def find(model: nn.Module, read: set[int]) -> list[OutsideRecord]:
 
 
 def _class(module: nn.Module) -> str:
-    """Its class, without what FSDP2 has made of it."""
+    """The class of a module, without the prefix that FSDP2 adds."""
     kind = type(module)
     return kind.__name__.removeprefix("FSDP") if kind.__module__.startswith("torch.distributed") else kind.__name__
 
 
 def rows(records: Sequence[OutsideRecord]) -> list[tuple[str, str, str, int]]:
-    """(parameter, class of its owner, size, how many): parameters that differ in numbers only are a row, `h.0-11.fc.weight`."""
+    """(parameter, class of its owner, size, count). Parameters whose names differ in numbers only share a row:
+    `h.0-11.fc.weight`."""
     groups = alike(records, lambda record: record.parameter, lambda record: (record.module, record.rows, record.columns))
     return [(name, of[0].module, f"{of[0].rows} x {of[0].columns}", len(of)) for name, of in groups]
 

@@ -1,8 +1,8 @@
-"""`fp8compile plot run.jsonl`: what a monitor wrote, as a picture: the scale and the overflows of every layer over time.
+"""`fp8compile plot run.jsonl`: draws the file of a monitor: scales and overflows of layers over time.
 
-A row a layer, the worst first: the layer with the highest overflows% of any of its tensors at any time, then that with the
-lowest SQNR. To the left the scales of its input, weight and gradient, which multiply into FP8, on a logarithmic axis (a band
-where there are several); to the right their overflows in percent.
+Each layer has a row; the worst layers come first. Layers are ordered by the highest overflows% of any of their tensors at any
+step, then by the lowest SQNR. The left picture shows the scales of input, weight and gradient, which multiply into FP8, on a
+logarithmic axis (a band if a tensor has several scales). The right picture shows their overflows in percent.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Any
 from ..errors import Fp8CompileError, OptionError
 
 NEEDED = ("step", "name", "role", "scale_inv_min", "scale_inv_max", "overflows%", "sqnr")
-COLOURS = {"input": "#0072b2", "weight": "#4d4d4d", "gradient": "#d55e00"}  # also without colour vision
+COLOURS = {"input": "#0072b2", "weight": "#4d4d4d", "gradient": "#d55e00"}  # also distinct for colour-blind readers
 MARKERS = {"input": "o", "weight": "s", "gradient": "^"}
 
 
 @dataclass(frozen=True)
 class Curves:
-    """The lines of one parameter. `overflows`: the most of any tensor at any step in percent; `sqnr`: the least in dB."""
+    """The rows of one parameter. `overflows`: the most of any tensor at any step, in percent. `sqnr`: the lowest, in dB."""
 
     name: str
     rows: tuple[Mapping[str, Any], ...]
@@ -31,7 +31,7 @@ class Curves:
     sqnr: float
 
     def tensors(self) -> dict[tuple[str, str], list[Mapping[str, Any]]]:
-        """(role, what tells it apart from others of the role) -> its lines by step."""
+        """(role, use and layout that tell it apart from others of the role, or "") -> its rows, sorted by step."""
         found: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
         for row in sorted(self.rows, key=lambda row: (list(COLOURS).index(row["role"]), row["step"])):
             more = " ".join(str(x) for x in (row.get("use"), row.get("layout")) if x and x != "plain")
@@ -40,7 +40,7 @@ class Curves:
 
 
 def read(path: str | Path) -> list[dict[str, Any]]:
-    """The lines of a monitor's file. OptionError (a ValueError) that says which line is none, or why there are none."""
+    """The rows of a monitor's file. Raises OptionError (a ValueError), which names the bad line, or says why there are none."""
     rows = []
     try:
         with open(path, encoding="utf-8") as file:
@@ -91,13 +91,13 @@ def worst_first(rows: Iterable[Mapping[str, Any]]) -> list[Curves]:
 
 
 def plot(path: str | Path, output: str | Path, worst: int = 8) -> list[Curves]:
-    """Draw the `worst` layers of a monitor's file into an image (its suffix says which kind); returns them.
+    """Draw the `worst` layers of a monitor's file into an image, in the format of its suffix. Returns these layers.
 
-    OptionError for a file that is none, or an output that cannot be written; Fp8CompileError where matplotlib is missing.
+    OptionError if the file is not a monitor's, or `output` cannot be written; Fp8CompileError if matplotlib is missing.
     """
     shown = worst_first(read(path))[:worst]
     try:
-        from matplotlib.figure import Figure  # no pyplot: it would look for a display
+        from matplotlib.figure import Figure  # not pyplot, which would look for a display
     except ImportError:
         raise Fp8CompileError("plot needs matplotlib: pip install 'fp8compile[plot]'") from None
     figure = Figure(figsize=(11, 1.0 + 1.9 * len(shown)), layout="constrained")
@@ -143,7 +143,7 @@ def _overflows(axis: Any, layer: Curves, top: float) -> None:
     for (role, more), rows in layer.tensors().items():
         known: Sequence[Mapping[str, Any]] = [row for row in rows if row["overflows%"] is not None]
         axis.plot([row["step"] for row in known], [row["overflows%"] for row in known], **_style(role, more, len(known)))
-    axis.set_ylim(-0.04 * (top or 1.0), 1.08 * (top or 1.0))  # the same for all: rows can be compared
+    axis.set_ylim(-0.04 * (top or 1.0), 1.08 * (top or 1.0))  # the same for all rows, so that rows can be compared
     _tidy(axis, "overflows %")
 
 

@@ -1,4 +1,4 @@
-"""What was compiled: every matmul with its decision and reason, and every op that hides matmuls::
+"""The report of compiled graphs: every matmul with its decision and reason, and every op that hides matmuls::
 
     >>> print(fp8compile.report(model))
     fp8: 72 of 75 matmuls, 91.3% of matmul FLOPs; 3 kept: 3 output head; not rewritten: 24 attention
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
 class Report:
     """The matmuls of some compiled graphs. ``str()`` is a table, ``summary()`` a line, ``to_dict()`` is for JSON.
 
-    Of a model's report, `outside` lists the linears (and what else has a matrix) that are in no compiled graph.
+    In the report of one model, `outside` lists the matrices of linears and other modules that no compiled graph reads.
     """
 
     def __init__(
         self, graphs: Iterable[GraphReport] = (), empty: str = "", note: str = "", outside: Iterable[OutsideRecord] = ()
     ) -> None:
-        """`empty` says why there may be no graph, `note` what else there is to say."""
+        """`empty` is the text of a report without graphs. `note` is added to the summary."""
         self.graphs: tuple[GraphReport, ...] = tuple(graphs)
         self.outside: tuple[OutsideRecord, ...] = tuple(outside)
         self._empty = empty or "nothing was compiled"
@@ -58,13 +58,13 @@ class Report:
 
     @property
     def _counted(self) -> Report:
-        """The training graphs only; all graphs if there is no other than those with a note (evaluation)."""
+        """The training graphs only; all graphs if every graph has a note (evaluation)."""
         return Report([graph for graph in self.graphs if not graph.note] or self.graphs)
 
     @property
     def fp8_flop_fraction(self) -> float:
-        """FLOPs of the FP8 matmuls over FLOPs of all matmuls, in the training graphs; 0.0 when there are none. What is
-        `outside` of all graphs has no FLOPs here: nobody knows how often it is called.
+        """FLOPs of the FP8 matmuls over FLOPs of all matmuls, in the training graphs; 0.0 when there are none. Matmuls with the
+        weights in `outside` are not counted: how often they run is unknown.
 
         Graphs compiled for evaluation are in high precision by design: they count only in a report that has no others.
         """
@@ -88,16 +88,16 @@ class Report:
         return "; ".join(parts)
 
     def table(self, collapse: bool = True) -> str:
-        """The matmuls, a line for the gemms of one weight that share a decision; sizes are the forward gemm's.
+        """A table of the matmuls. Gemms of one weight with the same decision share a line; sizes are those of the forward gemm.
 
-        Equal layers of repeated blocks share a line, "h.0-11.mlp.fc (x12)", and a graph for evaluation is one line. With
-        ``collapse=False`` every layer of every graph has a line of its own.
+        Equal layers of repeated blocks share a line, "h.0-11.mlp.fc (x12)". A graph for evaluation is one line. With
+        ``collapse=False`` every layer of every graph has its own line.
         """
         parts = [f"fp8: {self.summary()}", *(_graph_text(graph, collapse) for graph in self.graphs)]
         return "\n\n".join(parts + ([outside.text(self.outside)] if self.outside else []))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain dicts, lists, strings and numbers."""
+        """The report as plain dicts, lists, strings and numbers."""
         return {
             "summary": self.summary(),
             "fp8_flop_fraction": self.fp8_flop_fraction,
@@ -137,10 +137,11 @@ class Report:
 
 
 def report(model: nn.Module | None = None) -> Report:
-    """The report of every graph, or of those that read a parameter or buffer of `model`, and what of it is in none of them.
+    """The report of all compiled graphs, or of the graphs that read a parameter or buffer of `model`. With `model`, the report
+    also lists the weights of the model that no graph reads.
 
-    `model` may be the original module, a part of it, or what torch.compile or DDP made of it.
-    torch.compile is lazy: a graph is there after the call that compiled it. TypeError if `model` is not a module.
+    `model` may be the original module, a part of it, or the wrapper that torch.compile or DDP made of it.
+    torch.compile is lazy: a graph is listed after the call that compiled it. TypeError if `model` is not a module.
     """
     module = all(callable(getattr(model, name, None)) for name in ("parameters", "buffers"))
     if model is not None and not module:
@@ -151,14 +152,14 @@ def report(model: nn.Module | None = None) -> Report:
         return Report(empty=f"nothing was compiled yet ({why})")
     if model is None:
         return Report(graph for graph, _ in graphs.values())
-    from .. import compat  # here: it imports Dynamo
+    from .. import compat  # imported late, because it imports Dynamo
 
     tensors = [*model.parameters(), *model.buffers()]
     mine = set(map(id, [*tensors, *compat.read_by_graphs(tensors)]))
     chosen = [(graph, reads) for graph, reads in graphs.values() if reads & mine]
     if not chosen:
         others = f"none of the {len(graphs)} compiled graphs reads a parameter of this {type(model).__name__}"
-        why = "a graph that is given other tensors in their place, as by torch.func.functional_call, is in report() alone"
+        why = "a graph that reads other tensors in their place, as with torch.func.functional_call, is only listed by report()"
         return Report(empty=f"{others} ({why})")
     left_out = outside.find(model, set().union(*(reads for _, reads in chosen)))
     return Report((graph for graph, _ in chosen), outside=left_out)
@@ -168,12 +169,12 @@ def report(model: nn.Module | None = None) -> Report:
 
 
 def _rule(reason: str) -> str:
-    """A reason without its particulars: "under 128 wide (64)" and "dtype: float64" are counted by their rule."""
+    """A reason without its details: "under 128 wide" for "under 128 wide (64)", "dtype" for "dtype: float64"."""
     return re.split(r"\s*[(:;]", reason, maxsplit=1)[0] or "no reason given"
 
 
 def _family(hidden: OpaqueRecord) -> str:
-    """What people call an operator: "attention". A reason that is a sentence names none: then the operator's own name."""
+    """The common name of an operator, such as "attention", if its reason is such a name; else the operator's own name."""
     return hidden.op.removeprefix("aten.").removesuffix(".default") if ":" in hidden.reason else hidden.reason
 
 
@@ -205,7 +206,7 @@ def _graph_text(graph: GraphReport, collapse: bool) -> str:
 
 
 def _cells(row: Row, line: Sequence[MatmulRecord]) -> tuple[str, ...]:
-    """A line of the table: sizes of one forward gemm, FLOPs of the gemms of all layers of the row."""
+    """The cells of a line of the table. Sizes are those of one forward gemm, FLOPs those of all layers of the row."""
     first, layers = line[0], len(row.layers)
     m, n, k = forward_sizes(first)
     flops = layers * sum(record.flops for record in line)

@@ -1,14 +1,14 @@
-"""Numbers of every tensor that is quantized: `fp8compile.stats(model)`.
+"""Statistics of every quantized tensor: `fp8compile.stats(model)`.
 
-    >>> fp8compile.stats(model, measure=True)      # asks that the next training call is measured
+    >>> fp8compile.stats(model, measure=True)      # asks to measure the next training call
     >>> loss = model(x); loss.backward()
     >>> print(fp8compile.stats(model))
     tensor             role      recipe   format   amax    scale_inv  overflows%  underflows%  mse       sqnr
     -----------------  --------  -------  -------  ------  ---------  ----------  -----------  --------  ----
     layers.0.up.weight  input     delayed  e4m3fn   4.31    0.00962    0           0.0031       0.000291  31.6
 
-Amaxes and scales of delayed scaling are read from its state: they are there at any time, at the price of one copy of each
-page to the host. All else is measured on request (see `measure`).
+Amaxes and scales of delayed scaling are read from the scaling state. They are available at any time and cost one copy of each
+page to the host. All other numbers are measured on request (`measure`, see `stats`).
 """
 
 from __future__ import annotations
@@ -34,25 +34,30 @@ _asked: WeakKeyDictionary[nn.Module, Measurement] = WeakKeyDictionary()  # the m
 
 
 class Stats:
-    """A record for each tensor. ``str()`` is a table, ``rows()`` flat dicts, ``to_dict()`` nested ones for JSON."""
+    """A row for each tensor. ``str()`` is a table, ``rows()`` are flat dicts, ``to_dict()`` is a nested dict for JSON."""
 
     def __init__(self, rows: list[dict[str, Any]], empty: str = "") -> None:
         self._rows, self._empty = rows, empty
 
     def rows(self) -> list[dict[str, Any]]:
-        """Flat dicts, one a tensor, as ``pandas.DataFrame`` takes them.
+        """Flat dicts, one per tensor, as ``pandas.DataFrame`` takes them.
 
-        name: the weight's parameter. role: "input", "weight" or "gradient". use: which matmul with that weight, from 0.
-        layout: "" where both layouts have the same values, else "plain" or "transposed" (contracted over tokens, or over
-        the weight's outputs). recipe, format. amax; scale (multiplies into FP8) and scale_inv where there is one; scale_inv_min
-        and scale_inv_max of all of them. Measured: overflows% and underflows% of its elements (beyond the FP8 maximum when
-        scaled; not zero, and zero in FP8), mse of the dequantized copy, and sqnr in dB. What is not known is None, and so is an
-        sqnr without an error, or without a signal.
+        * name: the parameter of the weight. role: "input", "weight" or "gradient".
+        * use: which matmul with that weight, from 0.
+        * layout: "" if both layouts hold the same values, else "plain" or "transposed" (contracted over tokens, or over the
+          weight's outputs).
+        * recipe, format, amax.
+        * scale (multiplies into FP8) and scale_inv: None if the tensor has several. scale_inv_min, scale_inv_max: over all.
+        * overflows%: elements that are beyond the FP8 maximum when scaled. underflows%: nonzero elements that become zero.
+        * mse: of the dequantized copy. sqnr: in dB.
+
+        overflows%, underflows%, mse and sqnr are measured on request. An unknown number is None. sqnr is also None if the error
+        or the signal is zero.
         """
         return [dict(row) for row in self._rows]
 
     def to_dict(self) -> dict[str, dict[str, dict[str, Any]]]:
-        """{name: {"input.0": {...}, "weight.0": {...}, "gradient.0": {...}}}, the keys being role.use, or role.use.layout."""
+        """{name: {"input.0": {...}, "weight.0": {...}, "gradient.0": {...}}}, with the keys role.use or role.use.layout."""
         nested: dict[str, dict[str, dict[str, Any]]] = {}
         for row in self._rows:
             rest = {key: value for key, value in row.items() if key not in ("name", "role", "use", "layout")}
@@ -79,7 +84,7 @@ class Stats:
             role = row["role"] + (f" {row['use']}" if row["use"] else "") + (f", {row['layout']}" if row["layout"] else "")
             numbers = ("-" if row[column] is None else f"{row[column]:.4g}" for column in columns)
             lines.append((row["name"], role, row["recipe"], row["format"] or "-", *numbers))
-        equal = alike(lines, lambda line: line[0], lambda line: line[1:])  # as before anything was measured
+        equal = alike(lines, lambda line: line[0], lambda line: line[1:])  # equal layers, such as before the first measurement
         lines = [(name + repeated(len(group)), *group[0][1:]) for name, group in equal]
         sides = ("left",) * 4 + ("right",) * len(columns)
         return tabulate(lines, ("tensor", "role", "recipe", "format", *columns), colalign=sides, disable_numparse=True)
@@ -89,15 +94,18 @@ class Stats:
 
 
 def stats(model: nn.Module, measure: bool = False) -> Stats:
-    """What is known of every tensor that `model` quantizes: see `Stats.rows`.
+    """The statistics of every tensor that `model` quantizes: see `Stats.rows`.
 
-    With delayed scaling, amax and scales are those that the next call begins with. With other recipes they are of the last
-    measured call, as overflows%, underflows%, mse and sqnr are with any. `measure` asks for one: the next training call of
-    each compiled part of the model, forward and backward, runs operator by operator (slower, with the memory of an eager
-    step); its results are the ordinary ones. The answer is in the stats that are taken after it.
+    With delayed scaling, amax and scales are those that the next call begins with. With other recipes they come from the last
+    measured call. overflows%, underflows%, mse and sqnr always come from the last measured call.
 
-    `model` is the module, or what torch.compile or DDP made of it; TypeError for anything else. Of a distributed job, these are
-    the numbers of this process; let all of them measure, so that collectives inside of a graph meet each other.
+    `measure` asks for a measured call: the next training call of each compiled part of the model, forward and backward, runs
+    operator by operator (slower, with the memory of an eager step). Its results are the ordinary ones. Call `stats` again after
+    it to read the numbers.
+
+    `model` is the module, or the wrapper that torch.compile or DDP made of it; TypeError for anything else. In a distributed
+    job, the numbers are those of this process. All processes have to measure the same call, because collectives inside a graph
+    wait for each other.
     """
     model = unwrapped(model)
     if measure:
@@ -110,7 +118,7 @@ def stats(model: nn.Module, measure: bool = False) -> Stats:
 
 
 def table(model: nn.Module, measurement: Measurement | None = None) -> list[dict[str, Any]]:
-    """The rows of a model. Of a `measurement`: what it has seen, as that call had it."""
+    """The rows of a model. With a `measurement`: its numbers, with the scales that the measured call used."""
     pages: dict[Page, Tensor] = {}
     vectors: dict[int, list[float]] = {}
     rows = []
@@ -135,7 +143,7 @@ def table(model: nn.Module, measurement: Measurement | None = None) -> list[dict
 
 
 def tensor_of(row: dict[str, Any]) -> str:
-    """Which tensor of a parameter a row is of: "input.0", "gradient.0.transposed"."""
+    """The tensor that a row describes: "input.0", "gradient.0.transposed"."""
     return ".".join([row["role"], str(row["use"]), *filter(None, [row["layout"]])])
 
 
@@ -148,7 +156,7 @@ def _state(slot: Slot, pages: dict[Page, Tensor]) -> dict[str, Any]:
 
 
 def _measured(vector: list[float], state: bool) -> dict[str, Any]:
-    """`state`: also what a page would have."""
+    """The columns of a measured vector. `state`: also the columns that a page would give (amax and scales)."""
     seen = dict(zip(COLUMNS, vector, strict=True))
     elements, error, signal = seen["elements"], seen["error"], seen["signal"]
     row: dict[str, Any] = {}

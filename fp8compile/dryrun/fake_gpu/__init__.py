@@ -1,18 +1,19 @@
-"""Compile a training step for a GPU that is not there, and read what it would launch.
+"""Compile a training step for a GPU that is not there, and read which kernels it would launch.
 
-Dynamo and AOTAutograd trace the step on the CPU. From Inductor's joint passes on, the graph's fake tensors say cuda:0 and every
-question about the device is answered from a `Gpu` description (`device`), so Inductor runs its GPU passes, partitions,
-schedules, fuses and writes Triton source, which is read instead of run (`record`). What a graph returns are tensors that
-nobody computed, so a step may be several graphs; their backwards are compiled with them, whether it calls backward or not.
+Dynamo and AOTAutograd trace the step on the CPU. From Inductor's joint passes on, the graph's fake tensors are on cuda:0, and a
+`Gpu` description answers every question about the device (`device`). So Inductor runs its GPU passes, partitions, schedules,
+fuses and writes Triton source. The source is read instead of run (`record`). Graphs return placeholder tensors, so that a step
+may consist of several graphs. Each backward is compiled with its forward, whether the step calls backward or not.
 
     step = trace(lambda: torch.compile(model, backend="fp8")(x).sum().backward())
     step.bytes_outside_matmuls, step.flops, step.kept_for_backward, step.code
 
-The figures are static, as Inductor's scheduler counts bytes (each buffer once a kernel): they compare two compilations of one
-model and are no measurement. Limits: code between graphs runs, on the CPU, and is not counted; a tensor that one graph hands
-to the next is not counted as kept for backward; no autotuning; and a process without a CUDA device.
+The figures are static: bytes are those that Inductor's scheduler counts (each buffer once per kernel). They compare two
+compilations of one model and are not a measurement. Limits: code between graphs runs on the CPU and is not counted; a tensor
+that one graph passes to the next does not count as kept for backward; there is no autotuning; the process must not have a CUDA
+device.
 
-Private names of torch are patched here; where they moved between 2.11 and 2.15 the code says so.
+This folder patches private names of torch. Comments say which names moved between torch 2.11 and 2.15.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def unavailable() -> str | None:
     """Why this process cannot describe a GPU, or None."""
     if torch.cuda.is_available():
         return (
-            "this process has a CUDA device, and a described one takes its place only where there is none: "
+            "this process has a CUDA device, and only a process without one can describe a GPU: "
             'run with CUDA_VISIBLE_DEVICES=""'
         )
     try:
@@ -46,8 +47,8 @@ def unavailable() -> str | None:
 
 
 def trace(step: Callable[[], Any], gpu: Gpu = H200) -> Step:
-    """Run `step`, a forward (and backward) of a torch.compile'd callable on CPU tensors, with graphs that are compiled for
-    `gpu` and compute nothing: gradients that it leaves are meaningless. Resets Dynamo, before and after."""
+    """Run `step`, a forward (and backward) of a torch.compile'd callable on CPU tensors. Its graphs are compiled for `gpu` and
+    compute nothing, so the gradients that they leave are meaningless. Resets Dynamo, before and after."""
     graphs: list[Graph] = []
     torch._dynamo.reset()
     try:
@@ -55,5 +56,5 @@ def trace(step: Callable[[], Any], gpu: Gpu = H200) -> Step:
             step()
     finally:
         torch._dynamo.reset()
-    # A backward that is lowered ahead of time comes before its forward's in some versions.
+    # Some versions of torch lower a backward ahead of time, before its forward.
     return Step(tuple(sorted(graphs, key=lambda g: g.backward)))

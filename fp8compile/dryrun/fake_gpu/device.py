@@ -1,4 +1,4 @@
-"""The described device: what torch, Inductor and Triton find while a step is compiled for a GPU that is not there."""
+"""The described device: torch, Inductor and Triton see it while a step is compiled for a GPU that is not there."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CUDA = torch.device("cuda", 0)
 
 
 def _capability(gpu: Gpu) -> int:
-    """As Inductor and Triton write it: 90."""
+    """The compute capability as Inductor and Triton write it: 90."""
     return 10 * gpu.major + gpu.minor
 
 
@@ -51,7 +51,7 @@ def _cuda_answers(gpu: Gpu) -> dict[str, Any]:
     """Replacements in torch.cuda, for code that does not go through a device interface."""
     return {
         "is_available": lambda: True,
-        "is_initialized": lambda: False,  # else RNG states of a device would be read
+        "is_initialized": lambda: False,  # otherwise torch would read the random state of a device
         "is_current_stream_capturing": lambda: False,  # asked by Dynamo (2.15)
         "current_device": lambda: 0,
         "device_count": lambda: 1,
@@ -69,7 +69,7 @@ def _cuda_answers(gpu: Gpu) -> dict[str, Any]:
 
 
 def _forget_devices() -> None:
-    """Empty torch's caches of what a device can do, so that no description outlives its context."""
+    """Empty torch's caches of device properties, so that no description outlives its context."""
     from torch._inductor.runtime.hints import DeviceProperties
 
     capabilities = vars(importlib.import_module("torch.utils._triton")).values()
@@ -80,7 +80,7 @@ def _forget_devices() -> None:
 
 @contextlib.contextmanager
 def described_gpu(gpu: Gpu) -> Iterator[None]:
-    """Inside, torch, Inductor and Triton find one device, `gpu`."""
+    """Inside the context, torch, Inductor and Triton see one device, `gpu`."""
     import torch._functorch.config
     import torch._inductor.config
     from torch._dynamo import device_interface
@@ -88,7 +88,7 @@ def described_gpu(gpu: Gpu) -> Iterator[None]:
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
-    device_interface.get_interface_for_device("cpu")  # registers the real interfaces, which must not happen inside
+    device_interface.get_interface_for_device("cpu")  # registers the real interfaces now, not inside the context
     triton_driver = mock.MagicMock()
     triton_driver.get_current_target = lambda: GPUTarget("cuda", _capability(gpu), gpu.warp_size)
     true = lambda *a, **k: True  # noqa: E731
@@ -100,8 +100,8 @@ def described_gpu(gpu: Gpu) -> Iterator[None]:
             if hasattr(target, attribute):
                 stack.enter_context(mock.patch.object(target, attribute, value))
 
-        # Patterns are traced once, by running ops: on the CPU, before the GPU appears. The arguments are those of Inductor's
-        # own calls, because these functions run once for each distinct argument list and a second run fails.
+        # Inductor traces its patterns once, by running ops. Here they run on the CPU, before the GPU appears. The arguments are
+        # those of Inductor's own calls, because these functions run once per distinct argument list and a second run fails.
         trace_joint: Any = joint_graph.lazy_init  # its annotation lacks the argument in 2.11
         trace_joint(torch.device("cpu"))
         post_grad.lazy_init()
@@ -116,17 +116,17 @@ def described_gpu(gpu: Gpu) -> Iterator[None]:
         patch("torch._inductor.scheduler", "has_triton", true)
         # A CUDA build makes a real tensor here, to initialise the device before autograd meets a fake one (2.11).
         patch("torch._subclasses.fake_tensor", "init_gpu_context", lambda *a, **k: None)
-        # tensor[...], copy_ and contiguous ask the device's runtime for a guard, which is not there.
+        # tensor[...], copy_ and contiguous ask the device's runtime for a guard, and there is no such runtime.
         stack.enter_context(mock.patch.object(FakeTensor, "__getitem__", _getitem))
         stack.enter_context(mock.patch.object(FakeTensor, "contiguous", _contiguous, create=True))
         stack.enter_context(mock.patch.object(FakeTensor, "copy_", _copy_, create=True))
         stack.enter_context(mock.patch.object(FakeTensor, "__invert__", lambda x: torch.bitwise_not(x), create=True))
-        # recomputed attention would take the random state of a device
+        # recomputed attention would read the random state of a device
         patch(
             "torch._functorch.partitioners", "functionalize_rng_ops", lambda joint, forward, backward, *_: (forward, backward)
         )
-        # Constant folding would compute on the device; a cached graph would not come through our hooks.
-        # So would the choice whether to pad a matmul's odd sizes.
+        # Constant folding would compute on the device, and so would Inductor's choice whether to pad a matmul's odd sizes.
+        # A cached graph would bypass our hooks.
         uncached = {"fx_graph_cache": False, "fx_graph_remote_cache": False, "joint_graph_constant_folding": False}
         uncached["shape_padding"] = False
         stack.enter_context(torch._inductor.config.patch({"compile_threads": 1, **uncached}))
@@ -143,7 +143,7 @@ _indexed = FakeTensor.__getitem__
 
 
 def _getitem(self: torch.Tensor, index: Any) -> torch.Tensor:
-    """tensor[index] of ints, slices, None and Ellipsis, out of operators that need no device guard."""
+    """tensor[index] for ints, slices, None and Ellipsis, built from operators that need no device guard."""
     items = list(index) if isinstance(index, tuple) else [index]
     if self.device.type == "cpu" or not all(i is None or i is Ellipsis or isinstance(i, (int, slice)) for i in items):
         return _indexed(self, index)

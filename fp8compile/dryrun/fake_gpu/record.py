@@ -1,4 +1,4 @@
-"""Graphs that were traced on the CPU become graphs of the described device, and what Inductor makes of them is read."""
+"""Moves graphs that were traced on the CPU to the described device, and reads the kernels that Inductor makes of them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _moved(value: Any) -> Any:
 
 
 def _move_graph(gm: torch.fx.GraphModule) -> None:
-    """Fake tensors in the metadata and device arguments now say cuda:0."""
+    """Change the fake tensors in the metadata, and the device arguments, to cuda:0."""
     for node in gm.graph.nodes:
         node.meta.pop("tensor_meta", None)
         if "val" in node.meta:
@@ -47,7 +47,7 @@ def _move_graph(gm: torch.fx.GraphModule) -> None:
 
 @contextlib.contextmanager
 def retarget_graphs() -> Iterator[None]:
-    """Move graphs at the two doors of Inductor: the joint passes, and the lowering of each partitioned graph."""
+    """Move graphs at the two entries of Inductor: the joint passes, and the lowering of each partitioned graph."""
     from torch._inductor import compile_fx
 
     joint_passes, lower = compile_fx._recursive_joint_graph_passes, compile_fx.fx_codegen_and_compile
@@ -71,7 +71,7 @@ def retarget_graphs() -> Iterator[None]:
 
 # -- reading the scheduled graph ---------------------------------------------------------------------------------------
 
-# with Inductor's own, and those that only a model's code has
+# our matmul operators, one that only Inductor makes (bias_addmm), and those that only a model's own code calls
 _MATMULS = {**MATMULS, "bias_addmm": MATMULS["addmm"]}
 _MATMULS |= dict.fromkeys(("_scaled_mm", "_scaled_mm_v2", "_scaled_grouped_mm", "_grouped_mm"), MATMULS["mm"])
 _MATMUL = re.compile(rf"\b({'|'.join(_MATMULS)})(\.default|\.out|_dtype)?$")
@@ -95,11 +95,11 @@ class _Reader:
             return int(hint(expr, fallback=0))
 
     def layout(self, tensor: Any) -> TensorLayout:
-        """Of an Inductor IR node."""
+        """The layout of an Inductor IR node."""
         return self._layout(tensor.get_name(), tensor.get_size(), tensor.get_stride(), tensor.get_dtype())
 
     def placeholder(self, name: str, tensor: torch.Tensor) -> TensorLayout:
-        """Of a fake tensor."""
+        """The layout of a fake tensor."""
         return self._layout(name, tensor.shape, tensor.stride(), tensor.dtype)
 
     def _layout(self, name: str, shape: Any, stride: Any, dtype: torch.dtype) -> TensorLayout:
@@ -114,7 +114,7 @@ class _Reader:
         return MatmulLaunch(found[1], a, b, self.layout(node))
 
     def launched(self, node: Any, written: list[Any]) -> MatmulLaunch | None:
-        """The matmul that a launch of `fp8_gemm` is: of a [M, K] and b [N, K], its first two arguments."""
+        """The matmul of a launch of `fp8_gemm`, whose first two arguments are a [M, K] and b [N, K]; None for other kernels."""
         from ...codegen.triton_kernels import fp8_gemm
 
         kernel, *_ = node.get_kernel_and_metadata()
@@ -145,7 +145,8 @@ class _Reader:
         moved = int(node.get_read_write_buffers_sizes())
         what: dict[str, Any] = {"fqn": _fqn(node), "backward": self.backward}
         if isinstance(node.node, ir.UserDefinedTritonKernel):
-            # Inductor takes every argument for read, also the tensors that are only written. Ours write all that they mutate.
+            # Inductor counts every argument as read, also tensors that are only written. Our kernels only write the tensors
+            # that they mutate, so these reads are subtracted.
             written = {t.get_name(): t for t in node.node.mutable_args}
             moved -= sum(self.number(t.get_numel()) * t.get_dtype().itemsize for t in written.values())
             return Launch("user", node.get_name(), moved, self.launched(node.node, list(written.values())), **what)
@@ -156,20 +157,21 @@ class _Reader:
 
 
 def _fqn(node: Any) -> str:
-    """The module of a scheduler node: of the operator that it is, or of most of the operators in it; the deepest of several."""
+    """The module of a scheduler node: that of its operator, or that of most of its operators; the deepest one in case of a
+    tie."""
     from torch._inductor import ir
 
     parts = [part.node for part in node.get_nodes() if part.node is not None]
     if isinstance(node.node, ir.ExternKernel) and (origin := node.node.get_origin_node()) is not None:
-        return module_of(origin) or _nearest({origin})  # a sum that Inductor made part of a matmul leaves it without
+        return module_of(origin) or _nearest({origin})  # a matmul that Inductor fused with a sum has no module
     origins = {x for part in parts for x in part.get_origins()}
     named = Counter(fqn for x in origins if (fqn := module_of(x)))
     return max(sorted(named), key=lambda fqn: (named[fqn], fqn.count(".")), default="") or _nearest(origins)
 
 
 def _nearest(origins: set[torch.fx.Node], steps: int = 6) -> str:
-    """The module of what a node is computed from, for nodes without one, such as sums of gradients. (The memory
-    of all amaxes of a graph is of none.)"""
+    """The module of the nearest nodes that a node is computed from, for nodes without a module, such as sums of gradients.
+    Skips the zeroed vector of a graph's amaxes (`full`), which belongs to no module."""
     front = origins
     for _ in range(steps):
         front = {x for node in front for x in node.all_input_nodes if x.target is not torch.ops.aten.full.default}
@@ -180,14 +182,14 @@ def _nearest(origins: set[torch.fx.Node], steps: int = 6) -> str:
 
 
 def module_of(node: torch.fx.Node) -> str:
-    """The module whose forward an FX node is part of, or the backward of; "" if it is none that is known."""
+    """The module whose forward or backward contains an FX node; "" if unknown."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     return readable_module(list(stack.values())[-1][0]) if stack else ""
 
 
 @contextlib.contextmanager
 def instead_of_loading(load: Callable[[Any, str], Boxed]) -> Iterator[None]:
-    """Where Inductor would load the code that it generated, `load(lowering, code)` gives what is called."""
+    """Inside the context, Inductor does not load its generated code: `load(lowering, code)` returns the callable instead."""
     from torch._inductor.graph import GraphLowering
 
     def compile_to_module(self: Any) -> Any:
@@ -200,7 +202,7 @@ def instead_of_loading(load: Callable[[Any, str], Boxed]) -> Iterator[None]:
 
 
 def record(graphs: list[Graph]) -> contextlib.AbstractContextManager[None]:
-    """Inside, what Inductor generates is appended as a `Graph`, and computes nothing."""
+    """Inside the context, each graph that Inductor lowers is appended to `graphs`, and its callable computes nothing."""
 
     def load(lowering: Any, code: str) -> Boxed:
         reader = _Reader(lowering)
@@ -213,7 +215,8 @@ def record(graphs: list[Graph]) -> contextlib.AbstractContextManager[None]:
             for name, t in zip(names, lowering.example_inputs, strict=True)
             if isinstance(t, torch.Tensor)
         }
-        makers = {n.name: module_of(n) for n in graph.find_nodes(op="placeholder")}  # those of a backward keep their metadata
+        # saved tensors keep the metadata of the forward
+        makers = {n.name: module_of(n) for n in graph.find_nodes(op="placeholder")}
         graphs.append(Graph(reader.backward, tuple(kernels), code, targets, inputs, makers))
         return placeholder_callable(graph, torch.device("cpu"))
 

@@ -1,4 +1,4 @@
-"""What a compiled step would launch: kernels with their bytes, FLOPs and the module that they belong to."""
+"""The kernels that a compiled step would launch, with their bytes, their FLOPs and the module that they belong to."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """A tensor that a kernel reads, as it is laid out in memory (symbolic sizes by their hints).
+    """The layout in memory of a tensor that a kernel reads or writes. Symbolic sizes are replaced by their hints.
 
-    `buffer` names the memory: operands that are views of one buffer share it.
+    `buffer` names the memory; operands that are views of one buffer have the same name.
     """
 
     buffer: str
@@ -37,13 +37,13 @@ class MatmulLaunch:
 
     @property
     def dtype(self) -> str:
-        """Of the operands: "fp8", "bfloat16", "float32", ..."""
+        """The dtype of the operands: "fp8", "bfloat16", "float32", ..."""
         return "fp8" if self.a.dtype.itemsize == 1 else str(self.a.dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True)
 class Attention:
-    """One launch of fused attention: q [..., T, D], k and v [..., S, D] (heads of k and v may be fewer than those of q)."""
+    """One launch of fused attention: q [..., T, D], k [..., S, D], v [..., S, Dv]. k and v may have fewer heads than q."""
 
     q: TensorLayout
     k: TensorLayout
@@ -53,8 +53,8 @@ class Attention:
 
     @property
     def flops(self) -> int:
-        """Forward 2 matmuls, q k^T and p v: 2 T S (D + Dv) a head; half of it if causal. Backward 5 instead of 2, since it
-        computes q k^T again, so 2.5 times as much (FlashAttention-2, arXiv:2307.08691, section 4.1)."""
+        """The forward has 2 matmuls, q k^T and p v: 2 T S (D + Dv) FLOPs per head, half of that if causal. The backward has 5
+        matmuls, because it computes q k^T again: 2.5 times as many FLOPs (FlashAttention-2, arXiv:2307.08691, section 4.1)."""
         *heads, tokens, width = self.q.shape
         count = 2 * math.prod(heads) * tokens * self.k.shape[-2] * (width + self.v.shape[-1])
         return count * (5 if self.backward else 2) // (4 if self.causal else 2)
@@ -62,9 +62,11 @@ class Attention:
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch: of a "triton" kernel that Inductor wrote, a "user" Triton kernel, or an "extern" one (cuBLAS, an ATen op).
+    """One launch. `origin`: "triton" for a kernel that Inductor wrote, "user" for another Triton kernel, "extern" for cuBLAS or
+    an ATen op.
 
-    `fqn` is the module that it belongs to ("" for none); of a kernel that serves several, the one with most of its operators.
+    `fqn` is the module that the kernel belongs to ("" for none). If it serves several, `fqn` is the one with most of its
+    operators.
     """
 
     origin: str
@@ -85,12 +87,12 @@ class Graph:
     code: str
     targets: Counter[str]  # ATen (and other) targets of the FX graph that was lowered
     inputs: dict[str, TensorLayout]  # tensors only, by placeholder name
-    makers: dict[str, str]  # the module that an input was made in, "" for none
+    makers: dict[str, str]  # the module that made an input, by placeholder name; "" for none
 
     @property
     def kept(self) -> dict[str, int]:
-        """Bytes that a backward gets from its forward, by the module that made them (AOTAutograd names parameters primals_*,
-        gradients tangents_*, and what is saved as in the forward)."""
+        """Bytes that a backward gets from its forward, by the module that made them. AOTAutograd names parameters primals_* and
+        gradients tangents_*; saved tensors keep their names from the forward."""
         total: Counter[str] = Counter()
         for name, t in self.inputs.items():
             if self.backward and not name.startswith(("primals", "tangents")):
@@ -122,7 +124,7 @@ class Step:
 
     @property
     def flops(self) -> dict[str, int]:
-        """Matmul FLOPs by operand dtype. Those inside of fused attention are `attention_flops`."""
+        """Matmul FLOPs by operand dtype, without the FLOPs of fused attention (`attention_flops`)."""
         total: Counter[str] = Counter()
         for m in self.matmuls:
             total[m.dtype] += m.flops
@@ -138,7 +140,7 @@ class Step:
 
     @property
     def kept(self) -> dict[str, int]:
-        """`kept_for_backward` by the module that made it ("" where none is known)."""
+        """`kept_for_backward` by the module that made the tensors ("" if unknown)."""
         return dict(sum((Counter(g.kept) for g in self.graphs), Counter()))
 
     @property
