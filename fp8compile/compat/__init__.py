@@ -55,7 +55,7 @@ from .dynamo import (
     symbolic_kernels,
     tag_backward,
 )
-from .fsdp import managed, read_by_graphs, resharded
+from .fsdp import resharded, sharded_pairs
 from .inductor import (
     MUST_RECOMPUTE,
     MUST_SAVE,

@@ -4,7 +4,7 @@ unsharded ones: other objects, the same for the whole run, whose memory is freed
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 
@@ -14,16 +14,12 @@ def resharded(inputs: Sequence[Any]) -> frozenset[int]:
     return frozenset(i for i, value in enumerate(inputs) if value is not None and id(value) in freed)
 
 
-def managed(tensors: Iterable[Any]) -> frozenset[int]:
-    """Which of these tensors are parameters that FSDP2 manages, by id."""
-    known = {id(x) for group in _groups() for p in group.fsdp_params for x in (p.sharded_param, _unsharded(p)) if x is not None}
-    return frozenset(known.intersection(map(id, tensors)))
-
-
-def read_by_graphs(tensors: Iterable[Any]) -> list[Any]:
-    """The same tensors, but in the place of a parameter that FSDP2 has sharded the one that graphs read, once there is one."""
-    read = {id(p.sharded_param): _unsharded(p) for group in _groups() for p in group.fsdp_params}
-    return [read.get(id(tensor)) if read.get(id(tensor)) is not None else tensor for tensor in tensors]
+def sharded_pairs() -> Iterator[tuple[Any, Any]]:
+    """Each parameter that FSDP2 has sharded, with the unsharded one that graphs read, once there is one."""
+    for group in _groups():
+        for parameter in group.fsdp_params:
+            if (read := _unsharded(parameter)) is not None:
+                yield parameter.sharded_param, read
 
 
 def _unsharded(parameter: Any) -> Any:

@@ -41,19 +41,16 @@ def find(model: nn.Module, read: set[int]) -> list[OutsideRecord]:
     parameters whose name says embedding or position. The weight of a Linear always counts."""
     from torch.nn import Embedding, EmbeddingBag, Linear
 
-    from .. import compat
     from ..ir.inputs import plain
     from ..runtime.state import unwrapped
 
-    tensors = list(model.parameters())
-    inside = {id(p) for p, reads in zip(tensors, compat.read_by_graphs(tensors), strict=True) if {id(p), id(reads)} & read}
     found: dict[int, OutsideRecord] = {}
     for name, module in unwrapped(model).named_modules():
         if isinstance(module, (Embedding, EmbeddingBag)) or "Norm" in type(module).__name__:
             continue
         for last, parameter in module.named_parameters(recurse=False):
             matrix = parameter.dim() == 2 and min(parameter.shape) > 1 and TABLES.search(last) is None
-            if (matrix or (isinstance(module, Linear) and parameter.dim() == 2)) and id(parameter) not in inside:
+            if (matrix or (isinstance(module, Linear) and parameter.dim() == 2)) and id(parameter) not in read:
                 fqn = plain(name)
                 full = f"{fqn}.{last}" if fqn else last
                 found.setdefault(id(parameter), OutsideRecord(fqn, _class(module), full, *parameter.shape))

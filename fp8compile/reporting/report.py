@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..ir.records import FP8, GraphReport, MatmulRecord, OpaqueRecord, forward_sizes
 from ..runtime.ledger import LEDGER
+from ..runtime.parameters import share_records
 from . import html, outside
 from .layers import Row, fraction, gemms, hidden_rows, layers_of, percent, repeated, rows_of, share, words
 from .outside import OutsideRecord
@@ -146,16 +147,16 @@ def report(model: nn.Module | None = None) -> Report:
     module = all(callable(getattr(model, name, None)) for name in ("parameters", "buffers"))
     if model is not None and not module:
         raise TypeError(f"report() takes a torch.nn.Module or None, not {type(model).__name__}")
+    tensors = [] if model is None else [*model.parameters(), *model.buffers()]
+    if LEDGER.graphs():
+        share_records(tensors)
     graphs = LEDGER.graphs()
     if not graphs:
         why = "torch.compile compiles at the first call, and leaves out what it cannot trace"
         return Report(empty=f"nothing was compiled yet ({why})")
     if model is None:
         return Report(graph for graph, _ in graphs.values())
-    from .. import compat  # imported late, because it imports Dynamo
-
-    tensors = [*model.parameters(), *model.buffers()]
-    mine = set(map(id, [*tensors, *compat.read_by_graphs(tensors)]))
+    mine = set(map(id, tensors))
     chosen = [(graph, reads) for graph, reads in graphs.values() if reads & mine]
     if not chosen:
         others = f"none of the {len(graphs)} compiled graphs reads a parameter of this {type(model).__name__}"

@@ -125,7 +125,7 @@ def table(model: nn.Module, measurement: Measurement | None = None) -> list[dict
     for parameter, weight in named_weights(model).items():
         known = find(weight)
         slots, casts = known.slots, known.casts or {(role, use, ""): Cast("delayed", "") for role, use in known.slots}
-        found = known.measured if measurement is None else measurement.records.get(weight, {})
+        found = known.measured if measurement is None else measurement.records.get(known, {})
         for name in sorted(casts, key=lambda name: (ROLES.index(name[0]), *name[1:])):
             (role, use, layout), cast = name, casts[name]
             row = {"name": parameter, "role": role, "use": use, "layout": layout, "recipe": cast.recipe, "format": cast.format}

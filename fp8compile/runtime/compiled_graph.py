@@ -15,6 +15,7 @@ from . import probe
 from .calls import DRY, Call, Calls, Interface
 from .ledger import LEDGER
 from .owners import Owners
+from .parameters import share_records
 from .state import check_unwanted
 
 
@@ -66,12 +67,14 @@ class CompiledGraph:
 
     def _meet(self, key: tuple[int, ...], args: Sequence[Any]) -> None:
         """The first call with these parameters."""
+        weights = [args[i] for i in self.interface.weights]
+        share_records(weights)
         if self.interface.trains:
             book = self.calls.book
-            check_unwanted((args[i] for i in self.interface.weights), [args[i] for i in book.inputs] if book else [])
+            check_unwanted(weights, [args[i] for i in book.inputs] if book else [])
         self.owners.meet(key, args)
         if self.record is not None:
-            LEDGER.attach(self.record, [args[i] for i in self.interface.weights])
+            LEDGER.attach(self.record, weights)
 
     def _looks(self, args: Sequence[Any]) -> probe.Look | None:
         """Is this call measured?"""

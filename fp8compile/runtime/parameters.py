@@ -1,10 +1,15 @@
-"""What is known of each parameter: one record for each, found by identity, which goes when the parameter goes."""
+"""What is known of each parameter: one record for each, found by identity, which goes when the parameter goes.
+
+Under FSDP2 a parameter is two tensors: the module and the optimizer have the sharded one, compiled graphs read the unsharded
+one. Both have the same record. So scaling state, reports and steps are those of the parameter that the user holds.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +25,7 @@ if TYPE_CHECKING:
 class ParameterRecord:
     """Of a parameter, or of a buffer that is used as a weight. Nothing in it keeps the parameter alive."""
 
-    reference: weakref.ref | None = None
+    references: list[weakref.ref] = field(default_factory=list)  # to the tensors that it is of
     graphs: set[int] = field(default_factory=set)  # that read it, by their index in the ledger
     # scaling state: see `state` and `state_dict`
     slots: dict[tuple[str, int], Slot] = field(default_factory=dict)  # by role and use
@@ -36,20 +41,53 @@ class ParameterRecord:
     phase: str | None = None  # set by hand; "": that of the schedule; None: that of the process
 
 
+_LOCK = threading.RLock()
 _records: dict[int, ParameterRecord] = {}  # by id: the callback of a reference runs before the id is another tensor's
 
 
 def record_of(parameter: Any) -> ParameterRecord:
     """The record of a parameter, to write into. Several threads may ask for it at once."""
-    key, records = id(parameter), _records
-    if key not in records:
-        records.setdefault(key, ParameterRecord(weakref.ref(parameter, lambda _: records.pop(key, None))))
-    return records[key]
+    if id(parameter) not in _records:
+        with _LOCK:
+            share_records([parameter])
+            if id(parameter) not in _records:
+                _add(parameter, ParameterRecord())
+                share_records([parameter])
+    return _records[id(parameter)]
+
+
+def share_records(tensors: Iterable[Any]) -> None:
+    """Give the sharded and the unsharded tensor of a parameter one record, for the parameters that one of `tensors` is of."""
+    from .. import compat  # here: it imports Dynamo
+
+    wanted = set(map(id, tensors))
+    for pair in compat.sharded_pairs():
+        if wanted.isdisjoint(map(id, pair)):
+            continue
+        with _LOCK:
+            known = [_records[id(tensor)] for tensor in pair if id(tensor) in _records]
+            if len(known) == 1:
+                _add(next(tensor for tensor in pair if id(tensor) not in _records), known[0])
+
+
+def _add(tensor: Any, record: ParameterRecord) -> None:
+    key, records = id(tensor), _records
+    record.references = [reference for reference in record.references if reference() is not None]
+    record.references.append(weakref.ref(tensor, lambda _: records.pop(key, None)))
+    records[key] = record
 
 
 def find(parameter: Any) -> ParameterRecord:
     """The record of a parameter, to read: an empty one, which nobody keeps, where there is none."""
     return _records.get(id(parameter)) or ParameterRecord()
+
+
+def ids_of(tensors: Iterable[Any]) -> frozenset[int]:
+    """The ids of these tensors, and of those that have one record with them."""
+    found = set()
+    for tensor in tensors:
+        found |= {id(tensor), *(id(other) for reference in find(tensor).references if (other := reference()) is not None)}
+    return frozenset(found)
 
 
 def all_records() -> list[tuple[int, ParameterRecord]]:

@@ -20,12 +20,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.fx import Graph, Node
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ..config.recipe import WHOLE, recipe_of
 from ..ir import ops
 from ..ir.scale import inverse_of
-from .parameters import all_records, record_of
+from .parameters import ParameterRecord, all_records, ids_of, record_of
 from .state import named_weights
 
 CASTS = (ops.quantize, ops.quantize_both)
@@ -65,15 +64,16 @@ def forget() -> None:
 
 
 class Measurement:
-    """Asks that the next training call of each graph of a model is measured. `records`: {weight: {Name: vector of COLUMNS}}."""
+    """Asks that the next training call of each graph of a model is measured. `records`: {weight: {Name: vector of COLUMNS}}, a
+    weight by its record."""
 
     def __init__(self, model: nn.Module):
         """TypeError if it is no module."""
         self.model = weakref.ref(model)
-        self.members = frozenset(map(id, named_weights(model).values()))
+        self.members = ids_of(named_weights(model).values())
         self.done: set[tuple[int, ...]] = set()
         self.others: set[tuple[int, ...]] = set()  # graphs of other models
-        self.records: Any = WeakIdKeyDictionary()
+        self.records: dict[ParameterRecord, dict[Name, Tensor]] = {}
 
     def begin(self) -> Measurement:
         ACTIVE.append(self)
@@ -89,7 +89,7 @@ class Measurement:
         if model is None:
             self.end()
         elif self.members.isdisjoint(key) and key not in self.others:  # or weights that were assigned since
-            self.members = frozenset(map(id, named_weights(model).values()))
+            self.members = ids_of(named_weights(model).values())
             self.others.add(key)
         return key not in self.done and not self.members.isdisjoint(key)
 
@@ -109,7 +109,7 @@ class Look:
         if owner is None or not self.measurements:
             return
         for name, item in names_of(node).items():
-            kept = [measurement.records.setdefault(owner, {}) for measurement in self.measurements]
+            kept = [measurement.records.setdefault(record_of(owner), {}) for measurement in self.measurements]
             if all(name in known for known in kept):
                 continue  # the other layout of the same values
             x, scale, _, fp8_max = args[:4]

@@ -23,7 +23,7 @@ from ..ir import state_page
 from ..ir.inputs import plain
 from ..ir.state_page import Rows, SlotKey, SlotSettings
 from .overflow import Watch
-from .parameters import find, record_of
+from .parameters import find, record_of, share_records
 
 LOCK = threading.RLock()  # on what has which slots: several threads may train
 PATIENCE = 16  # cold calls before a slot that only ever saw zeros is taken as it is, with scale 1
@@ -106,6 +106,7 @@ def named_weights(model: nn.Module) -> dict[str, torch.Tensor]:
         if id(tensor) not in seen:
             seen.add(id(tensor))
             found[plain(name)] = tensor
+    share_records(found.values())
     return found
 
 

@@ -13,13 +13,11 @@ A slot is the float32 vector "<parameter>.<role>.<use>": its row of a page (see 
 may be cold for its sake. "fp8compile.version" is an int64 vector of one. All are copies on the CPU, in a memory of their own
 each, as safetensors wants them.
 
-FSDP2's parameters keep their state for the run, and cannot hand it over: it belongs to the unsharded parameters, of which
-`model` has none.
+Under FSDP2 a slot has the name of the parameter, as without it.
 """
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Mapping, Set
 from typing import Any
@@ -27,13 +25,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import compat
 from ..config.recipe import ROLES
 from ..errors import StateError
 from ..ir import state_page
 from ..ir.state_page import Rows
-from ..logs import get_logger, say_once
-from .parameters import find, record_of
+from ..logs import get_logger
+from .parameters import record_of
 from .state import FIX, Page, Slot, differing, named_weights, slots_of, unwrapped
 
 logger = get_logger(__name__)
@@ -49,20 +46,12 @@ def scaling_state(model: nn.Module) -> dict[str, Tensor]:
     Names are those of the bare module, whatever torch.compile, DDP or checkpointing put around it. Other recipes keep no
     state: then there is the version alone.
 
-    The state of parameters that FSDP2 manages (`fully_shard`) is not in it. Where there is some, a warning says so, once: a run
-    that resumes scales its first step by current amaxes, as it did when it began. Each rank has its own state, of the tensors
-    that it has seen; tensor parallel ranks have the same names for the state of different shards.
+    Each rank has its own state, of the tensors that it has seen: under DDP and FSDP2 of its batches, under tensor parallelism
+    of its shards. The names are the same on all ranks.
     """
     copies: dict[Page, Tensor] = {}
     state = {VERSION_KEY: torch.tensor([VERSION])}
-    weights = named_weights(model)
-    sharded = compat.managed(weights.values())
-    read = compat.read_by_graphs(weight for weight in weights.values() if id(weight) in sharded)
-    if any(find(weight).slots for weight in read):
-        say_once(logger, logging.WARNING, f"{SHARDED}. scaling_state() leaves it out: a run that resumes starts cold")
     for (name, role, use), slot in slots_of(model).items():
-        if id(weights[name]) in sharded:
-            continue
         page = slot.page
         if page not in copies:
             copies[page] = page.tensor.detach().to("cpu", copy=True)
@@ -82,15 +71,14 @@ def load_scaling_state(model: nn.Module, state: Mapping[str, Tensor] | None, str
     when a graph is first called with the parameters, and that call raises. With `strict=False` what fits is taken, adapted
     where it can be (another margin, another history length), and the rest starts cold.
 
-    StateError, too, for a model some of whose parameters FSDP2 manages, unless `state` is None or {}.
+    The state belongs to the parameters that `model` has now. `fully_shard` and `parallelize_module` make new ones: load after
+    them.
     """
     model = unwrapped(model)
     weights = named_weights(model)
     if state is not None and not isinstance(state, Mapping):
         raise StateError(f"a scaling state is the dict that scaling_state() returns, or None; this is {_kind(state)}")
     given = dict(state or {})
-    if given and compat.managed(weights.values()):
-        raise StateError(f"{SHARDED}: leave load_scaling_state out, or give it None, and the run starts cold")
     rows = _parsed(given)
     known = slots_of(model)
     live = {key: slot for key, slot in known.items() if not slot.page.name}
@@ -108,9 +96,6 @@ def load_scaling_state(model: nn.Module, state: Mapping[str, Tensor] | None, str
     for (name, role, use), row in rows.items():
         if name in weights:
             _take(f"{name}.{role}.{use}", weights[name], (role, use), row, live.get((name, role, use)), strict)
-
-
-SHARDED = "the scaling state of parameters that FSDP2 manages (fully_shard) can be neither saved nor loaded"
 
 
 def _parsed(state: Mapping[str, Any]) -> dict[Key, Tensor]:

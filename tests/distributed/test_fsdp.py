@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import logging
 import multiprocessing
 import traceback
 from collections.abc import Callable
@@ -173,44 +172,99 @@ def test_a_report_of_a_sharded_model(trained) -> None:
 # --- state ----------------------------------------------------------------------------------------
 
 
+def step(model: nn.Module, number: int, rank: int) -> float:
+    """A training step, its gradients averaged over the ranks: by FSDP2, or here for a replica. Returns this rank's loss."""
+    loss = model(batch(number, rank) * (1 + number / 4)).square().mean()
+    loss.backward()
+    with torch.no_grad():
+        for p in model.parameters():
+            assert p.grad is not None
+            if not hasattr(p.grad, "to_local"):
+                dist.all_reduce(p.grad)
+                p.grad /= 2
+            p.detach().sub_(0.1 * p.grad)
+            p.grad = None
+    return loss.item()
+
+
 def _state(rank: int) -> dict[str, Any]:
-    """What becomes of a state under FSDP2: before and after `fully_shard`, and after training."""
-    found: dict[str, Any] = {"said": []}
-    handler = logging.Handler()
-    handler.emit = lambda record: found["said"].append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("fp8compile").addHandler(handler)
-    plain = build()
-    plain.compile(backend="fp8")
-    plain(batch(0, rank)).sum().backward()
-    state = fp8compile.scaling_state(plain)
-    found["slots"] = len(state)
-    torch._dynamo.reset()
-    model = build()
-    fp8compile.load_scaling_state(model, state)
-    shard(model, True, "blocks")
-    found["loaded, then sharded"] = list(fp8compile.scaling_state(model))
-    found["errors"] = []
-    for part in (model, model.blocks[0].up):  # a part of a model that is sharded knows nothing of FSDP2 itself
-        try:
-            fp8compile.load_scaling_state(part, state)
-        except StateError as error:
-            found["errors"].append(str(error))
-    fp8compile.load_scaling_state(model, None)
-    found["warned too early"] = sum("FSDP2" in message for message in found["said"])
-    model(batch(0, rank)).sum().backward()
-    found["trained"] = [list(fp8compile.scaling_state(model)) for _ in range(2)][1]
+    """Two steps of a sharded model and of a replica; then others that go on from the state of either."""
+
+    def replica() -> nn.Module:
+        model = build()
+        for block in model.blocks:
+            block.compile(backend="fp8")
+        return model
+
+    def weights(model: nn.Module) -> dict[str, torch.Tensor]:
+        whole = {name: p.full_tensor() if hasattr(p, "full_tensor") else p for name, p in model.named_parameters()}
+        return {name: p.detach().clone() for name, p in whole.items()}
+
+    def load(model: nn.Module, given: dict[str, torch.Tensor]) -> None:
+        for name, p in model.named_parameters():
+            value = given[name]
+            p.detach().copy_(distribute_tensor(value, p.device_mesh, p.placements) if hasattr(p, "device_mesh") else value)
+
+    from torch.distributed.tensor import distribute_tensor
+
+    found: dict[str, Any] = {}
+    models = {"replica": replica(), "sharded": shard(build(), True, "blocks")}
+    for name, model in models.items():
+        losses = [step(model, 0, rank), step(model, 1, rank)]
+        report = fp8compile.report(model)
+        found[name] = {
+            "losses": losses,
+            "stats": fp8compile.stats(model).rows(),
+            "report": sorted((r.fqn, r.gemm, r.m, r.n, r.k, r.decision, r.reason) for r in report.matmuls),
+            "state": fp8compile.scaling_state(model),
+            "weights": weights(model),
+        }
+    kept = found["sharded"]
+    found["third"] = {name: step(model, 2, rank) for name, model in models.items()}
+    found["resumed"] = {}
+    for when in ("before fully_shard", "before the first call", "after a call", "cold"):
+        torch._dynamo.reset()
+        model = build()
+        if when == "before fully_shard":
+            fp8compile.load_scaling_state(model, kept["state"])
+        shard(model, True, "blocks")
+        if when == "after a call":
+            step(model, 7, rank)
+        load(model, kept["weights"])
+        if when in ("before the first call", "after a call"):
+            fp8compile.load_scaling_state(model, kept["state"])
+        found["resumed"][when] = step(model, 2, rank)
+    try:
+        fp8compile.load_scaling_state(model, {**kept["state"], "blocks.7.up.weight.input.0": torch.zeros(40)})
+    except StateError as error:
+        found["error"] = str(error)
     return found
 
 
-def test_state_of_sharded_parameters_is_refused(tmp_path) -> None:
-    """Nothing is accepted and forgotten, nothing stale comes back, and a checkpoint is written with a warning."""
-    for found in on_two(tmp_path, _state):
-        assert found["slots"] > 10
-        assert found["loaded, then sharded"] == found["trained"] == ["fp8compile.version"]
-        assert len(found["errors"]) == 2
-        assert all("FSDP2" in error and "give it None" in error for error in found["errors"])
-        assert found["warned too early"] == 0
-        assert sum("FSDP2" in message for message in found["said"]) == 1
+@pytest.fixture(scope="module")
+def states(tmp_path_factory) -> list[dict[str, Any]]:
+    return on_two(tmp_path_factory.mktemp("state"), _state)
+
+
+def test_state_and_statistics_of_a_sharded_model_are_those_of_a_replica(states) -> None:
+    for found in states:
+        replica, sharded = found["replica"], found["sharded"]
+        assert sharded["losses"] == replica["losses"] and found["third"]["sharded"] == found["third"]["replica"]
+        assert sharded["state"].keys() == replica["state"].keys() and len(sharded["state"]) > 10
+        for name, row in replica["state"].items():
+            assert torch.equal(sharded["state"][name], row), name
+        assert sharded["stats"] == replica["stats"] and len(sharded["stats"]) > 10
+        assert [row[:6] for row in sharded["report"]] == [row[:6] for row in replica["report"]]
+
+
+def test_a_sharded_model_goes_on_from_its_state(states) -> None:
+    """To the bit, if it was loaded after `fully_shard`, which makes new parameters. Names are checked, as without FSDP2."""
+    for found in states:
+        expected = found["third"]["sharded"]
+        resumed = found["resumed"]
+        assert resumed["before the first call"] == resumed["after a call"] == expected
+        assert resumed["before fully_shard"] == resumed["cold"] != expected
+        assert "unexpected: blocks.7.up.weight.input.0 (the model has no blocks.7.up.weight)" in found["error"]
 
 
 def _tensor_parallel(rank: int) -> list[dict[str, torch.Tensor]]:
