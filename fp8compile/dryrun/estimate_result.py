@@ -206,7 +206,7 @@ def _split(name: str, cost: Cost) -> Split:
         ("attention", "attention", cost.attention_seconds),
         ("casts and other" if casts else "other", "casts" if casts else "other", rest),
     )
-    return Split(name, tuple(Part(what, kind, 1e6 * seconds) for what, kind, seconds in times))
+    return Split(name, tuple(Part(what, css, 1e6 * seconds) for what, css, seconds in times))
 
 
 def _gigabytes(before: float, after: float) -> str:

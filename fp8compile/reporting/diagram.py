@@ -104,8 +104,8 @@ def _box(record: MatmulRecord, layer: Layer, label: str, x: float, y: float) -> 
     chips = []
     for gemm in (gemm for gemm in GEMMS if any(r.gemm == gemm for r in records)):
         r = min((r for r in records if r.gemm == gemm), key=lambda r: r.decision == FP8)  # prefers one in high precision
-        kind, decision = ("fp8", "FP8") if r.decision == FP8 else ("high", "high precision")
-        chips.append((gemm[0].upper(), kind, ", ".join(filter(None, (f"{gemm}: {decision}", words(r))))))
+        css, decision = ("fp8", "FP8") if r.decision == FP8 else ("high", "high precision")
+        chips.append((gemm[0].upper(), css, ", ".join(filter(None, (f"{gemm}: {decision}", words(r))))))
     label = label if len(label) <= MOST else "…" + label[1 - MOST :]
     title, size = f"{layer.name}\n{size_of(record)}\n{layer.why}", size_of(record).replace(" × ", "×")
     return Box(x, y, label, size, title, tuple(chips), record.gemm == "fprop")

@@ -95,10 +95,10 @@ class Page:
     why_outside: str = WHY_OUTSIDE
 
 
-def title(kind: str, graphs: Iterable[GraphReport]) -> str:
+def title(what: str, graphs: Iterable[GraphReport]) -> str:
     """ "fp8compile report: GPT, training"."""
     names = ", ".join(dict.fromkeys(graph.name for graph in graphs if not graph.note))
-    return f"fp8compile {kind}{': ' + names if names else ''}"
+    return f"fp8compile {what}{': ' + names if names else ''}"
 
 
 def section(graph: GraphReport) -> Section:

@@ -44,7 +44,7 @@ class Layer:
         return sum(record.flops for record in self.records if record.decision == FP8)
 
     @cached_property
-    def kind(self) -> str:
+    def css(self) -> str:
         """ "fp8", "high" or "partly"."""
         decisions = {record.decision for record in self.records}
         return "partly" if len(decisions) > 1 else "fp8" if FP8 in decisions else "high"
@@ -149,7 +149,7 @@ class Row:
         if not self.times:
             return ""
         before, after = microseconds(self.times[0]), microseconds(self.times[1] + self.times[2])
-        return before if self.first.kind == "high" else f"{before} → {after}"
+        return before if self.first.css == "high" else f"{before} → {after}"
 
     @property
     def hover(self) -> str:
@@ -174,10 +174,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Part:
-    """A segment of a time bar. `kind` names its colour; `width` is in percent of the longest bar."""
+    """A segment of a time bar. `css` is the class that colours it; `width` is in percent of the longest bar."""
 
     name: str
-    kind: str
+    css: str
     us: float
     width: float = 0.0
 
@@ -346,7 +346,7 @@ def scaled(splits: Sequence[Split], longest: float = 0.0) -> tuple[Split, ...]:
     without time are left out."""
     longest = longest or max((split.us for split in splits), default=0.0) or 1.0
     return tuple(
-        Split(s.name, tuple(Part(p.name, p.kind, p.us, 100 * p.us / longest) for p in s.parts if p.us > 0)) for s in splits
+        Split(s.name, tuple(Part(p.name, p.css, p.us, 100 * p.us / longest) for p in s.parts if p.us > 0)) for s in splits
     )
 
 

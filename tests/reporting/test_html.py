@@ -117,7 +117,7 @@ def test_rows():
 def test_blocks_that_differ_have_rows_of_their_own():
     records = [r for b in range(6) for r in linear(f"h.{b}.fc", 256, 256, 256, reason="rule: ends" if b in (0, 5) else "")]
     rows = section(GraphReport(0, "f", tuple(records))).rows
-    assert [(row.name, len(row.layers), row.first.kind) for row in rows] == [("h.0,5.fc", 2, "high"), ("h.1-4.fc", 4, "fp8")]
+    assert [(row.name, len(row.layers), row.first.css) for row in rows] == [("h.0,5.fc", 2, "high"), ("h.1-4.fc", 4, "fp8")]
 
 
 def test_experts_are_one_row_and_gaps_are_said():
