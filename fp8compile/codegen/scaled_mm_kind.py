@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from .. import compat
 from ..config.recipe import ROW, WHOLE, Block
 from ..devices import support
 from ..devices.gpu import Gpu
@@ -76,9 +77,7 @@ def _rowwise(gpu: Gpu, out_dtype: torch.dtype, fast_accum: bool) -> str:
         return AFTER
     if architecture.slow_rows and not fast_accum:  # its row-wise kernel promotes sums slowly; torchao scales afterwards, too
         return AFTER
-    if out_dtype == torch.float32:  # CUTLASS's kernel returns bf16 and fp16, and float32 from torch 2.15 on
-        return ROWWISE if torch.torch_version.TorchVersion(torch.__version__) >= "2.15" else AFTER
-    return ROWWISE
+    return AFTER if out_dtype == torch.float32 and not compat.rowwise_returns_float32() else ROWWISE
 
 
 def _cublas_blocks(a: Block, b: Block, m: Any, n: Any, k: Any) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import warnings
 
+import torch
+
 OLDEST, NEWEST = (2, 11), (2, 15)
 
 
@@ -19,3 +21,8 @@ def check(version: str) -> None:
     if have > NEWEST:
         told = f"fp8compile was tested with torch {oldest} to {newest}, and this is {version}"
         warnings.warn(f"{told}: private parts may have moved. If compiling fails: {fix}", RuntimeWarning, stacklevel=3)
+
+
+def rowwise_returns_float32() -> bool:
+    """CUTLASS's row-wise kernel returns bf16 and fp16, and float32 from torch 2.15 on (RowwiseScaledMM.cu)."""
+    return torch.torch_version.TorchVersion(torch.__version__) >= "2.15"
