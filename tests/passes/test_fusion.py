@@ -55,7 +55,7 @@ def train(build: Callable[[], nn.Module], shapes: list[tuple], fused: bool, **op
 
 
 def assert_same(build: Callable[[], nn.Module], shapes: list[tuple], **options) -> list[str]:
-    """Fused and unfused steps agree. Sums over rows have another order, so a few elements may round differently to bf16 or FP8."""
+    """Fused and unfused steps agree. Sums over rows have another order, so a few elements may round differently."""
     expected, none = train(build, shapes, False, **options)
     found, made = train(build, shapes, True, **options)
     assert not none and made

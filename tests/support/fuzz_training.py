@@ -146,7 +146,7 @@ def check(case: Case, seen: Counter) -> None:
 
 
 def compare(expected: Results, got: Results, where: str) -> None:
-    got = {name: tensor for name, tensor in got.items() if name in expected or tensor.any()}  # AOTAutograd: None -> zeros
+    got = {name: tensor for name, tensor in got.items() if name in expected or tensor.any()}  # AOTAutograd's zeros
     assert expected.keys() == got.keys(), f"{where}: {sorted(expected.keys() ^ got.keys())} on one side only"
     ratios = {name: sqnr(tensor, got[name]) for name, tensor in expected.items() if not _cancels(name, tensor, got[name])}
     low = [f"{name}: {ratio:.1f} dB" for name, ratio in ratios.items() if not ratio >= FLOOR_DB]
