@@ -260,7 +260,7 @@ def test_a_range_that_eager_torch_does_not_have() -> None:
 
 
 class Own(nn.Module):
-    """A class with its own `forward`: torch 2.13 and older compile nothing in place for torch's classes, as Sequential."""
+    """A class with its own `forward`: torch 2.13 and older compile nothing in place for torch's own, such as Sequential."""
 
     def __init__(self) -> None:
         super().__init__()

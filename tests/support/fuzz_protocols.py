@@ -206,7 +206,8 @@ def hooked_output(s: Side) -> Results:
     x = s.x()
     outs = s.call(x)
     turn = permutation(s.rng, outs[-1].shape[-1]).to(outs[-1].dtype)
-    outs[-1].register_hook(lambda g: g @ turn)  # eagerly, another output may be the same tensor, and get this hook, too
+    # the last output: eagerly, a hook on an earlier one would also get the gradients that come from later ones
+    outs[-1].register_hook(lambda g: g @ turn)
     seen = []
     x.register_hook(lambda g: seen.append(g.clone()))
     s.backward(outs)

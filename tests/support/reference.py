@@ -52,7 +52,7 @@ class Slot:
     length: int
     history: list[float] = field(default_factory=list)
     scale: float | None = None
-    calls: int = 0  # with a scale; 0 until the first non-zero amax, and again from an overflow to the next non-zero amax
+    calls: int = 0  # since the first non-zero amax; an overflow sets it to 0 until the next non-zero amax
 
     @property
     def cold(self) -> bool:
