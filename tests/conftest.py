@@ -1,4 +1,4 @@
-"""What holds for every test: Dynamo starts afresh, random numbers are fixed, and nothing falls back to eager unseen."""
+"""Fixtures of all tests: Dynamo starts afresh, random numbers are fixed, and a fall back to eager is an error."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def fresh() -> Iterator[None]:
     """Each test compiles from nothing, with the same seeds.
 
-    Past its recompile limit Dynamo runs a function in eager mode and says so in a log at best: what is compared then is the
-    model with itself. Which test gets there depends on the tests before it in the process, so nothing is kept between them,
-    and getting there is an error.
+    Past its recompile limit, Dynamo runs a function in eager mode and at best logs it: the test then compares the model with
+    itself. Whether a test reaches the limit depends on the tests before it in the process. So nothing is kept between tests,
+    and reaching the limit is an error.
     """
     torch._dynamo.reset()
     LEDGER.clear()
-    logs.forget()  # what is said once a process
+    logs.forget()  # messages that are logged once a process
     random.seed(0)
     torch.manual_seed(0)
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True, suppress_errors=False):
@@ -42,9 +42,9 @@ def fresh() -> Iterator[None]:
 
 @pytest.fixture
 def interpreted(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Graphs are rewritten and lowered as ever, then interpreted: Inductor's C++ costs 10 s a graph.
+    """Graphs are rewritten and lowered as usual, but interpreted instead of compiled: Inductor's C++ costs 10 s a graph.
 
-    A test that is marked `compiled` compiles all the same, so a whole module can ask for this fixture.
+    A whole module can ask for this fixture: its tests that are marked `compiled` are compiled all the same.
     """
     if request.node.get_closest_marker("compiled"):
         yield

@@ -1,13 +1,13 @@
 """Compiled against the eager FP8 reference: outputs, every gradient and the scaling state, over ten moving steps.
 
 Floors: 40 dB for float32 models, 30 dB for bf16. FP8 against high precision is at 24 to 31 dB a matmul, so a model that is not
-in FP8, or that uses another scale or rounding, fails. Equal it is not: sums in another order differ in the last bit of float32
-(bf16: a fused kernel rounds intermediates less often), and a value on a rounding boundary of FP8 may then fall to the other
-side. See harness.py for what that does to the state, and to a chain of FP8 layers (`DEEP` here).
+in FP8, or that uses another scale or rounding, fails. The two sides are not equal: sums in another order differ in the last bit
+of float32 (bf16: a fused kernel rounds intermediates less often), and a value near a rounding boundary of FP8 may then be
+rounded the other way. harness.py explains the effect on the state, and on a chain of FP8 layers (`DEEP` here).
 
-The tensor that is quantized is the last one before a cast to bf16, so in a bf16 model a GELU's output goes to FP8 unrounded,
-where eager mode rounds it first: one value in sixty then takes the other FP8 neighbour, 31 to 38 dB from one such layer to the
-next. So bf16 models of several layers have ReLUs here, which round nothing, and the others are held to 30 dB in the median.
+The backend quantizes the last tensor before a cast to bf16. So in a bf16 model the output of a GELU becomes FP8 without the
+rounding to bf16 of eager mode. One value in sixty then becomes the other FP8 neighbour: 31 to 38 dB from one such layer to the
+next. So the bf16 models with several layers have ReLUs, which round nothing; the others must reach 30 dB in the median.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tests.support.models import (
 pytestmark = pytest.mark.usefixtures("interpreted")
 
 RECIPES = ("delayed", "tensorwise")
-FINER = ("rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8")  # several scales a tensor, each layout its own
+FINER = ("rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8")  # several scales a tensor, different ones for each layout
 EVERY = RECIPES + FINER
 FP32, BF16 = torch.float32, torch.bfloat16
 
@@ -74,7 +74,7 @@ BUILDS = {
 }
 
 
-SOME = ("linear", "swiglu", "attention", "gated", "spelled", "twice", "checkpointed_blocks")  # without a state to get wrong
+SOME = ("linear", "swiglu", "attention", "gated", "spelled", "twice", "checkpointed_blocks")  # recipes without state need fewer
 
 
 @pytest.mark.parametrize(("name", "recipe"), [*((x, "delayed") for x in BUILDS), *((x, "tensorwise") for x in SOME)])
@@ -99,7 +99,7 @@ def test_ten_steps_of_finer_recipes_bf16(recipe: str) -> None:
 @pytest.mark.parametrize("recipe", FINER)
 @pytest.mark.parametrize("shape", [(150, 272, 144), (1, 128, 400), (257, 640, 128)], ids=str)
 def test_blocks_that_do_not_fit(shape: tuple[int, int, int], recipe: str) -> None:
-    """Several blocks in every dimension, and what is left over at the ends; rows and columns of very different sizes."""
+    """Several blocks in every dimension, with smaller blocks at the ends; rows and columns of very different magnitudes."""
     tokens, width, out = shape
     model = make(lambda: nn.Linear(width, out))
     with torch.no_grad():
@@ -120,11 +120,11 @@ def test_ten_steps_bf16(name: str, recipe: str) -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("name", ["mlp", "swiglu", "checkpointed_relus"])
 def test_ten_steps_autocast(name: str, recipe: str) -> None:
-    """float32 weights under bf16 autocast: quantized from float32."""
+    """float32 weights under bf16 autocast are quantized from float32."""
     model = make(BUILDS[name])
     pair = Pair(model, recipe, autocast=BF16, deep=True)
     ten_steps(pair)
-    if recipe == "delayed":  # the history has the float32 amax, which bf16 would have rounded
+    if recipe == "delayed":  # the history holds the amax of the float32 weight; bf16 would round it
         pair.step(noise(*shape_for(model), seed=99))
         state = histories(model)
         for parameter, weight in model.named_parameters():
@@ -165,10 +165,10 @@ def test_ten_steps_with_options(options: dict) -> None:
 @pytest.mark.parametrize(
     ("name", "recipe"),
     [(name, "delayed") for name in ("mlp", "checkpointed_one", "checkpointed_mlp", "checkpointed_blocks", "twice")]
-    + [(name, "tensorwise") for name in ("mlp", "checkpointed_blocks")],  # without a state to get wrong
+    + [(name, "tensorwise") for name in ("mlp", "checkpointed_blocks")],  # has no state: two models are enough
 )
 def test_two_forwards_before_two_backwards(name: str, recipe: str) -> None:
-    """Each backward uses what its own forward quantized with, although the other forward has moved the scales since."""
+    """Each backward uses the scales of its own forward, although the other forward has changed the stored scales since."""
     pair = Pair(make(BUILDS[name]), recipe, deep=name in DEEP)
     shape = shape_for(pair.model)
     for step, factor in enumerate(MOVING[:5]):
@@ -217,10 +217,10 @@ def test_gradient_accumulation(name: str, recipe: str) -> None:
     ("name", "recipe"), [("mlp", "delayed"), ("block", "delayed"), ("checkpointed_mlp", "delayed"), ("mlp", "tensorwise")]
 )
 def test_after_a_recompile_for_another_shape(name: str, recipe: str) -> None:
-    """Static, then a second shape that recompiles (dynamic from there on), back to the first, and odd sizes."""
+    """A static shape, a second one that recompiles (dynamic from there on), the first one again, and odd sizes."""
     pair = Pair(make(BUILDS[name]), recipe, deep=name in DEEP)
     *batch, width = shape_for(pair.model)
-    one = 1 if name != "block" else 3  # attention over one token has gradients of q and k that are 0 but for rounding
+    one = 1 if name != "block" else 3  # with one token, the gradients of q and k in attention are 0 except for rounding
     for step, (rows, factor) in enumerate(zip((16, 16, 40, 16, 7, one, 33, 40, 64, 16), MOVING, strict=True)):
         pair.step(noise(*batch[:-1], rows, width, seed=step, scale=factor))
     pair.finish()
@@ -256,7 +256,7 @@ def test_an_output_that_the_loss_does_not_use(recipe: str) -> None:
         for side in (outs, expected):
             sum(side[i].square().sum() for i in used).backward()
         got, wanted = grads_of(model), grads_of(pair.reference.model)
-        # a graph hands out zeros where eager mode hands out nothing
+        # a compiled graph returns zeros where eager mode returns no gradient
         got = {name: grad for name, grad in got.items() if name in wanted or grad.any()}
         assert_close(wanted, got, pair.floor_db, f"step {step}")
         pair.compare_state()
@@ -313,12 +313,12 @@ def test_the_comparison_can_fail() -> None:
     other = Pair(model, compile=lambda m: compiled(m, fp8_format="e4m3"))
     with pytest.raises(AssertionError, match="gradients of step 0: below"):
         other.step(noise(48, 128))
-    third = Pair(make(Mlp), compile=lambda m: compiled(m, margin=1))  # a power of two: the same values, another state
+    third = Pair(make(Mlp), compile=lambda m: compiled(m, margin=1))  # a power of two: equal values, other state
     with pytest.raises(AssertionError, match="scale"):
         third.step(noise(48, 128))
 
 
-# Through Inductor: the three graphs that differ most in what it is given.
+# Through Inductor: the graphs that differ most from each other.
 
 
 @pytest.mark.compiled
@@ -332,7 +332,7 @@ def test_inductor_block_delayed() -> None:
 @pytest.mark.compiled
 @pytest.mark.skipif(torch.__version__.startswith("2.11"), reason="emulate_precision_casts does not reach 2.11's CPU kernels")
 def test_inductor_checkpointed_bf16_tensorwise() -> None:
-    """Inductor leaves out the rounding to bf16 between operators that it fuses, unless it is told not to."""
+    """Inductor omits the rounding to bf16 between fused operators, unless the option emulate_precision_casts is set."""
     emulate = {"emulate_precision_casts": True}
     ten_steps(Pair(make(lambda: Checkpointed(*relus()), BF16), "tensorwise", deep=True, inductor=emulate))
 

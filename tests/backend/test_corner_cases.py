@@ -1,4 +1,4 @@
-"""Plausible user code that once went wrong without an error: each test compares with high precision or looks at the state."""
+"""Plausible user code that once gave wrong results silently. Each test compares with high precision or checks the state."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def grads(model: nn.Module) -> list[torch.Tensor]:
 
 
 def test_saved_tensor_hooks_that_copy() -> None:
-    """Activation offloading hands back copies of what was saved: the state moves, cold calls are known."""
+    """Activation offloading returns copies of saved tensors. The state still moves, and cold calls are still recognised."""
     model, plain = mlp(), mlp()
     run, x, w = torch.compile(model, backend="fp8"), noise(32, 128), noise(32, 128, seed=1)
     for step in range(20):
@@ -72,7 +72,7 @@ class Mixed(nn.Module):
 
 
 def test_a_custom_autograd_function() -> None:
-    """Autograd does not tag what such a function does in backward; its gemms are what they are all the same."""
+    """Autograd does not tag the nodes of such a function's backward; its dgrad and wgrad are recognised all the same."""
     model, plain = Mixed(), Mixed()
     run, x, w = torch.compile(model, backend="fp8"), noise(32, 128), noise(32, 128, seed=1)
     for _ in range(18):
@@ -91,7 +91,7 @@ def test_a_custom_autograd_function() -> None:
 
 
 class Detached(nn.Module):
-    """`frozen` makes no autograd node, and carries the number of the node before."""
+    """`frozen` has no autograd node, so its gemm carries the sequence number of the node before it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ def test_a_gemm_without_an_autograd_node() -> None:
 
 @pytest.mark.parametrize("options", [{"fp8_format": "e4m3"}, {"margin": 3}, {"fp8_format": "e4m3", "margin": 0}])
 def test_compiled_again_with_another_range(options) -> None:
-    """The scales found by the first compilation are converted: 57344 is not 448."""
+    """The second compilation has another FP8 maximum or margin, so it converts the scales of the first: 57344 is not 448."""
     model, plain, x, w = mlp(), mlp(), noise(32, 128), noise(32, 128, seed=1)
     for step, given in enumerate([{}] * 3 + [options] * 2):
         if step in (0, 3):
@@ -141,7 +141,7 @@ class Buffers(nn.Module):
 
 
 def test_buffers_as_weights() -> None:
-    """Each buffer has slots of its own, in each of the modules that share the code."""
+    """Each buffer has its own slots, in each module that shares the compiled code."""
     modules = [Buffers(1.0), Buffers(1000.0)]
     x = noise(32, 128)
     for module in modules:
@@ -173,7 +173,7 @@ def test_a_teacher_in_eval_mode() -> None:
 
 @pytest.mark.parametrize(("tokens", "decision"), [(37, "high_precision"), (48, "fp8")])
 def test_a_weight_from_the_left(tokens: int, decision: str) -> None:
-    """`w @ x` has the tokens where tensor cores want multiples of 16."""
+    """In `w @ x` the number of tokens is a dimension that tensor cores need to be a multiple of 16."""
     linear = nn.Linear(128, 128, bias=False)
 
     def f(x):
@@ -184,7 +184,7 @@ def test_a_weight_from_the_left(tokens: int, decision: str) -> None:
 
 
 def test_rows_counted_from_data() -> None:
-    """Experts under fullgraph: how many tokens each gets is known at run time only."""
+    """Experts under fullgraph: the number of tokens of each expert is known only at run time."""
     experts = nn.ModuleList(nn.Linear(128, 128) for _ in range(2))
 
     def f(x, kind):
@@ -217,7 +217,7 @@ def test_a_plain_attribute_is_no_weight() -> None:
 
 
 def test_strict_takes_a_fragment_for_what_it_is() -> None:
-    """An embedding in front of a graph break has no matmul to convert."""
+    """A graph that contains only an embedding, before a graph break, has no matmul to convert; `strict` accepts that."""
 
     class Broken(nn.Module):
         def __init__(self) -> None:
@@ -243,7 +243,7 @@ def test_strict_takes_an_expert_without_tokens() -> None:
 
 
 def test_a_range_that_eager_torch_does_not_have() -> None:
-    """An identity of more than 256 rows (DoRA's) is decomposed into ranges of uint16, and a cold call runs them."""
+    """An identity of more than 256 rows (as in DoRA) is decomposed into an arange of uint16, and a cold call must run it."""
 
     class Normed(nn.Module):
         def __init__(self) -> None:
@@ -260,7 +260,7 @@ def test_a_range_that_eager_torch_does_not_have() -> None:
 
 
 class Own(nn.Module):
-    """torch 2.13 and older compile nothing in place where `forward` is its own, as a Sequential's."""
+    """A class with its own `forward`: torch 2.13 and older compile nothing in place for torch's own, such as Sequential."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -271,7 +271,7 @@ class Own(nn.Module):
 
 
 def test_forward_is_replaced_after_compiling_in_place() -> None:
-    """As accelerate does for mixed precision: what is called is still compiled, with the new forward in it."""
+    """accelerate replaces `forward` for mixed precision: a call still runs compiled code, with the new forward."""
     model, plain = Own(), Own()
     model.compile(backend="fp8")
     model.forward = types.MethodType(torch.autocast("cpu", torch.bfloat16)(Own.forward), model)
@@ -285,7 +285,7 @@ def test_forward_is_replaced_after_compiling_in_place() -> None:
 
 
 def test_a_copy_is_not_compiled() -> None:
-    """torch leaves what `module.compile` did out of copies and pickles; they can be compiled anew."""
+    """torch does not copy or pickle the compiled code of `module.compile`; the copy can be compiled again."""
     model, x = Own(), noise(32, 128)
     model.compile(backend="fp8")
     model(x).sum().backward()

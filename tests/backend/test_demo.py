@@ -1,7 +1,7 @@
-"""The demo's model trained to a loss: FP8 against bf16, and the demo's command line around it.
+"""The demo: its model trains to the same loss in FP8 and in bf16, and its command line works.
 
-The training is the demo's with a smaller GPT and fewer steps, so that a run takes ten seconds of one core. The bf16
-runs are eager; the FP8 runs are interpreted: rewritten and lowered as ever, but without Inductor's time to compile.
+The training is the demo's, with a smaller GPT and fewer steps, so that a run takes ten seconds on one core. The bf16
+runs are eager; the FP8 runs are interpreted: rewritten and lowered as usual, but without Inductor's time to compile.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def test_fp8_trains_to_the_same_loss_as_bf16(text: Tensor, recipe: str, seed: in
     assert all(reason.startswith("output head") for reason in kept)
     gap = run.val_loss / bf16.val_loss - 1
     assert abs(gap) < 0.01, f"{recipe}: {run.val_loss:.4f} against bf16's {bf16.val_loss:.4f}, {gap:+.2%}"
-    assert run.train_losses != bf16.train_losses  # it was not bf16 that ran
+    assert run.train_losses != bf16.train_losses  # the run was not bf16
 
 
 def test_the_demo_runs_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
@@ -93,7 +93,7 @@ def test_the_demo_runs_from_end_to_end(tmp_path: Path, monkeypatch: pytest.Monke
     ids=" ".join,
 )
 def test_a_bad_flag_gets_one_line(flags: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    monkeypatch.setattr(train_gpt, "train", lambda *args, **kwargs: pytest.fail(f"{flags} were taken"))  # not after minutes
+    monkeypatch.setattr(train_gpt, "train", lambda *args, **kwargs: pytest.fail(f"{flags} were taken"))  # fail at once
     with pytest.raises(SystemExit) as stop:
         train_gpt.main(flags)
     captured = capsys.readouterr()
@@ -123,8 +123,8 @@ def test_the_model_knows_nothing_of_fp8() -> None:
 def test_load_text(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"spam " * 100)
     (tmp_path / "picture.bin").write_bytes(b"\xff\xfe\x00" * 100)
-    assert bytes(train_gpt.load_text(tmp_path)) == b"spam " * 100  # what is not text is left out of a folder
-    assert len(train_gpt.load_text(tmp_path / "picture.bin")) == 300  # but not when it was asked for by name
+    assert bytes(train_gpt.load_text(tmp_path)) == b"spam " * 100  # in a folder, files that are not text are skipped
+    assert len(train_gpt.load_text(tmp_path / "picture.bin")) == 300  # a file given by name is read in any case
     with pytest.raises(ValueError, match="too few"):
         train_gpt.split_text(train_gpt.load_text(tmp_path), context=128)
     (tmp_path / "a.txt").unlink()

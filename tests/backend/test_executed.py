@@ -1,7 +1,7 @@
-"""The plan that Inductor makes for a described H200, executed, against the eager FP8 reference: outputs, gradients, state.
+"""Inductor's plan for a described H200, executed on a CPU, against the eager FP8 reference: outputs, gradients, state.
 
-test_agreement.py interprets graphs; here is also what comes after them: the schedule, buffers that are used again, strides that
-Inductor chooses, Inductor's kernels around ours, the order of the state's update and of what reads it.
+test_agreement.py interprets graphs. The tests here also cover the steps after the graph: the schedule, reused buffers, the
+strides that Inductor chooses, Inductor's kernels around ours, the order of the state's update and its readers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FP32, BF16 = torch.float32, torch.bfloat16
 
 
 class Gpt(nn.Module):
-    """Token ids to logits: embeddings, two blocks, a norm, and a head that is tied to the embedding."""
+    """Token ids to logits: embeddings, two blocks, a norm, and a head tied to the embedding."""
 
     def __init__(self, words: int = 96, width: int = 128) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Gpt(nn.Module):
 
 
 class PostNorm(nn.Module):
-    """Norms one behind the other, as where OLMo 2 ends: their gradient has sums over rows that are made of sums over rows."""
+    """Two consecutive norms, as at the end of OLMo 2: in their gradient, sums over rows depend on other sums over rows."""
 
     def __init__(self, width: int = 128) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class PostNorm(nn.Module):
 
 
 class Turned(nn.Module):
-    """Mixes tokens: what is cast is another way round in memory, which Inductor takes for the best order of a copy, too."""
+    """Mixes tokens: the operand is a transposed view, and Inductor would choose its memory order for the copy, too."""
 
     def __init__(self, tokens: int = 128) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ BUILDS: dict[str, Callable[[], nn.Module]] = {
     "gated": lambda: Block(gated=True),
     "spelled": Spelled,
     "twice": Twice,
-    "odd": lambda: Mlp(144, 1040),  # rows that Inductor would pad to a multiple of 128 bytes
+    "odd": lambda: Mlp(144, 1040),  # Inductor would pad these rows to a multiple of 128 bytes
     "post_norm": PostNorm,
     "stack": lambda: Stack(*relus()),
     "checkpointed": lambda: Checkpointed(*relus()),
@@ -79,7 +79,7 @@ DEEP = {"post_norm", "block", "gated", "spelled", "stack", "checkpointed", "chec
 
 
 def pair_of(model: nn.Module, recipe: str = "delayed", **options: object) -> Pair:
-    """All in FP8, though so small a model gains nothing on an H200; gated inputs scaled as the default policy does."""
+    """All matmuls in FP8, although so small a model gains nothing on an H200; gated inputs scaled as by the default policy."""
     gated = [name.removesuffix(".weight") for name in gated_inputs(model)] if recipe == "delayed" else []
     rules = [{"module": name, "current_scaling": [True, False, False], "fp8": "on"} for name in gated]
     return Pair(model, recipe, policy={"rules": [*rules, *ALL_FP8["rules"]]}, **options)
@@ -124,7 +124,7 @@ def test_training_steps(name: str, recipe: str, dtype: torch.dtype, choice: int)
 
 @pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
 def test_computed_weights(recipe: str) -> None:
-    """What computes a weight, norms over its rows among it, is in the kernel that casts it. Operands that FP8 has exactly."""
+    """The kernel that casts a computed weight also computes it, norms over rows included. FP8 holds the operands exactly."""
 
     def build() -> nn.Module:
         torch.manual_seed(0)
@@ -167,7 +167,7 @@ def test_other_gpus(gpu: Gpu, device: str, recipe: str) -> None:
 
 @pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
 def test_casts_that_inductor_writes(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where no kernels are generated: operands are laid out for tensor cores all the same."""
+    """Without generated kernels, operands still have the layout that tensor cores need."""
     monkeypatch.setattr(compat, "reorders", lambda: True)
     with executed() as plan:
         pair = pair_of(make(Turned), recipe)
@@ -214,7 +214,7 @@ def test_float32_weights_under_autocast() -> None:
 
 
 def test_a_language_model() -> None:
-    """Loss and gradients against high precision, and the loss falls. Nothing is read that was not written: no NaN."""
+    """Loss and gradients against high precision, and the loss falls. No NaN: no memory is read before it is written."""
     model = make(Gpt, BF16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     ids = torch.randint(96, (4, 25), generator=torch.Generator().manual_seed(0))
@@ -239,7 +239,7 @@ def test_a_language_model() -> None:
 
 
 def test_what_nobody_wrote_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test of the tests above: a kernel that is left out is found."""
+    """Checks the tests above: they find a kernel that is not run."""
     ran: list[str] = []
     run = Launched.run
 
@@ -257,7 +257,7 @@ def test_what_nobody_wrote_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_alignment_is_checked() -> None:
-    """A pointer that was promised to be a multiple of 16 bytes and is not."""
+    """A pointer that was declared a multiple of 16 bytes, but is not, is an error."""
     plan: Plan
     with executed() as plan:
         pair = pair_of(make(Mlp), "tensorwise")

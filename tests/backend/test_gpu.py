@@ -64,7 +64,7 @@ def test_two_forwards_before_two_backwards(recipe: str, device: str) -> None:
 
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
 def test_shapes(recipe: str, device: str) -> None:
-    """Another shape, rows that are no multiple of 16, one row, no row."""
+    """Another shape, a number of rows that is no multiple of 16, one row, no row."""
     pair = Pair(make(Mlp, torch.bfloat16, device), recipe)
     for step, rows in enumerate((32, 48, 17, 1, 32)):
         pair.step(noise(rows, 128, seed=step, dtype=torch.bfloat16, device=device))
@@ -102,7 +102,7 @@ def test_modes(mode: str, device: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("shape", [(1000, 272), (17, 1000), (4096, 768)], ids=str)
 def test_generated_kernels(name: str, shape: tuple[int, int], device: str) -> None:
-    """What test_kernels.py shows in Triton's interpreter, by the compiler and the device."""
+    """The checks of test_kernels.py, with Triton's compiler and the device instead of Triton's interpreter."""
     case = CASES[name]
     inputs = case.inputs(Source(*shape, torch.bfloat16))
     inputs = tuple(x.to(device) if isinstance(x, torch.Tensor) else x for x in inputs)

@@ -1,4 +1,4 @@
-"""What the backend makes of a training step on an H200, read from what Inductor schedules for it (`dryrun.fake_gpu`)."""
+"""The kernels of a training step on an H200, read from the code that Inductor generates for it (`dryrun.fake_gpu`)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def sizes(matmuls: list[MatmulLaunch]) -> Counter[tuple[int, int, int]]:
 
 
 def check_matmuls(step: Step) -> None:
-    """Every matmul is FP8, laid out and padded as Hopper's tensor cores take it; nothing of our IR is left."""
+    """Every matmul is FP8, with the layout and padding that Hopper's tensor cores need; none of our operators is left."""
     assert step.matmuls and {m.op for m in step.matmuls} == {"_scaled_mm"}
     for m in step.matmuls:
         assert m.a.stride[-1] == m.b.stride[-2] == 1, m
@@ -73,7 +73,7 @@ def test_all_21_matmuls_of_a_llama_layer_are_fp8(llama, recipe):
 
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
 def test_matmuls_of_a_llama_layer_share_their_operands(llama, recipe):
-    """q, k and v read one FP8 copy of their input, gate and up another; and so do their three wgrads."""
+    """q, k and v read one FP8 copy of their input, gate and up another. Their wgrads share copies in the same way."""
     forward, backward = ([k.matmul for k in g.kernels if k.matmul] for g in llama[recipe].graphs)
     assert len({m.a.buffer for m in forward}) == 4
     wgrads = [m for m in backward if m.a.shape[-1] == TOKENS]
@@ -90,7 +90,7 @@ def test_bytes_outside_matmuls_of_a_llama_layer(llama):
 
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
 def test_bytes_kept_for_backward(llama, recipe):
-    """FP8 copies replace what bf16 would keep; copies that are kept beside it would be 1.29 times bf16's."""
+    """FP8 copies replace the bf16 activations. If both were kept, the bytes would be 1.29 times those of bf16."""
     assert llama[recipe].kept_for_backward <= 1.1 * llama["bf16"].kept_for_backward
 
 
@@ -103,7 +103,7 @@ def test_bias(recipe):
 
 
 def test_scales_are_read_from_where_they_are():
-    """Four tensors, four slots: each matmul of the forward is given the inverses of its own. (In torch 2.11, `as_strided`
+    """Four tensors, four slots: each matmul of the forward reads the inverses of its own slots. (In torch 2.11, `as_strided`
     without an offset becomes the first number of the snapshot: pytorch#175325.)"""
     calls = [line for line in compile_mlp(64).graphs[0].code.splitlines() if "extern_kernels._scaled_mm(" in line]
     offsets = [int(offset) for line in calls for offset in re.findall(r"\(1, 1\), \(1, 1\), (\d+)\)", line)]
@@ -113,14 +113,14 @@ def test_scales_are_read_from_where_they_are():
 
 @pytest.mark.parametrize("recipe", ["delayed", "blockwise"])
 def test_a_weight_is_cast_where_it_is_read(recipe):
-    """Not all of them at the beginning, where a model's copies would be in memory together."""
+    """Casting all weights at the beginning would keep all FP8 copies of a model in memory at once."""
     model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(4))).to(BF16)
     compiled = torch.compile(model, backend="fp8", options={"policy": ALL_FP8, "recipe": recipe})
     x = torch.randn(64, 512, dtype=BF16, requires_grad=True)
     forward = trace(lambda: compiled(x).sum().backward()).graphs[0]
     lines = [line for line in forward.code.splitlines() if re.search(r"fp8_(cast|gemm)\w*\.run\(|_scaled_mm\(", line)]
     what = "".join("w" if "fp8_cast" in line and "primals" in line else "x" if "fp8_cast" in line else "m" for line in lines)
-    assert what.count("m") == 4 and what.count("w") == 5, what  # of weights and, at first, the input
+    assert what.count("m") == 4 and what.count("w") == 5, what  # casts of the weights and, at first, the input
     assert "ww" not in what[1:], what
 
 
@@ -129,8 +129,8 @@ def test_a_weight_is_cast_where_it_is_read(recipe):
     [("delayed", "fp8_update", (1, 1), (1, 1)), ("blockwise", "fp8_gemm", (1, 2), (4, 8))],
 )
 def test_kernels_that_are_no_text(recipe, name, kernels, launches):
-    """Inductor copies each into its code with the globals that it reads, once for all launches of one signature, and what it
-    has copied compiles. (100 tokens: no sizes for cuBLASLt. In the backward a dgrad has other blocks than a wgrad.)"""
+    """Inductor copies each kernel into its code with the globals that it reads, once for all launches of one signature. The
+    copy compiles. (100 tokens: cuBLASLt does not support the sizes. In the backward, dgrad and wgrad have different blocks.)"""
     model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(4))).to(BF16)
     compiled = torch.compile(model, backend="fp8", options={"policy": ALL_FP8, "recipe": recipe})
     x = torch.randn(100, 512, dtype=BF16, requires_grad=True)
@@ -143,15 +143,15 @@ def test_kernels_that_are_no_text(recipe, name, kernels, launches):
         kernel = Launched(name, source, 0)
         meta, config = kernel.told["triton_meta"], dict(kernel.config)
         options = {key: config.pop(key) for key in ("num_warps", "num_stages")}
-        assert meta["signature"].get("amaxes") in (None, "*i32")  # read where the kernels left them, in no copy
+        assert meta["signature"].get("amaxes") in (None, "*i32")  # read where the kernels wrote them, without a copy
         constants = {**meta["constants"], **config}
         copied = ASTSource(fn=kernel.jitted, signature=meta["signature"], constexprs=constants, attrs=meta["configs"][0])
         assert triton.compile(copied, target=TARGETS["sm_90"], options=options).asm["cubin"][:4] == b"\x7fELF"
 
 
 def test_copies_that_inductor_writes_have_no_gaps():
-    """It pads rows of 1040 bytes to 1152, and ATen's row-wise kernel for sm_89 ignores strides. Inductor writes copies where a
-    launch could be moved: where it buckets collectives."""
+    """Inductor would pad rows of 1040 bytes to 1152, and ATen's row-wise kernel for sm_89 ignores strides. Inductor writes the
+    copies in graphs whose nodes it reorders to bucket collectives: such graphs get no generated kernels."""
     model = unallocated(lambda: nn.Linear(1040, 1168, bias=False), BF16)
     compiled = torch.compile(model, backend="fp8", options={"policy": ALL_FP8, "recipe": "rowwise"})
     x = torch.randn(2000, 1040, dtype=BF16, requires_grad=True)
@@ -168,7 +168,7 @@ def test_fp32_weights_under_autocast(recipe):
     check_matmuls(step)
     assert len(step.matmuls) == 6
     fprop_and_dgrad = [m.out.dtype for m in step.matmuls if m.out.shape[0] == 64]
-    assert fprop_and_dgrad == [BF16] * 4  # as autocast has it; the weights' gradients come back as fp32 in the end
+    assert fprop_and_dgrad == [BF16] * 4  # as autocast does; the weights' gradients are cast back to fp32 at the end
 
 
 @pytest.mark.parametrize("rows", [1, 40, 100])
@@ -206,7 +206,7 @@ def test_overridden_matmuls_stay_in_bf16():
 
 
 def test_a_gpu_without_fp8_gets_high_precision(monkeypatch):
-    """On an A100 nothing becomes FP8. (The backend sees CPU inputs here: it is told that they are on the GPU.)"""
+    """On an A100 nothing becomes FP8. (The inputs are on the CPU here; the test tells the backend that they are on the GPU.)"""
 
     def capture(*args):
         return dataclasses.replace(inputs_of(*args), devices=frozenset({torch.device("cuda", 0)}))

@@ -1,6 +1,6 @@
-"""Random models and protocols on numbers with which FP8 is exact; and that what is wrong would be seen.
+"""Random models and protocols on numbers for which FP8 is exact; planted errors show that the comparison finds errors.
 
-`FUZZ_CASES=500` looks at more of them, the same ones each time.
+`FUZZ_CASES=500` runs more cases, the same ones each time.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def test_exact_as_in_high_precision() -> None:
 
 
 def small(kind: str = "mlp", recipe: str = "tensorwise", protocols: tuple[str, ...] = ("plain", "plain", "plain")) -> Case:
-    """A case of one block that is stored and spelled in the simplest way."""
+    """A case of one block, with weights and matmuls written in the simplest way."""
     rng = random.Random(0)
     with mock.patch.multiple("tests.support.fuzz_models", STORED=("plain",), SPELLED=("linear",)):
         model = Model(rng, kinds=(kind,))
@@ -43,7 +43,7 @@ def small(kind: str = "mlp", recipe: str = "tensorwise", protocols: tuple[str, .
 
 
 def wrong(case: Case) -> str:
-    """What `run` says of it."""
+    """The errors that the fuzzer reports for a case."""
     with mock.patch.object(Case, "of", lambda _: case):
         return "".join(fuzz_training.run(1)[1])
 
@@ -61,7 +61,7 @@ PLANTS = ["a scale", "an operand", "a bias", "no product", "twice"]
 
 @pytest.mark.parametrize("plant, number", [(plant, (i + j) % 6) for i, plant in enumerate(PLANTS) for j in (0, 3)])
 def test_a_planted_error_is_seen(plant: str, number: int) -> None:
-    """In each of the six gemms of a step, one or the other."""
+    """An error in any one of the six gemms of a step is seen."""
     calls = Counter[str]()
     call = Eager.call_function
 
@@ -90,9 +90,9 @@ def test_a_planted_error_is_seen(plant: str, number: int) -> None:
 
 
 def test_a_scale_of_the_wrong_slot_is_seen() -> None:
-    """Of a warm call: the next slot's."""
+    """In a warm call, a scale is read from the next slot."""
     case = small(recipe="delayed")
-    case.model.blocks[0].each[1].before *= 64  # or all scales are alike
+    case.model.blocks[0].each[1].before *= 64  # otherwise all scales are equal
     case.model.blocks[0].each[1].factor /= 64
     assert not wrong(case)
     snapshot = state_page.snapshot_of

@@ -1,4 +1,4 @@
-"""Small random models from transformers: they train, every matmul is accounted for, and their checkpoints stay theirs."""
+"""Small random models from transformers: they train, the report lists every matmul, and their checkpoints are unchanged."""
 
 from __future__ import annotations
 
@@ -51,19 +51,19 @@ def bert(attention: str, layers: int = 2) -> nn.Module:
 def vit(attention: str, layers: int = 2) -> nn.Module:
     sizes = dict(hidden_size=128, intermediate_size=256, num_hidden_layers=layers, image_size=32, patch_size=8, num_labels=16)
     off = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-    off |= dict(problem_type="single_label_classification")  # else it is found, and set, in the first call
+    off |= dict(problem_type="single_label_classification")  # else the model finds and sets it in the first call
     config = transformers.ViTConfig(**sizes, **off, num_attention_heads=4, attn_implementation=attention)
     return transformers.ViTForImageClassification(config)
 
 
 def linears(model: nn.Module, *skip: str) -> list[str]:
-    """The names of a model's linears (and GPT-2's Conv1D), but those that contain one of `skip`."""
+    """The names of a model's linears (and GPT-2's Conv1D), except names that contain one of `skip`."""
     kinds = (nn.Linear, transformers.pytorch_utils.Conv1D)
     return [name for name, m in model.named_modules() if isinstance(m, kinds) and not any(s in name for s in skip)]
 
 
 def key(batch: int, *sizes: int) -> tuple[int, ...]:
-    """How a matmul is counted: which of its sizes is m, n or k depends on who spells it."""
+    """The key of a matmul in counts: its sizes in ascending order, since m, n and k depend on how it is written."""
     return batch, *sorted(sizes)
 
 
@@ -85,7 +85,7 @@ class CountMatmuls(TorchDispatchMode):
 
 
 def counted(model: nn.Module, batch: dict[str, torch.Tensor]) -> Counter[tuple[int, ...]]:
-    """{(batch, sizes in ascending order): how many} of a vanilla training step in eager mode."""
+    """{(batch, sizes in ascending order): number of matmuls} of a vanilla training step in eager mode."""
     with CountMatmuls() as count:
         model(**batch).loss.backward()
     model.zero_grad(set_to_none=True)
@@ -105,7 +105,7 @@ CASES = {
 
 
 def train(name: str, attention: str, layers: int = 2, evaluate: bool = True) -> None:
-    """Ten AdamW steps; then the loss, the report and the checkpoint are looked at."""
+    """Ten AdamW steps; then checks the loss, the report and the checkpoint."""
     build, make_batch, head = CASES[name]
     torch.manual_seed(0)
     model, batch = build(attention, layers).train(), make_batch()

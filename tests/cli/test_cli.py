@@ -1,4 +1,4 @@
-"""The command line: targets and their errors, exit statuses, what goes to stdout and what to stderr, and each command."""
+"""The command line: targets and their errors, exit statuses, the output on stdout and on stderr, and each command."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_packages_and_dotted_names(tmp_path, monkeypatch):
 
 
 def test_a_file_called_as_a_library(tmp_path, monkeypatch):
-    """The file is loaded, and the library of that name stays what it is."""
+    """The file is loaded, and the library of the same name stays unchanged."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "json.py").write_text("from torch import nn\ndef build():\n    return nn.Identity(), (1,)\n")
     target.load(f"{tmp_path / 'json.py'}:build")
@@ -241,7 +241,7 @@ def test_the_cause_of_an_error_is_shown(model):
 
 
 def test_a_module_that_imports_what_is_not_there(model):
-    """The missing module is named, and not the user's, which exists."""
+    """The error names the missing module, not the user's module, which exists."""
     model.write_text("import no_such_library\n")
     with pytest.raises(TargetError, match="loading my_model raised ModuleNotFoundError: No module named 'no_such_library'"):
         target.load("my_model:build")
@@ -349,7 +349,7 @@ def test_calibrate_without_a_gpu(capsys, monkeypatch):
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch) -> Path:
-    """A home folder, no variables but those that a test sets, and no GPU."""
+    """A home folder, no environment variables except those that a test sets, and no GPU."""
     for name in [name for name in os.environ if name.startswith(env.PREFIXES) or name in env.OTHERS]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -447,7 +447,7 @@ def test_explain_as_json_with_options(model, capsys):
 
 
 def test_explain_for_a_device(model, capsys):
-    """At 64 tokens nothing of this size pays on an H100; the default policy leaves it to the device's description."""
+    """With 64 tokens, FP8 is slower for all layers of this size on an H100; the default policy lets the description decide."""
     assert cli.main(["explain", "my_model.py:build", "--device", "h100", "--full"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("fp8: 0 of 14 matmuls") and "slower in FP8" in out and "blocks.1.down" in out
@@ -475,7 +475,7 @@ def test_a_model_that_cannot_be_traced(model, capsys):
 
 @pytest.mark.compiled
 def test_estimate(model):
-    """In a process of its own, which has to see no GPU."""
+    """The command runs in its own process, which must see no GPU."""
     done = run(
         "estimate", "my_model.py:build", "--device", "h100", "--json", "--html", "estimate.html", CUDA_VISIBLE_DEVICES="0"
     )
@@ -487,7 +487,7 @@ def test_estimate(model):
 
 
 def test_estimate_hides_the_gpus(model):
-    """Before torch is imported, so that a GPU can be described where there is one."""
+    """GPUs are hidden before torch is imported, so that a GPU can be described on a machine with a GPU."""
     model.write_text(
         "import os, torch\ndef build():\n    raise ValueError(repr([os.environ.get(x) for x in "
         "('CUDA_VISIBLE_DEVICES', 'HIP_VISIBLE_DEVICES')]))\n"
@@ -545,7 +545,7 @@ def test_a_policy_that_is_not_valid(model, capsys):
 
 
 def test_policy_show(tmp_path, capsys):
-    """What is shown is a valid file of one's own."""
+    """The shown text is a valid policy file."""
     assert cli.main(["policy", "show", "llama"]) == 0
     (tmp_path / "own.toml").write_text(capsys.readouterr().out)
     assert cli.main(["policy", "check", str(tmp_path / "own.toml")]) == 0

@@ -1,6 +1,6 @@
-"""Matmuls of operands with several scales: which way is taken where, and that the kernel of our own is `ops.block_product`.
+"""Matmuls of operands with several scales: the choice between ATen and our kernel, and our kernel against `ops.block_product`.
 
-It runs in Triton's interpreter, and is compiled to machine code for each GPU. What ATen does is in test_scaled_mm.py.
+The kernel runs in Triton's interpreter, and is compiled to machine code for each GPU. test_scaled_mm.py tests the ATen calls.
 """
 
 from __future__ import annotations
@@ -56,17 +56,17 @@ OLD_CUDA = mock.patch.object(support, "cuda_version", lambda: (12, 6))
 
 @pytest.fixture(autouse=True)
 def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every version of torch takes what a build with a new CUDA does."""
+    """Makes every version of torch choose as a build with a new CUDA does."""
     monkeypatch.setattr(support, "cuda_version", lambda: (13, 0))
 
 
 def symbolic(x: Tensor, mode: FakeTensorMode) -> Tensor:
-    """A fake tensor each of whose sizes is a symbol."""
+    """A fake tensor with a symbol for each size."""
     return mode.from_tensor(x, symbolic_context=StatelessSymbolicContext([DimDynamic.DYNAMIC] * x.dim()))
 
 
 def assert_product(expected: Tensor, got: Tensor, sizes: Tensor) -> None:
-    """Equal but for the order of float32 sums, whose terms' magnitudes add up to `sizes`, and one rounding to the dtype."""
+    """Equal, except for the order of float32 sums and one rounding to the dtype. `sizes`: sums of the terms' magnitudes."""
     assert (expected.shape, expected.dtype) == (got.shape, got.dtype)
     error = (expected.to(torch.float64) - got.to(torch.float64)).abs()
     allowed = 2.0**-20 * sizes + 2 * torch.finfo(expected.dtype).eps * expected.to(torch.float64).abs()
@@ -74,12 +74,12 @@ def assert_product(expected: Tensor, got: Tensor, sizes: Tensor) -> None:
 
 
 def magnitudes(a: Tensor, b: Tensor, a_inv: Tensor, b_inv: Tensor, a_block: Any, b_block: Any) -> Tensor:
-    """The sum of the magnitudes of each result's terms."""
+    """For each element of the result, the sum of the magnitudes of its terms."""
     absolute = [x.to(F32).abs() for x in (a, b)]
     return ops.block_product(*absolute, a_inv, b_inv, None, F32, False, a_block, b_block).to(torch.float64)
 
 
-# -- which way ---------------------------------------------------------------------------------------------------------
+# -- the choice ---------------------------------------------------------------------------------------------------------
 
 
 def test_rowwise_where_a_scale_is_one_for_a_row() -> None:
@@ -116,7 +116,7 @@ def test_blockwise_is_cublas_on_hopper_where_its_sizes_fit() -> None:
 
 
 def test_sizes_that_only_a_run_knows_are_no_promise() -> None:
-    """A size that was a multiple of 512 when it was traced may be 16 tomorrow."""
+    """A dynamic size that was a multiple of 512 during tracing may be 16 in a later call."""
     x = symbolic(torch.empty(4096, 512), FakeTensorMode(shape_env=ShapeEnv()))
     assert how(H100, LINE, LINE, 4096, 4096, x.shape[0]) == how(H100, LINE, SQUARE, x.shape[0], 4096, 4096) == TRITON
 
@@ -137,7 +137,7 @@ def test_a_cpu_runs_the_reference() -> None:
     assert how(CPU, LINE, SQUARE, 64, 64, 64) == how(CPU, ROW, ROW, 64, 64, 64) == REFERENCE
 
 
-# -- the kernel of our own ---------------------------------------------------------------------------------------------
+# -- our kernel ---------------------------------------------------------------------------------------------
 
 
 def run(
@@ -152,7 +152,7 @@ def run(
     tile: tuple[int, int] = (64, 32),
     unknown: Sequence[str] = (),
 ) -> Tensor:
-    """The kernel's result, by the interpreter. `unknown`: sizes that are arguments, of m, n and k16."""
+    """The kernel's result, from the interpreter. `unknown`: which of the sizes m, n and k16 are arguments of the kernel."""
     (m, k), n = a.shape, b.shape[0]
     out = torch.full((m, n), float("nan"), dtype=out_dtype)
     given: dict[str, Any] = {"a": a, "b": b, "bias": bias, "y": out}
@@ -166,7 +166,7 @@ def run(
 
 
 def constants(sizes: Sequence[int | None], blocks: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """The kernel's own: M, N and K or None, and the kinds of blocks."""
+    """The constants of the kernel: M, N and K, or None for an argument, and the kinds of blocks."""
     squares = {f"{name}_SQUARE": tuple(block) == SQUARE for name, block in zip("AB", blocks, strict=True)}
     return dict(zip("MNK", sizes, strict=True)) | squares
 
@@ -174,13 +174,13 @@ def constants(sizes: Sequence[int | None], blocks: Sequence[Sequence[int]]) -> d
 @pytest.mark.parametrize("blocks", PAIRS, ids=str)
 @pytest.mark.parametrize("sizes", [(33, 48, 272), (1, 16, 16), (200, 144, 128), (300, 272, 400)], ids=str)
 def test_kernel(blocks: tuple, sizes: tuple[int, int, int]) -> None:
-    """Odd rows, K of less than a block, one, and some and a part."""
+    """Odd numbers of rows; K of less than a block, of one block, and of several blocks and a part."""
     m, n, k = sizes
     (a, a_inv), (b, b_inv) = operand(m, k, blocks[0]), operand(n, k, blocks[1], seed=1)
     expected = ops.block_product(a, b, a_inv, b_inv, None, F32, False, *blocks)
     got = run(a, b, a_inv, b_inv, None, F32, *blocks)
     assert_product(expected, got, magnitudes(a, b, a_inv, b_inv, *blocks))
-    # a wrong scale would show: none of the blocks' products is negligible
+    # a wrong scale would show: the product of no block is negligible
     assert not torch.allclose(expected, ops.block_product(a, b, a_inv.flip(0) * 2, b_inv, None, F32, False, *blocks))
 
 
@@ -213,7 +213,7 @@ def test_kernel_keeps_nan_and_its_place() -> None:
 
 @pytest.mark.parametrize("tile", [(128, 128), (16, 64)])
 def test_tiles_change_nothing_but_order(tile: tuple[int, int]) -> None:
-    """Signs times powers of two, whose sums are exact in any order: that of a tile's product is the BLAS library's."""
+    """Operands are signs times powers of two, whose sums are exact in any order: a BLAS library orders a tile's sum."""
     for blocks in PAIRS:
         (a, a_inv), (b, b_inv) = operand(140, 144, blocks[0]), operand(144, 144, blocks[1], seed=1)
         a, b = (x.float().sign().to(x.dtype) for x in (a, b))
@@ -253,7 +253,7 @@ def launched(call: Any, given: Sequence[Tensor], dynamic: bool) -> GraphModule:
 @pytest.mark.parametrize("blocks", PAIRS, ids=str)
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_launch(blocks: tuple, dynamic: bool) -> None:
-    """Traced for one size and run for others, K of one block among them; scales that are a permuted view; a strided bias."""
+    """Traced for one size and run with others, including a K of one block; scales are a permuted view, the bias is strided."""
     if dynamic and OLD_INTERPRETER:
         pytest.skip("Triton's interpreter takes no argument as the end of a range before 3.7")
 
@@ -294,7 +294,7 @@ def gpu(target: str) -> Gpu:
 
 @functools.cache
 def compiled(target: str, tile: tuple, sizes: tuple, blocks: tuple) -> Any:
-    """The kernel with a bias into bf16, as Inductor would have it: pointers are multiples of 16."""
+    """The kernel with a bias and a bf16 result, compiled as by Inductor: pointers are declared multiples of 16."""
     dtype = FNUZ if target == "gfx942" else E4M3
     jitted = triton_kernels.fp8_gemm
     fp8 = "*fp8e4b8" if dtype == FNUZ else "*fp8e4nv"
@@ -317,7 +317,7 @@ CASES = [((8192, 4096, 4096), (LINE, SQUARE)), ((None, 4096, None), (LINE, LINE)
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_machine_code(target: str) -> None:
-    """For each GPU: by its FP8 tensor cores, 16 bytes at a time, within what it has; nothing spills at the default tile."""
+    """On each GPU the kernel uses FP8 tensor cores and 16-byte loads, fits shared memory, and does not spill by default."""
     for sizes, blocks in CASES:
         tile = block_gemm.configurations(gpu(target), SHARED[target], blocks[1])[0]
         made = compiled(target, tile, sizes, blocks)

@@ -1,7 +1,7 @@
 """Kernels of the finer recipes against the reference operators, on a CPU by Triton's interpreter.
 
-A producer hands back what it made, so copies, scales and inverses are compared with the operators' on that: to the bit,
-whatever library an exponential is of.
+A kernel also returns the value of its producer. The reference operators run on that value, so copies, scales and inverses are
+equal bit by bit, even if an exponential comes from another library.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ every_recipe = pytest.mark.parametrize("recipe", BLOCKS)
 
 
 def scales(x: Tensor, transposed: bool, block: Sequence[int], power_of_2: bool | None = None, margin: int = 0) -> tuple:
-    """(scale, inverse) of a copy by its own amaxes."""
+    """(scale, inverse) of a copy, from its own amaxes."""
     power_of_2 = block[1] > 0 if power_of_2 is None else power_of_2
     scale = ops.current_scale(ops.amax_blocks(x, transposed, block), 448.0, margin, power_of_2)
     return scale, ops.inverse(scale)
 
 
 def both(x: Tensor, recipe: str, **how: Any) -> tuple[Tensor, ...]:
-    """Both copies of a tensor and what divides back, as the joint graph has them."""
+    """Both copies of a tensor and the inverses of their scales, as in the joint graph."""
     block = BLOCKS[recipe]
     scale, inverse = scales(x, False, block, **how)
     if recipe == "square":
@@ -50,7 +50,7 @@ def both(x: Tensor, recipe: str, **how: Any) -> tuple[Tensor, ...]:
 
 
 def check(made: Made, inputs: tuple, expected: Sequence[Tensor] | None = None) -> tuple:
-    """To the bit; returns the results."""
+    """Compares bit by bit; returns the results."""
     with torch.no_grad():
         got = made.fused(*inputs)
         expected = made.oracle(*inputs) if expected is None else expected
@@ -65,7 +65,7 @@ def made_of(function: Callable, inputs: tuple, mode: str = "fake", config: tuple
     return fused(trace(lambda *x: function(*x), inputs, mode), config)
 
 
-KERNELS = {  # what each writes
+KERNELS = {  # recipe: the outputs of each kernel
     "rowwise": ["copy row column_amax", "transposed"],
     "blockwise": ["copy transposed blocks blocks"],
     "square": ["copy transposed blocks"],
@@ -95,7 +95,7 @@ def test_a_tensor_in_memory(recipe: str, shape: tuple[int, int]) -> None:
 @pytest.mark.parametrize("value", [0.0, 1e-40, 2.0**-126, 3e38, math.inf, math.nan])
 @every_recipe
 def test_blocks_of_one_number(recipe: str, value: float) -> None:
-    """Zeros, denormals, what a scale would overflow with, infinities and NaN: alone in a block, and next to other numbers."""
+    """Zeros, denormals, values whose scale would overflow, infinities and NaN: alone in a block, and beside other numbers."""
     x = torch.full((130, 260), value)
     x[:70, :130] = Source(70, 130, torch.float32).full()
     x[3, 5] = value
@@ -105,7 +105,7 @@ def test_blocks_of_one_number(recipe: str, value: float) -> None:
 @pytest.mark.parametrize("power_of_2", [False, True])
 @pytest.mark.parametrize(("fp8_max", "margin"), [(448.0, 0), (240.0, 3), (57344.0, 0), (448.0, 64)])
 def test_a_scale_is_that_of_the_state_for_every_amax(fp8_max: float, margin: int, power_of_2: bool) -> None:
-    """One division in float32 is the float64 one rounded, denormals and overflows included: one number a block."""
+    """One division in float32 equals the rounded float64 division, also for denormals and overflows. One number a block."""
 
     def call(x: Tensor) -> tuple:
         scale = ops.current_scale(ops.amax_blocks(x, False, [1, 32]), fp8_max, margin, power_of_2)
@@ -143,7 +143,7 @@ def test_fnuz(cast: str) -> None:
 
 @every_recipe
 def test_a_permuted_tensor(recipe: str) -> None:
-    """An attention's output with heads outside, read at its strides."""
+    """The output of an attention with heads outside; the kernel reads it at its strides."""
     x = Source(1, 1, torch.bfloat16)(2, 5, 65, 8)
 
     def call(x: Tensor) -> tuple:
@@ -164,7 +164,7 @@ def test_no_rows(recipe: str) -> None:
 
 @every_recipe
 def test_sizes_as_arguments(recipe: str) -> None:
-    """One kernel, traced for 27 rows of 140, for any number of both."""
+    """One kernel, traced for 27 rows of 140 columns, serves any numbers of rows and columns."""
     if OLD_INTERPRETER and recipe == "rowwise":
         pytest.skip("Triton's interpreter takes no argument as the end of a range before 3.7, with numpy 2.4")
     made = made_of(lambda x: both(x, recipe), (Source(27, 140, torch.bfloat16).full(),), "symbolic")
@@ -203,14 +203,14 @@ PRODUCERS: dict[str, tuple[Callable[..., tuple[Tensor, ...]], Callable[[Source],
 
 
 def apart(recipe: str, name: str) -> bool:
-    """Are the sums over rows a kernel of their own? A program does not take as many whole rows as such blocks have."""
+    """Whether the sums over rows are in their own kernel: a program cannot hold as many whole rows as a block has."""
     return BLOCKS[recipe][1] == 128 and name.endswith("norm")
 
 
 @pytest.mark.parametrize("name", PRODUCERS)
 @every_recipe
 def test_behind_a_producer(recipe: str, name: str) -> None:
-    """What the producer gives is what is cast; and it is what the operators give, up to a rounding."""
+    """The kernel casts the producer's value, and that value equals the operators' up to a rounding."""
     produce, inputs, more = PRODUCERS[name]
     place = list(PRODUCERS).index(name) + list(BLOCKS).index(recipe)
     shape, dtype = [(150, 140), (33, 300), (15, 17)][place % 3], [torch.bfloat16, torch.float32][place % 2]
@@ -237,7 +237,7 @@ def test_behind_a_producer(recipe: str, name: str) -> None:
 @pytest.mark.parametrize("name", ["swiglu", "rms_norm"])
 @every_recipe
 def test_nobody_else_reads_the_producer(recipe: str, name: str) -> None:
-    """The value is not written; a cast that waits for the amaxes of columns computes it again. The bits are the same."""
+    """The value is not written. A cast that waits for the amaxes of columns recomputes it, with the same bits."""
     produce, inputs, _ = PRODUCERS[name]
     given = inputs(Source(70, 140, torch.bfloat16))
     made = made_of(lambda *x: both(produce(*x)[0], recipe), given)
@@ -256,7 +256,7 @@ def test_nobody_else_reads_the_producer(recipe: str, name: str) -> None:
 @pytest.mark.parametrize("transposed", [False, True])
 @every_recipe
 def test_a_scale_from_memory(recipe: str, transposed: bool) -> None:
-    """A copy made in backward, by a scale that the forward saved: of a tensor that the forward has not kept."""
+    """The backward casts a tensor that the forward has not kept, with a scale that the forward has saved."""
     block = BLOCKS[recipe]
 
     def call(x: Tensor, y: Tensor, scale: Tensor) -> tuple:
@@ -290,7 +290,7 @@ def test_scales_alone(recipe: str) -> None:
 
 
 def test_only_scales() -> None:
-    """No cast at all: of rows, and of blocks."""
+    """Scales of rows and of blocks, without a cast."""
     x = Source(40, 150, torch.float16, "extreme").full()
     for block, kind in (([1, 0], "row"), ([1, 32], "blocks")):
         made = made_of(lambda x, block=block: scales(x, False, block), (x,))
@@ -299,7 +299,7 @@ def test_only_scales() -> None:
 
 
 def test_a_weight_that_is_scaled_by_row_and_as_a_whole() -> None:
-    """rowwise_with_gw_hp: fprop reads rows with scales of their own, dgrad the transposed copy with one scale."""
+    """rowwise_with_gw_hp: fprop reads a copy with one scale a row, dgrad the transposed copy with one scale for all."""
 
     def call(w: Tensor) -> tuple:
         scale, inverse = scales(w, False, [1, 0])
@@ -313,7 +313,7 @@ def test_a_weight_that_is_scaled_by_row_and_as_a_whole() -> None:
 
 
 def test_two_recipes_for_one_tensor() -> None:
-    """Readers with recipes of their own: three copies by scales of three kinds, from one read."""
+    """Readers with different recipes: one read makes three copies, with three kinds of scales."""
 
     def call(x: Tensor, scale: Tensor) -> tuple:
         return *both(x, "mxfp8"), *both(x, "blockwise")[:2], ops.quantize(x, scale, *E4M3, True), ops.amax(x)
@@ -341,7 +341,7 @@ def test_both_gradients_of_a_gated_activation() -> None:
 
 
 def test_amaxes_of_columns_share_a_vector() -> None:
-    """One that is zeroed once, with those of whole tensors; each part is aligned."""
+    """One vector holds them and the amaxes of whole tensors; it is zeroed once, and each part is aligned."""
 
     def call(x: Tensor, y: Tensor, scale: Tensor) -> tuple:
         return (
@@ -360,7 +360,7 @@ def test_amaxes_of_columns_share_a_vector() -> None:
 
 
 def test_more_bytes_than_inductor_would_move_stay_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The comparison knows what each kind of output costs."""
+    """The comparison with Inductor counts the bytes of each kind of output."""
     noted: list[tuple[int, int]] = []
 
     def compare(*given: Any) -> tuple[int, int]:
@@ -372,7 +372,7 @@ def test_more_bytes_than_inductor_would_move_stay_with_it(monkeypatch: pytest.Mo
     elements, x = rows * columns, Source(256, 384, torch.bfloat16).full()
     copies, strided = 2 * elements, int(elements * traffic.STRIDED)
     expected = {
-        # reads, copies, scales: theirs reads a second time for the blocks of columns
+        # reads, copies, scales: Inductor's kernels read a second time for the blocks of columns
         "mxfp8": (4 * elements + 2 * elements // 32 * 4, 5 * elements + strided + 2 * elements // 32 * 4),
         "square": (2 * elements + copies + 6 * 4, 3 * elements + strided + 6 * 4),
     }
@@ -387,7 +387,7 @@ def test_more_bytes_than_inductor_would_move_stay_with_it(monkeypatch: pytest.Mo
 
 
 def test_tiles_hold_whole_blocks() -> None:
-    """In every configuration that a kernel may be tuned to."""
+    """True of every configuration that autotuning may choose."""
     chosen: list[tuple[Any, Any]] = []
     choose = launch.configurations
 

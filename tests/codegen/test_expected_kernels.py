@@ -1,4 +1,4 @@
-"""The generated source of representative groups is what `expected/` says: a change of the generator is a diff to read."""
+"""The generated source of representative groups equals the files of `expected/`: a changed generator shows as a diff."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def test_expected_files_are_of_groups_that_there_are():
 
 
 def test_a_source_does_not_depend_on_the_run():
-    """Names of values, kernels and symbols come from the group alone."""
+    """Names of values, kernels and symbols depend only on the group."""
     for function in GROUPS:
         assert generate(function) == generate(function)
 
 
 def test_each_group_is_the_kernels_that_it_is_meant_to_be():
-    """One kernel a group, two where the scale waits for the amax; none of them gave up on its producer."""
+    """One kernel a group, two if the scale waits for the amax; each kernel includes the producer."""
     titles = {
         "weight_both_layouts": ["fp8_cast_transpose_amax"],
         "row_major_only": ["fp8_cast"],

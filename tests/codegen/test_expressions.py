@@ -1,8 +1,8 @@
-"""The table of operators: each entry against torch, in a generated kernel of its own, run by Triton's interpreter.
+"""The table of operators: each entry against torch, in its own generated kernel, run by Triton's interpreter.
 
-A kernel computes one operator, returns its value and casts it to FP8. All pairs of special numbers (zeros, denormals, ties,
-the largest, infinities, NaN) and ordinary ones go through it, in each dtype. The value has torch's bits, but for functions
-that libraries approximate: `ULPS` says how far those may be.
+A kernel computes one operator, returns the value and casts it to FP8. Its inputs are all pairs of special numbers (zeros,
+denormals, ties, the largest, infinities, NaN) and ordinary ones, in each dtype. The value must have torch's bits, except for
+functions that libraries approximate: `ULPS` lists the allowed differences.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.support.groups import DTYPES, Cast, fused, numbers, specials, trace
 aten = torch.ops.aten
 prims = torch.ops.prims
 
-# units in the last place of float32 where torch's library for CPUs and Triton's are not the same, or round otherwise
+# allowed differences, in units in the last place of float32, where torch's CPU library and Triton's differ or round differently
 ULPS: dict[Any, int] = {
     aten.exp.default: 2,
     aten.exp2.default: 2,
@@ -34,22 +34,22 @@ ULPS: dict[Any, int] = {
     aten.erf.default: 4,
     aten.tanh.default: 4,
     aten.sigmoid.default: 4,
-    aten.sqrt.default: 1,  # torch's is the one that is not correctly rounded
+    aten.sqrt.default: 1,  # torch's sqrt is not correctly rounded; Triton's is
     0.5: 1,
 }
-# torch on a CPU keeps the sign of a zero here, on a GPU it is not specified
+# operators for which torch keeps the sign of a zero on a CPU, but does not specify it on a GPU
 ANY_ZERO = {aten.relu.default}
 UNARY = """neg abs exp exp2 log log2 sin cos erf tanh sigmoid sqrt rsqrt reciprocal relu square sign logical_not isnan isinf"""
 BINARY = ["maximum.default", "minimum.default", "logical_and.default", "logical_or.default"]
 BINARY += [f"{name}.Tensor" for name in "mul div add sub eq ne lt le gt ge".split()]
 SCALAR = [f"{name}.Scalar" for name in "mul div add sub eq ne lt le gt ge".split()] + ["clamp_min.default", "clamp_max.default"]
 MASKS = ["bitwise_and.Tensor", "bitwise_or.Tensor", "logical_and.default", "logical_or.default"]
-NUMBERS = (0.1, -3)  # one that no dtype has, and an integer, as in graphs
+NUMBERS = (0.1, -3)  # a number that no dtype represents exactly, and an integer, as in graphs
 
 
 @dataclass(frozen=True)
 class Case:
-    """`call` is one operator on matrices: two of numbers, one of booleans, one of integers."""
+    """One operator, `call`, on four matrices: two of floating-point numbers, one of booleans, one of integers."""
 
     name: str
     op: Any  # its key in the table
@@ -118,7 +118,7 @@ def inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def ordered(x: Tensor) -> Tensor:
-    """Neighbours are one apart; both zeros are 0."""
+    """Maps float32 values to integers: adjacent values differ by 1, and both zeros are 0."""
     code = x.view({2: torch.int16, 4: torch.int32}[x.element_size()]).to(torch.int64)
     return torch.where(code < 0, -(1 << (8 * x.element_size() - 1)) - code, code)
 
@@ -153,18 +153,18 @@ def test_operator(case: Case, dtype: str) -> None:
     assert made.kinds == (("amax", "copy", "value"),)
     value, copy, amax = made.fused(*given, scale)
     ulps, any_zero = ULPS.get(case.op, 0), case.op in ANY_ZERO
-    # half precision is computed in float32 and rounded once: so it is on GPUs, while a CPU may round a number first, or twice
+    # the kernel computes half precision in float32 and rounds once, as torch on a GPU; a CPU may round a number first, or twice
     wide = [x.to(torch.float32) if x.dtype in FLOATS else x for x in given]
     expected = case.call(*wide) if value.dtype in (given[0].dtype, torch.bool) else case.call(*given)
     narrow = value.dtype in FLOATS and value.dtype != torch.float32
     expected = expected.to(value.dtype)
-    if "alpha" in case.name:  # fused into one operation or not: where alpha * y is beyond all numbers, not the same
+    if "alpha" in case.name:  # one fused operation or two: the results differ if alpha * y overflows
         fits = (wide[1] * 2).isfinite() | ~wide[1].isfinite()
         expected, value_there = expected.where(fits, 0.0), value.where(fits, 0.0)
         assert_equal(expected, value_there, 1 if narrow else ulps, any_zero, given)
     else:
         assert_equal(expected, value, min(ulps, 1) if narrow else ulps, any_zero, given)
-    # the cast and the amax are those of the value, exactly
+    # the cast and the amax must be exactly those of the returned value
     number = value.to(torch.float32)
     assert_equal(ops.amax(number), amax, 0, False, (amax,))
     assert torch.equal(Cast().copy(number, scale).view(torch.uint8) & 127, copy.view(torch.uint8) & 127)
@@ -180,7 +180,7 @@ def test_every_entry_is_covered() -> None:
 @pytest.mark.xfail(strict=True, reason="to Triton's interpreter a variable that holds a number is no tensor; compiled, it is")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_constants_alone(dtype: str) -> None:
-    """An operator whose operands are all constants: its text has no tensor in it."""
+    """An operator whose operands are all constants: its source contains no tensor."""
     x, scale = inputs(DTYPES[dtype])[0], torch.tensor([1.5])
 
     def graph(x: Tensor, scale: Tensor) -> tuple:
@@ -196,7 +196,7 @@ def test_constants_alone(dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_casts_of_a_constant(dtype: str) -> None:
-    """The gradient of a sum, when all of it is known."""
+    """The gradient of a sum, when its value is a constant."""
     scale = torch.tensor([1.5])
 
     def graph(scale: Tensor) -> tuple:

@@ -1,8 +1,8 @@
 """Every generated kernel against the reference operators, on a CPU by Triton's interpreter.
 
-What is fused is bit for bit what the operators give one by one. Where it cannot be (an exponential of another library, a sum
-in another order) FP8 values are at most one apart. A transposed copy is the transpose of the row-major one to the bit, and
-an amax is that of the values that were written.
+A fused kernel gives the bits of the unfused operators. Where that is impossible (an exponential of another library, a sum in
+another order), FP8 values differ by at most one. A transposed copy is exactly the transpose of the row-major copy, and an amax
+is exactly the amax of the written values.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tests.support.kernel_checks import assert_bits, check
 
 aten = torch.ops.aten
 SHAPES = ((1, 128), (15, 17), (17, 1000), (128, 128), (1000, 15), (3, 4097), (4097, 17), (17, 1), (1, 1))
-LARGE = 10_000  # elements: from here one kind of data, not three
+LARGE = 10_000  # elements; larger cases run with one kind of data instead of three
 
 
 
@@ -44,8 +44,8 @@ every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
 
 def assert_kinds(case: Case, made: Made, shape: tuple[int, int]) -> None:
-    """As many kernels as expected, each writing what it should. A matrix of one row or column is not told from a vector:
-    what of it is not FP8 may stay with others."""
+    """The graph has the expected kernels, each with the expected outputs. A matrix of one row or column looks like a vector:
+    outputs of it that are not FP8 may be left to Inductor."""
 
     def shown(kinds: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(x for x in kinds if 1 not in shape or x in ("copy", "transposed", "amax"))
@@ -61,10 +61,10 @@ def assert_kinds(case: Case, made: Made, shape: tuple[int, int]) -> None:
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape[0]}x{shape[1]}")
 @every_case
 def test_against_the_reference(case: Case, shape: tuple[int, int]) -> None:
-    """Dtypes and formats take turns: each case meets all of them."""
+    """Dtypes and formats take turns: each case runs with all of them."""
     a, b = SHAPES.index(shape), list(CASES).index(case.name)
     dtype, cast = list(DTYPES.values())[(a + b) % 3], list(FP8)[(a + b) // 3 % 2]
-    # the interpreter takes its time for a program, not for an element
+    # large tiles: the interpreter's time depends on the number of programs, not of elements
     graph, _ = made(case, Source(*shape, dtype), cast, {(4097, 17): (256, 32, 8), (3, 4097): (16, 512, 4)}.get(shape))
     assert_kinds(case, graph, shape)
     for data in case.data if shape[0] * shape[1] < LARGE else [case.data[(2 * a + b) % 3]]:
@@ -91,7 +91,7 @@ def test_every_dtype_and_format(name: str, dtype: str, cast: str) -> None:
 
 @every_case
 def test_without_kernels(case: Case) -> None:
-    """The same graph lowered for Inductor alone is the oracle's, to the bit."""
+    """The same graph lowered without generated kernels gives the oracle's bits."""
     graph, inputs = made(case, Source(15, 40, torch.bfloat16, "extreme"), "e4m3")
     for i, (a, b) in enumerate(zip(graph.oracle(*inputs), graph.unfused()(*inputs), strict=True)):
         assert_bits(a, b, f"result {i} ({case.roles[i]})")
@@ -99,7 +99,7 @@ def test_without_kernels(case: Case) -> None:
 
 @every_case
 def test_other_tiles(case: Case) -> None:
-    """No result depends on the tiles: what is autotuned is time alone."""
+    """No result depends on the tiles, so autotuning changes only the time."""
     config = [(16, 32, 4), (128, 16, 4)][list(CASES).index(case.name) % 2]
     data = "moderate" if "moderate" in case.data else "extreme"
     graph, inputs = made(case, Source(37, 70, torch.float32, data), "e5m2", config)
@@ -109,7 +109,7 @@ def test_other_tiles(case: Case) -> None:
 
 @every_case
 def test_sizes_as_arguments(case: Case) -> None:
-    """One kernel, traced for 27 rows of 40, for any number of both."""
+    """One kernel, traced for 27 rows of 40 columns, serves any numbers of rows and columns."""
     graph, _ = made(case, Source(27, 40, torch.bfloat16), "e4m3", mode="symbolic")
     assert_kinds(case, graph, (27, 40))
     if OLD_INTERPRETER and any("for start in range" in source for source in graph.sources):
@@ -120,13 +120,13 @@ def test_sizes_as_arguments(case: Case) -> None:
 
 @every_case
 def test_no_rows(case: Case) -> None:
-    """An expert without a token: nothing is read, the transposed copy is padding alone, the amax is 0."""
+    """An expert without a token: nothing is read, the transposed copy is only padding, the amax is 0."""
     graph, inputs = made(case, Source(0, 40, torch.bfloat16), "e4m3")
     check(case, graph, inputs, "normal")
 
 
 def test_equal_sizes_as_arguments() -> None:
-    """Sizes that were equal when traced are one symbol: rows are its square."""
+    """Sizes that were equal during tracing become one symbol, and the number of rows is its square."""
     case = CASES["positions"]
     sizes = (5, 5, 24)
 
@@ -147,7 +147,7 @@ def test_equal_sizes_as_arguments() -> None:
 
 @every_case
 def test_offsets_are_64_bit(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is added to a pointer, but for single numbers."""
+    """Every offset added to a pointer is 64-bit, except for single numbers."""
     widths: list[int] = []
     add = interpreter.InterpreterBuilder.create_addptr
 
@@ -163,7 +163,7 @@ def test_offsets_are_64_bit(case: Case, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_beyond_2_to_the_31(tmp_path: Path) -> None:
-    """Rows that are 2**30 elements apart, in a file with holes."""
+    """Rows that are 2**30 elements apart, in a sparse file."""
     stride, rows, columns = 2**30 + 8, 4, 40
     size = stride * (rows - 1) + columns
     assert size > 2**31
@@ -179,7 +179,7 @@ def test_beyond_2_to_the_31(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("hip", "most"), [(None, 32), ("7.0", 16)])
 def test_a_program_has_1024_threads_at_most(hip: str | None, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An AMD warp has 64."""
+    """An AMD warp has 64 threads, so fewer warps are allowed."""
     monkeypatch.setattr(torch.version, "hip", hip)
     source = f"import triton\n\n\n@triton.jit\ndef probe(x, BLOCK_R, BLOCK_C):  # {most}\n    pass\n"
     made = launch.tuned(compat.load_kernel("probe", source), launch.HEAVY_TILES)

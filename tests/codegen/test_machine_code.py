@@ -1,7 +1,7 @@
 """Every generated kernel of the test models compiles to machine code for each GPU with FP8, with no GPU at hand.
 
-The models are traced at their real sizes for a described H200; Triton and its assemblers do the rest. Kernels that differ in
-nothing but their sizes are compiled once, except for sm_90.
+The models are traced at their real sizes for a described H200; Triton and its assemblers do the rest. Kernels that differ only
+in their sizes are compiled once, except for sm_90.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ REGISTERS = {"cuda": 255, "hip": 512}
 
 @functools.cache
 def kernels(every_size: bool) -> tuple[Generated, ...]:
-    """Those of all models under both recipes, each source or each form once."""
+    """The kernels of all models under both recipes: each source once, or each form once."""
     found: dict[str, Generated] = {}
     for name in MODELS:
         for recipe in RECIPES:
@@ -47,7 +47,7 @@ _traced = functools.cache(traced)
 
 @functools.cache
 def compiled(target: str) -> list[tuple[Generated, Any]]:
-    """What Triton makes of each kernel at its default tile: its object, or the error."""
+    """Triton's object for each kernel at its default tile, or the error."""
     made: list[tuple[Generated, Any]] = []
     for kernel in kernels(every_size=True):
         kernel = with_fnuz(kernel) if target == "gfx942" else kernel
@@ -59,7 +59,7 @@ def compiled(target: str) -> list[tuple[Generated, Any]]:
 
 
 def test_the_models_get_kernels_of_every_kind():
-    """What is compiled below is not a handful: norms, activations and their gradients, of both recipes."""
+    """The tests below compile many kernels: of norms, activations and their gradients, under both recipes."""
     names = [kernel.name for kernel in kernels(every_size=False)]
     for word in ("silu_mul", "silu_backward", "gelu", "gelu_backward", "layer_norm", "layer_norm_backward", "rsqrt", "sum"):
         for end in ("cast", "amax"):
@@ -96,7 +96,7 @@ FINER = {"ffn": ("rowwise", "blockwise", "mxfp8"), "llama": ("blockwise",)}
 
 @functools.cache
 def finer(model: str) -> tuple[Generated, ...]:
-    """Kernels of the recipes with more than one scale a tensor, each form once."""
+    """Kernels of the recipes with several scales a tensor, each form once."""
     found: dict[str, Generated] = {}
     for recipe in FINER[model]:
         for kernel in _traced(model, recipe):
@@ -130,7 +130,7 @@ def test_kernels_of_the_finer_recipes_compile_to_machine_code(target):
 
 
 def test_scales_are_divided_as_in_the_reference():
-    """Rounded correctly, denormals kept."""
+    """The division is rounded correctly and keeps denormals."""
     kernel = next(x for x in finer("ffn") if "tl.div_rn(448.0" in x.source)
     ptx = compile_kernel(kernel, kernel.configs[0], TARGETS["sm_90"]).asm["ptx"]
     assert "div.rn.f32" in ptx
@@ -138,14 +138,14 @@ def test_scales_are_divided_as_in_the_reference():
 
 
 def test_a_spill_is_seen():
-    """A tile that is too large for the registers of its threads."""
+    """A tile that is too large for the registers of its threads shows as a spill."""
     kernel = next(x for x in kernels(every_size=False) if "silu_backward_cast_transpose" in x.name)
     assert resources(compile_kernel(kernel, (128, 128, 4), TARGETS["sm_90"])).spills > 100
 
 
 def test_fnuz_sources_are_those_of_a_gpu_that_wants_them():
-    """`with_fnuz` rewrites text: the same comes out as from tracing with the fnuz encodings."""
-    unread = mock.patch.object(_Reader, "matmul", lambda *_: None)  # Inductor falls back for these on NVIDIA
+    """`with_fnuz` rewrites the source; tracing with the fnuz encodings gives the same source."""
+    unread = mock.patch.object(_Reader, "matmul", lambda *_: None)  # on NVIDIA, Inductor falls back for fnuz matmuls
     with mock.patch.object(formats, "fnuz", lambda: True), unread:
         expected = [kernel.source.replace(kernel.name, "kernel") for kernel in traced("ffn", "delayed")]
     made = [with_fnuz(kernel) for kernel in _traced("ffn", "delayed")]
@@ -155,7 +155,7 @@ def test_fnuz_sources_are_those_of_a_gpu_that_wants_them():
 
 
 def stores(ptx: str) -> list[int]:
-    """Bytes that each store to global memory writes from one thread."""
+    """The bytes that one thread writes in each store to global memory."""
     found = re.findall(r"st\.global\S*?((?:\.v\d)?)\.[a-z](\d+)\b", ptx)
     return [int(vector[2:] or 1) * int(bits) // 8 for vector, bits in found]
 
@@ -166,7 +166,7 @@ def test_stores_are_read_from_ptx():
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_both_layouts_are_stored_by_whole_words(dynamic):
-    """Why there is a tile: in either layout a thread has neighbours to write, 4 bytes of FP8 at least."""
+    """The purpose of tiles: in either layout a thread writes adjacent elements, at least 4 bytes of FP8."""
     made = traced("ffn", "delayed", dynamic=dynamic)
     chosen = [x for x in made if "cast_transpose" in x.name and "norm" not in x.name]
     assert len(chosen) >= 3

@@ -1,14 +1,14 @@
-"""Random graphs, fused against unfused: what generated kernels write is what the operators give one by one, to the bit.
+"""Random graphs, fused against unfused: generated kernels write the same bits as the operators one by one.
 
 A case is a random program over a handful of tensors: pointwise chains, broadcasts, views, permutations, sums over rows and
-columns, operators that no kernel takes in, and FP8 casts and amaxes in the middle and at the end. It is written as the graph
-that Inductor would hand to `lower`, run once operator by operator and once with its kernels in Triton's interpreter.
+columns, operators that kernels do not support, and FP8 casts and amaxes in the middle and at the end. The program becomes the
+graph that Inductor would pass to `lower`. It runs once operator by operator, and once with kernels in Triton's interpreter.
 
-All is compared bit for bit (any NaN is a NaN). For that, operators whose last bit no one promises (a sum, an exponential, which
-zero is the larger) are computed on both sides as a kernel computes them, and held against ATen's to a tolerance; see `Exact`.
-Kernels may touch nothing but their own tensors: each load and store is checked, and what is not written is seen.
+All results are compared bit by bit (every NaN equals every NaN). The last bit of some operators is not specified (a sum, an
+exponential, the larger of two zeros). Both sides compute these as a kernel does, and compare them with ATen's to a tolerance;
+see `Exact`. Kernels may touch only their own tensors: each load and store is checked, and memory that is not written shows.
 
-`FUZZ_CASES=2000` looks at more of them, the same ones each time.
+`FUZZ_CASES=2000` runs more cases, the same ones each time.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ prims = torch.ops.prims
 CASES, PARTS = int(os.environ.get("FUZZ_CASES", "400")), 2
 BLOCKS = ((16, 16, 1), (16, 32, 1), (32, 16, 1), (32, 32, 1), (64, 64, 1))
 WIDE, STRIPS = (128, 128, 1), (128, 32, 1)  # tiles of cases whose scales are of 128 elements
-PROGRAMS = 3  # tiles a case, at most: the interpreter takes its time by the program
+PROGRAMS = 3  # most tiles a case: the interpreter's time depends on the number of programs
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 FP8 = ((torch.float8_e4m3fn, 448.0), (torch.float8_e5m2, 57344.0), (torch.float8_e4m3fn, 224.0))
 NUMBERS = (0.5, -1.5, 2, 3.0, -1, 0.1, 0.0)
@@ -90,8 +90,8 @@ POWERS: dict[float, Callable[[torch.Tensor], torch.Tensor]] = {
     1: lambda x: x,
 }
 
-MODE = FakeTensorMode()  # one for all: it remembers what operators give
-TRACES: dict[Any, GraphModule] = {}  # likewise of the lowering
+MODE = FakeTensorMode()  # one for all cases: it caches the results of operators
+TRACES: dict[Any, GraphModule] = {}  # a cache of the lowering's traces
 
 Code = tuple[int, ...]
 
@@ -100,11 +100,11 @@ Code = tuple[int, ...]
 
 
 class Program:
-    """A graph, grown instruction by instruction; numbers choose among what is there, so that any of them will do."""
+    """A graph that grows by instructions. The numbers of an instruction choose among existing tensors: all are valid."""
 
     def __init__(self, rows: tuple[int, int], columns: tuple[int, int], seed: int, side: int):
         self.split = (*rows, *columns)
-        self.side = side  # of blocks that share a scale
+        self.side = side  # of the blocks that share a scale
         self.graph = Graph()
         self.random = random.Random(seed)
         self.generator = torch.Generator().manual_seed(seed)
@@ -133,7 +133,7 @@ class Program:
         return node
 
     def input(self, shape: tuple[int, ...], dtype: torch.dtype, layout: int = 0, special: int = 0) -> Node:
-        """A new input. Layouts: contiguous, dimensions permuted, and a slice of something larger."""
+        """A new input. Layouts: contiguous, dimensions permuted, and a slice of a larger tensor."""
         order = list(range(len(shape)))
         if layout % 4 == 1:
             order.reverse()
@@ -156,7 +156,7 @@ class Program:
         return self.placeholder(values.permute(inverse))
 
     def full(self, number: int) -> Node:
-        """A floating-point tensor of the pool: half of the time the last one, for deep graphs."""
+        """A floating-point tensor of the pool: half of the time the newest one, for deep graphs."""
         return self.pool[-1 - number // 2 % len(self.pool) * (number % 2)]
 
     def emit(self, target: Any, *args: Any, **kwargs: Any) -> Node:
@@ -166,7 +166,7 @@ class Program:
 
     @staticmethod
     def value(target: Any, args: Any, kwargs: Any) -> Any:
-        """The fake result. Of our own operators it is known, and computing it takes a millisecond."""
+        """The fake result. For our own operators the shape is known, which saves a millisecond each."""
         if target in (ops.quantize, ops.quantize_both):
             x, dtype = args[0].meta["val"], args[2]
             rows, columns = x.shape
@@ -210,7 +210,7 @@ class Program:
 
     @staticmethod
     def whole(x: Node, dims: list[int]) -> bool:
-        """Would this sum up all there is, or nothing? Then whether it is one of a row or of a column is not in the graph."""
+        """Whether a sum over `dims` sums the whole tensor, or sums nothing: then it is neither a row sum nor a column sum."""
         shape = x.meta["val"].shape
         return not shape or int(np.prod([shape[d] for d in dims])) in (1, x.meta["val"].numel())
 
@@ -277,7 +277,7 @@ class Program:
         self.keep(mask)
 
     def mask(self, a: int, b: int, c: int) -> None:
-        """A mask in arithmetic, as of a dropout: x * mask * 2."""
+        """A mask in arithmetic, as in a dropout: x * mask * 2."""
         x = self.full(a)
         mask = self.like(x, b, self.masks)
         if mask is None:
@@ -302,10 +302,10 @@ class Program:
         self.keep(self.view(x, list(shapes[b % len(shapes)])))
 
     def view(self, x: Node, shape: list[int]) -> Node:
-        """As a pass writes it: a copy first where strides make a view impossible."""
+        """A view as a pass writes it: with a copy first if the strides make a view impossible."""
         value = x.meta["val"]
         try:
-            torch.empty_strided(value.shape, value.stride(), device="meta").view(shape)  # a fake tensor lets some pass
+            torch.empty_strided(value.shape, value.stride(), device="meta").view(shape)  # fake tensors accept too much
         except RuntimeError:
             x = self.emit(aten.clone.default, x, memory_format=torch.contiguous_format)
         return self.emit(aten.view.default, x, shape)
@@ -338,7 +338,7 @@ class Program:
             self.keep(self.emit(target, x, dims, keepdim, **dtype))
 
     def norm(self, a: int, b: int, c: int) -> None:
-        """x * rsqrt(mean(x**2) + eps), or with the mean taken off."""
+        """x * rsqrt(mean(x**2) + eps), or the same with the mean of x subtracted first."""
         x = self.full(a)
         if self.whole(x, [-1]):
             return
@@ -377,7 +377,7 @@ class Program:
             self.keep(total)
 
     def opaque(self, a: int, b: int, c: int) -> None:
-        """What no kernel takes in."""
+        """An operator that kernels do not support."""
         x = self.full(a)
         if not x.meta["val"].dim():
             return
@@ -401,7 +401,7 @@ class Program:
         return self.view(x, [int(np.prod(rows)), -1])
 
     def scale(self, number: int) -> Node:
-        """[1] float32: an input, one of a vector of them, or one of those there are."""
+        """A scale, [1] float32: a new input, an element of a new vector, or an existing scale."""
         if number % 3 == 0 and self.scales:
             return self.scales[-1 - number // 3 % len(self.scales)]
         if number % 3 == 1:
@@ -442,7 +442,7 @@ class Program:
         if c % 4 == 3:
             self.results.append(self.emit(ops.inverse, scale))
         if c % 5 == 4:
-            self.scales.append(scale)  # and of another one, perhaps
+            self.scales.append(scale)  # other tensors may use this scale, too
         if b % 2:
             both = self.emit(ops.quantize_both, x, scale, dtype, largest)
             self.results += [self.emit(operator.getitem, both, i) for i in (0, 1)]
@@ -450,7 +450,7 @@ class Program:
             self.results.append(self.emit(ops.quantize, x, scale, dtype, largest, c % 3 == 2))
 
     def blocks(self, a: int, b: int, c: int) -> None:
-        """Casts with a scale a row, or a block: each layout has its own, but for square blocks; one may be in memory."""
+        """Casts with a scale a row or a block: different ones for each layout, except square blocks; one may be an input."""
         x, (dtype, largest) = self.matrix(a, b), FP8[c % 3]
         block = [(1, self.side), (1, 0), (self.side, self.side), (1, self.side)][b % 4]
         rows, columns = x.meta["val"].shape
@@ -474,7 +474,7 @@ class Program:
             self.results.append(self.emit(ops.quantize, x, scales[which], dtype, largest, bool(which), block))
 
     def back(self, a: int, b: int, c: int) -> None:
-        """What a matmul does: FP8 in, high precision out, and on it goes."""
+        """Stands for a matmul: FP8 in, high precision out; the graph continues behind it."""
         casts = [x for x in self.results if x.meta["val"].dtype in (torch.float8_e4m3fn, torch.float8_e5m2)]
         if casts:
             self.keep(self.emit(aten._to_copy.default, casts[-1 - a % len(casts)], dtype=FLOATS[b % 3]))
@@ -526,7 +526,7 @@ INSTRUCTIONS: tuple[Callable[[Program, int, int, int], None], ...] = (
 )
 
 
-MAKING = (Program.gated, Program.binary, Program.unary, Program.norm)  # what there is behind scales of blocks
+MAKING = (Program.gated, Program.binary, Program.unary, Program.norm)  # producers of casts with scales of blocks
 
 
 def _broadcasts(shape: torch.Size, to: torch.Size) -> bool:
@@ -546,12 +546,12 @@ class Case:
 
     @property
     def wide(self) -> bool:
-        """Are blocks that share a scale as large as in training? Then so are tiles, and there are more elements."""
+        """Whether the blocks that share a scale are as large as in training; tiles and tensors are then larger, too."""
         return self.block >= len(BLOCKS)
 
     @property
     def blocks(self) -> tuple[int, int, int]:
-        """The block sizes that were drawn, or the next ones that few enough programs cover."""
+        """The block sizes that were drawn, or the next ones with which few enough programs cover the tensors."""
         if self.wide:
             return WIDE
         sides = (self.rows[0] * self.rows[1], self.columns[0] * self.columns[1])
@@ -577,7 +577,7 @@ making = st.tuples(st.sampled_from([INSTRUCTIONS.index(x) for x in MAKING]), num
 
 
 def cases_of(code: st.SearchStrategy[tuple[Code, ...]], most: int) -> st.SearchStrategy[Case]:
-    """Cases of such programs; `most`: of the numbers of tiles, those from len(BLOCKS) on are wide."""
+    """Cases of such programs. Tiles are numbered from 0 to `most`; from len(BLOCKS) on they are wide."""
     return st.builds(
         Case,
         rows=st.sampled_from(PAIRS),
@@ -593,13 +593,13 @@ def cases_of(code: st.SearchStrategy[tuple[Code, ...]], most: int) -> st.SearchS
 
 cases = cases_of(st.lists(steps, min_size=1, max_size=8).map(tuple), len(BLOCKS))
 casting = st.tuples(st.just(INSTRUCTIONS.index(Program.blocks)), numbers, numbers, numbers)
-scaled_cases = cases_of(st.tuples(making, making, casting), 2 * len(BLOCKS))  # wide ones are half
+scaled_cases = cases_of(st.tuples(making, making, casting), 2 * len(BLOCKS))  # half of them are wide
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
 
-FENCE = 64  # elements before and behind a tensor that are nobody's
-GARBAGE = 0xFF  # in each byte: NaN whatever the dtype
+FENCE = 64  # unused elements before and behind a tensor
+GARBAGE = 0xFF  # in each byte of unwritten memory: NaN in every floating-point dtype
 
 
 def fenced(values: torch.Tensor) -> torch.Tensor:
@@ -616,7 +616,7 @@ def room(shape: list[int], strides: list[int], dtype: torch.dtype) -> torch.Tens
 
 
 class Memory:
-    """Which addresses kernels may touch: those of the tensors that they are given."""
+    """The addresses that kernels may touch: those of their arguments."""
 
     def __init__(self) -> None:
         self.ranges: list[tuple[int, int]] = []
@@ -652,7 +652,7 @@ def guarded() -> Iterator[None]:
         return store(self, ptrs, value, mask, *args)
 
     def compared(self: Any, *args: Any) -> Any:
-        """A comparison of two scalars is a truth value, which the interpreter forgets when it is broadcast."""
+        """The interpreter loses the boolean dtype of a comparison of two scalars when the result is broadcast: restores it."""
         made = binary(self, *args)
         return triton_interpreter.TensorHandle(made.data, tl.int1) if made.data.dtype == np.bool_ else made
 
@@ -676,7 +676,7 @@ def guarded() -> Iterator[None]:
 
 
 class Exact(Interpreter):
-    """Runs a graph operator by operator; what ATen leaves open in the last bit, as a kernel with these blocks has it."""
+    """Runs a graph operator by operator. Where ATen does not specify the last bit, computes as a kernel with these blocks."""
 
     def __init__(self, module: GraphModule, block: tuple[int, int, int]):
         super().__init__(module)
@@ -727,7 +727,7 @@ class Exact(Interpreter):
             return made(squared / np.float32(count - kwargs["correction"])), made(mean)
 
     def of_rows(self, x: np.ndarray) -> np.ndarray:
-        """Block by block into one accumulator, which is summed up at the end."""
+        """Adds block by block into one accumulator, and sums the accumulator at the end."""
         width = self.block[1]
         padded = np.pad(x, ((0, 0), (0, -x.shape[1] % width)))
         into = np.zeros((x.shape[0], width), np.float32)
@@ -736,7 +736,7 @@ class Exact(Interpreter):
         return into.sum(1)
 
     def of_columns(self, x: np.ndarray) -> np.ndarray:
-        """Each block of rows, then their sums in the same way; + 0: no zero is negative."""
+        """Sums each block of rows, then the sums of the blocks in the same way; + 0 makes every zero positive."""
         height = self.block[0]
         padded = np.pad(x, ((0, -x.shape[0] % height), (0, 0))).reshape(-1, height, x.shape[1])
         parts = padded[:, 0]
@@ -754,7 +754,7 @@ def _numpy(function: Callable) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def _tanh(x: torch.Tensor) -> torch.Tensor:
-    """As in the table of expressions: a series near zero, by exp beyond."""
+    """As in the table of expressions: a series near zero, an expression of exp elsewhere."""
     y = x * x
     small = x * (1 + y * (-1 / 3 + y * (2 / 15 + y * (-17 / 315 + y * 62 / 2835))))
     large = 1 - 2.0 / (OPEN[aten.exp.default](2 * x.abs()) + 1)
@@ -762,7 +762,7 @@ def _tanh(x: torch.Tensor) -> torch.Tensor:
 
 
 def _sqrt(x: torch.Tensor) -> torch.Tensor:
-    return _numpy(np.sqrt)(x)  # rounded correctly, which ATen's is not where it comes from MKL
+    return _numpy(np.sqrt)(x)  # correctly rounded; ATen's is not if it comes from MKL
 
 
 OPEN: dict[Any, Callable] = {
@@ -790,11 +790,11 @@ def _tuple(x: Any) -> tuple:
 
 
 def assert_near(expected: torch.Tensor, found: torch.Tensor, args: Any, target: Any) -> None:
-    """Like ATen's, up to what its own order of summation may do."""
+    """Equal to ATen's result, up to the effect of another order of summation."""
     a, b = expected.double(), found.double()
     assert a.shape == b.shape and expected.dtype == found.dtype, target
     size = a.abs()
-    if target in (aten.add.Tensor, aten.sub.Tensor):  # in half precision, ATen rounds a number first, or does not
+    if target in (aten.add.Tensor, aten.sub.Tensor):  # in half precision, ATen may round a number first
         size = sum((torch.as_tensor(x).double().abs() for x in args), start=size)
     tolerance = 16 * torch.finfo(expected.dtype).eps * size + 1e-30
     if target in SUMS:
@@ -802,12 +802,12 @@ def assert_near(expected: torch.Tensor, found: torch.Tensor, args: Any, target: 
         size = x.square() if target is aten.var_mean.correction else x.abs()
         tolerance += 8 * torch.finfo(torch.float32).eps * size.sum()
     near = (a == b) | (a.isnan() & b.isnan()) | ((a - b).abs() <= tolerance)
-    near |= ~(a.isfinite() & b.isfinite())  # an overflow on the way: who comes first, decides
+    near |= ~(a.isfinite() & b.isfinite())  # an intermediate overflow: depends on the order
     assert near.all(), f"{target}: {found}, ATen has {expected}"
 
 
 def unequal(a: torch.Tensor, b: torch.Tensor) -> str:
-    """What two tensors differ in; nothing if they are the same to the bit, up to the bits of NaN."""
+    """The difference between two tensors, in words; "" if they have the same bits, except the bits of NaN."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return f"{a.dtype} {tuple(a.shape)} and {b.dtype} {tuple(b.shape)}"
     x, y = a.float(), b.float()
@@ -845,7 +845,7 @@ def check(case: Case, seen: Counter) -> None:
 
 
 def tiles(case: Case) -> dict[str, Any]:
-    """For blocks of 16 rows, too, sums over rows are a kernel of their own, in half of the cases."""
+    """In half of the cases, sums over rows are in their own kernel for blocks of 16 rows, too."""
     if case.wide:
         return {"configurations": lambda kernel: (STRIPS if kernel.span else WIDE,)}
     return {"MOST_ROWS": (8, 32)[case.seed % 2]}
@@ -870,7 +870,7 @@ def count(made: list[kernels.Interpreted], seen: Counter) -> None:
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """No garbage is collected inside: that takes a third of the time, and a case leaves little."""
+    """Inside, garbage collection is off: it would take a third of the time, and a case leaves little garbage."""
     gc.collect()
     gc.disable()
     try:
@@ -881,8 +881,8 @@ def uncollected() -> Iterator[None]:
 
 @contextlib.contextmanager
 def own_numbers() -> Iterator[None]:
-    """Hypothesis likes numbers that it finds in the sources of loaded modules. Not here: generated kernels are such modules,
-    so cases would depend on what ran before."""
+    """Hypothesis prefers numbers that it finds in the sources of loaded modules. This turns that off: generated kernels are
+    such modules, so cases would depend on the tests before."""
     with contextlib.ExitStack() as stack:
         if hasattr(providers, "_get_local_constants"):
             none = providers.Constants()
@@ -903,7 +903,7 @@ def shared_traces() -> Iterator[None]:
 
 
 def explore(start: int, examples: int, cases: st.SearchStrategy[Case] = cases) -> Counter:
-    """Checks that many cases, the same ones for the same `start`; counts what was in them."""
+    """Checks `examples` cases, the same ones for the same `start`; counts the features of their kernels."""
     seen: Counter = Counter()
 
     @seed(start)
@@ -937,7 +937,7 @@ def test_fused_and_unfused_agree(part: int) -> None:
 
 
 def test_scales_of_rows_and_blocks_agree() -> None:
-    """Behind chains and norms, with blocks as large as in training in half of the cases."""
+    """Casts follow chains and norms; in half of the cases blocks are as large as in training."""
     seen = explore(0, CASES // 4, scaled_cases)
     assert seen["fused"] > 0.9 * seen["cases"] >= 0.9 * (CASES // 4), seen
     for what in ("blocks", "amaxes of columns", "strips", "sums alone", "row passes", "transposed"):

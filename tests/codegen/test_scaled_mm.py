@@ -1,6 +1,6 @@
-"""Matmuls of operands with several scales by ATen: layouts of scales, the emulation, and what Inductor makes of them.
+"""Matmuls of operands with several scales by ATen: layouts of scales, the emulation, and the code that Inductor generates.
 
-They are traced with fake CUDA tensors, whose checks of layouts are ATen's, and compiled by Inductor for described devices.
+The matmuls are traced with fake CUDA tensors, so ATen checks their layouts, and compiled by Inductor for described devices.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tests.support.operands import B200, BF16, E4M3, F16, F32, FNUZ, H100, LINE,
 
 @pytest.mark.parametrize("shape", [(128, 4), (1, 1), (200, 9), (384, 16), (1000, 40)], ids=str)
 def test_swizzle(shape: tuple[int, int]) -> None:
-    """torchao's order, and its E8M0 of the same numbers, 2**-127 to 2**127."""
+    """The order is torchao's, and so are the E8M0 values, from 2**-127 to 2**127."""
     from torchao.prototype.mx_formats.utils import to_blocked
 
     exponents = torch.randint(-127, 128, shape, generator=torch.Generator().manual_seed(0))
@@ -48,7 +48,7 @@ def test_swizzle(shape: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("k", [64, 48])
 def test_emulation_is_exact(k: int) -> None:
-    """Every E4M3 number times powers of two of all sizes: bf16 has it, so bf16 products are those of the reference."""
+    """Every E4M3 number times any power of two is exact in bf16, so bf16 matmuls give the results of the reference."""
     codes = torch.arange(256, dtype=torch.uint8).view(E4M3).to(F32).nan_to_num(0.0).repeat(k // 16)
     a = codes.view(16 * k // 16, -1)[:, :16].repeat(1, k // 16).to(E4M3)
     inverse = 2.0 ** torch.arange(-100, 100).to(F32)[: a.shape[0] * ops.blocks(k, 32)].view(a.shape[0], -1)
@@ -68,7 +68,7 @@ def graph_of(
     gpu: Gpu,
     dtype: torch.dtype = E4M3,
 ) -> GraphModule:
-    """An `ops.block_mm` on fake CUDA tensors, traced and lowered: ATen's checks have seen the arguments."""
+    """An `ops.block_mm` on fake CUDA tensors, traced and lowered: ATen has checked the arguments."""
     m, n, k = sizes
     given = [*operand(m, k, blocks[0], dtype), *operand(n, k, blocks[1], dtype)]
     given += [torch.zeros(n, dtype=bias)] if bias is not None else []
@@ -116,7 +116,7 @@ def test_rowwise_graph(pair: tuple) -> None:
 
 
 def test_the_scale_of_one_row_is_found_in_its_vector() -> None:
-    """`as_strided` counts from the storage's beginning: a view of one of many scales is copied first."""
+    """`as_strided` counts from the beginning of the storage, so a view of one of many scales is copied first."""
     inverses = torch.tensor([8.0, 0.5, 2.0])
     with mock.patch.object(scaled_mm, "scaled", lambda a, b, a_scale, b_scale, *_: (a_scale, b_scale)):
         scales: Any = scaled_mm.rowwise(torch.zeros(1, 32), torch.zeros(1, 32), inverses[1:2], inverses[2:3], None, BF16, False)
@@ -135,7 +135,7 @@ def test_rowwise_after_graph() -> None:
 
 
 def test_blockwise_graph() -> None:
-    """Scales of 1 x 128 blocks with their rows beside each other, of 128 x 128 blocks with K's."""
+    """Scales of 1 x 128 blocks are contiguous along the rows, scales of 128 x 128 blocks along K."""
     m, n, k = 256, 192, 512
     args = product_of(graph_of((m, n, k), (LINE, SQUARE), None, BF16, H100).graph)
     assert [layout(x) for x in args[2:4]] == [((m, 4), (1, m)), ((4, 2), (1, 4))]
@@ -148,7 +148,7 @@ def test_blockwise_graph() -> None:
 
 @pytest.mark.parametrize("k", [64, 48])
 def test_mx_graph(k: int) -> None:
-    """The scales as ATen wants them, K as cuBLASLt does."""
+    """The scales have the layout that ATen needs; K is padded as cuBLASLt needs it."""
     a, b, a_scale, b_scale, *_ = product_of(graph_of((200, 144, k), (MX_BLOCK, MX_BLOCK), BF16, BF16, B200).graph)
     assert a.shape == (200, 64) and b.shape == (64, 144) and b.stride() == (1, 64)
     assert a_scale.shape == (2 * 128 * 4,) and a_scale.dtype == b_scale.dtype == torch.float8_e8m0fnu
@@ -166,7 +166,7 @@ def test_emulated_graph() -> None:
 @pytest.mark.parametrize("form", [scale_layouts.swizzled, scale_layouts.columns_first, scale_layouts.rows_first])
 @pytest.mark.parametrize("flipped", [False, True])
 def test_scales_of_sizes_that_are_symbols(form: Callable, flipped: bool) -> None:
-    """Traced where K was one block, right for any number of them: that it was one is not taken for a fact."""
+    """Traced with a K of one block, the graph is right for any number of blocks: tracing does not specialise on one."""
 
     def call(x: Tensor) -> Tensor:
         amax = ops.amax_blocks(x, False, list(LINE))
@@ -201,7 +201,7 @@ def test_training_step(gpu: str, recipe: str, dynamic: bool, expected: dict[str,
     assert Counter(name or launch for name, launch in calls) == expected
     assert f"ops.{ops.NAMESPACE}" not in step.code
     for scale in re.findall(r"reinterpret_tensor\(\w+, \(128, \d\), \((\d+), (\d+)\), 0\)", step.code):
-        assert scale == ("1", "128")  # cuBLASLt's: column by column
+        assert scale == ("1", "128")  # cuBLASLt's layout: column by column
 
 
 # -- on a device -------------------------------------------------------------------------------------------------------
@@ -215,8 +215,8 @@ OTHER_WAYS = {ROW: [AFTER], WHOLE: [AFTER], LINE: [TRITON], SQUARE: [TRITON], MX
 @pytest.mark.parametrize("sizes", [(512, 384, 1024), (37, 144, 272), (1, 256, 16)], ids=str)
 @pytest.mark.parametrize(("out_dtype", "bias"), [(BF16, BF16), (BF16, None), (F32, None), (F16, F32)], ids=str)
 def test_on_a_device(pair: tuple, sizes: tuple[int, int, int], out_dtype: torch.dtype, bias: torch.dtype | None) -> None:
-    """The way that is taken there, and that of other devices, against the reference on the same one. Tensor cores keep about 14
-    bits of a sum of FP8 products."""
+    """The device's own implementation, and those of other devices, against the reference on the device. Tensor cores keep about
+    14 bits of a sum of FP8 products."""
     m, n, k = sizes
     dtype = FNUZ if fnuz() else E4M3
     given = [x.cuda() for x in (*operand(m, k, pair[0], dtype), *operand(n, k, pair[1], dtype, seed=1))]

@@ -1,4 +1,4 @@
-"""The expression language of `where`: it means what Python means; it takes nothing else; nothing hangs."""
+"""The expression language of `where`: expressions mean the same as in Python, others are refused, and none hangs."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def conditions(depth: int) -> st.SearchStrategy[str]:
 
 
 def exact(text: str, m: int, n: int, k: int) -> bool:
-    """What the condition is in exact arithmetic: every number that is no exponent becomes a Fraction."""
+    """The condition in exact arithmetic: every number except exponents becomes a Fraction."""
     fractions = re.sub(r"(\*\* )?\b(\d+)", lambda x: x[0] if x[1] else f"F({x[2]})", text)
     names = {"F": Fraction, "m": Fraction(m), "n": Fraction(n), "k": Fraction(k), "min": min, "max": max, "__builtins__": {}}
     try:

@@ -1,4 +1,4 @@
-"""Options, recipes and formats: what is accepted, what it becomes, and what an error says."""
+"""Options, recipes and formats: accepted values, the resulting recipes, and the texts of errors."""
 
 from __future__ import annotations
 
@@ -238,7 +238,7 @@ def test_options_override_the_mode():
 
 def test_bad_modes():
     assert "Did you mean 'max-autotune'" in (message := error_of(None, "max-autotun")) and "'mode'" in message
-    assert "'lite'" in error_of(None, "lite")  # has no joint-graph passes
+    assert "'lite'" in error_of(None, "lite")  # this mode of Inductor runs no joint-graph passes
     assert "3 (int)" in error_of(None, 3)
 
 
@@ -274,7 +274,7 @@ def margins(recipe: Recipe) -> list[int]:
 
 
 def test_default_margins():
-    """Headroom for what follows a history and outgrows it: gradients with a delayed scale. Less of it in E4M3."""
+    """Gradients with delayed scaling outgrow their history, so they have headroom; less in E4M3. Other tensors have none."""
     assert margins(Recipe()) == margins(Recipe(fp8_encoding="fnuz")) == [0, 0, 11]
     assert margins(Recipe(fp8_format="e4m3")) == [0, 0, 3]
     assert margins(Recipe(current_scaling=(True, False, False))) == [0, 0, 11]
@@ -308,7 +308,7 @@ def test_current_scaling_that_is_asked_for_comes_on_top_of_that_of_down_projecti
     assert of_down(current_scaling=(True, True, True)) == (True, True, True)
     own = {"rules": [{"kind": "down projection", "current_scaling": [False, False, False]}]}
     asked = parse({"policy": own, "current_scaling": (False, False, True)}).policy
-    assert asked._effective[0].current_scaling == (False, False, False)  # a rule of one's own decides alone
+    assert asked._effective[0].current_scaling == (False, False, False)  # a rule of the user's own overrides the default rule
     assert parse().policy.key != parse({"current_scaling": (False, False, True)}).policy.key
 
 

@@ -1,4 +1,4 @@
-"""Policies: what rules match and in which order, how recipes resolve, what files are taken, and what errors say."""
+"""Policies: conditions and order of rules, resolution of recipes, sources of policies, and texts of errors."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ def write(tmp_path):
     "conditions, matching, other",
     [
         ({"module": "*.up_proj"}, {}, {"module": "model.layers.1.mlp.down_proj"}),
-        ({"module": "model.*.up_proj"}, {}, {"module": "up_proj"}),  # "*" matches dots
+        ({"module": "model.*.up_proj"}, {}, {"module": "up_proj"}),  # "*" also matches dots
         ({"module": "model.layers.[0-1].mlp.up_pro?"}, {}, {"module": "model.layers.2.mlp.up_proj"}),
         ({"module": ["*.gate_proj", "*.up_proj"]}, {}, {"module": "x.down_proj"}),
         ({"module": r"re:model\.layers\.(1|3)\..*"}, {}, {"module": "model.layers.2.mlp.up_proj"}),
-        ({"module": "re:layers"}, {"module": "layers"}, {"module": "model.layers"}),  # the whole name
+        ({"module": "re:layers"}, {"module": "layers"}, {"module": "model.layers"}),  # it must match the whole name
         ({"module": "*.UP_proj"}, {"module": "x.UP_proj"}, {}),  # case matters
         ({"parameter": "*.up_proj.weight"}, {}, {"parameter": "x"}),
         ({"module_class": "Linear"}, {}, {"classes": ("Conv1D", "GPT2MLP")}),
-        ({"module_class": ["*MLP"]}, {}, {"classes": ("Linear", "LlamaAttention")}),  # around it
+        ({"module_class": ["*MLP"]}, {}, {"classes": ("Linear", "LlamaAttention")}),  # classes of the surrounding modules
         ({"op": "mm"}, {}, {"op": "bmm"}),
         ({"op": ["mm", "addmm"]}, {"op": "addmm"}, {"op": "baddbmm"}),
         ({"gemm": "wgrad"}, {"gemm": "wgrad"}, {"gemm": "dgrad"}),
@@ -55,13 +55,13 @@ def write(tmp_path):
         ({"where": "m < 512"}, {"m": 511}, {"m": 512}),
         ({"blocks": "first 2"}, {"block": (1, 4)}, {"block": (2, 4)}),
         ({"blocks": "last 1"}, {"block": (3, 4)}, {"block": (2, 4)}),
-        ({"blocks": "first 9"}, {"block": (3, 4)}, {"block": None}),  # outside of all blocks
+        ({"blocks": "first 9"}, {"block": (3, 4)}, {"block": None}),  # a module outside of all blocks
         ({"blocks": ["first 1", "last 1"]}, {"block": (0, 4)}, {"block": (1, 4)}),
         ({"layers": "first 1"}, {"layer": (0, 29)}, {"layer": (1, 29)}),
         ({"layers": "last 2"}, {"layer": (27, 29)}, {"layer": (26, 29)}),
         ({"kind": "output head"}, {"kind": "output head: by its name"}, {"kind": "router gate: by its name"}),
         ({"kind": ["output head", "router gate"]}, {"kind": "router gate"}, {"kind": ""}),
-        ({"module": "*.up_proj", "gemm": "fprop"}, {}, {"gemm": "dgrad"}),  # all must hold
+        ({"module": "*.up_proj", "gemm": "fprop"}, {}, {"gemm": "dgrad"}),  # all conditions must hold
     ],
 )
 def test_conditions(conditions, matching, other):
@@ -82,7 +82,7 @@ def test_the_first_rule_that_matches_decides():
     choice = policy.choose(site())
     assert (choice.fp8, choice.rule, choice.label, choice.recipe) == ("on", 1, "rule 2", Recipe("tensorwise"))
     choice = policy.choose(site("lm_head", kind="output head: by its name"))
-    assert (choice.fp8, choice.rule, choice.label) == ("auto", 2, "rule 3")  # before the default policy's own
+    assert (choice.fp8, choice.rule, choice.label) == ("auto", 2, "rule 3")  # before the rules of the default policy
     assert policy.own == 3 and len(policy.rules) == 3 + len(load("default").rules)
 
 
@@ -127,7 +127,7 @@ def test_a_setting_is_looked_up_in_the_rule_the_recipe_the_options_the_defaults(
 def test_what_is_possible():
     assert not load({"extends": "none", "defaults": {"recipe": "tensorwise"}}).delayed
     last = load({"extends": "none", "rules": [{"module": "a", "recipe": "tensorwise"}, {"recipe": "tensorwise", "margin": 1}]})
-    assert last.possible == (Recipe("tensorwise"), Recipe("tensorwise", margin=1)) and not last.delayed  # no default is left
+    assert last.possible == (Recipe("tensorwise"), Recipe("tensorwise", margin=1)) and not last.delayed  # unused
 
 
 def test_every_field_of_a_recipe_is_a_key():
@@ -137,7 +137,7 @@ def test_every_field_of_a_recipe_is_a_key():
         "on_overflow": "saturate",
         "fp8_encoding": "fnuz",
         "margin": 1,
-        "power_of_2_scale": False,  # all that delayed scaling takes
+        "power_of_2_scale": False,  # the only value that delayed scaling allows
     }
     recipe = Recipe()
     for field in dataclasses.fields(Recipe):
@@ -160,7 +160,7 @@ def test_extending():
     assert policy.recipe == Recipe(margin=(1, 1, 11), amax_history_len=4)
     assert policy.labels[:2] == ("mine", "first and last block") and policy.own == 1
     assert policy.labels[-1] == load("default").labels[-1]
-    assert load("conservative").own == 0  # what is shipped is nobody's own
+    assert load("conservative").own == 0  # rules of a shipped policy are not the user's own
 
 
 def test_extending_files(write, tmp_path):
@@ -170,7 +170,7 @@ def test_extending_files(write, tmp_path):
     policy = load(mine)
     assert policy.labels[:2] == ("rule 1", f"rule 1 of {tmp_path / 'sub' / '../base.toml'}") and policy.own == 1
     assert policy.eval == "fp8" and policy.choose(site("a")).recipe == policy.choose(site("b")).recipe == Recipe(margin=1)
-    mine.write_text(mine.read_text() + "[recipes.x]\nmargin = 2\n")  # the nearer one of two recipes; and read anew
+    mine.write_text(mine.read_text() + "[recipes.x]\nmargin = 2\n")  # the nearer of two recipes wins; the file is read again
     assert load(mine).choose(site("b")).recipe == Recipe(margin=2)
 
 
@@ -306,7 +306,7 @@ def test_schema():
 
 
 def follows(value, schema: dict, root: dict) -> bool:
-    """Whether `value` is valid: as much of JSON Schema as ours uses."""
+    """Whether `value` is valid. Implements the part of JSON Schema that our schema uses."""
     if "$ref" in schema:
         schema = {**root["$defs"][schema["$ref"].rpartition("/")[2]], **{k: v for k, v in schema.items() if k != "$ref"}}
     kinds = {"string": str, "integer": int, "boolean": bool, "array": list, "object": dict}

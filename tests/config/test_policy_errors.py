@@ -1,4 +1,4 @@
-"""What is said about policies that cannot be used, or that do nothing: the place, the key, the value, the fix."""
+"""Messages about policies that are invalid or have no effect: they name the place, the key, the value and the fix."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def test_rules_that_are_never_reached():
     assert "rule 3 ('late'): this rule is never reached: all, before it, has no conditions" in message
     same = [{"module": "a", "fp8": "on"}, {"where": "n<3"}, {"module": ["a"], "fp8": "off"}]
     assert "rule 3: this rule is never reached: rule 1, before it, has the same conditions" in refusal({"rules": same})
-    assert fp8(load({"rules": [everything]}), "lm_head", kind="output head") == "on"  # what it extends may be cut off
+    assert fp8(load({"rules": [everything]}), "lm_head", kind="output head") == "on"  # it may hide the extended rules
 
 
 def test_dicts_may_hold_what_a_file_cannot():
@@ -277,7 +277,7 @@ def test_rules_that_match_something_are_not_mentioned():
 def test_names_that_do_not_exist(rule, says):
     (message,) = unmatched(rule)
     assert says in message and "rule 1 of policy given as a dict decides about no matmul" in message
-    if "module_class" not in rule:  # a part of the model may not know all classes
+    if "module_class" not in rule:  # a graph of a part of the model may not contain all classes
         assert unmatched(rule, whole=False) == [message]
 
 
@@ -292,7 +292,7 @@ def test_conditions_that_hold_nowhere():
     assert "holds for none of the 24 gemms" in unmatched({"kind": "output head"})[0]
     elsewhere = {"module": "lm_head"}, {"parameter": "lm_head.weight"}, {"kind": "output head"}
     for rule in (*elsewhere, {"module": "*.up_proj", "where": "n < 9"}):
-        assert unmatched(rule) and unmatched(rule, whole=False) == []  # another graph may have it
+        assert unmatched(rule) and unmatched(rule, whole=False) == []  # another graph may contain a match
 
 
 def test_rules_that_others_leave_nothing():

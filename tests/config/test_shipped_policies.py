@@ -1,4 +1,4 @@
-"""What each shipped policy decides about real models' names and shapes."""
+"""The decisions of each shipped policy for the names and shapes of real models."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KINDS["down_proj"] = "down projection: gated in all models that call it so"
 
 
 def sites(model: nn.Module, m: int = 8192) -> Iterator[Site]:
-    """Three gemms for each weight of `model` that is multiplied: linears, GPT-2's Conv1D, stacked experts."""
+    """Three gemms for each weight of `model` that a matmul reads: linears, GPT-2's Conv1D, stacked experts."""
     modules = dict(model.named_modules())
     tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
     weights = []
@@ -55,7 +55,7 @@ def sites(model: nn.Module, m: int = 8192) -> Iterator[Site]:
 
 
 def decided(policy: str | Policy, model: nn.Module) -> dict[str, Choice]:
-    """parameter -> the choice, which is the same for its three gemms."""
+    """parameter -> the choice, which must be equal for its three gemms."""
     policy = load(policy)
     choices: dict[str, Choice] = {}
     for site in sites(model):
@@ -65,7 +65,7 @@ def decided(policy: str | Policy, model: nn.Module) -> dict[str, Choice]:
 
 
 def by_label(choices: dict[str, Choice]) -> dict[str, set[str]]:
-    """label -> the parameters, their first number as *."""
+    """label of a rule -> its parameters, with the first number of a name replaced by *."""
     found: dict[str, set[str]] = {}
     for parameter, choice in choices.items():
         found.setdefault(choice.label, set()).add(re.sub(r"\.\d+\.", ".*.", parameter, count=1).removesuffix(".weight"))
@@ -102,7 +102,7 @@ def test_default(models):
     assert by_label(choices) == {"output head": {"lm_head"}, "down projection": {DOWN}, "": {*ATTENTION, OUTPUT, *UP}}
     assert choices["lm_head.weight"].fp8 == "off" and choices["model.layers.0.mlp.up_proj.weight"].fp8 == "auto"
     narrow = models["gpt2"]
-    narrow.down = nn.Linear(256, 64, device="meta")  # a LoRA's rank, say
+    narrow.down = nn.Linear(256, 64, device="meta")  # for example the rank of a LoRA
     try:
         assert by_label(decided("default", narrow))["under 128 wide"] == {"down"}
     finally:
@@ -180,14 +180,14 @@ def test_accelerate_defaults(models):
     assert (recipe.amax_history_len, recipe.amax_compute_algo, recipe.fp8_format) == (1024, "most_recent", "hybrid")
     odd = nn.Sequential(*(nn.Linear(a, b, device="meta") for a, b in ((64, 64), (64, 72), (72, 64), (64, 64), (64, 64))))
     assert [choice.fp8 for choice in decided("accelerate-defaults", odd).values()] == ["off", "off", "off", "on", "off"]
-    conv = decided("accelerate-defaults", models["gpt2"])  # no nn.Linear but the head
+    conv = decided("accelerate-defaults", models["gpt2"])  # the head is the only nn.Linear
     assert {choice.fp8 for choice in conv.values()} == {"off"}
 
 
 @pytest.mark.parametrize("policy", sorted(BUILTIN))
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_goes_with_every_policy(recipe, policy):
-    """What a policy says for one recipe does not stand in the way of another one that is asked for."""
+    """A policy's settings for one recipe do not conflict with another recipe in the options."""
     found = parse({"policy": policy, "recipe": recipe}).policy
     site = next(sites(nn.Linear(256, 256, device="meta")))
     assert found.choose(site).recipe.name == recipe
@@ -209,7 +209,7 @@ def test_every_recipe_goes_with_every_policy(recipe, policy):
     ],
 )
 def test_the_graph_decides_as_the_names_do(models, policy, name):
-    """What a training step's report has, rule by rule, against `decided`; and no rule of a shipped file is idle there."""
+    """Compares the report of a training step with `decided`, rule by rule; every rule of the shipped file decides something."""
     model = models[name]
     given = {"pixel_values": torch.zeros(2, 3, 224, 224)} if name == "vit" else {"input_ids": torch.zeros(2, 64).long()}
     report = fp8compile.explain(model, options={"policy": policy}, **given)

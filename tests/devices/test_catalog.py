@@ -1,4 +1,4 @@
-"""Descriptions of GPUs: the shipped data, finding them, what `calibrate` stores, and devices that nobody described."""
+"""Descriptions of GPUs: the shipped data, look-ups, the file that `calibrate` stores, and devices without a description."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from fp8compile.logs import DEVICES_VARIABLE
 
 @pytest.fixture(autouse=True)
 def own_files(tmp_path, monkeypatch):
-    """No test reads or writes this machine's file."""
+    """Redirects the stored file, so that no test reads or writes this machine's."""
     monkeypatch.setenv(DEVICES_VARIABLE, str(tmp_path / "devices.toml"))
     return tmp_path / "devices.toml"
 
 
 def properties(name: str, **given):
-    """What `torch.cuda.get_device_properties` has of a device of compute capability 9.0, unless told otherwise."""
+    """The result of `torch.cuda.get_device_properties` for a device, by default of compute capability 9.0."""
     usual = dict(major=9, minor=0, multi_processor_count=132, total_memory=80 << 30, L2_cache_size=50 << 20, clock_rate=1980000)
     return SimpleNamespace(name=name, **{**usual, "memory_bus_width": 5120, "memory_clock_rate": 2619000, **given})
 
 
-# -- what is shipped ---------------------------------------------------------------------------------------------------
+# -- the shipped descriptions --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("device", catalog.shipped().values(), ids=lambda device: device.key)
@@ -39,14 +39,14 @@ def test_shipped_figures_are_possible(device):
     if device.has_fp8:
         assert peak["fp8"] == pytest.approx(2 * peak["bf16"], rel=0.01)
         assert 1.4 < device.flops.fp8 / device.flops.bf16 < 1.95  # published matmuls: 1.83 on an H200, 1.9 on an H200 NVL
-    # the memory interface, in its own words, gives the published bandwidth
+    # the width and the clock of the memory bus give the published bandwidth
     assert device.memory_bus / 8 * 2e6 * device.memory_clock_mhz == pytest.approx(peak["bandwidth"], rel=0.05)
     assert catalog.find(device.key) == catalog.find(device.name) == device
 
 
 @pytest.mark.parametrize("device", [d for d in catalog.shipped().values() if d.has_fp8], ids=lambda device: device.key)
 def test_peaks_derived_from_properties_are_the_published_ones(device):
-    """The table of FLOP a clock and unit, against the data: boost clocks are not what peaks are stated for."""
+    """Checks the table of FLOP a clock and unit against the data. Not exact: published peaks are not at boost clocks."""
     given = properties(device.name, gcnArchName=device.gfx, major=device.capability[0], minor=device.capability[1])
     given.multi_processor_count, given.clock_rate = device.sms, 1000 * device.clock_mhz
     given.memory_bus_width, given.memory_clock_rate = device.memory_bus, 1000 * device.memory_clock_mhz
@@ -105,7 +105,7 @@ def test_an_amd_device_without_a_telling_name():
     given = properties("AMD Radeon Graphics", gcnArchName="gfx942:sramecc+:xnack-", multi_processor_count=304)
     given.total_memory = 192 << 30
     assert catalog.of_properties(given).key == "mi300x"
-    given.multi_processor_count, given.total_memory = 80, 64 << 30  # a partition of one is not one
+    given.multi_processor_count, given.total_memory = 80, 64 << 30  # a partition of an MI300X is not an MI300X
     assert catalog.of_properties(given).origin == "derived"
 
 
@@ -133,11 +133,11 @@ def test_derived_extremes():
     assert made.bandwidth > 0 and made.flops.bf16 > 0 and made.gpu.multi_processor_count == 10
 
 
-# -- what has FP8 ------------------------------------------------------------------------------------------------------
+# -- devices with FP8 ------------------------------------------------------------------------------------------------------
 
 
 def seen(monkeypatch, **given):
-    """A process with one GPU of these properties."""
+    """Makes this process see one GPU with these properties."""
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties("some GPU", **given))
     return torch.device("cuda", 0)
 
@@ -163,7 +163,7 @@ def test_other_devices_are_refused():
 
 
 def test_encodings(monkeypatch):
-    """A CPU emulates both; a GPU has its own."""
+    """A CPU emulates both encodings; a GPU has one."""
     assert support.encodings([torch.device("cpu")]) == ("ocp", "fnuz")
     assert support.encodings([torch.device("cuda")]) == ("ocp",)
     monkeypatch.setattr("fp8compile.devices.formats.fnuz", lambda: True)
@@ -182,14 +182,14 @@ def test_blackwell_alone_multiplies_mx(monkeypatch, key, cuda, expected):
 
 
 def test_the_gpu_of_this_process(monkeypatch):
-    """What torch does not tell is an H200's; a CPU is none."""
+    """Properties that torch does not report are taken from an H200; a CPU is not a GPU."""
     gpu = gpu_of(seen(monkeypatch, major=8, minor=6, gcnArchName="NVIDIA of some kind"))
     assert gpu == dataclasses.replace(gpu, name="some GPU", minor=6) and gpu.warp_size == 32 and gpu.gfx == ""
     assert gpu_of(torch.device("cpu")) is None
     assert Gpu(gcnArchName="gfx942:sramecc+:xnack-").gfx == gfx_of(properties("", gcnArchName="gfx942")) == "gfx942"
 
 
-# -- what calibrate stores ---------------------------------------------------------------------------------------------
+# -- the file that calibrate stores --------------------------------------------------------------------------------------------
 
 
 def test_stored_and_read_again(own_files):
@@ -203,9 +203,9 @@ def test_stored_and_read_again(own_files):
     assert list(found) == [known.name, "AMD Instinct MI300X"]
     assert found[known.name].flops.fp8 == 1234e12 and found[known.name].launch == 3.5e-6
     assert found[known.name].origin == "calibrated" and found["AMD Instinct MI300X"].gfx == "gfx942"
-    assert catalog.of_properties(properties(known.name)).flops.fp8 == 1234e12  # before what is shipped
+    assert catalog.of_properties(properties(known.name)).flops.fp8 == 1234e12  # a stored description comes before a shipped one
     assert catalog.find(known.name).flops.fp8 == 1234e12
-    assert catalog.find("h100").flops.fp8 == known.flops.fp8  # a key is what is shipped
+    assert catalog.find("h100").flops.fp8 == known.flops.fp8  # a key always finds the shipped one
     catalog.store(dataclasses.replace(first, launch=1e-6))
     assert catalog.stored()[known.name].launch == 1e-6 and len(catalog.stored()) == 2
 
@@ -240,7 +240,7 @@ def test_a_broken_file_is_a_warning_and_ignored(own_files, caplog, text, wrong):
         assert catalog.stored() == {}
     assert len(caplog.records) == 1 and str(own_files) in caplog.text and "is ignored" in caplog.text
     assert wrong is None or wrong in caplog.text
-    catalog.store(dataclasses.replace(catalog.find("h200"), origin="calibrated"))  # and can be replaced
+    catalog.store(dataclasses.replace(catalog.find("h200"), origin="calibrated"))  # the broken file can be replaced
     assert list(catalog.stored()) == ["NVIDIA H200"]
 
 
@@ -263,8 +263,8 @@ def test_a_name_with_quotes_is_stored(own_files):
 
 
 class Clock:
-    """A timer of a device that is `FLOPS` fast, copies `BYTES` a second and launches in `LAUNCH`: it runs the function, and
-    answers from the sizes of what the function touches."""
+    """A timer of a device with `FLOPS` FLOP/s and `BYTES` bytes/s that takes `LAUNCH` seconds for a launch. It runs the
+    function, and computes the time from the sizes of the function's tensors."""
 
     FLOPS, BYTES, LAUNCH = 2e12, 1e11, 1e-6
 

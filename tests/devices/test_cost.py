@@ -1,4 +1,4 @@
-"""The cost model against what has been published, and its arithmetic against what can be worked out by hand."""
+"""The cost model against published measurements, and its arithmetic against results computed by hand."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from fp8compile.devices import catalog, cost
 from fp8compile.devices.cost import CastInput
 
 H100, H200, B300, NVL = (catalog.find(key) for key in ("h100", "h200", "b300", "h200-nvl"))
-# torchao's tables are from Meta's H100: HBM2e, of which copies reach 2.2 TB/s (torchao/testing/training/roofline_utils.py)
+# torchao's tables were measured on Meta's H100 with HBM2e; copies reach 2.2 TB/s (torchao/testing/training/roofline_utils.py)
 TORCHAO_H100 = dataclasses.replace(H100, sustained=dataclasses.replace(H100.sustained, bandwidth=2.2e12))
 CELLS = Path(__file__).parent / "data" / "torchao_h100.csv"
 
-# Cells of the rowwise table where the sign differs: (m, k, n): published speedup. docs/cost-model.md says why.
+# Cells of the rowwise table where the sign differs, (m, k, n): published speedup. docs/cost-model.md explains them.
 LOSES_BUT_GAINS = {
     (4096, 16384, 4096): 0.92,
     (4096, 32768, 4096): 0.93,
@@ -46,7 +46,7 @@ def cells(recipe: str) -> dict[tuple[int, int, int], float]:
 
 @dataclasses.dataclass
 class Linear:
-    """Estimated seconds of a linear, forward and backward: its matmuls in bf16 and in FP8, and what FP8 adds by its `casts`."""
+    """Estimated seconds of a linear, forward and backward: matmuls in bf16, matmuls in FP8, and the additional FP8 `casts`."""
 
     bf16: float
     fp8: float
@@ -54,15 +54,15 @@ class Linear:
 
     @property
     def speedup(self) -> float:
-        """Of FP8 with its casts over bf16."""
+        """The speedup of FP8, casts included, over bf16."""
         return self.bf16 / (self.fp8 + self.casts)
 
 
 def linear(device, m, n, k, recipe="delayed", *, fused=(True, True), weight_bytes=2) -> Linear:
     """out[m, n] = x[m, k] @ w[n, k].t(), its dgrad and its wgrad.
 
-    `fused`: are x and the output's gradient computed by kernels that casts can join (one tensor is read for each element that
-    they compute)? If so, nobody else reads them.
+    `fused`: whether kernels compute x and the output's gradient, so that casts can be fused into them (the kernels read one
+    element for each element that they write). If so, nothing else reads these tensors.
     """
     sizes = ((m, n, k), (m, k, n), (n, k, m))
     bf16 = sum(cost.gemm(device, *size) for size in sizes)
@@ -90,13 +90,13 @@ def test_signs_of_torchaos_rowwise_table():
     assert {cell: x for cell, x in differ.items() if x < 1} == LOSES_BUT_GAINS
     assert {cell: x for cell, x in differ.items() if x >= 1} == GAINS_BUT_LOSES
     assert all(abs(ours[cell] / published[cell] - 1) < 0.3 for cell in differ)
-    # what torchao has never seen gain, we do not let gain by much
+    # cells in which FP8 never gained for torchao may gain only a little here
     never = [cell for cell in published if cell[0] <= 2048 or cell[2] <= 2048]
     assert all(published[cell] < 1 for cell in never) and max(ours[cell] for cell in never) < 1.1
 
 
 def test_sizes_of_torchaos_rowwise_table():
-    """Not only the signs: where a cell is better than another, so are ours (Spearman's rank correlation)."""
+    """Not only the signs agree, but also the order of the cells (Spearman's rank correlation)."""
     published, ours = cells("rowwise"), estimated("rowwise")
 
     def ranks(values):
@@ -111,7 +111,7 @@ def test_signs_of_torchaos_square_linears():
     published, ours = cells("tensorwise"), estimated("tensorwise")
     assert len(published) == 6
     assert all((published[cell] >= 1) == (ours[cell] >= 1) for cell in published)
-    # delayed scaling there reads the tensor twice, ours once: the one size between may differ, the others not
+    # torchao's delayed scaling reads the tensor twice, ours once: only the one size between gain and loss may differ
     published, ours = cells("delayed"), estimated("delayed")
     assert [cell for cell in published if (published[cell] >= 1) != (ours[cell] >= 1)] == [(2048, 2048, 2048)]
 
@@ -131,7 +131,7 @@ TOKENS = 15872
     ],
 )
 def test_transformer_engines_twelve_gemms(device, recipe, published):
-    """With casts that read what is in memory. TransformerEngine's current scaling makes more of them than two walks."""
+    """The casts read tensors from memory. TransformerEngine's current scaling needs more than two walks."""
     layers = [linear(device, TOKENS, n, k, recipe, fused=(False, False)) for k, n in SUITE.values()]
     speedup = sum(x.bf16 for x in layers) / sum(x.fp8 + x.casts for x in layers)
     assert speedup == pytest.approx(published, rel=0.10)
@@ -143,8 +143,8 @@ def test_transformer_engines_twelve_gemms(device, recipe, published):
 
 
 def test_transformer_engines_small_loss_is_an_exception():
-    """15872 x 4096 x 4096 forward alone, current scaling, B300: .317 ms against .307. Our FP8 time is right; bf16 runs faster
-    there (1735 TFLOP/s) than in the average of the twelve that its rate is from."""
+    """15872 x 4096 x 4096, forward only, current scaling, B300: .317 ms against .307. Our FP8 time is right. bf16 runs faster
+    here (1735 TFLOP/s) than the average of the twelve gemms from which its rate was taken."""
     fp8 = cost.gemm(B300, TOKENS, 4096, 4096, "fp8") + sum(
         cost.casts(B300, CastInput(elements), COSTS["tensorwise"]) for elements in (TOKENS * 4096, 4096 * 4096)
     )
@@ -158,7 +158,7 @@ def test_transformer_engines_small_loss_is_an_exception():
     [(256, 11, 18), (512, 14, 20), (1024, 33, 26), (2048, 81, 55), (4096, 632, 274), (8192, 5027, 2216)],
 )
 def test_square_gemms(size, bf16_us, fp8_us):
-    """Within 40%, and never in favour of FP8 by more than it was measured to be (15% for noise)."""
+    """Times are within 40%, and the speedup of FP8 is never above the measured one (with 15% for noise)."""
     bf16, fp8 = (3e6 * cost.gemm(TORCHAO_H100, size, size, size, dtype) for dtype in ("bf16", "fp8"))
     assert bf16 == pytest.approx(bf16_us, rel=0.4) and fp8 == pytest.approx(fp8_us, rel=0.4)
     assert bf16 / fp8 < 1.15 * bf16_us / fp8_us
@@ -202,7 +202,7 @@ def test_fp8_is_not_credited_with_more_than_it_can_save(m, n, k):
     full = max(flops / 790e12, (2 * read + written) / 4.2e12) - max(flops / 1340e12, (read + written) / 4.2e12)
     assert bf16 - fp8 <= full + 1e-12
     assert bf16 > 0 and fp8 >= flops / 1340e12
-    # the longest size cannot be had for less than half of it
+    # twice the rows never take less time
     assert cost.gemm(H200, 2 * m, n, k) >= bf16 * 0.999
 
 
@@ -225,10 +225,10 @@ UNIT = dataclasses.replace(H200, sustained=dataclasses.replace(H200.sustained, b
         (dict(recipe="tensorwise"), 2 * 200 + 200),
         (dict(recipe="tensorwise", again=True), 3 * 200 + 200),
         (dict(fused=True, producer_bytes=700), 200),
-        (dict(fused=True, producer_bytes=700, high_bytes=2), 200 + 200 + 200),  # bf16 is written, too, and read
+        (dict(fused=True, producer_bytes=700, high_bytes=2), 200 + 200 + 200),  # bf16 is also written, and read
         (dict(fused=True, producer_bytes=700, recipe="tensorwise"), 700 + 200),
-        (dict(itemsize=4, high_bytes=2), 400 + 200 + 400 + 200),  # and converted to bf16
-        (dict(high_bytes=2), 200 + 200),  # bf16 is in memory anyway
+        (dict(itemsize=4, high_bytes=2), 400 + 200 + 400 + 200),  # also converted to bf16
+        (dict(high_bytes=2), 200 + 200),  # the bf16 tensor is in memory anyway
         (dict(scattered=True), 3 * 200 + 200),
         (dict(scattered=True, recipe="tensorwise"), 3 * 200 + 200),
     ],
@@ -251,11 +251,11 @@ def test_launches_of_casts():
 
 
 def test_a_fused_producer_that_nobody_reads_in_bf16_casts_for_nothing():
-    """GELU writes two FP8 copies in the place of one in bf16: as many bytes. What is left is the weight's cast."""
+    """GELU writes two FP8 copies instead of one bf16 tensor: equally many bytes. Only the weight's cast costs time."""
     layer = linear(UNIT, 128, 256, 512, "delayed")
     assert layer.casts == pytest.approx((2 + 2) * 256 * 512)
     under_autocast = linear(UNIT, 128, 256, 512, "delayed", weight_bytes=4)
-    assert under_autocast.casts == pytest.approx((4 + 2) * 256 * 512 - (4 + 2) * 256 * 512)  # bf16 has a cast to pay as well
+    assert under_autocast.casts == pytest.approx((4 + 2) * 256 * 512 - (4 + 2) * 256 * 512)  # bf16 pays for a cast, too
 
 
 @settings(max_examples=60, deadline=None)
@@ -277,7 +277,7 @@ def test_break_even_of_a_known_function():
     assert cost.break_even(lambda m: m - 1000.5) == 1008
     assert cost.break_even(lambda m: 1.0) == 16
     assert cost.break_even(lambda m: -1.0) is None
-    assert cost.break_even(lambda m: 0.0) is None  # to be as fast is no gain
+    assert cost.break_even(lambda m: 0.0) is None  # equal times are no gain
     assert cost.break_even(lambda m: m - 1000.5 if m != 4096 else -1.0) == 4096 + 16  # after the last loss
 
 

@@ -1,4 +1,4 @@
-"""Data parallel training on a CPU, by gloo: a split graph keeps its state, and amaxes are shared on request."""
+"""Data parallel training on CPUs with gloo: a split graph keeps its state, and `reduce_amax` shares amaxes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.models import ResidualMlp
 
 
 class Net(nn.Module):
-    """One frame to Dynamo (an nn.Sequential under DDP is not: its blocks are compiled one by one)."""
+    """Dynamo sees this model as one frame. (Under DDP it would compile the blocks of an nn.Sequential one by one.)"""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,8 +43,8 @@ def one_process(tmp_path):
 
 
 def test_a_graph_that_ddp_splits(one_process) -> None:
-    """DDPOptimizer cuts the graph where its buckets end. The parts compute what the whole does, state included. (Behind an
-    overflow only the part that had it runs cold: here nothing grows that much.)"""
+    """DDPOptimizer cuts the graph at the ends of its buckets. The parts compute the same results and state as the whole. (After
+    an overflow only the part that overflowed runs cold, but here nothing overflows.)"""
     x = torch.randn(16, 256)
 
     def train(model: nn.Module, run) -> list[dict[str, torch.Tensor]]:
@@ -58,7 +58,7 @@ def test_a_graph_that_ddp_splits(one_process) -> None:
     whole, split = build(), build()
     expected = train(whole, torch.compile(whole, backend="fp8"))
     names = {record.fqn for record in fp8compile.report(whole).matmuls}
-    torch._dynamo.reset()  # or the second model would be run by the first one's code, which is not split
+    torch._dynamo.reset()  # otherwise the second model would run the code of the first one, which is not split
     got = train(split, torch.compile(DistributedDataParallel(split, bucket_cap_mb=1), backend="fp8"))
     for step in range(3):
         assert_close(expected[step], got[step], 40.0, f"step {step}")
@@ -70,7 +70,7 @@ def test_a_graph_that_ddp_splits(one_process) -> None:
 
 
 def test_phases_of_a_graph_that_ddp_splits(one_process) -> None:
-    """Each part has both phases, and histories move in either."""
+    """Each part has both phases, and histories move in both."""
     model = build()
     policy = {"schedule": {"warmup_steps": 2}}
     run = torch.compile(
@@ -114,7 +114,7 @@ def _worker(rank: int, store: str, reduce_amax: bool, results: str) -> None:
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("reduce_amax", [False, True])
 def test_reduce_amax(tmp_path, reduce_amax: bool) -> None:
-    """With `reduce_amax` both processes remember the larger of their amaxes; without it each its own."""
+    """With `reduce_amax` both processes record the larger of their amaxes; without it each records its own."""
     args = (str(tmp_path / "store"), reduce_amax, str(tmp_path / "rank"))
     torch.multiprocessing.spawn(_worker, args, nprocs=2, join=True)
     first, second = (torch.load(tmp_path / f"rank{rank}") for rank in (0, 1))
@@ -126,7 +126,7 @@ def test_reduce_amax(tmp_path, reduce_amax: bool) -> None:
 
 
 def test_a_deep_copy_of_a_wrapped_model_is_another_model() -> None:
-    """DDP's users copy models (for an average of the weights): a copy starts with a state of its own."""
+    """Users copy models under DDP, for example to average weights: a copy starts with its own state."""
     model = build()
     with interpreted():
         torch.compile(model, backend="fp8")(torch.randn(16, 256)).sum().backward()

@@ -1,4 +1,4 @@
-"""FSDP2 (`fully_shard`) and tensor parallel parameters, on two processes by gloo: memory, gradients, reports and state."""
+"""FSDP2 (`fully_shard`) and tensor parallel parameters, on two processes with gloo: memory, gradients, reports and state."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.models import ResidualMlp
 
 pytestmark = pytest.mark.slow
 
-TIME_LIMIT = 300  # seconds: what goes wrong among processes hangs
+TIME_LIMIT = 300  # seconds: an error in one process makes the other one hang
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 
 
@@ -37,7 +37,7 @@ class Net(nn.Module):
         return self.out(self.norm(x))
 
 
-WEIGHTS = 3 * 128 * 256  # of the blocks, without the first one: its input has no gradient, so nothing reads the weight again
+WEIGHTS = 3 * 128 * 256  # elements of the blocks' weights that backward reads: the first one has no dgrad
 
 
 def build() -> Net:
@@ -66,7 +66,7 @@ def _process(work: Callable[..., Any], rank: int, folder: str, args: tuple[Any, 
 
 
 def on_two(folder: Path, work: Callable[..., Any], *args: Any) -> list[Any]:
-    """`work(rank, *args)` in two processes; what it returned on rank 0 and 1."""
+    """Runs `work(rank, *args)` in two processes; returns the results of ranks 0 and 1."""
     spawn = multiprocessing.get_context("spawn")
     processes = [spawn.Process(target=_process, args=(work, rank, str(folder), args)) for rank in range(2)]
     for process in processes:
@@ -108,8 +108,8 @@ CASES: list[tuple[bool | int | None, str, dict[str, Any]]] = [
 
 
 def _train(rank: int) -> list[dict[str, Any]]:
-    """Two steps of each case: bytes of whole weights in FP8 between the last forward and backward, the gradients, those
-    without FSDP2, and the report."""
+    """Two steps of each case. Returns the bytes of whole FP8 weights kept between the last forward and its backward, the
+    gradients with and without FSDP2, and the report."""
     results = []
     for reshard, compiled, options in CASES:
         torch._dynamo.reset()
@@ -146,7 +146,7 @@ def trained(tmp_path_factory) -> list[list[dict[str, Any]]]:
 
 @pytest.mark.parametrize("case", range(len(CASES)), ids=str)
 def test_no_weight_is_kept_in_fp8_where_fsdp2_reshards(trained, case: int) -> None:
-    """A copy that lived from forward to backward would be of the whole weight, on every rank. And FSDP2 changes no gradient."""
+    """A copy kept from forward to backward would hold the whole weight on every rank. FSDP2 also changes no gradient."""
     keeps = CASES[case][0] is False
     for result in (results[case] for results in trained):
         ours, plain = result["gradients"]
@@ -159,7 +159,7 @@ def test_no_weight_is_kept_in_fp8_where_fsdp2_reshards(trained, case: int) -> No
 
 
 def test_a_report_of_a_sharded_model(trained) -> None:
-    """Graphs are found by the unsharded parameters. FSDP2's hooks break the graph of the whole model: its own part is eager."""
+    """A report finds graphs by the unsharded parameters. FSDP2's hooks break the graph of the root: its own part is eager."""
     for results in trained:
         for result in results:
             said = result["dict"]
@@ -268,7 +268,7 @@ def test_a_sharded_model_goes_on_from_its_state(states) -> None:
 
 
 def _tensor_parallel(rank: int) -> list[dict[str, torch.Tensor]]:
-    """Two steps, a state, and two more; then a second model that goes on from that state."""
+    """Two steps, a saved state, and two more steps; then a second model continues from that state."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -295,7 +295,7 @@ def _tensor_parallel(rank: int) -> list[dict[str, torch.Tensor]]:
 
 
 def test_state_of_tensor_parallel_parameters(tmp_path) -> None:
-    """Each rank has its own, and goes on from it."""
+    """Each rank has its own state, and continues from it."""
     for state, expected, got, after in on_two(tmp_path, _tensor_parallel):
         assert len(state) > 6 and after.keys() == state.keys()
         for name, gradient in expected.items():

@@ -44,7 +44,7 @@ def start(rank: int, folder: str) -> None:
 
 
 def _pipeline(rank: int, folder: str, static: bool) -> None:
-    """Two steps of a stage, whose real inputs are small and whose uninitialised memory is full of large numbers."""
+    """Two steps of a stage. Its real inputs are small; uninitialised memory is filled with large numbers."""
     start(rank, folder)
     torch.manual_seed(rank)
     stage_module = ResidualMlp()
@@ -78,8 +78,8 @@ def _pipeline(rank: int, folder: str, static: bool) -> None:
 
 @pytest.mark.parametrize("static", [False, True])
 def test_a_pipeline_is_right_from_the_first_step(tmp_path: Path, static: bool) -> None:
-    """Shapes are found by running each stage on memory that nobody has written: neither histories nor the first, cold calls are
-    for that. Gradients are those of the stages in one process, in either case."""
+    """A pipeline infers shapes by running each stage on uninitialised memory. These runs must not move histories, and must not
+    count as the first, cold calls. With static shapes or not, gradients are those of the stages in one process."""
     in_two_processes(_pipeline, str(tmp_path), static)
     stages = []
     for rank in range(2):
@@ -137,7 +137,7 @@ def test_ranks_with_different_graphs_are_refused(tmp_path: Path) -> None:
 
 
 def _groups(rank: int, folder: str, by_name: bool) -> None:
-    """Each rank has a group of its own; then one that both are in."""
+    """Each rank has its own group; then both use a common one."""
     start(rank, folder)
     own, both = [dist.new_group([i]) for i in range(2)][rank], dist.new_group([0, 1])
     found = []

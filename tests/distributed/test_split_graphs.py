@@ -1,4 +1,4 @@
-"""DDPOptimizer cuts a graph where its buckets end: each part decides as the whole graph would."""
+"""DDPOptimizer cuts a graph at the ends of its buckets: each part decides as the whole graph would."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from fp8compile.runtime.state import slots_of
 from tests.support.harness import interpreted
 from tests.support.models import Attention, SwiGlu
 
-WIDTH, WORDS = 256, 512  # a weight of 512 x 256 is half a bucket: a bucket has 1 MiB at least
+WIDTH, WORDS = 256, 512  # a weight of 512 x 256 is half a bucket: the smallest bucket has 1 MiB
 STEPS = 3
 
 
 class Llama(nn.Module):
-    """From the end: head and down projection fill a bucket, up and gate the next one."""
+    """Buckets are filled from the end: head and down projection fill one, up and gate the next."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Llama(nn.Module):
 
 
 class Tied(Llama):
-    """The table is looked up in one part, and multiplied in another, where something follows."""
+    """One part looks up the table; another part multiplies by it, and other operators follow that matmul."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Tied(Llama):
 
 
 class Routed(nn.Module):
-    """The gate is in one part, the softmax over its output in another."""
+    """The gate is in one part, the softmax of its output in another."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ def decisions(model: nn.Module) -> dict[tuple[str, str], tuple[str, ...]]:
 
 
 def train(model: nn.Module, run: Any, rank: int = 0) -> list[dict[str, Tensor]]:
-    """Gradients by step."""
+    """Trains; returns the gradients of each step."""
     found = []
     for step in range(STEPS):
         torch.manual_seed(10 * step + rank)
@@ -98,7 +98,7 @@ class Trained(NamedTuple):
 
 
 def trained(kind: type[nn.Module], cut: bool, rank: int = 0) -> Trained:
-    torch._dynamo.reset()  # or the second model would be run by the first one's code
+    torch._dynamo.reset()  # otherwise the second model would run the first one's code
     model = build(kind)
     wrapped = DistributedDataParallel(model, bucket_cap_mb=1) if cut else model
     gradients = train(model, torch.compile(wrapped, backend="fp8"), rank)
@@ -107,7 +107,7 @@ def trained(kind: type[nn.Module], cut: bool, rank: int = 0) -> Trained:
 
 
 def both(kind: type[nn.Module]) -> tuple[Trained, Trained]:
-    """A model that is compiled whole, and its twin that is cut."""
+    """A model that is compiled as a whole, and an equal one that is cut."""
     whole, cut = trained(kind, cut=False), trained(kind, cut=True)
     assert whole.graphs == 1 < cut.graphs
     return whole, cut
@@ -123,7 +123,7 @@ def one_process(tmp_path) -> Iterator[None]:
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("kind", [Llama, Tied, Routed])
 def test_parts_decide_as_the_whole_does(one_process, kind: type[nn.Module]) -> None:
-    """Decisions, reasons, recipes. So gradients agree to the bit with delayed scaling, too."""
+    """Decisions, reasons and recipes are equal. So gradients have the same bits, also with delayed scaling."""
     whole, cut = both(kind)
     assert cut.decisions == whole.decisions
     telling = {Llama: ("mlp.down", "down projection"), Tied: ("output", "output head"), Routed: ("choose", "router gate")}
@@ -131,7 +131,7 @@ def test_parts_decide_as_the_whole_does(one_process, kind: type[nn.Module]) -> N
     assert cut.decisions[module, "fprop"][2] == rule
     for one, other in zip(whole.gradients, cut.gradients, strict=True):
         assert all(torch.equal(gradient, other[name]) for name, gradient in one.items())
-    # what two parts read, each of them quantizes for itself
+    # if two parts read a tensor, each part quantizes it and has its own slot
     extra = cut.histories.keys() - whole.histories.keys()
     assert all(role == "input" for _, role, _ in extra) and (kind is not Llama or not extra)
     assert {key: cut.histories[key] for key in whole.histories} == whole.histories
@@ -139,7 +139,7 @@ def test_parts_decide_as_the_whole_does(one_process, kind: type[nn.Module]) -> N
 
 @pytest.mark.timeout(180)
 def test_a_whole_that_cannot_be_traced(one_process, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Then each part decides by what it sees."""
+    """If the whole graph cannot be traced, each part decides from its own nodes."""
 
     def fails(gm: Any) -> Any:
         raise RuntimeError("an operator without a fake kernel")
@@ -166,7 +166,7 @@ def _worker(rank: int, store: str, results: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_two_processes(tmp_path) -> None:
-    """Both decide as one process with the whole graph does. Gradients are the means of what two such processes have."""
+    """Both processes decide as one process with the whole graph. Gradients are the means of two such processes' gradients."""
     args = (str(tmp_path / "store"), str(tmp_path / "rank"))
     torch.multiprocessing.spawn(_worker, args, nprocs=2, join=True)
     replicas = [trained(Llama, cut=False, rank=rank) for rank in range(2)]

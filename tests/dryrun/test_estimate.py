@@ -1,4 +1,4 @@
-"""estimate(): the figures of two described compilations, by layer and in all."""
+"""estimate(): the figures of two compilations for a described GPU, by layer and in total."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ H200 = catalog.find("h200")
 
 
 class Net(nn.Module):
-    """Blocks in a row and a mean: all that is repeated has a number."""
+    """Blocks in a row and a mean: every repeated part has a number."""
 
     def __init__(self, count: int = 2) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ def test_the_totals_are_those_of_the_described_steps(made):
 
 
 def test_bf16_beside_fp8(made):
-    gemms = 2 * (3 * 3) - 2  # the input wants no gradient, and two read it
+    gemms = 2 * (3 * 3) - 2  # the input has no gradient, and two layers read it
     flops = gemms * 2 * TOKENS * WIDTH * 2 * WIDTH
     assert made.bf16.flops == {"bfloat16": flops}
     assert {d: n for d, n in made.fp8.flops.items() if n} == {"fp8": flops}
@@ -209,7 +209,7 @@ def test_carrying_on():
 
 
 def test_layers_are_joined_by_their_first_number():
-    """Only blocks are repeated: the second number of a name says which layer of a block it is."""
+    """Only the first number of a name counts repeated blocks: the second one is a layer within a block."""
     names = ["0.0.up", "0.2", "1.0.up", "1.2", "h.0.mlp.up", "h.0.mlp.down", "h.2.mlp.up", "h.0.norm", "head", "norm.3", ""]
     made = list(_layers({name: Cost(kernels=1) for name in names}, {"h.1.mlp.up": Cost(kernels=1)}))
     assert [(layer.name, layer.bf16.kernels, layer.fp8.kernels) for layer in made] == [
@@ -217,7 +217,7 @@ def test_layers_are_joined_by_their_first_number():
         ("(elsewhere)", 1, 0),
     ]  # fmt: skip
     sequential = _layers({"0": Cost(kernels=1), "1": Cost(kernels=1)}, {})
-    assert [layer.name for layer in sequential] == ["0", "1"]  # layers of their own, and no blocks
+    assert [layer.name for layer in sequential] == ["0", "1"]  # separate layers, not blocks
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------
@@ -242,7 +242,7 @@ def test_errors(monkeypatch):
 
 
 def test_the_device_of_the_options_and_of_their_policy():
-    """The argument wins, then the option, then the policy; wrong shares of a rate are refused."""
+    """The argument comes before the option, and the option before the policy; invalid shares of a rate are refused."""
     model, x = nn.Sequential(nn.Linear(256, 512), nn.Linear(512, 256)).bfloat16(), torch.zeros(64, 256, dtype=torch.bfloat16)
     for options in ({"device": "h100"}, {"policy": {"device": "h100"}}):
         assert "H100" in str(fp8compile.estimate(model, x, options=options))

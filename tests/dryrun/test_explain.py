@@ -1,4 +1,4 @@
-"""explain(): the real report without compiling, and nothing changed by having looked."""
+"""explain(): the report of a real step without compiling, and without changing anything."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def decisions(report: Report) -> list[tuple]:
 
 
 def reported(model: nn.Module, *args, options=None, **kwargs) -> Report:
-    """The report of a real training step (interpreted: Inductor's C++ is not what is looked at)."""
+    """The report of a real training step (interpreted, as Inductor's C++ does not matter here)."""
     with interpreted():
         torch.compile(model, backend="fp8", options=options or {})(*args, **kwargs)
     return fp8compile.report(model)
@@ -31,7 +31,7 @@ def reported(model: nn.Module, *args, options=None, **kwargs) -> Report:
 
 @pytest.fixture(autouse=True)
 def nothing_is_compiled(monkeypatch):
-    """No kernel is generated: neither Inductor's lowering nor our own is reached by explain."""
+    """Fails the test if explain reaches Inductor's lowering or ours: no kernel may be generated."""
     from torch._inductor import compile_fx
     from torch._inductor.graph import GraphLowering
 
@@ -119,7 +119,7 @@ def test_for_a_device():
 
 
 class Deep(nn.Module):
-    """Of 70 billion parameters, with a buffer, and a weight that two modules share."""
+    """A model of 70 billion parameters, with a buffer, and a weight that two modules share."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ def test_attention_with_dropout_counts_as_fused_on_the_meta_device():
 
 
 class Restless(nn.Module):
-    """Changes all that a module can change in a forward, in a graph and outside of one."""
+    """Changes everything that a module can change in its forward, inside and outside of a graph."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -223,7 +223,7 @@ def test_reports_and_compiled_code_are_left_as_they_were():
     real = str(reported(other, x()))
     frames = [models.Broken.forward.__code__, models.Mlp.forward.__code__]
     before = [len(entries(code)) for code in frames]
-    for rows in range(16, 160, 16):  # more often than a frame may be compiled
+    for rows in range(16, 160, 16):  # more often than Dynamo's recompile limit
         report = fp8compile.explain(first, x(rows, WIDTH))
         assert [r.m for r in report.matmuls][0] == rows and not any(r.dynamic for r in report.matmuls)
         assert [graph.index for graph in report.graphs] == [0, 1, 2]
@@ -232,7 +232,7 @@ def test_reports_and_compiled_code_are_left_as_they_were():
 
 
 def test_state_and_measurements_are_left_as_they_were():
-    """A state that no graph has taken yet is not complained about; a measurement that was asked for is still to come."""
+    """explain does not complain about a loaded state that no graph has taken yet; a requested measurement stays pending."""
     model, twin = models.make(models.Mlp), models.make(models.Mlp)
     with interpreted():
         run = torch.compile(model, backend="fp8")
@@ -278,7 +278,7 @@ def test_errors_of_the_model_and_of_the_options():
 
 
 class Sliced(nn.Module):
-    """Goes on, behind a graph break, with numbers that it reads from tensors."""
+    """After a graph break, continues with numbers that it reads from tensors."""
 
     def __init__(self, read) -> None:
         super().__init__()
@@ -304,7 +304,8 @@ def test_small_numbers_are_what_they_are(read):
 
 
 def test_what_follows_from_a_matmul_is_zero(caplog):
-    """And so may be the reason of an error: the report is that of the graphs before it, and names it."""
+    """Results of matmuls are zeros in explain, which may cause an error: the report lists the graphs before the error and names
+    it."""
     model = models.make(lambda: Sliced(lambda y, lengths: (y.detach() * 0 + 28).amax().long()))
     report = fp8compile.explain(model, x(), torch.tensor([28]))
     assert {r.fqn for r in report.matmuls} == {"first.up", "first.down"}
@@ -320,7 +321,7 @@ def test_an_error_of_the_passes_is_one(monkeypatch):
     run = backend.run_joint
 
     def fail(*args, **kwargs):
-        if fp8compile.report().graphs:  # behind a graph break, where errors may be the zeros'
+        if fp8compile.report().graphs:  # after a graph break, where the zeros may cause errors
             raise ZeroDivisionError("ours")
         return run(*args, **kwargs)
 
@@ -354,7 +355,7 @@ def test_transformers(name):
 
 
 def test_lengths_that_a_model_makes_itself():
-    """DeBERTa slices by a tensor that it made of a size, in a scripted function behind a graph break."""
+    """DeBERTa slices by a tensor made from a size, in a scripted function after a graph break."""
     transformers = pytest.importorskip("transformers")
     config = transformers.DebertaConfig(
         hidden_size=128, num_hidden_layers=1, num_attention_heads=2, intermediate_size=256, vocab_size=500,

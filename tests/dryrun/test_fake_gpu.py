@@ -1,4 +1,4 @@
-"""The described-GPU harness itself, on plain Inductor graphs whose kernels and bytes are counted by hand."""
+"""The fake GPU itself, on plain Inductor graphs whose kernels and bytes are counted by hand."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BF16 = torch.bfloat16
 
 @pytest.fixture(scope="module")
 def mlp():
-    """x [64, 256] -> [64, 512] -> GELU -> [64, 256], the second linear with a bias, all bf16, gradients of everything."""
+    """x [64, 256] -> [64, 512] -> GELU -> [64, 256]; the second linear has a bias; all in bf16, all with gradients."""
     model = nn.Sequential(nn.Linear(256, 512, bias=False), nn.GELU(), nn.Linear(512, 256)).to(BF16)
     x = torch.randn(64, 256, dtype=BF16, requires_grad=True)
     compiled = torch.compile(model)
@@ -53,7 +53,7 @@ def test_bytes_outside_matmuls(mlp):
 
 
 def test_kept_for_backward(mlp):
-    # GELU's input, and its output for wgrad; x and the weights are there anyway.
+    # GELU's input, and its output for wgrad; x and the weights exist anyway
     assert mlp.kept_for_backward == 2 * (64 * 512 * 2)
 
 
@@ -65,7 +65,7 @@ def test_fused_pointwise_is_one_kernel():
 
 
 def test_two_stage_amax_and_cast_read_their_input_once():
-    """The form of amax that fp8compile writes: row maxima come out of the kernel that casts."""
+    """The amax as fp8compile writes it: the kernel that casts also writes row maxima."""
 
     @torch.compile
     def f(x, s):
@@ -91,7 +91,7 @@ def test_scaled_matmul_is_fp8_and_its_layout_is_seen():
 
 
 def test_a_row_major_second_operand_is_refused():
-    """What the CPU accepts and Hopper does not must fail here."""
+    """A layout that the CPU accepts and Hopper does not must fail here."""
     one = torch.ones(())
     compiled = torch.compile(lambda a, b: torch._scaled_mm(a, b, one, one, out_dtype=BF16))
     with pytest.raises(Exception, match="(?i)col"):
@@ -99,7 +99,7 @@ def test_a_row_major_second_operand_is_refused():
 
 
 def test_indexing_of_a_tensor_on_the_described_device():
-    """A pass may index fake tensors; torch would ask the CUDA runtime for a device guard."""
+    """A pass may index fake tensors, although torch would then ask the CUDA runtime for a device guard."""
     x = torch.arange(24).view(2, 3, 4)
     seen = []
 
@@ -118,7 +118,7 @@ def test_symbolic_rows():
     model = nn.Linear(256, 128, bias=False).to(BF16)
     compiled = torch.compile(model, dynamic=True)
     step = trace(lambda: compiled(torch.randn(48, 256, dtype=BF16)).sum().backward())
-    assert step.flops == {"bfloat16": 2 * 2 * 48 * 256 * 128}  # fprop and wgrad: the input wants no gradient
+    assert step.flops == {"bfloat16": 2 * 2 * 48 * 256 * 128}  # fprop and wgrad: the input has no gradient
 
 
 def test_user_triton_kernel_reads_what_it_reads():
@@ -141,7 +141,7 @@ def test_user_triton_kernel_reads_what_it_reads():
 
 
 class Named(nn.Module):
-    """A layer whose kernels are told apart by name: two linears, an activation, a norm, a residual."""
+    """A layer whose kernels are distinguished by name: two linears, an activation, a norm, a residual."""
 
     def __init__(self):
         super().__init__()
@@ -246,7 +246,7 @@ def test_nothing_of_the_described_device_is_left():
     trace(lambda: f(x))
     assert not torch.cuda.is_available() and get_interface_for_device("cuda") is before
     assert torch.equal(torch.compile(lambda x: torch.relu(x) + 1, backend="aot_eager")(x), torch.relu(x) + 1)
-    assert torch.equal(f(x), torch.relu(x) + 1)  # compiled afresh, for the CPU
+    assert torch.equal(f(x), torch.relu(x) + 1)  # compiled again, for the CPU
 
 
 def test_the_described_device_goes_when_a_step_fails():

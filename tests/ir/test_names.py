@@ -1,4 +1,4 @@
-"""Names of modules and parameters, from the expressions that Dynamo has for them."""
+"""Names of modules and parameters, from Dynamo's expressions for them."""
 
 from __future__ import annotations
 

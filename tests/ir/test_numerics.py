@@ -1,7 +1,7 @@
 """FP8 against high precision on normal data, and the cast at the edges of its formats.
 
-Floors in dB are the project's, for the hybrid format: E4M3 keeps 3 mantissa bits (a relative error of about 2.6%, 31.5 dB) for
-activations and weights, E5M2 2 bits (25.5 dB) for gradients. Errors of the two operands of a matmul add: 28.5 dB for an output,
+The floors in dB are this project's, for the hybrid format: E4M3 keeps 3 mantissa bits (a relative error of about 2.6%, 31.5 dB)
+for activations and weights, E5M2 2 bits (25.5 dB) for gradients. The errors of a matmul's operands add: 28.5 dB for an output,
 24.5 dB for a gradient; through a block they add up further.
 """
 
@@ -22,7 +22,7 @@ from tests.support.reference_settings import RECIPES as EVERY
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 
-RECIPES = ("delayed", "tensorwise")  # one scale a tensor, E5M2 for gradients; the others of EVERY: many, E4M3
+RECIPES = ("delayed", "tensorwise")  # one scale a tensor, E5M2 for gradients; others of EVERY: many, E4M3
 E4M3, E5M2 = FORMATS["hybrid"]
 
 
@@ -51,7 +51,7 @@ def test_linear(recipe: str, dtype: torch.dtype) -> None:
     for step, (y, grads, y8, grads8) in enumerate(sides(model, recipe, (256, 256), 4)):
         assert_close(y, y8, 28.0, f"output {step}")
         assert_close(grads, grads8, 24.0 if recipe in RECIPES else 28.0, f"gradients {step}")
-        assert sqnr(y["y"], y8["y"]) < 40.0  # it was FP8
+        assert sqnr(y["y"], y8["y"]) < 40.0  # it ran in FP8
         # the bias gradient is a sum of the unquantized gradient (bf16: in float32 or rounded once)
         assert sqnr(grads["bias"], grads8["bias"]) > (100.0 if dtype == torch.float32 else 45.0)
 
@@ -79,7 +79,7 @@ def test_attention(recipe: str) -> None:
 @pytest.mark.parametrize("scale", [1e-12, 1e-7, 1e4])
 @pytest.mark.parametrize("recipe", EVERY)
 def test_first_step_of_small_and_large_gradients(recipe: str, scale: float) -> None:
-    """Scale 1 would lose E5M2 gradients under 7.6e-6; a cold slot takes the scale of what it sees."""
+    """Scale 1 would lose E5M2 gradients under 7.6e-6; a cold slot uses the scale of the current amax."""
     model = make(lambda: nn.Linear(256, 256))
     run = compiled(model, recipe)
     grads = []
@@ -91,8 +91,8 @@ def test_first_step_of_small_and_large_gradients(recipe: str, scale: float) -> N
     assert_close(*grads, 24.0, "gradients")
 
 
-# The cast through a linear whose weight is 1.75 times the identity: 448 = 1.75 * 2**8 and 57344 = 1.75 * 2**15, so with an amax
-# of 1.75 * 2**n every scale is a power of two, no product rounds, and output and input gradient are the FP8 values themselves.
+# These tests see the cast through a linear whose weight is 1.75 times the identity. 448 = 1.75 * 2**8 and 57344 = 1.75 * 2**15,
+# so with an amax of 1.75 * 2**n every scale is a power of two, no product rounds, and output and input gradient are FP8 values.
 
 
 def identity(device: str = "cpu") -> nn.Linear:
@@ -114,7 +114,7 @@ def edges(dtype: torch.dtype, fp8_max: float) -> Tensor:
 
 
 def through(run, x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
-    """-> what x and dy became in FP8, in the units of x and dy."""
+    """-> the FP8 values of x and dy, scaled back."""
     x = leaf(x)
     y = run(x)
     y.backward(dy)
@@ -132,7 +132,7 @@ def check_edges(recipe: str) -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_cast_of_every_value_tie_and_subnormal(recipe: str) -> None:
-    """To the bit, which no order of summation can change: a single product in each sum is not 0."""
+    """Equal bit by bit in any order of summation, as each sum has only one product that is not 0."""
     check_edges(recipe)
 
 
@@ -156,7 +156,7 @@ def test_values_over_the_scale_saturate() -> None:
 @pytest.mark.parametrize("recipe", EVERY)
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 def test_infinity_and_nan_show(recipe: str, bad: float) -> None:
-    """As in bf16: the rows that have one are not finite, all others are what they would have been (delayed) or finite."""
+    """As in bf16: rows that contain one are not finite. All other rows are unchanged (delayed), or at least finite."""
     model = make(lambda: nn.Linear(128, 128))
     run = compiled(model, recipe)
     x = noise(16, 128)
@@ -181,7 +181,7 @@ def test_infinity_and_nan_show(recipe: str, bad: float) -> None:
 
 @pytest.mark.parametrize("recipe", EVERY)
 def test_zeros_and_the_smallest_numbers(recipe: str) -> None:
-    """amax 0 is scale 1 and not 448 / 0; an amax of 1e-45 has the largest scale, FLT_MAX, and not infinity."""
+    """An amax of 0 gives scale 1, not 448 / 0; an amax of 1e-45 gives the largest scale, FLT_MAX, not infinity."""
     model = make(lambda: nn.Linear(128, 128))
     run = compiled(model, recipe)
     for value in (0.0, 1e-45, 1e-38, 0.0):
@@ -202,7 +202,7 @@ def test_float16(recipe: str) -> None:
         assert_close(grads, grads8, 24.0, "gradients")
 
 
-# fnuz, AMD's encodings on MI300: no infinities, no negative zero, a NaN where that would be, exponents one lower.
+# fnuz, AMD's encodings on MI300: no infinities, no negative zero (its code is NaN), exponents one lower.
 
 
 def decoded(code: int, mantissa_bits: int, bias: int) -> float:
@@ -216,7 +216,7 @@ def decoded(code: int, mantissa_bits: int, bias: int) -> float:
 
 @pytest.mark.parametrize(("form", "mantissa_bits", "bias"), [(FNUZ[0], 3, 8), (FNUZ[1], 2, 16)], ids=["e4m3", "e5m2"])
 def test_fnuz_cast(form: tuple[torch.dtype, float], mantissa_bits: int, bias: int) -> None:
-    """All 256 values and what lies next to their middles: byte for byte by the definition, and by torch's own conversion."""
+    """All 256 values, and numbers near the middle of two values: bytes equal the definition's and torch's own conversion's."""
     dtype, fp8_max = form
     values = torch.tensor([decoded(code, mantissa_bits, bias) for code in range(256)])
     assert values[0x7F] == fp8_max == torch.finfo(dtype).max
@@ -233,12 +233,12 @@ def test_fnuz_cast(form: tuple[torch.dtype, float], mantissa_bits: int, bias: in
     positive = values[:0x80].double()
     low, high = positive[:-1], positive[1:]
     middle, step = (low + high) / 2, (high - low) / 1024
-    even = torch.arange(0x7F) + torch.arange(0x7F) % 2  # of two neighbours' bytes, the even one
+    even = torch.arange(0x7F) + torch.arange(0x7F) % 2  # the even byte of two neighbours
     for x, expected in ((middle, even), (middle - step, torch.arange(0x7F)), (middle + step, torch.arange(1, 0x80))):
         assert torch.equal(x.float().double(), x)
         assert torch.equal(bytes_of(x.float()).long(), expected)
         assert torch.equal(x.float().to(dtype).view(torch.uint8).long(), expected)
-        negative = torch.where(expected > 0, expected + 0x80, 0)  # what rounds to zero has no sign: 0x80 would be NaN
+        negative = torch.where(expected > 0, expected + 0x80, 0)  # zero has no sign: 0x80 would be NaN
         assert torch.equal(bytes_of(-x.float()).long(), negative)
     edges = torch.tensor([0.0, -0.0, -1e-30, 1.01 * fp8_max, -3e38, math.inf, -math.inf, math.nan])
     assert bytes_of(edges).tolist() == [0x00, 0x00, 0x00, 0x7F, 0xFF, 0x80, 0x80, 0x80]

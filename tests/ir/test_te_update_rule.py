@@ -1,15 +1,15 @@
 """The delayed update rule of TransformerEngine, written down from its description, against ours on the same amaxes.
 
 From transformer_engine/common/recipe/delayed_scaling.cu: the history of a tensor has `length` entries. A step writes its amax
-into entry 0. The update takes, for "max", the largest of all entries (by fmaxf, which passes over NaN), for "most_recent",
-entry 0; shifts the history, so that entry 0 is 0 again and the oldest is gone; and
+into entry 0. The update reads the amax: the largest of all entries for "max" (by fmaxf, which ignores NaN), or entry 0 for
+"most_recent". It shifts the history, so that entry 0 becomes 0 and the oldest entry is dropped, and sets
 
-    scale = fp8_max * 2^-margin / amax        if amax is finite and greater than 0, otherwise the scale that was
-    scale = FLT_MAX                           where that is infinite
+    scale = fp8_max * 2^-margin / amax        if amax is finite and greater than 0, otherwise the old scale
+    scale = FLT_MAX                           if the quotient is infinite
     scale_inv = 1 / scale
 
-all in float32. Scales begin at 1. Ours are equal, to the bit, on every sequence of finite amaxes; where we differ, it is on
-purpose, and the tests at the end say how.
+all in float32. Scales begin at 1. Our scales have the same bits for every sequence of finite amaxes. We differ only on purpose;
+the tests at the end show where.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class TransformerEngine:
 
 
 class Ours:
-    """The same of a page of ours with one slot."""
+    """The same interface for a page of ours with one slot."""
 
     def __init__(self, length: int, algo: str, fp8_max: float = E4M3, margin: int = 0, limit: float = INF) -> None:
         window = 1 if algo == "most_recent" else length
@@ -92,7 +92,7 @@ def pair(*args, **kwargs) -> tuple[TransformerEngine, Ours]:
 
 def assert_equal(theirs: TransformerEngine, mine: Ours, where: object = "") -> None:
     assert (mine.scale, mine.scale_inv) == (theirs.scale, theirs.scale_inv), where
-    kept = len(theirs.history) - 1  # one entry is for the next step
+    kept = len(theirs.history) - 1  # one entry is reserved for the next step
     assert mine.history[:kept] == theirs.history[:0:-1], where
 
 
@@ -143,9 +143,9 @@ def test_equal_on_any_finite_amaxes(amaxes: list[float], length: int, algo: str,
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("algo", ["max", "most_recent"])
 def test_a_trained_models_scales_are_transformer_engines(algo: str) -> None:
-    """Amaxes that training recorded, replayed: the state of every tensor is what TransformerEngine makes of them."""
+    """Replays the amaxes that a training recorded: the state of every tensor is TransformerEngine's."""
     model, length = make(Mlp), 4
-    run = compiled(model, amax_history_len=length, amax_compute_algo=algo, margin=0)  # as there
+    run = compiled(model, amax_history_len=length, amax_compute_algo=algo, margin=0)  # as in TransformerEngine
     recorded: dict[tuple[str, str, int], list[float]] = {}
     replayed = {}
     for step, factor in enumerate(MOVING):
@@ -171,11 +171,11 @@ def test_the_first_step_uses_the_current_amax() -> None:
     theirs, mine = pair(4, "max")
     amax = float32(1e-3)
     assert (theirs.step(amax), mine.step(amax)) == (1.0, divided(E4M3, amax))
-    assert theirs.step(amax) == mine.step(amax)  # from the second on, the same
+    assert theirs.step(amax) == mine.step(amax)  # equal from the second step on
 
 
 def test_zeros_are_waited_for() -> None:
-    """TransformerEngine's scale is 1 until an update has seen a non-zero amax; ours is that of the step which has it."""
+    """TransformerEngine's scale is 1 until an update after a non-zero amax; ours is used in the step of that amax."""
     theirs, mine = pair(4, "max")
     for amax in (0.0, 0.0):
         assert theirs.step(amax) == mine.step(amax) == 1.0
@@ -184,7 +184,7 @@ def test_zeros_are_waited_for() -> None:
 
 @pytest.mark.parametrize("algo", ["max", "most_recent"])
 def test_an_infinity_leaves_no_trace(algo: str) -> None:
-    """TransformerEngine keeps it for the length of its window, in which "max" cannot move; ours goes on with the next step."""
+    """TransformerEngine keeps an infinity in its history, and "max" cannot change meanwhile; ours continues at once."""
     length = 4
     theirs, mine = pair(length, algo)
     for amax in (1.0, INF):
@@ -204,7 +204,7 @@ def test_an_infinity_leaves_no_trace(algo: str) -> None:
 
 @pytest.mark.parametrize("algo", ["max", "most_recent"])
 def test_nan_leaves_no_trace(algo: str) -> None:
-    """TransformerEngine shifts its history and passes over the NaN; ours does not count the step."""
+    """TransformerEngine shifts its history and ignores the NaN; ours does not count the step."""
     theirs, mine = pair(3, algo)
     for amax in (4.0, 1.0):
         theirs.step(amax)
@@ -218,12 +218,12 @@ def test_nan_leaves_no_trace(algo: str) -> None:
     assert math.isnan(theirs.history[-1])
     theirs.step(1.0)
     mine.step(1.0)
-    assert theirs.scale == 448.0  # the 4 has left their window of three steps
-    assert mine.scale == (112.0 if algo == "max" else 448.0)  # and is in ours of three steps that counted
+    assert theirs.scale == 448.0  # the 4 is no longer in TransformerEngine's window of three steps
+    assert mine.scale == (112.0 if algo == "max" else 448.0)  # and still in ours of three counted steps
 
 
 def test_one_tensor_that_is_not_finite_stops_all() -> None:
-    """Slots of one direction of one graph move together: the others' amaxes of a broken step are not to be trusted."""
+    """Slots of one direction of a graph move together: in a step with a bad tensor, the other amaxes are not reliable."""
     slot = state_page.SlotSettings(E4M3, 4, 1)
     page = state_page.new_page(2, 4, torch.device("cpu"), [slot, slot])
     page = state_page.next_page(page, state_page.snapshot_of(page), torch.tensor([1.0, 2.0]))
@@ -232,9 +232,9 @@ def test_one_tensor_that_is_not_finite_stops_all() -> None:
 
 
 def test_an_overflow_uses_the_current_amax_next() -> None:
-    """Twice what the scale covers: TransformerEngine scales the next step by this step's amax, ours by its own."""
+    """After an amax over twice the range of its scale, TransformerEngine scales the next step by it, ours by the next amax."""
     theirs, mine = pair(4, "max")[0], Ours(4, "max", limit=state_page.JUMP * E4M3)
-    for amax in (1.0, 2.0, 4.0):  # growing, but not beyond twice: no overflow
+    for amax in (1.0, 2.0, 4.0):  # at most twice the range of the scale: no overflow
         assert theirs.step(amax) == mine.step(amax) or amax == 1.0
         assert not mine.cold
     assert theirs.step(9.0) == mine.step(9.0) == 112.0  # saturates in both

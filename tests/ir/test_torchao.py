@@ -1,11 +1,10 @@
-"""torchao 0.18 as an oracle that others wrote: its casts byte for byte, and its Float8Linear on a CPU (`emulate`).
+"""torchao 0.18 as an independent oracle: its casts byte for byte, and its Float8Linear on a CPU (`emulate`).
 
-Every cast is compared twice: our operators against torchao's functions on one tensor, and the FP8 tensors that a compiled graph
-makes against those that Float8Linear makes in the same step. Products are then sums of equal numbers: they differ by the
-rounding to bf16 at most.
+Every cast is compared twice: our operators with torchao's functions on one tensor, and the FP8 tensors of a compiled graph with
+those of Float8Linear in the same step. The matmuls are then sums of equal numbers, and differ at most by the rounding to bf16.
 
-torchao keeps amaxes from falling under 1e-12, and rounds to powers of two by float32 logarithms. What that changes, and what
-each does with zeros, infinities and NaN, is at the end.
+torchao clamps amaxes to at least 1e-12, and computes powers of two from float32 logarithms. The tests at the end show the
+differences, and both packages' treatment of zeros, infinities and NaN.
 """
 
 from __future__ import annotations
@@ -73,14 +72,14 @@ def raw(x: Tensor) -> Tensor:
 
 
 def ours(x: Tensor, block: Block, power_of_2: bool, transposed: bool = False, dtype: torch.dtype = E4M3) -> tuple[Tensor, ...]:
-    """-> values, scales and inverses, by the operators that the package's graphs are made of."""
+    """-> values, scales and inverses, from the operators that the package's graphs contain."""
     amax = ops.amax(x) if block == WHOLE else ops.amax_blocks(x, transposed, block)
     scale = ops.current_scale(amax, MAX[dtype], 0, power_of_2)
     return ops.quantize(x, scale, dtype, MAX[dtype], transposed, block), scale, ops.inverse(scale)
 
 
 def theirs(x: Tensor, dim: int | None, power_of_2: bool, dtype: torch.dtype = E4M3) -> tuple[Tensor, Tensor]:
-    """-> values and scales, of the tensor (`dim` None) or of what lies along this dimension."""
+    """-> values and scales: one scale for the tensor (`dim` None), or one for each vector along this dimension."""
     granularity = ScalingGranularity.TENSORWISE if dim is None else ScalingGranularity.AXISWISE
     made: Any = hp_tensor_to_float8_dynamic(
         x, dtype, None, scaling_granularity=granularity, axiswise_dim=dim, round_scales_to_power_of_2=power_of_2
@@ -89,7 +88,7 @@ def theirs(x: Tensor, dim: int | None, power_of_2: bool, dtype: torch.dtype = E4
 
 
 def untransposed(copy: Tensor, x: Tensor) -> Tensor:
-    """The transpose of a transposed copy, without the zeros that it is padded with."""
+    """The transpose of a transposed copy, without its zero padding."""
     assert not raw(copy[:, x.shape[0] :]).any()
     return copy[:, : x.shape[0]].t()
 
@@ -117,7 +116,7 @@ def test_casts_of_tensors_and_rows(shape: tuple[int, int], case: str, dtype: tor
 @every_dtype
 @every_case
 def test_casts_of_blocks(case: str, dtype: torch.dtype) -> None:
-    """1 x 128, 128 x 1 (along the tokens, for wgrad) and 128 x 128, with scales that are no powers of two, as torchao's."""
+    """1 x 128, 128 x 1 (along the tokens, for wgrad) and 128 x 128; scales are no powers of two, as in torchao."""
     kernels = pytest.importorskip("torchao.prototype.blockwise_fp8_training.kernels")  # has Triton kernels: needs triton
     x = CASES[case](384, 256).to(dtype)
     values, scale_inv = kernels.torch_blockwise_scale_act_quant_lhs(x)
@@ -148,7 +147,7 @@ def test_casts_of_microscaling_blocks(case: str, dtype: torch.dtype) -> None:
         assert torch.equal(raw(got), raw(expected))
         seen = ops.amax_blocks(x, transposed, BLOCKS_32) > 0
         assert torch.equal(raw(got_inv.to(torch.float8_e8m0fnu))[seen], raw(scale)[seen])
-        assert torch.equal(got_inv.to(torch.float8_e8m0fnu).float(), got_inv)  # nothing is lost in that encoding
+        assert torch.equal(got_inv.to(torch.float8_e8m0fnu).float(), got_inv)  # the encoding is exact
         assert (raw(scale)[~seen] == 0).all() and (got_inv[~seen] == 1.0).all()
 
 
@@ -156,7 +155,7 @@ def test_casts_of_microscaling_blocks(case: str, dtype: torch.dtype) -> None:
 
 
 class Recorder(Eager):
-    """What a graph computes: its FP8 tensors, and its float32 ones (among them scales)."""
+    """Records the FP8 tensors of a graph, and its float32 tensors, which include scales."""
 
     fp8: list[Tensor] = []
     numbers: list[Tensor] = []
@@ -177,14 +176,14 @@ def float8_linear_of(linear: nn.Linear, recipe: str) -> Float8Linear:
 
 
 def like_torchao(recipe: str) -> dict[str, Any]:
-    """Its rowwise scales are powers of two."""
+    """Options that make our scales torchao's: its rowwise scales are powers of two."""
     return {"power_of_2_scale": True} if recipe != "tensorwise" else {}
 
 
 def both(
     monkeypatch: pytest.MonkeyPatch, recipe: str, x: Tensor, dy: Tensor, w: Tensor, bias: bool
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], list[Any]]:
-    """One step of torchao's linear and of ours: -> output and gradients of both, torchao's operands; ours are on record."""
+    """One step of torchao's linear and of ours. -> output and gradients of both, torchao's operands; `Recorder` has ours."""
     linear = nn.Linear(w.shape[1], w.shape[0], bias=bias).to(x.dtype)
     with torch.no_grad():
         linear.weight.copy_(w)
@@ -211,7 +210,7 @@ def both(
 
 
 def contracted_last(operand: Tensor, transposed: bool) -> Tensor:
-    """As our copies are: the contracted dimension last and, if it is tokens, padded."""
+    """The layout of our copies: the contracted dimension is last, and padded if it is tokens."""
     if not transposed:
         return operand
     copy = operand.t()
@@ -221,7 +220,7 @@ def contracted_last(operand: Tensor, transposed: bool) -> Tensor:
 
 
 def assert_made(operands: list[Any], recipe: str) -> None:
-    """Our graph made each of torchao's operands, and its scales."""
+    """Our graph computed each of torchao's operands, with the same scales."""
     # x and w^T of fprop; dy and w^T of dgrad; dy and x of wgrad: which dimension is contracted
     transposed = (False, True, False, False, True, True)[: len(operands)]
     assert len(operands) == (4 if recipe == "rowwise_with_gw_hp" else 6)
@@ -238,7 +237,7 @@ def assert_made(operands: list[Any], recipe: str) -> None:
 
 
 def assert_bf16(expected: dict[str, Tensor], got: dict[str, Tensor]) -> None:
-    """Equal but for the rounding of sums that ran in another order."""
+    """Equal, except for the rounding of sums in another order."""
     assert expected.keys() == got.keys()
     for name, tensor in expected.items():
         assert got[name].dtype == tensor.dtype
@@ -263,7 +262,7 @@ def test_linear(monkeypatch: pytest.MonkeyPatch, recipe: str, case: str) -> None
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_linear_of_odd_sizes_and_adversarial_weights(monkeypatch: pytest.MonkeyPatch, recipe: str) -> None:
-    """37 tokens; output features from 1e-4 to 1e4; a bias, which torchao adds after it has rounded to bf16."""
+    """37 tokens; output features from 1e-4 to 1e4; a bias, which torchao adds after rounding to bf16."""
     w = noise(176, 128, seed=8) * torch.logspace(-4, 4, 176).unsqueeze(1)
     x, dy = noise(37, 128, seed=9).bfloat16(), ramp(37, 176, -6.0, 0.0).bfloat16()
     expected, got, operands = both(monkeypatch, recipe, x, dy, w.bfloat16(), bias=True)
@@ -299,7 +298,7 @@ def test_the_comparison_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_zeros_and_what_is_under_1e_12() -> None:
-    """torchao: the scale of an amax of 1e-12. Ours: 1 for zeros, and what the amax asks for."""
+    """torchao uses the scale of an amax of 1e-12. Ours is 1 for zeros, else the scale of the amax itself."""
     x = torch.tensor([[0.0, 0.0], [1e-14, -3e-15]])
     expected, scale = theirs(x, -1, False)
     got, got_scale, _ = ours(x, ROW, False)
@@ -309,7 +308,7 @@ def test_zeros_and_what_is_under_1e_12() -> None:
 
 
 def test_infinities_and_nan() -> None:
-    """torchao: an infinity makes its row's other values 0, a NaN makes them NaN. Ours: only the value itself is lost."""
+    """In torchao, an infinity turns the other values of its row to 0, a NaN turns them to NaN. Ours loses only that value."""
     x = torch.tensor([[1.0, float("inf"), 3.0], [1.0, float("nan"), 3.0]])
     for power_of_2 in (False, True):
         expected = theirs(x, -1, power_of_2)[0].float()
@@ -320,7 +319,7 @@ def test_infinities_and_nan() -> None:
 
 
 def test_next_to_a_power_of_two() -> None:
-    """A scale just below a power of two: torchao's float32 logarithm takes it for that power, and the amax saturates."""
+    """A scale just below a power of two: torchao's float32 logarithm rounds it up to that power, and the amax saturates."""
     amax = torch.nextafter(torch.tensor(448.0 * 2.0**-30), torch.tensor(1.0))
     x = amax.reshape(1, 1)
     _, scale = theirs(x, -1, True)
@@ -335,11 +334,11 @@ def test_microscaling_of_zeros_infinities_and_nan() -> None:
     x[0], x[1, 3], x[2, 3], x[3] = 0.0, float("inf"), float("nan"), 1e-36
     scale, expected = mx.to_mx(x, E4M3, 32, mx.ScaleCalculationMode.RCEIL)
     got, _, got_inv = ours(x, BLOCKS_32, True)
-    # torchao: 2^-127 for zeros, 2^127 for an infinity (which saturates), NaN for a NaN and all beside it
+    # torchao: 2^-127 for zeros, 2^127 for an infinity (which saturates), NaN for a block with a NaN
     assert raw(scale).flatten().tolist() == [0, 254, 255, 0]
     assert expected.float()[1, 3] == 448.0 and expected.float()[2].isnan().all()
     assert not expected[3].float().any()  # an amax under 448 * 2^-127 is lost
-    # ours: 1 for all three, and only the value itself is lost; the smallest amaxes go as far as E8M0 does
+    # ours: 1 for all three, and only the value itself is lost; the scales of the smallest amaxes use all of E8M0's range
     assert got_inv.flatten().tolist() == [1.0, 1.0, 1.0, 2.0**-127]
     for row in (1, 2):
         assert got.float()[row, 3].isnan() and (got.float()[row].nan_to_num(1.0) == 1.0).all()

@@ -1,6 +1,6 @@
-"""Weights that are computed from parameters in each call run in FP8, with the gradients of all that they are computed from.
+"""Weights that are computed from parameters in each call run in FP8, and all these parameters get the right gradients.
 
-All operands are zeros and plus or minus one number, which FP8 has exactly: what is not as in high precision is wrong.
+All operands are 0 or plus or minus one number, which FP8 represents exactly: any difference to high precision is an error.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def pruned() -> nn.Module:
 
 
 def dora() -> nn.Module:
-    """A direction and a magnitude by row."""
+    """A direction and a magnitude for each row."""
     return Model(
         lambda m, x: F.linear(x, m.magnitude[:, None] * (m.v / m.v.norm(dim=1, keepdim=True).detach())),
         v=parameter(256, 128),
@@ -49,7 +49,7 @@ def dora() -> nn.Module:
 
 
 def fused() -> nn.Module:
-    """One product of three parameters."""
+    """One matmul with three parameters."""
     q, k, v = (parameter(128, 128, seed=i) for i in range(3))
     return Model(lambda m, x: F.linear(x, torch.cat([m.q, m.k, m.v])), q=q, k=k, v=v)
 
@@ -63,7 +63,7 @@ def stacked() -> nn.Module:
 
 
 def by_input() -> nn.Module:
-    """One scale an input feature, and a mask in a buffer."""
+    """A weight with one scale for each input feature, and a mask in a buffer."""
     return Model(
         lambda m, x: x @ (m.w * m.mask * m.s).t(),
         w=parameter(256, 128),
@@ -73,7 +73,7 @@ def by_input() -> nn.Module:
 
 
 def twice() -> nn.Module:
-    """Two products of one computed weight."""
+    """Two matmuls with one computed weight."""
 
     def function(m: nn.Module, x: Tensor) -> Tensor:
         w = m.w * m.s
@@ -108,7 +108,7 @@ BUILDS: dict[str, Callable[[], nn.Module]] = {
 
 
 def train(build: Callable[[], nn.Module], x: Tensor, steps: int = 3, **options: object) -> nn.Module:
-    """A few steps of a model and of one in high precision: the same outputs and gradients. Returns the compiled one."""
+    """A few steps in FP8 and in high precision: the same outputs and gradients. Returns the compiled model."""
     model, plain = build(), build()
     run = torch.compile(model, backend="fp8", options=options)
     for step in range(steps):
@@ -151,7 +151,7 @@ def test_other_recipes(name: str, recipe: str) -> None:
 
 
 def test_names() -> None:
-    """A layer keeps its name, whatever its weight is computed from."""
+    """A layer keeps its name if its weight is computed."""
     model = nn.Sequential(parametrizations.weight_norm(linear()), nn.Sequential(pruned()))
     model[1][0].weight_orig.data = signs(256, 128)
     model.append(linear(256, 128))
@@ -179,7 +179,7 @@ def test_evaluation() -> None:
 
 
 def test_autocast() -> None:
-    """Quantized from float32, as a parameter is."""
+    """A computed weight is quantized from float32, as a parameter is."""
     model = parametrizations.weight_norm(linear())
     run = torch.compile(model, backend="fp8")
     with torch.autocast("cpu", torch.bfloat16):
@@ -223,7 +223,7 @@ def test_a_mask_of_buffers_is_no_weight() -> None:
 
 
 def test_experts_in_an_einsum() -> None:
-    """The first product is one matmul, the second has a weight a batch entry."""
+    """The first einsum is one matmul; the second has one weight for each batch entry."""
     model = Model(
         lambda m, x: torch.einsum("etf,efd->etd", torch.einsum("td,edf->etf", x, m.w1).relu(), m.w2).sum(0),
         w1=parameter(4, 128, 256),
@@ -245,7 +245,7 @@ class Two(nn.Module):
 
 
 def test_a_dict_of_plain_tensors() -> None:
-    """They are new ones in each call: scaled by their current amaxes, without a history that is never warm."""
+    """The tensors are new in each call. Current amaxes scale them: a history would never become warm."""
     model, x = Two(), ternary(32, 128)
 
     def call(p: dict[str, Tensor], x: Tensor) -> Tensor:
@@ -275,17 +275,17 @@ def test_an_input_in_a_dict_is_an_input() -> None:
 
 
 def test_what_is_computed_from_a_learned_input_is_an_activation() -> None:
-    """Layers on latents that are parameters: the gradient of these is a weight's."""
+    """Layers on latents that are parameters: the gradient of the latents is a weight's gradient."""
     model = Model(lambda m, x: m.two(m.latents * x.abs().amax().detach().clamp(1, 1)), latents=parameter(32, 128), two=Two())
     plain = Model(lambda m, x: m.two(m.latents), latents=parameter(32, 128), two=Two())
     for m, first in ((model, "dgrad fp8"), (plain, "wgrad fp8")):
-        policy = {"rules": [{"where": "n >= 128 and k >= 128", "fp8": "on"}]}  # or what is last is a head
+        policy = {"rules": [{"where": "n >= 128 and k >= 128", "fp8": "on"}]}  # otherwise the last matmul is an output head
         torch.compile(m, backend="fp8", options={"policy": policy})(ternary(32, 128)).sum().backward()
         assert gemms(m) == sorted([*2 * ["fprop fp8", "wgrad fp8"], "dgrad fp8", first])
 
 
 def test_strict_says_that_plain_tensors_are_no_weights() -> None:
-    """Which of the arguments of a function is a weight cannot be known; that there is none can be."""
+    """The backend cannot know which argument of a function is a weight, but it knows that none is a parameter."""
 
     def product(x: Tensor, w: Tensor) -> Tensor:
         return x @ w

@@ -1,4 +1,4 @@
-"""Training steps with generated kernels, run by Triton's interpreter, beside the same steps without them."""
+"""Training steps with generated kernels, run in Triton's interpreter, against the same steps without kernels."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class RmsBlock(nn.Module):
 
 
 def train(build: Callable[[], nn.Module], shapes: list[tuple], fused: bool, **options) -> tuple[Steps, list[str]]:
-    """Outputs, gradients and inputs' gradients of a step for each shape; the names of the kernels that were made."""
+    """Outputs and gradients (also of inputs) of a step for each shape; the names of the generated kernels."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = build().to(BF16)
@@ -55,7 +55,7 @@ def train(build: Callable[[], nn.Module], shapes: list[tuple], fused: bool, **op
 
 
 def assert_same(build: Callable[[], nn.Module], shapes: list[tuple], **options) -> list[str]:
-    """Sums over rows are added in another order, so a rounding may differ: bf16's, and then FP8's of a few elements."""
+    """Fused and unfused steps agree. Sums over rows have another order, so a few elements may round differently."""
     expected, none = train(build, shapes, False, **options)
     found, made = train(build, shapes, True, **options)
     assert not none and made
@@ -91,7 +91,7 @@ def test_dynamic_rows():
 
 
 def test_blocks_of_128_rows_behind_sums_over_rows_are_two_kernels():
-    """128 whole rows a program would be 64 programs at 8192 tokens."""
+    """With 128 whole rows a program, 8192 tokens would give only 64 programs."""
     made: list[Any] = []
     configurations = launch.configurations
 
@@ -109,7 +109,7 @@ def test_blocks_of_128_rows_behind_sums_over_rows_are_two_kernels():
 
 
 def test_recipes_of_one_tensor_that_do_not_go_together():
-    """Scales of rows for one gemm, of 128 rows for another."""
+    """One gemm needs scales of rows, another gemm scales of blocks of 128 rows."""
     rules = [{"gemm": gemm, "recipe": recipe} for gemm, recipe in (("dgrad", "rowwise"), ("wgrad", "blockwise"))]
     made = assert_same(RmsBlock, [(2, 20, 128)] * 2, policy={"rules": rules})
     assert any("transpose_scale" in name for name in made)
@@ -132,7 +132,7 @@ def test_both_gradients_of_a_gated_activation_and_what_backward_needs_of_it_are_
 
 @pytest.mark.parametrize(("options", "saved"), [({}, 2), ({"recast_weights": True}, 0)])
 def test_a_weight_is_read_once_for_both_layouts(options, saved):
-    """Two weights, both with a dgrad: their transposed copies are kept from forward, or made in backward."""
+    """Two weights, both with a dgrad: their transposed copies are kept from the forward, or made in the backward."""
     with interpreted(), kernels_on_cpu() as made:
         torch._dynamo.reset()
         model = torch.compile(Mlp(bias=False).to(BF16), backend=fp8, options=options)
@@ -174,7 +174,7 @@ def test_a_chain_of_a_thousand_operators():
 
 
 def test_launches_with_one_source_share_one_function_whatever_their_slots():
-    """Inductor tunes each function that it sees: layers must not look different to it."""
+    """Inductor tunes each function separately, so equal launches of different layers must share a function."""
     seen: list[set] = []
     original = compat.launch
 
@@ -198,7 +198,7 @@ def test_blocks_are_chosen_by_what_a_kernel_does():
     assert launch.configurations(kernel(True, False, False)) == launch.ROW_BLOCKS[:2]
     with torch._inductor.config.patch(max_autotune=True):
         assert launch.configurations(kernel(True, False, False)) == launch.ROW_BLOCKS[:3]
-    for heavy in (False, True):  # one row of partial sums a block: all blocks are of one height
+    for heavy in (False, True):  # each block writes one row of partial sums, so all blocks have one height
         for rows in (False, True):
             assert len({height for height, _, _ in launch.configurations(kernel(rows, True, heavy))}) == 1
 
@@ -215,7 +215,7 @@ def test_blocks_are_chosen_by_what_a_kernel_does():
     ],
 )
 def test_the_update_kernel_is_next_page(slots, history, count, interval, most_recent, margin, bits):
-    """To the bit, over steps with zeros, a NaN and an infinity; slots that no amax belongs to; more slots than a block."""
+    """Equal bit by bit, over steps with zeros, a NaN and an infinity; some slots without an amax; more slots than a block."""
     settings = [state_page.SlotSettings(448.0 / 2**margin, 1 if most_recent else history, interval)] * slots
     settings[::3] = [state_page.SlotSettings(57344.0, max(1, history - 1), 2)] * len(settings[::3])  # recipes may share a page
     kernel = Interpreted(triton_kernels.fp8_update, update_kernel.configuration(history))
@@ -236,7 +236,7 @@ def test_the_update_kernel_is_next_page(slots, history, count, interval, most_re
 
 
 def test_a_graph_that_inductor_reorders_gets_no_kernels():
-    """Bucketing of collectives sorts a graph by its data dependencies, which a launch does not have."""
+    """Bucketing of collectives sorts a graph by data dependencies, and a launch has none."""
     with torch._inductor.config.patch(bucket_all_gathers_fx="all"):
         _, made = train(Mlp, [(40, 128)] * 2, True)
     assert not made

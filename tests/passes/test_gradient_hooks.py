@@ -1,4 +1,4 @@
-"""Matmuls that only the backward has, of hooks on gradients: no weight's gradient is among them, and they stay as they are."""
+"""Matmuls in gradient hooks exist only in the backward. They are not taken for gradients of weights, and are not rewritten."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def projected(g: Tensor, q: Tensor) -> Tensor:
 
 
 def gathered(g: Tensor, m: nn.Module) -> Tensor:
-    """As an optimizer that works on a small space does: there and back again."""
+    """Projects into a small space and back, as some optimizers do."""
     return (g @ m.q) @ m.q.t()
 
 
 def orthogonalized(g: Tensor) -> Tensor:
-    """A step of Newton and Schulz, as Muon's."""
+    """A Newton-Schulz step, as in Muon."""
     return 1.5 * g - 0.5 * (g @ g.t()) @ g
 
 
@@ -64,12 +64,12 @@ def preconditioned(m: nn.Module, x: Tensor) -> Tensor:
 
 
 def by_the_weight(m: nn.Module, x: Tensor) -> Tensor:
-    """A projection on the weight itself: one of its products looks like a dgrad."""
+    """A projection on the weight itself: one of its matmuls looks like a dgrad."""
     return hooked(x @ m.w, lambda g: g - (g @ m.w.t()) @ m.w / 128)
 
 
 def by_the_input(m: nn.Module, x: Tensor) -> Tensor:
-    """And here like a wgrad."""
+    """A projection on the input: one of its matmuls looks like a wgrad."""
     return hooked(x @ m.w, lambda g: g - x @ (x.t() @ g) / 128)
 
 
@@ -78,12 +78,12 @@ def in_a_checkpoint(m: nn.Module, x: Tensor) -> Tensor:
 
 
 def one_of_two(m: nn.Module, x: Tensor) -> Tensor:
-    """Products of one input with two weights."""
+    """Matmuls of one input with two weights; only one has a hook."""
     return of_output(m, x) + x @ m.v
 
 
 def of_a_buffer_that_multiplies(m: nn.Module, x: Tensor) -> Tensor:
-    """The hook's matrix is a weight, too."""
+    """The hook's matrix is also the weight of a matmul."""
     return of_output(m, x) + x.flip(0) @ m.q
 
 
@@ -108,7 +108,7 @@ def build(function: Callable) -> nn.Module:
 
 @pytest.mark.parametrize("function", HOOKS, ids=lambda f: f.__name__)
 def test_hooks(function: Callable) -> None:
-    """Which gemm is which: by what it reads, not by its sizes, which are all the same."""
+    """Gemms are identified by the tensors that they read: their sizes are all equal."""
     if torch.__version__ < "2.12" and function in (by_the_weight, by_the_input):
         pytest.skip("Dynamo of torch 2.11 puts an input that a hook reads behind its first use: no backend takes that")
     model = build(function)
@@ -119,7 +119,7 @@ def test_hooks(function: Callable) -> None:
 
 @pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
 def test_a_hook_is_exact(recipe: str) -> None:
-    """There and back again by a matrix and its inverse, through numbers that FP8 does not have."""
+    """The hook multiplies by a matrix and its inverse, with intermediate numbers that FP8 cannot represent."""
     corner = torch.zeros(128, 128)
     corner[:64, 64:] = ternary(64, 64, seed=6) * 3  # its square is zero
     there, back = torch.eye(128) + corner, torch.eye(128) - corner
@@ -138,7 +138,7 @@ def test_a_hook_is_exact(recipe: str) -> None:
 
 
 class Copying(torch.autograd.Function):
-    """Saves its operands, and multiplies by copies of them in backward."""
+    """Saves its operands; its backward multiplies by copies of them."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
@@ -152,7 +152,7 @@ class Copying(torch.autograd.Function):
 
 
 class Rounding(torch.autograd.Function):
-    """Multiplies by a rounded weight, and computes it again in backward."""
+    """Multiplies by a rounded weight; its backward rounds the weight again."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
@@ -166,7 +166,7 @@ class Rounding(torch.autograd.Function):
 
 
 class Norming(torch.autograd.Function):
-    """Computes its input again from what it saves: a fused norm and product."""
+    """A fused norm and matmul: its backward recomputes the matmul's input from saved tensors."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
@@ -182,7 +182,7 @@ class Norming(torch.autograd.Function):
 @pytest.mark.parametrize("function", [Copying, Rounding, Norming])
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
 def test_custom_functions(function: type[torch.autograd.Function], recipe: str) -> None:
-    """The weight is a weight in backward, too: numbers from 8 to 15, which E4M3 has and E5M2 has not."""
+    """The weight is cast as a weight in the backward, too: its numbers from 8 to 15 are exact in E4M3, but not in E5M2."""
     w = nn.Parameter(torch.randint(8, 16, (128, 128), generator=torch.Generator().manual_seed(0)).float() * signs(128, 128))
     x, results = ternary(32, 128), []
     model = Model(lambda m, x: function.apply(x, m.w), w=w)
@@ -198,7 +198,7 @@ def test_custom_functions(function: type[torch.autograd.Function], recipe: str) 
 
 
 def test_a_product_of_two_weights() -> None:
-    """Each one's gradient is a weight's: `rowwise_with_gw_hp` keeps both, and so does a rule for wgrads."""
+    """Both gradients are gradients of weights: `rowwise_with_gw_hp` and a rule for wgrads keep both in high precision."""
 
     def product(m: nn.Module, x: Tensor) -> Tensor:
         return F.linear(x, m.b @ m.a)
@@ -224,7 +224,7 @@ def test_both_gradients_of_a_product() -> None:
 
 
 def spelled(name: str) -> Callable[[nn.Module, Tensor], Tensor]:
-    """What is added to a product is another FP8 product, or both operands are."""
+    """A matmul that adds another FP8 matmul's result, or whose operands are such results."""
     return {
         "addmm": lambda m, x: torch.addmm(torch.mm(x, m.w), x, m.v),
         "addmm with factors": lambda m, x: torch.addmm(torch.mm(x, m.w), x, m.v, beta=2.0, alpha=0.5),
@@ -245,13 +245,13 @@ def test_what_is_added_to_a_product(name: str, recipe: str) -> None:
         y = f(x)
         (y * ternary(32, 128, seed=5)).sum().backward()
         results.append([y.detach(), x.grad, model.w.grad, model.v.grad])
-    floor = 20 if name in ("chain", "a row") else EXACT  # a product's values are many
+    floor = 20 if name in ("chain", "a row") else EXACT  # operands that are results of matmuls are not exact in FP8
     assert min(sqnr(a, b) for a, b in zip(*results, strict=True)) > floor
     assert fp8compile.report(models[1]).fp8_flop_fraction == 1.0
 
 
 def test_linear_stays_what_it_is() -> None:
-    """A hook that multiplies nothing."""
+    """A hook without a matmul changes no gemm."""
     model = Model(lambda m, x: hooked(m.l(x), lambda g: g * 2), l=linear())
     torch.compile(model, backend="fp8")(ternary(32, 128).requires_grad_()).sum().backward()
     assert sorted(r.gemm for r in fp8compile.report(model).matmuls if r.decision == "fp8") == ["dgrad", "fprop", "wgrad"]

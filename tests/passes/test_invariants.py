@@ -1,4 +1,4 @@
-"""Invariants of the joint graph and of caching that numbers do not show: tags for the partitioner, keys, refusals."""
+"""Invariants of the joint graph and of caching that results do not show: tags for the partitioner, cache keys, errors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def train(model: nn.Module, **options: Any) -> None:
 
 
 def joint(look: Callable[[Graph], None], **options: Any) -> None:
-    """Train a small model for a step, and look at the joint graph behind our passes."""
+    """Trains a small model for a step, and calls `look` with the joint graph after our passes."""
     run = backend.run_joint
 
     def looked_at(graph: Graph, *args: Any) -> Any:
@@ -57,7 +57,7 @@ def test_scales_and_inverses_are_saved(recipe: str) -> None:
 
 
 def test_each_half_writes_its_page() -> None:
-    """The partitioner drops, silently, a mutation that does not fit into its half of the graph."""
+    """The partitioner silently drops a mutation that does not fit into its half of the graph."""
     tags: list[str] = []
 
     def look(graph: Graph) -> None:
@@ -69,7 +69,7 @@ def test_each_half_writes_its_page() -> None:
 
 
 def test_a_lost_write_is_an_error() -> None:
-    """If the write is gone all the same, nobody trains on."""
+    """If the write is lost all the same, training stops with an error."""
     check = halves._check_update
 
     def without_writes(gm: Any, page: str, slots: Any) -> None:
@@ -82,7 +82,7 @@ def test_a_lost_write_is_an_error() -> None:
 
 
 def test_aotautograd_does_not_cache_our_graphs() -> None:
-    """A hit would skip the joint pass, and with it the state and the report."""
+    """A cache hit would skip the joint pass, and with it the state and the report."""
     seen: list[bool] = []
     compile_graph = halves.Halves.compile
 
@@ -92,11 +92,11 @@ def test_aotautograd_does_not_cache_our_graphs() -> None:
 
     with torch._functorch.config.patch(enable_autograd_cache=True), mock.patch.object(halves.Halves, "compile", compiled):
         train(make(Mlp))
-    assert seen and not seen[0]  # the forward, before whose compilation a cache is asked
+    assert seen and not seen[0]  # the forward; torch asks the cache before compiling it
 
 
 def keys(**options: Any) -> set[Any]:
-    """The cache keys of our passes over one compilation."""
+    """The cache keys of our passes in one compilation."""
     found: set[Any] = set()
     made = compat.GraphPass.__init__
 
@@ -111,7 +111,7 @@ def keys(**options: Any) -> set[Any]:
 
 def test_a_cache_key_tells_apart_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     usual = keys()
-    assert usual == keys() and len(usual) == 2  # before and behind the partitioner
+    assert usual == keys() and len(usual) == 2  # of the passes before and after the partitioner
     assert not usual & keys(recipe="tensorwise")
     assert not usual & keys(policy={"rules": [{"module": "up", "fp8": "off"}]})
     monkeypatch.setenv("FP8COMPILE_SKIP", "fuse")

@@ -1,4 +1,4 @@
-"""Output heads by their place in the model: whatever they are called, and nothing else that looks like the end of something."""
+"""Output heads are recognised by their place in the model, whatever their name. Other matmuls at the end of a graph are not."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WIDTH, CLASSES = 128, 160
 
 
 class Net(nn.Module):
-    """`forward(self, x)` over modules by name."""
+    """A model from a function `forward(self, x)` and named modules."""
 
     def __init__(self, forward: Callable[[Any, Tensor], Any], **parts: nn.Module) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ def norm() -> nn.Module:
 
 
 def kept(model: nn.Module, x: Tensor, **options: Any) -> dict[str, str]:
-    """The modules in high precision, and why."""
+    """The modules in high precision, with the reasons."""
     report = fp8compile.explain(model, x, options=options)
     return {record.fqn: record.reason for record in report.matmuls if record.gemm == "fprop" and record.decision != "fp8"}
 
@@ -68,7 +68,7 @@ def gated_residual(m: Any, x: Tensor) -> Tensor:
 
 
 def into_some_rows(m: Any, x: Tensor) -> Tensor:
-    """As DINOv2 does with stochastic depth."""
+    """Adds a branch to some rows only, as DINOv2 does for stochastic depth."""
     x = m.block(m.embed(x))
     rows = torch.arange(1)
     return torch.index_add(x.flatten(1), 0, rows, m.mlp(x[rows]).flatten(1)).view_as(x)
@@ -154,8 +154,8 @@ def test_what_is_no_head(case: str) -> None:
 
 @pytest.mark.parametrize("name", ["fc", "to_logits", "output", "mlp_head", "decoder"])
 def test_a_head_that_begins_small_does_not_turn_gradients_around(name: str) -> None:
-    """The gradients of a softmax sum to zero, and weights that begin at next to nothing are all alike after one step of Adam:
-    what the trunk gets is a small difference of large sums."""
+    """The gradients of a softmax sum to zero. Weights that begin near zero are almost equal after one step of Adam. So the
+    gradient of the trunk is a small difference of large sums."""
     torch.manual_seed(0)
     reference = Net(
         lambda m, x: getattr(m, name)(m.norm(F.gelu(m.body(x)))), body=linear(WIDTH), norm=norm(), **{name: linear()}
@@ -191,14 +191,14 @@ def reasons(model: nn.Module) -> dict[str, str]:
 
 
 def compiled_parts() -> tuple[nn.Module, nn.Module]:
-    """Parts that would each end in a head if they were a model: tokens go into the first, features into the second."""
+    """Two parts that would each end in a head as a model of their own. The first takes tokens, the second features."""
     tower = text(lambda m, x: m.project(trunk(m, x)), project=linear(WIDTH))
     return tower, Net(lambda m, x: m.out(m.block(x)), block=Block(), out=linear())
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_parts_that_are_compiled_by_themselves(wrapped: bool) -> None:
-    """Where an eager module calls them, what comes after in that module is known."""
+    """If an eager module calls the parts, the backend knows which modules follow a part."""
     tower, decoder = compiled_parts()
     assert kept(tower, TOKENS) == {"project": LAST} and kept(decoder, FEATURES) == {"out": LAST}
     model = Net(lambda m, x: m.decoder(m.tower(x)), tower=tower, decoder=decoder)
@@ -211,7 +211,7 @@ def test_parts_that_are_compiled_by_themselves(wrapped: bool) -> None:
 
 
 def test_a_model_whose_graph_breaks() -> None:
-    """What a graph ends with is no head as long as the model has matrices that come after; behind them it is one."""
+    """The last matmul of a graph is no head if other matrices of the model follow; the last one of the model is a head."""
 
     def forward(m: Any, x: Tensor) -> Tensor:
         x = m.embed(x)
@@ -247,8 +247,8 @@ def test_transformers(name: str) -> None:
 
 @pytest.mark.parametrize("dim, kept", [(1, True), (-1, False)])
 def test_a_maximum_over_tokens_is_a_choice(interpreted: None, dim: int, kept: bool) -> None:
-    """The projection in front of it stays in high precision: another rounding has another winner, which gets all the gradient.
-    A maximum over features is no choice between tokens."""
+    """The projection in front of the maximum stays in high precision: rounding may change the winner, which gets all the
+    gradient. A maximum over features is no choice between tokens."""
 
     def forward(m: Any, x: Tensor) -> Tensor:
         return x.amax(dim, keepdim=True) + m.up(x).unflatten(1, (8, -1)).max(dim + (dim > 0)).values.mean()

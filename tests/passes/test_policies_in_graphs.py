@@ -1,4 +1,4 @@
-"""What a policy does to a graph: recipes side by side, rules as reasons, strictness, the device that decides."""
+"""Policies in a graph: recipes side by side, rules as reasons, strictness, decisions by the device."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def rules(*given: dict[str, Any], **rest: Any) -> dict[str, Any]:
 
 
 def decisions(model: nn.Module, rows: int = 32, width: int = 128, **options: Any) -> dict[tuple[str, str], Any]:
-    """(module, gemm) -> its record, after one training step."""
+    """(module, gemm) -> the matmul's record, after one training step."""
     torch.compile(model, backend="fp8", options=options)(noise(2, rows, width).requires_grad_()).sum().backward()
     return {(record.fqn, record.gemm): record for record in fp8compile.report(model).matmuls if record.gemm != "matmul"}
 
 
 @pytest.mark.parametrize("default", ["delayed", "tensorwise"])
 def test_recipes_side_by_side(default: str) -> None:
-    """gate and up read one tensor that each scales in its own way; every gradient and every slot is the reference's."""
+    """gate and up read one tensor, each with its own recipe; every gradient and every slot equals the reference's."""
     pair = Pair(
         make(SwiGlu),
         default,
@@ -170,7 +170,8 @@ def test_blocks_are_the_outermost() -> None:
 
 
 def test_strict_and_what_is_kept_on_purpose() -> None:
-    """A user's rule may keep everything; sizes that leave nothing are no purpose; an override is no refusal."""
+    """With `strict`, a user's rule may keep everything in high precision, and an override is allowed; a model whose sizes leave
+    no matmul in FP8 is an error."""
     for name in ({}, {"name": "exact"}):
         decisions(make(Mlp), policy=rules({"module": "*", "fp8": "off", **name}), strict=True)
     narrow = nn.Sequential(nn.Linear(128, 64), nn.Linear(64, 128))
@@ -220,11 +221,11 @@ def test_what_a_rule_wants_and_cannot_have() -> None:
     assert decisions(make(Odd), policy=policy)["odd", "fprop"].reason.startswith("not a multiple of 16")
     with pytest.raises(fp8compile.StrictError, match="odd.*not a multiple of 16"):
         decisions(make(Odd), policy=policy, strict=True)
-    decisions(make(Odd), policy=rules({"module": "odd"}), strict=True)  # "auto" insists on nothing
+    decisions(make(Odd), policy=rules({"module": "odd"}), strict=True)  # "auto" does not insist on FP8
 
 
 def test_the_device_decides() -> None:
-    """Small on an H100: it would lose. On a CPU nothing is known of speed, and FP8 is what was asked for."""
+    """On an H100 so small a model would be slower in FP8. A CPU has no cost model, so all becomes FP8, as requested."""
     found = decisions(make(Mlp), rows=16, device="h100")
     assert {record.decision for record in found.values()} == {"high_precision"}
     for record in found.values():
@@ -240,7 +241,7 @@ def test_an_unknown_device() -> None:
 
 
 def test_evaluation_in_fp8() -> None:
-    """Scaled by current amaxes; histories neither move nor matter; by default evaluation is exact."""
+    """Evaluation in FP8 uses current amaxes; histories neither move nor matter. By default, evaluation is exact."""
     model = make(Mlp)
     x = noise(32, 128)
     expected = model(x).detach()
@@ -263,7 +264,7 @@ def test_evaluation_in_fp8() -> None:
 
 
 def test_edges() -> None:
-    """q, k and v feed the scores, those the output projection."""
+    """q, k and v feed the scores, and the scores feed the output projection."""
     model = make(Attention)
     decisions(model)
     (graph,) = fp8compile.report(model).graphs
@@ -282,7 +283,7 @@ def test_branches_keep_their_own_edges() -> None:
 
 
 def test_a_file_that_disappears(tmp_path) -> None:
-    """The next compilation says so; the model is as it was, and trains uncompiled."""
+    """The next compilation raises an error; the model is unchanged, and trains uncompiled."""
     file = tmp_path / "fp8.toml"
     file.write_text('[[rules]]\nmodule = "down"\nfp8 = "off"\n')
     model = make(Mlp)
@@ -291,7 +292,7 @@ def test_a_file_that_disappears(tmp_path) -> None:
     assert {r.fqn for r in fp8compile.report(model).matmuls if r.decision != "fp8"} == {"down"}
     before = {name: p.clone() for name, p in model.state_dict().items()}
     file.unlink()
-    run(noise(16, 128)).sum().backward()  # compiled already
+    run(noise(16, 128)).sum().backward()  # runs code that was compiled before
     with pytest.raises(fp8compile.OptionError, match="fp8.toml"):
         run(noise(32, 128))
     assert all(torch.equal(p, before[name]) for name, p in model.state_dict().items())
@@ -301,7 +302,7 @@ def test_a_file_that_disappears(tmp_path) -> None:
 
 
 def test_operands_of_two_dtypes_are_an_error_as_everywhere() -> None:
-    """Without autocast, bf16 weights and float32 activations: what eager mode refuses is not made to work by quantizing."""
+    """bf16 weights and float32 activations without autocast: an error in eager mode, and quantizing must not hide it."""
     model = nn.Linear(128, 128).bfloat16()
     with pytest.raises(Exception, match="dtype"):
         compiled(nn.Sequential(model))(noise(32, 128)).sum().backward()

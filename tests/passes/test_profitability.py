@@ -1,4 +1,4 @@
-"""weigh: what becomes FP8 on a described device, read from models whose graphs are rewritten here and never run."""
+"""`weigh`: the matmuls that become FP8 on a described device. The tests rewrite the graphs of models and never run them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SIZES = [(16, 256), (512, 1024), (4096, 768), (2048, 4096), (16384, 4096)]  # to
 
 
 class Attention(nn.Module):
-    """Llama's: q, k and v read one norm's output, k and v are `narrow` times as wide."""
+    """Llama's attention: q, k and v read one norm's output; k and v are `narrow` times as wide as q."""
 
     def __init__(self, width: int, narrow: float = 0.25):
         super().__init__()
@@ -66,7 +66,7 @@ class Mlp(nn.Module):
 
 
 class Fused(nn.Module):
-    """One projection for q, k and v: its gradient is put together from three."""
+    """One projection for q, k and v: the gradient of its output is concatenated from three."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -93,7 +93,7 @@ def compile_only(build, *shape, autocast=False, dynamic=False, **options):
 
 @pytest.fixture
 def seen(monkeypatch):
-    """The matmuls that `weigh` was called with, by (name, gemm), as they came and as they went."""
+    """The matmuls passed to `weigh`, by (name, gemm), with their reasons before and after."""
     kept = {}
 
     def spy(matmuls, device):
@@ -127,7 +127,7 @@ def test_a_large_layer_becomes_fp8():
     fp8 = sum(record.fp8_us + record.cast_us for record in found.values())
     assert 1.4 < bf16 / fp8 < 1.75
     assert all(record.break_even_m < 16384 for record in found.values())
-    # seconds of 2 * 16384 * 16384 * 4096 FLOP at the sustained rates, and a little for waves and launches
+    # us for 2 * 16384 * 16384 * 4096 FLOP at the sustained rates, and a little for waves and launches
     assert found["up", "fprop"].bf16_us == pytest.approx(2783, rel=0.1) and found["up", "fprop"].fp8_us < 0.7 * 2783
 
 
@@ -141,7 +141,7 @@ def test_tensorwise_starts_later_than_delayed():
 
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
 def test_the_stated_break_even_is_where_the_decision_turns(recipe):
-    """A lone pair of layers, so large that what a graph pays once is little."""
+    """One pair of layers, so large that the costs once a graph are small."""
     start = compile_only(lambda: Mlp(4096), 1, 16, 4096, recipe=recipe)["up", "fprop"].break_even_m
     turned = {}
     for tokens in (start // 2, 2 * start):
@@ -151,7 +151,7 @@ def test_the_stated_break_even_is_where_the_decision_turns(recipe):
 
 
 def test_a_graph_that_saves_less_than_its_scales_cost():
-    """One linear that gains by itself, and not what moving a scaling state costs."""
+    """One linear that gains less than the update of the scaling state costs."""
     found = compile_only(lambda: One(2048), 960, 2048)
     assert len(found) == 3 and all(record.decision != FP8 for record in found.values())
     said = {record.reason for record in found.values()}
@@ -160,7 +160,7 @@ def test_a_graph_that_saves_less_than_its_scales_cost():
 
 
 def test_projections_that_share_their_input_are_decided_together():
-    """k and v alone are too narrow to pay for the cast of h; q has paid for it."""
+    """k and v alone are too narrow to pay for the cast of h; with q, the cast is already paid for."""
     together = compile_only(lambda: Attention(4096), 1, 2048, 4096, recipe="tensorwise")
     assert all(together[name, "fprop"].decision == FP8 for name in "qkv")
     torch._dynamo.reset()
@@ -178,9 +178,9 @@ def test_what_the_policy_insists_on_stays_and_pays_for_others():
         found[choice] = compile_only(lambda: Attention(4096), 1, 768, 4096, recipe="tensorwise", policy=rules)
     assert all(record.decision != FP8 for record in found["auto"].values())
     assert all(found["on"]["q", gemm].decision == FP8 for gemm in ("fprop", "dgrad", "wgrad"))
-    assert found["on"]["q", "fprop"].bf16_us > 0  # estimates are for all
+    assert found["on"]["q", "fprop"].bf16_us > 0  # every matmul has estimates
     ratios = [float(re.search(r"(\d\.\d\d)x", found[choice]["k", "fprop"].reason)[1]) for choice in ("auto", "on")]
-    assert ratios[0] < ratios[1]  # the cast of h is there already
+    assert ratios[0] < ratios[1]  # another matmul already pays for the cast of h
 
 
 def test_a_device_without_fp8():
@@ -194,7 +194,7 @@ def test_nothing_is_weighed_without_a_description():
 
 
 def test_dynamic_sizes_are_not_specialised():
-    """`mark_dynamic` raises if anything has put a guard on the number of tokens."""
+    """`mark_dynamic` raises if a guard specialises the number of tokens."""
     found = compile_only(lambda: Mlp(4096), 8192, 4096, dynamic=True)
     assert all(record.decision == FP8 and record.bf16_us > 0 for record in found.values())
     assert any(record.dynamic for record in found.values())
@@ -209,7 +209,7 @@ MODELS = {"attention": Attention, "mlp": Mlp, "fused": Fused}
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("tokens, width", SIZES)
 def test_no_choice_within_a_component_is_better(seen, name, recipe, tokens, width):
-    """Against all of the 2**n, by the model's own estimate."""
+    """Compares with all 2**n choices, by the cost model's own estimate."""
     compile_only(lambda: MODELS[name](width), 1, tokens, width, recipe=recipe)
     matmuls = [matmul for matmul, _ in seen.values()]
     for matmul, reason in seen.values():
@@ -224,14 +224,14 @@ def test_no_choice_within_a_component_is_better(seen, name, recipe, tokens, widt
         subsets = itertools.chain.from_iterable(itertools.combinations(part.gemms, n) for n in range(len(part.gemms) + 1))
         best = min(part.seconds(set(subset)) for subset in subsets)
         assert ours <= best * 1.01
-        # the shares add up to what the component says
+        # the shares of the gemms add up to the time of the component
         part.chosen = part.everything
         told = sum(gemm.seconds(H200, True) + part.share(gemm, part.everything) for gemm in part.gemms)
         spent = part.seconds(part.everything) - sum(base.seconds(H200, set()) for base in part.bases)
         assert told == pytest.approx(spent)
 
 
-# -- who makes and who reads a tensor ----------------------------------------------------------------------------------
+# -- the producer and the readers of a tensor ----------------------------------------------------------------------------------
 
 
 def of(seen, name, gemm, role):
@@ -245,9 +245,9 @@ def test_traffic_of_an_mlp(seen):
     norm, gelu = of(seen, "up", "fprop", "input"), of(seen, "down", "fprop", "input")
     assert (norm.elements, gelu.elements) == (elements, 4 * elements)
     assert norm.fused and not norm.shared and len(norm.readers) == 2  # fprop and wgrad
-    assert gelu.fused and gelu.producer_bytes == 4 * elements * 2  # what `up` has written
+    assert gelu.fused and gelu.producer_bytes == 4 * elements * 2  # the output of `up`
     dy, dh = of(seen, "down", "dgrad", "gradient"), of(seen, "up", "dgrad", "gradient")
-    assert not dy.fused and dy.shared  # the model's own output gradient, also that of the residual
+    assert not dy.fused and dy.shared  # the output gradient of the model, which the residual reads, too
     assert dh.fused and dh.producer_bytes == 2 * 4 * elements * 2  # GELU's input and the gradient of its output
     weight = of(seen, "up", "fprop", "weight")
     assert not weight.fused and not weight.shared and weight.itemsize == 2 and len(weight.readers) == 2
@@ -265,7 +265,7 @@ def test_traffic_of_a_gradient_that_is_put_together(seen):
     compile_only(lambda: Fused(512), 1, 256, 512)
     dy = of(seen, "qkv", "dgrad", "gradient")
     assert dy.scattered and not dy.fused
-    assert not of(seen, "qkv", "fprop", "input").fused  # the input of the graph
+    assert not of(seen, "qkv", "fprop", "input").fused  # it is an input of the graph
 
 
 def test_float32_weights_under_autocast(seen):
@@ -274,7 +274,7 @@ def test_float32_weights_under_autocast(seen):
     full = compile_only(lambda: Mlp(1024), 1, 512, 1024, autocast=True)
     torch._dynamo.reset()
     half = compile_only(lambda: Mlp(1024), 1, 512, 1024)
-    assert full["up", "fprop"].cast_us < half["up", "fprop"].cast_us  # bf16 has a cast of its own to pay there
+    assert full["up", "fprop"].cast_us < half["up", "fprop"].cast_us  # with autocast, bf16 also pays for a cast
     assert found
 
 
@@ -284,7 +284,7 @@ def test_float32_weights_under_autocast(seen):
 @pytest.mark.skipif(fake_gpu.unavailable() is not None, reason=fake_gpu.unavailable() or "")
 @pytest.mark.parametrize("seed", [1, 10, 15, 20, 37])
 def test_never_slower(seed):
-    """Five of the 200 models of benchmarks/never_slower.py: its claim, by the roofline of what Inductor would launch."""
+    """Five of the 200 models of benchmarks/never_slower.py. FP8 is never slower, by the roofline of Inductor's launches."""
     from benchmarks import never_slower
 
     row = never_slower.compare(never_slower.draw(seed))

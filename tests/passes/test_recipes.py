@@ -1,5 +1,5 @@
-"""The finer recipes in the graph: what shares a copy, what is kept for backward, what is emulated; and which layers are taken
-for down projections behind a gated activation."""
+"""The finer recipes in the graph: shared copies, tensors kept for backward, emulation. Also: the layers that are recognised as
+down projections behind a gated activation."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def count(graph: Graph, op) -> int:
     return len(graph.find_nodes(op="call_function", target=op))
 
 
-# -- what the hardware lacks ---------------------------------------------------------------------------------------------
+# -- emulation ---------------------------------------------------------------------------------------------
 
 
 def test_mxfp8_is_emulated_but_on_blackwell():
@@ -72,7 +72,7 @@ def test_nothing_else_is_called_emulated(recipe):
 
 
 def test_emulation_does_not_pay():
-    """Left to the cost model, mxfp8 stays in bf16 on a GPU that has no tensor cores for it."""
+    """The cost model keeps mxfp8 in bf16 on a GPU without tensor cores for it."""
     model = make(lambda: Mlp(1024, 4096), dtype=torch.bfloat16)
     x = noise(8192, 1024, dtype=torch.bfloat16)
     report = fp8compile.explain(model, x, options={"recipe": "mxfp8"}, device="h100")
@@ -85,7 +85,7 @@ def test_emulation_does_not_pay():
 
 
 def test_readers_share_what_is_scaled_alike():
-    """q, k and v read one tensor: one amax, one scale and one copy a layout; so do the three gradients' products with it."""
+    """q, k and v read one tensor: one amax, one scale and one copy for each layout, shared by their three wgrads, too."""
     forward, backward = graphs(make(Attention), noise(2, 64, 128).requires_grad_(), recipe="rowwise")
     # x and y for o: both layouts; four weights: both layouts
     assert count(forward, ops.quantize_both) == 2 + 4 and count(forward, ops.amax_blocks) == 2 * 6
@@ -103,19 +103,19 @@ def test_gw_hp_takes_one_scale_for_the_weight_in_dgrad():
     forward, backward = graphs(make(Mlp), noise(128, 128, seed=1).requires_grad_(), recipe="rowwise_with_gw_hp")
     blocks = [node.args[7:9] for node in backward.find_nodes(op="call_function", target=ops.block_mm)]
     assert len(blocks) == 2 and all(sorted(pair) == [[0, 0], [1, 0]] for pair in blocks)
-    assert count(forward, ops.amax) == 0 and count(backward, ops.amax) == 2  # of the two weights
+    assert count(forward, ops.amax) == 0 and count(backward, ops.amax) == 2  # one for each of the two weights
     assert count(backward, torch.ops.aten.mm.default) == 2
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "blockwise", "mxfp8"])
 def test_nothing_more_is_kept_for_backward(recipe):
-    """Copies in FP8, what matmuls made, scales: no activation in high precision that could be computed again."""
+    """Kept are FP8 copies, results of matmuls and scales, but no high-precision activation that can be recomputed."""
     model, x = make(lambda: Mlp(256, 512), dtype=torch.bfloat16), noise(512, 256, dtype=torch.bfloat16)
     _, backward = graphs(model, x, recipe=recipe)
     kept = [node.meta["val"] for node in backward.nodes if node.op == "placeholder" and "tangents" not in node.name]
     kept = [x for x in kept if isinstance(x, Tensor)]
     large = sorted((str(x.dtype), tuple(x.shape)) for x in kept if x.numel() >= 128 * 128)
-    # up's output, from which GELU and its backward are computed; down's weight and x, transposed
+    # the output of up, for GELU and its backward; the transposed copies of down's weight and of x
     assert large == [
         ("torch.bfloat16", (512, 512)),
         ("torch.float8_e4m3fn", (256, 512)),
@@ -136,7 +136,7 @@ def test_recipes_side_by_side_read_one_tensor():
 
 
 class Two(nn.Module):
-    """Two readers of the graph's input."""
+    """Two layers read the graph's input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ def test_an_input_of_the_graph_that_is_scaled_in_two_ways(rule, first):
 
 @pytest.mark.parametrize("recipe", ["rowwise", "blockwise", "mxfp8"])
 def test_recipes_of_single_gemms(recipe):
-    """A tensor that forward and backward scale in different ways; the tangent is an input of the backward's graph."""
+    """Forward and backward scale a tensor in different ways; the tangent is an input of the backward graph."""
     rules = [{"gemm": "fprop", "recipe": recipe}, {"gemm": "dgrad", "recipe": "delayed"}, {"gemm": "wgrad", "recipe": "mxfp8"}]
     model, x = make(lambda: nn.Linear(128, 256)), noise(4, 16, 128).requires_grad_()
     report = step(model, x, policy={"rules": rules})
@@ -188,7 +188,7 @@ class Fused(nn.Module):
 
 
 class Normed(nn.Module):
-    """Products that are none of two projections: a norm's weight, x * sigmoid(x), a residual's norm."""
+    """Products, but not of two projections: with a norm's weight, x * sigmoid(x), with a residual's norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -201,7 +201,7 @@ class Normed(nn.Module):
 
 
 class Modulated(nn.Module):
-    """adaLN without a shift: a norm of what projections made, by a scale that a sequence has one of."""
+    """adaLN without a shift: a norm of projections' outputs, times one scale for each sequence."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""Every way to write a matmul is found once, named, decided as expected, and computes what it should.
+"""Every way to write a matmul: the matmul is found once, with its name and the expected decision, and its results are right.
 
-Each test trains one step of a small model in high precision and with the backend, compares outputs and gradients loosely (the
-exact numerics are the business of test_agreement.py), and checks the whole report of that step.
+Each test trains one step of a small model in high precision and with the backend, compares outputs and gradients loosely
+(test_agreement.py tests the exact numerics), and checks the whole report of that step.
 """
 
 from __future__ import annotations
@@ -66,9 +66,10 @@ def decisions(report: Report) -> dict[str, dict[str, list[str]]]:
 
 
 def check(report: Report, expected: dict[str, Any]) -> None:
-    """`expected`: {fqn: "fp8" or the start of the reason, for all three gemms; or (gemms, that)}. Each once, and no others.
+    """`expected`: {fqn: decision}, for all three gemms, or {fqn: (gemms, decision)}; a decision is "fp8" or the beginning of
+    the reason. The report must list each of these once, and no others.
 
-    Products without a weight ("matmul") are left out here, unless their name is in `expected`.
+    Matmuls without a weight ("matmul") are ignored, unless their name is in `expected`.
     """
     found = {fqn: gemms for fqn, gemms in decisions(report).items() if set(gemms) != {"matmul"} or fqn in expected}
     assert found.keys() == expected.keys(), str(report)
@@ -84,7 +85,7 @@ def weight(*shape: int, seed: int = 1) -> nn.Parameter:
 
 
 class Root(nn.Module):
-    """`function(self, x)` on parameters a (named `w`) and a bias of its second size (`b`)."""
+    """`function(self, x)` with a parameter `w` and a bias `b`."""
 
     def __init__(self, function: Any, *shape: int, bias: int = 256) -> None:
         super().__init__()
@@ -123,7 +124,7 @@ def test_one_weight(spelling):
     report = one_step(Root(function, *shape), noise(*X))
     check(report, {"w": "fp8"})
     sizes = {r.gemm: (r.m, r.n, r.k) for r in report.matmuls}
-    # Which of its two sides is m is up to autograd; what is contracted is not: features, features, tokens (256 of them).
+    # autograd chooses which side is m, but not the contracted dimension: features, features, and 256 tokens
     assert sizes["fprop"] == (256, 256, 128)
     assert sorted(sizes["dgrad"][:2]) == [128, 256] and sizes["dgrad"][2] == 256
     assert sorted(sizes["wgrad"][:2]) == [128, 256] and sizes["wgrad"][2] == 256
@@ -172,11 +173,11 @@ def test_conv1d_of_gpt2():
     check(one_step(nn.Sequential(Conv1D(256, 128), nn.GELU(), Conv1D(128, 256)), noise(*X)), {"0": "fp8", "2": "fp8"})
 
 
-# -- modules that use their weights in some other way -----------------------------------------------------------------------
+# -- modules that use their weights in other ways -----------------------------------------------------------------------
 
 
 class Wrapped(nn.Module):
-    """MultiheadAttention as self-attention, or as cross-attention to a memory."""
+    """nn.MultiheadAttention as self-attention, or as cross-attention to a memory."""
 
     def __init__(self, cross: bool = False, weights: bool = False) -> None:
         super().__init__()
@@ -195,20 +196,20 @@ def test_multihead_attention():
 
 
 def test_multihead_attention_with_its_weights():
-    """The scores and their product with v are matmuls, of no weight."""
+    """The scores, and their matmul with v, are matmuls without a weight."""
     report = one_step(Wrapped(weights=True), noise(2, 32, 256))
     check(report, {"attn.in_proj_weight": "fp8", "attn.out_proj": "fp8", "attn": (["matmul"] * 6, "not a weight")})
     assert not report.opaque
 
 
 def test_multihead_cross_attention():
-    """q has one part of in_proj_weight, k and v the other: two fprops of one parameter."""
+    """q uses one part of in_proj_weight, k and v the other: two fprops of one parameter."""
     report = one_step(Wrapped(cross=True), noise(2, 32, 256), noise(2, 48, 256, seed=3))
     check(report, {"attn.in_proj_weight": (TRAINED * 2, "fp8"), "attn.out_proj": "fp8"})
 
 
 class Tied(nn.Module):
-    """An embedding whose weight is the output projection too."""
+    """An embedding whose weight is also that of the output projection."""
 
     def __init__(self, module: bool) -> None:
         super().__init__()
@@ -271,7 +272,7 @@ def test_lora():
 
 
 def test_checkpointed_mlp():
-    """What is recomputed in the backward is one matmul in the report, and its name is its own."""
+    """A matmul that the backward recomputes is listed once in the report, under its own name."""
 
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -323,7 +324,7 @@ def test_convolution_and_attention_are_listed():
 
         def forward(self, x):
             x = self.patches(x).flatten(2).transpose(1, 2)
-            return x + self.attention(x)  # or it would be the model's output head
+            return x + self.attention(x)  # otherwise it would be the model's output head
 
     report = one_step(Model(), noise(2, 3, 32, 32))
     check(report, {f"attention.{name}": "fp8" for name in "qkvo"})
@@ -352,7 +353,7 @@ def test_router_and_experts():
 
 
 def test_wide_router():
-    """A router is known by what its output goes into, not by its size."""
+    """A router is recognised by the operators that read its output, not by its size."""
 
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -371,7 +372,7 @@ def test_batched_experts():
 
 
 class Gram(nn.Module):
-    """A product of two activations, one of which a linear reads, too."""
+    """A matmul of two activations; a linear reads one of them, too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -383,7 +384,7 @@ class Gram(nn.Module):
 
 
 class DenseAttention(nn.Module):
-    """One sequence without a batch: its values are what q and k are made of."""
+    """Attention over one sequence without a batch: its values are the tensor that q and k read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -395,7 +396,7 @@ class DenseAttention(nn.Module):
 
 
 class Computed(nn.Module):
-    """A weight that is computed, beside a linear of the same input."""
+    """A computed weight, beside a linear that reads the same input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -406,7 +407,7 @@ class Computed(nn.Module):
 
 
 class Detached(nn.Module):
-    """A frozen linear, which makes no autograd node, behind a product that does."""
+    """A frozen linear, which has no autograd node, behind a matmul that has one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -434,7 +435,7 @@ ROOT = {"fprop": 1, "wgrad": 1}
     ],
 )
 def test_gradients_of_products_are_no_ones_wgrad(build, expected):
-    """Of 128 x 128 all: neither their sizes nor the tensors that they read tell them from a linear's."""
+    """All tensors are 128 x 128: neither the sizes nor the operands of these matmuls distinguish them from a linear's gemms."""
     model = build()
     torch.compile(model, backend="fp8")(noise(128, 128)).sum().backward()
     check(fp8compile.report(model), expected)
@@ -514,7 +515,7 @@ def test_autocast():
 
 
 def test_a_matmul_into_another_dtype_is_left_alone():
-    """`torch.mm(.., out_dtype=..)`, of CUDA alone and without gradients: its last argument is no operand."""
+    """`torch.mm(.., out_dtype=..)`, which exists only on CUDA, without gradients: its last argument is no operand."""
 
     class Wide(nn.Module):
         def __init__(self):
@@ -595,7 +596,7 @@ def test_quantized_tensors_are_left_alone():
 
 
 def test_a_graph_break_in_between():
-    """The parts around what Dynamo cannot trace are compiled, each matmul is in the report once."""
+    """Dynamo compiles the parts around code that it cannot trace; each matmul is in the report once."""
 
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -614,7 +615,7 @@ def test_a_graph_break_in_between():
 
 
 def warned(caplog: pytest.LogCaptureFixture, caught: list[warnings.WarningMessage]) -> list[str]:
-    """What was said at warning level, through `logging` or `warnings`."""
+    """The messages at warning level, from `logging` or `warnings`."""
     return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING and r.name.startswith("fp8compile")] + [
         str(w.message) for w in caught
     ]
@@ -660,7 +661,7 @@ class Broken(Convolutions):
 
 
 class Stem(nn.Module):
-    """Convolutions in a graph of their own: in front of a break, or in a module of their own, which has one."""
+    """Convolutions in their own graph: before a graph break, or in a module that contains one."""
 
     def __init__(self, broken: bool) -> None:
         super().__init__()
@@ -675,7 +676,7 @@ class Stem(nn.Module):
 
 
 def test_a_part_without_matmuls_is_as_it_should_be(caplog):
-    """But not a whole model."""
+    """Only a whole model without FP8 matmuls warns, or is an error with `strict`."""
     x = noise(4, 64, 32)
     with caplog.at_level(logging.WARNING, logger="fp8compile"):
         for broken in (False, True):

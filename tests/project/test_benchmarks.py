@@ -1,4 +1,4 @@
-"""The benchmarks' own machinery: every case, tiny, on a CPU and through the command line; and what the figures are made of."""
+"""The benchmarks' own code: every case, tiny, on a CPU and from the command line; and the computation of the figures."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_case(measured, name):
     assert row["fp8"]["proof"].startswith("not applicable: emulated")
     assert row["fp8"]["decisions"]["fp8"] >= 3
     assert row["kernels"] is None and row["memory"] is None
-    # a warm-up, and two turns of one step with an untimed one before it, except where `loss` begins; `linear` has no loss
+    # a warm-up, and two rounds of one step with an untimed one before it, except at the start of `loss`; `linear` has no loss
     assert len(row["losses"]) == {"linear": 0, "loss": 4}.get(name, 5)
 
 
@@ -73,7 +73,7 @@ def test_training_goes_on_in_the_loss_case(measured):
 
 
 def test_two_arms_rebuilt_and_a_failure(tmp_path):
-    """One arm at a time, and an arm whose package cannot be imported is a row."""
+    """One arm runs at a time, and an arm whose package cannot be imported becomes a row with an error."""
     broken = tmp_path / "broken" / "torchao"
     broken.mkdir(parents=True)
     (broken / "__init__.py").write_text("raise ImportError('no such torchao')\n")
@@ -200,7 +200,7 @@ NAMES = {
         "triton_poi_fused_mul_9",
         "fp8_gelu_cast_transpose_amax",
         "fp8_cast_transpose_amax_0",
-        "fp8_softmax_attention_gemm_cast",  # a generated kernel is one, whatever it is named after
+        "fp8_softmax_attention_gemm_cast",  # a generated kernel is an FP8 cast, whatever words its name contains
         "fp8_softmax_attention_scale_0",
         "fp8_amax",
         "fp8_update_0",
@@ -223,7 +223,7 @@ def test_kernel_class(kind, name):
 
 @pytest.mark.parametrize("name", ["nvjet_rqtst_128x160_128x6_2x1_v_bz_TNN", "nvjet_qrtst_128x160_128x6_2x1_v_bz_TNN"])
 def test_products_of_two_formats_have_one_e4m3_operand(name):
-    """Whatever letter cuBLAS has for E5M2."""
+    """True whatever letter cuBLAS uses for E5M2."""
     assert classify.classify(name) == "fp8_gemm"
 
 
@@ -257,7 +257,7 @@ def test_kernel_times_are_per_step():
 
 @pytest.fixture(scope="module")
 def interpreted_kernels(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, str]:
-    """Every family once, on a CPU: the result, and what was printed."""
+    """Every family once, on a CPU: the result and the output."""
     import contextlib
     import io
 
@@ -270,7 +270,7 @@ def interpreted_kernels(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict,
 
 @pytest.mark.parametrize("name", families.FAMILIES)
 def test_family(interpreted_kernels, name):
-    """Its kernel and Inductor's plan agree with the eager operators; a CPU has no speed."""
+    """The family's kernel and Inductor's plan agree with the eager operators; a CPU gives no speeds."""
     fp8, inductor = (row for row in interpreted_kernels[0]["rows"] if row["family"] == name)
     assert (fp8["arm"], inductor["arm"]) == ("fp8", "inductor") and fp8["point"] == f"{name} 33x40"
     assert fp8["error"] is None and inductor["error"] is None and fp8["checked"] and inductor["checked"]
@@ -320,7 +320,7 @@ def test_a_plan_that_is_wrong_is_not_timed(monkeypatch, tmp_path, capsys):
 
 
 def test_speed_is_bytes_over_the_median_time(monkeypatch):
-    """On a stand-in for a device, whose runs take 2, 3, .. ms, and copies as long."""
+    """On a stand-in for a device, whose runs, and copies, take 2, 3, .. ms."""
     clock = [1.0]
 
     class Event:
@@ -347,7 +347,7 @@ def test_speed_is_bytes_over_the_median_time(monkeypatch):
 
 
 def test_torchao_casts(monkeypatch):
-    """torchao's kernels give what ours do: run by the interpreter, with the first of their configurations."""
+    """torchao's kernels give the results of ours. The interpreter runs them, with their first configuration."""
     if torchao_casts.missing():
         pytest.skip(f"torchao: {torchao_casts.missing()}")
     import importlib
@@ -388,7 +388,7 @@ def test_counted_bytes_of_kernels(tmp_path, capsys):
     fp8, inductor = results.read([path])[0]["rows"]
     assert fp8["generated"] and not inductor["generated"]
     must = fp8["bytes"] / 1e9
-    assert must <= fp8["static"]["gb"] < 1.05 * must < 1.5 * must < inductor["static"]["gb"]  # who reads both inputs again
+    assert must <= fp8["static"]["gb"] < 1.05 * must < 1.5 * must < inductor["static"]["gb"]  # Inductor reads both inputs twice
     assert "| gelu-backward 4096x1024 |" in tables.markdown(results.read([path]))
     assert "estimate" not in capsys.readouterr().out
 
@@ -437,7 +437,7 @@ def test_table_of_kernels():
     lines = tables.text(kernel_result()).splitlines()
     gelu, swiglu = (next(line.split() for line in lines if line.startswith(name)) for name in ("gelu", "swiglu"))
     assert gelu == "gelu 8x8 1,000 4,000 3,846 96% 1,923 2,564 2.00 1.50".split()
-    assert swiglu == "swiglu 8x8 1,000 4,000 2,000 below: 50%".split()  # and nothing of the plans that are not there
+    assert swiglu == "swiglu 8x8 1,000 4,000 2,000 below: 50%".split()  # no numbers for missing plans
     assert "swiglu 8x8 inductor: OutOfMemoryError: too much" in lines
     assert any("torchao: its_cast" in line for line in lines)
 
@@ -574,7 +574,7 @@ def test_device_script_usage():
 
 
 def test_device_script_measures_kernels_first(tmp_path):
-    """With a stand-in for Python that notes what it is asked for."""
+    """Runs the script with a stand-in for Python that records its arguments."""
     python, asked = tmp_path / "python", tmp_path / "asked"
     python.write_text(f'#!/usr/bin/env bash\necho "$*" >>{asked}\n')
     python.chmod(0o755)

@@ -1,4 +1,4 @@
-"""The pages say what is there: links lead somewhere, every option has its row, and the tests that are named exist."""
+"""The pages agree with the code: link targets exist, every option has a row, and the named tests and files exist."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WRITTEN = [page for page in PAGES if page.name != "log.md"]
 
 
 def anchors(page: Path) -> set[str]:
-    """What its headings are called in links, as GitHub makes them."""
+    """The link anchors of the page's headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.S), re.M)
     plain = [re.sub(r"[^\w\- ]", "", re.sub(r"\[(.*?)\]\(.*?\)", r"\1", heading)) for heading in headings]
     return {heading.strip().lower().replace(" ", "-") for heading in plain}
@@ -34,7 +34,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 @pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.name)
 def test_lines_are_short(page: Path) -> None:
-    """Except for rows of tables, which Markdown cannot break."""
+    """Rows of tables may be long: Markdown cannot break them."""
     long = [line for line in page.read_text().splitlines() if len(line) >= 130 and not line.startswith("|")]
     assert not long, long[0]
 
@@ -56,7 +56,7 @@ def test_the_tests_that_guard_the_invariants_exist() -> None:
 
 
 def test_the_files_that_the_pages_name_exist() -> None:
-    """`passes/quantize.py` and the like, in the pages for people who change the code."""
+    """Checks names such as `passes/quantize.py` in the pages for people who change the code."""
     rooms = "cli|dryrun|reporting|runtime|passes|codegen|ir|config|devices|compat"
     for page in (ROOT / "docs" / "architecture.md", ROOT / "CONTRIBUTING.md"):
         named = set(re.findall(rf"(?<!tests/)\b((?:{rooms})/[\w/]+\.py)\b", page.read_text()))

@@ -1,4 +1,4 @@
-"""The contracts of the floor plan: imports go downwards, rooms have no circles, private torch stays in compat."""
+"""The contracts of the architecture: imports go downwards, folders have no cycles, private torch stays in compat."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The package and its settings, in a folder of their own."""
+    """A copy of the package and its settings in a temporary folder."""
     folder = tmp_path_factory.mktemp("copy")
     shutil.copytree(ROOT / "fp8compile", folder / "fp8compile", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", folder)
@@ -22,7 +22,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def imports(folder: Path) -> subprocess.CompletedProcess[str]:
-    """What import-linter says there."""
+    """The result of import-linter in a folder."""
     command = [str(Path(sys.executable).with_name("lint-imports")), "--no-logo", "--no-cache"]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
 
@@ -33,7 +33,7 @@ def ruff(folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def planted(folder: Path, file: str, line: str) -> Path:
-    """The copy with a line at the end of one file."""
+    """A copy with one line added at the end of a file."""
     path = folder / "fp8compile" / file
     path.write_text(path.read_text() + f"\n{line}\n")
     return path

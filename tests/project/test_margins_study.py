@@ -1,4 +1,4 @@
-"""The study of headroom: what it says of casts that are known, of a model that grows by plan, and that it continues a file."""
+"""The study of headroom: its results for known casts and for a model with planned growth; it continues a file of results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.harness import noise
 
 
 def test_casts() -> None:
-    """E5M2 has binades to spare where E4M3 has none left; without a spread tokens are like the tensor."""
+    """E5M2 has spare binades where E4M3 has none left; without a spread of magnitudes, tokens have the tensor's SQNR."""
     found = {(row["format"], row["span"]): row for row in margins.casts()}
     assert set(found) == {(form, span) for form in ("e5m2", "e4m3") for span in margins.SPANS}
     assert found["e5m2", 0]["tensor"] == pytest.approx([25.6] * 13, abs=0.1)
@@ -23,7 +23,7 @@ def test_casts() -> None:
 
 
 def test_a_gradient_that_doubles_beyond_its_margin() -> None:
-    """32 times larger than before: it saturates with every margin below 5, and not after the call in which it did."""
+    """A gradient grows 32 times: it saturates with every margin below 5, but only in the call in which it grows."""
     model = nn.Sequential(nn.Linear(128, 128, bias=False))
     recorder = margins.Recorder(model)
     saturated = {}

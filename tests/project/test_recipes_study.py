@@ -1,4 +1,4 @@
-"""The training study's script: its statistics against tables, a run of each kind of arm, and that it continues a file."""
+"""The training study's script: its statistics against tables, a run of each kind of arm, and continuing a file of results."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The claims of docs/recipes.md about precision, at a fixed seed; `python -m benchmarks.sqnr` has the whole table.
 
-Floors are for normal data: 28 dB for an output, 28 dB for E4M3 gradients and 24 dB for E5M2 ones, and what is left of them
-behind the three linears of a SwiGLU block. What finer scales are worth is asserted as a distance from tensorwise scaling.
+Floors are for normal data: 28 dB for an output, 28 dB for E4M3 gradients and 24 dB for E5M2 gradients; lower after the three
+linears of a SwiGLU block. The gain of finer scales is asserted as a distance to tensorwise scaling.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ def test_swiglu(arm: str) -> None:
 
 @pytest.mark.parametrize("arm", FINER)
 def test_with_outliers_gradients_gain_by_finer_recipes(arm: str) -> None:
-    """1% of elements, 50 times larger. Within E4M3's range: most of it is the format that finer scales allow for gradients."""
+    """1% of elements are 50 times larger, which is within E4M3's range. Most of the gain comes from E4M3 for gradients, which
+    finer scales allow."""
     base, db = measured("linear", "outliers", "tensorwise"), measured("linear", "outliers", arm)
     assert db["dx"] > base["dx"] + 3.0 and db["weight"] > base["weight"] + 3.0
     if arm.startswith("rowwise"):  # a row's amax is exact in FP8, and with outliers it is much of the row
@@ -56,7 +57,7 @@ def test_with_outliers_gradients_gain_by_finer_recipes(arm: str) -> None:
 
 @pytest.mark.parametrize("arm", FINER)
 def test_tokens_that_have_grown_do_not_take_the_others_with_them(arm: str) -> None:
-    """1% of tokens, 10,000 times larger: with one scale for all, the product in a SwiGLU block leaves nothing of the others."""
+    """1% of tokens are 10,000 times larger: with one scale for all, the product in a SwiGLU block loses the other tokens."""
     base, db = measured("swiglu", "outlier tokens", "tensorwise"), measured("swiglu", "outlier tokens", arm)
     assert base["y"] < 3.0 and db["y"] > 23.0
     assert db["dx"] > base["dx"] + 3.0

@@ -1,4 +1,4 @@
-"""The HTML page: its numbers by reading the markup, its looks and behaviour in a real browser where there is one."""
+"""The HTML page: its numbers by reading the markup, its looks and behaviour in a real browser if there is one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HOSTILE = "aux.<script>document.title='taken'</script>&\"'><img src=x onerror=al
 def linear(
     fqn: str, m: int, n: int, k: int, reason: str = "", kept: tuple[str, ...] = (), rule: str = ""
 ) -> list[MatmulRecord]:
-    """The gemms of a linear on m tokens; `kept` are those that a rule keeps in high precision."""
+    """The gemms of a linear on m tokens; a rule keeps the gemms in `kept` in high precision."""
     records = []
     for gemm, sizes in {"fprop": (m, n, k), "dgrad": (m, k, n), "wgrad": (n, k, m)}.items():
         why = reason or ("kept by a rule" if gemm in kept else "")
@@ -36,7 +36,7 @@ def linear(
 
 
 def gpt(blocks: int = 12, timed: bool = False) -> GraphReport:
-    """A small Llama: q, k, v, the two products of attention, o, gate, up and down in each block; a head."""
+    """A small Llama: q, k, v, the two matmuls of attention, o, gate, up and down in each block; a head."""
     records: list[MatmulRecord] = []
     edges: list[tuple[int, int]] = []
 
@@ -216,13 +216,13 @@ def test_one_block_of_equal_ones_is_drawn():
     block = "blocks.0-11."
     inside = (*(f"attn.{x}" for x in "qkvo"), "attn", "attn", *(f"mlp.{x}" for x in ("gate", "up", "down")))
     assert sorted(labels(picture)) == sorted([*(f"{block}{x} ×12" for x in inside), "lm_head", "…" + HOSTILE[-29:]])
-    # q, k, v -> products -> o -> gate, up -> down -> head, and beside them what o adds to the residual stream
+    # q, k, v -> matmuls of attention -> o -> gate, up -> down -> head; one more arrow, as o also adds to the residual stream
     assert len(picture.arrows) == 4 + 1 + 2 + 2 + 1 + 1
     assert [arrow for arrow in ends(picture) if arrow[2]] == [(f"{block}attn.o ×12", "lm_head", True)]
 
 
 def test_arrows_beside_residual_connections():
-    """Each matmul that adds to the stream has an arrow to the next readers, and one to the first readers behind these."""
+    """Each matmul that adds to the stream has an arrow to its next readers, and one to the first readers after these."""
     names = [f"layer_{i}" for i in range(5)]
     picture = drawn(names, [(i, j) for i in range(5) for j in range(i + 1, 5)])
     assert sorted(ends(picture)) == sorted(
@@ -253,13 +253,13 @@ def test_experts_in_blocks_are_one():
 
 
 def test_blocks_around_a_shared_layer_are_drawn_as_they_are():
-    """h.0 -> shared -> h.1: one box for both blocks would make a circle."""
+    """h.0 -> shared -> h.1: one box for both blocks would make a cycle."""
     picture = drawn(["h.0.fc", "shared", "h.1.fc"], [(0, 1), (1, 2)])
     assert ends(picture) == [("h.0.fc", "shared", False), ("shared", "h.1.fc", False)]
 
 
 def test_products_of_backward_are_not_drawn():
-    """Neither those of attention's backward nor those behind them; forward's product is."""
+    """The diagram contains the forward matmul, but no matmuls of attention's backward, and none after them."""
     records = [*linear("a", 64, 64, 64), *(MatmulRecord("", "matmul", 64, 64, 64, "high_precision") for _ in range(3))]
     picture = section(GraphReport(0, "f", tuple(records), edges=((0, 3), (1, 4), (4, 5), (3, 5)))).diagram
     assert ends(picture) == [("a", "(root)", False)] and [box.weight for box in picture.boxes] == [True, False]
@@ -279,7 +279,7 @@ def test_long_names_keep_their_end():
 
 
 def changing(blocks: int) -> GraphReport:
-    """A model whose blocks are not equal: every other one keeps its last matmul in high precision."""
+    """A model with different blocks: every second one keeps its last matmul in high precision."""
     graph = gpt(blocks)
     odd = {f"blocks.{b}.mlp.down" for b in range(1, blocks, 2)}
     high = {"decision": "high_precision", "reason": "kept", "recipe": ""}
@@ -289,7 +289,7 @@ def changing(blocks: int) -> GraphReport:
 
 @pytest.mark.parametrize("graph", [gpt(), gpt(1), changing(2), changing(8)], ids=["equal", "one", "two", "eight"])
 def test_picture(graph):
-    """No two boxes overlap, arrows go down and through no box, and all of it is within the picture."""
+    """No two boxes overlap, arrows go down and cross no box, and everything is within the picture."""
     picture = section(graph).diagram
     width, height = picture.box
     boxes = [(box.x, box.y, box.x + width, box.y + height) for box in picture.boxes]
@@ -300,7 +300,7 @@ def test_picture(graph):
     for arrow in picture.arrows:
         for (x0, y0), (x1, y1) in zip(arrow.points, arrow.points[1:], strict=False):
             assert y0 < y1 and 0 <= x0 <= picture.width and 0 <= x1 <= picture.width
-            # a curve stays between its ends: it is bent between two rows, and straight beside a box
+            # a curve stays between its ends: it bends only between two rows, and is straight beside a box
             beside = [box for box in boxes if min(y1, box[3]) > max(y0, box[1])]
             assert not beside or (x0 == x1 and not any(box[0] <= x0 <= box[2] for box in beside))
 
@@ -328,7 +328,7 @@ def test_page_of_nothing():
 
 
 def test_what_is_in_no_graph_is_shown():
-    """And the percentage in the largest letters does not pass for that of the whole model."""
+    """The page says that the large percentage is only of the compiled part of the model."""
     left = [OutsideRecord(f"h.{i}.fc", "Linear", f"h.{i}.fc.weight", 256, 128) for i in range(3)]
     left.append(OutsideRecord(HOSTILE, "Linear", f"{HOSTILE}.weight", 64, 32))
     graph = dataclasses.replace(gpt(1), remarks=("weights are cast again in backward",))
@@ -412,7 +412,7 @@ def test_bars_are_as_long_as_their_share(browser):
         if row.flops > 0.02 * row.longest:
             measured = browser(bar, ROW % row.order) / browser(track, ROW % row.order)
             assert measured == pytest.approx(row.flops / row.longest, abs=0.01), row.name
-    # a layer that is partly FP8 shows how much of it
+    # a layer that is partly FP8 shows its share in FP8
     parts = "document.querySelector(arguments[0] + ' .bar .part').getBoundingClientRect().width"
     assert browser(parts, ROW % 1) / browser(bar, ROW % 1) == pytest.approx(2 / 3, abs=0.01)
 
@@ -435,7 +435,7 @@ def test_hover_text_says_why(browser):
     title = browser.find(ROW % 8 + " summary").get_attribute("title")
     assert title.startswith("lm_head\n") and "high precision, output head: by its name" in title
     assert "fprop: FP8, delayed" not in title and "4096 × 8192 × 512" in title
-    # and so does the row itself, without hovering
+    # the row itself also says why, without hovering
     assert "output head: by its name" in browser.find(ROW % 8).text
 
 
@@ -477,7 +477,7 @@ def test_nothing_overflows(browser, width):
     assert browser(sizes)[0] == browser(sizes)[1]
     browser("document.querySelectorAll('details').forEach(d => d.open = true)")
     seen, room = browser(sizes)
-    assert seen == room and width - 20 <= room <= width  # less a scroll bar
+    assert seen == room and width - 20 <= room <= width  # minus a scroll bar
     outside = """Array.from(document.querySelectorAll('main *')).filter(e => !e.closest('.scroll')
         && e.getBoundingClientRect().right > arguments[0] + 0.5).map(e => e.className)"""
     assert browser(outside, room) == []

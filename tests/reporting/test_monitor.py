@@ -1,4 +1,4 @@
-"""Monitors: when they measure, what they write and where, and the picture of it."""
+"""Monitors: the steps that they measure, their rows and outputs, and the picture of a file."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("interpreted")
 @pytest.fixture(autouse=True)
 def nothing_asked():
     yield
-    assert not probe.ACTIVE  # whatever was opened was closed
+    assert not probe.ACTIVE  # every opened monitor was closed
 
 
 def train(run, model: nn.Module, steps: int, optimizer: torch.optim.Optimizer | None = None, accumulate: int = 1) -> None:
@@ -50,14 +50,14 @@ def test_json_lines(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     with fp8compile.monitor(run, every=3, to=path) as monitor:
         train(run, model, 7)
-    train(run, model, 3)  # nobody looks any more
+    train(run, model, 3)  # the monitor is closed
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert steps_in(rows) == [3, 6] and monitor.written == 2
     tensors = {(row["name"], row["role"]) for row in rows}
     assert len(rows) == 12 and len(tensors) == 6 and ("up.weight", "gradient") in tensors
     keys = "step name role use layout recipe format amax scale scale_inv scale_inv_min scale_inv_max"
     assert list(rows[0]) == [*keys.split(), "overflows%", "underflows%", "mse", "sqnr"]
-    # inputs grow: the third call saw 3 x noise, with a scale for 2 x noise
+    # inputs grow: the third call read 3 x noise, with a scale for 2 x noise
     first = next(row for row in rows if (row["name"], row["role"]) == ("up.weight", "input"))
     assert first["amax"] == noise(16, 128, seed=2, scale=3.0).abs().max().item()
     assert first["scale"] == pytest.approx(448 / noise(16, 128, seed=1, scale=2.0).abs().max().item())
@@ -112,7 +112,7 @@ def test_tensorboard(tmp_path: Path) -> None:
 
 
 def test_one_call_of_accumulated_ones() -> None:
-    """And nothing is measured in the steps between."""
+    """One call of a step is measured; nothing is measured in the steps between."""
     model = make(Mlp)
     run, rows = compiled(model, "tensorwise"), []
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
@@ -144,7 +144,7 @@ def test_it_goes_on_where_a_run_was_stopped() -> None:
 
 
 def test_a_second_optimizer_goes_on() -> None:
-    """Whether the first one is still there, or other parameters come with the second."""
+    """The count continues if the first optimizer still exists, and if the second one has other parameters."""
     model = make(Mlp)
     run, rows = compiled(model), []
     with fp8compile.monitor(run, 2, rows.extend) as monitor:
@@ -169,7 +169,7 @@ def test_block_by_block() -> None:
 
 
 def test_nothing_in_fp8(caplog) -> None:
-    """A warning when there was something to write; training goes on."""
+    """The monitor warns when it should write; training continues."""
     model = make(lambda: Stack(nn.Linear(32, 32), nn.Linear(32, 32)))
     run, rows = compiled(model), []
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def report_of(ledger: Ledger, model: nn.Module | None = None) -> Report:
-    """What `report(model)` says where the compiled graphs are those of `ledger`."""
+    """The result of `report(model)` if `ledger` holds the compiled graphs."""
     with mock.patch.object(report_module, "LEDGER", ledger):
         return report_module.report(model)
 
@@ -156,7 +156,7 @@ def test_equal_layers_share_a_line():
 
 
 def test_a_line_has_the_work_of_all_its_layers():
-    """One size, and FLOPs that add up to the whole."""
+    """A line shows the size of one layer, and the FLOPs of all."""
     every, few = (rows(Report([gpt(12)]).table(collapse), name) for collapse, name in (
         (False, "h.3.mlp.fc"), (True, "h.0-11.mlp.fc (x12)")
     ))  # fmt: skip
@@ -295,14 +295,14 @@ def test_one_rank_says_it():
     ],
 )
 def test_torch_logs(setting, shown):
-    # torch imports the package while it is itself being imported, so this also tries that
+    # torch imports the package while torch itself is being imported; this tests that, too
     lines = stderr_of("import torch\n" + SAY, TORCH_LOGS=setting)
     assert [line.split("THE ")[1] for line in lines] == shown
     assert all(re.match(r"[VIW]\d{4} ", line) for line in lines)
 
 
 def test_torch_logs_leaves_the_backend_importable():
-    # torch imports our packages while it is not complete itself, and drops the errors: nothing may stay half registered
+    # torch imports our packages before it is complete itself, and ignores errors: nothing may stay half registered
     code = "import torch, fp8compile.backend\nprint('THE', fp8compile.backend.fp8.__name__, file=sys.stderr)"
     assert stderr_of(code, TORCH_LOGS="+fp8compile")[-1:] == ["THE fp8"]
 
@@ -337,7 +337,7 @@ def test_dump_writes_numbered_files(tmp_path, monkeypatch):
     assert [file.read_text() for file in files] == ["one", "two"]
     assert re.fullmatch(r"\d{4}_joint_graph_0_before\.txt", files[0].name) and re.fullmatch(r"\d{4}_kernel\.py", files[1].name)
     monkeypatch.setattr(logs, "_numbers", iter([int(files[0].name[:4]), int(files[0].name[:4]) + 900]))
-    logs.dump("joint graph/0: before", "three")  # as a second process would: nothing is overwritten
+    logs.dump("joint graph/0: before", "three")  # like a second process: nothing is overwritten
     assert files[0].read_text() == "one" and len(list(directory.iterdir())) == 3
     monkeypatch.setenv("RANK", "3")
     assert logs.dump_dir() == directory / "rank3"

@@ -1,6 +1,6 @@
-"""What a user reads after compiling: `fp8compile.report()` to the letter, and the one log line a compile.
+"""The output that a user reads after compiling: `fp8compile.report()` to the letter, and one log line for each compilation.
 
-test_report.py tests the classes on records made by hand; here the records come from compiled models.
+test_report.py tests the classes with hand-made records; here the records come from compiled models.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def test_every_field_of_a_small_model():
     assert rows(report) == rows(fp8compile.report(compiled)) == rows(fp8compile.report()) == TINY_ROWS
     assert report.opaque == [] and len(report.graphs) == 1
     assert all(r.batch == 1 and not r.dynamic and r.flops == 2 * r.m * r.n * r.k for r in report.matmuls)
-    # FLOPs are proportional to the sizes of the weights: two of 128 x 256 out of those, 32 x 128 and 512 x 128
+    # FLOPs are proportional to the sizes of the weights: two of 128 x 256 are FP8; 32 x 128 and 512 x 128 are not
     assert report.fp8_flop_fraction == pytest.approx(2 * 256 / (2 * 256 + 32 + 512))
     texts = "6 of 12 matmuls, 48.5% of matmul FLOPs; 6 kept: ", "3 output head", "3 under 128 wide"
     assert all(text in report.summary() for text in texts)
@@ -105,7 +105,7 @@ def test_two_models_have_their_own_reports():
 
 
 def test_two_models_of_one_class():
-    """They may share their code, not their reports."""
+    """Two models of one class may share code, but not reports."""
     models = [Mlp(), Mlp()]
     for model in models:
         train(torch.compile(model, backend="fp8"), 16, 128)
@@ -190,7 +190,7 @@ def test_override_linear_precision_is_a_reason():
 
 @pytest.fixture
 def lines() -> Iterator[list[str]]:
-    """What the package logs at INFO and above, as it goes to its own handlers."""
+    """The package's log lines at INFO and above, as its own handlers receive them."""
     found: list[str] = []
 
     class Keep(logging.Handler):
@@ -214,7 +214,7 @@ def test_one_line_a_compile(lines):
 
 
 def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """A Python process of its own, with one thread; fails the test when it fails."""
+    """Runs a separate Python process with one thread; the test fails if the process fails."""
     path = os.pathsep.join([str(p) for p in sys.path if p])
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **environment}
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], env=env, capture_output=True, text=True, timeout=300)
@@ -223,7 +223,7 @@ def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str
 
 
 def test_the_line_is_on_stderr_without_any_setup():
-    """The name "fp8" needs no import of ours when the package is installed; here the backend is imported, for a source tree."""
+    """With an installed package the name "fp8" needs no import; this test imports the backend, as it runs in a source tree."""
     done = run_python(
         """
         import torch
@@ -269,7 +269,7 @@ WARM = """
 
 @pytest.mark.compiled
 def test_the_report_is_right_when_the_compile_came_from_a_warm_cache(tmp_path):
-    """Twice in one process, then in another: misses, then hits only; one report, and a state that moves."""
+    """Compiles twice in one process, then in another one: cache misses, then only hits; equal reports; the state moves."""
 
     def run(attempts: int) -> tuple[list[tuple[int, int, str]], str]:
         code = textwrap.dedent(WARM).replace("sys.argv[1]", repr(str(attempts)))
@@ -282,14 +282,14 @@ def test_the_report_is_right_when_the_compile_came_from_a_warm_cache(tmp_path):
     assert cold[1] > 0 and cold[0] == 0
     assert same_process[0] == cold[1] and same_process[1] == 0
     assert hits == cold[1] and misses == 0
-    assert cold[2] == same_process[2] == other_process and cold[2].count("'fp8'") == 2  # no dgrad into the data
-    # Three training calls each: six for the parameters that were compiled for twice, three in the other process.
+    assert cold[2] == same_process[2] == other_process and cold[2].count("'fp8'") == 2  # the data has no dgrad
+    # three training calls each: six for the parameters of two compilations, three in the other process
     assert moved_twice == "[6, 6, 6]" and moved_once == "[3, 3, 3]"
 
 
 @pytest.mark.compiled
 def test_a_mode_of_torch_compile():
-    """mode= goes instead of options=, and means what it means to Inductor."""
+    """mode= replaces options=, and has the same meaning as for Inductor."""
     model = nn.Sequential(nn.Linear(128, 128))
     compiled = torch.compile(model, backend="fp8", mode="max-autotune-no-cudagraphs")
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""Telemetry: the numbers against a plain computation, and that measuring a call changes nothing about it."""
+"""Telemetry: the numbers equal a plain computation, and measuring a call does not change its results."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def train(run, x: Tensor) -> Tensor:
 
 @pytest.fixture
 def looked(monkeypatch) -> list[str]:
-    """What was measured, a role a cast."""
+    """A list of the roles of all measured casts."""
     seen: list[str] = []
     call = probe.Look.__call__
 
@@ -66,7 +66,7 @@ def nothing_asked():
 
 
 def expected(x: Tensor, scale: Tensor, copy: Tensor, fp8_max: float) -> list[float]:
-    """`scale`: one an element. Overflows, underflows, error and signal, element by element in float64."""
+    """Overflows, underflows, error and signal, computed element by element in float64. `scale`: one for each element."""
     a, s, c = (t.double() for t in (x, scale, copy))
     finite = a.isfinite()
     error = (a - c / s)[finite].square().sum()
@@ -78,7 +78,7 @@ def expected(x: Tensor, scale: Tensor, copy: Tensor, fp8_max: float) -> list[flo
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("block", [(0, 0), (1, 0), (1, 128), (128, 128), (1, 32)])
 def test_measured(monkeypatch, block: tuple[int, int], transposed: bool, chunk: int) -> None:
-    """Random values with outliers, tiny ones and an infinity, scaled too high in places."""
+    """Random values with outliers, tiny values and an infinity; some scales are too large."""
     monkeypatch.setattr(probe, "CHUNK", chunk)
     x = noise(300, 272, seed=3).bfloat16()
     x[::7, ::5] *= 1e-6
@@ -106,7 +106,7 @@ def test_measured(monkeypatch, block: tuple[int, int], transposed: bool, chunk: 
 
 
 def test_a_tensor_that_is_scaled_to_the_maximum_does_not_overflow() -> None:
-    """amax * scale is off by a rounding: that is none."""
+    """amax * scale may exceed the maximum by a rounding: that is no overflow."""
     for value in torch.linspace(0.1, 7.0, 200).tolist():
         x = torch.full((16, 16), value)
         scale = ops.current_scale(ops.amax(x), 448.0, 0)
@@ -134,7 +134,7 @@ def test_delayed_without_measuring() -> None:
 
 
 def test_an_overflow_and_its_error() -> None:
-    """x was 1 so far, so that 4 is saturated to 1; a quarter of x vanishes."""
+    """x was 1 in earlier calls, so 4 saturates to 1; a quarter of x vanishes."""
     model = linear()
     run = compiled(model, on_overflow="saturate")
     train(run, torch.ones(16, 128))
@@ -145,11 +145,11 @@ def test_an_overflow_and_its_error() -> None:
     row = next(row for row in fp8compile.stats(model) if row["role"] == "input")
     assert row["overflows%"] == 50.0 and row["underflows%"] == 25.0
     assert row["mse"] == pytest.approx(4.5) and row["sqnr"] == pytest.approx(10 * math.log10((8 * 16 + 4) / (8 * 9)))
-    assert (row["amax"], row["scale"]) == (4.0, 112.0)  # what the next call begins with
+    assert (row["amax"], row["scale"]) == (4.0, 112.0)  # the state for the next call
 
 
 def test_an_overflow_in_a_measured_call() -> None:
-    """It is saturated as in a compiled call, although the amax is at hand; in the next call it is not, measured or not."""
+    """The tensor saturates as in a compiled call, although the amax is known. In the next call it does not, measured or not."""
     model = linear(0.5)
     run = compiled(model)
     run(torch.full((16, 128), 1.75)).sum().backward()
@@ -179,7 +179,7 @@ def test_what_is_not_finite_or_zero_is_json() -> None:
 
 
 def test_equal_rows_share_a_line() -> None:
-    """Of a recipe without a state, nothing is known before it is measured."""
+    """For a recipe without state there are no numbers before a call is measured."""
     row = dict.fromkeys((*STATE, *COSTLY))
     row |= {"role": "input", "use": 0, "layout": "", "recipe": "tensorwise", "format": "e4m3fn"}
     stats = Stats([{**row, "name": f"h.{i}.fc.weight", "amax": 2.5 if i == 3 else None} for i in range(4)])
@@ -194,7 +194,7 @@ def test_nothing_compiled() -> None:
         fp8compile.stats("model")  # type: ignore[arg-type]
 
 
-# measured calls are ordinary ones
+# a measured call gives the results of an ordinary one
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ def test_nothing_compiled() -> None:
     ],
 )
 def test_a_measured_call_is_an_ordinary_one(build, recipe: str) -> None:
-    """The same bits as a twin that is not measured: outputs, gradients, state; and every tensor has numbers."""
+    """Outputs, gradients and state have the same bits as those of a twin without measurement; every tensor has numbers."""
     models = [make(build) for _ in range(2)]
     for model in models:
         torch._dynamo.reset()
@@ -269,7 +269,7 @@ def test_eager_checkpoint_around_a_compiled_block(recipe: str, reentrant: bool, 
 
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
 def test_a_checkpointed_block_that_is_called_twice(recipe: str) -> None:
-    """Of two calls one is measured, and backward begins with the recomputation of the other."""
+    """One of two calls is measured, and the backward begins with the recomputation of the other call."""
     model = make(Mlp)
     run = compiled(model, recipe)
     for step in range(4):
@@ -281,7 +281,7 @@ def test_a_checkpointed_block_that_is_called_twice(recipe: str) -> None:
 
 
 def test_asked_between_forward_and_recomputation(looked) -> None:
-    """The recomputation is of an ordinary call; the next call is measured."""
+    """The recomputation belongs to an ordinary call and is not measured; the next call is."""
     model = make(Mlp)
     run = compiled(model, "tensorwise")
     y = checkpoint(run, leaf(noise(16, 128)), use_reentrant=False)
@@ -294,7 +294,7 @@ def test_asked_between_forward_and_recomputation(looked) -> None:
 
 @pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
 def test_two_forwards_then_two_backwards(recipe: str) -> None:
-    """The first of the two is measured, whichever backward comes first."""
+    """The first of the two forwards is measured, whichever backward comes first."""
     model = linear()
     run = compiled(model, recipe)
     for order in ((0, 1), (1, 0)):
@@ -309,7 +309,7 @@ def test_two_forwards_then_two_backwards(recipe: str) -> None:
 
 
 def test_a_forward_whose_backward_never_comes(looked) -> None:
-    """It does not keep later calls operator by operator for ever."""
+    """Later calls do not run operator by operator for ever."""
     model = linear()
     run = compiled(model, "tensorwise")
     fp8compile.stats(model, measure=True)
@@ -326,7 +326,7 @@ def _graphs() -> list[CompiledGraph]:
 
 
 def test_models_of_one_class(looked) -> None:
-    """They share code; one of them is measured."""
+    """The models share code; only one of them is measured."""
     first, second = make(Mlp), make(Mlp, seed=1)
     runs = compiled(first, "tensorwise"), compiled(second, "tensorwise")
     for run in runs:
@@ -339,7 +339,7 @@ def test_models_of_one_class(looked) -> None:
 
 
 def test_block_by_block() -> None:
-    """Each block's next call is measured, all by one piece of code."""
+    """The next call of each block is measured; all blocks share one piece of code."""
     model = make(lambda: Parallel(*(Mlp() for _ in range(3))))
     for block in model.inner:
         block.compile(backend="fp8", options={"recipe": "rowwise"})
@@ -379,7 +379,7 @@ def test_evaluation_is_not_measured(evaluated: str, looked) -> None:
 
 
 def test_a_phase_of_high_precision_is_not_measured(looked) -> None:
-    """Its amaxes are those of its state all the same; the first call in FP8 is measured."""
+    """The amaxes of the state are shown all the same; the first call in FP8 is measured."""
     model = make(Mlp)
     run = compiled(model, policy={"schedule": {}})
     fp8compile.set_phase("high_precision", model)
@@ -417,7 +417,7 @@ def test_a_split_graph_with_a_lazy_backward(tmp_path) -> None:
 
 @pytest.mark.compiled
 def test_inductor() -> None:
-    """A measured call of a compiled graph, and the calls around it, with the layouts that Inductor chose."""
+    """A measured call of a compiled graph, and the calls around it, with the layouts chosen by Inductor."""
     model = make(Mlp)
     run = compiled(model, "tensorwise")
     results = []
@@ -445,7 +445,7 @@ def test_after_a_reset_a_new_graph_replaces_what_was_known() -> None:
 
 
 def fresh(model: nn.Module, name: str) -> None:
-    """Assign a new parameter."""
+    """Assigns a new parameter to a module."""
     module = model.get_submodule(name)
     module.weight = nn.Parameter(module.weight.detach().clone())
 
@@ -453,7 +453,7 @@ def fresh(model: nn.Module, name: str) -> None:
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
 @pytest.mark.parametrize("name", ["up", "down"])
 def test_an_assigned_weight(recipe: str, name: str) -> None:
-    """The first of the graph or another: known as the one before it, and reported, however often one is assigned."""
+    """A new parameter, for the first weight or another one, replaces the old one in statistics and reports, each time."""
     model = make(Mlp)
     run = compiled(model, recipe)
     train(run, noise(16, 128))
@@ -467,7 +467,7 @@ def test_an_assigned_weight(recipe: str, name: str) -> None:
         assert all(row["mse"] is not None and row["amax"] for row in rows)
         weight = id(model.up.weight)  # graphs of other tests may be alive
         (graph,) = [graph for graph in _graphs() if graph.owners.casts and any(weight in key for key in graph.owners.met)]
-        assert len(graph.owners.met) == 1  # those before are gone
+        assert len(graph.owners.met) == 1  # the replaced ones are gone
     assert len(LEDGER.graphs()[graph.record][1]) == len(graph.interface.weights)
     for part in (model.up, model.down):
         assert len(fp8compile.report(part).graphs) == 1
@@ -475,7 +475,7 @@ def test_an_assigned_weight(recipe: str, name: str) -> None:
 
 @pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
 def test_a_state_dict_that_is_assigned(recipe: str) -> None:
-    """Also between asking and the call that is measured."""
+    """The state dict is assigned between the request and the measured call."""
     model, other = make(Mlp), make(Mlp)
     run = compiled(model, recipe)
     train(run, noise(16, 128))

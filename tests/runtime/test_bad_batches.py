@@ -1,8 +1,8 @@
 """Bad batches: NaN, infinity, zeros and 1e-30, in inputs, targets and the loss, at random steps of a 500-step run.
 
 As in a loop with a GradScaler or a check of the gradients' norm, the optimizer skips a step whose gradients are not finite.
-What must not happen is that the scaling state remembers: TransformerEngine's history keeps an infinity for its whole length.
-A faulty run and a clean one see the same batches but for the faults, so their losses are compared step by step.
+The scaling state must not remember the bad batch: TransformerEngine's history keeps an infinity for its whole length.
+A faulty run and a clean one see the same batches except for the faults, so their losses are compared step by step.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _with(x: Tensor, value: float) -> Tensor:
     return x
 
 
-# what becomes of (input, target, factor of the loss)
+# a fault maps (input, target) to (input, target, factor of the loss)
 FAULTS: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor, float]]] = {
     "NaN in the input": lambda x, y: (_with(x, math.nan), y, 1.0),
     "all NaN": lambda x, y: (x * math.nan, y, 1.0),
@@ -63,9 +63,9 @@ def mlp(seed: int) -> nn.Module:
 
 
 def train(options: Mapping[str, Any], faults: Mapping[int, str], steps: int = STEPS) -> tuple[nn.Module, list[float]]:
-    """Fit a teacher and noise; -> the model and its losses. Histories and scales are looked at after each fault.
+    """Fits a teacher and noise; -> the model and its losses. Checks histories and scales after each fault.
 
-    A test's second model runs what was compiled for its first, with scaling state of its own.
+    The second model of a test runs the code compiled for the first, with its own scaling state.
     """
     model, teacher = mlp(1), mlp(2)
     forward = compiled(model, **{"policy": ALL_FP8, **options})
@@ -89,22 +89,22 @@ def train(options: Mapping[str, Any], faults: Mapping[int, str], steps: int = ST
 
 
 def sound(model: nn.Module, where: str) -> None:
-    """Every amax and scale of the state is finite, scales above 0."""
+    """Every amax and scale of the state is finite, and scales are above 0."""
     for key, (history, scale) in histories(model).items():
         assert all(math.isfinite(amax) and amax >= 0 for amax in history), f"{where}: {key} remembers {history}"
         assert 0 < scale < math.inf, f"{where}: {key} is scaled by {scale}"
 
 
 def recovered(clean: list[float], faulty: list[float], after: int, missed: int = 0) -> None:
-    """The losses of steps 40 to 50 after a fault are the clean run's, to 5% in the mean; or on the way there from what they
-    were `missed` steps earlier, if it was not trained in as many."""
+    """The mean loss of steps 40 to 50 after a fault is the clean run's to 5%. If the fault stopped training for `missed` steps,
+    it may be as high as the clean run's so many steps earlier."""
     last = after + RECOVERY
     low, high = (fmean(clean[end - 10 : end]) for end in (last, last - missed))
     assert 0.95 * low < fmean(faulty[last - 10 : last]) < 1.05 * high, f"after step {after}: {faulty[last - 10 : last]}"
 
 
 def random_faults(seed: int) -> dict[int, str]:
-    """Each of `FAULTS` once in random order, at a random step of a stretch of its own, so that each has time to recover."""
+    """Each of `FAULTS` once in random order, at a random step of its own part of the run, with time to recover."""
     generator = random.Random(seed)
     kinds = generator.sample(list(FAULTS), len(FAULTS))
     stretch = (STEPS - RECOVERY) // len(kinds)
@@ -131,7 +131,7 @@ def test_no_bad_batch_leaves_a_trace(name: str) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"amax_compute_algo": "most_recent"}, {"on_overflow": "saturate"}], ids=str)
 def test_faults_that_outlast_the_history(options: dict[str, Any]) -> None:
-    """17 bad batches in a row: the history of 16 holds nothing else, and the first good batch meets a scale made of it."""
+    """17 bad batches in a row: the history of 16 holds only their amaxes, and the first good batch is cast by their scale."""
     burst, first = 17, 30
     starts = {first + i * (burst + RECOVERY): kind for i, kind in enumerate(("all zeros", "1e-30", "a loss of 1e-30"))}
     steps = max(starts) + burst + RECOVERY

@@ -1,4 +1,4 @@
-"""Compiled autograd copies our backward graphs into one of its own: gradients are right from the first call, or refused."""
+"""Compiled autograd copies our backward graphs into its own: gradients are right from the first call, or a call is refused."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Net(nn.Module):
 
 
 def small_loss(y: torch.Tensor) -> torch.Tensor:
-    """Its gradients vanish where a tensor without history is scaled by 1. (No numbers in it: compiled autograd makes inputs of
-    them, which an FX interpreter does not take.)"""
+    """A loss whose gradients vanish if a tensor without history is cast with scale 1. (It contains no numbers: compiled
+    autograd makes inputs of numbers, which an FX interpreter does not support.)"""
     return (y * y).mean() * torch.tensor(1e-3)
 
 
@@ -71,7 +71,7 @@ def test_it_as_compiled() -> None:
 
 
 def test_a_whole_train_step() -> None:
-    """Forward, backward and optimizer in one compiled function: parameters as by the eager step."""
+    """Forward, backward and optimizer in one compiled function: the parameters are those of the eager step."""
     expected = Net()
     model = copy.deepcopy(expected)
     optimizers = [torch.optim.SGD(net.parameters(), 0.1, momentum=0.9) for net in (expected, model)]
@@ -94,7 +94,7 @@ def test_a_whole_train_step() -> None:
 
 
 def test_the_backward_alone() -> None:
-    """Compiled autograd that was on before the first call, and whose compiler is ours."""
+    """Compiled autograd is on before the first call, and its compiler is ours."""
     expected = Net()
     model = copy.deepcopy(expected)
     run = torch.compile(model, backend="fp8")
@@ -108,7 +108,7 @@ def test_the_backward_alone() -> None:
 
 @pytest.mark.parametrize("backend", ["fp8", "aot_eager"])
 def test_a_model_that_was_compiled_before_is_refused(backend: str) -> None:
-    """Its backward expects state. Whatever compiles the backward now, the error comes before any gradient does."""
+    """The backward compiled earlier expects state. With either backend, the error comes before any gradient is computed."""
     model = Net()
     run = torch.compile(model, backend="fp8")
     run(torch.randn(16, 128)).sum().backward()
@@ -133,7 +133,7 @@ def test_without_state_it_is_taken() -> None:
 
 
 def test_eval_in_fp8_leaves_its_graph_alone() -> None:
-    """The copied backward reads parameters and has no gradients of its own; it is no evaluation for all that."""
+    """The copied backward reads parameters and needs no gradients, but it is not an evaluation."""
     expected = Net()
     model = copy.deepcopy(expected)
     policy = {"eval": "fp8", "rules": [{"gemm": "dgrad", "fp8": "off"}]}

@@ -1,4 +1,4 @@
-"""torch.func inside of what is compiled: its gradients are part of the forward. FP8 with parameters, high precision without."""
+"""torch.func inside a compiled function: its gradients are part of the forward. FP8 with parameters, else high precision."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def functions(model: nn.Module) -> dict[str, Callable[[Weights, Tensor, Tensor],
 
 
 def worst(expected: Any, got: Any) -> float:
-    """dB of the worst tensor."""
+    """The lowest SQNR of the tensors, in dB."""
     pairs = zip(pytree.tree_leaves(expected), pytree.tree_leaves(got), strict=True)
     errors = [(float((a - b).detach().norm()), float(a.detach().norm())) for a, b in pairs]
     return min(200.0 if not error else float(20 * torch.log10(torch.tensor(size / error))) for error, size in errors)
@@ -68,8 +68,8 @@ NAMES = list(functions(Net()))
 
 @pytest.mark.parametrize("name", NAMES)
 def test_with_parameters(name: str) -> None:
-    """Products with a parameter are FP8, those of the inner backward, too; its own gradient of a weight is a product of two
-    activations. What comes out, and a gradient through it, are right."""
+    """Matmuls with a parameter are FP8, also in the inner backward; the inner gradient of a weight is a matmul of two
+    activations. The results, and gradients through them, are right."""
     model = Net()
     parameters, x, y = dict(model.named_parameters()), noise(32, 128), noise(32, 128, seed=1)
     function = functions(model)[name]
@@ -86,7 +86,7 @@ def test_with_parameters(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_with_other_tensors(name: str) -> None:
-    """No parameter, no weight. The model's report says where such graphs are."""
+    """Without a parameter no matmul has a weight. The model's report says where such graphs are."""
     model = Net()
     tensors, x, y = {name: p.detach().clone() for name, p in model.named_parameters()}, noise(32, 128), noise(32, 128, seed=1)
     function = functions(model)[name]

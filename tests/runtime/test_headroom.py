@@ -1,4 +1,4 @@
-"""Headroom of delayed scales: gradients that outgrow their history, what an overflow is then, and who needs none."""
+"""Headroom of delayed scales: gradients that outgrow their history, the limit of an overflow, and tensors without headroom."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def cosine(a: Tensor, b: Tensor) -> float:
 
 
 class Beside:
-    """A model in high precision, and a compiled copy that has its weights at every step."""
+    """A model in high precision, and a compiled copy that takes over its weights at every step."""
 
     def __init__(self, plain: nn.Module, **options: Any) -> None:
         self.plain, self.model = plain, copy.deepcopy(plain)
         self.run = compiled(self.model, **options)
 
     def step(self, loss: Callable[[Callable[..., Any]], Tensor]) -> tuple[float, list[float]]:
-        """The lowest cosine of a gradient to the exact one, and how long gradients are compared to those."""
+        """The lowest cosine between a gradient and the exact one, and the ratios of their norms."""
         self.model.load_state_dict(self.plain.state_dict())
         for run, parameters in ((self.plain, self.plain), (self.run, self.model)):
             parameters.zero_grad()
@@ -48,7 +48,7 @@ class Beside:
 
 
 class Residual(nn.Module):
-    """x + scale * feed-forward, as many vision transformers have it, and a head. Means over tokens."""
+    """x + scale * feed-forward, as in many vision transformers, then a mean over tokens and a head."""
 
     def __init__(self, scale: float, head: float) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Residual(nn.Module):
 
 @pytest.mark.parametrize(("scale", "head"), [(1.0, 2e-5), (1e-6, 0.02)], ids=["small head", "LayerScale"])
 def test_gradients_that_grow_in_the_first_steps(scale: float, head: float) -> None:
-    """Adam gives every weight a step of its learning rate, however small the weight is."""
+    """Adam changes every weight by its learning rate, however small the weight is, so gradients grow fast at first."""
     both = Beside(make(lambda: Residual(scale, head)))
     optimizer = torch.optim.AdamW(both.plain.parameters(), 1e-3)
     for step in range(6):
@@ -83,13 +83,13 @@ def test_a_small_last_batch() -> None:
         assert lowest > 0.98 and 0.95 < min(lengths) <= max(lengths) < 1.05, f"{batch} rows: {lowest}, {lengths}"
 
 
-# -- what an overflow is
+# -- the limit of an overflow
 
 
 @pytest.mark.parametrize("form", FORMATS.values(), ids=lambda form: form.torch_name)
 @pytest.mark.parametrize("gradient", [False, True])
 def test_limits(form: Format, gradient: bool) -> None:
-    """What the scale does not cover, and at least the jump; the FP8 maximum is found again from a page's constants."""
+    """An overflow exceeds both the range of the scale and the jump; the constants of a page give the FP8 maximum."""
     jump = 8.0 if gradient else 2.0
     for margin in range(33):
         reach, limit = form.max / 2.0**margin, state_page.limit_of(form.max, margin, gradient)
@@ -111,7 +111,7 @@ def overflows(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_the_line_about_an_overflow(
     options: dict[str, Any], fits: float, covered: float, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """None about a gradient that grows within its headroom, or by less than a jump; one about a gradient that saturates."""
+    """No line if a gradient grows within its headroom, or by less than a jump; one line if a gradient saturates."""
     monkeypatch.setattr(overflow, "_Said", type("Said", (), {"at": float("-inf"), "missed": 0}))
     model = make(lambda: nn.Linear(128, 128, bias=False))
     run = compiled(model, **options)
@@ -126,13 +126,13 @@ def test_the_line_about_an_overflow(
     assert f"weight (gradient): amax {1e4 * fits:.4g}, its scale covered {fits * covered:.4g}" in line
 
 
-# -- who needs no headroom
+# -- tensors that need no headroom
 
 
 @pytest.mark.parametrize("power_of_2", [False, True])
 @pytest.mark.parametrize("form", [E4M3, E5M2], ids=lambda form: form.name)
 def test_a_scale_of_its_own_amax_covers_a_tensor(form: Format, power_of_2: bool) -> None:
-    """With a margin of 0, by more than the rounding of a product: whatever its size, or its blocks'."""
+    """With a margin of 0, amax times scale exceeds the FP8 maximum by a rounding at most, for tensors and blocks."""
     for exponent in range(-120, 120, 7):
         x = noise(128, 128, seed=exponent + 120).double().mul(2.0**exponent).float()
         for block in (Block(0, 0), Block(1, 0), Block(1, 32), Block(1, 128), Block(128, 128)):
@@ -143,7 +143,7 @@ def test_a_scale_of_its_own_amax_covers_a_tensor(form: Format, power_of_2: bool)
 
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "rowwise", "blockwise"])
 def test_nothing_saturates_by_its_own_amax(recipe: str) -> None:
-    """Neither does a first call with delayed scaling, nor a later one of what has current scaling."""
+    """Nothing saturates in a first call with delayed scaling, nor in a later call with current scaling."""
     model = make(Mlp)
     options = {"current_scaling": (True, False, True)} if recipe == "delayed" else {}
     run = compiled(model, recipe, **options)
@@ -155,11 +155,11 @@ def test_nothing_saturates_by_its_own_amax(recipe: str) -> None:
         assert len(rows) >= 4 and all(row["overflows%"] == 0.0 for row in rows)
 
 
-# -- and what was scaled without it
+# -- state from runs without headroom
 
 
 def test_a_state_with_another_margin_is_adapted() -> None:
-    """`strict=False`: the scale of a file moves by the difference of the margins, and the gradient's next one fits."""
+    """With `strict=False`, a loaded scale changes by the difference of the margins, and the next gradient fits."""
     model = make(Mlp)
     compiled(model, margin=0)(noise(16, 128)).sum().backward()
     state, before = fp8compile.scaling_state(model), {key: slot.scale() for key, slot in slots_of(model).items()}

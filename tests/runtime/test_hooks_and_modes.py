@@ -1,4 +1,4 @@
-"""Calls inside of the user's checkpoints, dispatch modes and retained graphs, and calls that are no training."""
+"""Calls inside the user's checkpoints, dispatch modes and retained graphs, and calls that are not training."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Expert(nn.Module):
 
 @pytest.mark.parametrize("options", [{}, {"recipe": "tensorwise"}, OFF])
 def test_an_output_of_one_batch_is_no_view(options: dict) -> None:
-    """It may be changed in place, in cold calls and in warm ones."""
+    """The caller may change the output in place, after cold and after warm calls."""
     model = Expert()
     run, x = torch.compile(model, backend="fp8", options=options), torch.randn(32, 128)
     for _ in range(4):
@@ -44,7 +44,7 @@ def save_matmuls(_ctx, op, *_args, **_kwargs) -> CheckpointPolicy:
 
 @pytest.mark.parametrize("options", [{}, {"recipe": "tensorwise"}, {"recipe": "rowwise"}])
 def test_selective_checkpoint_around_a_compiled_block(options: dict) -> None:
-    """State is moved behind the back of the user's dispatch mode, and gradients are those of a run without a checkpoint."""
+    """The user's dispatch mode does not see the update of the state; gradients are those of a run without a checkpoint."""
     grads = []
     for selective in (False, True):
         torch._dynamo.reset()
@@ -77,7 +77,7 @@ class Seen(TorchDispatchMode):
 
 
 def test_a_dispatch_mode_sees_the_same_in_cold_calls_and_in_warm_ones() -> None:
-    """A compiled graph is one call to it, however it runs."""
+    """The mode sees a compiled graph as one call, whether the call is cold or warm."""
     block = nn.Linear(128, 128)
     run, x = torch.compile(block, backend="fp8"), torch.randn(32, 128)
     run(x).sum().backward()
@@ -92,7 +92,7 @@ def test_a_dispatch_mode_sees_the_same_in_cold_calls_and_in_warm_ones() -> None:
 
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
 def test_a_second_backward_through_a_checkpoint(recipe: str) -> None:
-    """The second recomputation is one, too: the forward's history has moved once, and its scales are those of the first."""
+    """The second backward recomputes, too: the forward's history has moved only once, with the scales of the first time."""
     block = nn.Linear(128, 128)
     run = torch.compile(block, backend="fp8", options={"recipe": recipe})
     with torch._functorch.config.patch(donated_buffer=False):  # torch's own condition for retain_graph
@@ -116,7 +116,7 @@ def test_a_second_backward_through_a_checkpoint(recipe: str) -> None:
 
 
 def test_a_dry_run_moves_nothing() -> None:
-    """Garbage in it leaves no trace: neither in a state that is still cold, nor in one that is warm."""
+    """Garbage inputs of a dry run change neither a cold state nor a warm one."""
     model, twin = nn.Linear(128, 128), nn.Linear(128, 128)
     twin.load_state_dict(model.state_dict())
     runs = [torch.compile(m, backend="fp8") for m in (model, twin)]
@@ -125,7 +125,7 @@ def test_a_dry_run_moves_nothing() -> None:
         x = torch.randn(32, 128)
         with fp8compile.dry_run():
             outside = runs[0](garbage if step % 2 else garbage * 0)
-        outside.sum().backward()  # also where the backward comes later
+        outside.sum().backward()  # the backward after the dry run moves nothing, either
         with fp8compile.dry_run():
             y = runs[0](x)
             y.square().sum().backward()

@@ -1,4 +1,4 @@
-"""A jagged nested tensor is training, and its matmuls are FP8: AOTAutograd takes it, and its gradient, apart."""
+"""A call with a jagged nested tensor is training, in FP8: AOTAutograd unpacks the tensor and its gradient to plain tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What follows an overflow: in the step after a jump, what its slot would saturate is scaled by its current amax."""
+"""The call after an overflow: each tensor that the scale of its slot would saturate is scaled by its current amax."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def linear() -> nn.Linear:
 
 
 def seen(run, value: float, grad: float | None = 1.0, eager_checkpoint: bool = False) -> float:
-    """One training call on x = value, by a weight of 1: what became of x, which is less where it was saturated."""
+    """One training call on x = value with weights of 1. Returns x after the cast: less than value if x saturated."""
     x = torch.full((16, 128), value, requires_grad=True)
     y = checkpoint(run, x, use_reentrant=False) if eager_checkpoint else run(x)
     if grad is not None:
@@ -45,7 +45,7 @@ def ages(model: nn.Module) -> dict[str, float]:
 
 @pytest.mark.parametrize("eager_checkpoint", [False, True])
 def test_the_step_after_a_jump(eager_checkpoint: bool) -> None:
-    """100 is saturated to what 1 covers. The next step's 300 is not, and is scaled by its own amax, not by that of 100."""
+    """100 saturates with the scale of 1. The next step's 300 does not: its scale comes from its own amax, not from 100."""
     model = linear()
     run = compiled(model)
     for _ in range(20):
@@ -66,7 +66,7 @@ def test_saturate() -> None:
 
 @pytest.mark.parametrize("jump", [1.9, 2.1])
 def test_headroom(jump: float) -> None:
-    """Twice what the scale covers is none yet."""
+    """Twice the range of the scale is not yet an overflow."""
     model = linear()
     run = compiled(model)
     seen(run, 1.0)
@@ -76,7 +76,7 @@ def test_headroom(jump: float) -> None:
 
 @pytest.mark.parametrize(("options", "covered"), [({}, 2048.0), ({"margin": 0}, 1.0), ({"fp8_format": "e4m3"}, 8.0)], ids=str)
 def test_a_gradient(options: dict[str, Any], covered: float) -> None:
-    """It has headroom to grow in. What saturates it, by 100 times here, has its current amax in the next step."""
+    """A gradient has headroom. One that saturates all the same, by 100 times here, is scaled by its amax in the next step."""
     model = linear()
     run = compiled(model, **options)
     far = 100.0 * covered
@@ -87,7 +87,7 @@ def test_a_gradient(options: dict[str, Any], covered: float) -> None:
 
 
 def test_between_forward_and_backward_of_others() -> None:
-    """Evaluation, and a second forward before the backward of the first."""
+    """An evaluation, and a second forward, before the backward of the first."""
     model = linear()
     run = compiled(model)
     seen(run, 1.0)
@@ -112,11 +112,11 @@ def test_forwards_without_backward() -> None:
     assert seen(run, 100.0, None) == 2.0
     assert seen(run, 900.0, None) == 900.0
     seen(run, 1.0)
-    assert seen(run, 1000.0) == 900.0  # and this is a warm call
+    assert seen(run, 1000.0) == 900.0  # a warm call
 
 
 def test_after_patience_has_run_out() -> None:
-    """20 calls whose gradients are zero are enough for the host to stop looking for cold slots, not for overflows."""
+    """After 20 calls with zero gradients the host no longer looks for cold slots, but it still looks for overflows."""
     model = linear()
     run = compiled(model)
     for _ in range(20):
@@ -128,7 +128,7 @@ def test_after_patience_has_run_out() -> None:
 
 
 def test_a_phase_that_observes() -> None:
-    """An overflow in high precision is nobody's; the first step in FP8 has the scale that it made, or the current amax."""
+    """An overflow in a high-precision phase clips nothing. The first FP8 step uses the scale from it, or the current amax."""
     model = linear()
     run = compiled(model, policy={"schedule": {"warmup_steps": 3}})
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
@@ -140,7 +140,7 @@ def test_a_phase_that_observes() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"interval": 4}, {"amax_history_len": 2, "margin": 2}], ids=str)
 def test_against_the_reference(options: dict[str, Any]) -> None:
-    """Outputs, gradients and state of jumps, in inputs and in gradients."""
+    """Outputs, gradients and state when inputs and gradients jump."""
     factors = (1, 9, 1, 100, 250, 1, 1, 90, 900, 1, 40)
     pair = Pair(make(Mlp), **options)
     for step, factor in enumerate(factors):
@@ -174,7 +174,7 @@ def test_the_log(caplog, monkeypatch) -> None:
 
 
 class Chain(nn.Module):
-    """Layers behind each other, of positive weights: all of what a layer saturates is missing in the next one."""
+    """A chain of layers with positive weights: values clipped in one layer make the inputs of the next one too small."""
 
     def __init__(self, layers: int = 8, checkpointed: bool = False):
         super().__init__()
@@ -194,7 +194,7 @@ class Chain(nn.Module):
 
 
 def load(model: nn.Module, factor: float) -> None:
-    """Weights so many times those that were."""
+    """Multiplies all weights by a factor, as if other weights were loaded."""
     with torch.no_grad():
         for weight in model.parameters():
             weight.detach().copy_(weight * factor)
@@ -211,8 +211,8 @@ def trained(run, model: nn.Module, how: str | None = None) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("how", [None, "within", "around"], ids=str)
 def test_weights_loaded_later(how: str | None) -> None:
-    """The first call knows nothing and saturates, in the first layers only, as far as it can see. The second one is right in
-    all layers, as the first calls are. A recomputation rounds as the forward did."""
+    """The first call saturates; overflows show in the first layers only. The second call is right in all layers, as are first
+    calls of a model. A recomputation rounds as its forward did."""
     model, plain = Chain(checkpointed=how == "within"), Chain()
     run = compiled(model)
     once = Chain() if how else model
@@ -236,7 +236,7 @@ def test_weights_loaded_later(how: str | None) -> None:
 @pytest.mark.parametrize("factor", [8.0, 64.0])
 @pytest.mark.parametrize("options", [{}, {"interval": 3}, {"margin": 1}, {"on_overflow": "saturate"}], ids=str)
 def test_weights_loaded_later_against_the_reference(options: dict[str, Any], factor: float) -> None:
-    """Numbers that are exact: state, outputs and gradients are the reference's to the bit, step by step."""
+    """On exact numbers, state, outputs and gradients are the reference's to the bit, step by step."""
     model = Chain(4)
     for weight in model.parameters():
         nn.init.constant_(weight, 1.75 / 128)
@@ -265,7 +265,7 @@ def test_weights_loaded_later_against_the_reference(options: dict[str, Any], fac
 
 
 def test_gradients_of_one_layer_hide_those_of_others() -> None:
-    """Only the last layer's jumps 100,000 times in the first step: it is saturated. In the second all do."""
+    """In the first step, only the last layer's gradient jumps visibly, 100,000 times, and saturates. In the second all jump."""
     model, plain = Chain(4), Chain(4)
     run = compiled(model)
     ratios = []
@@ -283,7 +283,7 @@ def test_gradients_of_one_layer_hide_those_of_others() -> None:
 
 @pytest.mark.parametrize("on_overflow, expected", [("current", 1000.0), ("saturate", 1.0)])
 def test_a_call_that_is_cold_for_another_reason(on_overflow: str, expected: float) -> None:
-    """A gradient that has only been zero: its calls are cold ones, and nothing saturates in them unless it is to."""
+    """A gradient that has only been zero makes calls cold. Nothing saturates in them, unless on_overflow is "saturate"."""
     model = linear()
     run = compiled(model, on_overflow=on_overflow)
     assert [seen(run, 1.0, 0.0) for _ in range(2)] == [1.0, 1.0]
@@ -291,7 +291,7 @@ def test_a_call_that_is_cold_for_another_reason(on_overflow: str, expected: floa
 
 
 def test_forwards_before_the_backwards_of_others() -> None:
-    """A call that saturates, two cold ones before any backward: each backward does as its forward did."""
+    """One call that saturates and two cold calls, before any backward: each backward is cold or warm as its forward was."""
     model, plain = Chain(4), Chain(4)
     run = compiled(model)
     for _ in range(2):
@@ -309,7 +309,7 @@ def test_forwards_before_the_backwards_of_others() -> None:
 
 
 def test_an_infinity_behind_an_overflow() -> None:
-    """There is no scale for it: the other rows have that of the overflow, and not 1."""
+    """An infinity gives no scale: the other rows are cast with the scale of the overflow, not with 1."""
     model = linear()
     run = compiled(model)
     assert [seen(run, value) for value in (1.0, 1000.0)] == [1.0, 1.0]

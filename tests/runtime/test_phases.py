@@ -1,4 +1,4 @@
-"""Phases: which step is in which, what is observed meanwhile, and that a switch changes nothing but the matmuls."""
+"""Phases: the phase of each step, the histories recorded in high precision, and switches, which change only the matmuls."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ pytestmark = pytest.mark.usefixtures("interpreted")
 
 @pytest.fixture(autouse=True)
 def counting(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Steps counted from 0, whatever optimizers other tests left."""
+    """Steps are counted from 0, whatever optimizers other tests left behind."""
     before, state = schedule._state, schedule._State()
-    state.hook = before.hook  # it asks the module for its state: two of them would count twice
+    state.hook = before.hook  # the hook finds the state through the module; a second hook would count each step twice
     monkeypatch.setattr(schedule, "_state", state)
     state.listen()
     yield
@@ -37,7 +37,7 @@ def scheduled(model: nn.Module, recipe: str = "delayed", **times: Any):
 
 
 def phases(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The phase of each call of a scheduled graph, as it goes."""
+    """A list that records the phase of each call of a scheduled graph."""
     seen: list[str] = []
     choose = schedule.ScheduledGraph.phase
 
@@ -73,7 +73,7 @@ def test_steps_not_calls_are_counted(monkeypatch, micro: int) -> None:
 
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
 def test_weights_are_continuous(recipe: str) -> None:
-    """High-precision phases are to the bit what plain compilation gives from the same weights; FP8 is not."""
+    """In high-precision phases, results equal those of plain compilation from the same weights bit by bit; in FP8 not."""
     model, twin = make(SwiGlu), make(SwiGlu)
     run = scheduled(model, recipe, warmup_steps=3, cooldown_at=5)
     optimizer = torch.optim.SGD(model.parameters(), 1.0, momentum=0.9)
@@ -89,7 +89,7 @@ def test_weights_are_continuous(recipe: str) -> None:
 
 
 def test_fp8_begins_with_the_histories_of_the_warm_up() -> None:
-    """The first FP8 step quantizes with the warm-up's scale: it saturates at what the warm-up has seen."""
+    """The first FP8 step quantizes with the warm-up's scale, so it saturates at the largest amax of the warm-up."""
     model = make(Mlp)
     run = scheduled(model, warmup_steps=2)
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
@@ -103,7 +103,7 @@ def test_fp8_begins_with_the_histories_of_the_warm_up() -> None:
     run(torch.full((32, 128), 1e3))
     graph = next(iter(schedule._state.scheduled)).graphs["fp8"]
     (pages,) = graph.calls.book.sets.values()
-    assert not pages.cold  # so this was the compiled graph, with the stored scale
+    assert not pages.cold  # so the call ran the compiled graph, with the stored scale
     assert amax < 1e3 and slots_of(model)["up.weight", "input", 0].history()[0] == 1e3
 
 
@@ -212,7 +212,7 @@ def test_a_callback_on_the_loss(monkeypatch) -> None:
 
 
 def test_a_graph_that_is_met_late(monkeypatch) -> None:
-    """A new shape compiles anew in the middle of the run: it knows the step."""
+    """A new shape recompiles in the middle of the run; the new graph knows the step."""
     seen = phases(monkeypatch)
     model = make(Mlp)
     run = torch.compile(model, backend="fp8", dynamic=False, options={"policy": {"schedule": {"warmup_steps": 2}}})
@@ -224,7 +224,7 @@ def test_a_graph_that_is_met_late(monkeypatch) -> None:
 
 
 def test_checkpointed_blocks() -> None:
-    """A recomputation is in the phase of its forward, and moves nothing."""
+    """A recomputation runs in the phase of its forward, and moves no history."""
     block = make(Block)
     run = scheduled(block, warmup_steps=1)
     optimizer = torch.optim.SGD(block.parameters(), 0.1)
@@ -237,7 +237,7 @@ def test_checkpointed_blocks() -> None:
 
 
 def test_reentrant_checkpoint(monkeypatch) -> None:
-    """Each forward within a backward is in the phase of its step: its first one was an evaluation."""
+    """A forward inside a backward runs in the phase of its step, since the step's first forward was an evaluation."""
     seen = phases(monkeypatch)
     block = make(Mlp)
     run = scheduled(block, warmup_steps=2)
@@ -251,7 +251,7 @@ def test_reentrant_checkpoint(monkeypatch) -> None:
 
 @pytest.mark.parametrize(("before", "after"), [("high_precision", "fp8"), ("fp8", "high_precision")])
 def test_a_switch_before_a_recomputation(before: str, after: str) -> None:
-    """The recomputation is that of its forward, whatever was set in between."""
+    """A recomputation runs in the phase of its forward, whatever phase was set in between."""
     block = make(Block)
     run = scheduled(block)
     fp8compile.set_phase(before)
@@ -273,7 +273,7 @@ def test_small_graphs(make_model, options) -> None:
 
 
 def test_a_second_model_begins_at_zero(monkeypatch) -> None:
-    """Steps of another model's optimizer are not its own, also before its optimizer has taken one."""
+    """A model does not count the steps of another model's optimizer, even before its own optimizer has taken a step."""
     seen = phases(monkeypatch)
     first, second = make(Mlp), make(SwiGlu)
     run, run_second = scheduled(first, warmup_steps=2), scheduled(second, warmup_steps=2)
@@ -304,7 +304,7 @@ def test_the_report_during_the_warm_up() -> None:
 
 
 def test_a_callback_and_frozen_weights(monkeypatch) -> None:
-    """It sets the phase of the whole model, and once a step, however many optimizers there are."""
+    """The callback sets the phase of the whole model, and is called once a step, however many optimizers there are."""
     seen = phases(monkeypatch)
     model = make(Mlp)
     model.up.weight.requires_grad_(False)
@@ -320,7 +320,7 @@ def test_a_callback_and_frozen_weights(monkeypatch) -> None:
 
 
 def test_an_optimizer_for_each_parameter(monkeypatch) -> None:
-    """As where optimizers run in backward: many of them step, once each a step."""
+    """As with optimizers that run in the backward: each of many optimizers steps once a training step."""
     seen = phases(monkeypatch)
     model = make(Mlp)
     run = scheduled(model, warmup_steps=2)
@@ -333,7 +333,7 @@ def test_an_optimizer_for_each_parameter(monkeypatch) -> None:
 
 
 def test_parameters_that_no_optimizer_has(monkeypatch) -> None:
-    """Frozen ones, and those that a sharded model hands to its graphs: the training's steps count."""
+    """Frozen parameters, and the full parameters that a sharded model passes to its graphs, count the training's steps."""
     seen = phases(monkeypatch)
     model, elsewhere = make(Mlp), nn.Parameter(torch.zeros(3))
     run = scheduled(model, warmup_steps=2)

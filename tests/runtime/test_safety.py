@@ -1,10 +1,10 @@
-"""The failure that delayed scaling is known for, planted, and what the defaults make of it.
+"""The known failure of delayed scaling, planted on purpose: the default options survive it.
 
-A gated activation multiplies two projections. Where late in training the weights of a feature's gate and up projections align,
-a token that points along them is scaled up quadratically (Fishman et al., "Scaling FP8 training to trillion-token LLMs"): the
-input of the down projection has an outlier two orders of magnitude above everything else, and only in some batches. Here the
-weights align at step 300, and from then on every 20th batch has such a token. The history of 16 amaxes has forgotten the last
-one each time, so a scale from the history clips the outlier whenever it comes.
+A gated activation multiplies two projections. If, late in training, the weights of a feature's gate and up projections align, a
+token that points along them grows quadratically (Fishman et al., "Scaling FP8 training to trillion-token LLMs"). The input of
+the down projection then has an outlier two orders of magnitude above all other values, but only in some batches. Here the
+weights align at step 300, and from then on every 20th batch contains such a token. By then the history of 16 amaxes has
+forgotten the previous outlier, so a scale from the history clips each one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.support.straight import straight
 
 WIDTH, HIDDEN, BATCH = 128, 256, 64
 PLANTED, EVERY, STEPS = 300, 20, 500
-NAIVE = {"policy": ALL_FP8, "on_overflow": "saturate"}  # every scale from the history, whatever happens
+NAIVE = {"policy": ALL_FP8, "on_overflow": "saturate"}  # every scale always comes from the history
 
 
 def aligned(model: SwiGlu) -> None:
@@ -35,12 +35,12 @@ def aligned(model: SwiGlu) -> None:
 
 
 def token() -> Tensor:
-    """No outlier itself: its elements are 1 and -1, among normal ones."""
+    """The token itself is no outlier: its elements are 1 and -1, beside normally distributed ones."""
     return noise(WIDTH, seed=5).sign()
 
 
 def batch(step: int) -> tuple[Tensor, bool]:
-    """[BATCH, WIDTH] normal values, and whether the planted token is among them."""
+    """[BATCH, WIDTH] normal values, and whether they contain the planted token."""
     x = noise(BATCH, WIDTH, seed=step)
     spiked = step >= PLANTED and (step - PLANTED) % EVERY == 0
     if spiked:
@@ -49,8 +49,10 @@ def batch(step: int) -> tuple[Tensor, bool]:
 
 
 def train(options: dict[str, Any] | None) -> tuple[nn.Module, list[float], list[float]]:
-    """Fit a teacher that has the feature; -> the model, losses just before step 300, losses of batches with the token. bf16
-    autocast; options None: high precision."""
+    """Fits a teacher that has the feature, under bf16 autocast; options None: in high precision.
+
+    -> the model, the losses just before step 300, the losses of batches with the token.
+    """
     torch._dynamo.reset()
     model, teacher = (make(lambda: SwiGlu(WIDTH, HIDDEN), seed=1) for _ in range(2))
     with torch.no_grad():
@@ -100,12 +102,12 @@ def test_an_outlier_behind_a_gated_activation_stalls_naive_delayed_scaling_and_n
     naive_model, naive_before, naive = train(NAIVE)
     model, ours_before, ours = train({})
     assert len(bf16) == STEPS // EVERY - PLANTED // EVERY == 10
-    for losses in (naive_before, ours_before):  # until then there is nothing to choose between them
+    for losses in (naive_before, ours_before):  # until then both are equally good
         assert fmean(losses) < 1.1 * fmean(before)
     assert fmean(bf16) < 1.5 * fmean(before), "the yardstick must not mind what is planted"
     assert min(naive) > 10 * max(bf16), f"naive: {naive}, bf16: {bf16}"
     assert fmean(naive[-3:]) > 0.7 * naive[0], f"it does not recover, either: {naive}"
-    # it learns what these batches are, with gradients of their size: so does tensorwise scaling, by as much
+    # the model learns from the outlier batches, whose gradients are large; tensorwise scaling gives the same losses
     assert max(ours) < 10 * max(bf16) and fmean(ours[-3:]) < 2 * fmean(bf16), f"ours: {ours}, bf16: {bf16}"
     hidden = ("down.weight", "input", 0)
     assert hidden in slots_of(naive_model) and hidden not in slots_of(model)
@@ -126,7 +128,7 @@ def test_recipes_without_history_do_not_mind_the_outlier(recipe: str) -> None:
 
 @pytest.mark.parametrize("on_overflow, recovers", [("saturate", False), ("current", True)])
 def test_a_jump_beyond_the_headroom_is_over_in_the_next_step(on_overflow: str, recovers: bool) -> None:
-    """Inputs grow 100 times at step 12 of an interval of 20, and stay so."""
+    """Inputs grow 100 times at step 12 of an interval of 20, and stay that large."""
     linear = make(lambda: nn.Linear(WIDTH, WIDTH, bias=False))
     forward = compiled(linear, policy=ALL_FP8, on_overflow=on_overflow, interval=20)
     ratios = []
@@ -142,7 +144,7 @@ def test_a_jump_beyond_the_headroom_is_over_in_the_next_step(on_overflow: str, r
 
 
 def test_training_with_fnuz_encodings() -> None:
-    """MI300's FP8, emulated: maximum 240, and 57344 less the headroom of gradients. The same losses within a few percent."""
+    """MI300's FP8, emulated: maximum 240; for gradients 57344, minus headroom. The losses are equal within a few percent."""
     losses = {}
     for encoding in ("ocp", "fnuz"):
         torch._dynamo.reset()

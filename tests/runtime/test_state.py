@@ -1,7 +1,7 @@
-"""The scaling state: exact values after known inputs, what moves it and what does not, and whose it is.
+"""The scaling state: exact values after known inputs, the calls that move it, and its owners.
 
-Where values are compared for equality they come from constants: amaxes of inputs, weights and output gradients that are given,
-which no matmul has touched.
+Values that are compared for equality come from constants: amaxes of given inputs, weights and output gradients, which no matmul
+has rounded.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ INPUT, WEIGHT, GRADIENT = (("weight", role, 0) for role in ("input", "weight", "
 
 
 class Linear(nn.Linear):
-    """A linear whose forward is user code: `nn.Linear().compile()` compiles nothing, with any backend."""
+    """A linear whose forward is user code, because `nn.Linear().compile()` compiles nothing, with any backend."""
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.linear(x, self.weight)
@@ -105,7 +105,7 @@ def test_most_recent() -> None:
 
 
 def test_interval() -> None:
-    """At the first non-zero amax, and at every third call from there."""
+    """Scales change at the first non-zero amax, and at every third call from there."""
     model = linear()
     run = compiled(model, interval=3, on_overflow="saturate")
     values = (0.0, 1.0, 2.0, 4.0, 2.0, 8.0, 1.0, 1.0)
@@ -147,12 +147,12 @@ def test_a_tiny_amax_has_the_largest_scale() -> None:
     assert slots_of(model)[INPUT].scale() == slots_of(model)[GRADIENT].scale() == FLT_MAX
 
 
-# what is cold
+# cold slots
 
 
 @pytest.mark.parametrize("zeros", [1, 3, 8])
 def test_a_slot_that_saw_only_zeros_is_cold(zeros: int) -> None:
-    """LoRA's B begins as zeros. Whatever the number of calls that saw zeros, the first other amax is used as it is."""
+    """LoRA's B begins as zeros. After any number of calls with zeros, the first non-zero amax gives the scale at once."""
     model = make(Mlp)
     nn.init.zeros_(model.down.weight)
     pair = Pair(model, amax_history_len=4)
@@ -173,7 +173,7 @@ def test_a_cold_slot_among_warm_ones() -> None:
 
 
 def test_forwards_without_backward() -> None:
-    """A metric in training mode, say: forward slots move, gradient slots do not, and are still cold when they are needed."""
+    """For example a metric in training mode: forward slots move; gradient slots do not, and are still cold when needed."""
     model = linear()
     run = compiled(model)
     for value in range(1, 21):
@@ -187,7 +187,7 @@ def test_forwards_without_backward() -> None:
     assert slots_of(model)[GRADIENT].history() == padded([torch.tensor(1e-9).item()])
 
 
-# what moves it, and what does not
+# calls that move the state, and calls that do not
 
 
 def test_eval_and_no_grad_do_not_move_it() -> None:
@@ -255,8 +255,8 @@ def test_a_recompute_does_not_move_it(build) -> None:
 
 
 def test_recomputations_read_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA graphs are recorded for the addresses of such inputs: a page at another one would be recorded anew."""
-    pages: list[Tensor] = []  # all alive, so that no two share memory by chance
+    """A CUDA graph is recorded for the addresses of its inputs: a page at another address would need a new recording."""
+    pages: list[Tensor] = []  # keeps all alive, so that no two share memory by chance
     recomputed: list[Tensor] = []
     opened = Calls.open
 
@@ -275,8 +275,8 @@ def test_recomputations_read_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_eager_checkpoint_around_a_compiled_block() -> None:
-    """The recompute runs the compiled forward a second time, inside the backward: the state moves once all the same, and the
-    recompute quantizes with the scales that the forward had, not with those that it left."""
+    """The recompute runs the compiled forward a second time, inside the backward. The state still moves once, and the recompute
+    quantizes with the scales that the forward used, not with the ones that it stored."""
     model = make(Mlp)
     run = compiled(model)
     reference = Reference(Checkpointed(copy.deepcopy(model)))
@@ -301,7 +301,7 @@ def test_eager_checkpoint_around_a_compiled_block() -> None:
 @pytest.mark.parametrize("options", [{}, {"current_scaling": (False, False, True)}], ids=["delayed", "current gradients"])
 @pytest.mark.parametrize("abandoned", [False, True])
 def test_reentrant_checkpoint_around_a_compiled_block(options, abandoned: bool) -> None:
-    """The forward within the backward is the one that counts, every time; also after a forward whose backward never came."""
+    """Always the forward inside the backward moves the state; also after a forward whose backward never came."""
     model = make(Mlp)
     run = compiled(model, **options)
     if abandoned:
@@ -316,7 +316,7 @@ def test_reentrant_checkpoint_around_a_compiled_block(options, abandoned: bool) 
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_eager_checkpoint_with_current_gradients(nested: bool) -> None:
-    """No backward moves anything, and none counts the calls: once a step all the same, within a reentrant checkpoint too."""
+    """No backward moves state or counts calls here. Histories still move once a step, also in a reentrant checkpoint."""
     model = make(Mlp)
     run = compiled(model, current_scaling=(False, False, True))
 
@@ -342,7 +342,7 @@ def test_two_forwards_then_two_backwards() -> None:
 
 
 def test_gradients_taken_twice() -> None:
-    """retain_graph: two backwards of one forward are two calls of the backward."""
+    """With retain_graph, two backwards of one forward move the gradient slots twice."""
     model = linear()
     run = compiled(model)
     y = call(run, 1.0, None)
@@ -355,8 +355,8 @@ def test_gradients_taken_twice() -> None:
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 @pytest.mark.parametrize("when", [0, 2])
 def test_a_non_finite_batch_leaves_no_trace(bad: float, when: int) -> None:
-    """After it, outputs, gradients and state are those of a model that never saw it."""
-    pair = Pair(make(Mlp))  # the reference never sees it
+    """After the batch, outputs, gradients and state are those of a model that never saw it."""
+    pair = Pair(make(Mlp))  # the reference never sees the batch
     for step in range(4):
         x = noise(16, 128, seed=step, scale=2.0**step)
         if step == when:
@@ -476,7 +476,7 @@ def test_graph_break() -> None:
 
 
 def test_graphs_that_share_some_weights() -> None:
-    """The graphs take turns: each finds what the other left, also between a forward and its backward."""
+    """The graphs take turns: each reads the state that the other wrote, also between a forward and its backward."""
     pair = Pair(make(Branches))
     for step, branches in enumerate(([0], [1], [0, 1], [1, 0], [1, 1], [0, 0, 1])):
         pair.zero_grad()
@@ -496,11 +496,11 @@ def test_graphs_that_share_some_weights() -> None:
         pair.steps += 1
 
 
-# whose it is
+# owners of the state
 
 
 def test_two_layers_never_share() -> None:
-    """Same shape, same data, one after the other: six slots."""
+    """Two layers in a row, with the same shape and data, have six slots."""
     model = Stack(linear(0.5), linear(0.25))
     run = compiled(model)
     call(run, 1.0, 1.0)
@@ -546,7 +546,7 @@ def test_a_weight_tied_between_two_modules() -> None:
 
 
 def test_a_frozen_weight() -> None:
-    """No wgrad in the graph; its dgrad still reads the gradient, so all slots move."""
+    """The graph has no wgrad; the dgrad still reads the gradient, so all slots move."""
     model = linear()
     model.weight.requires_grad_(False)
     call(compiled(model), 2.0, 3.0)
@@ -562,7 +562,7 @@ def in_place(model: Parallel) -> Parallel:
 
 
 def wrapped(model: Parallel) -> nn.Module:
-    """The same with torch.compile, which is the only way to compile a bare nn.Linear."""
+    """The same with torch.compile, the only way to compile a bare nn.Linear."""
     return Parallel(*(torch.compile(block, backend="fp8") for block in model.inner))
 
 
@@ -580,7 +580,7 @@ def build_linears() -> nn.Module:
     ids=["mlps in place", "mlps wrapped", "linears wrapped"],
 )
 def test_more_instances_than_the_recompile_limit(build, compile) -> None:
-    """Dynamo gives up after 8 versions of one function: instances have to share code, and have a state each."""
+    """Dynamo gives up after 8 versions of one function: instances must share code, each with its own state."""
     model = make(build)
     pair = Pair(model, compile=compile)
     for step, factor in enumerate(MOVING[:4]):
@@ -600,7 +600,7 @@ def test_two_models_of_one_class() -> None:
 
 
 def test_two_instances_forwards_before_backwards() -> None:
-    """Two layers on one piece of code: each backward finds the gradient slots of its own layer."""
+    """Two layers share one piece of code: each backward finds the gradient slots of its own layer."""
     first, second = linear(0.5), linear(0.25)
     runs = compiled(first), compiled(second)
     for grads in ((1.0, 2.0), (4.0, 8.0)):
@@ -636,7 +636,7 @@ def test_a_parameter_with_the_id_of_another_one_begins_anew() -> None:
 
 
 def test_one_of_two_instances_deleted() -> None:
-    """The code is still in use by the other one; the parameters of the first, and its state, go."""
+    """The other instance still uses the code; the parameters and the state of the deleted one are freed."""
     models = [linear(0.5), linear(0.25)]
     for model in models:
         model.compile(backend="fp8")
@@ -693,7 +693,7 @@ def test_slots_of_takes_the_wrapper_too() -> None:
 
 @pytest.mark.compiled
 def test_inductor_exact_state_over_everything() -> None:
-    """Warm-up, moving inputs, evaluation, a bad batch, two forwards, another shape: one history."""
+    """Warm-up, moving inputs, evaluation, a bad batch, two forwards, another shape: the history is exact throughout."""
     model = linear()
     run = compiled(model)
     expected_x, expected_dy = [], []
@@ -731,7 +731,7 @@ def test_inductor_exact_state_over_everything() -> None:
 
 
 def test_a_longer_history_that_comes_back() -> None:
-    """What a page had in columns that another one forgot is older than either: it does not come back."""
+    """A page with a shorter history drops the older amaxes; a longer one later must not bring back outdated values."""
     model = linear()
     long, short = compiled(model, amax_history_len=6), compiled(model, amax_history_len=2)
     for value in (4096.0, 512.0):

@@ -1,4 +1,4 @@
-"""The scaling state as a file: a resumed run is the one that was not stopped, and what does not fit is refused."""
+"""The scaling state as a file: a resumed run equals a run that was not stopped; a state that does not fit is refused."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("interpreted")
 
 
 def train(run, model: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int) -> list[Tensor]:
-    """Losses of some steps, whose inputs grow and shrink."""
+    """Losses of the steps from first to last; the inputs grow and shrink."""
     losses = []
     for step in range(first, last):
         x = noise(2, 16, 128, seed=step, scale=1.0 + step % 3)
@@ -37,7 +37,7 @@ def train(run, model: nn.Module, optimizer: torch.optim.Optimizer, first: int, l
 
 
 def saved(x: Any) -> Any:
-    """Through a file."""
+    """x after torch.save and torch.load."""
     file = io.BytesIO()
     torch.save(x, file)
     file.seek(0)
@@ -45,7 +45,7 @@ def saved(x: Any) -> Any:
 
 
 def resumed(build, stop: int, end: int, before: bool = True, **options: Any) -> None:
-    """Runs with and without a stop, compared to the bit."""
+    """Compares runs with and without a stop bit by bit."""
     model = make(build)
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
     run = compiled(model, **options)
@@ -56,7 +56,7 @@ def resumed(build, stop: int, end: int, before: bool = True, **options: Any) -> 
     other = make(build, seed=99)
     second = torch.optim.Adam(other.parameters(), 1e-2)
     run = compiled(other, **options)
-    if not before:  # a live model goes back to the checkpoint
+    if not before:  # load into a model that has run, so that it goes back to the checkpoint
         train(run, other, second, 0, 3)
     other.load_state_dict(file[0])
     second.load_state_dict(file[1])
@@ -94,7 +94,7 @@ class Zero(Mlp):
 
 @pytest.mark.parametrize("stop", [1, 3, 18])
 def test_a_slot_that_has_only_seen_zeros(stop: int) -> None:
-    """It is cold for 16 calls, wherever the run is stopped; cold calls are others than warm ones, to the bit."""
+    """The slot is cold for 16 calls, wherever the run is stopped; cold and warm calls do not give the same bits."""
     resumed(Zero, stop, 20)
 
 
@@ -113,7 +113,7 @@ def test_it_is_plain_tensors() -> None:
         assert row.dtype == torch.float32 and row.device.type == "cpu"
         assert torch.equal(row[:-1], slot.page.tensor[slot.row])
         assert row[state_page.HISTORY] == slot.history()[0]
-    assert len({row.untyped_storage().data_ptr() for row in state.values()}) == len(state)  # safetensors insists
+    assert len({row.untyped_storage().data_ptr() for row in state.values()}) == len(state)  # safetensors requires it
     before = {name: row.clone() for name, row in state.items()}
     compiled(model)(noise(16, 128, scale=9.0)).sum().backward()
     assert all(torch.equal(before[name], row) for name, row in state.items())  # copies
@@ -142,7 +142,7 @@ def test_a_checkpoint_without_one_starts_cold() -> None:
         fp8compile.load_scaling_state(model, state)
         assert all(not any(history) and scale == 1.0 for history, scale in histories(model).values())
         x = noise(16, 128) * 1e-4
-        torch.testing.assert_close(run(x), model(x), rtol=0.1, atol=1e-3)  # by its own amax: it vanishes in scale 1
+        torch.testing.assert_close(run(x), model(x), rtol=0.1, atol=1e-3)  # its own amax scales it; with scale 1 it vanishes
 
 
 def test_names_without_wrappers() -> None:
@@ -169,7 +169,7 @@ def state_of(build: Callable[[], nn.Module] = Mlp, recipe: str = "delayed") -> d
     return dict(_state_of(build, recipe))
 
 
-# what is refused
+# states that are refused
 
 
 def test_another_model() -> None:
@@ -197,7 +197,7 @@ DIFFERENT: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("options", "message"), DIFFERENT)
 def test_other_options(options: dict[str, Any], message: str) -> None:
-    """Refused when the graph meets the loaded slots, each time; by a live model at once, which is left as it was."""
+    """A new model refuses the state at each call that needs the loaded slots; a model that has run, at once and unchanged."""
     state, model = state_of(), make(Mlp)
     run = compiled(model, **options)
     fp8compile.load_scaling_state(model, state)
@@ -216,7 +216,7 @@ def test_other_options(options: dict[str, Any], message: str) -> None:
 
 
 def test_fewer_layers() -> None:
-    """Of a model that was not called yet, the first call finds out."""
+    """If the model has not been called yet, its first call raises the error."""
     state, model, live = state_of(), make(Mlp), make(Mlp)
     policy = {"rules": [{"module": "down", "fp8": "off"}]}
     compiled(live, policy=policy)(noise(16, 128)).sum().backward()
@@ -224,7 +224,7 @@ def test_fewer_layers() -> None:
         fp8compile.load_scaling_state(live, state)
     run = compiled(model, policy=policy)
     fp8compile.load_scaling_state(model, state)
-    for _ in range(2):  # until it is repaired
+    for _ in range(2):  # at each call, until the state is repaired
         with pytest.raises(StateError, match="unexpected: down.weight.gradient.0"):
             run(noise(16, 128))
     fp8compile.load_scaling_state(model, state, strict=False)
@@ -287,7 +287,7 @@ def test_what_is_no_state(change, message: str) -> None:
 
 
 def test_block_by_block_and_a_copy() -> None:
-    """Each block's graph takes its own slots; a copy of the model has none."""
+    """Each block's graph takes its own slots; a copy of the model has no slots."""
     model = make(lambda: Parallel(Mlp(), Mlp()))
     for block in model.inner:
         block.compile(backend="fp8")

@@ -1,4 +1,4 @@
-"""Several threads that compile and train, with models of their own or with one: as with any other backend."""
+"""Several threads compile and train, with a model each or with one model, as with any other backend."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def cosines(got: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
 
 
 def in_threads(count: int, work: Callable[[int], None]) -> None:
-    """`work(0)` ... in threads of their own; raises what one of them raised."""
+    """Runs `work(0)`, `work(1)` ... each in a thread; raises the first error of a thread."""
     errors: list[BaseException] = []
 
     def run(i: int) -> None:
@@ -59,7 +59,7 @@ def in_threads(count: int, work: Callable[[int], None]) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_models_of_their_own(interpreted) -> None:
-    """One thread compiles while another one calls what it has compiled."""
+    """One thread compiles while another one runs compiled code."""
     for _ in range(3):
         torch._dynamo.reset()
         start = threading.Barrier(3)
@@ -81,14 +81,14 @@ def test_models_of_their_own(interpreted) -> None:
 
 @pytest.mark.timeout(300)
 def test_one_model_cold_and_warm(interpreted) -> None:
-    """Cold calls of one graph have values of their own in each thread."""
+    """Cold calls of one graph in several threads do not mix their values."""
     model = Net()
     run = torch.compile(model, backend="fp8")
     x = torch.randn(512, 128)
     run(x).square().mean().backward()
     with torch.no_grad():
         for p in model.parameters():
-            p.mul_(4)  # overflows: the next call is a cold one
+            p.mul_(4)  # overflows: the next call is cold
     run(x).square().mean().backward()
     expected = torch.autograd.grad(model(x).square().mean(), list(model.parameters()))
 
@@ -101,7 +101,7 @@ def test_one_model_cold_and_warm(interpreted) -> None:
 
 @pytest.mark.timeout(300)
 def test_the_first_lookup_of_the_backend() -> None:
-    """Two threads that load the entry point at once."""
+    """Two threads load the entry point at the same time."""
     code = """
 import threading, torch
 from torch import nn
@@ -122,7 +122,7 @@ torch.compile(nn.Linear(128, 128), backend="fp8")
 
 
 def test_a_thread_that_is_not_the_main_one() -> None:
-    """Names, state and reports are found there, too."""
+    """Names, state and reports also work in a thread other than the main one."""
 
     def work(_: int) -> None:
         model = Net()

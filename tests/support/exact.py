@@ -1,4 +1,4 @@
-"""Numbers on which FP8 is exact: what is computed of them in FP8 is what float32 computes."""
+"""Numbers that FP8 represents exactly: matmuls of them give the same results in FP8 as in float32."""
 
 from __future__ import annotations
 

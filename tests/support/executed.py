@@ -1,8 +1,8 @@
-"""The plan for a GPU, executed on a CPU: what Inductor generates for a described device, run as it stands.
+"""The plan for a GPU, executed on a CPU: runs the code that Inductor generates for a described device, unchanged.
 
-Inductor's wrapper is executed with its order of launches, its reuse of buffers, its strides and its views of views; its
-kernels and ours run in Triton's interpreter, FP8 matmuls as exact sums. Memory is filled with NaN when it is allocated, so that
-what nobody wrote is seen. Left out is what only a device has: its rounding, its races, and the choice between configurations.
+Inductor's wrapper runs with its order of launches, its reuse of buffers, its strides and its views of views. Its kernels and
+ours run in Triton's interpreter; FP8 matmuls are exact sums. Memory is filled with NaN when it is allocated, so a read of
+memory that was never written shows. Not covered: a device's rounding, its races, and its choice between configurations.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _tensor(data: Any, dtype: tl.dtype) -> tl.tensor:
 
 
 class _Library:
-    """Stands for `libdevice`: its functions by torch's of the same names."""
+    """Replaces `libdevice`: each function is torch's function of the same name."""
 
     NAMES = {"rint": "round", "nearbyint": "round", "llrint": "round"}
 
@@ -61,7 +61,7 @@ def _reduced(function: Callable[..., np.ndarray]) -> Callable[[tl.tensor, int], 
 
 
 def _welford(mean: tl.tensor, m2: tl.tensor, weight: tl.tensor, dim: int) -> tuple[tl.tensor, ...]:
-    """Means, sums of squared deviations and counts of parts, combined."""
+    """Combines the means, sums of squared deviations and counts of parts along `dim`."""
     m, s, w = (x.handle.data for x in (mean, m2, weight))
     count = w.sum(int(dim), keepdims=True)
     total = (m * w).sum(int(dim), keepdims=True) / np.maximum(count, 1)
@@ -69,12 +69,12 @@ def _welford(mean: tl.tensor, m2: tl.tensor, weight: tl.tensor, dim: int) -> tup
     return tuple(_tensor(x.squeeze(int(dim)).astype(np.float32), tl.float32) for x in made)
 
 
-# Reductions by a function, which the interpreter calls once an element.
+# NumPy's versions of reductions that Triton defines by a function, which the interpreter would call once an element.
 REDUCTIONS = {"max2": _reduced(np.max), "min2": _reduced(np.min), "any": _reduced(np.any), "welford": _welford}
 
 
 class _Heuristics:
-    """Stands for Inductor's `triton_heuristics`: decorators that keep what they are told."""
+    """Replaces Inductor's `triton_heuristics`: its decorators keep their arguments."""
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         return lambda **told: lambda jitted: (name, told, jitted)
@@ -85,9 +85,9 @@ def _power_of_two(n: int) -> int:
 
 
 class Launched:
-    """A kernel of the plan: `run(*arguments, stream=...)` as Inductor's launcher does it."""
+    """A kernel of the plan; `run(*arguments, stream=...)` as in Inductor's launcher."""
 
-    LARGEST = {"XBLOCK": 1024, "YBLOCK": 64, "ZBLOCK": 16, "R0_BLOCK": 256, "R1_BLOCK": 16}  # elements of an axis in a program
+    LARGEST = {"XBLOCK": 1024, "YBLOCK": 64, "ZBLOCK": 16, "R0_BLOCK": 256, "R1_BLOCK": 16}  # elements of an axis a program
 
     def __init__(self, name: str, source: str, choice: int):
         source = source.replace("triton_helpers.set_driver_to_gpu()", "")
@@ -108,7 +108,7 @@ class Launched:
 
     def run(self, *args: Any, stream: Any = None, **_: Any) -> None:
         constants = self.told["triton_meta"]["constants"]
-        # passed, too: an argument that is a constant because it is 1 or None
+        # the wrapper also passes arguments that became constants because they are 1 or None
         passed = [name for name in constants if name not in self.declared]
         names = [name for name in self.function.arg_names if self.signature[name] != "constexpr" or name in passed]
         extra = self.told["inductor_meta"].get("extra_launcher_args", [])
@@ -121,7 +121,7 @@ class Launched:
             self.function[tuple(map(int, grid))](**arguments, **{k: v for k, v in config.items() if k in self.signature})
 
     def _check_alignment(self, arguments: dict[str, Any]) -> None:
-        """The compiler was promised that these are multiples of 16."""
+        """Arguments that were declared multiples of 16 to the compiler are multiples of 16."""
         (config,) = self.told["triton_meta"]["configs"]
         names = list(self.signature)
         attributes = config if isinstance(config, dict) else {(i,): [["tt.divisibility", 16]] for i in config.divisible_by_16}
@@ -132,7 +132,7 @@ class Launched:
                 assert number % 16 == 0, f"{self.name}: {names[position]} was declared a multiple of 16 and is at {number}"
 
     def _blocks(self, given: dict[str, Any]) -> dict[str, int]:
-        """Of Inductor's kernels: as large as their axes, within reason (a program takes as long as a small one)."""
+        """Blocks of Inductor's kernels: as large as the axes, up to a limit (large blocks take no longer than small ones)."""
         wanted = [name for name, kind in self.signature.items() if kind == "constexpr" and name.endswith("BLOCK")]
         config = {name: min(self.LARGEST[name], _power_of_two(given[_axis(name)])) for name in wanted}
         if "RSPLIT_SIZE" in self.signature:
@@ -152,12 +152,12 @@ heuristics, libdevice = _Heuristics(), _Library()
 
 
 class _Async:
-    """Stands for `AsyncCompile`."""
+    """Replaces `AsyncCompile`."""
 
     def __init__(self, plan: Plan):
         self.plan = plan
 
-    def cpp_pybinding(self, *args: Any, **kwargs: Any) -> Any:  # of numbers that are on the CPU
+    def cpp_pybinding(self, *args: Any, **kwargs: Any) -> Any:  # kernels of numbers on the CPU
         return AsyncCompile().cpp_pybinding(*args, **kwargs)
 
     def triton(self, name: str, source: str, device_str: str) -> Launched:
@@ -169,7 +169,7 @@ class _Async:
 
 
 class _Extern:
-    """Stands for `extern_kernels`: FP8 matmuls as exact sums, all others as they are."""
+    """Replaces `extern_kernels`: FP8 matmuls are exact sums, other kernels are the real ones."""
 
     def __init__(self, real: Any, plan: Plan):
         self.real, self.plan = real, plan
@@ -207,7 +207,7 @@ class _Extern:
 
 
 def _spread(scale: Tensor, of: Tensor) -> Tensor:
-    """A scale a tensor, a row (or column), or a block, for each element."""
+    """Scales of the tensor, of rows (or columns) or of blocks, spread to the elements of `of`."""
     scale = scale.double()
     if scale.numel() == 1:
         return scale.reshape(1, 1)
@@ -218,22 +218,25 @@ def _spread(scale: Tensor, of: Tensor) -> Tensor:
 
 
 def _in_rows(scale: Tensor, rows: int, columns: int) -> Tensor:
-    """The scales of 1 x 32 blocks for each element, out of cuBLASLt's order: tiles of 128 rows by 4 blocks,
-    in which row r and block c are at 16 (r % 32) + 4 (r // 32) + c (cuBLAS, "1D block scaling factors layout")."""
+    """The scales of 1 x 32 blocks in cuBLASLt's order, spread to the elements.
+
+    cuBLASLt stores tiles of 128 rows by 4 blocks. In a tile, the scale of row r and block c is at 16 (r % 32) + 4 (r // 32) + c
+    (cuBLAS, "1D block scaling factors layout").
+    """
     tiles = scale.flatten().double().view(-(-rows // 128), -1, 32, 4, 4)  # [.., .., r % 32, r // 32, c]
     spread = tiles.permute(0, 3, 2, 1, 4).reshape(tiles.shape[0] * 128, -1)  # [r, c]
     return spread.repeat_interleave(32, 1)[:rows, :columns]
 
 
 def _empty(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Memory that nobody has written: NaN in every format that has one."""
+    """Uninitialised memory, filled with 0xFF: NaN in every format that has NaN."""
     made = torch.empty_strided(size, stride, dtype=dtype)
     torch.empty(0, dtype=torch.uint8).set_(made.untyped_storage()).fill_(0xFF)
     return made
 
 
 class Plan:
-    """What was executed. `choice`: which of our kernels' configurations."""
+    """The kernels that were loaded and the number of FP8 matmuls that ran. `choice`: the configuration of our kernels."""
 
     def __init__(self, choice: int = 0):
         self.choice = choice
@@ -241,7 +244,7 @@ class Plan:
         self.scaled = 0  # FP8 matmuls that ran
 
     def load(self, code: str) -> Callable[[list[Any]], Any]:
-        """The callable of a wrapper."""
+        """The callable defined by the source of a wrapper."""
         replaced = {
             "from torch._C import _cuda_getCurrentRawStream as get_raw_stream": "get_raw_stream = lambda index: 0",
             "async_compile = AsyncCompile()": "async_compile = _async_compile; extern_kernels = _extern(extern_kernels)",
@@ -265,11 +268,11 @@ class Plan:
 
 @contextlib.contextmanager
 def executed(choice: int = 0, gpu: Gpu = H200) -> Iterator[Plan]:
-    """Inside, what is compiled is compiled for `gpu`, and runs here."""
+    """Inside, graphs are compiled for `gpu`, and run on the CPU."""
     plan = Plan(choice)
     copy = compat.copy_graph
 
-    def copy_graph(gm: GraphModule) -> GraphModule:  # for cold calls
+    def copy_graph(gm: GraphModule) -> GraphModule:  # the copy that cold calls run, on the CPU
         copied = copy(gm)
         for node in copied.graph.nodes:
             if node.kwargs.get("device") == CUDA:

@@ -1,7 +1,7 @@
-"""Random small models whose matmuls FP8 computes exactly: all that they multiply is -1, 0 and 1 times a power of two.
+"""Random small models whose matmuls FP8 computes exactly: all operands are -1, 0 or 1, times a power of two.
 
-`residue` brings integers back to {-1, 0, 1} between matmuls, by what is left of a division by 3. So it does with gradients.
-Unlike a sign it hides nothing: a gradient that is counted twice, or scaled by 1.01, stays another one.
+Between matmuls `residue` brings integers and gradients back to {-1, 0, 1}: it takes the remainder of a division by 3. A sign
+would hide errors; the remainder hides none: a gradient that is counted twice, or scaled by 1.01, stays different.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-UNIT = 2.0**-6  # of gradients
+UNIT = 2.0**-6  # gradients are integers times this
 
 STORED = ("plain", "plain", "plain", "turned", "strided", "half", "stack", "scaled", "masked", "by row", "by column", "cat",
           "norm", "merged", "times", "copied", "frozen", "detached", "wide")  # fmt: skip
@@ -25,9 +25,10 @@ CHECKPOINTS = ("", "", "", "", "non-reentrant", "reentrant", "selective")
 
 
 def residue(x: Tensor, unit: float = 1.0) -> Tensor:
-    """The integers x / unit, less their nearest multiple of 3, times unit; the gradient passes.
+    """The integers x / unit, minus their nearest multiples of 3, times unit; the gradient passes unchanged.
 
-    float32: a third of an integer is none. What is an integer but for a last bit becomes one: 448 has no exact inverse.
+    The arithmetic is in float32, as a third of an integer is not an integer. A value that differs from an integer in its last
+    bits becomes that integer: scales contain 448, which has no exact inverse.
     """
     wide = x.float() / unit
     whole = torch.round(wide)
@@ -36,7 +37,7 @@ def residue(x: Tensor, unit: float = 1.0) -> Tensor:
 
 
 class Quantized(torch.autograd.Function):
-    """An identity with the residue of the gradient."""
+    """The identity; its backward returns the residue of the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -44,7 +45,7 @@ class Quantized(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return residue(gradient, 2.0**-6)  # the number itself: of a global, Dynamo makes an input where shapes are dynamic
+        return residue(gradient, 2.0**-6)  # not UNIT: with dynamic shapes, Dynamo makes an input of a global
 
 
 class Product(torch.autograd.Function):
@@ -75,7 +76,7 @@ def power(rng: random.Random) -> float:
 
 
 class Weight(nn.Module):
-    """A matrix [out, in] of -1, 0 and 1 times `size`, stored or computed in some way."""
+    """A matrix [out, in] of -1, 0 and 1 times `size`; `stored` says how it is stored or computed."""
 
     def __init__(self, rng: random.Random, out: int, into: int, stored: str = "") -> None:
         super().__init__()
@@ -108,7 +109,7 @@ class Weight(nn.Module):
                 values = values[out // 2 :]
         unscaled = 1.0 if self.stored in ("scaled", "by row", "by column", "merged") else self.size
         if self.stored == "norm":
-            rows = torch.zeros(out, into)  # four in a row: its norm is 2
+            rows = torch.zeros(out, into)  # four non-zeros a row, so the norm of a row is 2
             for i in range(out):
                 rows[i, rng.sample(range(into), 4)] = torch.tensor([rng.choice((-1.0, 1.0)) for _ in range(4)])
             values, unscaled = rows, 1.0
@@ -150,7 +151,7 @@ class Weight(nn.Module):
 
 
 def multiply(how: str, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-    """x w^T + bias, spelled in some way."""
+    """x w^T + bias; `how` says how it is written."""
     flat = x.reshape(-1, x.shape[-1])
     match how:
         case "linear":
@@ -175,7 +176,7 @@ def multiply(how: str, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class Layer(nn.Module):
-    """A linear layer on integers. `forward` gives integers, with integer gradients in units."""
+    """A linear layer on integers. `forward` returns integers; their gradients are integers times UNIT."""
 
     def __init__(self, rng: random.Random, into: int, out: int, stored: str = "") -> None:
         super().__init__()
@@ -197,7 +198,7 @@ class Layer(nn.Module):
 
 
 class Block(nn.Module):
-    """Layers on [..., width], wired in some way."""
+    """Layers on [..., width]; `kind` says how they are wired."""
 
     def __init__(self, rng: random.Random, width: int, kind: str = "") -> None:
         super().__init__()
@@ -232,7 +233,7 @@ def _contexts() -> Any:
     return create_selective_checkpoint_contexts(_policy)
 
 
-# -- ways to wire layers: what makes them, and forward ---------------------------------------------------------------
+# -- ways to wire layers: a constructor and a forward each ---------------------------------------------------------------
 
 
 def _one(b: Block, rng: random.Random, d: int) -> None:
@@ -284,7 +285,7 @@ def attention(b: Block, x: Tensor) -> Tensor:
 
 
 def sliced(b: Block, x: Tensor) -> Tensor:
-    """The thirds of one parameter, each in a product of its own."""
+    """Each third of one parameter in its own matmul."""
     layer = b.each[0]
     x = residue(x) * layer.before
     one, two, three = layer.weight().chunk(3)
@@ -292,7 +293,7 @@ def sliced(b: Block, x: Tensor) -> Tensor:
 
 
 def added(b: Block, x: Tensor) -> Tensor:
-    """A product that is added to a product."""
+    """The sum of two matmuls."""
     one, two = b.each
     x = residue(x).reshape(-1, b.width)
     y = torch.addmm(x @ one.weight().t(), x, two.weight().t(), beta=1 / one.weight.size, alpha=1 / two.weight.size)
@@ -314,7 +315,7 @@ def partial_rows(b: Block, x: Tensor) -> Tensor:
 
 
 def turned(b: Block, x: Tensor) -> Tensor:
-    """On a tensor that is not contiguous."""
+    """A matmul of a tensor that is not contiguous."""
     return b.each[0](x.transpose(0, -2) if x.dim() > 2 else x.flip(0)).reshape(x.shape)
 
 
@@ -341,7 +342,7 @@ def experts(b: Block, x: Tensor) -> Tensor:
 
 
 def bare(b: Block, x: Tensor) -> Tensor:
-    """One product right behind the other."""
+    """One matmul directly behind the other."""
     one, two = (layer.weight() / layer.weight.size for layer in b.each)
     return Quantized.apply(residue(x) @ one.t() @ two)
 
@@ -372,7 +373,7 @@ KINDS: dict[str, Wired] = {
 
 
 class Model(nn.Module):
-    """Blocks one behind the other. `breaks`: Dynamo makes a graph of each. `two`: returns what is in the middle, too."""
+    """A sequence of blocks. `breaks`: a graph break after each block. `two`: returns the activation in the middle, too."""
 
     def __init__(self, rng: random.Random, depth: int = 0, kinds: tuple[str, ...] = ()) -> None:
         super().__init__()
@@ -396,5 +397,5 @@ class Model(nn.Module):
                 torch._dynamo.graph_break()
         if self.tied:
             x = Quantized.apply(F.linear(residue(x), self.table.weight))
-        x = x * 1  # a hook inside of the graph and one outside are of two tensors
+        x = x * 1  # hooks inside and outside of the graph are then on different tensors
         return (x, middle * 2) if self.two else x

@@ -1,8 +1,8 @@
-"""Mutated policies: each loads or is refused with an OptionError that can be read, in bounded time. Nothing else may happen.
+"""Mutated policies: each one loads or is refused with a readable OptionError, in bounded time. Nothing else may happen.
 
     python -m tests.support.fuzz_policies 10000 [seed]
 
-Three kinds in turn: bytes of shipped and sample files are changed; the parsed tables of them are; random `where` texts.
+Three kinds take turns: changed bytes of shipped and sample files, changed values in their parsed tables, random `where` texts.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def seeds() -> list[str]:
 
 
 def mutated_bytes(text: str, rng: random.Random) -> bytes:
-    """A few bytes, lines or tokens of `text` changed, moved, repeated or gone."""
+    """`text` with a few bytes, lines or tokens changed, moved, repeated or removed."""
     data = bytearray(text.encode())
     for _ in range(rng.choice((1, 1, 2, 3, 8))):
         at = rng.randrange(len(data) + 1)
@@ -120,7 +120,7 @@ def mutated_bytes(text: str, rng: random.Random) -> bytes:
 
 
 def mutated_tables(text: str, rng: random.Random) -> object:
-    """The tables of `text` with values exchanged, keys renamed, parts repeated, wrapped or gone."""
+    """The tables of `text` with values exchanged, keys renamed, and parts repeated, wrapped or removed."""
     data = tomllib.loads(text)
     for _ in range(rng.choice((1, 1, 2, 4))):
         places = list(_places(data))
@@ -156,12 +156,12 @@ def _places(data: object, depth: int = 0):
 
 
 def where(rng: random.Random) -> str:
-    """Mostly nonsense, in the language's own words."""
+    """A random `where` text: mostly nonsense, made of the language's own words."""
     return " ".join(rng.choices(WORDS, k=rng.choice((1, 3, 3, 5, 9, 40))))
 
 
 def check(source: object) -> str:
-    """Load `source` and use what comes; "loaded", or the first words of the refusal. Any other exception is a finding."""
+    """Loads `source` and uses the policy; -> "loaded", or the first words of the refusal. Other exceptions are findings."""
     try:
         policy = load(source)
     except OptionError as error:
@@ -177,7 +177,10 @@ def check(source: object) -> str:
 
 
 def run(count: int, seed: int = 0, limit_s: float = 2.0) -> tuple[Counter[str], float]:
-    """`count` mutants; what became of them, and the seconds that the slowest took. AssertionError with the mutant otherwise."""
+    """Checks `count` mutants. Returns the number of each outcome, and the seconds of the slowest mutant.
+
+    Raises AssertionError with the mutant if one fails or takes longer than limit_s.
+    """
     rng = random.Random(seed)
     texts, outcomes, slowest = seeds(), Counter(), 0.0
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():

@@ -1,6 +1,6 @@
-"""What a model is trained by in `fuzz_training`: each protocol is a step, or what may happen between two.
+"""The protocols of `fuzz_training`: a protocol is a training step, possibly after something that happens between two steps.
 
-Run on both sides, in FP8 and eagerly, a protocol draws the same random numbers and returns what is to be equal.
+A protocol runs on both sides, in FP8 and eagerly. It draws the same random numbers on both, and returns the tensors to compare.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Results = dict[str, Tensor]
 
 @dataclass
 class Side:
-    """One of the two that are compared: `fp8` or eager. Protocols draw the same random numbers for both."""
+    """One of the two sides of a comparison: `fp8` or eager. Protocols draw the same random numbers for both."""
 
     case: Case
     model: nn.Module
@@ -37,8 +37,8 @@ class Side:
     run: Callable[..., Any] = None  # type: ignore[assignment]
     rng: random.Random = field(default_factory=random.Random)
     shape: tuple[int, ...] = ()
-    forwards: int = 0  # in training
-    even: bool = True  # all forwards and backwards were whole and of the same parameters
+    forwards: int = 0  # number of training forwards
+    even: bool = True  # every forward and every backward so far covered all slots once, so all histories have moved equally
     backwards: int = 0
     kept: list[Any] = field(default_factory=list)
 
@@ -63,14 +63,14 @@ class Side:
         else:
             self.run = torch.compile(lambda x: model(x), **how)
 
-    # what protocols are made of
+    # the steps of protocols
 
     def x(self, requires_grad: bool = True) -> Tensor:
         return ternary(self.rng, *self.shape).to(self.case.dtype).requires_grad_(requires_grad)
 
     def call(self, x: Tensor) -> list[Tensor]:
         outs = self.plain(x)
-        self.forwards += any(y.requires_grad for y in outs)  # else it is an evaluation: all may be frozen
+        self.forwards += any(y.requires_grad for y in outs)  # else all parameters are frozen, and this is an evaluation
         return outs
 
     def plain(self, x: Tensor) -> list[Tensor]:
@@ -118,7 +118,7 @@ def two_forwards(s: Side) -> Results:
 
 
 def together(s: Side) -> Results:
-    """Two forwards with one backward."""
+    """Two forwards, then one backward through both."""
     one, two = s.x(), s.x()
     outs = [*s.call(one), *s.call(two)]
     s.backwards += 1
@@ -146,7 +146,7 @@ def partial(s: Side) -> Results:
 
 
 def one_output(s: Side) -> Results:
-    """The gradient of the other one is none."""
+    """A backward through the last output only; the other output has no gradient."""
     s.even = False
     x = s.x()
     outs = s.call(x)
@@ -206,7 +206,8 @@ def hooked_output(s: Side) -> Results:
     x = s.x()
     outs = s.call(x)
     turn = permutation(s.rng, outs[-1].shape[-1]).to(outs[-1].dtype)
-    outs[-1].register_hook(lambda g: g @ turn)  # eagerly, that of another one may also have this one's
+    # the last output: eagerly, a hook on an earlier one would also get the gradients that come from later ones
+    outs[-1].register_hook(lambda g: g @ turn)
     seen = []
     x.register_hook(lambda g: seen.append(g.clone()))
     s.backward(outs)
@@ -214,7 +215,7 @@ def hooked_output(s: Side) -> Results:
 
 
 def checkpointed(s: Side) -> Results:
-    """The compiled model in an eager checkpoint."""
+    """The compiled model inside an eager checkpoint."""
     s.even = False
     x, reentrant = s.x(), s.rng.random() < 0.3
     results = checkpoint(lambda x: tuple(s.plain(x)), x, use_reentrant=reentrant)
@@ -232,7 +233,7 @@ def offloaded(s: Side) -> Results:
 
 
 def frozen(s: Side) -> Results:
-    """Some parameters have no gradient from here on, or have one again."""
+    """Some parameters are frozen or unfrozen from here on."""
     s.even = False
     some = list(s.model.parameters())
     for p in s.rng.sample(some, s.rng.randint(1, len(some))):
@@ -241,7 +242,7 @@ def frozen(s: Side) -> Results:
 
 
 def moved(s: Side) -> Results:
-    """Other weights, as of an optimizer."""
+    """The weights change, as in a step of an optimizer."""
     with torch.no_grad():
         for name, p in s.model.named_parameters():
             if p.dim() > 1 and not name.endswith(("scale", "original0", "original1")) and not _fixed(s.model, name):
@@ -269,7 +270,7 @@ def replaced(s: Side) -> Results:
 
 
 def rescaled(s: Side) -> Results:
-    """Weights and inputs that jump: delayed scales are right again in a later call."""
+    """Weights and activations change by a large factor: delayed scales are right again some calls later."""
     s.even = False
     factor = s.rng.choice((0.25, 2.0, 4.0, 64.0))
     with torch.no_grad():
@@ -284,7 +285,7 @@ def rescaled(s: Side) -> Results:
                         module.bias.mul_(factor)
     if s.case.recipe == "delayed":
         layers = sum(hasattr(module, "factor") for module in s.model.modules())
-        for _ in range(4 + 4 * layers):  # one after the other, forward and backward, a history of 2 calls each
+        for _ in range(4 + 4 * layers):  # layer after layer recovers, forward and backward, with a history of 2 calls
             plain(s)
         s.model.zero_grad()
     return plain(s)
@@ -297,7 +298,7 @@ def copied(s: Side) -> Results:
 
 
 def threaded(s: Side) -> Results:
-    """Two threads with one model."""
+    """Two threads train one model."""
     s.even = False
     rngs = [random.Random(s.rng.random()) for _ in "12"]
     found: dict[int, Any] = {}
@@ -307,7 +308,7 @@ def threaded(s: Side) -> Results:
             twin = copy.copy(s)
             twin.rng = rngs[i]
             x = twin.x()
-            with torch._dynamo.config.patch(specialize_float=True):  # a setting is a thread's
+            with torch._dynamo.config.patch(specialize_float=True):  # Dynamo's settings are thread-local
                 outs = twin.call(x)
             some = [x, *(p for p in s.model.parameters() if p.requires_grad)]
             found[i] = [*outs, *torch.autograd.grad(outs, some, twin.gradients(outs), allow_unused=True)]
@@ -347,7 +348,7 @@ def compiled_autograd(s: Side) -> Results:
     options = {"recipe": s.case.recipe, "policy": ALL_FP8, **s.case.options}
     with torch._dynamo.config.patch(compiled_autograd=True):
         torch.compile(step, backend="fp8", options=options)(x, *gradients)
-    torch._dynamo.reset()  # what was compiled in it cannot be called outside of it
+    torch._dynamo.reset()  # code compiled under compiled autograd cannot be called outside of it
     return s.results(x)
 
 

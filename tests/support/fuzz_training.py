@@ -1,9 +1,9 @@
-"""Random small models, trained by random protocols in FP8 and eagerly, on numbers with which FP8 is exact: all is equal.
+"""Random small models, trained by random protocols in FP8 and eagerly. FP8 is exact on their numbers, so all results are equal.
 
     python -m tests.support.fuzz_training 500 [first seed [seconds]]
 
-So an operand, a layout, a scale or a slot that is not the right one, a gradient that is lost or counted twice, is seen in the
-first step, and nothing else is. Graphs run in an FX interpreter (`harness.interpreted`).
+So a wrong operand, layout, scale or slot, and a gradient that is lost or counted twice, shows in the first step. Rounding never
+shows. Graphs run in an FX interpreter (`harness.interpreted`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ CONVERSIONS = (torch.ops.prims.convert_element_type.default, torch.ops.aten._to_
 
 @dataclass
 class Case:
-    """What is drawn of a seed, before anything runs. Both sides begin with the same model."""
+    """All random choices of a seed, made before anything runs. Both sides begin with the same model."""
 
     seed: int
     rng: random.Random
@@ -72,11 +72,11 @@ class Case:
         dtype = rng.choice((torch.float32, torch.float32, torch.bfloat16))
         autocast = dtype == torch.float32 and rng.random() < 0.2
         model = Model(rng).to(dtype)
-        kept = {block.checkpoint for block in model.blocks}  # what torch refuses, with any backend
+        kept = {block.checkpoint for block in model.blocks}  # torch refuses some protocols with these, with any backend
         refused = {"retained", "threaded"} if "selective" in kept else set()
         refused |= {"partial", "threaded", "no input gradient"} if "reentrant" in kept else set()
         protocols = ["plain" if name in refused else name for name in protocols]
-        if recipe == "delayed" and "compiled autograd" in protocols:  # it has to be on from the first call
+        if recipe == "delayed" and "compiled autograd" in protocols:  # it must be on from the first call
             protocols = ["compiled autograd", *(name for name in protocols if name != "compiled autograd")]
         rank = rng.choice((2, 2, 3, 4))
         shapes = [_shape(rng, rank, model.width)]
@@ -109,7 +109,7 @@ def _shape(rng: random.Random, rank: int, width: int) -> tuple[int, ...]:
 
 @contextlib.contextmanager
 def counted(seen: Counter) -> Iterator[None]:
-    """Counts the FP8 operands that are multiplied, two a gemm. Lowered, a gemm on a CPU begins with their conversion."""
+    """Counts the FP8 operands of gemms, two each. A gemm lowered for a CPU begins by converting its operands."""
     call = Eager.call_function
 
     def counting(self: Eager, target: Any, args: tuple, kwargs: dict) -> Any:
@@ -146,7 +146,7 @@ def check(case: Case, seen: Counter) -> None:
 
 
 def compare(expected: Results, got: Results, where: str) -> None:
-    got = {name: tensor for name, tensor in got.items() if name in expected or tensor.any()}  # AOTAutograd makes zeros of none
+    got = {name: tensor for name, tensor in got.items() if name in expected or tensor.any()}  # AOTAutograd's zeros
     assert expected.keys() == got.keys(), f"{where}: {sorted(expected.keys() ^ got.keys())} on one side only"
     ratios = {name: sqnr(tensor, got[name]) for name, tensor in expected.items() if not _cancels(name, tensor, got[name])}
     low = [f"{name}: {ratio:.1f} dB" for name, ratio in ratios.items() if not ratio >= FLOOR_DB]
@@ -154,12 +154,12 @@ def compare(expected: Results, got: Results, where: str) -> None:
 
 
 def _cancels(name: str, expected: Tensor, got: Tensor) -> bool:
-    """Gradients of factors are sums of thousands, which may be zero but for last bits."""
+    """Gradients of factors are sums of thousands of terms, which may be zero except for their last bits."""
     return name.endswith(("scale", "original0")) and torch.allclose(got.double(), expected.double(), rtol=0, atol=2e-6)
 
 
 def moved_once(side: Side, where: str) -> None:
-    """Each training forward moves a history once, and each of its backwards that of the gradients."""
+    """Each training forward moves the histories of its operands once, and each backward those of the gradients."""
     for gradient, calls in ((False, side.forwards), (True, side.backwards)):
         found = {key: history for key, (history, _) in histories(side.model).items() if (key[1] == "gradient") == gradient}
         moves = {key: sum(amax > 0 for amax in history) for key, history in found.items()}  # a gradient may be all zeros
@@ -169,7 +169,7 @@ def moved_once(side: Side, where: str) -> None:
 
 
 def one(seed: int, seen: Counter) -> str:
-    """What is wrong with that seed, or ""."""
+    """Runs one seed; returns the case and its error, or "" if all is equal."""
     case = Case.of(seed)
     try:
         check(case, seen)
@@ -180,7 +180,7 @@ def one(seed: int, seen: Counter) -> str:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """No warnings, and nothing in the log below an error."""
+    """No warnings, and only errors in the log."""
     logger = logging.getLogger("fp8compile")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -193,12 +193,12 @@ def quiet() -> Iterator[None]:
 
 
 def run(count: int, first: int = 0, limit_s: float = float("inf")) -> tuple[Counter, list[str]]:
-    """Seeds from `first` on; counts, and what failed."""
+    """Runs `count` seeds from `first` on, for limit_s seconds at most. Returns counts, and the failures."""
     seen: Counter = Counter()
     failed = []
     begun = time.perf_counter()
     settings = {"recompile_limit": 64, "fail_on_recompile_limit_hit": True, "specialize_float": True, "suppress_errors": False}
-    # 2.11 drops the placeholder of a size that an autograd.Function reads, and every backend fails
+    # torch 2.11 drops the placeholder of a size that an autograd.Function reads, and every backend fails
     settings["automatic_dynamic_shapes"] = torch.__version__ >= "2.12"
     config = torch._dynamo.config.patch(**settings)
     donated = torch._functorch.config.patch(donated_buffer=True)

@@ -1,13 +1,13 @@
 """Producers of FP8 casts as a compiler sees them: traced graphs of ATen and our operators, fused and not, on a CPU.
 
-A `Case` is a function of plain torch and `fp8compile::` operators, with the inputs that it takes for a matrix [rows, columns]
-and the *role* of each of its results:
+A `Case` is a function of plain torch and `fp8compile::` operators, with its inputs for a matrix [rows, columns] and the *role*
+of each of its results:
 
-    copy, transposed, amax, value, row, sum     as in `codegen.group`; a `transposed` is that of the `copy` before it
+    copy, transposed, amax, value, row, sum     as in `codegen.group`; a `transposed` belongs to the `copy` before it
     alone                                       a transposed copy without a row-major one
-    other                                       not from a kernel: made of what kernels wrote
+    other                                       not written by a kernel, but computed from a kernel's results
 
-`made(case, ..)` traces it and lowers it twice. The trace itself runs on the reference operators: it is the oracle.
+`made(case, ..)` traces the function and fuses the graph. The trace itself runs the reference operators: it is the oracle.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def specials(dtype: torch.dtype) -> list[float]:
 
 def numbers(shape: Sequence[int], dtype: torch.dtype, data: str, seed: int) -> Tensor:
     """`normal`; `exact`: small integers, whose sums are exact in any order; `extreme`: specials in every second row;
-    `moderate`: the same without those whose squares, or the sums of a few, leave the range of a dtype."""
+    `moderate`: the same, without specials whose squares or sums leave the range of a dtype."""
     generator = torch.Generator().manual_seed(seed)
     if data == "exact":
         return torch.randint(-2, 3, tuple(shape), generator=generator).to(dtype)
@@ -70,7 +70,7 @@ def numbers(shape: Sequence[int], dtype: torch.dtype, data: str, seed: int) -> T
 
 @dataclass
 class Source:
-    """Inputs of one call: a fresh tensor a request, the same ones for the same `data`."""
+    """Inputs of one call: each request makes a new tensor. The same `data` and seed give the same tensors."""
 
     rows: int
     columns: int
@@ -120,12 +120,12 @@ class Case:
     call: Callable[..., tuple]
     inputs: Callable[[Source], tuple]
     roles: tuple[str, ...]
-    kernels: tuple[tuple[str, ...], ...]  # what each kernel writes, in the order of the graph
-    exact: str  # when is every byte that of the operators one by one: see below
+    kernels: tuple[tuple[str, ...], ...]  # the roles that each kernel writes, in the order of the graph
+    exact: str  # when a fused graph must have the bytes of the unfused operators: see below
     data: tuple[str, ...] = ("normal", "exact", "extreme")
 
 
-# `exact`. A sum over a row is exact for data that is; what is said of casts, values and amaxes holds of column sums then, too.
+# Values of `exact`. With `exact` data, sums over rows are exact in any order; then column sums must be equal, too.
 ALWAYS, FOR_EXACT_SUMS, NEVER = "always", "for exact sums", "never: within one FP8 value"
 
 
@@ -133,7 +133,7 @@ CASES: dict[str, Case] = {}
 
 
 def case(inputs: Callable[[Source], tuple], roles: str, *kernels: str, exact: str = ALWAYS, **more: Any) -> Callable:
-    """Registers a function of (casts, *inputs). `kernels`: what each writes; left out, one that writes all results."""
+    """Registers a function of (cast, *inputs). `kernels`: the roles that each kernel writes; default: one kernel writes all."""
 
     def register(function: Callable) -> Callable:
         name, given = function.__name__, tuple(roles.split())
@@ -185,13 +185,13 @@ def _gaps(s: Source) -> tuple:
 
 @case(_gaps, "copy transposed amax")
 def weight_with_gaps(cast: Cast, w: Tensor, scale: Tensor, stride: int) -> tuple:
-    """Dynamo makes inputs of strides that are not those of a size: `stride`."""
+    """Dynamo makes an input of a stride that equals no size: `stride`."""
     return *cast.both(w, scale), ops.amax(w)
 
 
 @case(lambda s: (s.full(),), "amax copy transposed", "amax", "copy transposed")
 def current_scaling(cast: Cast, x: Tensor) -> tuple:
-    """The cast waits for the amax of all: a second walk."""
+    """The cast waits for the amax of the whole tensor, so it needs a second walk."""
     amax = ops.amax(x)
     return amax, *cast.both(x, ops.current_scale(amax, cast.largest, 0))
 
@@ -203,7 +203,7 @@ def _page(s: Source) -> tuple:
 
 @case(_page, "copy transposed copy transposed other", "amax copy transposed", "amax copy transposed")
 def delayed_scaling(cast: Cast, x: Tensor, w: Tensor, page: Tensor) -> tuple:
-    """Scales by their slots in one snapshot; amaxes as neighbours in one vector."""
+    """Scales are read at their slots in one snapshot; amaxes are neighbours in one vector."""
     scales, results, amaxes = ops.snapshot(page), [], []
     for slot, tensor in ((2, x), (0, w)):
         amaxes.append(ops.amax(tensor))
@@ -222,14 +222,14 @@ def _heads(s: Source) -> tuple:
 
 @case(_heads, "copy transposed amax")
 def attention(cast: Cast, x: Tensor, scale: Tensor) -> tuple:
-    """[B, H, T, D] with heads outside: the matrix is a permutation, read at its strides."""
+    """[B, H, T, D] with heads outside: the matrix is a permuted view, and the kernel reads it at its strides."""
     x = x.permute(0, 2, 1, 3).reshape(x.shape[0] * x.shape[2], x.shape[1] * x.shape[3])
     return *cast.both(x, scale), ops.amax(x)
 
 
 @case(lambda s: (_heads(s)[0].transpose(1, 2).contiguous().transpose(1, 2), s.scale()), "copy transposed amax")
 def attention_heads_inside(cast: Cast, x: Tensor, scale: Tensor) -> tuple:
-    """[B, H, T, D] as [B, T, H, D] in memory, what flash attention returns: a view throughout."""
+    """[B, H, T, D] stored as [B, T, H, D], as flash attention returns it: the matrix is a plain view."""
     batch, heads, tokens, width = x.shape
     x = x.permute(0, 2, 1, 3).view(batch * tokens, heads * width)
     return *cast.both(x, scale), ops.amax(x)
@@ -255,7 +255,7 @@ def swiglu(cast: Cast, gate: Tensor, up: Tensor, scale: Tensor) -> tuple:
 
 @case(lambda s: (s(s.rows, 2 * s.columns), s.scale()), "copy amax", exact=NEVER)
 def swiglu_of_one_matrix(cast: Cast, x: Tensor, scale: Tensor) -> tuple:
-    """Gate and up as the two halves of one product."""
+    """Gate and up are the two halves of one matmul's result."""
     columns = x.shape[1] // 2
     y = F.silu(x[:, :columns]) * x[:, columns:]
     return cast.copy(y, scale), ops.amax(y)
@@ -291,7 +291,7 @@ def rms_norm(cast: Cast, x: Tensor, weight: Tensor, scale: Tensor) -> tuple:
 
 @case(lambda s: (s.full(), s.full(), s.column(), s.scale()), "value row value copy amax", exact=FOR_EXACT_SUMS)
 def residual_rms_norm(cast: Cast, x: Tensor, branch: Tensor, weight: Tensor, scale: Tensor) -> tuple:
-    """A residual sum that goes on, its norm that someone else reads, and statistics in the dtype of the model."""
+    """Other nodes read the residual sum, its norm, and the statistics in the dtype of the model."""
     x = x + branch
     f = x.to(torch.float32)
     rstd = (f.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
@@ -336,7 +336,7 @@ def _rotary(s: Source) -> tuple:
 
 @case(_rotary, "copy transposed amax")
 def rotary(cast: Cast, x: Tensor, turned: Tensor, cos: Tensor, sin: Tensor, scale: Tensor) -> tuple:
-    """[B, T, H, D] with [T, 1, D]; that the halves of a head are swapped is not pointwise."""
+    """[B, T, H, D] with [T, 1, D]. `turned` is an input: swapping the halves of a head is not pointwise."""
     batch, tokens, heads, width = x.shape
     y = (x * cos[:, None] + turned * sin[:, None]).view(batch * tokens, heads * width)
     return *cast.both(y, scale), ops.amax(y)
@@ -350,21 +350,21 @@ def casts(cast: Cast, x: Tensor, y: Tensor, scale: Tensor) -> tuple:
 
 @case(lambda s: (s.full(), s.full(), s.column()[:, None], s.scale()), "other copy amax", "value copy amax", exact=NEVER)
 def read_by_a_matmul(cast: Cast, gate: Tensor, up: Tensor, column: Tensor, scale: Tensor) -> tuple:
-    """Something reads the high-precision value that no kernel of Inductor's recomputes: it is written, once."""
+    """A matmul reads the high-precision value, and cannot recompute it: the value is written once."""
     y = F.silu(gate) * up
     return y.mm(column), cast.copy(y, scale), ops.amax(y)
 
 
 @case(lambda s: (s.full(), s.full(), s.scale()), "other copy amax", "copy amax")
 def read_by_cheap_others(cast: Cast, x: Tensor, y: Tensor, scale: Tensor) -> tuple:
-    """A pointwise reader computes x * y itself: that is two reads, against a write and a read."""
+    """A pointwise reader recomputes x * y: that takes two reads, instead of a write and a read."""
     z = x * y
     return z + 1.0, cast.copy(z, scale), ops.amax(z)
 
 
 @case(lambda s: (s.full(), s.full(), s.full(), s.scale()), "other copy amax", "value copy amax")
 def read_by_dear_others(cast: Cast, x: Tensor, y: Tensor, z: Tensor, scale: Tensor) -> tuple:
-    """To compute it anew would be three reads: it is written."""
+    """A pointwise reader would need three reads to recompute the value: the value is written."""
     z = x * y + z
     return z + 1.0, cast.copy(z, scale), ops.amax(z)
 
@@ -374,7 +374,7 @@ def read_by_dear_others(cast: Cast, x: Tensor, y: Tensor, z: Tensor, scale: Tens
 
 @case(lambda s: (s.full(), s.full(), s.scale(), s.scale(0.75)), "copy transposed amax sum alone", exact=NEVER)
 def gelu_backward(cast: Cast, dy: Tensor, x: Tensor, scale: Tensor, scale_y: Tensor) -> tuple:
-    """The gradient of a linear's input, its bias gradient, and the next linear's input anew."""
+    """The gradient of a linear's output, its bias gradient, and the recomputed input of the next linear."""
     dx = aten.gelu_backward(dy, x, approximate="tanh")
     y = F.gelu(x, approximate="tanh")
     return *cast.both(dx, scale), ops.amax(dx), dx.sum(0), cast.transposed(y, scale_y)
@@ -406,7 +406,7 @@ def _norm_backward(s: Source) -> tuple:
 
 @case(_norm_backward, "value copy transposed amax sum", exact=FOR_EXACT_SUMS)
 def rms_norm_backward(cast: Cast, dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, other: Tensor, scale: Tensor) -> tuple:
-    """The gradient joins that of the residual stream, which goes on."""
+    """The gradient is added to that of the residual stream, which other nodes read."""
     f = dy.to(torch.float32)
     normed, wdy = x.to(torch.float32) * rstd, f * weight
     dx = rstd * (wdy - normed * (normed * wdy).mean(-1, keepdim=True))
@@ -429,7 +429,7 @@ def layer_norm_backward(cast: Cast, dy: Tensor, x: Tensor, weight: Tensor, mean:
 
 @case(lambda s: (s(1).reshape(()), s.rows, s.columns, s.scale()), "copy transposed amax")
 def gradient_of_a_sum(cast: Cast, dy: Tensor, rows: int, columns: int, scale: Tensor) -> tuple:
-    """One number, expanded."""
+    """One number is expanded to a matrix."""
     y = dy.expand(rows, columns)
     return *cast.both(y, scale), ops.amax(y)
 
@@ -451,11 +451,11 @@ def strangers(cast: Cast, x: Tensor, y: Tensor, scale: Tensor, other: Tensor) ->
 
 @dataclass
 class Made:
-    """A traced function (`oracle`) and what became of it."""
+    """A traced function (`oracle`), its fused graph, and the generated kernels."""
 
     oracle: GraphModule
     fused: GraphModule
-    kinds: tuple[tuple[str, ...], ...]  # what each kernel writes
+    kinds: tuple[tuple[str, ...], ...]  # the roles that each kernel writes
     sources: tuple[str, ...]
 
     def unfused(self) -> GraphModule:
@@ -466,7 +466,7 @@ class Made:
 
 
 def trace(function: Callable, inputs: tuple, mode: str = "fake") -> GraphModule:
-    """The ATen graph that a partitioner would hand on: decomposed as by Inductor, with fake values."""
+    """The ATen graph as it leaves the partitioner: with Inductor's decompositions and fake values."""
     return make_fx(function, decomposition_table=select_decomp_table(), tracing_mode=mode)(*inputs)
 
 
@@ -477,7 +477,7 @@ def fused(gm: GraphModule, config: tuple[int, int, int] | None = None) -> Made:
         choose = launch.configurations
 
         def configurations(kernel: Kernel) -> Any:
-            kernels[id(kernel)] = kernel  # each that is launched comes by here
+            kernels[id(kernel)] = kernel  # called for each kernel that is launched
             return choose(kernel)
 
         with mock.patch.object(launch, "configurations", configurations):
@@ -490,6 +490,6 @@ def fused(gm: GraphModule, config: tuple[int, int, int] | None = None) -> Made:
 def made(
     case: Case, source: Source, cast: str, config: tuple[int, int, int] | None = None, mode: str = "fake"
 ) -> tuple[Made, tuple]:
-    """A case for the sizes and dtype of `source`, and its inputs."""
+    """A case traced and fused for the sizes and dtype of `source`, and its inputs."""
     inputs = case.inputs(source)
     return fused(trace(lambda *x: case.call(Cast(cast), *x), inputs, mode), config), inputs

@@ -12,26 +12,26 @@ import torch
 from torch import Tensor, nn
 
 import fp8compile
-from benchmarks.interpreted import interpreted as interpreted  # the tests have it from here
+from benchmarks.interpreted import interpreted as interpreted  # tests import it from here
 from fp8compile.runtime.state import slots_of
 from tests.support.models import SwiGlu
 from tests.support.reference import Reference
 from tests.support.reference_casts import scale_of
 from tests.support.reference_settings import ROLES
 
-# everything that can be FP8, whatever a device's description says of its speed
+# every matmul that can be FP8 is FP8, even if the device's description says that FP8 is slower
 ALL_FP8 = {"rules": [{"where": "n >= 128 and k >= 128", "fp8": "on"}]}
 FLOOR_DB = {torch.float32: 40.0, torch.bfloat16: 30.0}
 
-# What one FP8 rounding that falls the other way may do to the amax of a later tensor: values that differ in their last bit
-# (another order of summation, another BLAS) can straddle a rounding boundary, which moves one operand by 1/8 of itself and a
-# sum of 128 such products by about 1/128 of it. bf16 rounds intermediates where a fused kernel does not: 2**-8 more.
+# How much one FP8 rounding in the other direction may change the amax of a later tensor. Values that differ in their last bit
+# (another order of summation, another BLAS) can lie on both sides of a rounding boundary. That changes one operand by 1/8 of
+# its value, and a sum of 128 such products by about 1/128. bf16 rounds intermediates that a fused kernel does not: 2**-8 more.
 AMAX_RTOL = {torch.float32: 1e-2, torch.bfloat16: 4e-2}
 
-# In a chain of FP8 layers it goes on: that rounding changes a row of the next tensor, and if the row has the amax, then the
-# scale, and with it how every value of that tensor is rounded. Two float32 references that sum in another order are then at
-# 22 dB, once in some ten steps of two blocks. So a `deep` model is held to the floor in the median of its steps, and to these
-# in each: far from it is only what is wrong (another scale: 20 to 28 dB at every step; another tensor: -3 dB).
+# In a chain of FP8 layers such a rounding spreads: it changes a row of the next tensor. If that row contains the amax, the
+# scale changes, and with it the rounding of every value of the tensor. Two float32 references that sum in different orders are
+# then at 22 dB, about once in ten steps of two blocks. So a `deep` model must reach the floor in the median of its steps, and
+# the limits below in each step. Only errors are far off: a wrong scale gives 20 to 28 dB at every step, a wrong tensor -3 dB.
 DEEP_FLOOR_DB = 14.0
 DEEP_AMAX_RTOL = 0.15
 
@@ -50,7 +50,7 @@ def sqnr(reference: Tensor, test: Tensor) -> float:
     peak = max(a.abs().max().item(), b.abs().max().item()) if a.numel() else 0.0
     if peak == 0.0:
         return math.inf
-    a, b = a / peak, b / peak  # squares of gradients of 1e-30 are nothing in float64 either, without this
+    a, b = a / peak, b / peak  # without this, squares of very small gradients underflow, even in float64
     signal, noise = a.square().sum().item(), (a - b).square().sum().item()
     if noise == 0.0:
         return math.inf
@@ -58,7 +58,7 @@ def sqnr(reference: Tensor, test: Tensor) -> float:
 
 
 def assert_close(reference: Mapping[str, Tensor], test: Mapping[str, Tensor], floor_db: float, where: str) -> None:
-    """Same names, dtypes and shapes, and every tensor at floor_db or above; says all that are not."""
+    """Same names, dtypes and shapes, and every tensor at floor_db or above; the error lists all tensors below."""
     assert reference.keys() == test.keys(), f"{where}: {sorted(reference.keys() ^ test.keys())} on one side only"
     assert reference, f"{where}: nothing to compare"
     for name, expected in reference.items():
@@ -96,19 +96,19 @@ def leaf(x: Tensor) -> Tensor:
 
 
 def gated_inputs(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """Of the default policy: what is down projected behind a gated activation has current scaling."""
+    """Overrides for a rule of the default policy: down projections behind a gated activation use current scaling of inputs."""
     names = [f"{name}.down.weight".lstrip(".") for name, module in model.named_modules() if isinstance(module, SwiGlu)]
     return {name: {"current_scaling": (True, False, False)} for name in names}
 
 
 class Pair:
-    """One model compiled with backend="fp8" beside its eager FP8 reference; every `step` compares all there is to see.
+    """One model compiled with backend="fp8" beside its eager FP8 reference. Each `step` compares outputs, gradients and state.
 
-    floor_db: by the dtype of the model unless given. options: as for torch.compile; `exclude` and `overrides`
-    are the reference's.
-    compile: how to compile the model, for tests that do it in some other way than the whole model at once.
-    deep: FP8 layers in a chain; then the floor is for the median of the steps (`finish`), and the reference goes on from the
-    state of the compiled model after each comparison, so that a step is not compared with another state than it had.
+    floor_db: from the dtype of the model unless given.
+    options: as for torch.compile. `exclude` and `overrides` are passed to the reference.
+    compile: how to compile the model, for tests that do not compile the whole model at once.
+    deep: the model is a chain of FP8 layers. Then the floor holds for the median of the steps (`finish`). After each comparison
+    the reference takes over the state of the compiled model, so that both begin each step with the same state.
     """
 
     def __init__(
@@ -140,19 +140,19 @@ class Pair:
         self.steps = 0
 
     def compare(self, expected: Mapping[str, Tensor], got: Mapping[str, Tensor], where: str) -> None:
-        """At the floor, or on record for `finish` if deep."""
+        """Every tensor is at the floor; if deep, at the deep floor, and recorded for `finish`."""
         assert_close(expected, got, DEEP_FLOOR_DB if self.deep else self.floor_db, f"{where} {self.steps}")
         if self.deep:
             for name, tensor in expected.items():
                 self.ratios[name].append(sqnr(tensor, got[name]))
 
     def finish(self) -> None:
-        """After the last step: in FP8 at all, and, if deep, every tensor at the floor in the median."""
+        """After the last step: the model ran in FP8, and, if deep, the median of every tensor is at the floor."""
         assert_floor({name: median(ratios) for name, ratios in self.ratios.items()}, self.floor_db, "medians")
         self.assert_fp8()
 
     def forward(self, *inputs: Tensor) -> tuple[Any, Any, list[Tensor], list[Tensor]]:
-        """One forward of both, outputs compared; -> outputs of compiled and reference and the leaves that went in."""
+        """One forward of both; compares the outputs. -> both outputs (compiled, reference) and the leaves of both inputs."""
         sides = []
         dtype, enabled = self.autocast or torch.bfloat16, self.autocast is not None
         for run in (self.compiled, self.reference):
@@ -169,9 +169,9 @@ class Pair:
         self.compare(expected, grads_of(self.model, leaves), "gradients of step")
 
     def compare_state(self) -> None:
-        """Histories and scales against the reference's; scales exactly as the history gives them.
+        """Compares histories and scales with the reference's. A scale must be exactly the one that its history gives.
 
-        A slot that has seen nothing yet may exist or not.
+        A slot that has seen no amax yet may be missing on either side.
         """
         slots = {key: value for key, value in histories(self.model).items() if any(value[0]) or value[1] != 1.0}
         if not any(self.reference.of(name).delayed(role) for name in self.reference.names for role in ROLES):
@@ -183,7 +183,7 @@ class Pair:
         where = f"step {self.steps}"
         kept = {(key[1], tuple(expected[key].history)) for key in slots}
         for key, slot in expected.items():
-            # a tensor with several readers has one slot in the package, under its first reader, and several equal ones here
+            # for a tensor with several readers, the package has one slot (its first reader's), the reference several equal ones
             assert key in slots or (key[1], tuple(slot.history)) in kept, f"{where}: no slot for {key}"
         for key, (history, scale) in slots.items():
             slot = expected[key]
@@ -231,14 +231,14 @@ class Pair:
                 theirs[name].detach().copy_(parameter)
 
     def assert_fp8(self) -> None:
-        """That this was FP8 at all: a silent fall back to eager agrees with nothing here, but says so better."""
+        """The matmuls ran in FP8. A silent fall back to eager would fail the comparisons, too, but this message is clearer."""
         override = self.options.get("override_linear_precision", (False, False, False))
         gemm = ("fprop", "dgrad", "wgrad")[tuple(override).index(False)]
         assert_fp8(self.model, [] if gemm != "fprop" else self.reference.names, gemm)
 
 
 def assert_fp8(model: nn.Module, names: Sequence[str] = (), gemm: str = "fprop") -> None:
-    """The report of this model has this gemm in FP8, and has it for each of these parameters."""
+    """The report of this model lists this gemm in FP8, for each of these parameters."""
     report = fp8compile.report(model)
     done = {record.fqn for record in report.matmuls if record.gemm == gemm and record.decision == "fp8"}
     assert done, f"no {gemm} in FP8:\n{report}"
@@ -257,5 +257,5 @@ def noise(*shape: int, seed: int = 0, scale: float = 1.0, dtype: torch.dtype = t
     return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale).to(device=device, dtype=dtype)
 
 
-# Inputs are multiplied by these over ten steps: scales rise, fall by a factor of 40, and values saturate and vanish in between.
+# Factors of the inputs in ten steps: scales rise and fall by a factor of 40; in between, values saturate and vanish.
 MOVING = (1.0, 1.5, 4.0, 0.5, 8.0, 0.25, 0.2, 2.0, 3.0, 1.0)

@@ -1,8 +1,8 @@
 """Triton kernels on a CPU: Triton's interpreter, made to round as the hardware does.
 
-Triton decides at import whether it interprets; here one process does both, so its library of functions (`tl.max`, `tl.sum`)
-is replaced while an interpreted kernel runs. Its own conversions truncate to bfloat16 and differ from torch for FP8: they
-are replaced by torch's, which round to nearest even.
+Triton decides at import whether it compiles or interprets. Tests do both in one process, so Triton's library of functions
+(`tl.max`, `tl.sum`) is replaced while an interpreted kernel runs. The interpreter's conversions truncate to bfloat16 and differ
+from torch for FP8: they are replaced by torch's, which round to nearest even.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 with contextlib.suppress(ImportError):
-    import triton.experimental.gluon  # noqa: F401  # which the interpreter imports, and which copies Triton's functions
+    import triton.experimental.gluon  # noqa: F401  # the interpreter imports it later, and it copies Triton's functions
 
 from fp8compile.codegen import launch
 
@@ -78,7 +78,7 @@ class Interpreted:
 
 @contextlib.contextmanager
 def interpreting(*modules: Any):
-    """Inside, interpreted functions run. `modules`: with jitted functions that they call, beside Triton's own."""
+    """Inside, interpreted functions can run. `modules`: further modules, beside Triton's, whose jitted functions they call."""
     with contextlib.ExitStack() as stack:
         for (module, name), function in _library(*modules).items():
             stack.enter_context(mock.patch.object(module, name, function))
@@ -95,11 +95,14 @@ _patch = interpreter._patch_lang_tensor
 
 def _patch_tensor(tensor: Any, scope: Any) -> None:
     _patch(tensor, scope)
-    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))  # of one element in any shape (3.6)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))  # one element, in any shape (Triton 3.6)
 
 
 def _caller():
-    """Calls one interpreted function from another. Triton's patches its language each time, which takes longest."""
+    """A `__call__` by which one interpreted function calls another.
+
+    Triton's own patches the language at each call, which takes longer than the rest; this one patches once a module.
+    """
     patched: set[int] = set()
 
     def call(self: InterpretedFunction, *args: Any, **kwargs: Any) -> Any:
@@ -113,7 +116,7 @@ def _caller():
 
 @contextlib.contextmanager
 def _restored():
-    """Triton before 3.7 leaves some of its language patched: its compiler fails afterwards."""
+    """Restores Triton's language at the end: Triton before 3.7 leaves parts patched, and its compiler fails afterwards."""
     modules, classes = (tl, tl.core, tl.math, standard), (tl.tensor, tl.core.tensor_descriptor_base)
     before = {owner: dict(vars(owner)) for owner in (*modules, *classes)}
     try:
@@ -123,13 +126,13 @@ def _restored():
             for name, member in dict(vars(owner)).items():
                 if name in members and member is not members[name]:
                     setattr(owner, name, members[name])
-                elif name not in members and owner in classes:  # modules: what interpreted functions were given to see
+                elif name not in members and owner in classes:  # names added to modules stay: interpreted functions use them
                     delattr(owner, name)
 
 
 @contextlib.contextmanager
 def kernels_on_cpu(config: tuple[int, int, int] | None = None):
-    """Inside, CPU graphs get generated kernels, and run them by the interpreter. Yields the list of those made."""
+    """Inside, CPU graphs get generated kernels, and the interpreter runs them. Yields the list of the kernels made."""
     made: list[Interpreted] = []
     choose = launch.configurations
 

@@ -1,4 +1,4 @@
-"""Compares what a generated kernel wrote with the reference operators: to the bit, to one FP8 value, or to a sum's rounding."""
+"""Compares a generated kernel's results with the reference operators': bit by bit, to one FP8 value, or to a sum's rounding."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 def bits(x: Tensor) -> Tensor:
-    """A tensor's bytes, with one NaN for all."""
+    """A tensor's bytes, with every NaN replaced by the same NaN."""
     if not x.dtype.is_floating_point:
         return x
     return torch.where(x.isnan(), -1, x.contiguous().view(BITS[x.element_size()]).to(torch.int64))
@@ -30,7 +30,7 @@ def assert_bits(expected: Tensor, got: Tensor, where: str) -> None:
 
 
 def assert_within_one(expected: Tensor, got: Tensor, where: str) -> None:
-    """FP8 values that are equal or next to each other, NaN where the other is."""
+    """Each pair of FP8 values is equal or adjacent; NaNs are at the same places."""
     assert torch.equal(expected.isnan(), got.isnan()), f"{where}: NaN elsewhere"
     order = []
     for x in (expected, got):
@@ -41,7 +41,10 @@ def assert_within_one(expected: Tensor, got: Tensor, where: str) -> None:
 
 
 def assert_close(expected: Tensor, got: Tensor, floor: Tensor | float, where: str) -> None:
-    """Two units in the last place, or what float32 sums in another order make of `floor`; neither is finite, or both are."""
+    """The difference is at most two units in the last place, plus the error of float32 sums of size `floor` in another order.
+
+    Values that are not finite are at the same places.
+    """
     finite, size = expected.isfinite(), max(2 * torch.finfo(expected.dtype).eps, 2.0**-18)
     a, b = expected.to(torch.float64), got.to(torch.float64)
     assert torch.equal(finite, b.isfinite()), f"{where}: not finite elsewhere"
@@ -50,7 +53,7 @@ def assert_close(expected: Tensor, got: Tensor, floor: Tensor | float, where: st
 
 
 class Weights(Interpreter):
-    """Runs the oracle, and notes for each sum the sum of its terms' magnitudes: what its rounding is measured by."""
+    """Runs the oracle, and notes for each sum the sum of its terms' magnitudes: the rounding of a sum is relative to that."""
 
     def __init__(self, gm: GraphModule):
         super().__init__(gm)
@@ -72,17 +75,17 @@ class Weights(Interpreter):
 def assert_sum(expected: Tensor, got: Tensor, weight: Tensor, where: str) -> None:
     assert torch.equal(expected.isnan() & weight.isnan(), got.isnan() & weight.isnan()), f"{where}: NaN elsewhere"
     assert not got[weight.isinf()].isfinite().any(), f"{where}: an infinite term is lost"
-    fits = weight < torch.finfo(expected.dtype).max / 2  # beyond, it is the order that says what overflows
+    fits = weight < torch.finfo(expected.dtype).max / 2  # larger sums overflow or not, depending on the order of the terms
     assert_close(expected[fits], got[fits], weight[fits], where)
 
 
 def layout(x: Tensor) -> list[int]:
-    """Strides of the dimensions that have one."""
+    """Strides of the dimensions with more than one element."""
     return [stride for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1] if x.numel() else []
 
 
 def check(case: Case, made: Made, inputs: tuple, data: str) -> None:
-    """The results of a fused graph on these inputs against the oracle's."""
+    """Compares the results of a fused graph on these inputs with the oracle's."""
     weights = Weights(made.oracle)
     with torch.no_grad():
         expected = weights.run(*inputs)

@@ -1,10 +1,11 @@
-"""Triton kernels as machine code, without a GPU: traced from a model for a described one, compiled by Triton, and read.
+"""Triton kernels as machine code, without a GPU: traced from a model for a described GPU, compiled by Triton, and examined.
 
     for kernel in traced("llama", "delayed"):
         code = compile_kernel(kernel, kernel.configs[0], TARGETS["sm_90"])
         resources(code).spills
 
-`python -m tests.support.machine_code sm_90 llama` prints what each kernel of a model takes in each of its configurations.
+`python -m tests.support.machine_code sm_90 llama` prints the registers, spills and shared memory of each kernel of a model in
+each of its configurations.
 """
 
 from __future__ import annotations
@@ -76,18 +77,18 @@ class Generated:
 
     @property
     def text(self) -> str:
-        """What is compiled: kernels of one text are the same."""
+        """Source and constants: kernels with the same text are the same kernel."""
         return f"{self.source}{self.constants or ''}"
 
     @property
     def form(self) -> str:
-        """The text without what differs between sizes: numbers of two digits and more, its name, comments."""
+        """The text without its name, its comments and numbers of two or more digits, which differ between sizes."""
         text = re.sub(r"#.*", "", self.source.replace(self.name, "kernel")) + str(self.constants)
         return re.sub(r"(?<![\w.])\d{2,}(?![\w.])", _size, text) + str([kind for _, kind in self.types])
 
 
 def _size(number: re.Match[str]) -> str:
-    """Triton vectorises what is a multiple of 16 otherwise than what is not."""
+    """Triton vectorises multiples of 16 differently from other sizes."""
     return "multiple" if int(number[0]) % 16 == 0 else "size"
 
 
@@ -144,7 +145,7 @@ def with_fnuz(kernel: Generated) -> Generated:
 
 @dataclasses.dataclass(frozen=True)
 class Resources:
-    """What a compiled kernel takes: registers a thread, bytes (NVIDIA) or registers (AMD) spilled, shared memory a block."""
+    """Resources of a compiled kernel: registers a thread, bytes (NVIDIA) or registers (AMD) spilled, shared memory a block."""
 
     registers: int
     spills: int
@@ -152,7 +153,7 @@ class Resources:
 
 
 def compile_kernel(kernel: Generated, config: Config, target: GPUTarget) -> Any:
-    """Triton's compiled kernel for a target, as Inductor would have it: pointers are multiples of 16."""
+    """Compiles a kernel for a target as Inductor would: pointers are declared multiples of 16."""
     jitted = vars(triton_kernels).get(kernel.name) or compat.load_kernel(kernel.name, kernel.source)
     rows, columns, warps = config
     types = dict(kernel.types)
@@ -164,8 +165,10 @@ def compile_kernel(kernel: Generated, config: Config, target: GPUTarget) -> Any:
 
 
 def resources(compiled: Any) -> Resources:
-    """Read from the object: the cubin by cuobjdump, the code object's metadata. Shared memory is asked for at the launch, the
-    object knows what is static: the larger one counts."""
+    """Reads the resources from the cubin (with cuobjdump), or from the metadata of AMD's code object.
+
+    The object knows static shared memory, Triton's metadata the memory requested at the launch: the larger one counts.
+    """
     if "hsaco" in compiled.asm:
         data = compiled.asm["hsaco"]
         registers, spills = (
@@ -188,7 +191,7 @@ def _nvidia(tool: str) -> str:
 
 
 def _metadata(data: bytes, key: str) -> int:
-    """A number in the metadata of an AMD code object, which are MessagePack."""
+    """A number in the metadata of an AMD code object, which are in MessagePack format."""
     name = f".{key}".encode()
     at = data.index(bytes([0xA0 | len(name)]) + name) + 1 + len(name)
     if data[at] < 0x80:

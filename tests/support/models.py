@@ -1,4 +1,4 @@
-"""Small vanilla models, 128 to 256 wide, in the shapes that training code has. None of them knows of FP8."""
+"""Small vanilla models, 128 to 256 wide, with the structures of common training code. None of them knows of FP8."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ class Ffn(nn.Module):
 
 
 class Checkpointed(nn.Module):
-    """Modules in a row, the activations inside each recomputed in the backward."""
+    """Modules in a row; the activations inside each module are recomputed in the backward."""
 
     def __init__(self, *modules: nn.Module) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ class Stack(nn.Module):
 
 
 class Parallel(nn.Module):
-    """Modules side by side, on inputs of different scales: FP8 roundings of one are nothing to the others."""
+    """Modules side by side, on inputs of different scales: FP8 roundings of one module do not affect the others."""
 
     def __init__(self, *modules: nn.Module) -> None:
         super().__init__()
@@ -181,7 +181,7 @@ class Broken(nn.Module):
 
 
 class Twice(nn.Module):
-    """One weight that two matmuls use, on different inputs."""
+    """Two matmuls use one weight, on different inputs."""
 
     def __init__(self, width: int = 128) -> None:
         super().__init__()
@@ -207,7 +207,7 @@ class Spelled(nn.Module):
 
 
 class TwoOutputs(nn.Module):
-    """A module of which a loss may use only one output."""
+    """A module with two outputs; a loss may use only one of them."""
 
     def __init__(self, width: int = 128) -> None:
         super().__init__()
@@ -219,7 +219,7 @@ class TwoOutputs(nn.Module):
 
 
 class Branches(nn.Module):
-    """Which layers run depends on an argument: graphs that share some weights and not all."""
+    """An argument chooses the layers that run: two graphs that share some weights, but not all."""
 
     def __init__(self, width: int = 128) -> None:
         super().__init__()
@@ -233,7 +233,7 @@ class Branches(nn.Module):
 
 
 def make(build: Callable[[], nn.Module], dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0) -> nn.Module:
-    """build() with weights that are the same on every machine: made on the CPU from this seed, then moved."""
+    """build() with the same weights on every machine: made on the CPU from this seed, then moved to the device."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = build()
@@ -241,5 +241,5 @@ def make(build: Callable[[], nn.Module], dtype: torch.dtype = torch.float32, dev
 
 
 def relus(count: int = 2) -> list[nn.Module]:
-    """MLPs whose activation rounds nothing, so that bf16 models have the same intermediates fused and not fused."""
+    """MLPs with relu, which rounds nothing, so that bf16 models have the same intermediates fused and not fused."""
     return [Mlp(act=F.relu) for _ in range(count)]

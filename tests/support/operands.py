@@ -1,4 +1,4 @@
-"""Operands of FP8 matmuls, and the GPUs that multiply them in different ways."""
+"""Operands of FP8 matmuls, and descriptions of GPUs that differ in their FP8 matmuls."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ H100, RTX4090, B200, RTX5090, MI300X = (catalog.find(key).gpu for key in ("h100"
 
 
 def operand(rows: int, k: int, block: Sequence[int], dtype: torch.dtype = E4M3, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """An FP8 copy [rows, K] and the inverses of its scales, powers of two."""
+    """An FP8 copy [rows, K] and the inverses of its scales, which are powers of two."""
     generator = torch.Generator().manual_seed(seed)
     copy = (3 * torch.randn(rows, k, generator=generator)).to(dtype)
     shape = (1,) if tuple(block) == (0, 0) else (ops.blocks(rows, block[0]), ops.blocks(k, block[1]))

@@ -1,4 +1,4 @@
-"""One matmul of a Llama layer to ask policies about, and the words of a refusal."""
+"""One matmul of a Llama layer to ask policies about, and the message with which a policy is refused."""
 
 from __future__ import annotations
 

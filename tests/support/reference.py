@@ -1,27 +1,28 @@
 """The oracle: one FP8 training step in plain eager PyTorch, independent of the package.
 
-Nothing here is imported from fp8compile, and nothing is shared with it: formats, scales and the cast (reference_casts.py), what
-options mean (reference_settings.py), the three matmuls of a linear and the delayed state are written out again from their
-definition, in the plainest way there is.
+The oracle imports nothing from fp8compile and shares nothing with it. Formats, scales and the cast (reference_casts.py), the
+meaning of the options (reference_settings.py), the three matmuls of a linear and the delayed state are written again from
+their definitions, as plainly as possible.
 
     fprop  y  = x w^T    x: "input",    w: "weight"   (forward format)
     dgrad  dx = dy w     dy: "gradient" (gradient format), w: "weight"
     wgrad  dw = dy^T x   dy: "gradient", x: "input"
 
 Each gemm takes its operands with the contracted dimension last. A recipe says which elements of such a copy share a scale
-(`Settings.block`): all (delayed, tensorwise), a row (rowwise), 1 x 128 or 128 x 128 (blockwise), 1 x 32 (mxfp8). So the two
-copies of one tensor, for the two gemms that read it, are quantized each from the tensor, by their own scales.
+(`Settings.block`): all (delayed, tensorwise), a row (rowwise), 1 x 128 or 128 x 128 (blockwise), 1 x 32 (mxfp8). Two gemms read
+a tensor, each with a copy of its own; each copy is quantized from the tensor with its own scales.
 
-`Reference(model)` deep-copies a vanilla model and replaces its eligible weights by `Weight`, a Parameter that runs the matmuls
-that read it in FP8. A subclass and not a mode, because a mode that is entered around the forward is gone when activation
+`Reference(model)` deep-copies a vanilla model and replaces its eligible weights by `Weight`, a Parameter that runs its own
+matmuls in FP8. `Weight` is a subclass and not a mode: a mode entered around the forward is no longer active when activation
 checkpointing recomputes in the backward.
 
-Delayed state belongs to a slot (parameter name, role, use). Here every reader has a slot of its own: q, k and v that read one
-tensor have three equal histories where the package keeps one.
+Delayed state belongs to a slot (parameter name, role, use). Here every reader has its own slot: if q, k and v read one tensor,
+the oracle keeps three equal histories and the package keeps one.
 
-A call is cold while some slot has seen zeros only (16 such calls at most), and behind one in which an amax overflowed: there,
-what its slot would saturate has the scale of its own amax. Paths through a model are graphs of their own, each with its cold
-calls: the arguments that are no tensors say which one is taken.
+A call is cold while some slot has seen only zeros (for 16 such calls at most), and after a call in which an amax overflowed.
+In a cold call, a tensor is cast with the scale of its own amax if its slot is cold, or if the scale of the slot would saturate
+it. Each path through a model is a graph of its own with its own cold calls. The arguments that are not tensors determine the
+path of a call.
 """
 
 from __future__ import annotations
@@ -46,16 +47,16 @@ Key = tuple[str, str, int]  # (parameter name, role, use)
 
 @dataclass
 class Slot:
-    """Delayed state of one tensor: amaxes newest first, and the scale that they gave (None before the first)."""
+    """Delayed state of one tensor: amaxes, newest first, and the scale computed from them (None before the first amax)."""
 
     length: int
     history: list[float] = field(default_factory=list)
     scale: float | None = None
-    calls: int = 0  # counted from the first non-zero amax, and from the first one after an overflow
+    calls: int = 0  # since the first non-zero amax; an overflow sets it to 0 until the next non-zero amax
 
     @property
     def cold(self) -> bool:
-        """Whether the next call scales this tensor by its current amax, if that is a cold call."""
+        """Whether a cold call scales this tensor by its current amax."""
         return self.calls == 0
 
     @property
@@ -70,8 +71,8 @@ class Slot:
 class Path:
     """What the calls of one path through the model have in common."""
 
-    cold: bool = True  # its next call
-    patience: int = 16  # how many of them may be so for the sake of zeros
+    cold: bool = True  # whether the next call is cold
+    patience: int = 16  # how many more calls may be cold because a slot has seen only zeros
     slots: list[Slot] = field(default_factory=list)
 
 
@@ -87,16 +88,18 @@ class Call:
     forward: dict[Key, float] = field(default_factory=dict)  # amaxes of inputs and weights
     gradient: dict[Key, float] = field(default_factory=dict)  # amaxes of gradients seen by the running backward
     expected: set[Key] = field(default_factory=set)  # gradient slots that a backward of this call visits
-    # (parameter, use) -> (amax of the input, scale of the input, scale of the weight) of the original forward; None: its own
+    # (parameter, use) -> (amax of the input, scale of the input, scale of the weight) of the original forward; a scale of
+    # None: current scaling
     scales: dict[tuple[str, int], tuple[float, float | None, float | None]] = field(default_factory=dict)
 
 
 class Reference:
     """An eager FP8 copy of `model`: call it as the model, then `.backward()` as usual; see `grads()` and `slots`.
 
-    options: those of `Settings`, as the package names them. exclude: parameters to keep in high precision besides output heads
-    and shapes that FP8 does not take. overrides: options of single parameters, by name.
-    The whole model is one graph: a non-finite amax anywhere keeps all slots of that direction where they are.
+    options: the fields of `Settings`, named as in the package.
+    exclude: parameters to keep in high precision, besides output heads and shapes that FP8 does not support.
+    overrides: options of single parameters, by name.
+    The whole model is one graph: one non-finite amax keeps all slots of its direction unchanged.
     """
 
     def __init__(
@@ -113,14 +116,14 @@ class Reference:
         every = (self.default, *self.settings.values())
         self.length = max([s.amax_history_len for s in every if any(map(s.delayed, ROLES))], default=1)
         self.slots: dict[Key, Slot] = {}
-        self.call: Call | None = None  # the training forward that is running
+        self.call: Call | None = None  # the training forward that is running, if any
         self.calls: list[Call] = []
         self.paths: dict[tuple[Any, ...], Path] = {}
         self.model = copy.deepcopy(model)
         self.names = self._install(exclude)
 
     def of(self, name: str) -> Settings:
-        """Those of a parameter."""
+        """The settings of a parameter."""
         return self.settings.get(name, self.default)
 
     def _install(self, exclude: Collection[str]) -> list[str]:
@@ -149,7 +152,7 @@ class Reference:
         parameters = list(self.model.parameters())
         trains = torch.is_grad_enabled() and self.model.training and any(t.requires_grad for t in tensors + parameters)
         if not trains or any(t.numel() == 0 for t in tensors):
-            return self.model(*args, **kwargs)  # high precision: evaluation, or no rows
+            return self.model(*args, **kwargs)  # evaluations and empty inputs run in high precision
         path = self.paths.setdefault(tuple(a for a in (*args, *kwargs.values()) if not isinstance(a, Tensor)), Path())
         if any(slot.overflowed for slot in path.slots):
             path.cold, path.patience = True, max(1, path.patience)
@@ -172,8 +175,11 @@ class Reference:
     # scaling state
 
     def _scale(self, key: Key, amax: float, call: Call) -> float | None:
-        """The scale that this training call quantizes with: it comes from earlier calls; in a cold call from amax, if that is
-        finite, in a cold slot and in one that does not cover it. None: current scaling."""
+        """The scale with which this training call quantizes a tensor with this amax. None: current scaling.
+
+        The scale comes from earlier calls. In a cold call it comes from `amax`, if `amax` is finite, and the slot is cold or
+        its scale would saturate the tensor.
+        """
         settings, role = self.of(key[0]), key[1]
         if not settings.delayed(role):
             return None
@@ -185,7 +191,7 @@ class Reference:
         return stored
 
     def _update(self, amaxes: dict[Key, float], call: Call, last: bool = True) -> None:
-        """End of one direction of one call, the `last` if no other follows."""
+        """Moves the state at the end of one direction of a call. After the `last` one, decides if the path stays cold."""
         self._move(amaxes)
         path = call.path
         if last and path.cold:
@@ -204,7 +210,7 @@ class Reference:
             if slot.cold and amax == 0.0:
                 continue  # still cold
             fp8_max, margin = settings.format(key[1])[1], settings.margin_of(key[1])
-            # it saturates, and is 2 or 8 times what the history let expect
+            # an overflow saturates, and is more than 2 (gradients: 8) times the largest amax in the history
             limit = max(fp8_max, (8.0 if key[1] == "gradient" else 2.0) * fp8_max / 2**margin)
             overflow = settings.on_overflow == "current" and not slot.cold and float32(amax * slot.scale) > limit
             if slot.calls % settings.interval == 0 or overflow:
@@ -217,10 +223,10 @@ class Reference:
     # the matmuls of one reader of a weight
 
     def _begin(self, name: str, x: Tensor, w: Tensor) -> tuple[Call, int, float | None, float | None]:
-        """-> the call, which use of the weight this is, the scales of x and w; records amaxes unless this is a recompute."""
+        """-> the call, the number of this use of the weight, the scales of x and w. Records amaxes, except in a recompute."""
         x_amax = amax_of(x)
         settings = self.of(name)
-        if self.call is None:  # a recompute: the call whose node asks for its saved tensors, with the scales it used
+        if self.call is None:  # a recompute: a node of an earlier call needs its saved tensors; take the scales of that call
             number = torch._C._current_autograd_node()._sequence_nr()
             call = next(c for c in self.calls if c.first <= number < c.last)
             uses = [(use, s) for (weight, use), s in call.scales.items() if weight == name]
@@ -244,13 +250,10 @@ class Reference:
         return call, use, x_scale, w_scale
 
     def _gradient(self, call: Call, key: Key, dy: Tensor) -> float | None:
-        """The scale of dy from its slot, None with current scaling.
-
-        The last gradient of a backward of this call moves the gradient slots.
-        """
+        """The scale of dy from its slot; None with current scaling. A backward's last gradient moves the gradient slots."""
         amax = amax_of(dy)
         scale = self._scale(key, amax, call)
-        if not call.gradient:  # an output that the loss does not use leaves gradients of zeros
+        if not call.gradient:  # a backward may not visit every slot: the slots of an unused output see zeros
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._finish(call))
         call.gradient[key] = amax
         if call.gradient.keys() == call.expected:
@@ -284,7 +287,7 @@ class _Linear(torch.autograd.Function):
         rows = x.reshape(-1, x.shape[-1])
         w_nk = w.t() if transposed else w
         ctx.settings = settings = owner.of(name)
-        kept = []  # for dgrad and wgrad: the copies that these contract, or the tensors themselves
+        kept = []  # for dgrad and wgrad: the FP8 copies that they read, or the tensors in high precision
         if settings.high_dgrad:
             kept += [w_nk.to(dtype), None]
         else:
@@ -294,7 +297,7 @@ class _Linear(torch.autograd.Function):
         else:
             kept += settings.quantize(rows.t(), "input", "wgrad", x_scale)[:2]
         ctx.save_for_backward(*kept)
-        # autocast hands the bias over in the output's dtype; it is added in float32
+        # autocast rounds the bias to the dtype of the output; the sum is then in float32
         bias = None if bias is None else bias.to(dtype)
         if settings.high_fprop:
             y = torch.nn.functional.linear(rows.to(dtype), w_nk.to(dtype), bias)
@@ -331,11 +334,11 @@ class _Linear(torch.autograd.Function):
 
 
 class Weight(nn.Parameter):
-    """A parameter whose products with activations run in FP8 during a training call of its owner, and in recomputes of it."""
+    """A parameter whose matmuls with activations run in FP8 in a training call of its owner, and in recomputes of that call."""
 
     owner: Reference
     key: str
-    source: Weight | None = None  # set in a transposed view: the weight itself
+    source: Weight | None = None  # a transposed view refers to its weight here
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,4 +1,4 @@
-"""The oracle's casts: FP8 formats, scales, blocks that share one, and the product, from their definition.
+"""The oracle's casts: FP8 formats, scales, blocks that share a scale, and the product, written from their definitions.
 
     scale = float32(min(FLT_MAX, fp8_max / (amax * 2**margin)))      scale_inv = float32(1 / scale)
     q(x)  = to_fp8(clamp(float32(x) * scale, -fp8_max, fp8_max)),    inf and NaN -> NaN
@@ -28,29 +28,29 @@ def float32(value: float) -> float:
 
 
 def amax_of(x: Tensor) -> float:
-    """max|x| as float32: 0 for an empty tensor, NaN if there is one."""
+    """max|x| as float32: 0 for an empty tensor, NaN if x contains a NaN."""
     return x.detach().float().abs().max().item() if x.numel() else 0.0
 
 
 def scales_of(amaxes: Tensor, fp8_max: float, margin: int = 0, rounded: bool = False) -> Tensor:
-    """The scales (float32) of tensors or blocks whose amaxes are known: 1 for an amax of 0, inf or NaN.
+    """The scales (float32) of tensors or blocks with these amaxes: 1 for an amax of 0, inf or NaN.
 
-    `rounded`: down to the next power of two.
+    `rounded`: scales are rounded down to a power of two.
     """
     amaxes = amaxes.double()
     scales = (torch.full_like(amaxes, fp8_max) / (amaxes * 2.0**margin)).clamp(FLT_MIN, FLT_MAX).float()
-    if rounded:  # frexp: a fraction from 1/2 to 1 and an exponent
+    if rounded:  # frexp returns a fraction in [1/2, 1) and an exponent
         scales = torch.ldexp(torch.ones_like(scales), torch.frexp(scales).exponent - 1)
     return torch.where(amaxes.isfinite() & (amaxes > 0.0), scales, 1.0)
 
 
 def scale_of(amax: float, fp8_max: float, margin: int = 0, rounded: bool = False) -> float:
-    """`scales_of` one."""
+    """`scales_of` for one amax."""
     return scales_of(torch.tensor(amax, dtype=torch.float64), fp8_max, margin, rounded).item()
 
 
 def inverse(scale: float) -> float:
-    """scale_inv: what multiplies FP8 values to get back what they stand for."""
+    """scale_inv: FP8 values times scale_inv are the values that they represent."""
     return float32(1.0 / scale)
 
 
@@ -62,26 +62,26 @@ def cast(x: Tensor, scale: float | Tensor, dtype: torch.dtype, fp8_max: float) -
 
 
 def block_amaxes(x: Tensor, block: tuple[int, int]) -> Tensor:
-    """The amax of each block of x [R, C]; 0 stands for the whole dimension; the last blocks are smaller if need be."""
+    """The amax of each block of x [R, C]. A block size of 0 is the whole dimension; the last blocks may be smaller."""
     size = [each or whole for each, whole in zip(block, x.shape, strict=True)]
     return torch.nn.functional.max_pool2d(x.detach().float().abs()[None], size, ceil_mode=True)[0]
 
 
 def elements(of_blocks: Tensor, x: Tensor, block: tuple[int, int]) -> Tensor:
-    """To each element of x [R, C] what its block has."""
+    """Spreads one value a block to the elements of x [R, C]."""
     row, column = (torch.arange(whole) // (each or whole) for each, whole in zip(block, x.shape, strict=True))
     return of_blocks[row][:, column]
 
 
 class Quantized(NamedTuple):
-    """An FP8 copy [R, C] of which C is contracted, and the scale_inv of its blocks."""
+    """An FP8 copy [R, C], whose dimension C a matmul contracts, and the scale_inv of its blocks."""
 
     values: Tensor
     scale_inv: Tensor
     block: tuple[int, int]
 
     def exact(self) -> Tensor:
-        """What it stands for, in float64, which holds it exactly."""
+        """The values that the copy represents, in float64, which holds them exactly."""
         return self.values.double() * elements(self.scale_inv, self.values, self.block).double()
 
 
@@ -93,7 +93,7 @@ def quantize(
     rounded: bool = False,
     scale: float | None = None,
 ) -> Quantized:
-    """x [R, C] in FP8, by this scale, or by those of the amaxes of its blocks."""
+    """x [R, C] in FP8, with this scale, or else with scales from the amaxes of its blocks."""
     if scale is None:
         scales = scales_of(block_amaxes(x, block), form[1], margin, rounded)
     else:
@@ -105,7 +105,7 @@ def quantize(
 def scaled_mm(a: Quantized, b: Quantized, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
     """a[m, k] @ b[n, k]^T + bias of FP8 operands, rounded to float32 before the bias and to out_dtype at the end.
 
-    The sum runs in float64, which holds every product exactly and most sums: an oracle that depends on no BLAS and no CPU.
+    The sum runs in float64, which holds every product and most sums exactly, so the oracle depends on no BLAS and no CPU.
     """
     out = (a.exact() @ b.exact().t()).float()
     if bias is not None:

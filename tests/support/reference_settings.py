@@ -1,4 +1,4 @@
-"""The oracle's settings: what the package's options mean for the casts of a weight's matmuls.
+"""The oracle's settings: how the package's options determine the casts of a weight's matmuls.
 
 Nothing here is imported from fp8compile. See reference.py.
 """
@@ -49,7 +49,7 @@ class Settings:
         return (FORMATS_FNUZ if self.fp8_encoding == "fnuz" else FORMATS)[name][role == "gradient"]
 
     def margin_of(self, role: str) -> int:
-        """What was asked for; else the gradients that follow a history may grow 2**11 times in E5M2, 2**3 times in E4M3."""
+        """The margin option if given. Else gradients with delayed scaling get headroom: 2**11 in E5M2, 2**3 in E4M3."""
         if self.margin is None:
             wide = "e5m2" in str(self.format(role)[0])
             return (11 if wide else 3) if role == "gradient" and self.delayed(role) else 0
@@ -61,7 +61,7 @@ class Settings:
         return self.recipe in ("blockwise", "mxfp8") if self.power_of_2_scale is None else self.power_of_2_scale
 
     def block(self, role: str, gemm: str) -> tuple[int, int]:
-        """Rows and columns that share a scale in the copy that this gemm contracts along its columns; 0: all of them."""
+        """The rows and columns that share a scale, in the copy whose columns this gemm contracts; 0: the whole dimension."""
         if self.tensorwise or (self.recipe, role, gemm) == ("rowwise_with_gw_hp", "weight", "dgrad"):
             return 0, 0
         if self.recipe == "mxfp8":
@@ -71,7 +71,7 @@ class Settings:
         return 1, 0
 
     def quantize(self, x: Tensor, role: str, gemm: str, scale: float | None) -> Quantized:
-        """The copy x [R, C] of a tensor in this role for this gemm; `scale`: that of delayed scaling, None without."""
+        """x [R, C], a tensor in this role, in FP8 for this gemm. `scale`: with delayed scaling its scale, else None."""
         margin = self.margin_of(role)
         return quantize(x, self.format(role), self.block(role, gemm), margin, self.rounded, scale)
 

@@ -1,6 +1,6 @@
 """Writes tests/codegen/expected/<name>.py, the generated source of representative groups: `python -m tests.support.regenerate`
 
-A change of the generator shows in these files as a diff to read. tests/codegen/test_expected_kernels.py compares.
+A change of the generator shows as a readable diff of these files. tests/codegen/test_expected_kernels.py compares them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ aten = torch.ops.aten
 
 
 def both(x: Tensor, scale: Tensor, form: tuple = E4M3) -> tuple[Tensor, ...]:
-    """Both layouts and the amax: what a tensor with a delayed scale gets."""
+    """Both layouts and the amax: the outputs for a tensor with delayed scaling."""
     return *ops.quantize_both(x, scale, *form), ops.amax(x)
 
 
@@ -98,7 +98,7 @@ def dynamic_rows(x: Tensor, scale: Tensor) -> Any:
 
 
 def in_blocks(x: Tensor, block: list[int], power_of_2: bool = True) -> tuple[Tensor, ...]:
-    """Both layouts, each by scales of its own blocks, and what divides back."""
+    """Both layouts, each with scales of its own blocks, and the inverses of the scales."""
     scale, other = (
         ops.current_scale(ops.amax_blocks(x, transposed, block), E4M3[1], 0, power_of_2) for transposed in (False, True)
     )
@@ -117,7 +117,7 @@ def blockwise_weight(w: Tensor) -> Any:
 
 
 def blockwise_gelu_backward_bias(dy: Tensor, x: Tensor) -> Any:
-    """A tile of 128 x 128 would spill: in strips."""
+    """A tile of 128 x 128 would spill registers, so the kernel walks over it in strips."""
     dx = aten.gelu_backward(dy, x, approximate="tanh")
     return *in_blocks(dx, [1, 128]), dx.sum([0])
 
@@ -169,7 +169,7 @@ def generate(function: Callable[..., Any]) -> str:
         inputs.append(mode.from_tensor(real, symbolic_context=context, source=ConstantSource(f"input{len(inputs)}")))
     with mode:
         inputs = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype) for x in inputs]
-    # kernels are named after what their nodes were decomposed from
+    # a kernel's name comes from the operators from which its nodes were decomposed
     with enable_python_dispatcher(), traceback.preserve_node_meta():
         graph = make_fx(function, decomposition_table=select_decomp_table())(*inputs).graph
     with kernels_on_cpu() as made:

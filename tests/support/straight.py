@@ -1,8 +1,8 @@
-"""Hundreds of training steps in a test: graphs are rewritten and lowered as ever, then run as the Python code of their nodes.
+"""Hundreds of training steps in a test: graphs are rewritten and lowered as usual, then run as the Python code of their nodes.
 
-`harness.interpreted` runs a graph node by node in an FX interpreter, a tenth of a millisecond each: fine for ten steps. Here
-the same operators are called in the same order by generated code, an order of magnitude quicker. Inductor's random operators
-(dropout) have no such form, so they are refused.
+`harness.interpreted` runs a graph in an FX interpreter, at 0.1 ms a node: fine for ten steps. Here generated Python code
+calls the same operators in the same order, ten times faster. Inductor's random operators (dropout) cannot be called from
+such code, so a graph with them is refused.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.support.harness import interpreted
 
 
 def _convert(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """prims.convert_element_type, whose eager implementation is Python."""
+    """Replaces prims.convert_element_type, whose eager implementation is slow Python."""
     return x.to(dtype)
 
 
@@ -45,7 +45,7 @@ class Straight:
 
 @contextlib.contextmanager
 def straight() -> Iterator[None]:
-    """Inside, what is compiled with backend="fp8" runs this way."""
+    """Inside, graphs compiled with backend="fp8" run this way."""
     both = mock.patch.object(inner, "Eager", Straight), mock.patch.object(halves, "Eager", Straight)
     with interpreted(), both[0], both[1]:
         yield

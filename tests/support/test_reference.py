@@ -1,4 +1,4 @@
-"""The oracle against itself: against tables of FP8 values, against float64 and against what autograd does without FP8."""
+"""Tests of the oracle: against tables of FP8 values, against float64, and against autograd without FP8."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_scales_of_powers_of_two() -> None:
 @pytest.mark.parametrize("block", [(0, 0), (1, 0), (1, 32), (1, 128), (128, 128)], ids=str)
 @pytest.mark.parametrize("shape", [(1, 1), (3, 40), (130, 129), (256, 128)], ids=str)
 def test_blocks(shape: tuple[int, int], block: tuple[int, int]) -> None:
-    """Each element by its own: the amax of what shares its block."""
+    """Checks each element: its scale comes from the amax of the elements in its block."""
     x = torch.randn(shape)
     x[0, 0] = 0.0
     amaxes = block_amaxes(x, block)
@@ -169,7 +169,7 @@ def test_linear_is_close_to_high_precision_and_not_equal(recipe: str) -> None:
             assert snr(expected, got) > 100.0
         else:
             assert (24.0 if hybrid else 28.0) <= snr(expected, got) < 36.0
-    assert snr(model.bias.grad, grads["bias"]) > 100.0  # a sum of what was not quantized
+    assert snr(model.bias.grad, grads["bias"]) > 100.0  # a sum over dy, which is not quantized
 
 
 @pytest.mark.parametrize("build", [Mlp, SwiGlu, Attention, Block, Spelled, Twice], ids=lambda b: b.__name__)
@@ -247,11 +247,11 @@ def test_options() -> None:
         run(recent, ones(value))
         run(every, ones(value))
     assert recent.slots["weight", "input", 0].scale == 448.0 / 32
-    assert every.slots["weight", "input", 0].scale == 448.0 / 16  # at 8, then three calls later
+    assert every.slots["weight", "input", 0].scale == 448.0 / 16  # updated at 8, and three calls later, at 16
     run(every, ones(32.0))
     assert every.slots["weight", "input", 0].scale == 448.0 / 16
     run(recent, ones(0.0))
-    assert recent.slots["weight", "input", 0].scale == 448.0 / 32  # of no use: the old scale stays
+    assert recent.slots["weight", "input", 0].scale == 448.0 / 32  # an amax of 0 gives no scale: the old scale stays
 
 
 def test_an_overflow_asks_for_the_current_amax_once() -> None:
@@ -260,7 +260,7 @@ def test_an_overflow_asks_for_the_current_amax_once() -> None:
         linear.weight.copy_(torch.eye(128))
     current, saturate = (Reference(linear, on_overflow=how) for how in ("current", "saturate"))
     slots = [reference.slots for reference in (current, saturate)]
-    # 3.5 is twice what the scale of 1.75 covers and no more; 14 is; then 28 is scaled by itself with "current"
+    # 3.5 is exactly twice what the scale of 1.75 covers: no overflow yet. 14 is one; then "current" scales 28 by its own amax
     for value, seen, saturated in (
         (1.75, 1.75, 1.75),
         (3.5, 1.75, 1.75),
@@ -288,7 +288,7 @@ def test_an_overflow_is_due_at_once_and_starts_the_interval_anew() -> None:
 def test_current_scaling_of_a_role_has_no_slot() -> None:
     reference = Reference(nn.Linear(128, 128, bias=False), current_scaling=(True, False, False))
     run(reference, ones(1.0))
-    run(reference, ones(math.inf))  # no history has it
+    run(reference, ones(math.inf))  # inf is in no history
     assert {key[1] for key in reference.slots} == {"weight", "gradient"}
     assert reference.slots["weight", "weight", 0].calls == 2
 
@@ -303,7 +303,7 @@ def test_margins_by_role() -> None:
 
 
 def test_default_margins() -> None:
-    """Gradients that follow a history have headroom, less of it in E4M3; nothing else has."""
+    """Gradients with delayed scaling have headroom, less of it in E4M3; other tensors have none."""
     cases = (({}, 11), ({"fp8_format": "e4m3"}, 3), ({"current_scaling": (False, False, True)}, 0), ({"recipe": "rowwise"}, 0))
     for options, expected in cases:
         assert [Settings(**options).margin_of(role) for role in ("input", "weight", "gradient")] == [0, 0, expected]
@@ -318,7 +318,7 @@ def test_an_overflow_of_a_gradient_saturates_and_is_a_jump(margin: int | None, g
 
 
 def test_fnuz() -> None:
-    """The same exponents one lower, 240 at the end: a power of two from OCP's E4M3 except where that uses 256 to 448."""
+    """FNUZ exponents are one lower: the values of E4M3 are OCP's divided by 2, with 240 as an additional largest one."""
     reference = Reference(nn.Linear(128, 128, bias=False), fp8_encoding="fnuz")
     run(reference, ones(15.0))
     assert reference.slots["weight", "input", 0].scale == 16.0
@@ -368,7 +368,7 @@ def test_evaluation_and_no_rows_are_high_precision() -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_checkpointing_changes_nothing(recipe: str) -> None:
-    """Recomputed with the scales of the forward, the state moved once: equal to the same model without checkpointing."""
+    """A recompute uses the scales of its forward, and moves no state: results equal those without checkpointing."""
     blocks = make(lambda: Stack(Block(), Twice()))
     plain = Reference(blocks, recipe)
     recomputed = Reference(Checkpointed(*blocks.inner), recipe)
