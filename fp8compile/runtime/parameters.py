@@ -1,4 +1,4 @@
-"""What is known of each parameter: one record for each, found by identity, which goes when the parameter goes."""
+"""One record for each parameter, with all that the runtime knows of it. Found by identity, and deleted with the parameter."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, slots=True)
 class ParameterRecord:
-    """Of a parameter, or of a buffer that is used as a weight. Nothing in it keeps the parameter alive."""
+    """The record of a parameter, or of a buffer that is used as a weight. It does not keep the parameter alive."""
 
     reference: weakref.ref | None = None
-    graphs: set[int] = field(default_factory=set)  # that read it, by their index in the ledger
+    graphs: set[int] = field(default_factory=set)  # indices in the ledger of the graphs that read it
     # scaling state: see `state` and `state_dict`
     slots: dict[tuple[str, int], Slot] = field(default_factory=dict)  # by role and use
-    loaded: str | None = None  # its name in a state that was loaded, and that graphs have to fit
+    loaded: str | None = None  # its name in a loaded state that graphs have to fit
     # what compiled graphs quantize with it, and what the last measurements found: see `probe`
     casts: dict[Name, Cast] = field(default_factory=dict)
     measured: dict[Name, Tensor] = field(default_factory=dict)
-    outdated: bool = False  # only graphs that are gone have said something of it
+    outdated: bool = False  # `casts` and `measured` come from graphs that are gone
     # where it is in its training: see `phases`
-    steps: list[Steps] = field(default_factory=list)  # of the optimizers that had it, alive or not, the last one last
-    leads: bool = False  # a graph goes by it
+    steps: list[Steps] = field(default_factory=list)  # of the optimizers that had it, alive or not; the latest is last
+    leads: bool = False  # a graph finds its phase by it
     offset: int | None = None  # added to the steps that were counted; None: the offset of the process
-    phase: str | None = None  # set by hand; "": that of the schedule; None: that of the process
+    phase: str | None = None  # set by hand; "": the schedule decides; None: the phase of the process
 
 
-_records: dict[int, ParameterRecord] = {}  # by id: the callback of a reference runs before the id is another tensor's
+_records: dict[int, ParameterRecord] = {}  # by id: a reference's callback runs before another tensor can get the id
 
 
 def record_of(parameter: Any) -> ParameterRecord:
-    """The record of a parameter, to write into. Several threads may ask for it at once."""
+    """The record of a parameter, for writing: made if there is none. Several threads may ask for it at once."""
     key, records = id(parameter), _records
     if key not in records:
         records.setdefault(key, ParameterRecord(weakref.ref(parameter, lambda _: records.pop(key, None))))
@@ -48,7 +48,7 @@ def record_of(parameter: Any) -> ParameterRecord:
 
 
 def find(parameter: Any) -> ParameterRecord:
-    """The record of a parameter, to read: an empty one, which nobody keeps, where there is none."""
+    """The record of a parameter, for reading: if there is none, an empty one, which is not kept."""
     return _records.get(id(parameter)) or ParameterRecord()
 
 
@@ -59,7 +59,7 @@ def all_records() -> list[tuple[int, ParameterRecord]]:
 
 @contextlib.contextmanager
 def set_aside() -> Iterator[None]:
-    """Inside, nothing is known of any parameter; what is learned there is forgotten."""
+    """Inside, there are no records; those that are made inside are forgotten."""
     global _records
     before, _records = _records, {}
     try:
