@@ -79,7 +79,7 @@ class Matmul:
     rule: str = ""  # the policy's rule that decided
     auto: bool = False  # FP8 only if it pays
     emulated: bool = False  # the device has no such FP8 matmul
-    on_purpose: bool = False  # in high precision by the user's or the policy's choice, not only by its size
+    on_purpose: bool = False  # somebody chose high precision, other than by a shipped rule about sizes
     bf16_us: float | None = None  # the cost model's estimates, in microseconds
     fp8_us: float | None = None
     cast_us: float | None = None
@@ -95,8 +95,7 @@ class Matmul:
 
     @property
     def other_operand(self) -> Matrix:
-        """The operand that is not the weight: for fprop the input, for dgrad and for a wgrad that reads a weight the
-        gradient."""
+        """The operand that is not the weight: in fprop the input, in dgrad and in a wgrad that reads a weight the gradient."""
         return self.a if self.weight_operand is self.b else self.b
 
     @property

@@ -20,7 +20,8 @@ of 16, so any number of tokens will do.
 
 A tensor has one scale, `[1]`, or one a block: `[rows / block rows, columns / block columns]` of the copy, rounded up. A block
 size of 0 stands for the whole dimension. Blocks lie along the contracted dimension, so each layout of a tensor has its own
-scales. """
+scales.
+"""
 
 from __future__ import annotations
 
@@ -201,8 +202,8 @@ def quantize_both(
 def product(
     a: Tensor, b: Tensor, a_inv: Tensor, b_inv: Tensor, bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool
 ) -> Tensor:
-    """a @ b^T of FP8 values with float32 sums, times both inverses, plus bias, rounded once. Compiled code for a CPU uses
-    it."""
+    """a @ b^T of FP8 values with float32 sums, times both inverses, plus bias, rounded once. Also the compiled code on a
+    CPU."""
     out = torch.mm(a.to(torch.float32), b.to(torch.float32).t()) * (a_inv * b_inv)
     if bias is not None:
         out = out + bias.to(torch.float32)

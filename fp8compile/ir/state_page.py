@@ -87,8 +87,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class SlotKey:
-    """A slot as a graph knows it: the input (by position) whose matmul it serves, its role, and which use of the input it
-    is."""
+    """A slot as a graph knows it: the input (by position) whose matmul it serves, its role, and which use of that input."""
 
     input: int
     role: str  # "input" | "weight" | "gradient"
@@ -97,8 +96,7 @@ class SlotKey:
 
 
 def fp8_max_of(reach: float, limit: float) -> float:
-    """The FP8 maximum of a slot with a limit: the largest one of a format, up to the limit, that is a power of 2 times the
-    reach."""
+    """The FP8 maximum of a slot with a limit: the largest one, up to the limit, that is the reach times a power of two."""
     return max(form.max for form in FORMATS.values() if form.max <= limit and math.frexp(form.max)[0] == math.frexp(reach)[0])
 
 
