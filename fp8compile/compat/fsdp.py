@@ -1,5 +1,5 @@
-"""What FSDP2 (`fully_shard`) manages. A module has sharded parameters. Its forward, and so a compiled graph, reads the
-unsharded ones: other objects, the same for the whole run, whose memory is freed in between."""
+"""What FSDP2 (`fully_shard`) manages. The parameters of a module are the sharded ones. Its forward, and so a compiled graph,
+reads the unsharded ones. These are other objects. They stay the same for the whole run; their memory is freed in between."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def managed(tensors: Iterable[Any]) -> frozenset[int]:
 
 
 def read_by_graphs(tensors: Iterable[Any]) -> list[Any]:
-    """The same tensors, but in the place of a parameter that FSDP2 has sharded the one that graphs read, once there is one."""
+    """The same tensors, but for each parameter that FSDP2 has sharded the unsharded one, which graphs read, once it exists."""
     read = {id(p.sharded_param): _unsharded(p) for group in _groups() for p in group.fsdp_params}
     return [read.get(id(tensor)) if read.get(id(tensor)) is not None else tensor for tensor in tensors]
 
@@ -33,12 +33,12 @@ def _unsharded(parameter: Any) -> Any:
 def _groups() -> Iterator[Any]:
     """The groups of parameters of all modules that were sharded in this process."""
     states = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_state")
-    if states is None:  # nobody has asked for it
+    if states is None:  # FSDP2 was not imported
         return
     from torch.distributed._composable_state import _module_state_mapping
 
     found = {id(state): state for _, reference in list(_module_state_mapping.items()) if (state := reference()) is not None}
     for state in found.values():
         if isinstance(state, states.FSDPState):
-            groups = getattr(state, "_fsdp_param_groups", None)  # one or none up to 2.11
+            groups = getattr(state, "_fsdp_param_groups", None)  # up to 2.11 there is one group or none
             yield from [state._fsdp_param_group] * (state._fsdp_param_group is not None) if groups is None else groups
