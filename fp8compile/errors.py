@@ -88,7 +88,8 @@ def near(given: Any, names: Iterable[str], count: int = 3) -> list[str]:
     """Up to `count` of `names` that somebody who wrote `given` may have meant, best first; [] if `given` is not a str.
 
     Case does not matter, and "-" and " " count as "_". Dotted names are compared whole and by their last part: "cudagraphs"
-    finds "triton.cudagraphs". """
+    finds "triton.cudagraphs".
+    """
     if not isinstance(given, str):
         return []
     wanted = given[:200].lower().translate(_SEPARATORS)

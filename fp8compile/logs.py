@@ -1,5 +1,4 @@
-"""Logging, dumps, and the names of fp8compile's environment variables, which are here because every room may import this
-module.
+"""Logging, dumps, and the names of fp8compile's environment variables: here, because every room may import this module.
 
 ``TORCH_LOGS=+fp8compile`` shows everything (+: debug, -: errors only), by torch's own handler and in its format.
 

@@ -54,7 +54,8 @@ class Matmul:
     operand: `parameter`, the placeholder; or a slice of it (the q, k and v of one fused parameter); or a tensor that is
     computed from it alone. Both are None for an activation x activation product. `fprop` links dgrad and wgrad to their forward
     gemm. `weight_operand` is the operand that is the weight, or a copy of it. fprop and dgrad have one. A wgrad has one only in
-    a product of two weights, where each weight is the input of the other. """
+    a product of two weights, where each weight is the input of the other.
+    """
 
     node: Node
     op: str
