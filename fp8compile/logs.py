@@ -3,7 +3,7 @@
 ``TORCH_LOGS=+fp8compile`` shows everything (+: debug, -: errors only), by torch's own handler and in its format.
 
 Loggers live under "fp8compile". INFO is shown by default, so that users who configured nothing see the summary line. Users who
-configured logging (a root handler, a handler on "fp8compile", TORCH_LOGS) get the records there and only there.
+configured logging (a root handler, a handler on "fp8compile", TORCH_LOGS) get the records from their own handlers only.
 """
 
 from __future__ import annotations

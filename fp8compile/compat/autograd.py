@@ -16,7 +16,8 @@ VERSIONS_AND_VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrVie
 
 
 class TensorMarks:
-    """A note on each of some tensors, found by its memory: autograd hands back a saved tensor as another object. Keeps none."""
+    """A note on each of some tensors, found by its memory: autograd hands back a saved tensor as another object.
+    Does not keep the tensors alive."""
 
     def __init__(self) -> None:
         self.marks: dict[int, tuple[StorageWeakRef, Any]] = {}
@@ -87,7 +88,7 @@ def in_backward() -> bool:
 
 def recomputing() -> bool:
     """Is a forward that runs now the recomputation of a checkpoint? A checkpoint sets saved-tensor hooks for it. A reentrant
-    checkpoint sets none, and its second forward is none for us: the first one had no gradients, so the second one counts."""
+    checkpoint sets none, and its second forward is no recomputation for us: the first one ran without gradients."""
     return in_backward() and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 

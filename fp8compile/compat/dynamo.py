@@ -70,8 +70,7 @@ def is_joint_graph(graph: Graph) -> bool:
 
 
 def copy_graph(gm: GraphModule) -> GraphModule:
-    """A copy of a graph, with the attributes that AOTAutograd reads from a Dynamo graph. (Compilers take ownership of a
-    graph.)"""
+    """A copy of a graph, with the attributes that AOTAutograd reads from a Dynamo graph. (Compilers own what they get.)"""
     graph = Graph()
     copies: dict[Node, Node] = {}
     graph.output(graph.graph_copy(gm.graph, copies))
@@ -86,8 +85,7 @@ def copy_graph(gm: GraphModule) -> GraphModule:
 
 
 def shown(error: Exception) -> Exception:
-    """`error` as an exception that Dynamo passes on to the user instead of wrapping it. Its class derives from that of
-    `error`."""
+    """`error` as an exception of a derived class, which Dynamo passes on to the user as it is, instead of wrapping it."""
     from torch._dynamo.exc import ShortenTraceback
 
     kind = type(type(error).__name__, (type(error), ShortenTraceback), {"__module__": type(error).__module__})

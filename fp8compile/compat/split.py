@@ -1,4 +1,4 @@
-"""DDPOptimizer cuts a Dynamo graph where its buckets end. Finds the whole graph while it compiles the parts."""
+"""DDPOptimizer cuts a Dynamo graph where its buckets end. This module finds the whole graph, while a part is compiled."""
 
 from __future__ import annotations
 

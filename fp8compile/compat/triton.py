@@ -15,7 +15,7 @@ _ours: set[Any] = set()  # the Python functions of the kernels that were launche
 
 
 def reorders() -> bool:
-    """Will Inductor reorder a graph after our pass by data dependencies? A launch has none, because it writes its arguments."""
+    """Will Inductor reorder a graph after our pass by data dependencies? A launch has none: it writes its arguments."""
     from torch._inductor import config
 
     overlap = getattr(getattr(config, "aten_distributed_optimizations", None), "enable_overlap_scheduling", False)

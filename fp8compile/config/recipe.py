@@ -4,8 +4,8 @@
 ``tensorwise``          one scale a tensor, from its own amax ("current" scaling); no state
 ``rowwise``             one scale a row of the operand: a token's features, or a feature's tokens; E4M3 throughout
 ``rowwise_with_gw_hp``  the same with the weight's gradient in high precision, and one scale for the weight in dgrad
-``blockwise``           one scale for 1 x 128 elements along the contraction, 128 x 128 of weights; powers of two; E4M3
-throughout ``mxfp8``               one scale for 1 x 32 elements along the contraction, a power of two (E8M0); E4M3 throughout
+``blockwise``           one scale for 1 x 128 elements along the contraction, or 128 x 128 of a weight; powers of two; E4M3
+``mxfp8``               one scale for 1 x 32 elements along the contraction, a power of two (E8M0); E4M3 throughout
 
 In all, ``scale = fp8_max / (amax * 2**margin)`` multiplies into FP8. Names and meanings are TransformerEngine's and torchao's;
 the blocks are those of DeepSeek-V3 and of the OCP Microscaling specification.

@@ -202,8 +202,7 @@ def quantize_both(
 def product(
     a: Tensor, b: Tensor, a_inv: Tensor, b_inv: Tensor, bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool
 ) -> Tensor:
-    """a @ b^T of FP8 values with float32 sums, times both inverses, plus bias, rounded once. Also the compiled code on a
-    CPU."""
+    """a @ b^T of FP8 values with float32 sums, times both inverses, plus bias, rounded once. Also runs compiled on CPUs."""
     out = torch.mm(a.to(torch.float32), b.to(torch.float32).t()) * (a_inv * b_inv)
     if bias is not None:
         out = out + bias.to(torch.float32)

@@ -80,4 +80,3 @@ def boxed(interpreter: Any) -> Callable[..., Any]:
 
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
-
