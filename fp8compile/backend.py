@@ -3,7 +3,7 @@
 Dynamo hands over a graph of the user's forward. We
 
 1. validate the options and load the policy (`config`),
-2. read what only this graph knows: parameters' names, whether the model is training (`ir.inputs`),
+2. read the facts that only this graph holds: parameters' names, whether the model is training (`ir.inputs`),
 3. give the graph two more inputs, the scaling state of forward and backward (`ir.state_page`),
 4. let Inductor compile it with our passes over the joint graph of forward and backward: find every matmul, decide,
    quantize, update the state, and lower our operators before code is generated (`passes.pipeline` has the order),
@@ -63,9 +63,9 @@ def fp8(
     options: Mapping[str, Any] | None = None,
     inner: Inner = INDUCTOR,
 ) -> Callable:
-    """The Dynamo backend. `mode` and `options` are those of `torch.compile`; see `options.parse` for what is allowed. `inner`
-    compiles what our passes leave: to find out whose fault it is, `functools.partial(fp8, inner=runtime.inner.INTERPRETER)` is
-    a backend that leaves Inductor's code generation out.
+    """The Dynamo backend. `mode` and `options` are those of `torch.compile`; `options.parse` validates them. `inner` compiles
+    the graphs that our passes leave. `functools.partial(fp8, inner=runtime.inner.INTERPRETER)` is a backend without Inductor's
+    code generation: it shows whether a fault comes from there.
 
     Raises OptionError (a ValueError) for bad options and, with `strict`, StrictError if nothing can run in FP8.
     """
@@ -78,7 +78,7 @@ def fp8(
             _complain(chosen, refusal)
             LEDGER.add(GraphReport(0, inputs.root, (), (), refusal))
             return compat.compile_fx(gm, example_inputs, inner.compile, chosen.inductor)
-        if compat.in_compiled_autograd():  # a copy of backwards that went through our passes: theirs is done, and reported
+        if compat.in_compiled_autograd():  # a copy of backwards that our passes have rewritten and reported
             logger.info("fp8: compiled autograd compiles the backwards of the graphs above in a graph of its own")
             return compat.compile_fx(gm, example_inputs, inner.compile, _lowering(chosen))
         _check_encoding(inputs.devices, chosen)
@@ -89,7 +89,7 @@ def fp8(
 
 
 def _reset() -> None:
-    """Forget what graphs have said of themselves: they are gone."""
+    """Forget the reports and the casts of all graphs, which are gone."""
     LEDGER.clear()
     probe.forget()
 
@@ -110,7 +110,7 @@ def _compile(gm: GraphModule, example_inputs: list[Any], inputs: Inputs, chosen:
         nonlocal capacity
         try:
             return _compile_once(gm, example_inputs, inputs, chosen, inner, capacity, phase, record)
-        except CapacityExceeded as error:  # a weight that is used many times: now we know how many
+        except CapacityExceeded as error:  # a weight is used many times: the error says how many slots it takes
             capacity = (error.needed["forward"], max(1, error.needed["backward"]))
             return _compile_once(gm, example_inputs, inputs, chosen, inner, capacity, phase, record)
 
@@ -145,7 +145,7 @@ def _compile_once(
         observes=observes,
         trains=inputs.training and inputs.grad,
     )
-    gm = compat.copy_graph(gm)  # compile_fx takes ownership, and Dynamo still reads the placeholders of its own
+    gm = compat.copy_graph(gm)  # compile_fx takes ownership, and Dynamo still reads the original's placeholders
     if capacity is not None:
         for direction, slots in zip(("forward", "backward"), capacity, strict=True):
             page = state_page.new_page(slots, interface.history, example_inputs[weights[0]].device)
@@ -171,21 +171,21 @@ def _compile_once(
         "custom_partitioner_fn": chosen.inductor.get("custom_partitioner_fn")
         or compat.Partitioner([op.name() for op in (ops.quantize, ops.quantize_both, ops.amax_blocks)]),
     }
-    # DDPOptimizer expects as many lazy backwards as there are graphs, and there are two of each
+    # DDPOptimizer expects one lazy backward for each graph, but with a schedule each graph is compiled twice
     at_once = policy.schedule is not None
     function = compat.compile_fx(gm, example_inputs, halves.compile, patches, at_once)
     return CompiledGraph(function, interface, calls, owners, record, halves.converts)
 
 
 def _lowering(chosen: Options) -> dict[str, Any]:
-    """Inductor's options with our part of its passes over a partitioned graph."""
+    """The user's Inductor options, and our pass over each partitioned graph."""
     name = "post_grad_custom_post_pass"
     key = f"{chosen.policy.key}-{skipped()}"
     return {**chosen.inductor, name: compat.GraphPass(run_post_grad, key, chosen.inductor.get(name))}
 
 
 def _description(chosen: Options, graph: Graph) -> Device | None:
-    """The device that decides what pays: the policy's, else the one that the graph is for, if it is described."""
+    """The device for which the cost model weighs FP8: the policy's, else the graph's own, if that is described."""
     if chosen.policy.device is not None:
         return catalog.find(chosen.policy.device)
     values = (node.meta.get("val") for node in graph.find_nodes(op="placeholder"))
@@ -194,8 +194,8 @@ def _description(chosen: Options, graph: Graph) -> Device | None:
 
 
 def _report(done: Rewritten, inputs: Inputs, chosen: Options, device: Device | None) -> int:
-    """Add a graph to the ledger, and say in a line what became of it. In strict mode, insist that something became FP8, and
-    that the policy's rules do something. Returns its index in the ledger."""
+    """Add a graph to the ledger, and log its summary in a line. Complain if no matmul became FP8, or if a rule of the policy
+    decides nothing: StrictError with `strict`, else a warning. Returns the graph's index in the ledger."""
     training = inputs.training and not done.inference
     name = f"{inputs.root}, {'training' if training else 'evaluation'}"
     why = "inference" if inputs.training else "the model is in eval mode"
@@ -219,8 +219,8 @@ def _report(done: Rewritten, inputs: Inputs, chosen: Options, device: Device | N
         what = f"{recipe} is emulated in bf16 on {where}, exact and not faster{whose}."
         _complain(chosen, f"{what} For FP8's speed take {', '.join(others)} or {last}")
     wanted = not inputs.part and any(x.wanted and x.weight is None and legality.fits(x) for x in done.matmuls)
-    # a part of a model may well be nothing but an embedding, a norm, convolutions, an output head, or an expert without tokens
-    # in this step: that is as it should be
+    # no complaint about a part of a model that is only an embedding, a norm, convolutions, an output head, or an expert without
+    # tokens in this step: such a part has no FP8, as it should be
     kept = [matmul.on_purpose or matmul.reason == legality.NO_ROWS for matmul in done.matmuls if matmul.weight is not None]
     nothing = not all(kept) if kept else bool(done.opaque) and inputs.whole and not inputs.part
     if (nothing or wanted) and not any(matmul.fp8 for matmul in done.matmuls):

@@ -1,7 +1,7 @@
-"""Every exception that fp8compile raises on purpose, and how an error of somebody else's code is said in a line.
+"""Every exception that fp8compile raises on purpose, and helpers that describe an error of other code in one line.
 
 All derive from :class:`Fp8CompileError`, and from the builtin that a caller would expect (``ValueError`` for a bad
-option), so that nobody has to import this package to catch them. Messages say what was given and what to write instead.
+option), so that nobody has to import this package to catch them. Messages say which value was given, and what to write instead.
 """
 
 from __future__ import annotations
@@ -85,10 +85,10 @@ def did_you_mean(near: Sequence[str]) -> str:
 
 
 def near(given: Any, names: Iterable[str], count: int = 3) -> list[str]:
-    """The `count` best of `names` that somebody who wrote `given` may have meant, best first; [] if it is not a str.
+    """Up to `count` of `names` that somebody who wrote `given` may have meant, best first; [] if `given` is not a str.
 
-    Case does not matter, and "-" and " " are "_". Dotted names are compared whole and by their last part: "cudagraphs" finds
-    "triton.cudagraphs".
+    Case does not matter, and "-" and " " count as "_". Dotted names are compared whole and by their last part: "cudagraphs"
+    finds "triton.cudagraphs".
     """
     if not isinstance(given, str):
         return []
@@ -121,7 +121,8 @@ def one_of(key: str, value: Any, allowed: Collection[str], error: type[OptionErr
 
 
 def one_line(error: BaseException) -> str:
-    """Like "ValueError: what it said first", whatever the length of the message. Dynamo's: the error that it met."""
+    """An error in one line: its class and the first line of its message. For an error of Dynamo's: the error that Dynamo
+    met."""
     text = str(error)
     met = re.search(r"""Explanation: .*\bgot (\w+)\((['"])(.*)\2,?\)$""", text, re.MULTILINE)
     if met:
@@ -133,7 +134,7 @@ def one_line(error: BaseException) -> str:
 def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
     """The frames of the user's code in the traceback of `error`.
 
-    Where Dynamo was tracing, the user's code had no frames of its own: its errors carry those they would have been.
+    While Dynamo traces, the user's code has no frames of its own. Dynamo's errors carry the frames that it would have had.
     """
     frames = [*traceback.extract_tb(error.__traceback__), *(getattr(error, "real_stack", None) or ())]
     return [frame for frame in frames if not is_foreign(frame.filename)]

@@ -1,9 +1,9 @@
-"""Logging and dumps, and the names of the environment variables of fp8compile: here, since every room may import this module.
+"""Logging, dumps, and the names of fp8compile's environment variables: here, because every room may import this module.
 
 ``TORCH_LOGS=+fp8compile`` shows everything (+: debug, -: errors only), by torch's own handler and in its format.
 
-Loggers live under "fp8compile". INFO is shown by default: the summary line must be seen by who configured nothing.
-Whoever configured something (a root handler, a handler on "fp8compile", TORCH_LOGS) gets it there and only there.
+Loggers live under "fp8compile". INFO is shown by default, so that users who configured nothing see the summary line. Users who
+configured logging (a root handler, a handler on "fp8compile", TORCH_LOGS) get the records from their own handlers only.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _said: set[tuple[str, int, str]] = set()
 
 
 class DefaultHandler(logging.Handler):
-    """Writes to the current sys.stderr, unless somebody else handles the record. Asked at each record: logging may be
-    configured after the import, and TORCH_LOGS adds its handler before it. INFO is written by rank 0 only."""
+    """Writes to the current sys.stderr, unless another handler gets the record. Looks for other handlers at each record,
+    because they may be added after the import, or before it (TORCH_LOGS). INFO is written by rank 0 only."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if self._handled_elsewhere(record.name) or (record.levelno <= logging.INFO and rank() not in (None, 0)):
@@ -63,7 +63,7 @@ def get_logger(name: str = ROOT) -> logging.Logger:
 
 
 def say_once(logger: logging.Logger, level: int, message: str) -> bool:
-    """Log `message` unless this process has already logged it there; returns whether it was new."""
+    """Log `message` unless this process has already logged it with this logger and level; returns whether it was new."""
     key = (logger.name, level, message)
     if key in _said:
         return False
@@ -73,13 +73,13 @@ def say_once(logger: logging.Logger, level: int, message: str) -> bool:
 
 
 def forget() -> None:
-    """Nothing was said yet, as `say_once` knows it."""
+    """Make `say_once` forget all messages that it has logged."""
     _said.clear()
 
 
 @contextlib.contextmanager
 def set_aside() -> Iterator[None]:
-    """Inside, nothing was said yet, and nothing below a warning is logged, unless debugging was asked for."""
+    """Inside, `say_once` has logged no message yet, and nothing below a warning is logged, unless the level is DEBUG."""
     global _said
     root = logging.getLogger(ROOT)
     before, level, _said = _said, root.level, set()

@@ -1,23 +1,23 @@
-"""Everything that leans on private parts of torch, in one place; read in 2.11, 2.13 and 2.15.
+"""All code that uses private parts of torch. They were read in torch 2.11, 2.13 and 2.15.
 
     collectives process groups
     dynamo      what Dynamo and AOTAutograd know about a graph
     fsdp        what FSDP2 manages
-    inductor    compiling it with our passes
-    triton      generated kernels in it
-    autograd    while it runs
+    inductor    compiling a graph with our passes
+    triton      generated kernels in a graph
+    autograd    while a graph runs
     threads     several threads that compile
     split       the graph that DDP has cut
     versions    which versions of torch these are
 
-What moves between versions is handled here, in `dryrun.fake_gpu` (which stands in for a device) and nowhere else.
+Differences between versions are handled here, in `dryrun.fake_gpu` (which stands in for a device), and nowhere else.
 """
 
 import torch
 
 from . import versions
 
-versions.check(torch.__version__)  # first: what follows reads private parts
+versions.check(torch.__version__)  # first: the imports below use private parts
 
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor

@@ -1,4 +1,4 @@
-"""While a compiled graph runs: autograd's saved tensors, and whether it is in a backward."""
+"""While a compiled graph runs: autograd's saved tensors, and whether a backward is running."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
-VERSIONS_AND_VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)  # what keeps track of both
+VERSIONS_AND_VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)  # the dispatch key that keeps track of both
 
 
 class TensorMarks:
-    """Tensors by their memory, with a note each: a saved tensor comes back from autograd as another object. Keeps no tensor."""
+    """A note on each of some tensors, found by its memory: autograd hands back a saved tensor as another object.
+    Does not keep the tensors alive."""
 
     def __init__(self) -> None:
         self.marks: dict[int, tuple[StorageWeakRef, Any]] = {}
 
     def add(self, tensor: torch.Tensor, note: Any = None) -> None:
-        for address, mark in list(self.marks.items()):  # in place: another thread may add one now
+        for address, mark in list(self.marks.items()):  # pop in place: another thread may be adding a mark
             if mark[0].expired():
                 self.marks.pop(address, None)
         self.marks[tensor.data_ptr()] = StorageWeakRef(tensor.untyped_storage()), note
@@ -35,7 +36,7 @@ class TensorMarks:
         return self._alive(tensor) is not None
 
     def note(self, tensor: torch.Tensor) -> Any:
-        """What a tensor was added with; None for one that was not."""
+        """The note with which a tensor was added; None if it was not."""
         mark = self._alive(tensor)
         return None if mark is None else mark[1]
 
@@ -54,8 +55,8 @@ class _Kept:
 
 @contextlib.contextmanager
 def saved_as_they_are(ours: Callable[[torch.Tensor], bool]) -> Iterator[None]:
-    """Inside, tensors that are `ours` are saved for backward past the user's saved-tensor hooks (offloading, compression),
-    which hand back copies: what is known by its address has to come back as itself."""
+    """Inside, tensors that are `ours` are saved for backward without the user's saved-tensor hooks (offloading, compression).
+    Those hooks hand back copies, and we find our tensors by their addresses."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if hooks is None:
         yield
@@ -70,7 +71,7 @@ def saved_as_they_are(ours: Callable[[torch.Tensor], bool]) -> Iterator[None]:
 @contextlib.contextmanager
 def unseen(values: Sequence[Any] = ()) -> Iterator[None]:
     """Inside, neither autograd nor the user's dispatch modes see what is computed, as they do not see into a compiled graph.
-    With fake tensors among `values` nothing changes: their mode has to see it."""
+    With fake tensors among `values` this does nothing, because their mode has to see all operators."""
     with contextlib.ExitStack() as stack:
         if not any(isinstance(x, FakeTensor) for x in values):
             stack.enter_context(torch._C._AutoDispatchBelowAutograd())
@@ -86,21 +87,21 @@ def in_backward() -> bool:
 
 
 def recomputing() -> bool:
-    """Is a forward now one that a checkpoint computes again? It hooks what is saved then. A reentrant one hooks nothing: its
-    first forward had no gradients, and this is the one that counts."""
+    """Is a forward that runs now the recomputation of a checkpoint? A checkpoint sets saved-tensor hooks for it. A reentrant
+    checkpoint sets none, and its second forward is no recomputation for us: the first one ran without gradients."""
     return in_backward() and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def repeating() -> bool:
-    """Is a forward now one that a checkpoint computes again, whatever ran before? Its hooks are on top of the others then; with
-    hooks of the user's inside of the checkpointed region nobody knows, and the answer is no."""
+    """Is a forward that runs now certainly the recomputation of a checkpoint, whatever ran before? Then the checkpoint's hooks
+    are the topmost ones. If the user sets hooks inside of the checkpointed region, this cannot be told: the answer is no."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks is not None and "_recomputation_hook" in getattr(hooks[0], "__qualname__", "")
 
 
 def compiled_autograd() -> bool:
-    """Will compiled autograd take over the backward of what runs now? It copies our backward graph into one of its own: nothing
-    of ours runs then, and no host decision can be taken."""
+    """Will compiled autograd take over the backward of what runs now? It copies our backward graph into a graph of its own. Our
+    Python code does not run then, so the host can decide nothing in backward."""
     return _compiled_autograd().compiled_autograd_enabled
 
 
@@ -114,7 +115,7 @@ def _compiled_autograd() -> Any:
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
-    """Is something of this module compiled: by torch.compile(module) or module.compile(), with any backend?"""
+    """Is any part of this module compiled: by torch.compile(module) or module.compile(), with any backend?"""
     parts = list(module.modules())
     return any(hasattr(part, "_orig_mod") or getattr(part, "_compiled_call_impl", None) is not None for part in parts)
 

@@ -34,15 +34,15 @@ def in_pipeline(functions: str = "") -> bool:
 
 
 def inferring_shapes() -> bool:
-    """Is a pipeline stage run on memory that nobody has written, for the shapes of its outputs? (With gradients, before its
-    first real call and whenever shapes change.)"""
+    """Is a pipeline stage running on uninitialised memory, to learn the shapes of its outputs? (It does so with gradients,
+    before its first real call and whenever shapes change.)"""
     return in_pipeline("_inference")
 
 
 def different(name: str, what: str) -> list[int]:
-    """The ranks of a group that bring something else than `what` to this comparison. Each rank of the group has to ask as often
-    as the others, or waits for them as long as the group's store does, and raises. What was agreed on once is not asked again:
-    a rank may compile a graph anew on its own."""
+    """The ranks of a group whose `what` is not ours. Each rank of the group has to call this as often as the others; else it
+    waits for them until the group's store times out, and raises. Once all ranks have agreed on a `what`, it is not compared
+    again, because a rank may recompile a graph on its own."""
     if (name, what) in _alike:
         return []
     c10d = torch.distributed.distributed_c10d

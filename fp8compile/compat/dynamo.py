@@ -1,4 +1,4 @@
-"""What Dynamo and AOTAutograd know about a graph, and what they have to be told."""
+"""Facts about a graph that Dynamo and AOTAutograd hold, and facts that they have to be told."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def _name(source: Any) -> str:
 
 
 def add_input(gm: GraphModule, name: str, example: torch.Tensor) -> torch.Tensor:
-    """Give a Dynamo graph one more tensor input, at the end, and return what stands for it at compile time. The caller
-    passes a tensor of the same sizes at each call, from a stable address (CUDA graphs need not copy it)."""
+    """Give a Dynamo graph one more tensor input, at the end, and return the tensor that stands for it at compile time. The
+    caller passes a tensor of the same sizes at each call, at a stable address (so that CUDA graphs need not copy it)."""
     from torch._dynamo.source import ConstantSource
     from torch._guards import detect_fake_mode
 
@@ -37,7 +37,7 @@ def add_input(gm: GraphModule, name: str, example: torch.Tensor) -> torch.Tensor
         node = gm.graph.placeholder(name)
     node._dynamo_source = ConstantSource(source_name=name)
     mode = detect_fake_mode()
-    if mode is not None:  # or AOTAutograd would take its sizes for dynamic ones
+    if mode is not None:  # else AOTAutograd would take its sizes for dynamic ones
         example = mode.from_tensor(example, static_shapes=True)
     node.meta["example_value"] = example
     node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
@@ -45,8 +45,8 @@ def add_input(gm: GraphModule, name: str, example: torch.Tensor) -> torch.Tensor
 
 
 def input_index(placeholder: Node) -> int | None:
-    """Which input of the Dynamo graph a joint-graph placeholder is (or is part of, for a tensor subclass); None for a
-    tangent, a number (the size of a tensor subclass) or what AOTAutograd added."""
+    """The position of the Dynamo input that a joint-graph placeholder is (or, for a tensor subclass, is a part of). None for a
+    tangent, a number (the size of a tensor subclass), and an input that AOTAutograd added."""
     return _index(placeholder.meta.get("desc"))
 
 
@@ -58,7 +58,7 @@ def _index(desc: Any) -> int | None:
 
 
 def _whole(desc: Any) -> Any:
-    """What AOTAutograd says of an input; for a part of a tensor subclass, of that whole tensor."""
+    """AOTAutograd's description of an input; for a part of a tensor subclass, the description of the whole tensor."""
     while getattr(desc, "base", None) is not None:
         desc = desc.base
     return desc
@@ -70,7 +70,7 @@ def is_joint_graph(graph: Graph) -> bool:
 
 
 def copy_graph(gm: GraphModule) -> GraphModule:
-    """A copy of a graph, with what AOTAutograd reads from one of Dynamo's (compilers take ownership of what they are given)."""
+    """A copy of a graph, with the attributes that AOTAutograd reads from a Dynamo graph. (Compilers own what they get.)"""
     graph = Graph()
     copies: dict[Node, Node] = {}
     graph.output(graph.graph_copy(gm.graph, copies))
@@ -85,7 +85,7 @@ def copy_graph(gm: GraphModule) -> GraphModule:
 
 
 def shown(error: Exception) -> Exception:
-    """`error` as an exception that Dynamo passes on to the user as it is, of the same class, instead of wrapping it."""
+    """`error` as an exception of a derived class, which Dynamo passes on to the user as it is, instead of wrapping it."""
     from torch._dynamo.exc import ShortenTraceback
 
     kind = type(type(error).__name__, (type(error), ShortenTraceback), {"__module__": type(error).__module__})
@@ -96,7 +96,7 @@ def shown(error: Exception) -> Exception:
 
 
 def is_of_backend(error: Exception) -> bool:
-    """Did a compiler fail, rather than what it compiles?"""
+    """Did a compiler raise this error, rather than the code that it compiles?"""
     from torch._dynamo.exc import BackendCompilerFailed
 
     return isinstance(error, BackendCompilerFailed)
@@ -107,7 +107,7 @@ def is_backward(node: Node) -> bool:
 
 
 def tag_backward(graph: Graph) -> set[Node]:
-    """The nodes that depend on a tangent, each tagged as backward: autograd leaves those of a custom Function untagged."""
+    """The nodes that depend on a tangent, each tagged as backward: autograd leaves the nodes of a custom Function untagged."""
     behind: set[Node] = set()
     for node in graph.nodes:
         if is_tangent(node) or not behind.isdisjoint(node.all_input_nodes):
@@ -145,8 +145,8 @@ def root_modules(gm: GraphModule) -> dict[int, tuple[nn.Module, Any]]:
 
 
 def is_part(module: nn.Module) -> bool:
-    """Is a graph of this module compiled because a module around it is, whose own graph breaks? Asked within the backend: the
-    frames between it and the compiled module's call are those of the modules that are being called."""
+    """Is a graph of this module compiled because a module around it is compiled, whose own graph breaks? To be asked within the
+    backend: the frames between it and the compiled module's call are those of the modules that are being called."""
     compiling = False
     for frame, _ in traceback.walk_stack(sys._getframe()):
         file = frame.f_code.co_filename.replace("\\", "/")
@@ -160,8 +160,8 @@ def is_part(module: nn.Module) -> bool:
 
 
 def outermost(module: nn.Module) -> nn.Module:
-    """The outermost module around this one whose forward is under way, or the module itself. Asked within the backend: eager
-    modules around a compiled one are on the stack when it is compiled."""
+    """The outermost module around this one whose forward is under way, or the module itself. To be asked within the backend:
+    eager modules around a compiled one are on the stack when it is compiled."""
     found = module
     for frame, _ in traceback.walk_stack(sys._getframe()):
         caller = frame.f_locals.get("self") if frame.f_code.co_name in CALLS else None
@@ -192,16 +192,16 @@ def guard_training(source: Any) -> None:
 
 
 def symbolic_kernels() -> contextlib.AbstractContextManager[None]:
-    """Inside, operators take symbolic sizes. A backward that AOTAutograd compiles at its first call (of a tensor subclass) is
-    compiled outside of that."""
+    """Inside, operators take symbolic sizes. Torch sets this up itself, but not for a backward that AOTAutograd compiles at its
+    first call (of a tensor subclass)."""
     from torch._dispatch.python import enable_python_dispatcher
 
     return enable_python_dispatcher()
 
 
 def gradient_outputs(graph: Graph) -> list[tuple[Node, int]] | None:
-    """The outputs of a joint graph that are gradients, each with the input of the Dynamo graph that it is the gradient of
-    (or of a part of, for a tensor subclass). None where AOTAutograd does not describe outputs."""
+    """The outputs of a joint graph that are gradients, each with the position of the Dynamo input that it is the gradient of
+    (for a tensor subclass: of a part of that input). None where AOTAutograd does not describe outputs."""
     output = next(iter(graph.find_nodes(op="output")))
     descs = output.meta.get("desc")
     if not isinstance(descs, (list, tuple)) or len(descs) != len(output.args[0]):  # type: ignore[arg-type]
@@ -215,14 +215,15 @@ def gradient_outputs(graph: Graph) -> list[tuple[Node, int]] | None:
 
 
 def is_tangent(node: Node) -> bool:
-    """Is it an input of the backward: the gradient of an output?"""
+    """Is this node an input of the backward: the gradient of an output?"""
     return "Tangent" in type(_whole(node.meta.get("desc"))).__name__
 
 
 @contextlib.contextmanager
 def compiled_code_goes() -> Iterator[None]:
-    """On leaving, drop the code that Dynamo has compiled inside, also that for the user's frames behind a graph break. A frame
-    that had compiled code before keeps it all: Dynamo drops all code of a frame or none. Sizes are not learned inside."""
+    """On leaving, drop the code that Dynamo has compiled inside, also the code for the user's frames behind a graph break. A
+    frame that had compiled code before keeps all of it, because Dynamo drops all code of a frame or none. Inside, Dynamo does
+    not learn which sizes are dynamic."""
     from torch._dynamo import config, convert_frame
     from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 

@@ -1,5 +1,5 @@
-"""What FSDP2 (`fully_shard`) manages. A module has sharded parameters. Its forward, and so a compiled graph, reads the
-unsharded ones: other objects, the same for the whole run, whose memory is freed in between."""
+"""What FSDP2 (`fully_shard`) manages. The parameters of a module are the sharded ones. Its forward, and so a compiled graph,
+reads the unsharded ones. These are other objects. They stay the same for the whole run; their memory is freed in between."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def resharded(inputs: Sequence[Any]) -> frozenset[int]:
 
 
 def sharded_pairs() -> Iterator[tuple[Any, Any]]:
-    """Each parameter that FSDP2 has sharded, with the unsharded one that graphs read, once there is one."""
+    """Each parameter that FSDP2 has sharded, with the unsharded one that graphs read, once it exists."""
     for group in _groups():
         for parameter in group.fsdp_params:
             if (read := _unsharded(parameter)) is not None:
@@ -29,12 +29,12 @@ def _unsharded(parameter: Any) -> Any:
 def _groups() -> Iterator[Any]:
     """The groups of parameters of all modules that were sharded in this process."""
     states = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_state")
-    if states is None:  # nobody has asked for it
+    if states is None:  # FSDP2 was not imported
         return
     from torch.distributed._composable_state import _module_state_mapping
 
     found = {id(state): state for _, reference in list(_module_state_mapping.items()) if (state := reference()) is not None}
     for state in found.values():
         if isinstance(state, states.FSDPState):
-            groups = getattr(state, "_fsdp_param_groups", None)  # one or none up to 2.11
+            groups = getattr(state, "_fsdp_param_groups", None)  # up to 2.11 there is one group or none
             yield from [state._fsdp_param_group] * (state._fsdp_param_group is not None) if groups is None else groups

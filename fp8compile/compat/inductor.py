@@ -25,9 +25,9 @@ MUST_SAVE, MUST_RECOMPUTE = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RE
 def compile_fx(
     gm: GraphModule, inputs: Sequence[Any], inner_compile: Callable, patches: dict[str, Any], at_once: bool = False
 ) -> Any:
-    """Inductor on a Dynamo graph, our `inner_compile` in the place of its own. AOTAutogradCache is off: a hit would skip
-    the joint pass, and with it the state and the report (FxGraphCache stays on). `at_once`: compile the backward with the
-    forward, also where it could be left until it is called."""
+    """Compile a Dynamo graph with Inductor, with our `inner_compile` in the place of its own. AOTAutogradCache is off: a hit
+    would skip the joint pass, and with it the state and the report (FxGraphCache stays on). `at_once`: compile the backward
+    with the forward, even where AOTAutograd would wait until it is called."""
     from torch._inductor.compile_fx import compile_fx
 
     eager = at_once or functorch_config.force_non_lazy_backward_lowering
@@ -70,7 +70,7 @@ def decompositions() -> Any:
 
 @functools.cache
 def sources_hash() -> str:
-    """A hash of the package's sources: part of the cache key of whatever our passes made."""
+    """A hash of the package's sources: part of the cache key of all code that went through our passes."""
     digest = hashlib.sha256()
     for path in sorted(pathlib.Path(__file__).parent.parent.rglob("*.py")):
         digest.update(path.read_bytes())
@@ -78,10 +78,10 @@ def sources_hash() -> str:
 
 
 class GraphPass(CustomGraphPass):
-    """`run` as one of Inductor's custom passes: `joint_custom_pre_pass`, over forward and backward in one graph, or
-    `post_grad_custom_post_pass`, over a partitioned one and behind all passes that expect a functional graph.
+    """`run` as one of Inductor's custom passes. `joint_custom_pre_pass` runs over forward and backward in one graph.
+    `post_grad_custom_post_pass` runs over a partitioned graph, behind all passes that expect a functional graph.
 
-    `key` tells apart passes that do different things. `users` is a pass of the user's own: it goes first.
+    `key` tells apart passes that do different things. `users` is a pass of the user's own, which runs first.
     """
 
     def __init__(self, run: Callable[[Graph], None], key: str, users: Any = None):
@@ -100,11 +100,11 @@ class GraphPass(CustomGraphPass):
 class Partitioner(CustomPartitionerFn):
     """The min-cut partitioner, told that `recomputable` operators fuse like pointwise ones and may run again in backward.
 
-    To the stock partitioner a custom operator is opaque, and it would save FP8 copies of whole weights (pytorch#141881).
+    To the stock partitioner a custom operator is opaque, so it would save FP8 copies of whole weights (pytorch#141881).
     """
 
     def __init__(self, recomputable: Sequence[str]):
-        self.recomputable = tuple(recomputable)  # names: this object is part of a cache key, and pickled for it
+        self.recomputable = tuple(recomputable)  # names, because this object is pickled for a cache key
 
     def __call__(self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any):
         with self._extended():

@@ -1,4 +1,4 @@
-"""DDPOptimizer: the Dynamo graph that it has cut where buckets end, while it compiles the parts."""
+"""DDPOptimizer cuts a Dynamo graph where its buckets end. This module finds the whole graph, while a part is compiled."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from .dynamo import copy_graph
 
 
 def uncut(gm: GraphModule) -> tuple[GraphModule, Sequence[Any]] | None:
-    """The graph that `gm` is a part of, and its example inputs; None if it is no part. Asked within the backend: the
-    optimizer is on the stack then."""
+    """The graph that `gm` is a part of, and its example inputs; None if it is no part. To be asked within the
+    backend: the optimizer is on the stack then."""
     for frame, _ in traceback.walk_stack(sys._getframe()):
         code = frame.f_code
         if code.co_name == "compile_fn" and code.co_filename.replace("\\", "/").endswith("_dynamo/backends/distributed.py"):
@@ -26,8 +26,8 @@ def uncut(gm: GraphModule) -> tuple[GraphModule, Sequence[Any]] | None:
 
 
 def forward_of(gm: GraphModule) -> Graph:
-    """The forward of a Dynamo graph as Inductor would be given it, in ATen. Nothing is compiled, and what is being compiled
-    around this knows nothing of it."""
+    """The forward of a Dynamo graph in ATen, as Inductor would get it. Compiles nothing, and leaves a compilation that is in
+    progress as it is."""
     from torch._functorch.aot_autograd import aot_module_simplified
     from torch._guards import TracingContext, detect_fake_mode, tracing
     from torch._inductor.decomposition import select_decomp_table

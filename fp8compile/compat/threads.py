@@ -1,4 +1,4 @@
-"""Two races of torch's own between threads that compile, with any backend that comes by an entry point or traces."""
+"""Avoids two races in torch between threads that compile. Any backend that has an entry point, or traces, meets them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-_tracing: int | None = None  # the thread that is tracing, in an order that Dynamo's lock on compiling gives
+_tracing: int | None = None  # the thread that is tracing; Dynamo's lock on compiling admits one at a time
 
 
 class _Registered(dict):
-    """Backends by name, of which one may be registered more than once. Torch asks whether it lacks the name, and if so whether
-    there is an entry point left to load, which is not so behind the first time."""
+    """Backends by name. The one called `again` may be registered more than once, because `again in self` is always false. A
+    look-up also asks that, and then loads the backend's entry point, if there is one; the first registration removes it."""
 
     again = ""
 
@@ -22,8 +22,8 @@ class _Registered(dict):
 
 
 def register_again(name: str) -> None:
-    """Two threads that look up a backend for the first time load its entry point and register it twice, and the second one
-    fails: let it pass. Called while the backend is imported, for which both wait."""
+    """Two threads that look up a backend for the first time both load its entry point and register it, and the second
+    registration fails: let it pass. To be called while the backend is imported, because both threads wait for that."""
     registry: Any = importlib.import_module("torch._dynamo.backends.registry")
     if not isinstance(registry._COMPILER_FNS, _Registered):
         registry._COMPILER_FNS = _Registered(registry._COMPILER_FNS)
@@ -32,8 +32,8 @@ def register_again(name: str) -> None:
 
 @contextlib.contextmanager
 def tracing() -> Iterator[None]:
-    """Around a `make_fx` of ours. Up to 2.13 one flag of the process says that fx is tracing, and a compiled function that
-    another thread calls meanwhile raises. (Compiling is serialized: one thread at a time is in here.)"""
+    """To be put around a `make_fx` of ours. Up to 2.13 one flag of the process says that fx is tracing, and a compiled function
+    that another thread calls meanwhile raises. (Compiling is serialized: one thread at a time is in here.)"""
     global _tracing
     before, _tracing = _tracing, threading.get_ident()
     try:
@@ -43,8 +43,8 @@ def tracing() -> Iterator[None]:
 
 
 def ask_by_thread() -> None:
-    """Let compiled functions ask whether their own thread traces, as 2.15 does."""
+    """Make compiled functions ask whether their own thread is tracing, as torch 2.15 does."""
     flags: Any = importlib.import_module("torch.fx._symbolic_trace")
     asked = flags.is_fx_symbolic_tracing
-    if hasattr(flags, "_is_fx_tracing_flag"):  # else it is a thread's
+    if hasattr(flags, "_is_fx_tracing_flag"):  # else the flag belongs to a thread
         flags.is_fx_symbolic_tracing = lambda: _tracing in (None, threading.get_ident()) and asked()

@@ -15,7 +15,7 @@ _ours: set[Any] = set()  # the Python functions of the kernels that were launche
 
 
 def reorders() -> bool:
-    """Will Inductor reorder a graph behind our pass by its data dependencies? A launch has none: it writes its arguments."""
+    """Will Inductor reorder a graph after our pass by data dependencies? A launch has none: it writes its arguments."""
     from torch._inductor import config
 
     overlap = getattr(getattr(config, "aten_distributed_optimizations", None), "enable_overlap_scheduling", False)
@@ -35,7 +35,7 @@ def load_kernel(name: str, source: str) -> Any:
     from torch._inductor.codecache import PyCodeCache
 
     kernel = getattr(PyCodeCache.load(source), name)
-    # that cache may be thrown away while this process keeps the function, and Inductor reads its source again
+    # the cache may be deleted while this process keeps the function, whose source Inductor reads again
     file = kernel.fn.__code__.co_filename
     linecache.cache[file] = (len(source), None, source.splitlines(True), file)
     return kernel
@@ -44,8 +44,9 @@ def load_kernel(name: str, source: str) -> Any:
 def launch(
     emit: Any, function: Any, grids: list[tuple], arguments: dict[str, Any], constants: dict[str, Any] | None = None
 ) -> Node:
-    """Launch a Triton function, one grid a configuration. `arguments` are tensors, or nodes of numbers. `constants` are values
-    of `tl.constexpr` parameters, and None for arguments that are not given: launches that differ in them are tuned apart."""
+    """Insert the launch of a Triton function, with one grid a configuration. `arguments` are tensors, or nodes of numbers.
+    `constants` are values of `tl.constexpr` parameters, and None for arguments that are not given. Launches with different
+    constants are tuned apart."""
     from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table, triton_kernel_wrapper_mutation
 
     _ours.add(_python_function(function))
@@ -61,20 +62,20 @@ def launch(
             },
         )
     node.meta.update(emit.meta, val=None)
-    # the strides that the kernel was written for, exactly: Inductor pads others
+    # the kernel needs exactly these strides: without this, Inductor may pad them
     node.meta["eager_input_vals"] = torch.fx.map_arg(((), dict(node.kwargs)), lambda n: n.meta["val"])
     return node
 
 
 def _python_function(function: Any) -> Any:
-    """Behind an autotuner, which has a JIT function, which has a Python function."""
+    """The Python function inside of a JIT function, which may be inside of an autotuner."""
     while hasattr(function, "fn"):
         function = function.fn
     return function
 
 
 def eliminate_dead_code(graph: Graph) -> None:
-    """Without the launches: to torch.fx they look pure."""
+    """Eliminate dead code, but keep the launches, which look pure to torch.fx."""
     kept = set(launches(graph))
     graph.eliminate_dead_code(is_impure_node=lambda node: node in kept or node.is_impure())
 
@@ -128,8 +129,8 @@ def stable_sort(graph: Graph) -> None:
 
 @contextlib.contextmanager
 def accesses_known() -> Iterator[None]:
-    """Inside, Inductor finds out once which arguments a kernel of ours writes, or once more where an argument is not given. It
-    compiles the kernel to Triton's IR for that, twice a launch; the layers of a model launch the same ones."""
+    """Inside, Inductor finds out only once which arguments a kernel of ours writes (once more where an argument is not given).
+    By itself it compiles the kernel to Triton's IR for that, twice a launch, and the layers of a model launch the same ones."""
     from torch._higher_order_ops import triton_kernel_wrap as module
 
     name = next(x for x in ("identify_accessed_tensors", "identify_mutated_tensors") if hasattr(module, x))  # up to 2.11

@@ -1,4 +1,4 @@
-"""Which versions of torch this package was read with."""
+"""The versions of torch with which this package was tested."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ OLDEST, NEWEST = (2, 11), (2, 15)
 
 
 def check(version: str) -> None:
-    """ImportError for a torch that lacks what we need; a warning for one whose private parts nobody has read."""
+    """ImportError for a torch that is too old; a warning for one that is newer than all that we have tested."""
     found = re.match(r"(\d+)\.(\d+)", version)
     have = (int(found[1]), int(found[2])) if found else OLDEST
     oldest, newest = (".".join(map(str, number)) for number in (OLDEST, NEWEST))

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class MatmulForm(NamedTuple):
-    """Which arguments are what, in `out[.., m, n] = a[.., m, k] @ b[.., k, n] + addend`, by position. `alpha` and `beta` of an
+    """The positions of the arguments, in `out[.., m, n] = a[.., m, k] @ b[.., k, n] + addend`. `alpha` and `beta` of an
     addend are keyword arguments."""
 
     a: int

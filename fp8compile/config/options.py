@@ -1,7 +1,7 @@
 """What ``torch.compile(model, backend="fp8", mode=..., options={...})`` hands us, validated.
 
-Our keys are those of OURS; any other key must be one of torch._inductor.config's and is passed on to Inductor; anything
-else is an OptionError (a ValueError) that lists near matches. Nothing is compiled before all of it is valid.
+Our keys are those of OURS. A key of torch._inductor.config is passed on to Inductor. Any other key is an OptionError (a
+ValueError) that lists near matches. Nothing is compiled before all options are valid.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Options:
 
     @property
     def recipe(self) -> Recipe:
-        """Of whatever no rule gives another."""
+        """The recipe of every matmul to which no rule gives another."""
         return self.policy.recipe
 
 
@@ -62,7 +62,7 @@ def parse(options: Mapping[str, Any] | None = None, mode: str | None = None) -> 
     inductor = {**_mode_patches(mode), **_inductor_patches(theirs)}
     named = isinstance(ours.get("recipe"), str) and ours["recipe"] in policy.recipes
     given = {name: value for name, value in ours.items() if not (named and name == "recipe")}
-    # complains about an option by its own name; what they are with the policy's recipe is checked with the policy
+    # checks each option under its own name; the policy checks all of them together with its recipe
     Recipe(**{_RECIPE_FIELDS[name]: value for name, value in {"recipe": "tensorwise", **given}.items()})
     policy = dataclasses.replace(policy.with_defaults(**ours), **settings)
     if policy.device is not None:
@@ -80,7 +80,7 @@ def parse(options: Mapping[str, Any] | None = None, mode: str | None = None) -> 
 def _mode_patches(mode: str | None) -> dict[str, Any]:
     if mode is None or mode == "default":
         return {}
-    from .. import compat  # here: it imports Dynamo
+    from .. import compat  # here, because it imports Dynamo
 
     # a mode without joint-graph passes ("lite") leaves no place for FP8 to happen
     modes = {name: patches for name, patches in compat.inductor_modes().items() if _keeps_passes(patches)}

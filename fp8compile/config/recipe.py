@@ -2,10 +2,10 @@
 
 ``delayed``             one scale a tensor, from the amaxes of earlier training calls: the cast needs no pass of its own
 ``tensorwise``          one scale a tensor, from its own amax ("current" scaling); no state
-``rowwise``             one scale a row of what is multiplied: a token's features, or a feature's tokens; E4M3 throughout
+``rowwise``             one scale a row of the operand: a token's features, or a feature's tokens; E4M3 throughout
 ``rowwise_with_gw_hp``  the same with the weight's gradient in high precision, and one scale for the weight in dgrad
-``blockwise``           1 x 128 elements a scale along the contraction, 128 x 128 for weights; powers of two; E4M3 throughout
-``mxfp8``               1 x 32 elements a scale along the contraction, a power of two (E8M0); E4M3 throughout
+``blockwise``           one scale for 1 x 128 elements along the contraction, or 128 x 128 of a weight; powers of two; E4M3
+``mxfp8``               one scale for 1 x 32 elements along the contraction, a power of two (E8M0); E4M3 throughout
 
 In all, ``scale = fp8_max / (amax * 2**margin)`` multiplies into FP8. Names and meanings are TransformerEngine's and torchao's;
 the blocks are those of DeepSeek-V3 and of the OCP Microscaling specification.
@@ -27,8 +27,8 @@ AMAX_ALGOS = ("max", "most_recent")
 ON_OVERFLOW = ("current", "saturate")
 ENCODINGS = ("auto", "ocp", "fnuz")
 ROLES = ("input", "weight", "gradient")
-# The margin of gradients in E5M2 and in E4M3 that have a delayed scale, where none is given. They outgrow their history: behind
-# a LayerScale of 1e-6, Adam makes them 1,000 times as large in a step. benchmarks/margins.py measures what headroom costs.
+# Default margins of gradients with a delayed scale, in E5M2 and in E4M3. Gradients outgrow their history: behind a LayerScale
+# of 1e-6, Adam makes them 1,000 times as large in a step. benchmarks/margins.py measures the cost of this headroom.
 HEADROOM, HEADROOM_OF_E4M3 = 11, 3
 
 
@@ -45,8 +45,9 @@ WHOLE, ROW = Block(0, 0), Block(1, 0)
 class BuiltIn(NamedTuple):
     """What is particular to a recipe.
 
-    `power_of_2`: what `power_of_2_scale` may be, its default first. `cost`: None if its tensors are scaled as those of another
-    recipe. `needs`: whether a GPU has such a matmul, or it is emulated; None: each GPU with FP8 has. `whose`: who has.
+    `power_of_2`: the allowed values of `power_of_2_scale`, the default first. `cost`: None if its tensors are scaled as those
+    of another recipe. `needs`: whether a GPU has such a matmul (else it is emulated); None: every GPU with FP8 has it. `whose`:
+    the GPUs that have it.
     """
 
     block: Block  # of inputs and gradients
@@ -60,8 +61,8 @@ class BuiltIn(NamedTuple):
         return self.needs is None or self.needs(gpu)
 
 
-# from coarse to fine: a matmul of operands that are scaled in different ways costs what the finer way does. docs/cost-model.md
-# has the sources of the costs
+# From coarse to fine: a matmul whose operands are scaled in different ways costs as much as the finer way. docs/cost-model.md
+# has the sources of the costs.
 BUILT_IN = {
     "delayed": BuiltIn(WHOLE, WHOLE, (False,), ScalingCost(amax_apart=True, once=6)),
     "tensorwise": BuiltIn(WHOLE, WHOLE, (False, True), ScalingCost(walks=2, small_kernels=2, once=2)),
@@ -77,16 +78,16 @@ COSTS = {name: made.cost for name, made in BUILT_IN.items() if made.cost is not 
 
 
 def recipe_of(delayed: bool, block: tuple[int, int]) -> str:
-    """The recipe that scales all tensors as this one is scaled."""
+    """The recipe that scales all tensors in this way: with or without a history, with such blocks."""
     if block == WHOLE:
         return "delayed" if delayed else "tensorwise"
     return next(name for name in COSTS if block in (BUILT_IN[name].block, BUILT_IN[name].weight_block))
 
 
 class Scaling(NamedTuple):
-    """How one tensor is scaled for one gemm. Gemms that agree on it share its FP8 copies."""
+    """How one tensor is scaled for one gemm. Gemms with equal scalings share the tensor's FP8 copies."""
 
-    delayed: bool  # by a scale from state, not by the tensor itself
+    delayed: bool  # the scale comes from state, not from the tensor itself
     block: Block
     wide: bool  # E5M2
     margin: int
@@ -96,7 +97,7 @@ class Scaling(NamedTuple):
 
     @property
     def recipe(self) -> str:
-        """The recipe that scales all tensors so: a key of `COSTS`."""
+        """The recipe that scales all tensors in this way: a key of `COSTS`."""
         return recipe_of(self.delayed, self.block)
 
 
@@ -107,18 +108,18 @@ class Recipe:
     `fp8_format` is taken in any case and stored in lower case; `override_linear_precision` is (fprop, dgrad, wgrad),
     True keeps that gemm in high precision; a list is accepted and stored as a tuple.
     `fp8_format` is "hybrid" or "e4m3"; None stands for the recipe's own. `margin` is one integer, or three: for inputs
-    (activations), weights and gradients; it is stored as three where they differ. None: headroom for gradients that have a
-    delayed scale, and 0 for all else, which either follows its history or has a scale of its own amax, which covers it.
+    (activations), weights and gradients; it is stored as three where they differ. None: headroom for gradients with a delayed
+    scale, and 0 for all other tensors. Those stay near their history, or have a scale from their own amax, which covers them.
     `amax_history_len`, `amax_compute_algo`, `interval`, `reduce_amax`, `current_scaling` and `on_overflow` matter to delayed
     scaling only. `current_scaling` is (inputs, weights, gradients): True scales that tensor by its current amax.
-    `reduce_amax`: True (over all ranks), or a process group or its name (over its ranks), which run the same graphs.
-    `on_overflow`: what follows an amax that saturates and is twice what its history let expect (a gradient's: eight times),
-    "current" (in its next step, the tensor is scaled by its current amax) or "saturate" (nothing but the history).
-    `power_of_2_scale` rounds scales down to powers of two; None: as the recipe has it (`BUILT_IN`).
-    `fp8_encoding` is "auto" (the device's), "ocp" (e4m3fn, e5m2: NVIDIA, MI350) or "fnuz" (MI300).
-    `recast_weights` casts weights again in backward instead of keeping their transposed FP8 copies from the forward: 1 byte
-    a parameter less memory, 2 bytes a parameter more traffic a step. `use_fast_accum` is (fprop, dgrad, wgrad): the FP8
-    tensor cores' shorter accumulators, faster and less exact.
+    `reduce_amax` takes the maximum of amaxes over ranks that run the same graphs: True for all ranks, or a process group or its
+    name. `on_overflow` says what follows an amax that saturates and is more than twice the amax that its scale was computed
+    from (a gradient's: eight times): "current" (the next step scales the tensor by its current amax) or "saturate" (the amax
+    only enters the history). `power_of_2_scale` rounds scales down to powers of two; None: the recipe's default (`BUILT_IN`).
+    `fp8_encoding` is "auto" (the device's), "ocp" (e4m3fn, e5m2: NVIDIA, MI350) or "fnuz" (MI300). `recast_weights` casts
+    weights again in backward instead of keeping their transposed FP8 copies from the forward: 1 byte a parameter less memory, 2
+    bytes a parameter more traffic a step. `use_fast_accum` is (fprop, dgrad, wgrad): the FP8 tensor cores' shorter
+    accumulators, faster and less exact.
     """
 
     name: str = "delayed"
@@ -203,7 +204,7 @@ class Recipe:
 
     @property
     def current(self) -> Recipe:
-        """The same without state: scaled by current amaxes."""
+        """The same recipe without state: tensors are scaled by their current amaxes."""
         return replace(self, name="tensorwise") if self.delayed else self
 
     @property

@@ -1,1 +1,1 @@
-"""What passes work on: operators, scales and their page, matmuls, and what a graph knows of its inputs."""
+"""The data that passes work on: operators, scales and their page, matmuls, and facts about a graph's inputs."""

@@ -35,7 +35,7 @@ def is_tensor(node: Node) -> bool:
 
 
 def arg(node: Node, index: int) -> Any:
-    """A positional argument: what it is, the operator's schema says better than fx's types."""
+    """A positional argument, typed as Any: the operator's schema says more about it than fx's types."""
     return node.args[index]
 
 
@@ -86,16 +86,16 @@ class Emitter:
 
 
 def fake_mode_of(values: Any) -> contextlib.AbstractContextManager:
-    """The fake mode of the first fake tensor in a nest of values; nothing if there is none."""
+    """The fake mode of the first fake tensor in a nest of values; a null context if there is none."""
     leaves = pytree.tree_leaves(values)
     return next((x.fake_mode for x in leaves if isinstance(x, compat.FakeTensor)), contextlib.nullcontext())
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """A matmul's operand, as what it really is: `base` reshaped to `shape` (2-D), and perhaps transposed.
+    """A matmul's operand: `base` reshaped to `shape` (2-D), and then transposed if `transposed`.
 
-    `base` is the tensor before the last views, transpositions and float casts: the one to quantize, and to share.
+    `base` is the tensor before the last views, transpositions and float casts. This tensor is quantized, and its copies shared.
     """
 
     base: Node
@@ -104,8 +104,8 @@ class Matrix:
 
 
 def peel(operand: Node, more: tuple = ()) -> Matrix:
-    """The `Matrix` behind a 2-D operand (or a 3-D one whose batch is 1), and behind `more` operators that change no value.
-    Total: at worst the operand itself."""
+    """The `Matrix` that a 2-D operand (or a 3-D one whose batch is 1) was made from. `more`: further operators that change no
+    value, to look through. Always finds one: in the worst case the operand itself."""
     shape = tuple(value(operand).shape)
     if len(shape) == 3:
         shape = shape[1:]
@@ -126,20 +126,20 @@ def peel(operand: Node, more: tuple = ()) -> Matrix:
 
 
 def behind(node: Node, targets: tuple) -> Node:
-    """What is behind a chain of these operators, each of its first argument: the node itself if it is none of them."""
+    """The first node that is none of these operators, from `node` back through first arguments."""
     while call_function(node, targets):
         node = arg(node, 0)
     return node
 
 
 def root(node: Node) -> Node:
-    """What a tensor is a view, a permutation or a cast of, in whatever arrangement."""
+    """The tensor from which views, permutations, casts, expansions and clones, in any order, made this one."""
     return behind(node, (*CASTS, *SAME, *VIEWS, *PERMUTES, aten.expand.default, aten.clone.default))
 
 
 def _swaps(node: Node, shape: tuple) -> bool | None:
-    """A permutation whose result is seen as the matrix `shape`: does it swap the rows and columns of its source (True),
-    leave all as it was (False), or neither (None)? Dimensions of size 1 do not count."""
+    """For a permutation whose result is read as the matrix `shape`: does it swap the rows and columns of its source (True),
+    leave them as they were (False), or neither (None)? Dimensions of size 1 do not count."""
     order, result = order_of(node), value(node).shape
     if order[-2:] == [len(order) - 1, len(order) - 2] and same_shape(result[-2:], shape) and all(map(_is_one, result[:-2])):
         return True  # also where one of the two is a single row
@@ -147,7 +147,7 @@ def _swaps(node: Node, shape: tuple) -> bool | None:
     ranked = sorted(kept)
     if kept == ranked:
         return False
-    split = kept.index(ranked[0])  # [rows..., columns...] of the result are the last and the first of the source
+    split = kept.index(ranked[0])  # the result's rows are the last dimensions of the source, its columns the first
     if kept != ranked[-split:] + ranked[:-split]:
         return None
     rows = 1

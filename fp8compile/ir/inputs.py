@@ -1,4 +1,4 @@
-"""What the Dynamo graph knows that the joint graph forgets: names of parameters, and whether the model is training."""
+"""Facts that only the Dynamo graph holds, not the joint graph: names of parameters, and whether the model is training."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from torch.fx import GraphModule
 
 from .. import compat
 
-TEXT = r"""('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")"""  # as Python writes it
+TEXT = r"""('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")"""  # a string, as Python writes it
 KEY = rf"\[{TEXT}\]"
 PART = re.compile(rf"\._(?:modules|parameters|buffers){KEY}")
 OWNED = re.compile(rf"\._(?:parameters|buffers){KEY}$")
 MODULES = re.compile(rf"\.(?:_modules|__dict__\['_modules'\]){KEY}")
-ENTRY = re.compile(rf"^[LG]\['\w+'\].*{KEY}$")  # of a dict
+ENTRY = re.compile(rf"^[LG]\['\w+'\].*{KEY}$")  # an entry of a dict
 WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_checkpoint_wrapped_module|_fsdp_wrapped_module|_orig_mod)(?:\.|$)")
 ROOT = re.compile(rf"^[LG]{KEY}")
 GETATTR = re.compile(rf"getattr\(([^()]*), {TEXT}\)")
-# what a function is bound to, closes over, or has as a default: no part of a name
+# a function's self, closure cells and defaults: they are no part of a name
 BOUND = re.compile(r"(?:\.func)?\.__self__\b|\.__closure__\[\d+\]\.cell_contents|\.__(?:kw)?defaults__\[[^\]]*\]")
 ITEM = re.compile(rf"{KEY}|\[(\d+)\]")
 
 
 def readable(source: str) -> str:
     """`L['self']._modules['up']._parameters['weight']` -> `up.weight`; `L['w']` -> `w`; `L['ws'][0]` -> `ws.0`;
-    `L['weights']['up.weight']` -> `up.weight`; anything else as it is."""
+    `L['weights']['up.weight']` -> `up.weight`; any other source is returned unchanged."""
     parts = PART.findall(source)
     if parts:
         return plain(".".join(map(ast.literal_eval, parts)))
@@ -61,7 +61,7 @@ def readable_module(path: str) -> str:
 
 
 def _dotted(path: str) -> str:
-    """What follows a variable in a path, with dots in front of all steps."""
+    """The part of a path after the variable, with a dot before each step."""
     path = MODULES.sub(lambda found: f".{ast.literal_eval(found[1])}", BOUND.sub("", path))
     return ITEM.sub(lambda found: "." + (str(ast.literal_eval(found[1])) if found[1] else found[2]), path)
 
@@ -71,29 +71,30 @@ class Inputs:
     """The inputs of one Dynamo graph, by position. Holds no tensor: it lives as long as the compiled code."""
 
     names: tuple[str, ...]
-    weights: frozenset[int]  # positions of parameters and of buffers: what a "weight" can be
+    weights: frozenset[int]  # positions of the inputs that may be weights: parameters, buffers, `leaves`
     devices: frozenset[torch.device]
     parameters: frozenset[int]  # those weights that are parameters
-    leaves: frozenset[int]  # those weights that are plain tensors: a dict of them takes the place of parameters
+    leaves: frozenset[int]  # those weights that are plain tensors, from a dict that takes the place of parameters
     evaluated: frozenset[int]  # those weights whose root module is in eval mode
     training: bool  # some root module is in training mode (True for a graph of a bare function)
     grad: bool  # grad mode is on, and something may require gradients
-    root: str  # what to call the graph in a report
-    modules: dict[str, str]  # all modules of the roots, by name: their classes
-    containers: dict[str, tuple[int, ...]]  # "layers." of `layers.0`, `layers.1`, ... if all of one class: the numbers
+    root: str  # the graph's name in a report
+    modules: dict[str, str]  # module name -> class name, for all modules of the roots
+    containers: dict[str, tuple[int, ...]]  # repeated blocks: "layers." -> (0, 1, ...) for `layers.0`, `layers.1`, ...
     parameter_names: frozenset[str]  # all parameters of the roots
-    matrices: tuple[str, ...]  # those that a linear may have, in the order of the roots
-    last: frozenset[int]  # weights that none of the model's other matrices comes after, but for some of this graph
+    matrices: tuple[str, ...]  # 2-D parameters that are no embedding tables, in the order of the roots
+    last: frozenset[int]  # weights behind all matrices of the model that this graph does not read
     rest: bool  # the model has matrices that this graph does not read
     whole: bool  # the graph reads every parameter of the roots
-    part: bool  # the roots are in a module whose own graph breaks
+    part: bool  # the roots are inside of a compiled module whose own graph breaks
     inlined: bool = False  # compiled autograd takes over the backward
     resharded: frozenset[int] = frozenset()  # parameters that FSDP2 frees after forward, and gathers again in backward
-    kinds: Mapping[str, tuple[str, ...]] | None = None  # of the matmuls of each weight in the graph that this is a part of
+    kinds: Mapping[str, tuple[str, ...]] | None = None  # of each weight's matmuls, in the graph that DDP has cut into parts
 
     def block(self, name: str) -> tuple[int, int] | None:
-        """(position, number) of the block that `name` is in, None outside of blocks: the outermost container of several
-        modules that are called by number, as in `layers.0`, if it is a ModuleList or they are of one class."""
+        """(position of the block that `name` is in, number of blocks); None outside of blocks. The blocks are the modules of
+        the outermost container that has several, named by number as in `layers.0`, and that is a ModuleList or has modules of
+        one class only."""
         parts = name.split(".")
         for i, part in enumerate(parts):
             if part.isdecimal():
@@ -104,7 +105,7 @@ class Inputs:
 
 
 def _containers(modules: dict[str, str]) -> dict[str, tuple[int, ...]]:
-    """`modules`: class names by name, "" for the root."""
+    """The `containers` of an `Inputs`. `modules`: module name -> class name, "" for the root."""
     children: dict[str, dict[int, str]] = {}
     for name, cls in modules.items():
         owner, dot, last = name.rpartition(".")
@@ -129,7 +130,7 @@ def capture(gm: GraphModule, inputs: Sequence[Any]) -> Inputs:
             parameters.add(i)
         elif isinstance(real, torch.Tensor) and real.requires_grad and real.is_leaf and ENTRY.match(source):
             leaves.add(i)
-    leaves -= leaves if parameters else weights  # beside parameters they are inputs
+    leaves -= leaves if parameters else weights  # beside parameters, plain tensors are ordinary inputs
     weights |= leaves
     roots = compat.root_modules(gm)
     for source in {id(module): source for module, source in roots.values()}.values():
@@ -163,8 +164,8 @@ def capture(gm: GraphModule, inputs: Sequence[Any]) -> Inputs:
 
 
 def _last(roots: Mapping[int, tuple[nn.Module, Any]], names: Sequence[str]) -> tuple[set[int], bool]:
-    """Of the inputs that are weights of `roots`, those behind all matrices of the model that this graph does not read, in the
-    order of the model: of the roots and the modules around them that are being called. And whether there are such matrices."""
+    """The weights of `roots`, as inputs, that come after every matrix of the model that this graph does not read; and whether
+    there are such matrices. The model: each root with the modules around it that are being called, in their order."""
     read: dict[int, list[int]] = {}  # by the identity of a parameter
     order: dict[int, int] = {}
     matrices: set[int] = set()

@@ -20,7 +20,7 @@ _FORMS = {getattr(aten, name): form for name, form in MATMULS.items()}
 
 
 def form_of(node: Node) -> MatmulForm | None:
-    """Which arguments of a matmul are what; None for a node that is none."""
+    """The positions of a matmul's arguments; None for a node that is no matmul."""
     packet: Any = getattr(node.target, "overloadpacket", None)
     return _FORMS.get(packet)
 
@@ -33,13 +33,13 @@ def factors(node: Node) -> tuple[Node, Node]:
 
 
 def addend_of(node: Node) -> Node | None:
-    """The argument that a matmul adds to its product, as it is now: it may be a matmul that was replaced."""
+    """The argument that a matmul adds to its product. Read anew each time: it may be a matmul that a pass has replaced."""
     form = form_of(node)
     return None if form is None or form.addend is None else arg(node, form.addend)
 
 
 class OperandKey(NamedTuple):
-    """Gemms that read one tensor share its FP8 copies if this is the same: gradients have a format of their own."""
+    """Gemms with equal keys share the FP8 copies of a tensor. `gradient` is part of it: gradients have their own format."""
 
     base: Node
     gradient: bool
@@ -50,11 +50,11 @@ class OperandKey(NamedTuple):
 class Matmul:
     """`out[m, n] = a[m, k] @ b[k, n]`, `batch` times; sizes are ints or SymInts.
 
-    `weight` is the weight that this gemm belongs to (for wgrad: whose gradient it is), as the base of an operand:
-    `parameter`, the placeholder, or a slice of it (the q, k and v of one fused parameter), or what is computed from it alone.
-    Both are None for an activation x activation product. `fprop` links dgrad and wgrad to their forward gemm.
-    `weight_operand` is the operand that is the weight, or a copy of it: that of fprop and dgrad, and of a wgrad in a product of
-    two weights, which each is the input of the other.
+    `weight` is the weight that this gemm belongs to (for wgrad: the weight whose gradient it computes), as the base of an
+    operand: `parameter`, the placeholder; or a slice of it (the q, k and v of one fused parameter); or a tensor that is
+    computed from it alone. Both are None for an activation x activation product. `fprop` links dgrad and wgrad to their forward
+    gemm. `weight_operand` is the operand that is the weight, or a copy of it. fprop and dgrad have one. A wgrad has one only in
+    a product of two weights, where each weight is the input of the other.
     """
 
     node: Node
@@ -72,15 +72,15 @@ class Matmul:
     parameter: Node | None = None
     fprop: Matmul | None = None
     computed: bool = False  # its weight is computed from parameters in each call, and has no history of its own
-    not_a_weight: str = ""  # why there is none
-    wanted: bool = False  # there is none where somebody may well expect one
+    not_a_weight: str = ""  # why it has no weight
+    wanted: bool = False  # it has no weight, although the user may well expect one
     reason: str | None = None  # why it stays in high precision; None: it becomes FP8
     name: str = ""  # of the parameter
     recipe: Recipe = Recipe()
     rule: str = ""  # the policy's rule that decided
     auto: bool = False  # FP8 only if it pays
     emulated: bool = False  # the device has no such FP8 matmul
-    on_purpose: bool = False  # in high precision by somebody's choice, whatever else there is to say
+    on_purpose: bool = False  # somebody chose high precision, other than by a shipped rule about sizes
     bf16_us: float | None = None  # the cost model's estimates, in microseconds
     fp8_us: float | None = None
     cast_us: float | None = None
@@ -96,7 +96,7 @@ class Matmul:
 
     @property
     def other_operand(self) -> Matrix:
-        """Of fprop the input, of dgrad the gradient, as of a wgrad that reads a weight."""
+        """The operand that is not the weight: in fprop the input, in dgrad and in a wgrad that reads a weight the gradient."""
         return self.a if self.weight_operand is self.b else self.b
 
     @property
@@ -104,8 +104,8 @@ class Matmul:
         """The operands a and b of a weight's gemm, each with its role: "input", "weight" or "gradient"."""
         weight = self.weight_operand
         if weight is None:  # a wgrad
-            # the gradient is the operand that was made in backward; if both were (an input that is computed again), the other
-            # one is what fprop reads
+            # the gradient is the operand that was made in backward; if both were (the input is recomputed), the input is the
+            # operand that fprop reads
             late = [compat.is_backward(x.base) for x in (self.a, self.b)]
             read = self.fprop.other_operand.base if self.fprop is not None else None
             a_is_input = self.a.base is read if late[0] == late[1] else late[1]
@@ -122,7 +122,7 @@ class Matmul:
 
     @property
     def features(self) -> tuple[Any, Any, Any]:
-        """(tokens, output features, input features) of the forward gemm, whichever of its operands the weight is."""
+        """(tokens, output features, input features) of the forward gemm, whether the weight is its a or its b."""
         forward = self.fprop or self
         if forward.weight_operand is forward.a:
             return forward.n, forward.m, forward.k

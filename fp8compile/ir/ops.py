@@ -4,22 +4,23 @@ The passes write them into the joint graph and lower them to ATen before Inducto
 implementations below, plain torch on any device, are the reference: a cold call runs on them (see `runtime.calls`).
 
     amax(x)                                         [..] -> [1] float32
-    amax_blocks(x, transposed, block)               [R, C] -> one a block of the copy
-    current_scale(amax, ...)                        the scale of the tensor's own amax
-    delayed_scale(scales, amax, slot, ...)          the slot's scale from earlier calls, or in a cold call of the current amax
-    inverse(scale) / delayed_inverse(...)           what divides back
+    amax_blocks(x, transposed, block)               [R, C] -> one amax a block of the copy
+    current_scale(amax, ...)                        the scale from the tensor's own amax
+    delayed_scale(scales, amax, slot, ...)          the slot's scale from earlier calls; in a cold call from the current amax
+    inverse(scale) / delayed_inverse(...)           1 / scale, which divides back
     quantize(x, scale, dtype, fp8_max, transposed)  [R, C] -> FP8 [R, C], or [C, R padded to 16]
     quantize_both(x, scale, dtype, fp8_max)         [R, C] -> both of them
     scaled_mm(a, b, a_inv, b_inv, bias, ...)        [M, K], [N, K] -> [M, N]
-    block_mm(a, b, a_inv, b_inv, bias, ...)         the same of operands of which one at least has several scales
+    block_mm(a, b, a_inv, b_inv, bias, ...)         the same, where an operand has more than one scale
     snapshot(page) -> scales; gather(amaxes) -> vector; update(page, scales, vector) -> page
 
 Layout: both operands of `scaled_mm` have the contracted dimension last ("K-major", what Hopper's FP8 tensor cores take).
 A tensor whose rows are contracted (tokens, in wgrad) is quantized transposed, its rows padded with zeros to a multiple
 of 16, so any number of tokens will do.
 
-A tensor has one scale, `[1]`, or one a block: `[rows / block rows, columns / block columns]` of the copy, rounded up, where 0
-block rows stand for all. Blocks go along the contracted dimension, so the two layouts of a tensor have scales of their own.
+A tensor has one scale, `[1]`, or one a block: `[rows / block rows, columns / block columns]` of the copy, rounded up. A block
+size of 0 stands for the whole dimension. Blocks lie along the contracted dimension, so each layout of a tensor has its own
+scales.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ NAMESPACE = "fp8compile"
 
 
 def _op(schema: str, fake=None):
-    """Define the decorated function as operator `fp8compile::<name>`, with itself as implementation on every device. `fake`:
-    its result's shape alone, where that is much quicker to find (a deep model has hundreds)."""
+    """Define the decorated function as operator `fp8compile::<name>`, with itself as implementation on every device. `fake`
+    returns an empty result of the right shape; given where that is much quicker (a deep model has hundreds of the operator)."""
 
     def define(function):
         name = function.__name__
@@ -60,14 +61,14 @@ def padded_rows(rows):
 
 
 def cast(x: Tensor, scale: Tensor, dtype: torch.dtype, fp8_max: float) -> Tensor:
-    """`x * scale` in float32, saturated to +-fp8_max, infinities and NaN to NaN, rounded to nearest even in `dtype`."""
+    """`x * scale` in float32, saturated to +-fp8_max, rounded to nearest even in `dtype`. Infinities and NaN become NaN."""
     x = x.to(torch.float32)
     scaled = (x * scale).clamp(-fp8_max, fp8_max)
     return torch.where(x.abs() == float("inf"), float("nan"), scaled).to(dtype)
 
 
 def spread(scale: Tensor, shape: Sequence, block: Sequence[int]) -> Tensor:
-    """One scale an element of a copy of this `shape` (or what broadcasts to it), from one a block."""
+    """Expand one scale a block to one an element of a copy of this `shape` (or to a tensor that broadcasts to it)."""
     if scale.dim() == 1:  # one for all
         return scale
     for dim, size in enumerate(block):
@@ -156,8 +157,8 @@ def snapshot(page: Tensor) -> Tensor:
 
 @_op("(Tensor scales, Tensor amax, int slot, float fp8_max, int margin, bool covers=False) -> Tensor", _number)
 def delayed_scale(scales: Tensor, amax: Tensor, slot: int, fp8_max: float, margin: int, covers: bool = False) -> Tensor:
-    """The slot's scale; that of the current amax while the slot is cold and, with `covers`, where the slot's would saturate it.
-    (The lowering keeps the first half only.)"""
+    """The slot's scale. While the slot is cold, and with `covers` also where the slot's scale would saturate, the scale of the
+    current amax, if that is finite. (The lowering always takes the slot's scale.)"""
     row = state_page.Rows(scales[slot])
     stored, current = row.scale.reshape(1), row.cold
     if covers:
@@ -193,7 +194,7 @@ def quantize_both(
     transposed_scale: Tensor | None = None,
     block: Sequence[int] = (0, 0),
 ) -> tuple[Tensor, Tensor]:
-    """`transposed_scale`: that of the transposed copy; None: the same."""
+    """`transposed_scale`: the scale of the transposed copy; None: `scale`."""
     other = scale if transposed_scale is None else transposed_scale
     return quantize(x, scale, dtype, fp8_max, False, block), quantize(x, other, dtype, fp8_max, True, block)
 
@@ -201,7 +202,7 @@ def quantize_both(
 def product(
     a: Tensor, b: Tensor, a_inv: Tensor, b_inv: Tensor, bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool
 ) -> Tensor:
-    """a @ b^T of FP8 values with float32 sums, unscaled, plus bias, rounded once. Exact products: also what a CPU runs."""
+    """a @ b^T of FP8 values with float32 sums, times both inverses, plus bias, rounded once. Also runs compiled on CPUs."""
     out = torch.mm(a.to(torch.float32), b.to(torch.float32).t()) * (a_inv * b_inv)
     if bias is not None:
         out = out + bias.to(torch.float32)
@@ -230,8 +231,8 @@ def block_product(
 ) -> Tensor:
     """a @ b^T of FP8 values, each times its block's scale_inv, with float32 sums, plus bias, rounded once.
 
-    Where a scale is one for a whole row, it is multiplied with the sum. Where it changes along the contraction, it is
-    multiplied with the values: exact in float32 if it is a power of two.
+    A scale_inv for a whole row multiplies the sum. One that changes along the contraction multiplies the values, which is exact
+    in float32 if it is a power of two.
     """
     inverses = []
     values = []

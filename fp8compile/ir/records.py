@@ -1,5 +1,5 @@
-"""What is known of a compiled graph: a record for every matmul with its decision and reason, and for every op that hides
-matmuls. Plain data, without a tensor or a node of a graph."""
+"""The report of a compiled graph: a record for every matmul with its decision and reason, and for every op that hides
+matmuls. Plain data: it holds no tensor and no node of a graph."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ HIGH_PRECISION: Literal["high_precision"] = "high_precision"
 
 @dataclass(frozen=True)
 class MatmulRecord:
-    """One gemm of a graph: ``out[m, n] = a[m, k] @ b[k, n]``, `batch` times, in the sizes of that very gemm.
+    """One gemm of a graph: ``out[m, n] = a[m, k] @ b[k, n]``, `batch` times. The sizes are those of this gemm itself.
 
     So for a linear on M tokens, from K to N features: fprop is (M, N, K), dgrad (M, K, N), wgrad (N, K, M).
-    `gemm` "matmul" is one without a weight, as in attention. `reason` is "" for fp8, `recipe` is "" for high precision.
+    `gemm` is "matmul" for one without a weight, as in attention. `reason` is "" for fp8, `recipe` is "" for high precision.
     `dynamic`: some size is symbolic, and the number here is that of the call that was compiled.
-    `parameter` names the weight, `rule` the rule of the policy that decided.
+    `parameter` is the name of the weight, `rule` that of the policy's rule that decided.
     Where a device's description decided: `bf16_us` and `fp8_us` are this gemm's estimated times in either precision, `cast_us`
     its share of the casts (all in microseconds), `break_even_m` the number of tokens from which its layer gains.
     `emulated`: the device has no tensor cores for the recipe; FP8 values are multiplied in bf16, which is exact and not faster.
@@ -44,7 +44,7 @@ class MatmulRecord:
 
     @property
     def how(self) -> str:
-        """The recipe, for people."""
+        """The recipe, as reports show it."""
         return f"{self.recipe} (emulated)" if self.emulated else self.recipe
 
     @property
@@ -55,9 +55,9 @@ class MatmulRecord:
 
 @dataclass(frozen=True)
 class OpaqueRecord:
-    """An op that contains matmuls which are not seen one by one, and is not rewritten.
+    """An op that hides matmuls: they are not listed one by one, and the op is not rewritten.
 
-    `reason` names its family, "attention" or "convolution", or explains behind a colon why it is left alone.
+    `reason` names the family of the op ("attention", "convolution"), or says after a colon why the op is left alone.
     """
 
     fqn: str
@@ -67,10 +67,10 @@ class OpaqueRecord:
 
 @dataclass(frozen=True)
 class GraphReport:
-    """One compiled graph. `name` is for people, e.g. "GPT, training"; `note` says what holds for all of it.
+    """One compiled graph. `name` is for people, e.g. "GPT, training"; `note` holds for the whole graph.
 
     `edges` are pairs of positions in `matmuls`: the output of the first reaches the second with no matmul between them.
-    `device` names the description that decided what pays, "" if none did. `remarks` are what else there is to say of it.
+    `device` names the device description by which FP8 was weighed, "" if there was none. `remarks` are further notes.
     """
 
     index: int

@@ -16,16 +16,16 @@ import torch
 from torch import Tensor
 
 LARGEST, SMALLEST = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny  # both have finite inverses
-EXPONENT = 0x7F800000  # the bits of a float32 that are its exponent
+EXPONENT = 0x7F800000  # the exponent bits of a float32
 
 
 def scale_of(amax: Tensor, fp8_max: float, margin: int, power_of_2: bool = False) -> Tensor:
     """The scale (float32, shape of `amax`) that brings `amax` to `fp8_max / 2**margin`; 1 where amax is 0 or not finite.
 
-    With `power_of_2` the largest power of two that is not above it: the mantissa is cut off, as TransformerEngine and torchao
-    do; its inverse is the E8M0 scale of the OCP Microscaling formats, rounded up.
+    With `power_of_2`, the largest power of two that is not above that scale: the mantissa is cut off, as TransformerEngine and
+    torchao do. The inverse is the E8M0 scale of the OCP Microscaling formats, rounded up.
     """
-    # not the number itself: a number / a tensor is taken as a multiplication by its reciprocal
+    # full_like, because torch computes number / tensor as number * reciprocal, which rounds twice
     scale = scale_to(amax, torch.full_like(amax, fp8_max / 2.0**margin, dtype=torch.float64))
     return (scale.view(torch.int32) & EXPONENT).view(torch.float32) if power_of_2 else scale
 

@@ -16,10 +16,10 @@ One direction (forward or backward) of one set of parameters keeps its delayed s
 
 Columns 6 to 9 are the slot's own constants (`SlotSettings`), so that slots of different recipes share a page.
 
-A call quantizes with a *snapshot* `[slots, 4]` of the first columns, taken before it moves them. The snapshot is then
-kept next to what replaced it, for a forward that is recomputed.
+A call quantizes with a *snapshot* `[slots, 4]` of the first columns, taken before the call moves them. The update keeps the
+snapshot's values in columns 3 to 5, for a forward that is recomputed.
 
-The functions are written in plain torch with no data-dependent control flow, as those of `scale` are.
+The functions are written in plain torch with no data-dependent control flow, like those of `scale`.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ from ..devices.formats import FORMATS
 from .scale import inverse_of, scale_to
 
 SCALE, SCALE_INV, AGE, BEFORE, REACH, WINDOW, INTERVAL, LIMIT, HISTORY = 0, 1, 2, 3, 6, 7, 8, 9, 10
-SNAPSHOT = 4  # columns of a snapshot: a slot's scale is 16-byte aligned, which lets one kernel serve all slots
-# An overflow to act on saturates, and is so many times the amax that the scale was made of. By less, amaxes of a quiet run
-# exceed their history, too; those of gradients do so by two to three times, in some tensor every few dozen steps.
+SNAPSHOT = 4  # columns of a snapshot. With four, each scale is 16-byte aligned, and one kernel serves all slots
+# An overflow saturates, and is this many times the amax that the scale was computed from. Smaller jumps are normal: in a quiet
+# run, too, amaxes exceed their history, those of gradients by two to three times, in some tensor every few dozen steps.
 JUMP, JUMP_OF_GRADIENTS = 2.0, 8.0
 
 
 def limit_of(fp8_max: float, margin: int, gradient: bool) -> float:
-    """The limit of a slot: an overflow is an amax that the scale does not cover and that is a jump, too. With headroom for
-    jumps, whatever saturates is one."""
+    """The limit of a slot: an overflow is an amax that the scale does not cover and that is a jump, too. If the margin leaves
+    more headroom than a jump needs, every amax that saturates is an overflow."""
     return max(fp8_max, (JUMP_OF_GRADIENTS if gradient else JUMP) * fp8_max / 2.0**margin)
 
 
 class SlotSettings(NamedTuple):
-    """How a slot moves: exact in float32. A `window` of 1 is the most recent amax."""
+    """How a slot moves. All values are exact in float32. A `window` of 1 takes the most recent amax."""
 
     reach: float
     window: int
@@ -63,9 +63,9 @@ def _column(number: int) -> property:
 
 @dataclass(frozen=True)
 class Rows:
-    """Views of the columns of a page, of some rows or of one; a snapshot has the first three columns.
+    """Views of the columns of a page, for some of its rows or a single one. A snapshot has the first three columns only.
 
-    select and narrow: an index would ask for the device, which may be a described one.
+    Made by select and narrow: an index would access the device, which may be a described GPU that is not there.
     """
 
     tensor: Tensor
@@ -77,17 +77,17 @@ class Rows:
     history = property(lambda rows: rows.tensor.narrow(-1, HISTORY, rows.length))
     before = property(lambda rows: Rows(rows.tensor.narrow(-1, BEFORE, REACH - BEFORE)))  # the columns of the call before
     cold = property(lambda rows: rows.age < 0)  # no scale yet, or an overflow in the last call
-    overflowed = property(lambda rows: rows.cold & (rows.newest > 0))  # the latter
+    overflowed = property(lambda rows: rows.cold & (rows.newest > 0))  # an overflow in the last call
 
     def settings(self) -> SlotSettings:
-        """Those of a single row. Reads the device."""
+        """The settings of a single row. Reads the device."""
         reach, window, interval, limit = self.tensor[REACH:HISTORY].tolist()
         return SlotSettings(reach, int(window), int(interval), limit)
 
 
 @dataclass(frozen=True)
 class SlotKey:
-    """A slot as a graph knows it: the input (by position) whose matmul it serves, its role and which use of it."""
+    """A slot as a graph knows it: the input (by position) whose matmul it serves, its role, and which use of that input."""
 
     input: int
     role: str  # "input" | "weight" | "gradient"
@@ -96,7 +96,7 @@ class SlotKey:
 
 
 def fp8_max_of(reach: float, limit: float) -> float:
-    """The FP8 maximum of a slot that has a limit: the largest one below it of which the reach is 2**-margin."""
+    """The FP8 maximum of a slot with a limit: the largest one, up to the limit, that is the reach times a power of two."""
     return max(form.max for form in FORMATS.values() if form.max <= limit and math.frexp(form.max)[0] == math.frexp(reach)[0])
 
 
@@ -114,13 +114,13 @@ def new_page(slots: int, history: int, device: torch.device, settings: Sequence[
 
 
 def copy_row(page: Tensor, row: int, other: Tensor, before: int, factor: float) -> None:
-    """Copy the state in row `before` of another page, whose reach times `factor` is this row's; settings stay as they are."""
-    target = page.data[row]  # no version counter: the page may be saved for a backward that is still to come
+    """Copy the state in row `before` of `other` to `row`, whose reach is `factor` times that of `before`. Settings stay."""
+    target = page.data[row]  # .data: no new version of a page that a later backward may have saved
     values = other.data[before].to(target.device)
     end = min(values.numel(), target.numel())  # another history length keeps what fits
     target[:REACH] = values[:REACH]
     target[HISTORY:end] = values[HISTORY:end]
-    target[end:] = 0.0  # what this page had there is older than what the other one has forgotten
+    target[end:] = 0.0  # this page's values there are older than all that the other one keeps
     now = Rows(target)
     if factor != 1.0 and (not now.cold or now.overflowed):  # compiled anew with another format or margin
         for call in (now, now.before):
@@ -129,32 +129,32 @@ def copy_row(page: Tensor, row: int, other: Tensor, before: int, factor: float) 
 
 
 def page_before(page: Tensor) -> Tensor:
-    """A page from which a call quantizes as the last one did."""
+    """A copy of the page with the scales that the last call used."""
     page = page.clone()
     page[:, :BEFORE] = page[:, BEFORE:REACH]
     return page
 
 
 def snapshot_of(page: Tensor) -> Tensor:
-    """`[slots, 4]`: scale, inverse and age of each slot (and a column of no use), in memory of their own."""
+    """`[slots, 4]`: scale, inverse and age of each slot, and an unused column. A copy in its own memory."""
     return page.narrow(1, 0, SNAPSHOT).clone(memory_format=torch.contiguous_format)
 
 
 def next_page(page: Tensor, snapshot: Tensor, amax: Tensor) -> Tensor:
     """The page after a training call that saw `amax` (float32 `[n]`, n <= slots: the first n rows move).
 
-    The same rule as one Triton kernel is `codegen.triton_kernels.fp8_update`: change both.
+    The Triton kernel `codegen.triton_kernels.fp8_update` is the same rule: change both.
     `test_the_update_kernel_is_next_page` in tests/passes/test_fusion.py compares them to the bit.
 
-    The old scales come from the snapshot: so it is taken before the page is written, however a compiler orders the graph.
+    The old scales come from the snapshot, so that every compiler takes the snapshot before it writes the page.
 
     The history shifts by one. A slot's scale is recomputed at its first non-zero amax and at every interval-th call
-    from there, unless the amax to compute it from is 0. An amax that the old scale brings beyond the slot's limit is due
-    at once, and makes the slot cold: the next call uses its current amax, if it can (`runtime.calls`), else the new scale. If
-    any amax is not finite, nothing moves: one bad batch leaves no trace (TransformerEngine keeps the infinity in the window
-    for its whole length).
+    from there, unless the amax to compute it from is 0. If an amax times the old scale exceeds the slot's limit, the
+    scale is recomputed at once, and the slot becomes cold: the next call uses its current amax, if it can (`runtime.calls`),
+    else the new scale. If any amax is not finite, nothing moves: one bad batch leaves no trace (TransformerEngine keeps the
+    infinity in the window for its whole length).
     """
-    # Unused slots see zeros: one shape for all rows, and a single concatenation, let Inductor make one kernel of it.
+    # Unused slots see zeros: with one shape for all rows and a single concatenation, Inductor makes one kernel of all this.
     amax = torch.nn.functional.pad(amax, (0, page.shape[0] - amax.shape[0]))
     old, rows = Rows(snapshot), Rows(page)
     old_scale, old_inverse, age = old.scale, old.scale_inv, old.age

@@ -1,21 +1,21 @@
 """How each call of a compiled graph runs: which pages it gets, and whether it is warm or cold.
 
-A *warm* call runs the code that Inductor made: the scale of a tensor is known before the tensor is. A *cold* call runs the same
-graph operator by operator, on the reference implementations in `ir.ops`. These take the current amax of a tensor whose slot has
-no scale yet. The first calls of a graph are cold: some slot has seen nothing, or only zeros (a zero-initialised projection has
-no gradient behind it), and a scale of 1 would flush small gradients to zero. The backward of a call runs as its forward did,
-because layouts and random numbers of saved tensors differ between the two ways.
+A *warm* call runs the code that Inductor made: the scale of a tensor is known before the tensor is computed. A *cold* call runs
+the same graph operator by operator, on the reference implementations in `ir.ops`. These take the current amax of a tensor whose
+slot has no scale yet. The first calls of a graph are cold, because some slot has seen no amax, or only zeros (behind a
+zero-initialised projection all gradients are zero). Such a slot has a scale of 1, which would flush small gradients to zero.
+The backward of a call runs as its forward did, because layouts and random numbers of saved tensors differ between the two ways.
 
 A call is also cold if a tensor overflowed in the call before (see `overflow`). That overflow may have hidden that the amax of
 the next layer grew as well. So a cold call uses the current amax of every tensor that the stored scale would saturate. After
 weights were loaded, for example, one cold call gives right results in all layers of the graph. The state update does not know
-how a call ran: tensors beyond their limit in the cold call make the next call cold, too. That one is the last.
+how a call ran: a tensor beyond its limit in the cold call makes the next call cold, too. That second cold call is the last.
 
-A measured call (see `probe`) runs operator by operator with the scales of a warm one, with any recipe.
+A measured call (see `probe`) also runs operator by operator, but with the scales of a warm call. Any recipe can be measured.
 
 The state moves once a training call. A forward inside of a running backward is a recomputation (eager checkpointing) if the
-forward of the same call has run before; it leaves the state as it is. In a reentrant checkpoint it is the first forward: the
-one before ran without gradients, as an evaluation.
+forward of the same call has run before; a recomputation leaves the state as it is. In a reentrant checkpoint, the forward in
+the backward counts as the first one: the forward before it ran without gradients, as an evaluation.
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ DRY: ContextVar[bool] = ContextVar("fp8compile_dry_run", default=False)
 
 @contextlib.contextmanager
 def dry_run() -> Iterator[None]:
-    """Inside, training calls on this thread leave the scaling state as it is: for batches that are no training data (a search
-    for the largest batch that fits, a model that is called for the shapes of its outputs). They compute what they would, and
-    their backward may come later. Pipeline stages of torch.distributed need none: their shape inference is known."""
+    """Inside, training calls on this thread leave the scaling state as it is. Use it for batches that are no training data: a
+    search for the largest batch that fits, a call that only asks for the shapes of the outputs. Results are the usual ones, and
+    the backward of such a call may run outside. Pipeline stages of torch.distributed do not need this: fp8compile recognises
+    their shape inference."""
     token = DRY.set(True)
     try:
         yield
@@ -56,20 +57,20 @@ def dry_run() -> Iterator[None]:
 class Interface:
     """What is known of a graph before it is compiled."""
 
-    weights: tuple[int, ...]  # positions among its inputs, parameters first
+    weights: tuple[int, ...]  # positions among the graph's inputs, parameters first
     parameters: tuple[int, ...]
     names: tuple[str, ...]  # of its inputs
-    history: int  # amaxes a slot
+    history: int  # amaxes that a slot keeps
     capacity: tuple[int, int] | None  # rows of the pages of forward and backward; None: no state
-    observes: bool  # it moves the state but multiplies in high precision: no call of it is a cold one
-    trains: bool  # it is no evaluation
+    observes: bool  # the graph moves the state but multiplies in high precision; its calls are never cold
+    trains: bool  # the graph is for training, not for evaluation
 
 
 class Call(NamedTuple):
     """A call in progress. `pages`: its state. `again`: it is a recomputation. `dry`: it leaves the state as it is."""
 
     pages: PageSet | None
-    look: probe.Look | None  # if it is measured
+    look: probe.Look | None  # set if the call is measured
     again: bool = False
     dry: bool = False
 
@@ -78,19 +79,19 @@ NO_CALL = Call(None, None)
 
 
 class Calls:
-    """The calls of one graph: the pages that each gets, and how it runs."""
+    """Decides for each call of one graph which pages it gets, and how it runs."""
 
     def __init__(self, interface: Interface):
         self.interface = interface
         self.looking = probe.Looking()
-        self.book: Book | None = None  # there is none where nothing became FP8 that has a state
+        self.book: Book | None = None  # None if no tensor of the graph has a slot
         self.group: str | None = None  # the process group over which amaxes are reduced
-        self.agreed = False  # on one set of slots with the other ranks of that group
-        self.marks = compat.TensorMarks()  # values that forwards which ran eagerly have saved, with how they ran
-        self.local = threading.local()  # `call`: the one in progress on a thread
+        self.agreed = False  # the ranks of that group have compared their slots
+        self.marks = compat.TensorMarks()  # tensors that forwards run operator by operator have saved, each with its How
+        self.local = threading.local()  # `call`: the call in progress on this thread
 
     def keep_state(self, done: Rewritten) -> None:
-        """The graph has slots. Forward and backward are compiled one after the other, and share one book."""
+        """Make the book of a graph with slots. Forward and backward are compiled one after the other, and share one book."""
         assert self.interface.capacity is not None
         self.group = done.group
         self.book = self.book or Book(done.forward, done.backward, self.interface.capacity, self.interface.history)
@@ -114,7 +115,7 @@ class Calls:
     # -- before a call --
 
     def open(self, args: Sequence[Any], look: probe.Look | None) -> tuple[Call, torch.Tensor, torch.Tensor]:
-        """The call, and the pages of forward and backward that it is given."""
+        """Begin a call: the `Call`, and the pages of forward and backward to pass to the graph."""
         assert self.book is not None
         pages = self.book.open(args, args[self.interface.weights[0]].device)
         forward, backward = pages.forward.tensor, pages.backward.tensor
@@ -123,13 +124,13 @@ class Calls:
         if not self.agreed:
             self._agree()
         again = (pages.pending > 0 and compat.recomputing()) or compat.repeating()
-        if again:  # a recomputation: the scales of the first time, and the state stays where it is
+        if again:  # a recomputation uses the scales of the first forward, and leaves the state as it is
             forward = pages.before()
-            if not pages.backward.homes:  # nothing moves in its backward, which cannot be told from another's
+            if not pages.backward.homes:  # no slots in backward, so it has no page by which `backward` could count it
                 pages.pending = max(0, pages.pending - 1)
         else:
             pages.pending += 1
-            if pages.cold and pages.pending > state.PATIENCE:  # nobody calls their backwards
+            if pages.cold and pages.pending > state.PATIENCE:  # the backwards of these forwards do not come
                 pages.after_cold_call()
             if pages.watch is not None and not pages.cold and not self.interface.observes:
                 overflows = pages.watch.before_call()
@@ -138,7 +139,8 @@ class Calls:
         return Call(pages, look, again), forward, backward
 
     def _agree(self) -> None:
-        """Before the first all-reduce: amaxes of different graphs must not be mixed up, and a hang tells nobody why."""
+        """Fp8CompileError if ranks of the group have other slots. Checked before the first all-reduce, which would mix up the
+        amaxes of different graphs, or hang without saying why."""
         group, self.agreed = self.group, True
         if group is None:
             return
@@ -167,7 +169,7 @@ class Calls:
     # -- in a call --
 
     def forward(self, call: Call) -> How | None:
-        """How the forward of a call runs operator by operator; None: as it was compiled."""
+        """How to run the forward of a call operator by operator; None: run the compiled code."""
         pages, look, again, dry = call
         cold, eagerly = False, look is not None
         if pages is not None:
@@ -182,7 +184,7 @@ class Calls:
             self._moved(call.pages)
 
     def backward(self, pages: PageSet | None, marker: torch.Tensor | None) -> How | None:
-        """As `forward`. `marker`: a value that the forward saved, by which is known how it ran."""
+        """As `forward`. `marker`: a tensor that the forward saved; its mark tells how the forward ran."""
         if marker is not None:
             how = self.marks.note(marker)
         else:
@@ -200,7 +202,7 @@ class Calls:
             self._moved(pages)
 
     def _moved(self, pages: PageSet) -> None:
-        """Behind the last update of a training call."""
+        """Called after the last update of a training call."""
         with compat.unseen():
             if pages.cold and pages.was_cold:
                 pages.after_cold_call()

@@ -20,9 +20,9 @@ from .state import check_unwanted
 
 
 class CompiledGraph:
-    """Adds the state inputs to the graph's own, and notes whose parameters it is called with.
+    """Passes the state inputs to the graph, and records which parameters it is called with.
 
-    `function` is what Inductor made; `record` is the graph's entry in the ledger; `converts`: some matmul of it became FP8.
+    `function` is what Inductor made; `record` is the graph's index in the ledger; `converts`: some matmul of it became FP8.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class CompiledGraph:
     ):
         self.function, self.interface, self.calls, self.owners = function, interface, calls, owners
         self.record, self.converts = record, converts
-        self.idle: torch.Tensor | None = None  # a stand-in where the state inputs are unused
+        self.idle: torch.Tensor | None = None  # a stand-in for state inputs that the graph does not read
 
     def __call__(self, *args: Any) -> Any:
         interface = self.interface
@@ -57,7 +57,7 @@ class CompiledGraph:
             with compat.unseen():
                 call, *pages_of_call = self.calls.open(args, look)
             return self.calls.run(self.function, (*args, *pages_of_call), call)
-        if interface.capacity is not None:  # the state inputs are read by nobody
+        if interface.capacity is not None:  # the graph does not read its state inputs
             if self.idle is None:
                 self.idle = state_page.new_page(interface.capacity[0], interface.history, first.device)
             args = (*args, self.idle, self.idle)
@@ -77,7 +77,7 @@ class CompiledGraph:
             LEDGER.attach(self.record, weights)
 
     def _looks(self, args: Sequence[Any]) -> probe.Look | None:
-        """Is this call measured?"""
+        """The `Look` of a call that is measured, or runs beside one that is; None for any other call."""
         if not self.interface.trains or not self.converts or self.interface.observes or compat.compiled_autograd():
             return None
         may_begin = not compat.recomputing() and not compat.repeating()

@@ -1,4 +1,4 @@
-"""Compiles the two halves that AOTAutograd makes of a graph. Each keeps its graph for calls that run operator by operator."""
+"""Compiles the two halves that AOTAutograd makes of a graph, and keeps each graph for calls that run operator by operator."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ from .owners import Owners
 
 
 class Halves:
-    """`joint_pass` goes into Inductor's passes over the joint graph, `compile` in the place of its inner compiler.
+    """`joint_pass` becomes one of Inductor's passes over the joint graph; `compile` replaces Inductor's inner compiler.
 
-    `rewrite` runs our passes over a joint graph. Afterwards `rewritten` is what they did (None: Inductor saw no joint graph,
-    since there are no inputs), and `converts` tells whether some matmul became FP8.
+    `rewrite` runs our passes over a joint graph. Afterwards `rewritten` is what the passes did (None: Inductor saw no joint
+    graph, because the graph has no inputs), and `converts` tells whether some matmul became FP8.
     """
 
     def __init__(self, inner: Inner, rewrite: Callable[[Graph], Rewritten], calls: Calls, owners: Owners):
         self.inner, self.rewrite, self.calls, self.owners = inner, rewrite, calls, owners
         self.rewritten: Rewritten | None = None
         self.converts = False
-        self.marker: str | None = None  # a value saved for backward, by which the backward knows how the forward ran
+        self.marker: str | None = None  # name of a tensor saved for backward; its mark tells the backward how the forward ran
 
     def joint_pass(self, graph: Graph) -> None:
         if not compat.is_joint_graph(graph):
-            return  # of a nested graph: `collect` lists the operator that contains it
+            return  # a nested graph: `collect` lists the operator that contains it
         done = self.rewrite(graph)
-        self.rewritten = replace(done, matmuls=(), opaque=())  # they hold the whole joint graph
+        self.rewritten = replace(done, matmuls=(), opaque=())  # matmuls would keep the whole joint graph alive
         self.converts = any(matmul.fp8 for matmul in done.matmuls)
 
     def compile(self, gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
-        """One half: compile it, and keep the graph as it was."""
+        """Compile one half, and keep a copy of its graph as it was before."""
         done, trains = self.rewritten, self.calls.interface.trains
         if not self.inner.computes or done is None or not (done.pages or (self.converts and trains)):
             return self.inner.compile(gm, example_inputs, **kwargs)
@@ -53,15 +53,16 @@ class Halves:
         self.owners.know(probe.casts_of(kept.graph))
         warm = self.inner.compile(gm, example_inputs, **kwargs)
         devices = {value(node).device.type for node in kept.graph.nodes if is_tensor(node)}
-        device = next((kind for kind in devices if kind != "cpu"), "cpu")  # numbers may be inputs on the CPU
+        device = next((kind for kind in devices if kind != "cpu"), "cpu")  # inputs that are numbers may be on the CPU
         return self._backward(kept, warm, device, done) if backward else self._forward(kept, warm, device)
 
     def _forward(self, gm: GraphModule, warm: Boxed, device: str) -> Boxed:
         calls, eager, outputs = self.calls, boxed(Eager(gm)), _outputs(gm)
-        # the last ones are saved for backward; a marker that turns out to be none of them is not looked for
+        # the last outputs are saved for backward; if the marker is not among them, the backward does not look for it
         inputs = [value(x) for x in gm.graph.find_nodes(op="placeholder") if is_tensor(x)]
         made = [i for i, x in enumerate(outputs) if isinstance(x, Node) and x.op != "placeholder" and is_tensor(x)]
-        made = [i for i in made if not any(compat.share_memory(value(outputs[i]), x) for x in inputs)]  # always at one address
+        # a view of an input has the same address in every call, and could not mark one of them
+        made = [i for i in made if not any(compat.share_memory(value(outputs[i]), x) for x in inputs)]
         marker = made[-1] if made else None
         self.marker = outputs[marker].name if marker is not None else None
 
@@ -100,7 +101,8 @@ class Halves:
 
 
 def _check_update(gm: GraphModule, page: str, slots: Sequence[Any]) -> None:
-    """The partitioner drops, silently, a mutation that does not fit into its half of the graph: no state may go that way."""
+    """Fp8CompileError if the update of the state is missing: the partitioner silently drops a mutation that does not fit into
+    its half of the graph."""
     writes = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
     if slots and not any(getattr(node.args[0], "name", None) == page for node in writes):
         raise Fp8CompileError(

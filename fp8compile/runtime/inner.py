@@ -1,4 +1,4 @@
-"""What makes a callable of one half of a graph: Inductor, or in its place an interpreter of the same graph."""
+"""Compilers of one half of a graph: Inductor, or in its place an interpreter of the same graph."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from .interpreter import Boxed, Eager, boxed
 
 @dataclass(frozen=True)
 class Inner:
-    """`compile` takes and returns what Inductor's own `inner_compile` does. `computes`: what it makes computes something; if
-    not, nothing is scaled, and a graph needs no state."""
+    """`compile` has the signature of Inductor's own `inner_compile`. `computes`: the callables that it makes compute something;
+    if they do not, nothing is scaled, and a graph needs no state."""
 
     compile: Callable[..., Any]
     computes: bool = True
@@ -29,5 +29,5 @@ def _interpret(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) ->
 
 
 INDUCTOR = Inner(compat.compile_inner)
-# Graphs are rewritten and lowered as ever, then run node by node: Inductor takes 10 to 20 s a graph, this none of them.
+# Our passes rewrite and lower a graph as usual; then it runs node by node. That saves Inductor's 10 to 20 s a graph.
 INTERPRETER = Inner(_interpret)

@@ -1,7 +1,7 @@
-"""Runs a graph operator by operator, on the reference implementations in `ops`: cold calls, measured ones, and tests.
+"""Runs a graph operator by operator, on the reference implementations in `ops`: for cold calls, measured calls, and tests.
 
-To autograd and to the user's dispatch modes (selective checkpointing, counters) such a run is what a compiled one is: one
-opaque call. Its outputs are no views, and nothing that it writes counts as a change of version.
+Autograd and the user's dispatch modes (selective checkpointing, counters) see such a run as they see a compiled one: as one
+opaque call. Its outputs are no views, and what it writes does not change a tensor's version counter.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from . import probe
 
 Boxed = Callable[[list[Any]], Any]
 
-UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)  # eager torch has no ranges of these
+UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)  # eager torch has no arange for these dtypes
 
 
 class How(NamedTuple):
-    """How a call runs operator by operator, forward and backward: as a `cold` one, to be looked at, or both."""
+    """How a call runs operator by operator, forward and backward. `cold`: with the current amax where a stored scale is missing
+    or would saturate. `look`: measures every cast."""
 
     cold: bool
     look: probe.Look | None = None
@@ -34,13 +35,13 @@ AS_COMPILED = How(False)
 
 
 class Eager(Interpreter):
-    """Inductor's random operators draw by their seed, as they do when compiled, so that a mask that is computed again in
-    backward is the same. Every cast is shown to the `look` of a call."""
+    """Draws Inductor's random operators by their seed, as compiled code does, so that backward recomputes the same dropout
+    mask. Shows every cast to the `look` of a call."""
 
     how = AS_COMPILED
 
     def _set_current_node(self, node: Node) -> Any:
-        """Nothing: fx notes the node in a place of the process, where another thread's trace reads it."""
+        """Do nothing: fx stores the node in a global, where a trace on another thread reads it."""
         return contextlib.nullcontext()
 
     def run_node(self, n: Node) -> Any:
@@ -50,10 +51,10 @@ class Eager(Interpreter):
         return result
 
     def call_function(self, target: Any, args: tuple, kwargs: dict) -> Any:
-        if target is torch.ops.prims.iota.default and kwargs["dtype"] in UNSIGNED:  # of a large torch.eye
+        if target is torch.ops.prims.iota.default and kwargs["dtype"] in UNSIGNED:  # comes from a large torch.eye
             return super().call_function(target, args, {**kwargs, "dtype": torch.int64}).to(kwargs["dtype"])
         if target is ops.delayed_scale and not self.how.cold:
-            args = args[:5]  # saturates what a warm call does
+            args = args[:5]  # without `covers`: saturates what a warm call saturates
         kind = compat.random_prims().get(target)
         return super().call_function(target, args, kwargs) if kind is None else _draw(kind, *args)
 
@@ -69,14 +70,13 @@ def _draw(kind: str, *args: Any) -> torch.Tensor:
 
 
 def boxed(interpreter: Any) -> Callable[..., Any]:
-    """`run(args, how=AS_COMPILED)`, which empties the list of arguments. Several threads may be in it at once."""
+    """A function `run(args, how=AS_COMPILED)`, which empties the list `args`. Several threads may call it at once."""
 
     def run(args: list[Any], how: How = AS_COMPILED) -> Any:
-        one = copy.copy(interpreter)  # with values of its own, which go with it
+        one = copy.copy(interpreter)  # with its own `env`, so that values are freed with the copy
         one.env, one.how = {}, how
         with compat.unseen(args):
             return one.boxed_run(args)
 
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
-

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Ledger:
-    """The reports of this process's compiled graphs. The records of parameters say who reads them."""
+    """The reports of this process's compiled graphs. The record of a parameter says which graphs read it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -24,7 +24,7 @@ class Ledger:
         self._next = 0
 
     def add(self, graph: GraphReport, parameters: Iterable[Tensor] = ()) -> int:
-        """Enter `graph`, which reads `parameters`; returns the index that it gets (its own is replaced)."""
+        """Add `graph`, which reads `parameters`. Returns the index that the graph gets here, in place of `graph.index`."""
         with self._lock:
             index = self._next
             self._next += 1
@@ -37,7 +37,7 @@ class Ledger:
         return self._graphs[index]
 
     def attach(self, index: int, parameters: Iterable[Tensor]) -> None:
-        """Say that graph `index` reads `parameters` too. An index that clear() has dropped is ignored."""
+        """Record that graph `index` reads `parameters`, too. An index that clear() has dropped is ignored."""
         if index in self._graphs:
             for parameter in parameters:
                 record_of(parameter).graphs.add(index)
@@ -58,7 +58,7 @@ class Ledger:
 
     @contextlib.contextmanager
     def set_aside(self) -> Iterator[None]:
-        """Inside, there are no graphs, and the first one gets index 0; what is added there is forgotten."""
+        """Inside, the ledger is empty, and the first graph gets index 0; graphs that are added inside are forgotten."""
         before = self._graphs, self._next
         self._graphs, self._next = {}, 0
         try:

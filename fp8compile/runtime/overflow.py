@@ -1,10 +1,10 @@
-"""What overflowed: the host's look at pages that it otherwise does not read.
+"""How the host learns which tensors overflowed, without waiting for a GPU.
 
-The update of a page makes a slot cold when an amax saturated and was a jump, too (its limit in the page). Such a slot has an
-age below zero and a newest amax above; one that never saw anything has an amax of zero. On a CPU the pages are read before
-each call. On a GPU that would wait for everything that is queued: there, the products of ages and amaxes are copied to pinned
-memory behind a call's backward, and looked at before a later call, once they have arrived. Until then calls are warm, with
-the scale that the update made of the amax that overflowed.
+The update of a page makes a slot cold when an amax saturated and was a jump, too (it exceeded the slot's limit). Such a slot
+has an age below zero and a newest amax above zero. A slot that never saw anything has a newest amax of zero. So age * amax is
+negative only after an overflow. On a CPU the host reads the pages before each call. On a GPU that would wait for all queued
+work. There the products age * amax are copied to pinned memory behind a call's backward. The host looks at them before a later
+call, once they have arrived. Until then calls are warm, with the scale that the update computed from the amax that overflowed.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class Overflow(NamedTuple):
 
 
 class Watch:
-    """Of the first rows of two pages, which stay where they are."""
+    """Watches the first rows of two pages. The pages must keep their addresses."""
 
     def __init__(self, forward: Tensor, forward_slots: int, backward: Tensor, backward_slots: int):
-        # .data: a page may be saved for a backward, which minds nobody's views
+        # .data: autograd may have saved the page for a backward; views of .data do not share its version counter
         self.rows = (Rows(forward.data[:forward_slots]), Rows(backward.data[:backward_slots]))
         self.parts = [(rows.age, rows.newest) for rows in self.rows if rows.tensor.shape[0]]
         self.on_host = forward.device.type != "cuda"
@@ -51,7 +51,7 @@ class Watch:
             self.event = torch.cuda.Event()
 
     def after_call(self) -> None:
-        """Behind the last update of a training call: start the copy to the host."""
+        """After the last update of a training call, start the copy to the host."""
         if self.on_host or self.arriving is not None or torch.cuda.is_current_stream_capturing():
             return
         for (age, amax), piece in zip(self.parts, self.pieces, strict=True):
@@ -61,7 +61,7 @@ class Watch:
         self.arriving = self.event
 
     def before_call(self) -> list[Overflow]:
-        """What is cold because it overflowed, as far as is known without waiting."""
+        """The overflows that made slots cold, as far as the host knows without waiting."""
         if self.on_host:
             seen = any(torch.mul(age, amax).amin().item() < 0 for age, amax in self.parts)
         else:
@@ -83,14 +83,14 @@ class Watch:
 
 
 class _Said:
-    """When the last line was written, and how many overflows have not been in one."""
+    """When the last log line was written, and how many overflows since then were in no line."""
 
     at = float("-inf")
     missed = 0
 
 
 def say(overflows: Sequence[Overflow], name: Callable[[Overflow], str]) -> None:
-    """A line about some overflows, at INFO; none within QUIET seconds of the last one, which the next one then counts."""
+    """Log a line about some overflows, at INFO. Within QUIET seconds of the last line, only count them for the next line."""
     now = time.monotonic()
     if now - _Said.at < QUIET or not logger.isEnabledFor(logging.INFO):
         _Said.missed += len(overflows)

@@ -1,4 +1,4 @@
-"""The parameters that a graph was called with: one graph may serve many layers and models, and any weight may be replaced."""
+"""The parameters that a graph was called with. One graph may serve many layers and models, and a weight may be replaced."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .calls import Interface
 
 
 class Owners:
-    """`met`: ids of the parameters -> all weights that came with them, by input; until one of them is gone."""
+    """`met`: ids of a call's parameters -> all weights of that call, by input. An entry goes when a parameter of it goes."""
 
     def __init__(self, interface: Interface):
         self.interface = interface
@@ -19,21 +19,21 @@ class Owners:
         self.casts: dict[tuple[int, probe.Name], probe.Cast] = {}  # what the graph quantizes
 
     def key(self, args: Sequence[Any]) -> tuple[int, ...]:
-        """Some microseconds for a hundred parameters."""
+        """The ids of a call's parameters. Takes some microseconds for a hundred of them."""
         return tuple([id(args[i]) for i in self.interface.parameters])
 
     def meet(self, key: tuple[int, ...], args: Sequence[Any]) -> None:
-        """The first call with these parameters."""
+        """Record the first call with these parameters."""
         met = self.met
         owners = {i: weakref.ref(args[i]) for i in self.interface.weights}
-        for i in self.interface.parameters:  # an id may have another tensor then
+        for i in self.interface.parameters:  # once a parameter is gone, another tensor may get its id
             owners[i] = weakref.ref(args[i], lambda _: met.pop(key, None))
         met[key] = owners
         if self.interface.trains:
             probe.know(owners, self.casts)
 
     def know(self, casts: dict[tuple[int, probe.Name], probe.Cast]) -> None:
-        """One half is compiled, and quantizes this."""
+        """Record what one half, which was just compiled, quantizes."""
         self.casts.update(casts)
         if self.interface.trains:
             for owners in list(self.met.values()):

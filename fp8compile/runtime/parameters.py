@@ -1,6 +1,6 @@
-"""What is known of each parameter: one record for each, found by identity, which goes when the parameter goes.
+"""One record for each parameter, with all that the runtime knows of it. Found by identity, and deleted with the parameter.
 
-Under FSDP2 a parameter is two tensors: the module and the optimizer have the sharded one, compiled graphs read the unsharded
+Under FSDP2 a parameter is two tensors: the module and the optimizer hold the sharded one, compiled graphs read the unsharded
 one. Both have the same record. So scaling state, reports and steps are those of the parameter that the user holds.
 """
 
@@ -23,30 +23,30 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, slots=True)
 class ParameterRecord:
-    """Of a parameter, or of a buffer that is used as a weight. Nothing in it keeps the parameter alive."""
+    """The record of a parameter, or of a buffer that is used as a weight. It does not keep the parameter alive."""
 
-    references: list[weakref.ref] = field(default_factory=list)  # to the tensors that it is of
-    graphs: set[int] = field(default_factory=set)  # that read it, by their index in the ledger
+    references: list[weakref.ref] = field(default_factory=list)  # to the tensors of the parameter
+    graphs: set[int] = field(default_factory=set)  # indices in the ledger of the graphs that read it
     # scaling state: see `state` and `state_dict`
     slots: dict[tuple[str, int], Slot] = field(default_factory=dict)  # by role and use
-    loaded: str | None = None  # its name in a state that was loaded, and that graphs have to fit
+    loaded: str | None = None  # its name in a loaded state that graphs have to fit
     # what compiled graphs quantize with it, and what the last measurements found: see `probe`
     casts: dict[Name, Cast] = field(default_factory=dict)
     measured: dict[Name, Tensor] = field(default_factory=dict)
-    outdated: bool = False  # only graphs that are gone have said something of it
+    outdated: bool = False  # `casts` and `measured` come from graphs that are gone
     # where it is in its training: see `phases`
-    steps: list[Steps] = field(default_factory=list)  # of the optimizers that had it, alive or not, the last one last
-    leads: bool = False  # a graph goes by it
+    steps: list[Steps] = field(default_factory=list)  # of the optimizers that had it, alive or not; the latest is last
+    leads: bool = False  # a graph finds its phase by it
     offset: int | None = None  # added to the steps that were counted; None: the offset of the process
-    phase: str | None = None  # set by hand; "": that of the schedule; None: that of the process
+    phase: str | None = None  # set by hand; "": the schedule decides; None: the phase of the process
 
 
 _LOCK = threading.RLock()
-_records: dict[int, ParameterRecord] = {}  # by id: the callback of a reference runs before the id is another tensor's
+_records: dict[int, ParameterRecord] = {}  # by id: a reference's callback runs before another tensor can get the id
 
 
 def record_of(parameter: Any) -> ParameterRecord:
-    """The record of a parameter, to write into. Several threads may ask for it at once."""
+    """The record of a parameter, for writing: made if there is none. Several threads may ask for it at once."""
     if id(parameter) not in _records:
         with _LOCK:
             share_records([parameter])
@@ -57,8 +57,8 @@ def record_of(parameter: Any) -> ParameterRecord:
 
 
 def share_records(tensors: Iterable[Any]) -> None:
-    """Give the sharded and the unsharded tensor of a parameter one record, for the parameters that one of `tensors` is of."""
-    from .. import compat  # here: it imports Dynamo
+    """Give the sharded and the unsharded tensor of each of these parameters one record. `tensors`: either of the two."""
+    from .. import compat  # imported late, because it imports Dynamo
 
     wanted = set(map(id, tensors))
     for pair in compat.sharded_pairs():
@@ -78,7 +78,7 @@ def _add(tensor: Any, record: ParameterRecord) -> None:
 
 
 def find(parameter: Any) -> ParameterRecord:
-    """The record of a parameter, to read: an empty one, which nobody keeps, where there is none."""
+    """The record of a parameter, for reading: if there is none, an empty one, which is not kept."""
     return _records.get(id(parameter)) or ParameterRecord()
 
 
@@ -97,7 +97,7 @@ def all_records() -> list[tuple[int, ParameterRecord]]:
 
 @contextlib.contextmanager
 def set_aside() -> Iterator[None]:
-    """Inside, nothing is known of any parameter; what is learned there is forgotten."""
+    """Inside, there are no records; those that are made inside are forgotten."""
     global _records
     before, _records = _records, {}
     try:

@@ -1,12 +1,13 @@
 """Phases of a training run: high precision first, then FP8, then high precision again, without a new compilation.
 
-A graph whose policy has a `[schedule]` is compiled twice when it is first met: for FP8, and for high precision with the amaxes
-of everything that FP8 would quantize. Each call runs one of the two. Both move the same scaling state, so FP8 begins with the
-histories of the warm-up, and a switch costs nothing; parameters, gradients and optimizer state know of neither.
+A graph whose policy has a `[schedule]` is compiled twice when it is first met: for FP8, and for high precision. The second also
+computes the amaxes of all tensors that FP8 would quantize. Each call runs one of the two. Both move the same scaling state, so
+FP8 begins with the histories of the warm-up, and a switch costs nothing. Parameters, gradients and optimizer state are the same
+in both.
 
 The step is the number of `optimizer.step()` calls that the graph's parameters have seen, as torch's own hook on optimizers
-reports them: forwards that accumulate gradients, recomputations and evaluations do not count. Where a training loop has no
-`torch.optim.Optimizer`, steps inside of a CUDA graph, or starts from a checkpoint, `set_step` says where it is.
+reports them: forwards that accumulate gradients, recomputations and evaluations do not count. `set_step` sets the step if the
+training loop has no `torch.optim.Optimizer`, steps inside of a CUDA graph, or starts from a checkpoint.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ Callback = Callable[[int, "float | None"], "str | None"]
 
 @dataclass(eq=False)
 class Steps:
-    """One optimizer's: how many, and of which parameters (by identity)."""
+    """The steps of one optimizer: how many it took, and its parameters (by identity)."""
 
     count: int = 0
     parameters: frozenset[int] = frozenset()
@@ -51,7 +52,7 @@ class Steps:
 
 @dataclass(eq=False)
 class _Watch:
-    """A callback, with the model that it is for (a weak reference; None: for all) and the last step that it was asked about."""
+    """A callback, with the model that it is for (a weak reference; None: for all) and the last step that it was called for."""
 
     callback: Callback
     every: int
@@ -69,12 +70,12 @@ class _Watch:
 
 
 class _State:
-    """Of this process; what is known of one parameter is in its record. Optimizers are held weakly."""
+    """The state of this process; that of one parameter is in its record. Optimizers are held weakly."""
 
     def __init__(self) -> None:
         self.steps: Any = WeakKeyDictionary()  # optimizer -> Steps
-        self.ticks = 0  # steps of all optimizers: what was found out before the last one has to be found out again
-        self.phase: str | None = None  # set by hand, for everything
+        self.ticks = 0  # steps of all optimizers, and settings by hand; a phase found at an earlier tick is looked up again
+        self.phase: str | None = None  # set by hand, for all models
         self.offset = 0  # added to the steps that were counted
         self.callbacks: dict[int, _Watch] = {}
         self.loss: Tensor | None = None  # the last scalar that a scheduled graph returned
@@ -86,8 +87,9 @@ class _State:
             self.hook = register_optimizer_step_post_hook(_stepped)
 
     def counted(self, parameter: Tensor) -> int:
-        """Steps of the optimizer that has this parameter, and of those that had it before. If none has it (sharded, frozen):
-        of whichever took the most, of those that are not some other graph's, or of all if it never will have one."""
+        """How many optimizer steps this parameter has seen: the largest count of the optimizers that have it, and of the last
+        one that had it. If none ever had it (sharded, frozen): the largest count of the optimizers without a parameter by which
+        some graph finds its phase. If there is none of these: the largest count of all, or 0 if it requires gradients."""
         had = find(parameter).steps
         counting = [steps for steps in had if steps is had[-1] or id(parameter) in steps.parameters]
         if not counting:
@@ -108,8 +110,8 @@ _state = _State()
 def set_phase(phase: str | None, model: nn.Module | None = None) -> None:
     """Run in "fp8" or in "high_precision" from the next call on, whatever the schedule says; None goes back to it.
 
-    For one model, or for all of them. It acts on what was compiled with a policy that has a `[schedule]` (which may be empty);
-    anything else was compiled for FP8 alone. ValueError for another name.
+    For one model, or for all of them. It acts on graphs whose policy has a `[schedule]` (which may be empty); all others were
+    compiled for FP8 alone. OptionError (a ValueError) for another name.
     """
     if phase is not None and phase not in PHASES:
         raise OptionError.of("phase", phase, "'fp8', 'high_precision' or None")
@@ -126,7 +128,7 @@ def set_phase(phase: str | None, model: nn.Module | None = None) -> None:
 
 
 def set_step(step: int, model: nn.Module | None = None) -> None:
-    """Say that `step` optimizer steps were taken: after loading a checkpoint, or where steps cannot be seen."""
+    """Set the number of optimizer steps that were taken: after loading a checkpoint, or where steps cannot be counted."""
     integer("step", step, 0)
     if model is None:
         _state.offset = step - max((steps.count for steps in _state.steps.values()), default=0)
@@ -138,12 +140,12 @@ def set_step(step: int, model: nn.Module | None = None) -> None:
 
 
 def on_step(callback: Callback, model: nn.Module | None = None, every: int = 1) -> Callable[[], None]:
-    """Call `callback(step, loss)` behind every `every`-th optimizer step (of the model's optimizer); the phase that it returns
-    is set as by `set_phase`, None changes nothing. Returns a function that takes the callback away.
+    """Call `callback(step, loss)` after every `every`-th optimizer step (of the model's optimizer). A phase that it returns is
+    set as by `set_phase`; None changes nothing. Returns a function that removes the callback.
 
-    `loss` is the last number that a graph with phases returned, None if none did (the loss is computed outside of what is
-    compiled, or behind a graph break): reading it waits for the device. Ranks of a distributed job see a loss each: reduce it
-    before deciding.
+    `loss` is the last scalar that a graph with phases returned. It is None if no graph did, because the loss is computed
+    outside of the compiled code or behind a graph break. Reading it waits for the device. Each rank of a distributed job sees
+    its own loss: reduce it before deciding.
     """
     if not callable(callback):
         raise OptionError.of("callback", callback, "callable as callback(step, loss)")
@@ -152,7 +154,7 @@ def on_step(callback: Callback, model: nn.Module | None = None, every: int = 1) 
 
 
 def each_step(callback: Callable[[int], None], model: nn.Module) -> Callable[[], None]:
-    """As `on_step` of every step, for what does not look at the loss (reading it waits for the device) and changes no phase."""
+    """As `on_step` for every step, for a callback that needs no loss (reading it waits for the device) and sets no phase."""
 
     def step_only(step: int, _: float | None) -> None:
         callback(step)
@@ -162,7 +164,7 @@ def each_step(callback: Callable[[int], None], model: nn.Module) -> Callable[[],
 
 def _call_back(callback: Any, model: nn.Module | None, every: int = 1, reads_loss: bool = True) -> Callable[[], None]:
     _state.listen()
-    _parameters(model)  # complains about what is no model
+    _parameters(model)  # TypeError if it is no model
     number = max(_state.callbacks, default=-1) + 1
     _state.callbacks[number] = _Watch(callback, every, weakref.ref(model) if model is not None else None, reads_loss)
     return lambda: (_state.callbacks.pop(number, None), None)[1]
@@ -189,7 +191,7 @@ def _stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     steps = _state.steps.get(optimizer)
     if steps is None or steps.parameters != parameters:
         records = [record_of(p) for p in every]
-        if steps is None:  # a second optimizer of a model goes on where the first one was
+        if steps is None:  # a second optimizer of a model continues the count of the first one
             before = max((had.count for record in records for had in record.steps), default=0)
             steps = _state.steps[optimizer] = Steps(before)
         alive = list(_state.steps.values())
@@ -203,7 +205,7 @@ def _stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for watch in list(_state.callbacks.values()):
         if not watch.due(step, parameters):
             continue
-        watch.last = step  # the optimizers of one step, where there are several, ask once
+        watch.last = step  # where several optimizers take one step, the callback is called once
         phase = watch.callback(step, float(_state.loss) if watch.reads_loss and _state.loss is not None else None)
         if phase is not None:
             if phase not in PHASES:
@@ -217,12 +219,12 @@ class ScheduledGraph:
     def __init__(self, graphs: Mapping[str, CompiledGraph], schedule: Schedule, first: int):
         self.graphs, self.schedule = dict(graphs), schedule
         self.first = first  # the input whose identity tells which model this is
-        self.known: Any = WeakIdKeyDictionary()  # parameter -> phase of its last call, and the ticks when it was found out
+        self.known: Any = WeakIdKeyDictionary()  # parameter -> phase of its last call, and the ticks when that was looked up
         _state.scheduled[self] = True
         _state.listen()
 
     def phase(self, parameter: Tensor) -> str:
-        """The phase of the model that has this parameter; of a recomputation, that of the call before."""
+        """The phase of the model that has this parameter. A recomputation gets the phase of the call before it."""
         before, ticks = self.known.get(parameter, (None, -1))
         if before is not None and (ticks == _state.ticks or compat.recomputing()):
             return before
@@ -241,7 +243,8 @@ class ScheduledGraph:
         return HIGH_PRECISION if step < self.schedule.warmup_steps or cooling else FP8
 
     def __call__(self, *args: Any) -> Any:
-        # DDPOptimizer asks for shapes; AOTAutograd answers the first call of each graph with them
+        # DDPOptimizer asks for the outputs' shapes. AOTAutograd answers the first call of each graph with fake outputs: so call
+        # both, or the first real call of the other one would get them
         if isinstance(args[self.first], compat.FakeTensor):
             return [graph(*args) for graph in self.graphs.values()][0]
         result = self.graphs[self.phase(args[self.first])](*args)

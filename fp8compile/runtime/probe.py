@@ -1,12 +1,12 @@
-"""Measuring what quantization does to tensors: which ones overflow, which vanish, how far the copies are from them.
+"""Measures what quantization does to tensors: how many elements overflow, how many vanish, how far the copies are off.
 
-Nothing of this is computed in an ordinary call. A `Measurement` asks for it: the next training call of each graph of the model,
-forward and backward, then runs operator by operator, as a cold call does (`calls`), and every cast on the way is looked
-at. Outputs, gradients and scaling state of that call are the ordinary ones. What was measured stays on the device until it is
-read, so that a measured call does not wait.
+An ordinary call computes none of this. A `Measurement` asks for it. Then the next training call of each graph of the model runs
+operator by operator, forward and backward, as a cold call does (`calls`), and measures every cast. Outputs, gradients and
+scaling state of that call are the ordinary ones. The results stay on the device until they are read, so that a measured call
+does not wait.
 
-A tensor is named by its parameter, its role, the use of the parameter, and the layout where layouts differ: a tensor with one
-scale, or with square blocks, has copies of the same values in either; one with a scale a row or a block of a row has not.
+A tensor is named by its parameter, its role, the use of the parameter, and its layout if the two layouts differ. A tensor with
+one scale, or with square blocks, has the same values in both layouts. One with a scale for a row, or a block of a row, has not.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from .state import named_weights
 
 CASTS = (ops.quantize, ops.quantize_both)
 CHUNK = 1 << 24  # elements at a time: a measured call takes no more memory than a cold one
-ROUNDING = 1 + 2.0**-20  # amax * scale is off by as much: beyond the FP8 maximum is what is beyond this
+ROUNDING = 1 + 2.0**-20  # amax * scale is off by as much: only what exceeds fp8_max * ROUNDING overflows
 COLUMNS = (
     "elements", "amax", "overflows", "underflows", "error", "signal", "scales", "scale", "scale_inv_min", "scale_inv_max"
 )  # fmt: skip
 
-Name = tuple[str, int, str]  # role, use, layout: "" (both are the same), "plain" or "transposed"
+Name = tuple[str, int, str]  # role, use, layout: "" (both have the same values), "plain" or "transposed"
 
 
 class Cast(NamedTuple):
-    """How a tensor is quantized. `recipe` is that of its scale: with `current_scaling`, delayed scaling has tensorwise ones."""
+    """How a tensor is quantized. `recipe` is that of its scale: "tensorwise" where delayed scaling has `current_scaling`."""
 
     recipe: str
     format: str  # "e4m3fn", "e5m2", ...
@@ -49,7 +49,7 @@ ACTIVE: list[Measurement] = []
 
 @contextlib.contextmanager
 def set_aside() -> Iterator[None]:
-    """Inside, no measurement was asked for."""
+    """Inside, no measurement is active."""
     before, ACTIVE[:] = list(ACTIVE), []
     try:
         yield
@@ -58,17 +58,17 @@ def set_aside() -> Iterator[None]:
 
 
 def forget() -> None:
-    """All graphs are gone: what the next one says of a weight replaces what they said."""
+    """All graphs are gone: for each weight, the casts of the next graph replace theirs."""
     for _, record in all_records():
         record.outdated = True
 
 
 class Measurement:
-    """Asks that the next training call of each graph of a model is measured. `records`: {weight: {Name: vector of COLUMNS}}, a
-    weight by its record."""
+    """Asks that the next training call of each graph of a model is measured. `records`: {record of a weight: {Name: vector of
+    COLUMNS}}."""
 
     def __init__(self, model: nn.Module):
-        """TypeError if it is no module."""
+        """TypeError if `model` is no module."""
         self.model = weakref.ref(model)
         self.members = ids_of(named_weights(model).values())
         self.done: set[tuple[int, ...]] = set()
@@ -84,11 +84,11 @@ class Measurement:
             ACTIVE.remove(self)
 
     def wants(self, key: tuple[int, ...]) -> bool:
-        """A graph with these weights (by identity): is it one of the model's, and the first call that could be measured?"""
+        """For a call with these weights (by identity): are they the model's, and is no such call measured yet?"""
         model = self.model()
         if model is None:
             self.end()
-        elif self.members.isdisjoint(key) and key not in self.others:  # or weights that were assigned since
+        elif self.members.isdisjoint(key) and key not in self.others:  # another model's, or assigned since the last look
             self.members = ids_of(named_weights(model).values())
             self.others.add(key)
         return key not in self.done and not self.members.isdisjoint(key)
@@ -96,7 +96,7 @@ class Measurement:
 
 @dataclass(eq=False)
 class Look:
-    """One call that runs operator by operator for the sake of measuring; without measurements, because one beside it does."""
+    """One call that runs operator by operator: to be measured or, if `measurements` is empty, because a call beside it is."""
 
     key: tuple[int, ...]
     owners: Mapping[int, weakref.ref]  # by input of the graph
@@ -111,7 +111,7 @@ class Look:
         for name, item in names_of(node).items():
             kept = [measurement.records.setdefault(record_of(owner), {}) for measurement in self.measurements]
             if all(name in known for known in kept):
-                continue  # the other layout of the same values
+                continue  # measured in the other layout, which has the same values
             x, scale, _, fp8_max = args[:4]
             other = args[4] if node.target is ops.quantize_both and len(args) > 4 else None
             transposed = args[4] if node.target is ops.quantize else name[2] == "transposed"
@@ -125,16 +125,16 @@ class Look:
 
 @dataclass(eq=False)
 class Looking:
-    """What one graph has to know of calls that were measured, by their weights, until their backwards have run."""
+    """The measured calls of one graph whose backwards have not run yet, by their weights."""
 
     open: dict[tuple[int, ...], Open] = field(default_factory=dict)
 
     def at(self, args: Sequence[Any], weights: Sequence[int], in_backward: bool, may_begin: bool) -> Look | None:
-        """A call of the graph: does it run operator by operator? `may_begin`: it is no recomputation of an ordinary call."""
+        """The `Look` of a call that runs operator by operator, else None. `may_begin`: the call may begin a measurement."""
         key = tuple(id(args[i]) for i in weights)
         opened = self.open.get(key)
         wanting: list[Measurement] = []
-        if opened is None or not in_backward:  # else a recomputation, of a call that was measured or one beside it
+        if opened is None or not in_backward:  # else it recomputes a measured call or one beside it
             wanting = [measurement for measurement in list(ACTIVE) if may_begin and measurement.wants(key)]
             if not wanting and opened is None:
                 return None
@@ -142,7 +142,7 @@ class Looking:
                 opened = self.open.setdefault(key, Open())
                 opened.patience = Open.patience
             assert opened is not None
-            if opened.patience == 0:  # its backward does not come
+            if opened.patience == 0:  # the backwards do not come
                 del self.open[key]
                 return None
             opened.patience -= 1
@@ -162,15 +162,15 @@ class Looking:
 
 @dataclass(eq=False)
 class Open:
-    """Forwards that ran operator by operator. As long as their backwards have not run, others of the same weights run that way,
-    too: where activations are recomputed, nobody knows which of them is recomputed."""
+    """Forwards that ran operator by operator. Until their backwards have run, further forwards with the same weights run that
+    way, too, because a recomputation cannot be attributed to one of them."""
 
     forwards: int = 0
-    patience: int = 16  # for forwards without backwards
+    patience: int = 16  # how many more forwards may come before the backwards are given up
 
 
 def names_of(cast: Node) -> dict[Name, int | None]:
-    """What is measured of a cast: names of the tensor, and which result has it (None: the only one)."""
+    """The names of a cast's copies, each with the index of the result that is this copy (None: the only result)."""
     operand, block = cast.meta["fp8_operand"], block_of(cast)
     alike = block[0] == block[1]
     if cast.target is ops.quantize:
@@ -184,7 +184,7 @@ def block_of(cast: Node) -> tuple[int, int]:
 
 
 def casts_of(graph: Graph) -> dict[tuple[int, Name], Cast]:
-    """Everything that a graph (before lowering) quantizes, by input of its weight and name."""
+    """Every tensor that a graph (before lowering) quantizes, by (input of its weight, name)."""
     found = {}
     for op in CASTS:
         for node in graph.find_nodes(op="call_function", target=op):
@@ -198,7 +198,7 @@ def casts_of(graph: Graph) -> dict[tuple[int, Name], Cast]:
 
 
 def know(owners: Mapping[int, weakref.ref], casts: Mapping[tuple[int, Name], Cast]) -> None:
-    """A graph quantizes this with these weights."""
+    """Record that a graph with these weights makes these casts."""
     for (position, name), cast in casts.items():
         owner = owners[position]() if position in owners else None
         if owner is not None:
@@ -211,7 +211,7 @@ def know(owners: Mapping[int, weakref.ref], casts: Mapping[tuple[int, Name], Cas
 def measured(x: Tensor, scale: Tensor, copy: Tensor, fp8_max: float, transposed: bool, block: Sequence[int]) -> Tensor:
     """COLUMNS (float64 `[10]`, on x's device) of x `[R, C]` and its FP8 copy, plain `[R, C]` or transposed `[C, R padded]`.
 
-    Overflows: |x * scale| > fp8_max. Underflows: x is not 0, and its copy is. `error`: the sum of (x - copy * scale_inv)^2,
+    Overflows: |x * scale| > fp8_max. Underflows: x is not 0, but its copy is. `error`: the sum of (x - copy * scale_inv)^2,
     `signal`: that of x^2, both over finite elements.
     """
     x = x.t() if transposed else x

@@ -25,8 +25,8 @@ from ..ir.state_page import Rows, SlotKey, SlotSettings
 from .overflow import Watch
 from .parameters import find, record_of, share_records
 
-LOCK = threading.RLock()  # on what has which slots: several threads may train
-PATIENCE = 16  # cold calls before a slot that only ever saw zeros is taken as it is, with scale 1
+LOCK = threading.RLock()  # guards which page has which slots: several threads may train
+PATIENCE = 16  # cold calls; afterwards a slot that saw only zeros is used with scale 1
 
 
 @dataclass(eq=False)
@@ -38,16 +38,16 @@ class Page:
     settings: tuple[SlotSettings, ...]
     stale: bool = False  # another page has taken over some of the slots
     patience: int = PATIENCE  # cold calls left
-    loaded: bool = False  # values and patience are from a file, and no call has seen them
-    name: str = ""  # of the one slot, while no graph has taken it
-    strict: bool = False  # the first graph that takes it has to fit
+    loaded: bool = False  # values and patience were loaded, and no call has used them yet
+    name: str = ""  # of the only slot of a loaded page, while no graph has taken it over
+    strict: bool = False  # the first graph that takes it over has to fit
 
     def cold(self) -> bool:
         """Is there a slot that has not seen a non-zero amax? Reads the device: for cold calls only."""
         return bool(Rows(self.tensor[: len(self.homes)]).cold.any())
 
     def refresh(self) -> None:
-        """Take the slots back, with their values, if another graph that has some of them has run since."""
+        """Take the slots back, with their values, if another graph has taken some of them since."""
         if self.stale:
             self.claim()
 
@@ -65,11 +65,11 @@ class Page:
         self.stale = False
         if loaded:
             self.loaded = True
-            if len(loaded) == len(self.homes):  # or a slot that is not among them may have to be cold for longer
+            if len(loaded) == len(self.homes):  # else a slot that was not loaded may have to be cold for longer
                 self.patience = min(page.patience for page in loaded)
 
     def take(self, row: int, page: Page, before: int = 0) -> None:
-        """Copy what is in row `before` of another page."""
+        """Copy row `before` of another page into `row`."""
         factor = self.settings[row].reach / page.settings[before].reach
         state_page.copy_row(self.tensor, row, page.tensor, before, factor)
 
@@ -97,8 +97,8 @@ class Slot:
 
 
 def named_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What may be a weight of a model: parameters, then buffers, by names without what torch.compile, checkpointing, FSDP and
-    DDP wrap around modules. A tensor with several names has its first."""
+    """The tensors of a model that may be weights: parameters, then buffers. Their names leave out the wrappers of
+    torch.compile, checkpointing, FSDP and DDP. A tensor with several names has its first."""
     model = unwrapped(model)
     found: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
@@ -111,7 +111,7 @@ def named_weights(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The module that torch.compile and DDP made theirs of. TypeError for what is none."""
+    """The module inside of the wrappers of torch.compile and DDP. TypeError if `model` is no module."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a torch.nn.Module, not {type(model).__name__}")
     while hasattr(model, "_orig_mod") or compat.is_ddp(model):
@@ -136,14 +136,14 @@ class PageSet:
     backward: Page
     owners: tuple[weakref.ref, ...]
     cold: bool = True
-    was_eager: bool = True  # the last forward: operator by operator
-    was_cold: bool = True  # and not only to be measured
+    was_eager: bool = True  # the last forward ran operator by operator
+    was_cold: bool = True  # the last forward was cold, not only measured
     pending: int = 0  # training forwards whose backward has not run
-    watch: Watch | None = None  # for overflows, where some slot asks for it
-    copy: torch.Tensor | None = None  # for forwards that are recomputed
+    watch: Watch | None = None  # for overflows, if some slot has a limit
+    copy: torch.Tensor | None = None  # the page of the last forward, for recomputations of it
 
     def before(self) -> torch.Tensor:
-        """A page from which a forward quantizes as the last one did. In one place: a CUDA graph is recorded for an address."""
+        """A page with the scales of the last forward. Always at one address, because a CUDA graph is recorded for addresses."""
         page = state_page.page_before(self.forward.tensor)
         if self.copy is None:
             self.copy = page
@@ -152,19 +152,19 @@ class PageSet:
         return self.copy
 
     def after_cold_call(self) -> None:
-        """Is it the last cold one?"""
+        """Count a cold call, and find out whether it was the last."""
         for page in self.pages:
             page.patience = max(0, page.patience - 1)
         self._is_cold()
 
     def overflowed(self) -> None:
-        """The next call is a cold one, for what has just overflowed."""
+        """Make the next call cold, because a tensor has just overflowed."""
         for page in self.pages:
             page.patience = max(1, page.patience)
         self.cold = True
 
     def resume(self) -> None:
-        """Go on with values that were loaded."""
+        """Continue with loaded values."""
         patience = max((page.patience for page in self.pages if page.homes), default=PATIENCE)
         for page in self.pages:
             page.patience, page.loaded = patience, False
@@ -195,7 +195,7 @@ class Book:
         self.by_pointer: dict[int, PageSet] = {}
 
     def open(self, args: Sequence[Any], device: torch.device) -> PageSet:
-        """The pages for a call with these inputs, holding what earlier calls of any graph left."""
+        """The pages for a call with these inputs, with the state that earlier calls of any graph left."""
         owners = [args[i] for i in self.inputs]
         key = tuple(map(id, owners))
         with LOCK:
@@ -236,7 +236,7 @@ class Book:
 
 
 def check_unwanted(weights: Iterable[Any], wanted: Collection[Any]) -> None:
-    """StateError if a state was loaded for weights of a training graph that have none in it. `wanted`: those that have."""
+    """StateError if a state was loaded for weights of a training graph that keep none there. `wanted`: the weights that do."""
     known = set(map(id, wanted))
     found = [slot for weight in weights if id(weight) not in known for slot in find(weight).slots.values()]
     extra = [f"unexpected: {slot.page.name}" for slot in found if slot.page.strict]
@@ -245,7 +245,7 @@ def check_unwanted(weights: Iterable[Any], wanted: Collection[Any]) -> None:
 
 
 def _check_loaded(wanted: Sequence[tuple[tuple[Any, tuple[str, int]], SlotSettings]], history: int) -> None:
-    """StateError if some of a new graph's slots have been loaded, and they are not those that it wants."""
+    """StateError if slots of a new graph were loaded, and differ from the slots that the graph needs."""
     held = [find(owner).slots.get(name) for (owner, name), _ in wanted]
     if not any(slot is not None and slot.page.strict for slot in held):
         return
@@ -272,7 +272,7 @@ FIX = (
 
 
 def differing(name: str, saved: SlotSettings, kept: int, settings: SlotSettings, history: int) -> list[str]:
-    """The differences between the settings of a slot that was saved with `kept` amaxes, and those of its home."""
+    """The differences between a slot that was saved (with `kept` amaxes) and this graph's slot (with `history` amaxes)."""
     pairs = [
         ("FP8 maximum / 2**margin", saved.reach, settings.reach),
         ("window (amax_history_len, or 1 with most_recent)", saved.window, settings.window),

@@ -6,12 +6,12 @@
     model.load_state_dict(saved["model"])
     fp8compile.load_scaling_state(model, saved["scaling"])       # before or after the model is compiled
 
-Nobody needs it: without, a run starts cold, as it did in its first step. With it, a run that was stopped goes on as if it had
-not been, to the bit where the rest of it is deterministic.
+Saving the state is optional. Without it, a resumed run starts cold, as in its first step. With it, a run continues as if it had
+not been stopped: to the bit, if everything else in the run is deterministic.
 
-A slot is the float32 vector "<parameter>.<role>.<use>": its row of a page (see `state_page`), and behind it how many more calls
-may be cold for its sake. "fp8compile.version" is an int64 vector of one. All are copies on the CPU, in a memory of their own
-each, as safetensors wants them.
+A slot is saved as the float32 vector "<parameter>.<role>.<use>": its row of a page (see `state_page`), followed by its
+patience, the number of calls that may still be cold because of this slot. "fp8compile.version" is an int64 vector of one
+element. All are copies on the CPU. Each has its own memory, as safetensors requires.
 
 Under FSDP2 a slot has the name of the parameter, as without it.
 """
@@ -44,7 +44,7 @@ def scaling_state(model: nn.Module) -> dict[str, Tensor]:
     """The delayed scaling state of a model: {"layers.0.up.weight.input.0": float32 vector, ...} and a version.
 
     Names are those of the bare module, whatever torch.compile, DDP or checkpointing put around it. Other recipes keep no
-    state: then there is the version alone.
+    state: their dict has the version alone.
 
     Each rank has its own state, of the tensors that it has seen: under DDP and FSDP2 of its batches, under tensor parallelism
     of its shards. The names are the same on all ranks.
@@ -61,15 +61,15 @@ def scaling_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def load_scaling_state(model: nn.Module, state: Mapping[str, Tensor] | None, strict: bool = True) -> None:
-    """Take over a state that `scaling_state` returned, also before the model is compiled or called.
+    """Load a state that `scaling_state` returned. The model may be compiled and called before or afterwards.
 
-    None or {}, of a checkpoint that has none: every tensor starts cold.
+    With None or {} (for a checkpoint without a state) every tensor starts cold.
 
-    StateError (a ValueError), before anything is changed, if the state is of another model or was made with another policy or
-    other options: names that are missing or that nothing here has, other settings (format and margin, history length, interval,
-    overflow limit). It lists the differences. Before the first call only the parameters' names can be checked; the rest is
-    when a graph is first called with the parameters, and that call raises. With `strict=False` what fits is taken, adapted
-    where it can be (another margin, another history length), and the rest starts cold.
+    StateError (a ValueError) if the state is of another model, or was made with another policy or other options. It is raised
+    before anything is changed, and lists the differences: missing names, unexpected names, other settings (format and margin,
+    history length, interval, overflow limit). Before the first call only the parameters' names can be checked. The rest is
+    checked when a graph is first called with the parameters, and then that call raises. `strict=False` loads what fits,
+    adapted where possible (another margin, another history length); all other tensors start cold.
 
     The state belongs to the parameters that `model` has now. `fully_shard` and `parallelize_module` make new ones: load after
     them.
@@ -82,14 +82,14 @@ def load_scaling_state(model: nn.Module, state: Mapping[str, Tensor] | None, str
     rows = _parsed(given)
     known = slots_of(model)
     live = {key: slot for key, slot in known.items() if not slot.page.name}
-    waiting = {key for key, slot in known.items() if slot.page.strict}  # loaded before, for what has not been called yet
+    waiting = {key for key, slot in known.items() if slot.page.strict}  # loaded before, and no graph has taken them yet
     differences = [] if not given or not strict else _differences(rows, weights, live, waiting)
     if differences:
         raise StateError.of(differences, FIX)
     for key, slot in live.items():
-        if key not in rows:  # None was given, or not strict
+        if key not in rows:  # only where `state` is None or {}, or not `strict`
             _start_cold(slot)
-    for name, weight in weights.items():  # what an earlier call has loaded, and no graph has taken
+    for name, weight in weights.items():  # drop slots that were loaded before and no graph has taken
         record = record_of(weight)
         record.slots = {key: slot for key, slot in record.slots.items() if not slot.page.name}
         record.loaded = name if strict and given else None
@@ -127,7 +127,7 @@ def _kind(x: Any) -> str:
 def _differences(
     rows: Mapping[Key, Tensor], weights: Mapping[str, Tensor], live: Mapping[Key, Slot], waiting: Set[Key]
 ) -> list[str]:
-    """`live`: the slots of what was compiled; none before the first call."""
+    """What does not fit. `live`: the slots of compiled graphs, none before the first call. `waiting`: as in the caller."""
     found = []
     for key, row in rows.items():
         name, role, use = key
@@ -143,7 +143,7 @@ def _differences(
 
 
 def _take(name: str, weight: Tensor, key: tuple[str, int], row: Tensor, slot: Slot | None, strict: bool) -> None:
-    """Into the page of a graph, or into one of its own, of which the first graph takes it."""
+    """Put a loaded row into a graph's page, or (`slot` is None) into its own page, from which the first graph takes it."""
     values, patience = row[:-1].clone(), int(row[-1])
     settings = (Rows(values).settings(),)
     page = Page(values.unsqueeze(0), [(weakref.ref(weight), key)], settings, patience=patience, loaded=True)

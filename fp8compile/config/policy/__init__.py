@@ -1,10 +1,10 @@
 """Policies: which matmuls become FP8 and how, in rules that a file, a dict or Python can hold.
 
-    errors, validation    what is wrong and where, and how pydantic finds it
+    errors, validation    PolicyError, and the tables that pydantic checks
     patterns, condition   globs, and the expression language over m, n, k
-    match                 what a rule looks at, and whether it matches
+    match                 the facts that a rule can test, and whether it matches
     model                 Rule, Policy and the other tables
-    files                 reading them
+    files                 reading policies
 
 >>> load("llama").choose(site).fp8
 """

@@ -74,7 +74,8 @@ def _compiled(text: str) -> CodeType:
 
 
 def _check(node: ast.expr, text: str, condition: bool, power: int = 1, depth: int = 0) -> None:
-    """Raise PolicyError unless `node` is a condition, or a number, of the language. `power` is the exponent around it."""
+    """PolicyError unless `node` is a condition (or, without `condition`, a number). `power`: the product of exponents
+    around it."""
     if depth > DEEPEST:
         raise _error(text, f"is nested more than {DEEPEST} deep")
     parts: list[ast.expr] = []

@@ -1,7 +1,7 @@
 """PolicyError: what is wrong with a policy, and where.
 
-The parts are kept apart until the message is read: what checks a value knows neither the rule nor the file that it is in, and
-`files` adds both.
+The parts are kept apart until the message is read. The code that checks a value knows neither its rule nor its file; `files`
+adds both.
 """
 
 from __future__ import annotations
@@ -47,12 +47,13 @@ class PolicyError(OptionError):
         return error
 
     def under(self, *path: str | int) -> PolicyError:
-        """The same, found in what `path` leads to."""
+        """The same error, with `path` in front of its own path."""
         self.path = (*path, *self.path)
         return self
 
     def found_in(self, source: str, tables: Mapping[str, Any], content: str | None) -> PolicyError:
-        """The same with its places in the policy `source`. `content` is the TOML text of `tables`, None if there is none."""
+        """The same error, with its places in the policy `source`. `content`: the TOML text of `tables`, None if there is
+        none."""
         for error in self.parts or [self]:
             error.place = place_of(error.path, tables)
             error.line = line_of(content, error.path) if content is not None else None
@@ -72,7 +73,7 @@ class PolicyError(OptionError):
 
 
 def place_of(path: Path, tables: Mapping[str, Any] | None = None) -> str:
-    """What people call it: "rule 2 ('mlp')", "[recipes.mine]", "[defaults]", or nothing for the file itself."""
+    """What people call a place: "rule 2 ('mlp')", "[recipes.mine]", "[defaults]", or nothing for the file itself."""
     if len(path) > 1 and path[0] == "rules" and isinstance(path[1], int):
         rules = (tables or {}).get("rules")
         rule = rules[path[1]] if isinstance(rules, (list, tuple)) and path[1] < len(rules) else None
@@ -84,9 +85,9 @@ def place_of(path: Path, tables: Mapping[str, Any] | None = None) -> str:
 
 
 def line_of(content: str, path: Path) -> int | None:
-    """The line, from 1, of what `path` leads to in a TOML text: of its key, else of the header above it. None if unknown.
+    """The line, from 1, of the key to which `path` leads in a TOML text, else of the header above it. None if unknown.
 
-    It knows the usual way of writing a policy, one header or key a line.
+    It understands the usual way of writing a policy, with one header or key a line.
     """
     # strings over several lines may hold anything: only their line ends count
     text = re.sub(r"('''|\"\"\").*?\1", lambda string: "\n" * string[0].count("\n"), content, flags=re.DOTALL)

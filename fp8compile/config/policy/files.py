@@ -1,7 +1,7 @@
-"""From a file, a name, a dict or the environment to a Policy, with errors that say where in the file and what to write.
+"""Makes a Policy of a file, a name, a dict or the environment. Errors say where in the file they are, and what to write.
 
 Whatever the source, its tables go through `validation`. A file may come from somebody else: reading one executes nothing, and
-what could take long is limited. A file is read anew by each `load`: it may have been edited.
+limits keep it from taking long. Each `load` reads a file anew, because it may have been edited.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _STRINGS = re.compile(r"\"[^\"]*\"|'[^']*'|#.*")
 def load(source: Any = None) -> Policy:
     """The policy that `source` names or holds.
 
-    None: what the environment variable FP8COMPILE_POLICY names, else "default". A string that ends in .toml or has a separator,
-    and any Path: a file. Another string: a shipped policy. A dict: the tables of a file. A Policy: itself.
-    Raises OptionError, also where a file cannot be read.
+    None: the policy that the environment variable FP8COMPILE_POLICY names, else "default". A string that ends in .toml or has a
+    separator, and any Path: a file. Another string: a shipped policy. A dict: the tables of a file. A Policy: itself. Raises
+    OptionError, also where a file cannot be read.
     """
     if isinstance(source, Policy):
         return source
@@ -80,7 +80,7 @@ def shipped(name: str) -> str:
 
 
 def _named(name: str | os.PathLike[str], beside: Path | None, chain: tuple[str, ...]) -> Policy:
-    """A shipped policy or a file; a relative path is one from the folder `beside`."""
+    """A shipped policy or a file; a relative path begins at the folder `beside`."""
     text = os.fspath(name)
     if not isinstance(text, str):
         raise PolicyError.of("policy", name, "a path in text, not bytes")
@@ -115,13 +115,13 @@ def _from_tables(
     beside: Path | None = None,
     chain: tuple[str, ...] = (),
 ) -> Policy:
-    """Validate `tables`, and put the policy that they extend behind them. `content` is their TOML text."""
+    """Validate `tables`, and put the rules of the policy that they extend behind theirs. `content` is their TOML text."""
     try:
         file = validated(PolicyFile, tables)
         base = None if file.extends == "none" else _extended(file.extends or "default", beside, chain)
         return _joined(file, base, source)
     except PolicyError as error:
-        if not error.source:  # one of the policy that is extended knows its own
+        if not error.source:  # an error of the policy that is extended knows its own source
             error.found_in(source, tables, content)
         raise
 
@@ -139,7 +139,7 @@ def _extended(name: str, beside: Path | None, chain: tuple[str, ...]) -> Policy:
 
 
 def _joined(file: PolicyFile, base: Policy | None, source: str) -> Policy:
-    """The rules of `base` after the file's; of everything else the file's, where it says something."""
+    """The file's rules, then those of `base`. Everything else is the file's where it is given, else that of `base`."""
     if base is None:
         base = Policy(source="none")
     settings = {**given(base.defaults), **given(file.defaults)}
@@ -163,7 +163,7 @@ def _joined(file: PolicyFile, base: Policy | None, source: str) -> Policy:
 
 def _read(path: Path) -> str:
     try:
-        if path.exists() and not path.is_file() and not path.is_dir():  # a pipe would wait for ever
+        if path.exists() and not path.is_file() and not path.is_dir():  # reading a pipe would wait for ever
             raise OSError("it is not a regular file")
         with open(path, "rb") as file:
             content = file.read(LARGEST_FILE + 1)

@@ -1,7 +1,7 @@
-"""What a rule can look at, whether it matches, and what to say about one that never does.
+"""The facts that a rule can test, whether it matches, and messages about rules that never match.
 
-A `Site` is one gemm of a graph; the sizes in it are those of the forward matmul, whichever of the three it is, so that a rule
-decides alike about fprop, dgrad and wgrad of a weight unless it names one.
+A `Site` is one gemm of a graph. Its sizes are those of the forward matmul, for dgrad and wgrad, too: so a rule decides alike
+about fprop, dgrad and wgrad of a weight, unless it names one.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _within(spans: Iterable[str], position: tuple[int, int] | None) -> bool:
     return False
 
 
-# condition of a rule -> whether it holds; only asked if it is given
+# condition of a rule -> whether it holds; called only for conditions that the rule gives
 CONDITIONS: dict[str, Callable[[Any, Site], bool]] = {
     "module": lambda rule, site: patterns.fits(rule.module, site.module),
     "parameter": lambda rule, site: patterns.fits(rule.parameter, site.parameter),
@@ -86,8 +86,8 @@ def unmatched(
     """A message for each of the user's own rules that decided about none of `sites`, the gemms of one graph.
 
     `modules` are the names of the model's modules (a mapping from names to class names also tells about `module_class`),
-    `parameters` those of its parameters. With `whole` the graph has the whole model. Otherwise other graphs have the rest: then
-    a rule is only wrong if no name of the model fits one of its patterns.
+    `parameters` those of its parameters. With `whole` the graph has the whole model. Otherwise other graphs have the rest, and
+    a rule gets a message only if one of its patterns fits no name of the model.
     """
     own = len(policy.rules) if policy.own is None else policy.own
     deciding = [next((i for i, rule in enumerate(policy.rules) if rule.matches(site)), None) for site in sites]
@@ -117,12 +117,12 @@ def _taken(rules: Sequence[int]) -> str:
 def _nameless(
     rule: Rule, modules: Collection[str], parameters: Collection[str], sites: Sequence[Site], whole: bool
 ) -> str | None:
-    """Which pattern fits no name of the model, None if all do."""
+    """Says which pattern fits no name of the model; None if each fits one."""
     classes = {name for site in sites for name in site.classes}
     if isinstance(modules, Mapping):
         classes |= {str(kind) for kind in modules.values()}
     elif not whole:
-        classes = set()  # those outside of this graph are unknown
+        classes = set()  # classes outside of this graph are unknown
     modules = {*modules, *(site.module for site in sites)}
     parameters = {*parameters, *(site.parameter for site in sites)}
     for key, names, noun in (
@@ -139,7 +139,7 @@ def _nameless(
 
 
 def _failing(rule: Rule, sites: Sequence[Site], modules: Collection[str]) -> str:
-    """The first condition that leaves nothing of what the ones before it do."""
+    """Names the first condition that holds for none of the gemms that the conditions before it leave."""
     left = list(sites)
     for key, holds in CONDITIONS.items():
         given = getattr(rule, key)

@@ -1,10 +1,10 @@
 """What a policy is: rules in order, named recipes, defaults. Frozen dataclasses that pydantic checks, see `validation`.
 
-The settings of a recipe are read off `Recipe`'s own fields, so that a field added there is a key of rules, `[recipes.NAME]` and
-`[defaults]` without another word. `PolicyFile` is one file as it is written; `Policy` is what decides: the file's rules, those
-of the policies that it extends, and every recipe resolved.
+The settings of a recipe are read off `Recipe`'s own fields: a field that is added there is also a key of rules,
+`[recipes.NAME]` and `[defaults]`. `PolicyFile` is one file as it is written. `Policy` decides: it has the file's rules, those
+of the policies that the file extends, and every recipe resolved.
 
-A setting is looked up in the rule, in the named recipe, in the options given beside the policy, in `[defaults]`, in `Recipe`.
+A setting is looked up in this order: the rule, the named recipe, the options given beside the policy, `[defaults]`, `Recipe`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 else:
     Op = Literal[tuple(MATMULS)]
 SETTINGS = tuple(f.name for f in dataclasses.fields(Recipe) if f.name != "name")
-LONGEST_CHAIN = 32  # recipes, each of which varies the next
+LONGEST_CHAIN = 32  # recipes, each based on the next
 
 _MEANINGS = {
     "fp8_format": 'Formats: "hybrid" (E4M3 for activations and weights, E5M2 for gradients) or "e4m3" (for all).',
@@ -67,10 +67,10 @@ def _choice(meaning: str, values: Any, default: Any = None) -> Any:
 
 
 def _setting(cls: type, value: Any, info: ValidationInfo) -> Any:
-    """`value` as `Recipe`, which knows what may be given, spells it."""
+    """`value` as `Recipe` checks and stores it."""
     name = str(info.field_name)
     try:
-        return value if value is None else getattr(Recipe("tensorwise", **{name: value}), name)  # which takes all of them
+        return value if value is None else getattr(Recipe("tensorwise", **{name: value}), name)  # tensorwise takes all settings
     except OptionError as error:
         raise PolicyError(str(error).removeprefix("fp8 option "), name, value) from None
 
@@ -89,7 +89,7 @@ Settings: Any = table()(type("Settings", (), _SETTINGS))
 
 @table("[defaults]")
 class Defaults(Settings):
-    """`[defaults]`: for whatever no rule gives another."""
+    """`[defaults]`: the settings where no rule gives others."""
 
     recipe: Name | None = key(*_RECIPE)
 
@@ -105,9 +105,9 @@ class NamedRecipe(Settings):
 
 @table("[[rules]]")
 class Rule(Settings):
-    """One `[[rules]]`: conditions, which have to hold all, and what becomes of the gemms for which they do.
+    """One `[[rules]]`: conditions, which all have to hold, and the decision for the gemms for which they do.
 
-    Where a key takes one or several values, any of them may fit. They are kept as tuples of strings, None if not given.
+    If a key takes several values, one of them has to fit. They are kept as tuples of strings, None if not given.
     """
 
     name: Name | None = key("A label for reports.", f"a line of 1 to {LONGEST_NAME} characters")
@@ -199,7 +199,7 @@ class _Tables:
         "The first whose conditions hold decides. Without one: FP8 where it pays.", "a list of tables, each under [[rules]]", ()
     )
     recipes: dict[StrictStr, NamedRecipe] = key("Recipes with a name.", "tables, [recipes.NAME]", dict)
-    defaults: Defaults = key("For whatever no rule gives another.", "a table, [defaults]", Defaults())
+    defaults: Defaults = key("The settings where no rule gives others.", "a table, [defaults]", Defaults())
     schedule: Schedule | None = key("High precision at the beginning and at the end of training.", "a table, [schedule]")
     eval: Eval | None = _choice("Precision of evaluation. Default: high_precision.", Eval)
     device: PathOrName | None = key('Decide as for this device, such as "h100". Default: the one that is used.', "a name")
@@ -214,7 +214,7 @@ class PolicyFile(_Tables):
     )
 
     def __post_init__(self) -> None:
-        """Names of recipes are looked up later: the policy that this file extends may have them."""
+        """Names of recipes are looked up later, because the policy that this file extends may define them."""
         seen: dict[str, int] = {}
         always = None
         for i, rule in enumerate(self.rules):
@@ -229,10 +229,11 @@ class PolicyFile(_Tables):
 
 @table(kw_only=False)
 class Policy(_Tables):
-    """What decides about every gemm. Made by `load`, or in Python: ``Policy(rules=(Rule(module="*.mlp.*", fp8="off"),))``.
+    """Decides about every gemm. Made by `load`, or in Python: ``Policy(rules=(Rule(module="*.mlp.*", fp8="off"),))``.
 
-    The first `own` rules are the user's (None: all), the others came with what it extends. `source` says where it came from,
-    for messages; `labels` are the rules' names in reports. Equal, and hashed, by what it decides.
+    The first `own` rules are the user's (None: all). The others come from the policies that it extends. `source` says in
+    messages where it came from; `labels` are the rules' names in reports. Only fields that decide something count for == and
+    hash.
     """
 
     eval: Eval = _choice("Precision of evaluation.", Eval, "high_precision")
@@ -262,7 +263,7 @@ class Policy(_Tables):
 
     @property
     def recipe(self) -> Recipe:
-        """Of whatever no rule gives another."""
+        """The recipe of every gemm to which no rule gives another."""
         return self._effective[-1]
 
     @cached_property
@@ -277,11 +278,11 @@ class Policy(_Tables):
         return any(recipe.delayed for recipe in self.possible)
 
     def owns(self, rule: int | None) -> bool:
-        """Whether a rule, by its position, is the user's own and did not come with what the policy extends."""
+        """Whether a rule, by its position, is the user's own, and does not come from a policy that is extended."""
         return rule is not None and (self.own is None or rule < self.own)
 
     def with_defaults(self, **settings: Any) -> Policy:
-        """The policy with `settings` (keys of `[defaults]`) instead of what its `[defaults]` say of them.
+        """The policy with `settings` (keys of `[defaults]`) in place of those in its `[defaults]`.
 
         A rule's own settings, and those of a named recipe, stay. Raises OptionError.
         """
@@ -290,12 +291,12 @@ class Policy(_Tables):
     def unmatched(
         self, sites: Sequence[match.Site], modules: Collection[str], parameters: Collection[str], whole: bool
     ) -> list[str]:
-        """What is wrong with the user's own rules that decided about none of `sites`; see `match.unmatched`."""
+        """A message for each of the user's own rules that decided about none of `sites`; see `match.unmatched`."""
         return match.unmatched(self, sites, modules, parameters, whole)
 
     @cached_property
     def key(self) -> str:
-        """All that it decides by, as text, for cache keys. No path is in it."""
+        """Everything that its decisions depend on, as text, for cache keys. No path is in it."""
         return json.dumps([self._written, [dataclasses.astuple(recipe) for recipe in self._effective]])
 
     @cached_property
@@ -320,8 +321,8 @@ class Policy(_Tables):
         return (*(self._resolve(rule.recipe, self._settings_of(rule, i), ("rules", i)) for i, rule in rules), default)
 
     def _settings_of(self, rule: Rule, i: int) -> dict[str, Any]:
-        """A rule's settings. Where a policy that was extended asks for current scaling, that adds to what the user asks for
-        everywhere; a rule of the user's own replaces it."""
+        """A rule's settings. `current_scaling` in a rule of an extended policy adds to that of `[defaults]`; in a rule of the
+        user's own it replaces that."""
         settings, asked = dict(rule.settings), self.defaults.settings.get("current_scaling")
         if asked is not None and "current_scaling" in settings and not self.owns(i):
             settings["current_scaling"] = tuple(a or b for a, b in zip(asked, settings["current_scaling"], strict=True))
@@ -333,7 +334,7 @@ class Policy(_Tables):
         merged = {**self.defaults.settings, **named, **settings}
         try:
             return Recipe(name=built_in, **merged)
-        except OptionError as error:  # settings that are fine one by one
+        except OptionError as error:  # settings that are valid one by one, but not together
             raise PolicyError(str(error).removeprefix("fp8 option "), error.key, error.value, path) from None
 
     def _chain(self, name: str, path: tuple[str | int, ...]) -> tuple[str, dict[str, Any]]:
@@ -364,12 +365,12 @@ def label(rules: Sequence[Rule], i: int) -> str:
 
 
 def brief(table: Any) -> str:
-    """A repr with what differs from the defaults."""
+    """A repr with the fields that differ from their defaults."""
     plain = type(table)()
     shown = [f for f in dataclasses.fields(table) if f.compare and getattr(table, f.name) != getattr(plain, f.name)]
     return f"{type(table).__name__}({', '.join(f'{f.name}={getattr(table, f.name)!r}' for f in shown)})"
 
 
 def given(table: Any) -> dict[str, Any]:
-    """What a table says: its keys that are not None."""
+    """The keys of a table that are not None, with their values."""
     return {f.name: getattr(table, f.name) for f in dataclasses.fields(table) if getattr(table, f.name) is not None}

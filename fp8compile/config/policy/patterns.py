@@ -1,7 +1,8 @@
 """Patterns for names of modules, parameters and classes: globs, or regular expressions after ``re:``.
 
 ``*`` stands for any text, dots too; ``?`` for one character; ``[0-3]`` and ``[!0-3]`` for one of a set. A regular expression
-has to match the whole name. A glob that no name can fit is refused when the policy is loaded: later it would be silence.
+has to match the whole name. A glob that no name can fit is refused when the policy is loaded: later it would silently do
+nothing.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 
 def _impossible(key: str, glob: str) -> tuple[str, str]:
-    """Why no name fits, and what to do about it; two empty strings if one may."""
+    """Why no name fits, and what to do about it; two empty strings if a name may fit."""
     regular = f"{PREFIX!r} begins a regular expression."
     if not glob:
         return "it is empty", "'*' fits every name." if key != "module" else "'re:' fits the model itself, '*' everything."

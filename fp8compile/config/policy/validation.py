@@ -25,9 +25,9 @@ from .errors import Path, PolicyError
 T = TypeVar("T")
 LONGEST_NAME = 100  # characters
 FILE = "fp8compile policy"
-MOST_ERRORS = 50  # of one policy; finding what was meant takes time
+MOST_ERRORS = 50  # of one policy; the search for near matches takes time
 _TABLES: dict[str, type] = {}  # by their titles
-# part of a policy -> how many keys lead to a key in it, and the table that has this key
+# part of a policy -> the length of the path to a key in it, and the title of its table
 _PARTS = {
     "rules": (3, "[[rules]]"),
     "recipes": (3, "[recipes.NAME]"),
@@ -71,7 +71,7 @@ Several = Annotated[T | Annotated[tuple[T, ...], Field(min_length=1)] | None, Be
 def key(meaning: str, allowed: str, default: Any = None) -> Any:
     """A key of a table: `meaning` is for the JSON Schema, `allowed` completes "must be ...", `default` may be a function.
 
-    Without `allowed`, all errors about the key are PolicyErrors of its validator.
+    If `allowed` is "", the key's own validator raises all errors about it, as PolicyErrors.
     """
     metadata = {"description": meaning, "allowed": allowed}
     return dataclasses.field(**{"default_factory" if callable(default) else "default": default}, metadata=metadata)
@@ -102,7 +102,7 @@ def table(title: str = "", *, kw_only: bool = True) -> Callable[[type[T]], type[
 
 
 def validated(cls: type[T], tables: Mapping[str, Any]) -> T:
-    """The dataclass `cls` of what TOML gave. PolicyError with all that is wrong."""
+    """The dataclass `cls`, made of tables as TOML gives them. PolicyError with everything that is wrong."""
     try:
         return TypeAdapter(cls).validate_python(dict(tables))
     except ValidationError as error:
@@ -116,7 +116,7 @@ def _translated(error: ValidationError, cls: type) -> PolicyError:
     """pydantic's errors as ours, one for each key."""
     details: dict[Path, Mapping[str, Any]] = {}
     for detail in error.errors(include_url=False):
-        # pydantic's `loc` goes on into lists and the branches of a union; the longest is about what was meant
+        # pydantic's `loc` goes on into lists and the branches of a union; the longest one is in the branch that was meant
         path = tuple(part for part in detail["loc"] if part != "[key]")
         path = path[: _PARTS.get(str(path[0]), (1, ""))[0]] if path else ()
         better = len(detail["loc"]) > len(details[path]["loc"]) if path in details else len(details) < MOST_ERRORS
@@ -144,8 +144,8 @@ def _problem(path: Path, detail: Mapping[str, Any], cls: type) -> PolicyError:
 
 
 def _unknown(name: str, value: Any, cls: type) -> str:
-    """What is said about a key that a table does not have: what was meant, or where it goes."""
-    own = list(cls.__annotations__)  # not what it inherits, the settings of a recipe, which come last
+    """The message about a key that a table does not have: which key was meant, or which table has it."""
+    own = list(cls.__annotations__)  # without inherited keys (the settings of a recipe), which come last
     keys = [*own, *(f.name for f in dataclasses.fields(cls) if f.name not in own)]
     homes = [title for title, other in _TABLES.items() if name in {f.name for f in dataclasses.fields(other)}]
     meant = _MEANT.get(name.lower())
