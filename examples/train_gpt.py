@@ -2,6 +2,7 @@
 
     python examples/train_gpt.py                                    # 2 CPU cores, under 4 minutes
     python examples/train_gpt.py --device cuda --config gpt2-124m
+    torchrun --nproc-per-node 2 examples/train_gpt.py --parallel ddp    # or fsdp, or tp: see parallel.py
 
 The model is nanoGPT's, in vanilla modules, and knows nothing of FP8: one string in this file names the backend. Both runs
 start from the same weights and see the same batches. Weights and optimizer state are float32; the forward pass runs under
@@ -28,11 +29,13 @@ from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
+from parallel import KINDS, Processes, alike, leave_it_to_the_first, start
 from torch import Tensor, nn
 from tqdm import tqdm
 
 MAX_TEXT_BYTES = 16 * 2**20  # more than the demo needs; a large --data folder must not fill the memory
 EVAL_BATCHES = 8
+ALONE = Processes()
 
 
 @dataclass(frozen=True)
@@ -59,17 +62,14 @@ class Attention(nn.Module):
 
     def __init__(self, config: Config):
         super().__init__()
-        self.heads = config.heads
+        self.head_width = config.width // config.heads
         self.qkv = nn.Linear(config.width, 3 * config.width)
         self.proj = nn.Linear(config.width, config.width)
 
     def forward(self, x: Tensor) -> Tensor:
-        batch, time, width = x.shape
-        q, k, v = (
-            t.view(batch, time, self.heads, width // self.heads).transpose(1, 2) for t in self.qkv(x).split(width, dim=-1)
-        )
+        q, k, v = (t.unflatten(-1, (-1, self.head_width)).transpose(1, 2) for t in self.qkv(x).chunk(3, dim=-1))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.proj(y.transpose(1, 2).reshape(batch, time, width))
+        return self.proj(y.transpose(1, 2).flatten(2))
 
 
 class MLP(nn.Module):
@@ -207,18 +207,20 @@ def batches(text: Tensor, config: Config, batch_size: int, seed: int, device: st
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, text: Tensor, config: Config, batch_size: int, device: str) -> float:
+def evaluate(
+    model: nn.Module, text: Tensor, config: Config, batch_size: int, device: str, processes: Processes = ALONE
+) -> float:
     """Mean loss over EVAL_BATCHES batches spread evenly over the text."""
     was_training = model.training
     model.eval()
     starts = torch.linspace(0, len(text) - config.context - 1, EVAL_BATCHES * batch_size, dtype=torch.float64).long()
     losses = []
     for part in starts.split(batch_size):
-        inputs, targets = windows(text, part, config.context, device)
+        inputs, targets = processes.part(windows(text, part, config.context, device))
         with torch.autocast(device, dtype=torch.bfloat16):
             losses.append(model(inputs, targets))
     model.train(was_training)
-    return torch.stack(losses).mean().item()
+    return processes.mean(torch.stack(losses).mean()).item()
 
 
 def learning_rate(step: int, steps: int, peak: float) -> float:
@@ -263,22 +265,25 @@ def train(
     evaluations: int = 5,
     name: str = "train",
     progress: bool = False,
+    processes: Processes = ALONE,
 ) -> Run:
     """Train a fresh GPT for `steps` under bf16 autocast; float32 weights, AdamW, gradients clipped to norm 1.
 
     `backend` and `options` go to torch.compile; None trains eagerly. Weights and batches depend on the seed alone, so runs with
     one seed differ only in their backend. The validation loss is computed `evaluations` times, the last time after the last
-    step.
+    step. With several `processes`, all of them call this with the same arguments and return the same losses.
     """
     steps, batch_size = steps or config.steps, batch_size or config.batch_size
     train_text, val_text = split_text(text, config.context)
     torch.manual_seed(seed)
     model = build_model(config).to(device)
-    if backend is not None:
-        model.compile(backend=backend, options=options, dynamic=False)
+    called, compiled = processes.distribute(model, device)
+    for module in compiled if backend is not None else ():
+        module.compile(backend=backend, options=options, dynamic=False)
     decayed = [p for p in model.parameters() if p.dim() >= 2]
     others = [p for p in model.parameters() if p.dim() < 2]
-    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    groups = [{"params": part, "weight_decay": 0.1} for part in alike(decayed)]
+    groups += [{"params": part, "weight_decay": 0.0} for part in alike(others)]
     optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
     on_gpu = device == "cuda"
     if on_gpu:
@@ -288,21 +293,21 @@ def train(
     eval_steps = {steps * (i + 1) // evaluations for i in range(evaluations)}
     compile_seconds = train_seconds = 0.0
     started = time.perf_counter()
-    bar = tqdm(total=steps, desc=f"{name}: compiling" if backend else name, disable=not progress, unit="step",
-               mininterval=0.2 if sys.stderr.isatty() else 10.0)  # fmt: skip
+    bar = tqdm(total=steps, desc=f"{name}: compiling" if backend else name, disable=not (progress and processes.first),
+               unit="step", mininterval=0.2 if sys.stderr.isatty() else 10.0)  # fmt: skip
     source = batches(train_text, config, batch_size, seed, device)
     step_started = started
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, steps, lr)
-        inputs, targets = next(source)
+        inputs, targets = processes.part(next(source))
         with torch.autocast(device, dtype=torch.bfloat16):
-            loss = model(inputs, targets)
+            loss = called(inputs, targets)
         loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        processes.clip_gradients(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        losses.append(loss.detach())
+        losses.append(processes.mean(loss.detach()))
         done = step + 1
         if done == 1 or done in eval_steps:  # the time is read here, so wait until the device has finished
             if on_gpu:
@@ -315,7 +320,7 @@ def train(
                 train_seconds += now - step_started
             if done in eval_steps:
                 first = not val_losses
-                val_losses.append((done, evaluate(model, val_text, config, batch_size, device)))
+                val_losses.append((done, evaluate(called, val_text, config, batch_size, device, processes)))
                 compile_seconds += time.perf_counter() - now if first else 0.0
             step_started = time.perf_counter()
         if progress and (done % 10 == 0 or done == steps):
@@ -407,9 +412,10 @@ def print_comparison(bf16: Run, fp8: Run) -> None:
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """argparse without the usage text in front of each error."""
+    """argparse without the usage text in front of each error. One process says it for all."""
 
     def error(self, message: str) -> NoReturn:
+        leave_it_to_the_first(2)
         self.exit(2, f"{self.prog}: error: {message}\n")
 
 
@@ -445,6 +451,8 @@ def parse_arguments(argv: list[str] | None = None) -> tuple[OneLineParser, argpa
     parser.add_argument("--recipe", choices=recipes, default="delayed", help="how scales are found (default: delayed)")
     formats = "hybrid: gradients are E5M2 (default: the recipe's)"
     parser.add_argument("--fp8-format", choices=("hybrid", "e4m3"), help=formats)
+    shared = "how the processes that torchrun started share the work (default: there is one)"
+    parser.add_argument("--parallel", choices=KINDS, help=shared)
     parser.add_argument("--data", type=Path, help="a text file or a folder (default: the standard library's sources)")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the plot and the checkpoint (default: out)")
     return parser, parser.parse_args(argv)
@@ -468,27 +476,34 @@ def main(argv: list[str] | None = None) -> None:
         args.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         parser.error(f"--out: {error.filename}: {error.strerror}")
+    processes = start(args.parallel, heads=config.heads, batch_size=batch_size, device=args.device, error=parser.error)
     if args.device == "cpu":
         # FP8 values are exact in bf16: this lets float32 matmuls of such values use the CPU's bf16 instructions.
         torch.set_float32_matmul_precision("medium")
 
     parameters = sum(p.numel() for p in build_model(config).parameters())
-    print(
-        f"GPT {args.config}: {config.layers} layers, {config.width} wide, context {config.context}, {parameters / 1e6:.1f}M "
-        f"parameters\n{len(text):,} bytes of text; {steps} steps of {batch_size * config.context} tokens on {args.device}\n"
-        f"both runs: float32 weights, bf16 autocast, seed {args.seed}; the FP8 run: {args.recipe} scaling",
-        flush=True,
-    )
+    if processes.first:
+        print(
+            f"GPT {args.config}: {config.layers} layers, {config.width} wide, context {config.context}, "
+            f"{parameters / 1e6:.1f}M parameters\n{len(text):,} bytes of text; {steps} steps of {batch_size * config.context} tokens on {args.device}\n"
+            f"both runs: float32 weights, bf16 autocast, seed {args.seed}{processes.note}; the FP8 run: {args.recipe} scaling",
+            flush=True,
+        )
     settings = dict(steps=steps, batch_size=batch_size, lr=args.lr, seed=args.seed, device=args.device, progress=True)
+    settings["processes"] = processes
     bf16 = train(config, text, backend="inductor", name="bf16", **settings)
     fp8_options = {"recipe": args.recipe, **({"fp8_format": args.fp8_format} if args.fp8_format else {})}
     fp8 = train(config, text, backend="fp8", options=fp8_options, name="fp8", **settings)
+    weights = processes.state_dict(fp8.model)
+    processes.finish()
+    if not processes.first:
+        return
 
     print_comparison(bf16, fp8)
     print(f"\n{fp8_report(fp8.model)}\n")
     plot([bf16, fp8], args.out / "losses.png")
     checkpoint = args.out / "gpt_fp8.pt"
-    torch.save(fp8.model.state_dict(), checkpoint)
+    torch.save(weights, checkpoint)
     reloaded = evaluate(reload(checkpoint, config, args.device), val_text, config, batch_size, args.device)
     print(f"loss curves: {args.out / 'losses.png'}")
     print(f"{checkpoint}, loaded with strict=True into an uncompiled model: validation loss {reloaded:.4f} "
