@@ -485,7 +485,8 @@ def main(argv: list[str] | None = None) -> None:
     if processes.first:
         print(
             f"GPT {args.config}: {config.layers} layers, {config.width} wide, context {config.context}, "
-            f"{parameters / 1e6:.1f}M parameters\n{len(text):,} bytes of text; {steps} steps of {batch_size * config.context} tokens on {args.device}\n"
+            f"{parameters / 1e6:.1f}M parameters\n"
+            f"{len(text):,} bytes of text; {steps} steps of {batch_size * config.context} tokens on {args.device}\n"
             f"both runs: float32 weights, bf16 autocast, seed {args.seed}{processes.note}; the FP8 run: {args.recipe} scaling",
             flush=True,
         )

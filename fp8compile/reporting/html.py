@@ -82,8 +82,17 @@ class Timing:
 
 
 @dataclass(frozen=True)
+class Extra:
+    """A section of notes and tables; the first row of a table is its header, and the first cell of a row names it."""
+
+    title: str
+    notes: tuple[str, ...]
+    tables: tuple[tuple[tuple[str, ...], ...], ...]
+
+
+@dataclass(frozen=True)
 class Page:
-    """The data that the template shows. Only an estimate has a `timing`."""
+    """The data that the template shows. Only an estimate has a `timing`, and only one for a mesh an `extra`."""
 
     title: str
     headline: str
@@ -93,6 +102,7 @@ class Page:
     timing: Timing | None = None
     outside: tuple[tuple[str, str, str, int], ...] = ()  # (parameter, class, size, how many)
     why_outside: str = WHY_OUTSIDE
+    extra: Extra | None = None
 
 
 def title(what: str, graphs: Iterable[GraphReport]) -> str:
