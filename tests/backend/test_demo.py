@@ -8,10 +8,15 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import json
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import parallel
 import pytest
 import torch
 import train_gpt
@@ -20,6 +25,7 @@ from torch import Tensor
 import fp8compile
 from fp8compile.backend import fp8
 from fp8compile.config.recipe import RECIPES
+from tests.support.demo import TINY as SMALL
 from tests.support.harness import interpreted
 
 pytestmark = pytest.mark.slow
@@ -118,6 +124,105 @@ def test_the_model_knows_nothing_of_fp8() -> None:
         or isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fp8compile")
     ]
     assert importers == ["fp8_report", "print_estimate"]
+
+
+# --- several processes ----------------------------------------------------------------------------
+
+ROOT = Path(train_gpt.__file__).parents[1]
+# Nats. Sums have another order, and with tp amaxes are of parts. Where processes see other data, losses differ by 0.04 to 0.25
+CLOSE = {"bf16": 1e-3, "fp8": 1e-2}
+
+
+def run_demo(folder: Path, name: str, *flags: str, processes: int = 1) -> tuple[str, list[dict[str, Any]]]:
+    """What the demo printed, and the losses of each process."""
+    start = [sys.executable]
+    if processes > 1:
+        start += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    command = [*start, str(ROOT / "tests/support/demo.py"), str(folder / name), "--out", str(folder / f"{name}-out"), *flags]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'examples'}", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout, [json.loads((folder / f"{name}.{rank}").read_text()) for rank in range(processes)]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
+    printed, (losses,) = run_demo(tmp_path_factory.mktemp("alone"), "one")
+    return printed, losses
+
+
+@pytest.mark.parametrize("kind", parallel.KINDS)
+def test_two_processes_train_as_one(kind: str, alone: tuple[str, dict[str, Any]], tmp_path: Path) -> None:
+    """Losses of every step, what is printed, and the checkpoint, which is that of one process."""
+    printed, found = run_demo(tmp_path, kind, "--parallel", kind, processes=2)
+    reference, losses = alone
+    assert found[0] == found[1]  # every process knows the loss of the whole batch
+    for name, most in CLOSE.items():
+        (train, validation), (expected, at_end) = found[0][name], losses[name]
+        assert expected[0] - expected[-1] > 0.3 and len(train) == len(expected) == SMALL.steps
+        assert max(abs(a - b) for a, b in zip(train, expected, strict=True)) < most
+        assert [step for step, _ in validation] == [step for step, _ in at_end]
+        assert max(abs(a - b) for (_, a), (_, b) in zip(validation, at_end, strict=True)) < most
+    assert found[0]["fp8"] != found[0]["bf16"]
+    heads = [line[:22].strip() for line in reference.splitlines() if line[:5] in ("final", "token", "compi", "train", "total")]
+    assert len(heads) == 6 and f"{kind} on 2 processes (gloo)" in printed
+    for line in (*heads, "gap of the validation losses", "loss curves", "estimate of small", "everything took"):
+        assert sum(text.startswith(line) for text in printed.splitlines()) == 1, line  # by the first process, once
+    assert printed.count("blocks.") + printed.count("attn.qkv") > 0
+    weights = torch.load(tmp_path / f"{kind}-out" / "gpt_fp8.pt", weights_only=True)
+    model = train_gpt.build_model(SMALL)
+    model.load_state_dict(weights, strict=True)
+    _, text = train_gpt.split_text(train_gpt.load_text(), SMALL.context)
+    compiled = found[0]["fp8"][1][-1][1]
+    assert train_gpt.evaluate(model, text, SMALL, SMALL.batch_size, "cpu") == pytest.approx(compiled, abs=5e-4)
+
+
+@pytest.mark.parametrize(
+    "flags, count, says",
+    [
+        (["--parallel", "ddp"], None, "--parallel ddp needs torchrun: torchrun --nproc-per-node 2 examples/train_gpt.py"),
+        (["--parallel", "fsdp"], 1, "--parallel fsdp on one process has nothing to share"),
+        (["--parallel", "tp"], 3, "--parallel tp: 3 processes cannot divide 4 heads equally"),
+        (["--parallel", "ddp"], 3, "--parallel ddp: 3 processes cannot divide a batch of 8 equally; give another --batch-size"),
+        ([], 2, "torchrun started 2 processes: say how they share the work, --parallel ddp|fsdp|tp"),
+        (["--parallel", "pp"], 2, "invalid choice: 'pp'"),
+    ],
+)
+def test_wrong_use_of_processes_gets_one_line(
+    flags: list[str],
+    count: int | None,
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    monkeypatch.setattr(train_gpt, "train", lambda *args, **kwargs: pytest.fail(f"{flags} were taken"))
+    waits: list[float] = []
+    monkeypatch.setattr(parallel.time, "sleep", waits.append)
+    if count is None:
+        monkeypatch.delenv("WORLD_SIZE", raising=False)
+    for rank in range(count or 1):
+        if count is not None:
+            monkeypatch.setenv("WORLD_SIZE", str(count))
+            monkeypatch.setenv("RANK", str(rank))
+        with pytest.raises(SystemExit) as stop:
+            train_gpt.main([*flags, "--out", str(tmp_path)])
+        assert stop.value.code == 2
+    captured = capsys.readouterr()
+    assert captured.err.count("\n") == 1 and says in captured.err and captured.out == ""
+    assert len(waits) == (count or 1) - 1  # the others wait until torchrun ends them
+
+
+def test_gradients_are_clipped_as_by_torch() -> None:
+    torch.manual_seed(0)
+    ours, theirs = ([torch.nn.Parameter(torch.zeros(3, 4)) for _ in range(2)] for _ in range(2))
+    for a, b in zip(ours, theirs, strict=True):
+        a.grad = torch.randn(3, 4)
+        b.grad = a.grad.clone()
+    parallel.Processes("tp", 0, 2).clip_gradients(ours, 1.0)
+    torch.nn.utils.clip_grad_norm_(theirs, 1.0)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
 
 
 def test_load_text(tmp_path: Path) -> None:
