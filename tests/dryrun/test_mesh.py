@@ -128,7 +128,7 @@ def test_ddp_sends_what_ddp_sends(eight_ranks) -> None:
     (made,) = sent("dp=8", "ddp").collectives
     model, buckets = nn.parallel.DistributedDataParallel(net()), []
 
-    def hook(_, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def hook(_, bucket):
         buckets.append(bucket.buffer().nbytes)
         done = torch.futures.Future()
         done.set_result(bucket.buffer())
