@@ -3,6 +3,7 @@
     collectives process groups
     dynamo      what Dynamo and AOTAutograd know about a graph
     fsdp        what FSDP2 manages
+    shards      which part of a tensor a rank has
     inductor    compiling a graph with our passes
     triton      generated kernels in a graph
     autograd    while a graph runs
@@ -70,6 +71,7 @@ from .inductor import (
     random_prims,
     sources_hash,
 )
+from .shards import parts
 from .split import forward_of, uncut
 from .threads import ask_by_thread, register_again, tracing
 from .triton import eliminate_dead_code, launch, launched, launches, load_kernel, max_autotune, reorders, size_node, stable_sort
