@@ -83,7 +83,11 @@ def _unknown(key: str, given: bool | str, dimensions: Mapping[str, str]) -> Opti
 
 
 def reduced(emit: Emitter, amaxes: Node, group: str) -> Node:
-    """The maximum over a group. As integers: so NaN is above all numbers. A maximum of floats may drop it."""
+    """The maximum over a group. As integers: so NaN is above all numbers. A maximum of floats may drop it.
+
+    The partitioner leaves a collective in backward that could be computed again there, although nobody reads it: hence the tag.
+    """
+    emit.meta["partitioner_tag"] = emit.meta["partitioner_tag"].replace("is_", "must_be_in_")
     bits = emit(aten.view.dtype, amaxes, torch.int32)
     started = emit(torch.ops._c10d_functional.all_reduce.default, bits, "max", group)
     return emit(aten.view.dtype, emit(torch.ops._c10d_functional.wait_tensor.default, started), torch.float32)

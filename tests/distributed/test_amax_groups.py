@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -14,6 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import fp8compile
 from fp8compile.errors import Fp8CompileError, OptionError
 from fp8compile.runtime.state import slots_of
+from tests.support.gpu_steps import compile_mlp
 from tests.support.harness import sqnr
 from tests.support.models import ResidualMlp, SwiGlu
 from tests.support.processes import on_ranks
@@ -221,3 +225,45 @@ def test_a_rank_that_decides_differently_is_named(faults: list[dict[str, Any]]) 
         theirs, own = (kept, fp8) if rank == 0 else (fp8, kept)
         assert f"ranks [{1 - rank}]" in found["decisions"]
         assert f"rank {1 - rank} has {theirs}, this one {own}." in found["decisions"]
+
+
+# --- graphs, on one rank --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def one_process(tmp_path: Path) -> Iterator[str]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield dist.group.WORLD.group_name  # type: ignore[union-attr]
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "options, forward, backward",
+    [
+        ({}, 1, 1),
+        ({"reduce_amax": True}, 1, 1),
+        ({"recipe": "tensorwise"}, 4, 2),
+        ({"current_scaling": (True, False, False)}, 3, 1),
+    ],
+    ids=str,
+)
+def test_all_reduces_of_a_graph(one_process: str, options: dict[str, Any], forward: int, backward: int) -> None:
+    """One for all amaxes with a history of a direction; one for each tensor that is scaled by its current amax, never again."""
+    step = compile_mlp(64, amax_group=one_process, **options)
+    counts = [sum("all_reduce" in kernel.name for kernel in graph.kernels) for graph in step.graphs]
+    assert counts == [forward, backward]
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
+def test_a_group_of_one_changes_nothing(one_process: str, recipe: str) -> None:
+    found = []
+    for options in ({}, {"amax_group": one_process}):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = ResidualMlp()
+        model.compile(backend="fp8", options={"recipe": recipe, **options})
+        found.append(train(model))
+    assert found[0]["histories"] == found[1]["histories"]
+    for before, after in zip(found[0]["gradients"], found[1]["gradients"], strict=True):
+        assert all(torch.equal(gradient, after[name]) for name, gradient in before.items())
