@@ -61,8 +61,8 @@ def inferring_shapes() -> bool:
 def different(name: str, what: str, more: str = "") -> dict[int, str]:
     """The ranks of a group whose `what` or `more` is not ours, and both of theirs, in lines.
 
-    Each rank of the group has to call this as often as the others; else it waits for them until the group's store times out, and
-    raises. Once all ranks have agreed on a `what`, it is not compared again, whatever `more` is then, because a rank may
+    Each rank of the group has to call this as often as the others; else it waits for them until the group's store times out,
+    and raises. Once all ranks have agreed on a `what`, it is not compared again, whatever `more` is then, because a rank may
     recompile a graph on its own.
     """
     key, said = hashlib.sha256(what.encode()).hexdigest(), f"{what}\n{more}"

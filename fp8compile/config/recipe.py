@@ -113,12 +113,13 @@ class Recipe:
     `amax_history_len`, `amax_compute_algo`, `interval`, `reduce_amax`, `current_scaling` and `on_overflow` matter to delayed
     scaling only. `current_scaling` is (inputs, weights, gradients): True scales that tensor by its current amax.
     `reduce_amax` takes the maximum of amaxes over ranks that run the same graphs: True for all ranks, or a process group or its
-    name, a DeviceMesh of one dimension, (mesh, dimension), or the name of a dimension of the parameters' mesh. A group is stored
-    by its name. `amax_group` is such a group, of the ranks that tensors are sharded over (tensor parallelism): amaxes are those
-    of whole tensors then. Amaxes with a history are reduced together, at the end of forward and backward; a cast by the current
-    amax waits for an all-reduce of its own. Recipes with scales of rows or blocks refuse it. `on_overflow` says what follows an amax that saturates and is more than twice the amax that its scale was computed
-    from (a gradient's: eight times): "current" (the next step scales the tensor by its current amax) or "saturate" (the amax
-    only enters the history). `power_of_2_scale` rounds scales down to powers of two; None: the recipe's default (`BUILT_IN`).
+    name, a DeviceMesh of one dimension, (mesh, dimension), or the name of a dimension of the parameters' mesh. It is stored by
+    its name. `amax_group` is such a group, of the ranks that tensors are sharded over (tensor parallelism): amaxes are those of
+    whole tensors then. Amaxes with a history are reduced together, at the end of forward and of backward; a cast by the current
+    amax waits for an all-reduce of its own. Recipes with scales of rows or blocks refuse it.
+    `on_overflow` says what follows an amax that saturates and is more than twice the amax that its scale was computed from (a
+    gradient's: eight times): "current" (the next step scales the tensor by its current amax) or "saturate" (the amax only
+    enters the history). `power_of_2_scale` rounds scales down to powers of two; None: the recipe's default (`BUILT_IN`).
     `fp8_encoding` is "auto" (the device's), "ocp" (e4m3fn, e5m2: NVIDIA, MI350) or "fnuz" (MI300). `recast_weights` casts
     weights again in backward instead of keeping their transposed FP8 copies from the forward: 1 byte a parameter less memory, 2
     bytes a parameter more traffic a step. `use_fast_accum` is (fprop, dgrad, wgrad): the FP8 tensor cores' shorter
