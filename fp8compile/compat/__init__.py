@@ -3,6 +3,7 @@
     collectives process groups
     dynamo      what Dynamo and AOTAutograd know about a graph
     fsdp        what FSDP2 manages
+    shards      which part of a tensor a rank has, and the groups of its mesh
     inductor    compiling a graph with our passes
     triton      generated kernels in a graph
     autograd    while a graph runs
@@ -35,7 +36,7 @@ from .autograd import (
     share_memory,
     unseen,
 )
-from .collectives import different, group_name, in_pipeline, inferring_shapes, is_default_group
+from .collectives import different, group_name, in_pipeline, inferring_shapes, is_default_group, ranks_of
 from .dynamo import (
     add_input,
     compiled_code_goes,
@@ -70,6 +71,7 @@ from .inductor import (
     random_prims,
     sources_hash,
 )
+from .shards import mesh_groups, parts
 from .split import forward_of, uncut
 from .threads import ask_by_thread, register_again, tracing
 from .triton import eliminate_dead_code, launch, launched, launches, load_kernel, max_autotune, reorders, size_node, stable_sort

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 import traceback
 from collections import Counter
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,15 +16,31 @@ _asked: Counter[str] = Counter()  # group -> how often its ranks were compared
 _alike: set[tuple[str, str]] = set()  # (group, what) that its ranks have agreed on
 
 
-def group_name(given: bool | str) -> str | None:
-    """The name of the default process group (True) or of another one; None where there is no process group."""
+def group_name(given: bool | str, dimensions: Mapping[str, str]) -> str | None:
+    """The name of the default process group (True), of the group of a mesh's dimension, or of another group; None where there
+    are no process groups. ValueError if there are some, but none of this name."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
-    return dist.group.WORLD.group_name if given is True else str(given)  # type: ignore[union-attr]
+    if given is True:
+        return dist.group.WORLD.group_name  # type: ignore[union-attr]
+    name = dimensions.get(str(given), str(given))
+    if not any(group.group_name == name for group in _groups()):
+        raise ValueError(name)
+    return name
 
 
 def is_default_group(name: str) -> bool:
-    return name == group_name(True)
+    return name == group_name(True, {})
+
+
+def ranks_of(name: str) -> frozenset[int]:
+    """The global ranks of a process group."""
+    return frozenset(dist.get_process_group_ranks(next(group for group in _groups() if group.group_name == name)))
+
+
+def _groups() -> list[Any]:
+    """The process groups that this rank is in."""
+    return list(torch.distributed.distributed_c10d._world.pg_map)
 
 
 def in_pipeline(functions: str = "") -> bool:
@@ -39,18 +58,25 @@ def inferring_shapes() -> bool:
     return in_pipeline("_inference")
 
 
-def different(name: str, what: str) -> list[int]:
-    """The ranks of a group whose `what` is not ours. Each rank of the group has to call this as often as the others; else it
-    waits for them until the group's store times out, and raises. Once all ranks have agreed on a `what`, it is not compared
-    again, because a rank may recompile a graph on its own."""
-    if (name, what) in _alike:
-        return []
+def different(name: str, what: str, more: str = "") -> dict[int, str]:
+    """The ranks of a group whose `what` or `more` is not ours, and both of theirs, in lines.
+
+    Each rank of the group has to call this as often as the others; else it waits for them until the group's store times out,
+    and raises. Once all ranks have agreed on a `what`, it is not compared again, whatever `more` is then, because a rank may
+    recompile a graph on its own.
+    """
+    key, said = hashlib.sha256(what.encode()).hexdigest(), f"{what}\n{more}"
+    if (name, key) in _alike:
+        return {}
     c10d = torch.distributed.distributed_c10d
     group = c10d._resolve_process_group(name)  # type: ignore[arg-type]
-    store, count = c10d._get_process_group_store(group), _asked[name]
+    store, count, ranks = c10d._get_process_group_store(group), _asked[name], range(group.size())
     _asked[name] += 1
-    store.set(f"fp8compile/{count}/{group.rank()}", what)
-    said = [store.get(f"fp8compile/{count}/{rank}").decode() for rank in range(group.size())]
-    if len(set(said)) == 1:
-        _alike.add((name, what))
-    return [rank for rank, other in enumerate(said) if other != what]
+    mine = hashlib.sha256(said.encode()).hexdigest()
+    store.set(f"fp8compile/{count}/{group.rank()}", mine)
+    others = [rank for rank in ranks if store.get(f"fp8compile/{count}/{rank}").decode() != mine]
+    if not others:
+        _alike.add((name, key))
+        return {}
+    store.set(f"fp8compile/{count}/{group.rank()}/said", said)  # each rank sees a difference, and comes here
+    return {rank: store.get(f"fp8compile/{count}/{rank}/said").decode() for rank in others}

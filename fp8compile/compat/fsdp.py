@@ -22,6 +22,16 @@ def sharded_pairs() -> Iterator[tuple[Any, Any]]:
                 yield parameter.sharded_param, read
 
 
+def specs_before_sharding() -> dict[int, Any]:
+    """By the id of each parameter that FSDP2 has sharded: how it was distributed before, None if it was a plain tensor."""
+    found = {}
+    for group in _groups():
+        for parameter in group.fsdp_params:  # _tp_spec up to 2.11, where a plain tensor has none
+            spec = getattr(parameter, "_unsharded_dtensor_spec", None) or getattr(parameter, "_tp_spec", None)
+            found[id(parameter.sharded_param)] = spec
+    return found
+
+
 def _unsharded(parameter: Any) -> Any:
     return getattr(parameter, "_unsharded_param", None)  # None before the first forward
 

@@ -113,9 +113,13 @@ class Recipe:
     `amax_history_len`, `amax_compute_algo`, `interval`, `reduce_amax`, `current_scaling` and `on_overflow` matter to delayed
     scaling only. `current_scaling` is (inputs, weights, gradients): True scales that tensor by its current amax.
     `reduce_amax` takes the maximum of amaxes over ranks that run the same graphs: True for all ranks, or a process group or its
-    name. `on_overflow` says what follows an amax that saturates and is more than twice the amax that its scale was computed
-    from (a gradient's: eight times): "current" (the next step scales the tensor by its current amax) or "saturate" (the amax
-    only enters the history). `power_of_2_scale` rounds scales down to powers of two; None: the recipe's default (`BUILT_IN`).
+    name, a DeviceMesh of one dimension, (mesh, dimension), or the name of a dimension of the parameters' mesh. It is stored by
+    its name. `amax_group` is such a group, of the ranks that tensors are sharded over (tensor parallelism): amaxes are those of
+    whole tensors then. Amaxes with a history are reduced together, at the end of forward and of backward; a cast by the current
+    amax waits for an all-reduce of its own. Recipes with scales of rows or blocks refuse it.
+    `on_overflow` says what follows an amax that saturates and is more than twice the amax that its scale was computed from (a
+    gradient's: eight times): "current" (the next step scales the tensor by its current amax) or "saturate" (the amax only
+    enters the history). `power_of_2_scale` rounds scales down to powers of two; None: the recipe's default (`BUILT_IN`).
     `fp8_encoding` is "auto" (the device's), "ocp" (e4m3fn, e5m2: NVIDIA, MI350) or "fnuz" (MI300). `recast_weights` casts
     weights again in backward instead of keeping their transposed FP8 copies from the forward: 1 byte a parameter less memory, 2
     bytes a parameter more traffic a step. `use_fast_accum` is (fprop, dgrad, wgrad): the FP8 tensor cores' shorter
@@ -130,6 +134,7 @@ class Recipe:
     interval: int = 1
     override_linear_precision: tuple[bool, bool, bool] = (False, False, False)
     reduce_amax: bool | str = False
+    amax_group: bool | str = False
     recast_weights: bool = False
     use_fast_accum: tuple[bool, bool, bool] = (True, False, False)
     current_scaling: tuple[bool, bool, bool] = (False, False, False)
@@ -148,7 +153,8 @@ class Recipe:
         self._three_bools("current_scaling", "(inputs, weights, gradients), True = scaled by the current amax")
         self._margins()
         one_of("on_overflow", self.on_overflow, ON_OVERFLOW)
-        self._group()
+        self._group("reduce_amax", "True (all ranks), False")
+        self._group("amax_group", "False")
         boolean("recast_weights", self.recast_weights)
         if self.name == "rowwise_with_gw_hp":
             object.__setattr__(self, "override_linear_precision", (*self.override_linear_precision[:2], True))
@@ -172,12 +178,22 @@ class Recipe:
             raise OptionError.of("power_of_2_scale", power_of_2, f"{allowed[0]} with recipe {self.name!r}{why}")
         object.__setattr__(self, "power_of_2_scale", power_of_2)
 
-    def _group(self) -> None:
-        """A process group is stored by its name."""
-        given = getattr(self.reduce_amax, "group_name", self.reduce_amax)
-        if not isinstance(given, bool) and not (isinstance(given, str) and given):
-            raise OptionError.of("reduce_amax", given, "True (all ranks), False, a torch.distributed process group or its name")
-        object.__setattr__(self, "reduce_amax", given)
+    def _group(self, key: str, others: str) -> None:
+        """A process group, also that of a DeviceMesh, is stored by its name."""
+        given = getattr(self, key)
+        allowed = f"{others}, a torch.distributed process group or its name, a dimension of a DeviceMesh: 'dp' or (mesh, 'dp')"
+        mesh, *dimension = given if isinstance(given, (tuple, list)) and len(given) == 2 else (given,)
+        if hasattr(mesh, "get_group"):
+            try:
+                given = mesh.get_group(*dimension)
+            except (RuntimeError, KeyError, ValueError) as error:
+                raise OptionError.of(key, given, f"{allowed} ({error})") from None
+        name = getattr(given, "group_name", given)
+        if not isinstance(name, bool) and not (isinstance(name, str) and name) or (name is True and key == "amax_group"):
+            raise OptionError.of(key, given, allowed)
+        if key == "amax_group" and name and self.fine:
+            raise OptionError.of(key, given, f"False with recipe {self.name!r}, whose scales are of rows or blocks of a shard")
+        object.__setattr__(self, key, name)
 
     def _margins(self) -> None:
         margin = self.margin

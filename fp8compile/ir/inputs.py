@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -89,6 +89,7 @@ class Inputs:
     part: bool  # the roots are inside of a compiled module whose own graph breaks
     inlined: bool = False  # compiled autograd takes over the backward
     resharded: frozenset[int] = frozenset()  # parameters that FSDP2 frees after forward, and gathers again in backward
+    groups: Mapping[str, str] = field(default_factory=dict)  # process groups by dimension of the meshes that weights live on
     kinds: Mapping[str, tuple[str, ...]] | None = None  # of each weight's matmuls, in the graph that DDP has cut into parts
 
     def block(self, name: str) -> tuple[int, int] | None:
@@ -160,6 +161,7 @@ def capture(gm: GraphModule, inputs: Sequence[Any]) -> Inputs:
         part=any(map(compat.is_part, modules)),
         inlined=compat.compiled_autograd(),
         resharded=compat.resharded(inputs),
+        groups=compat.mesh_groups(inputs[i] for i in weights),
     )
 
 

@@ -128,6 +128,23 @@ def copy_row(page: Tensor, row: int, other: Tensor, before: int, factor: float) 
             call.scale_inv.div_(factor)
 
 
+def merged(rows: Tensor) -> Tensor:
+    """One row for several `[n, 10 + history]` of one tensor, with the same settings, that saw different batches.
+
+    Each amax is the largest of its call, and the scale is the smallest: it covers whatever one of the others covered. It is
+    the scale that the merged history gives. If the last call overflowed in one of them, it did. Equal rows stay as they are.
+    """
+    every = Rows(rows)
+    seen = rows[~every.cold | (every.history > 0).any(-1)]  # the others know nothing
+    if not seen.shape[0]:
+        return rows[0].clone()
+    one = seen[Rows(seen).scale.argmin()].clone()
+    ages = Rows(seen).age
+    one[AGE] = ages.min() if ages.min() < 0 else ages.max()
+    one[HISTORY:] = Rows(seen).history.amax(0)
+    return one
+
+
 def page_before(page: Tensor) -> Tensor:
     """A copy of the page with the scales that the last call used."""
     page = page.clone()

@@ -25,6 +25,7 @@ from ..ir.matmul import Matmul
 from ..ir.records import OpaqueRecord
 from ..ir.state_page import SlotKey
 from ..logs import SKIP_VARIABLE, dump, get_logger
+from .amax_groups import NO_GROUPS, AmaxGroups, amax_groups
 from .collect import collect, edges
 from .decide import decide
 from .fuse import fuse
@@ -32,7 +33,7 @@ from .lower import lower, lower_scales, split_casts
 from .plan import Plan, plan
 from .profitability import weigh
 from .quantize import Written, observe, quantize
-from .update_state import group_of, update_state
+from .update_state import update_state
 
 logger = get_logger(__name__)
 
@@ -65,6 +66,7 @@ class Joint:
     edges: tuple[tuple[int, int], ...] = ()  # between matmuls, by position
     complaints: list[str] = field(default_factory=list)  # what the policy's author should know
     plan: Plan = field(default_factory=Plan)
+    groups: AmaxGroups = NO_GROUPS
     pages: tuple[Node, Node] | None = None  # the state inputs of forward and backward, where some slot needs them
     written: Written | None = None
 
@@ -89,11 +91,12 @@ class Joint:
             by_index = {compat.input_index(node): node for node in self.graph.find_nodes(op="placeholder")}
             first = len(self.inputs.names)
             self.pages = by_index[first], by_index[first + 1]
+        self.groups = amax_groups(self.plan, self.inputs.groups)
         return len(self.plan.operands)
 
     def quantize(self) -> int:
         if not self.high_precision:
-            self.written = quantize(self.graph, self.matmuls, self.plan, self.pages)
+            self.written = quantize(self.graph, self.matmuls, self.plan, self.pages, self.groups)
         elif self.pages is not None:
             self.written = observe(self.graph, self.plan, self.pages)
         return 0 if self.written is None else len(self.written.amaxes)
@@ -101,7 +104,7 @@ class Joint:
     def update_state(self) -> int:
         if self.pages is None or self.written is None:
             return 0
-        return update_state(self.graph, self.plan, self.written, self.pages)
+        return update_state(self.graph, self.plan, self.written, self.pages, self.groups)
 
 
 JOINT: tuple[Pass[Joint], ...] = (
@@ -132,7 +135,7 @@ class Rewritten:
     pages: tuple[str, ...] = ()  # names of the state inputs of forward and backward, where there is state
     complaints: tuple[str, ...] = ()
     edges: tuple[tuple[int, int], ...] = ()
-    group: str | None = None  # the process group over which amaxes are reduced
+    groups: tuple[str, ...] = ()  # process groups over which amaxes are reduced
 
 
 def run_joint(
@@ -153,13 +156,18 @@ def run_joint(
     _run(JOINT, joint, graph)
     graph.eliminate_dead_code()
     done = Rewritten(
-        tuple(joint.matmuls), tuple(joint.opaque), joint.inference, complaints=tuple(joint.complaints), edges=joint.edges
+        tuple(joint.matmuls),
+        tuple(joint.opaque),
+        joint.inference,
+        complaints=tuple(joint.complaints),
+        edges=joint.edges,
+        groups=joint.groups.every if joint.written is not None else (),
     )
     if joint.pages is None:
         return done
     forward, backward = (tuple(operand.key for operand in joint.plan.direction(late)) for late in (False, True))
     names = tuple(page.name for page in joint.pages)
-    return replace(done, forward=forward, backward=backward, pages=names, group=group_of(joint.plan))
+    return replace(done, forward=forward, backward=backward, pages=names)
 
 
 def run_post_grad(graph: Graph) -> None:

@@ -36,6 +36,7 @@ from ..config.recipe import WHOLE
 from ..ir import ops
 from ..ir.fx_utils import CASTS, PERMUTES, VIEWS, Emitter, Matrix, aten, hint, is_tensor, same_shape, value
 from ..ir.matmul import GEMMS, Matmul
+from .amax_groups import NO_GROUPS, AmaxGroups, reduced
 from .plan import Operand, Plan
 
 
@@ -58,9 +59,11 @@ def observe(graph: Graph, plan: Plan, pages: tuple[Node, Node]) -> Written:
     return Written(writer.amaxes, writer.snapshots)
 
 
-def quantize(graph: Graph, matmuls: list[Matmul], plan: Plan, pages: tuple[Node, Node] | None) -> Written:
+def quantize(
+    graph: Graph, matmuls: list[Matmul], plan: Plan, pages: tuple[Node, Node] | None, groups: AmaxGroups = NO_GROUPS
+) -> Written:
     """Rewrite the decided matmuls; `pages` are the state inputs of forward and backward (None: no state)."""
-    writer = _Writer(graph, plan, pages)
+    writer = _Writer(graph, plan, pages, groups)
     for backward in (False, True):
         if plan.direction(backward):
             writer.snapshot(backward)  # first: its readers are inserted right behind inputs, and behind views of inputs
@@ -75,8 +78,8 @@ def quantize(graph: Graph, matmuls: list[Matmul], plan: Plan, pages: tuple[Node,
 
 
 class _Writer:
-    def __init__(self, graph: Graph, plan: Plan, pages: tuple[Node, Node] | None):
-        self.graph, self.plan, self.pages = graph, plan, pages
+    def __init__(self, graph: Graph, plan: Plan, pages: tuple[Node, Node] | None, groups: AmaxGroups = NO_GROUPS):
+        self.graph, self.plan, self.pages, self.groups = graph, plan, pages, groups
         self.start = next(node for node in graph.nodes if node.op != "placeholder")  # readers of inputs go before it
         self.replaced: dict[Node, Node] = {}  # matmul -> its FP8 result, which may be an operand of the next matmul
         self.amaxes: dict[Operand, Node] = {}
@@ -165,6 +168,8 @@ class _Writer:
             watched = operand.key.settings.limit < float("inf")
             scale = emit(ops.delayed_scale, snapshot, amax, operand.slot, operand.format.max, margin, watched)
             return scale, emit(ops.delayed_inverse, snapshot, scale, operand.slot)
+        if (group := self.groups.of(operand)) is not None:
+            amax = reduced(self.after(amax, operand, recompute=None, ac_graph_id=None), amax, group)
         scale = emit(ops.current_scale, amax, operand.format.max, margin, operand.scaling.power_of_2)
         return scale, emit(ops.inverse, scale)
 

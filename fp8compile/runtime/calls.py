@@ -25,6 +25,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -85,15 +86,15 @@ class Calls:
         self.interface = interface
         self.looking = probe.Looking()
         self.book: Book | None = None  # None if no tensor of the graph has a slot
-        self.group: str | None = None  # the process group over which amaxes are reduced
-        self.agreed = False  # the ranks of that group have compared their slots
+        self.groups: tuple[str, ...] = ()  # process groups over which amaxes are reduced
+        self.decisions: tuple[str, ...] = ()  # about each matmul of a weight
+        self.agreed = False  # the ranks of those groups have compared their slots and decisions
         self.marks = compat.TensorMarks()  # tensors that forwards run operator by operator have saved, each with its How
         self.local = threading.local()  # `call`: the call in progress on this thread
 
     def keep_state(self, done: Rewritten) -> None:
         """Make the book of a graph with slots. Forward and backward are compiled one after the other, and share one book."""
         assert self.interface.capacity is not None
-        self.group = done.group
         self.book = self.book or Book(done.forward, done.backward, self.interface.capacity, self.interface.history)
 
     @property
@@ -122,7 +123,7 @@ class Calls:
         if DRY.get() or compat.inferring_shapes():
             return Call(pages, look, dry=True), forward.clone(), backward.clone()
         if not self.agreed:
-            self._agree()
+            self.agree()
         again = (pages.pending > 0 and compat.recomputing()) or compat.repeating()
         if again:  # a recomputation uses the scales of the first forward, and leaves the state as it is
             forward = pages.before()
@@ -138,21 +139,25 @@ class Calls:
                     self._overflowed(pages, overflows)
         return Call(pages, look, again), forward, backward
 
-    def _agree(self) -> None:
-        """Fp8CompileError if ranks of the group have other slots. Checked before the first all-reduce, which would mix up the
-        amaxes of different graphs, or hang without saying why."""
-        group, self.agreed = self.group, True
-        if group is None:
-            return
-        assert self.book is not None
-        keys = (*self.book.keys[0], *self.book.keys[1])
-        what = ", ".join(f"{self.interface.names[key.input]} {key.role} {key.use}" for key in keys)
-        others = compat.different(group, what)
-        if others:
+    def agree(self) -> None:
+        """Fp8CompileError if ranks of the groups have other slots, or decided otherwise. Checked before the first all-reduce,
+        which would mix up the amaxes of different graphs, or hang without saying why."""
+        self.agreed = True
+        keys = (*self.book.keys[0], *self.book.keys[1]) if self.book is not None else ()
+        slots = ", ".join(f"{self.interface.names[key.input]} {key.role} {key.use}" for key in keys)
+        lines = (slots, *self.decisions)
+        # with each group before an error: others wait for this rank
+        found = {group: compat.different(group, slots, "\n".join(self.decisions)) for group in self.groups}
+        for group, others in ((group, others) for group, others in found.items() if others):
+            rank, text = next(iter(others.items()))
+            theirs = text.split("\n")
+            pairs = zip_longest(theirs[1:], lines[1:], fillvalue="nothing")
+            differs = next((f"rank {rank} has {a}, this one {b}" for a, b in pairs if a != b), f"this one has {slots[:200]}")
             raise Fp8CompileError(
-                f"reduce_amax: ranks {others} of the process group {group!r} have another graph here, with other amaxes: "
-                f"this one has {what[:200]}. Ranks that run different layers (stages, experts) need groups of their own: "
-                "options={'reduce_amax': group}, with the group of those that run the same"
+                f"reduce_amax, amax_group: ranks {list(others)} of the process group {group!r} have another graph here, with "
+                f"other amaxes or decisions: {differs}. Ranks that run different layers (stages, experts) need groups of their "
+                "own: options={'reduce_amax': group}, with the group of those that run the same. Where ranks see other sizes, "
+                'write fp8 = "on" or "off" in rules instead of "auto"'
             )
 
     def _overflowed(self, pages: PageSet, overflows: Sequence[Overflow]) -> None:

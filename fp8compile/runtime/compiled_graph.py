@@ -57,6 +57,8 @@ class CompiledGraph:
             with compat.unseen():
                 call, *pages_of_call = self.calls.open(args, look)
             return self.calls.run(self.function, (*args, *pages_of_call), call)
+        if self.calls.groups and not self.calls.agreed and interface.trains and not (DRY.get() or compat.inferring_shapes()):
+            self.calls.agree()
         if interface.capacity is not None:  # the graph does not read its state inputs
             if self.idle is None:
                 self.idle = state_page.new_page(interface.capacity[0], interface.history, first.device)

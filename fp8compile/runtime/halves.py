@@ -39,6 +39,10 @@ class Halves:
         done = self.rewrite(graph)
         self.rewritten = replace(done, matmuls=(), opaque=())  # matmuls would keep the whole joint graph alive
         self.converts = any(matmul.fp8 for matmul in done.matmuls)
+        self.calls.groups = done.groups
+        if done.groups:
+            records = (matmul.record() for matmul in done.matmuls if matmul.weight is not None)
+            self.calls.decisions = tuple(f"{r.fqn} {r.gemm} {r.decision} {r.recipe}".strip() for r in records)
 
     def compile(self, gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         """Compile one half, and keep a copy of its graph as it was before."""

@@ -19,7 +19,7 @@ Under FSDP2 a slot has the name of the parameter, as without it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 import torch
@@ -74,6 +74,11 @@ def load_scaling_state(model: nn.Module, state: Mapping[str, Tensor] | None, str
     The state belongs to the parameters that `model` has now. `fully_shard` and `parallelize_module` make new ones: load after
     them.
     """
+    prepare_load(model, state, strict)()
+
+
+def prepare_load(model: nn.Module, state: Mapping[str, Tensor] | None, strict: bool) -> Callable[[], None]:
+    """What `load_scaling_state` does, in two: the check, which raises, and behind it the change, which is returned."""
     model = unwrapped(model)
     weights = named_weights(model)
     if state is not None and not isinstance(state, Mapping):
@@ -86,16 +91,20 @@ def load_scaling_state(model: nn.Module, state: Mapping[str, Tensor] | None, str
     differences = [] if not given or not strict else _differences(rows, weights, live, waiting)
     if differences:
         raise StateError.of(differences, FIX)
-    for key, slot in live.items():
-        if key not in rows:  # only where `state` is None or {}, or not `strict`
-            _start_cold(slot)
-    for name, weight in weights.items():  # drop slots that were loaded before and no graph has taken
-        record = record_of(weight)
-        record.slots = {key: slot for key, slot in record.slots.items() if not slot.page.name}
-        record.loaded = name if strict and given else None
-    for (name, role, use), row in rows.items():
-        if name in weights:
-            _take(f"{name}.{role}.{use}", weights[name], (role, use), row, live.get((name, role, use)), strict)
+
+    def change() -> None:
+        for key, slot in live.items():
+            if key not in rows:  # only where `state` is None or {}, or not `strict`
+                _start_cold(slot)
+        for name, weight in weights.items():  # drop slots that were loaded before and no graph has taken
+            record = record_of(weight)
+            record.slots = {key: slot for key, slot in record.slots.items() if not slot.page.name}
+            record.loaded = name if strict and given else None
+        for (name, role, use), row in rows.items():
+            if name in weights:
+                _take(f"{name}.{role}.{use}", weights[name], (role, use), row, live.get((name, role, use)), strict)
+
+    return change
 
 
 def _parsed(state: Mapping[str, Any]) -> dict[Key, Tensor]:

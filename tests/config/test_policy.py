@@ -136,6 +136,7 @@ def test_every_field_of_a_recipe_is_a_key():
         "amax_compute_algo": "most_recent",
         "on_overflow": "saturate",
         "fp8_encoding": "fnuz",
+        "amax_group": "tp",
         "margin": 1,
         "power_of_2_scale": False,  # the only value that delayed scaling allows
     }

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
-import multiprocessing
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,12 +13,12 @@ from torch import nn
 
 import fp8compile
 from fp8compile.errors import StateError
-from tests.support.harness import interpreted, sqnr
+from tests.support.harness import sqnr
 from tests.support.models import ResidualMlp
+from tests.support.processes import on_ranks
 
 pytestmark = pytest.mark.slow
 
-TIME_LIMIT = 300  # seconds: an error in one process makes the other one hang
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 
 
@@ -49,38 +46,8 @@ def batch(step: int, rank: int) -> torch.Tensor:
     return torch.randn(32, 128, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-# --- two processes --------------------------------------------------------------------------------
-
-
-def _process(work: Callable[..., Any], rank: int, folder: str, args: tuple[Any, ...]) -> None:
-    try:
-        limit = datetime.timedelta(seconds=TIME_LIMIT)
-        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=limit)
-        with interpreted():
-            result = work(rank, *args)
-        dist.barrier()
-        dist.destroy_process_group()
-    except BaseException:
-        result = traceback.format_exc()
-    torch.save(result, f"{folder}/{rank}")
-
-
 def on_two(folder: Path, work: Callable[..., Any], *args: Any) -> list[Any]:
-    """Runs `work(rank, *args)` in two processes; returns the results of ranks 0 and 1."""
-    spawn = multiprocessing.get_context("spawn")
-    processes = [spawn.Process(target=_process, args=(work, rank, str(folder), args)) for rank in range(2)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(TIME_LIMIT)
-    late = [process for process in processes if process.is_alive()]
-    for process in late:
-        process.kill()
-    assert not late, "a process hangs"
-    results = [torch.load(folder / str(rank)) for rank in range(2)]
-    for result in results:
-        assert not isinstance(result, str), result
-    return results
+    return on_ranks(2, folder, work, *args)
 
 
 def shard(model: Net, reshard: bool | int | None, compiled: str, **options: Any) -> Net:

@@ -45,5 +45,6 @@ def on_ranks(ranks: int, folder: Path, work: Callable[..., Any], *args: Any) -> 
         process.kill()
     done = {rank: torch.load(folder / str(rank)) for rank in range(ranks) if (folder / str(rank)).exists()}
     failed = "\n".join(result for result in done.values() if isinstance(result, str))
-    assert not late and not failed, f"{len(late)} of {ranks} processes hang\n{failed}"
+    ended = [process.exitcode for process in processes]
+    assert not late and not failed and len(done) == ranks, f"{len(late)} of {ranks} processes hang; status {ended}\n{failed}"
     return [done[rank] for rank in range(ranks)]

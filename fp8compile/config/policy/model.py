@@ -46,7 +46,10 @@ _MEANINGS = {
     "amax_compute_algo": 'Delayed scaling: which of the remembered amaxes gives the scale, "max" or "most_recent".',
     "interval": "Delayed scaling: the scale is computed anew every so many steps. An integer from 1 up.",
     "override_linear_precision": "(fprop, dgrad, wgrad): true keeps that gemm in high precision.",
-    "reduce_amax": "Delayed scaling: one all-reduce (maximum) of amaxes over all ranks, or those of the group of this name.",
+    "reduce_amax": "Delayed scaling: one all-reduce (maximum) of amaxes over all ranks, those of the group of this name, "
+    "or those of this dimension of the parameters' DeviceMesh.",
+    "amax_group": "Tensor parallelism: reduce amaxes (maximum) over the ranks that share a tensor: the name of their group, or "
+    "of a dimension of the parameters' DeviceMesh. Current scaling waits for the all-reduce of each tensor.",
     "recast_weights": "Cast weights again in backward instead of keeping their transposed FP8 copies.",
     "current_scaling": "Delayed scaling: (inputs, weights, gradients): true scales that tensor by its current amax.",
     "on_overflow": 'Delayed scaling, after an amax far beyond its history: "current" (use it in the next step) or "saturate".',

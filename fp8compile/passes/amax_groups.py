@@ -1,0 +1,93 @@
+"""amax_groups: over which ranks the amaxes of a graph are reduced, by `reduce_amax` and `amax_group`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch.fx import Node
+
+from .. import compat
+from ..config.recipe import WHOLE
+from ..errors import OptionError, near
+from ..ir.fx_utils import Emitter, aten
+from .plan import Operand, Plan
+
+
+@dataclass(frozen=True)
+class AmaxGroups:
+    """Names of process groups. `state`: the amaxes of a direction are reduced over each of them, one after the other, before
+    the state moves. `shards`: by the recipe's `amax_group`, for tensors that are scaled by their current amax."""
+
+    state: tuple[str, ...] = ()
+    shards: Mapping[bool | str, str] = field(default_factory=dict)
+
+    def of(self, operand: Operand) -> str | None:
+        """The group that waits for this operand's current amax."""
+        whole = operand.scaling.block == WHOLE and not operand.scaling.delayed
+        return self.shards.get(operand.recipe.amax_group) if whole else None
+
+    @property
+    def every(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys((*self.state, *self.shards.values())))
+
+
+def amax_groups(plan: Plan, dimensions: Mapping[str, str]) -> AmaxGroups:
+    """`dimensions`: process groups by dimension of the meshes that the graph's weights live on.
+
+    OptionError where that is impossible: for two groups in one graph, for a name of nothing, and for the group of all ranks in
+    a pipeline, because each stage of a pipeline runs other graphs and waits for the stage before.
+    """
+    operands = plan.operands.values()
+    every = _named("reduce_amax", {x.recipe.reduce_amax for x in operands if x.slot >= 0}, dimensions)
+    shards = _named("amax_group", {x.recipe.amax_group for x in operands if x.scaling.block == WHOLE}, dimensions)
+    if any(map(compat.is_default_group, every.values())) and compat.in_pipeline():
+        raise OptionError.of("reduce_amax", True, f"the process group of the ranks that share a pipeline stage{FIX}")
+    with_history = {shards[x.recipe.amax_group] for x in operands if x.slot >= 0 and x.recipe.amax_group in shards}
+    ranks = {compat.ranks_of(name): name for name in (*every.values(), *with_history)}
+    needed = tuple(name for group, name in ranks.items() if not any(group < other for other in ranks))  # max covers its parts
+    return AmaxGroups(needed, shards)
+
+
+NO_GROUPS = AmaxGroups()
+FIX = ", e.g. options={'reduce_amax': mesh.get_group('dp')}"
+
+
+def _named(key: str, given: Collection[bool | str], dimensions: Mapping[str, str]) -> dict[bool | str, str]:
+    found: dict[bool | str, str] = {}
+    for one in given:
+        if one is False:
+            continue
+        try:
+            name = compat.group_name(one, dimensions)
+        except ValueError:
+            raise _unknown(key, one, dimensions) from None
+        if name is not None:
+            found[one] = name
+    if len(set(found.values())) > 1:
+        raise OptionError(f"fp8 option {key!r} must name one process group in a graph; here are {sorted(set(found.values()))}")
+    return found
+
+
+def _unknown(key: str, given: bool | str, dimensions: Mapping[str, str]) -> OptionError:
+    names = ", ".join(map(repr, dimensions))
+    if given in dimensions:
+        why = "parameters of one graph live on several meshes, whose dimensions of this name are of different ranks"
+    elif dimensions:
+        why = f"the mesh of the parameters has {names}"
+    else:
+        why = "the parameters are on no DeviceMesh: pass (mesh, dimension)"
+    allowed = f"the name of a process group that this rank is in, or of a dimension of the parameters' DeviceMesh ({why})"
+    return OptionError.of(key, given, allowed, near(str(given), dimensions))
+
+
+def reduced(emit: Emitter, amaxes: Node, group: str) -> Node:
+    """The maximum over a group. As integers: so NaN is above all numbers. A maximum of floats may drop it.
+
+    The partitioner leaves a collective in backward that could be computed again there, although nobody reads it: hence the tag.
+    """
+    emit.meta["partitioner_tag"] = emit.meta["partitioner_tag"].replace("is_", "must_be_in_")
+    bits = emit(aten.view.dtype, amaxes, torch.int32)
+    started = emit(torch.ops._c10d_functional.all_reduce.default, bits, "max", group)
+    return emit(aten.view.dtype, emit(torch.ops._c10d_functional.wait_tensor.default, started), torch.float32)

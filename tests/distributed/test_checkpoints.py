@@ -1,0 +1,328 @@
+"""Scaling state through torch.distributed.checkpoint: a run goes on to the bit on as many ranks, and on others where it can."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+import fp8compile
+from fp8compile.errors import StateError
+from fp8compile.ir.state_page import HISTORY, SlotSettings, merged, new_page, next_page, snapshot_of
+from tests.support.models import ResidualMlp
+from tests.support.processes import on_ranks
+
+KINDS = ("ddp", "fsdp", "tp", "pp", "fsdp x tp")
+
+
+class Net(nn.Module):
+    """Some of the layers of a model, under the names that they have in it."""
+
+    def __init__(self, layers: tuple[int, ...] = (0, 1)) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict()
+        for i in layers:
+            torch.manual_seed(i)
+            self.layers[str(i)] = ResidualMlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers.values():
+            x = layer(x)
+        return x
+
+
+def batch(step: int, rank: int) -> Tensor:
+    x = torch.randn(32, 128, generator=torch.Generator().manual_seed(10 * step + rank))
+    return x * (1 + step / 4) * (1 + rank)
+
+
+def loss_of(y: Tensor, target: Tensor) -> Tensor:
+    return (y - target).square().mean()
+
+
+class Run:
+    """A model on these ranks, trained by plain SGD."""
+
+    def __init__(self, kind: str, rank: int, **options: Any) -> None:
+        torch._dynamo.reset()
+        self.kind, self.rank, self.data = kind, rank, rank
+        self.model: nn.Module = Net((rank,)) if kind == "pp" else Net()
+        self.schedule: Any = None
+        how = {"backend": "fp8", "options": options}
+        ranks = dist.get_world_size()
+        if kind in ("tp", "fsdp x tp"):
+            mesh = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("dp", "tp"))
+            self.data = rank // 2
+            for layer in self.model.layers.values():
+                parallelize_module(layer, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        if kind == "ddp":
+            self.run: Any = torch.compile(DistributedDataParallel(self.model), **how)
+        elif kind == "pp":
+            stage = PipelineStage(torch.compile(self.model, **how), rank, ranks, torch.device("cpu"))
+            self.schedule = Schedule1F1B(stage, ranks, loss_fn=loss_of)
+        else:
+            for layer in self.model.layers.values():
+                layer.compile(fullgraph=True, **how)
+                if kind.startswith("fsdp"):
+                    fully_shard(layer, **({"mesh": mesh["dp"]} if kind == "fsdp x tp" else {}))
+            if kind.startswith("fsdp"):
+                fully_shard(self.model, **({"mesh": mesh["dp"]} if kind == "fsdp x tp" else {}))
+            self.run = self.model
+
+    def step(self, number: int) -> dict[str, Tensor]:
+        """The gradients of one step, as this rank has them."""
+        if self.schedule is not None:
+            x, target = batch(number, 0), batch(100 + number, 0)
+            self.schedule.step(x) if self.rank == 0 else self.schedule.step(target=target)
+        else:
+            self.run(batch(number, self.data)).square().mean().backward()
+        found = {}
+        for name, p in self.model.named_parameters():
+            assert p.grad is not None
+            found[name] = (p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad).clone()
+            p.detach().sub_(0.1 * p.grad)
+            p.grad = None
+        return found
+
+    def checkpoint(self, **how: Any) -> dict[str, Any]:
+        return {"model": self.model.state_dict(), "scaling": fp8compile.ScalingState(self.model, **how)}
+
+
+def resume(rank: int, folder: str, kind: str, whens: tuple[str, ...] = ("before the first call", "cold")) -> dict[str, Any]:
+    """Two steps, a checkpoint, two more; and others that go on from it."""
+    first = Run(kind, rank)
+    first.step(0), first.step(1)
+    dcp.save(first.checkpoint(), checkpoint_id=f"{folder}/{kind}")
+    state = fp8compile.scaling_state(first.model)
+    found: dict[str, Any] = {"state": state, "expected": [first.step(2), first.step(3)]}
+    for when in whens:
+        other = Run(kind, rank)
+        if when == "after a call":
+            other.step(7)
+        saved = other.checkpoint()
+        if when == "cold":
+            del saved["scaling"]
+        dcp.load(saved, checkpoint_id=f"{folder}/{kind}")
+        other.model.load_state_dict(saved["model"])
+        if when == "before the first call":
+            loaded = fp8compile.scaling_state(other.model)
+            found["same"] = [name for name in state if torch.equal(loaded[name], state[name])]
+        found[when] = [other.step(2), other.step(3)] if when != "cold" else [other.step(2)]
+    return found
+
+
+def _on_four(rank: int, folder: str) -> dict[str, Any]:
+    found: dict[str, Any] = {"resumed": resume(rank, folder, "fsdp x tp")}
+    found["fsdp x tp"] = found["resumed"]["state"]
+    for name, options in (("fsdp", {}), ("reduced", {"reduce_amax": True})):  # with it, all have one state
+        run = Run("fsdp", rank, **options)
+        run.step(0), run.step(1)
+        dcp.save({"scaling": fp8compile.ScalingState(run.model)}, checkpoint_id=f"{folder}/four {name}")
+        found[name] = fp8compile.scaling_state(run.model)
+    return found
+
+
+def _on_two(rank: int, folder: str) -> dict[str, Any]:
+    """Each kind goes on; then the states that these ranks have of the checkpoints of four, or the errors."""
+    every = ("before the first call", "after a call", "cold")
+    found: dict[str, Any] = {kind: resume(rank, folder, kind, every if kind == "fsdp" else every[::2]) for kind in KINDS[:-1]}
+
+    def load(key: str, name: str, run: Run, strict: bool = True) -> None:
+        try:
+            dcp.load({"scaling": fp8compile.ScalingState(run.model, strict=strict)}, checkpoint_id=f"{folder}/{name}")
+            found[key] = fp8compile.scaling_state(run.model)
+        except StateError as error:
+            found[key] = str(error)
+
+    reduced = Run("fsdp", rank, reduce_amax=True)
+    load("four: fsdp", "four fsdp", reduced)
+    reduced.step(2)  # takes what was loaded
+    load("four: reduced", "four reduced", reduced)
+    load("four: ddp", "four fsdp", Run("ddp", rank))
+    load("four: tp", "fsdp x tp", Run("tp", rank))
+    whole = Run("ddp", rank)
+    load("four: no tp", "fsdp x tp", whole)
+    load("four: what fits", "fsdp x tp", whole, strict=False)
+    load("four: stages", "four fsdp", Run("pp", rank))
+    whole.model = Net((rank + 1,))  # nobody has layer 0
+    load("four: other stages", "four fsdp", whole)
+    return found
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """On four ranks, and on two."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    four, two = folder / "on four", folder / "on two"
+    four.mkdir(), two.mkdir()
+    return on_ranks(4, four, _on_four, str(folder)), on_ranks(2, two, _on_two, str(folder))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_goes_on_to_the_bit(found, kind: str) -> None:
+    """Also before the first call, where a rank has no slots yet. Ranks have states of their own."""
+    four, two = found
+    results = [one["resumed"] for one in four] if kind == KINDS[-1] else [one[kind] for one in two]
+    for result in results:
+        assert result["same"] == list(result["state"]) and len(result["state"]) > 6
+        for when in ("before the first call", "after a call"):
+            for expected, got in zip(result["expected"], result.get(when, result["expected"]), strict=True):
+                assert all(torch.equal(gradient, got[name]) for name, gradient in expected.items()), when
+        expected, cold = result["expected"][0], result["cold"][0]
+        assert not all(torch.equal(gradient, cold[name]) for name, gradient in expected.items())
+    first, second = (result["state"] for result in results[:2])
+    assert first.keys() != second.keys() or any(not torch.equal(first[name], second[name]) for name in first)
+
+
+# --- other numbers of ranks -----------------------------------------------------------------------
+
+
+def histories(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: row[HISTORY:-1] for name, row in state.items() if name != "fp8compile.version"}
+
+
+def largest(states: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    every = [histories(state) for state in states]
+    return {name: torch.stack([one[name] for one in every]).amax(0) for name in every[0]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["fsdp", "ddp", "reduced"])
+def test_from_four_data_parallel_ranks_to_two(found, kind: str) -> None:
+    """Each takes the largest amax of each call. What is one for all stays what it is, to the last column."""
+    saved, loaded = found
+    given = [one["reduced" if kind == "reduced" else "fsdp"] for one in saved]
+    expected = largest(given)
+    for state in (one[f"four: {kind}"] for one in loaded):
+        assert not isinstance(state, str), state
+        assert state.keys() == given[0].keys() and len(state) > 8
+        for name, history in histories(state).items():
+            assert torch.equal(history, expected[name]), name
+        if kind == "reduced":
+            assert all(torch.equal(row, state[name]) for name, row in given[0].items())
+    assert kind == "reduced" or any(not torch.equal(given[0][name], given[1][name]) for name in given[0])
+
+
+@pytest.mark.slow
+def test_tensor_parallel_ranks_take_the_state_of_their_part(found) -> None:
+    """2 x 2 ranks to 1 x 2: each takes the larger amax of the two that had its part of the weights."""
+    saved, loaded = found
+    for tp, one in enumerate(loaded):
+        assert not isinstance(one["four: tp"], str), one["four: tp"]
+        expected = largest([saved[tp]["fsdp x tp"], saved[2 + tp]["fsdp x tp"]])
+        for name, history in histories(one["four: tp"]).items():
+            assert torch.equal(history, expected[name]), name
+
+
+@pytest.mark.slow
+def test_stages_take_the_state_of_their_layers(found) -> None:
+    """The layers of a model on all ranks become stages."""
+    saved, loaded = found
+    for rank, one in enumerate(loaded):
+        state = one["four: stages"]
+        assert not isinstance(state, str), state
+        expected = {name: row for name, row in largest([x["fsdp"] for x in saved]).items() if f"layers.{rank}." in name}
+        assert histories(state).keys() == expected.keys()
+        assert all(torch.equal(history, expected[name]) for name, history in histories(state).items())
+
+
+@pytest.mark.slow
+def test_what_does_not_fit_is_an_error_on_all_ranks(found) -> None:
+    part = "layers.0.up.weight: the ranks that saved it had [0:128, 0:128] of [256, 128] or [128:256, 0:128] of [256, 128]"
+    for one in found[1]:
+        assert f"{part}; this one has all of it" in one["four: no tp"] and "on ranks [0, 1]" in one["four: no tp"]
+        assert list(one["four: what fits"]) == ["fp8compile.version"]
+        assert "unexpected: layers.0.up.weight (no rank has it)" in one["four: other stages"]
+
+
+# --- one process ----------------------------------------------------------------------------------
+
+
+def trained(interpreted: None, **options: Any) -> Net:
+    model = Net()
+    model.compile(backend="fp8", options=options)
+    for step in range(2):
+        model(batch(step, 0)).square().mean().backward()
+    return model
+
+
+def test_without_a_process_group(tmp_path: Path, interpreted: None) -> None:
+    model = trained(interpreted)
+    dcp.save({"scaling": fp8compile.ScalingState(model)}, checkpoint_id=tmp_path)
+    other = Net()
+    dcp.load({"scaling": fp8compile.ScalingState(other)}, checkpoint_id=tmp_path)
+    state, loaded = fp8compile.scaling_state(model), fp8compile.scaling_state(other)
+    assert state.keys() == loaded.keys() and all(torch.equal(row, loaded[name]) for name, row in state.items())
+
+
+def test_a_checkpoint_of_other_options_changes_nothing(tmp_path: Path, interpreted: None) -> None:
+    dcp.save({"scaling": fp8compile.ScalingState(trained(interpreted))}, checkpoint_id=tmp_path)
+    torch._dynamo.reset()
+    model = trained(interpreted, amax_history_len=4)
+    before = fp8compile.scaling_state(model)
+    with pytest.raises(StateError, match=r"layers.0.up.weight.input.0: amaxes that are kept .* 16, here 4"):
+        dcp.load({"scaling": fp8compile.ScalingState(model)}, checkpoint_id=tmp_path)
+    assert all(torch.equal(row, before[name]) for name, row in fp8compile.scaling_state(model).items())
+
+
+def test_a_checkpoint_of_another_model_changes_nothing(tmp_path: Path, interpreted: None) -> None:
+    dcp.save({"scaling": fp8compile.ScalingState(trained(interpreted))}, checkpoint_id=tmp_path)
+    model = Net((0, 7))
+    with pytest.raises(StateError, match=r"unexpected: layers.1.up.weight \(no rank has it\)"):
+        dcp.load({"scaling": fp8compile.ScalingState(model)}, checkpoint_id=tmp_path)
+    assert len(fp8compile.scaling_state(model)) == 1
+
+
+def test_a_checkpoint_without_scaling_state(tmp_path: Path, interpreted: None, caplog: pytest.LogCaptureFixture) -> None:
+    model = trained(interpreted)
+    before = fp8compile.scaling_state(model)
+    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path)
+    with pytest.raises(dcp.api.CheckpointException, match="scaling.ranks"):
+        dcp.load({"scaling": fp8compile.ScalingState(model)}, checkpoint_id=tmp_path)
+    with caplog.at_level(logging.WARNING, "fp8compile"):
+        planner = DefaultLoadPlanner(allow_partial_load=True)
+        dcp.load({"scaling": fp8compile.ScalingState(model)}, checkpoint_id=tmp_path, planner=planner)
+    assert "no scaling state" in caplog.text
+    assert all(torch.equal(row, before[name]) for name, row in fp8compile.scaling_state(model).items())
+
+
+def test_several_modules(tmp_path: Path) -> None:
+    """The stages that a rank has in an interleaved pipeline."""
+    fp8compile.ScalingState([Net((0,)), Net((3,))])
+    with pytest.raises(StateError, match=r"two of the modules have a 'layers.0.up.weight'"):
+        fp8compile.ScalingState([Net((0,)), Net((0, 3))])
+
+
+# --- the rule -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("interval", [1, 3])
+def test_merged_rows_cover_what_each_covers(interval: int) -> None:
+    """The merged scale is the one that the merged history gives; equal rows stay as they are; an overflow is not forgotten."""
+    settings = SlotSettings(448.0, 4, interval, 896.0)
+    page = new_page(3, 4, torch.device("cpu"), [settings] * 3)
+    for amaxes in ([1.0, 2.0, 0.0], [3.0, 0.5, 0.0], [0.25, 2.5, 0.0]):
+        page = next_page(page, snapshot_of(page), torch.tensor(amaxes))
+    one = merged(page)
+    assert one[HISTORY:].tolist() == [2.5, 3.0, 2.0, 0.0]
+    assert one[0] == page[:2, 0].min() and one[1] == page[:2, 1].max() and one[2] == page[:2, 2].max()
+    if interval == 1:
+        assert torch.isclose(one[0], torch.tensor(448.0 / 3.0))
+    for row in page:
+        assert torch.equal(merged(torch.stack([row, row])), row)
+    assert torch.equal(merged(page[2:]), page[2])
+    overflowed = next_page(page, snapshot_of(page), torch.tensor([100.0, 0.5, 0.0]))
+    assert overflowed[0, 2] < 0 and merged(overflowed)[2] < 0 and merged(overflowed)[0] == overflowed[0, 0]
