@@ -1,0 +1,49 @@
+"""Several processes on a CPU, by gloo, each under a time limit: what goes wrong among processes hangs."""
+
+from __future__ import annotations
+
+import datetime
+import multiprocessing
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.support.harness import interpreted
+
+TIME_LIMIT = 300  # seconds
+
+
+def _process(work: Callable[..., Any], rank: int, ranks: int, folder: str, args: tuple[Any, ...]) -> None:
+    try:
+        torch.set_num_threads(1)
+        limit = datetime.timedelta(seconds=TIME_LIMIT)
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks, timeout=limit)
+        with interpreted():
+            result = work(rank, *args)
+        dist.barrier()
+        dist.destroy_process_group()
+    except BaseException:
+        result = traceback.format_exc()
+    torch.save(result, f"{folder}/{rank}")
+
+
+def on_ranks(ranks: int, folder: Path, work: Callable[..., Any], *args: Any) -> list[Any]:
+    """`work(rank, *args)` in as many processes, graphs interpreted; what it returned on each. `folder` is empty before."""
+    spawn = multiprocessing.get_context("spawn")
+    processes = [spawn.Process(target=_process, args=(work, rank, ranks, str(folder), args)) for rank in range(ranks)]
+    deadline = datetime.datetime.now() + datetime.timedelta(seconds=TIME_LIMIT)
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(max(1.0, (deadline - datetime.datetime.now()).total_seconds()))
+    late = [process for process in processes if process.is_alive()]
+    for process in late:
+        process.kill()
+    done = {rank: torch.load(folder / str(rank)) for rank in range(ranks) if (folder / str(rank)).exists()}
+    failed = "\n".join(result for result in done.values() if isinstance(result, str))
+    assert not late and not failed, f"{len(late)} of {ranks} processes hang\n{failed}"
+    return [done[rank] for rank in range(ranks)]
