@@ -29,7 +29,7 @@ from .config.options import Options, parse
 from .config.recipe import BUILT_IN
 from .devices import catalog, formats, support
 from .devices.catalog import Device
-from .errors import CapacityExceeded, OptionError, StrictError
+from .errors import CapacityExceeded, OptionError, ShardingError, StrictError
 from .ir import ops, state_page
 from .ir.inputs import Inputs, capture
 from .ir.records import FP8, HIGH_PRECISION, Gatherable, GraphReport
@@ -86,7 +86,7 @@ def fp8(
         _check_encoding(inputs.devices, chosen)
         inputs = dataclasses.replace(inputs, kinds=whole_kinds(gm))
         return _compile(gm, list(example_inputs), inputs, chosen, inner)
-    except (OptionError, StrictError) as error:
+    except (OptionError, ShardingError, StrictError) as error:
         raise compat.shown(error) from None
 
 
@@ -148,7 +148,7 @@ def _compile_once(
         observes=observes,
         trains=inputs.training and inputs.grad,
     )
-    sharded = all_gather.asked(example_inputs, inputs.names)
+    sharded = all_gather.asked(example_inputs)
     gatherable: dict[int, Gatherable] = {}
     gm = compat.copy_graph(gm)  # compile_fx takes ownership, and Dynamo still reads the original's placeholders
     if capacity is not None:

@@ -322,13 +322,13 @@ def _format(fnuz: bool) -> Any:
 # --- what graphs say, and what is reported ----------------------------------------------------------
 
 
-def asked(tensors: Sequence[Any], names: Sequence[str]) -> dict[int, str]:
+def asked(tensors: Sequence[Any]) -> dict[int, str]:
     """Which inputs of a graph are weights that may be gathered in FP8, with their names."""
     if not _all:
         return {}
     share_records(tensors)
     known = [find(x).gathered if isinstance(x, nn.Parameter) else None for x in tensors]
-    return {i: names[i] for i, entry in enumerate(known) if entry is not None and not entry.objection}
+    return {i: plain(entry.parameter.name) for i, entry in enumerate(known) if entry is not None and not entry.objection}
 
 
 def of_graph(

@@ -109,7 +109,13 @@ BLOCK = 2 * 128 * 256  # weights
 CURRENT = {"recipe": "delayed", "current_scaling": (False, True, False)}
 CASES: dict[str, dict[str, Any]] = {
     "bf16, foreach": {"adam": "foreach"},
-    "fp32, fused, no reshard, delayed": {"adam": "fused", "bf16": False, "reshard_after_forward": False, "compiled": CURRENT},
+    "fp32, fused, no reshard, delayed": {
+        "adam": "fused",
+        "bf16": False,
+        "reshard_after_forward": False,
+        "compiled": CURRENT,
+        "evaluate": False,  # without resharding, what an evaluation has gathered stays for the next step, where it is the same
+    },
     "accumulation, delayed": {"adam": "foreach", "compiled": CURRENT, "accumulate": 2},
     "checkpoint, powers of two": {
         "adam": "fused",
@@ -119,7 +125,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def _trained(rank: int, gather: bool, adam: str, accumulate: int = 1, **how: Any) -> dict[str, Any]:
+def _trained(rank: int, gather: bool, adam: str, accumulate: int = 1, evaluate: bool = True, **how: Any) -> dict[str, Any]:
     """Some steps, with an evaluation, a write into the weights by hand, and a loaded state in between."""
     model = sharded(gather, **how)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, **{adam: True})
@@ -152,10 +158,10 @@ def _trained(rank: int, gather: bool, adam: str, accumulate: int = 1, **how: Any
         if step == 2:
             state = {name: value.detach().clone() * 3 for name, value in model.state_dict().items()}
             model.load_state_dict(state)
-        model.eval()
-        with torch.no_grad():
-            found["evaluated"].append(model(batch(7, rank)))
-        model.train()
+        if evaluate:
+            with torch.no_grad():
+                found["evaluated"].append(model.eval()(batch(7, rank)))
+            model.train()
     saved = io.BytesIO()
     torch.save(model.state_dict(), saved)
     found["saved"] = saved.getvalue()
@@ -236,9 +242,9 @@ def _assigned(model: Net) -> None:
 
 
 def _moved(model: Net) -> None:
-    model.to("cpu", torch.float32)
+    """As `Module.to` does where it changes something."""
     for p in model.parameters():
-        p._local_tensor = p._local_tensor.clone()  # as `Module.to` does where it changes something
+        p._local_tensor = p._local_tensor.clone()
     for module in (model, *model.blocks):
         for group in module._get_fsdp_state()._fsdp_param_groups:
             for parameter in group.fsdp_params:
@@ -258,7 +264,7 @@ def _unused(model: Net) -> None:
 
 BETWEEN: dict[str, tuple[Callable[[Net], None], dict[str, Any]]] = {
     "load_state_dict(assign=True)": (_assigned, {}),
-    "model.to": (_moved, {}),
+    "other tensors": (_moved, {}),
     "p.data": (_by_hand, {}),
     "a forward without a backward": (_unused, {"reshard_after_forward": False}),
 }
