@@ -256,7 +256,7 @@ class _Scales:
             vector[0, wanted] = torch.stack(cast)
         dist.all_reduce(vector, dist.ReduceOp.MAX, entries[0].parameter.process_group)
         host = torch.empty(2, len(entries), pin_memory=device.type == "cuda").copy_(vector[1:], non_blocking=True)
-        event = torch.Event(device) if device.type == "cuda" else None
+        event = torch.cuda.Event() if device.type == "cuda" else None
         if event is not None:
             event.record()
         self.pending = host, event
