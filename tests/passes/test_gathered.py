@@ -7,12 +7,22 @@ import pytest
 import torch
 from torch import nn
 
+import fp8compile
 from fp8compile.ir import ops
 from fp8compile.ir.gathered import GatheredWeight
 from fp8compile.ir.scale import inverse_of, scale_of
 from tests.support.harness import interpreted
 
 E4M3, MAX = torch.float8_e4m3fn, 448.0
+
+
+class Layer(nn.Module):
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.weight)
 
 
 def gathered(rows: int = 128, columns: int = 256) -> tuple[GatheredWeight, torch.Tensor, torch.Tensor]:
@@ -33,8 +43,7 @@ def cast(x: torch.Tensor, dtype: torch.dtype, largest: float) -> tuple[torch.Ten
 def test_fp8_matmuls_read_what_was_gathered(recast: bool) -> None:
     """fprop and dgrad, to the bit, from the gathered bytes: nothing is cast again."""
     weight, data, inverse = gathered()
-    layer = nn.Linear(256, 128, bias=False)
-    layer.weight = nn.Parameter(weight)
+    layer = Layer(weight)
     x = torch.randn(64, 256, requires_grad=True)
     torch._dynamo.reset()
     with interpreted():
@@ -47,6 +56,7 @@ def test_fp8_matmuls_read_what_was_gathered(recast: bool) -> None:
     dy8, dy_inverse = cast(dy, torch.float8_e5m2, 57344.0)
     transposed = data.t().contiguous()
     assert torch.equal(x.grad, ops.scaled_mm(dy8, transposed, dy_inverse, inverse, None, torch.float32, False))
+    assert fp8compile.report(layer).fp8_flop_fraction == 1
     assert type(layer.weight.grad) is torch.Tensor and layer.weight.grad.dtype == torch.float32
 
 
@@ -73,15 +83,15 @@ def test_a_matmul_that_wants_another_cast_casts_what_fp8_left_of_it() -> None:
     weight, data, inverse = gathered()
     results = []
     for given in (weight, data.float() * inverse):
-        layer = nn.Linear(256, 128, bias=False)
-        layer.weight = nn.Parameter(given)
+        layer = Layer(given)
         torch._dynamo.reset()
         torch.manual_seed(1)
         x = torch.randn(64, 256, requires_grad=True)
         with interpreted():
-            layer.compile(backend="fp8", options={"recipe": "rowwise"})
+            layer.compile(backend="fp8", options={"recipe": "rowwise", "strict": True})
             y = layer(x)
             y.square().mean().backward()
+        assert fp8compile.report(layer).fp8_flop_fraction == 1
         results.append((y.detach(), x.grad, layer.weight.grad))
     for one, other in zip(*results, strict=True):
         assert torch.equal(one, other)
