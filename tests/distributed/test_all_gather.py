@@ -381,8 +381,16 @@ def _refused(rank: int) -> dict[str, str]:
 
         attempt(f"eager, strict={strict}", look)
         said[f"eager report, strict={strict}"] = str(gathered(model)["blocks.0.up.weight"])
-    dist.barrier()
     return said
+
+
+def _disagreeing(rank: int) -> dict[str, tuple[str, str]]:
+    """The first rank keeps one weight of each block in high precision, and the others do not."""
+    off = {"policy": {"rules": [{"module": "up", "fp8": "off"}]}} if rank == 0 else {}
+    model = sharded(compiled={"recipe": "tensorwise", **off})
+    for i in range(5):
+        step(model, i, rank)
+    return gathered(model)
 
 
 def test_refusals_name_the_parameter_and_the_fix(tmp_path) -> None:
@@ -400,3 +408,11 @@ def test_refusals_name_the_parameter_and_the_fix(tmp_path) -> None:
         assert said["eager, strict=False"] == "nothing"
         assert "blocks.0.up.weight was gathered in FP8, and is read by aten.pow" in said["eager, strict=True"]
         assert "outside of compiled graphs" in said["eager report, strict=False"]
+
+
+def test_ranks_that_decide_differently_gather_the_same(tmp_path) -> None:
+    """In FP8 what all of them allow. None waits for another."""
+    for rank, said in enumerate(on_ranks(2, tmp_path, _disagreeing)):
+        dtype, reason = said["blocks.0.up.weight"]
+        assert dtype == "bfloat16" and (reason.startswith("policy") if rank == 0 else reason == "other ranks keep it")
+        assert said["blocks.0.down.weight"] == ("e4m3", "")
