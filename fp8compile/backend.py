@@ -18,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,16 +29,17 @@ from .config.options import Options, parse
 from .config.recipe import BUILT_IN
 from .devices import catalog, formats, support
 from .devices.catalog import Device
-from .errors import CapacityExceeded, OptionError, StrictError
+from .errors import CapacityExceeded, OptionError, ShardingError, StrictError
 from .ir import ops, state_page
 from .ir.inputs import Inputs, capture
-from .ir.records import FP8, HIGH_PRECISION, GraphReport
+from .ir.records import FP8, HIGH_PRECISION, Gatherable, GraphReport
 from .logs import get_logger, say_once
 from .passes import legality
 from .passes.pipeline import Rewritten, run_joint, run_post_grad, skipped
 from .passes.whole_model import whole_kinds
 from .reporting.report import Report
-from .runtime import probe
+from .runtime import all_gather, probe
+from .runtime.all_gather import Gathers
 from .runtime.calls import Calls, Interface
 from .runtime.compiled_graph import CompiledGraph
 from .runtime.halves import Halves
@@ -84,7 +86,7 @@ def fp8(
         _check_encoding(inputs.devices, chosen)
         inputs = dataclasses.replace(inputs, kinds=whole_kinds(gm))
         return _compile(gm, list(example_inputs), inputs, chosen, inner)
-    except (OptionError, StrictError) as error:
+    except (OptionError, ShardingError, StrictError) as error:
         raise compat.shown(error) from None
 
 
@@ -92,6 +94,7 @@ def _reset() -> None:
     """Forget the reports and the casts of all graphs, which are gone."""
     LEDGER.clear()
     probe.forget()
+    all_gather.forget()
 
 
 compat.register_again("fp8")
@@ -145,6 +148,8 @@ def _compile_once(
         observes=observes,
         trains=inputs.training and inputs.grad,
     )
+    sharded = all_gather.asked(example_inputs)
+    gatherable: dict[int, Gatherable] = {}
     gm = compat.copy_graph(gm)  # compile_fx takes ownership, and Dynamo still reads the original's placeholders
     if capacity is not None:
         for direction, slots in zip(("forward", "backward"), capacity, strict=True):
@@ -155,6 +160,9 @@ def _compile_once(
         nonlocal record
         device = _description(chosen, graph)
         done = run_joint(graph, inputs, policy, device, formats.fnuz(), capacity, observes)
+        if not observes:
+            phases, complain = policy.schedule is not None, partial(_complain, chosen)
+            gatherable.update(all_gather.of_graph(done.gatherable, sharded, phases, complain))
         if phase == FP8:
             record = _report(done, inputs, chosen, device)
         return done
@@ -174,7 +182,7 @@ def _compile_once(
     # DDPOptimizer expects one lazy backward for each graph, but with a schedule each graph is compiled twice
     at_once = policy.schedule is not None
     function = compat.compile_fx(gm, example_inputs, halves.compile, patches, at_once)
-    return CompiledGraph(function, interface, calls, owners, record, halves.converts)
+    return CompiledGraph(function, interface, calls, owners, record, halves.converts, Gathers(gatherable, chosen.strict))
 
 
 def _lowering(chosen: Options) -> dict[str, Any]:

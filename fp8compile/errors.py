@@ -43,6 +43,10 @@ class StrictError(Fp8CompileError, RuntimeError):
     """Something that is only a warning without ``options={"strict": True}``."""
 
 
+class ShardingError(Fp8CompileError, ValueError):
+    """Something of `fully_shard`, or of a recipe, that the FP8 all-gather cannot work with."""
+
+
 class StateError(Fp8CompileError, ValueError):
     """A scaling state that does not fit the model: ``differences`` lists why, a line each."""
 

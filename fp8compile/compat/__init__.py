@@ -30,6 +30,7 @@ from .autograd import (
     in_compiled_autograd,
     is_compiled,
     is_ddp,
+    no_torch_function,
     recomputing,
     repeating,
     saved_as_they_are,
@@ -56,7 +57,7 @@ from .dynamo import (
     symbolic_kernels,
     tag_backward,
 )
-from .fsdp import resharded, sharded_pairs
+from .fsdp import ShardedParameter, listen, no_versions, resharded, sharded_pairs, sharded_parameters
 from .inductor import (
     MUST_RECOMPUTE,
     MUST_SAVE,

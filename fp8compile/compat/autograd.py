@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
+no_torch_function = torch._C._disabled_torch_function_impl  # of a tensor subclass
 VERSIONS_AND_VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)  # the dispatch key that keeps track of both
 
 

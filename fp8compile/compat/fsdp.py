@@ -4,8 +4,14 @@ reads the unsharded ones. These are other objects. They stay the same for the wh
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+EVALUATES = "fp8compile_evaluates"  # of a group: it was gathered for a forward without gradients
 
 
 def resharded(inputs: Sequence[Any]) -> frozenset[int]:
@@ -46,5 +52,197 @@ def _groups() -> Iterator[Any]:
     found = {id(state): state for _, reference in list(_module_state_mapping.items()) if (state := reference()) is not None}
     for state in found.values():
         if isinstance(state, states.FSDPState):
-            groups = getattr(state, "_fsdp_param_groups", None)  # up to 2.11 there is one group or none
-            yield from [state._fsdp_param_group] * (state._fsdp_param_group is not None) if groups is None else groups
+            yield from _of(state)
+
+
+# --- what is gathered -----------------------------------------------------------------------------
+
+
+class ShardedParameter:
+    """A parameter of `fully_shard`, and what its ranks gather for it: `prepare()` makes what this rank sends, a matrix;
+    `finish(gathered)` makes the weight of what arrives. Both may be of several kinds (`use`): each has its own memory and its
+    own unsharded parameter, of which FSDP2 fills and frees the one that is in use. Read in 2.11, 2.13 and 2.15."""
+
+    def __init__(self, parameter: Any, group: Any, name: str):
+        self._parameter, self.group, self.name = parameter, group, name
+        self.kind = ""  # in use
+        self._others: dict[str, tuple[Any, Any]] = {}  # of kinds not in use: FSDP2's memory, the unsharded parameter
+
+    @property
+    def sharded(self) -> nn.Parameter:
+        """What the module and the optimizer have. Another object after `load_state_dict(assign=True)`."""
+        return self._parameter.sharded_param
+
+    @property
+    def module(self) -> nn.Module:
+        """Whose parameter it is."""
+        return self._parameter._module_info.module
+
+    @property
+    def tied(self) -> bool:
+        return bool(self._parameter._module_info.shared_modules)
+
+    @property
+    def shard(self) -> Tensor:
+        """The values on this rank, padded to the size that they have on the others."""
+        return self._parameter._sharded_param_data.view(self._parameter.padded_sharded_param_size)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the unsharded parameter."""
+        return self._parameter.param_dtype or self._parameter.orig_dtype
+
+    @property
+    def process_group(self) -> Any:
+        return self.group._all_gather_process_group
+
+    @property
+    def is_tensor_parallel(self) -> bool:
+        return self._parameter.is_dtensor
+
+    @property
+    def is_replicated(self) -> bool:
+        """Is nothing gathered, since each rank has the whole?"""
+        return not hasattr(self.group.mesh_info, "shard_mesh_size")
+
+    @property
+    def on_cpu(self) -> bool:
+        """Is it offloaded to the CPU?"""
+        return self._parameter.offload_to_cpu
+
+    @property
+    def extended(self) -> bool:
+        """Does somebody else already say what is gathered?"""
+        return hasattr(self._local, "fsdp_pre_all_gather") and not self.installed
+
+    @property
+    def partly_resharded(self) -> bool:
+        """Is it resharded after forward to fewer ranks than it was sharded to?"""
+        return self.group._use_post_forward_mesh
+
+    @property
+    def evaluates(self) -> bool:
+        """Is it gathered for a forward without gradients?"""
+        return getattr(self.group, EVALUATES, False)
+
+    @property
+    def accumulates(self) -> bool:
+        """Has the unsharded parameter a gradient that was not reduced yet?"""
+        return getattr(_unsharded(self._parameter), "grad", None) is not None
+
+    @property
+    def _local(self) -> Any:
+        return self._parameter._sharded_local_tensor
+
+    @property
+    def installed(self) -> bool:
+        return getattr(self._local, "fp8_all_gather", None) is self
+
+    def install(self, prepare: Callable[[], Tensor], finish: Callable[[Tensor], Tensor]) -> None:
+        """Into the tensor of the shard, where FSDP2 looks for it. `load_state_dict(assign=True)` makes another one."""
+
+        def pre(mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any) -> Any:
+            return (prepare(),), None
+
+        def post(outputs: Sequence[Tensor], metadata: Any, dtype: torch.dtype, *, out: Any = None) -> Any:
+            if out is not None:
+                return None  # made of the same memory, which has been filled
+            size = self._parameter._orig_size
+            return finish(outputs[0].reshape(-1)[: size.numel()].view(size)), ()
+
+        local = self._local
+        local.fsdp_pre_all_gather, local.fsdp_post_all_gather, local.fp8_all_gather = pre, post, self
+        self._parameter._init_extensions()
+
+    def use(self, kind: str) -> None:
+        """Within `prepare`: it makes this kind now."""
+        parameter = self._parameter
+        if self.kind and kind != self.kind:
+            self._others[self.kind] = parameter.all_gather_outputs, _unsharded(parameter)
+            parameter.all_gather_outputs, unsharded = self._others.pop(kind, ([], None))
+            if unsharded is not None:
+                parameter._unsharded_param = unsharded
+            elif hasattr(parameter, "_unsharded_param"):
+                del parameter._unsharded_param  # FSDP2 makes one
+        self.kind = kind
+
+
+class Listener(Protocol):
+    """Who is told what FSDP2 is about to do."""
+
+    evaluates: bool  # whether the forward under way is one without gradients
+
+    def begin(self, evaluates: bool) -> None:
+        """A forward of the model begins."""
+
+    def differs(self, group: Any) -> bool:
+        """Are the parameters of a group of FSDP2 gathered in another way in training than in evaluation?"""
+
+    def reduces(self) -> None:
+        """A backward has begun whose gradients are reduced."""
+
+
+def sharded_parameters(model: nn.Module) -> list[ShardedParameter]:
+    """All that `fully_shard` manages in a model, in the order of the model."""
+    found = {id(p.sharded_param): (p, group) for state in _states(model) for group in _of(state) for p in group.fsdp_params}
+    return [ShardedParameter(*found[id(p)], name) for name, p in model.named_parameters() if id(p) in found]
+
+
+def listen(model: nn.Module, listener: Listener) -> None:
+    for state in _states(model):
+        _hear_forward(state, listener)
+        for group in _of(state):
+            _hear_unshard(group, listener)
+
+
+def _hear_forward(state: Any, listener: Listener) -> None:
+    original = state._root_pre_forward
+
+    def root_pre_forward(*args: Any) -> Any:
+        state._lazy_init()
+        context = state._state_ctx
+        if context.iter_forward_root is None:
+            if context.post_optim_event is not None:  # an optimizer on another stream; the listener reads its weights
+                state._device_handle.current_stream().wait_event(context.post_optim_event)
+                context.post_optim_event = None
+            listener.begin(not torch.is_grad_enabled())
+        return original(*args)  # from here on, streams that gather wait for what the listener has written
+
+    state._root_pre_forward = root_pre_forward
+
+
+def _hear_unshard(group: Any, listener: Listener) -> None:
+    original = group.unshard
+
+    def unshard(async_op: bool = False) -> None:
+        backward = group._training_state.name == "PRE_BACKWARD"
+        if backward and group.reduce_grads:
+            listener.reduces()
+        if group._all_gather_result is None:  # else it is under way
+            evaluates = listener.evaluates and not backward
+            if group.is_unsharded and evaluates != getattr(group, EVALUATES, evaluates) and listener.differs(group):
+                group._to_sharded()  # it was left unsharded, for the other purpose
+            if not group.is_unsharded:
+                setattr(group, EVALUATES, evaluates)
+        original(async_op)
+
+    group.unshard = unshard
+
+
+def _states(model: nn.Module) -> Iterator[Any]:
+    from torch.distributed.fsdp import FSDPModule
+
+    states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
+    yield from {id(state): state for state in states}.values()
+
+
+def _of(state: Any) -> Sequence[Any]:
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is not None:
+        return groups
+    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []  # up to 2.11
+
+
+def no_versions(*tensors: Tensor) -> AbstractContextManager[None]:
+    """Inside, writing into these does not tell autograd: what it has saved of them stays what it was."""
+    return torch.autograd._unsafe_preserve_version_counter(tensors)

@@ -12,6 +12,7 @@ implementations below, plain torch on any device, are the reference: a cold call
     quantize_both(x, scale, dtype, fp8_max)         [R, C] -> both of them
     scaled_mm(a, b, a_inv, b_inv, bias, ...)        [M, K], [N, K] -> [M, N]
     block_mm(a, b, a_inv, b_inv, bias, ...)         the same, where an operand has more than one scale
+    dequantize(data, inv, dtype)                    a weight that FSDP2 gathered in FP8, as it was (see `ir.gathered`)
     snapshot(page) -> scales; gather(amaxes) -> vector; update(page, scales, vector) -> page
 
 Layout: both operands of `scaled_mm` have the contracted dimension last ("K-major", what Hopper's FP8 tensor cores take).
@@ -269,6 +270,20 @@ def block_mm(
     return block_product(a, b, a_inv, b_inv, bias, out_dtype, fast_accum, a_block, b_block)
 
 
+def _dequantized(data: Tensor, _inv: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty(data.shape, dtype=dtype, device=data.device)
+
+
+@_op("(Tensor data, Tensor inv, ScalarType dtype) -> Tensor", _dequantized)
+def dequantize(data: Tensor, inv: Tensor, dtype: torch.dtype) -> Tensor:
+    return values(data, inv, dtype)
+
+
+def values(data: Tensor, inv: Tensor, dtype: torch.dtype) -> Tensor:
+    """FP8 values times the inverse of their scale."""
+    return (data.to(torch.float32) * inv).to(dtype)
+
+
 @_op("(Tensor[] amaxes) -> Tensor")
 def gather(amaxes: list[Tensor]) -> Tensor:
     return torch.cat(amaxes)
@@ -291,6 +306,7 @@ ALL = (
     quantize_both,
     scaled_mm,
     block_mm,
+    dequantize,
     gather,
     update,
 )

@@ -54,6 +54,32 @@ class MatmulRecord:
 
 
 @dataclass(frozen=True)
+class Gatherable:
+    """What a training graph says of a weight: whether FSDP2 may gather it in FP8, as its matmuls cast it, with one scale of its
+    own amax. `reason`: why not, "" if it may. `refused`: it may not because of the recipe. `shared`: it may not, since not only
+    matmuls read it, but an FP8 matmul does."""
+
+    reason: str = ""
+    shared: bool = False
+    refused: bool = False
+    margin: int = 0
+    power_of_2: bool = False
+    fnuz: bool = False
+
+
+@dataclass(frozen=True)
+class GatherRecord:
+    """What FSDP2 gathers in training for one parameter, as `dtype`, where `fp8_all_gather` was asked for. `reason`: why it is
+    not FP8, "" if it is."""
+
+    parameter: str
+    gathered: Literal["fp8", "high_precision"]
+    dtype: str
+    reason: str = ""
+    matrix: bool = True
+
+
+@dataclass(frozen=True)
 class OpaqueRecord:
     """An op that hides matmuls: they are not listed one by one, and the op is not rewritten.
 

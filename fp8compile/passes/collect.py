@@ -16,7 +16,8 @@ from torch.fx import Graph, Node
 
 from .. import compat
 from ..config.operators import MATMULS
-from ..ir.fx_utils import peel, value
+from ..ir import ops
+from ..ir.fx_utils import arg, peel, value
 from ..ir.inputs import Inputs, readable_module
 from ..ir.matmul import Matmul, factors, form_of
 from ..ir.records import OpaqueRecord
@@ -46,6 +47,7 @@ HIDDEN = {
 # names that torch.nn.utils gives to the parameters from which it computes a weight
 PARTS = re.compile(r"(?:parametrizations\.(\w+)\.original\d*|(?<![^.])(weight)_(?:orig|v))$")
 OWN_NAMESPACES = "aten prims prim _c10d_functional c10d inductor inductor_prims profiler higher_order rngprims".split()
+OWN_NAMESPACES += [ops.NAMESPACE]
 
 
 def collect(graph: Graph, inputs: Inputs) -> tuple[list[Matmul], list[OpaqueRecord]]:
@@ -56,6 +58,9 @@ def collect(graph: Graph, inputs: Inputs) -> tuple[list[Matmul], list[OpaqueReco
         if index in inputs.weights:
             weights[node] = inputs.names[index]
             parameters += [node] if index in inputs.parameters or index in inputs.leaves else []
+    for node in graph.find_nodes(op="call_function", target=ops.dequantize):  # the scale belongs to the weight
+        weights.pop(arg(node, 1), None)
+    parameters = [node for node in parameters if node in weights]
     origins = Origins(graph, sorted(weights, key=lambda x: compat.input_index(x) or 0), parameters)
     matmuls: list[Matmul] = []
     opaque: list[OpaqueRecord] = []

@@ -150,6 +150,9 @@ class _Lowering:
         form = forms.quantize_transposed if transposed else forms.quantize
         return self.inline(node, form, x, scale, dtype, fp8_max, tuple(block))
 
+    def dequantize(self, node: Node, *args) -> Node:
+        return self.inline(node, ops.values, *args)
+
     def scaled_mm(self, node: Node, *_) -> Node:
         return scaled_mm.lower_scaled_mm(node, self.inline)
 

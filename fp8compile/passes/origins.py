@@ -17,7 +17,8 @@ import torch
 from torch.fx import Graph, Node
 
 from .. import compat
-from ..ir.fx_utils import CASTS, PERMUTES, SAME, SLICES, VIEWS, aten, behind, is_tensor, root
+from ..ir import ops
+from ..ir.fx_utils import CASTS, PERMUTES, SAME, SLICES, VIEWS, arg, aten, behind, is_tensor, root
 from ..ir.matmul import addend_of
 
 # The result of a pointwise operator, or of one of these, on a weight is still a weight. An index is not among them: it may look
@@ -68,6 +69,8 @@ class Origins:
             return Origin(frozenset([node]))
         if node.op == "placeholder":
             return _ACTIVATION if is_tensor(node) else _CONSTANT
+        if node.target == ops.dequantize:
+            return self.known[arg(node, 0)]
         given = [self.known[x] for x in node.all_input_nodes]
         if any(x.activation for x in given):
             return _ACTIVATION
@@ -80,7 +83,7 @@ class Origins:
 
     def bare(self, base: Node) -> Node | None:
         """The parameter or buffer that a tensor is, or is a slice of."""
-        found = behind(base, (operator.getitem, *SLICES, *VIEWS, *SAME))
+        found = behind(base, (operator.getitem, *SLICES, *VIEWS, *SAME, ops.dequantize))
         return found if found in self.weights else None
 
     def computed(self, base: Node) -> Node | None:

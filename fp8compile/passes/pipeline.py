@@ -10,7 +10,7 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
@@ -22,13 +22,14 @@ from ..devices.catalog import Device
 from ..errors import CapacityExceeded, OptionError
 from ..ir.inputs import Inputs
 from ..ir.matmul import Matmul
-from ..ir.records import OpaqueRecord
+from ..ir.records import Gatherable, OpaqueRecord
 from ..ir.state_page import SlotKey
 from ..logs import SKIP_VARIABLE, dump, get_logger
 from .amax_groups import NO_GROUPS, AmaxGroups, amax_groups
 from .collect import collect, edges
 from .decide import decide
 from .fuse import fuse
+from .gathered import gatherable, unite
 from .lower import lower, lower_scales, split_casts
 from .plan import Plan, plan
 from .profitability import weigh
@@ -67,8 +68,12 @@ class Joint:
     complaints: list[str] = field(default_factory=list)  # what the policy's author should know
     plan: Plan = field(default_factory=Plan)
     groups: AmaxGroups = NO_GROUPS
+    gatherable: dict[int, Gatherable] = field(default_factory=dict)  # parameters that FSDP2 may gather in FP8, and others
     pages: tuple[Node, Node] | None = None  # the state inputs of forward and backward, where some slot needs them
     written: Written | None = None
+
+    def unite(self) -> int:
+        return unite(self.graph)
 
     def collect(self) -> int:
         self.matmuls, self.opaque = collect(self.graph, self.inputs)
@@ -81,6 +86,11 @@ class Joint:
 
     def weigh(self) -> int:
         return weigh(self.matmuls, self.device) if self.device is not None else 0
+
+    def gather(self) -> int:
+        if not self.inference and self.inputs.training:
+            self.gatherable = gatherable(self.graph, self.matmuls, self.inputs, self.fnuz)
+        return sum(not found.reason for found in self.gatherable.values())
 
     def make_plan(self) -> int:
         self.plan = plan(self.matmuls, self.fnuz)
@@ -108,9 +118,11 @@ class Joint:
 
 
 JOINT: tuple[Pass[Joint], ...] = (
+    Pass("unite", Joint.unite),  # a weight that FSDP2 gathered in FP8 is one tensor, however many operators read it
     Pass("collect", Joint.collect, optional=True),  # every matmul: its name, role and operands
     Pass("decide", Joint.decide),  # FP8, or the reason why not: what is possible, then what the policy says
     Pass("weigh", Joint.weigh, optional=True),  # what FP8 would not make faster stays in high precision
+    Pass("gather", Joint.gather),  # which weights FSDP2 may gather in FP8
     Pass("plan", Joint.make_plan),  # which tensors are quantized, and in which slot the scale of each lives
     Pass("quantize", Joint.quantize),  # casts and FP8 matmuls in the graph
     Pass("update_state", Joint.update_state),  # the next scaling state
@@ -136,6 +148,7 @@ class Rewritten:
     complaints: tuple[str, ...] = ()
     edges: tuple[tuple[int, int], ...] = ()
     groups: tuple[str, ...] = ()  # process groups over which amaxes are reduced
+    gatherable: Mapping[int, Gatherable] = field(default_factory=dict)  # by input
 
 
 def run_joint(
@@ -162,6 +175,7 @@ def run_joint(
         complaints=tuple(joint.complaints),
         edges=joint.edges,
         groups=joint.groups.every if joint.written is not None else (),
+        gatherable=joint.gatherable,
     )
     if joint.pages is None:
         return done

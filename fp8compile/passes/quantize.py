@@ -9,6 +9,10 @@ becomes (delayed; `tensorwise` has `current_scale(amax)` in the place of `delaye
     x8 = quantize(x2d, scale_x, transposed=False); w8 = quantize(w, scale_w, transposed=False)
     mm = scaled_mm(x8, w8, inv_x, inv_w)
 
+A weight that FSDP2 has gathered in FP8 is not cast: the matmul reads what was gathered,
+
+    w = dequantize(data, inv)  ->  w8 = data; w8t = clone(permute(data)); inv_w = inv
+
 With one scale a row or a block, the two layouts of a tensor have scales of their own, from one read:
 
     amax_x = amax_blocks(x2d, False, block); scale_x = current_scale(amax_x); inv_x = inverse(scale_x)
@@ -34,9 +38,10 @@ from torch.fx import Graph, Node
 from .. import compat
 from ..config.recipe import WHOLE
 from ..ir import ops
-from ..ir.fx_utils import CASTS, PERMUTES, VIEWS, Emitter, Matrix, aten, hint, is_tensor, same_shape, value
+from ..ir.fx_utils import CASTS, PERMUTES, VIEWS, Emitter, Matrix, arg, aten, hint, is_tensor, same_shape, value
 from ..ir.matmul import GEMMS, Matmul
 from .amax_groups import NO_GROUPS, AmaxGroups, reduced
+from .gathered import gathered_as
 from .plan import Operand, Plan
 
 
@@ -124,6 +129,9 @@ class _Writer:
         shape = str(matrix.shape)
         if (operand, shape, transposed) in self.copies:
             return self.copies[operand, shape, transposed]
+        if (weight := gathered_as(matrix, operand)) is not None:
+            self.copies[operand, shape, transposed] = made = self.gathered(weight, operand, transposed)
+            return made
         form, block = operand.format, list(operand.scaling.block)
         scale = self.scale_of(operand, matrix, transposed)[0]
         source = self.matrix(matrix, operand)
@@ -152,8 +160,20 @@ class _Writer:
             self.copies[operand, shape, transposed] = _of(operand, made)
         return self.copies[operand, shape, transposed]
 
+    def gathered(self, weight: Node, operand: Operand, transposed: bool) -> Node:
+        """The FP8 values of a weight that FSDP2 has gathered; transposed, where dgrad reads them."""
+        data = arg(weight, 0)
+        if not transposed:
+            return data
+        recompute = operand.reader.meta.get("recompute")
+        kept = recompute is None and not operand.recipe.recast_weights
+        emit = self.after(data, operand, recompute=compat.MUST_SAVE if kept else compat.MUST_RECOMPUTE)
+        return emit(aten.clone.default, emit(aten.permute.default, data, [1, 0]), memory_format=torch.contiguous_format)
+
     def scale_of(self, operand: Operand, matrix: Matrix, transposed: bool) -> tuple[Node, Node]:
         """(scale, inverse) of an operand: one pair for both layouts, or the pair of one layout."""
+        if (weight := gathered_as(matrix, operand)) is not None:
+            return arg(weight, 1), arg(weight, 1)  # no cast, so nothing asks for the scale
         block = operand.scaling.block
         key = (operand, "", False) if block == WHOLE else (operand, str(matrix.shape), transposed)
         if key not in self.scales:

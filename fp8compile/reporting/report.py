@@ -22,10 +22,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..ir.records import FP8, GraphReport, MatmulRecord, OpaqueRecord, forward_sizes
+from ..ir.records import FP8, GatherRecord, GraphReport, MatmulRecord, OpaqueRecord, forward_sizes
+from ..runtime.all_gather import gather_records
 from ..runtime.ledger import LEDGER
 from ..runtime.parameters import share_records
-from . import html, outside
+from . import gathered, html, outside
 from .layers import Row, fraction, gemms, hidden_rows, layers_of, percent, repeated, rows_of, share, words
 from .outside import OutsideRecord
 
@@ -35,15 +36,22 @@ if TYPE_CHECKING:
 class Report:
     """The matmuls of some compiled graphs. ``str()`` is a table, ``summary()`` a line, ``to_dict()`` is for JSON.
 
-    In the report of one model, `outside` lists the matrices of linears and other modules that no compiled graph reads.
+    In the report of one model, `outside` lists the matrices of linears and other modules that no compiled graph reads, and
+    `gathered` what FSDP2 gathers for each parameter, where `fp8_all_gather` was asked for.
     """
 
     def __init__(
-        self, graphs: Iterable[GraphReport] = (), empty: str = "", note: str = "", outside: Iterable[OutsideRecord] = ()
+        self,
+        graphs: Iterable[GraphReport] = (),
+        empty: str = "",
+        note: str = "",
+        outside: Iterable[OutsideRecord] = (),
+        gathered: Iterable[GatherRecord] = (),
     ) -> None:
         """`empty` is the text of a report without graphs. `note` is added to the summary."""
         self.graphs: tuple[GraphReport, ...] = tuple(graphs)
         self.outside: tuple[OutsideRecord, ...] = tuple(outside)
+        self.gathered: tuple[GatherRecord, ...] = tuple(gathered)
         self._empty = empty or "nothing was compiled"
         self._note = note
 
@@ -85,6 +93,7 @@ class Report:
         if not self.matmuls:
             parts += dict.fromkeys(graph.note for graph in self.graphs if graph.note)
         parts += [outside.brief(self.outside)] if self.outside else []
+        parts += [gathered.brief(self.gathered)] if self.gathered else []
         parts += [self._note] if self._note else []
         return "; ".join(parts)
 
@@ -95,7 +104,8 @@ class Report:
         ``collapse=False`` every layer of every graph has its own line.
         """
         parts = [f"fp8: {self.summary()}", *(_graph_text(graph, collapse) for graph in self.graphs)]
-        return "\n\n".join(parts + ([outside.text(self.outside)] if self.outside else []))
+        parts += [outside.text(self.outside)] if self.outside else []
+        return "\n\n".join(parts + ([gathered.text(self.gathered)] if self.gathered else []))
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain dicts, lists, strings and numbers."""
@@ -116,6 +126,7 @@ class Report:
                 for graph in self.graphs
             ],
             "outside": [dataclasses.asdict(record) for record in self.outside],
+            **({"gathered": [dataclasses.asdict(record) for record in self.gathered]} if self.gathered else {}),
         }
 
     def to_html(self, path: str | Path | None = None) -> str:
@@ -163,7 +174,7 @@ def report(model: nn.Module | None = None) -> Report:
         why = "a graph that reads other tensors in their place, as with torch.func.functional_call, is only listed by report()"
         return Report(empty=f"{others} ({why})")
     left_out = outside.find(model, set().union(*(reads for _, reads in chosen)))
-    return Report((graph for graph, _ in chosen), outside=left_out)
+    return Report((graph for graph, _ in chosen), outside=left_out, gathered=gather_records(tensors))
 
 
 # --- text -----------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from .. import compat
 from ..ir import state_page
 from ..ir.fx_utils import fake_mode_of
 from . import probe
+from .all_gather import Gathers
 from .calls import DRY, Call, Calls, Interface
 from .ledger import LEDGER
 from .owners import Owners
@@ -33,9 +34,10 @@ class CompiledGraph:
         owners: Owners,
         record: int | None,
         converts: bool,
+        gathers: Gathers,
     ):
         self.function, self.interface, self.calls, self.owners = function, interface, calls, owners
-        self.record, self.converts = record, converts
+        self.record, self.converts, self.gathers = record, converts, gathers
         self.idle: torch.Tensor | None = None  # a stand-in for state inputs that the graph does not read
 
     def __call__(self, *args: Any) -> Any:
@@ -77,6 +79,7 @@ class CompiledGraph:
         self.owners.meet(key, args)
         if self.record is not None:
             LEDGER.attach(self.record, weights)
+        self.gathers.learn(args, self.record)
 
     def _looks(self, args: Sequence[Any]) -> probe.Look | None:
         """The `Look` of a call that is measured, or runs beside one that is; None for any other call."""

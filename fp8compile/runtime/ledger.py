@@ -42,6 +42,19 @@ class Ledger:
             for parameter in parameters:
                 record_of(parameter).graphs.add(index)
 
+    def supersede(self, index: int, parameters: Iterable[Tensor]) -> None:
+        """Graph `index` was compiled to do what other graphs did with these parameters, for another kind of input. They are
+        dropped where no parameter is left that they read."""
+        if index not in self._graphs:
+            return
+        new = self._graphs[index]
+        for parameter in parameters:
+            mine = record_of(parameter).graphs
+            mine -= {i for i in mine & self._graphs.keys() if i != index and _alike(self._graphs[i], new)}
+        read = set().union(*(record.graphs for _, record in all_records()))
+        for i in [i for i, graph in self._graphs.items() if i not in read and _alike(graph, new)]:
+            self._graphs.pop(i)
+
     def graphs(self) -> dict[int, tuple[GraphReport, set[int]]]:
         """Every graph by its index, with the ids of the tensors that it reads and that are alive."""
         found: dict[int, tuple[GraphReport, set[int]]] = {i: (graph, set()) for i, graph in list(self._graphs.items())}
@@ -65,6 +78,12 @@ class Ledger:
             yield
         finally:
             self._graphs, self._next = before
+
+
+def _alike(one: GraphReport, other: GraphReport) -> bool:
+    """Are these graphs of the same matmuls?"""
+    sizes = ([(x.fqn, x.gemm, x.m, x.n, x.k, x.batch) for x in graph.matmuls] for graph in (one, other))
+    return one.name == other.name and next(sizes) == next(sizes)
 
 
 LEDGER = Ledger()

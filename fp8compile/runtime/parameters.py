@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from .all_gather import Gathered
     from .phases import Steps
     from .probe import Cast, Name
     from .state import Slot
@@ -37,6 +38,7 @@ class ParameterRecord:
     # where it is in its training: see `phases`
     steps: list[Steps] = field(default_factory=list)  # of the optimizers that had it, alive or not; the latest is last
     leads: bool = False  # a graph finds its phase by it
+    gathered: Gathered | None = None  # what FSDP2 gathers for it, where `fp8_all_gather` was asked for: see `all_gather`
     offset: int | None = None  # added to the steps that were counted; None: the offset of the process
     phase: str | None = None  # set by hand; "": the schedule decides; None: the phase of the process
 

@@ -1,0 +1,76 @@
+"""GatheredWeight: a weight that FSDP2 has gathered in FP8. It looks like a tensor of its own dtype.
+
+    w = GatheredWeight(data [N, K] FP8, inv [1] float32, torch.bfloat16)
+    w.dtype is bfloat16; linear(x, w) computes with dequantize(data, inv, bfloat16)
+
+Under torch.compile, `data` and `inv` are two inputs of the graph. There, `dequantize` is a node that our passes know: an FP8
+matmul reads `data` itself. What else reads the weight gets the values that FP8 has left of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+from .. import compat
+from . import ops
+
+aten = torch.ops.aten
+
+
+class GatheredWeight(Tensor):
+    """`read`, if any, is called with the name of each operator that reads the values outside of compiled graphs."""
+
+    data_: Tensor
+    inv_: Tensor
+    read: Callable[[str], None] | None
+
+    @staticmethod
+    def __new__(cls, data: Tensor, inv: Tensor, dtype: torch.dtype, read: Callable[[str], None] | None = None) -> Any:
+        return torch.Tensor._make_wrapper_subclass(
+            cls, data.shape, strides=data.stride(), dtype=dtype, device=data.device
+        )  # requires no gradient: the parameter that is made of it does
+
+    def __init__(self, data: Tensor, inv: Tensor, dtype: torch.dtype, read: Callable[[str], None] | None = None):
+        self.data_, self.inv_, self.read = data, inv, read
+
+    def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
+        return ["data_", "inv_"], {"dtype": self.dtype}
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], meta: dict[str, Any], size: Any, stride: Any) -> GatheredWeight:
+        return GatheredWeight(inner["data_"], inner["inv_"], meta["dtype"])
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"GatheredWeight({tuple(self.shape)}, dtype={self.dtype}, gathered in {self.data_.dtype})"
+
+    __torch_function__ = compat.no_torch_function  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        kwargs = kwargs or {}
+        first = args[0] if args else None
+        if isinstance(first, GatheredWeight) and _same(func, first, args):
+            return GatheredWeight(func(first.data_, *args[1:], **kwargs), first.inv_, first.dtype, first.read)
+
+        def values(x: Any) -> Any:
+            if not isinstance(x, GatheredWeight):
+                return x
+            if x.read is not None:
+                x.read(str(func).removesuffix(".default"))
+            return ops.dequantize(x.data_, x.inv_, x.dtype)
+
+        args, kwargs = pytree.tree_map(values, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _same(func: Any, weight: GatheredWeight, args: Sequence[Any]) -> bool:
+    """Does an operator give the same tensor again?"""
+    if func in (aten.detach.default, aten.alias.default):
+        return True
+    whole = func is aten.as_strided.default and [*args[1]] == [*weight.shape] and [*args[2]] == [*weight.stride()]
+    return whole and not any(args[3:])

@@ -1,0 +1,107 @@
+"""gathered: weights that FSDP2 gathers in FP8 (see `ir.gathered` and `runtime.all_gather`).
+
+    w = dequantize(data, inv); mm(x, permute(w))          fprop
+    w_1 = dequantize(data, inv); mm(dy, w_1)              dgrad     ->  `unite`: w_1 is w
+
+`gatherable` says of each parameter of a training graph whether it could be gathered so: only FP8 matmuls read it, and they cast
+it alike, with one scale of its own amax. It says so of weights that are gathered in high precision, too: that is how the
+runtime learns which ones need not be.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from torch.fx import Graph, Node
+
+from .. import compat
+from ..config.recipe import WHOLE, Scaling
+from ..ir import ops
+from ..ir.fx_utils import CASTS, PERMUTES, SAME, VIEWS, Matrix, arg, call_function, same_shape, value
+from ..ir.inputs import Inputs
+from ..ir.matmul import Matmul
+from ..ir.records import Gatherable
+from .legality import NO_ROWS
+from .plan import Operand
+
+ALIKE = (*CASTS, *SAME, *VIEWS, *PERMUTES)
+
+
+def unite(graph: Graph) -> int:
+    """Let all that read a gathered weight read one node; returns how many nodes that spares."""
+    first: dict[tuple, Node] = {}
+    spared = 0
+    for node in graph.find_nodes(op="call_function", target=ops.dequantize):
+        kept = first.setdefault(tuple(node.args), node)
+        if kept is not node:
+            node.replace_all_uses_with(kept)
+            graph.erase_node(node)
+            spared += 1
+    return spared
+
+
+def gathered_as(matrix: Matrix, operand: Operand) -> Node | None:
+    """The `dequantize` of a weight whose gathered values are the FP8 copy that this operand wants; None for other tensors."""
+    base, scaling = matrix.base, operand.scaling
+    if not call_function(base, (ops.dequantize,)) or scaling.delayed or scaling.block != WHOLE:
+        return None
+    fits = same_shape(value(base).shape, matrix.shape) and value(base).shape[0] % 16 == 0
+    return base if fits and value(arg(base, 0)).dtype == operand.format.dtype else None
+
+
+def gatherable(graph: Graph, matmuls: list[Matmul], inputs: Inputs, fnuz: bool) -> dict[int, Gatherable]:
+    """Of each parameter that the graph reads, by input. Parameters that only matmuls without rows read are left out."""
+    found = {}
+    known = {matmul.node: matmul for matmul in matmuls}
+    parts: dict[int, list[Node]] = defaultdict(list)
+    for node in graph.find_nodes(op="placeholder"):
+        index = compat.input_index(node)
+        if index in inputs.parameters:
+            parts[index].append(node)
+    for index, nodes in parts.items():
+        whole = next((user for user in nodes[0].users if call_function(user, (ops.dequantize,))), nodes[0])
+        made = _gatherable(whole, nodes[0], known, fnuz)
+        if made is not None:
+            found[index] = made
+    return found
+
+
+def _gatherable(weight: Node, parameter: Node, known: dict[Node, Matmul], fnuz: bool) -> Gatherable | None:
+    scalings: dict[Scaling, str] = {}
+    readers = list(_readers(weight))
+    for reader in readers:
+        matmul = known.get(reader)
+        if matmul is None:
+            what = "returned by the graph" if reader.op == "output" else f"read by {reader.target}".removesuffix(".default")
+            return Gatherable(what, shared=any(other in known and known[other].fp8 for other in readers))
+        operand = matmul.weight_operand
+        if matmul.reason == NO_ROWS:
+            continue
+        if matmul.reason is not None:
+            return Gatherable(matmul.reason)
+        if operand is None or matmul.parameter is not parameter or operand.base is not weight:
+            return Gatherable(f"read by {matmul.fqn}, which has another weight")
+        if not same_shape(operand.shape, value(weight).shape):
+            return Gatherable("multiplied in another shape than it has")
+        scalings[matmul.recipe.scaling("weight", matmul.gemm)] = matmul.recipe.name
+    for scaling, recipe in scalings.items():
+        if scaling.delayed:
+            return Gatherable(f"recipe {recipe!r} scales weights by their history", refused=True)
+        if scaling.block != WHOLE:
+            return Gatherable(f"recipe {recipe!r} has more than one scale a weight", refused=True)
+    if len(scalings) > 1:
+        return Gatherable("its matmuls cast it in different ways")
+    for scaling in scalings:
+        theirs = fnuz if scaling.encoding == "auto" else scaling.encoding == "fnuz"
+        return Gatherable(margin=scaling.margin, power_of_2=scaling.power_of_2, fnuz=theirs)
+    return None
+
+
+def _readers(node: Node) -> Iterator[Node]:
+    """What reads the values of a tensor, through views, permutations and casts."""
+    for user in node.users:
+        if call_function(user, ALIKE):
+            yield from _readers(user)
+        else:
+            yield user
