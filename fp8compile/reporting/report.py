@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..ir.records import FP8, GatherRecord, GraphReport, MatmulRecord, OpaqueRecord, forward_sizes
-from ..runtime.all_gather import gather_records
 from ..runtime.ledger import LEDGER
 from ..runtime.parameters import share_records
 from . import gathered, html, outside
@@ -174,6 +173,8 @@ def report(model: nn.Module | None = None) -> Report:
         why = "a graph that reads other tensors in their place, as with torch.func.functional_call, is only listed by report()"
         return Report(empty=f"{others} ({why})")
     left_out = outside.find(model, set().union(*(reads for _, reads in chosen)))
+    from ..runtime.all_gather import gather_records  # imported late, because it imports Dynamo
+
     return Report((graph for graph, _ in chosen), outside=left_out, gathered=gather_records(tensors))
 
 
