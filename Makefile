@@ -36,8 +36,8 @@ check: lint
 test: lint
 	$(PYTEST) -m "not slow" $(TESTS)
 
-slow: $(STAMP)
-	$(PYTEST) -m slow $(TESTS)
+slow: $(STAMP)  # by file: what starts processes is shared by the tests of a module
+	$(PYTEST) --dist loadfile -m slow $(TESTS)
 
 compat: $(STAMP)
 	$(PYTEST) -m "compat and not slow" $(TESTS)
