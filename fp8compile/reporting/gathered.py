@@ -14,10 +14,16 @@ def brief(records: Sequence[GatherRecord]) -> str:
     return f"all-gather: {fp8} of {sum(record.matrix for record in records)} matrices in FP8"
 
 
+def rows(records: Sequence[GatherRecord]) -> list[tuple[str, str, str, int]]:
+    """(parameter, what is gathered, why not FP8, how many). Parameters whose names differ in numbers only share a row:
+    `h.0-11.fc.weight`."""
+    groups = alike(records, lambda record: record.parameter, lambda record: (record.dtype, record.reason))
+    return [(name, of[0].dtype, of[0].reason, len(of)) for name, of in groups]
+
+
 def text(records: Sequence[GatherRecord]) -> str:
-    """A table. Parameters whose names differ in numbers only share a row: `h.0-11.fc.weight`."""
+    """A table of these rows."""
     from tabulate import tabulate
 
-    groups = alike(records, lambda record: record.parameter, lambda record: (record.dtype, record.reason))
-    body = [(name + repeated(len(of)), of[0].dtype, of[0].reason) for name, of in groups]
+    body = [(name + repeated(count), dtype, reason) for name, dtype, reason, count in rows(records)]
     return tabulate(body, ("all-gather in training", "as", "why not FP8"), tablefmt="simple")

@@ -102,6 +102,7 @@ class Page:
     timing: Timing | None = None
     outside: tuple[tuple[str, str, str, int], ...] = ()  # (parameter, class, size, how many)
     why_outside: str = WHY_OUTSIDE
+    gathered: tuple[tuple[str, str, str, int], ...] = ()  # (parameter, what FSDP2 gathers, why not FP8, how many)
     extra: Extra | None = None
 
 

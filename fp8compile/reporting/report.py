@@ -136,9 +136,11 @@ class Report:
         facts += [(outside.OUTSIDE, f"{len(self.outside)} weights")] if self.outside else []
         whole = ", of what was compiled" if self.outside else ""
         headline = f"{percent(self.fp8_flop_fraction)} of matmul FLOPs in FP8{whole}" if self.matmuls else "No matmuls"
+        facts += [("all-gather", gathered.brief(self.gathered).removeprefix("all-gather: "))] if self.gathered else []
         title, left_out = html.title("report", self.graphs), tuple(outside.rows(self.outside))
-        sections = tuple(map(html.section, self.graphs))
-        return html.render(html.Page(title, headline, self.summary(), tuple(facts), sections, outside=left_out), path)
+        sections, sent = tuple(map(html.section, self.graphs)), tuple(gathered.rows(self.gathered))
+        page = html.Page(title, headline, self.summary(), tuple(facts), sections, outside=left_out, gathered=sent)
+        return html.render(page, path)
 
     def __str__(self) -> str:
         return self.table()

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from fp8compile.dryrun.estimate_result import Cost, Estimate, LayerCost
-from fp8compile.ir.records import GraphReport, MatmulRecord, OpaqueRecord
+from fp8compile.ir.records import GatherRecord, GraphReport, MatmulRecord, OpaqueRecord
 from fp8compile.reporting import diagram
 from fp8compile.reporting.html import section
 from fp8compile.reporting.layers import flops, microseconds
@@ -341,6 +341,27 @@ def test_what_is_in_no_graph_is_shown():
     assert "<script>document" not in text and "64 x 32" in text
     assert "* weights are cast again in backward" in text
     assert '<dt>in no compiled graph</dt><dd>4 weights</dd>' in text
+
+
+def gathered() -> list[GatherRecord]:
+    """Of three blocks, whose second weight has no whole blocks; and of a hostile one."""
+    why = "blockwise: shards of 40 rows are no multiple of 128"
+    records = [GatherRecord(f"h.{i}.up.weight", "fp8", "e4m3") for i in range(3)]
+    records += [GatherRecord(f"h.{i}.down.weight", "high_precision", "bfloat16", why) for i in range(3)]
+    return [*records, GatherRecord(HOSTILE, "high_precision", "float32", HOSTILE, matrix=False)]
+
+
+def test_what_is_gathered():
+    """Equal layers share a row. A dot and the reason say what is not FP8."""
+    text = Report([gpt(1)], gathered=gathered()).to_html()
+    markup = Markup(text)
+    shown = " ".join(" ".join(markup.text).split())
+    assert "Gathered by FSDP2" in shown and "Gathered by FSDP2" not in " ".join(Markup(Report([gpt(1)]).to_html()).text)
+    assert "<dt>all-gather</dt><dd>3 of 6 matrices in FP8</dd>" in text
+    assert 'up.<wbr>weight</td><td class="n">3</td><td><i class="dot fp8"></i>e4m3</td><td class="wrap"></td>' in text
+    high = 'down.<wbr>weight</td><td class="n">3</td><td><i class="dot high"></i>bfloat16</td>'
+    assert f'{high}<td class="wrap">blockwise: shards of 40 rows are no multiple of 128</td>' in text
+    assert HOSTILE in shown and "<script>document" not in text
 
 
 # --- in a browser ---------------------------------------------------------------------------------
