@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from ..ir.records import GraphReport
     from .estimate_result import Cost
 
-GATHERED_IN_FP8 = ("delayed", "tensorwise", "blockwise")  # recipes whose FP8 copy serves forward and backward
+# bytes an element of the recipes whose FP8 copy serves forward and backward; "delayed" with current scaling of weights
+GATHERED_IN_FP8 = {"delayed": 1.0, "tensorwise": 1.0, "blockwise": 1 + 4 / 128**2}
 _BUCKET = 25 << 20  # bytes; DDP's default
 _OF_A_BLOCK = re.compile(r"((?:.*?\.)?\d+)\.")
 
@@ -194,7 +195,7 @@ def communication(
     notes = ["No latency is counted: collectives of less than some MB are slower. Other traffic is not counted, either."]
     if mesh.dp > 1:
         rate = links.rate(*mesh.group("dp", links))
-        blocks, root, count = _weights(modules, graphs, divided, mesh.tp)
+        blocks, root, count = _weights(modules, graphs, divided, mesh)
         share = (mesh.dp - 1) / mesh.dp
         reduced = share * (blocks.reduced + root.reduced)
         if dp == "ddp":
@@ -226,19 +227,23 @@ def communication(
         for name, calls, sent in (("outputs, forward", len(divided), outputs), ("gradients, backward", len(backward), inputs)):
             collectives.append(Collective(f"all-reduce of {name}", "tp", mesh.tp, calls, sent, sent, rate))
         notes.append(_divided_note(divided, mesh.tp))
-    notes.append(
-        "FP8 sends the bytes of bf16, since nothing sends FP8 unless it is asked to; fp8_all_gather would send FP8 weights as "
-        "one byte an element." if better else "FP8 sends the bytes of bf16."
-    )  # fmt: skip
+    if better:
+        notes.append(
+            "FP8 sends the bytes of bf16, since nothing sends FP8 unless it is asked to; fp8_all_gather would send FP8 weights "
+            "as one byte an element. The kernels' times count casts of whole weights, where each GPU would cast its part. "
+            "Recipe delayed needs current_scaling of weights for it."
+        )
+    else:
+        notes.append("FP8 sends the bytes of bf16.")
     return Communication(mesh, dp, _network(mesh, device, links), tuple(collectives), tuple(better), *kernels, tuple(notes))
 
 
 def _weights(
-    modules: Iterable[nn.Module], graphs: list[GraphReport], divided: list[Pair], tp: int
+    modules: Iterable[nn.Module], graphs: list[GraphReport], divided: list[Pair], mesh: Mesh
 ) -> tuple[_Weights, _Weights, int]:
     """Those of the blocks, those of the rest of the model, and the number of blocks."""
-    parts = {weight_of(record): 1 / tp for pair in divided for record in pair.linears}
-    in_fp8 = {name for name, record in fp8_weights(graphs).items() if record.recipe in GATHERED_IN_FP8}
+    parts = {weight_of(record): 1 / mesh.tp for pair in divided for record in pair.linears}
+    recipes = {name: record.recipe for name, record in fp8_weights(graphs).items() if name not in parts}
     blocks, root, names, seen = _Weights(), _Weights(), set(), set()
     for module in modules:
         for name, parameter in module.named_parameters():
@@ -251,10 +256,18 @@ def _weights(
             part = blocks if found else root
             elements = parameter.numel() * parts.get(name, 1.0)
             part.gathered += min(2, parameter.itemsize) * elements
-            part.gathered_fp8 += (1 if name in in_fp8 else min(2, parameter.itemsize)) * elements
+            part.gathered_fp8 += _gathered_in_fp8(recipes.get(name), parameter, mesh.dp) * elements
             if parameter.requires_grad:
                 part.reduced += parameter.itemsize * elements
     return blocks, root, len(names)
+
+
+def _gathered_in_fp8(recipe: str | None, parameter: nn.Parameter, ranks: int) -> float:
+    """Bytes an element with fp8_all_gather. `recipe`: None if the weight is not FP8, or divided by tensor parallelism, too."""
+    high = min(2, parameter.itemsize)
+    if recipe == "blockwise" and parameter.shape[0] % (128 * ranks):  # shards without whole blocks
+        return high
+    return GATHERED_IN_FP8.get(recipe or "", high)
 
 
 def divided_kernels(costs: Mapping[str, Cost], divided: Iterable[Pair], tp: int) -> float:

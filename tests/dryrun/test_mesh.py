@@ -220,23 +220,31 @@ def test_time_is_bytes_over_the_links_of_the_group() -> None:
 def test_bounds() -> None:
     made = sent("dp=8,tp=2")
     by_axis = {axis: sum(c.bf16_seconds for c in made.collectives if c.axis == axis) for axis in ("dp", "tp")}
-    bf16, fp8, better = made.bounds
+    bf16, fp8 = made.bounds
     assert (bf16.kernels, fp8.kernels) == (1.0, 0.8)
     assert bf16.exposed == pytest.approx(1.0 + sum(by_axis.values())) and bf16.hidden == 1.0
     slow = Communication(made.mesh, made.dp, "", made.collectives, (), 1e-9, 1e-9, ())
     assert slow.bounds[0].hidden == pytest.approx(max(by_axis.values()))  # no step is shorter than its slowest network
+    bf16, fp8, better = sent("dp=8").bounds
     assert better.exposed < fp8.exposed < bf16.exposed and len(slow.bounds) == 2
 
 
-@pytest.mark.parametrize("recipe, possible", [("tensorwise", True), ("delayed", True), ("rowwise", False)])
+def test_weights_of_two_kinds_of_parallelism_are_not_gathered_in_fp8() -> None:
+    """fp8_all_gather leaves tensor-parallel weights in high precision."""
+    assert sent("dp=8").with_fp8_all_gather and not sent("dp=8,tp=2").with_fp8_all_gather
+
+
+@pytest.mark.parametrize("recipe, possible", [("tensorwise", 1), ("delayed", 1), ("blockwise", 1), ("rowwise", 0)])
 def test_only_weights_in_fp8_are_gathered_in_fp8(recipe, possible) -> None:
-    """One byte an element of the four linears of the blocks, and no other parameter. FP8's own column does not count on it."""
+    """One byte an element of the four linears of the blocks, and no other parameter. FP8's own column does not count on it.
+    With blockwise, those two weights whose shards have whole blocks, with 4 bytes for each block."""
     made = sent("dp=8", recipe=recipe)
+    elements = 4 * WIDTH * HIDDEN if recipe != "blockwise" else 2 * WIDTH * HIDDEN * (1 - 4 / 128**2)
     assert all(each.bf16_bytes == each.fp8_bytes for each in made.collectives)
-    assert bool(made.with_fp8_all_gather) is possible and ("fp8_all_gather" in str(made)) is possible
+    assert bool(made.with_fp8_all_gather) == possible == ("fp8_all_gather" in str(made))
     for plain, better in zip(made.collectives[:2], made.with_fp8_all_gather, strict=False):
         assert (better.name, better.calls, better.bf16_bytes) == (plain.name, plain.calls, plain.bf16_bytes)
-        assert plain.bf16_bytes - better.fp8_bytes == 7 / 8 * 4 * WIDTH * HIDDEN
+        assert plain.bf16_bytes - better.fp8_bytes == pytest.approx(7 / 8 * elements)
     assert not sent("dp=8", "ddp", recipe=recipe).with_fp8_all_gather
 
 
