@@ -159,6 +159,11 @@ def casts(device: Device, tensor: CastInput, scaling: ScalingCost, layouts: int 
     return moved / device.bandwidth + kernels * device.launch + high_copy(device, tensor)
 
 
+def transposed(device: Device, elements: int) -> float:
+    """Seconds for the transposed copy of a tensor that is in memory in FP8: a weight that FSDP2 has gathered so."""
+    return 2 * elements / device.bandwidth + device.launch
+
+
 def high_copy(device: Device, tensor: CastInput) -> float:
     """Seconds for the high precision copy of a tensor: a write by its fused producer, or a conversion. 0 if none is needed."""
     if tensor.fused:

@@ -3,6 +3,8 @@
     w = GatheredWeight(data [N, K] FP8, inv [1] float32, torch.bfloat16)
     w.dtype is bfloat16; linear(x, w) computes with dequantize(data, inv, bfloat16)
 
+With `block`, inv is [N / block, K / block], rounded up: one for each square block.
+
 Under torch.compile, `data` and `inv` are two inputs of the graph. There, `dequantize` is a node that our passes know: an FP8
 matmul reads `data` itself. What else reads the weight gets the values that FP8 has left of it.
 """
@@ -23,27 +25,33 @@ aten = torch.ops.aten
 
 
 class GatheredWeight(Tensor):
-    """`read`, if any, is called with the name of each operator that reads the values outside of compiled graphs."""
+    """`read`, if any, is called with the name of each operator that reads the values outside of compiled graphs. `block`: the
+    rows, and the columns, that share a scale; 0 stands for all of them."""
 
     data_: Tensor
     inv_: Tensor
     read: Callable[[str], None] | None
+    block: int
 
     @staticmethod
-    def __new__(cls, data: Tensor, inv: Tensor, dtype: torch.dtype, read: Callable[[str], None] | None = None) -> Any:
+    def __new__(
+        cls, data: Tensor, inv: Tensor, dtype: torch.dtype, read: Callable[[str], None] | None = None, block: int = 0
+    ) -> Any:
         return torch.Tensor._make_wrapper_subclass(
             cls, data.shape, strides=data.stride(), dtype=dtype, device=data.device
         )  # requires no gradient: the parameter that is made of it does
 
-    def __init__(self, data: Tensor, inv: Tensor, dtype: torch.dtype, read: Callable[[str], None] | None = None):
-        self.data_, self.inv_, self.read = data, inv, read
+    def __init__(
+        self, data: Tensor, inv: Tensor, dtype: torch.dtype, read: Callable[[str], None] | None = None, block: int = 0
+    ):
+        self.data_, self.inv_, self.read, self.block = data, inv, read, block
 
     def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
-        return ["data_", "inv_"], {"dtype": self.dtype}
+        return ["data_", "inv_"], {"dtype": self.dtype, "block": self.block}
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], meta: dict[str, Any], size: Any, stride: Any) -> GatheredWeight:
-        return GatheredWeight(inner["data_"], inner["inv_"], meta["dtype"])
+        return GatheredWeight(inner["data_"], inner["inv_"], meta["dtype"], block=meta["block"])
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"GatheredWeight({tuple(self.shape)}, dtype={self.dtype}, gathered in {self.data_.dtype})"
@@ -55,14 +63,16 @@ class GatheredWeight(Tensor):
         kwargs = kwargs or {}
         first = args[0] if args else None
         if isinstance(first, GatheredWeight) and _same(func, first, args):
-            return GatheredWeight(func(first.data_, *args[1:], **kwargs), first.inv_, first.dtype, first.read)
+            data = func(first.data_, *args[1:], **kwargs)
+            return GatheredWeight(data, first.inv_, first.dtype, first.read, first.block)
 
         def values(x: Any) -> Any:
             if not isinstance(x, GatheredWeight):
                 return x
             if x.read is not None:
                 x.read(str(func).removesuffix(".default"))
-            return ops.dequantize(x.data_, x.inv_, x.dtype)
+            blocks = ([x.block, x.block],) if x.block else ()
+            return ops.dequantize(x.data_, x.inv_, x.dtype, *blocks)
 
         args, kwargs = pytree.tree_map(values, (args, kwargs))
         return func(*args, **kwargs)

@@ -270,18 +270,18 @@ def block_mm(
     return block_product(a, b, a_inv, b_inv, bias, out_dtype, fast_accum, a_block, b_block)
 
 
-def _dequantized(data: Tensor, _inv: Tensor, dtype: torch.dtype) -> Tensor:
+def _dequantized(data: Tensor, _inv: Tensor, dtype: torch.dtype, *_) -> Tensor:
     return torch.empty(data.shape, dtype=dtype, device=data.device)
 
 
-@_op("(Tensor data, Tensor inv, ScalarType dtype) -> Tensor", _dequantized)
-def dequantize(data: Tensor, inv: Tensor, dtype: torch.dtype) -> Tensor:
-    return values(data, inv, dtype)
+@_op("(Tensor data, Tensor inv, ScalarType dtype, int[] block=[0, 0]) -> Tensor", _dequantized)
+def dequantize(data: Tensor, inv: Tensor, dtype: torch.dtype, block: Sequence[int] = (0, 0)) -> Tensor:
+    return values(data, inv, dtype, block)
 
 
-def values(data: Tensor, inv: Tensor, dtype: torch.dtype) -> Tensor:
-    """FP8 values times the inverse of their scale."""
-    return (data.to(torch.float32) * inv).to(dtype)
+def values(data: Tensor, inv: Tensor, dtype: torch.dtype, block: Sequence[int] = (0, 0)) -> Tensor:
+    """FP8 values [R, C] times the inverses of their scales, one for all or one a block."""
+    return (data.to(torch.float32) * spread(inv, data.shape, block)).to(dtype)
 
 
 @_op("(Tensor[] amaxes) -> Tensor")

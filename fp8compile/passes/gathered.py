@@ -4,8 +4,9 @@
     w_1 = dequantize(data, inv); mm(dy, w_1)              dgrad     ->  `unite`: w_1 is w
 
 `gatherable` says of each parameter of a training graph whether it could be gathered so: only FP8 matmuls read it, and they cast
-it alike, with one scale of its own amax. It says so of weights that are gathered in high precision, too: that is how the
-runtime learns which ones need not be.
+it alike, each scale from its own amax. It says so of weights that are gathered in high precision, too: that is how the
+runtime learns which ones need not be. A scale is one of the whole weight or, with blocks, of a square block: both layouts
+share it then.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Iterator
 from torch.fx import Graph, Node
 
 from .. import compat
-from ..config.recipe import WHOLE, Scaling
+from ..config.recipe import WHOLE, Block, Scaling
 from ..ir import ops
 from ..ir.fx_utils import CASTS, PERMUTES, SAME, VIEWS, Matrix, arg, call_function, same_shape, value
 from ..ir.inputs import Inputs
@@ -33,7 +34,7 @@ def unite(graph: Graph) -> int:
     first: dict[tuple, Node] = {}
     spared = 0
     for node in graph.find_nodes(op="call_function", target=ops.dequantize):
-        kept = first.setdefault(tuple(node.args), node)
+        kept = first.setdefault((*node.args[:2], *map(str, node.args[2:])), node)
         if kept is not node:
             node.replace_all_uses_with(kept)
             graph.erase_node(node)
@@ -43,11 +44,21 @@ def unite(graph: Graph) -> int:
 
 def gathered_as(matrix: Matrix, operand: Operand) -> Node | None:
     """The `dequantize` of a weight whose gathered values are the FP8 copy that this operand wants; None for other tensors."""
-    base, scaling = matrix.base, operand.scaling
-    if not call_function(base, (ops.dequantize,)) or scaling.delayed or scaling.block != WHOLE:
+    base = matrix.base
+    if not arrives(base, operand.scaling):
         return None
     fits = same_shape(value(base).shape, matrix.shape) and value(base).shape[0] % 16 == 0
     return base if fits and value(arg(base, 0)).dtype == operand.format.dtype else None
+
+
+def block_of(dequantize: Node) -> Block:
+    """The elements that share a scale."""
+    return Block(*arg(dequantize, 3)) if len(dequantize.args) > 3 else WHOLE
+
+
+def arrives(base: Node, scaling: Scaling) -> bool:
+    """Is this a weight that was gathered in FP8, with scales of the blocks that this scaling has?"""
+    return call_function(base, (ops.dequantize,)) and not scaling.delayed and scaling.block == block_of(base)
 
 
 def gatherable(graph: Graph, matmuls: list[Matmul], inputs: Inputs, fnuz: bool) -> dict[int, Gatherable]:
@@ -88,13 +99,13 @@ def _gatherable(weight: Node, parameter: Node, known: dict[Node, Matmul], fnuz: 
     for scaling, recipe in scalings.items():
         if scaling.delayed:
             return Gatherable(f"recipe {recipe!r} scales weights by their history", refused=True)
-        if scaling.block != WHOLE:
-            return Gatherable(f"recipe {recipe!r} has more than one scale a weight", refused=True)
+        if scaling.block.rows != scaling.block.columns:
+            return Gatherable(f"recipe {recipe!r} needs other scales in dgrad than in fprop", refused=True)
     if len(scalings) > 1:
         return Gatherable("its matmuls cast it in different ways")
     for scaling in scalings:
         theirs = fnuz if scaling.encoding == "auto" else scaling.encoding == "fnuz"
-        return Gatherable(margin=scaling.margin, power_of_2=scaling.power_of_2, fnuz=theirs)
+        return Gatherable(margin=scaling.margin, power_of_2=scaling.power_of_2, fnuz=theirs, block=scaling.block.rows)
     return None
 
 

@@ -27,6 +27,7 @@ from ..devices import cost
 from ..devices.catalog import Device
 from ..ir.fx_utils import hint, value
 from ..ir.matmul import Matmul, OperandKey
+from .gathered import arrives
 from .tensor_traffic import Source, source
 
 SLOWER = "slower in FP8"
@@ -101,17 +102,23 @@ class Base:
 
 @dataclass(eq=False)
 class Cast:
-    """The FP8 copies of a tensor under one `Scaling` (its recipe), and who reads them in which layout."""
+    """The FP8 copies of a tensor under one `Scaling` (its recipe), and who reads them in which layout. `gathered`: FSDP2 has
+    gathered the plain copy, so nothing is cast."""
 
     base: Base
     recipe: str
     again: bool
+    gathered: bool = False
     readers: list[tuple[Gemm, tuple[str, bool]]] = field(default_factory=list)
 
     def layouts(self, chosen: set[Gemm]) -> int:
-        return len({layout for gemm, layout in self.readers if gemm in chosen})
+        """How many copies are to be written."""
+        made = {layout for gemm, layout in self.readers if gemm in chosen}
+        return sum(transposed or not self.gathered for _, transposed in made)
 
     def seconds(self, device: Device, tensor: cost.CastInput, layouts: int) -> float:
+        if self.gathered:
+            return layouts * cost.transposed(device, tensor.elements) + cost.high_copy(device, tensor)
         return cost.casts(device, tensor, COSTS[self.recipe], layouts, self.again)
 
 
@@ -182,7 +189,7 @@ def _model(candidates: list[Matmul]) -> list[Gemm]:
             if key not in casts:
                 # a weight that is recast, or whose region is recomputed, is read once more for its second copy
                 again = role == "weight" and (matmul.recipe.recast_weights or "recompute" in matmul.node.meta)
-                casts[key] = Cast(base, key.scaling.recipe, again)
+                casts[key] = Cast(base, key.scaling.recipe, again, arrives(matrix.base, key.scaling))
                 base.casts.append(casts[key])
             layout = (str(matrix.shape), transposed)
             casts[key].readers.append((gemm, layout))

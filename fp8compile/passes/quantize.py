@@ -11,7 +11,7 @@ becomes (delayed; `tensorwise` has `current_scale(amax)` in the place of `delaye
 
 A weight that FSDP2 has gathered in FP8 is not cast: the matmul reads what was gathered,
 
-    w = dequantize(data, inv)  ->  w8 = data; w8t = clone(permute(data)); inv_w = inv
+    w = dequantize(data, inv)  ->  w8 = data; w8t = clone(permute(data)); inv_w = inv; inv_wt = inv, or permute(inv) of blocks
 
 With one scale a row or a block, the two layouts of a tensor have scales of their own, from one read:
 
@@ -170,10 +170,21 @@ class _Writer:
         emit = self.after(data, operand, recompute=compat.MUST_SAVE if kept else compat.MUST_RECOMPUTE)
         return emit(aten.clone.default, emit(aten.permute.default, data, [1, 0]), memory_format=torch.contiguous_format)
 
+    def gathered_inverse(self, weight: Node, operand: Operand, transposed: bool) -> tuple[Node, Node]:
+        """Twice the inverse of its scales in a layout: nothing casts it, so nothing asks for the scale."""
+        inverse = arg(weight, 1)
+        if transposed and operand.scaling.block != WHOLE:
+            key = (operand, "gathered", True)
+            if key not in self.scales:  # a view, which backward takes of what it has saved
+                emit = self.after(inverse, operand, recompute=compat.MUST_RECOMPUTE)
+                self.scales[key] = (emit(aten.permute.default, inverse, [1, 0]),) * 2
+            return self.scales[key]
+        return inverse, inverse
+
     def scale_of(self, operand: Operand, matrix: Matrix, transposed: bool) -> tuple[Node, Node]:
         """(scale, inverse) of an operand: one pair for both layouts, or the pair of one layout."""
         if (weight := gathered_as(matrix, operand)) is not None:
-            return arg(weight, 1), arg(weight, 1)  # no cast, so nothing asks for the scale
+            return self.gathered_inverse(weight, operand, transposed)
         block = operand.scaling.block
         key = (operand, "", False) if block == WHOLE else (operand, str(matrix.shape), transposed)
         if key not in self.scales:

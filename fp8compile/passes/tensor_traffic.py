@@ -16,6 +16,7 @@ from torch.fx import Node
 
 from .. import compat
 from ..codegen.traffic import fusable
+from ..ir import ops
 from ..ir.fx_utils import CASTS, PERMUTES, SAME, VIEWS, Matrix, aten, behind, call_function, hint, is_tensor, value
 from ..ir.matmul import form_of
 
@@ -46,6 +47,9 @@ def source(matrix: Matrix) -> Source:
     """The `Source` of an operand's base tensor."""
     base = matrix.base
     elements = hint(matrix.shape[0]) * hint(matrix.shape[1])
+    if call_function(base, (ops.dequantize,)):  # a weight that FSDP2 has gathered in FP8
+        readers, shared = _readers(base)
+        return Source(elements, 1, False, 0, False, shared, frozenset(readers))
     read = _producer_bytes(base)
     readers, shared = _readers(base)
     itemsize = int(value(base).dtype.itemsize)

@@ -3,15 +3,22 @@ all-gather itself.)"""
 
 from __future__ import annotations
 
+import contextlib
+import re
+from unittest import mock
+
 import pytest
 import torch
 from torch import nn
 
 import fp8compile
+from fp8compile.devices import catalog
+from fp8compile.dryrun.fake_gpu import trace, unavailable
 from fp8compile.ir import ops
 from fp8compile.ir.gathered import GatheredWeight
 from fp8compile.ir.scale import inverse_of, scale_of
-from tests.support.harness import interpreted
+from fp8compile.passes import profitability
+from tests.support.harness import ALL_FP8, interpreted
 
 E4M3, MAX = torch.float8_e4m3fn, 448.0
 
@@ -25,13 +32,24 @@ class Layer(nn.Module):
         return nn.functional.linear(x, self.weight)
 
 
-def gathered(rows: int = 128, columns: int = 256) -> tuple[GatheredWeight, torch.Tensor, torch.Tensor]:
+def gathered(
+    rows: int = 128, columns: int = 256, dtype: torch.dtype = torch.float32
+) -> tuple[GatheredWeight, torch.Tensor, torch.Tensor]:
     """A weight whose scale is not that of its amax, so that a second cast would show."""
     torch.manual_seed(0)
     weight = torch.randn(rows, columns) / 16
     scale = scale_of(weight.abs().amax().reshape(1) * 1.37, MAX, 0)
     data, inverse = ops.quantize(weight, scale, E4M3, MAX, False), inverse_of(scale)
-    return GatheredWeight(data, inverse, torch.float32), data, inverse
+    return GatheredWeight(data, inverse, dtype), data, inverse
+
+
+def of_blocks(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> GatheredWeight:
+    """A weight with scales of blocks that are not those of the blocks' amaxes."""
+    torch.manual_seed(0)
+    weight = (torch.randn(rows, columns) * torch.logspace(-3, 3, columns)).to(dtype)
+    blocks = [128, 128]
+    scale = scale_of(ops.amax_blocks(weight, False, blocks) * 2.5, MAX, 0, True)
+    return GatheredWeight(ops.quantize(weight, scale, E4M3, MAX, False, blocks), inverse_of(scale), dtype, block=128)
 
 
 def cast(x: torch.Tensor, dtype: torch.dtype, largest: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -58,6 +76,108 @@ def test_fp8_matmuls_read_what_was_gathered(recast: bool) -> None:
     assert torch.equal(x.grad, ops.scaled_mm(dy8, transposed, dy_inverse, inverse, None, torch.float32, False))
     assert fp8compile.report(layer).fp8_flop_fraction == 1
     assert type(layer.weight.grad) is torch.Tensor and layer.weight.grad.dtype == torch.float32
+
+
+def in_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """FP8 values and inverses of scales of 1 x 128 elements."""
+    block = [1, 128]
+    scale = scale_of(ops.amax_blocks(x, False, block), MAX, 0, True)
+    return ops.quantize(x, scale, E4M3, MAX, False, block), inverse_of(scale)
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.compiled)], ids=["interpreted", "compiled"])
+@pytest.mark.parametrize("columns", [256, 320])  # the last block of a row may be a part
+def test_matmuls_with_block_scales_read_what_was_gathered(columns: int, compiled: bool) -> None:
+    """fprop and dgrad, to the bit. dgrad reads the transposed bytes with the transposed scales."""
+    weight = of_blocks(384, columns)
+    data, inverse = weight.data_, weight.inv_
+    layer = Layer(weight)
+    x = torch.randn(64, columns, requires_grad=True)
+    torch._dynamo.reset()
+    with contextlib.nullcontext() if compiled else interpreted():
+        layer.compile(backend="fp8", options={"recipe": "blockwise", "strict": True})
+        y = layer(x)
+        dy = torch.randn_like(y)
+        y.backward(dy)
+    (x8, x_inverse), (dy8, dy_inverse) = in_rows(x.detach()), in_rows(dy)
+    last = (torch.float32, False, [1, 128], [128, 128])
+    assert inverse.shape == (3, -(-columns // 128)) and inverse.unique().numel() > 2
+    assert torch.equal(y, ops.block_mm(x8, data, x_inverse, inverse, None, *last))
+    expected = ops.block_mm(dy8, data.t().contiguous(), dy_inverse, inverse.t(), None, *last)
+    assert torch.equal(x.grad, expected)
+    assert fp8compile.report(layer).fp8_flop_fraction == 1
+    assert torch.equal(weight + 0, data.float() * ops.spread(inverse, data.shape, [128, 128]))
+
+
+def test_a_matmul_with_one_scale_casts_what_blocks_left() -> None:
+    results = []
+    weight = of_blocks(128, 256)
+    for given in (weight, weight + 0):
+        layer = Layer(given)
+        torch._dynamo.reset()
+        torch.manual_seed(1)
+        x = torch.randn(64, 256, requires_grad=True)
+        with interpreted():
+            layer.compile(backend="fp8", options={"recipe": "tensorwise", "strict": True})
+            y = layer(x)
+            y.square().mean().backward()
+        results.append((y.detach(), x.grad, layer.weight.grad))
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.skipif(unavailable() is not None, reason=unavailable() or "")
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+def test_kernels_of_an_h200(recipe: str) -> None:
+    """The forward launches nothing for a weight but its matmul. The backward copies the bytes once, transposed."""
+    dtype = torch.bfloat16
+    sizes = ((1024, 512), (512, 1024))
+    weights = [gathered(*size, dtype)[0] if recipe == "tensorwise" else of_blocks(*size, dtype) for size in sizes]
+    model = nn.Sequential(Layer(weights[0]), nn.GELU(), Layer(weights[1]))
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="fp8", options={"recipe": recipe, "policy": ALL_FP8, "recast_weights": True})
+    x = torch.randn(256, 512, dtype=dtype, requires_grad=True)
+    step = trace(lambda: compiled(x).sum().backward())
+    forward, backward = step.graphs
+    bytes_of = {name: t for name, t in forward.inputs.items() if t.dtype == E4M3}
+    assert {t.shape for t in bytes_of.values()} == set(sizes)
+    assert {k.matmul.b.buffer for k in forward.kernels if k.matmul} == {*bytes_of}
+    for name in bytes_of:
+        assert not re.findall(rf"\.run\([^)]*\b{name}\b", forward.code)
+        (launch,) = re.findall(rf"(\w+)\.run\({name}, (\w+), \d+, \d+, stream", backward.code)
+        assert re.search(rf"_scaled_mm\(\w+, reinterpret_tensor\({launch[1]}, ", backward.code), launch
+    copies = [k for k in backward.kernels if k.matmul is None and k.bytes == 2 * 512 * 1024]
+    assert len(copies) == 2
+    read = {t.shape for name, t in backward.inputs.items() if t.dtype == dtype and t.shape in sizes}
+    assert not read and backward.kept_for_backward < 3 * 256 * (512 + 1024)  # of tokens, not of weights
+
+
+@pytest.mark.parametrize("other", [False, True], ids=["arrives", "other scales"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+def test_the_cost_of_a_gathered_weight(recipe: str, other: bool) -> None:
+    """fprop is charged nothing for the weight, dgrad the transposition. A cast with other scales is charged as any other."""
+    device = catalog.find("h200")
+    modelled: list[profitability.Gemm] = []
+    original = profitability._model
+    whole = (recipe == "tensorwise") is not other
+    weight = gathered(1024, 512, torch.bfloat16)[0] if whole else of_blocks(1024, 512, torch.bfloat16)
+    torch._dynamo.reset()
+    x = torch.randn(64, 512, dtype=torch.bfloat16, requires_grad=True)
+    with interpreted(), mock.patch.object(profitability, "_model", lambda found: modelled.extend(original(found)) or modelled):
+        torch.compile(Layer(weight), backend="fp8", options={"recipe": recipe, "device": "h200"})(x).sum().backward()
+    gemms = {gemm.matmul.gemm: gemm for gemm in modelled}
+    (base,) = {cast.base for gemm in modelled for cast, _ in gemm.reads if cast.base.weight}
+    assert {*gemms} == {"fprop", "dgrad", "wgrad"} and [cast.gathered for cast in base.casts] == [not other]
+    transposition = 2 * 1024 * 512 / device.bandwidth + device.launch
+    both = base.seconds(device, {*modelled})
+    in_bf16 = base.seconds(device, set())  # the values that FP8 has left, written once
+    assert in_bf16 == pytest.approx(3 * 1024 * 512 / device.bandwidth + device.launch)
+    if other:
+        assert both >= transposition + 1024 * 512 / device.bandwidth
+    else:
+        assert both == pytest.approx(transposition)
+        assert base.seconds(device, {gemms["fprop"]}) == pytest.approx(in_bf16)
+        assert base.seconds(device, {gemms["dgrad"]}) == pytest.approx(in_bf16 + transposition)
 
 
 def test_everything_else_reads_what_fp8_left_of_it() -> None:
