@@ -120,8 +120,11 @@ def _compile(gm: GraphModule, example_inputs: list[Any], inputs: Inputs, chosen:
     fp8_graph = compiled(FP8)
     if chosen.policy.schedule is None or not learning or not fp8_graph.converts:
         return fp8_graph
-    logger.info("fp8: %s is compiled twice, for the FP8 and the high-precision phases of the schedule", inputs.root)
-    observing = compiled(HIGH_PRECISION, fp8_graph.record)  # one entry in the ledger for both, whichever is called first
+    observing = fp8_graph
+    if not all_gather.arrived(example_inputs):  # weights that were gathered in FP8 are for FP8 phases
+        logger.info("fp8: %s is compiled twice, for the FP8 and the high-precision phases of the schedule", inputs.root)
+        observing = compiled(HIGH_PRECISION, fp8_graph.record)  # one entry in the ledger for both, whichever is called first
+        observing.gathers = fp8_graph.gathers  # what FSDP2 may gather is known before the first FP8 phase
     weights = fp8_graph.interface.weights
     first = next((i for i in weights if example_inputs[i].requires_grad), weights[0])
     return ScheduledGraph({FP8: fp8_graph, HIGH_PRECISION: observing}, chosen.policy.schedule, first)
@@ -161,8 +164,7 @@ def _compile_once(
         device = _description(chosen, graph)
         done = run_joint(graph, inputs, policy, device, formats.fnuz(), capacity, observes)
         if not observes:
-            phases, complain = policy.schedule is not None, partial(_complain, chosen)
-            gatherable.update(all_gather.of_graph(done.gatherable, sharded, phases, complain))
+            gatherable.update(all_gather.of_graph(done.gatherable, sharded, partial(_complain, chosen)))
         if phase == FP8:
             record = _report(done, inputs, chosen, device)
         return done
@@ -182,7 +184,8 @@ def _compile_once(
     # DDPOptimizer expects one lazy backward for each graph, but with a schedule each graph is compiled twice
     at_once = policy.schedule is not None
     function = compat.compile_fx(gm, example_inputs, halves.compile, patches, at_once)
-    return CompiledGraph(function, interface, calls, owners, record, halves.converts, Gathers(gatherable, chosen.strict))
+    gathers = Gathers(gatherable, chosen.strict, policy.schedule)
+    return CompiledGraph(function, interface, calls, owners, record, halves.converts, gathers)
 
 
 def _lowering(chosen: Options) -> dict[str, Any]:

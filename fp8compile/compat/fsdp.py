@@ -11,6 +11,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from .autograd import in_backward
+
 EVALUATES = "fp8compile_evaluates"  # of a group: it was gathered for a forward without gradients
 
 
@@ -59,9 +61,10 @@ def _groups() -> Iterator[Any]:
 
 
 class ShardedParameter:
-    """A parameter of `fully_shard`, and what its ranks gather for it: `prepare()` makes what this rank sends, a matrix;
-    `finish(gathered)` makes the weight of what arrives. Both may be of several kinds (`use`): each has its own memory and its
-    own unsharded parameter, of which FSDP2 fills and frees the one that is in use. Read in 2.11, 2.13 and 2.15."""
+    """A parameter of `fully_shard`, and what its ranks gather for it. `prepare()` makes what this rank sends: a matrix, and
+    maybe a second tensor. `finish(*gathered)` makes the weight of what arrives; a rank alone gets its matrix only. Both may be
+    of several kinds (`use`): each has its own memory and its own unsharded parameter, of which FSDP2 fills and frees the one
+    that is in use. Read in 2.11, 2.13 and 2.15."""
 
     def __init__(self, parameter: Any, group: Any, name: str):
         self._parameter, self.group, self.name = parameter, group, name
@@ -91,6 +94,18 @@ class ShardedParameter:
     def dtype(self) -> torch.dtype:
         """Of the unsharded parameter."""
         return self._parameter.param_dtype or self._parameter.orig_dtype
+
+    @property
+    def own_rows(self) -> int:
+        """How many rows of `shard` are the parameter's."""
+        return self._parameter.sharded_size[0]
+
+    @property
+    def by_rows(self) -> bool:
+        """Does each rank have some rows, as many as all others?"""
+        parameter = self._parameter
+        even = parameter.padded_sharded_param_size[0] * self.process_group.size() == parameter._orig_size[0]
+        return parameter.fsdp_placement.dim == 0 and even
 
     @property
     def process_group(self) -> Any:
@@ -138,17 +153,17 @@ class ShardedParameter:
     def installed(self) -> bool:
         return getattr(self._local, "fp8_all_gather", None) is self
 
-    def install(self, prepare: Callable[[], Tensor], finish: Callable[[Tensor], Tensor]) -> None:
+    def install(self, prepare: Callable[[], Sequence[Tensor]], finish: Callable[..., Tensor]) -> None:
         """Into the tensor of the shard, where FSDP2 looks for it. `load_state_dict(assign=True)` makes another one."""
 
         def pre(mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any) -> Any:
-            return (prepare(),), None
+            return tuple(prepare()), None
 
         def post(outputs: Sequence[Tensor], metadata: Any, dtype: torch.dtype, *, out: Any = None) -> Any:
             if out is not None:
                 return None  # made of the same memory, which has been filled
             size = self._parameter._orig_size
-            return finish(outputs[0].reshape(-1)[: size.numel()].view(size)), ()
+            return finish(outputs[0].reshape(-1)[: size.numel()].view(size), *outputs[1:]), ()
 
         local = self._local
         local.fsdp_pre_all_gather, local.fsdp_post_all_gather, local.fp8_all_gather = pre, post, self
@@ -175,6 +190,9 @@ class Listener(Protocol):
     def begin(self, evaluates: bool) -> None:
         """A forward of the model begins."""
 
+    def end(self) -> None:
+        """A backward has ended."""
+
     def differs(self, group: Any) -> bool:
         """Are the parameters of a group of FSDP2 gathered in another way in training than in evaluation?"""
 
@@ -191,6 +209,7 @@ def sharded_parameters(model: nn.Module) -> list[ShardedParameter]:
 def listen(model: nn.Module, listener: Listener) -> None:
     for state in _states(model):
         _hear_forward(state, listener)
+        _hear_backward(state, listener)
         for group in _of(state):
             _hear_unshard(group, listener)
 
@@ -205,10 +224,23 @@ def _hear_forward(state: Any, listener: Listener) -> None:
             if context.post_optim_event is not None:  # an optimizer on another stream; the listener reads its weights
                 state._device_handle.current_stream().wait_event(context.post_optim_event)
                 context.post_optim_event = None
-            listener.begin(not torch.is_grad_enabled())
+            if in_backward():  # a checkpoint around a sharded module computes it again
+                listener.evaluates = not torch.is_grad_enabled()
+            else:
+                listener.begin(not torch.is_grad_enabled())
         return original(*args)  # from here on, streams that gather wait for what the listener has written
 
     state._root_pre_forward = root_pre_forward
+
+
+def _hear_backward(state: Any, listener: Listener) -> None:
+    original = state._root_post_backward_final_callback
+
+    def root_post_backward_final_callback() -> None:
+        original()
+        listener.end()
+
+    state._root_post_backward_final_callback = root_post_backward_final_callback
 
 
 def _hear_unshard(group: Any, listener: Listener) -> None:

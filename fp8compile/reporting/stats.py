@@ -126,6 +126,9 @@ def table(model: nn.Module, measurement: Measurement | None = None) -> list[dict
         known = find(weight)
         slots, casts = known.slots, known.casts or {(role, use, ""): Cast("delayed", "") for role, use in known.slots}
         found = known.measured if measurement is None else measurement.records.get(known, {})
+        gathered = known.gathered.cast if known.gathered is not None else None
+        if gathered is not None:  # no graph casts the weight
+            casts = {**{name: cast for name, cast in casts.items() if name[0] != "weight"}, ("weight", 0, ""): gathered}
         for name in sorted(casts, key=lambda name: (ROLES.index(name[0]), *name[1:])):
             (role, use, layout), cast = name, casts[name]
             row = {"name": parameter, "role": role, "use": use, "layout": layout, "recipe": cast.recipe, "format": cast.format}
@@ -138,6 +141,8 @@ def table(model: nn.Module, measurement: Measurement | None = None) -> list[dict
                 if id(vector) not in vectors:
                     vectors[id(vector)] = vector.tolist()
                 row.update(_measured(vectors[id(vector)], measurement is not None or slot is None))
+            if name[0] == "weight" and gathered is not None and known.gathered is not None and measurement is None:
+                row.update(known.gathered.numbers())
             rows.append(row)
     return rows
 

@@ -4,22 +4,22 @@
     fp8compile.distributed.fp8_all_gather(model)
 
 Modules, parameters, `state_dict()` and optimizers stay as they are: the hooks hang on the tensors of the shards, where FSDP2
-looks for them. A weight is cast on each rank, in every gather, by the scale of the whole weight's current amax: to the bit what
-the graph would have made of the gathered weight.
+looks for them. A weight is cast on each rank, in every gather, by the scale of the whole weight's current amax, or by those of
+its blocks' current amaxes: to the bit what the graph would have made of the gathered weight (`gathered_scales`).
 
 Which weights: the first training calls gather all of them in high precision, and the compiled graphs say which ones nothing but
 FP8 matmuls read (`passes.gathered`). These are gathered in FP8 from the second step on. Their graphs are compiled once more
 then, for another kind of input. The ranks agree on it, or would gather different things: what each rank knows travels with the
-amaxes. There is one all-reduce (maximum) for all weights,
-
-    [amax of each weight, code of each weight, -code of each weight]        code: 0 bf16, else how it is scaled
-
-before the first forward behind an optimizer step, a backward that reduced gradients, or a loaded state: version counters of
-tensors do not tell (fused optimizers do not move them). What the graphs of some rank find out later counts one step later, so
-that no step waits for the device.
+amaxes, in one all-reduce for all weights before the first forward behind an optimizer step, a backward that reduced gradients,
+or a loaded state: version counters of tensors do not tell (fused optimizers do not move them). What the graphs of some rank
+find out later counts one step later, so that no step waits for the device.
 
 A forward without gradients gathers in high precision: FSDP2 has two unsharded parameters for each weight then, of which one is
-in use. Backward always gathers what a forward with gradients did.
+in use. Backward gathers what a forward with gradients did: what is gathered only changes while no backward is due.
+
+With a `[schedule]`, weights are gathered in high precision in phases of high precision. Agreements hold from the next step on,
+so a rank is for FP8 if this step and the next one are in an FP8 phase. A phase that is set by hand is not foreseen: where
+weights have arrived in FP8, the call runs in FP8, and the phase begins one step later.
 """
 
 from __future__ import annotations
@@ -33,27 +33,28 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .. import compat
-from ..devices.formats import pick
+from ..config.policy import Schedule
 from ..errors import ShardingError, StrictError
-from ..ir import ops
 from ..ir.gathered import GatheredWeight
 from ..ir.inputs import plain
 from ..ir.records import FP8, HIGH_PRECISION, Gatherable, GatherRecord
-from ..ir.scale import EXPONENT, inverse_of, scale_to
 from ..logs import get_logger, say_once
+from . import probe
+from .gathered_scales import HIGH_PRECISION as IN_HIGH_PRECISION
+from .gathered_scales import Scales, cast_of, code_of, form_of, format_of, misfit
 from .ledger import LEDGER
 from .parameters import find, record_of, share_records
+from .phases import stays_in_fp8
 
 logger = get_logger(__name__)
 
 UNREAD = "no compiled training graph has multiplied it yet"
 EARLY = 3  # so many agreements are read at once, the later ones a step later
-COLUMNS = 4  # of a scale's inverse, which is the first of them: each is aligned to 16 bytes, as Inductor expects of inputs
+WEIGHT = ("weight", 0, "")  # a weight among statistics
 _all: weakref.WeakSet[AllGather] = weakref.WeakSet()
 _hooks: list[Any] = []
 
@@ -67,25 +68,39 @@ class Gathered:
     objection: str = ""
     verdict: Gatherable | None = None
     strict: bool = False
-    code: int = 0  # how all ranks gather it in training: 0 in high precision
+    schedule: Schedule | None = None
+    code: int = IN_HIGH_PRECISION  # how all ranks gather it in training
+    scales: Scales | None = None  # those of its group, in which it has this position
+    position: int = 0
 
     @property
     def own_code(self) -> int:
         """As `code`, if this rank were asked."""
         verdict = self.verdict
-        if self.objection or verdict is None or verdict.reason:
-            return 0
-        return 1 + verdict.fnuz + 2 * verdict.power_of_2 + 4 * verdict.margin
+        if self.objection or verdict is None or verdict.reason or self.waits:
+            return IN_HIGH_PRECISION
+        return code_of(verdict)
+
+    @property
+    def waits(self) -> bool:
+        """Is it for the schedule alone that it is gathered in high precision?"""
+        able = not self.objection and self.verdict is not None and not self.verdict.reason
+        return able and self.schedule is not None and not stays_in_fp8(self.parameter.sharded, self.schedule)
 
     @property
     def reason(self) -> str:
         """Why it is not gathered in FP8."""
         said = self.verdict.reason if self.verdict is not None else UNREAD
+        said = said or ("a phase of high precision" if self.waits else "")
+        said = said or ("since a forward, no optimizer has taken a step, and no backward has run" if self.owner.put_off else "")
         return self.objection or said or ("other ranks keep it" if self.owner.agreed > 1 else "from the second step on")
 
-    def learn(self, verdict: Gatherable, strict: bool) -> None:
+    def learn(self, verdict: Gatherable, strict: bool, schedule: Schedule | None) -> None:
         """What one graph says; the first that is against it counts."""
         self.strict = self.strict or strict
+        self.schedule = schedule or self.schedule
+        if not verdict.reason and not self.objection and (reason := misfit(self, verdict)):
+            verdict = Gatherable(reason)
         if self.verdict is None or (verdict.reason and not self.verdict.reason):
             self.verdict = verdict
         elif not verdict.reason and not self.verdict.reason and verdict != self.verdict:
@@ -99,6 +114,21 @@ class Gathered:
             raise StrictError(f"{message} (strict=True)")
         say_once(logger, logging.WARNING, f"{message}. It is gathered in {_name(self.parameter.dtype)} from the next step on")
         self.verdict = Gatherable(reason)
+
+    @property
+    def cast(self) -> probe.Cast | None:
+        """As statistics show it; None if it is gathered in high precision."""
+        return cast_of(form_of(self.code)) if self.code else None
+
+    def numbers(self) -> dict[str, float]:
+        """amax, scale and its inverse of the last forward, by the names of statistics. Waits for the device. Empty where it
+        has several scales, or none yet."""
+        scales, i = self.scales, self.position
+        if not self.code or form_of(self.code).block or scales is None or scales.scale is None or scales.inverse is None:
+            return {}
+        assert scales.amax is not None
+        amax, scale, inverse = torch.stack((scales.amax[i], scales.scale[i], scales.inverse[i, 0])).tolist()
+        return {"amax": amax, "scale": scale, **dict.fromkeys(("scale_inv", "scale_inv_min", "scale_inv_max"), inverse)}
 
 
 def fp8_all_gather(model: nn.Module) -> None:
@@ -119,7 +149,7 @@ def fp8_all_gather(model: nn.Module) -> None:
     known = [entry for parameter in parameters if (entry := find(parameter.sharded).gathered) is not None]
     if known:
         for entry in known:
-            entry.owner.outdated = True
+            entry.owner.written()
         return
     for parameter in parameters:
         _check(parameter)
@@ -130,7 +160,7 @@ def fp8_all_gather(model: nn.Module) -> None:
 
 def _stepped(*_: Any) -> None:
     for gather in list(_all):
-        gather.outdated = True
+        gather.written()
 
 
 def _check(parameter: compat.ShardedParameter) -> None:
@@ -170,8 +200,14 @@ class AllGather:
         groups: dict[int, list[Gathered]] = {}
         for entry in self.possible:
             groups.setdefault(id(entry.parameter.process_group), []).append(entry)
-        self.scales = [_Scales(entries) for entries in groups.values()]
-        self.outdated, self.evaluates, self.agreed = True, False, 0
+        self.scales = [Scales(entries) for entries in groups.values()]
+        for scales in self.scales:
+            for i, entry in enumerate(scales.entries):
+                entry.scales, entry.position = scales, i
+        self.outdated, self.evaluates, self.told = True, False, False
+        self.agreed = 0  # how often
+        self.due = 0  # backwards of forwards
+        self.put_off = False  # the last agreement, because a backward is due
         for entry in self.entries:
             record_of(entry.parameter.sharded).gathered = entry
         self.install()
@@ -193,14 +229,24 @@ class AllGather:
         self.install()
         if self.outdated and not evaluates:
             self.agreed += 1
+            self.put_off = self.due > 0
             for scales in self.scales:
-                scales.refresh(self.agreed)
-            if self.agreed == EARLY:
+                scales.refresh(self.agreed <= EARLY, not self.put_off)
+            if self.agreed >= EARLY and not self.told and not any(entry.waits for entry in self.possible):
                 self.tell()
             self.outdated = False
+        self.due += not evaluates
+
+    def end(self) -> None:
+        self.due = max(0, self.due - 1)
+
+    def written(self) -> None:
+        """Somebody has written into weights, so no backward of an earlier forward is due."""
+        self.outdated, self.due = True, 0
 
     def tell(self) -> None:
         """Once, what became of it."""
+        self.told = True
         fp8 = sum(entry.code > 0 for entry in self.entries)
         logger.info("fp8: all-gather: %d of %d matrices in FP8", fp8, len(self.possible))
         if fp8:
@@ -228,95 +274,7 @@ class _Loaded:
     def __call__(self, *_: Any) -> None:
         owner = self.owner()
         if owner is not None:
-            owner.outdated = True
-
-
-class _Scales:
-    """Of the weights that one group of ranks gathers, by their position in `entries`."""
-
-    def __init__(self, entries: list[Gathered]):
-        self.entries = entries
-        self.scale: Tensor | None = None  # [n]
-        self.inverse: Tensor | None = None  # [n, COLUMNS]; graphs read it, so it stays where it is
-        self.pending: tuple[Tensor, Any] | None = None  # codes of the last agreement on their way to the host, their event
-
-    def refresh(self, agreement: int) -> None:
-        """Scales of current amaxes, and which weights are gathered in FP8: the same on all ranks."""
-        self.settle()
-        entries = self.entries
-        codes = [entry.own_code for entry in entries]
-        wanted = [i for i, entry in enumerate(entries) if entry.code or codes[i]]
-        device = entries[0].parameter.shard.device
-        vector = torch.zeros(3, len(entries), dtype=torch.float32, device=device)
-        vector[1:] = torch.tensor([codes, [-code for code in codes]], dtype=torch.float32)
-        if wanted:
-            amaxes = torch._foreach_norm([entries[i].parameter.shard.detach() for i in wanted], float("inf"))
-            # rounding keeps the order: the amax of the cast weight is the cast amax
-            cast = [amax.to(entries[i].parameter.dtype).float() for i, amax in zip(wanted, amaxes, strict=True)]
-            vector[0, wanted] = torch.stack(cast)
-        dist.all_reduce(vector, dist.ReduceOp.MAX, entries[0].parameter.process_group)
-        host = torch.empty(2, len(entries), pin_memory=device.type == "cuda").copy_(vector[1:], non_blocking=True)
-        event = torch.cuda.Event() if device.type == "cuda" else None
-        if event is not None:
-            event.record()
-        self.pending = host, event
-        if agreement <= EARLY:
-            self.settle()
-        self.write(vector[0])
-
-    def settle(self) -> None:
-        """What the ranks have agreed on holds from here on."""
-        if self.pending is None or any(entry.parameter.accumulates for entry in self.entries):
-            return  # a gradient that is not reduced yet is one of the parameter that is in use
-        (highest, lowest), event = self.pending
-        if event is not None:
-            event.synchronize()
-        for entry, high, low in zip(self.entries, highest.tolist(), lowest.tolist(), strict=True):
-            entry.code = int(high) if high == -low else 0
-        self.pending = None
-
-    def write(self, amaxes: Tensor) -> None:
-        """The scales of all weights."""
-        settings = [_settings(max(entry.code, 1)) for entry in self.entries]
-        reach = torch.tensor([_format(fnuz).max / 2.0**margin for fnuz, _, margin in settings], dtype=torch.float64)
-        scale = scale_to(amaxes, reach.to(amaxes.device))
-        powers = torch.tensor([power_of_2 for _, power_of_2, _ in settings]).to(amaxes.device)
-        scale = torch.where(powers, (scale.view(torch.int32) & EXPONENT).view(torch.float32), scale)
-        if self.scale is None or self.inverse is None:
-            self.scale, self.inverse = torch.empty_like(scale), scale.new_empty(len(scale), COLUMNS)
-        with torch.no_grad(), compat.no_versions(self.scale, self.inverse):
-            self.scale.copy_(scale)
-            self.inverse.copy_(inverse_of(scale).unsqueeze(1).expand(-1, COLUMNS))
-
-    def prepare(self, i: int) -> Tensor:
-        """What this rank sends for weight i."""
-        entry, parameter = self.entries[i], self.entries[i].parameter
-        value = parameter.shard.detach().to(parameter.dtype)
-        code = 0 if parameter.evaluates else entry.code
-        parameter.use(str(code))
-        if not code:
-            return value
-        form = _format(_settings(code)[0])
-        assert self.scale is not None
-        return ops.quantize(value, self.scale[i : i + 1], form.dtype, form.max, False).view(torch.uint8)
-
-    def finish(self, i: int, gathered: Tensor) -> Tensor:
-        """The weight of what arrives, which is all in memory that FSDP2 frees and fills again."""
-        entry, parameter = self.entries[i], self.entries[i].parameter
-        if not parameter.kind or parameter.kind == "0":
-            return gathered
-        assert self.inverse is not None
-        data = gathered.view(_format(_settings(int(parameter.kind))[0]).dtype)
-        return GatheredWeight(data, self.inverse[i, :1], parameter.dtype, entry.read)
-
-
-def _settings(code: int) -> tuple[bool, bool, int]:
-    """(fnuz, power of 2, margin) of a code that is not 0."""
-    return bool((code - 1) & 1), bool((code - 1) & 2), (code - 1) // 4
-
-
-def _format(fnuz: bool) -> Any:
-    return pick(False, fnuz)
+            owner.written()
 
 
 # --- what graphs say, and what is reported ----------------------------------------------------------
@@ -332,37 +290,48 @@ def asked(tensors: Sequence[Any]) -> dict[int, str]:
 
 
 def of_graph(
-    found: Mapping[int, Gatherable], sharded: Mapping[int, str], phases: bool, complain: Callable[[str], None]
+    found: Mapping[int, Gatherable], sharded: Mapping[int, str], complain: Callable[[str], None]
 ) -> dict[int, Gatherable]:
-    """What a graph says of the weights that it was `asked` about. `phases`: the policy has a schedule. Raises ShardingError for
-    a recipe that the FP8 all-gather does not know."""
+    """What a graph says of the weights that it was `asked` about. Raises ShardingError for a recipe that the FP8 all-gather
+    does not know."""
     said = {i: verdict for i, verdict in found.items() if i in sharded}
     for i, verdict in said.items():
         if verdict.refused:
-            fix = 'take recipe "tensorwise", or "delayed" with options={"current_scaling": (False, True, False)}'
+            fix = 'take recipe "tensorwise", "blockwise", or "delayed" with options={"current_scaling": (False, True, False)}'
             raise ShardingError(f"fp8_all_gather: {sharded[i]} cannot be gathered in FP8: {verdict.reason}; {fix}")
         if verdict.shared:
             complain(f"fp8_all_gather: {sharded[i]} is gathered in high precision: beside FP8 matmuls, it is {verdict.reason}")
-        if phases and not verdict.reason:
-            said[i] = Gatherable("the policy has a schedule, with phases in high precision")
     return said
 
 
 class Gathers:
     """What one graph says of the weights that it reads, by input."""
 
-    def __init__(self, found: Mapping[int, Gatherable], strict: bool):
-        self.found, self.strict = found, strict
+    def __init__(self, found: Mapping[int, Gatherable], strict: bool, schedule: Schedule | None):
+        self.found, self.strict, self.schedule = found, strict, schedule
 
     def learn(self, args: Sequence[Any], record: int | None) -> None:
         """The first call with these weights."""
         for i, verdict in self.found.items():
             entry = find(args[i]).gathered
             if entry is not None:
-                entry.learn(verdict, self.strict)
+                entry.learn(verdict, self.strict, self.schedule)
         gathered = [args[i] for i in self.found if isinstance(args[i], GatheredWeight)]
         if gathered and record is not None:
             LEDGER.supersede(record, [x for x in args if isinstance(x, nn.Parameter)])
+
+    def measure(self, args: Sequence[Any], look: probe.Look) -> None:
+        """Measure the weights that have arrived in FP8: no cast in the graph does."""
+        for i in self.found:
+            entry = find(args[i]).gathered
+            if isinstance(args[i], GatheredWeight) and look.measurements and entry is not None and entry.code:
+                assert entry.scales is not None
+                look.note(args[i], WEIGHT, entry.scales.measured(entry.position))
+
+
+def arrived(tensors: Iterable[Any]) -> bool:
+    """Are some of these weights that were gathered in FP8?"""
+    return any(isinstance(tensor, GatheredWeight) for tensor in tensors)
 
 
 def forget() -> None:
@@ -379,7 +348,7 @@ def gather_records(tensors: Iterable[Any]) -> list[GatherRecord]:
         GatherRecord(
             parameter=plain(entry.parameter.name),
             gathered=FP8 if entry.code else HIGH_PRECISION,
-            dtype=_format(_settings(entry.code)[0]).name if entry.code else _name(entry.parameter.dtype),
+            dtype=format_of(form_of(entry.code)).name if entry.code else _name(entry.parameter.dtype),
             reason="" if entry.code else entry.reason,
             matrix=entry.parameter.shard.dim() == 2,
         )

@@ -55,6 +55,8 @@ class CompiledGraph:
                 self._meet(key, args)
         looked_at = bool(probe.ACTIVE or self.calls.looking.open)
         look = self._looks(args) if looked_at else None
+        if look is not None:
+            self.gathers.measure(args, look)
         if self.calls.book is not None:
             with compat.unseen():
                 call, *pages_of_call = self.calls.open(args, look)

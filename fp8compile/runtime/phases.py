@@ -170,6 +170,20 @@ def _call_back(callback: Any, model: nn.Module | None, every: int = 1, reads_los
     return lambda: (_state.callbacks.pop(number, None), None)[1]
 
 
+def _phase(parameter: Tensor, schedule: Schedule, ahead: int = 0) -> str:
+    """The phase of the model that has this parameter, so many optimizer steps from now."""
+    record = find(parameter)
+    step = _state.counted(parameter) + _state.offset_of(parameter) + ahead
+    cooling = schedule.cooldown_at is not None and step >= schedule.cooldown_at
+    scheduled = HIGH_PRECISION if step < schedule.warmup_steps or cooling else FP8
+    return (_state.phase if record.phase is None else record.phase) or scheduled
+
+
+def stays_in_fp8(parameter: Tensor, schedule: Schedule) -> bool:
+    """Are this step and the next one in FP8, as far as is known?"""
+    return all(_phase(parameter, schedule, ahead) == FP8 for ahead in (0, 1))
+
+
 def steps_of(model: nn.Module) -> int:
     """How many optimizer steps a model has seen, as far as is known."""
     parameter = next(iter(_parameters(model)), None)
@@ -228,19 +242,13 @@ class ScheduledGraph:
         before, ticks = self.known.get(parameter, (None, -1))
         if before is not None and (ticks == _state.ticks or compat.recomputing()):
             return before
-        record = record_of(parameter)
-        record.leads = True
-        step = _state.counted(parameter) + _state.offset_of(parameter)
-        phase = (_state.phase if record.phase is None else record.phase) or self.scheduled(step)
+        record_of(parameter).leads = True
+        phase = _phase(parameter, self.schedule)
         if before not in (None, phase):
+            step = _state.counted(parameter) + _state.offset_of(parameter)
             say_once(logger, logging.INFO, f"fp8: step {step}: from {before} to {phase}".replace("_", " "))
         self.known[parameter] = (phase, _state.ticks)
         return phase
-
-    def scheduled(self, step: int) -> str:
-        """The phase of a step, counted from 0."""
-        cooling = self.schedule.cooldown_at is not None and step >= self.schedule.cooldown_at
-        return HIGH_PRECISION if step < self.schedule.warmup_steps or cooling else FP8
 
     def __call__(self, *args: Any) -> Any:
         # DDPOptimizer asks for the outputs' shapes. AOTAutograd answers the first call of each graph with fake outputs: so call

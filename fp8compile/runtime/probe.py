@@ -109,7 +109,7 @@ class Look:
         if owner is None or not self.measurements:
             return
         for name, item in names_of(node).items():
-            kept = [measurement.records.setdefault(record_of(owner), {}) for measurement in self.measurements]
+            kept = [measurement.records.get(record_of(owner), {}) for measurement in self.measurements]
             if all(name in known for known in kept):
                 continue  # measured in the other layout, which has the same values
             x, scale, _, fp8_max = args[:4]
@@ -117,10 +117,14 @@ class Look:
             transposed = args[4] if node.target is ops.quantize else name[2] == "transposed"
             scale = other if item == 1 and other is not None else scale
             copy = result if item is None else result[item]
-            found = measured(x.detach(), scale, copy, fp8_max, transposed, block_of(node))
-            for known in kept:
-                known[name] = found
-            record_of(owner).measured[name] = found
+            self.note(owner, name, measured(x.detach(), scale, copy, fp8_max, transposed, block_of(node)))
+
+    def note(self, owner: Any, name: Name, found: Tensor) -> None:
+        """Keep what was measured of a tensor of the weight `owner`."""
+        record = record_of(owner)
+        for measurement in self.measurements:
+            measurement.records.setdefault(record, {})[name] = found
+        record.measured[name] = found
 
 
 @dataclass(eq=False)

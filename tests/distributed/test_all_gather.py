@@ -354,7 +354,7 @@ def _refused(rank: int) -> dict[str, str]:
     local = extended.blocks[1].up.weight._local_tensor
     local.fsdp_pre_all_gather = local.fsdp_post_all_gather = lambda *_: None
     attempt("extension", lambda: fp8_all_gather(extended))
-    for recipe in ("rowwise", "delayed", "blockwise"):
+    for recipe in ("rowwise", "delayed", "mxfp8"):
         attempt(recipe, lambda recipe=recipe: sharded(compiled={"recipe": recipe})(batch(0, rank)))
 
     for strict in (False, True):
@@ -399,7 +399,7 @@ def test_refusals_name_the_parameter_and_the_fix(tmp_path) -> None:
         assert "blocks.0.up.weight is offloaded to the CPU: fully_shard without CPUOffloadPolicy" in said["offload"]
         assert "blocks.0.up.weight is resharded to fewer ranks after forward: take reshard_after_forward=True" in said["number"]
         assert "blocks.1.up.weight has an all-gather extension already" in said["extension"]
-        for recipe in ("rowwise", "delayed", "blockwise"):
+        for recipe in ("rowwise", "delayed", "mxfp8"):
             assert "up.weight cannot be gathered in FP8: recipe" in said[recipe] and "current_scaling" in said[recipe]
         assert said["shared, strict=False"] == "nothing"
         assert "up.weight is gathered in high precision: beside FP8 matmuls, it is read by" in said["shared, strict=True"]
