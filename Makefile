@@ -3,6 +3,7 @@
 # make test    lint, and the tests but for the slow ones
 # make slow    the slow tests: machine code for every architecture, training to a loss, several processes
 # make compat  the tests that run on the oldest and the newest torch, too: make compat TORCH=2.11.0
+# make hosts   the tests with Accelerate, Lightning and torchtitan, in an environment of their own
 # make lint    ruff, mypy and import-linter alone
 # make venv    the virtual environment alone; the others make it themselves
 # make clean   remove the environments, caches and the demo's output
@@ -18,14 +19,16 @@ ARGS   ?=
 FAST   := config devices cli compat project/test_docs.py project/test_imports.py codegen/test_expected_kernels.py \
           codegen/test_scaled_mm.py ir/test_te_update_rule.py reporting/test_report.py reporting/test_html.py
 
+EXTRAS := test
 VENV  := .venv-$(TORCH)
+HOSTS := VENV=.venv-hosts-$(TORCH) EXTRAS=test,hosts
 STAMP := $(VENV)/installed
 PY    := $(VENV)/bin/python
 PIP   := $(PY) -m pip --disable-pip-version-check
 
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) -q --durations=15
 
-.PHONY: demo check test slow compat lint venv clean
+.PHONY: demo check test slow compat hosts hosts-venv lint venv clean
 
 demo: $(STAMP)
 	$(PY) examples/train_gpt.py $(ARGS)
@@ -42,6 +45,12 @@ slow: $(STAMP)  # by file: what starts processes is shared by the tests of a mod
 compat: $(STAMP)
 	$(PYTEST) -m "compat and not slow" $(TESTS)
 
+hosts: hosts-venv  # one process: each test starts two of its own
+	$(MAKE) slow $(HOSTS) JOBS=0 TESTS=tests/hosts
+
+hosts-venv:
+	$(MAKE) venv $(HOSTS)
+
 lint: $(STAMP)
 	$(PY) -m ruff check .
 	$(PY) -m mypy
@@ -57,7 +66,7 @@ $(STAMP): pyproject.toml
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	echo "torch==$(TORCH)" > $(VENV)/constraints.txt
 	$(PIP) install -q "torch==$(TORCH)"
-	$(PIP) install -q -c $(VENV)/constraints.txt -e ".[test]"
+	$(PIP) install -q -c $(VENV)/constraints.txt -e ".[$(EXTRAS)]"
 	touch $(STAMP)
 
 clean:

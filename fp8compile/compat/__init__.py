@@ -57,7 +57,7 @@ from .dynamo import (
     symbolic_kernels,
     tag_backward,
 )
-from .fsdp import ShardedParameter, listen, no_versions, resharded, sharded_pairs, sharded_parameters
+from .fsdp import ShardedParameter, class_name, listen, no_versions, resharded, sharded_pairs, sharded_parameters
 from .inductor import (
     MUST_RECOMPUTE,
     MUST_SAVE,

@@ -3,6 +3,7 @@ reads the unsharded ones. These are other objects. They stay the same for the wh
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -13,7 +14,15 @@ from torch import Tensor, nn
 
 from .autograd import in_backward
 
+MADE = re.compile(r"^(?:FSDP|Replicate|DDP)(?=.)")  # what torch puts before the name of the class
 EVALUATES = "fp8compile_evaluates"  # of a group: it was gathered for a forward without gradients
+
+
+def class_name(kind: type | str) -> str:
+    """The name of a module's class, as the user wrote it. `fully_shard` and `replicate` make one of their own for each class:
+    FSDPLinear, ReplicateLinear, DDPLinear. `kind`: a class, or its name with its package. Read in 2.11 to 2.15."""
+    package, _, name = kind.rpartition(".") if isinstance(kind, str) else (kind.__module__, "", kind.__name__)
+    return MADE.sub("", name) if package.startswith("torch.distributed.") else name
 
 
 def resharded(inputs: Sequence[Any]) -> frozenset[int]:

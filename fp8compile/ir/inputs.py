@@ -23,8 +23,11 @@ ENTRY = re.compile(rf"^[LG]\['\w+'\].*{KEY}$")  # an entry of a dict
 WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_checkpoint_wrapped_module|_fsdp_wrapped_module|_orig_mod)(?:\.|$)")
 ROOT = re.compile(rf"^[LG]{KEY}")
 GETATTR = re.compile(rf"getattr\(([^()]*), {TEXT}\)")
-# a function's self, closure cells and defaults: they are no part of a name
-BOUND = re.compile(r"(?:\.func)?\.__self__\b|\.__closure__\[\d+\]\.cell_contents|\.__(?:kw)?defaults__\[[^\]]*\]")
+# a function's self, closure cells and defaults: they are no part of a name. Nor is a `forward` that a host replaced
+BOUND = re.compile(
+    r"(?:\.forward)?(?:\.(?:func|__func__|__wrapped__))*"
+    r"\.(?:__self__\b|__closure__\[\d+\]\.cell_contents|__(?:kw)?defaults__\[[^\]]*\])"
+)
 ITEM = re.compile(rf"{KEY}|\[(\d+)\]")
 
 
@@ -79,6 +82,7 @@ class Inputs:
     training: bool  # some root module is in training mode (True for a graph of a bare function)
     grad: bool  # grad mode is on, and something may require gradients
     root: str  # the graph's name in a report
+    root_class: str  # the class of its root module, "" if it has none or several
     modules: dict[str, str]  # module name -> class name, for all modules of the roots
     containers: dict[str, tuple[int, ...]]  # repeated blocks: "layers." -> (0, 1, ...) for `layers.0`, `layers.1`, ...
     parameter_names: frozenset[str]  # all parameters of the roots
@@ -139,7 +143,8 @@ def capture(gm: GraphModule, inputs: Sequence[Any]) -> Inputs:
     modules = list({id(module): module for module, _ in roots.values()}.values())
     owned = {plain(name): p for module in modules for name, p in module.named_parameters()}
     tables = {id(part.weight) for module in modules for part in module.modules() if isinstance(part, nn.Embedding)}
-    parts = {plain(name): type(part).__name__ for module in modules for name, part in module.named_modules()}
+    parts = {plain(name): compat.class_name(type(part)) for module in modules for name, part in module.named_modules()}
+    classes = list(dict.fromkeys(compat.class_name(type(module)) for module in modules))
     last, rest = _last(roots, names)
     return Inputs(
         names=tuple(names),
@@ -150,7 +155,8 @@ def capture(gm: GraphModule, inputs: Sequence[Any]) -> Inputs:
         evaluated=frozenset(i for i, (module, _) in roots.items() if not module.training),
         training=not modules or any(module.training for module in modules),
         grad=torch.is_grad_enabled(),
-        root=", ".join(dict.fromkeys(type(module).__name__ for module in modules)) or "function",
+        root=", ".join(classes) or "function",
+        root_class=classes[0] if len(classes) == 1 else "",
         modules={name: cls for name, cls in parts.items() if name},
         containers=_containers(parts),
         parameter_names=frozenset(owned),

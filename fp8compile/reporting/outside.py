@@ -41,6 +41,7 @@ def find(model: nn.Module, read: set[int]) -> list[OutsideRecord]:
     parameters whose name says embedding or position. The weight of a Linear always counts."""
     from torch.nn import Embedding, EmbeddingBag, Linear
 
+    from .. import compat
     from ..ir.inputs import plain
     from ..runtime.state import unwrapped
 
@@ -53,14 +54,8 @@ def find(model: nn.Module, read: set[int]) -> list[OutsideRecord]:
             if (matrix or (isinstance(module, Linear) and parameter.dim() == 2)) and id(parameter) not in read:
                 fqn = plain(name)
                 full = f"{fqn}.{last}" if fqn else last
-                found.setdefault(id(parameter), OutsideRecord(fqn, _class(module), full, *parameter.shape))
+                found.setdefault(id(parameter), OutsideRecord(fqn, compat.class_name(type(module)), full, *parameter.shape))
     return list(found.values())
-
-
-def _class(module: nn.Module) -> str:
-    """The class of a module, without the prefix that FSDP2 adds."""
-    kind = type(module)
-    return kind.__name__.removeprefix("FSDP") if kind.__module__.startswith("torch.distributed") else kind.__name__
 
 
 def rows(records: Sequence[OutsideRecord]) -> list[tuple[str, str, str, int]]:

@@ -254,6 +254,36 @@ def test_phases_of_sharded_models_follow_their_own_optimizers(tmp_path) -> None:
         assert 20.0 < found[0] < 60.0 and found[1] > 100.0
 
 
+def _classes(rank: int) -> list[tuple[set[tuple[str, str]], list[str]]]:
+    """The decisions of a policy that names a class, and the classes in the report: without FSDP2, with sharded blocks, with one
+    group for the whole model."""
+    from torch.distributed.fsdp import fully_shard
+
+    found = []
+    for sharded in ((), (ResidualMlp,), (Net,)):
+        torch._dynamo.reset()
+        model = build()
+        rules = [{"module_class": "ResidualMlp", "parameter": "*up*", "fp8": "off"}]
+        model.compile(backend="fp8", options={"policy": {"rules": rules}, "strict": True})
+        for module in reversed(list(model.modules())):
+            if isinstance(module, sharded):
+                fully_shard(module)
+        model(batch(0, rank)).sum().backward()
+        report = fp8compile.report(model)
+        mlps = [m for m in report.matmuls if m.parameter.endswith(("up.weight", "down.weight"))]
+        decisions = {(m.fqn.rpartition(".")[2], m.decision) for m in mlps}
+        found.append((decisions, [graph.name for graph in report.graphs if graph.matmuls]))
+    return found
+
+
+def test_a_policy_names_classes_as_the_user_does(tmp_path) -> None:
+    """`fully_shard` makes a class of its own for each, and breaks the graph at each of its modules."""
+    for plain, blocks, whole in on_two(tmp_path, _classes):
+        assert plain[0] == {("up", "high_precision"), ("down", "fp8")}
+        assert blocks[0] == whole[0] == plain[0]
+        assert {*plain[1], *whole[1]} == {"Net, training"} and {*blocks[1]} == {"ResidualMlp, training"}
+
+
 def _tensor_parallel(rank: int) -> list[dict[str, torch.Tensor]]:
     """Two steps, a saved state, and two more steps; then a second model continues from that state."""
     from torch.distributed.device_mesh import init_device_mesh

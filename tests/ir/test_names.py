@@ -48,6 +48,10 @@ def test_a_parameter(source: str, name: str) -> None:
         ("L['f'].__defaults__[0].layers.0", "layers.0"),
         ("L['f'].__kwdefaults__['model'].layers.0", "layers.0"),
         ("L['f'].__closure__[0].cell_contents.net.0", "net.0"),
+        # a host has put a function in the place of `forward`
+        ("L['self'].attention.forward.__closure__[0].cell_contents.__self__.qkv.w", "attention.qkv.w"),
+        ("L['self'].mlp.forward.func.__self__.up", "mlp.up"),
+        ("L['self'].forward.__func__.__wrapped__.__self__.up", "up"),
         ("getattr(G['m'].net, '0')", "net.0"),
         ("getattr(getattr(G['m'].blocks, '0').net, '2')", "blocks.0.net.2"),
         ("G['models']['teacher'].net.0", "teacher.net.0"),
@@ -58,6 +62,38 @@ def test_a_parameter(source: str, name: str) -> None:
 )
 def test_a_module(path: str, name: str) -> None:
     assert readable_module(path) == name
+
+
+def _as_a_closure(module: nn.Module) -> None:
+    original = module.forward
+    module.forward = lambda x: original(x)  # torchtitan
+
+
+def _as_a_partial(module: nn.Module) -> None:
+    module.forward = functools.partial(module.forward)
+
+
+def _as_a_method(module: nn.Module) -> None:
+    original = type(module).forward
+
+    @functools.wraps(original)
+    def forward(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return original(self, x)
+
+    module.forward = types.MethodType(forward, module)  # Accelerate
+
+
+@pytest.mark.parametrize("replace", [_as_a_closure, _as_a_partial, _as_a_method])
+@pytest.mark.usefixtures("interpreted")
+def test_a_replaced_forward_is_no_part_of_a_name(replace: Callable[[nn.Module], None]) -> None:
+    """A policy names modules as `named_modules` does, whatever a host has put in the place of their `forward`."""
+    model = nn.Sequential(Net(), Net())
+    for module in (model[0], model[1].net):
+        replace(module)
+    rules = [{"module": "0.net.0", "fp8": "off"}, {"module": "1.net.2", "fp8": "off"}]
+    torch.compile(model, backend="fp8", options={"policy": {"rules": rules}, "strict": True})(noise(16, 128)).sum().backward()
+    found = {record.fqn: record.decision for record in fp8compile.report(model).matmuls}
+    assert found == {"0.net.0": "high_precision", "0.net.2": "fp8", "1.net.0": "fp8", "1.net.2": "high_precision"}
 
 
 class Net(nn.Module):

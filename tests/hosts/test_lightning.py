@@ -1,0 +1,149 @@
+"""PyTorch Lightning with ModelParallelStrategy (FSDP2) and DDP, two steps, against replicas."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fp8compile
+from tests.hosts.launched import average, gradients, launched, summary
+from tests.support.models import ResidualMlp
+from tests.support.processes import on_ranks
+
+lightning = pytest.importorskip("lightning")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+WAYS = ("fsdp2, net", "fsdp2, blocks", "fsdp2, wrapped", "ddp, blocks")
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(ResidualMlp() for _ in range(2))
+        self.out = nn.Linear(128, 128)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.out(x)
+
+
+def build(how: str) -> nn.Module:
+    torch.manual_seed(0)
+    net = Net()
+    if how.endswith("net"):
+        net.compile(backend="fp8")
+    for block in net.blocks if how.endswith("blocks") else ():
+        block.compile(backend="fp8")
+    return torch.compile(net, backend="fp8") if how.endswith("wrapped") else net
+
+
+def batches(rank: int) -> list[torch.Tensor]:
+    return [torch.randn(32, 128, generator=torch.Generator().manual_seed(10 * step + rank)) for step in range(2)]
+
+
+class Lit(lightning.LightningModule):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.net = how, build(how)
+        self.losses: list[float] = []
+        self.seen: list[dict[str, torch.Tensor]] = []
+
+    def configure_model(self) -> None:
+        if not self.how.startswith("fsdp2"):
+            return
+        from torch.distributed.fsdp import fully_shard
+
+        net = getattr(self.net, "_orig_mod", self.net)
+        for module in (*net.blocks, net):
+            fully_shard(module, mesh=self.device_mesh["data_parallel"])
+
+    def training_step(self, batch: torch.Tensor, number: int) -> torch.Tensor:
+        loss = self.net(batch).square().mean()
+        self.losses.append(loss.item())
+        return loss
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.seen.append(gradients(self.net))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def trainer(how: str) -> Any:
+    from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+
+    strategy = ModelParallelStrategy(2, 1) if how.startswith("fsdp2") else DDPStrategy()
+    quiet = {name: False for name in ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")}
+    how_many = {"devices": 2, "max_steps": 2, "use_distributed_sampler": False}
+    return lightning.Trainer(accelerator="cpu", strategy=strategy, **how_many, **quiet)
+
+
+def facts(model: nn.Module, losses: list[float], seen: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
+    report = fp8compile.report(model)
+    graphs = {graph.name for graph in report.graphs if graph.matmuls}
+    names = sorted(fp8compile.scaling_state(model))
+    return {"losses": losses, "gradients": seen, "rows": summary(report), "graphs": graphs, "state": names}
+
+
+def _train(rank: int) -> dict[str, Any]:
+    launched(rank)
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {}
+    for how in WAYS:
+        torch._dynamo.reset()
+        lit = Lit(how)
+        trainer(how).fit(lit, torch.utils.data.DataLoader(batches(rank), batch_size=None))
+        found[how] = facts(lit.net, lit.losses, lit.seen)
+    torch._dynamo.reset()
+    model = build("blocks")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses, seen = [], []
+    for batch in batches(rank):
+        loss = model(batch).square().mean()
+        loss.backward()
+        average(model)
+        losses.append(loss.item())
+        seen.append(gradients(model))
+        optimizer.step()
+        optimizer.zero_grad()
+    found["replica"] = facts(model, losses, seen)
+    return found
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> list[dict[str, Any]]:
+    return on_ranks(2, tmp_path_factory.mktemp("lightning"), _train)
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_training_is_that_of_a_replica(trained, how: str) -> None:
+    for found in trained:
+        ours, replica = found[how], found["replica"]
+        assert ours["losses"] == replica["losses"] and len(ours["losses"]) == 2
+        for got, expected in zip(ours["gradients"], replica["gradients"], strict=True):
+            assert got.keys() == expected.keys() and len(got) == 10
+            for name, gradient in expected.items():
+                assert torch.equal(got[name], gradient), name
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_report_and_state_have_the_names_of_the_user(trained, how: str) -> None:
+    for found in trained:
+        ours, replica = found[how], found["replica"]
+        assert ours["rows"] == replica["rows"] and {row[2] for row in ours["rows"]} == {"fp8"}
+        assert {name for name, _, _ in ours["rows"]} == {"up", "down"}
+        assert ours["graphs"] == {"ResidualMlp, training"}
+        assert ours["state"] == replica["state"] and len(ours["state"]) == 1 + 12
+
+
+def test_lightning_refuses_a_compiled_module_under_fsdp2() -> None:
+    """Which is why the network is compiled, and not the LightningModule."""
+    from lightning.pytorch.strategies import ModelParallelStrategy
+    from lightning.pytorch.utilities.compile import _verify_strategy_supports_compile, from_compiled
+
+    with pytest.raises(RuntimeError, match="incompatible with the current strategy"):
+        _verify_strategy_supports_compile(from_compiled(torch.compile(Lit("plain"), backend="fp8")), ModelParallelStrategy())
