@@ -177,7 +177,7 @@ def _compile_once(
             chosen.inductor.get("joint_custom_pre_pass"),
         ),
         "custom_partitioner_fn": chosen.inductor.get("custom_partitioner_fn")
-        or compat.Partitioner([op.name() for op in (ops.quantize, ops.quantize_both, ops.amax_blocks)]),
+        or compat.Partitioner([op.name() for op in (ops.quantize, ops.quantize_both, ops.amax_blocks, ops.transposed)]),
     }
     # DDPOptimizer expects one lazy backward for each graph, but with a schedule each graph is compiled twice
     at_once = policy.schedule is not None
@@ -212,7 +212,7 @@ def _report(done: Rewritten, inputs: Inputs, chosen: Options, device: Device | N
     records = tuple(matmul.record() for matmul in done.matmuls)
     described = device.name if device else ""
     remarks = (RESHARDED,) if training and any(m.fp8 and m.resharded(inputs.resharded) for m in done.matmuls) else ()
-    index = LEDGER.add(GraphReport(0, name, records, done.opaque, note, done.edges, described, remarks))
+    index = LEDGER.add(GraphReport(0, name, records, done.opaque, note, done.edges, described, remarks, done.all_gathers))
     report = Report([LEDGER.graph(index)])
     if not training:
         logger.info("fp8: %s: %s", name, note)

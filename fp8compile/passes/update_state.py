@@ -1,5 +1,6 @@
 """update_state: move the scaling state once, at the end of each direction.
 
+    [amax_i = all_reduce(amax_i, "max") of a tensor that is gathered in FP8, one for all of them]
     vector = gather([amax_0, amax_1, ...]); [vector = all_reduce(vector, "max") for each group]
     page' = update(page, scales, vector); copy_(page, page')
 
@@ -32,6 +33,12 @@ def update_state(graph: Graph, plan: Plan, written: Written, pages: tuple[Node, 
         anchor = max(vectors, key=_position(graph)).next
         page, tag = pages[backward], "backward" if backward else "forward"
         emit = Emitter(graph, anchor, page, partitioner_tag=f"is_{tag}", recompute=None, ac_graph_id=None)
+        for group in dict.fromkeys(written.groups[x] for x in operands if x in written.groups):
+            of = [i for i, x in enumerate(operands) if written.groups.get(x) == group]
+            whole = reduced(emit, emit(ops.gather, [vectors[i] for i in of]), group)
+            for position, i in enumerate(of):
+                vectors[i] = emit(aten.slice.Tensor, whole, 0, position, position + 1)
+            emit.meta["partitioner_tag"] = f"is_{tag}"
         vector = emit(ops.gather, vectors)
         for group in groups.state:
             vector = reduced(emit, vector, group)
