@@ -35,7 +35,7 @@ from .ir.inputs import Inputs, capture
 from .ir.records import FP8, HIGH_PRECISION, Gatherable, GraphReport
 from .logs import get_logger, say_once
 from .passes import legality
-from .passes.pipeline import Rewritten, run_joint, run_post_grad, skipped
+from .passes.pipeline import Rewritten, run_early_post_grad, run_joint, run_post_grad, skipped
 from .passes.whole_model import whole_kinds
 from .reporting.report import Report
 from .runtime import all_gather, probe
@@ -168,6 +168,7 @@ def _compile_once(
         return done
 
     calls, owners = Calls(interface), Owners(interface)
+    calls.together = compat.changes_collectives(chosen.inductor)
     halves = Halves(inner, rewrite, calls, owners)
     patches = {
         **_lowering(chosen),
@@ -186,10 +187,12 @@ def _compile_once(
 
 
 def _lowering(chosen: Options) -> dict[str, Any]:
-    """The user's Inductor options, and our pass over each partitioned graph."""
-    name = "post_grad_custom_post_pass"
-    key = f"{chosen.policy.key}-{skipped()}"
-    return {**chosen.inductor, name: compat.GraphPass(run_post_grad, key, chosen.inductor.get(name))}
+    """The user's Inductor options, and our passes over each partitioned graph."""
+    key, theirs = f"{chosen.policy.key}-{skipped()}", chosen.inductor
+    ours = {"post_grad_custom_post_pass": run_post_grad}
+    if compat.async_tensor_parallel(theirs):
+        ours["post_grad_custom_pre_pass"] = run_early_post_grad
+    return {**theirs, **{name: compat.GraphPass(run, key, theirs.get(name)) for name, run in ours.items()}}
 
 
 def _description(chosen: Options, graph: Graph) -> Device | None:

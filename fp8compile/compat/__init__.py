@@ -74,6 +74,8 @@ from .inductor import (
     MUST_SAVE,
     GraphPass,
     Partitioner,
+    async_tensor_parallel,
+    changes_collectives,
     compile_fx,
     compile_inner,
     decompositions,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -59,7 +60,8 @@ def all_gather_of(node: Node) -> AllGather | None:
     size = None
     cut: list[Node] = []
     if call_function(node, (aten.slice.Tensor,)):
-        dim, start, end, step = [*node.args[1:], *(0, 0, None, 1)[len(node.args) - 1 :]]
+        given: list[Any] = [*node.args[1:], *(0, 0, None, 1)[len(node.args) - 1 :]]
+        dim, start, _, step = given
         if (start, step) != (0, 1) or not isinstance(value(node).shape[dim], int):
             return None
         cut, size = [node], value(node).shape[dim]

@@ -28,7 +28,7 @@ from .. import compat
 from ..config.recipe import WHOLE
 from ..ir import ops
 from ..ir.all_gathers import AllGather, all_gather_of, wire_dtype
-from ..ir.fx_utils import CASTS, PERMUTES, SAME, VIEWS, Emitter, aten, call_function, hint, value
+from ..ir.fx_utils import CASTS, PERMUTES, SAME, VIEWS, Emitter, arg, aten, call_function, hint, value
 from ..ir.matmul import Matmul, factors
 from ..ir.records import AllGatherRecord
 from .plan import Operand, Plan
@@ -143,7 +143,7 @@ def gathered(graph: Graph, operand: Operand, gather: AllGather, scale: Node) -> 
         if call_function(step, (aten.cat.default,)):
             made[step] = _cat(emit, step, made, form.dtype)
         else:
-            made[step] = emit(step.target, made[step.args[0]], *step.args[1:])  # type: ignore[index]
+            made[step] = emit(step.target, made[arg(step, 0)], *step.args[1:])
             if step is gather.steps[-1] and value(made[step]).dtype != form.dtype:
                 made[step] = emit(aten.view.dtype, made[step], form.dtype)
     return made[gather.steps[-1]]
@@ -152,7 +152,8 @@ def gathered(graph: Graph, operand: Operand, gather: AllGather, scale: Node) -> 
 def _cat(emit: Emitter, step: Node, made: Mapping[Node, Node], dtype: torch.dtype) -> Node:
     """Put parts together as bytes, and take them as FP8 again at once: the order that torch's fusion of a gather with a matmul
     looks for."""
-    parts = [made[part] for part in step.args[0]]  # type: ignore[union-attr]
+    old: list[Node] = arg(step, 0)
+    parts = [made[part] for part in old]
     if value(parts[0]).dtype != torch.uint8:
         parts = [emit(aten.view.dtype, part, torch.uint8) for part in parts]
     return emit(aten.view.dtype, emit(aten.cat.default, parts, *step.args[1:]), dtype)

@@ -35,8 +35,8 @@ LOWERED = tuple(op for op in ops.ALL if op is not ops.quantize_both)
 
 
 def lower_scales(graph: Graph) -> int:
-    """Lower the scales of whole tensors (`SCALES`); returns how many nodes were replaced. The first pass after the partitioner: a delayed
-    scale becomes a load, so no cast waits for its tensor's amax."""
+    """Lower the scales of whole tensors (`SCALES`); returns how many nodes were replaced. The first pass after the partitioner:
+    a delayed scale becomes a load, so no cast waits for its tensor's amax."""
     return _Lowering(graph).run(SCALES, lambda node: value(node).dim() != 2)
 
 
@@ -60,6 +60,11 @@ def split_casts(graph: Graph) -> int:
             graph.erase_node(item)
         graph.erase_node(node)
     return len(found)
+
+
+def lower_matmuls(graph: Graph) -> int:
+    """Lower the matmuls with one scale an operand; returns how many."""
+    return _Lowering(graph).run((ops.scaled_mm,))
 
 
 def lower(graph: Graph) -> int:

@@ -27,6 +27,7 @@ from ..ir.state_page import SlotKey
 from ..logs import SKIP_VARIABLE, dump, get_logger
 from .all_gathers import NO_ALL_GATHERS, AllGathers, all_gathers
 from .amax_groups import NO_GROUPS, AmaxGroups, amax_groups
+from .async_tp import complete, expose
 from .collect import collect, edges
 from .decide import decide
 from .fuse import fuse
@@ -135,7 +136,11 @@ JOINT: tuple[Pass[Joint], ...] = (
     Pass("quantize", Joint.quantize),  # casts and FP8 matmuls in the graph
     Pass("update_state", Joint.update_state),  # the next scaling state
 )
+EARLY_POST_GRAD: tuple[Pass[Graph], ...] = (
+    Pass("expose", expose),  # FP8 matmuls, where Inductor fuses them with collectives; nowhere else
+)
 POST_GRAD: tuple[Pass[Graph], ...] = (
+    Pass("complete", complete),  # what Inductor has fused so
     Pass("lower_scales", lower_scales),  # scales of whole tensors; delayed ones become loads from the state
     Pass("split_casts", split_casts),  # a cast into both layouts becomes two
     Pass("fuse", fuse, optional=True),  # casts, with what makes their tensors, become generated kernels
@@ -199,10 +204,15 @@ def run_post_grad(graph: Graph) -> None:
     _run(POST_GRAD, graph, graph)
 
 
+def run_early_post_grad(graph: Graph) -> None:
+    """Lower what Inductor's own passes over a partitioned graph have to see, before they run."""
+    _run(EARLY_POST_GRAD, graph, graph)
+
+
 def skipped() -> tuple[str, ...]:
     """The passes that FP8COMPILE_SKIP names. OptionError for a name of no optional pass."""
     names = tuple(filter(None, (name.strip() for name in os.environ.get(SKIP_VARIABLE, "").split(","))))
-    every: tuple[Pass[Any], ...] = (*JOINT, *POST_GRAD)
+    every: tuple[Pass[Any], ...] = (*JOINT, *EARLY_POST_GRAD, *POST_GRAD)
     optional = [step.name for step in every if step.optional]
     for name in names:
         if name not in optional:

@@ -24,7 +24,7 @@ def update_state(graph: Graph, plan: Plan, written: Written, pages: tuple[Node, 
 
     The amaxes of a graph are reduced over the ranks of a group if the recipe of any of its operands says so.
     """
-    moved = 0
+    moved, end = 0, graph.output_node()  # there, nothing waits for an all-reduce any more
     for backward in (False, True):
         operands = plan.direction(backward)
         if not operands:
@@ -35,13 +35,15 @@ def update_state(graph: Graph, plan: Plan, written: Written, pages: tuple[Node, 
         emit = Emitter(graph, anchor, page, partitioner_tag=f"is_{tag}", recompute=None, ac_graph_id=None)
         for group in dict.fromkeys(written.groups[x] for x in operands if x in written.groups):
             of = [i for i, x in enumerate(operands) if written.groups.get(x) == group]
-            whole = reduced(emit, emit(ops.gather, [vectors[i] for i in of]), group)
+            start = Emitter(graph, anchor, page, **emit.meta)
+            whole = reduced(start, emit(ops.gather, [vectors[i] for i in of]), group, end)
             for position, i in enumerate(of):
-                vectors[i] = emit(aten.slice.Tensor, whole, 0, position, position + 1)
-            emit.meta["partitioner_tag"] = f"is_{tag}"
+                vectors[i] = start(aten.slice.Tensor, whole, 0, position, position + 1)
+        if written.groups.keys() & set(operands):
+            emit.anchor = end
         vector = emit(ops.gather, vectors)
         for group in groups.state:
-            vector = reduced(emit, vector, group)
+            vector = reduced(emit, vector, group, end)
         following = emit(ops.update, page, written.snapshots[backward], vector)
         emit.meta["partitioner_tag"] = f"must_be_in_{tag}"
         emit(aten.copy_.default, page, following)
