@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 
-
 def _functional(name: str) -> tuple[Any, ...]:
     """The functional collective of this name; none where torch was built without torch.distributed."""
     return (getattr(torch.ops._c10d_functional, name).default,) if dist.is_available() else ()
