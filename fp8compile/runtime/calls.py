@@ -161,8 +161,8 @@ class Calls:
                 f"ranks {list(others)} of the process group {group!r}, with which this rank shares amaxes (reduce_amax, "
                 f"amax_group) or FP8 all-gathers, have another graph here, with other slots or decisions: {differs}. Ranks "
                 "that run different layers (stages, experts) need groups of their own: options={'reduce_amax': group}, with "
-                'the group of those that run the same. Where ranks see other sizes, write fp8 = "on" or "off" in rules instead of '
-                '"auto"'
+                "the group of those that run the same. Where ranks see other sizes, write fp8 = 'on' or 'off' in rules "
+                "instead of 'auto'"
             )
 
     def _overflowed(self, pages: PageSet, overflows: Sequence[Overflow]) -> None:
