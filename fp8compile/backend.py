@@ -35,7 +35,7 @@ from .ir.inputs import Inputs, capture
 from .ir.records import FP8, HIGH_PRECISION, Gatherable, GraphReport
 from .logs import get_logger, say_once
 from .passes import legality
-from .passes.pipeline import Rewritten, run_joint, run_post_grad, skipped
+from .passes.pipeline import Rewritten, run_early_post_grad, run_joint, run_post_grad, skipped
 from .passes.whole_model import whole_kinds
 from .reporting.report import Report
 from .runtime import all_gather, probe
@@ -170,6 +170,7 @@ def _compile_once(
         return done
 
     calls, owners = Calls(interface), Owners(interface)
+    calls.together = compat.changes_collectives(chosen.inductor)
     halves = Halves(inner, rewrite, calls, owners)
     patches = {
         **_lowering(chosen),
@@ -179,7 +180,7 @@ def _compile_once(
             chosen.inductor.get("joint_custom_pre_pass"),
         ),
         "custom_partitioner_fn": chosen.inductor.get("custom_partitioner_fn")
-        or compat.Partitioner([op.name() for op in (ops.quantize, ops.quantize_both, ops.amax_blocks)]),
+        or compat.Partitioner([op.name() for op in (ops.quantize, ops.quantize_both, ops.amax_blocks, ops.transposed)]),
     }
     # DDPOptimizer expects one lazy backward for each graph, but with a schedule each graph is compiled twice
     at_once = policy.schedule is not None
@@ -189,10 +190,12 @@ def _compile_once(
 
 
 def _lowering(chosen: Options) -> dict[str, Any]:
-    """The user's Inductor options, and our pass over each partitioned graph."""
-    name = "post_grad_custom_post_pass"
-    key = f"{chosen.policy.key}-{skipped()}"
-    return {**chosen.inductor, name: compat.GraphPass(run_post_grad, key, chosen.inductor.get(name))}
+    """The user's Inductor options, and our passes over each partitioned graph."""
+    key, theirs = f"{chosen.policy.key}-{skipped()}", chosen.inductor
+    ours = {"post_grad_custom_post_pass": run_post_grad}
+    if compat.async_tensor_parallel(theirs):
+        ours["post_grad_custom_pre_pass"] = run_early_post_grad
+    return {**theirs, **{name: compat.GraphPass(run, key, theirs.get(name)) for name, run in ours.items()}}
 
 
 def _description(chosen: Options, graph: Graph) -> Device | None:
@@ -215,7 +218,7 @@ def _report(done: Rewritten, inputs: Inputs, chosen: Options, device: Device | N
     records = tuple(matmul.record() for matmul in done.matmuls)
     described = device.name if device else ""
     remarks = (RESHARDED,) if training and any(m.fp8 and m.resharded(inputs.resharded) for m in done.matmuls) else ()
-    index = LEDGER.add(GraphReport(0, name, records, done.opaque, note, done.edges, described, remarks))
+    index = LEDGER.add(GraphReport(0, name, records, done.opaque, note, done.edges, described, remarks, done.all_gathers))
     report = Report([LEDGER.graph(index)])
     if not training:
         logger.info("fp8: %s: %s", name, note)

@@ -37,7 +37,18 @@ from .autograd import (
     share_memory,
     unseen,
 )
-from .collectives import different, group_name, in_pipeline, inferring_shapes, is_default_group, ranks_of
+from .collectives import (
+    ALL_GATHER,
+    WAIT,
+    different,
+    group_name,
+    in_pipeline,
+    inferring_shapes,
+    is_default_group,
+    largest,
+    rank_in,
+    ranks_of,
+)
 from .dynamo import (
     add_input,
     compiled_code_goes,
@@ -63,6 +74,8 @@ from .inductor import (
     MUST_SAVE,
     GraphPass,
     Partitioner,
+    async_tensor_parallel,
+    changes_collectives,
     compile_fx,
     compile_inner,
     decompositions,

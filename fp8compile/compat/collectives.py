@@ -12,6 +12,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+
+def _functional(name: str) -> tuple[Any, ...]:
+    """The functional collective of this name; none where torch was built without torch.distributed."""
+    return (getattr(torch.ops._c10d_functional, name).default,) if dist.is_available() else ()
+
+
+ALL_GATHER, WAIT = map(_functional, ("all_gather_into_tensor", "wait_tensor"))  # as targets of nodes
+
 _asked: Counter[str] = Counter()  # group -> how often its ranks were compared
 _alike: set[tuple[str, str]] = set()  # (group, what) that its ranks have agreed on
 
@@ -38,9 +46,20 @@ def ranks_of(name: str) -> frozenset[int]:
     return frozenset(dist.get_process_group_ranks(next(group for group in _groups() if group.group_name == name)))
 
 
+def rank_in(name: str) -> int:
+    """This rank's number in a process group."""
+    return dist.get_rank(next(group for group in _groups() if group.group_name == name))
+
+
 def _groups() -> list[Any]:
     """The process groups that this rank is in."""
     return list(torch.distributed.distributed_c10d._world.pg_map)
+
+
+def largest(amax: torch.Tensor, name: str) -> torch.Tensor:
+    """The maximum of an amax over a group. As integers: so NaN is above all numbers. A maximum of floats may drop it."""
+    ops = torch.ops._c10d_functional
+    return ops.wait_tensor(ops.all_reduce(amax.view(torch.int32), "max", name)).view(torch.float32)
 
 
 def in_pipeline(functions: str = "") -> bool:

@@ -7,7 +7,7 @@ import functools
 import hashlib
 import importlib
 import pathlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -54,6 +54,28 @@ def inductor_config() -> dict[str, Any]:
     from torch._inductor import config
 
     return config.get_config_copy()
+
+
+def async_tensor_parallel(options: Mapping[str, Any]) -> bool:
+    """Does Inductor fuse collectives with matmuls? `options`: of this compilation."""
+    from torch._inductor import config
+
+    return bool(options.get("_micro_pipeline_tp", config._micro_pipeline_tp))
+
+
+def changes_collectives(options: Mapping[str, Any]) -> bool:
+    """May Inductor fuse, merge or reorder the collectives of a graph? It keeps their order otherwise (`comms.py`,
+    `decide_global_ordering_of_comms`). `options`: of this compilation. Options that a version does not have are off there."""
+    from torch._inductor import config
+
+    flags = "_micro_pipeline_tp _fuse_ddp_communication reorder_for_compute_comm_overlap dedup_reduce_scatters".split()
+    flags += [f"bucket_{kind}_fx" for kind in ("all_gathers", "reduce_scatters", "all_reduces")]
+    later = "enable_overlap_scheduling collective_bucketing enable_low_contention_collectives".split()
+    later += ["allow_comms_decompositions"]
+    distributed = config.aten_distributed_optimizations
+    values = [options.get(name, getattr(config, name, False)) for name in flags]
+    values += [options.get(f"aten_distributed_optimizations.{name}", getattr(distributed, name, False)) for name in later]
+    return any(value not in (None, False, "none") for value in values)
 
 
 def inductor_type(option: str) -> Any:

@@ -7,9 +7,11 @@ implementations below, plain torch on any device, are the reference: a cold call
     amax_blocks(x, transposed, block)               [R, C] -> one amax a block of the copy
     current_scale(amax, ...)                        the scale from the tensor's own amax
     delayed_scale(scales, amax, slot, ...)          the slot's scale from earlier calls; in a cold call from the current amax
+    votes(scales, slots); agreed_scale(...)         the same scale on all ranks that gather parts of one tensor
     inverse(scale) / delayed_inverse(...)           1 / scale, which divides back
     quantize(x, scale, dtype, fp8_max, transposed)  [R, C] -> FP8 [R, C], or [C, R padded to 16]
     quantize_both(x, scale, dtype, fp8_max)         [R, C] -> both of them
+    transposed(x8)                                  FP8 [R, C] -> [C, R padded to 16]
     scaled_mm(a, b, a_inv, b_inv, bias, ...)        [M, K], [N, K] -> [M, N]
     block_mm(a, b, a_inv, b_inv, bias, ...)         the same, where an operand has more than one scale
     dequantize(data, inv, dtype)                    a weight that FSDP2 gathered in FP8, as it was (see `ir.gathered`)
@@ -167,6 +169,48 @@ def delayed_scale(scales: Tensor, amax: Tensor, slot: int, fp8_max: float, margi
     return torch.where(current & amax.isfinite(), scale_of(amax, fp8_max, margin), stored)
 
 
+def _votes(scales: Tensor, slots: Sequence[int], *_) -> Tensor:
+    return torch.empty(len(slots) + 1, dtype=torch.float32, device=scales.device)
+
+
+@_op("(Tensor scales, int[] slots, bool cold=True) -> Tensor", _votes)
+def votes(scales: Tensor, slots: Sequence[int], cold: bool = True) -> Tensor:
+    """`[len(slots) + 1]` float32: what this rank knows of the scales of tensors that are gathered from several ranks. The
+    minimum over the ranks is what they agree on. `cold`: this call is cold. (The lowering always takes a warm call.)
+
+    The scale of each slot, infinite while it has none in a cold call; then 1 in a cold call, 0 in a warm one.
+    """
+    return votes_of(scales, slots, cold)
+
+
+def votes_of(scales: Tensor, slots: Sequence[int], cold: bool) -> Tensor:
+    rows = [state_page.Rows(scales.select(0, slot)) for slot in slots]
+    stored = [(torch.where(row.cold, float("inf"), row.scale) if cold else row.scale).reshape(1) for row in rows]
+    return torch.cat([*stored, scales.new_full((1,), float(cold))])
+
+
+@_op(
+    "(Tensor agreed, Tensor amax, int index, str group, float fp8_max, int margin, bool covers=False) -> Tensor",
+    lambda agreed, *_: _number(agreed),
+)
+def agreed_scale(
+    agreed: Tensor, amax: Tensor, index: int, group: str, fp8_max: float, margin: int, covers: bool = False
+) -> Tensor:
+    """The scale of this rank's part of a tensor, the same on all ranks of the group. `agreed`: the minimum of their votes.
+
+    It is the scale that they agree on. Only if the call is cold on all ranks, they reduce their amaxes, and decide as
+    `delayed_scale`: so either all ranks wait for this all-reduce, or none. (The lowering always takes the agreed scale.)
+    """
+    stored = agreed[index : index + 1]
+    if not bool(agreed[-1]):
+        return stored
+    amax = compat.largest(amax, group)
+    current = stored.isinf()
+    if covers:
+        current = current | (amax * stored > fp8_max)
+    return torch.where(current & amax.isfinite(), scale_of(amax, fp8_max, margin), stored.nan_to_num(posinf=1.0))
+
+
 @_op("(Tensor scales, Tensor scale, int slot) -> Tensor", _number)
 def delayed_inverse(scales: Tensor, scale: Tensor, slot: int) -> Tensor:
     return inverse_of(scale)
@@ -198,6 +242,25 @@ def quantize_both(
     """`transposed_scale`: the scale of the transposed copy; None: `scale`."""
     other = scale if transposed_scale is None else transposed_scale
     return quantize(x, scale, dtype, fp8_max, False, block), quantize(x, other, dtype, fp8_max, True, block)
+
+
+def _transposed(x: Tensor) -> Tensor:
+    return torch.empty(x.shape[1], padded_rows(x.shape[0]), dtype=x.dtype, device=x.device)
+
+
+@_op("(Tensor x) -> Tensor", _transposed)
+def transposed(x: Tensor) -> Tensor:
+    return transposition(x)
+
+
+def transposition(x: Tensor) -> Tensor:
+    """The transposed copy of FP8 values. Its rows are padded with zeros, whose encoding is 0 in all FP8 formats."""
+    rows = x.shape[0]
+    missing = padded_rows(rows) - rows
+    copy = x.view(torch.uint8).t()
+    if not (isinstance(missing, int) and missing == 0):
+        copy = torch.nn.functional.pad(copy, (0, missing))
+    return copy.contiguous().view(x.dtype)
 
 
 def product(
@@ -302,8 +365,11 @@ ALL = (
     snapshot,
     delayed_scale,
     delayed_inverse,
+    votes,
+    agreed_scale,
     quantize,
     quantize_both,
+    transposed,
     scaled_mm,
     block_mm,
     dequantize,

@@ -81,6 +81,17 @@ class GatherRecord:
 
 
 @dataclass(frozen=True)
+class AllGatherRecord:
+    """An all-gather of a graph whose result an FP8 matmul reads. `tensor`: the matmul and the role, "mlp.up (input)". The bytes
+    are those that a rank sends of its part, `before` without this pass. `reason`: why they are not FP8, "" if they are."""
+
+    tensor: str
+    bytes: int
+    before: int
+    reason: str = ""
+
+
+@dataclass(frozen=True)
 class OpaqueRecord:
     """An op that hides matmuls: they are not listed one by one, and the op is not rewritten.
 
@@ -98,6 +109,7 @@ class GraphReport:
 
     `edges` are pairs of positions in `matmuls`: the output of the first reaches the second with no matmul between them.
     `device` names the device description by which FP8 was weighed, "" if there was none. `remarks` are further notes.
+    `all_gathers` are the graph's own; those of FSDP2 are outside of graphs.
     """
 
     index: int
@@ -108,6 +120,7 @@ class GraphReport:
     edges: tuple[tuple[int, int], ...] = ()
     device: str = ""
     remarks: tuple[str, ...] = ()
+    all_gathers: tuple[AllGatherRecord, ...] = ()
 
 
 def forward_sizes(record: MatmulRecord) -> tuple[int, int, int]:

@@ -82,12 +82,14 @@ def _unknown(key: str, given: bool | str, dimensions: Mapping[str, str]) -> Opti
     return OptionError.of(key, given, allowed, near(str(given), dimensions))
 
 
-def reduced(emit: Emitter, amaxes: Node, group: str) -> Node:
-    """The maximum over a group. As integers: so NaN is above all numbers. A maximum of floats may drop it.
+def reduced(emit: Emitter, amaxes: Node, group: str, until: Node | None = None) -> Node:
+    """The maximum over a group. As integers: so NaN is above all numbers. A maximum of floats may drop it. `until`: where the
+    result is waited for, and where `emit` goes on; None: at once.
 
     The partitioner leaves a collective in backward that could be computed again there, although nobody reads it: hence the tag.
     """
     emit.meta["partitioner_tag"] = emit.meta["partitioner_tag"].replace("is_", "must_be_in_")
     bits = emit(aten.view.dtype, amaxes, torch.int32)
     started = emit(torch.ops._c10d_functional.all_reduce.default, bits, "max", group)
+    emit.anchor = until or emit.anchor
     return emit(aten.view.dtype, emit(torch.ops._c10d_functional.wait_tensor.default, started), torch.float32)

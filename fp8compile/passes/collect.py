@@ -132,8 +132,7 @@ def _forward(found: Matmul, origins: Origins, weights: dict[Node, str]) -> None:
                 found.gemm, found.weight, found.parameter = "fprop", operand.base, parameter
                 found.weight_operand, found.computed = operand, of == origins.computed
                 found.name = weights[parameter]
-                computed = PARTS.sub(lambda x: x[1] or x[2], found.name)
-                found.fqn = _weight_name(computed if found.computed else found.name, found.fqn)
+                found.fqn = _weight_name(PARTS.sub(lambda x: x[1] or x[2], found.name), found.fqn)
                 return
 
 

@@ -30,13 +30,13 @@ from ..ir import ops, state_page
 from ..ir.fx_utils import Emitter, arg, aten, is_tensor, value
 from ..ir.scale import inverse_of, scale_of
 
-SCALES = (ops.snapshot, ops.delayed_scale, ops.delayed_inverse, ops.current_scale, ops.inverse)  # of whole tensors
+SCALES = (ops.snapshot, ops.delayed_scale, ops.delayed_inverse, ops.votes, ops.agreed_scale, ops.current_scale, ops.inverse)
 LOWERED = tuple(op for op in ops.ALL if op is not ops.quantize_both)
 
 
 def lower_scales(graph: Graph) -> int:
-    """Lower the scales of whole tensors; returns how many nodes were replaced. The first pass after the partitioner: a delayed
-    scale becomes a load, so no cast waits for its tensor's amax."""
+    """Lower the scales of whole tensors (`SCALES`); returns how many nodes were replaced. The first pass after the partitioner:
+    a delayed scale becomes a load, so no cast waits for its tensor's amax."""
     return _Lowering(graph).run(SCALES, lambda node: value(node).dim() != 2)
 
 
@@ -60,6 +60,11 @@ def split_casts(graph: Graph) -> int:
             graph.erase_node(item)
         graph.erase_node(node)
     return len(found)
+
+
+def lower_matmuls(graph: Graph) -> int:
+    """Lower the matmuls with one scale an operand; returns how many."""
+    return _Lowering(graph).run((ops.scaled_mm,))
 
 
 def lower(graph: Graph) -> int:
@@ -124,6 +129,12 @@ class _Lowering:
     def delayed_inverse(self, node: Node, scales: Node, scale: Node, slot: int) -> Node:
         return self.stored(node, scales, slot, state_page.SCALE_INV)
 
+    def votes(self, node: Node, scales: Node, slots: list[int], *_) -> Node:
+        return self.inline(node, ops.votes_of, scales, tuple(slots), False)
+
+    def agreed_scale(self, node: Node, agreed: Node, amax: Node, index: int, *_) -> Node:
+        return Emitter(node.graph, node, node)(aten.as_strided.default, agreed, [1], [1], index)
+
     @staticmethod
     def stored(node: Node, scales: Node, slot: int, column: int) -> Node:
         """One number of a snapshot, as a view: `as_strided` makes Inductor keep the snapshot as one buffer."""
@@ -149,6 +160,9 @@ class _Lowering:
     def quantize(self, node: Node, x: Node, scale: Node, dtype, fp8_max: float, transposed: bool, block=(0, 0)) -> Node:
         form = forms.quantize_transposed if transposed else forms.quantize
         return self.inline(node, form, x, scale, dtype, fp8_max, tuple(block))
+
+    def transposed(self, node: Node, x: Node) -> Node:
+        return self.inline(node, ops.transposition, x)
 
     def dequantize(self, node: Node, *args) -> Node:
         return self.inline(node, ops.values, *args)

@@ -18,6 +18,7 @@ from torch.fx import Graph, Node
 
 from .. import compat
 from ..ir import ops
+from ..ir.all_gathers import all_gather_of
 from ..ir.fx_utils import CASTS, PERMUTES, SAME, SLICES, VIEWS, arg, aten, behind, is_tensor, root
 from ..ir.matmul import addend_of
 
@@ -26,6 +27,7 @@ from ..ir.matmul import addend_of
 _LAYOUT: tuple = (*CASTS, *VIEWS, *PERMUTES, *SLICES, *SAME, operator.getitem, aten.expand.default, aten.repeat.default)
 _LAYOUT += (aten.cat.default, aten.stack.default, aten.constant_pad_nd.default, aten.flip.default, aten.copy.default)
 _LAYOUT += (aten.slice_scatter.default, aten.select_scatter.default, aten.tril.default, aten.triu.default)
+_LAYOUT += (*compat.ALL_GATHER, *compat.WAIT)  # a model may gather the shards of its weights itself
 _LAYOUT += (aten._conj.default, aten._conj_physical.default, aten.resolve_conj.default)
 _REDUCTIONS: tuple = (aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim, aten.amax.default)
 _REDUCTIONS += (aten.amin.default, aten.prod.default, aten.prod.dim_int, aten.var.correction, aten.var_mean.correction)
@@ -82,7 +84,10 @@ class Origins:
         return self.known[node]
 
     def bare(self, base: Node) -> Node | None:
-        """The parameter or buffer that a tensor is, or is a slice of."""
+        """The parameter or buffer that a tensor is, or is a slice of, or that is gathered from shards, which may be cast."""
+        gather = all_gather_of(base)
+        if gather is not None:
+            base = behind(gather.local, (*CASTS, *SAME, *VIEWS, *PERMUTES, aten.clone.default, aten.constant_pad_nd.default))
         found = behind(base, (operator.getitem, *SLICES, *VIEWS, *SAME, ops.dequantize))
         return found if found in self.weights else None
 

@@ -22,10 +22,12 @@ from ..devices.catalog import Device
 from ..errors import CapacityExceeded, OptionError
 from ..ir.inputs import Inputs
 from ..ir.matmul import Matmul
-from ..ir.records import Gatherable, OpaqueRecord
+from ..ir.records import AllGatherRecord, Gatherable, OpaqueRecord
 from ..ir.state_page import SlotKey
 from ..logs import SKIP_VARIABLE, dump, get_logger
+from .all_gathers import NO_ALL_GATHERS, AllGathers, all_gathers
 from .amax_groups import NO_GROUPS, AmaxGroups, amax_groups
+from .async_tp import complete, expose
 from .collect import collect, edges
 from .decide import decide
 from .fuse import fuse
@@ -69,6 +71,7 @@ class Joint:
     plan: Plan = field(default_factory=Plan)
     groups: AmaxGroups = NO_GROUPS
     gatherable: dict[int, Gatherable] = field(default_factory=dict)  # parameters that FSDP2 may gather in FP8, and others
+    all_gathers: AllGathers = NO_ALL_GATHERS
     pages: tuple[Node, Node] | None = None  # the state inputs of forward and backward, where some slot needs them
     written: Written | None = None
 
@@ -104,9 +107,14 @@ class Joint:
         self.groups = amax_groups(self.plan, self.inputs.groups)
         return len(self.plan.operands)
 
+    def find_all_gathers(self) -> int:
+        if not self.high_precision:
+            self.all_gathers = all_gathers(self.matmuls, self.plan)
+        return len(self.all_gathers.moved)
+
     def quantize(self) -> int:
         if not self.high_precision:
-            self.written = quantize(self.graph, self.matmuls, self.plan, self.pages, self.groups)
+            self.written = quantize(self.graph, self.matmuls, self.plan, self.pages, self.groups, self.all_gathers)
         elif self.pages is not None:
             self.written = observe(self.graph, self.plan, self.pages)
         return 0 if self.written is None else len(self.written.amaxes)
@@ -124,10 +132,15 @@ JOINT: tuple[Pass[Joint], ...] = (
     Pass("weigh", Joint.weigh, optional=True),  # what FP8 would not make faster stays in high precision
     Pass("gather", Joint.gather),  # which weights FSDP2 may gather in FP8
     Pass("plan", Joint.make_plan),  # which tensors are quantized, and in which slot the scale of each lives
+    Pass("all_gathers", Joint.find_all_gathers, optional=True),  # which all-gathers of the graph can carry FP8
     Pass("quantize", Joint.quantize),  # casts and FP8 matmuls in the graph
     Pass("update_state", Joint.update_state),  # the next scaling state
 )
+EARLY_POST_GRAD: tuple[Pass[Graph], ...] = (
+    Pass("expose", expose),  # FP8 matmuls, where Inductor fuses them with collectives; nowhere else
+)
 POST_GRAD: tuple[Pass[Graph], ...] = (
+    Pass("complete", complete),  # what Inductor has fused so
     Pass("lower_scales", lower_scales),  # scales of whole tensors; delayed ones become loads from the state
     Pass("split_casts", split_casts),  # a cast into both layouts becomes two
     Pass("fuse", fuse, optional=True),  # casts, with what makes their tensors, become generated kernels
@@ -147,7 +160,8 @@ class Rewritten:
     pages: tuple[str, ...] = ()  # names of the state inputs of forward and backward, where there is state
     complaints: tuple[str, ...] = ()
     edges: tuple[tuple[int, int], ...] = ()
-    groups: tuple[str, ...] = ()  # process groups over which amaxes are reduced
+    groups: tuple[str, ...] = ()  # process groups whose ranks have to do the same
+    all_gathers: tuple[AllGatherRecord, ...] = ()
     gatherable: Mapping[int, Gatherable] = field(default_factory=dict)  # by input
 
 
@@ -174,7 +188,8 @@ def run_joint(
         joint.inference,
         complaints=tuple(joint.complaints),
         edges=joint.edges,
-        groups=joint.groups.every if joint.written is not None else (),
+        groups=tuple(dict.fromkeys((*joint.groups.every, *joint.all_gathers.groups))) if joint.written is not None else (),
+        all_gathers=joint.all_gathers.records,
         gatherable=joint.gatherable,
     )
     if joint.pages is None:
@@ -189,10 +204,15 @@ def run_post_grad(graph: Graph) -> None:
     _run(POST_GRAD, graph, graph)
 
 
+def run_early_post_grad(graph: Graph) -> None:
+    """Lower what Inductor's own passes over a partitioned graph have to see, before they run."""
+    _run(EARLY_POST_GRAD, graph, graph)
+
+
 def skipped() -> tuple[str, ...]:
     """The passes that FP8COMPILE_SKIP names. OptionError for a name of no optional pass."""
     names = tuple(filter(None, (name.strip() for name in os.environ.get(SKIP_VARIABLE, "").split(","))))
-    every: tuple[Pass[Any], ...] = (*JOINT, *POST_GRAD)
+    every: tuple[Pass[Any], ...] = (*JOINT, *EARLY_POST_GRAD, *POST_GRAD)
     optional = [step.name for step in every if step.optional]
     for name in names:
         if name not in optional:

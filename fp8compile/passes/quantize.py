@@ -13,6 +13,8 @@ A weight that FSDP2 has gathered in FP8 is not cast: the matmul reads what was g
 
     w = dequantize(data, inv)  ->  w8 = data; w8t = clone(permute(data)); inv_w = inv; inv_wt = inv, or permute(inv) of blocks
 
+A tensor that the graph gathers from several ranks is cast before it is gathered (see `all_gathers`).
+
 With one scale a row or a block, the two layouts of a tensor have scales of their own, from one read:
 
     amax_x = amax_blocks(x2d, False, block); scale_x = current_scale(amax_x); inv_x = inverse(scale_x)
@@ -30,7 +32,7 @@ checkpoints, a weight is cast again in backward. So is an activation whose produ
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch.fx import Graph, Node
@@ -40,6 +42,8 @@ from ..config.recipe import WHOLE
 from ..ir import ops
 from ..ir.fx_utils import CASTS, PERMUTES, VIEWS, Emitter, Matrix, arg, aten, hint, is_tensor, same_shape, value
 from ..ir.matmul import GEMMS, Matmul
+from . import all_gathers
+from .all_gathers import NO_ALL_GATHERS, AllGathers
 from .amax_groups import NO_GROUPS, AmaxGroups, reduced
 from .gathered import gathered_as
 from .plan import Operand, Plan
@@ -47,10 +51,12 @@ from .plan import Operand, Plan
 
 @dataclass(frozen=True)
 class Written:
-    """What `update_state` needs: the amax of each operand, and the snapshot of each direction (backward: True)."""
+    """What `update_state` needs: the amax of each operand, and the snapshot of each direction (backward: True). `groups`: for
+    operands whose amax is that of this rank's part, the ranks that have the other parts."""
 
     amaxes: dict[Operand, Node]
     snapshots: dict[bool, Node]
+    groups: dict[Operand, str] = field(default_factory=dict)
 
 
 def observe(graph: Graph, plan: Plan, pages: tuple[Node, Node]) -> Written:
@@ -65,10 +71,15 @@ def observe(graph: Graph, plan: Plan, pages: tuple[Node, Node]) -> Written:
 
 
 def quantize(
-    graph: Graph, matmuls: list[Matmul], plan: Plan, pages: tuple[Node, Node] | None, groups: AmaxGroups = NO_GROUPS
+    graph: Graph,
+    matmuls: list[Matmul],
+    plan: Plan,
+    pages: tuple[Node, Node] | None,
+    groups: AmaxGroups = NO_GROUPS,
+    gathers: AllGathers = NO_ALL_GATHERS,
 ) -> Written:
     """Rewrite the decided matmuls; `pages` are the state inputs of forward and backward (None: no state)."""
-    writer = _Writer(graph, plan, pages, groups)
+    writer = _Writer(graph, plan, pages, groups, gathers)
     for backward in (False, True):
         if plan.direction(backward):
             writer.snapshot(backward)  # first: its readers are inserted right behind inputs, and behind views of inputs
@@ -79,12 +90,20 @@ def quantize(
         )
     for matmul in decided:
         writer.replace(matmul)
-    return Written(writer.amaxes, writer.snapshots)
+    all_gathers.erase(graph, gathers.moved.values())
+    return Written(writer.amaxes, writer.snapshots, {x: gather.group for x, gather in gathers.moved.items()})
 
 
 class _Writer:
-    def __init__(self, graph: Graph, plan: Plan, pages: tuple[Node, Node] | None, groups: AmaxGroups = NO_GROUPS):
-        self.graph, self.plan, self.pages, self.groups = graph, plan, pages, groups
+    def __init__(
+        self,
+        graph: Graph,
+        plan: Plan,
+        pages: tuple[Node, Node] | None,
+        groups: AmaxGroups = NO_GROUPS,
+        gathers: AllGathers = NO_ALL_GATHERS,
+    ):
+        self.graph, self.plan, self.pages, self.groups, self.gathers = graph, plan, pages, groups, gathers
         self.start = next(node for node in graph.nodes if node.op != "placeholder")  # readers of inputs go before it
         self.replaced: dict[Node, Node] = {}  # matmul -> its FP8 result, which may be an operand of the next matmul
         self.amaxes: dict[Operand, Node] = {}
@@ -92,6 +111,7 @@ class _Writer:
         self.demand: set[tuple[Operand, str, bool]] = set()  # operand, shape as a matrix, transposed
         self.copies: dict[tuple[Operand, str, bool], Node] = {}
         self.snapshots: dict[bool, Node] = {}
+        self.agreements: dict[tuple[bool, str], Node] = {}  # by direction and process group
         self.matrices: dict[tuple[Node, str], Node] = {}
 
     def operands(self, matmul: Matmul) -> list[tuple[Operand, Matrix, bool]]:
@@ -131,6 +151,9 @@ class _Writer:
             return self.copies[operand, shape, transposed]
         if (weight := gathered_as(matrix, operand)) is not None:
             self.copies[operand, shape, transposed] = made = self.gathered(weight, operand, transposed)
+            return made
+        if operand in self.gathers.moved:
+            self.copies[operand, shape, transposed] = made = self.all_gathered(operand, matrix, transposed)
             return made
         form, block = operand.format, list(operand.scaling.block)
         scale = self.scale_of(operand, matrix, transposed)[0]
@@ -181,6 +204,32 @@ class _Writer:
             return self.scales[key]
         return inverse, inverse
 
+    def all_gathered(self, operand: Operand, matrix: Matrix, transposed: bool) -> Node:
+        """The FP8 values of a tensor whose parts each rank casts before they are gathered."""
+        if transposed:
+            made = self.copy(operand, matrix, False)
+            return self.after(made, operand)(ops.transposed, made)
+        scale = self.scale_of(operand, matrix, False)[0]
+        made = all_gathers.gathered(self.graph, operand, self.gathers.moved[operand], scale)
+        rows, columns = matrix.shape
+        if same_shape(value(made).shape, matrix.shape):
+            return made
+        shape = [-1, columns] if isinstance(columns, int) and columns else [rows, -1]
+        return self.after(made, operand)(aten.view.default, made, shape)
+
+    def agreed(self, backward: bool, group: str) -> Node:
+        """What the ranks of a group agree on about the stored scales of one direction."""
+        if (backward, group) not in self.agreements:
+            snapshot = self.snapshot(backward)
+            operands = self.gathers.delayed(backward, group)
+            tag = "backward" if backward else "forward"
+            emit = Emitter(self.graph, snapshot.next, snapshot, partitioner_tag=f"must_be_in_{tag}", recompute=None)
+            votes = emit(ops.votes, snapshot, [x.slot for x in operands])
+            started = emit(torch.ops._c10d_functional.all_reduce.default, votes, "min", group)
+            emit.anchor = min(self.gathers.moved[x].node for x in operands)
+            self.agreements[backward, group] = emit(torch.ops._c10d_functional.wait_tensor.default, started)
+        return self.agreements[backward, group]
+
     def scale_of(self, operand: Operand, matrix: Matrix, transposed: bool) -> tuple[Node, Node]:
         """(scale, inverse) of an operand: one pair for both layouts, or the pair of one layout."""
         if (weight := gathered_as(matrix, operand)) is not None:
@@ -195,12 +244,22 @@ class _Writer:
         snapshot = self.snapshot(operand.backward) if operand.scaling.delayed else None
         amax, margin = self.amax(operand), operand.scaling.margin
         emit = self.after(amax, operand, recompute=compat.MUST_SAVE, ac_graph_id=None)
+        gather = self.gathers.moved.get(operand)
         if snapshot is not None:
             watched = operand.key.settings.limit < float("inf")
+            if gather is not None:
+                agreed = self.agreed(operand.backward, gather.group)
+                number = self.gathers.delayed(operand.backward, gather.group).index(operand)
+                emit = self.after(max(agreed, amax), operand, recompute=compat.MUST_SAVE, ac_graph_id=None)
+                how = (operand.format.max, margin, watched)
+                scale = emit(ops.agreed_scale, agreed, amax, number, gather.group, *how)
+                return scale, emit(ops.inverse, scale)
             scale = emit(ops.delayed_scale, snapshot, amax, operand.slot, operand.format.max, margin, watched)
             return scale, emit(ops.delayed_inverse, snapshot, scale, operand.slot)
-        if (group := self.groups.of(operand)) is not None:
+        over = (None if gather is None else gather.group, self.groups.of(operand))
+        for group in dict.fromkeys(name for name in over if name is not None):
             amax = reduced(self.after(amax, operand, recompute=None, ac_graph_id=None), amax, group)
+            emit = self.after(amax, operand, recompute=compat.MUST_SAVE, ac_graph_id=None)
         scale = emit(ops.current_scale, amax, operand.format.max, margin, operand.scaling.power_of_2)
         return scale, emit(ops.inverse, scale)
 
@@ -221,7 +280,11 @@ class _Writer:
 
     def amax(self, operand: Operand) -> Node:
         if operand not in self.amaxes:
-            source = self.matrix(operand.matrix, operand)
+            if operand in self.gathers.moved:
+                gather = self.gathers.moved[operand]
+                source = all_gathers.local_matrix(self.after(gather.local, operand), gather)
+            else:
+                source = self.matrix(operand.matrix, operand)
             self.amaxes[operand] = self.after(source, operand, recompute=None, ac_graph_id=None)(ops.amax, source)
         return self.amaxes[operand]
 

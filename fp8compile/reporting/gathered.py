@@ -1,10 +1,10 @@
-"""What FSDP2 gathers for each parameter, as text: in FP8, or in high precision and why."""
+"""What is gathered in FP8, or in high precision and why, as text: by FSDP2 for each parameter, and inside of graphs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..ir.records import FP8, GatherRecord
+from ..ir.records import FP8, AllGatherRecord, GatherRecord
 from .layers import alike, repeated
 
 
@@ -27,3 +27,15 @@ def text(records: Sequence[GatherRecord]) -> str:
 
     body = [(name + repeated(count), dtype, reason) for name, dtype, reason, count in rows(records)]
     return tabulate(body, ("all-gather in training", "as", "why not FP8"), tablefmt="simple")
+
+
+def in_graph(records: Sequence[AllGatherRecord]) -> str:
+    """A table. Bytes are those of all tensors of a row."""
+    from tabulate import tabulate
+
+    body = []
+    for name, of in alike(records, lambda record: record.tensor, lambda record: (record.bytes, record.reason)):
+        sizes = (sum(record.before for record in of), sum(record.bytes for record in of))
+        body.append((name + repeated(len(of)), *(f"{size:,}" for size in sizes), of[0].reason))
+    head = ("all-gathers of the graph", "bytes a rank", "with FP8", "why not FP8")
+    return tabulate(body, head, tablefmt="simple", disable_numparse=True, colalign=("left", "right", "right", "left"))

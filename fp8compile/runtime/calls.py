@@ -13,6 +13,9 @@ how a call ran: a tensor beyond its limit in the cold call makes the next call c
 
 A measured call (see `probe`) also runs operator by operator, but with the scales of a warm call. Any recipe can be measured.
 
+Where Inductor fuses, merges or reorders collectives, a rank that runs operator by operator would wait for collectives that the
+others do not call. There, only the first call is cold, and an overflow saturates for one call more.
+
 The state moves once a training call. A forward inside of a running backward is a recomputation (eager checkpointing) if the
 forward of the same call has run before; a recomputation leaves the state as it is. In a reentrant checkpoint, the forward in
 the backward counts as the first one: the forward before it ran without gradients, as an evaluation.
@@ -88,6 +91,7 @@ class Calls:
         self.book: Book | None = None  # None if no tensor of the graph has a slot
         self.groups: tuple[str, ...] = ()  # process groups over which amaxes are reduced
         self.decisions: tuple[str, ...] = ()  # about each matmul of a weight
+        self.together = False  # no rank may run a call operator by operator alone: warm calls have other collectives
         self.agreed = False  # the ranks of those groups have compared their slots and decisions
         self.marks = compat.TensorMarks()  # tensors that forwards run operator by operator have saved, each with its How
         self.local = threading.local()  # `call`: the call in progress on this thread
@@ -154,10 +158,11 @@ class Calls:
             pairs = zip_longest(theirs[1:], lines[1:], fillvalue="nothing")
             differs = next((f"rank {rank} has {a}, this one {b}" for a, b in pairs if a != b), f"this one has {slots[:200]}")
             raise Fp8CompileError(
-                f"reduce_amax, amax_group: ranks {list(others)} of the process group {group!r} have another graph here, with "
-                f"other amaxes or decisions: {differs}. Ranks that run different layers (stages, experts) need groups of their "
-                "own: options={'reduce_amax': group}, with the group of those that run the same. Where ranks see other sizes, "
-                'write fp8 = "on" or "off" in rules instead of "auto"'
+                f"ranks {list(others)} of the process group {group!r}, with which this rank shares amaxes (reduce_amax, "
+                f"amax_group) or FP8 all-gathers, have another graph here, with other slots or decisions: {differs}. Ranks "
+                "that run different layers (stages, experts) need groups of their own: options={'reduce_amax': group}, with "
+                "the group of those that run the same. Where ranks see other sizes, write fp8 = 'on' or 'off' in rules "
+                "instead of 'auto'"
             )
 
     def _overflowed(self, pages: PageSet, overflows: Sequence[Overflow]) -> None:
@@ -168,7 +173,8 @@ class Calls:
             key = keys[overflow.backward][overflow.row]
             return f"{self.interface.names[key.input] if key.input < len(self.interface.names) else key.input} ({key.role})"
 
-        pages.overflowed()
+        if not self.together:
+            pages.overflowed()
         say(overflows, name)
 
     # -- in a call --
@@ -178,7 +184,7 @@ class Calls:
         pages, look, again, dry = call
         cold, eagerly = False, look is not None
         if pages is not None:
-            cold = (pages.cold or (again and pages.was_cold)) and not self.interface.observes
+            cold = (self._cold(pages) or (again and pages.was_cold)) and not self.interface.observes
             eagerly = eagerly or cold or (again and pages.was_eager)
             if not dry:
                 pages.was_cold, pages.was_eager = cold, eagerly
@@ -193,7 +199,8 @@ class Calls:
         if marker is not None:
             how = self.marks.note(marker)
         else:
-            how = How(True) if pages is not None and pages.cold and not self.interface.observes else None
+            cold = pages is not None and (pages.was_cold if self.together else pages.cold)
+            how = How(True) if cold and not self.interface.observes else None
         if pages is not None:
             pages.pending = max(0, pages.pending - 1)
             with compat.unseen(), state.LOCK:
@@ -206,10 +213,14 @@ class Calls:
         if pages is not None:
             self._moved(pages)
 
+    def _cold(self, pages: PageSet) -> bool:
+        """Is a call cold? `together`: only the first one is, for then it is on all ranks."""
+        return pages.cold and not (self.together and pages.begun())
+
     def _moved(self, pages: PageSet) -> None:
         """Called after the last update of a training call."""
         with compat.unseen():
-            if pages.cold and pages.was_cold:
+            if pages.cold and (pages.was_cold or self.together):
                 pages.after_cold_call()
             if pages.watch is not None and not self.interface.observes:
                 pages.watch.after_call()

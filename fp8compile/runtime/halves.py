@@ -42,7 +42,9 @@ class Halves:
         self.calls.groups = done.groups
         if done.groups:
             records = (matmul.record() for matmul in done.matmuls if matmul.weight is not None)
-            self.calls.decisions = tuple(f"{r.fqn} {r.gemm} {r.decision} {r.recipe}".strip() for r in records)
+            decisions = [f"{r.fqn} {r.gemm} {r.decision} {r.recipe}".strip() for r in records]
+            gathers = [f"all-gather of {r.tensor} {r.reason or 'fp8'}" for r in done.all_gathers]
+            self.calls.decisions = (*decisions, *gathers)
 
     def compile(self, gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         """Compile one half, and keep a copy of its graph as it was before."""

@@ -55,6 +55,8 @@ class Eager(Interpreter):
             return super().call_function(target, args, {**kwargs, "dtype": torch.int64}).to(kwargs["dtype"])
         if target is ops.delayed_scale and not self.how.cold:
             args = args[:5]  # without `covers`: saturates what a warm call saturates
+        if target is ops.votes and not self.how.cold:
+            args = (*args, False)
         kind = compat.random_prims().get(target)
         return super().call_function(target, args, kwargs) if kind is None else _draw(kind, *args)
 

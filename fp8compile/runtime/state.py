@@ -46,6 +46,10 @@ class Page:
         """Is there a slot that has not seen a non-zero amax? Reads the device: for cold calls only."""
         return bool(Rows(self.tensor[: len(self.homes)]).cold.any())
 
+    def begun(self) -> bool:
+        """Is there a slot that has seen a non-zero amax? Reads the device."""
+        return not bool(Rows(self.tensor[: len(self.homes)]).cold.all())
+
     def refresh(self) -> None:
         """Take the slots back, with their values, if another graph has taken some of them since."""
         if self.stale:
@@ -169,6 +173,9 @@ class PageSet:
         for page in self.pages:
             page.patience, page.loaded = patience, False
         self._is_cold()
+
+    def begun(self) -> bool:
+        return self.forward.begun() or self.backward.begun()
 
     def _is_cold(self) -> None:
         self.cold = self.forward.patience > 0 and (self.forward.cold() or self.backward.cold())
