@@ -9,8 +9,8 @@ gradients, skips a step whose loss or gradient norm over all ranks is not finite
 `ScalingState`. The faults:
 
 nan        the batch of one dp rank is NaN: the step is skipped, and no slot's history moves on the ranks that had it
-weight     one rank's shard of a norm's weight is 4096 times too large in one step: what the norm gives overflows on that rank and
-           on the one that shares the shard, but not on their tensor-parallel neighbours
+weight     one rank's shard of a norm's weight is 4096 times too large in one step: what the norm gives overflows on that rank
+           and on the one that shares the shard, but not on their tensor-parallel neighbours
 loss       the loss of one dp rank is 1e6 times too large in one step: all gradients of its two ranks overflow
 kill       one process gets SIGKILL; the launcher ends the others and starts all of them again from the last checkpoint
 
@@ -38,7 +38,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -231,7 +231,8 @@ def _process(rank: int, arm: str, study: Study, attempt: int, folder: str) -> No
                     file.write(json.dumps(row) + "\n")
             if (number + 1) % study.save == 0:
                 trainer.save(saved, number + 1)
-        end = {"apart": trainer.apart(), "gathered": sum(x.gathered == "fp8" for x in fp8compile.report(trainer.model).gathered)}
+        gathered = fp8compile.report(trainer.model).gathered
+        end = {"apart": trainer.apart(), "gathered": sum(record.gathered == "fp8" for record in gathered)}
     if rank == 0:
         (Path(folder) / "end").write_text(json.dumps(end))
     dist.destroy_process_group()
@@ -241,7 +242,7 @@ def _process(rank: int, arm: str, study: Study, attempt: int, folder: str) -> No
 
 
 def run(arm: str, study: Study) -> Row:
-    """Train once, and again from the last checkpoint if a process dies. RuntimeError if it hangs, or dies where nobody killed."""
+    """Train once, and again from the last checkpoint if a process is killed. RuntimeError if it hangs or one dies by itself."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
         for attempt in range(2 if study.kill is not None else 1):
