@@ -44,7 +44,7 @@ from ..ir import ops
 from ..ir.gathered import GatheredWeight
 from ..ir.inputs import plain
 from ..ir.records import FP8, HIGH_PRECISION, Gatherable, GatherRecord
-from ..ir.scale import EXPONENT, inverse_of, scale_to
+from ..ir.scale import inverse_of, scale_to, to_power_of_2
 from ..logs import get_logger, say_once
 from .ledger import LEDGER
 from .parameters import find, record_of, share_records
@@ -281,7 +281,7 @@ class _Scales:
         reach = torch.tensor([_format(fnuz).max / 2.0**margin for fnuz, _, margin in settings], dtype=torch.float64)
         scale = scale_to(amaxes, reach.to(amaxes.device))
         powers = torch.tensor([power_of_2 for _, power_of_2, _ in settings]).to(amaxes.device)
-        scale = torch.where(powers, (scale.view(torch.int32) & EXPONENT).view(torch.float32), scale)
+        scale = torch.where(powers, to_power_of_2(scale), scale)
         if self.scale is None or self.inverse is None:
             self.scale, self.inverse = torch.empty_like(scale), scale.new_empty(len(scale), COLUMNS)
         with torch.no_grad(), compat.no_versions(self.scale, self.inverse):
