@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -228,13 +225,6 @@ def test_a_rank_that_decides_differently_is_named(faults: list[dict[str, Any]]) 
 
 
 # --- graphs, on one rank --------------------------------------------------------------------------
-
-
-@pytest.fixture
-def one_process(tmp_path: Path) -> Iterator[str]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield dist.group.WORLD.group_name  # type: ignore[union-attr]
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(
