@@ -9,12 +9,15 @@ gradients, skips a step whose loss or gradient norm over all ranks is not finite
 `ScalingState`. The faults:
 
 nan        the batch of one dp rank is NaN: the step is skipped, and no slot's history moves on the ranks that had it
-weight     one rank's shard of a norm's weight is 4096 times too large in one step: what the norm gives overflows on that rank
-           and on the one that shares the shard, but not on their tensor-parallel neighbours
 loss       the loss of one dp rank is 1e6 times too large in one step: all gradients of its two ranks overflow
 kill       one process gets SIGKILL; the launcher ends the others and starts all of them again from the last checkpoint
+weight     one rank's shard of a norm's weight is 4096 times too large in one step: what the norm gives overflows on that rank
+           and on the one that shares the shard, but not on their tensor-parallel neighbours
 
-Results: one line of JSON a run. A step that ran twice, before the kill and behind it, must have the same loss to the bit.
+Results: one line of JSON a run. A step that ran twice, before the kill and behind it, has to have the same loss to the bit.
+`apart`: how far the copies that tensor-parallel neighbours have of one parameter are apart at the end, `drift`: at checkpoints.
+The last fault drives them apart, since it hits one copy of a norm's weight. DCP keeps one of the copies, so a run that resumed
+behind it could not go on to the bit.
 """
 
 from __future__ import annotations
@@ -76,9 +79,9 @@ class Study:
 
     steps: int = 300
     nan: int | None = 70
-    weight: int | None = 120
-    loss: int | None = 150
-    kill: int | None = 185
+    loss: int | None = 110
+    kill: int | None = 145
+    weight: int | None = 200
     save: int = 20  # steps between checkpoints
     length: int = 64
     batch: int = 4
@@ -226,10 +229,12 @@ def _process(rank: int, arm: str, study: Study, attempt: int, folder: str) -> No
             if number == study.kill and attempt == 0 and rank == 2:
                 os.kill(os.getpid(), signal.SIGKILL)
             row = {**trainer.step(number), "attempt": attempt}
+            saves = (number + 1) % study.save == 0
+            row["apart"] = trainer.apart() if saves else None
             if rank == 0:
                 with open(Path(folder) / "steps", "a") as file:
                     file.write(json.dumps(row) + "\n")
-            if (number + 1) % study.save == 0:
+            if saves:
                 trainer.save(saved, number + 1)
         gathered = fp8compile.report(trainer.model).gathered
         end = {"apart": trainer.apart(), "gathered": sum(record.gathered == "fp8" for record in gathered)}
@@ -282,7 +287,7 @@ def summary(steps: Sequence[Row], study: Study) -> Row:
     replayed = [row for row in steps if row["attempt"] and row["step"] in first]
     losses = [last[number]["loss"] for number in range(study.steps)]
     late = losses[-max(1, round(study.steps * LATE)) :]
-    faults = {name: last[step] for name in ("nan", "weight", "loss") if (step := getattr(study, name)) is not None}
+    faults = {name: last[step] for name in ("nan", "loss", "weight") if (step := getattr(study, name)) is not None}
     for name, row in faults.items():  # the host sees an overflow before the next call
         behind = last.get(row["step"] + 1, {"ranks": [{"overflows": []}] * RANKS})["ranks"]
         faults[name] = {**row, "ranks": [{**x, "overflows": y["overflows"]} for x, y in zip(row["ranks"], behind, strict=True)]}
@@ -293,6 +298,7 @@ def summary(steps: Sequence[Row], study: Study) -> Row:
         "replayed": len(replayed),
         "alike": sum(row["loss"] == first[row["step"]]["loss"] for row in replayed),
         "faults": faults,
+        "drift": [[row["step"], row["apart"]] for row in last.values() if row["apart"] is not None],
         "losses": [round(loss, 5) if loss == loss else None for loss in losses],
     }
 
@@ -330,7 +336,7 @@ def plot(rows: Sequence[Row], path: Path) -> None:
             clean = row["nan"] is None
             color, width, label = ("#b8bdc9", 2.0, "clean") if clean else ("#1b7f79", 1.0, "faults")
             axis.plot(losses, color=color, lw=width, label=label)
-            for name in ("nan", "weight", "loss", "kill"):
+            for name in ("nan", "loss", "kill", "weight"):
                 if row[name] is not None:
                     axis.axvline(row[name], color="#e08e45", lw=0.8)
                     axis.text(row[name], 0.98, name, transform=axis.get_xaxis_transform(), rotation=90, va="top", ha="right")
@@ -344,7 +350,8 @@ def plot(rows: Sequence[Row], path: Path) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arm", action="append", choices=tuple(ARMS), help="default: all")
-    parser.add_argument("--steps", type=int, default=Study.steps, help="default: %(default)s; the faults need 186")
+    parser.add_argument("--only", choices=("clean", "faults"), help="default: both")
+    parser.add_argument("--steps", type=int, default=Study.steps, help="default: %(default)s; the faults need 201")
     parser.add_argument("--show", action="store_true", help="train nothing")
     parser.add_argument("--out", type=Path, default=PATH, help="one line of JSON a run")
     parser.add_argument("--plot", type=Path, metavar="PNG")
@@ -352,9 +359,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows = read(given.out)
     for arm in () if given.show else given.arm or ARMS:
         study = Study(steps=given.steps)
-        for one in (study.clean, study):
+        for one in {"clean": (study.clean,), "faults": (study,)}.get(given.only, (study.clean, study)):
             made = {**run(arm, one), "date": machine.now(), **machine.commit(), "versions": machine.versions()}
-            rows = [row for row in rows if (row["arm"], row["nan"]) != (arm, one.nan)] + [made]
+            rows = [row for row in rows if (row["arm"], row["nan"] is None) != (arm, one.nan is None)] + [made]
             given.out.parent.mkdir(parents=True, exist_ok=True)
             given.out.write_text("".join(json.dumps(row) + "\n" for row in rows))
     print(tabled(rows))
