@@ -37,7 +37,7 @@ from .autograd import (
     share_memory,
     unseen,
 )
-from .collectives import different, group_name, in_pipeline, inferring_shapes, is_default_group, ranks_of
+from .collectives import Alone, different, group_name, in_pipeline, inferring_shapes, is_default_group, ranks_of
 from .dynamo import (
     add_input,
     compiled_code_goes,
