@@ -1,7 +1,7 @@
 """Does training survive what goes wrong in a long run? FSDP2 x TP on 4 processes, with faults planted, beside a clean run.
 
     python -m benchmarks.soak                                 # both arms, 300 steps, 4 processes on a CPU
-    python -m benchmarks.soak --show --plot docs/soak.png
+    python -m benchmarks.soak --show --update docs/distributed.md --plot docs/soak.png
 
 A small Llama trains on 2 x 2 ranks: the MLPs are tensor parallel ("tp"), everything is sharded by FSDP2 ("dp"), each block is
 compiled with backend="fp8". The ranks talk by gloo; graphs are interpreted. The loop does what a trainer does: it clips
@@ -56,6 +56,7 @@ from .interpreted import interpreted
 from .models import LLAMA_TINY, Llama, materialise
 from .results import RESULTS
 from .show import table
+from .tables import update
 
 sys.path.append(str(machine.ROOT / "examples"))
 import train_gpt  # noqa: E402
@@ -320,8 +321,8 @@ def tabled(rows: Sequence[Row]) -> str:
         run = "clean" if row["nan"] is None else "faults"
         cells = [row["arm"], run, f"{row['late']:.4f}", gap, len(row["skipped"]), row["bad"], replayed]
         lines.append([*cells, ", ".join(overflows), f"{row['apart']:.1e}"])
-    head = ["arm", "run", "late loss", "gap", "skipped", "bad slots", "replayed alike"]
-    return table(lines, [*head, "overflows by rank", "replicas apart"], markdown=True)
+    head = ["arm", "run", "late loss", "gap", "skipped", "bad slots", "replayed"]
+    return table(lines, [*head, "overflows by rank", "apart"], markdown=True)
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:
@@ -354,6 +355,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=Study.steps, help="default: %(default)s; the faults need 201")
     parser.add_argument("--show", action="store_true", help="train nothing")
     parser.add_argument("--out", type=Path, default=PATH, help="one line of JSON a run")
+    parser.add_argument("--update", type=Path, metavar="PAGE", help="write the table into this page")
     parser.add_argument("--plot", type=Path, metavar="PNG")
     given = parser.parse_args(argv)
     rows = read(given.out)
@@ -364,7 +366,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             rows = [row for row in rows if (row["arm"], row["nan"] is None) != (arm, one.nan is None)] + [made]
             given.out.parent.mkdir(parents=True, exist_ok=True)
             given.out.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    print(tabled(rows))
+    rows.sort(key=lambda row: (row["arm"], row["nan"] is not None))
+    body = tabled(rows)
+    print(body)
+    if given.update:
+        update(given.update, "soak", body + "\n")
     if given.plot:
         plot(rows, given.plot)
 
