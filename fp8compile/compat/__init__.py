@@ -40,6 +40,7 @@ from .autograd import (
 from .collectives import (
     ALL_GATHER,
     WAIT,
+    Alone,
     different,
     group_name,
     in_pipeline,

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+PATIENCE = 30.0  # seconds until a rank says for whom it waits
 
 
 def _functional(name: str) -> tuple[Any, ...]:
@@ -77,12 +80,38 @@ def inferring_shapes() -> bool:
     return in_pipeline("_inference")
 
 
-def different(name: str, what: str, more: str = "") -> dict[int, str]:
+class Alone(Exception):
+    """(ranks, seconds): these ranks have not come to compare, for so long."""
+
+
+def _timeout(group: Any) -> datetime.timedelta:
+    """After which a collective of the group fails: the shortest of its backends. Read in 2.11, 2.13 and 2.15."""
+    backends = [group._get_backend(device) for device in group._device_types]
+    limits = [getattr(getattr(backend, "options", None), "_timeout", None) for backend in backends]
+    return min((limit for limit in limits if limit), default=dist.constants.default_pg_timeout)
+
+
+def _missing(store: Any, count: int, ranks: Iterable[int], seconds: float) -> list[int]:
+    """Those of the ranks that have not come to comparison `count`, at the latest after so many seconds."""
+    keys = {rank: f"fp8compile/{count}/{rank}" for rank in ranks}
+    try:
+        store.wait(list(keys.values()), datetime.timedelta(seconds=seconds))
+        return []
+    except RuntimeError:  # after that time; if the store is lost, the next line raises, too
+        return [rank for rank, key in keys.items() if not store.check([key])]
+
+
+Waiting = Callable[[list[int], float], None]
+
+
+def different(name: str, what: str, more: str = "", waiting: Waiting | None = None) -> dict[int, str]:
     """The ranks of a group whose `what` or `more` is not ours, and both of theirs, in lines.
 
-    Each rank of the group has to call this as often as the others; else it waits for them until the group's store times out,
-    and raises. Once all ranks have agreed on a `what`, it is not compared again, whatever `more` is then, because a rank may
-    recompile a graph on its own.
+    Once all ranks have agreed on a `what`, it is not compared again, whatever `more` is then, because a rank may recompile a
+    graph on its own. Otherwise each rank of the group has to call this as often as the others. A rank that they leave alone
+    cannot know what they do: they may still compile. After `PATIENCE` seconds it calls `waiting` with the missing ranks and the
+    seconds that are left. After half of the group's timeout it raises `Alone`: before the others give up, who wait for this
+    rank in a collective of the graph that they run.
     """
     key, said = hashlib.sha256(what.encode()).hexdigest(), f"{what}\n{more}"
     if (name, key) in _alike:
@@ -93,6 +122,15 @@ def different(name: str, what: str, more: str = "") -> dict[int, str]:
     _asked[name] += 1
     mine = hashlib.sha256(said.encode()).hexdigest()
     store.set(f"fp8compile/{count}/{group.rank()}", mine)
+    limit = _timeout(group).total_seconds() / 2
+    missing = _missing(store, count, ranks, min(PATIENCE, limit))
+    if missing and limit > PATIENCE:
+        if waiting is not None:
+            waiting(missing, limit - PATIENCE)
+        missing = _missing(store, count, missing, limit - PATIENCE)
+    if missing:
+        store.set(f"fp8compile/{count}/{group.rank()}/said", said)  # for those who come after all
+        raise Alone(missing, limit)
     others = [rank for rank in ranks if store.get(f"fp8compile/{count}/{rank}").decode() != mine]
     if not others:
         _alike.add((name, key))

@@ -26,13 +26,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import OptionError, did_you_mean, near
+from ..errors import OptionError, near
 from ..logs import DEVICES_VARIABLE, get_logger, say_once
 from . import architectures
 from . import links as link_rates
 from .gpu import Gpu, gfx_of
 from .links import Links
-from .toml import tomllib
+from .toml import checked_keys, tomllib
 
 if TYPE_CHECKING:
     import torch
@@ -291,14 +291,8 @@ def _device(key: str, table: Any) -> Device:
     """The description in a table of a TOML file. Raises ValueError, which says what is wrong with the table."""
     if not isinstance(table, Mapping):
         raise ValueError(f"{key!r} is not a table")
-    given = dict(table)
     names = [field.name for field in dataclasses.fields(Device) if field.name not in ("key", "origin")]
-    unknown = sorted(set(given) - set(names))
-    if unknown:
-        raise ValueError(f"[{key}] has no key {unknown[0]!r}.{did_you_mean(near(unknown[0], names))}")
-    missing = sorted({"name", "sustained", "sms", "capability", "l2", "memory"} - set(given))
-    if missing:
-        raise ValueError(f"[{key}] lacks {', '.join(missing)}")
+    given = checked_keys(f"[{key}]", table, names, {"name", "sustained", "sms", "capability", "l2", "memory"})
     for rates in {"peak", "sustained"} & set(given):
         given[rates] = _rates(f"[{key}] {rates}", given[rates])
     if "links" in given:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import did_you_mean, near
+from .toml import checked_keys
 
 
 @dataclass(frozen=True)
@@ -84,13 +84,6 @@ def _link(where: str, table: Any) -> Link:
 
 
 def _checked(where: str, table: Any, kind: type[Any], needed: set[str]) -> dict[str, Any]:
-    names = [field.name for field in dataclasses.fields(kind)]
     if not isinstance(table, Mapping):
         raise ValueError(f"{where} = {table!r} is not a table")
-    unknown = sorted(set(table) - set(names))
-    if unknown:
-        raise ValueError(f"{where} has no key {unknown[0]!r}.{did_you_mean(near(unknown[0], names))}")
-    missing = sorted(needed - set(table))
-    if missing:
-        raise ValueError(f"{where} lacks {', '.join(missing)}")
-    return dict(table)
+    return checked_keys(where, table, [field.name for field in dataclasses.fields(kind)], needed)

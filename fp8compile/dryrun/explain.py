@@ -68,7 +68,7 @@ def explain(
         try:
             torch.compile(step, backend=backend)(*args, **kwargs)
         except Exception as error:
-            known = len(LEDGER.graphs())
+            known = len(LEDGER)
             if not known or isinstance(error, Fp8CompileError) or compat.is_of_backend(error):
                 raise
             note = f"incomplete: behind graph {known - 1} the model raised {_brief(error)}"

@@ -27,7 +27,12 @@ def scale_of(amax: Tensor, fp8_max: float, margin: int, power_of_2: bool = False
     """
     # full_like, because torch computes number / tensor as number * reciprocal, which rounds twice
     scale = scale_to(amax, torch.full_like(amax, fp8_max / 2.0**margin, dtype=torch.float64))
-    return (scale.view(torch.int32) & EXPONENT).view(torch.float32) if power_of_2 else scale
+    return to_power_of_2(scale) if power_of_2 else scale
+
+
+def to_power_of_2(scale: Tensor) -> Tensor:
+    """The largest power of two that is not above each scale, float32: its mantissa is cut off."""
+    return (scale.view(torch.int32) & EXPONENT).view(torch.float32)
 
 
 def scale_to(amax: Tensor, reach: Tensor) -> Tensor:

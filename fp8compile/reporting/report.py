@@ -161,12 +161,11 @@ def report(model: nn.Module | None = None) -> Report:
     if model is not None and not module:
         raise TypeError(f"report() takes a torch.nn.Module or None, not {type(model).__name__}")
     tensors = [] if model is None else [*model.parameters(), *model.buffers()]
-    if LEDGER.graphs():
-        share_records(tensors)
-    graphs = LEDGER.graphs()
-    if not graphs:
+    if not LEDGER:
         why = "torch.compile compiles at the first call, and leaves out what it cannot trace"
         return Report(empty=f"nothing was compiled yet ({why})")
+    share_records(tensors)
+    graphs = LEDGER.graphs()
     if model is None:
         return Report(graph for graph, _ in graphs.values())
     mine = set(map(id, tensors))

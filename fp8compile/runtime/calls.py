@@ -35,11 +35,14 @@ import torch
 
 from .. import compat
 from ..errors import Fp8CompileError
+from ..logs import get_logger
 from ..passes.pipeline import Rewritten
 from . import probe, state
 from .interpreter import How
 from .overflow import Overflow, say
 from .state import Book, PageSet
+
+logger = get_logger(__name__)
 
 DRY: ContextVar[bool] = ContextVar("fp8compile_dry_run", default=False)
 
@@ -144,14 +147,14 @@ class Calls:
         return Call(pages, look, again), forward, backward
 
     def agree(self) -> None:
-        """Fp8CompileError if ranks of the groups have other slots, or decided otherwise. Checked before the first all-reduce,
-        which would mix up the amaxes of different graphs, or hang without saying why."""
-        self.agreed = True
+        """Fp8CompileError if ranks of the groups have other slots, or decided otherwise, or do not come to compare. Checked
+        before the first all-reduce, which would mix up the amaxes of different graphs, or hang without saying why. After an
+        error the next call compares again."""
         keys = (*self.book.keys[0], *self.book.keys[1]) if self.book is not None else ()
         slots = ", ".join(f"{self.interface.names[key.input]} {key.role} {key.use}" for key in keys)
         lines = (slots, *self.decisions)
         # with each group before an error: others wait for this rank
-        found = {group: compat.different(group, slots, "\n".join(self.decisions)) for group in self.groups}
+        found = {group: self._different(group, slots) for group in self.groups}
         for group, others in ((group, others) for group, others in found.items() if others):
             rank, text = next(iter(others.items()))
             theirs = text.split("\n")
@@ -164,6 +167,29 @@ class Calls:
                 "the group of those that run the same. Where ranks see other sizes, write fp8 = 'on' or 'off' in rules "
                 "instead of 'auto'"
             )
+        self.agreed = True
+
+    def _different(self, group: str, slots: str) -> dict[int, str]:
+        """As `compat.different`. Fp8CompileError names the ranks of a group that this one has waited for, and the graph."""
+        rank, graph = torch.distributed.get_rank(), slots[:200] or "no tensor with a history"
+
+        def waiting(missing: list[int], seconds: float) -> None:
+            logger.warning(
+                "fp8: rank %d waits for ranks %s of the process group %r to compile a graph with %s; gives up in %.0f s",
+                *(rank, missing, group, graph, seconds),
+            )
+
+        try:
+            return compat.different(group, slots, "\n".join(self.decisions), waiting)
+        except compat.Alone as alone:
+            missing, seconds = alone.args
+            raise Fp8CompileError(
+                f"reduce_amax, amax_group: rank {rank} has compiled a graph that ranks {missing} of the process group "
+                f"{group!r} have not compiled within {seconds:.0f} s, half of the group's timeout: {graph}. No rank may "
+                "compile a graph with other slots alone: all have to go the same way through the model, with inputs of the "
+                'same sizes (drop the last batch, or pad it). Where sizes differ, write fp8 = "on" or "off" in rules instead '
+                'of "auto". If the others only compile for longer, give the group a longer timeout'
+            ) from None
 
     def _overflowed(self, pages: PageSet, overflows: Sequence[Overflow]) -> None:
         assert self.book is not None

@@ -73,7 +73,7 @@ class ScalingState:
             state |= scaling_state(model)
         del state[VERSION_KEY]
         values = torch.cat([torch.empty(0), *state.values()])
-        owners = {name.rsplit(".", 2)[0] for name in state}
+        owners = set(map(_owner, state))
         own = {
             "slots": list(state),
             "lengths": [row.numel() for row in state.values()],
@@ -109,7 +109,8 @@ class ScalingState:
                 raise StateError.of(different, FIX)
             version = {VERSION_KEY: torch.tensor([VERSION])}
             for model in self.models:
-                own = {slot: row for slot, row in found.items() if slot.rsplit(".", 2)[0] in named_weights(model)}
+                names = named_weights(model).keys()
+                own = {slot: row for slot, row in found.items() if _owner(slot) in names}
                 changes.append(prepare_load(model, version | own, self.strict))
         except StateError as problem:
             error = str(problem)
@@ -174,6 +175,11 @@ def _opened(given: Any) -> dict[str, Any]:
     return saved
 
 
+def _owner(slot: str) -> str:
+    """The name of the parameter that a slot belongs to. `slot`: parameter, role and use, as in `scaling_state`."""
+    return slot.rsplit(".", 2)[0]
+
+
 def _rows(state: dict[str, Any]) -> dict[str, Tensor]:
     """The slots of one rank by name."""
     return dict(zip(state["slots"], state["values"].split(state["lengths"]), strict=True))
@@ -187,7 +193,7 @@ def _chosen(saved: dict[str, Any], rank: int, size: int, parts: dict[str, str]) 
     others: dict[str, set[str]] = {}
     for state in states:
         for slot, row in _rows(state).items():
-            name = slot.rsplit(".", 2)[0]
+            name = _owner(slot)
             if name not in parts:
                 continue
             if state["parts"][name] != parts[name]:
@@ -201,7 +207,7 @@ def _chosen(saved: dict[str, Any], rank: int, size: int, parts: dict[str, str]) 
             continue
         row = state_page.merged(torch.stack([row[:-1] for row in rows]))
         found[slot] = torch.cat((row, torch.stack([row[-1:] for row in rows]).amax(0)))
-    for name in sorted(others.keys() - {slot.rsplit(".", 2)[0] for slot in held}):
+    for name in sorted(others.keys() - set(map(_owner, held))):
         was = " or ".join(part or "all of it" for part in sorted(others[name]))
         different.append(f"{name}: the ranks that saved it had {was}; this one has {parts[name] or 'all of it'}")
     return found, different

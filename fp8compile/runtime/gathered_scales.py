@@ -25,7 +25,7 @@ from ..devices.formats import Format, pick
 from ..ir import ops
 from ..ir.gathered import GatheredWeight
 from ..ir.records import Gatherable
-from ..ir.scale import EXPONENT, inverse_of, scale_of, scale_to
+from ..ir.scale import inverse_of, scale_of, scale_to, to_power_of_2
 from . import probe
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ class Scales:
             self.reach = codes, self._upload(reach, torch.float64), self._upload(powers, torch.bool)
         _, reaches, powers_of_2 = self.reach
         scale = scale_to(amaxes, reaches)
-        scale = torch.where(powers_of_2, (scale.view(torch.int32) & EXPONENT).view(torch.float32), scale)
+        scale = torch.where(powers_of_2, to_power_of_2(scale), scale)
         if self.scale is None or self.inverse is None:
             self.scale, self.inverse = torch.empty_like(scale), scale.new_empty(len(scale), COLUMNS)
         with torch.no_grad(), compat.no_versions(self.scale, self.inverse):

@@ -63,6 +63,10 @@ class Ledger:
                 found[index][1].add(key)
         return found
 
+    def __len__(self) -> int:
+        """How many graphs there are. Without any, the ledger is false."""
+        return len(self._graphs)
+
     def clear(self) -> None:
         """Forget every graph."""
         self._graphs.clear()

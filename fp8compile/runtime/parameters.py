@@ -50,17 +50,21 @@ _records: dict[int, ParameterRecord] = {}  # by id: a reference's callback runs 
 def record_of(parameter: Any) -> ParameterRecord:
     """The record of a parameter, for writing: made if there is none. Several threads may ask for it at once."""
     if id(parameter) not in _records:
+        from .. import compat  # imported late, because it imports Dynamo
+
         with _LOCK:
-            share_records([parameter])
-            if id(parameter) not in _records:
-                _add(parameter, ParameterRecord())
-                share_records([parameter])
+            pairs = (pair for pair in compat.sharded_pairs() if any(tensor is parameter for tensor in pair))
+            pair = next(pairs, (parameter,))
+            record = next((_records[id(tensor)] for tensor in pair if id(tensor) in _records), None) or ParameterRecord()
+            for tensor in pair:
+                if id(tensor) not in _records:
+                    _add(tensor, record)
     return _records[id(parameter)]
 
 
 def share_records(tensors: Iterable[Any]) -> None:
     """Give the sharded and the unsharded tensor of each of these parameters one record. `tensors`: either of the two."""
-    from .. import compat  # imported late, because it imports Dynamo
+    from .. import compat  # late, as above
 
     wanted = set(map(id, tensors))
     for pair in compat.sharded_pairs():

@@ -122,7 +122,7 @@ def set_phase(phase: str | None, model: nn.Module | None = None) -> None:
     for parameter in _parameters(model):
         record_of(parameter).phase = phase or ""
     _state.ticks += 1
-    if phase is not None and LEDGER.graphs() and not _state.scheduled:
+    if phase is not None and LEDGER and not _state.scheduled:
         message = 'set_phase: no compiled graph has phases; give its policy a schedule: {"schedule": {}}'
         say_once(logger, logging.WARNING, message)
 

@@ -173,17 +173,8 @@ def test_two_forwards_before_two_backwards(name: str, recipe: str) -> None:
     shape = shape_for(pair.model)
     for step, factor in enumerate(MOVING[:5]):
         pair.zero_grad()
-        first = pair.forward(noise(*shape, seed=step, scale=factor))
-        pair.compare_state()
-        second = pair.forward(noise(*shape, seed=100 + step, scale=4 * factor))
-        pair.compare_state()
-        for out, expected, leaves, expected_leaves in (first, second) if step % 2 else (second, first):
-            grad = like(out, step)
-            out.backward(grad)
-            expected.backward(grad)
-            pair.compare_grads(leaves, expected_leaves)
-            pair.compare_state()
-        pair.steps += 1
+        first, second = noise(*shape, seed=step, scale=factor), noise(*shape, seed=100 + step, scale=4 * factor)
+        pair.two_calls(first, second, reverse=step % 2 == 0)
         pair.sgd(0.001)
     pair.finish()
 

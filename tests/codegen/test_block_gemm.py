@@ -30,7 +30,7 @@ from fp8compile.devices import support
 from fp8compile.devices.gpu import Gpu
 from fp8compile.ir import ops
 from tests.support.interpreter import OLD_INTERPRETER, Interpreted
-from tests.support.machine_code import TARGETS, resources
+from tests.support.machine_code import SHARED, TARGETS, resources
 from tests.support.operands import (
     B200,
     BF16,
@@ -275,14 +275,6 @@ def test_launch(blocks: tuple, dynamic: bool) -> None:
 
 # -- machine code ------------------------------------------------------------------------------------------------------
 
-SHARED = {
-    "sm_89": 99 << 10,
-    "sm_90": 227 << 10,
-    "sm_100": 227 << 10,
-    "sm_120": 99 << 10,
-    "gfx942": 64 << 10,
-    "gfx950": 160 << 10,
-}
 INSTRUCTION = {"sm_90": "wgmma", "sm_100": "tcgen05.mma", "gfx942": "v_mfma", "gfx950": "v_mfma"}
 
 

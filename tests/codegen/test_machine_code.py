@@ -16,18 +16,10 @@ import pytest
 from fp8compile.devices import formats
 from fp8compile.dryrun.fake_gpu import unavailable
 from fp8compile.dryrun.fake_gpu.record import _Reader
-from tests.support.machine_code import MODELS, RECIPES, TARGETS, Generated, compile_kernel, resources, traced, with_fnuz
+from tests.support.machine_code import MODELS, RECIPES, SHARED, TARGETS, Generated, compile_kernel, resources, traced, with_fnuz
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(unavailable() is not None, reason=unavailable() or "")]
 
-SHARED = {
-    "sm_89": 99 << 10,
-    "sm_90": 227 << 10,
-    "sm_100": 227 << 10,
-    "sm_120": 99 << 10,
-    "gfx942": 64 << 10,
-    "gfx950": 160 << 10,
-}
 REGISTERS = {"cuda": 255, "hip": 512}
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import datetime
+import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,11 +17,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fp8compile
+from fp8compile.compat import collectives
 from fp8compile.errors import Fp8CompileError, OptionError
+from fp8compile.runtime import calls
 from fp8compile.runtime.state import slots_of
 from tests.support.gpu_steps import compile_mlp
 from tests.support.harness import sqnr
-from tests.support.models import ResidualMlp, SwiGlu
+from tests.support.models import Branches, ResidualMlp, SwiGlu
 from tests.support.processes import on_ranks
 
 STEPS = 4
@@ -227,14 +231,43 @@ def test_a_rank_that_decides_differently_is_named(faults: list[dict[str, Any]]) 
         assert f"rank {1 - rank} has {theirs}, this one {own}." in found["decisions"]
 
 
+def _alone(rank: int) -> dict[str, Any]:
+    """In the third step one rank goes another way through the model: it compiles a graph with other slots."""
+    limit = datetime.timedelta(seconds=24)
+    group = dist.new_group(timeout=limit)
+    model = Branches()
+    run = torch.compile(model, backend="fp8", options={"reduce_amax": group})
+    found: dict[str, Any] = {"errors": [], "seconds": []}
+    with mock.patch.object(collectives, "PATIENCE", 3.0), mock.patch.object(calls.logger, "warning") as warning:
+        for step in range(2):
+            found["errors"].append(error_of(run, batch(step, rank)))
+        before = histories(model)
+        for _ in range(2):  # who catches the error and calls again gets it again
+            if rank == 1:
+                began = time.monotonic()
+                found["errors"].append(error_of(lambda x: run(x, second=True), batch(2, rank)))
+                found["seconds"].append(time.monotonic() - began)
+    found["moved"] = {key: history for key, history in histories(model).items() if any(history)} != before
+    found["said"] = [call.args[0] % call.args[1:] for call in warning.call_args_list]
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_a_rank_that_compiles_other_slots_alone(tmp_path: Path) -> None:
+    """It cannot know whether the others come: it says for whom it waits, and gives up before they do."""
+    first, second = on_ranks(2, tmp_path, _alone)
+    assert first["errors"] == ["", ""] and not first["moved"]
+    *before, once, again = second["errors"]
+    assert before == ["", ""] and not second["moved"]
+    for text in (once, again):
+        assert "rank 1 has compiled a graph that ranks [0] of the process group" in text and "within 12 s" in text
+        assert "two.weight input 0" in text and "drop the last batch" in text
+    assert all(11.0 < seconds < 24.0 for seconds in second["seconds"])
+    assert len(second["said"]) == 2 and "rank 1 waits for ranks [0]" in second["said"][0] and not first["said"]
+
+
 # --- graphs, on one rank --------------------------------------------------------------------------
-
-
-@pytest.fixture
-def one_process(tmp_path: Path) -> Iterator[str]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield dist.group.WORLD.group_name  # type: ignore[union-attr]
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,6 @@ import copy
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -15,6 +13,7 @@ import fp8compile
 from fp8compile.runtime.state import slots_of
 from tests.support.harness import assert_close, interpreted
 from tests.support.models import ResidualMlp
+from tests.support.processes import on_ranks
 
 
 class Net(nn.Module):
@@ -33,13 +32,6 @@ class Net(nn.Module):
 def build() -> nn.Module:
     torch.manual_seed(0)
     return Net()
-
-
-@pytest.fixture
-def one_process(tmp_path):
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def test_a_graph_that_ddp_splits(one_process) -> None:
@@ -97,17 +89,14 @@ def test_layers_are_those_of_the_model_not_of_a_bucket(one_process) -> None:
     assert kept == {"blocks.0.up", "blocks.2.down"}
 
 
-def _worker(rank: int, store: str, reduce_amax: bool, results: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+def _worker(rank: int, reduce_amax: bool) -> dict[tuple[str, str, int], list[float]]:
     torch.manual_seed(0)
     model = nn.Linear(128, 128)
-    with interpreted():
-        run = torch.compile(model, backend="fp8", options={"reduce_amax": reduce_amax})
-        for step in (1.0, 2.0):
-            y = run(torch.full((16, 128), step * (1 + rank)))
-            y.backward(torch.full_like(y, step * (4 - rank)))
-    torch.save({key: slot.history()[:2] for key, slot in slots_of(model).items()}, f"{results}{rank}")
-    dist.destroy_process_group()
+    run = torch.compile(model, backend="fp8", options={"reduce_amax": reduce_amax})
+    for step in (1.0, 2.0):
+        y = run(torch.full((16, 128), step * (1 + rank)))
+        y.backward(torch.full_like(y, step * (4 - rank)))
+    return {key: slot.history()[:2] for key, slot in slots_of(model).items()}
 
 
 @pytest.mark.slow
@@ -115,9 +104,7 @@ def _worker(rank: int, store: str, reduce_amax: bool, results: str) -> None:
 @pytest.mark.parametrize("reduce_amax", [False, True])
 def test_reduce_amax(tmp_path, reduce_amax: bool) -> None:
     """With `reduce_amax` both processes record the larger of their amaxes; without it each records its own."""
-    args = (str(tmp_path / "store"), reduce_amax, str(tmp_path / "rank"))
-    torch.multiprocessing.spawn(_worker, args, nprocs=2, join=True)
-    first, second = (torch.load(tmp_path / f"rank{rank}") for rank in (0, 1))
+    first, second = on_ranks(2, tmp_path, _worker, reduce_amax)
     own = {"input": ([2.0, 1.0], [4.0, 2.0]), "gradient": ([8.0, 4.0], [6.0, 3.0])}
     for role, (mine, theirs) in own.items():
         both = [max(pair) for pair in zip(mine, theirs, strict=True)]

@@ -26,6 +26,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import fp8compile
+from fp8compile.ir.inputs import plain
 from fp8compile.runtime.state import slots_of
 from tests.support.harness import sqnr
 from tests.support.models import SwiGlu
@@ -150,10 +151,6 @@ def averaged(gradient: Tensor, ranks: tuple[int, ...]) -> Tensor:
     return parts.sum(len(ranks) - 1).sum(0) / len(every) if len(ranks) == 2 else parts.sum(0) / len(every)
 
 
-def plain(name: str) -> str:
-    return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
-
-
 def _data_parallel(rank: int, cases: list[Case]) -> list[dict[str, Any]]:
     """The gradients of each step of each case that differ from those of the replicas, and what the report says."""
     found = []
@@ -175,7 +172,7 @@ def _data_parallel(rank: int, cases: list[Case]) -> list[dict[str, Any]]:
             twin.zero_grad()
         reports = [fp8compile.report(model).matmuls for model in (sharded, twin)]
         decisions = [sorted({(plain(r.fqn), r.gemm, r.decision) for r in report}) for report in reports]
-        states = [{plain(key): row.tolist() for key, row in fp8compile.scaling_state(m).items()} for m in (sharded, twin)]
+        states = [{key: row.tolist() for key, row in fp8compile.scaling_state(m).items()} for m in (sharded, twin)]
         found.append({"wrong": wrong, "decisions": decisions, "states": states})
     return found
 

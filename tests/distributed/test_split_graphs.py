@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -17,6 +14,7 @@ from fp8compile import compat
 from fp8compile.runtime.state import slots_of
 from tests.support.harness import interpreted
 from tests.support.models import Attention, SwiGlu
+from tests.support.processes import on_ranks
 
 WIDTH, WORDS = 256, 512  # a weight of 512 x 256 is half a bucket: the smallest bucket has 1 MiB
 STEPS = 3
@@ -113,13 +111,6 @@ def both(kind: type[nn.Module]) -> tuple[Trained, Trained]:
     return whole, cut
 
 
-@pytest.fixture
-def one_process(tmp_path) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("kind", [Llama, Tied, Routed])
 def test_parts_decide_as_the_whole_does(one_process, kind: type[nn.Module]) -> None:
@@ -157,21 +148,18 @@ def test_the_whole_is_traced_once(one_process, monkeypatch: pytest.MonkeyPatch) 
     assert len(traced) == 1
 
 
-def _worker(rank: int, store: str, results: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    torch.save(tuple(trained(Llama, cut=True, rank=rank)), f"{results}{rank}")
-    dist.destroy_process_group()
+def _worker(rank: int) -> tuple[Any, ...]:
+    return tuple(trained(Llama, cut=True, rank=rank))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_two_processes(tmp_path) -> None:
     """Both processes decide as one process with the whole graph. Gradients are the means of two such processes' gradients."""
-    args = (str(tmp_path / "store"), str(tmp_path / "rank"))
-    torch.multiprocessing.spawn(_worker, args, nprocs=2, join=True)
+    both_ranks = on_ranks(2, tmp_path, _worker)
     replicas = [trained(Llama, cut=False, rank=rank) for rank in range(2)]
     for rank in range(2):
-        found = Trained(*torch.load(tmp_path / f"rank{rank}"))
+        found = Trained(*both_ranks[rank])
         assert found.graphs > 1 and found.decisions == replicas[rank].decisions
         assert found.histories == replicas[rank].histories
         for step, gradients in enumerate(found.gradients):

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8compile
 from tests.support.exact import EXACT, Model, linear, parameter, signs, ternary
+from tests.support.fuzz_models import Product
 from tests.support.harness import sqnr
 
 pytestmark = pytest.mark.usefixtures("interpreted")
@@ -137,13 +138,8 @@ def test_a_hook_is_exact(recipe: str) -> None:
     assert sqnr(results[0], results[1]) > EXACT and sqnr(results[0], x.t() @ seeds) > EXACT
 
 
-class Copying(torch.autograd.Function):
-    """Saves its operands; its backward multiplies by copies of them."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
-        ctx.save_for_backward(x, w)
-        return x @ w.t()
+class Copying(Product):
+    """Its backward multiplies by a copy of the weight."""
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]

@@ -18,21 +18,10 @@ from fp8compile.runtime.compiled_graph import CompiledGraph
 from fp8compile.runtime.ledger import LEDGER
 from fp8compile.runtime.parameters import find
 from tests.support.harness import compiled, grads_of, histories, leaf, like, noise
-from tests.support.models import Attention, Block, Broken, Checkpointed, Mlp, Parallel, Stack, Twice, make
+from tests.support.models import Attention, Block, Broken, Checkpointed, Mlp, Parallel, Stack, Twice, linear, make
 from tests.support.reference_casts import scale_of
 
 pytestmark = pytest.mark.usefixtures("interpreted")
-
-
-class Linear(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(x, self.weight)
-
-
-def linear(weight: float = 0.5) -> nn.Linear:
-    module = Linear(128, 128, bias=False)
-    nn.init.constant_(module.weight, weight)
-    return module
 
 
 def train(run, x: Tensor) -> Tensor:

@@ -13,21 +13,10 @@ from torch.utils.checkpoint import checkpoint
 from fp8compile.runtime import overflow
 from fp8compile.runtime.state import slots_of
 from tests.support.harness import Pair, compiled, grads_of, histories, like, noise, sqnr
-from tests.support.models import Mlp, make
+from tests.support.models import Mlp, linear, make
 from tests.support.reference import Reference
 
 pytestmark = pytest.mark.usefixtures("interpreted")
-
-
-class Linear(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(x, self.weight)
-
-
-def linear() -> nn.Linear:
-    module = Linear(128, 128, bias=False)
-    nn.init.constant_(module.weight, 1.0)
-    return module
 
 
 def seen(run, value: float, grad: float | None = 1.0, eager_checkpoint: bool = False) -> float:
@@ -46,7 +35,7 @@ def ages(model: nn.Module) -> dict[str, float]:
 @pytest.mark.parametrize("eager_checkpoint", [False, True])
 def test_the_step_after_a_jump(eager_checkpoint: bool) -> None:
     """100 saturates with the scale of 1. The next step's 300 does not: its scale comes from its own amax, not from 100."""
-    model = linear()
+    model = linear(1.0)
     run = compiled(model)
     for _ in range(20):
         assert seen(run, 1.0, eager_checkpoint=eager_checkpoint) == 1.0
@@ -58,7 +47,7 @@ def test_the_step_after_a_jump(eager_checkpoint: bool) -> None:
 
 
 def test_saturate() -> None:
-    model = linear()
+    model = linear(1.0)
     run = compiled(model, on_overflow="saturate")
     seen(run, 1.0)
     assert [seen(run, value) for value in (100.0, 300.0, 300.0)] == [1, 100, 300]
@@ -67,7 +56,7 @@ def test_saturate() -> None:
 @pytest.mark.parametrize("jump", [1.9, 2.1])
 def test_headroom(jump: float) -> None:
     """Twice the range of the scale is not yet an overflow."""
-    model = linear()
+    model = linear(1.0)
     run = compiled(model)
     seen(run, 1.0)
     seen(run, jump)
@@ -77,7 +66,7 @@ def test_headroom(jump: float) -> None:
 @pytest.mark.parametrize(("options", "covered"), [({}, 2048.0), ({"margin": 0}, 1.0), ({"fp8_format": "e4m3"}, 8.0)], ids=str)
 def test_a_gradient(options: dict[str, Any], covered: float) -> None:
     """A gradient has headroom. One that saturates all the same, by 100 times here, is scaled by its amax in the next step."""
-    model = linear()
+    model = linear(1.0)
     run = compiled(model, **options)
     far = 100.0 * covered
     for grad, expected in ((1.0, 1.0), (covered, covered), (covered * far, covered * covered), (far * far, far * far)):
@@ -88,7 +77,7 @@ def test_a_gradient(options: dict[str, Any], covered: float) -> None:
 
 def test_between_forward_and_backward_of_others() -> None:
     """An evaluation, and a second forward, before the backward of the first."""
-    model = linear()
+    model = linear(1.0)
     run = compiled(model)
     seen(run, 1.0)
     first = run(torch.full((16, 128), 100.0))
@@ -105,7 +94,7 @@ def test_between_forward_and_backward_of_others() -> None:
 
 
 def test_forwards_without_backward() -> None:
-    model = linear()
+    model = linear(1.0)
     run = compiled(model)
     for value in (1.0, 2.0):
         seen(run, value)
@@ -117,7 +106,7 @@ def test_forwards_without_backward() -> None:
 
 def test_after_patience_has_run_out() -> None:
     """After 20 calls with zero gradients the host no longer looks for cold slots, but it still looks for overflows."""
-    model = linear()
+    model = linear(1.0)
     run = compiled(model)
     for _ in range(20):
         seen(run, 1.0, 0.0)
@@ -129,7 +118,7 @@ def test_after_patience_has_run_out() -> None:
 
 def test_a_phase_that_observes() -> None:
     """An overflow in a high-precision phase clips nothing. The first FP8 step uses the scale from it, or the current amax."""
-    model = linear()
+    model = linear(1.0)
     run = compiled(model, policy={"schedule": {"warmup_steps": 3}})
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
     for value in (1.0, 1.0, 100.0):
@@ -284,7 +273,7 @@ def test_gradients_of_one_layer_hide_those_of_others() -> None:
 @pytest.mark.parametrize("on_overflow, expected", [("current", 1000.0), ("saturate", 1.0)])
 def test_a_call_that_is_cold_for_another_reason(on_overflow: str, expected: float) -> None:
     """A gradient that has only been zero makes calls cold. Nothing saturates in them, unless on_overflow is "saturate"."""
-    model = linear()
+    model = linear(1.0)
     run = compiled(model, on_overflow=on_overflow)
     assert [seen(run, 1.0, 0.0) for _ in range(2)] == [1.0, 1.0]
     assert seen(run, 1000.0, 0.0) == expected
@@ -310,7 +299,7 @@ def test_forwards_before_the_backwards_of_others() -> None:
 
 def test_an_infinity_behind_an_overflow() -> None:
     """An infinity gives no scale: the other rows are cast with the scale of the overflow, not with 1."""
-    model = linear()
+    model = linear(1.0)
     run = compiled(model)
     assert [seen(run, value) for value in (1.0, 1000.0)] == [1.0, 1.0]
     x = torch.full((16, 128), 500.0)

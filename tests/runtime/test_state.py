@@ -20,27 +20,26 @@ from fp8compile.runtime.calls import Calls
 from fp8compile.runtime.parameters import find, record_of
 from fp8compile.runtime.state import slots_of
 from tests.support.harness import MOVING, Pair, assert_close, assert_fp8, compiled, grads_of, histories, leaf, like, noise
-from tests.support.models import Attention, Block, Branches, Broken, Checkpointed, Mlp, Parallel, Stack, SwiGlu, Twice, make
+from tests.support.models import (
+    Attention,
+    Block,
+    Branches,
+    Broken,
+    Checkpointed,
+    Mlp,
+    Parallel,
+    Stack,
+    SwiGlu,
+    Twice,
+    linear,
+    make,
+)
 from tests.support.reference import Reference
 from tests.support.reference_casts import FLT_MAX, scale_of
 
 pytestmark = [pytest.mark.usefixtures("interpreted"), pytest.mark.compat]
 
 INPUT, WEIGHT, GRADIENT = (("weight", role, 0) for role in ("input", "weight", "gradient"))
-
-
-class Linear(nn.Linear):
-    """A linear whose forward is user code, because `nn.Linear().compile()` compiles nothing, with any backend."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(x, self.weight)
-
-
-def linear(weight: float = 0.5) -> nn.Linear:
-    """A [128, 128] linear without bias, all weights the same."""
-    module = Linear(128, 128, bias=False)
-    nn.init.constant_(module.weight, weight)
-    return module
 
 
 def constant(value: float, rows: int = 16) -> Tensor:

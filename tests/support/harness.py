@@ -151,6 +151,20 @@ class Pair:
         assert_floor({name: median(ratios) for name, ratios in self.ratios.items()}, self.floor_db, "medians")
         self.assert_fp8()
 
+    def two_calls(self, first: Tensor, second: Tensor, reverse: bool = False) -> None:
+        """Two forwards before two backwards, which run in this order or in reverse. Compares after each of the four."""
+        calls = []
+        for x in (first, second):
+            calls.append(self.forward(x))
+            self.compare_state()
+        for out, expected, leaves, expected_leaves in reversed(calls) if reverse else calls:
+            grad = like(out, self.steps)
+            out.backward(grad)
+            expected.backward(grad)
+            self.compare_grads(leaves, expected_leaves)
+            self.compare_state()
+        self.steps += 1
+
     def forward(self, *inputs: Tensor) -> tuple[Any, Any, list[Tensor], list[Tensor]]:
         """One forward of both; compares the outputs. -> both outputs (compiled, reference) and the leaves of both inputs."""
         sides = []

@@ -47,6 +47,14 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
     "gfx950": GPUTarget("hip", "gfx950", 64),
 }
+SHARED = {  # bytes of shared memory that a program may use
+    "sm_89": 99 << 10,
+    "sm_90": 227 << 10,
+    "sm_100": 227 << 10,
+    "sm_120": 99 << 10,
+    "gfx942": 64 << 10,
+    "gfx950": 160 << 10,
+}
 
 
 # -- the models, at the sizes of the real ones: nothing runs and nothing is written, so size costs nothing --------------

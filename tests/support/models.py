@@ -232,6 +232,20 @@ class Branches(nn.Module):
         return self.two(x) if second else self.one(x)
 
 
+class Linear(nn.Linear):
+    """A linear whose forward is user code, because `nn.Linear().compile()` compiles nothing, with any backend."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
+
+
+def linear(weight: float = 0.5) -> nn.Linear:
+    """A [128, 128] linear without bias, all weights the same."""
+    module = Linear(128, 128, bias=False)
+    nn.init.constant_(module.weight, weight)
+    return module
+
+
 def make(build: Callable[[], nn.Module], dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0) -> nn.Module:
     """build() with the same weights on every machine: made on the CPU from this seed, then moved to the device."""
     with torch.random.fork_rng(devices=[]):
