@@ -34,6 +34,7 @@ from ..ir.records import AllGatherRecord
 from .plan import Operand, Plan
 
 LAYOUT = (*CASTS, *SAME, *VIEWS, *PERMUTES)
+SIZES = (aten.sym_size.int, aten.sym_numel.default)
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ def _readers(node: Node, steps: set[Node]) -> Iterator[tuple[Node, Node]]:
     for user in node.users:
         if user in steps or call_function(user, LAYOUT):
             yield from _readers(user, steps)
-        else:
+        elif not call_function(user, SIZES):
             yield node, user
 
 
@@ -146,7 +147,22 @@ def gathered(graph: Graph, operand: Operand, gather: AllGather, scale: Node) -> 
             made[step] = emit(step.target, made[arg(step, 0)], *step.args[1:])
             if step is gather.steps[-1] and value(made[step]).dtype != form.dtype:
                 made[step] = emit(aten.view.dtype, made[step], form.dtype)
+    _move_sizes(graph, made)
     return made[gather.steps[-1]]
+
+
+def _move_sizes(graph: Graph, made: dict[Node, Node]) -> None:
+    """Let what reads the sizes of a gathered tensor, or of views of it, read those of the FP8 tensor."""
+    stack = list(made)
+    while stack:
+        old = stack.pop()
+        for user in list(old.users):
+            if call_function(user, SIZES):
+                user.replace_input_with(old, made[old])
+            elif call_function(user, LAYOUT) and user not in made and not all(isinstance(x, int) for x in value(user).shape):
+                same = call_function(user, (*CASTS, *SAME))
+                made[user] = made[old] if same else Emitter(graph, user, user)(user.target, made[old], *user.args[1:])
+                stack.append(user)
 
 
 def _cat(emit: Emitter, step: Node, made: Mapping[Node, Node], dtype: torch.dtype) -> Node:

@@ -216,3 +216,19 @@ def test_evaluation_gathers_in_high_precision() -> None:
     with interpreted(), torch.no_grad():
         torch.compile(model.eval(), backend="fp8")(x)
     assert not [record for graph in fp8compile.report(model).graphs for record in graph.all_gathers]
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_dynamic_shapes(dim: int) -> None:
+    """Also with a number of tokens that is not known, and not divisible by 16: wgrad's copy is padded."""
+    model = SequenceParallel(dim)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="fp8", dynamic=True)
+    with interpreted():
+        for tokens in (33, 47):
+            x = torch.randn((2, tokens, DIM) if dim else (tokens, 2, DIM), requires_grad=True)
+            compiled(x).sum().backward()
+            assert x.grad is not None and x.grad.shape == x.shape
+    graphs = fp8compile.report(model).graphs
+    assert len(graphs) == 1 and len(graphs[0].matmuls) == 6
+    assert [(r.tensor, r.reason) for r in graphs[0].all_gathers] == [("up (input)", ""), ("down (gradient)", "")]
