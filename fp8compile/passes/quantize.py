@@ -40,6 +40,7 @@ from torch.fx import Graph, Node
 from .. import compat
 from ..config.recipe import WHOLE
 from ..ir import ops
+from ..ir.all_gathers import AllGather
 from ..ir.fx_utils import CASTS, PERMUTES, VIEWS, Emitter, Matrix, arg, aten, hint, is_tensor, same_shape, value
 from ..ir.matmul import GEMMS, Matmul
 from . import all_gathers
@@ -250,7 +251,7 @@ class _Writer:
             if gather is not None:
                 agreed = self.agreed(operand.backward, gather.group)
                 number = self.gathers.delayed(operand.backward, gather.group).index(operand)
-                emit = self.after(max(agreed, amax), operand, recompute=compat.MUST_SAVE, ac_graph_id=None)
+                emit = self.before(gather, operand, recompute=compat.MUST_SAVE, ac_graph_id=None)
                 how = (operand.format.max, margin, watched)
                 scale = emit(ops.agreed_scale, agreed, amax, number, gather.group, *how)
                 return scale, emit(ops.inverse, scale)
@@ -281,11 +282,12 @@ class _Writer:
     def amax(self, operand: Operand) -> Node:
         if operand not in self.amaxes:
             if operand in self.gathers.moved:
-                gather = self.gathers.moved[operand]
-                source = all_gathers.local_matrix(self.after(gather.local, operand), gather)
+                emit = self.before(self.gathers.moved[operand], operand, recompute=None, ac_graph_id=None)
+                source = all_gathers.local_matrix(emit, self.gathers.moved[operand])
             else:
                 source = self.matrix(operand.matrix, operand)
-            self.amaxes[operand] = self.after(source, operand, recompute=None, ac_graph_id=None)(ops.amax, source)
+                emit = self.after(source, operand, recompute=None, ac_graph_id=None)
+            self.amaxes[operand] = emit(ops.amax, source)
         return self.amaxes[operand]
 
     def snapshot(self, backward: bool) -> Node:
@@ -313,6 +315,12 @@ class _Writer:
                 dense = emit(aten.clone.default, base, memory_format=torch.contiguous_format)
                 self.matrices[key] = emit(aten.view.default, dense, shape)
         return self.matrices[key]
+
+    def before(self, gather: AllGather, operand: Operand, **meta) -> Emitter:
+        """An emitter for nodes of `operand` right before its gather. All ranks have to call their collectives in one order, and
+        not all ranks have the nodes before a gather in common: the last ones pad their part."""
+        tag = "is_backward" if operand.backward else "is_forward"
+        return Emitter(self.graph, gather.node, operand.reader, **{"partitioner_tag": tag, **meta})
 
     def after(self, node: Node, operand: Operand, **meta) -> Emitter:
         """An emitter for nodes of `operand` right behind `node`, or behind all inputs if `node` is an input."""
