@@ -29,6 +29,7 @@ from .autograd import (
     in_backward,
     in_compiled_autograd,
     is_compiled,
+    is_compiled_itself,
     is_ddp,
     no_torch_function,
     recomputing,
@@ -57,7 +58,7 @@ from .dynamo import (
     symbolic_kernels,
     tag_backward,
 )
-from .fsdp import ShardedParameter, listen, no_versions, resharded, sharded_pairs, sharded_parameters
+from .fsdp import ShardedParameter, is_fully_sharded, listen, no_versions, resharded, sharded_pairs, sharded_parameters
 from .inductor import (
     MUST_RECOMPUTE,
     MUST_SAVE,

@@ -138,7 +138,9 @@ class Report:
         headline = f"{percent(self.fp8_flop_fraction)} of matmul FLOPs in FP8{whole}" if self.matmuls else "No matmuls"
         title, left_out = html.title("report", self.graphs), tuple(outside.rows(self.outside))
         sections = tuple(map(html.section, self.graphs))
-        return html.render(html.Page(title, headline, self.summary(), tuple(facts), sections, outside=left_out), path)
+        why = outside.why(self.outside)
+        page = html.Page(title, headline, self.summary(), tuple(facts), sections, outside=left_out, why_outside=why)
+        return html.render(page, path)
 
     def __str__(self) -> str:
         return self.table()

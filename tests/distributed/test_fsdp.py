@@ -13,6 +13,7 @@ from torch import nn
 
 import fp8compile
 from fp8compile.errors import StateError
+from fp8compile.reporting.outside import WHY_OUTSIDE
 from tests.support.harness import sqnr
 from tests.support.models import ResidualMlp
 from tests.support.processes import on_ranks
@@ -128,12 +129,34 @@ def test_no_weight_is_kept_in_fp8_where_fsdp2_reshards(trained, case: int) -> No
 def test_a_report_of_a_sharded_model(trained) -> None:
     """A report finds graphs by the unsharded parameters. FSDP2's hooks break the graph of the root: its own part is eager."""
     for results in trained:
-        for result in results:
+        for (_, compiled, _), result in zip(CASES, results, strict=True):
             said = result["dict"]
             fp8 = {record["fqn"] for graph in said["graphs"] for record in graph["matmuls"] if record["decision"] == "fp8"}
             assert {name.rpartition(".")[2] for name in fp8} == {"up", "down"}
             assert [record["parameter"] for record in said["outside"]] == ["out.weight"]
-            assert "100.0% of matmul FLOPs of what was compiled; in no compiled graph: 1 linear (out)" in said["summary"]
+            broken = "FSDP2's hooks break the graph of Net: compile these modules one by one"
+            why = broken if compiled == "whole" else WHY_OUTSIDE
+            assert f"100.0% of matmul FLOPs of what was compiled; in no compiled graph: 1 linear (out): {why}" == said[
+                "summary"
+            ].partition("matmuls, ")[2]
+            assert said["outside"][0]["reason"] == why and result["report"].endswith(f"* {why}")
+
+
+def _one_by_one(rank: int) -> list[str]:
+    """The whole model is compiled, by the wrapper; then also the linear that was left."""
+    model = shard(build(), True, "")
+    run = torch.compile(model, backend="fp8", options={"recipe": "tensorwise"})
+    run(batch(0, rank)).sum().backward()
+    found = [fp8compile.report(run).summary()]
+    model.out.compile(backend="fp8", options={"policy": {"extends": "none"}})  # by default it is an output head
+    run(batch(1, rank)).sum().backward()
+    return [*found, fp8compile.report(run).summary()]
+
+
+def test_what_hooks_leave_to_eager_can_be_compiled_by_itself(tmp_path) -> None:
+    for before, after in on_two(tmp_path, _one_by_one):
+        assert before.startswith("11 of 11 matmuls") and "(out): FSDP2's hooks break the graph of Net" in before
+        assert after == "14 of 14 matmuls, 100.0% of matmul FLOPs"
 
 
 # --- state ----------------------------------------------------------------------------------------
