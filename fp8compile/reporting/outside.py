@@ -69,7 +69,8 @@ def _broken(root: nn.Module, compiled: bool) -> dict[str, str]:
     the hooks of FSDP2. It compiles the modules inside, and leaves the forward that calls them to eager. `compiled`: `root` is
     compiled by a wrapper."""
     managed = {name: module for name, module in root.named_modules() if compat.is_fully_sharded(module)}
-    whole = [name for name, module in root.named_modules() if compat.is_compiled_itself(module) or (compiled and module is root)]
+    every = root.named_modules()
+    whole = [name for name, module in every if compat.is_compiled_itself(module) or (compiled and module is root)]
     found = {}
     for name, module in managed.items():
         inner = any(other != name and _within(other, name) for other in managed)
