@@ -75,7 +75,7 @@ def _broken(root: nn.Module, compiled: bool) -> dict[str, str]:
     for name, module in managed.items():
         inner = any(other != name and _within(other, name) for other in managed)
         if inner and any(_within(name, other) for other in whole):
-            found[name] = f"FSDP2's hooks break the graph of {_class(module)}: compile these modules one by one"
+            found[name] = f"FSDP2's hooks break the graph of {_class(module)}, and what is left of it runs eagerly"
         else:
             found[name] = ""
     return found
