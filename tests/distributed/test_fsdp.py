@@ -151,7 +151,8 @@ def _wrapped(rank: int) -> dict[str, str]:
 
 def test_what_hooks_leave_to_eager_in_a_wrapped_model(tmp_path) -> None:
     for found in on_two(tmp_path, _wrapped):
-        assert found["summary"].startswith("11 of 11 matmuls") and "(out): FSDP2's hooks break the graph of Net" in found["summary"]
+        assert found["summary"].startswith("11 of 11 matmuls")
+        assert "(out): FSDP2's hooks break the graph of Net" in found["summary"]
 
 
 # --- state ----------------------------------------------------------------------------------------
