@@ -29,6 +29,7 @@ from .autograd import (
     in_backward,
     in_compiled_autograd,
     is_compiled,
+    is_compiled_itself,
     is_ddp,
     no_torch_function,
     recomputing,
@@ -69,7 +70,16 @@ from .dynamo import (
     symbolic_kernels,
     tag_backward,
 )
-from .fsdp import ShardedParameter, class_name, listen, no_versions, resharded, sharded_pairs, sharded_parameters
+from .fsdp import (
+    ShardedParameter,
+    class_name,
+    is_fully_sharded,
+    listen,
+    no_versions,
+    resharded,
+    sharded_pairs,
+    sharded_parameters,
+)
 from .inductor import (
     MUST_RECOMPUTE,
     MUST_SAVE,

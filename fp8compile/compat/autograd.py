@@ -117,8 +117,12 @@ def _compiled_autograd() -> Any:
 
 def is_compiled(module: torch.nn.Module) -> bool:
     """Is any part of this module compiled: by torch.compile(module) or module.compile(), with any backend?"""
-    parts = list(module.modules())
-    return any(hasattr(part, "_orig_mod") or getattr(part, "_compiled_call_impl", None) is not None for part in parts)
+    return any(map(is_compiled_itself, module.modules()))
+
+
+def is_compiled_itself(module: torch.nn.Module) -> bool:
+    """As `is_compiled`, but not a part of it."""
+    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
 
 
 def is_ddp(module: torch.nn.Module) -> bool:

@@ -49,6 +49,12 @@ def specs_before_sharding() -> dict[int, Any]:
     return found
 
 
+def is_fully_sharded(module: nn.Module) -> bool:
+    """Did `fully_shard` take this module?"""
+    states = sys.modules.get("torch.distributed.fsdp")
+    return states is not None and isinstance(module, states.FSDPModule)
+
+
 def _unsharded(parameter: Any) -> Any:
     return getattr(parameter, "_unsharded_param", None)  # None before the first forward
 

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 from ..ir.records import GraphReport
 from . import diagram
 from .layers import Row, Split, flops, hidden_rows, layers_of, matmul_split, microseconds, rows_of, share
-from .outside import WHY_OUTSIDE
 
 if TYPE_CHECKING:
     from markupsafe import Markup
@@ -101,7 +100,7 @@ class Page:
     sections: tuple[Section, ...]
     timing: Timing | None = None
     outside: tuple[tuple[str, str, str, int], ...] = ()  # (parameter, class, size, how many)
-    why_outside: str = WHY_OUTSIDE
+    why_outside: str = ""
     gathered: tuple[tuple[str, str, str, int], ...] = ()  # (parameter, what FSDP2 gathers, why not FP8, how many)
     extra: Extra | None = None
 

@@ -7,31 +7,35 @@ not counted.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from .. import compat
 from .layers import alike, repeated
 
 if TYPE_CHECKING:
     from torch import nn
 
 
+WHY_OUTSIDE = "outside of what was compiled, left to eager by Dynamo, or not called yet"
+
+
 @dataclass(frozen=True)
 class OutsideRecord:
     """A matrix of the model, `rows` x `columns`, that no compiled graph reads. `fqn` is the module that owns it, `module` the
-    class of that module."""
+    class of that module, `reason` why no graph reads it."""
 
     fqn: str
     module: str
     parameter: str
     rows: int
     columns: int
+    reason: str = WHY_OUTSIDE
 
 
 OUTSIDE = "in no compiled graph"
 TABLES = re.compile(r"embed|position|(^|_)pos(_|$)")  # names of parameters that are looked up or added, not multiplied
-WHY_OUTSIDE = "outside of what was compiled, left to eager by Dynamo, or not called yet"
 
 
 def find(model: nn.Module, read: set[int]) -> list[OutsideRecord]:
@@ -41,21 +45,49 @@ def find(model: nn.Module, read: set[int]) -> list[OutsideRecord]:
     parameters whose name says embedding or position. The weight of a Linear always counts."""
     from torch.nn import Embedding, EmbeddingBag, Linear
 
-    from .. import compat
     from ..ir.inputs import plain
     from ..runtime.state import unwrapped
 
     found: dict[int, OutsideRecord] = {}
-    for name, module in unwrapped(model).named_modules():
+    root = unwrapped(model)
+    broken = _broken(root, root is not model)
+    for name, module in root.named_modules():
         if isinstance(module, (Embedding, EmbeddingBag)) or "Norm" in type(module).__name__:
             continue
         for last, parameter in module.named_parameters(recurse=False):
             matrix = parameter.dim() == 2 and min(parameter.shape) > 1 and TABLES.search(last) is None
             if (matrix or (isinstance(module, Linear) and parameter.dim() == 2)) and id(parameter) not in read:
                 fqn = plain(name)
-                full = f"{fqn}.{last}" if fqn else last
-                found.setdefault(id(parameter), OutsideRecord(fqn, compat.class_name(type(module)), full, *parameter.shape))
+                full, (rows, columns) = f"{fqn}.{last}" if fqn else last, parameter.shape
+                record = OutsideRecord(fqn, compat.class_name(type(module)), full, rows, columns, _why(name, broken))
+                found.setdefault(id(parameter), record)
     return list(found.values())
+
+
+def _broken(root: nn.Module, compiled: bool) -> dict[str, str]:
+    """By the names of modules that `fully_shard` took: why a graph of such a module ends early, or "". Dynamo does not trace
+    the hooks of FSDP2. It compiles the modules inside, and leaves the forward that calls them to eager. `compiled`: `root` is
+    compiled by a wrapper."""
+    managed = {name: module for name, module in root.named_modules() if compat.is_fully_sharded(module)}
+    every = root.named_modules()
+    whole = [name for name, module in every if compat.is_compiled_itself(module) or (compiled and module is root)]
+    found = {}
+    for name, module in managed.items():
+        inner = any(other != name and _within(other, name) for other in managed)
+        if inner and any(_within(name, other) for other in whole):
+            found[name] = f"FSDP2's hooks break the graph of {compat.class_name(type(module))}, and what is left of it runs eagerly"
+        else:
+            found[name] = ""
+    return found
+
+
+def _within(name: str, outer: str) -> bool:
+    return not outer or name == outer or name.startswith(f"{outer}.")
+
+
+def _why(name: str, broken: Mapping[str, str]) -> str:
+    owner = max((outer for outer in broken if _within(name, outer)), key=len, default=None)
+    return (broken[owner] if owner is not None else "") or WHY_OUTSIDE
 
 
 def rows(records: Sequence[OutsideRecord]) -> list[tuple[str, str, str, int]]:
@@ -70,7 +102,12 @@ def brief(records: Sequence[OutsideRecord], most: int = 3) -> str:
     names = list(dict.fromkeys(name.removesuffix(".weight") for name, *_ in rows(records)))
     shown = ", ".join(names[:most] + ["..."] * (len(names) > most))
     what = "linear" if all(record.module.endswith("Linear") for record in records) else "weight"
-    return f"{OUTSIDE}: {len(records)} {what}{'s' * (len(records) > 1)} ({shown}): {WHY_OUTSIDE}"
+    return f"{OUTSIDE}: {len(records)} {what}{'s' * (len(records) > 1)} ({shown}): {why(records)}"
+
+
+def why(records: Sequence[OutsideRecord]) -> str:
+    """The reasons of all of them."""
+    return "; or ".join(dict.fromkeys(record.reason for record in records))
 
 
 def text(records: Sequence[OutsideRecord]) -> str:
@@ -78,4 +115,4 @@ def text(records: Sequence[OutsideRecord]) -> str:
 
     body = [(name + repeated(count), module, size) for name, module, size, count in rows(records)]
     table = tabulate(body, (OUTSIDE, "of", "size"), tablefmt="simple", disable_numparse=True)
-    return f"{table}\n* {WHY_OUTSIDE}"
+    return "\n".join([table, *(f"* {reason}" for reason in dict.fromkeys(record.reason for record in records))])

@@ -140,7 +140,8 @@ class Report:
         facts += [("all-gather", gathered.brief(self.gathered).removeprefix("all-gather: "))] if self.gathered else []
         title, left_out = html.title("report", self.graphs), tuple(outside.rows(self.outside))
         sections, sent = tuple(map(html.section, self.graphs)), tuple(gathered.rows(self.gathered))
-        page = html.Page(title, headline, self.summary(), tuple(facts), sections, outside=left_out, gathered=sent)
+        why = outside.why(self.outside)
+        page = html.Page(title, headline, self.summary(), tuple(facts), sections, None, left_out, why, sent)
         return html.render(page, path)
 
     def __str__(self) -> str:

@@ -13,6 +13,7 @@ from torch import nn
 
 import fp8compile
 from fp8compile.errors import StateError
+from fp8compile.reporting.outside import WHY_OUTSIDE
 from tests.support.harness import sqnr
 from tests.support.models import ResidualMlp
 from tests.support.processes import on_ranks
@@ -128,12 +129,30 @@ def test_no_weight_is_kept_in_fp8_where_fsdp2_reshards(trained, case: int) -> No
 def test_a_report_of_a_sharded_model(trained) -> None:
     """A report finds graphs by the unsharded parameters. FSDP2's hooks break the graph of the root: its own part is eager."""
     for results in trained:
-        for result in results:
+        for (_, compiled, _), result in zip(CASES, results, strict=True):
             said = result["dict"]
             fp8 = {record["fqn"] for graph in said["graphs"] for record in graph["matmuls"] if record["decision"] == "fp8"}
             assert {name.rpartition(".")[2] for name in fp8} == {"up", "down"}
             assert [record["parameter"] for record in said["outside"]] == ["out.weight"]
-            assert "100.0% of matmul FLOPs of what was compiled; in no compiled graph: 1 linear (out)" in said["summary"]
+            broken = "FSDP2's hooks break the graph of Net, and what is left of it runs eagerly"
+            why = broken if compiled == "whole" else WHY_OUTSIDE
+            assert f"100.0% of matmul FLOPs of what was compiled; in no compiled graph: 1 linear (out): {why}" == said[
+                "summary"
+            ].partition("matmuls, ")[2]
+            assert said["outside"][0]["reason"] == why and result["report"].endswith(f"* {why}")
+
+
+def _wrapped(rank: int) -> dict[str, str]:
+    """The root is compiled by the wrapper, of which the module inside knows nothing."""
+    run = torch.compile(shard(build(), True, ""), backend="fp8", options={"recipe": "tensorwise"})
+    run(batch(0, rank)).sum().backward()
+    return {"summary": fp8compile.report(run).summary()}
+
+
+def test_what_hooks_leave_to_eager_in_a_wrapped_model(tmp_path) -> None:
+    for found in on_two(tmp_path, _wrapped):
+        assert found["summary"].startswith("11 of 11 matmuls")
+        assert "(out): FSDP2's hooks break the graph of Net" in found["summary"]
 
 
 # --- state ----------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import multiprocessing
 import traceback
@@ -17,12 +18,12 @@ from tests.support.harness import interpreted
 TIME_LIMIT = 300  # seconds
 
 
-def _process(work: Callable[..., Any], rank: int, ranks: int, folder: str, args: tuple[Any, ...]) -> None:
+def _process(work: Callable[..., Any], rank: int, ranks: int, folder: str, args: tuple[Any, ...], inductor: bool) -> None:
     try:
         torch.set_num_threads(1)
         limit = datetime.timedelta(seconds=TIME_LIMIT)
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks, timeout=limit)
-        with interpreted():
+        with contextlib.nullcontext() if inductor else interpreted():
             result = work(rank, *args)
         dist.barrier()
         dist.destroy_process_group()
@@ -31,10 +32,12 @@ def _process(work: Callable[..., Any], rank: int, ranks: int, folder: str, args:
     torch.save(result, f"{folder}/{rank}")
 
 
-def on_ranks(ranks: int, folder: Path, work: Callable[..., Any], *args: Any) -> list[Any]:
-    """`work(rank, *args)` in as many processes, graphs interpreted; what it returned on each. `folder` is empty before."""
+def on_ranks(ranks: int, folder: Path, work: Callable[..., Any], *args: Any, inductor: bool = False) -> list[Any]:
+    """`work(rank, *args)` in as many processes; what it returned on each. Graphs are interpreted, or compiled by Inductor.
+    `folder` is empty before."""
     spawn = multiprocessing.get_context("spawn")
-    processes = [spawn.Process(target=_process, args=(work, rank, ranks, str(folder), args)) for rank in range(ranks)]
+    given = [(work, rank, ranks, str(folder), args, inductor) for rank in range(ranks)]
+    processes = [spawn.Process(target=_process, args=one) for one in given]
     deadline = datetime.datetime.now() + datetime.timedelta(seconds=TIME_LIMIT)
     for process in processes:
         process.start()
