@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .. import compat
 from .layers import alike, repeated
 
 if TYPE_CHECKING:
@@ -45,6 +44,7 @@ def find(model: nn.Module, read: set[int]) -> list[OutsideRecord]:
     parameters whose name says embedding or position. The weight of a Linear always counts."""
     from torch.nn import Embedding, EmbeddingBag, Linear
 
+    from .. import compat
     from ..ir.inputs import plain
     from ..runtime.state import unwrapped
 
@@ -68,6 +68,8 @@ def _broken(root: nn.Module, compiled: bool) -> dict[str, str]:
     """By the names of modules that `fully_shard` took: why a graph of such a module ends early, or "". Dynamo does not trace
     the hooks of FSDP2. It compiles the modules inside, and leaves the forward that calls them to eager. `compiled`: `root` is
     compiled by a wrapper."""
+    from .. import compat
+
     managed = {name: module for name, module in root.named_modules() if compat.is_fully_sharded(module)}
     every = root.named_modules()
     whole = [name for name, module in every if compat.is_compiled_itself(module) or (compiled and module is root)]
@@ -75,7 +77,8 @@ def _broken(root: nn.Module, compiled: bool) -> dict[str, str]:
     for name, module in managed.items():
         inner = any(other != name and _within(other, name) for other in managed)
         if inner and any(_within(name, other) for other in whole):
-            found[name] = f"FSDP2's hooks break the graph of {compat.class_name(type(module))}, and what is left of it runs eagerly"
+            kind = compat.class_name(type(module))
+            found[name] = f"FSDP2's hooks break the graph of {kind}, and what is left of it runs eagerly"
         else:
             found[name] = ""
     return found
