@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..ir.records import GraphReport
-from . import diagram
+from . import diagram, gathered
 from .layers import Row, Split, flops, hidden_rows, layers_of, matmul_split, microseconds, rows_of, share
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ class Section:
     splits: tuple[Split, ...]
     opaque: tuple[tuple[str, str, str, int], ...]  # (module, op, why, how often)
     diagram: diagram.Diagram | None
+    all_gathers: tuple[tuple[str, int, str, str, str], ...] = ()  # as `gathered.rows_of_graph` has them
 
     @property
     def share(self) -> str:
@@ -115,7 +116,8 @@ def section(graph: GraphReport) -> Section:
     """The rows, times and diagram of one graph."""
     layers = layers_of(graph.matmuls)
     rows = rows_of(layers)
-    return Section(graph, rows, matmul_split(rows), tuple(hidden_rows(graph.opaque)), diagram.draw(graph, layers))
+    hidden, gathers = tuple(hidden_rows(graph.opaque)), tuple(gathered.rows_of_graph(graph.all_gathers))
+    return Section(graph, rows, matmul_split(rows), hidden, diagram.draw(graph, layers), gathers)
 
 
 def render(page: Page, path: str | Path | None = None) -> str:

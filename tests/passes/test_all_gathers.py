@@ -185,6 +185,8 @@ def test_bytes_and_names() -> None:
     assert records(model, x) == expected
     text = str(fp8compile.report(model))
     assert "all-gathers of the graph" in text and "up (input)" in text
+    page = fp8compile.report(model).to_html()
+    assert "All-gathers of the graph" in page and f"<td class=\"n\">{4 * part:,}</td><td class=\"n\">{part:,}</td>" in page
 
 
 @pytest.mark.parametrize(
