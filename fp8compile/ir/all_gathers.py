@@ -52,9 +52,9 @@ class AllGather:
 
 
 def all_gather_of(node: Node) -> AllGather | None:
-    """The all-gather whose result `node` is, behind views; None for any other tensor."""
+    """The all-gather whose result `node` is, behind views and copies; None for any other tensor."""
     views: list[Node] = []
-    while call_function(node, (*VIEWS, *SAME)):
+    while call_function(node, (*VIEWS, *SAME, aten.clone.default)):
         views.insert(0, node)
         node = arg(node, 0)
     size = None

@@ -33,7 +33,7 @@ from ..ir.matmul import Matmul, factors
 from ..ir.records import AllGatherRecord
 from .plan import Operand, Plan
 
-LAYOUT = (*CASTS, *SAME, *VIEWS, *PERMUTES)
+LAYOUT = (*CASTS, *SAME, *VIEWS, *PERMUTES, aten.clone.default)
 SIZES = (aten.sym_size.int, aten.sym_numel.default)
 
 
@@ -144,11 +144,14 @@ def gathered(graph: Graph, operand: Operand, gather: AllGather, scale: Node) -> 
         if call_function(step, (aten.cat.default,)):
             made[step] = _cat(emit, step, made, form.dtype)
         else:
-            made[step] = emit(step.target, made[arg(step, 0)], *step.args[1:])
+            made[step] = emit(step.target, made[arg(step, 0)], *step.args[1:], **step.kwargs)
             if step is gather.steps[-1] and value(made[step]).dtype != form.dtype:
                 made[step] = emit(aten.view.dtype, made[step], form.dtype)
     _move_sizes(graph, made)
-    return made[gather.steps[-1]]
+    last = gather.steps[-1]
+    if value(made[last]).is_contiguous():
+        return made[last]
+    return Emitter(graph, last, last)(aten.clone.default, made[last], memory_format=torch.contiguous_format)
 
 
 def _move_sizes(graph: Graph, made: dict[Node, Node]) -> None:
@@ -160,7 +163,7 @@ def _move_sizes(graph: Graph, made: dict[Node, Node]) -> None:
             if call_function(user, SIZES):
                 user.replace_input_with(old, made[old])
             elif call_function(user, LAYOUT) and user not in made and not all(isinstance(x, int) for x in value(user).shape):
-                same = call_function(user, (*CASTS, *SAME))
+                same = call_function(user, (*CASTS, *SAME, aten.clone.default))
                 made[user] = made[old] if same else Emitter(graph, user, user)(user.target, made[old], *user.args[1:])
                 stack.append(user)
 

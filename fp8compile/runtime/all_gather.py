@@ -206,6 +206,7 @@ class AllGather:
                 entry.scales, entry.position = scales, i
         self.outdated, self.evaluates, self.told = True, False, False
         self.agreed = 0  # how often
+        self.codes: tuple[int, ...] = ()  # what this rank wanted at the last agreement
         self.due = 0  # backwards of forwards
         self.put_off = False  # the last agreement, because a backward is due
         for entry in self.entries:
@@ -232,7 +233,11 @@ class AllGather:
             self.put_off = self.due > 0
             for scales in self.scales:
                 scales.refresh(self.agreed <= EARLY, not self.put_off)
-            if self.agreed >= EARLY and not self.told and not any(entry.waits for entry in self.possible):
+            codes = tuple(entry.own_code for entry in self.possible)
+            # what changes now, the ranks agree on at the next step
+            known = codes == self.codes or any(entry.code for entry in self.possible)
+            self.codes = codes
+            if self.agreed >= EARLY and not self.told and known and not any(entry.waits for entry in self.possible):
                 self.tell()
             self.outdated = False
         self.due += not evaluates
