@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import multiprocessing
+import os
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -16,9 +17,27 @@ import torch.distributed as dist
 from tests.support.harness import interpreted
 
 TIME_LIMIT = 300  # seconds
+# Processes are forked from one that has imported these. It has no threads, and has computed nothing.
+IMPORTED = [
+    "torch._inductor.compile_fx",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+]
+IMPORTED += ["torch.distributed.tensor.parallel", "fp8compile.backend", "fp8compile.distributed", "tests.support.harness"]
 
 
-def _process(work: Callable[..., Any], rank: int, ranks: int, folder: str, args: tuple[Any, ...], inductor: bool) -> None:
+def _process(
+    work: Callable[..., Any],
+    rank: int,
+    ranks: int,
+    folder: str,
+    args: tuple[Any, ...],
+    inductor: bool,
+    environment: dict[str, str],
+) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
     try:
         torch.set_num_threads(1)
         limit = datetime.timedelta(seconds=TIME_LIMIT)
@@ -35,9 +54,10 @@ def _process(work: Callable[..., Any], rank: int, ranks: int, folder: str, args:
 def on_ranks(ranks: int, folder: Path, work: Callable[..., Any], *args: Any, inductor: bool = False) -> list[Any]:
     """`work(rank, *args)` in as many processes; what it returned on each. Graphs are interpreted, or compiled by Inductor.
     `folder` is empty before."""
-    spawn = multiprocessing.get_context("spawn")
-    given = [(work, rank, ranks, str(folder), args, inductor) for rank in range(ranks)]
-    processes = [spawn.Process(target=_process, args=one) for one in given]
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTED)
+    given = [(work, rank, ranks, str(folder), args, inductor, dict(os.environ)) for rank in range(ranks)]
+    processes = [context.Process(target=_process, args=one) for one in given]
     deadline = datetime.datetime.now() + datetime.timedelta(seconds=TIME_LIMIT)
     for process in processes:
         process.start()
