@@ -287,6 +287,7 @@ def test_all_reduces_of_a_graph(one_process: str, options: dict[str, Any], forwa
     assert counts == [forward, backward]
 
 
+@pytest.mark.slow
 @pytest.mark.compiled
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
 def test_a_group_of_one_changes_nothing(one_process: str, recipe: str) -> None:
