@@ -46,12 +46,16 @@ def is_default_group(name: str) -> bool:
 
 def ranks_of(name: str) -> frozenset[int]:
     """The global ranks of a process group."""
-    return frozenset(dist.get_process_group_ranks(next(group for group in _groups() if group.group_name == name)))
+    return frozenset(dist.get_process_group_ranks(_group(name)))
 
 
 def rank_in(name: str) -> int:
     """This rank's number in a process group."""
-    return dist.get_rank(next(group for group in _groups() if group.group_name == name))
+    return dist.get_rank(_group(name))
+
+
+def _group(name: str) -> Any:
+    return next(group for group in _groups() if group.group_name == name)
 
 
 def _groups() -> list[Any]:

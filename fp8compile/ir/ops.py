@@ -163,9 +163,11 @@ def delayed_scale(scales: Tensor, amax: Tensor, slot: int, fp8_max: float, margi
     """The slot's scale. While the slot is cold, and with `covers` also where the slot's scale would saturate, the scale of the
     current amax, if that is finite. (The lowering always takes the slot's scale.)"""
     row = state_page.Rows(scales[slot])
-    stored, current = row.scale.reshape(1), row.cold
-    if covers:
-        current = current | (amax * stored > fp8_max)
+    return _stored_or_current(row.scale.reshape(1), row.cold, amax, fp8_max, margin, covers)
+
+
+def _stored_or_current(stored: Tensor, cold: Tensor, amax: Tensor, fp8_max: float, margin: int, covers: bool) -> Tensor:
+    current = cold | (amax * stored > fp8_max) if covers else cold
     return torch.where(current & amax.isfinite(), scale_of(amax, fp8_max, margin), stored)
 
 
@@ -205,10 +207,7 @@ def agreed_scale(
     if not bool(agreed[-1]):
         return stored
     amax = compat.largest(amax, group)
-    current = stored.isinf()
-    if covers:
-        current = current | (amax * stored > fp8_max)
-    return torch.where(current & amax.isfinite(), scale_of(amax, fp8_max, margin), stored.nan_to_num(posinf=1.0))
+    return _stored_or_current(stored.nan_to_num(posinf=1.0), stored.isinf(), amax, fp8_max, margin, covers)
 
 
 @_op("(Tensor scales, Tensor scale, int slot) -> Tensor", _number)

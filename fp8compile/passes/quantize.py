@@ -319,12 +319,13 @@ class _Writer:
     def before(self, gather: AllGather, operand: Operand, **meta) -> Emitter:
         """An emitter for nodes of `operand` right before its gather. All ranks have to call their collectives in one order, and
         not all ranks have the nodes before a gather in common: the last ones pad their part."""
-        tag = "is_backward" if operand.backward else "is_forward"
-        return Emitter(self.graph, gather.node, operand.reader, **{"partitioner_tag": tag, **meta})
+        return self.at(gather.node, operand, **meta)
 
     def after(self, node: Node, operand: Operand, **meta) -> Emitter:
         """An emitter for nodes of `operand` right behind `node`, or behind all inputs if `node` is an input."""
-        anchor = self.start if node.op == "placeholder" else node.next
+        return self.at(self.start if node.op == "placeholder" else node.next, operand, **meta)
+
+    def at(self, anchor: Node, operand: Operand, **meta) -> Emitter:
         tag = "is_backward" if operand.backward else "is_forward"
         return Emitter(self.graph, anchor, operand.reader, **{"partitioner_tag": tag, **meta})
 
