@@ -35,31 +35,17 @@ def ranks() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def gather(x: Tensor, dim: int = 0) -> Tensor:
-    """As DTensor does it."""
-    return Gather.apply(x, dim)
-
-
-class Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int) -> Tensor:
-        ctx.dim = dim
-        return _gather(x, dim)
+class Exchange(torch.autograd.Function):
+    """An all-gather along `dim` or a reduce-scatter, as DTensor does them; each is the other's backward."""
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _scatter(gradient, ctx.dim), None
-
-
-class Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int) -> Tensor:
-        ctx.dim = dim
-        return _scatter(x, dim)
+    def forward(ctx: Any, x: Tensor, dim: int, gathers: bool) -> Tensor:
+        ctx.dim, ctx.gathers = dim, gathers
+        return _gather(x, dim) if gathers else _scatter(x, dim)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _gather(gradient, ctx.dim), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _scatter(gradient, ctx.dim) if ctx.gathers else _gather(gradient, ctx.dim), None, None
 
 
 def _gather(x: Tensor, dim: int) -> Tensor:
@@ -84,8 +70,8 @@ class SequenceParallel(nn.Module):
         self.dim, self.also = dim, also
 
     def forward(self, x: Tensor) -> Tensor:
-        whole = gather(self.norm(x), self.dim)
-        y = Scatter.apply(self.down(self.up(whole).relu()), self.dim)
+        whole = Exchange.apply(self.norm(x), self.dim, True)
+        y = Exchange.apply(self.down(self.up(whole).relu()), self.dim, False)
         return y if self.also is None else y + self.also(whole)
 
 

@@ -109,19 +109,23 @@ def test_matmuls_with_block_scales_read_what_was_gathered(columns: int, compiled
     assert torch.equal(weight + 0, data.float() * ops.spread(inverse, data.shape, [128, 128]))
 
 
+def trained(weight: torch.Tensor, recipe: str) -> tuple[torch.Tensor, ...]:
+    """A step: the output, and the gradients of the input and of the weight."""
+    layer = Layer(weight)
+    torch._dynamo.reset()
+    torch.manual_seed(1)
+    x = torch.randn(64, 256, requires_grad=True)
+    with interpreted():
+        layer.compile(backend="fp8", options={"recipe": recipe, "strict": True})
+        y = layer(x)
+        y.square().mean().backward()
+    assert fp8compile.report(layer).fp8_flop_fraction == 1
+    return y.detach(), x.grad, layer.weight.grad
+
+
 def test_a_matmul_with_one_scale_casts_what_blocks_left() -> None:
-    results = []
     weight = of_blocks(128, 256)
-    for given in (weight, weight + 0):
-        layer = Layer(given)
-        torch._dynamo.reset()
-        torch.manual_seed(1)
-        x = torch.randn(64, 256, requires_grad=True)
-        with interpreted():
-            layer.compile(backend="fp8", options={"recipe": "tensorwise", "strict": True})
-            y = layer(x)
-            y.square().mean().backward()
-        results.append((y.detach(), x.grad, layer.weight.grad))
+    results = [trained(given, "tensorwise") for given in (weight, weight + 0)]
     for one, other in zip(*results, strict=True):
         assert torch.equal(one, other)
 
@@ -201,17 +205,6 @@ def test_everything_else_reads_what_fp8_left_of_it() -> None:
 def test_a_matmul_that_wants_another_cast_casts_what_fp8_left_of_it() -> None:
     """A recipe with a scale a row cannot read bytes that have one scale."""
     weight, data, inverse = gathered()
-    results = []
-    for given in (weight, data.float() * inverse):
-        layer = Layer(given)
-        torch._dynamo.reset()
-        torch.manual_seed(1)
-        x = torch.randn(64, 256, requires_grad=True)
-        with interpreted():
-            layer.compile(backend="fp8", options={"recipe": "rowwise", "strict": True})
-            y = layer(x)
-            y.square().mean().backward()
-        assert fp8compile.report(layer).fp8_flop_fraction == 1
-        results.append((y.detach(), x.grad, layer.weight.grad))
+    results = [trained(given, "rowwise") for given in (weight, data.float() * inverse)]
     for one, other in zip(*results, strict=True):
         assert torch.equal(one, other)

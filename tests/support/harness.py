@@ -157,12 +157,8 @@ class Pair:
         for x in (first, second):
             calls.append(self.forward(x))
             self.compare_state()
-        for out, expected, leaves, expected_leaves in reversed(calls) if reverse else calls:
-            grad = like(out, self.steps)
-            out.backward(grad)
-            expected.backward(grad)
-            self.compare_grads(leaves, expected_leaves)
-            self.compare_state()
+        for call in reversed(calls) if reverse else calls:
+            self.backward(*call)
         self.steps += 1
 
     def forward(self, *inputs: Tensor) -> tuple[Any, Any, list[Tensor], list[Tensor]]:
@@ -177,6 +173,17 @@ class Pair:
         self.compare({"output": expected}, {"output": out}, "forward")
         assert out.requires_grad == expected.requires_grad
         return out, expected, leaves, expected_leaves
+
+    def backward(
+        self, out: Any, expected: Any, leaves: list[Tensor], expected_leaves: list[Tensor], grad: Tensor | None = None
+    ) -> None:
+        """The backward of both with the same gradient of the output; compares gradients and state."""
+        if grad is None:
+            grad = like(out, self.steps)
+        out.backward(grad)
+        expected.backward(grad)
+        self.compare_grads(leaves, expected_leaves)
+        self.compare_state()
 
     def compare_grads(self, leaves: Sequence[Tensor] = (), expected_leaves: Sequence[Tensor] = ()) -> None:
         expected = grads_of(self.reference.model, expected_leaves)
@@ -221,13 +228,7 @@ class Pair:
         """Forward and backward of both with the same gradient of the output; compares output, gradients and state."""
         if zero_grad:
             self.zero_grad()
-        out, expected, leaves, expected_leaves = self.forward(*inputs)
-        if grad is None:
-            grad = like(out, self.steps)
-        out.backward(grad)
-        expected.backward(grad)
-        self.compare_grads(leaves, expected_leaves)
-        self.compare_state()
+        self.backward(*self.forward(*inputs), grad)
         self.steps += 1
 
     def zero_grad(self) -> None:
