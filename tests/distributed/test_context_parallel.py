@@ -94,6 +94,22 @@ CASES: list[tuple[str, dict[str, Any]]]
 CASES = [("delayed", {"reduce_amax": True}), ("tensorwise", {}), ("rowwise", {}), ("blockwise", {})]
 
 
+def reduce(steps: list[dict[str, Tensor]]) -> None:
+    """Add up the gradients of each step over the ranks."""
+    for step in steps:
+        for gradient in step.values():
+            dist.all_reduce(gradient)
+
+
+def compared(result: dict[str, Any]) -> dict[str, Any]:
+    """With the SQNR of each gradient of each step to high precision in the place of the gradients."""
+    high = result["high precision"]["gradients"]
+    for way in ("one", "cp"):
+        steps = zip(high, result[way].pop("gradients"), strict=True)
+        result[way]["ratios"] = [sqnr(expected[name], got[name]) for expected, got in steps for name in expected]
+    return result
+
+
 def _gathering(rank: int) -> list[dict[str, Any]]:
     found = []
     for recipe, options in CASES:
@@ -107,17 +123,12 @@ def _gathering(rank: int) -> list[dict[str, Any]]:
             for block in model if way == "cp" else ():
                 block.attention.ranks, block.attention.rank = 2, rank
             grads = train(model, lambda x, way=way: x.chunk(2, 1)[rank] if way == "cp" else x, lambda _: nullcontext())
-            for step in grads if way == "cp" else ():
-                for gradient in step.values():
-                    dist.all_reduce(gradient)
+            if way == "cp":
+                reduce(grads)
             result[way] = {"gradients": grads, "histories": histories(model)}
             if way != "high precision":
                 result[way]["decisions"] = sorted((r.fqn, r.gemm, r.decision) for r in fp8compile.report(model).matmuls)
-        high = result["high precision"]["gradients"]
-        for way in ("one", "cp"):
-            steps = zip(high, result[way].pop("gradients"), strict=True)
-            result[way]["ratios"] = [sqnr(expected[name], got[name]) for expected, got in steps for name in expected]
-        found.append(result)
+        found.append(compared(result))
     return found
 
 
@@ -159,17 +170,12 @@ def _of_torch(rank: int) -> list[dict[str, Any]]:
 
             with sdpa_kernel(SDPBackend.MATH):
                 grads = train(model, lambda x: x.clone(), around)
-            for step in grads if way == "cp" else ():
-                for gradient in step.values():
-                    dist.all_reduce(gradient)
+            if way == "cp":
+                reduce(grads)
             result[way] = {"gradients": grads, "histories": histories(model)}
             if way != "high precision":
                 result[way]["decisions"] = sorted({(r.fqn, r.gemm, r.decision) for r in fp8compile.report(model).matmuls})
-        high = result["high precision"]["gradients"]
-        for way in ("one", "cp"):
-            steps = zip(high, result[way].pop("gradients"), strict=True)
-            result[way]["ratios"] = [sqnr(expected[name], got[name]) for expected, got in steps for name in expected]
-        found.append(result)
+        found.append(compared(result))
     return found
 
 
