@@ -180,18 +180,23 @@ def trained(tmp_path_factory) -> list[dict[str, list[dict[str, Any]]]]:
     return on_ranks(2, tmp_path_factory.mktemp("train"), _train)
 
 
+def same_training(plain: dict[str, Any], ours: dict[str, Any], gradients: int) -> None:
+    """So many gradients, evaluations and graphs of two runs are equal, to the bit."""
+    assert len(ours["gradients"]) == gradients and ours["gradients"].keys() == plain["gradients"].keys()
+    for name, gradient in plain["gradients"].items():
+        assert torch.equal(ours["gradients"][name], gradient), name
+    for expected, got in zip(plain["evaluated"], ours["evaluated"], strict=True):
+        assert torch.equal(got, expected)
+    assert ours["graphs"] == plain["graphs"]
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_the_training_is_the_one_without_it(trained, case: str) -> None:
     """To the bit: gradients, evaluations, the bytes of the state dict."""
     for results in trained:
         plain, ours = results[case]
-        assert len(ours["gradients"]) == STEPS * 12 and ours["gradients"].keys() == plain["gradients"].keys()
-        for name, gradient in plain["gradients"].items():
-            assert torch.equal(ours["gradients"][name], gradient), name
-        for expected, got in zip(plain["evaluated"], ours["evaluated"], strict=True):
-            assert torch.equal(got, expected)
+        same_training(plain, ours, STEPS * 12)
         assert ours["saved"] == plain["saved"]
-        assert ours["graphs"] == plain["graphs"]
 
 
 @pytest.mark.parametrize("case", CASES)
