@@ -30,7 +30,7 @@ from .config.recipe import BUILT_IN
 from .devices import catalog, formats, support
 from .devices.catalog import Device
 from .errors import CapacityExceeded, OptionError, ShardingError, StrictError
-from .ir import ops, state_page
+from .ir import grouped, ops, state_page
 from .ir.inputs import Inputs, capture
 from .ir.records import FP8, HIGH_PRECISION, Gatherable, GraphReport
 from .logs import get_logger, say_once
@@ -180,7 +180,7 @@ def _compile_once(
             chosen.inductor.get("joint_custom_pre_pass"),
         ),
         "custom_partitioner_fn": chosen.inductor.get("custom_partitioner_fn")
-        or compat.Partitioner([op.name() for op in (ops.quantize, ops.quantize_both, ops.amax_blocks, ops.transposed)]),
+        or compat.Partitioner([op.name() for op in (ops.quantize, ops.quantize_both, ops.amax_blocks, ops.transposed, grouped.group_rows)]),
     }
     # DDPOptimizer expects one lazy backward for each graph, but with a schedule each graph is compiled twice
     at_once = policy.schedule is not None

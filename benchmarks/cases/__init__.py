@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import dit, ffn, gpt2, linear, llama_layers, llama_models, loss
+from . import dit, ffn, gpt2, linear, llama_layers, llama_models, loss, moe
 from .base import Case
 
 CASES: dict[str, Case] = {
@@ -17,5 +17,6 @@ CASES: dict[str, Case] = {
         dit.DIT,
         linear.LINEAR,
         loss.LOSS,
+        moe.MOE,
     )
 }

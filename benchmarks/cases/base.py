@@ -89,7 +89,7 @@ class Case:
         return made
 
 
-CHOICES = {"compile": ("whole", "block"), "weights": ("bf16", "fp32")}
+CHOICES = {"compile": ("whole", "block"), "weights": ("bf16", "fp32"), "experts": ("qwen3", "deepseek", "mixtral")}
 
 
 @dataclass(frozen=True)

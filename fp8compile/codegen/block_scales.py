@@ -78,7 +78,7 @@ class Tiles:
     def magnitude(self, value: str) -> str:
         if value not in self.magnitudes:
             self.magnitudes[value] = self.writer.name("m")
-            self.lines.append(f"{self.magnitudes[value]} = {magnitude(value)}")
+            self.lines.append(f"{self.magnitudes[value]} = {magnitude(value, self.writer.domain)}")
         return self.magnitudes[value]
 
     def offset(self, scale: Scale) -> tuple[str, str]:
@@ -89,7 +89,9 @@ class Tiles:
         for name, d in zip(blocks, (1, 0) if scale.flipped else (0, 1), strict=True):
             stride = size_of(value.stride()[d])
             offset += f" + {name}" if stride == 1 else f" + {name} * {text(stride)}"
-            if not name.startswith("(span"):  # every span begins inside of the matrix
+            if name == "row" and self.writer.domain.order is not None:
+                mask.append("row_inside")
+            elif not name.startswith("(span"):  # every span begins inside of the matrix
                 mask.append(f"({name} < {text(size_of(value.shape[d]))})")
         return offset, " & ".join(mask)
 
@@ -140,10 +142,15 @@ class Tiles:
                     self.lines.append(f"tl.store({pointers[id(output)]}{where}, {name}, mask={mask})")
 
 
-def magnitude(value: str) -> str:
+def magnitude(value: str, domain: Domain) -> str:
     """An expression for the bits of magnitudes, int32. They are ordered like the magnitudes, with NaN above infinity. 0 outside
-    of the matrix."""
-    return f"tl.where(inside, tl.abs({value}).to(tl.int32, bitcast=True), 0)"
+    of the matrix, and in rows of no group."""
+    return f"tl.where({counted(domain)}, tl.abs({value}).to(tl.int32, bitcast=True), 0)"
+
+
+def counted(domain: Domain) -> str:
+    """The mask of the elements that count."""
+    return "inside" if domain.order is None else "counts"
 
 
 def _largest(bits: str, rows: int, columns: int) -> str:

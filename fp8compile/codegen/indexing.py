@@ -66,16 +66,29 @@ def product(factors: Any) -> sympy.Expr:
     return sympy.Mul(*factors)
 
 
+def padded_rows(rows: sympy.Expr) -> sympy.Expr:
+    """`ops.padded_rows` of an expression."""
+    padded = quotient(rows + 15, 16) * 16
+    return sympy.Integer(max(16, int(padded))) if padded.is_Integer else padded
+
+
 def same(a: sympy.Expr, b: sympy.Expr) -> bool:
     return a == b or sympy.expand(a - b) == 0
 
 
 @dataclass(frozen=True)
 class Domain:
-    """The matrix [rows, columns] that a kernel walks."""
+    """The matrix [rows, columns] that a kernel walks. `order`: the padded order in which it walks rows that are divided into
+    groups (`ir.grouped`)."""
 
     rows: sympy.Expr
     columns: sympy.Expr
+    order: Node | None = None
+
+    @property
+    def walked(self) -> sympy.Expr:
+        """How many rows programs walk over, with padding: the columns of a transposed copy."""
+        return padded_rows(self.rows) if self.order is None else sizes(self.order)[0]
 
     @functools.lru_cache(maxsize=4096)  # noqa: B019  # domains are values, and few
     def full(self, shape: tuple[sympy.Expr, ...]) -> Index | None:

@@ -28,10 +28,10 @@ from torch.fx import Node
 
 from ..ir import ops
 from ..ir.fx_utils import arg
-from .block_scales import Tiles, magnitude
+from .block_scales import Tiles, counted, magnitude
 from .expressions import FLOATS, TRITON_DTYPE, expression, number_text, prelude, rounded
 from .group import Group, Output, statistics_of, title
-from .indexing import VIEWS, Index, quotient, sizes, varies_with
+from .indexing import VIEWS, Index, sizes, varies_with
 from .scales import FROM_AMAX, SPAN, Scale, computed_scale
 
 
@@ -52,11 +52,13 @@ class Kernel:
     heavy: bool  # computes an exp or the like, which takes registers
     block: tuple[int, int]  # what the sides of a tile must be multiples of
     span: int  # columns that a program takes strip by strip; 0 if there is no span
+    order: Node | None = None  # the padded order in which it walks over rows
 
     @property
     def parameters(self) -> list[str]:
         names = [f"x{i}" for i in range(len(self.inputs))]
         names += [f"s{i}" for i in range(len(self.scales))]
+        names += ["order"] if self.order is not None else []
         names += [f"y{i}" for i in range(len(self.outputs))]
         if self.sums:
             names.append("sums")
@@ -102,7 +104,7 @@ class _Writer:
             body += [f"{'span' if span else 'start'} = pid % tiles * {width}"]
         else:
             body += ["block = pid"]
-        body += ["row = block * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]", f"row_inside = row < {rows}"]
+        body += self.rows(rows)
         single = [name for node, name in self.scales.items() if group.scales[node].granularity == "one"]
         body += [f"{name}_value = tl.load({name})" for name in single]
         for number in range(group.passes):
@@ -139,6 +141,7 @@ class _Writer:
             heavy=group.heavy,
             block=group.block,
             span=span,
+            order=self.domain.order,
         )
         parameters = ", ".join([*kernel.parameters, "BLOCK_R: tl.constexpr", "BLOCK_C: tl.constexpr"])
         text = "\n".join(_indented([*self.comments(), *body]))
@@ -160,9 +163,24 @@ class _Writer:
                 lines[-1] += f", a scale for {scale.rows or 'all'} x {scale.columns or 'all'}"
         return lines  # not listed: single scales (s), float32; amax, int32 bits of a float32; sums, float32
 
+    def rows(self, rows: str) -> list[str]:
+        """The numbers of the rows. In a padded order they are read from memory: row `-2 - source` belongs to no group, so it is
+        computed, but does not count."""
+        walk = "block * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]"
+        if self.domain.order is None:
+            return [f"row = {walk}", f"row_inside = row < {rows}"]
+        return [
+            f"walk = {walk}",
+            f"source = tl.load(order + walk, mask=walk < {self.text(self.domain.walked)}, other=-1)",
+            "row = tl.where(source < -1, -2 - source, source).to(tl.int64)",
+            "row_inside = source != -1",
+            "row_counts = source >= 0",
+        ]
+
     def columns(self, columns: str) -> list[str]:
         lines = ["col = start + tl.arange(0, BLOCK_C)[None, :].to(tl.int64)", f"col_inside = col < {columns}"]
-        return [*lines, "inside = row_inside & col_inside"]
+        lines.append("inside = row_inside & col_inside")
+        return lines if self.domain.order is None else [*lines, "counts = row_counts & col_inside"]
 
     # -- passes --
 
@@ -180,7 +198,7 @@ class _Writer:
             names[node] = name
             if node.target is ops.amax_blocks:
                 start.append(f"{into} = tl.zeros([BLOCK_R, BLOCK_C], tl.int32)")
-                self.lines.append(f"{into} = tl.maximum({into}, {magnitude(value)})")
+                self.lines.append(f"{into} = tl.maximum({into}, {magnitude(value, self.domain)})")
                 last.append(f"{name} = tl.max({into}, 1, keep_dims=True).to(tl.float32, bitcast=True)")
                 continue
             start.append(f"{into} = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)")
@@ -280,7 +298,7 @@ class _Writer:
         tiles = Tiles(self, lines, self.spans)
         quantized: dict[tuple, str] = {}
         columns = self.text(self.domain.columns)
-        padded = self.text(padded_rows(self.domain.rows))
+        padded = self.text(self.domain.walked)
         if self.group.with_content("transposed"):
             lines.append("row_t = block * BLOCK_R + tl.arange(0, BLOCK_R)[None, :]")
             lines.append("col_t = start + tl.arange(0, BLOCK_C)[:, None].to(tl.int64)")
@@ -292,7 +310,7 @@ class _Writer:
             value = self.value(output.node, index)
             pointer = self.pointers.get(id(output), "")
             if output.content == "amax":
-                name, bits = f"largest{self.amaxes.index(output)}", magnitude(value)
+                name, bits = f"largest{self.amaxes.index(output)}", magnitude(value, self.domain)
                 lines.append(f"{name} = tl.maximum({name}, {bits})" if looping else f"{name} = {bits}")
             elif output.content == "column_amax":
                 i = self.column_amaxes.index(output)
@@ -338,7 +356,7 @@ class _Writer:
         # by comparisons, which let NaN pass: Triton (#11111) miscompiles NaN-propagating min and max next to these stores
         lines.append(f"{name} = tl.where({name} > {largest}, {largest}, tl.where({name} < -{largest}, -{largest}, {name}))")
         lines.append(f'{name} = tl.where(tl.abs({value}) == float("inf"), float("nan"), {name})')
-        lines.append(f"{name} = tl.where(inside, {name}, 0.0).to({TRITON_DTYPE[output.dtype]})")
+        lines.append(f"{name} = tl.where({counted(self.domain)}, {name}, 0.0).to({TRITON_DTYPE[output.dtype]})")
         return name
 
     def store_row(self, output: Output) -> list[str]:
@@ -365,12 +383,6 @@ class _Writer:
     @staticmethod
     def bracketed(text: str) -> str:
         return text if text.isidentifier() or text.isdigit() else f"({text})"
-
-
-def padded_rows(rows: sympy.Expr) -> sympy.Expr:
-    """`ops.padded_rows` of an expression."""
-    padded = quotient(rows + 15, 16) * 16
-    return sympy.Integer(max(16, int(padded))) if padded.is_Integer else padded
 
 
 def _python(expr: sympy.Expr) -> str:

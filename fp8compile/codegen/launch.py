@@ -24,8 +24,8 @@ from torch.fx import Graph, Node
 from .. import compat
 from ..ir.fx_utils import Emitter, arg, aten
 from .group import Group, Output
-from .indexing import quotient, size_of, sizes
-from .kernel import Kernel, padded_rows
+from .indexing import Domain, quotient, size_of, sizes
+from .kernel import Kernel
 
 DEVICES = ("cuda",)  # where Triton's kernels run
 
@@ -73,14 +73,14 @@ def configurations(kernel: Kernel) -> tuple[tuple[int, int, int], ...]:
     return choices[: 3 if compat.max_autotune() else 2]
 
 
-def row_blocks(kernel: Kernel, rows: sympy.Expr) -> sympy.Expr:
+def row_blocks(kernel: Kernel, walked: sympy.Expr) -> sympy.Expr:
     """The number of blocks of rows in the default configuration, and so of rows of partial sums."""
-    return _blocks(padded_rows(rows), configurations(kernel)[0][0])
+    return _blocks(walked, configurations(kernel)[0][0])
 
 
-def grid(kernel: Kernel, rows: sympy.Expr, columns: sympy.Expr, block: tuple[int, int, int]) -> sympy.Expr:
+def grid(kernel: Kernel, walked: sympy.Expr, columns: sympy.Expr, block: tuple[int, int, int]) -> sympy.Expr:
     """The number of programs that cover the matrix and its padding."""
-    blocks = _blocks(padded_rows(rows), block[0])
+    blocks = _blocks(walked, block[0])
     return blocks if kernel.row_blocks else blocks * _blocks(columns, kernel.span or block[1])
 
 
@@ -124,17 +124,17 @@ class Launcher:
             self.vector = self._zeros(Emitter(graph, start, like), self.first_column + columns)
 
     def __call__(
-        self, before: Node, kernel: Kernel, rows: sympy.Expr, columns: sympy.Expr, inputs: dict[str, Any], slots: list[int]
+        self, before: Node, kernel: Kernel, domain: Domain, inputs: dict[str, Any], slots: list[int]
     ) -> tuple[list[Node], list[Node]]:
         """Launch a kernel. `inputs`: its parameters that are tensors or numbers; `slots`: the numbers of its amaxes in the
         vector. Returns the nodes of its outputs (partial column sums last, if any), and of its amaxes: [1] float32 each, then
         those of columns, [C, 1] float32 each."""
-        emit = self._emitter(before)
-        outputs = [self._empty(emit, kernel, output, rows, columns) for output in kernel.outputs]
+        emit, columns, walked = self._emitter(before), domain.columns, domain.walked
+        outputs = [self._empty(emit, output, domain) for output in kernel.outputs]
         tensors = dict(inputs)
         tensors.update({f"y{i}": node for i, node in enumerate(outputs)})
         if kernel.sums:
-            shape = [row_blocks(kernel, rows), len(kernel.sums) * columns]
+            shape = [row_blocks(kernel, walked), len(kernel.sums) * columns]
             outputs.append(self._new(emit, shape, torch.float32))
             tensors["sums"] = outputs[-1]
         bits = [emit(aten.as_strided.default, self.vector, [1], [1], AMAX_STRIDE * s) for s in slots]
@@ -143,7 +143,7 @@ class Launcher:
         tensors.update({f"column_amax{i}": node for i, node in enumerate(by_column)})
         tensors.update({f"n{i}": self.number(emit, s) for i, s in enumerate(kernel.symbols)})
         configs = configurations(kernel)
-        grids = [(self.number(emit, grid(kernel, rows, columns, config)), 1, 1) for config in configs]
+        grids = [(self.number(emit, grid(kernel, walked, columns, config)), 1, 1) for config in configs]
         compat.launch(emit, tuned(compat.load_kernel(kernel.name, kernel.source), configs), grids, tensors)
         wide = [emit(aten.view.default, emit(aten.view.dtype, x, torch.float32), [-1, 1]) for x in by_column]
         return outputs, [*(self.amaxes(before, s, 1) for s in slots), *wide]
@@ -173,7 +173,7 @@ class Launcher:
         amaxes.meta[AMAX_BITS] = True
         return amaxes
 
-    def _empty(self, emit: Emitter, kernel: Kernel, output: Output, rows: sympy.Expr, columns: sympy.Expr) -> Node:
+    def _empty(self, emit: Emitter, output: Output, domain: Domain) -> Node:
         value = output.node.meta["val"]
         if output.content in ("value", "row"):
             shape, strides = (list(map(size_of, x)) for x in (value.shape, value.stride()))
@@ -190,7 +190,8 @@ class Launcher:
         if output.content == "blocks":
             return self._new(emit, list(sizes(output.replaces)), torch.float32)
         assert output.dtype is not None
-        return self._new(emit, [rows, columns] if output.content == "copy" else [columns, padded_rows(rows)], output.dtype)
+        shape = [domain.rows, domain.columns] if output.content == "copy" else [domain.columns, domain.walked]
+        return self._new(emit, shape, output.dtype)
 
     def _new(self, emit: Emitter, shape: list[sympy.Expr], dtype: torch.dtype) -> Node:
         device = self.like.meta["val"].device

@@ -30,6 +30,7 @@ from ..devices.gpu import Gpu
 
 ROWWISE, AFTER, BLOCKWISE, TRITON, MX, EMULATED = "rowwise", "rowwise after", "blockwise", "triton", "mx", "emulated"
 REFERENCE = "reference"
+GROUPED = "grouped"
 
 BLOCKS = (Block(1, 128), Block(128, 128))
 MX_BLOCK = Block(1, 32)
@@ -64,6 +65,14 @@ def how(
             return BLOCKWISE
         return TRITON if launches else EMULATED
     return EMULATED
+
+
+def how_grouped(gpu: Gpu | None, a_block: Sequence[int], b_block: Sequence[int]) -> str:
+    """The form of a matmul of groups: GROUPED, EMULATED or, on a CPU, REFERENCE."""
+    if gpu is None:
+        return REFERENCE
+    rows = {Block(*a_block), Block(*b_block)} <= {ROW, WHOLE}
+    return GROUPED if rows and support.has_grouped(gpu) else EMULATED
 
 
 def _rowwise(gpu: Gpu, out_dtype: torch.dtype, fast_accum: bool) -> str:

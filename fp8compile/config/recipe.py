@@ -40,6 +40,7 @@ class Block(NamedTuple):
 
 
 WHOLE, ROW = Block(0, 0), Block(1, 0)
+ROW_OF_GROUP = Block(1, 16)  # a scale for a row of a group of columns, repeated for each 16 of them
 
 
 class BuiltIn(NamedTuple):
@@ -81,7 +82,8 @@ def recipe_of(delayed: bool, block: tuple[int, int]) -> str:
     """The recipe that scales all tensors in this way: with or without a history, with such blocks."""
     if block == WHOLE:
         return "delayed" if delayed else "tensorwise"
-    return next(name for name in COSTS if block in (BUILT_IN[name].block, BUILT_IN[name].weight_block))
+    found = (name for name in COSTS if block in (BUILT_IN[name].block, BUILT_IN[name].weight_block))
+    return next(found, "rowwise")  # a scale for a row of one group, or of one matrix of a stack
 
 
 class Scaling(NamedTuple):

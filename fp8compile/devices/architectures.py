@@ -31,7 +31,8 @@ class Architecture:
     `row_dtypes`: the output dtypes, by torch's names, of a matmul with one scale per row; None: the output dtypes of CUTLASS's
     kernel. `slow_rows`: CUTLASS's rowwise kernel is slow without fast accumulation. `blocks_from`: the first version whose
     cuBLASLt scales rows and 128-blocks; None: no version does. `mx_from`: the first version that multiplies 1 x 32 blocks with
-    E8M0 scales; None: no version does.
+    E8M0 scales; None: no version does. `grouped`: `aten._scaled_grouped_mm` scales rows (Blackwell's refuses them or traps:
+    pytorch#161780, #187095).
     """
 
     flop: int
@@ -46,6 +47,7 @@ class Architecture:
     slow_rows: bool = False
     blocks_from: Version | None = None
     mx_from: Version | None = None
+    grouped: bool = False
 
 
 # keys: the compute capability of NVIDIA's, a prefix of the name of AMD's
@@ -57,7 +59,7 @@ ARCHITECTURES: dict[Version | str, Architecture] = {
     # L40S, RTX 4090
     (8, 9): Architecture(1024, 512, 100, 99, 1536),
     # H100. Only Hopper scales 128-blocks: `_check_deepseek_support` in ScaledBlas.cpp
-    (9, 0): Architecture(4096, 4096, 228, 227, 2048, slow_rows=True, blocks_from=(12, 9)),
+    (9, 0): Architecture(4096, 4096, 228, 227, 2048, slow_rows=True, blocks_from=(12, 9), grouped=True),
     # B200
     (10, 0): Architecture(8192, 8192, 228, 227, 2048, mx_from=(12, 8)),
     # Thor

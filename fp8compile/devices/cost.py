@@ -57,8 +57,11 @@ class ScalingCost:
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def gemm(device: Device, m: int, n: int, k: int, dtype: str = "bf16", out_bytes: int = 2, instead: str = "bf16") -> float:
-    """Seconds of out[m, n] = a[m, k] @ b[k, n] with operands of `dtype` ("fp8", "bf16", "fp16", "fp32").
+def gemm(
+    device: Device, m: int, n: int, k: int, dtype: str = "bf16", out_bytes: int = 2, instead: str = "bf16", groups: int = 1
+) -> float:
+    """Seconds of out[m, n] = a[m, k] @ b[k, n] with operands of `dtype` ("fp8", "bf16", "fp16", "fp32"); of `groups` such
+    matmuls in one kernel, if there are several.
 
     `out_bytes` is the itemsize of the output. For FP8, `instead` is the dtype that the matmul would have without FP8. FP8 is
     never credited with more than it saves over `instead` at full efficiency: the part of a wave that bf16 wastes is too
@@ -66,11 +69,11 @@ def gemm(device: Device, m: int, n: int, k: int, dtype: str = "bf16", out_bytes:
     """
     if dtype == "fp8" and not device.has_fp8:
         raise ValueError(f"{device.name} has no FP8")
-    seconds = _waves(device, m, n, k, dtype, out_bytes)
+    seconds = _waves(device, m, n, k, dtype, out_bytes, groups)
     if dtype != "fp8":
         return seconds
-    full, fp8 = (_roofline(device, m, n, k, name, out_bytes) for name in (instead, dtype))
-    return max(seconds, _waves(device, m, n, k, instead, out_bytes) - (full - fp8))
+    full, fp8 = (groups * _roofline(device, m, n, k, name, out_bytes) for name in (instead, dtype))
+    return max(seconds, _waves(device, m, n, k, instead, out_bytes, groups) - (full - fp8))
 
 
 def block_gemm(
@@ -82,13 +85,14 @@ def block_gemm(
     out_bytes: int = 2,
     instead: str = "bf16",
     emulated: bool = False,
+    groups: int = 1,
 ) -> float:
     """Seconds of an FP8 matmul under the scaling of its operands. `emulated`: the device does not support this scaling, so the
     FP8 copies are converted to bf16 and multiplied in bf16."""
     if emulated:
-        widened = 3 * (m * k + n * k) / device.bandwidth + 2 * device.launch
-        return gemm(device, m, n, k, "bf16", out_bytes) + widened
-    return gemm(device, m, n, k, "fp8", out_bytes, instead) / scaling.gemm_rate
+        widened = 3 * groups * (m * k + n * k) / device.bandwidth + 2 * device.launch
+        return gemm(device, m, n, k, "bf16", out_bytes, groups=groups) + widened
+    return gemm(device, m, n, k, "fp8", out_bytes, instead, groups) / scaling.gemm_rate
 
 
 def _roofline(device: Device, m: int, n: int, k: int, dtype: str, out_bytes: int) -> float:
@@ -99,19 +103,19 @@ def _moved(m: int, n: int, k: int, dtype: str, out_bytes: int) -> int:
     return ITEMSIZE[dtype] * (m * k + k * n) + out_bytes * m * n
 
 
-def _waves(device: Device, m: int, n: int, k: int, dtype: str, out_bytes: int) -> float:
+def _waves(device: Device, m: int, n: int, k: int, dtype: str, out_bytes: int, groups: int = 1) -> float:
     unit_rate = device.flops.of(dtype) / device.sms
     ramp = RAMP.get(dtype, RAMP_OTHERS)
     ways = []
     for rows, columns, part in TILES:
-        tiles = _ceil_div(m, rows) * _ceil_div(n, columns)
-        for split in SPLITS:
+        tiles = groups * _ceil_div(m, rows) * _ceil_div(n, columns)
+        for split in SPLITS if groups == 1 else (1,):  # no kernel of groups splits the contraction
             waves = _ceil_div(tiles * split, device.sms)
             compute = waves * (2 * rows * columns * (k / split + ramp)) / (part * unit_rate)
             # partial sums in float32 are written and read again
             ways.append(compute + (8 * split * m * n / device.bandwidth + device.launch if split > 1 else 0))
     start = device.launch + (FP8_START_S if dtype == "fp8" else 0)
-    return max(min(ways), _moved(m, n, k, dtype, out_bytes) / device.bandwidth) + start
+    return max(min(ways), groups * _moved(m, n, k, dtype, out_bytes) / device.bandwidth) + start
 
 
 def _ceil_div(a: int, b: int) -> int:

@@ -24,6 +24,11 @@ def has_blocks(gpu: Gpu) -> bool:
     return _reached(gpu.architecture.blocks_from)
 
 
+def has_grouped(gpu: Gpu) -> bool:
+    """Whether ATen multiplies groups of rows, each with its own matrix, with a scale a row."""
+    return gpu.architecture.grouped
+
+
 def _reached(version: tuple[int, int] | None) -> bool:
     return version is not None and cuda_version() >= version
 

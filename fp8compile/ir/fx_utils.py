@@ -96,11 +96,18 @@ class Matrix:
     """A matmul's operand: `base` reshaped to `shape` (2-D), and then transposed if `transposed`.
 
     `base` is the tensor before the last views, transpositions and float casts. This tensor is quantized, and its copies shared.
+    A stack of matrices [E, R, C] (the weights of experts) has the shape (E * R, C); each of them is transposed if `transposed`.
     """
 
     base: Node
     shape: tuple  # of base as a matrix, before the transposition; ints or SymInts
     transposed: bool
+    stack: int = 1  # how many matrices stand below each other
+
+    @property
+    def rows(self) -> Any:
+        """Rows of one matrix of the stack."""
+        return self.shape[0] // self.stack
 
 
 def peel(operand: Node, more: tuple = ()) -> Matrix:
@@ -123,6 +130,30 @@ def peel(operand: Node, more: tuple = ()) -> Matrix:
             if swaps:
                 flipped, shape = not flipped, shape[::-1]
         node = source
+
+
+def peel_stack(operand: Node, more: tuple = ()) -> Matrix:
+    """The `Matrix` that a 3-D operand was made from: a stack of matrices, each as it is or transposed."""
+    count, *sides = value(operand).shape
+    node, flipped = operand, False
+    while call_function(node, (*CASTS, *SAME, *VIEWS, *PERMUTES, *more)):
+        source = arg(node, 0)
+        if value(source).device != value(node).device:
+            break
+        if call_function(node, CASTS) and not {value(node).dtype, value(source).dtype} <= set(FLOATS):
+            break
+        if call_function(node, PERMUTES):
+            order = order_of(node)
+            if order not in ([0, 1, 2], [0, 2, 1]):
+                break
+            if order == [0, 2, 1]:
+                flipped, sides = not flipped, sides[::-1]
+        elif call_function(node, VIEWS):
+            rows = (count * sides[0], sides[1])
+            if not any(same_shape(value(source).shape, shape) for shape in ((count, *sides), rows)):
+                break
+        node = source
+    return Matrix(node, (count * sides[0], sides[1]), flipped, count)
 
 
 def behind(node: Node, targets: tuple) -> Node:

@@ -11,7 +11,7 @@ from torch.fx import Node
 from .. import compat
 from ..config.operators import MATMULS, MatmulForm
 from ..config.recipe import Recipe, Scaling
-from .fx_utils import Matrix, arg, aten, hint
+from .fx_utils import Matrix, arg, aten, hint, peel, peel_stack, value
 from .records import FP8, HIGH_PRECISION, MatmulRecord
 
 Gemm = Literal["fprop", "dgrad", "wgrad", "matmul"]
@@ -32,6 +32,19 @@ def factors(node: Node) -> tuple[Node, Node]:
     return arg(node, form.a), arg(node, form.b)
 
 
+def offs_of(node: Node) -> Node | None:
+    """The ends of the groups that a matmul divides rows into."""
+    form = form_of(node)
+    return node.args[form.offs] if form is not None and form.offs is not None and len(node.args) > form.offs else None  # type: ignore[return-value]
+
+
+def operands(node: Node, more: tuple = ()) -> tuple[Matrix, Matrix]:
+    """What the arguments a and b of a matmul were made from. `more`: further operators that change no value, to look through."""
+    grouped = offs_of(node) is not None
+    a, b = (peel_stack(x, more) if grouped and value(x).dim() == 3 else peel(x, more) for x in factors(node))
+    return a, b
+
+
 def addend_of(node: Node) -> Node | None:
     """The argument that a matmul adds to its product. Read anew each time: it may be a matmul that a pass has replaced."""
     form = form_of(node)
@@ -39,16 +52,21 @@ def addend_of(node: Node) -> Node | None:
 
 
 class OperandKey(NamedTuple):
-    """Gemms with equal keys share the FP8 copies of a tensor. `gradient` is part of it: gradients have their own format."""
+    """Gemms with equal keys share the FP8 copies of a tensor. `gradient` is part of it: gradients have their own format. `offs`:
+    what divides its rows into groups."""
 
     base: Node
     gradient: bool
     scaling: Scaling
+    offs: Node | None = None
 
 
 @dataclass(eq=False)
 class Matmul:
     """`out[m, n] = a[m, k] @ b[k, n]`, `batch` times; sizes are ints or SymInts.
+
+    With `offs`, the tokens (m of fprop and dgrad, k of wgrad) are divided into `groups`, one for each matrix of a stack of
+    weights: m and k count all tokens, n and k the features of one matrix.
 
     `weight` is the weight that this gemm belongs to (for wgrad: the weight whose gradient it computes), as the base of an
     operand: `parameter`, the placeholder; or a slice of it (the q, k and v of one fused parameter); or a tensor that is
@@ -70,6 +88,8 @@ class Matmul:
     weight: Node | None = None
     weight_operand: Matrix | None = None
     parameter: Node | None = None
+    offs: Node | None = None
+    groups: int = 0
     fprop: Matmul | None = None
     computed: bool = False  # its weight is computed from parameters in each call, and has no history of its own
     not_a_weight: str = ""  # why it has no weight
@@ -115,7 +135,8 @@ class Matmul:
 
     def operand_key(self, matrix: Matrix, role: str) -> OperandKey:
         """The key of the FP8 tensor that this gemm reads in the place of `matrix`."""
-        return OperandKey(matrix.base, role == "gradient", self.recipe.scaling(role, self.gemm))
+        offs = None if role == "weight" else self.offs
+        return OperandKey(matrix.base, role == "gradient", self.recipe.scaling(role, self.gemm), offs)
 
     def other(self, operand: Matrix) -> Matrix:
         return self.a if operand is self.b else self.b
@@ -145,6 +166,7 @@ class Matmul:
             reason=self.reason or "",
             recipe=self.recipe.name if self.fp8 else "",
             batch=batch,
+            groups=self.groups,
             op=self.op,
             dynamic=not all(isinstance(size, int) for size in sizes),
             parameter=self.name,

@@ -24,6 +24,10 @@ of 16, so any number of tokens will do.
 A tensor has one scale, `[1]`, or one a block: `[rows / block rows, columns / block columns]` of the copy, rounded up. A block
 size of 0 stands for the whole dimension. Blocks lie along the contracted dimension, so each layout of a tensor has its own
 scales.
+
+A tensor whose rows are divided into groups (the tokens of experts) is given with the `rows` of `ir.grouped`: only rows of a
+group count for its amax, and the columns of its transposed copy are in the order of `rows`. In the other copy the rows of no
+group hold any value.
 """
 
 from __future__ import annotations
@@ -41,7 +45,7 @@ from .scale import inverse_of, scale_of
 NAMESPACE = "fp8compile"
 
 
-def _op(schema: str, fake=None):
+def define_op(schema: str, fake=None):
     """Define the decorated function as operator `fp8compile::<name>`, with itself as implementation on every device. `fake`
     returns an empty result of the right shape; given where that is much quicker (a deep model has hundreds of the operator)."""
 
@@ -93,37 +97,59 @@ def _like(amax: Tensor, *_) -> Tensor:
     return torch.empty(amax.shape, dtype=torch.float32, device=amax.device)
 
 
-def _amaxes(x: Tensor, transposed: bool, block: Sequence[int]) -> Tensor:
-    rows, columns = (x.shape[1], padded_rows(x.shape[0])) if transposed else x.shape
+def _shape(x: Tensor, transposed: bool, order: Tensor | None) -> list:
+    if not transposed:
+        return list(x.shape)
+    return [x.shape[1], padded_rows(x.shape[0]) if order is None else order.shape[0]]
+
+
+def ordered(x: Tensor, rows: Tensor) -> Tensor:
+    """The rows of x in the order of `rows`, `[P, C]`: zeros where that is negative."""
+    if x.shape[0] == 0:
+        return x.new_zeros(rows.shape[0], x.shape[1])
+    return torch.where((rows >= 0).unsqueeze(1), torch.ops.aten.index.Tensor(x, [rows.clamp(min=0)]), torch.zeros((), dtype=x.dtype, device=x.device))
+
+
+def _amaxes(x: Tensor, transposed: bool, block: Sequence[int], order: Tensor | None = None) -> Tensor:
+    rows, columns = _shape(x, transposed, order)
     return torch.empty(blocks(rows, block[0]), blocks(columns, block[1]), dtype=torch.float32, device=x.device)
 
 
 def _copy(
-    x: Tensor, _scale: Tensor, dtype: torch.dtype, _fp8_max: float, transposed: bool, _block: Sequence[int] = (0, 0)
+    x: Tensor,
+    _scale: Tensor,
+    dtype: torch.dtype,
+    _fp8_max: float,
+    transposed: bool,
+    _block: Sequence[int] = (0, 0),
+    rows: Tensor | None = None,
 ) -> Tensor:
-    shape = [x.shape[1], padded_rows(x.shape[0])] if transposed else list(x.shape)
-    return torch.empty(shape, dtype=dtype, device=x.device)
+    return torch.empty(_shape(x, transposed, rows), dtype=dtype, device=x.device)
 
 
-def _copies(x: Tensor, scale: Tensor, dtype: torch.dtype, fp8_max: float, *_) -> tuple[Tensor, Tensor]:
-    return _copy(x, scale, dtype, fp8_max, False), _copy(x, scale, dtype, fp8_max, True)
+def _copies(
+    x: Tensor, scale: Tensor, dtype: torch.dtype, fp8_max: float, _other=None, _block=(0, 0), rows: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    return tuple(_copy(x, scale, dtype, fp8_max, layout, rows=rows) for layout in (False, True))  # type: ignore[return-value]
 
 
 def _product(a: Tensor, b: Tensor, _a_inv: Tensor, _b_inv: Tensor, _bias: Tensor | None, out_dtype: torch.dtype, *_) -> Tensor:
     return torch.empty(a.shape[0], b.shape[0], dtype=out_dtype, device=a.device)
 
 
-@_op("(Tensor x) -> Tensor", _number)
-def amax(x: Tensor) -> Tensor:
+@define_op("(Tensor x, Tensor? rows=None) -> Tensor", _number)
+def amax(x: Tensor, rows: Tensor | None = None) -> Tensor:
+    x = x if rows is None else ordered(x, rows)
     if x.numel() == 0:
         return torch.zeros(1, dtype=torch.float32, device=x.device)
     return x.abs().amax().to(torch.float32).reshape(1)
 
 
-@_op("(Tensor x, bool transposed, int[] block) -> Tensor", _amaxes)
-def amax_blocks(x: Tensor, transposed: bool, block: Sequence[int]) -> Tensor:
+@define_op("(Tensor x, bool transposed, int[] block, Tensor? rows=None) -> Tensor", _amaxes)
+def amax_blocks(x: Tensor, transposed: bool, block: Sequence[int], rows: Tensor | None = None) -> Tensor:
     """The amax of each block of a copy of x `[R, C]` in this layout: `[R / block rows, C / block columns]`, rounded up."""
-    made = _amaxes(x, transposed, block)
+    made = _amaxes(x, transposed, block, rows)
+    x = ordered(x, rows) if transposed and rows is not None else x
     copy = (x.t() if transposed else x).abs()
     if x.numel() == 0:
         return torch.zeros_like(made)
@@ -133,12 +159,12 @@ def amax_blocks(x: Tensor, transposed: bool, block: Sequence[int]) -> Tensor:
     return copy.reshape(made.shape[0], sizes[0], made.shape[1], sizes[1]).amax((1, 3)).to(torch.float32)
 
 
-@_op("(Tensor amax, float fp8_max, int margin, bool power_of_2=False) -> Tensor", _like)
+@define_op("(Tensor amax, float fp8_max, int margin, bool power_of_2=False) -> Tensor", _like)
 def current_scale(amax: Tensor, fp8_max: float, margin: int, power_of_2: bool = False) -> Tensor:
     return scale_of(amax, fp8_max, margin, power_of_2)
 
 
-@_op("(Tensor scale) -> Tensor", _like)
+@define_op("(Tensor scale) -> Tensor", _like)
 def inverse(scale: Tensor) -> Tensor:
     return inverse_of(scale)
 
@@ -152,13 +178,13 @@ def _scales(page: Tensor) -> Tensor:
     return state_page.snapshot_of(page)
 
 
-@_op("(Tensor page) -> Tensor", _scales)
+@define_op("(Tensor page) -> Tensor", _scales)
 def snapshot(page: Tensor) -> Tensor:
     """`[slots, 4]`: the scale, its inverse and the age of each slot, as they are before this call moves them."""
     return state_page.snapshot_of(page)
 
 
-@_op("(Tensor scales, Tensor amax, int slot, float fp8_max, int margin, bool covers=False) -> Tensor", _number)
+@define_op("(Tensor scales, Tensor amax, int slot, float fp8_max, int margin, bool covers=False) -> Tensor", _number)
 def delayed_scale(scales: Tensor, amax: Tensor, slot: int, fp8_max: float, margin: int, covers: bool = False) -> Tensor:
     """The slot's scale. While the slot is cold, and with `covers` also where the slot's scale would saturate, the scale of the
     current amax, if that is finite. (The lowering always takes the slot's scale.)"""
@@ -175,7 +201,7 @@ def _votes(scales: Tensor, slots: Sequence[int], *_) -> Tensor:
     return torch.empty(len(slots) + 1, dtype=torch.float32, device=scales.device)
 
 
-@_op("(Tensor scales, int[] slots, bool cold=True) -> Tensor", _votes)
+@define_op("(Tensor scales, int[] slots, bool cold=True) -> Tensor", _votes)
 def votes(scales: Tensor, slots: Sequence[int], cold: bool = True) -> Tensor:
     """`[len(slots) + 1]` float32: what this rank knows of the scales of tensors that are gathered from several ranks. The
     minimum over the ranks is what they agree on. `cold`: this call is cold. (The lowering always takes a warm call.)
@@ -191,7 +217,7 @@ def votes_of(scales: Tensor, slots: Sequence[int], cold: bool) -> Tensor:
     return torch.cat([*stored, scales.new_full((1,), float(cold))])
 
 
-@_op(
+@define_op(
     "(Tensor agreed, Tensor amax, int index, str group, float fp8_max, int margin, bool covers=False) -> Tensor",
     lambda agreed, *_: _number(agreed),
 )
@@ -210,24 +236,35 @@ def agreed_scale(
     return _stored_or_current(stored.nan_to_num(posinf=1.0), stored.isinf(), amax, fp8_max, margin, covers)
 
 
-@_op("(Tensor scales, Tensor scale, int slot) -> Tensor", _number)
+@define_op("(Tensor scales, Tensor scale, int slot) -> Tensor", _number)
 def delayed_inverse(scales: Tensor, scale: Tensor, slot: int) -> Tensor:
     return inverse_of(scale)
 
 
-@_op("(Tensor x, Tensor scale, ScalarType dtype, float fp8_max, bool transposed, int[] block=[0, 0]) -> Tensor", _copy)
+@define_op(
+    "(Tensor x, Tensor scale, ScalarType dtype, float fp8_max, bool transposed, int[] block=[0, 0], Tensor? rows=None) "
+    "-> Tensor",
+    _copy,
+)
 def quantize(
-    x: Tensor, scale: Tensor, dtype: torch.dtype, fp8_max: float, transposed: bool, block: Sequence[int] = (0, 0)
+    x: Tensor,
+    scale: Tensor,
+    dtype: torch.dtype,
+    fp8_max: float,
+    transposed: bool,
+    block: Sequence[int] = (0, 0),
+    rows: Tensor | None = None,
 ) -> Tensor:
-    if transposed:
-        rows = x.shape[0]
-        x = torch.nn.functional.pad(x.t(), (0, padded_rows(rows) - rows))
+    if transposed and rows is not None:
+        x = ordered(x, rows).t()
+    elif transposed:
+        x = torch.nn.functional.pad(x.t(), (0, padded_rows(x.shape[0]) - x.shape[0]))
     return cast(x, spread(scale, x.shape, block), dtype, fp8_max).contiguous()
 
 
-@_op(
-    "(Tensor x, Tensor scale, ScalarType dtype, float fp8_max, Tensor? transposed_scale=None, int[] block=[0, 0]) "
-    "-> (Tensor, Tensor)",
+@define_op(
+    "(Tensor x, Tensor scale, ScalarType dtype, float fp8_max, Tensor? transposed_scale=None, int[] block=[0, 0], "
+    "Tensor? rows=None) -> (Tensor, Tensor)",
     _copies,
 )
 def quantize_both(
@@ -237,17 +274,18 @@ def quantize_both(
     fp8_max: float,
     transposed_scale: Tensor | None = None,
     block: Sequence[int] = (0, 0),
+    rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`transposed_scale`: the scale of the transposed copy; None: `scale`."""
     other = scale if transposed_scale is None else transposed_scale
-    return quantize(x, scale, dtype, fp8_max, False, block), quantize(x, other, dtype, fp8_max, True, block)
+    return quantize(x, scale, dtype, fp8_max, False, block, rows), quantize(x, other, dtype, fp8_max, True, block, rows)
 
 
 def _transposed(x: Tensor) -> Tensor:
     return torch.empty(x.shape[1], padded_rows(x.shape[0]), dtype=x.dtype, device=x.device)
 
 
-@_op("(Tensor x) -> Tensor", _transposed)
+@define_op("(Tensor x) -> Tensor", _transposed)
 def transposed(x: Tensor) -> Tensor:
     return transposition(x)
 
@@ -272,7 +310,7 @@ def product(
     return out.to(out_dtype)
 
 
-@_op(
+@define_op(
     "(Tensor a, Tensor b, Tensor a_inv, Tensor b_inv, Tensor? bias, ScalarType out_dtype, bool fast_accum) -> Tensor", _product
 )
 def scaled_mm(
@@ -313,7 +351,7 @@ def block_product(
     return out.to(out_dtype)
 
 
-@_op(
+@define_op(
     "(Tensor a, Tensor b, Tensor a_inv, Tensor b_inv, Tensor? bias, ScalarType out_dtype, bool fast_accum, int[] a_block, "
     "int[] b_block) -> Tensor",
     _product,
@@ -336,7 +374,7 @@ def _dequantized(data: Tensor, _inv: Tensor, dtype: torch.dtype, *_) -> Tensor:
     return torch.empty(data.shape, dtype=dtype, device=data.device)
 
 
-@_op("(Tensor data, Tensor inv, ScalarType dtype, int[] block=[0, 0]) -> Tensor", _dequantized)
+@define_op("(Tensor data, Tensor inv, ScalarType dtype, int[] block=[0, 0]) -> Tensor", _dequantized)
 def dequantize(data: Tensor, inv: Tensor, dtype: torch.dtype, block: Sequence[int] = (0, 0)) -> Tensor:
     return values(data, inv, dtype, block)
 
@@ -346,12 +384,12 @@ def values(data: Tensor, inv: Tensor, dtype: torch.dtype, block: Sequence[int] =
     return (data.to(torch.float32) * spread(inv, data.shape, block)).to(dtype)
 
 
-@_op("(Tensor[] amaxes) -> Tensor")
+@define_op("(Tensor[] amaxes) -> Tensor")
 def gather(amaxes: list[Tensor]) -> Tensor:
     return torch.cat(amaxes)
 
 
-@_op("(Tensor page, Tensor scales, Tensor amax) -> Tensor")
+@define_op("(Tensor page, Tensor scales, Tensor amax) -> Tensor")
 def update(page: Tensor, scales: Tensor, amax: Tensor) -> Tensor:
     return state_page.next_page(page, scales, amax)
 

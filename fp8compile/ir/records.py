@@ -15,6 +15,7 @@ class MatmulRecord:
     """One gemm of a graph: ``out[m, n] = a[m, k] @ b[k, n]``, `batch` times. The sizes are those of this gemm itself.
 
     So for a linear on M tokens, from K to N features: fprop is (M, N, K), dgrad (M, K, N), wgrad (N, K, M).
+    `groups`: the experts that the tokens are divided between; M counts the tokens of all of them, N and K are those of one.
     `gemm` is "matmul" for one without a weight, as in attention. `reason` is "" for fp8, `recipe` is "" for high precision.
     `dynamic`: some size is symbolic, and the number here is that of the call that was compiled.
     `parameter` is the name of the weight, `rule` that of the policy's rule that decided.
@@ -32,6 +33,7 @@ class MatmulRecord:
     reason: str = ""
     recipe: str = ""
     batch: int = 1
+    groups: int = 0
     op: str = "mm"
     dynamic: bool = False
     parameter: str = ""

@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterable
 from torch.fx import Graph, Node
 
 from .. import compat
-from ..ir.fx_utils import Matrix, aten, peel, root, same_shape, same_size
-from ..ir.matmul import Matmul, factors
+from ..ir.fx_utils import Matrix, aten, root, same_shape, same_size
+from ..ir.matmul import Matmul, operands
 from .origins import Gradients, Origins, feeds, ingredients
 
 ONLY_BACKWARD = "only in backward: no weight's gradient"
@@ -38,8 +38,7 @@ def attribute(graph: Graph, matmuls: list[Matmul], origins: Origins, barriers: f
 
 def uncopied(matmul: Matmul, origins: Origins) -> None:
     """Let an operand that is a copy of a parameter refer to the parameter itself."""
-    for side, operand in zip(("a", "b"), factors(matmul.node), strict=True):
-        matrix = peel(operand, (aten.clone.default,))
+    for side, matrix in zip(("a", "b"), operands(matmul.node, (aten.clone.default,)), strict=True):
         if origins.bare(matrix.base) is not None:
             setattr(matmul, side, matrix)
 
@@ -189,7 +188,7 @@ def _turned(matmul: Matmul, operand: Matrix, fprop: Matmul) -> bool:
     assert weight is not None
     _, n, k = fprop.features
     sides = (matmul.k, matmul.n) if operand is matmul.b else (matmul.k, matmul.m)
-    if not same_shape(sides, (n, k)):
+    if not same_shape(sides, (n, k)) or matmul.groups != fprop.groups:
         return False
     if operand.base is not weight.base or not same_shape(operand.shape, weight.shape):
         return True
@@ -204,7 +203,7 @@ def _contracted(operand: Matrix, is_b: bool) -> int:
 def _shaped(matmul: Matmul, fprop: Matmul) -> bool:
     """Does the result of `matmul` have the shape of the weight of `fprop`, or of its transpose?"""
     _, n, k = fprop.features
-    sizes = same_size(matmul.batch, fprop.batch)
+    sizes = same_size(matmul.batch, fprop.batch) and matmul.groups == fprop.groups
     return sizes and any(same_shape((matmul.m, matmul.n), sides) for sides in ((n, k), (k, n)))
 
 

@@ -113,7 +113,7 @@ def _projections(node: Node) -> frozenset[Node]:
         x = stack.pop()
         part = behind(x, (*CASTS, *SAME, *VIEWS, aten.permute.default, aten.clone.default))
         whole = behind(part, (operator.getitem, *SLICES, *CASTS, *SAME, *VIEWS))
-        if call_function(whole, (aten.mm.default, aten.addmm.default)):
+        if call_function(whole, (aten.mm.default, aten.addmm.default, aten._grouped_mm.default)):
             found.add(part)
             continue
         pointwise = part.op == "call_function" and torch.Tag.pointwise in getattr(part.target, "tags", ())

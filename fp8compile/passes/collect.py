@@ -17,9 +17,9 @@ from torch.fx import Graph, Node
 from .. import compat
 from ..config.operators import MATMULS
 from ..ir import ops
-from ..ir.fx_utils import arg, peel, value
+from ..ir.fx_utils import arg, value
 from ..ir.inputs import Inputs, readable_module
-from ..ir.matmul import Matmul, factors, form_of
+from ..ir.matmul import Matmul, factors, form_of, offs_of, operands
 from ..ir.records import OpaqueRecord
 from .attribute import attribute, uncopied
 from .origins import Origins
@@ -99,17 +99,21 @@ def edges(graph: Graph, matmuls: list[Matmul]) -> tuple[tuple[int, int], ...]:
 def _matmul(node: Node) -> Matmul:
     left, right = factors(node)
     *batch, m, k = value(left).shape
+    a, b = operands(node)
+    offs = offs_of(node)
     return Matmul(
         node=node,
         op=str(node.target).removeprefix("aten.").removesuffix(".default"),
         gemm="matmul",
-        a=peel(left),
-        b=peel(right),
+        a=a,
+        b=b,
         batch=batch[0] if batch else 1,
         m=m,
         n=value(right).shape[-1],
         k=k,
         fqn=_module_of(node),
+        offs=offs,
+        groups=0 if offs is None else int(value(offs).shape[0]),
     )
 
 

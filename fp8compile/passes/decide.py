@@ -10,6 +10,7 @@ from collections import defaultdict
 from dataclasses import replace
 
 from .. import compat
+from ..codegen.scaled_mm_kind import EMULATED, how_grouped
 from ..config.policy import Choice, Policy, Rule, Site
 from ..devices.catalog import Device
 from ..devices.gpu import gpu_of
@@ -38,6 +39,8 @@ def decide(
         sites.append(site)
         choice = policy.choose(site)
         matmul.recipe, matmul.rule, matmul.auto = choice.recipe, choice.label, choice.fp8 == "auto"
+        if matmul.offs is not None:  # `aten._scaled_grouped_mm` takes nothing else
+            matmul.recipe = replace(matmul.recipe, fp8_format="e4m3")
         if inputs.inlined:  # compiled autograd takes over the backward: nothing can decide there whether a call is cold
             matmul.recipe = matmul.recipe.current
         if matmul.resharded(inputs.resharded):  # a copy kept until backward would hold the whole weight, on every rank
@@ -50,6 +53,10 @@ def decide(
         if built_in.needs is not None:
             gpu = device.gpu if device is not None else gpu_of(value(matmul.node).device)
             matmul.emulated = not built_in.native(gpu)
+        if matmul.offs is not None:
+            gpu = device.gpu if device is not None else gpu_of(value(matmul.node).device)
+            blocks = [matmul.recipe.scaling(role, matmul.gemm).block for _, role in matmul.roles]
+            matmul.emulated = how_grouped(gpu, *blocks) == EMULATED
         rule = policy.rules[choice.rule] if choice.rule is not None else None
         chosen = _choice(matmul, site, choice, rule)
         matmul.reason = legality.objection(matmul) or chosen or legality.misaligned(matmul)

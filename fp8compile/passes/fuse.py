@@ -29,7 +29,7 @@ from ..codegen.indexing import Domain, sizes
 from ..codegen.kernel import Kernel, Unwritable, write
 from ..codegen.scales import Scale, chain, made_in_place, of_amax, of_cast
 from ..codegen.traffic import Sizes, compare
-from ..ir import ops
+from ..ir import grouped, ops
 from ..ir.fx_utils import PERMUTES, VIEWS, arg, behind, value
 from ..logs import get_logger
 from .grouping import OURS, SEEDS, Grouping, reaches
@@ -53,7 +53,7 @@ class Seed:
     @property
     def domain(self) -> Domain:
         rows, columns = sizes(self.source)
-        return Domain(rows, columns)
+        return Domain(rows, columns, grouped.order_of(self.nodes[0]))
 
     @property
     def sinks(self) -> list[Output]:
@@ -168,7 +168,7 @@ class _Finder:
     # -- seeds --
 
     def seeds(self) -> list[Seed]:
-        found: dict[tuple[Node, bool], Seed] = {}
+        found: dict[tuple[Node, Node | None, bool], Seed] = {}
         for node in self.graph.nodes:
             if node.op != "call_function" or node.target not in SEEDS:
                 continue
@@ -178,7 +178,7 @@ class _Finder:
             if _scale(node).granularity == "none":
                 continue
             for late in (False, True):
-                seed = found.setdefault((source, late), Seed())
+                seed = found.setdefault((source, grouped.order_of(node), late), Seed())
                 if late or not reaches(_waits_for(node), set(seed.nodes)):
                     seed.nodes.append(node)
                     break
@@ -190,7 +190,8 @@ class _Finder:
         """Put a functional node for a group into the graph; the graph may be out of order until it is sorted."""
         anchor = next(iter(group.outputs)).replaces
         with self.graph.inserting_before(anchor):
-            node = self.graph.call_function(generated, (*group.inputs, *group.scales))
+            order = [group.domain.order] if group.domain.order is not None else []
+            node = self.graph.call_function(generated, (*group.inputs, *group.scales, *order))
         node.meta.update(val=None)
         for i, output in enumerate(group.outputs):
             with self.graph.inserting_after(node):

@@ -17,7 +17,7 @@ NO_ROWS = "no rows"
 
 def objection(matmul: Matmul) -> str | None:
     """Why a matmul with a weight cannot be FP8, whatever the policy says; None if it may be. (`misaligned` comes last.)"""
-    for rule in (_dtype, _overload, _batched, _rows):
+    for rule in (_dtype, _overload, _batched, _grouped, _rows):
         reason = rule(matmul)
         if reason is not None:
             return reason
@@ -45,6 +45,19 @@ def _batched(matmul: Matmul) -> str | None:
     return None if isinstance(matmul.batch, int) and matmul.batch == 1 else "batched: one weight matrix a batch entry"
 
 
+def _grouped(matmul: Matmul) -> str | None:
+    """A grouped matmul is rewritten if its tokens are the rows of both tensors that hold tokens."""
+    if matmul.offs is None:
+        return None
+    left, right = (value(x).dim() for x in factors(matmul.node))
+    if left != 2:
+        return "grouped: the stack of weights is the left factor"
+    tokens = [(matmul.a, right == 2)] + ([(matmul.b, False)] if right == 2 else [])
+    if any(matrix.transposed is not turned for matrix, turned in tokens):
+        return "grouped: tokens are the columns of an operand"
+    return None
+
+
 def _rows(matmul: Matmul) -> str | None:
     if any(isinstance(size, torch.SymInt) and free_unbacked_symbols(size) for size in (matmul.m, matmul.n, matmul.k)):
         return "rows that are counted from data"
@@ -54,7 +67,7 @@ def _rows(matmul: Matmul) -> str | None:
 def misaligned(matmul: Matmul) -> str | None:
     """Why the sizes do not fit FP8 tensor cores, None if they do."""
     operand = matmul.weight_operand
-    sizes = operand.shape if operand is not None else (matmul.m, matmul.n)
+    sizes = (operand.rows, operand.shape[1]) if operand is not None else (matmul.m, matmul.n)
     if any(not isinstance(size, int) or size % 16 for size in sizes):
         return f"not a multiple of 16: {' x '.join(map(str, sizes))}"
     if not isinstance(matmul.n, int) or matmul.n % 16:
@@ -62,6 +75,10 @@ def misaligned(matmul: Matmul) -> str | None:
     # contracted rows are padded, in both operands; any other size has to fit as it is
     if not (matmul.a.transposed and not matmul.b.transposed) and (not isinstance(matmul.k, int) or matmul.k % 16):
         return f"not a multiple of 16: contracts over {matmul.k}"
+    if operand is not None and operand.stack > 1:  # a block that reaches into the next matrix has no scale of its own
+        size = max(matmul.recipe.built_in.weight_block)
+        if any(side % size for side in sizes if size):
+            return f"not a multiple of {size}: {' x '.join(map(str, sizes))}, the blocks of an expert's weight"
     return None
 
 

@@ -21,17 +21,17 @@ from typing import Any
 from torch.fx import Graph, Node
 
 from .. import compat
-from ..codegen import launch, scaled_mm
+from ..codegen import launch, scaled_grouped, scaled_mm
 from ..codegen import lowerings as forms
 from ..codegen.inline import Inliner
 from ..codegen.update_kernel import LONGEST, launch_update
 from ..errors import Fp8CompileError
-from ..ir import ops, state_page
+from ..ir import grouped, ops, state_page
 from ..ir.fx_utils import Emitter, arg, aten, is_tensor, value
 from ..ir.scale import inverse_of, scale_of
 
 SCALES = (ops.snapshot, ops.delayed_scale, ops.delayed_inverse, ops.votes, ops.agreed_scale, ops.current_scale, ops.inverse)
-LOWERED = tuple(op for op in ops.ALL if op is not ops.quantize_both)
+LOWERED = (*(op for op in ops.ALL if op is not ops.quantize_both), *grouped.ALL)
 
 
 def lower_scales(graph: Graph) -> int:
@@ -46,7 +46,7 @@ def split_casts(graph: Graph) -> int:
     found = graph.find_nodes(op="call_function", target=ops.quantize_both)
     for node in found:
         given: tuple[Any, ...] = (*node.args, *(None, (0, 0))[len(node.args) - 4 :])
-        x, scale, dtype, fp8_max, other, block = given
+        x, scale, dtype, fp8_max, other, block, *rows = given
         for item in node.users:
             if item.op != "call_function" or item.target is not operator.getitem:
                 raise Fp8CompileError(f"{node.name}: its copies are taken one by one, not by {item.format_node()}")
@@ -54,7 +54,7 @@ def split_casts(graph: Graph) -> int:
             transposed = bool(arg(item, 1))
             own = other if transposed and other is not None else scale
             with graph.inserting_before(node):
-                copy = graph.call_function(ops.quantize, (x, own, dtype, fp8_max, transposed, block))
+                copy = graph.call_function(ops.quantize, (x, own, dtype, fp8_max, transposed, block, *rows))
             copy.meta.update({**item.meta, **{k: v for k, v in node.meta.items() if k not in item.meta}})
             item.replace_all_uses_with(copy)
             graph.erase_node(item)
@@ -82,6 +82,8 @@ def _emulated(node: Node) -> bool:
     """Does this operator stay, to run by its reference implementation? It does with block scales on a CPU: there, Inductor's
     C++ kernels split a loop where an index is divided, and get sizes wrong if loops are fused or do not divide evenly."""
     tensor = next(x for x in node.all_input_nodes if is_tensor(x))
+    if node.target in grouped.ALL or grouped.order_of(node) is not None:
+        return value(tensor).device.type == "cpu"
     lists: list[Any] = [x for x in node.args if isinstance(x, (list, tuple))]
     return value(tensor).device.type == "cpu" and any(isinstance(size, int) and size > 1 for sizes in lists for size in sizes)
 
@@ -105,7 +107,8 @@ class _Lowering:
             replaced += 1
         return replaced
 
-    def amax(self, node: Node, x: Node) -> Node:
+    def amax(self, node: Node, x: Node, order: Node | None = None) -> Node:
+        x = x if order is None else self.inline(node, ops.ordered, x, order)
         rows = self.inline(node, forms.row_amax, x)
         result = self.inline(node, forms.last_amax, rows)
         self.rows[result] = rows
@@ -154,10 +157,16 @@ class _Lowering:
         launch_update(node, *args)
         return None
 
-    def amax_blocks(self, node: Node, x: Node, transposed: bool, block: list[int]) -> Node:
+    def amax_blocks(self, node: Node, x: Node, transposed: bool, block: list[int], order: Node | None = None) -> Node:
+        if transposed and order is not None:
+            x = self.inline(node, ops.ordered, x, order)
         return self.inline(node, forms.amax_blocks, x, transposed, block)
 
-    def quantize(self, node: Node, x: Node, scale: Node, dtype, fp8_max: float, transposed: bool, block=(0, 0)) -> Node:
+    def quantize(
+        self, node: Node, x: Node, scale: Node, dtype, fp8_max: float, transposed: bool, block=(0, 0), order: Node | None = None
+    ) -> Node:
+        if transposed and order is not None:
+            x = self.inline(node, ops.ordered, x, order)
         form = forms.quantize_transposed if transposed else forms.quantize
         return self.inline(node, form, x, scale, dtype, fp8_max, tuple(block))
 
@@ -166,6 +175,21 @@ class _Lowering:
 
     def dequantize(self, node: Node, *args) -> Node:
         return self.inline(node, ops.values, *args)
+
+    def group_rows(self, node: Node, *args) -> Node:
+        return self.inline(node, grouped.rows_of_groups, *args)
+
+    def group_offsets(self, node: Node, *args) -> Node:
+        return self.inline(node, grouped.padded_offsets, *args)
+
+    def of_groups(self, node: Node, *args) -> Node:
+        return self.inline(node, grouped.scales_of_groups, *args)
+
+    def group_amax(self, node: Node, x: Node, offs: Node) -> Node:
+        return self.inline(node, scaled_grouped.amax_of_groups, x, offs)
+
+    def grouped_mm(self, node: Node, *_) -> Node:
+        return scaled_grouped.lower_grouped_mm(node, self.inline)
 
     def scaled_mm(self, node: Node, *_) -> Node:
         return scaled_mm.lower_scaled_mm(node, self.inline)

@@ -92,10 +92,12 @@ def _launch(node: Node, group: Group, kernel: Kernel, numbers: dict[Node, int], 
     dump(f"{kernel.name}.py", lambda: kernel.source)
     items = _items(node, group)
     inputs: dict[str, object] = {f"x{i}": x for i, x in enumerate(node.args[: len(kernel.inputs)])}
-    inputs.update({f"s{i}": x for i, x in enumerate(node.args[len(kernel.inputs) :])})
+    inputs.update({f"s{i}": x for i, x in enumerate(node.args[len(kernel.inputs) :][: len(kernel.scales)])})
+    if kernel.order is not None:
+        inputs["order"] = node.args[-1]
     by_output = {id(output): item for item, output in items}
     slots = [numbers[by_output[id(output)]] for output in kernel.amaxes]
-    outputs, amaxes = launcher(node, kernel, group.domain.rows, group.domain.columns, inputs, slots)
+    outputs, amaxes = launcher(node, kernel, group.domain, inputs, slots)
     standing = [*kernel.outputs, *kernel.amaxes, *kernel.column_amaxes]
     written = dict(zip(map(id, standing), [*outputs[: len(kernel.outputs)], *amaxes], strict=True))
     columns = launcher.totals(node, kernel, outputs)

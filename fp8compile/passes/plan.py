@@ -32,6 +32,7 @@ class Operand:
     scaling: Scaling
     recipe: Recipe  # of its first reader
     reader: Node  # the first matmul that reads it, whose metadata the casts inherit
+    offs: Node | None = None  # the ends of the groups that its rows are divided into
     slot: int = -1  # its row in the page of its direction; -1 with a recipe that keeps no state
 
     @property
@@ -76,7 +77,7 @@ def plan(matmuls: list[Matmul], fnuz: bool) -> Plan:
             while key in taken:  # say, if a dgrad and a wgrad read different copies of their gradient
                 key = SlotKey(index, role, key.use + 1, key.settings)
             taken.add(key)
-            operand = Operand(matrix, key, form, scaling, recipe, matmul.node)
+            operand = Operand(matrix, key, form, scaling, recipe, matmul.node, operand_key.offs)
             made.operands[operand_key] = operand
     for backward in (False, True):
         rows: dict[str, list[Operand]] = {}

@@ -67,10 +67,13 @@ class Gemm:
 
     def seconds(self, device: Device, fp8: bool, grown: float = 1.0) -> float:
         """Seconds of the matmul alone, with `grown` times as many tokens as in the trace."""
-        m, n, k = (round(size * grown) if i == self.tokens else size for i, size in enumerate(self.sizes))
+        groups = max(1, self.matmul.groups)  # each of them is taken to have equally many tokens
+        grown /= groups
+        m, n, k = (max(1, round(size * grown)) if i == self.tokens else size for i, size in enumerate(self.sizes))
         if fp8:
-            return cost.block_gemm(device, m, n, k, COSTS[self.recipe], self.out_bytes, self.dtype, self.matmul.emulated)
-        return cost.gemm(device, m, n, k, self.dtype, self.out_bytes)
+            emulated = self.matmul.emulated
+            return cost.block_gemm(device, m, n, k, COSTS[self.recipe], self.out_bytes, self.dtype, emulated, groups)
+        return cost.gemm(device, m, n, k, self.dtype, self.out_bytes, groups=groups)
 
 
 @dataclass(eq=False)
@@ -151,6 +154,8 @@ def _high_precision(matmul: Matmul, device: Device) -> float | None:
     dtype = value(matmul.node).dtype
     if not (m and n and k and batch) or str(dtype) not in SHORT:
         return None
+    if matmul.groups:
+        return 1e6 * Gemm(matmul, *_sizes(matmul)).seconds(device, False)
     one = cost.gemm(device, m, n, k, SHORT[str(dtype)], dtype.itemsize) - device.launch
     return 1e6 * (batch * one + device.launch)
 
@@ -288,11 +293,15 @@ class _Component:
         group = layer if whole else {gemm}
         bf16 = sum(x.seconds(self.device, False) for x in group)
         lost = max(0.0, self.seconds(self.chosen | group) - self.seconds(self.chosen))
-        text = f"{SLOWER}: {bf16 / (bf16 + lost):.2f}x at m {gemm.m}"
+        groups = gemm.matmul.groups
+        count = f"{gemm.m // groups} rows an expert" if groups else f"m {gemm.m}"
+        text = f"{SLOWER}: {bf16 / (bf16 + lost):.2f}x at {count}"
         start = gemm.matmul.break_even_m
         if whole and start is None:
-            return f"{text}; gains at no m"
-        return f"{text}; gains from m {start}" if whole and start is not None and start > gemm.m else text
+            return f"{text}; gains at no {'number' if groups else 'm'}"
+        if not whole or start is None or start <= gemm.m:
+            return text
+        return f"{text}; gains from {-(-start // groups)}" if groups else f"{text}; gains from m {start}"
 
     def share(self, gemm: Gemm, state: set[Gemm], grown: float = 1.0) -> float:
         """Seconds that a gemm bears of the costs of its operands' copies beyond bf16. All readers of a tensor bear the same

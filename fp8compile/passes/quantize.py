@@ -38,7 +38,7 @@ import torch
 from torch.fx import Graph, Node
 
 from .. import compat
-from ..config.recipe import WHOLE
+from ..config.recipe import ROW_OF_GROUP, WHOLE
 from ..ir import ops
 from ..ir.all_gathers import AllGather
 from ..ir.fx_utils import CASTS, PERMUTES, VIEWS, Emitter, Matrix, arg, aten, hint, is_tensor, same_shape, value
@@ -47,6 +47,7 @@ from . import all_gathers
 from .all_gathers import NO_ALL_GATHERS, AllGathers
 from .amax_groups import NO_GROUPS, AmaxGroups, reduced
 from .gathered import gathered_as
+from .grouped import Groups, block_of
 from .plan import Operand, Plan
 
 
@@ -114,6 +115,7 @@ class _Writer:
         self.snapshots: dict[bool, Node] = {}
         self.agreements: dict[tuple[bool, str], Node] = {}  # by direction and process group
         self.matrices: dict[tuple[Node, str], Node] = {}
+        self.groups_of = Groups(self.after)
 
     def operands(self, matmul: Matmul) -> list[tuple[Operand, Matrix, bool]]:
         """For a and b: the operand, its matrix, and whether the FP8 copy is transposed. Both copies are K-major, [m, k] and
@@ -131,11 +133,13 @@ class _Writer:
         inverses = [self.scale_of(*operand)[1] for operand in operands]
         blocks = [operand.scaling.block for operand, _, _ in operands]
         how = (*inverses, bias, value(node).dtype, fast)
-        if blocks == [WHOLE, WHOLE]:
+        if matmul.offs is not None:
+            out = self.groups_of.product(emit, matmul, operands, (a8, b8), inverses, fast)
+        elif blocks == [WHOLE, WHOLE]:
             out = emit(ops.scaled_mm, a8, b8, *how)
         else:
             out = emit(ops.block_mm, a8, b8, *how, *map(list, blocks))
-        if value(node).dim() == 3:
+        if value(node).dim() == 3 and matmul.offs is None:
             out = emit(aten.unsqueeze.default, out, 0)
         if rest is not None:
             out = _add(emit, rest, out, node)
@@ -156,31 +160,33 @@ class _Writer:
         if operand in self.gathers.moved:
             self.copies[operand, shape, transposed] = made = self.all_gathered(operand, matrix, transposed)
             return made
-        form, block = operand.format, list(operand.scaling.block)
+        form, block = operand.format, list(block_of(operand, transposed))
         scale = self.scale_of(operand, matrix, transposed)[0]
         source = self.matrix(matrix, operand)
+        rows = self.groups_of.rows(operand, matrix)
         recompute = operand.reader.meta.get("recompute")  # the tag of the user's checkpointing, if any
         kept = operand.key.role == "weight" and recompute is None and not operand.recipe.recast_weights
-        both = {(operand, shape, False), (operand, shape, True)} <= self.demand
+        both = {(operand, shape, False), (operand, shape, True)} <= self.demand and block_of(operand, True) == block_of(operand, False)
         if both and (kept or operand.key.role == "input"):
             scales = {layout: self.scale_of(operand, matrix, layout)[0] for layout in (False, True)}
-            behind = max(scales.values())  # the later one in the graph
+            behind = max([*scales.values(), *rows])  # the last one in the graph
             if not kept and recompute is None and _read_again(source):
                 for layout, how in ((False, None), (True, compat.MUST_RECOMPUTE)):
-                    emit = self.after(scales[layout], operand, recompute=how)
-                    made = emit(ops.quantize, source, scales[layout], form.dtype, form.max, layout, block)
+                    emit = self.after(max([scales[layout], *rows]), operand, recompute=how)
+                    made = emit(ops.quantize, source, scales[layout], form.dtype, form.max, layout, block, *rows)
                     self.copies[operand, shape, layout] = _of(operand, made)
             else:
                 # one operator, one read: the forward writes its own copy and the one that the backward reads
                 emit = self.after(behind, operand, recompute=compat.MUST_SAVE if kept else recompute)
                 other = None if scales[True] is scales[False] else scales[True]
-                made = _of(operand, emit(ops.quantize_both, source, scales[False], form.dtype, form.max, other, block))
+                how = (form.dtype, form.max, other, block, *rows)
+                made = _of(operand, emit(ops.quantize_both, source, scales[False], *how))
                 emit.anchor = made.next
                 for layout in (False, True):
                     self.copies[operand, shape, layout] = emit(operator.getitem, made, int(layout))
         else:
-            emit = self.after(scale, operand, recompute=recompute)
-            made = emit(ops.quantize, source, scale, form.dtype, form.max, transposed, block)
+            emit = self.after(max([scale, *rows]), operand, recompute=recompute)
+            made = emit(ops.quantize, source, scale, form.dtype, form.max, transposed, block, *rows)
             self.copies[operand, shape, transposed] = _of(operand, made)
         return self.copies[operand, shape, transposed]
 
@@ -266,7 +272,7 @@ class _Writer:
 
     def scales_of(self, operand: Operand, matrix: Matrix, transposed: bool) -> tuple[Node, Node]:
         """The scales of the blocks of one layout."""
-        block = operand.scaling.block
+        block = block_of(operand, transposed)
         if transposed and block.rows == block.columns:  # square blocks: the scales of the other layout, transposed
             known = self.scale_of(operand, matrix, False)
             emit = self.after(known[1], operand, recompute=compat.MUST_SAVE, ac_graph_id=None)
@@ -274,20 +280,27 @@ class _Writer:
             return scale, inverse
         source = self.matrix(matrix, operand)
         emit = self.after(source, operand, recompute=None, ac_graph_id=None)
-        amax = emit(ops.amax_blocks, source, transposed, list(block))
+        rows = self.groups_of.rows(operand, matrix)
+        if rows:
+            emit = self.after(max([source, *rows]), operand, recompute=None, ac_graph_id=None)
+        if rows and block == ROW_OF_GROUP:
+            return self.groups_of.scales_of_columns(emit, operand, matrix, source)
+        amax = emit(ops.amax_blocks, source, transposed, list(block), *rows)
         emit.meta["recompute"] = compat.MUST_SAVE
         scale = emit(ops.current_scale, amax, operand.format.max, operand.scaling.margin, operand.scaling.power_of_2)
         return scale, emit(ops.inverse, scale)
 
     def amax(self, operand: Operand) -> Node:
         if operand not in self.amaxes:
+            rows: tuple[Node, ...] = ()
             if operand in self.gathers.moved:
                 emit = self.before(self.gathers.moved[operand], operand, recompute=None, ac_graph_id=None)
                 source = all_gathers.local_matrix(emit, self.gathers.moved[operand])
             else:
                 source = self.matrix(operand.matrix, operand)
-                emit = self.after(source, operand, recompute=None, ac_graph_id=None)
-            self.amaxes[operand] = emit(ops.amax, source)
+                rows = self.groups_of.rows(operand, operand.matrix)
+                emit = self.after(max([source, *rows]), operand, recompute=None, ac_graph_id=None)
+            self.amaxes[operand] = emit(ops.amax, source, *rows)
         return self.amaxes[operand]
 
     def snapshot(self, backward: bool) -> Node:

@@ -117,7 +117,10 @@ class Look:
             transposed = args[4] if node.target is ops.quantize else name[2] == "transposed"
             scale = other if item == 1 and other is not None else scale
             copy = result if item is None else result[item]
-            self.note(owner, name, measured(x.detach(), scale, copy, fp8_max, transposed, block_of(node)))
+            given, rows = x.detach(), args[6] if len(args) > 6 else None
+            if transposed and rows is not None:
+                given = ops.ordered(given, rows)
+            self.note(owner, name, measured(given, scale, copy, fp8_max, transposed, block_of(node)))
 
     def note(self, owner: Any, name: Name, found: Tensor) -> None:
         """Keep what was measured of a tensor of the weight `owner`."""

@@ -73,7 +73,7 @@ def retarget_graphs() -> Iterator[None]:
 
 # our matmul operators, one that only Inductor makes (bias_addmm), and those that only a model's own code calls
 _MATMULS = {**MATMULS, "bias_addmm": MATMULS["addmm"]}
-_MATMULS |= dict.fromkeys(("_scaled_mm", "_scaled_mm_v2", "_scaled_grouped_mm", "_grouped_mm"), MATMULS["mm"])
+_MATMULS |= dict.fromkeys(("_scaled_mm", "_scaled_mm_v2", "_scaled_grouped_mm"), MATMULS["mm"])
 _MATMUL = re.compile(rf"\b({'|'.join(_MATMULS)})(\.default|\.out|_dtype)?$")
 _ATTENTION = re.compile(r"_scaled_dot_product\w*attention")
 

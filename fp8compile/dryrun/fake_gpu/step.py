@@ -33,7 +33,8 @@ class MatmulLaunch:
 
     @property
     def flops(self) -> int:
-        return 2 * self.a.shape[-1] * math.prod(self.out.shape)
+        grouped = len(self.a.shape) == 2 and len(self.out.shape) == 3  # each group contracts over its part of the columns
+        return 2 * self.a.shape[-1] * math.prod(self.out.shape[1:] if grouped else self.out.shape)
 
     @property
     def dtype(self) -> str:

@@ -1,0 +1,108 @@
+"""The lowering of FP8 matmuls of groups (`ir.grouped.grouped_mm`), and the choice between their forms.
+
+    grouped        `aten._scaled_grouped_mm`, the first version: Inductor has no lowering for the second. It takes a scale for each
+                   row of both operands, so one scale is spread over a vector. Its result is bf16
+    emulated       `aten._grouped_mm`, in bf16, of the values that the FP8 operands stand for: none of FP8's speed
+    reference      float32 on a CPU, where the operator stays as it is
+
+Operands have the contracted dimension last: a [M, K] and b [E, N, K] of fprop and dgrad, a [R, P] and b [C, P] of wgrad. ATen
+takes b transposed, as a view.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from ..config.recipe import ROW
+from ..devices.gpu import gpu_of
+from ..ir import ops
+from ..ir.fx_utils import value
+from ..ir.grouped import taken
+from .scale_layouts import stored
+from .scaled_mm_kind import EMULATED, GROUPED, how_grouped
+
+aten = torch.ops.aten
+
+
+def lower_grouped_mm(node: Node, inline: Callable[..., Node]) -> Node:
+    """Insert the form of a `grouped_mm` before its node. Returns the node of the result."""
+    args: Any = node.args
+    a, b, a_inv, b_inv, offs, out_dtype, fast_accum, *blocks = args
+    a_block, b_block = map(tuple, blocks)
+    forms: dict[str, tuple] = {
+        GROUPED: (grouped, a, b, a_inv, b_inv, offs, out_dtype, fast_accum),
+        EMULATED: (emulated, a, b, a_inv, b_inv, offs, out_dtype, a_block, b_block),
+    }
+    return inline(node, *forms[how_grouped(gpu_of(value(node).device), a_block, b_block)])
+
+
+def grouped(
+    a: Tensor, b: Tensor, a_inv: Tensor, b_inv: Tensor, offs: Tensor, out_dtype: torch.dtype, fast_accum: bool
+) -> Tensor:
+    """Scales of rows or of whole tensors. In a wgrad each group has a scale for each row: [E * R], group after group."""
+    count = offs.shape[0]
+    a_size = a.shape[0] if b.dim() == 3 else count * a.shape[0]
+    a_scale = _vector(a_inv, [a_size])
+    b_scale = _vector(b_inv, [count, b.shape[1]] if b.dim() == 3 else [count * b.shape[0]])
+    out = aten._scaled_grouped_mm.default(
+        a, b.transpose(-2, -1), a_scale, b_scale, offs, None, None, torch.bfloat16, fast_accum
+    )
+    return out.to(out_dtype)
+
+
+def _vector(inverse: Tensor, shape: Sequence) -> Tensor:
+    """Inverses as `shape`, in memory of their own: one for all is repeated."""
+    if inverse.dim() == 1:
+        return inverse.expand(shape[-1]).clone() if len(shape) == 1 else inverse.expand(shape).clone()
+    if inverse.dim() == 3 and inverse.shape[1] == 1 != shape[1]:  # one a matrix
+        inverse = inverse.expand(shape[0], shape[1], 1).clone()
+    return stored(inverse, shape)
+
+
+def emulated(
+    a: Tensor,
+    b: Tensor,
+    a_inv: Tensor,
+    b_inv: Tensor,
+    offs: Tensor,
+    out_dtype: torch.dtype,
+    a_block: Sequence[int],
+    b_block: Sequence[int],
+) -> Tensor:
+    """A bf16 matmul of the values that the operands stand for. They are exact where scales are powers of two, and else rounded to
+    8 significant bits."""
+    x, y = (_values(copy, inv, offs, block) for copy, inv, block in ((a, a_inv, a_block), (b, b_inv, b_block)))
+    return aten._grouped_mm.default(x, y.transpose(-2, -1), offs).to(out_dtype)
+
+
+def _values(copy: Tensor, inverse: Tensor, offs: Tensor, block: Sequence[int]) -> Tensor:
+    wide = copy.to(torch.float32)
+    if inverse.dim() == 1:
+        factor = inverse
+    elif copy.dim() == 3:
+        factor = inverse
+        for dim, size in enumerate(block, 1):
+            factor = factor.repeat_interleave(size, dim) if size > 1 else factor
+    elif tuple(block) == ROW and inverse.shape[1] != 1:  # one for each row of each group, [E, R]
+        column = torch.arange(copy.shape[1], device=copy.device)
+        group = (column.unsqueeze(1) >= offs).sum(1).clamp(max=offs.shape[0] - 1)
+        factor = taken(inverse, group).t()
+    else:
+        factor = ops.spread(inverse, copy.shape, block)
+    return (wide * factor).to(torch.bfloat16)
+
+
+def amax_of_groups(x: Tensor, offs: Tensor) -> Tensor:
+    """[E, C] float32: the largest magnitude of each column in each group, by a maximum of the bits of magnitudes: the bits of NaN
+    are above those of infinity."""
+    count = offs.shape[0]
+    row = torch.arange(x.shape[0], device=x.device)
+    group = (row.unsqueeze(1) >= offs).sum(1).unsqueeze(1).expand(x.shape)
+    bits = x.abs().to(torch.float32).view(torch.int32)
+    made = torch.zeros(count + 1, x.shape[1], dtype=torch.int32, device=x.device)
+    return made.scatter_reduce(0, group, bits, "amax").narrow(0, 0, count).view(torch.float32)

@@ -1,0 +1,184 @@
+"""Operators for matmuls of groups of rows: the tokens of experts.
+
+A mixture of experts sorts its tokens by expert. `offs` (int32 `[E]`, non-decreasing) are the ends of the experts' rows in x
+`[M, K]`: expert e has the rows from offs[e - 1] (0 before the first) to offs[e]. Sizes of groups are data, known on the device
+alone; M and E are known when a graph is compiled. Rows from offs[-1] on belong to no expert.
+
+    group_rows(offs, M, align)              [P] int32: the row of x that each row of the padded order holds
+    group_offsets(offs, align)              [E] int32: the ends of the groups in the padded order
+    group_amax(x, offs)                     [M, C] -> [E, C]: the amax of each column in each group
+    of_groups(scale, offs, M, align)        [E, C] -> [C, P / align]: these scales, one for `align` rows of the padded order
+    grouped_mm(a, b, a_inv, b_inv, offs, ...)
+
+A wgrad contracts over the rows of each group, and tensor cores take a multiple of 16 of them. So the transposed copies that it
+reads have an order of their own, the *padded order*, in which each group begins at a multiple of `align`, with zeros between:
+
+    rows of x       0 0 0 1 1 | 2 2 ..            offs [3, 5, ..], align 4
+    padded order    0 0 0 . 1 1 . . 2 2 ..        rows [0, 1, 2, -1, 3, 4, -1, -1, ..]
+
+Its length P depends on M, E and `align` alone: no size depends on data, and nothing waits for the device. Each row of x has its
+place, also the rows of no group: those come last, as -2 - row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from ..errors import Fp8CompileError
+
+from . import ops
+from .ops import block_product, define_op
+
+ALIGN = 16  # rows; tensor cores contract over multiples of it
+
+
+def taken(x: Tensor, index: Tensor) -> Tensor:
+    """x[index], along the first dimension. (Subscripts access the device, which may be a described GPU that is not there.)"""
+    return torch.ops.aten.index.Tensor(x, [index])
+
+
+def padded_size(rows, count: int, align: int):
+    """P, an upper bound of the length of the padded order. Takes int or SymInt."""
+    return (rows + (count + 1) * (align - 1)) // align * align
+
+
+def _group_rows(offs: Tensor, rows, align: int) -> Tensor:
+    return torch.empty(padded_size(rows, offs.shape[0], align), dtype=torch.int32, device=offs.device)
+
+
+@define_op("(Tensor offs, SymInt rows, int align) -> Tensor", _group_rows)
+def group_rows(offs: Tensor, rows, align: int) -> Tensor:
+    return rows_of_groups(offs, rows, align)
+
+
+def rows_of_groups(offs: Tensor, rows, align: int) -> Tensor:
+    """The row of x at each place of the padded order: -1 in the padding, -2 - row for a row that belongs to no group."""
+    offs = offs.to(torch.int64)
+    count = offs.shape[0]
+    starts = torch.nn.functional.pad(offs, (1, 0))
+    sizes = torch.cat([offs, torch.full_like(offs[:1], rows)]) - starts
+    ends = ((sizes + align - 1) // align * align).cumsum(0)
+    place = torch.arange(padded_size(rows, count, align), device=offs.device)
+    group = (place.unsqueeze(1) >= ends).sum(1).clamp(max=count)
+    within = place - taken(ends - (sizes + align - 1) // align * align, group)
+    row = taken(starts, group) + within
+    row = torch.where(group < count, row, -2 - row)
+    return torch.where(within < taken(sizes, group), row, -1).to(torch.int32)
+
+
+@define_op("(Tensor offs, int align) -> Tensor", lambda offs, _: torch.empty_like(offs))
+def group_offsets(offs: Tensor, align: int) -> Tensor:
+    return padded_offsets(offs, align)
+
+
+def padded_offsets(offs: Tensor, align: int) -> Tensor:
+    sizes = offs - torch.nn.functional.pad(offs, (1, 0))[:-1]
+    return ((sizes + align - 1) // align * align).cumsum(0).to(torch.int32)
+
+
+@define_op(
+    "(Tensor x, Tensor offs) -> Tensor",
+    lambda x, offs: torch.empty(offs.shape[0], x.shape[1], dtype=torch.float32, device=x.device),
+)
+def group_amax(x: Tensor, offs: Tensor) -> Tensor:
+    """The largest magnitude of each column in each group, float32; 0 for an empty group."""
+    made = torch.zeros(offs.shape[0], x.shape[1], dtype=torch.float32, device=x.device)
+    for group, (start, end) in enumerate(borders(offs, x.shape[0])):
+        if end > start:
+            made[group] = x[start:end].abs().amax(0).to(torch.float32)
+    return made
+
+
+def _of_groups(scale: Tensor, offs: Tensor, rows, align: int) -> Tensor:
+    blocks = padded_size(rows, offs.shape[0], align) // align
+    return torch.empty(scale.shape[1], blocks, dtype=torch.float32, device=scale.device)
+
+
+@define_op("(Tensor scale, Tensor offs, SymInt rows, int align) -> Tensor", _of_groups)
+def of_groups(scale: Tensor, offs: Tensor, rows, align: int) -> Tensor:
+    return scales_of_groups(scale, offs, rows, align)
+
+
+def scales_of_groups(scale: Tensor, offs: Tensor, rows, align: int) -> Tensor:
+    """For each `align` rows of the padded order, the scales of the group that they belong to."""
+    count = offs.shape[0]
+    block = torch.arange(padded_size(rows, count, align) // align, device=offs.device)
+    group = (block.unsqueeze(1) * align >= padded_offsets(offs, align)).sum(1).clamp(max=count - 1)
+    return taken(scale, group).t().contiguous()
+
+
+def _product(a: Tensor, b: Tensor, _a_inv: Tensor, _b_inv: Tensor, offs: Tensor, out_dtype: torch.dtype, *_) -> Tensor:
+    shape = [a.shape[0], b.shape[1]] if b.dim() == 3 else [offs.shape[0], a.shape[0], b.shape[0]]
+    return torch.empty(shape, dtype=out_dtype, device=a.device)
+
+
+@define_op(
+    "(Tensor a, Tensor b, Tensor a_inv, Tensor b_inv, Tensor offs, ScalarType out_dtype, bool fast_accum, int[] a_block, "
+    "int[] b_block) -> Tensor",
+    _product,
+)
+def grouped_mm(
+    a: Tensor,
+    b: Tensor,
+    a_inv: Tensor,
+    b_inv: Tensor,
+    offs: Tensor,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+    a_block: Sequence[int],
+    b_block: Sequence[int],
+) -> Tensor:
+    """Products of FP8 values, one a group, with the contracted dimension last in both operands.
+
+    b `[E, N, K]` (fprop, dgrad): `offs` divides the rows of a `[M, K]`; the rows of group e are multiplied with b[e]^T, and the
+    result is `[M, N]`. Rows of no group are zeros here, and hold any value in lowered graphs, as after `aten._grouped_mm`.
+    b `[C, P]` (wgrad): `offs` divides the columns of a `[R, P]` and of b; the result is `[E, R, C]`, zeros for an empty group.
+
+    Inverses of scales: [1] for one; b_inv `[E, N / block rows, K / block columns]`, also `[E, 1, 1]` for one a matrix; a_inv
+    `[M, K / block columns]`; in a wgrad `[R, P / block columns]`, or with blocks of (1, 0) one a row of each group, `[E, R]`.
+    """
+    rows_grouped = b.dim() == 3
+    made = torch.zeros_like(_product(a, b, a_inv, b_inv, offs, out_dtype))
+    for group, (start, end) in enumerate(borders(offs, a.shape[0 if rows_grouped else 1])):
+        if end == start:
+            continue
+        if rows_grouped:
+            inverses = a_inv if a_inv.dim() == 1 else a_inv[start:end], b_inv if b_inv.dim() == 1 else b_inv[group]
+            operands = a[start:end], b[group]
+        else:
+            inverses = tuple(
+                inv if inv.dim() == 1 else inv[group].unsqueeze(1) if not size else inv[:, start // size : -(-end // size)]
+                for inv, (_, size) in ((a_inv, a_block), (b_inv, b_block))
+            )
+            operands = a[:, start:end], b[:, start:end]
+        result = block_product(*operands, *inverses, None, out_dtype, fast_accum, a_block, b_block)
+        if rows_grouped:
+            made[start:end] = result
+        else:
+            made[group] = result
+    return made
+
+
+def borders(offs: Tensor, size: int) -> list[tuple[int, int]]:
+    """The first row of each group and the one behind its last. Reads the device.
+
+    Raises Fp8CompileError if `offs` decrease, or are more than `size`."""
+    ends = [0, *offs.tolist()]
+    pairs = list(zip(ends, ends[1:], strict=False))
+    if any(start > end for start, end in pairs) or ends[-1] > size:
+        raise Fp8CompileError(f"offs of a grouped matmul have to rise from 0 to at most {size}, not {ends[1:]}")
+    return pairs
+
+
+def order_of(node: Node) -> Node | None:
+    """The padded order that an operator of ours was given: its argument `rows`."""
+    position = _ROWS.get(node.target)  # type: ignore[arg-type]
+    return None if position is None or len(node.args) <= position else node.args[position]  # type: ignore[return-value]
+
+
+_ROWS = {ops.amax: 1, ops.amax_blocks: 3, ops.quantize: 6, ops.quantize_both: 6}
+ALL = (group_rows, group_offsets, group_amax, of_groups, grouped_mm)

@@ -1,0 +1,84 @@
+"""The parts of `quantize` that know of groups of rows: the padded order, and the FP8 matmul of groups (see `ir.grouped`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch.fx import Node
+
+from .. import compat
+from ..config.recipe import ROW, ROW_OF_GROUP, WHOLE, Block
+from ..ir import grouped, ops
+from ..ir.fx_utils import Emitter, Matrix, aten, value
+from ..ir.matmul import Matmul
+from .plan import Operand
+
+
+def block_of(operand: Operand, transposed: bool) -> Block:
+    """The elements that share a scale in a copy. In the transposed copy of a stack, or of groups, a row has a scale for each
+    matrix or group. That of a group is repeated for each `align` columns."""
+    block = operand.scaling.block
+    if not transposed or block != ROW:
+        return block
+    return ROW_OF_GROUP if operand.offs is not None else Block(1, operand.matrix.rows) if operand.matrix.stack > 1 else ROW
+
+
+class Groups:
+    """Writes each node that depends on the ends of groups once. `after` makes an emitter behind a node (`_Writer.after`)."""
+
+    def __init__(self, after: Callable[..., Emitter]):
+        self.after = after
+        self.written: dict[tuple, Node] = {}
+
+    def rows(self, operand: Operand, matrix: Matrix) -> tuple[Node, ...]:
+        """The padded order of an operand whose rows are divided into groups; () for any other operand."""
+        if operand.offs is None:
+            return ()
+        return (self.once(grouped.group_rows, operand, operand.offs, matrix.shape[0], _align(operand)),)
+
+    def once(self, op: Callable, operand: Operand, offs: Node, *args) -> Node:
+        key = (op, offs, *map(str, args))
+        if key not in self.written:
+            self.written[key] = self.after(offs, operand, recompute=None, ac_graph_id=None)(op, offs, *args)
+        return self.written[key]
+
+    def scales_of_columns(self, emit: Emitter, operand: Operand, matrix: Matrix, source: Node) -> tuple[Node, Node]:
+        """(scale, inverse) of the transposed copy, with a scale for each column of each group: the scale for each `align` rows of
+        the padded order, and the inverse [E, C]."""
+        amax = emit(grouped.group_amax, source, operand.offs)
+        emit.meta["recompute"] = compat.MUST_SAVE
+        scale = emit(ops.current_scale, amax, operand.format.max, operand.scaling.margin, operand.scaling.power_of_2)
+        inverse = emit(ops.inverse, scale)
+        return emit(grouped.of_groups, scale, operand.offs, matrix.shape[0], _align(operand)), inverse
+
+    def product(
+        self,
+        emit: Emitter,
+        matmul: Matmul,
+        operands: Sequence[tuple[Operand, Matrix, bool]],
+        copies: Sequence[Node],
+        inverses: Sequence[Node],
+        fast: bool,
+    ) -> Node:
+        """The FP8 matmul that replaces a grouped one."""
+        (a, _, _), (b, stack, transposed) = operands
+        offs, (b8, b_inv) = matmul.offs, (copies[1], inverses[1])
+        if stack.stack > 1 or b.offs is None:
+            b8 = _stacked(emit, b8, stack.stack, transposed)
+            b_inv = b_inv if b.scaling.block == WHOLE else _stacked(emit, b_inv, stack.stack, transposed)
+        else:
+            offs = self.once(grouped.group_offsets, a, offs, _align(a))  # type: ignore[arg-type]
+        blocks = [list(x.scaling.block) for x in (a, b)]
+        return emit(grouped.grouped_mm, copies[0], b8, inverses[0], b_inv, offs, value(matmul.node).dtype, fast, *blocks)
+
+
+def _align(operand: Operand) -> int:
+    return max(grouped.ALIGN, operand.scaling.block.columns)
+
+
+def _stacked(emit: Emitter, copy: Node, count: int, transposed: bool) -> Node:
+    """[E * R, C] or, transposed, [C, E * R], as E matrices: [E, R, C] or [E, C, R]."""
+    rows, columns = value(copy).shape
+    if not transposed:
+        return emit(aten.view.default, copy, [count, rows // count, columns])
+    return emit(aten.permute.default, emit(aten.view.default, copy, [rows, count, columns // count]), [1, 0, 2])
