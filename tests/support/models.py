@@ -257,3 +257,44 @@ def make(build: Callable[[], nn.Module], dtype: torch.dtype = torch.float32, dev
 def relus(count: int = 2) -> list[nn.Module]:
     """MLPs with relu, which rounds nothing, so that bf16 models have the same intermediates fused and not fused."""
     return [Mlp(act=F.relu) for _ in range(count)]
+
+
+class Experts(nn.Module):
+    """Gated feed-forwards as stacks of matrices. `offs` are the ends of each expert's rows; rows behind the last end are zeros
+    in the result. `turned`: the stacks lie as [E, inputs, outputs]."""
+
+    def __init__(self, width: int = 128, hidden: int = 128, count: int = 4, turned: bool = False) -> None:
+        super().__init__()
+        self.turned = turned
+        sizes = {"gate_up_proj": (2 * hidden, width), "down_proj": (width, hidden)}
+        for name, (out, inner) in sizes.items():
+            weight = torch.randn(count, out, inner) * inner**-0.5
+            setattr(self, name, nn.Parameter(weight.transpose(1, 2).contiguous() if turned else weight))
+
+    def forward(self, x: Tensor, offs: Tensor) -> Tensor:
+        up, down = (w if self.turned else w.transpose(-2, -1) for w in (self.gate_up_proj, self.down_proj))
+        gate, value = torch._grouped_mm(x, up.to(x.dtype), offs).chunk(2, -1)
+        made = torch._grouped_mm(F.silu(gate) * value, down.to(x.dtype), offs)
+        inside = torch.arange(x.shape[0], device=x.device) < offs[-1]
+        return torch.where(inside.unsqueeze(1), made, 0)
+
+
+class Moe(nn.Module):
+    """Tokens are sorted by their experts, multiplied and added, as transformers' `grouped_mm` experts do. The first features of
+    a token choose its experts, so no error of a matmul changes the choice."""
+
+    def __init__(self, width: int = 128, hidden: int = 128, count: int = 4, top: int = 2, turned: bool = False) -> None:
+        super().__init__()
+        self.count, self.top = count, top
+        self.experts = Experts(width, hidden, count, turned)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.reshape(-1, x.shape[-1])
+        probabilities, chosen = tokens[:, : self.count].float().softmax(-1).topk(self.top)
+        expert, order = chosen.reshape(-1).sort()
+        sizes = torch.histc(expert.float(), self.count, 0, self.count - 1)
+        made = self.experts(tokens[order // self.top], sizes.cumsum(0).to(torch.int32))
+        made = made * probabilities.reshape(-1)[order].unsqueeze(-1).to(made.dtype)
+        back = torch.empty_like(order)
+        back[order] = torch.arange(order.shape[0], device=order.device)
+        return made[back].view(*tokens.shape[:-1], self.top, -1).sum(-2).view(x.shape)
