@@ -30,6 +30,7 @@ from .amax_groups import NO_GROUPS, AmaxGroups, amax_groups
 from .async_tp import complete, expose
 from .collect import collect, edges
 from .decide import decide
+from .fallbacks import spell, unspell
 from .fuse import fuse
 from .gathered import gatherable, unite
 from .lower import lower, lower_scales, split_casts
@@ -78,6 +79,9 @@ class Joint:
     def unite(self) -> int:
         return unite(self.graph)
 
+    def spell(self) -> int:
+        return spell(self.graph)
+
     def collect(self) -> int:
         self.matmuls, self.opaque = collect(self.graph, self.inputs)
         self.edges = edges(self.graph, self.matmuls)
@@ -119,6 +123,9 @@ class Joint:
             self.written = observe(self.graph, self.plan, self.pages)
         return 0 if self.written is None else len(self.written.amaxes)
 
+    def unspell(self) -> int:
+        return unspell(self.graph)
+
     def update_state(self) -> int:
         if self.pages is None or self.written is None:
             return 0
@@ -127,6 +134,7 @@ class Joint:
 
 JOINT: tuple[Pass[Joint], ...] = (
     Pass("unite", Joint.unite),  # a weight that FSDP2 gathered in FP8 is one tensor, however many operators read it
+    Pass("spell", Joint.spell),  # transformers' loops over experts as grouped matmuls
     Pass("collect", Joint.collect, optional=True),  # every matmul: its name, role and operands
     Pass("decide", Joint.decide),  # FP8, or the reason why not: what is possible, then what the policy says
     Pass("weigh", Joint.weigh, optional=True),  # what FP8 would not make faster stays in high precision
@@ -134,6 +142,7 @@ JOINT: tuple[Pass[Joint], ...] = (
     Pass("plan", Joint.make_plan),  # which tensors are quantized, and in which slot the scale of each lives
     Pass("all_gathers", Joint.find_all_gathers, optional=True),  # which all-gathers of the graph can carry FP8
     Pass("quantize", Joint.quantize),  # casts and FP8 matmuls in the graph
+    Pass("unspell", Joint.unspell),  # those that stay in high precision as they were
     Pass("update_state", Joint.update_state),  # the next scaling state
 )
 EARLY_POST_GRAD: tuple[Pass[Graph], ...] = (

@@ -60,7 +60,7 @@ def test_ten_steps_of_changing_routes(recipe: str, turned: bool) -> None:
         high = run(exact, exact, x, ends(sizes), dy)
         for name in expected:
             assert sqnr(expected[name], got[name]) > 30, f"step {number}: {name}"
-            assert sqnr(high[name], got[name]) > (28 if name == "y" else 24) - 4, f"step {number}: {name}"
+            assert sqnr(high[name], got[name]) > 20, f"step {number}: {name}"  # behind two or three matmuls in FP8
         empty = sizes.index(0)
         assert not got["down_proj"][empty].any() and not got["gate_up_proj"][empty].any()
     assert all(record.decision == "fp8" for record in fp8compile.report(model).matmuls)

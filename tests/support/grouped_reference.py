@@ -85,9 +85,12 @@ class _Grouped(torch.autograd.Function):
         owner, settings = ctx.owner, ctx.owner.settings
         scale = owner.scale(ctx.number, "gradient", dy[: int(offs[-1])])
         dx, dw = torch.zeros_like(x), torch.zeros_like(weight)
+        w_scale = ctx.scales[1]
+        if settings.block("weight", "dgrad") == (0, 0) and w_scale is None:  # rowwise_with_gw_hp
+            w_scale = scale_of(amax_of(weight), settings.format("weight")[1])
         for group, start, end in _groups(offs):
             rows = dy[start:end]
-            w8: Quantized = settings.quantize(weight[group], "weight", "dgrad", ctx.scales[1])
+            w8: Quantized = settings.quantize(weight[group], "weight", "dgrad", w_scale)
             dx[start:end] = scaled_mm(settings.quantize(rows, "gradient", "dgrad", scale), w8, x.dtype)
             x8 = settings.quantize(x[start:end].t(), "input", "wgrad", ctx.scales[0])
             if settings.high_wgrad:
