@@ -7,7 +7,7 @@ alone; M and E are known when a graph is compiled. Rows from offs[-1] on belong 
     group_rows(offs, M, align)              [P] int32: the row of x that each row of the padded order holds
     group_offsets(offs, align)              [E] int32: the ends of the groups in the padded order
     group_amax(x, offs)                     [M, C] -> [E, C]: the amax of each column in each group
-    of_groups(scale, offs, M, align)        [E, C] -> [C, P / align]: these scales, one for `align` rows of the padded order
+    of_groups(scale, offs, rows, align)     [E, C] -> [C, P / align]: these scales, one for `align` rows of the padded order
     grouped_mm(a, b, a_inv, b_inv, offs, ...)
 
 A wgrad contracts over the rows of each group, and tensor cores take a multiple of 16 of them. So the transposed copies that it
@@ -52,6 +52,7 @@ def _group_rows(offs: Tensor, rows, align: int) -> Tensor:
 
 @define_op("(Tensor offs, SymInt rows, int align) -> Tensor", _group_rows)
 def group_rows(offs: Tensor, rows, align: int) -> Tensor:
+    borders(offs, rows)
     return rows_of_groups(offs, rows, align)
 
 
@@ -93,20 +94,19 @@ def group_amax(x: Tensor, offs: Tensor) -> Tensor:
     return made
 
 
-def _of_groups(scale: Tensor, offs: Tensor, rows, align: int) -> Tensor:
-    blocks = padded_size(rows, offs.shape[0], align) // align
-    return torch.empty(scale.shape[1], blocks, dtype=torch.float32, device=scale.device)
+def _of_groups(scale: Tensor, _offs: Tensor, rows: Tensor, align: int) -> Tensor:
+    return torch.empty(scale.shape[1], rows.shape[0] // align, dtype=torch.float32, device=scale.device)
 
 
-@define_op("(Tensor scale, Tensor offs, SymInt rows, int align) -> Tensor", _of_groups)
-def of_groups(scale: Tensor, offs: Tensor, rows, align: int) -> Tensor:
+@define_op("(Tensor scale, Tensor offs, Tensor rows, int align) -> Tensor", _of_groups)
+def of_groups(scale: Tensor, offs: Tensor, rows: Tensor, align: int) -> Tensor:
     return scales_of_groups(scale, offs, rows, align)
 
 
-def scales_of_groups(scale: Tensor, offs: Tensor, rows, align: int) -> Tensor:
+def scales_of_groups(scale: Tensor, offs: Tensor, rows: Tensor, align: int) -> Tensor:
     """For each `align` rows of the padded order, the scales of the group that they belong to."""
     count = offs.shape[0]
-    block = torch.arange(padded_size(rows, count, align) // align, device=offs.device)
+    block = torch.arange(rows.shape[0] // align, device=offs.device)
     group = (block.unsqueeze(1) * align >= padded_offsets(offs, align)).sum(1).clamp(max=count - 1)
     return taken(scale, group).t().contiguous()
 

@@ -28,28 +28,38 @@ class Groups:
 
     def __init__(self, after: Callable[..., Emitter]):
         self.after = after
-        self.written: dict[tuple, Node] = {}
+        self.orders: dict[tuple[Node, str, int], Node] = {}
+        self.ends: dict[tuple[Node, int], Node] = {}
 
-    def rows(self, operand: Operand, matrix: Matrix) -> tuple[Node, ...]:
-        """The padded order of an operand whose rows are divided into groups; () for any other operand."""
+    def rows(self, operand: Operand, source: Node) -> tuple[Node, ...]:
+        """The padded order of an operand, as the matrix `source`, whose rows are divided into groups; () for any other operand."""
         if operand.offs is None:
             return ()
-        return (self.once(grouped.group_rows, operand, operand.offs, matrix.shape[0], _align(operand)),)
+        key = (operand.offs, str(value(source).shape[0]), _align(operand))
+        if key not in self.orders:
+            emit = self.after(max(operand.offs, source), operand, recompute=None, ac_graph_id=None)
+            size = value(source).shape[0]
+            known = size if isinstance(size, int) else emit(aten.sym_size.int, source, 0)
+            self.orders[key] = emit(grouped.group_rows, operand.offs, known, _align(operand))
+        return (self.orders[key],)
 
-    def once(self, op: Callable, operand: Operand, offs: Node, *args) -> Node:
-        key = (op, offs, *map(str, args))
-        if key not in self.written:
-            self.written[key] = self.after(offs, operand, recompute=None, ac_graph_id=None)(op, offs, *args)
-        return self.written[key]
+    def offsets(self, operand: Operand) -> Node:
+        """The ends of the groups in the padded order."""
+        key = (operand.offs, _align(operand))
+        if key not in self.ends:
+            emit = self.after(operand.offs, operand, recompute=None, ac_graph_id=None)
+            self.ends[key] = emit(grouped.group_offsets, *key)
+        return self.ends[key]
 
-    def scales_of_columns(self, emit: Emitter, operand: Operand, matrix: Matrix, source: Node) -> tuple[Node, Node]:
+    def scales_of_columns(self, emit: Emitter, operand: Operand, source: Node) -> tuple[Node, Node]:
         """(scale, inverse) of the transposed copy, with a scale for each column of each group: the scale for each `align` rows of
         the padded order, and the inverse [E, C]."""
         amax = emit(grouped.group_amax, source, operand.offs)
         emit.meta["recompute"] = compat.MUST_SAVE
         scale = emit(ops.current_scale, amax, operand.format.max, operand.scaling.margin, operand.scaling.power_of_2)
         inverse = emit(ops.inverse, scale)
-        return emit(grouped.of_groups, scale, operand.offs, matrix.shape[0], _align(operand)), inverse
+        emit.meta.pop("recompute")
+        return emit(grouped.of_groups, scale, operand.offs, self.rows(operand, source)[0], _align(operand)), inverse
 
     def product(
         self,
@@ -67,7 +77,7 @@ class Groups:
             b8 = _stacked(emit, b8, stack.stack, transposed)
             b_inv = b_inv if b.scaling.block == WHOLE else _stacked(emit, b_inv, stack.stack, transposed)
         else:
-            offs = self.once(grouped.group_offsets, a, offs, _align(a))  # type: ignore[arg-type]
+            offs = self.offsets(a)
         blocks = [list(x.scaling.block) for x in (a, b)]
         return emit(grouped.grouped_mm, copies[0], b8, inverses[0], b_inv, offs, value(matmul.node).dtype, fast, *blocks)
 

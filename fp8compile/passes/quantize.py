@@ -163,7 +163,7 @@ class _Writer:
         form, block = operand.format, list(block_of(operand, transposed))
         scale = self.scale_of(operand, matrix, transposed)[0]
         source = self.matrix(matrix, operand)
-        rows = self.groups_of.rows(operand, matrix)
+        rows = self.groups_of.rows(operand, source)
         recompute = operand.reader.meta.get("recompute")  # the tag of the user's checkpointing, if any
         kept = operand.key.role == "weight" and recompute is None and not operand.recipe.recast_weights
         both = {(operand, shape, False), (operand, shape, True)} <= self.demand and block_of(operand, True) == block_of(operand, False)
@@ -280,11 +280,11 @@ class _Writer:
             return scale, inverse
         source = self.matrix(matrix, operand)
         emit = self.after(source, operand, recompute=None, ac_graph_id=None)
-        rows = self.groups_of.rows(operand, matrix)
+        rows = self.groups_of.rows(operand, source)
         if rows:
             emit = self.after(max([source, *rows]), operand, recompute=None, ac_graph_id=None)
         if rows and block == ROW_OF_GROUP:
-            return self.groups_of.scales_of_columns(emit, operand, matrix, source)
+            return self.groups_of.scales_of_columns(emit, operand, source)
         amax = emit(ops.amax_blocks, source, transposed, list(block), *rows)
         emit.meta["recompute"] = compat.MUST_SAVE
         scale = emit(ops.current_scale, amax, operand.format.max, operand.scaling.margin, operand.scaling.power_of_2)
@@ -298,7 +298,7 @@ class _Writer:
                 source = all_gathers.local_matrix(emit, self.gathers.moved[operand])
             else:
                 source = self.matrix(operand.matrix, operand)
-                rows = self.groups_of.rows(operand, operand.matrix)
+                rows = self.groups_of.rows(operand, source)
                 emit = self.after(max([source, *rows]), operand, recompute=None, ac_graph_id=None)
             self.amaxes[operand] = emit(ops.amax, source, *rows)
         return self.amaxes[operand]
