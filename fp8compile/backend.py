@@ -51,6 +51,7 @@ from .runtime.phases import ScheduledGraph
 logger = get_logger(__name__)
 
 RESHARDED = "weights are cast again in backward: FSDP2 reshards them after forward"
+RECOMPUTABLE = (ops.quantize, ops.quantize_both, ops.amax_blocks, ops.transposed, grouped.group_rows)
 INLINED = (
     "compiled autograd takes over the backward, in which delayed scaling cannot keep its state: every tensor is scaled by its "
     "current amax, as with recipe 'tensorwise'"
@@ -180,7 +181,7 @@ def _compile_once(
             chosen.inductor.get("joint_custom_pre_pass"),
         ),
         "custom_partitioner_fn": chosen.inductor.get("custom_partitioner_fn")
-        or compat.Partitioner([op.name() for op in (ops.quantize, ops.quantize_both, ops.amax_blocks, ops.transposed, grouped.group_rows)]),
+        or compat.Partitioner([op.name() for op in RECOMPUTABLE]),
     }
     # DDPOptimizer expects one lazy backward for each graph, but with a schedule each graph is compiled twice
     at_once = policy.schedule is not None
@@ -226,8 +227,11 @@ def _report(done: Rewritten, inputs: Inputs, chosen: Options, device: Device | N
     for complaint in done.complaints:
         _complain(chosen, complaint)
     logger.info("fp8: %s", report.summary())
-    for recipe in sorted({matmul.recipe.name for matmul in done.matmuls if matmul.fp8 and matmul.emulated}):
-        where = device.name if device is not None else "this device"
+    where = device.name if device is not None else "this device"
+    emulated = [matmul for matmul in done.matmuls if matmul.fp8 and matmul.emulated]
+    if any(matmul.groups for matmul in emulated):
+        _complain(chosen, f"experts in FP8 are emulated in bf16 on {where}, and not faster: only Hopper has their matmul")
+    for recipe in sorted({matmul.recipe.name for matmul in emulated if not matmul.groups}):
         *others, last = [repr(name) for name, made in BUILT_IN.items() if made.needs is None and made.cost is not None]
         whose = f": it is {BUILT_IN[recipe].whose}'s" if BUILT_IN[recipe].whose else ""
         what = f"{recipe} is emulated in bf16 on {where}, exact and not faster{whose}."

@@ -1,7 +1,7 @@
 """A mixture-of-experts layer without attention: a router, and gated experts as two grouped matmuls.
 
-It does what transformers' default `grouped_mm` experts do: tokens are sorted by expert, each expert's rows are multiplied with its
-own matrix of a stack, and the results are weighted and added per token.
+It does what transformers' default `grouped_mm` experts do: tokens are sorted by expert, each expert's rows are multiplied with
+its own matrix of a stack, and the results are weighted and added per token.
 """
 
 from __future__ import annotations

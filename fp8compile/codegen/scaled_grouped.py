@@ -1,7 +1,7 @@
 """The lowering of FP8 matmuls of groups (`ir.grouped.grouped_mm`), and the choice between their forms.
 
-    grouped        `aten._scaled_grouped_mm`, the first version: Inductor has no lowering for the second. It takes a scale for each
-                   row of both operands, so one scale is spread over a vector. Its result is bf16
+    grouped        `aten._scaled_grouped_mm`, the first version: Inductor has no lowering for the second. It takes a scale for
+                   each row of both operands, so one scale is spread over a vector. Its result is bf16
     emulated       `aten._grouped_mm`, in bf16, of the values that the FP8 operands stand for: none of FP8's speed
     reference      float32 on a CPU, where the operator stays as it is
 
@@ -74,8 +74,8 @@ def emulated(
     a_block: Sequence[int],
     b_block: Sequence[int],
 ) -> Tensor:
-    """A bf16 matmul of the values that the operands stand for. They are exact where scales are powers of two, and else rounded to
-    8 significant bits."""
+    """A bf16 matmul of the values that the operands stand for. They are exact where scales are powers of two, and else rounded
+    to 8 significant bits."""
     x, y = (_values(copy, inv, offs, block) for copy, inv, block in ((a, a_inv, a_block), (b, b_inv, b_block)))
     return aten._grouped_mm.default(x, y.transpose(-2, -1), offs).to(out_dtype)
 
@@ -98,8 +98,8 @@ def _values(copy: Tensor, inverse: Tensor, offs: Tensor, block: Sequence[int]) -
 
 
 def amax_of_groups(x: Tensor, offs: Tensor) -> Tensor:
-    """[E, C] float32: the largest magnitude of each column in each group, by a maximum of the bits of magnitudes: the bits of NaN
-    are above those of infinity."""
+    """[E, C] float32: the largest magnitude of each column in each group, by a maximum of the bits of magnitudes: the bits of
+    NaN are above those of infinity."""
     count = offs.shape[0]
     row = torch.arange(x.shape[0], device=x.device)
     group = (row.unsqueeze(1) >= offs).sum(1).unsqueeze(1).expand(x.shape)

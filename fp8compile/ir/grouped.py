@@ -29,7 +29,6 @@ from torch import Tensor
 from torch.fx import Node
 
 from ..errors import Fp8CompileError
-
 from . import ops
 from .ops import block_product, define_op
 
@@ -147,20 +146,24 @@ def grouped_mm(
         if end == start:
             continue
         if rows_grouped:
-            inverses = a_inv if a_inv.dim() == 1 else a_inv[start:end], b_inv if b_inv.dim() == 1 else b_inv[group]
-            operands = a[start:end], b[group]
+            x, y = a[start:end], b[group]
+            x_inv, y_inv = (a_inv if a_inv.dim() == 1 else a_inv[start:end]), (b_inv if b_inv.dim() == 1 else b_inv[group])
         else:
-            inverses = tuple(
-                inv if inv.dim() == 1 else inv[group].unsqueeze(1) if not size else inv[:, start // size : -(-end // size)]
-                for inv, (_, size) in ((a_inv, a_block), (b_inv, b_block))
-            )
-            operands = a[:, start:end], b[:, start:end]
-        result = block_product(*operands, *inverses, None, out_dtype, fast_accum, a_block, b_block)
+            x, y = a[:, start:end], b[:, start:end]
+            x_inv, y_inv = (_of_group(inv, block, group, start, end) for inv, block in ((a_inv, a_block), (b_inv, b_block)))
+        result = block_product(x, y, x_inv, y_inv, None, out_dtype, fast_accum, a_block, b_block)
         if rows_grouped:
             made[start:end] = result
         else:
             made[group] = result
     return made
+
+
+def _of_group(inverse: Tensor, block: Sequence[int], group: int, start: int, end: int) -> Tensor:
+    """The inverses that a wgrad reads for the columns from `start` to `end`."""
+    if inverse.dim() == 1:
+        return inverse
+    return inverse[:, start // block[1] : -(-end // block[1])] if block[1] else inverse[group].unsqueeze(1)
 
 
 def borders(offs: Tensor, size: int) -> list[tuple[int, int]]:

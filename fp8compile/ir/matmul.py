@@ -39,7 +39,7 @@ def offs_of(node: Node) -> Node | None:
 
 
 def operands(node: Node, more: tuple = ()) -> tuple[Matrix, Matrix]:
-    """What the arguments a and b of a matmul were made from. `more`: further operators that change no value, to look through."""
+    """What the arguments a and b of a matmul were made from. `more`: further operators that change no value."""
     grouped = offs_of(node) is not None
     a, b = (peel_stack(x, more) if grouped and value(x).dim() == 3 else peel(x, more) for x in factors(node))
     return a, b
@@ -52,8 +52,8 @@ def addend_of(node: Node) -> Node | None:
 
 
 class OperandKey(NamedTuple):
-    """Gemms with equal keys share the FP8 copies of a tensor. `gradient` is part of it: gradients have their own format. `offs`:
-    what divides its rows into groups."""
+    """Gemms with equal keys share the FP8 copies of a tensor. `gradient` is part of it: gradients have their own format. `offs`
+    divides its rows into groups."""
 
     base: Node
     gradient: bool

@@ -107,7 +107,8 @@ def ordered(x: Tensor, rows: Tensor) -> Tensor:
     """The rows of x in the order of `rows`, `[P, C]`: zeros where that is negative."""
     if x.shape[0] == 0:
         return x.new_zeros(rows.shape[0], x.shape[1])
-    return torch.where((rows >= 0).unsqueeze(1), torch.ops.aten.index.Tensor(x, [rows.clamp(min=0)]), torch.zeros((), dtype=x.dtype, device=x.device))
+    taken = torch.ops.aten.index.Tensor(x, [rows.clamp(min=0)])
+    return torch.where((rows >= 0).unsqueeze(1), taken, torch.zeros((), dtype=x.dtype, device=x.device))
 
 
 def _amaxes(x: Tensor, transposed: bool, block: Sequence[int], order: Tensor | None = None) -> Tensor:

@@ -84,6 +84,8 @@ def all_gathers(matmuls: Iterable[Matmul], plan: Plan) -> AllGathers:
 def _reason(gather: AllGather, operands: Mapping[Operand, AllGather], matmuls: Mapping[Node, Matmul]) -> str:
     """Why a gather stays in high precision; "" if it can carry FP8."""
     for operand in operands:
+        if operand.offs is not None or operand.matrix.stack > 1:
+            return "read by a grouped matmul"
         if operand.scaling.block != WHOLE:
             return f"recipe {operand.recipe.name!r} has more than one scale a tensor"
     if len(operands) > 1:

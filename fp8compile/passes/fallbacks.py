@@ -7,8 +7,8 @@ experts, wait for the device at each call, and hide their matmuls:
     g = transformers.grouped_mm_fallback_backward(x, w, offs, dy)   ->   dx = _grouped_mm(dy, permute(w), offs)
     dx = g[0]; dw = g[1]                                                 dw = _grouped_mm(permute(x), dy, offs)
 
-`spell` writes them so, for `collect` and the passes behind it. `unspell` turns the matmuls that stay in high precision into calls
-of transformers' operators again, one for each.
+`spell` writes them so, for `collect` and the passes behind it. `unspell` turns the matmuls that stay in high precision into
+calls of transformers' operators again, one for each.
 """
 
 from __future__ import annotations

@@ -93,6 +93,8 @@ def _gatherable(weight: Node, parameter: Node, known: dict[Node, Matmul], fnuz: 
             return Gatherable(matmul.reason)
         if operand is None or matmul.parameter is not parameter or operand.base is not weight:
             return Gatherable(f"read by {matmul.fqn}, which has another weight")
+        if operand.stack > 1:
+            return Gatherable("a stack of matrices")
         if not same_shape(operand.shape, value(weight).shape):
             return Gatherable("multiplied in another shape than it has")
         scalings[matmul.recipe.scaling("weight", matmul.gemm)] = matmul.recipe.name

@@ -32,7 +32,7 @@ class Groups:
         self.ends: dict[tuple[Node, int], Node] = {}
 
     def rows(self, operand: Operand, source: Node) -> tuple[Node, ...]:
-        """The padded order of an operand, as the matrix `source`, whose rows are divided into groups; () for any other operand."""
+        """The padded order of an operand (the matrix `source`) whose rows are divided into groups; () for any other one."""
         if operand.offs is None:
             return ()
         key = (operand.offs, str(value(source).shape[0]), _align(operand))
@@ -45,6 +45,7 @@ class Groups:
 
     def offsets(self, operand: Operand) -> Node:
         """The ends of the groups in the padded order."""
+        assert operand.offs is not None
         key = (operand.offs, _align(operand))
         if key not in self.ends:
             emit = self.after(operand.offs, operand, recompute=None, ac_graph_id=None)
@@ -52,8 +53,8 @@ class Groups:
         return self.ends[key]
 
     def scales_of_columns(self, emit: Emitter, operand: Operand, source: Node) -> tuple[Node, Node]:
-        """(scale, inverse) of the transposed copy, with a scale for each column of each group: the scale for each `align` rows of
-        the padded order, and the inverse [E, C]."""
+        """(scale, inverse) of the transposed copy, with a scale for each column of each group: the scale for each `align` rows
+        of the padded order, and the inverse [E, C]."""
         amax = emit(grouped.group_amax, source, operand.offs)
         emit.meta["recompute"] = compat.MUST_SAVE
         scale = emit(ops.current_scale, amax, operand.format.max, operand.scaling.margin, operand.scaling.power_of_2)

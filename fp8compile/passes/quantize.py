@@ -166,7 +166,9 @@ class _Writer:
         rows = self.groups_of.rows(operand, source)
         recompute = operand.reader.meta.get("recompute")  # the tag of the user's checkpointing, if any
         kept = operand.key.role == "weight" and recompute is None and not operand.recipe.recast_weights
-        both = {(operand, shape, False), (operand, shape, True)} <= self.demand and block_of(operand, True) == block_of(operand, False)
+        both = {(operand, shape, False), (operand, shape, True)} <= self.demand and block_of(operand, True) == block_of(
+            operand, False
+        )
         if both and (kept or operand.key.role == "input"):
             scales = {layout: self.scale_of(operand, matrix, layout)[0] for layout in (False, True)}
             behind = max([*scales.values(), *rows])  # the last one in the graph
@@ -179,8 +181,8 @@ class _Writer:
                 # one operator, one read: the forward writes its own copy and the one that the backward reads
                 emit = self.after(behind, operand, recompute=compat.MUST_SAVE if kept else recompute)
                 other = None if scales[True] is scales[False] else scales[True]
-                how = (form.dtype, form.max, other, block, *rows)
-                made = _of(operand, emit(ops.quantize_both, source, scales[False], *how))
+                given = (source, scales[False], form.dtype, form.max, other, block, *rows)
+                made = _of(operand, emit(ops.quantize_both, *given))
                 emit.anchor = made.next
                 for layout in (False, True):
                     self.copies[operand, shape, layout] = emit(operator.getitem, made, int(layout))
@@ -262,6 +264,10 @@ class _Writer:
                 scale = emit(ops.agreed_scale, agreed, amax, number, gather.group, *how)
                 return scale, emit(ops.inverse, scale)
             scale = emit(ops.delayed_scale, snapshot, amax, operand.slot, operand.format.max, margin, watched)
+            if operand.offs is not None or operand.matrix.stack > 1:
+                # Inductor's kernels read it, and expect an input of the backward at a multiple of 16 bytes. A stored inverse is
+                # not at one: the backward takes it from the snapshot, which is
+                emit.meta["recompute"] = compat.MUST_RECOMPUTE
             return scale, emit(ops.delayed_inverse, snapshot, scale, operand.slot)
         over = (None if gather is None else gather.group, self.groups.of(operand))
         for group in dict.fromkeys(name for name in over if name is not None):

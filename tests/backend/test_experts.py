@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 import fp8compile
+from fp8compile.dryrun.fake_gpu import unavailable
+from tests.support.executed import executed
 from tests.support.grouped_reference import GroupedReference
 from tests.support.harness import ALL_FP8, histories, sqnr
 from tests.support.models import Experts, Moe
@@ -174,6 +176,27 @@ def test_any_number_of_tokens() -> None:
         got, high = run(model, step, x, ends(sizes), dy), run(exact, exact, x, ends(sizes), dy)
         for name in high:
             assert sqnr(high[name], got[name]) > 18, name
+
+
+@pytest.mark.compat
+@pytest.mark.skipif(unavailable() is not None, reason=unavailable() or "")
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "rowwise", "blockwise"])
+def test_the_plan_for_a_gpu(recipe: str) -> None:
+    """Code for a described H200, run on a CPU, whose memory is NaN until it is written."""
+    with executed() as plan:
+        model, plain = made(count=4), made(count=4)
+        step = torch.compile(model, backend="fp8", options={"recipe": recipe, "policy": ALL_FP8})
+        reference = GroupedReference(recipe)
+        for number, sizes in enumerate(([100, 0, 17, 183], [0, 257, 16, 15], [1, 1, 1, 1])):
+            x, dy = batch(number)
+            got = run(model, step, x, ends(sizes), dy)
+            with reference.step():
+                expected = run(plain, plain, x, ends(sizes), dy)
+            for name in expected:
+                assert sqnr(expected[name], got[name]) > 30, f"step {number}: {name}"
+        assert all(record.decision == "fp8" for record in fp8compile.report(model).matmuls)
+    assert plan.scaled == {"delayed": 2 * 6, "blockwise": 0}.get(recipe, 3 * 6)  # the first call of delayed scaling is cold
+    assert any("transpose" in kernel.name for kernel in plan.kernels if kernel.ours)
 
 
 def test_a_layer_of_experts_between_training_and_evaluation() -> None:

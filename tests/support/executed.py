@@ -205,6 +205,41 @@ class _Extern:
         product = (a.double() * scales[0]) @ (b.double() * scales[1])
         return out.copy_(product + bias.double() if bias is not None else product)
 
+    def _scaled_grouped_mm(
+        self,
+        a: Tensor,
+        b: Tensor,
+        scale_a: Tensor,
+        scale_b: Tensor,
+        offs: Tensor,
+        bias: Tensor | None = None,
+        scale_result: Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+        use_fast_accum: bool = False,
+    ) -> Tensor:
+        """Rows of no group stay unwritten, as on a GPU."""
+        assert bias is None and scale_result is None and out_dtype == torch.bfloat16
+        assert a.stride(-1) == 1 and b.stride(-2) == 1 and not (a.stride(0) % 16 or b.stride(-1) % 16)
+        assert scale_a.is_contiguous() and scale_b.stride(-1) == 1 and scale_a.dim() == 1
+        assert a.data_ptr() % 16 == 0 and b.data_ptr() % 16 == 0 and offs.dtype == torch.int32
+        self.plan.scaled += 1
+        rows, count = b.dim() == 3, offs.shape[0]
+        shape = (a.shape[0], b.shape[2]) if rows else (count, a.shape[0], b.shape[1])
+        out = _empty(shape, torch.empty(shape, device="meta").stride(), out_dtype)
+        start = 0
+        for group, end in enumerate(offs.tolist()):
+            if rows:
+                assert scale_a.shape == a.shape[:1] and scale_b.shape == (count, b.shape[2])
+                product = a[start:end].double() @ b[group].double()
+                out[start:end] = product * scale_a[start:end, None].double() * scale_b[group].double()
+            else:
+                assert start % 16 == end % 16 == 0 and scale_a.shape[0] == count * a.shape[0]
+                product = a[:, start:end].double() @ b[start:end].double()
+                scales = scale_a.view(count, -1)[group, :, None].double() * scale_b.view(count, -1)[group].double()
+                out[group] = product * scales
+            start = end
+        return out
+
 
 def _spread(scale: Tensor, of: Tensor) -> Tensor:
     """Scales of the tensor, of rows (or columns) or of blocks, spread to the elements of `of`."""

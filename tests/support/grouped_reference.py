@@ -1,8 +1,8 @@
 """The oracle for experts: grouped matmuls in eager FP8, a loop over the experts in plain torch.
 
-Each matmul of an expert is quantized as a linear layer's (`reference_settings`): inputs and gradients row by row of that expert,
-or with one scale for the rows of all experts; weights matrix by matrix, or with one scale for the stack. Formats are E4M3.
-Nothing here is imported from fp8compile.
+Each matmul of an expert is quantized as a linear layer's (`reference_settings`): inputs and gradients row by row of that
+expert, or with one scale for the rows of all experts; weights matrix by matrix, or with one scale for the stack. Formats are
+E4M3. Nothing here is imported from fp8compile.
 """
 
 from __future__ import annotations
