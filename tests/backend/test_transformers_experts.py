@@ -1,0 +1,98 @@
+"""Mixtures of experts of the transformers library, tiny: what becomes FP8, and that they train."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+
+import fp8compile
+from tests.support.harness import ALL_FP8, sqnr
+
+transformers = pytest.importorskip("transformers")
+
+BF16 = torch.bfloat16
+COMMON = dict(hidden_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=128)
+FEW = dict(num_experts_per_tok=2)
+MODELS: dict[str, dict[str, Any]] = {
+    "Qwen3Moe": dict(FEW, intermediate_size=256, moe_intermediate_size=128, num_experts=8, head_dim=32),
+    "Mixtral": dict(FEW, intermediate_size=128, num_local_experts=4),
+    "GptOss": dict(FEW, intermediate_size=128, num_local_experts=4, head_dim=32),  # with biases, [E, in, out]
+    "Olmoe": dict(FEW, intermediate_size=128, num_experts=4),
+    "GraniteMoe": dict(FEW, intermediate_size=128, num_local_experts=4),
+    "DeepseekV3": dict(
+        FEW,
+        intermediate_size=256,
+        moe_intermediate_size=128,
+        n_routed_experts=8,
+        n_group=2,
+        topk_group=1,
+        first_k_dense_replace=0,
+        kv_lora_rank=32,
+        q_lora_rank=32,
+        qk_rope_head_dim=16,
+        v_head_dim=32,
+        qk_nope_head_dim=16,
+    ),
+}
+QUICK = ("Qwen3Moe", "GptOss")
+
+
+def make(name: str, dtype: torch.dtype = BF16, layers: int = 2) -> torch.nn.Module:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**{**COMMON, **MODELS[name], "num_hidden_layers": layers})
+    return getattr(transformers, f"{name}ForCausalLM")(config).to(dtype)  # type: ignore[no-any-return]
+
+
+def experts_of(model: torch.nn.Module) -> Mapping[tuple[str, str], str]:
+    found = {}
+    for record in fp8compile.report(model).matmuls:
+        if record.groups:
+            found[record.parameter, record.gemm] = record.decision
+    return found
+
+
+def step(model: torch.nn.Module, call: Any, seed: int = 0) -> float:
+    ids = torch.randint(0, 128, (2, 32), generator=torch.Generator().manual_seed(seed))
+    loss = call(input_ids=ids, labels=ids).loss
+    loss.backward()
+    return float(loss)
+
+
+@pytest.mark.parametrize("name", [x if x in QUICK else pytest.param(x, marks=pytest.mark.slow) for x in MODELS])
+def test_each_layer_has_six_matmuls_in_fp8_and_learns(name: str) -> None:
+    model = make(name)
+    keys = list(model.state_dict())
+    call = torch.compile(model, backend="fp8", options={"policy": "moe"})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    losses = []
+    for _ in range(6):
+        losses.append(step(model, call))
+        optimizer.step()
+        optimizer.zero_grad()
+    decisions = experts_of(model)
+    assert len(decisions) == 2 * 6 and set(decisions.values()) == {"fp8"}
+    assert losses[-1] < losses[0] - 0.5
+    assert list(model.state_dict()) == keys
+
+
+@pytest.mark.parametrize("policy", ["fp8", "wgrad kept", "high precision"])
+def test_float32_experts(policy: str) -> None:
+    """transformers calls operators of its own, which loop over the experts. What stays in high precision stays that loop."""
+    options: dict[str, Any] = {
+        "fp8": {"policy": ALL_FP8},
+        "wgrad kept": {"policy": ALL_FP8, "recipe": "rowwise_with_gw_hp"},
+        "high precision": {"policy": {"rules": [{"module": "*", "fp8": "off"}]}},
+    }[policy]
+    plain, model = make("Mixtral", torch.float32, 1), make("Mixtral", torch.float32, 1)
+    expected, got = step(plain, plain), step(model, torch.compile(model, backend="fp8", options=options))
+    decisions = experts_of(model)
+    kept = {"fp8": set(), "wgrad kept": {"wgrad"}, "high precision": {"fprop", "dgrad", "wgrad"}}[policy]
+    assert {gemm for (_, gemm), decision in decisions.items() if decision != "fp8"} == kept and len(decisions) == 6
+    assert got == pytest.approx(expected, rel=1e-5 if policy == "high precision" else 1e-2)
+    floor = 80 if policy == "high precision" else 10
+    for (name, p), (_, q) in zip(plain.named_parameters(), model.named_parameters(), strict=True):
+        if "experts" in name:
+            assert sqnr(p.grad, q.grad) > floor, name
