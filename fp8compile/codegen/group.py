@@ -26,7 +26,7 @@ import torch
 from torch.fx import Node
 
 from .expressions import HEAVY
-from .indexing import REDUCTIONS, Domain, Index, sizes
+from .indexing import REDUCTIONS, Domain, Index, lookups, sizes
 from .scales import SPAN, Scale, amax_of, of_amax
 
 aten = torch.ops.aten
@@ -155,7 +155,10 @@ class Walk:
         return self.seen[key]
 
     def _visit(self, node: Node, index: Index) -> int:
-        if not self.stop(node) and self.depth < DEEPEST:
+        for rows in lookups(index):  # read, whatever it is computed from: other rows than those of the walk
+            self.inputs[rows] = None
+            self.loads.add((rows, self.domain.row_index(rows)))  # type: ignore[arg-type]
+        if not lookups(index) and not self.stop(node) and self.depth < DEEPEST:
             reduced = self._reduction(node, index)
             if reduced is not None:
                 return reduced

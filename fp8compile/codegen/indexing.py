@@ -6,6 +6,8 @@ the column number, or None for a dimension of one element. The index of a result
 a tensor in memory, with the tensor's strides, determines the address.
 
     x [B, T, C] of B*T rows: (row // T, row % T, col)      bias [C]: (col,)      rstd [B, T, 1]: (row // T, row % T, None)
+
+The rows of another matrix may be looked up: in x[i], the tensor x has the index (i, col), where i stands for i[row].
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ REDUCTIONS = (aten.sum.dim_IntList, aten.mean.dim, aten.var_mean.correction, ops
 class Term:
     """`number // divisor % size` of the row or column number (size None: no remainder is needed)."""
 
-    axis: str  # "row" or "col"
+    axis: str | Node  # "row", "col", or a tensor with a number for each row: the row of another matrix
     divisor: sympy.Expr
     size: sympy.Expr | None
 
@@ -131,6 +133,9 @@ class Domain:
             return [(source, tuple(index[order.index(d)] for d in range(len(order))))]
         if node.target is aten.expand.default:
             return [(source, _broadcast(index, sizes(node), sizes(source)))]  # type: ignore[arg-type]
+        if node.target is aten.index.Tensor:
+            looked_up = self._looked_up(node, index)
+            return None if looked_up is None else [(source, looked_up)]
         if node.target in FROM_AMAX:  # a scale, or an inverse, for each row
             return [(source, index)] if index == self.row_index(node) else None  # type: ignore[list-item]
         if not supported(node):
@@ -140,6 +145,16 @@ class Domain:
             for x in node.args[: 1 if node.target in _ONE_OPERAND else None]
             if not isinstance(x, (list, tuple))
         ]
+
+    def _looked_up(self, node: Node, index: Index) -> Index | None:
+        """The index of x in x[i], rows of x; None for any other lookup."""
+        source, given = node.args[0], arg(node, 1)
+        rows = given[0] if len(given) == 1 else None
+        if not isinstance(rows, Node) or rows.meta["val"].dtype not in (torch.int32, torch.int64) or len(sizes(rows)) != 1:
+            return None
+        if len(sizes(source)) != 2 or index != self.full(sizes(node)) or index[0] is None or self.row_index(rows) is None:  # type: ignore[arg-type]
+            return None
+        return Term(rows, sympy.Integer(1), None), index[1]
 
     def reduction(self, node: Node) -> tuple[Node, bool] | None:
         """(source, is there one result a row?) of a sum, mean, variance or amax over one of the two dimensions; None for any
@@ -174,13 +189,13 @@ class Domain:
         """The index of a tensor with one scale a row (`axis` "row") or one a column ("col")."""
         return _unravel(axis, sizes(node))
 
-    def address(self, node: Node, index: Index) -> dict[tuple[str, sympy.Expr, sympy.Expr | None], sympy.Expr]:
+    def address(self, node: Node, index: Index) -> dict[tuple[str | Node, sympy.Expr, sympy.Expr | None], sympy.Expr]:
         """The offset of an element from a tensor's first, as terms {(axis, divisor, size): stride}. Neighbouring dimensions are
         merged into one term."""
         strides = [size_of(s) for s in node.meta["val"].stride()]
         terms: list[tuple[Term, sympy.Expr]] = [(t, s) for t, s in zip(index, strides, strict=True) if t is not None and s != 0]
         merged: dict[tuple, sympy.Expr] = {}
-        for axis in ("row", "col"):
+        for axis in dict.fromkeys(["row", "col", *(term.axis for term, _ in terms)]):
             mine = sorted((x for x in terms if x[0].axis == axis), key=lambda x: -_magnitude(x[0].divisor))
             done: list[tuple[Term, sympy.Expr]] = []
             for term, stride in mine:
@@ -201,9 +216,14 @@ class Domain:
 _ONE_OPERAND = (torch.ops.prims.convert_element_type.default, aten._to_copy.default, aten.clone.default)
 
 
+def lookups(index: Index) -> list[Node]:
+    """The tensors that look up rows."""
+    return [term.axis for term in index if term is not None and isinstance(term.axis, Node)]
+
+
 def varies_with(index: Index) -> str:
     """What a value at this index varies with: "row", "col", "full" for both, "one" for neither."""
-    axes = {term.axis for term in index if term is not None}
+    axes = {"row" if isinstance(term.axis, Node) else term.axis for term in index if term is not None}
     return "full" if len(axes) == 2 else next(iter(axes), "one")
 
 

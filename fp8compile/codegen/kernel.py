@@ -254,7 +254,7 @@ class _Writer:
             operands = self.domain.operands(node, index)
             assert operands is not None, node
             texts = [self.value(*x) if isinstance(x, tuple) else number_text(x) for x in operands]
-            if node.target in VIEWS:
+            if node.target in (*VIEWS, torch.ops.aten.index.Tensor):
                 return texts[0]
             name = f"v{self.count + 1}"
             if node.target in FROM_AMAX:
@@ -285,6 +285,8 @@ class _Writer:
         (`varying`), even if a matrix of one row or column has no term for them."""
         parts = []
         for (axis, divisor, size), stride in self.domain.address(node, index).items():
+            if isinstance(axis, Node):
+                axis = self.value(axis, self.domain.row_index(axis))  # type: ignore[arg-type]
             text = axis if divisor == 1 else f"{axis} // {self.text(divisor)}"
             text = text if size is None else f"{text} % {self.text(size)}"
             parts.append(text if stride == 1 else f"{self.bracketed(text)} * {self.text(stride)}")

@@ -19,6 +19,7 @@ from .scales import of_amax
 
 _PARTS = (aten.slice.Tensor, aten.select.int)  # views of memory
 _MOVES = (aten.cat.default, aten.slice.Tensor, aten.select.int, aten.constant_pad_nd.default, aten.amax.default)
+_MOVES += (aten.index.Tensor,)
 
 
 class Sizes:

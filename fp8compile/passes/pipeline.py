@@ -37,6 +37,7 @@ from .lower import lower, lower_scales, split_casts
 from .plan import Plan, plan
 from .profitability import weigh
 from .quantize import Written, observe, quantize
+from .scatters import scatters
 from .update_state import update_state
 
 logger = get_logger(__name__)
@@ -81,6 +82,9 @@ class Joint:
 
     def spell(self) -> int:
         return spell(self.graph)
+
+    def scatters(self) -> int:
+        return scatters(self.graph)
 
     def collect(self) -> int:
         self.matmuls, self.opaque = collect(self.graph, self.inputs)
@@ -135,6 +139,7 @@ class Joint:
 JOINT: tuple[Pass[Joint], ...] = (
     Pass("unite", Joint.unite),  # a weight that FSDP2 gathered in FP8 is one tensor, however many operators read it
     Pass("spell", Joint.spell),  # transformers' loops over experts as grouped matmuls
+    Pass("scatters", Joint.scatters, optional=True),  # the backward of the experts' permutation as a lookup, which fuses
     Pass("collect", Joint.collect, optional=True),  # every matmul: its name, role and operands
     Pass("decide", Joint.decide),  # FP8, or the reason why not: what is possible, then what the policy says
     Pass("weigh", Joint.weigh, optional=True),  # what FP8 would not make faster stays in high precision
