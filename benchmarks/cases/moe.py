@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..models import Stack
 from .base import Case, Fit, Point, Static, noise, weights
 
 
@@ -70,26 +71,12 @@ class MoeLayer(nn.Module):
         return x + made[back].view(*h.shape[:-1], self.shape.top, h.shape[-1]).sum(-2)
 
 
-class MoeStack(nn.Module):
-    def __init__(self, shape: MoeShape, layers: int):
-        super().__init__()
-        self.layers = nn.ModuleList(MoeLayer(shape) for _ in range(layers))
-
-    def regions(self) -> list[nn.Module]:
-        return list(self.layers)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
 def point(layers: int, variant: Mapping[str, Any], shape: MoeShape | None = None) -> Point:
     found = shape or SHAPES[variant["experts"]]
     tokens = variant["tokens"]
     return Point(
         label="",
-        build=lambda: MoeStack(found, layers),
+        build=lambda: Stack(lambda: MoeLayer(found), layers),
         batches=noise((tokens, found.width)),
         tokens=tokens,
         dtype=weights(variant),

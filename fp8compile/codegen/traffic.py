@@ -18,7 +18,7 @@ from .launch import TALL_ROW_BLOCKS, TALL_TILES, apart
 from .scales import of_amax
 
 _PARTS = (aten.slice.Tensor, aten.select.int)  # views of memory
-_MOVES = (aten.cat.default, aten.slice.Tensor, aten.select.int, aten.constant_pad_nd.default, aten.amax.default)
+_MOVES: tuple = (aten.cat.default, aten.slice.Tensor, aten.select.int, aten.constant_pad_nd.default, aten.amax.default)
 _MOVES += (aten.index.Tensor,)
 
 

@@ -1,13 +1,13 @@
 """scatters: write the backward of a permutation as a lookup of rows.
 
-Experts permute their results back to the order of the tokens, `y = x[inverse]`. Autograd does not know that no row is read twice,
-so its backward fills zeros and adds each row:
+Experts permute their results back to the order of the tokens, `y = x[inverse]`. Autograd does not know that no row is read
+twice, so its backward fills zeros and adds each row:
 
     inverse = index_put(.., [order], arange(n))          order: the second result of a sort
     gx = index_put(zeros, [inverse], gy, accumulate)     ->     gx = gy[order]
 
-A lookup fuses with what reads it, the casts of the gradient included; a scatter does not. If each row of gy is a copy of one row
-for several experts, `gy = expand(dy)`, the lookup reads dy: gx = dy[order // copies].
+A lookup fuses with what reads it, the casts of the gradient included; a scatter does not. If gy holds each row of dy several
+times, one for each expert of a token, the lookup reads dy: gx = dy[order // copies].
 """
 
 from __future__ import annotations
