@@ -37,7 +37,7 @@ class Inliner:
                 return function(*pytree.tree_unflatten(filled, spec))
 
             with fake_mode_of(values), compat.tracing():
-                distinct = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in values]
+                distinct = list(map(_distinct, values))
                 self.traces[key] = make_fx(call, decomposition_table=compat.decompositions())(*distinct)
         return self._copy(self.traces[key], before, [nodes[i] for i in tensors])
 
@@ -57,6 +57,13 @@ class Inliner:
             else:
                 raise AssertionError(f"a lowering must be made of operators only: {node.format_node()}")
         raise AssertionError("a trace ends with its output")
+
+
+def _distinct(value: Any) -> Any:
+    """A tensor like this one in memory of its own; a symbolic size is itself."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 
 def _describe(value: Any) -> Any:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import fp8compile
+from fp8compile.devices.gpu import Gpu
 from fp8compile.dryrun.fake_gpu import unavailable
 from tests.support.executed import executed
 from tests.support.grouped_reference import GroupedReference
@@ -178,23 +179,46 @@ def test_any_number_of_tokens() -> None:
             assert sqnr(high[name], got[name]) > 18, name
 
 
+def planned(recipe: str, tokens: int | None = TOKENS) -> None:
+    """Three steps of the code that is compiled for a described GPU, against the reference. `tokens` None: as many as there are
+    in the groups of a step, so that sizes are symbols."""
+    model, plain = made(count=4), made(count=4)
+    options = {"recipe": recipe, "policy": ALL_FP8}
+    step = torch.compile(model, backend="fp8", options=options, dynamic=tokens is None)
+    reference = GroupedReference(recipe)
+    for number, sizes in enumerate(([100, 0, 17, 183], [0, 257, 16, 15], [1, 1, 1, 1])):
+        x, dy = batch(number, tokens or sum(sizes))
+        got = run(model, step, x, ends(sizes), dy)
+        with reference.step():
+            expected = run(plain, plain, x, ends(sizes), dy)
+        for name in expected:
+            assert sqnr(expected[name], got[name]) > 30, f"step {number}: {name}"
+    assert all(record.decision == "fp8" for record in fp8compile.report(model).matmuls)
+
+
+@pytest.mark.skipif(unavailable() is not None, reason=unavailable() or "")
+def test_the_plan_for_any_number_of_tokens() -> None:
+    with executed() as plan:
+        planned("tensorwise", None)
+    assert plan.scaled == 3 * 6
+
+
+@pytest.mark.skipif(unavailable() is not None, reason=unavailable() or "")
+@pytest.mark.parametrize("recipe", ["delayed", "rowwise", "mxfp8"])
+def test_the_plan_for_a_gpu_without_the_matmul(recipe: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Blackwell multiplies the values in bf16, and a warning says so."""
+    with executed(gpu=Gpu("NVIDIA B200", 10, 0, 148, 180 << 30)) as plan:
+        planned(recipe)
+    assert plan.scaled == 0 and "experts in FP8 are emulated in bf16" in caplog.text
+
+
 @pytest.mark.compat
 @pytest.mark.skipif(unavailable() is not None, reason=unavailable() or "")
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "rowwise", "blockwise"])
 def test_the_plan_for_a_gpu(recipe: str) -> None:
     """Code for a described H200, run on a CPU, whose memory is NaN until it is written."""
     with executed() as plan:
-        model, plain = made(count=4), made(count=4)
-        step = torch.compile(model, backend="fp8", options={"recipe": recipe, "policy": ALL_FP8})
-        reference = GroupedReference(recipe)
-        for number, sizes in enumerate(([100, 0, 17, 183], [0, 257, 16, 15], [1, 1, 1, 1])):
-            x, dy = batch(number)
-            got = run(model, step, x, ends(sizes), dy)
-            with reference.step():
-                expected = run(plain, plain, x, ends(sizes), dy)
-            for name in expected:
-                assert sqnr(expected[name], got[name]) > 30, f"step {number}: {name}"
-        assert all(record.decision == "fp8" for record in fp8compile.report(model).matmuls)
+        planned(recipe)
     assert plan.scaled == {"delayed": 2 * 6, "blockwise": 0}.get(recipe, 3 * 6)  # the first call of delayed scaling is cold
     assert any("transpose" in kernel.name for kernel in plan.kernels if kernel.ours)
 
