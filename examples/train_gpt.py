@@ -23,12 +23,13 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
+from experts import MixtureOfExperts
 from parallel import KINDS, Processes, alike, leave_it_to_the_first, start
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -49,6 +50,8 @@ class Config:
     vocabulary: int  # at least 256, one for each byte; more entries only give the shapes of GPT-2
     steps: int
     batch_size: int
+    experts: int = 0  # in the place of each MLP; 0: none
+    top_k: int = 2  # experts that compute a token
 
 
 CONFIGS = {
@@ -92,7 +95,12 @@ class Block(nn.Module):
         self.attn_norm = nn.LayerNorm(config.width)
         self.attn = Attention(config)
         self.mlp_norm = nn.LayerNorm(config.width)
-        self.mlp = MLP(config)
+        if config.experts:
+            self.mlp: nn.Module = MixtureOfExperts(
+                config.experts, config.top_k, config.width, 4 * config.width, config.layers
+            )
+        else:
+            self.mlp = MLP(config)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attn(self.attn_norm(x))
@@ -451,6 +459,8 @@ def parse_arguments(argv: list[str] | None = None) -> tuple[OneLineParser, argpa
     parser.add_argument("--recipe", choices=recipes, default="delayed", help="how scales are found (default: delayed)")
     formats = "hybrid: gradients are E5M2 (default: the recipe's)"
     parser.add_argument("--fp8-format", choices=("hybrid", "e4m3"), help=formats)
+    parser.add_argument("--experts", type=whole_number, default=0, help="experts in the place of each MLP (default: 0, none)")
+    parser.add_argument("--top-k", type=positive_int, default=2, help="experts that compute a token (default: 2)")
     shared = "how the processes that torchrun started share the work (default: there is one)"
     parser.add_argument("--parallel", choices=KINDS, help=shared)
     parser.add_argument("--data", type=Path, help="a text file or a folder (default: the standard library's sources)")
@@ -461,7 +471,11 @@ def parse_arguments(argv: list[str] | None = None) -> tuple[OneLineParser, argpa
 def main(argv: list[str] | None = None) -> None:
     started = time.perf_counter()
     parser, args = parse_arguments(argv)
-    config = CONFIGS[args.config]
+    if args.experts and args.top_k > args.experts:
+        parser.error(f"--top-k: at most {args.experts}, the number of experts")
+    if args.experts and args.parallel == "tp":
+        parser.error("--experts: not with --parallel tp, which divides MLPs")
+    config = replace(CONFIGS[args.config], experts=args.experts, top_k=args.top_k)
     steps, batch_size = args.steps or config.steps, args.batch_size or config.batch_size
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no CUDA device here")
@@ -485,6 +499,7 @@ def main(argv: list[str] | None = None) -> None:
     if processes.first:
         print(
             f"GPT {args.config}: {config.layers} layers, {config.width} wide, context {config.context}, "
+            f"{f'{config.experts} experts, ' if config.experts else ''}"
             f"{parameters / 1e6:.1f}M parameters\n"
             f"{len(text):,} bytes of text; {steps} steps of {batch_size * config.context} tokens on {args.device}\n"
             f"both runs: float32 weights, bf16 autocast, seed {args.seed}{processes.note}; the FP8 run: {args.recipe} scaling",

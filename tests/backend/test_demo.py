@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import dataclasses
 import json
 import math
 import os
@@ -54,6 +55,19 @@ def test_fp8_trains_to_the_same_loss_as_bf16(text: Tensor, recipe: str, seed: in
     assert run.train_losses != bf16.train_losses  # the run was not bf16
 
 
+def test_experts_train_to_the_same_loss_as_in_bf16(text: Tensor) -> None:
+    config = dataclasses.replace(TINY, experts=4, steps=60)
+    bf16 = train_gpt.train(config, text, evaluations=1)
+    torch._dynamo.reset()
+    with interpreted():
+        run = train_gpt.train(config, text, backend=fp8, evaluations=1)
+    experts = [m for m in fp8compile.report(run.model).graphs[0].matmuls if m.groups]
+    assert len(experts) == 6 * config.layers and {m.decision for m in experts} == {"fp8"}
+    gap = run.val_loss / bf16.val_loss - 1
+    assert abs(gap) < 0.01, f"{run.val_loss:.4f} against bf16's {bf16.val_loss:.4f}, {gap:+.2%}"
+    assert run.train_losses != bf16.train_losses  # the run was not bf16
+
+
 def test_the_demo_runs_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     for name in train_gpt.CONFIGS:
         monkeypatch.setitem(train_gpt.CONFIGS, name, TINY)
@@ -92,6 +106,7 @@ def test_the_demo_runs_from_end_to_end(tmp_path: Path, monkeypatch: pytest.Monke
         ["--recipe", "hybrid"],
         ["--fp8-format", "e5m2"],
         ["--bogus"],
+        ["--top-k", "3", "--experts", "2"],
         ["--data", "no/such/file"],
         ["--data", "/dev/null"],
         ["--out", "/dev/null/out"],
