@@ -245,3 +245,23 @@ def test_a_layer_of_experts_between_training_and_evaluation() -> None:
         grads.append({name: p.grad for name, p in model.named_parameters()})
     for name, grad in grads[0].items():
         assert torch.equal(grad, grads[1][name]), name
+
+
+def test_a_slice_of_a_stack_is_a_weight() -> None:
+    class Sliced(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.randn(4, 256, 128, generator=torch.Generator().manual_seed(0)).to(BF16))
+
+        def forward(self, x: Tensor, offs: Tensor) -> Tensor:
+            gate, up = (torch._grouped_mm(x, half.transpose(-2, -1), offs) for half in self.weight.chunk(2, 1))
+            return gate * up
+
+    model, exact = Sliced(), Sliced()
+    step = torch.compile(model, backend="fp8", options={"recipe": "tensorwise", "policy": ALL_FP8})
+    (x, dy), offs = batch(0), ends([100, 0, 37, 183])
+    got, high = run(model, step, x, offs, dy), run(exact, exact, x, offs, dy)
+    records = fp8compile.report(model).matmuls
+    assert len(records) == 6 and {(r.parameter, r.decision) for r in records} == {("weight", "fp8")}
+    for name in high:
+        assert sqnr(high[name], got[name]) > 20, name
