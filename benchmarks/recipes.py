@@ -3,6 +3,7 @@
     python -m benchmarks.recipes                       # the missing runs of 5 seeds, then the table; about an hour of one core
     python -m benchmarks.recipes --arms bf16,rowwise --seeds 10 --jobs 4
     python -m benchmarks.recipes --show --update docs/recipes.md --plot docs/recipes.png
+    python -m benchmarks.recipes --experts 8 --steps 600 --seeds 3 --arms bf16,float32,delayed,rowwise
 
 The model is the GPT of examples/train_gpt.py: 2 layers, 128 wide, context 64, with a tied output head that stays in high
 precision. Every matmul of its blocks is FP8; the script checks this in the report. A run has 1,500 steps of 512 bytes of text.
@@ -65,7 +66,8 @@ ARMS: dict[str, dict[str, Any] | None] = {
 GOALS = {"rowwise": 0.2, "blockwise": 0.2}  # % of the loss; the others: 0.5
 LATE = 5  # evaluations whose mean is the late loss
 EVERY = 50  # steps between them
-FIELDS = ("steps", "layers", "width", "context", "batch_size", "lr")  # only runs with equal fields are compared
+# only runs with equal fields are compared; runs without one of them have its default
+FIELDS = ("steps", "layers", "width", "context", "batch_size", "lr", "experts", "top_k")
 
 Row = dict[str, Any]
 
@@ -81,10 +83,13 @@ class Study:
     batch_size: int = 8
     lr: float = 1e-3
     windows: int = 1024
+    experts: int = 0
+    top_k: int = 2
 
     @property
     def config(self) -> train_gpt.Config:
-        return train_gpt.Config(self.layers, self.width, self.width // 64, self.context, 256, self.steps, self.batch_size)
+        shape = self.layers, self.width, self.width // 64, self.context, 256
+        return train_gpt.Config(*shape, self.steps, self.batch_size, self.experts, self.top_k)
 
     @property
     def evaluations(self) -> list[int]:
@@ -180,7 +185,7 @@ def converted(arm: str, study: Study) -> int:
 def read(path: Path, study: Study) -> list[Row]:
     """The lines of a file that were made with these settings; the last line for each arm and seed."""
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    same = [line for line in lines if all(line[name] == getattr(study, name) for name in FIELDS)]
+    same = [line for line in lines if all(line.get(name, getattr(Study, name)) == getattr(study, name) for name in FIELDS)]
     return list({(line["arm"], line["seed"]): line for line in same}.values())
 
 
@@ -348,6 +353,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--arms", type=names, default=list(ARMS), help=f"comma-separated: {', '.join(ARMS)} (default: all)")
     add("--seeds", type=train_gpt.positive_int, default=5, help="seeds 0, 1, ... of each arm (default: 5)")
     add("--steps", type=train_gpt.positive_int, default=Study.steps, help=f"of a run (default: {Study.steps})")
+    add("--experts", type=int, default=Study.experts, help="in the place of each MLP, two for each token (default: none)")
     add("--jobs", type=train_gpt.positive_int, default=2, help="processes of one thread at a time (default: 2)")
     add("--out", type=Path, default=PATH, help=f"results, continued if there are some (default: {PATH.name})")
     add("--show", action="store_true", help="train nothing: the table and plot of what is there")
@@ -360,7 +366,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if given.worker:
         work(given.worker, given.of, Study(**json.loads(given.settings)))
         return
-    study = Study(steps=given.steps)
+    study = Study(steps=given.steps, experts=given.experts)
     complete = given.show or run_missing(given.arms, given.seeds, given.jobs, given.out.resolve(), study)
     rows = read(given.out, study)
     try:

@@ -229,9 +229,10 @@ def _report(done: Rewritten, inputs: Inputs, chosen: Options, device: Device | N
     logger.info("fp8: %s", report.summary())
     where = device.name if device is not None else "this device"
     emulated = [matmul for matmul in done.matmuls if matmul.fp8 and matmul.emulated]
-    if any(matmul.groups for matmul in emulated):
-        _complain(chosen, f"experts in FP8 are emulated in bf16 on {where}, and not faster: only Hopper has their matmul")
-    for recipe in sorted({matmul.recipe.name for matmul in emulated if not matmul.groups}):
+    if any(matmul.groups and matmul.recipe.built_in.needs is None for matmul in emulated):
+        why = "Inductor's options let it reorder the graph, so no kernel of ours can be launched there"
+        _complain(chosen, f"experts in FP8 are emulated in bf16 on {where}, and not faster: {why}")
+    for recipe in sorted({matmul.recipe.name for matmul in emulated if matmul.recipe.built_in.needs is not None}):
         *others, last = [repr(name) for name, made in BUILT_IN.items() if made.needs is None and made.cost is not None]
         whose = f": it is {BUILT_IN[recipe].whose}'s" if BUILT_IN[recipe].whose else ""
         what = f"{recipe} is emulated in bf16 on {where}, exact and not faster{whose}."

@@ -2,6 +2,7 @@
 
     grouped        `aten._scaled_grouped_mm`, the first version: Inductor has no lowering for the second. It takes a scale for
                    each row of both operands, so one scale is spread over a vector. Its result is bf16
+    triton         a kernel of our own (`grouped_gemm`): any GPU with FP8, any blocks
     emulated       `aten._grouped_mm`, in bf16, of the values that the FP8 operands stand for: none of FP8's speed
     reference      float32 on a CPU, where the operator stays as it is
 
@@ -18,13 +19,15 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from ..config.recipe import ROW
+from .. import compat
+from ..config.recipe import ROW, Block
 from ..devices.gpu import gpu_of
 from ..ir import ops
 from ..ir.fx_utils import value
 from ..ir.grouped import taken
+from .grouped_gemm import launch_grouped
 from .scale_layouts import stored
-from .scaled_mm_kind import EMULATED, GROUPED, how_grouped
+from .scaled_mm_kind import GROUPED, TRITON, how_grouped
 
 aten = torch.ops.aten
 
@@ -33,12 +36,15 @@ def lower_grouped_mm(node: Node, inline: Callable[..., Node]) -> Node:
     """Insert the form of a `grouped_mm` before its node. Returns the node of the result."""
     args: Any = node.args
     a, b, a_inv, b_inv, offs, out_dtype, fast_accum, *blocks = args
-    a_block, b_block = map(tuple, blocks)
-    forms: dict[str, tuple] = {
-        GROUPED: (grouped, a, b, a_inv, b_inv, offs, out_dtype, fast_accum),
-        EMULATED: (emulated, a, b, a_inv, b_inv, offs, out_dtype, a_block, b_block),
-    }
-    return inline(node, *forms[how_grouped(gpu_of(value(node).device), a_block, b_block)])
+    a_block, b_block = (Block(*block) for block in blocks)
+    gpu = gpu_of(value(node).device)
+    operands = (a, b, a_inv, b_inv, offs, out_dtype)
+    way = how_grouped(gpu, a_block, b_block, not compat.reorders())
+    if way == TRITON:
+        return launch_grouped(node, inline, gpu, *operands, fast_accum, a_block, b_block)
+    if way == GROUPED:
+        return inline(node, grouped, *operands, fast_accum)
+    return inline(node, emulated, *operands, a_block, b_block)
 
 
 def grouped(

@@ -32,8 +32,8 @@ ROWWISE, AFTER, BLOCKWISE, TRITON, MX, EMULATED = "rowwise", "rowwise after", "b
 REFERENCE = "reference"
 GROUPED = "grouped"
 
-BLOCKS = (Block(1, 128), Block(128, 128))
-MX_BLOCK = Block(1, 32)
+LINE, SQUARE, MX_BLOCK = Block(1, 128), Block(128, 128), Block(1, 32)
+BLOCKS = (LINE, SQUARE)
 
 
 def how(
@@ -67,12 +67,16 @@ def how(
     return EMULATED
 
 
-def how_grouped(gpu: Gpu | None, a_block: Sequence[int], b_block: Sequence[int]) -> str:
-    """The form of a matmul of groups: GROUPED, EMULATED or, on a CPU, REFERENCE."""
+def how_grouped(gpu: Gpu | None, a_block: Sequence[int], b_block: Sequence[int], launches: bool = True) -> str:
+    """The form of a matmul of groups: GROUPED, TRITON, EMULATED or, on a CPU, REFERENCE."""
     if gpu is None:
         return REFERENCE
-    rows = {Block(*a_block), Block(*b_block)} <= {ROW, WHOLE}
-    return GROUPED if rows and support.has_grouped(gpu) else EMULATED
+    a, b = Block(*a_block), Block(*b_block)
+    rows = {a, b} <= {ROW, WHOLE}
+    if rows and support.has_grouped(gpu):
+        return GROUPED
+    fits = rows or a == LINE and b in BLOCKS or a == b == MX_BLOCK
+    return TRITON if fits and launches else EMULATED
 
 
 def _rowwise(gpu: Gpu, out_dtype: torch.dtype, fast_accum: bool) -> str:
@@ -97,6 +101,6 @@ def _cublas_blocks(a: Block, b: Block, m: Any, n: Any, k: Any) -> bool:
     number of blocks in a row has to be a multiple of four. Each column of the scales of 1 x 128 blocks begins at a multiple of
     16 bytes, and rows are tested in multiples of 16 only.
     """
-    if not all(isinstance(size, int) for size in (m, n, k)) or a == b == Block(128, 128):
+    if not all(isinstance(size, int) for size in (m, n, k)) or a == b == SQUARE:
         return False
     return k % (128 if a == b else 512) == 0 and m % 16 == 0 and n % 16 == 0

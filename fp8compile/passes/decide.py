@@ -55,8 +55,8 @@ def decide(
             matmul.emulated = not built_in.native(gpu)
         if matmul.offs is not None:
             gpu = device.gpu if device is not None else gpu_of(value(matmul.node).device)
-            blocks = [matmul.recipe.scaling(role, matmul.gemm).block for _, role in matmul.roles]
-            matmul.emulated = how_grouped(gpu, *blocks) == EMULATED
+            a, b = (matmul.recipe.scaling(role, matmul.gemm).block for _, role in matmul.roles)
+            matmul.emulated |= how_grouped(gpu, a, b, not compat.reorders()) == EMULATED
         rule = policy.rules[choice.rule] if choice.rule is not None else None
         chosen = _choice(matmul, site, choice, rule)
         matmul.reason = legality.objection(matmul) or chosen or legality.misaligned(matmul)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
 import fp8compile
+from fp8compile import compat
 from fp8compile.devices.gpu import Gpu
 from fp8compile.dryrun.fake_gpu import unavailable
 from tests.support.executed import executed
@@ -204,12 +206,21 @@ def test_the_plan_for_any_number_of_tokens() -> None:
 
 
 @pytest.mark.skipif(unavailable() is not None, reason=unavailable() or "")
-@pytest.mark.parametrize("recipe", ["delayed", "rowwise", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["delayed", "rowwise", "blockwise", "mxfp8"])
 def test_the_plan_for_a_gpu_without_the_matmul(recipe: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Blackwell multiplies the values in bf16, and a warning says so."""
+    """Blackwell takes a kernel of ours."""
     with executed(gpu=Gpu("NVIDIA B200", 10, 0, 148, 180 << 30)) as plan:
         planned(recipe)
-    assert plan.scaled == 0 and "experts in FP8 are emulated in bf16" in caplog.text
+    warm = 2 if recipe == "delayed" else 3
+    assert plan.scaled == 0 and plan.launches("fp8_grouped") == 6 * warm and "emulated" not in caplog.text
+
+
+@pytest.mark.skipif(unavailable() is not None, reason=unavailable() or "")
+def test_the_plan_where_no_kernel_can_be_launched(caplog: pytest.LogCaptureFixture) -> None:
+    """Experts are multiplied in bf16, and a warning says so."""
+    with mock.patch.object(compat, "reorders", lambda: True), executed(gpu=Gpu("NVIDIA B200", 10, 0, 148, 180 << 30)) as plan:
+        planned("rowwise")
+    assert plan.scaled == plan.launches("fp8_grouped") == 0 and "experts in FP8 are emulated in bf16" in caplog.text
 
 
 @pytest.mark.compat

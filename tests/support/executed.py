@@ -105,8 +105,10 @@ class Launched:
         self.ours = self.kind == "user_autotune"
         configs = self.told.get("configs", [{}])
         self.config = configs[choice % len(configs)]
+        self.runs = 0
 
     def run(self, *args: Any, stream: Any = None, **_: Any) -> None:
+        self.runs += 1
         constants = self.told["triton_meta"]["constants"]
         # the wrapper also passes arguments that became constants because they are 1 or None
         passed = [name for name in constants if name not in self.declared]
@@ -277,6 +279,10 @@ class Plan:
         self.choice = choice
         self.kernels: list[Launched] = []
         self.scaled = 0  # FP8 matmuls that ran
+
+    def launches(self, name: str) -> int:
+        """How often kernels ran whose names begin so."""
+        return sum(kernel.runs for kernel in self.kernels if kernel.name.startswith(name))
 
     def load(self, code: str) -> Callable[[list[Any]], Any]:
         """The callable defined by the source of a wrapper."""

@@ -48,6 +48,17 @@ def _convert(data: np.ndarray, source: Any, target: Any, _rounding: Any = None) 
     return result.view({1: np.uint8, 2: np.uint16, 4: np.uint32}[made.element_size()])
 
 
+_dot = interpreter.InterpreterBuilder.create_dot
+
+
+def _bf16_dot(self: Any, a: Any, b: Any, *more: Any) -> Any:
+    """The interpreter's own multiplies the bits of bfloat16."""
+    if a.dtype.scalar == tl.bfloat16:
+        wide = [_convert(x.data, tl.bfloat16, tl.float32).view(np.float32) for x in (a, b)]
+        a, b = (interpreter.TensorHandle(data, tl.float32) for data in wide)
+    return _dot(self, a, b, *more)
+
+
 @functools.cache
 def _library(*modules: Any) -> dict[tuple[Any, str], Any]:
     """The jitted functions of Triton and of these modules, interpreted."""
@@ -83,6 +94,7 @@ def interpreting(*modules: Any):
         for (module, name), function in _library(*modules).items():
             stack.enter_context(mock.patch.object(module, name, function))
         stack.enter_context(mock.patch.object(interpreter, "_convert_float", _convert))
+        stack.enter_context(mock.patch.object(interpreter.InterpreterBuilder, "create_dot", _bf16_dot))
         stack.enter_context(mock.patch.object(InterpretedFunction, "__call__", _caller()))
         stack.enter_context(mock.patch.object(interpreter, "_patch_lang_tensor", _patch_tensor))
         stack.enter_context(_restored())

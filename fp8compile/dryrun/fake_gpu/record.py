@@ -114,14 +114,17 @@ class _Reader:
         return MatmulLaunch(found[1], a, b, self.layout(node))
 
     def launched(self, node: Any, written: list[Any]) -> MatmulLaunch | None:
-        """The matmul of a launch of `fp8_gemm`, whose first two arguments are a [M, K] and b [N, K]; None for other kernels."""
+        """The matmul of a launch of `fp8_gemm` or `fp8_grouped`, whose first two arguments are a [M, K] and b [N, K] or
+        [E, N, K]; None for other kernels."""
+        from ...codegen.triton_grouped import fp8_grouped
         from ...codegen.triton_kernels import fp8_gemm
 
         kernel, *_ = node.get_kernel_and_metadata()
-        if kernel is not fp8_gemm:
+        if kernel is not fp8_gemm and kernel is not fp8_grouped:
             return None
         a, b = (self.layout(t) for t in node.inputs[:2])
-        return MatmulLaunch(kernel.__name__, a, replace(b, shape=b.shape[::-1], stride=b.stride[::-1]), self.layout(written[0]))
+        turned = [(*x[:-2], x[-1], x[-2]) for x in (b.shape, b.stride)]
+        return MatmulLaunch(kernel.__name__, a, replace(b, shape=turned[0], stride=turned[1]), self.layout(written[0]))
 
     def attention(self, node: Any) -> Attention | None:
         origins = [x for x in node.get_origins() if x.target is getattr(node, "op_overload", None)]

@@ -1,0 +1,123 @@
+"""The launch of `triton_grouped.fp8_grouped`, the FP8 matmul of groups of rows, where ATen has none.
+
+    fprop, dgrad    y[rows of e] = a[rows of e] @ b[e]^T
+    wgrad           y[e] = a[:, columns of e] @ b[:, columns of e]^T
+
+How many tiles a group needs is data. A program of fprop or dgrad finds its group by itself: it adds up the tiles of all groups.
+There are at most M / rows of a tile + E tiles of rows; programs beyond the last tile end at once. A wgrad has E * R * C / tile
+programs, and each one walks the columns of its group. An empty group's result is zeros.
+
+Scales of operands, of matrices and of rows are multiplied with the float32 sum at the end. Scales of 1 x 128 and 128 x 128
+blocks are multiplied with the sum of each 128 products, as in `block_gemm`. Blocks of 1 x 32 go to the tensor cores that scale
+them; elsewhere they become bf16 numbers, which hold them exactly, and are multiplied in bf16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from .. import compat
+from ..config.recipe import ROW, WHOLE, Block
+from ..devices import support
+from ..devices.gpu import Gpu
+from ..ir.fx_utils import Emitter, aten, value
+from ..ir.grouped import ALIGN
+from . import block_gemm, launch
+from .indexing import quotient, size_of
+from .scale_layouts import columns_first, rows_first
+from .scaled_mm_kind import LINE, MX_BLOCK, SQUARE
+
+STEP = 128  # elements of the contraction that a step takes
+
+# (BLOCK_R, BLOCK_C, warps, stages) for blocks of 1 x 32, where tensor cores scale them, and where bf16 copies take registers
+MX_TILES = ((128, 128, 8, 2), (64, 128, 4, 2))
+SMALL_MX_TILES = ((64, 64, 4, 2), (64, 128, 8, 2))  # for 99 KB of shared memory
+WIDENED_MX_TILES = ((64, 128, 8, 2), (128, 64, 8, 2))
+AMD_MX_TILES = ((64, 128, 4, 2), (32, 128, 4, 2))
+
+
+def configurations(gpu: Gpu | None, shared: int, b_block: Block) -> tuple[block_gemm.Tile, ...]:
+    """The tiles to choose from at the first launch, the default first. `shared`: bytes of shared memory a block can have."""
+    if b_block != MX_BLOCK:
+        return block_gemm.configurations(gpu, shared, LINE if b_block == LINE else SQUARE)
+    if gpu is not None and gpu.gfx:
+        return AMD_MX_TILES if shared > 64 << 10 else AMD_MX_TILES[::-1]
+    if not support.has_mx(gpu):
+        return WIDENED_MX_TILES
+    return SMALL_MX_TILES if shared < 160 << 10 else MX_TILES
+
+
+def launch_grouped(
+    node: Node,
+    inline: Callable[..., Node],
+    gpu: Gpu | None,
+    a: Node,
+    b: Node,
+    a_inv: Node,
+    b_inv: Node,
+    offs: Node,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+    a_block: Block,
+    b_block: Block,
+) -> Node:
+    """Launch the kernel before `node`; returns the node of the result. `inline` writes a plain torch function before a node."""
+    from .triton_grouped import fp8_grouped
+
+    emit = Emitter(node.graph, node, node)
+    launcher = launch.Launcher(node.graph, 0, node)
+    m, k = (size_of(size) for size in value(a).shape)
+    groups, of_rows = int(value(offs).shape[0]), value(b).dim() == 3
+    n, aligned = int(value(b).shape[-2]), max(ALIGN, a_block.columns)
+    numbers: dict[str, Any] = {}
+    lanes = max(16, 1 << (groups - 1).bit_length())
+    constants: dict[str, Any] = {"N": n, "E": groups, "LANES": lanes, "OF_ROWS": of_rows}
+    for known, unknown, size in (("M", "m", m), ("K", "k16", k)):
+        if size.is_Integer:
+            constants |= {known: int(size), unknown: None}
+        else:
+            constants[known] = None
+            numbers[unknown] = launcher.number(emit, quotient(size, 16) if unknown == "k16" else size)
+    constants |= {
+        "B_MATRIX": int(value(b).stride(0)) if of_rows else 0,
+        "B_ROW": int(value(b).stride(1)) if of_rows else 0,
+        "A_KIND": _kind(a_block, value(a_inv)),
+        "B_KIND": _kind(b_block, value(b_inv)),
+        "NATIVE_MX": support.has_mx(gpu),
+        "FAST": fast_accum,
+        "EVEN": (k % STEP if of_rows else aligned % STEP) == 0,
+    }
+    scales = [
+        inverse if value(inverse).dim() == 1 else inline(node, columns_first if block == LINE else rows_first, inverse)
+        for inverse, block in ((a_inv, a_block), (b_inv, b_block))
+    ]
+    shape = [launcher.number(emit, m), n]
+    out = emit(
+        aten.empty.memory_format,
+        shape if of_rows else [groups, *shape],
+        dtype=out_dtype,
+        device=value(node).device,
+        pin_memory=False,
+    )
+    tensors = {"a": a, "b": b, "a_inv": scales[0], "b_inv": scales[1], "offs": offs, "y": out}
+    tiles = configurations(gpu, block_gemm.shared_memory(value(node).device), b_block)
+    grids = []
+    for rows, columns, *_ in tiles:
+        tall = quotient(m, rows) + groups if of_rows else groups * quotient(m + rows - 1, rows)
+        grids.append((launcher.number(emit, tall * -(-n // columns)), 1, 1))
+    compat.launch(emit, launch.tuned(fp8_grouped, tiles), grids, {**tensors, **numbers}, constants)
+    return out
+
+
+def _kind(block: Block, inverse: Tensor) -> int:
+    """What has a scale of its own, as the kernel is told."""
+    from . import triton_grouped as kernel
+
+    if block in (WHOLE, ROW) and inverse.dim() == 3 and inverse.shape[1] == 1:
+        return kernel.MATRIX.value
+    return {WHOLE: kernel.WHOLE, ROW: kernel.ROW, LINE: kernel.LINE, SQUARE: kernel.SQUARE, MX_BLOCK: kernel.MX}[block].value

@@ -1,0 +1,304 @@
+"""Our matmul of groups of rows against `ir.grouped.grouped_mm`: in Triton's interpreter, and as machine code for each GPU."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import triton
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+from triton.compiler import ASTSource
+
+from fp8compile import compat
+from fp8compile.codegen import grouped_gemm, launch, scaled_grouped, triton_grouped
+from fp8compile.codegen.inline import Inliner
+from fp8compile.codegen.scaled_mm_kind import EMULATED, GROUPED, LINE, MX_BLOCK, REFERENCE, SQUARE, TRITON, how_grouped
+from fp8compile.config.recipe import ROW, WHOLE, Block
+from fp8compile.devices import support
+from fp8compile.ir import grouped
+from tests.codegen.test_block_gemm import INSTRUCTION, gpu
+from tests.support.interpreter import OLD_INTERPRETER, Interpreted
+from tests.support.machine_code import SHARED, TARGETS, resources
+from tests.support.operands import B200, BF16, E4M3, F32, FNUZ, H100, MI300X, RTX4090, RTX5090
+
+SIZES = [0, 130, 0, 257, 1, 16, 15, 17, 0]
+# (a's block, b's block, one scale a matrix of b)
+OF_ROWS = [
+    (WHOLE, WHOLE, False), (WHOLE, WHOLE, True), (ROW, ROW, False), (ROW, WHOLE, True), (WHOLE, ROW, False),
+    (LINE, SQUARE, False), (MX_BLOCK, MX_BLOCK, False),
+]  # fmt: skip
+OF_COLUMNS = [(WHOLE, WHOLE), (ROW, ROW), (ROW, WHOLE), (LINE, LINE), (MX_BLOCK, MX_BLOCK)]
+
+
+@pytest.fixture(autouse=True)
+def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(support, "cuda_version", lambda: (13, 0))
+
+
+def test_the_choice() -> None:
+    assert how_grouped(None, ROW, ROW) == REFERENCE
+    for device in (H100, RTX4090, B200, RTX5090, MI300X):
+        for pair in ((WHOLE, WHOLE), (ROW, ROW), (ROW, WHOLE)):
+            assert how_grouped(device, *pair) == (GROUPED if device is H100 else TRITON)
+        for pair in ((LINE, SQUARE), (LINE, LINE), (MX_BLOCK, MX_BLOCK)):
+            assert how_grouped(device, *pair) == TRITON
+        assert how_grouped(device, SQUARE, LINE) == how_grouped(device, LINE, MX_BLOCK) == EMULATED
+        assert how_grouped(device, LINE, SQUARE, launches=False) == EMULATED
+    assert how_grouped(H100, ROW, ROW, launches=False) == GROUPED
+
+
+# -- operands -----------------------------------------------------------------------------------------------------------
+
+
+def ends(sizes: Sequence[int]) -> Tensor:
+    return torch.tensor(sizes).cumsum(0).to(torch.int32)
+
+
+def numbers(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """FP8 numbers whose sums are exact in float32 in any order: signs times a few powers of two."""
+    return torch.randint(-2, 3, shape, generator=generator).to(F32).to(dtype)
+
+
+def inverses(shape: Sequence[int], generator: torch.Generator) -> Tensor:
+    return torch.exp2(torch.randint(-4, 3, shape, generator=generator).to(F32))
+
+
+def operands(
+    sizes: Sequence[int], n: int, k: int, a_block: Block, b_block: Block, matrices: bool = False,
+    dtype: torch.dtype = E4M3, beyond: int = 0, seed: int = 0,
+) -> tuple[Any, ...]:  # fmt: skip
+    """Arguments of `grouped_mm` for fprop: what stands in `beyond` rows of no group is NaN."""
+    g = torch.Generator().manual_seed(seed)
+    m, count = sum(sizes) + beyond, len(sizes)
+    a, b = numbers([m, k], dtype, g), numbers([count, n, k], dtype, g)
+    if beyond:
+        a.view(torch.uint8)[-beyond:] = 0x80 if dtype == FNUZ else 0x7F
+    blocks = -(-k // max(1, a_block.columns))
+    a_inv = inverses([1] if a_block == WHOLE else [m, 1] if a_block == ROW else [m, blocks], g)
+    wide = {WHOLE: [1], ROW: [count, n, 1], SQUARE: [count, -(-n // 128), blocks], MX_BLOCK: [count, n, blocks]}[b_block]
+    b_inv = inverses([count, 1, 1] if matrices else wide, g)
+    return a, b, a_inv, b_inv, ends(sizes), F32, False, list(a_block), list(b_block)
+
+
+def columns(
+    sizes: Sequence[int], r: int, c: int, a_block: Block, b_block: Block, dtype: torch.dtype = E4M3, seed: int = 0
+) -> tuple[Any, ...]:
+    """Arguments for a wgrad: groups are padded to multiples of 16 columns, or of a block's; the rest belongs to no group."""
+    g = torch.Generator().manual_seed(seed)
+    align = max(16, a_block.columns, b_block.columns)
+    padded = [-(-size // align) * align for size in sizes]
+    length = sum(padded) + align
+    copies = [numbers([rows, length], dtype, g) for rows in (r, c)]
+    for copy in copies:
+        copy.view(torch.uint8)[:, sum(padded) :] = 0x80 if dtype == FNUZ else 0x7F
+        for size, start, room in zip(sizes, [0, *torch.tensor(padded).cumsum(0).tolist()], padded, strict=False):
+            copy.view(torch.uint8)[:, start + size : start + room] = 0
+    made = []
+    for rows, block in ((r, a_block), (c, b_block)):
+        shape = [1] if block == WHOLE else [len(sizes), rows] if block == ROW else [rows, length // block.columns]
+        made.append(inverses(shape, g))
+    return *copies, *made, ends(padded), F32, False, list(a_block), list(b_block)
+
+
+# -- the interpreter ----------------------------------------------------------------------------------------------------
+
+
+def launched(
+    call: Any, given: Sequence[Tensor], gpu: Any = RTX4090, tile: tuple = (64, 32, 4, 1), dynamic: bool = False
+) -> GraphModule:
+    """A graph with one `grouped_mm`, lowered to a launch that the interpreter runs on the CPU."""
+    traced = make_fx(call, tracing_mode="symbolic" if dynamic else "fake")(*given)
+    (node,) = traced.graph.find_nodes(op="call_function", target=grouped.grouped_mm)
+    with (
+        mock.patch.object(scaled_grouped, "gpu_of", lambda _: gpu),
+        mock.patch.object(grouped_gemm, "configurations", lambda *_: (tile,)),
+        mock.patch.object(launch, "tuned", lambda kernel, tiles: Interpreted(kernel, tiles[0])),
+    ):
+        result = scaled_grouped.lower_grouped_mm(node, Inliner())
+    node.replace_all_uses_with(result)
+    traced.graph.erase_node(node)
+    traced.graph.lint()
+    traced.recompile()
+    assert len(compat.launches(traced.graph)) == 1
+    return traced
+
+
+def assert_kernel(arguments: tuple[Any, ...], rows: int | None = None, **how: Any) -> None:
+    """Bit for bit. `rows`: as many are compared; others belong to no group."""
+    tensors, rest = arguments[:5], arguments[5:]
+    expected = grouped.grouped_mm(*arguments)
+    got = launched(lambda *x: grouped.grouped_mm(*x, *rest), tensors, **how)(*tensors)
+    assert expected.any() or not expected.numel()
+    assert torch.equal(expected[:rows], got[:rows]), (expected[:rows] - got[:rows]).abs().max()
+
+
+@pytest.mark.parametrize("kinds", OF_ROWS, ids=str)
+@pytest.mark.parametrize("nk", [(48, 144), (144, 256), (32, 16)], ids=str)
+def test_rows(kinds: tuple, nk: tuple[int, int]) -> None:
+    if kinds[0] == MX_BLOCK and nk[1] % 32:
+        nk = nk[0], nk[1] + 16
+    assert_kernel(operands(SIZES, *nk, *kinds, beyond=5), rows=sum(SIZES))
+
+
+@pytest.mark.parametrize("kinds", OF_COLUMNS, ids=str)
+@pytest.mark.parametrize("rc", [(48, 144), (16, 32)], ids=str)
+def test_columns(kinds: tuple, rc: tuple[int, int]) -> None:
+    """An empty group's result is zeros; numbers behind the last group are NaN."""
+    arguments = columns(SIZES, *rc, *kinds)
+    assert_kernel(arguments)
+    empty = grouped.grouped_mm(*arguments)[SIZES.index(0)]
+    assert not empty.any()
+
+
+@pytest.mark.skipif(OLD_INTERPRETER, reason="Triton's interpreter has no `dot_scaled` before 3.7")
+def test_native_mx() -> None:
+    assert_kernel(operands(SIZES, 48, 160, MX_BLOCK, MX_BLOCK, beyond=5), rows=sum(SIZES), gpu=B200)
+    assert_kernel(columns(SIZES, 48, 144, MX_BLOCK, MX_BLOCK), gpu=B200)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    sizes=st.lists(st.integers(0, 70) | st.sampled_from([0, 15, 16, 17, 64, 65, 128]), min_size=1, max_size=20),
+    nk=st.tuples(st.integers(1, 9), st.integers(1, 20)), which=st.sampled_from(OF_ROWS + [(*x, None) for x in OF_COLUMNS]),
+    tile=st.sampled_from([(16, 32), (64, 32), (128, 128)]), beyond=st.integers(0, 20), seed=st.integers(0, 9),
+)  # fmt: skip
+def test_any_groups(sizes: list[int], nk: tuple[int, int], which: tuple, tile: tuple, beyond: int, seed: int) -> None:
+    n, k = 16 * nk[0], 16 * nk[1]
+    a_block, b_block, matrices = which
+    if sum(sizes) + beyond == 0:
+        return
+    if matrices is None:
+        return assert_any(columns(sizes, n, k, a_block, b_block, seed=seed), tile=(*tile, 4, 1))
+    k += 16 if a_block == MX_BLOCK and k % 32 else 0
+    assert_any(operands(sizes, n, k, a_block, b_block, matrices, beyond=beyond, seed=seed), sum(sizes), tile=(*tile, 4, 1))
+
+
+def assert_any(arguments: tuple[Any, ...], rows: int | None = None, **how: Any) -> None:
+    tensors, rest = arguments[:5], arguments[5:]
+    got = launched(lambda *x: grouped.grouped_mm(*x, *rest), tensors, **how)(*tensors)
+    assert torch.equal(grouped.grouped_mm(*arguments)[:rows], got[:rows])
+
+
+def test_nan_stays_in_its_row_and_group() -> None:
+    arguments = operands(SIZES, 48, 144, ROW, ROW)
+    tensors, rest = arguments[:5], arguments[5:]
+    tensors[0].view(torch.uint8)[200, 3] = 0x7F
+    expected = grouped.grouped_mm(*arguments)
+    got = launched(lambda *x: grouped.grouped_mm(*x, *rest), tensors)(*tensors)
+    assert got.isnan().sum() == 48 and got[200].isnan().all() and torch.equal(got.nan_to_num(), expected.nan_to_num())
+
+
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("out", [BF16, torch.float16])
+def test_dtypes_and_fast_accumulation(out: torch.dtype, fast: bool) -> None:
+    *given, _, _, a_block, b_block = operands(SIZES, 48, 144, ROW, ROW)
+    assert_any((*given, out, fast, a_block, b_block))
+
+
+@pytest.mark.skipif(OLD_INTERPRETER, reason="Triton's interpreter has no fnuz dtypes before 3.7")
+@pytest.mark.parametrize("kinds", [(WHOLE, WHOLE), (MX_BLOCK, MX_BLOCK)], ids=str)
+def test_fnuz(kinds: tuple) -> None:
+    assert_any(operands(SIZES, 48, 160, *kinds, dtype=FNUZ, beyond=5), sum(SIZES), gpu=MI300X)
+    assert_any(columns(SIZES, 48, 144, *kinds, dtype=FNUZ), gpu=MI300X)
+
+
+@pytest.mark.skipif(OLD_INTERPRETER, reason="Triton's interpreter takes no argument as the end of a range before 3.7")
+@pytest.mark.parametrize("blocks", [(WHOLE, WHOLE), (ROW, ROW), (LINE, SQUARE), (MX_BLOCK, MX_BLOCK)], ids=str)
+def test_numbers_of_tokens_that_only_a_run_knows(blocks: tuple) -> None:
+    """Traced for one number of tokens, and run with others."""
+    for make in (operands, columns):
+        pair = blocks if make is operands or blocks[0] != LINE else (LINE, LINE)
+        first = make(SIZES, 48, 128, *pair)
+        rest = first[5:]
+        graph = None
+        for sizes in (SIZES, [3, 0, 0, 77, 1, 0, 0, 200, 30]):
+            arguments = make(sizes, 48, 128, *pair)
+            if graph is None:
+                graph = launched(lambda *x: grouped.grouped_mm(*x, *rest), arguments[:5], dynamic=True)
+            assert torch.equal(grouped.grouped_mm(*arguments), graph(*arguments[:5]))
+
+
+@pytest.mark.parametrize("blocks", [(ROW, ROW), (LINE, SQUARE), (MX_BLOCK, MX_BLOCK)], ids=str)
+def test_stacks_in_another_order(blocks: tuple) -> None:
+    """The transposed copy of a stack, [N, E * K] in memory, and its scales, which are a permuted view."""
+    a, b, a_inv, b_inv, offs, *rest = operands(SIZES, 48, 160, *blocks)
+    turned = b.transpose(0, 1).contiguous().transpose(0, 1)
+    scales = b_inv.transpose(0, 1).contiguous().transpose(0, 1)
+    expected = grouped.grouped_mm(a, b, a_inv, b_inv, offs, *rest)
+    call = lambda a, b, a_inv, b_inv, offs: grouped.grouped_mm(a, b.transpose(0, 1), a_inv, b_inv.transpose(0, 1), offs, *rest)  # noqa: E731
+    given = (a, turned.transpose(0, 1), a_inv, scales.transpose(0, 1), offs)
+    assert torch.equal(expected, launched(call, given)(*given))
+
+
+# -- machine code -------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def compiled(target: str, tile: tuple, of_rows: bool, m: int | None, kinds: tuple) -> Any:
+    """The kernel with a bf16 result for a Qwen3-30B-A3B layer, compiled as by Inductor: pointers are multiples of 16."""
+    jitted = triton_grouped.fp8_grouped
+    fp8 = "*fp8e4b8" if target == "gfx942" else "*fp8e4nv"
+    types = {"a": fp8, "b": fp8, "a_inv": "*fp32", "b_inv": "*fp32", "offs": "*i32", "y": "*bf16"}
+    rows, wide, warps, stages = tile
+    codes = {WHOLE: 0, ROW: 2, LINE: 3, SQUARE: 4, MX_BLOCK: 5}
+    fixed: dict[str, Any] = {"N": 1536, "E": 128, "LANES": 128, "OF_ROWS": of_rows, "B_MATRIX": 1536 * 2048 if of_rows else 0}
+    fixed |= {"B_ROW": 2048 if of_rows else 0, "A_KIND": codes[kinds[0]], "B_KIND": codes[kinds[1]], "FAST": kinds[0] == WHOLE}
+    fixed |= {"NATIVE_MX": target in ("sm_100", "sm_120"), "EVEN": of_rows or kinds[0] == LINE}
+    fixed |= {"M": m if of_rows else 2048, "K": 2048 if of_rows else m, "BLOCK_R": rows, "BLOCK_C": wide}
+    for name, size in (("m", fixed["M"]), ("k16", fixed["K"])):
+        if size is None:
+            types[name] = "i32"
+        else:
+            fixed[name] = None
+    signature = {key: types.get(key, "constexpr") for key in jitted.arg_names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind.startswith("*")}
+    source = ASTSource(fn=jitted, signature=signature, constexprs=fixed, attrs=aligned)
+    return triton.compile(source, target=TARGETS[target], options={"num_warps": warps, "num_stages": stages})
+
+
+CASES = [
+    (True, 65536, (WHOLE, WHOLE)),
+    (True, 65536, (ROW, ROW)),
+    (True, None, (LINE, SQUARE)),
+    (True, 65536, (MX_BLOCK, MX_BLOCK)),
+    (False, 67456, (WHOLE, WHOLE)),
+    (False, None, (ROW, ROW)),
+    (False, 67456, (LINE, LINE)),
+    (False, 67456, (MX_BLOCK, MX_BLOCK)),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS)
+def test_machine_code(target: str) -> None:
+    """On each GPU: FP8 tensor cores (bf16 ones for MX where there are none), shared memory that fits, and no spills."""
+    for of_rows, m, kinds in CASES:
+        tile = grouped_gemm.configurations(gpu(target), SHARED[target], kinds[1])[0]
+        made = compiled(target, tile, of_rows, m, kinds)
+        took = resources(made)
+        assert took.shared <= SHARED[target] and took.spills == 0, (of_rows, kinds, tile, took)
+        text = made.asm["amdgcn" if target.startswith("gfx") else "ptx"]
+        if kinds[0] == MX_BLOCK:
+            scaled = {"sm_100": "kind::mxf8f6f4", "sm_120": "kind::mxf8f6f4.block_scale"}
+            assert scaled.get(target, "v_mfma" if target.startswith("gfx") else "bf16") in text
+        else:
+            assert INSTRUCTION.get(target, "mma.sync.aligned.m16n8k32") in text
+            assert "e4m3" in text or "fp8" in text or "f8f6f4" in text
+        if not target.startswith("gfx"):
+            assert "cp.async.cg.shared.global" in text  # 16 bytes each
+
+
+@pytest.mark.slow
+def test_no_tile_spills_on_hopper() -> None:
+    for of_rows, m, kinds in CASES:
+        for tile in grouped_gemm.configurations(gpu("sm_90"), SHARED["sm_90"], kinds[1]):
+            took = resources(compiled("sm_90", tile, of_rows, m, kinds))
+            assert took.spills == 0 and took.shared <= SHARED["sm_90"], (of_rows, kinds, tile, took)
