@@ -214,16 +214,16 @@ def test_fnuz(kinds: tuple) -> None:
 @pytest.mark.parametrize("blocks", [(WHOLE, WHOLE), (ROW, ROW), (LINE, SQUARE), (MX_BLOCK, MX_BLOCK)], ids=str)
 def test_numbers_of_tokens_that_only_a_run_knows(blocks: tuple) -> None:
     """Traced for one number of tokens, and run with others."""
-    for make in (operands, columns):
-        pair = blocks if make is operands or blocks[0] != LINE else (LINE, LINE)
+    for make, pair in ((operands, blocks), (columns, (LINE, LINE) if blocks[0] == LINE else blocks)):
         first = make(SIZES, 48, 128, *pair)
-        rest = first[5:]
-        graph = None
+        graph = launched(functools.partial(_call, rest=first[5:]), first[:5], dynamic=True)
         for sizes in (SIZES, [3, 0, 0, 77, 1, 0, 0, 200, 30]):
             arguments = make(sizes, 48, 128, *pair)
-            if graph is None:
-                graph = launched(lambda *x: grouped.grouped_mm(*x, *rest), arguments[:5], dynamic=True)
             assert torch.equal(grouped.grouped_mm(*arguments), graph(*arguments[:5]))
+
+
+def _call(*given: Tensor, rest: tuple[Any, ...]) -> Tensor:
+    return grouped.grouped_mm(*given, *rest)
 
 
 @pytest.mark.parametrize("blocks", [(ROW, ROW), (LINE, SQUARE), (MX_BLOCK, MX_BLOCK)], ids=str)
