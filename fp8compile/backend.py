@@ -51,7 +51,7 @@ from .runtime.phases import ScheduledGraph
 logger = get_logger(__name__)
 
 RESHARDED = "weights are cast again in backward: FSDP2 reshards them after forward"
-RECOMPUTABLE = (ops.quantize, ops.quantize_both, ops.amax_blocks, ops.transposed, grouped.group_rows)
+RECOMPUTABLE = (ops.quantize, ops.quantize_both, ops.amax_blocks, ops.transposed, grouped.group_order)
 INLINED = (
     "compiled autograd takes over the backward, in which delayed scaling cannot keep its state: every tensor is scaled by its "
     "current amax, as with recipe 'tensorwise'"

@@ -20,8 +20,9 @@ from torch.fx import Node
 
 from ..ir import ops
 from ..ir.fx_utils import arg
+from ..ir.grouped import ALIGN
 from .group import Group
-from .indexing import Domain, Index, size_of, sizes
+from .indexing import Domain, Index, quotient, size_of, sizes
 from .scales import Scale, computed_scale, of_amax
 
 
@@ -84,6 +85,9 @@ class Tiles:
     def offset(self, scale: Scale) -> tuple[str, str]:
         """(` + ..`, the offset from the first scale to those of the tile's blocks; the mask of blocks inside of the matrix)."""
         value, text = scale.node.meta["val"], self.writer.text
+        if scale.groups is not None:
+            group = self.groups_of_rows(int(value.shape[0]))
+            return f" + {group} * {text(size_of(value.shape[1]))} + col", f"({group} < {value.shape[0]}) & col_inside"
         blocks = (self.numbers("row", scale.rows), self.numbers("col", scale.columns))
         offset, mask = "", []
         for name, d in zip(blocks, (1, 0) if scale.flipped else (0, 1), strict=True):
@@ -110,6 +114,34 @@ class Tiles:
                 text = f"start // {size} + tl.arange(0, BLOCK_C // {size})[None, :]"
             self.lines.append(f"{name} = {text}.to(tl.int64)")
         return name
+
+    # -- groups: one number for each column of a group of rows --
+
+    def groups_of_rows(self, count: int) -> str:
+        """The variable with the groups of the tile's rows, [BLOCK_R / ALIGN, 1]; `count`, the number of groups, for none."""
+        block = self.numbers("row", ALIGN)
+        name = f"group_{ALIGN}"
+        if name not in self.numbered:
+            self.numbered.add(name)
+            last = self.writer.text(quotient(self.writer.domain.walked, ALIGN))
+            self.lines.append(f"{name} = tl.load(groups + {block}, mask={block} < {last}, other={count})")
+        return name
+
+    def amax_of_groups(self, into: str, value: str, shape: tuple[sympy.Expr, ...]) -> None:
+        """Raise the amaxes [E, C] at `into` by those of the tile's columns in each group: all rows at once where the tile lies
+        in one group."""
+        bits, count, wide = self.magnitude(value), int(shape[0]), self.writer.text(shape[1])
+        group = self.groups_of_rows(count)
+        raised = "tl.atomic_max({} + {} * {} + col, {}, mask={}, sem=\"relaxed\")"
+        parts = f"tl.max(tl.reshape({bits}, [BLOCK_R // {ALIGN}, {ALIGN}, BLOCK_C]), 1)"
+        self.lines += [
+            f"first = tl.min({group})",
+            f"if first == tl.max({group}):",
+            f"    if first < {count}:",
+            "        " + raised.format(into, "first", wide, f"tl.max({bits}, 0)[None, :]", "col_inside"),
+            "else:",
+            "    " + raised.format(into, group, wide, parts, f"col_inside & ({group} < {count})"),
+        ]
 
     # -- spans: one number for each row of 128 columns --
 

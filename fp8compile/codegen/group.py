@@ -8,7 +8,7 @@ A group walks a matrix [R, C] once. Its *inputs* are tensors in memory; its *out
     row         as the node is    one element a row: a norm's statistics
     blocks      as `replaces` is  one number a block of a tile: its amax, its scale, or the inverse of that
     amax        [1]               the largest magnitude, into a slot of the graph's vector of amaxes
-    column_amax [C, 1]            the largest magnitude of each column, into a part of that vector
+    column_amax [C, 1] or [E, C]  the largest magnitude of each column, or of each in each group, into a part of that vector
     sum         [C]               column sums, from a partial sum of each block of rows: a bias gradient, say
 
 Sums over a row (a norm's mean and variance) and the amax of a row take an earlier pass over the block of rows; the last pass
@@ -40,6 +40,7 @@ class Output:
     scale: Scale | None = None  # of a cast; for `blocks`: which block each number is for
     dtype: torch.dtype | None = None
     fp8_max: float = 0.0
+    groups: Node | None = None  # of a column amax for each group: the group of each `grouped.ALIGN` rows of the padded order
 
 
 @dataclass(eq=False)
@@ -79,6 +80,12 @@ class Group:
         both = tall and fits and any(x.of_span for x in self._blocks)
         large = self.heavy or sum(map(self.domain.is_full, self.inputs)) > 1
         return SPAN if both and large and not self.passes else 0
+
+    @property
+    def groups(self) -> Node | None:
+        """The group of each `grouped.ALIGN` rows, where columns of groups have an amax or a scale of their own."""
+        found = [x.groups or (x.scale.groups if x.scale is not None else None) for x in self.outputs]
+        return next((x for x in found if x is not None), None)
 
     @property
     def heavy(self) -> bool:

@@ -114,6 +114,31 @@ def launch_grouped(
     return out
 
 
+def launch_order(node: Node) -> list[Node]:
+    """Launch `triton_grouped.fp8_group_order` in the place of a `group_order`; returns the nodes of its results."""
+    from .triton_grouped import fp8_group_order
+
+    args: Any = node.args
+    offs, tokens, align = args
+    emit = Emitter(node.graph, node, node)
+    launcher = launch.Launcher(node.graph, 0, offs)
+    count, m = int(value(offs).shape[0]), size_of(value(tokens) if isinstance(tokens, Node) else tokens)
+    lanes = max(16, 1 << count.bit_length())
+    block = max(16, align, 8192 // lanes)
+    constants: dict[str, Any] = {"E": count, "LANES": lanes, "ALIGN": align, "M": int(m) if m.is_Integer else None}
+    numbers = {} if m.is_Integer else {"m": tokens}
+    constants |= {"m": None} if m.is_Integer else {}
+    made = []
+    for result in value(node):
+        sizes = [launcher.number(emit, size_of(size)) for size in result.shape]
+        made.append(emit(aten.empty.memory_format, sizes, dtype=torch.int32, device=result.device, pin_memory=False))
+    places = size_of(value(node)[0].shape[0])
+    grid = (launcher.number(emit, quotient(places + block - 1, block)), 1, 1)
+    tensors = {"offs": offs, **dict(zip(("rows", "ends", "groups"), made, strict=True))}
+    compat.launch(emit, launch.tuned(fp8_group_order, ((block, 1, 4),)), [grid], {**tensors, **numbers}, constants)
+    return made
+
+
 def _kind(block: Block, inverse: Tensor) -> int:
     """What has a scale of its own, as the kernel is told."""
     from . import triton_grouped as kernel

@@ -17,7 +17,6 @@ or column.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import re
 from dataclasses import dataclass, replace
@@ -33,6 +32,7 @@ from .expressions import FLOATS, TRITON_DTYPE, expression, number_text, prelude,
 from .group import Group, Output, statistics_of, title
 from .indexing import VIEWS, Index, sizes, varies_with
 from .scales import FROM_AMAX, SPAN, Scale, computed_scale
+from .text import dtype_name, indented, integer
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,13 @@ class Kernel:
     block: tuple[int, int]  # what the sides of a tile must be multiples of
     span: int  # columns that a program takes strip by strip; 0 if there is no span
     order: Node | None = None  # the padded order in which it walks over rows
+    groups: Node | None = None  # the group of each `ALIGN` rows of that order, where columns of groups are scaled
 
     @property
     def parameters(self) -> list[str]:
         names = [f"x{i}" for i in range(len(self.inputs))]
         names += [f"s{i}" for i in range(len(self.scales))]
-        names += ["order"] if self.order is not None else []
+        names += [name for name, node in (("order", self.order), ("groups", self.groups)) if node is not None]
         names += [f"y{i}" for i in range(len(self.outputs))]
         if self.sums:
             names.append("sums")
@@ -121,7 +122,7 @@ class _Writer:
         if span:
             tile = [*before, *self.strips(tile)]
         if looping:
-            body += [f"for start in range(0, {columns}, BLOCK_C):", *_indented(tile)]
+            body += [f"for start in range(0, {columns}, BLOCK_C):", *indented(tile)]
         else:
             body += tile
         for output in group.with_content("row"):
@@ -142,9 +143,10 @@ class _Writer:
             block=group.block,
             span=span,
             order=self.domain.order,
+            groups=group.groups,
         )
         parameters = ", ".join([*kernel.parameters, "BLOCK_R: tl.constexpr", "BLOCK_C: tl.constexpr"])
-        text = "\n".join(_indented([*self.comments(), *body]))
+        text = "\n".join(indented([*self.comments(), *body]))
         name = f"{title(group)}_{hashlib.sha256(f'{parameters}{text}'.encode()).hexdigest()[:8]}"
         source = f"import triton\nimport triton.language as tl\n\n\n@triton.jit\ndef {name}({parameters}):\n{text}\n"
         return replace(kernel, name=name, source=source)
@@ -155,10 +157,11 @@ class _Writer:
         blocks = {node: name for node, name in self.scales.items() if self.group.scales[node].granularity == "tile"}
         for node, name in {**self.inputs, **blocks}.items():
             shape = ", ".join(self.text(size).strip("()") for size in sizes(node))
-            lines.append(f"# {name}: {_dtype(node.meta['val'].dtype)} [{shape}]")
+            lines.append(f"# {name}: {dtype_name(node.meta['val'].dtype)} [{shape}]")
         for output in self.stored:
             node, scale = output.replaces if output.content == "blocks" else output.node, output.scale
-            lines.append(f"# {self.pointers[id(output)]}: {output.content} {_dtype(output.dtype or node.meta['val'].dtype)}")
+            dtype = dtype_name(output.dtype or node.meta["val"].dtype)
+            lines.append(f"# {self.pointers[id(output)]}: {output.content} {dtype}")
             if scale is not None and scale.granularity != "one":
                 lines[-1] += f", a scale for {scale.rows or 'all'} x {scale.columns or 'all'}"
         return lines  # not listed: single scales (s), float32; amax, int32 bits of a float32; sums, float32
@@ -220,7 +223,7 @@ class _Writer:
             last.append(f"{name} = {rounded(total, node.meta['val'].dtype)}")
         head = self.columns(columns)
         lines = [*self.outer_lines, *start, f"for start in range(0, {columns}, BLOCK_C):"]
-        lines += [*_indented([*head, *self.lines]), *last]
+        lines += [*indented([*head, *self.lines]), *last]
         self.reduced.update(names)
         return lines
 
@@ -236,7 +239,7 @@ class _Writer:
 
     @staticmethod
     def strips(lines: list[str], span: int = SPAN) -> list[str]:
-        return [f"for strip in range(0, {span}, BLOCK_C):", *_indented(["start = span + strip", *lines])]
+        return [f"for strip in range(0, {span}, BLOCK_C):", *indented(["start = span + strip", *lines])]
 
     # -- values --
 
@@ -315,9 +318,12 @@ class _Writer:
                 name, bits = f"largest{self.amaxes.index(output)}", magnitude(value, self.domain)
                 lines.append(f"{name} = tl.maximum({name}, {bits})" if looping else f"{name} = {bits}")
             elif output.content == "column_amax":
-                i = self.column_amaxes.index(output)
+                into = f"column_amax{self.column_amaxes.index(output)}"
+                if output.groups is not None:
+                    tiles.amax_of_groups(into, value, sizes(output.replaces))
+                    continue
                 largest = f"tl.max({tiles.magnitude(value)}, 0)[None, :]"
-                lines.append(f'tl.atomic_max(column_amax{i} + col, {largest}, mask=col_inside, sem="relaxed")')
+                lines.append(f'tl.atomic_max({into} + col, {largest}, mask=col_inside, sem="relaxed")')
             elif output.content == "blocks":
                 assert output.scale is not None
                 found, (where, mask) = tiles(output.scale), tiles.offset(output.scale)
@@ -380,34 +386,8 @@ class _Writer:
         """An integer expression. Symbols become parameters."""
         for symbol in sorted(expr.free_symbols, key=str):
             self.symbols.setdefault(symbol, sympy.Symbol(f"n{len(self.symbols)}", integer=True, positive=True))
-        return self.bracketed(_python(expr.subs(self.symbols, simultaneous=True)))
+        return self.bracketed(integer(expr.subs(self.symbols, simultaneous=True)))
 
     @staticmethod
     def bracketed(text: str) -> str:
         return text if text.isidentifier() or text.isdigit() else f"({text})"
-
-
-def _python(expr: sympy.Expr) -> str:
-    """An integer expression as text. Raises Unwritable if it has no form in a kernel."""
-    if expr.is_Integer or expr.is_Symbol:
-        return str(expr)
-    if expr.is_Pow and expr.exp.is_Integer and expr.exp > 0:
-        return " * ".join([f"({_python(expr.base)})"] * int(expr.exp))
-    if type(expr).__name__ in ("Max", "Min"):  # of one or more arguments: a number of blocks, say
-        return functools.reduce(lambda a, b: f"tl.{type(expr).__name__.lower()}imum({a}, {b})", map(_python, expr.args))
-    sign = {"Add": " + ", "Mul": " * ", "FloorDiv": " // ", "Mod": " % ", "PythonMod": " % "}.get(type(expr).__name__)
-    if sign is None:
-        raise Unwritable(f"the size {expr}")
-    return sign.join(_python(x) if x.is_Atom else f"({_python(x)})" for x in expr.args)
-
-
-class Unwritable(Exception):
-    """A group that cannot be written as a kernel."""
-
-
-def _dtype(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _indented(lines: list[str]) -> list[str]:
-    return [f"    {line}" for line in lines]

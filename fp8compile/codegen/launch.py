@@ -24,7 +24,7 @@ from torch.fx import Graph, Node
 from .. import compat
 from ..ir.fx_utils import Emitter, arg, aten
 from .group import Group, Output
-from .indexing import Domain, quotient, size_of, sizes
+from .indexing import Domain, product, quotient, size_of, sizes
 from .kernel import Kernel
 
 DEVICES = ("cuda",)  # where Triton's kernels run
@@ -128,7 +128,7 @@ class Launcher:
     ) -> tuple[list[Node], list[Node]]:
         """Launch a kernel. `inputs`: its parameters that are tensors or numbers; `slots`: the numbers of its amaxes in the
         vector. Returns the nodes of its outputs (partial column sums last, if any), and of its amaxes: [1] float32 each, then
-        those of columns, [C, 1] float32 each."""
+        those of columns, [C, 1] or [E, C] float32."""
         emit, columns, walked = self._emitter(before), domain.columns, domain.walked
         outputs = [self._empty(emit, output, domain) for output in kernel.outputs]
         tensors = dict(inputs)
@@ -139,20 +139,23 @@ class Launcher:
             tensors["sums"] = outputs[-1]
         bits = [emit(aten.as_strided.default, self.vector, [1], [1], AMAX_STRIDE * s) for s in slots]
         tensors.update({f"amax{i}": node for i, node in enumerate(bits)})
-        by_column = [self._columns(emit, columns) for _ in kernel.column_amaxes]
+        by_column = [self._columns(emit, product(sizes(x.replaces))) for x in kernel.column_amaxes]
         tensors.update({f"column_amax{i}": node for i, node in enumerate(by_column)})
         tensors.update({f"n{i}": self.number(emit, s) for i, s in enumerate(kernel.symbols)})
         configs = configurations(kernel)
         grids = [(self.number(emit, grid(kernel, walked, columns, config)), 1, 1) for config in configs]
         compat.launch(emit, tuned(compat.load_kernel(kernel.name, kernel.source), configs), grids, tensors)
-        wide = [emit(aten.view.default, emit(aten.view.dtype, x, torch.float32), [-1, 1]) for x in by_column]
+        wide = [
+            emit(aten.view.default, emit(aten.view.dtype, x, torch.float32), [-1, output.replaces.meta["val"].shape[1]])
+            for x, output in zip(by_column, kernel.column_amaxes, strict=True)
+        ]
         return outputs, [*(self.amaxes(before, s, 1) for s in slots), *wide]
 
-    def _columns(self, emit: Emitter, columns: sympy.Expr) -> Node:
-        """[C] int32 zeros: a part of the vector, if the width is known."""
-        if not columns.is_Integer:
-            return self._zeros(emit, self.number(emit, columns))
-        first, size = self.first_column, int(columns)
+    def _columns(self, emit: Emitter, count: sympy.Expr) -> Node:
+        """[count] int32 zeros: a part of the vector, if the number is known."""
+        if not count.is_Integer:
+            return self._zeros(emit, self.number(emit, count))
+        first, size = self.first_column, int(count)
         self.first_column += aligned(size)
         return emit(aten.as_strided.default, self.vector, [size], [1], first)
 

@@ -24,12 +24,36 @@ from ..config.recipe import ROW, Block
 from ..devices.gpu import gpu_of
 from ..ir import ops
 from ..ir.fx_utils import value
-from ..ir.grouped import taken
-from .grouped_gemm import launch_grouped
+from ..ir.grouped import order_of_groups, taken
+from .grouped_gemm import launch_grouped, launch_order
 from .scale_layouts import stored
 from .scaled_mm_kind import GROUPED, TRITON, how_grouped
 
 aten = torch.ops.aten
+
+
+def lower_order(node: Node, inline: Callable[..., Node]) -> None:
+    """Replace the results of a `group_order` by those of one kernel, or of plain torch where none can be launched."""
+    items = list(node.users)
+    if compat.reorders():
+        made = [inline(node, part, *node.args) for part in (_rows, _ends, _groups)]
+    else:
+        made = launch_order(node)
+    for item in items:
+        item.replace_all_uses_with(made[int(item.args[1])])  # type: ignore[arg-type]
+        node.graph.erase_node(item)
+
+
+def _rows(offs: Tensor, rows: Any, align: int) -> Tensor:
+    return order_of_groups(offs, rows, align)[0]
+
+
+def _ends(offs: Tensor, rows: Any, align: int) -> Tensor:
+    return order_of_groups(offs, rows, align)[1]
+
+
+def _groups(offs: Tensor, rows: Any, align: int) -> Tensor:
+    return order_of_groups(offs, rows, align)[2]
 
 
 def lower_grouped_mm(node: Node, inline: Callable[..., Node]) -> Node:

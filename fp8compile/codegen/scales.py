@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
-from ..ir import ops
+from ..ir import grouped, ops
 from ..ir.fx_utils import PERMUTES, arg, value
 from ..ir.scale import EXPONENT, LARGEST, SMALLEST
 from .expressions import number_text
@@ -33,12 +33,14 @@ class Scale:
     """One scale for `rows` x `columns` elements of the matrix [R, C]; 0 stands for all rows or all columns.
 
     `node`: float32 [1], or one a block, [blocks of rows, blocks of columns]; `flipped`: [blocks of columns, blocks of rows].
+    `groups`: the group of each `rows` rows; then `node` is [groups, columns].
     """
 
     node: Node
     rows: int = 0
     columns: int = 0
     flipped: bool = False
+    groups: Node | None = None
 
     @property
     def granularity(self) -> str:
@@ -58,6 +60,8 @@ def of_cast(scale: Node, transposed: bool, block: tuple[int, int]) -> Scale:
     rows, columns = reversed(block) if transposed else block
     if not rows and not columns:
         return Scale(scale)
+    if scale.target is grouped.of_groups:
+        return Scale(arg(scale, 0), rows, columns, groups=arg(scale, 1))
     flipped = transposed
     while scale.target in PERMUTES and value(scale).dim() == 2:
         scale, flipped = arg(scale, 0), not flipped

@@ -76,8 +76,8 @@ def compare(group: Group, sizes_of: Sizes, stored: set[Node], ours_too: tuple) -
             ours += written
             theirs += written
         elif output.content == "column_amax":
-            ours += 8 * sizes_of(group.domain.columns)
-            theirs += 8 * sizes_of(group.domain.columns)
+            ours += 2 * sizes_of.bytes_of(output.replaces)
+            theirs += 2 * sizes_of.bytes_of(output.replaces)
         elif output.content == "amax":
             theirs += 8 * sizes_of(group.domain.rows)
         else:

@@ -1,4 +1,5 @@
-"""The matmul of groups of rows, written by hand for Triton. `grouped_gemm` launches it, and imports this module only then.
+"""Kernels for groups of rows, written by hand: their order, and their matmul. `grouped_gemm` launches them, and imports this
+module only then, because it needs Triton.
 
 Sizes that are known when a graph is compiled are `tl.constexpr`. See `triton_kernels` for what Inductor copies.
 """
@@ -17,6 +18,43 @@ ROW = tl.constexpr(2)
 LINE = tl.constexpr(3)
 SQUARE = tl.constexpr(4)
 MX = tl.constexpr(5)
+
+
+# The same in plain torch is `ir.grouped.order_of_groups`.
+@triton.jit
+def fp8_group_order(
+    offs,
+    rows,
+    ends,
+    groups,
+    m,
+    M: tl.constexpr,
+    E: tl.constexpr,
+    LANES: tl.constexpr,
+    ALIGN: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    # offs: int32 [E]; rows: [P]; ends: [E]; groups: [P / ALIGN]. LANES: more than E, a power of two; lane E has what belongs to
+    # no group. BLOCK_R: places of a program, a multiple of ALIGN
+    size = m if M is None else M
+    places = (size + (E + 1) * (ALIGN - 1)) // ALIGN * ALIGN
+    lane = tl.arange(0, LANES)
+    last = tl.load(offs + lane, mask=lane < E, other=0)
+    last = tl.where(lane < E, last, size)
+    first = tl.load(offs + lane - 1, mask=(lane > 0) & (lane <= E), other=0)
+    first = tl.where(lane > E, size, first)
+    padded = (last - first + ALIGN - 1) // ALIGN * ALIGN
+    behind = tl.cumsum(padded, 0)
+    if tl.program_id(0) == 0:
+        tl.store(ends + lane, behind, mask=lane < E)
+    place = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    group = tl.sum((place[:, None] >= behind[None, :]).to(tl.int32), 1)
+    own = lane[None, :] == group[:, None]
+    row = place + tl.sum(tl.where(own, (first - behind + padded)[None, :], 0), 1)
+    inside = row < tl.sum(tl.where(own, last[None, :], 0), 1)
+    tl.store(rows + place, tl.where(inside, tl.where(group < E, row, -2 - row), -1), mask=place < places)
+    tl.store(groups + place // ALIGN, tl.minimum(group, E), mask=(place < places) & (place % ALIGN == 0))
 
 
 @triton.jit

@@ -4,10 +4,9 @@ A mixture of experts sorts its tokens by expert. `offs` (int32 `[E]`, non-decrea
 `[M, K]`: expert e has the rows from offs[e - 1] (0 before the first) to offs[e]. Sizes of groups are data, known on the device
 alone; M and E are known when a graph is compiled. Rows from offs[-1] on belong to no expert.
 
-    group_rows(offs, M, align)              [P] int32: the row of x that each row of the padded order holds
-    group_offsets(offs, align)              [E] int32: the ends of the groups in the padded order
-    group_amax(x, offs)                     [M, C] -> [E, C]: the amax of each column in each group
-    of_groups(scale, offs, rows, align)     [E, C] -> [C, P / align]: these scales, one for `align` rows of the padded order
+    group_order(offs, M, align)             rows [P], ends [E], groups [P / align], int32: the padded order, see below
+    group_amax(x, offs, rows, groups)       [M, C] -> [E, C]: the amax of each column in each group
+    of_groups(scale, groups)                [E, C] -> [C, P / align]: these scales, one for `align` rows of the padded order
     grouped_mm(a, b, a_inv, b_inv, offs, ...)
 
 A wgrad contracts over the rows of each group, and tensor cores take a multiple of 16 of them. So the transposed copies that it
@@ -22,6 +21,7 @@ place, also the rows of no group: those come last, as -2 - row.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -45,47 +45,43 @@ def padded_size(rows, count: int, align: int):
     return (rows + (count + 1) * (align - 1)) // align * align
 
 
-def _group_rows(offs: Tensor, rows, align: int) -> Tensor:
-    return torch.empty(padded_size(rows, offs.shape[0], align), dtype=torch.int32, device=offs.device)
+def _group_order(offs: Tensor, rows, align: int) -> tuple[Tensor, Tensor, Tensor]:
+    size, made = padded_size(rows, offs.shape[0], align), functools.partial(torch.empty, dtype=torch.int32, device=offs.device)
+    return made(size), made(offs.shape[0]), made(size // align)
 
 
-@define_op("(Tensor offs, SymInt rows, int align) -> Tensor", _group_rows)
-def group_rows(offs: Tensor, rows, align: int) -> Tensor:
+@define_op("(Tensor offs, SymInt rows, int align) -> (Tensor, Tensor, Tensor)", _group_order)
+def group_order(offs: Tensor, rows, align: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Three int32 tensors: the row of x at each place of the padded order; the ends of the groups there; and the group of each
+    `align` places, E for those of no group."""
     borders(offs, rows)
-    return rows_of_groups(offs, rows, align)
+    return order_of_groups(offs, rows, align)
 
 
-def rows_of_groups(offs: Tensor, rows, align: int) -> Tensor:
-    """The row of x at each place of the padded order: -1 in the padding, -2 - row for a row that belongs to no group."""
+def order_of_groups(offs: Tensor, rows, align: int) -> tuple[Tensor, Tensor, Tensor]:
+    """`group_order`. The row is -1 in the padding, and -2 - row for a row that belongs to no group."""
     offs = offs.to(torch.int64)
     count = offs.shape[0]
     starts = torch.nn.functional.pad(offs, (1, 0))
     sizes = torch.cat([offs, torch.full_like(offs[:1], rows)]) - starts
-    ends = ((sizes + align - 1) // align * align).cumsum(0)
+    padded = (sizes + align - 1) // align * align
+    ends = padded.cumsum(0)
     place = torch.arange(padded_size(rows, count, align), device=offs.device)
     group = (place.unsqueeze(1) >= ends).sum(1).clamp(max=count)
-    within = place - taken(ends - (sizes + align - 1) // align * align, group)
+    within = place - taken(ends - padded, group)
     row = taken(starts, group) + within
     row = torch.where(group < count, row, -2 - row)
-    return torch.where(within < taken(sizes, group), row, -1).to(torch.int32)
-
-
-@define_op("(Tensor offs, int align) -> Tensor", lambda offs, _: torch.empty_like(offs))
-def group_offsets(offs: Tensor, align: int) -> Tensor:
-    return padded_offsets(offs, align)
-
-
-def padded_offsets(offs: Tensor, align: int) -> Tensor:
-    sizes = offs - torch.nn.functional.pad(offs, (1, 0))[:-1]
-    return ((sizes + align - 1) // align * align).cumsum(0).to(torch.int32)
+    row = torch.where(within < taken(sizes, group), row, -1)
+    blocks = group.view(-1, align).select(1, 0).clone()
+    return row.to(torch.int32), ends.narrow(0, 0, count).to(torch.int32), blocks.to(torch.int32)
 
 
 @define_op(
-    "(Tensor x, Tensor offs) -> Tensor",
-    lambda x, offs: torch.empty(offs.shape[0], x.shape[1], dtype=torch.float32, device=x.device),
+    "(Tensor x, Tensor offs, Tensor rows, Tensor groups) -> Tensor",
+    lambda x, offs, *_: torch.empty(offs.shape[0], x.shape[1], dtype=torch.float32, device=x.device),
 )
-def group_amax(x: Tensor, offs: Tensor) -> Tensor:
-    """The largest magnitude of each column in each group, float32; 0 for an empty group."""
+def group_amax(x: Tensor, offs: Tensor, rows: Tensor, groups: Tensor) -> Tensor:
+    """The largest magnitude of each column in each group, float32; 0 for an empty group. Kernels walk the padded order."""
     made = torch.zeros(offs.shape[0], x.shape[1], dtype=torch.float32, device=x.device)
     for group, (start, end) in enumerate(borders(offs, x.shape[0])):
         if end > start:
@@ -93,21 +89,19 @@ def group_amax(x: Tensor, offs: Tensor) -> Tensor:
     return made
 
 
-def _of_groups(scale: Tensor, _offs: Tensor, rows: Tensor, align: int) -> Tensor:
-    return torch.empty(scale.shape[1], rows.shape[0] // align, dtype=torch.float32, device=scale.device)
+def _of_groups(scale: Tensor, groups: Tensor) -> Tensor:
+    return torch.empty(scale.shape[1], groups.shape[0], dtype=torch.float32, device=scale.device)
 
 
-@define_op("(Tensor scale, Tensor offs, Tensor rows, int align) -> Tensor", _of_groups)
-def of_groups(scale: Tensor, offs: Tensor, rows: Tensor, align: int) -> Tensor:
-    return scales_of_groups(scale, offs, rows, align)
+@define_op("(Tensor scale, Tensor groups) -> Tensor", _of_groups)
+def of_groups(scale: Tensor, groups: Tensor) -> Tensor:
+    return scales_of_groups(scale, groups)
 
 
-def scales_of_groups(scale: Tensor, offs: Tensor, rows: Tensor, align: int) -> Tensor:
-    """For each `align` rows of the padded order, the scales of the group that they belong to."""
-    count = offs.shape[0]
-    block = torch.arange(rows.shape[0] // align, device=offs.device)
-    group = (block.unsqueeze(1) * align >= padded_offsets(offs, align)).sum(1).clamp(max=count - 1)
-    return taken(scale, group).t().contiguous()
+def scales_of_groups(scale: Tensor, groups: Tensor) -> Tensor:
+    """For each `align` rows of the padded order, the scales of the group that they belong to. (Those of no group get the last
+    group's.)"""
+    return taken(scale, groups.clamp(max=scale.shape[0] - 1)).t().contiguous()
 
 
 def _product(a: Tensor, b: Tensor, _a_inv: Tensor, _b_inv: Tensor, offs: Tensor, out_dtype: torch.dtype, *_) -> Tensor:
@@ -183,5 +177,5 @@ def order_of(node: Node) -> Node | None:
     return None if position is None or len(node.args) <= position else node.args[position]  # type: ignore[return-value]
 
 
-_ROWS = {ops.amax: 1, ops.amax_blocks: 3, ops.quantize: 6, ops.quantize_both: 6}
-ALL = (group_rows, group_offsets, group_amax, of_groups, grouped_mm)
+_ROWS = {ops.amax: 1, ops.amax_blocks: 3, ops.quantize: 6, ops.quantize_both: 6, group_amax: 2}
+ALL = (group_order, group_amax, of_groups, grouped_mm)

@@ -26,8 +26,9 @@ from .. import compat
 from ..codegen import launch
 from ..codegen.group import Group, Output
 from ..codegen.indexing import Domain, sizes
-from ..codegen.kernel import Kernel, Unwritable, write
+from ..codegen.kernel import Kernel, write
 from ..codegen.scales import Scale, chain, made_in_place, of_amax, of_cast
+from ..codegen.text import Unwritable
 from ..codegen.traffic import Sizes, compare
 from ..ir import grouped, ops
 from ..ir.fx_utils import PERMUTES, VIEWS, arg, behind, value
@@ -190,7 +191,7 @@ class _Finder:
         """Put a functional node for a group into the graph; the graph may be out of order until it is sorted."""
         anchor = next(iter(group.outputs)).replaces
         with self.graph.inserting_before(anchor):
-            order = [group.domain.order] if group.domain.order is not None else []
+            order = [x for x in (group.domain.order, group.groups) if x is not None]
             node = self.graph.call_function(generated, (*group.inputs, *group.scales, *order))
         node.meta.update(val=None)
         for i, output in enumerate(group.outputs):
@@ -231,11 +232,13 @@ def _nearest(sources: Iterable[Node], written: Collection[Node], members: Collec
 
 
 def _is_amax(node: Node) -> bool:
-    return node.target in (ops.amax, ops.amax_blocks)
+    return node.target in (ops.amax, ops.amax_blocks, grouped.group_amax)
 
 
 def _scale(node: Node) -> Scale:
     """The scale of a cast; for an amax, the elements that it covers, in the same form."""
+    if node.target is grouped.group_amax:
+        return Scale(node, grouped.ALIGN, 1)
     if _is_amax(node):
         return Scale(node) if node.target is ops.amax else of_amax(node)
     block = arg(node, 5) if len(node.args) > 5 else (0, 0)
@@ -256,6 +259,8 @@ def _of_cast(node: Node) -> Output:
 def _of_amax(node: Node, casts: list[Node]) -> list[Output]:
     """The outputs that replace an amax. Of a whole matrix or of columns: the amax itself. Of rows or blocks: the amax, and the
     scales and inverses computed from it, if nodes other than `casts` read them."""
+    if node.target is grouped.group_amax:
+        return [Output("column_amax", arg(node, 0), node, groups=arg(node, 3))]
     source, granularity = arg(node, 0), _scale(node).granularity
     if granularity in ("one", "col"):
         return [Output("amax" if granularity == "one" else "column_amax", source, node)]

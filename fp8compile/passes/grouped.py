@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 
 from torch.fx import Node
@@ -28,39 +29,34 @@ class Groups:
 
     def __init__(self, after: Callable[..., Emitter]):
         self.after = after
-        self.orders: dict[tuple[Node, str, int], Node] = {}
-        self.ends: dict[tuple[Node, int], Node] = {}
+        self.orders: dict[tuple[Node, str, int], tuple[Node, ...]] = {}
 
     def rows(self, operand: Operand, source: Node) -> tuple[Node, ...]:
         """The padded order of an operand (the matrix `source`) whose rows are divided into groups; () for any other one."""
-        if operand.offs is None:
-            return ()
+        return () if operand.offs is None else self.order(operand, source)[:1]
+
+    def order(self, operand: Operand, source: Node) -> tuple[Node, ...]:
+        """The results of `group_order`: the padded order, the ends of the groups there, and the group of each `align` rows."""
+        assert operand.offs is not None
         key = (operand.offs, str(value(source).shape[0]), _align(operand))
         if key not in self.orders:
             emit = self.after(max(operand.offs, source), operand, recompute=None, ac_graph_id=None)
             size = value(source).shape[0]
             known = size if isinstance(size, int) else emit(aten.sym_size.int, source, 0)
-            self.orders[key] = emit(grouped.group_rows, operand.offs, known, _align(operand))
-        return (self.orders[key],)
-
-    def offsets(self, operand: Operand) -> Node:
-        """The ends of the groups in the padded order."""
-        assert operand.offs is not None
-        key = (operand.offs, _align(operand))
-        if key not in self.ends:
-            emit = self.after(operand.offs, operand, recompute=None, ac_graph_id=None)
-            self.ends[key] = emit(grouped.group_offsets, *key)
-        return self.ends[key]
+            made = emit(grouped.group_order, operand.offs, known, _align(operand))
+            self.orders[key] = tuple(emit(operator.getitem, made, i) for i in range(3))
+        return self.orders[key]
 
     def scales_of_columns(self, emit: Emitter, operand: Operand, source: Node) -> tuple[Node, Node]:
         """(scale, inverse) of the transposed copy, with a scale for each column of each group: the scale for each `align` rows
         of the padded order, and the inverse [E, C]."""
-        amax = emit(grouped.group_amax, source, operand.offs)
+        rows, _, groups = self.order(operand, source)
+        amax = emit(grouped.group_amax, source, operand.offs, rows, groups)
         emit.meta["recompute"] = compat.MUST_SAVE
         scale = emit(ops.current_scale, amax, operand.format.max, operand.scaling.margin, operand.scaling.power_of_2)
         inverse = emit(ops.inverse, scale)
         emit.meta.pop("recompute")
-        return emit(grouped.of_groups, scale, operand.offs, self.rows(operand, source)[0], _align(operand)), inverse
+        return emit(grouped.of_groups, scale, groups), inverse
 
     def product(
         self,
@@ -69,16 +65,17 @@ class Groups:
         operands: Sequence[tuple[Operand, Matrix, bool]],
         copies: Sequence[Node],
         inverses: Sequence[Node],
+        source: Node,
         fast: bool,
     ) -> Node:
-        """The FP8 matmul that replaces a grouped one."""
+        """The FP8 matmul that replaces a grouped one; `source` is the matrix of its first operand."""
         (a, _, _), (b, stack, transposed) = operands
         offs, (b8, b_inv) = matmul.offs, (copies[1], inverses[1])
         if stack.stack > 1 or b.offs is None:
             b8 = _stacked(emit, b8, stack.stack, transposed)
             b_inv = b_inv if b.scaling.block == WHOLE else _stacked(emit, b_inv, stack.stack, transposed)
         else:
-            offs = self.offsets(a)
+            offs = self.order(a, source)[1]
         blocks = [list(x.scaling.block) for x in (a, b)]
         return emit(grouped.grouped_mm, copies[0], b8, inverses[0], b_inv, offs, value(matmul.node).dtype, fast, *blocks)
 

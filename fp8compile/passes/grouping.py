@@ -18,11 +18,11 @@ from ..codegen.expressions import TRITON_DTYPE, supported
 from ..codegen.group import Group, Output, Walk, read_scales
 from ..codegen.indexing import RESHAPES, VIEWS, Domain, product, sizes
 from ..codegen.traffic import Sizes, fusable
-from ..ir import ops
+from ..ir import grouped, ops
 from ..ir.fx_utils import CASTS, aten, is_tensor
 
 MOST_INPUTS = 12
-SEEDS = (ops.quantize, ops.amax, ops.amax_blocks)
+SEEDS = (ops.quantize, ops.amax, ops.amax_blocks, grouped.group_amax)
 OURS = (*SEEDS, ops.current_scale, ops.inverse)
 
 

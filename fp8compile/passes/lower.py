@@ -176,16 +176,13 @@ class _Lowering:
     def dequantize(self, node: Node, *args) -> Node:
         return self.inline(node, ops.values, *args)
 
-    def group_rows(self, node: Node, *args) -> Node:
-        return self.inline(node, grouped.rows_of_groups, *args)
-
-    def group_offsets(self, node: Node, *args) -> Node:
-        return self.inline(node, grouped.padded_offsets, *args)
+    def group_order(self, node: Node, *_) -> None:
+        scaled_grouped.lower_order(node, self.inline)
 
     def of_groups(self, node: Node, *args) -> Node:
         return self.inline(node, grouped.scales_of_groups, *args)
 
-    def group_amax(self, node: Node, x: Node, offs: Node) -> Node:
+    def group_amax(self, node: Node, x: Node, offs: Node, *_) -> Node:
         return self.inline(node, scaled_grouped.amax_of_groups, x, offs)
 
     def grouped_mm(self, node: Node, *_) -> Node:

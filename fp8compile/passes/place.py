@@ -20,7 +20,7 @@ from torch.fx import Graph, Node
 
 from ..codegen import launch
 from ..codegen.group import Group, Output
-from ..codegen.indexing import VIEWS
+from ..codegen.indexing import VIEWS, product, sizes
 from ..codegen.kernel import Kernel
 from ..ir import ops
 from ..ir.fx_utils import Emitter, arg, aten, value
@@ -42,11 +42,12 @@ def place(graph: Graph, groups: dict[Node, Made]) -> None:
     numbers: dict[Node, int] = {}
     gathers = graph.find_nodes(op="call_function", target=ops.gather)
     amaxes = [item for node in order for item in _items(node, groups[node][0]) if item[1].content == "amax"]
-    wide = [x for node in order for x in [groups[node][0].domain.columns] * len(groups[node][1].column_amaxes) if x.is_Integer]
+    counts = [product(sizes(x.replaces)) for node in order for x in groups[node][1].column_amaxes]
+    wide = [int(count) for count in counts if count.is_Integer]
     known = {item for item, _ in amaxes}
     for item in [x for gather in gathers for x in arg(gather, 0) if x in known] + [item for item, _ in amaxes]:
         numbers.setdefault(item, len(numbers))
-    launcher = launch.Launcher(graph, len(numbers), order[0].args[0], sum(launch.aligned(int(x)) for x in wide))  # type: ignore[arg-type]
+    launcher = launch.Launcher(graph, len(numbers), order[0].args[0], sum(map(launch.aligned, wide)))  # type: ignore[arg-type]
     for gather in gathers:
         gather.args = (_runs(gather, numbers, launcher),)
     for node in order:
@@ -93,8 +94,8 @@ def _launch(node: Node, group: Group, kernel: Kernel, numbers: dict[Node, int], 
     items = _items(node, group)
     inputs: dict[str, object] = {f"x{i}": x for i, x in enumerate(node.args[: len(kernel.inputs)])}
     inputs.update({f"s{i}": x for i, x in enumerate(node.args[len(kernel.inputs) :][: len(kernel.scales)])})
-    if kernel.order is not None:
-        inputs["order"] = node.args[-1]
+    more = [name for name, x in (("order", kernel.order), ("groups", kernel.groups)) if x is not None]
+    inputs.update(zip(more, node.args[len(node.args) - len(more) :], strict=True))
     by_output = {id(output): item for item, output in items}
     slots = [numbers[by_output[id(output)]] for output in kernel.amaxes]
     outputs, amaxes = launcher(node, kernel, group.domain, inputs, slots)

@@ -134,7 +134,8 @@ class _Writer:
         blocks = [operand.scaling.block for operand, _, _ in operands]
         how = (*inverses, bias, value(node).dtype, fast)
         if matmul.offs is not None:
-            out = self.groups_of.product(emit, matmul, operands, (a8, b8), inverses, fast)
+            source = self.matrix(operands[0][1], operands[0][0])
+            out = self.groups_of.product(emit, matmul, operands, (a8, b8), inverses, source, fast)
         elif blocks == [WHOLE, WHOLE]:
             out = emit(ops.scaled_mm, a8, b8, *how)
         else:
@@ -288,7 +289,8 @@ class _Writer:
         emit = self.after(source, operand, recompute=None, ac_graph_id=None)
         rows = self.groups_of.rows(operand, source)
         if rows:
-            emit = self.after(max([source, *rows]), operand, recompute=None, ac_graph_id=None)
+            behind = max([source, *self.groups_of.order(operand, source)])
+            emit = self.after(behind, operand, recompute=None, ac_graph_id=None)
         if rows and block == ROW_OF_GROUP:
             return self.groups_of.scales_of_columns(emit, operand, source)
         amax = emit(ops.amax_blocks, source, transposed, list(block), *rows)

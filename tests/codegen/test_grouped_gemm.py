@@ -238,6 +238,30 @@ def test_stacks_in_another_order(blocks: tuple) -> None:
     assert torch.equal(expected, launched(call, given)(*given))
 
 
+# -- the padded order ---------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    sizes=st.lists(st.integers(0, 40) | st.sampled_from([0, 15, 16, 17, 128]), min_size=1, max_size=40),
+    beyond=st.integers(0, 40), align=st.sampled_from([16, 32, 128]),
+)  # fmt: skip
+def test_the_order_of_groups(sizes: list[int], beyond: int, align: int) -> None:
+    offs, m = ends(sizes), sum(sizes) + beyond
+    expected = grouped.order_of_groups(offs, m, align)
+    made = make_fx(lambda offs: grouped.group_order(offs, m, align), tracing_mode="fake")(offs)
+    (node,) = made.graph.find_nodes(op="call_function", target=grouped.group_order)
+    with mock.patch.object(launch, "tuned", lambda kernel, tiles: Interpreted(kernel, tiles[0])):
+        scaled_grouped.lower_order(node, Inliner())
+    made.graph.erase_node(node)
+    made.recompile()
+    for one, other in zip(expected, made(offs), strict=True):
+        assert torch.equal(one, other)
+    rows, last, groups = expected
+    assert sorted([x for x in rows.tolist() if x >= 0] + [-2 - x for x in rows.tolist() if x < -1]) == list(range(m))
+    assert all(x % align == 0 for x in last.tolist()) and len(groups) * align == len(rows)
+
+
 # -- machine code -------------------------------------------------------------------------------------------------------
 
 
