@@ -30,7 +30,7 @@ from .config.recipe import BUILT_IN
 from .devices import catalog, formats, support
 from .devices.catalog import Device
 from .errors import CapacityExceeded, OptionError, ShardingError, StrictError
-from .ir import grouped, ops, state_page
+from .ir import ops, state_page
 from .ir.inputs import Inputs, capture
 from .ir.records import FP8, HIGH_PRECISION, Gatherable, GraphReport
 from .logs import get_logger, say_once
@@ -51,7 +51,7 @@ from .runtime.phases import ScheduledGraph
 logger = get_logger(__name__)
 
 RESHARDED = "weights are cast again in backward: FSDP2 reshards them after forward"
-RECOMPUTABLE = (ops.quantize, ops.quantize_both, ops.amax_blocks, ops.transposed, grouped.group_order)
+RECOMPUTABLE = (ops.quantize, ops.quantize_both, ops.amax_blocks, ops.transposed)
 INLINED = (
     "compiled autograd takes over the backward, in which delayed scaling cannot keep its state: every tensor is scaled by its "
     "current amax, as with recipe 'tensorwise'"

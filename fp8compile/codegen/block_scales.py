@@ -86,7 +86,7 @@ class Tiles:
         """(` + ..`, the offset from the first scale to those of the tile's blocks; the mask of blocks inside of the matrix)."""
         value, text = scale.node.meta["val"], self.writer.text
         if scale.groups is not None:
-            group = self.groups_of_rows(int(value.shape[0]))
+            group = self.groups_of_rows(int(value.shape[0]), scale.groups)
             return f" + {group} * {text(size_of(value.shape[1]))} + col", f"({group} < {value.shape[0]}) & col_inside"
         blocks = (self.numbers("row", scale.rows), self.numbers("col", scale.columns))
         offset, mask = "", []
@@ -117,21 +117,25 @@ class Tiles:
 
     # -- groups: one number for each column of a group of rows --
 
-    def groups_of_rows(self, count: int) -> str:
+    def groups_of_rows(self, count: int, groups: Node | int) -> str:
         """The variable with the groups of the tile's rows, [BLOCK_R / ALIGN, 1]; `count`, the number of groups, for none."""
         block = self.numbers("row", ALIGN)
-        name = f"group_{ALIGN}"
+        name = f"group_{groups if isinstance(groups, int) else 'of_row'}"
         if name not in self.numbered:
             self.numbered.add(name)
-            last = self.writer.text(quotient(self.writer.domain.walked, ALIGN))
-            self.lines.append(f"{name} = tl.load(groups + {block}, mask={block} < {last}, other={count})")
+            if isinstance(groups, int):
+                text = f"{block} * {ALIGN} // {groups}"
+            else:
+                last = self.writer.text(quotient(self.writer.domain.walked, ALIGN))
+                text = f"tl.load(groups + {block}, mask={block} < {last}, other={count})"
+            self.lines.append(f"{name} = {text}")
         return name
 
-    def amax_of_groups(self, into: str, value: str, shape: tuple[sympy.Expr, ...]) -> None:
+    def amax_of_groups(self, into: str, value: str, groups: Node | int, shape: tuple[sympy.Expr, ...]) -> None:
         """Raise the amaxes [E, C] at `into` by those of the tile's columns in each group: all rows at once where the tile lies
         in one group."""
         bits, count, wide = self.magnitude(value), int(shape[0]), self.writer.text(shape[1])
-        group = self.groups_of_rows(count)
+        group = self.groups_of_rows(count, groups)
         raised = "tl.atomic_max({} + {} * {} + col, {}, mask={}, sem=\"relaxed\")"
         parts = f"tl.max(tl.reshape({bits}, [BLOCK_R // {ALIGN}, {ALIGN}, BLOCK_C]), 1)"
         self.lines += [

@@ -40,7 +40,7 @@ class Output:
     scale: Scale | None = None  # of a cast; for `blocks`: which block each number is for
     dtype: torch.dtype | None = None
     fp8_max: float = 0.0
-    groups: Node | None = None  # of a column amax for each group: the group of each `grouped.ALIGN` rows of the padded order
+    groups: Node | int | None = None  # of a column amax for each group, as in `Scale`
 
 
 @dataclass(eq=False)
@@ -85,7 +85,7 @@ class Group:
     def groups(self) -> Node | None:
         """The group of each `grouped.ALIGN` rows, where columns of groups have an amax or a scale of their own."""
         found = [x.groups or (x.scale.groups if x.scale is not None else None) for x in self.outputs]
-        return next((x for x in found if x is not None), None)
+        return next((x for x in found if isinstance(x, Node)), None)
 
     @property
     def heavy(self) -> bool:
@@ -139,7 +139,7 @@ class Walk:
     def tile(self, scale: Scale) -> None:
         """Visit scales of blocks. If they are not in memory, the tile computes them: visit the tensor that they scale."""
         amax = amax_of(scale.node)
-        if amax is None or any(self.stop(x) for x in (amax, scale.node)):
+        if amax is None or scale.groups is not None or any(self.stop(x) for x in (amax, scale.node)):
             return
         own, source = of_amax(amax), amax.args[0]
         index = self.domain.full(sizes(source)) if isinstance(source, Node) else None

@@ -320,7 +320,7 @@ class _Writer:
             elif output.content == "column_amax":
                 into = f"column_amax{self.column_amaxes.index(output)}"
                 if output.groups is not None:
-                    tiles.amax_of_groups(into, value, sizes(output.replaces))
+                    tiles.amax_of_groups(into, value, output.groups, sizes(output.replaces))
                     continue
                 largest = f"tl.max({tiles.magnitude(value)}, 0)[None, :]"
                 lines.append(f'tl.atomic_max({into} + col, {largest}, mask=col_inside, sem="relaxed")')

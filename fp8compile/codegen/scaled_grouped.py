@@ -15,17 +15,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from .. import compat
 from ..config.recipe import ROW, Block
 from ..devices.gpu import gpu_of
 from ..ir import ops
-from ..ir.fx_utils import value
-from ..ir.grouped import order_of_groups, taken
+from ..ir.fx_utils import Emitter, arg, value
+from ..ir.grouped import grouped_mm, order_of_groups, taken
+from . import launch
 from .grouped_gemm import launch_grouped, launch_order
+from .indexing import quotient, sizes
 from .scale_layouts import stored
 from .scaled_mm_kind import GROUPED, TRITON, how_grouped
 
@@ -56,19 +59,81 @@ def _groups(offs: Tensor, rows: Any, align: int) -> Tensor:
     return order_of_groups(offs, rows, align)[2]
 
 
-def lower_grouped_mm(node: Node, inline: Callable[..., Node]) -> Node:
-    """Insert the form of a `grouped_mm` before its node. Returns the node of the result."""
+def lower_grouped_mm(node: Node, inline: Callable[..., Node], scales: tuple[Node, Node] | None) -> Node:
+    """Insert the form of a `grouped_mm` before its node. `scales`: its `spread_scales`. Returns the node of the result."""
     args: Any = node.args
     a, b, a_inv, b_inv, offs, out_dtype, fast_accum, *blocks = args
     a_block, b_block = (Block(*block) for block in blocks)
-    gpu = gpu_of(value(node).device)
+    if scales is not None:
+        return inline(node, multiplied, a, b, *scales, offs, out_dtype, fast_accum)
     operands = (a, b, a_inv, b_inv, offs, out_dtype)
-    way = how_grouped(gpu, a_block, b_block, not compat.reorders())
+    way = _way(node)
     if way == TRITON:
-        return launch_grouped(node, inline, gpu, *operands, fast_accum, a_block, b_block)
+        return launch_grouped(node, inline, gpu_of(value(node).device), *operands, fast_accum, a_block, b_block)
     if way == GROUPED:
         return inline(node, grouped, *operands, fast_accum)
     return inline(node, emulated, *operands, a_block, b_block)
+
+
+def _way(node: Node) -> str:
+    """The form of a `grouped_mm`."""
+    a_block, b_block = node.args[-2:]
+    return how_grouped(gpu_of(value(node).device), a_block, b_block, not compat.reorders())  # type: ignore[arg-type]
+
+
+def spread_scales(graph: Graph, inline: Callable[..., Node]) -> dict[Node, tuple[Node, Node]]:
+    """For matmuls by ATen whose operands have one scale each: these scales, spread over the vectors that it takes. One kernel
+    writes those of several matmuls, if the scales are stored ones, which are there from the beginning."""
+    found: dict[Node, tuple[Node, Node]] = {}
+    chunk: list[Node] = []
+    for node in graph.find_nodes(op="call_function", target=grouped_mm):
+        if _way(node) != GROUPED or any(value(inverse).dim() != 1 for inverse in _inverses(node)):
+            continue
+        stored_scales = all(inverse.target is aten.as_strided.default for inverse in _inverses(node))
+        early = stored_scales and (not chunk or all(arg(inverse, 0) < chunk[0] for inverse in _inverses(node)))
+        if chunk and (not early or len(chunk) == TOGETHER):
+            found |= _spread(chunk, inline)
+            chunk = []
+        chunk.append(node)
+        if not stored_scales:
+            found |= _spread(chunk, inline)
+            chunk = []
+    return found | (_spread(chunk, inline) if chunk else {})
+
+
+TOGETHER = 4  # matmuls: Inductor writes a concatenation of up to 8 tensors by one kernel
+
+
+def _inverses(node: Node) -> tuple[Node, Node]:
+    return arg(node, 2), arg(node, 3)
+
+
+def _spread(nodes: list[Node], inline: Callable[..., Node]) -> dict[Node, tuple[Node, Node]]:
+    """The vectors of these matmuls, (of a, of b), in one tensor that is written before the first of them."""
+    emit = Emitter(nodes[0].graph, nodes[0], nodes[0])
+    number = launch.Launcher(nodes[0].graph, 0, arg(nodes[0], 0)).number
+    inverses: list[Node] = []
+    shapes: list[list[Any]] = []
+    for node in nodes:
+        (rows, _), (*count, columns, _) = sizes(arg(node, 0)), sizes(arg(node, 1))
+        groups = value(arg(node, 4)).shape[0]
+        shapes += [[groups, columns] if count else [groups * columns], [rows] if count else [groups * rows]]
+        for inverse in reversed(_inverses(node)):
+            again = inverse.target is aten.as_strided.default and inverse > nodes[0]
+            inverses.append(emit(aten.as_strided.default, *inverse.args) if again else inverse)
+    # each begins at a multiple of 16 bytes
+    lengths = [quotient(sympy.Mul(*shape) + 3, 4) * 4 for shape in shapes]
+    whole = inline(nodes[0], _concatenated, inverses, [number(emit, length) for length in lengths])
+    views, start = [], sympy.Integer(0)
+    for shape, length in zip(shapes, lengths, strict=True):
+        part = emit(aten.slice.Tensor, whole, 0, number(emit, start), number(emit, start + sympy.Mul(*shape)))
+        views.append(emit(aten.view.default, part, shape) if len(shape) > 1 else part)
+        start += length
+    return {node: (views[2 * i + 1], views[2 * i]) for i, node in enumerate(nodes)}
+
+
+def _concatenated(inverses: list[Tensor], lengths: list) -> Tensor:
+    return torch.cat([inverse.expand(length) for inverse, length in zip(inverses, lengths, strict=True)])
 
 
 def grouped(
@@ -79,6 +144,13 @@ def grouped(
     a_size = a.shape[0] if b.dim() == 3 else count * a.shape[0]
     a_scale = _vector(a_inv, [a_size])
     b_scale = _vector(b_inv, [count, b.shape[1]] if b.dim() == 3 else [count * b.shape[0]])
+    return multiplied(a, b, a_scale, b_scale, offs, out_dtype, fast_accum)
+
+
+def multiplied(
+    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, offs: Tensor, out_dtype: torch.dtype, fast_accum: bool
+) -> Tensor:
+    """a_scale [M], b_scale [E, N]; in a wgrad [E * R] and [E * C]."""
     out = aten._scaled_grouped_mm.default(
         a, b.transpose(-2, -1), a_scale, b_scale, offs, None, None, torch.bfloat16, fast_accum
     )

@@ -33,14 +33,15 @@ class Scale:
     """One scale for `rows` x `columns` elements of the matrix [R, C]; 0 stands for all rows or all columns.
 
     `node`: float32 [1], or one a block, [blocks of rows, blocks of columns]; `flipped`: [blocks of columns, blocks of rows].
-    `groups`: the group of each `rows` rows; then `node` is [groups, columns].
+    `groups`: the group of each `rows` rows, or how many rows a group has if all have equally many; then `node` is
+    [groups, columns].
     """
 
     node: Node
     rows: int = 0
     columns: int = 0
     flipped: bool = False
-    groups: Node | None = None
+    groups: Node | int | None = None
 
     @property
     def granularity(self) -> str:
@@ -65,14 +66,20 @@ def of_cast(scale: Node, transposed: bool, block: tuple[int, int]) -> Scale:
     flipped = transposed
     while scale.target in PERMUTES and value(scale).dim() == 2:
         scale, flipped = arg(scale, 0), not flipped
-    return Scale(scale, rows, columns, flipped)
+    return _banded(Scale(scale, rows, columns, flipped))
 
 
 def of_amax(node: Node) -> Scale:
     """An `amax_blocks`, or a scale or inverse made of it, with the block of the matrix that each of its numbers is for."""
     rows, columns = arg(amax_of(node), 2)  # type: ignore[arg-type]
     transposed = bool(arg(amax_of(node), 1))  # type: ignore[arg-type]
-    return Scale(node, columns, rows, True) if transposed else Scale(node, rows, columns, False)
+    return Scale(node, columns, rows, True) if transposed else _banded(Scale(node, rows, columns, False))
+
+
+def _banded(scale: Scale) -> Scale:
+    """Blocks of one column that are too tall for a tile, as groups of equally many rows."""
+    tall = scale.granularity == "none" and scale.columns == 1 and scale.rows % grouped.ALIGN == 0
+    return Scale(scale.node, grouped.ALIGN, 1, groups=scale.rows) if tall and not scale.flipped else scale
 
 
 def amax_of(node: Node) -> Node | None:
@@ -85,7 +92,7 @@ def amax_of(node: Node) -> Node | None:
 def made_in_place(scale: Scale, source: Node) -> bool:
     """Can the walk that casts `source` compute this scale?"""
     amax = amax_of(scale.node)
-    if amax is None or arg(amax, 0) is not source or scale.granularity not in ("row", "tile"):
+    if amax is None or arg(amax, 0) is not source or scale.granularity not in ("row", "tile") or scale.groups is not None:
         return False
     own = of_amax(amax)
     return (own.rows, own.columns) == (scale.rows, scale.columns)

@@ -238,7 +238,7 @@ def _is_amax(node: Node) -> bool:
 def _scale(node: Node) -> Scale:
     """The scale of a cast; for an amax, the elements that it covers, in the same form."""
     if node.target is grouped.group_amax:
-        return Scale(node, grouped.ALIGN, 1)
+        return Scale(node, grouped.ALIGN, 1, groups=arg(node, 3))
     if _is_amax(node):
         return Scale(node) if node.target is ops.amax else of_amax(node)
     block = arg(node, 5) if len(node.args) > 5 else (0, 0)
@@ -259,9 +259,9 @@ def _of_cast(node: Node) -> Output:
 def _of_amax(node: Node, casts: list[Node]) -> list[Output]:
     """The outputs that replace an amax. Of a whole matrix or of columns: the amax itself. Of rows or blocks: the amax, and the
     scales and inverses computed from it, if nodes other than `casts` read them."""
-    if node.target is grouped.group_amax:
-        return [Output("column_amax", arg(node, 0), node, groups=arg(node, 3))]
-    source, granularity = arg(node, 0), _scale(node).granularity
+    source, granularity, groups = arg(node, 0), _scale(node).granularity, _scale(node).groups
+    if groups is not None:
+        return [Output("column_amax", source, node, groups=groups)]
     if granularity in ("one", "col"):
         return [Output("amax" if granularity == "one" else "column_amax", source, node)]
     made = chain(node)

@@ -70,7 +70,9 @@ def lower_matmuls(graph: Graph) -> int:
 def lower(graph: Graph) -> int:
     """Lower our remaining operators; returns how many were replaced. Only emulated ones stay in the graph; Fp8CompileError if
     any other operator of ours does."""
-    replaced = _Lowering(graph).run(LOWERED, lambda node: not _emulated(node))
+    lowering = _Lowering(graph)
+    lowering.spread = scaled_grouped.spread_scales(graph, lowering.inline)
+    replaced = lowering.run(LOWERED, lambda node: not _emulated(node))
     compat.eliminate_dead_code(graph)
     left = [node.name for node in graph.nodes if ops.NAMESPACE in str(node.target) and not _emulated(node)]
     if left:
@@ -91,6 +93,7 @@ def _emulated(node: Node) -> bool:
 class _Lowering:
     def __init__(self, graph: Graph):
         self.graph, self.inline = graph, Inliner()
+        self.spread: dict[Node, tuple[Node, Node]] = {}  # of a grouped matmul: its scales, spread over vectors
         self.rows: dict[Node, Node] = {}  # a lowered amax -> its first stage, one number a row
 
     def run(self, which: tuple, chosen: Callable[[Node], bool] = lambda node: True) -> int:
@@ -186,7 +189,7 @@ class _Lowering:
         return self.inline(node, scaled_grouped.amax_of_groups, x, offs)
 
     def grouped_mm(self, node: Node, *_) -> Node:
-        return scaled_grouped.lower_grouped_mm(node, self.inline)
+        return scaled_grouped.lower_grouped_mm(node, self.inline, self.spread.get(node))
 
     def scaled_mm(self, node: Node, *_) -> Node:
         return scaled_mm.lower_scaled_mm(node, self.inline)

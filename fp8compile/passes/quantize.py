@@ -293,10 +293,17 @@ class _Writer:
             emit = self.after(behind, operand, recompute=None, ac_graph_id=None)
         if rows and block == ROW_OF_GROUP:
             return self.groups_of.scales_of_columns(emit, operand, source)
-        amax = emit(ops.amax_blocks, source, transposed, list(block), *rows)
+        stack = transposed and operand.matrix.stack > 1 and block.rows == 1
+        if stack:  # rows of a transposed matrix are columns here; kernels of columns write [matrices, columns]
+            amax = emit(ops.amax_blocks, source, False, [block.columns, 1])
+        else:
+            amax = emit(ops.amax_blocks, source, transposed, list(block), *rows)
         emit.meta["recompute"] = compat.MUST_SAVE
         scale = emit(ops.current_scale, amax, operand.format.max, operand.scaling.margin, operand.scaling.power_of_2)
-        return scale, emit(ops.inverse, scale)
+        inverse = emit(ops.inverse, scale)
+        if stack:
+            scale, inverse = (emit(aten.permute.default, x, [1, 0]) for x in (scale, inverse))
+        return scale, inverse
 
     def amax(self, operand: Operand) -> Node:
         if operand not in self.amaxes:
