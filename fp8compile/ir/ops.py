@@ -129,7 +129,7 @@ def _copy(
 
 
 def _copies(
-    x: Tensor, scale: Tensor, dtype: torch.dtype, fp8_max: float, _other=None, _block=(0, 0), rows: Tensor | None = None
+    x: Tensor, scale: Tensor, dtype: torch.dtype, fp8_max: float, _other=None, _block=(0, 0), rows: Tensor | None = None, *_
 ) -> tuple[Tensor, Tensor]:
     return tuple(_copy(x, scale, dtype, fp8_max, layout, rows=rows) for layout in (False, True))  # type: ignore[return-value]
 
@@ -265,7 +265,7 @@ def quantize(
 
 @define_op(
     "(Tensor x, Tensor scale, ScalarType dtype, float fp8_max, Tensor? transposed_scale=None, int[] block=[0, 0], "
-    "Tensor? rows=None) -> (Tensor, Tensor)",
+    "Tensor? rows=None, int[]? transposed_block=None) -> (Tensor, Tensor)",
     _copies,
 )
 def quantize_both(
@@ -276,10 +276,11 @@ def quantize_both(
     transposed_scale: Tensor | None = None,
     block: Sequence[int] = (0, 0),
     rows: Tensor | None = None,
+    transposed_block: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`transposed_scale`: the scale of the transposed copy; None: `scale`."""
-    other = scale if transposed_scale is None else transposed_scale
-    return quantize(x, scale, dtype, fp8_max, False, block, rows), quantize(x, other, dtype, fp8_max, True, block, rows)
+    """`transposed_scale`, `transposed_block`: those of the transposed copy; None: `scale`, `block`."""
+    other = (scale if transposed_scale is None else transposed_scale, dtype, fp8_max, True, transposed_block or block, rows)
+    return quantize(x, scale, dtype, fp8_max, False, block, rows), quantize(x, *other)
 
 
 def _transposed(x: Tensor) -> Tensor:

@@ -167,10 +167,9 @@ class _Writer:
         rows = self.groups_of.rows(operand, source)
         recompute = operand.reader.meta.get("recompute")  # the tag of the user's checkpointing, if any
         kept = operand.key.role == "weight" and recompute is None and not operand.recipe.recast_weights
-        both = {(operand, shape, False), (operand, shape, True)} <= self.demand and block_of(operand, True) == block_of(
-            operand, False
-        )
-        if both and (kept or operand.key.role == "input"):
+        both = {(operand, shape, False), (operand, shape, True)} <= self.demand
+        blocks = [list(block_of(operand, layout)) for layout in (False, True)]
+        if both and (kept or operand.key.role == "input" and blocks[0] == blocks[1]):
             scales = {layout: self.scale_of(operand, matrix, layout)[0] for layout in (False, True)}
             behind = max([*scales.values(), *rows])  # the last one in the graph
             if not kept and recompute is None and _read_again(source):
@@ -182,8 +181,9 @@ class _Writer:
                 # one operator, one read: the forward writes its own copy and the one that the backward reads
                 emit = self.after(behind, operand, recompute=compat.MUST_SAVE if kept else recompute)
                 other = None if scales[True] is scales[False] else scales[True]
-                given = (source, scales[False], form.dtype, form.max, other, block, *rows)
-                made = _of(operand, emit(ops.quantize_both, *given))
+                more = (other, blocks[0], rows[0] if rows else None, None if blocks[0] == blocks[1] else blocks[1])
+                made = emit(ops.quantize_both, source, scales[False], form.dtype, form.max, *more)
+                _of(operand, made)
                 emit.anchor = made.next
                 for layout in (False, True):
                     self.copies[operand, shape, layout] = emit(operator.getitem, made, int(layout))
