@@ -45,8 +45,8 @@ class Experts(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(shape.experts, shape.width, shape.hidden))
 
     def forward(self, x: Tensor, offs: Tensor) -> Tensor:
-        gate, up = torch._grouped_mm(x, self.gate_up_proj.transpose(-2, -1), offs).chunk(2, -1)
-        return torch._grouped_mm(F.silu(gate) * up, self.down_proj.transpose(-2, -1), offs)
+        gate, up = torch._grouped_mm(x, self.gate_up_proj.transpose(-2, -1), offs=offs).chunk(2, -1)
+        return torch._grouped_mm(F.silu(gate) * up, self.down_proj.transpose(-2, -1), offs=offs)
 
 
 class MoeLayer(nn.Module):
