@@ -83,7 +83,7 @@ def test_nothing_spills_at_the_default_tile():
     assert not spilled, f"{len(spilled)} of {len(took)} kernels spill on sm_90:\n" + "\n".join(spilled)
 
 
-FINER = {"ffn": ("rowwise", "blockwise", "mxfp8"), "llama": ("blockwise",)}
+FINER = {"ffn": ("rowwise", "blockwise", "mxfp8"), "llama": ("blockwise",), "moe": ("rowwise", "blockwise", "mxfp8")}
 
 
 @functools.cache
@@ -113,7 +113,7 @@ def test_kernels_of_the_finer_recipes_do_not_spill(model):
 
 @pytest.mark.parametrize("target", [target for target in TARGETS if target != "sm_90"])
 def test_kernels_of_the_finer_recipes_compile_to_machine_code(target):
-    for kernel in [x for x in finer("ffn") if re.search("transpose|columns", x.name)]:
+    for kernel in [x for model in ("ffn", "moe") for x in finer(model) if re.search("transpose|columns", x.name)]:
         kernel = with_fnuz(kernel) if target == "gfx942" else kernel
         made = compile_kernel(kernel, kernel.configs[0], TARGETS[target])
         took = resources(made)

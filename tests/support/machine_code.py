@@ -28,13 +28,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from fp8compile import compat
-from fp8compile.codegen import triton_kernels
+from fp8compile.codegen import triton_grouped, triton_kernels
 from fp8compile.codegen.expressions import TRITON_DTYPE
 from fp8compile.devices.formats import pick
 from fp8compile.dryrun.fake_gpu import trace
 from tests.support.gpu_steps import unallocated
 from tests.support.harness import ALL_FP8
-from tests.support.models import Ffn, GptLayer, LlamaLayer
+from tests.support.models import Ffn, GptLayer, LlamaLayer, Moe
 
 BF16 = torch.bfloat16
 Config = tuple[int, int, int]
@@ -65,8 +65,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "gpt2": (lambda: GptLayer(768, 12, causal=True), (16, 1024, 768)),
     "ffn": (Ffn, (16384, 4096)),
     "vit": (lambda: GptLayer(768, 12, causal=False), (64, 197, 768)),
+    "moe": (lambda: Moe(2048, 768, 128, 8), (1, 8192, 2048)),
 }
 RECIPES = ("delayed", "tensorwise")
+HANDWRITTEN = {**vars(triton_kernels), **vars(triton_grouped)}
 
 
 # -- which kernels a model gets ----------------------------------------------------------------------------------------
@@ -111,7 +113,7 @@ def traced(name: str, recipe: str, dynamic: bool = False) -> list[Generated]:
 
     def noted(emit: Any, function: Any, grids: Any, arguments: dict[str, Any], constants: dict[str, Any] | None = None) -> Any:
         jitted = function.fn
-        written = jitted.fn.__name__ not in vars(triton_kernels)
+        written = jitted.fn.__name__ not in HANDWRITTEN
         source = pathlib.Path(jitted.fn.__code__.co_filename).read_text() if written else jitted.src
         configs = tuple((c.kwargs["BLOCK_R"], c.kwargs["BLOCK_C"], c.num_warps) for c in function.configs)
         types = tuple((key, _type(value)) for key, value in arguments.items())
@@ -162,7 +164,7 @@ class Resources:
 
 def compile_kernel(kernel: Generated, config: Config, target: GPUTarget) -> Any:
     """Compiles a kernel for a target as Inductor would: pointers are declared multiples of 16."""
-    jitted = vars(triton_kernels).get(kernel.name) or compat.load_kernel(kernel.name, kernel.source)
+    jitted = HANDWRITTEN.get(kernel.name) or compat.load_kernel(kernel.name, kernel.source)
     rows, columns, warps = config
     types = dict(kernel.types)
     constants = {**dict(kernel.constants), "BLOCK_R": rows, "BLOCK_C": columns}
