@@ -36,6 +36,7 @@ from .ir.records import FP8, HIGH_PRECISION, Gatherable, GraphReport
 from .logs import get_logger, say_once
 from .passes import legality
 from .passes.pipeline import Rewritten, run_early_post_grad, run_joint, run_post_grad, skipped
+from .passes.remarks import remarks
 from .passes.whole_model import whole_kinds
 from .reporting.report import Report
 from .runtime import all_gather, probe
@@ -50,7 +51,6 @@ from .runtime.phases import ScheduledGraph
 
 logger = get_logger(__name__)
 
-RESHARDED = "weights are cast again in backward: FSDP2 reshards them after forward"
 RECOMPUTABLE = (ops.quantize, ops.quantize_both, ops.amax_blocks, ops.transposed)
 INLINED = (
     "compiled autograd takes over the backward, in which delayed scaling cannot keep its state: every tensor is scaled by its "
@@ -218,8 +218,8 @@ def _report(done: Rewritten, inputs: Inputs, chosen: Options, device: Device | N
     note = "" if training else f"compiled in {how}: {why}"
     records = tuple(matmul.record() for matmul in done.matmuls)
     described = device.name if device else ""
-    remarks = (RESHARDED,) if training and any(m.fp8 and m.resharded(inputs.resharded) for m in done.matmuls) else ()
-    index = LEDGER.add(GraphReport(0, name, records, done.opaque, note, done.edges, described, remarks, done.all_gathers))
+    notes = remarks(done.matmuls, inputs.resharded) if training else ()
+    index = LEDGER.add(GraphReport(0, name, records, done.opaque, note, done.edges, described, notes, done.all_gathers))
     report = Report([LEDGER.graph(index)])
     if not training:
         logger.info("fp8: %s: %s", name, note)

@@ -92,6 +92,7 @@ def test_float32_experts(policy: str) -> None:
     kept = {"fp8": set(), "wgrad kept": {"wgrad"}, "high precision": {"fprop", "dgrad", "wgrad"}}[policy]
     assert {gemm for (_, gemm), decision in decisions.items() if decision != "fp8"} == kept and len(decisions) == 6
     assert got == pytest.approx(expected, rel=1e-5 if policy == "high precision" else 1e-2)
+    assert ("would multiply in float32" in str(fp8compile.report(model))) == (policy != "high precision")
     floor = 80 if policy == "high precision" else 10
     for (name, p), (_, q) in zip(plain.named_parameters(), model.named_parameters(), strict=True):
         if "experts" in name:
