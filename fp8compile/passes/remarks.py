@@ -10,7 +10,7 @@ from ..ir.fx_utils import value
 from ..ir.matmul import Matmul
 
 RESHARDED = "weights are cast again in backward: FSDP2 reshards them after forward"
-FLOAT32 = "without FP8 these experts would multiply in float32: grouped matmuls are no part of autocast"
+FLOAT32 = "without FP8 these experts would multiply in float32{}: grouped matmuls are no part of autocast"
 
 
 def remarks(matmuls: Collection[Matmul], resharded: Collection[int]) -> tuple[str, ...]:
@@ -18,7 +18,7 @@ def remarks(matmuls: Collection[Matmul], resharded: Collection[int]) -> tuple[st
     found = [RESHARDED] if any(matmul.fp8 and matmul.resharded(resharded) for matmul in matmuls) else []
     experts = [matmul for matmul in matmuls if matmul.fp8 and matmul.groups and value(matmul.node).dtype == torch.float32]
     if experts:
-        found.append(FLOAT32 + _gain(experts))
+        found.append(FLOAT32.format(_gain(experts)))
     return tuple(found)
 
 

@@ -28,14 +28,15 @@ def ends(sizes: list[int]) -> Tensor:
     return torch.tensor(sizes).cumsum(0).to(torch.int32)
 
 
-def run(model, call, x: Tensor, offs: Tensor, dy: Tensor) -> dict[str, Tensor]:
-    """Output and gradients of a step; rows of no expert are left out."""
+def run(model, call, x: Tensor, offs: Tensor, dy: Tensor, trained: tuple[str, ...] = ()) -> dict[str, Tensor]:
+    """Output and gradients of a step (of these parameters, or all); rows of no expert are left out."""
     x = x.clone().requires_grad_()
     model.zero_grad()
     y = call(x, offs)
     y.backward(dy)
     inside = slice(0, int(offs[-1]))
-    return {"y": y.detach()[inside], "dx": x.grad[inside], **{name: p.grad.clone() for name, p in model.named_parameters()}}  # type: ignore[index]
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if not trained or name in trained}
+    return {"y": y.detach()[inside], "dx": x.grad[inside], **gradients}  # type: ignore[index]
 
 
 def made(turned: bool = False, count: int = len(SIZES)) -> Experts:
@@ -146,6 +147,46 @@ def test_frozen_experts_have_no_wgrad() -> None:
     records = fp8compile.report(model).matmuls
     assert [record.gemm for record in records] == ["fprop", "fprop", "dgrad", "dgrad"]
     assert all(record.decision == "fp8" and record.groups == 4 for record in records)
+
+
+class LowRank(torch.nn.Module):
+    """Experts with frozen weights and a low-rank update of each: beside them, or added to the weights, as PEFT does."""
+
+    def __init__(self, added: bool, rank: int = 16) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.experts, self.added = made(count=4), added
+        self.experts.requires_grad_(False)
+        self.a = torch.nn.Parameter(torch.randn(4, rank, 128).to(BF16) * 128**-0.5)
+        self.b = torch.nn.Parameter(torch.randn(4, 256, rank).to(BF16) * 0.1)
+
+    def forward(self, x: Tensor, offs: Tensor) -> Tensor:
+        up, down = self.experts.gate_up_proj, self.experts.down_proj
+        if self.added:
+            gate, value = torch._grouped_mm(x, (up + self.b @ self.a).transpose(-2, -1), offs).chunk(2, -1)
+        else:
+            low = torch._grouped_mm(torch._grouped_mm(x, self.a.transpose(-2, -1), offs), self.b.transpose(-2, -1), offs)
+            gate, value = (torch._grouped_mm(x, up.transpose(-2, -1), offs) + low).chunk(2, -1)
+        return torch._grouped_mm(torch.nn.functional.silu(gate) * value, down.transpose(-2, -1), offs)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
+@pytest.mark.parametrize("added", [False, True], ids=["beside", "added"])
+def test_low_rank_updates_of_experts(added: bool, recipe: str) -> None:
+    """Frozen stacks have fprop and dgrad in FP8 and no wgrad; the updates learn."""
+    model, exact = LowRank(added), LowRank(added)
+    rules = [{"where": "n >= 128 and k >= 128", "fp8": "on"}, {"fp8": "off"}]
+    call = torch.compile(model, backend="fp8", options={"recipe": recipe, "policy": {"rules": rules}})
+    for number, sizes in enumerate(([100, 0, 17, 203], [0, 257, 16, 47])):
+        x, dy = batch(number)
+        got = run(model, call, x, ends(sizes), dy, trained=("a", "b"))
+        high = run(exact, exact, x, ends(sizes), dy, trained=("a", "b"))
+        for name in high:
+            assert sqnr(high[name], got[name]) > (18 if name in "ydx" else 15), (number, name)
+    found = {(record.parameter, record.gemm) for record in fp8compile.report(model).matmuls if record.decision == "fp8"}
+    frozen = {("experts.down_proj", "fprop"), ("experts.down_proj", "dgrad")}
+    assert frozen <= found and ("experts.down_proj", "wgrad") not in found
+    assert added or {("experts.gate_up_proj", "fprop"), ("experts.gate_up_proj", "dgrad")} <= found
 
 
 def test_float32_weights_are_quantized_as_they_are() -> None:
