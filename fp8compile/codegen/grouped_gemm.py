@@ -25,7 +25,7 @@ from .. import compat
 from ..config.recipe import ROW, WHOLE, Block
 from ..devices import support
 from ..devices.gpu import Gpu
-from ..ir.fx_utils import Emitter, aten, value
+from ..ir.fx_utils import Emitter, aten, is_data, value
 from ..ir.grouped import ALIGN
 from . import block_gemm, launch
 from .indexing import quotient, size_of
@@ -67,7 +67,7 @@ def launch_grouped(
     b_block: Block,
 ) -> Node:
     """Launch the kernel before `node`; returns the node of the result. `inline` writes a plain torch function before a node."""
-    from .triton_grouped import fp8_grouped
+    from .triton_grouped import LINE_OF_ROW, fp8_grouped
 
     emit = Emitter(node.graph, node, node)
     launcher = launch.Launcher(node.graph, 0, node)
@@ -92,10 +92,13 @@ def launch_grouped(
         "FAST": fast_accum,
         "EVEN": (k % STEP if of_rows else aligned % STEP) == 0,
     }
-    scales = [
-        inverse if value(inverse).dim() == 1 else inline(node, columns_first if block == LINE else rows_first, inverse)
-        for inverse, block in ((a_inv, a_block), (b_inv, b_block))
-    ]
+    scales = []
+    for name, inverse, block in (("A", a_inv, a_block), ("B", b_inv, b_block)):
+        # Inductor keeps no strides of copies whose sizes are data (`GraphLowering.run_node`): these are read as they are
+        as_it_is = value(inverse).dim() == 1 or any(map(is_data, value(inverse).shape))
+        scales.append(inverse if as_it_is else inline(node, columns_first if block == LINE else rows_first, inverse))
+        if as_it_is and block == LINE:
+            constants[f"{name}_KIND"] = LINE_OF_ROW.value
     shape = [launcher.number(emit, m), n]
     out = emit(
         aten.empty.memory_format,

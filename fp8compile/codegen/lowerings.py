@@ -65,15 +65,15 @@ def quantize(x: Tensor, scale: Tensor, dtype: torch.dtype, fp8_max: float, block
 
 
 def quantize_transposed(
-    x: Tensor, scale: Tensor, dtype: torch.dtype, fp8_max: float, block: Sequence[int] = (0, 0)
+    x: Tensor, scale: Tensor, dtype: torch.dtype, fp8_max: float, block: Sequence[int] = (0, 0), padded_already: bool = False
 ) -> Tensor:
     """[R, C] -> [C, R padded to a multiple of 16], row-major, in strides that Inductor has to keep."""
     columns, rows = x.shape[1], x.shape[0]
-    padded = ops.padded_rows(rows)
+    padded = rows if padded_already else ops.padded_rows(rows)
     if scale.dim() == 2:
         scale = ops.spread(scale, [columns, rows], block).t()
     copy = ops.cast(x, scale, dtype, fp8_max).t()
-    if not (isinstance(rows, int) and rows == padded):
+    if not padded_already and not (isinstance(rows, int) and rows == padded):
         copy = torch.nn.functional.pad(copy.to(torch.float32), (0, padded - rows)).to(dtype)
     return _dense(copy, columns, padded)
 

@@ -18,6 +18,7 @@ ROW = tl.constexpr(2)
 LINE = tl.constexpr(3)
 SQUARE = tl.constexpr(4)
 MX = tl.constexpr(5)
+LINE_OF_ROW = tl.constexpr(6)  # 1 x 128, but all of a row together in memory
 
 
 # The same in plain torch is `ir.grouped.order_of_groups`.
@@ -86,8 +87,8 @@ def fp8_grouped(
     # OF_ROWS: y [M, N], a [M, K], b [E, N, K] with strides B_MATRIX, B_ROW and 1; group e has rows offs[e - 1] to offs[e]
     # else:    y [E, M, N], a [M, K], b [N, K]; group e has columns offs[e - 1] to offs[e] of a and b, multiples of 16
     # A size that only a run knows has None in M or K, and is in m, or in k16 divided by 16. LANES: E as a power of two.
-    # Inverses: WHOLE [1]; MATRIX [E]; ROW [M], [E, N] or, of groups of columns, [E, M]; LINE [K / 128, M]; SQUARE
-    # [E, N / 128, K / 128]; MX [M, K / 32], [E, N, K / 32]. EVEN: no step ends beyond its group.
+    # Inverses: WHOLE [1]; MATRIX [E]; ROW [M], [E, N] or, of groups of columns, [E, M]; LINE [K / 128, M], LINE_OF_ROW
+    # [M, K / 128]; SQUARE [E, N / 128, K / 128]; MX [M, K / 32], [E, N, K / 32]. EVEN: no step ends beyond its group.
     rows = m if M is None else M
     inner = k16 * 16 if K is None else K
     wide: tl.constexpr = (N + BLOCK_C - 1) // BLOCK_C
@@ -141,6 +142,9 @@ def fp8_grouped(
         if A_KIND == LINE:
             a_scale = a_inv + low // STEP * rows + a_of
             a_next = rows
+        elif A_KIND == LINE_OF_ROW:
+            a_scale = a_inv + a_of * ((inner + STEP - 1) // STEP) + low // STEP
+            a_next = 1
         elif A_KIND == MX:
             a_scale = a_inv + a_of[:, None] * (inner // MX_STEP) + low // MX_STEP + scale[None, :]
             a_next = MX_SCALES
@@ -154,6 +158,9 @@ def fp8_grouped(
         elif B_KIND == LINE:
             b_scale = b_inv + low // STEP * N + b_of
             b_next = N
+        elif B_KIND == LINE_OF_ROW:
+            b_scale = b_inv + b_of * ((inner + STEP - 1) // STEP) + low // STEP
+            b_next = 1
         elif B_KIND == MX:
             b_scale = b_inv + b_of[:, None] * (inner // MX_STEP) + low // MX_STEP + scale[None, :]
             b_next = MX_SCALES
@@ -191,7 +198,7 @@ def fp8_grouped(
                     short_x = tl.reshape(wide_x, [BLOCK_R, STEP]).to(tl.bfloat16)
                     short_w = tl.reshape(wide_w, [BLOCK_C, STEP]).to(tl.bfloat16)
                     acc = tl.dot(short_x, tl.trans(short_w), acc)
-            elif A_KIND == LINE:
+            elif A_KIND == LINE or A_KIND == LINE_OF_ROW:
                 x_inv = tl.load(a_scale)
                 w_inv = tl.load(b_scale)
                 part = tl.dot(x, tl.trans(w))
@@ -205,7 +212,7 @@ def fp8_grouped(
                 acc += tl.dot(x, tl.trans(w))
             a_at += STEP
             b_at += STEP
-            if A_KIND == MX or A_KIND == LINE:
+            if A_KIND == MX or A_KIND == LINE or A_KIND == LINE_OF_ROW:
                 a_scale += a_next
                 b_scale += b_next
         if A_KIND == ROW:

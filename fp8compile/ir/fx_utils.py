@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch.fx import Graph, Node, map_arg
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from .. import compat
 
@@ -54,12 +55,23 @@ def same_shape(a, b) -> bool:
     return len(a) == len(b) and all(map(same_size, a, b))
 
 
+def is_data(size) -> bool:
+    """Is a size known on the device alone, so that nobody can ask for it when a graph is compiled?"""
+    return isinstance(size, torch.SymInt) and bool(free_unbacked_symbols(size))
+
+
 def hint(size) -> int:
-    """An int for a size: itself, or the value that a SymInt had when the graph was traced (0 if it has none)."""
+    """An int for a size: itself, or the value that a SymInt had when the graph was traced. For one that is data, symbols count
+    as `DATA` (what Inductor takes, too)."""
     if isinstance(size, int):
         return size
+    if is_data(size):
+        return int(size.node.expr.subs({symbol: DATA for symbol in size.node.expr.free_symbols}))
     found = getattr(size.node, "hint", None)
     return int(found) if isinstance(found, int) else 0
+
+
+DATA = 8192
 
 
 class Emitter:

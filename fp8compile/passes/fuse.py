@@ -31,7 +31,7 @@ from ..codegen.scales import Scale, chain, made_in_place, of_amax, of_cast
 from ..codegen.text import Unwritable
 from ..codegen.traffic import Sizes, compare
 from ..ir import grouped, ops
-from ..ir.fx_utils import PERMUTES, VIEWS, arg, behind, value
+from ..ir.fx_utils import PERMUTES, VIEWS, arg, behind, is_data, value
 from ..logs import get_logger
 from .grouping import OURS, SEEDS, Grouping, reaches
 from .place import Made, generated, place
@@ -92,6 +92,11 @@ class _Finder:
             if seed in taken:
                 continue
             group = self.grouping(seed.domain, seed.sinks)
+            # Inductor keeps no strides of copies whose sizes are data (`GraphLowering.run_node`): a kernel is needed
+            needed = is_data(value(seed.source).shape[0])
+            if isinstance(group, str) and needed:
+                self.stored.add(seed.source)
+                group = self.grouping(seed.domain, seed.sinks)
             if isinstance(group, str):
                 logger.debug("%s stays with Inductor: %s", seed.source.name, group)
                 continue
@@ -101,7 +106,7 @@ class _Finder:
             if ours > theirs and joined:
                 group, joined = alone, []
                 ours, theirs = compare(group, self.sizes, self.stored, OURS)
-            if ours > theirs:
+            if ours > theirs and not needed:
                 logger.debug("%s stays with Inductor: a kernel would move %d bytes, not %d", seed.source.name, ours, theirs)
                 continue
             source = seed.source.name

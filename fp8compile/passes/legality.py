@@ -7,9 +7,9 @@ The policy makes the choices (`config.policy`), and the cost model finds what pa
 from __future__ import annotations
 
 import torch
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from ..ir.fx_utils import FLOATS, hint, value
+from .. import compat
+from ..ir.fx_utils import FLOATS, hint, is_data, value
 from ..ir.matmul import Matmul, factors
 
 NO_ROWS = "no rows"
@@ -59,9 +59,10 @@ def _grouped(matmul: Matmul) -> str | None:
 
 
 def _rows(matmul: Matmul) -> str | None:
-    if any(isinstance(size, torch.SymInt) and free_unbacked_symbols(size) for size in (matmul.m, matmul.n, matmul.k)):
+    sizes = (matmul.m, matmul.n, matmul.k)
+    if any(map(is_data, sizes)) and (matmul.offs is None or compat.reorders()):  # experts need kernels of ours there
         return "rows that are counted from data (experts: grouped_mm needs no count)"
-    return NO_ROWS if any(isinstance(size, int) and size == 0 for size in (matmul.m, matmul.n, matmul.k)) else None
+    return NO_ROWS if any(isinstance(size, int) and size == 0 for size in sizes) else None
 
 
 def misaligned(matmul: Matmul) -> str | None:

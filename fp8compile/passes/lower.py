@@ -27,7 +27,7 @@ from ..codegen.inline import Inliner
 from ..codegen.update_kernel import LONGEST, launch_update
 from ..errors import Fp8CompileError
 from ..ir import grouped, ops, state_page
-from ..ir.fx_utils import Emitter, arg, aten, is_tensor, value
+from ..ir.fx_utils import Emitter, arg, aten, is_data, is_tensor, value
 from ..ir.scale import inverse_of, scale_of
 
 SCALES = (ops.snapshot, ops.delayed_scale, ops.delayed_inverse, ops.votes, ops.agreed_scale, ops.current_scale, ops.inverse)
@@ -169,10 +169,13 @@ class _Lowering:
     def quantize(
         self, node: Node, x: Node, scale: Node, dtype, fp8_max: float, transposed: bool, block=(0, 0), order: Node | None = None
     ) -> Node:
+        if order is not None and is_data(value(x).shape[0]):
+            raise Fp8CompileError(f"{node.name}: no kernel for a cast whose rows are counted from data; please report this")
         if transposed and order is not None:
             x = self.inline(node, ops.ordered, x, order)
-        form = forms.quantize_transposed if transposed else forms.quantize
-        return self.inline(node, form, x, scale, dtype, fp8_max, tuple(block))
+        if transposed:
+            return self.inline(node, forms.quantize_transposed, x, scale, dtype, fp8_max, tuple(block), order is not None)
+        return self.inline(node, forms.quantize, x, scale, dtype, fp8_max, tuple(block))
 
     def transposed(self, node: Node, x: Node) -> Node:
         return self.inline(node, ops.transposition, x)

@@ -275,6 +275,39 @@ def test_the_plan_for_a_gpu(recipe: str) -> None:
     assert any("transpose" in kernel.name for kernel in plan.kernels if kernel.ours)
 
 
+class Counted(torch.nn.Module):
+    """Experts of as many rows as their ends say: a size that is data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = made(count=4)
+
+    def forward(self, x: Tensor, offs: Tensor) -> Tensor:
+        rows = offs[-1].item()
+        torch._check(rows >= 0)
+        torch._check(rows <= x.shape[0])
+        return self.experts(x.narrow(0, 0, rows), offs).sum(0, keepdim=True)
+
+
+@pytest.mark.skipif(unavailable() is not None, reason=unavailable() or "")
+@pytest.mark.parametrize("gpu", ["h200", "b200"])
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"])
+def test_the_plan_for_rows_that_are_data(recipe: str, gpu: str) -> None:
+    """As in one graph with an all-to-all (torchtitan): Inductor keeps no strides there, so all casts are kernels of ours."""
+    given = (Gpu("NVIDIA B200", 10, 0, 148, 180 << 30),) if gpu == "b200" else ()
+    with mock.patch.object(torch._dynamo.config, "capture_scalar_outputs", True), executed(0, *given) as plan:
+        model, plain = Counted(), Counted()
+        step = torch.compile(model, backend="fp8", options={"recipe": recipe, "policy": ALL_FP8}, fullgraph=True)
+        for number, sizes in enumerate(([100, 0, 17, 183], [0, 257, 16, 15], [1, 1, 1, 1])):
+            x, dy = batch(number)
+            got = run(model, step, x, ends(sizes), dy[:1])
+            high = run(plain, plain, x, ends(sizes), dy[:1])
+            for name in high:
+                assert sqnr(high[name], got[name]) > 20, (number, name)
+    assert all(record.decision == "fp8" for record in fp8compile.report(model).matmuls)
+    assert plan.launches("fp8_group_order") >= 2
+
+
 def test_a_layer_of_experts_between_training_and_evaluation() -> None:
     """Checkpointing, accumulation over two batches, an evaluation in between: as without them."""
     from torch.utils.checkpoint import checkpoint
