@@ -59,7 +59,7 @@ def _groups(offs: Tensor, rows: Any, align: int) -> Tensor:
     return order_of_groups(offs, rows, align)[2]
 
 
-def lower_grouped_mm(node: Node, inline: Callable[..., Node], scales: tuple[Node, Node] | None) -> Node:
+def lower_grouped_mm(node: Node, inline: Callable[..., Node], scales: tuple[Node, Node] | None = None) -> Node:
     """Insert the form of a `grouped_mm` before its node. `scales`: its `spread_scales`. Returns the node of the result."""
     args: Any = node.args
     a, b, a_inv, b_inv, offs, out_dtype, fast_accum, *blocks = args
