@@ -54,6 +54,7 @@ def fp8_group_order(
     own = lane[None, :] == group[:, None]
     row = place + tl.sum(tl.where(own, (first - behind + padded)[None, :], 0), 1)
     inside = row < tl.sum(tl.where(own, last[None, :], 0), 1)
+    inside = inside & (row >= 0) & (row < size)  # ends that make no sense lead nowhere outside
     tl.store(rows + place, tl.where(inside, tl.where(group < E, row, -2 - row), -1), mask=place < places)
     tl.store(groups + place // ALIGN, tl.minimum(group, E), mask=(place < places) & (place % ALIGN == 0))
 
@@ -111,13 +112,13 @@ def fp8_grouped(
         block_r = program % (tall * wide) // wide
         block_c = program % wide
     if group < E:
-        start = tl.load(offs + group - 1, mask=group > 0, other=0)
+        start = tl.maximum(tl.load(offs + group - 1, mask=group > 0, other=0), 0)
         end = tl.load(offs + group)
         col = block_c * BLOCK_C + tl.arange(0, BLOCK_C)
         # rows and columns outside of the matrix read its first ones instead, so that the loop needs no mask for them
         from_col = tl.where(col < N, col, 0).to(tl.int64)
         if OF_ROWS:
-            row = start + block_r * BLOCK_R + tl.arange(0, BLOCK_R)
+            row = start + tl.maximum(block_r, 0) * BLOCK_R + tl.arange(0, BLOCK_R)
             last = tl.minimum(end, rows)
             from_row = tl.where(row < last, row, 0).to(tl.int64)
             b_at = b + group.to(tl.int64) * B_MATRIX + from_col * B_ROW

@@ -70,8 +70,8 @@ def order_of_groups(offs: Tensor, rows, align: int) -> tuple[Tensor, Tensor, Ten
     group = (place.unsqueeze(1) >= ends).sum(1).clamp(max=count)
     within = place - taken(ends - padded, group)
     row = taken(starts, group) + within
-    row = torch.where(group < count, row, -2 - row)
-    row = torch.where(within < taken(sizes, group), row, -1)
+    inside = (within < taken(sizes, group)) & (row >= 0) & (row < rows)  # ends that make no sense lead nowhere outside
+    row = torch.where(inside, torch.where(group < count, row, -2 - row), -1)
     blocks = group.view(-1, align).select(1, 0).clone()
     return row.to(torch.int32), ends.narrow(0, 0, count).to(torch.int32), blocks.to(torch.int32)
 

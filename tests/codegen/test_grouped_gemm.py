@@ -196,6 +196,24 @@ def test_nan_stays_in_its_row_and_group() -> None:
     assert got.isnan().sum() == 48 and got[200].isnan().all() and torch.equal(got.nan_to_num(), expected.nan_to_num())
 
 
+@pytest.mark.parametrize("bad", [[100, 50, 60, 120], [-40, 10, 200, 100], [10, 20, 5000, 90]], ids=str)
+def test_ends_that_make_no_sense_lead_nowhere_outside(bad: list[int]) -> None:
+    """Operands lie amid NaN: a read outside would show, and so would a write."""
+    offs = torch.tensor(bad, dtype=torch.int32)
+    rows = grouped.order_of_groups(offs, 120, 16)[0]
+    inside = torch.where(rows < -1, -2 - rows, rows)
+    assert inside.min() >= -1 and inside.max() < 120
+    a, b, a_inv, b_inv, _, *rest = operands([120, 0, 0, 0], 48, 144, ROW, ROW)
+    amid = torch.full((360, 144), float("nan")).to(E4M3)
+    amid[120:240] = a
+    given = (amid[120:240], b, a_inv, b_inv, offs)
+    graph = launched(lambda *x: grouped.grouped_mm(*x, *rest), (a, *given[1:]))
+    known = torch.zeros(120, dtype=torch.bool)
+    for start, end in zip([0, *bad], bad, strict=False):
+        known[max(start, 0) : max(0, min(end, 120))] = True
+    assert not graph(*given)[known].isnan().any()
+
+
 @pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize("out", [BF16, torch.float16])
 def test_dtypes_and_fast_accumulation(out: torch.dtype, fast: bool) -> None:
