@@ -41,7 +41,7 @@ from .. import compat
 from ..config.recipe import ROW_OF_GROUP, WHOLE
 from ..ir import ops
 from ..ir.all_gathers import AllGather
-from ..ir.fx_utils import CASTS, PERMUTES, VIEWS, Emitter, Matrix, arg, aten, hint, is_tensor, same_shape, value
+from ..ir.fx_utils import Emitter, Matrix, arg, aten, same_shape, value
 from ..ir.matmul import GEMMS, Matmul
 from . import all_gathers
 from .all_gathers import NO_ALL_GATHERS, AllGathers
@@ -49,6 +49,7 @@ from .amax_groups import NO_GROUPS, AmaxGroups, reduced
 from .gathered import gathered_as
 from .grouped import Groups, block_of
 from .plan import Operand, Plan
+from .reread import read_again
 
 
 @dataclass(frozen=True)
@@ -172,7 +173,7 @@ class _Writer:
         if both and (kept or operand.key.role == "input" and blocks[0] == blocks[1]):
             scales = {layout: self.scale_of(operand, matrix, layout)[0] for layout in (False, True)}
             behind = max([*scales.values(), *rows])  # the last one in the graph
-            if not kept and recompute is None and _read_again(source):
+            if not kept and recompute is None and read_again(source):
                 for layout, how in ((False, None), (True, compat.MUST_RECOMPUTE)):
                     emit = self.after(max([scales[layout], *rows]), operand, recompute=how)
                     made = emit(ops.quantize, source, scales[layout], form.dtype, form.max, layout, block, *rows)
@@ -362,37 +363,6 @@ def _of(operand: Operand, cast: Node) -> Node:
     """Note on a cast which operand it copies, for telemetry; returns the cast."""
     cast.meta["fp8_operand"] = operand.key
     return cast
-
-
-def _read_again(source: Node) -> bool:
-    """Is a forward tensor computed, element by element, from tensors that pointwise operators of the backward read, too?"""
-    big, computed = value(source).numel(), False
-    seen, stack = {source}, [source]
-    while stack:
-        node = stack.pop()
-        if node.op == "call_function" and (_pointwise(node) or node.target in _RESHAPES):
-            computed = computed or _pointwise(node) and node.target not in CASTS
-            stack += [x for x in node.all_input_nodes if x not in seen and is_tensor(x)]
-            seen.update(node.all_input_nodes)
-        elif hint(value(node).numel()) * 16 > hint(big) and not _read_in_backward(node):
-            return False
-    return computed
-
-
-def _read_in_backward(node: Node) -> bool:
-    for user in node.users:
-        if user.target in (*_RESHAPES, *CASTS) and _read_in_backward(user):
-            return True
-        if compat.is_backward(user) and _pointwise(user):
-            return True
-    return False
-
-
-def _pointwise(node: Node) -> bool:
-    return torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target in (*CASTS, aten.clone.default)
-
-
-_RESHAPES = (*VIEWS, *PERMUTES, aten.expand.default, operator.getitem)
 
 
 def _split_addend(matmul: Matmul) -> tuple[Node | None, Node | None]:
