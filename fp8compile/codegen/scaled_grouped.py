@@ -24,7 +24,7 @@ from .. import compat
 from ..config.recipe import ROW, Block
 from ..devices.gpu import gpu_of
 from ..ir import ops
-from ..ir.fx_utils import Emitter, arg, value
+from ..ir.fx_utils import Emitter, arg, is_data, value
 from ..ir.grouped import grouped_mm, order_of_groups, taken
 from . import launch
 from .grouped_gemm import launch_grouped, launch_order
@@ -88,6 +88,8 @@ def spread_scales(graph: Graph, inline: Callable[..., Node]) -> dict[Node, tuple
     chunk: list[Node] = []
     for node in graph.find_nodes(op="call_function", target=grouped_mm):
         if _way(node) != GROUPED or any(value(inverse).dim() != 1 for inverse in _inverses(node)):
+            continue
+        if is_data(value(arg(node, 0)).shape[0]):  # no part of a vector can be taken by such a size, up to torch 2.11
             continue
         stored_scales = all(inverse.target is aten.as_strided.default for inverse in _inverses(node))
         early = stored_scales and (not chunk or all(arg(inverse, 0) < chunk[0] for inverse in _inverses(node)))
