@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from unittest import mock
 
@@ -248,7 +249,9 @@ def test_the_plan_for_any_number_of_tokens() -> None:
 
 
 @pytest.mark.skipif(unavailable() is not None, reason=unavailable() or "")
-@pytest.mark.parametrize("recipe", ["delayed", "rowwise", "blockwise", "mxfp8"])
+@pytest.mark.parametrize(
+    "recipe", ["rowwise", "mxfp8", *(pytest.param(name, marks=pytest.mark.slow) for name in ("delayed", "blockwise"))]
+)
 def test_the_plan_for_a_gpu_without_the_matmul(recipe: str, caplog: pytest.LogCaptureFixture) -> None:
     """Blackwell takes a kernel of ours."""
     if recipe == "mxfp8" and OLD_INTERPRETER:
@@ -259,6 +262,7 @@ def test_the_plan_for_a_gpu_without_the_matmul(recipe: str, caplog: pytest.LogCa
     assert plan.scaled == 0 and plan.launches("fp8_grouped") == 6 * warm and "emulated" not in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(unavailable() is not None, reason=unavailable() or "")
 def test_the_plan_where_no_kernel_can_be_launched(caplog: pytest.LogCaptureFixture) -> None:
     """Experts are multiplied in bf16, and a warning says so."""
@@ -294,8 +298,14 @@ class Counted(torch.nn.Module):
 
 @pytest.mark.compat
 @pytest.mark.skipif(unavailable() is not None, reason=unavailable() or "")
-@pytest.mark.parametrize("gpu", ["h200", "b200"])
-@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"])
+@pytest.mark.parametrize(
+    ("recipe", "gpu"),
+    [("tensorwise", "h200"), ("blockwise", "b200")]
+    + [
+        pytest.param(*pair, marks=pytest.mark.slow)
+        for pair in itertools.product(["delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"], ["h200", "b200"])
+    ],
+)
 def test_the_plan_for_rows_that_are_data(recipe: str, gpu: str) -> None:
     """As in one graph with an all-to-all (torchtitan): Inductor keeps no strides there, so all casts are kernels of ours."""
     if recipe == "mxfp8" and gpu == "b200" and OLD_INTERPRETER:
