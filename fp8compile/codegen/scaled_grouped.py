@@ -29,7 +29,7 @@ from ..ir.grouped import grouped_mm, order_of_groups, taken
 from . import launch
 from .grouped_gemm import launch_grouped, launch_order
 from .indexing import quotient, sizes
-from .scale_layouts import stored
+from .scale_layouts import copied, stored
 from .scaled_mm_kind import GROUPED, TRITON, how_grouped
 
 aten = torch.ops.aten
@@ -41,10 +41,16 @@ def lower_order(node: Node, inline: Callable[..., Node]) -> None:
     if compat.reorders():
         made = [inline(node, part, *node.args) for part in (_rows, _ends, _groups)]
     else:
+        node.args = (_neighbours(node, inline, arg(node, 0)), *node.args[1:])
         made = launch_order(node)
     for item in items:
         item.replace_all_uses_with(made[int(item.args[1])])  # type: ignore[arg-type]
         node.graph.erase_node(item)
+
+
+def _neighbours(node: Node, inline: Callable[..., Node], offs: Node) -> Node:
+    """Ends of groups that are neighbours in memory, as kernels of ours read them."""
+    return offs if value(offs).stride(0) == 1 else inline(node, copied, offs)
 
 
 def _rows(offs: Tensor, rows: Any, align: int) -> Tensor:
@@ -69,6 +75,7 @@ def lower_grouped_mm(node: Node, inline: Callable[..., Node], scales: tuple[Node
     operands = (a, b, a_inv, b_inv, offs, out_dtype)
     way = _way(node)
     if way == TRITON:
+        operands = (a, b, a_inv, b_inv, _neighbours(node, inline, offs), out_dtype)
         return launch_grouped(node, inline, gpu_of(value(node).device), *operands, fast_accum, a_block, b_block)
     if way == GROUPED:
         return inline(node, grouped, *operands, fast_accum)

@@ -187,6 +187,14 @@ def assert_any(arguments: tuple[Any, ...], rows: int | None = None, **how: Any) 
     assert torch.equal(grouped.grouped_mm(*arguments)[:rows], got[:rows])
 
 
+def test_ends_with_gaps() -> None:
+    a, b, a_inv, b_inv, offs, *rest = operands(SIZES, 48, 144, ROW, ROW)
+    wide = offs.repeat_interleave(2)
+    call = lambda a, b, a_inv, b_inv, wide: grouped.grouped_mm(a, b, a_inv, b_inv, wide[::2], *rest)  # noqa: E731
+    given = (a, b, a_inv, b_inv, wide)
+    assert torch.equal(grouped.grouped_mm(a, b, a_inv, b_inv, offs, *rest), launched(call, given)(*given))
+
+
 def test_nan_stays_in_its_row_and_group() -> None:
     arguments = operands(SIZES, 48, 144, ROW, ROW)
     tensors, rest = arguments[:5], arguments[5:]
