@@ -3,7 +3,7 @@
     python -m benchmarks.recipes                       # the missing runs of 5 seeds, then the table; about an hour of one core
     python -m benchmarks.recipes --arms bf16,rowwise --seeds 10 --jobs 4
     python -m benchmarks.recipes --show --update docs/recipes.md --plot docs/recipes.png
-    python -m benchmarks.recipes --experts 8 --steps 600 --seeds 3 --arms bf16,float32,delayed,rowwise
+    python -m benchmarks.recipes --experts 8 --steps 600 --seeds 3 --arms bf16,delayed,rowwise
 
 The model is the GPT of examples/train_gpt.py: 2 layers, 128 wide, context 64, with a tied output head that stays in high
 precision. Every matmul of its blocks is FP8; the script checks this in the report. A run has 1,500 steps of 512 bytes of text.

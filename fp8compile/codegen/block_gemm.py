@@ -18,7 +18,6 @@ are known are constants of the kernel, others are arguments.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch.fx import Node
@@ -70,14 +69,8 @@ def launch_gemm(
     emit = Emitter(node.graph, node, node)
     launcher = launch.Launcher(node.graph, 0, node)
     m, k, n = (size_of(size) for size in (*value(a).shape, value(b).shape[0]))
-    numbers: dict[str, Any] = {}
-    constants: dict[str, Any] = {"A_SQUARE": a_block[0] != 1, "B_SQUARE": b_block[0] != 1}
-    for known, unknown, size in (("M", "m", m), ("N", "n", n), ("K", "k16", k)):
-        if size.is_Integer:
-            constants |= {known: int(size), unknown: None}
-        else:
-            constants[known] = None
-            numbers[unknown] = launcher.number(emit, quotient(size, 16) if unknown == "k16" else size)
+    constants, numbers = launcher.size_arguments(emit, ("M", "m", m, 1), ("N", "n", n, 1), ("K", "k16", k, 16))
+    constants |= {"A_SQUARE": a_block[0] != 1, "B_SQUARE": b_block[0] != 1}
     a_inv, b_inv = (
         inline(node, columns_first if block[0] == 1 else rows_first, inverse)
         for inverse, block in ((a_inv, a_block), (b_inv, b_block))

@@ -32,8 +32,6 @@ from .indexing import quotient, size_of
 from .scale_layouts import columns_first, rows_first
 from .scaled_mm_kind import LINE, MX_BLOCK, SQUARE
 
-STEP = 128  # elements of the contraction that a step takes
-
 # (BLOCK_R, BLOCK_C, warps, stages) for blocks of 1 x 32, where tensor cores scale them, and where bf16 copies take registers
 MX_TILES = ((128, 128, 8, 2), (64, 128, 4, 2))
 SMALL_MX_TILES = ((64, 64, 4, 2), (64, 128, 8, 2))  # for 99 KB of shared memory
@@ -67,30 +65,26 @@ def launch_grouped(
     b_block: Block,
 ) -> Node:
     """Launch the kernel before `node`; returns the node of the result. `inline` writes a plain torch function before a node."""
-    from .triton_grouped import LINE_OF_ROW, fp8_grouped
+    from .triton_grouped import LINE_OF_ROW, STEP, fp8_grouped
 
     emit = Emitter(node.graph, node, node)
     launcher = launch.Launcher(node.graph, 0, node)
     m, k = (size_of(size) for size in value(a).shape)
     groups, of_rows = int(value(offs).shape[0]), value(b).dim() == 3
     n, aligned = int(value(b).shape[-2]), max(ALIGN, a_block.columns)
-    numbers: dict[str, Any] = {}
-    lanes = max(16, 1 << (groups - 1).bit_length())
-    constants: dict[str, Any] = {"N": n, "E": groups, "LANES": lanes, "OF_ROWS": of_rows}
-    for known, unknown, size in (("M", "m", m), ("K", "k16", k)):
-        if size.is_Integer:
-            constants |= {known: int(size), unknown: None}
-        else:
-            constants[known] = None
-            numbers[unknown] = launcher.number(emit, quotient(size, 16) if unknown == "k16" else size)
+    constants, numbers = launcher.size_arguments(emit, ("M", "m", m, 1), ("K", "k16", k, 16))
     constants |= {
+        "N": n,
+        "E": groups,
+        "LANES": max(16, 1 << (groups - 1).bit_length()),
+        "OF_ROWS": of_rows,
         "B_MATRIX": int(value(b).stride(0)) if of_rows else 0,
         "B_ROW": int(value(b).stride(1)) if of_rows else 0,
         "A_KIND": _kind(a_block, value(a_inv)),
         "B_KIND": _kind(b_block, value(b_inv)),
         "NATIVE_MX": support.has_mx(gpu),
         "FAST": fast_accum,
-        "EVEN": (k % STEP if of_rows else aligned % STEP) == 0,
+        "EVEN": (k % STEP.value if of_rows else aligned % STEP.value) == 0,
     }
     scales = []
     for name, inverse, block in (("A", a_inv, a_block), ("B", b_inv, b_block)):
@@ -128,9 +122,8 @@ def launch_order(node: Node) -> list[Node]:
     count, m = int(value(offs).shape[0]), size_of(value(tokens) if isinstance(tokens, Node) else tokens)
     lanes = max(16, 1 << count.bit_length())
     block = max(16, align, 8192 // lanes)
-    constants: dict[str, Any] = {"E": count, "LANES": lanes, "ALIGN": align, "M": int(m) if m.is_Integer else None}
-    numbers = {} if m.is_Integer else {"m": tokens}
-    constants |= {"m": None} if m.is_Integer else {}
+    constants, numbers = launcher.size_arguments(emit, ("M", "m", m, 1))
+    constants |= {"E": count, "LANES": lanes, "ALIGN": align}
     made = []
     for result in value(node):
         sizes = [launcher.number(emit, size_of(size)) for size in result.shape]

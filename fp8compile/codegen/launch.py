@@ -216,6 +216,19 @@ class Launcher:
         edges = [self.number(emit, columns * i) for i in range(len(kernel.sums) + 1)]
         return {id(output): (total, edges[i], edges[i + 1]) for i, output in enumerate(kernel.sums)}
 
+    def size_arguments(self, emit: Emitter, *wanted: tuple[str, str, sympy.Expr, int]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """(constants, numbers) for a kernel that has a `tl.constexpr` and an argument for a size, of which one is None: the
+        argument where the size is known. `wanted`: (name of the constant, of the argument, size, what divides the argument)."""
+        constants: dict[str, Any] = {}
+        numbers: dict[str, Any] = {}
+        for known, unknown, size, unit in wanted:
+            if size.is_Integer:
+                constants |= {known: int(size), unknown: None}
+            else:
+                constants[known] = None
+                numbers[unknown] = self.number(emit, quotient(size, unit) if unit != 1 else size)
+        return constants, numbers
+
     def number(self, emit: Emitter, expr: Any) -> Any:
         """An int, or a node with the value of an expression."""
         if isinstance(expr, int):

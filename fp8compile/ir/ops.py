@@ -36,11 +36,11 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from .. import compat
 from ..errors import Fp8CompileError
 from . import state_page
+from .fx_utils import is_data
 from .scale import inverse_of, scale_of
 
 NAMESPACE = "fp8compile"
@@ -106,7 +106,7 @@ def _shape(x: Tensor, transposed: bool, order: Tensor | None) -> list:
 
 def ordered(x: Tensor, rows: Tensor) -> Tensor:
     """The rows of x in the order of `rows`, `[P, C]`: zeros where that is negative."""
-    if isinstance(x.shape[0], torch.SymInt) and free_unbacked_symbols(x.shape[0]):
+    if is_data(x.shape[0]):
         x = torch.nn.functional.pad(x, (0, 0, 0, 1))  # there may be none: nobody can ask yet
     elif x.shape[0] == 0:
         return x.new_zeros(rows.shape[0], x.shape[1])

@@ -183,8 +183,7 @@ class _Writer:
                 emit = self.after(behind, operand, recompute=compat.MUST_SAVE if kept else recompute)
                 other = None if scales[True] is scales[False] else scales[True]
                 more = (other, blocks[0], rows[0] if rows else None, None if blocks[0] == blocks[1] else blocks[1])
-                made = emit(ops.quantize_both, source, scales[False], form.dtype, form.max, *more)
-                _of(operand, made)
+                made = _of(operand, emit(ops.quantize_both, source, scales[False], form.dtype, form.max, *more))
                 emit.anchor = made.next
                 for layout in (False, True):
                     self.copies[operand, shape, layout] = emit(operator.getitem, made, int(layout))
