@@ -12,6 +12,7 @@ import fp8compile
 from tests.support.grouped_reference import GroupedReference
 from tests.support.harness import ALL_FP8, interpreted, sqnr
 from tests.support.models import Experts
+from tests.support.operands import ends
 from tests.support.reference_settings import RECIPES
 
 transformers = pytest.importorskip("transformers")
@@ -158,7 +159,7 @@ def test_float32_experts_are_those_of_an_eager_loop(recipe: str) -> None:
         generator = torch.Generator().manual_seed(number)
         sizes = [0, 1, 15, 16, 17, 257]
         sizes = [sizes[i] for i in torch.randperm(6, generator=generator)]
-        offs = torch.tensor(sizes).cumsum(0).to(torch.int32)
+        offs = ends(sizes)
         x, dy = (torch.randn(306, 128, generator=generator) for _ in range(2))
         found = []
         for module, run in ((plain, plain), (model, call)):

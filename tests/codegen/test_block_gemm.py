@@ -13,24 +13,20 @@ from unittest import mock
 
 import pytest
 import torch
-import triton
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
-from triton.compiler import ASTSource
 
-from fp8compile import compat
-from fp8compile.codegen import block_gemm, launch, scale_layouts, scaled_mm, scaled_mm_kind, triton_kernels
-from fp8compile.codegen.inline import Inliner
+from fp8compile.codegen import block_gemm, scale_layouts, scaled_mm, scaled_mm_kind, triton_kernels
 from fp8compile.codegen.scaled_mm_kind import AFTER, BLOCKWISE, EMULATED, MX, REFERENCE, ROWWISE, TRITON, how
 from fp8compile.config.recipe import ROW, WHOLE
 from fp8compile.devices import support
 from fp8compile.devices.gpu import Gpu
 from fp8compile.ir import ops
+from tests.support import interpreter
 from tests.support.interpreter import OLD_INTERPRETER, Interpreted
-from tests.support.machine_code import SHARED, TARGETS, resources
+from tests.support.machine_code import SHARED, TARGETS, compile_function, resources
 from tests.support.operands import (
     B200,
     BF16,
@@ -234,20 +230,11 @@ def test_kernel_with_sizes_as_arguments(blocks: tuple) -> None:
 
 def launched(call: Any, given: Sequence[Tensor], dynamic: bool) -> GraphModule:
     """A graph with one `ops.block_mm`, lowered to a launch that the interpreter runs on the CPU."""
-    traced = make_fx(call, tracing_mode="symbolic" if dynamic else "fake")(*given)
-    (node,) = traced.graph.find_nodes(op="call_function", target=ops.block_mm)
     with (
         mock.patch.object(scaled_mm_kind, "how", lambda *_: TRITON),
         mock.patch.object(block_gemm, "configurations", lambda *_: ((64, 32, 4, 1),)),
-        mock.patch.object(launch, "tuned", lambda kernel, tiles: Interpreted(kernel, tiles[0])),
     ):
-        result = scaled_mm.lower_block_mm(node, Inliner())
-    node.replace_all_uses_with(result)
-    traced.graph.erase_node(node)
-    traced.graph.lint()
-    traced.recompile()
-    assert len(compat.launches(traced.graph)) == 1
-    return traced
+        return interpreter.launched(call, given, ops.block_mm, scaled_mm.lower_block_mm, dynamic)
 
 
 @pytest.mark.parametrize("blocks", PAIRS, ids=str)
@@ -288,7 +275,6 @@ def gpu(target: str) -> Gpu:
 def compiled(target: str, tile: tuple, sizes: tuple, blocks: tuple) -> Any:
     """The kernel with a bias and a bf16 result, compiled as by Inductor: pointers are declared multiples of 16."""
     dtype = FNUZ if target == "gfx942" else E4M3
-    jitted = triton_kernels.fp8_gemm
     fp8 = "*fp8e4b8" if dtype == FNUZ else "*fp8e4nv"
     types = {"a": fp8, "b": fp8, "a_inv": "*fp32", "b_inv": "*fp32", "bias": "*bf16", "y": "*bf16"}
     rows, columns, warps, stages = tile
@@ -298,10 +284,7 @@ def compiled(target: str, tile: tuple, sizes: tuple, blocks: tuple) -> Any:
             types[name] = "i32"
         else:
             fixed[name] = None
-    signature = {key: types.get(key, "constexpr") for key in jitted.arg_names}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind.startswith("*")}
-    source = ASTSource(fn=jitted, signature=signature, constexprs=fixed, attrs=aligned)
-    return triton.compile(source, target=TARGETS[target], options={"num_warps": warps, "num_stages": stages})
+    return compile_function(triton_kernels.fp8_gemm, types, fixed, TARGETS[target], num_warps=warps, num_stages=stages)
 
 
 CASES = [((8192, 4096, 4096), (LINE, SQUARE)), ((None, 4096, None), (LINE, LINE)), ((None, 4096, 1040), (SQUARE, LINE))]

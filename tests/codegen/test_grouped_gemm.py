@@ -9,15 +9,12 @@ from unittest import mock
 
 import pytest
 import torch
-import triton
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
-from triton.compiler import ASTSource
 
-from fp8compile import compat
 from fp8compile.codegen import grouped_gemm, launch, scaled_grouped, triton_grouped
 from fp8compile.codegen.inline import Inliner
 from fp8compile.codegen.scaled_mm_kind import EMULATED, GROUPED, LINE, MX_BLOCK, REFERENCE, SQUARE, TRITON, how_grouped
@@ -25,9 +22,10 @@ from fp8compile.config.recipe import ROW, WHOLE, Block
 from fp8compile.devices import support
 from fp8compile.ir import grouped
 from tests.codegen.test_block_gemm import INSTRUCTION, gpu
+from tests.support import interpreter
 from tests.support.interpreter import OLD_INTERPRETER, Interpreted
-from tests.support.machine_code import SHARED, TARGETS, resources
-from tests.support.operands import B200, BF16, E4M3, F32, FNUZ, H100, MI300X, RTX4090, RTX5090
+from tests.support.machine_code import SHARED, TARGETS, compile_function, resources
+from tests.support.operands import B200, BF16, E4M3, F32, FNUZ, H100, MI300X, RTX4090, RTX5090, ends
 
 SIZES = [0, 130, 0, 257, 1, 16, 15, 17, 0]
 # (a's block, b's block, one scale a matrix of b)
@@ -56,10 +54,6 @@ def test_the_choice() -> None:
 
 
 # -- operands -----------------------------------------------------------------------------------------------------------
-
-
-def ends(sizes: Sequence[int]) -> Tensor:
-    return torch.tensor(sizes).cumsum(0).to(torch.int32)
 
 
 def numbers(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
@@ -115,20 +109,11 @@ def launched(
     call: Any, given: Sequence[Tensor], gpu: Any = RTX4090, tile: tuple = (64, 32, 4, 1), dynamic: bool = False
 ) -> GraphModule:
     """A graph with one `grouped_mm`, lowered to a launch that the interpreter runs on the CPU."""
-    traced = make_fx(call, tracing_mode="symbolic" if dynamic else "fake")(*given)
-    (node,) = traced.graph.find_nodes(op="call_function", target=grouped.grouped_mm)
     with (
         mock.patch.object(scaled_grouped, "gpu_of", lambda _: gpu),
         mock.patch.object(grouped_gemm, "configurations", lambda *_: (tile,)),
-        mock.patch.object(launch, "tuned", lambda kernel, tiles: Interpreted(kernel, tiles[0])),
     ):
-        result = scaled_grouped.lower_grouped_mm(node, Inliner())
-    node.replace_all_uses_with(result)
-    traced.graph.erase_node(node)
-    traced.graph.lint()
-    traced.recompile()
-    assert len(compat.launches(traced.graph)) == 1
-    return traced
+        return interpreter.launched(call, given, grouped.grouped_mm, scaled_grouped.lower_grouped_mm, dynamic)
 
 
 def assert_kernel(arguments: tuple[Any, ...], rows: int | None = None, **how: Any) -> None:
@@ -294,7 +279,6 @@ def test_the_order_of_groups(sizes: list[int], beyond: int, align: int) -> None:
 @functools.cache
 def compiled(target: str, tile: tuple, of_rows: bool, m: int | None, kinds: tuple) -> Any:
     """The kernel with a bf16 result for a Qwen3-30B-A3B layer, compiled as by Inductor: pointers are multiples of 16."""
-    jitted = triton_grouped.fp8_grouped
     fp8 = "*fp8e4b8" if target == "gfx942" else "*fp8e4nv"
     types = {"a": fp8, "b": fp8, "a_inv": "*fp32", "b_inv": "*fp32", "offs": "*i32", "y": "*bf16"}
     rows, wide, warps, stages = tile
@@ -308,10 +292,7 @@ def compiled(target: str, tile: tuple, of_rows: bool, m: int | None, kinds: tupl
             types[name] = "i32"
         else:
             fixed[name] = None
-    signature = {key: types.get(key, "constexpr") for key in jitted.arg_names}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind.startswith("*")}
-    source = ASTSource(fn=jitted, signature=signature, constexprs=fixed, attrs=aligned)
-    return triton.compile(source, target=TARGETS[target], options={"num_warps": warps, "num_stages": stages})
+    return compile_function(triton_grouped.fp8_grouped, types, fixed, TARGETS[target], num_warps=warps, num_stages=stages)
 
 
 CASES = [

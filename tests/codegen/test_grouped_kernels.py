@@ -16,6 +16,7 @@ from fp8compile.ir import grouped, ops
 from tests.codegen.test_block_kernels import E4M3, assert_kernels, made_of, scales
 from tests.support.groups import Made, Source
 from tests.support.kernel_checks import assert_bits
+from tests.support.operands import ends
 
 ROWS, COUNT, COLUMNS = 230, 6, 72
 ALIGN = {"delayed": 16, "rowwise": 16, "blockwise": 128, "mxfp8": 32}
@@ -43,10 +44,6 @@ def copies(x: Tensor, offs: Tensor, scale: Tensor, recipe: str) -> tuple[Tensor,
     return *ops.quantize_both(x, made[0], *E4M3, made[1], block, rows), *map(ops.inverse, made)
 
 
-def routed(sizes: list[int]) -> Tensor:
-    return torch.tensor(sizes).cumsum(0).to(torch.int32)
-
-
 def kernel(recipe: str, producer: str, config: tuple[int, int, int] | None = None) -> Made:
     def call(x: Tensor, gate: Tensor, token: Tensor, offs: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
         if producer == "silu":
@@ -63,7 +60,7 @@ def kernel(recipe: str, producer: str, config: tuple[int, int, int] | None = Non
 def inputs(sizes: list[int], seed: int = 0) -> tuple[Tensor, ...]:
     x, gate = (Source(ROWS, COLUMNS, torch.bfloat16, "extreme" if seed % 2 else "normal").full() for _ in range(2))
     token = torch.randint(ROWS, (ROWS,), generator=torch.Generator().manual_seed(seed))
-    return x, gate, token, routed(sizes), torch.tensor([3.0])
+    return x, gate, token, ends(sizes), torch.tensor([3.0])
 
 
 def compare(made: Made, sizes: list[int], seed: int = 0) -> None:

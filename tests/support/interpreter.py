@@ -17,6 +17,8 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
 from triton.language import standard
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpretedFunction
@@ -25,7 +27,9 @@ from triton.runtime.jit import JITFunction
 with contextlib.suppress(ImportError):
     import triton.experimental.gluon  # noqa: F401  # the interpreter imports it later, and it copies Triton's functions
 
+from fp8compile import compat
 from fp8compile.codegen import launch
+from fp8compile.codegen.inline import Inliner
 
 TORCH = {
     tl.float32: torch.float32,
@@ -140,6 +144,20 @@ def _restored():
                     setattr(owner, name, members[name])
                 elif name not in members and owner in classes:  # names added to modules stay: interpreted functions use them
                     delattr(owner, name)
+
+
+def launched(call: Any, given: Any, target: Any, lower: Any, dynamic: bool) -> GraphModule:
+    """The graph of `call`, in which `lower` makes a launch of the one call of `target`. The interpreter runs it on the CPU."""
+    traced = make_fx(call, tracing_mode="symbolic" if dynamic else "fake")(*given)
+    (node,) = traced.graph.find_nodes(op="call_function", target=target)
+    with mock.patch.object(launch, "tuned", lambda kernel, tiles: Interpreted(kernel, tiles[0])):
+        result = lower(node, Inliner())
+    node.replace_all_uses_with(result)
+    traced.graph.erase_node(node)
+    traced.graph.lint()
+    traced.recompile()
+    assert len(compat.launches(traced.graph)) == 1
+    return traced
 
 
 @contextlib.contextmanager

@@ -166,12 +166,16 @@ def compile_kernel(kernel: Generated, config: Config, target: GPUTarget) -> Any:
     """Compiles a kernel for a target as Inductor would: pointers are declared multiples of 16."""
     jitted = HANDWRITTEN.get(kernel.name) or compat.load_kernel(kernel.name, kernel.source)
     rows, columns, warps = config
-    types = dict(kernel.types)
     constants = {**dict(kernel.constants), "BLOCK_R": rows, "BLOCK_C": columns}
+    return compile_function(jitted, dict(kernel.types), constants, target, num_warps=warps)
+
+
+def compile_function(jitted: Any, types: dict[str, str], constants: dict[str, Any], target: GPUTarget, **options: int) -> Any:
+    """Compiles a JIT function whose arguments have these types; all others are constants."""
     signature = {name: types.get(name, "constexpr") for name in jitted.arg_names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind.startswith("*")}
     source = ASTSource(fn=jitted, signature=signature, constexprs=constants, attrs=aligned)
-    return triton.compile(source, target=target, options={"num_warps": warps})
+    return triton.compile(source, target=target, options=options)
 
 
 def resources(compiled: Any) -> Resources:

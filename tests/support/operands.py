@@ -16,6 +16,11 @@ LINE, SQUARE, MX_BLOCK = (1, 128), (128, 128), (1, 32)
 H100, RTX4090, B200, RTX5090, MI300X = (catalog.find(key).gpu for key in ("h100", "rtx4090", "b200", "rtx5090", "mi300x"))
 
 
+def ends(sizes: Sequence[int]) -> Tensor:
+    """The ends of groups of rows of these sizes, int32."""
+    return torch.tensor(sizes).cumsum(0).to(torch.int32)
+
+
 def operand(rows: int, k: int, block: Sequence[int], dtype: torch.dtype = E4M3, seed: int = 0) -> tuple[Tensor, Tensor]:
     """An FP8 copy [rows, K] and the inverses of its scales, which are powers of two."""
     generator = torch.Generator().manual_seed(seed)
