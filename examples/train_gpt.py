@@ -511,28 +511,26 @@ def main(argv: list[str] | None = None) -> None:
     fp8_options = {"recipe": args.recipe, **({"fp8_format": args.fp8_format} if args.fp8_format else {})}
     fp8 = train(config, text, backend="fp8", options=fp8_options, name="fp8", **settings)
     weights = processes.state_dict(fp8.model)
+    if processes.first:
+        print_comparison(bf16, fp8)
+        print(f"\n{fp8_report(fp8.model)}\n")
+        plot([bf16, fp8], args.out / "losses.png")
+        checkpoint = args.out / "gpt_fp8.pt"
+        torch.save(weights, checkpoint)
+        reloaded = evaluate(reload(checkpoint, config, args.device), val_text, config, batch_size, args.device)
+        print(f"loss curves: {args.out / 'losses.png'}")
+        print(f"{checkpoint}, loaded with strict=True into an uncompiled model: validation loss {reloaded:.4f} "
+              f"(compiled: {fp8.val_loss:.4f})")  # fmt: skip
+        if args.device == "cpu":
+            print("\nFP8 on a CPU is an emulation, and slower: values are rounded to FP8 and multiplied in a wider format.\n"
+                  "On a GPU with FP8 tensor cores large matmuls gain. A step on an H200, estimated and not measured:",
+                  flush=True)  # fmt: skip
+            sizes = {args.config: batch_size}
+            sizes.setdefault("gpt2-124m", CONFIGS["gpt2-124m"].batch_size)
+            for name, sequences in sizes.items():
+                print_estimate(name, sequences, fp8_options)
+        print(f"everything took {time.perf_counter() - started:.0f} s")
     processes.finish()
-    if not processes.first:
-        return
-
-    print_comparison(bf16, fp8)
-    print(f"\n{fp8_report(fp8.model)}\n")
-    plot([bf16, fp8], args.out / "losses.png")
-    checkpoint = args.out / "gpt_fp8.pt"
-    torch.save(weights, checkpoint)
-    reloaded = evaluate(reload(checkpoint, config, args.device), val_text, config, batch_size, args.device)
-    print(f"loss curves: {args.out / 'losses.png'}")
-    print(f"{checkpoint}, loaded with strict=True into an uncompiled model: validation loss {reloaded:.4f} "
-          f"(compiled: {fp8.val_loss:.4f})")  # fmt: skip
-    if args.device == "cpu":
-        print("\nFP8 on a CPU is an emulation, and slower: values are rounded to FP8 and multiplied in a wider format.\n"
-              "On a GPU with FP8 tensor cores a matmul gains if it is large. A step on an H200, estimated and not measured:",
-              flush=True)  # fmt: skip
-        sizes = {args.config: batch_size}
-        sizes.setdefault("gpt2-124m", CONFIGS["gpt2-124m"].batch_size)
-        for name, sequences in sizes.items():
-            print_estimate(name, sequences, fp8_options)
-    print(f"everything took {time.perf_counter() - started:.0f} s")
 
 
 if __name__ == "__main__":
