@@ -219,7 +219,7 @@ def _report(done: Rewritten, inputs: Inputs, chosen: Options, device: Device | N
     records = tuple(matmul.record() for matmul in done.matmuls)
     described = device.name if device else ""
     notes = remarks(done.matmuls, inputs.resharded) if training else ()
-    index = LEDGER.add(GraphReport(0, name, records, done.opaque, note, done.edges, described, notes, done.all_gathers))
+    index = LEDGER.add(GraphReport(0, name, records, done.opaque, note, done.edges, described, notes, done.collectives))
     report = Report([LEDGER.graph(index)])
     if not training:
         logger.info("fp8: %s: %s", name, note)

@@ -121,8 +121,10 @@ def supported(node: Node) -> bool:
     if any(not is_tensor(x) for x in arguments):
         return False
     dtypes = [x.meta["val"].dtype for x in arguments]
-    if any(dtype not in TRITON_DTYPE or dtype.itemsize == 1 and dtype.is_floating_point for dtype in [value.dtype, *dtypes]):
+    if any(dtype not in TRITON_DTYPE for dtype in [value.dtype, *dtypes]):
         return False
+    if any(dtype.itemsize == 1 and dtype.is_floating_point for dtype in [value.dtype, *dtypes]):
+        return target in CASTS and value.dtype in FLOATS  # FP8 values that came from other ranks
     if target in CONSTANTS:
         return isinstance(node.args[1] if target is CONSTANTS[0] else node.args[0], (int, float))
     if target in COPIES:

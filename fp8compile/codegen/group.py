@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import Node
 
-from .expressions import HEAVY
+from .expressions import HEAVY, supported
 from .indexing import REDUCTIONS, Domain, Index, lookups, sizes
 from .scales import SPAN, Scale, amax_of, of_amax
 
@@ -162,10 +162,10 @@ class Walk:
         return self.seen[key]
 
     def _visit(self, node: Node, index: Index) -> int:
-        for rows in lookups(index):  # read, whatever it is computed from: other rows than those of the walk
+        for rows in lookups(index):
             self.inputs[rows] = None
             self.loads.add((rows, self.domain.row_index(rows)))  # type: ignore[arg-type]
-        if not lookups(index) and not self.stop(node) and self.depth < DEEPEST:
+        if (not lookups(index) or self._narrower(node)) and not self.stop(node) and self.depth < DEEPEST:
             reduced = self._reduction(node, index)
             if reduced is not None:
                 return reduced
@@ -177,6 +177,17 @@ class Walk:
         self.inputs[node] = None
         self.loads.add((node, index))
         return 0
+
+    def _narrower(self, node: Node) -> bool:
+        """Is a value of other rows than those of the walk made of one tensor of fewer bytes (of FP8, say)? Any other such value
+        is read."""
+        made = node
+        while not self.stop(node) and supported(node):
+            inputs = [x for x in node.all_input_nodes if sizes(x) == sizes(node)]
+            if len(inputs) != 1:
+                return False
+            node = inputs[0]
+        return bool(node.meta["val"].itemsize < made.meta["val"].itemsize)
 
     def _reduction(self, node: Node, index: Index) -> int | None:
         whole, part = statistics_of(node)

@@ -278,7 +278,7 @@ class _Writer:
         dtype = node.meta["val"].dtype
         varying = varies_with(index)
         mask = {"full": "inside", "row": "row_inside", "col": "col_inside"}.get(varying)
-        guarded = f", mask={mask}, other={'0.0' if dtype in FLOATS else '0'}" if mask else ""
+        guarded = f", mask={mask}, other={'0.0' if dtype.is_floating_point else '0'}" if mask else ""
         axes = {"full": ("row", "col"), "row": ("row",), "col": ("col",)}.get(varying, ())
         text = f"tl.load({self.inputs[node]}{self.offset(node, index, *axes)}{guarded})"
         return f"{text}.to(tl.float32)" if dtype in FLOATS else f"{text} != 0" if dtype == torch.bool else text

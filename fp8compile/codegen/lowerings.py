@@ -18,12 +18,15 @@ import torch
 from torch import Tensor
 
 from ..ir import ops
+from ..ir.fx_utils import is_data
 
 aten = torch.ops.aten
 
 
 def row_amax(x: Tensor) -> Tensor:
-    """First stage: [R, C] -> [R] float32, [1] if x is empty. NaN propagates."""
+    """First stage: [R, C] -> [R] float32, [1] if x is empty, [R + 1] where R is data and may be 0. NaN propagates."""
+    if is_data(x.shape[0]):
+        return torch.nn.functional.pad(x.abs().to(torch.float32).amax(-1), (0, 1))
     if x.numel() == 0:
         return x.new_zeros(1, dtype=torch.float32)
     # float32 before the reduction, not after: the reduction can then write straight into the gathered vector

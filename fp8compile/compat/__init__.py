@@ -40,6 +40,7 @@ from .autograd import (
 )
 from .collectives import (
     ALL_GATHER,
+    ALL_TO_ALL,
     WAIT,
     Alone,
     different,

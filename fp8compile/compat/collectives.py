@@ -21,7 +21,8 @@ def _functional(name: str) -> tuple[Any, ...]:
     return (getattr(torch.ops._c10d_functional, name).default,) if dist.is_available() else ()
 
 
-ALL_GATHER, WAIT = map(_functional, ("all_gather_into_tensor", "wait_tensor"))  # as targets of nodes
+# as targets of nodes
+ALL_GATHER, ALL_TO_ALL, WAIT = map(_functional, ("all_gather_into_tensor", "all_to_all_single", "wait_tensor"))
 
 _asked: Counter[str] = Counter()  # group -> how often its ranks were compared
 _alike: set[tuple[str, str]] = set()  # (group, what) that its ranks have agreed on

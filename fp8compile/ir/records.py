@@ -83,14 +83,15 @@ class GatherRecord:
 
 
 @dataclass(frozen=True)
-class AllGatherRecord:
-    """An all-gather of a graph whose result an FP8 matmul reads. `tensor`: the matmul and the role, "mlp.up (input)". The bytes
-    are those that a rank sends of its part, `before` without this pass. `reason`: why they are not FP8, "" if they are."""
+class CollectiveRecord:
+    """A collective of a graph (`kind`) whose result an FP8 matmul reads. `tensor`: the matmul and the role, "mlp.up (input)".
+    The bytes are those that a rank sends, `before` without our passes. `reason`: why they are not FP8, "" if they are."""
 
     tensor: str
     bytes: int
     before: int
     reason: str = ""
+    kind: Literal["all-gather", "all-to-all"] = "all-gather"
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ class GraphReport:
 
     `edges` are pairs of positions in `matmuls`: the output of the first reaches the second with no matmul between them.
     `device` names the device description by which FP8 was weighed, "" if there was none. `remarks` are further notes.
-    `all_gathers` are the graph's own; those of FSDP2 are outside of graphs.
+    `collectives` are the graph's own; all-gathers of FSDP2 are outside of graphs.
     """
 
     index: int
@@ -122,7 +123,7 @@ class GraphReport:
     edges: tuple[tuple[int, int], ...] = ()
     device: str = ""
     remarks: tuple[str, ...] = ()
-    all_gathers: tuple[AllGatherRecord, ...] = ()
+    collectives: tuple[CollectiveRecord, ...] = ()
 
 
 def forward_sizes(record: MatmulRecord) -> tuple[int, int, int]:

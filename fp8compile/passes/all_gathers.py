@@ -6,59 +6,26 @@
 
 In graphs, activations are gathered in front of a column-parallel linear where a sequence is sharded (sequence parallel), their
 gradients behind a row-parallel one, and weights where a model gathers its shards itself ("simple FSDP"). A tensor is moved if
-all that read it are FP8 matmuls which cast it alike, with one scale. The scale is that of the whole tensor:
-
-* A current scale is computed from the maximum of the ranks' amaxes: an all-reduce of 4 bytes, for which the cast waits.
-* A delayed scale is the minimum of the ranks' stored scales (`votes`), one all-reduce at the beginning of each direction, for
-  which only the first gather waits. As a rule all ranks have the same state, because the amaxes enter the histories reduced.
-  But one rank may have skipped a bad batch, or may be in a cold call alone. Only if the call is cold on all ranks do they take
-  current amaxes (`ops.agreed_scale`).
+all that read it are FP8 matmuls which cast it alike, with one scale. The scale is that of the whole tensor, see
+`collectives`.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch.fx import Graph, Node
 
-from .. import compat
-from ..config.recipe import WHOLE
-from ..ir import ops
-from ..ir.all_gathers import AllGather, all_gather_of, wire_dtype
-from ..ir.fx_utils import CASTS, PERMUTES, SAME, VIEWS, Emitter, arg, aten, call_function, hint, value
-from ..ir.matmul import Matmul, factors
-from ..ir.records import AllGatherRecord
+from ..ir.all_gathers import AllGather, all_gather_of
+from ..ir.fx_utils import CASTS, SAME, Emitter, arg, aten, call_function, value
+from ..ir.matmul import Matmul
+from .collectives import LAYOUT, SIZES, Collectives, cast_local, reason_against, record
 from .plan import Operand, Plan
 
-LAYOUT = (*CASTS, *SAME, *VIEWS, *PERMUTES, aten.clone.default)
-SIZES = (aten.sym_size.int, aten.sym_numel.default)
 
-
-@dataclass(frozen=True)
-class AllGathers:
-    """`moved`: the operands that are gathered in FP8. `records`: all gathers whose result an FP8 matmul reads."""
-
-    moved: Mapping[Operand, AllGather] = field(default_factory=dict)
-    records: tuple[AllGatherRecord, ...] = ()
-
-    @property
-    def groups(self) -> tuple[str, ...]:
-        """Names of the process groups whose ranks have to do the same."""
-        return tuple(dict.fromkeys(found.group for found in self.moved.values()))
-
-    def delayed(self, backward: bool, group: str) -> list[Operand]:
-        """The operands of one direction whose stored scales a group has to agree on, by slot."""
-        mine = [x for x, found in self.moved.items() if found.group == group and x.backward is backward and x.slot >= 0]
-        return sorted(mine, key=lambda x: x.slot)
-
-
-NO_ALL_GATHERS = AllGathers()
-
-
-def all_gathers(matmuls: Iterable[Matmul], plan: Plan) -> AllGathers:
+def all_gathers(matmuls: Iterable[Matmul], plan: Plan) -> Collectives:
     """Which gathers can carry FP8. Changes nothing."""
     readers: dict[Node, Matmul] = {matmul.node: matmul for matmul in matmuls}
     found: dict[Node, dict[Operand, AllGather]] = defaultdict(dict)
@@ -75,71 +42,25 @@ def all_gathers(matmuls: Iterable[Matmul], plan: Plan) -> AllGathers:
         reason = _reason(gather, operands, readers)
         if not reason:
             moved[operand] = gather
-        local = value(gather.local)
-        sent = hint(local.numel()) * (local.itemsize if reason else 1)
-        records.append(AllGatherRecord(names[node], sent, hint(local.numel()) * local.itemsize, reason))
-    return AllGathers(moved, tuple(records))
+        records.append(record(gather, names[node], reason))
+    return Collectives(moved, tuple(records))
 
 
 def _reason(gather: AllGather, operands: Mapping[Operand, AllGather], matmuls: Mapping[Node, Matmul]) -> str:
     """Why a gather stays in high precision; "" if it can carry FP8."""
-    for operand in operands:
-        if operand.offs is not None or operand.matrix.stack > 1:
-            return "read by a grouped matmul"
-        if operand.scaling.block != WHOLE:
-            return f"recipe {operand.recipe.name!r} has more than one scale a tensor"
-    if len(operands) > 1:
-        return "its matmuls cast it in different ways"
+    if any(operand.offs is not None or operand.matrix.stack > 1 for operand in operands):
+        return "read by a grouped matmul"
     if value(gather.local).dim() < 2:
         return "its parts are no matrices"
-    for before, reader in _readers(gather.wait, set(gather.steps)):
-        matmul = matmuls.get(reader)
-        if matmul is None or before not in factors(reader):
-            return f"also read by {reader.target}".removesuffix(".default")
-        if not matmul.fp8:
-            return f"also read by {matmul.fqn} {matmul.gemm} in high precision: {matmul.reason}"
-    return ""
-
-
-def _readers(node: Node, steps: set[Node]) -> Iterator[tuple[Node, Node]]:
-    """What reads the values of a gathered tensor, through its steps, views, permutations and casts: (the tensor read, by)."""
-    for user in node.users:
-        if user in steps or call_function(user, LAYOUT):
-            yield from _readers(user, steps)
-        elif not call_function(user, SIZES):
-            yield node, user
-
-
-def local_matrix(emit: Emitter, gather: AllGather) -> Node:
-    """This rank's part as a matrix, without the padding of an uneven shard: what its amax is taken of."""
-    local = gather.local
-    kept = gather.kept(compat.rank_in(gather.group)) if gather.size is not None else None
-    if kept == 0:
-        return emit(aten.full.default, [1, 1], 0.0, dtype=torch.float32, device=value(local).device)
-    if kept is not None:
-        local = emit(aten.clone.default, emit(aten.slice.Tensor, local, gather.dim, 0, kept))
-    return _matrix(emit, local)
-
-
-def _matrix(emit: Emitter, node: Node) -> Node:
-    if value(node).dim() == 2:
-        return node
-    dense = node if value(node).is_contiguous() else emit(aten.clone.default, node, memory_format=torch.contiguous_format)
-    return emit(aten.view.default, dense, [-1, value(node).shape[-1]])
+    steps = set(gather.steps)
+    return reason_against(operands, gather.wait, lambda node: node in steps or call_function(node, LAYOUT), matmuls)
 
 
 def gathered(graph: Graph, operand: Operand, gather: AllGather, scale: Node) -> Node:
     """Cast this rank's part, gather the bytes, and do with them what is done with the tensor: its FP8 values, in its shape."""
     node, form = gather.node, operand.format
     emit = Emitter(graph, node, node)
-    local = value(gather.local)
-    part = emit(ops.quantize, _matrix(emit, gather.local), scale, form.dtype, form.max, False)
-    part.meta["fp8_operand"] = operand.key
-    if local.dim() != 2:
-        part = emit(aten.view.default, part, _sizes(emit, gather.local))
-    sent = wire_dtype(local, form.dtype)
-    if sent != form.dtype:
-        part = emit(aten.view.dtype, part, sent)
+    part = cast_local(emit, operand, gather, scale)
     made: dict[Node, Node] = {node: emit(node.target, part, *node.args[1:])}
     for step in gather.steps:
         emit = Emitter(graph, step, step)
@@ -178,24 +99,3 @@ def _cat(emit: Emitter, step: Node, made: Mapping[Node, Node], dtype: torch.dtyp
     if value(parts[0]).dtype != torch.uint8:
         parts = [emit(aten.view.dtype, part, torch.uint8) for part in parts]
     return emit(aten.view.dtype, emit(aten.cat.default, parts, *step.args[1:]), dtype)
-
-
-def _sizes(emit: Emitter, node: Node) -> list[int | Node]:
-    """The sizes of a tensor, as arguments of a node."""
-    return [
-        size if isinstance(size, int) else emit(aten.sym_size.int, node, dim) for dim, size in enumerate(value(node).shape)
-    ]
-
-
-def erase(graph: Graph, moved: Iterable[AllGather]) -> None:
-    """Erase the gathers that nothing reads any more. To torch.fx their waits have side effects, so they are not dead code."""
-    stale: dict[Node, None] = {}
-    for gather in moved:
-        stack = [gather.node]
-        while stack:
-            node = stack.pop()
-            stale[node] = None
-            stack += [user for user in node.users if user not in stale and user.op == "call_function"]
-    for node in sorted(stale, reverse=True):
-        if not node.users:
-            graph.erase_node(node)

@@ -10,7 +10,7 @@ from torch.fx import Node
 from .. import compat
 from ..config.recipe import ROW, ROW_OF_GROUP, WHOLE, Block
 from ..ir import grouped, ops
-from ..ir.fx_utils import Emitter, Matrix, aten, value
+from ..ir.fx_utils import Emitter, Matrix, aten, is_tensor, same_size, value
 from ..ir.matmul import Matmul
 from .plan import Operand
 
@@ -42,7 +42,7 @@ class Groups:
         if key not in self.orders:
             emit = self.after(max(operand.offs, source), operand, recompute=None, ac_graph_id=None)
             size = value(source).shape[0]
-            known = size if isinstance(size, int) else emit(aten.sym_size.int, source, 0)
+            known = size if isinstance(size, int) else emit(aten.sym_size.int, _first_of_rows(source), 0)
             made = emit(grouped.group_order, operand.offs, known, _align(operand))
             self.orders[key] = tuple(emit(operator.getitem, made, i) for i in range(3))
         return self.orders[key]
@@ -78,6 +78,17 @@ class Groups:
             offs = self.order(a, source)[1]
         blocks = [list(x.scaling.block) for x in (a, b)]
         return emit(grouped.grouped_mm, copies[0], b8, inverses[0], b_inv, offs, value(matmul.node).dtype, fast, *blocks)
+
+
+def _first_of_rows(node: Node) -> Node:
+    """An early tensor with as many rows as this one. A kernel that makes this one reads the order, which needs their number."""
+    rows = value(node).shape[0]
+    while True:
+        inputs = (x for x in node.all_input_nodes if is_tensor(x) and value(x).dim() > 0)
+        earlier = next((x for x in inputs if same_size(value(x).shape[0], rows)), None)
+        if earlier is None:
+            return node
+        node = earlier
 
 
 def _align(operand: Operand) -> int:

@@ -42,6 +42,7 @@ class Grouping:
         """The group of the casts and amaxes `sinks`, with all its outputs, or the reason why it cannot be one kernel. `sums`:
         take in column sums of values that the kernel holds."""
         stops: set[Node] = set()
+        orders = [x for x in (domain.order, *(sink.groups for sink in sinks)) if isinstance(x, Node)]
         while True:
             walk = self.walk(domain, sinks, stops)
             totals = self.column_sums(domain, walk, {x.replaces for x in sinks} | stops) if sums else {}
@@ -49,7 +50,7 @@ class Grouping:
             outputs += self.others(domain, walk, {x.replaces for x in outputs} | set(totals) | set(walk.tiles))
             scales = read_scales(outputs, walk.tiles)
             replaced = {x.replaces for x in outputs}
-            reads = [*walk.inputs, *scales]
+            reads = [*walk.inputs, *scales, *orders]
             if not reaches(reads, replaced):
                 break
             # the group would read a tensor that depends on one of its own outputs: leave such outputs to others, and read them

@@ -22,13 +22,15 @@ from ..devices.catalog import Device
 from ..errors import CapacityExceeded, OptionError
 from ..ir.inputs import Inputs
 from ..ir.matmul import Matmul
-from ..ir.records import AllGatherRecord, Gatherable, OpaqueRecord
+from ..ir.records import CollectiveRecord, Gatherable, OpaqueRecord
 from ..ir.state_page import SlotKey
 from ..logs import SKIP_VARIABLE, dump, get_logger
-from .all_gathers import NO_ALL_GATHERS, AllGathers, all_gathers
+from .all_gathers import all_gathers
+from .all_to_alls import all_to_alls
 from .amax_groups import NO_GROUPS, AmaxGroups, amax_groups
 from .async_tp import complete, expose
 from .collect import collect, edges
+from .collectives import NO_COLLECTIVES, Collectives
 from .decide import decide
 from .fallbacks import spell, unspell
 from .fuse import fuse
@@ -73,7 +75,7 @@ class Joint:
     plan: Plan = field(default_factory=Plan)
     groups: AmaxGroups = NO_GROUPS
     gatherable: dict[int, Gatherable] = field(default_factory=dict)  # parameters that FSDP2 may gather in FP8, and others
-    all_gathers: AllGathers = NO_ALL_GATHERS
+    collectives: Collectives = NO_COLLECTIVES
     pages: tuple[Node, Node] | None = None  # the state inputs of forward and backward, where some slot needs them
     written: Written | None = None
 
@@ -115,14 +117,21 @@ class Joint:
         self.groups = amax_groups(self.plan, self.inputs.groups)
         return len(self.plan.operands)
 
-    def find_all_gathers(self) -> int:
-        if not self.high_precision:
-            self.all_gathers = all_gathers(self.matmuls, self.plan)
-        return len(self.all_gathers.moved)
+    def all_gathers(self) -> int:
+        return self._found(all_gathers(self.matmuls, self.plan))
+
+    def all_to_alls(self) -> int:
+        return self._found(all_to_alls(self.matmuls, self.plan))
+
+    def _found(self, more: Collectives) -> int:
+        if self.high_precision:
+            return 0
+        self.collectives |= more
+        return len(more.moved)
 
     def quantize(self) -> int:
         if not self.high_precision:
-            self.written = quantize(self.graph, self.matmuls, self.plan, self.pages, self.groups, self.all_gathers)
+            self.written = quantize(self.graph, self.matmuls, self.plan, self.pages, self.groups, self.collectives)
         elif self.pages is not None:
             self.written = observe(self.graph, self.plan, self.pages)
         return 0 if self.written is None else len(self.written.amaxes)
@@ -145,7 +154,8 @@ JOINT: tuple[Pass[Joint], ...] = (
     Pass("weigh", Joint.weigh, optional=True),  # what FP8 would not make faster stays in high precision
     Pass("gather", Joint.gather),  # which weights FSDP2 may gather in FP8
     Pass("plan", Joint.make_plan),  # which tensors are quantized, and in which slot the scale of each lives
-    Pass("all_gathers", Joint.find_all_gathers, optional=True),  # which all-gathers of the graph can carry FP8
+    Pass("all_gathers", Joint.all_gathers, optional=True),  # which all-gathers of the graph can carry FP8
+    Pass("all_to_alls", Joint.all_to_alls, optional=True),  # which all-to-alls can, with `fp8_all_to_all`
     Pass("quantize", Joint.quantize),  # casts and FP8 matmuls in the graph
     Pass("unspell", Joint.unspell),  # those that stay in high precision as they were
     Pass("update_state", Joint.update_state),  # the next scaling state
@@ -175,7 +185,7 @@ class Rewritten:
     complaints: tuple[str, ...] = ()
     edges: tuple[tuple[int, int], ...] = ()
     groups: tuple[str, ...] = ()  # process groups whose ranks have to do the same
-    all_gathers: tuple[AllGatherRecord, ...] = ()
+    collectives: tuple[CollectiveRecord, ...] = ()
     gatherable: Mapping[int, Gatherable] = field(default_factory=dict)  # by input
 
 
@@ -202,8 +212,8 @@ def run_joint(
         joint.inference,
         complaints=tuple(joint.complaints),
         edges=joint.edges,
-        groups=tuple(dict.fromkeys((*joint.groups.every, *joint.all_gathers.groups))) if joint.written is not None else (),
-        all_gathers=joint.all_gathers.records,
+        groups=tuple(dict.fromkeys((*joint.groups.every, *joint.collectives.groups))) if joint.written is not None else (),
+        collectives=joint.collectives.records,
         gatherable=joint.gatherable,
     )
     if joint.pages is None:

@@ -13,7 +13,7 @@ A weight that FSDP2 has gathered in FP8 is not cast: the matmul reads what was g
 
     w = dequantize(data, inv)  ->  w8 = data; w8t = clone(permute(data)); inv_w = inv; inv_wt = inv, or permute(inv) of blocks
 
-A tensor that the graph gathers from several ranks is cast before it is gathered (see `all_gathers`).
+A tensor that a collective brings from other ranks may be cast before it is sent (see `collectives`).
 
 With one scale a row or a block, the two layouts of a tensor have scales of their own, from one read:
 
@@ -41,11 +41,13 @@ from .. import compat
 from ..config.recipe import ROW_OF_GROUP, WHOLE
 from ..ir import ops
 from ..ir.all_gathers import AllGather
+from ..ir.all_to_alls import AllToAll
 from ..ir.fx_utils import Emitter, Matrix, arg, aten, same_shape, value
 from ..ir.matmul import GEMMS, Matmul
-from . import all_gathers
-from .all_gathers import NO_ALL_GATHERS, AllGathers
+from .all_gathers import gathered
+from .all_to_alls import exchanged
 from .amax_groups import NO_GROUPS, AmaxGroups, reduced
+from .collectives import NO_COLLECTIVES, Collective, Collectives, erase, local_matrix
 from .gathered import gathered_as
 from .grouped import Groups, block_of
 from .plan import Operand, Plan
@@ -79,10 +81,10 @@ def quantize(
     plan: Plan,
     pages: tuple[Node, Node] | None,
     groups: AmaxGroups = NO_GROUPS,
-    gathers: AllGathers = NO_ALL_GATHERS,
+    collectives: Collectives = NO_COLLECTIVES,
 ) -> Written:
     """Rewrite the decided matmuls; `pages` are the state inputs of forward and backward (None: no state)."""
-    writer = _Writer(graph, plan, pages, groups, gathers)
+    writer = _Writer(graph, plan, pages, groups, collectives)
     for backward in (False, True):
         if plan.direction(backward):
             writer.snapshot(backward)  # first: its readers are inserted right behind inputs, and behind views of inputs
@@ -91,10 +93,13 @@ def quantize(
         writer.demand.update(
             (operand, str(matrix.shape), transposed) for operand, matrix, transposed in writer.operands(matmul)
         )
+    for operand, collective in collectives.moved.items():
+        if isinstance(collective, AllToAll):
+            writer.exchange(operand, collective)
     for matmul in decided:
         writer.replace(matmul)
-    all_gathers.erase(graph, gathers.moved.values())
-    return Written(writer.amaxes, writer.snapshots, {x: gather.group for x, gather in gathers.moved.items()})
+    erase(graph, collectives.moved.values())
+    return Written(writer.amaxes, writer.snapshots, {x: found.group for x, found in collectives.moved.items()})
 
 
 class _Writer:
@@ -104,9 +109,9 @@ class _Writer:
         plan: Plan,
         pages: tuple[Node, Node] | None,
         groups: AmaxGroups = NO_GROUPS,
-        gathers: AllGathers = NO_ALL_GATHERS,
+        collectives: Collectives = NO_COLLECTIVES,
     ):
-        self.graph, self.plan, self.pages, self.groups, self.gathers = graph, plan, pages, groups, gathers
+        self.graph, self.plan, self.pages, self.groups, self.collectives = graph, plan, pages, groups, collectives
         self.start = next(node for node in graph.nodes if node.op != "placeholder")  # readers of inputs go before it
         self.replaced: dict[Node, Node] = {}  # matmul -> its FP8 result, which may be an operand of the next matmul
         self.amaxes: dict[Operand, Node] = {}
@@ -159,8 +164,8 @@ class _Writer:
         if (weight := gathered_as(matrix, operand)) is not None:
             self.copies[operand, shape, transposed] = made = self.gathered(weight, operand, transposed)
             return made
-        if operand in self.gathers.moved:
-            self.copies[operand, shape, transposed] = made = self.all_gathered(operand, matrix, transposed)
+        if isinstance(gather := self.collectives.moved.get(operand), AllGather):
+            self.copies[operand, shape, transposed] = made = self.all_gathered(operand, gather, matrix, transposed)
             return made
         form, block = operand.format, list(block_of(operand, transposed))
         scale = self.scale_of(operand, matrix, transposed)[0]
@@ -172,10 +177,10 @@ class _Writer:
         blocks = [list(block_of(operand, layout)) for layout in (False, True)]
         if both and (kept or operand.key.role == "input" and blocks[0] == blocks[1]):
             scales = {layout: self.scale_of(operand, matrix, layout)[0] for layout in (False, True)}
-            behind = max([*scales.values(), *rows])  # the last one in the graph
+            behind = max([*scales.values(), source, *rows])  # the last one in the graph
             if not kept and recompute is None and read_again(source):
                 for layout, how in ((False, None), (True, compat.MUST_RECOMPUTE)):
-                    emit = self.after(max([scales[layout], *rows]), operand, recompute=how)
+                    emit = self.after(max([scales[layout], source, *rows]), operand, recompute=how)
                     made = emit(ops.quantize, source, scales[layout], form.dtype, form.max, layout, block, *rows)
                     self.copies[operand, shape, layout] = _of(operand, made)
             else:
@@ -188,7 +193,7 @@ class _Writer:
                 for layout in (False, True):
                     self.copies[operand, shape, layout] = emit(operator.getitem, made, int(layout))
         else:
-            emit = self.after(max([scale, *rows]), operand, recompute=recompute)
+            emit = self.after(max([scale, source, *rows]), operand, recompute=recompute)
             made = emit(ops.quantize, source, scale, form.dtype, form.max, transposed, block, *rows)
             self.copies[operand, shape, transposed] = _of(operand, made)
         return self.copies[operand, shape, transposed]
@@ -214,13 +219,20 @@ class _Writer:
             return self.scales[key]
         return inverse, inverse
 
-    def all_gathered(self, operand: Operand, matrix: Matrix, transposed: bool) -> Node:
+    def exchange(self, operand: Operand, exchange: AllToAll) -> None:
+        """Let an all-to-all carry the FP8 values of an operand; its readers get them in the dtype that they had."""
+        scale, inverse = self.scale_of(operand, operand.matrix, False)
+        came = exchanged(self.graph, operand, exchange, scale, inverse)
+        exchange.wait.replace_all_uses_with(came)
+        self.replaced[exchange.wait] = came
+
+    def all_gathered(self, operand: Operand, gather: AllGather, matrix: Matrix, transposed: bool) -> Node:
         """The FP8 values of a tensor whose parts each rank casts before they are gathered."""
         if transposed:
             made = self.copy(operand, matrix, False)
             return self.after(made, operand)(ops.transposed, made)
         scale = self.scale_of(operand, matrix, False)[0]
-        made = all_gathers.gathered(self.graph, operand, self.gathers.moved[operand], scale)
+        made = gathered(self.graph, operand, gather, scale)
         rows, columns = matrix.shape
         if same_shape(value(made).shape, matrix.shape):
             return made
@@ -231,12 +243,12 @@ class _Writer:
         """What the ranks of a group agree on about the stored scales of one direction."""
         if (backward, group) not in self.agreements:
             snapshot = self.snapshot(backward)
-            operands = self.gathers.delayed(backward, group)
+            operands = self.collectives.delayed(backward, group)
             tag = "backward" if backward else "forward"
             emit = Emitter(self.graph, snapshot.next, snapshot, partitioner_tag=f"must_be_in_{tag}", recompute=None)
             votes = emit(ops.votes, snapshot, [x.slot for x in operands])
             started = emit(torch.ops._c10d_functional.all_reduce.default, votes, "min", group)
-            emit.anchor = min(self.gathers.moved[x].node for x in operands)
+            emit.anchor = min(self.collectives.moved[x].node for x in operands)
             self.agreements[backward, group] = emit(torch.ops._c10d_functional.wait_tensor.default, started)
         return self.agreements[backward, group]
 
@@ -254,15 +266,15 @@ class _Writer:
         snapshot = self.snapshot(operand.backward) if operand.scaling.delayed else None
         amax, margin = self.amax(operand), operand.scaling.margin
         emit = self.after(amax, operand, recompute=compat.MUST_SAVE, ac_graph_id=None)
-        gather = self.gathers.moved.get(operand)
+        sent = self.collectives.moved.get(operand)
         if snapshot is not None:
             watched = operand.key.settings.limit < float("inf")
-            if gather is not None:
-                agreed = self.agreed(operand.backward, gather.group)
-                number = self.gathers.delayed(operand.backward, gather.group).index(operand)
-                emit = self.before(gather, operand, recompute=compat.MUST_SAVE, ac_graph_id=None)
+            if sent is not None:
+                agreed = self.agreed(operand.backward, sent.group)
+                number = self.collectives.delayed(operand.backward, sent.group).index(operand)
+                emit = self.before(sent, operand, recompute=compat.MUST_SAVE, ac_graph_id=None)
                 how = (operand.format.max, margin, watched)
-                scale = emit(ops.agreed_scale, agreed, amax, number, gather.group, *how)
+                scale = emit(ops.agreed_scale, agreed, amax, number, sent.group, *how)
                 return scale, emit(ops.inverse, scale)
             scale = emit(ops.delayed_scale, snapshot, amax, operand.slot, operand.format.max, margin, watched)
             if operand.offs is not None or operand.matrix.stack > 1:
@@ -270,7 +282,7 @@ class _Writer:
                 # not at one: the backward takes it from the snapshot, which is
                 emit.meta["recompute"] = compat.MUST_RECOMPUTE
             return scale, emit(ops.delayed_inverse, snapshot, scale, operand.slot)
-        over = (None if gather is None else gather.group, self.groups.of(operand))
+        over = (None if sent is None else sent.group, self.groups.of(operand))
         for group in dict.fromkeys(name for name in over if name is not None):
             amax = reduced(self.after(amax, operand, recompute=None, ac_graph_id=None), amax, group)
             emit = self.after(amax, operand, recompute=compat.MUST_SAVE, ac_graph_id=None)
@@ -308,9 +320,9 @@ class _Writer:
     def amax(self, operand: Operand) -> Node:
         if operand not in self.amaxes:
             rows: tuple[Node, ...] = ()
-            if operand in self.gathers.moved:
-                emit = self.before(self.gathers.moved[operand], operand, recompute=None, ac_graph_id=None)
-                source = all_gathers.local_matrix(emit, self.gathers.moved[operand])
+            if (sent := self.collectives.moved.get(operand)) is not None:
+                emit = self.before(sent, operand, recompute=None, ac_graph_id=None)
+                source = local_matrix(emit, sent)
             else:
                 source = self.matrix(operand.matrix, operand)
                 rows = self.groups_of.rows(operand, source)
@@ -344,10 +356,10 @@ class _Writer:
                 self.matrices[key] = emit(aten.view.default, dense, shape)
         return self.matrices[key]
 
-    def before(self, gather: AllGather, operand: Operand, **meta) -> Emitter:
-        """An emitter for nodes of `operand` right before its gather. All ranks have to call their collectives in one order, and
-        not all ranks have the nodes before a gather in common: the last ones pad their part."""
-        return self.at(gather.node, operand, **meta)
+    def before(self, collective: Collective, operand: Operand, **meta) -> Emitter:
+        """An emitter for nodes of `operand` right before its collective. All ranks have to call their collectives in one order,
+        and not all ranks have the nodes before a gather in common: the last ones pad their part."""
+        return self.at(collective.node, operand, **meta)
 
     def after(self, node: Node, operand: Operand, **meta) -> Emitter:
         """An emitter for nodes of `operand` right behind `node`, or behind all inputs if `node` is an input."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..ir.records import FP8, AllGatherRecord, GatherRecord
+from ..ir.records import FP8, CollectiveRecord, GatherRecord
 from .layers import alike, repeated
 
 
@@ -29,19 +29,19 @@ def text(records: Sequence[GatherRecord]) -> str:
     return tabulate(body, ("all-gather in training", "as", "why not FP8"), tablefmt="simple")
 
 
-def rows_of_graph(records: Sequence[AllGatherRecord]) -> list[tuple[str, int, str, str, str]]:
-    """(matmul and role, how many, bytes that a rank sends of all of them without FP8, with FP8, why not FP8)."""
-    found = []
-    for name, of in alike(records, lambda record: record.tensor, lambda record: (record.bytes, record.reason)):
+def rows_of_graph(records: Sequence[CollectiveRecord]) -> list[tuple[str, int, str, str, str, str]]:
+    """(matmul and role, how many, kind, bytes that a rank sends of all of them without FP8, with FP8, why not FP8)."""
+    found: list[tuple[str, int, str, str, str, str]] = []
+    for name, of in alike(records, lambda record: record.tensor, lambda record: (record.kind, record.bytes, record.reason)):
         before, sent = sum(record.before for record in of), sum(record.bytes for record in of)
-        found.append((name, len(of), f"{before:,}", f"{sent:,}", of[0].reason))
+        found.append((name, len(of), of[0].kind, f"{before:,}", f"{sent:,}", of[0].reason))
     return found
 
 
-def in_graph(records: Sequence[AllGatherRecord]) -> str:
+def in_graph(records: Sequence[CollectiveRecord]) -> str:
     """A table of these rows."""
     from tabulate import tabulate
 
     body = [(name + repeated(count), *cells) for name, count, *cells in rows_of_graph(records)]
-    head = ("all-gathers of the graph", "bytes a rank", "with FP8", "why not FP8")
-    return tabulate(body, head, tablefmt="simple", disable_numparse=True, colalign=("left", "right", "right", "left"))
+    head = ("read from other ranks", "by", "bytes a rank", "with FP8", "why not FP8")
+    return tabulate(body, head, tablefmt="simple", disable_numparse=True, colalign=("left", "left", "right", "right", "left"))

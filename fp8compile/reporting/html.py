@@ -33,7 +33,7 @@ class Section:
     splits: tuple[Split, ...]
     opaque: tuple[tuple[str, str, str, int], ...]  # (module, op, why, how often)
     diagram: diagram.Diagram | None
-    all_gathers: tuple[tuple[str, int, str, str, str], ...] = ()  # as `gathered.rows_of_graph` has them
+    collectives: tuple[tuple[str, int, str, str, str, str], ...] = ()  # as `gathered.rows_of_graph` has them
 
     @property
     def share(self) -> str:
@@ -116,7 +116,7 @@ def section(graph: GraphReport) -> Section:
     """The rows, times and diagram of one graph."""
     layers = layers_of(graph.matmuls)
     rows = rows_of(layers)
-    hidden, gathers = tuple(hidden_rows(graph.opaque)), tuple(gathered.rows_of_graph(graph.all_gathers))
+    hidden, gathers = tuple(hidden_rows(graph.opaque)), tuple(gathered.rows_of_graph(graph.collectives))
     return Section(graph, rows, matmul_split(rows), hidden, diagram.draw(graph, layers), gathers)
 
 

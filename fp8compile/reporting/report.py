@@ -121,7 +121,7 @@ class Report:
                     "edges": [list(edge) for edge in graph.edges],
                     "matmuls": [{**dataclasses.asdict(record), "flops": record.flops} for record in graph.matmuls],
                     "opaque": [dataclasses.asdict(record) for record in graph.opaque],
-                    "all_gathers": [dataclasses.asdict(record) for record in graph.all_gathers],
+                    "collectives": [dataclasses.asdict(record) for record in graph.collectives],
                 }
                 for graph in self.graphs
             ],
@@ -215,7 +215,7 @@ def _graph_text(graph: GraphReport, collapse: bool) -> str:
     if any(record.dynamic for record in graph.matmuls):
         text += "\n* dynamic shape: sizes of the call that was compiled"
     text += "".join(f"\n* {remark}" for remark in graph.remarks)
-    text += f"\n\n{gathered.in_graph(graph.all_gathers)}" if graph.all_gathers else ""
+    text += f"\n\n{gathered.in_graph(graph.collectives)}" if graph.collectives else ""
     if graph.opaque:
         hidden = [(name + repeated(count), op, why) for name, op, why, count in hidden_rows(graph.opaque, collapse)]
         text += "\n" + tabulate(hidden, ("not rewritten", "op", "why"), tablefmt="simple", disable_numparse=True)

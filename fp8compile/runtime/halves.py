@@ -43,7 +43,7 @@ class Halves:
         if done.groups:
             records = (matmul.record() for matmul in done.matmuls if matmul.weight is not None)
             decisions = [f"{r.fqn} {r.gemm} {r.decision} {r.recipe}".strip() for r in records]
-            gathers = [f"all-gather of {r.tensor} {r.reason or 'fp8'}" for r in done.all_gathers]
+            gathers = [f"{r.kind} of {r.tensor} {r.reason or 'fp8'}" for r in done.collectives]
             self.calls.decisions = (*decisions, *gathers)
 
     def compile(self, gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:

@@ -316,7 +316,7 @@ def test_the_plan_for_rows_that_are_data(recipe: str, gpu: str) -> None:
             high = run(plain, plain, x, ends(sizes), dy[:1])
             for name in high:
                 assert sqnr(high[name], got[name]) > 20, (number, name)
-    assert all(record.decision == "fp8" for record in fp8compile.report(model).matmuls)
+        assert [record.decision for record in fp8compile.report(model).matmuls] == ["fp8"] * 6
     assert plan.launches("fp8_group_order") >= 2
 
 

@@ -63,6 +63,9 @@ class Moved(Layer):
     """An all-to-all takes each row to its expert's rank and another brings the result back, as torchtitan does. How many rows
     come is data."""
 
+    def sorted(self, rows: Tensor, by_expert: Tensor) -> Tensor:
+        return rows[by_expert]
+
     def forward(self, x: Tensor) -> Tensor:
         weights, chosen = self.route(x)
         mine = COUNT // self.ranks
@@ -76,7 +79,7 @@ class Moved(Layer):
         local = torch.arange(mine).repeat(self.ranks).repeat_interleave(theirs, output_size=rows.shape[0])
         by_expert = local.argsort(stable=True)
         ends = theirs.view(self.ranks, mine).sum(0).cumsum(0).to(torch.int32)
-        made = self.experts(rows[by_expert], ends)
+        made = self.experts(self.sorted(rows, by_expert), ends)
         home = torch.empty_like(by_expert)
         home[by_expert] = torch.arange(by_expert.shape[0])
         made = funcol.all_to_all_single_autograd(made[home], sent, got, dist.group.WORLD)

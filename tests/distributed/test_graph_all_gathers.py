@@ -20,10 +20,9 @@ from torch.utils.checkpoint import checkpoint
 import fp8compile
 from fp8compile import compat
 from fp8compile.runtime.calls import Calls
-from fp8compile.runtime.interpreter import Eager
 from fp8compile.runtime.state import slots_of
 from tests.distributed.test_parallelism import Block, parallelize
-from tests.support.processes import on_ranks
+from tests.support.processes import on_ranks, sent
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -49,28 +48,13 @@ def batch(step: int, rank: int = 0) -> Tensor:
 
 
 @contextlib.contextmanager
-def sent() -> Iterator[list[tuple[torch.dtype, int]]]:
-    """The dtype and bytes of each tensor that compiled graphs gather."""
-    found: list[tuple[torch.dtype, int]] = []
-    stock = Eager.call_function
-
-    def call(self: Eager, target: Any, args: tuple, kwargs: dict) -> Any:
-        if target in compat.ALL_GATHER:
-            found.append((args[0].dtype, args[0].nbytes))
-        return stock(self, target, args, kwargs)
-
-    with mock.patch.object(Eager, "call_function", call):
-        yield found
-
-
-@contextlib.contextmanager
 def skipping(names: str) -> Iterator[None]:
     with mock.patch.dict(os.environ, {"FP8COMPILE_SKIP": names}):
         yield
 
 
 def records_of(report: fp8compile.Report) -> list[tuple[str, int, int, str]]:
-    return [(r.tensor, r.bytes, r.before, r.reason) for graph in report.graphs for r in graph.all_gathers]
+    return [(r.tensor, r.bytes, r.before, r.reason) for graph in report.graphs for r in graph.collectives]
 
 
 def local(x: Any) -> Tensor:
@@ -122,7 +106,7 @@ def _sequence(rank: int) -> list[dict[str, Any]]:
             torch._dynamo.reset()
             model = sequence_parallel(mesh, how["dtype"])
             model.compile(backend="fp8", options=options)
-            with skipping(skip), sent() as bytes_sent:
+            with skipping(skip), sent(compat.ALL_GATHER) as bytes_sent:
                 found[name] = _train(model, mesh, rank, **how)
             found[f"sent {name}"] = bytes_sent
             found[f"state {name}"] = fp8compile.scaling_state(model)
@@ -245,7 +229,7 @@ def _simple(rank: int) -> list[dict[str, Any]]:
             model = simple_fsdp(mesh, dtype, dim)
             model.compile(backend="fp8", options={"recipe": recipe})
             steps = []
-            with skipping(skip), sent() as bytes_sent:
+            with skipping(skip), sent(compat.ALL_GATHER) as bytes_sent:
                 for step in range(STEPS):
                     model.zero_grad()
                     y = model(batch(step, rank).to(dtype))

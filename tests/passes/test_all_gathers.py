@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import fp8compile
 from fp8compile.dryrun.fake_gpu import Step, trace, unavailable
-from fp8compile.ir.records import AllGatherRecord
+from fp8compile.ir.records import CollectiveRecord
 from tests.support.harness import ALL_FP8, interpreted
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
@@ -152,12 +152,12 @@ def test_async_tensor_parallelism_finds_the_matmuls(recipe: str, dim: int) -> No
 # --- what is moved, and what is not -----------------------------------------------------------------
 
 
-def records(model: nn.Module, x: Tensor, **options: Any) -> list[AllGatherRecord]:
+def records(model: nn.Module, x: Tensor, **options: Any) -> list[CollectiveRecord]:
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="fp8", options=options)
     with interpreted():
         compiled(x).sum().backward()
-    return [record for graph in fp8compile.report(model).graphs for record in graph.all_gathers]
+    return [record for graph in fp8compile.report(model).graphs for record in graph.collectives]
 
 
 def small(**how: Any) -> tuple[nn.Module, Tensor]:
@@ -166,13 +166,13 @@ def small(**how: Any) -> tuple[nn.Module, Tensor]:
 
 def test_bytes_and_names() -> None:
     part = 2 * 32 * DIM
-    expected = [AllGatherRecord("up (input)", part, 4 * part), AllGatherRecord("down (gradient)", part, 4 * part)]
+    expected = [CollectiveRecord("up (input)", part, 4 * part), CollectiveRecord("down (gradient)", part, 4 * part)]
     model, x = small()
     assert records(model, x) == expected
     text = str(fp8compile.report(model))
-    assert "all-gathers of the graph" in text and "up (input)" in text
+    assert "read from other ranks" in text and "up (input)" in text
     page = fp8compile.report(model).to_html()
-    assert "All-gathers of the graph" in page and f"<td class=\"n\">{4 * part:,}</td><td class=\"n\">{part:,}</td>" in page
+    assert "Read from other ranks" in page and f"<td class=\"n\">{4 * part:,}</td><td class=\"n\">{part:,}</td>" in page
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_evaluation_gathers_in_high_precision() -> None:
     torch._dynamo.reset()
     with interpreted(), torch.no_grad():
         torch.compile(model.eval(), backend="fp8")(x)
-    assert not [record for graph in fp8compile.report(model).graphs for record in graph.all_gathers]
+    assert not [record for graph in fp8compile.report(model).graphs for record in graph.collectives]
 
 
 @pytest.mark.parametrize("dim", [0, 1])
@@ -219,4 +219,4 @@ def test_dynamic_shapes(dim: int) -> None:
             assert x.grad is not None and x.grad.shape == x.shape
     graphs = fp8compile.report(model).graphs
     assert len(graphs) == 1 and len(graphs[0].matmuls) == 6
-    assert [(r.tensor, r.reason) for r in graphs[0].all_gathers] == [("up (input)", ""), ("down (gradient)", "")]
+    assert [(r.tensor, r.reason) for r in graphs[0].collectives] == [("up (input)", ""), ("down (gradient)", "")]

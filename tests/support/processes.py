@@ -7,13 +7,15 @@ import datetime
 import multiprocessing
 import os
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
+from fp8compile.runtime.interpreter import Eager
 from tests.support.harness import interpreted
 
 TIME_LIMIT = 300  # seconds
@@ -25,6 +27,21 @@ IMPORTED = [
     "torch.distributed.pipelining",
 ]
 IMPORTED += ["torch.distributed.tensor.parallel", "fp8compile.backend", "fp8compile.distributed", "tests.support.harness"]
+
+
+@contextlib.contextmanager
+def sent(targets: tuple[Any, ...]) -> Iterator[list[tuple[torch.dtype, int]]]:
+    """The dtype and bytes of each tensor that these collectives of compiled graphs send."""
+    found: list[tuple[torch.dtype, int]] = []
+    stock = Eager.call_function
+
+    def call(self: Eager, target: Any, args: tuple, kwargs: dict) -> Any:
+        if target in targets:
+            found.append((args[0].dtype, args[0].nbytes))
+        return stock(self, target, args, kwargs)
+
+    with mock.patch.object(Eager, "call_function", call):
+        yield found
 
 
 def _process(

@@ -1,0 +1,72 @@
+"""all_to_alls: with `fp8_all_to_all`, let all-to-alls carry FP8. The rank casts the rows that it sends, one byte a feature.
+
+    came = wait(all_to_all(local)); y = mm(quantize(index(came, order), scale), ..)
+->
+    local8 = quantize(local, scale); came = wait(all_to_all(local8)) / scale; y = mm(quantize(index(came, order), scale), ..)
+
+Expert parallelism sends tokens to their experts so, and in backward the gradients of the experts' results. The rows that come
+are read by steps that this pass leaves as they are: a permutation by expert, a row of zeros in front or behind. So they become
+bf16 again, and the cast for the matmul gives back the bits that came: an FP8 value over the scale, rounded to bf16, is off by
+2^-8 at most, and neighbours in FP8 lie 2^-4 apart. The kernel that casts does both, and reads one byte an element.
+
+The scale is agreed on by the group (see `collectives`); without this pass it is that of the rows that came. An all-to-all is
+moved if only FP8 matmuls read what it brings, and cast it alike, with one scale.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+import torch
+from torch.fx import Graph, Node
+
+from ..ir.all_to_alls import AllToAll, all_to_all_of, moved_from
+from ..ir.fx_utils import CASTS, Emitter, aten, call_function, value
+from ..ir.matmul import Matmul
+from .collectives import SIZES, Collectives, cast_local, reason_against, record
+from .plan import Operand, Plan
+
+CAST = torch.ops.prims.convert_element_type.default
+OFF = "fp8_all_to_all is off"
+
+
+def all_to_alls(matmuls: Iterable[Matmul], plan: Plan) -> Collectives:
+    """Which all-to-alls can carry FP8. Changes nothing."""
+    readers: dict[Node, Matmul] = {matmul.node: matmul for matmul in matmuls}
+    found: dict[AllToAll, dict[Operand, None]] = defaultdict(dict)
+    names: dict[AllToAll, str] = {}
+    for matmul in (x for x in readers.values() if x.fp8):
+        for matrix, role in matmul.roles:
+            exchange = all_to_all_of(matrix.base)
+            if exchange is not None:
+                found[exchange][plan.of(matrix, role, matmul)] = None
+                names.setdefault(exchange, f"{matmul.fqn} ({role})")
+    moved, records = {}, []
+    for exchange, operands in found.items():
+        reason = reason_against(operands, exchange.wait, _moves, readers)
+        if not reason and not all(operand.recipe.fp8_all_to_all for operand in operands):
+            reason = OFF
+        if not reason:
+            moved[next(iter(operands))] = exchange
+        records.append(record(exchange, names[exchange], reason))
+    return Collectives(moved, tuple(records))
+
+
+def _moves(node: Node) -> bool:
+    return call_function(node, CASTS) or moved_from(node) is not None
+
+
+def exchanged(graph: Graph, operand: Operand, exchange: AllToAll, scale: Node, inverse: Node) -> Node:
+    """Cast what this rank sends, and send the bytes. Returns what came, in the dtype that it had."""
+    emit = Emitter(graph, exchange.node, exchange.node)
+    came = emit(exchange.node.target, cast_local(emit, operand, exchange, scale), *exchange.node.args[1:])
+    for user in [user for user in exchange.node.users if call_function(user, SIZES)]:
+        user.replace_input_with(exchange.node, came)
+    emit = Emitter(graph, exchange.wait, exchange.wait)
+    came = emit(exchange.wait.target, came)
+    if value(came).dtype != operand.format.dtype:
+        came = emit(aten.view.dtype, came, operand.format.dtype)
+    wide = emit(aten.mul.Tensor, emit(CAST, came, torch.float32), inverse)
+    dtype = value(exchange.wait).dtype
+    return wide if dtype == torch.float32 else emit(CAST, wide, dtype)
