@@ -23,6 +23,7 @@ from ..ir.fx_utils import arg
 from ..ir.grouped import ALIGN
 from .group import Group
 from .indexing import Domain, Index, quotient, size_of, sizes
+from .masks import Masks, guarded, kept
 from .scales import Scale, computed_scale, of_amax
 
 
@@ -31,6 +32,7 @@ class Writer(Protocol):
 
     group: Group
     domain: Domain
+    masks: Masks
     scales: dict[Node, str]
 
     def value(self, node: Node, index: Index) -> str: ...
@@ -55,7 +57,7 @@ class Tiles:
         if node not in writer.group.tiles:
             where, mask = self.offset(scale)
             name = writer.name("t")
-            self.lines.append(f"{name} = tl.load({writer.scales[node]}{where}, mask={mask}, other=1.0)")
+            self.lines.append(f"{name} = tl.load({writer.scales[node]}{where}{guarded(mask, '1.0')})")
         elif node.target is ops.amax_blocks:
             index = writer.domain.full(sizes(arg(node, 0)))
             assert index is not None
@@ -79,7 +81,7 @@ class Tiles:
     def magnitude(self, value: str) -> str:
         if value not in self.magnitudes:
             self.magnitudes[value] = self.writer.name("m")
-            self.lines.append(f"{self.magnitudes[value]} = {magnitude(value, self.writer.domain)}")
+            self.lines.append(f"{self.magnitudes[value]} = {magnitude(value, self.writer.masks)}")
         return self.magnitudes[value]
 
     def offset(self, scale: Scale) -> tuple[str, str]:
@@ -87,17 +89,18 @@ class Tiles:
         value, text = scale.node.meta["val"], self.writer.text
         if scale.groups is not None:
             group = self.groups_of_rows(int(value.shape[0]), scale.groups)
-            return f" + {group} * {text(size_of(value.shape[1]))} + col", f"({group} < {value.shape[0]}) & col_inside"
+            mask = _both(f"({group} < {value.shape[0]})", self.writer.masks.col)
+            return f" + {group} * {text(size_of(value.shape[1]))} + col", mask
         blocks = (self.numbers("row", scale.rows), self.numbers("col", scale.columns))
-        offset, mask = "", []
+        offset, mask, masks = "", "", self.writer.masks
         for name, d in zip(blocks, (1, 0) if scale.flipped else (0, 1), strict=True):
             stride = size_of(value.stride()[d])
             offset += f" + {name}" if stride == 1 else f" + {name} * {text(stride)}"
             if name == "row" and self.writer.domain.order is not None:
-                mask.append("row_inside")
-            elif not name.startswith("(span"):  # every span begins inside of the matrix
-                mask.append(f"({name} < {text(size_of(value.shape[d]))})")
-        return offset, " & ".join(mask)
+                mask = _both(mask, "row_inside")
+            elif not name.startswith("(span") and (masks.row if name.startswith("row") else masks.col):
+                mask = _both(mask, f"({name} < {text(size_of(value.shape[d]))})")  # every span begins inside of the matrix
+        return offset, mask
 
     def numbers(self, axis: str, size: int) -> str:
         """The variable with the numbers of the tile's blocks of `size` rows or columns."""
@@ -136,15 +139,15 @@ class Tiles:
         in one group."""
         bits, count, wide = self.magnitude(value), int(shape[0]), self.writer.text(shape[1])
         group = self.groups_of_rows(count, groups)
-        raised = "tl.atomic_max({} + {} * {} + col, {}, mask={}, sem=\"relaxed\")"
+        raised, inside = "tl.atomic_max({} + {} * {} + col, {}{}, sem=\"relaxed\")", self.writer.masks.col
         parts = f"tl.max(tl.reshape({bits}, [BLOCK_R // {ALIGN}, {ALIGN}, BLOCK_C]), 1)"
         self.lines += [
             f"first = tl.min({group})",
             f"if first == tl.max({group}):",
             f"    if first < {count}:",
-            "        " + raised.format(into, "first", wide, f"tl.max({bits}, 0)[None, :]", "col_inside"),
+            "        " + raised.format(into, "first", wide, f"tl.max({bits}, 0)[None, :]", guarded(inside)),
             "else:",
-            "    " + raised.format(into, group, wide, parts, f"col_inside & ({group} < {count})"),
+            "    " + raised.format(into, group, wide, parts, guarded(_both(inside, f"({group} < {count})"))),
         ]
 
     # -- spans: one number for each row of 128 columns --
@@ -175,18 +178,17 @@ class Tiles:
                 name = self(output.scale)
                 if output.content == "blocks":
                     where, mask = self.offset(output.scale)
-                    self.lines.append(f"tl.store({pointers[id(output)]}{where}, {name}, mask={mask})")
+                    self.lines.append(f"tl.store({pointers[id(output)]}{where}, {name}{guarded(mask)})")
 
 
-def magnitude(value: str, domain: Domain) -> str:
+def magnitude(value: str, masks: Masks) -> str:
     """An expression for the bits of magnitudes, int32. They are ordered like the magnitudes, with NaN above infinity. 0 outside
     of the matrix, and in rows of no group."""
-    return f"tl.where({counted(domain)}, tl.abs({value}).to(tl.int32, bitcast=True), 0)"
+    return kept(masks.counts, f"tl.abs({value}).to(tl.int32, bitcast=True)", "0")
 
 
-def counted(domain: Domain) -> str:
-    """The mask of the elements that count."""
-    return "inside" if domain.order is None else "counts"
+def _both(*masks: str) -> str:
+    return " & ".join(filter(None, masks))
 
 
 def _largest(bits: str, rows: int, columns: int) -> str:

@@ -27,10 +27,11 @@ from torch.fx import Node
 
 from ..ir import ops
 from ..ir.fx_utils import arg
-from .block_scales import Tiles, counted, magnitude
+from .block_scales import Tiles, magnitude
 from .expressions import FLOATS, TRITON_DTYPE, expression, number_text, prelude, rounded
 from .group import Group, Output, statistics_of, title
 from .indexing import VIEWS, Index, sizes, varies_with
+from .masks import Masks, guarded, kept
 from .scales import FROM_AMAX, SPAN, Scale, computed_scale
 from .text import dtype_name, indented, integer
 
@@ -68,6 +69,11 @@ class Kernel:
         return names + [f"n{i}" for i in range(len(self.symbols))]
 
 
+def saturates(dtype: torch.dtype) -> bool:
+    """Does a conversion to this FP8 format saturate by itself, and keep NaN? NVIDIA's does (PTX ISA, cvt.rn.satfinite)."""
+    return torch.version.hip is None and dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
 def write(group: Group) -> Kernel:
     """The kernel of a group. Same group, same source: names do not depend on the graph."""
     return _Writer(group).write()
@@ -76,6 +82,7 @@ def write(group: Group) -> Kernel:
 class _Writer:
     def __init__(self, group: Group):
         self.group, self.domain = group, group.domain
+        self.masks = Masks.of(group.domain)
         self.inputs = {node: f"x{i}" for i, node in enumerate(group.inputs)}
         self.scales = {node: f"s{i}" for i, node in enumerate(group.scales)}
         stored = group.with_content("copy", "transposed", "value", "row", "blocks")
@@ -171,7 +178,7 @@ class _Writer:
         computed, but does not count."""
         walk = "block * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]"
         if self.domain.order is None:
-            return [f"row = {walk}", f"row_inside = row < {rows}"]
+            return [f"row = {walk}", *([f"row_inside = row < {rows}"] if self.masks.row else [])]
         return [
             f"walk = {walk}",
             f"source = tl.load(order + walk, mask=walk < {self.text(self.domain.walked)}, other=-1)",
@@ -181,9 +188,10 @@ class _Writer:
         ]
 
     def columns(self, columns: str) -> list[str]:
-        lines = ["col = start + tl.arange(0, BLOCK_C)[None, :].to(tl.int64)", f"col_inside = col < {columns}"]
-        lines.append("inside = row_inside & col_inside")
-        return lines if self.domain.order is None else [*lines, "counts = row_counts & col_inside"]
+        lines = ["col = start + tl.arange(0, BLOCK_C)[None, :].to(tl.int64)"]
+        lines += [f"col_inside = col < {columns}"] if self.masks.col else []
+        lines += ["inside = row_inside & col_inside"] if self.masks.inside == "inside" else []
+        return [*lines, "counts = row_counts & col_inside"] if self.masks.counts == "counts" else lines
 
     # -- passes --
 
@@ -201,14 +209,14 @@ class _Writer:
             names[node] = name
             if node.target is ops.amax_blocks:
                 start.append(f"{into} = tl.zeros([BLOCK_R, BLOCK_C], tl.int32)")
-                self.lines.append(f"{into} = tl.maximum({into}, {magnitude(value, self.domain)})")
+                self.lines.append(f"{into} = tl.maximum({into}, {magnitude(value, self.masks)})")
                 last.append(f"{name} = tl.max({into}, 1, keep_dims=True).to(tl.float32, bitcast=True)")
                 continue
             start.append(f"{into} = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)")
             if part == "var":
                 mean = self.means[whole]
                 value = f"({value} - {mean}) * ({value} - {mean})"
-            self.lines.append(f"{into} += tl.where(inside, {value}, 0.0)")
+            self.lines.append(f"{into} += {kept(self.masks.inside, value)}")
             total = f"tl.sum({into}, 1, keep_dims=True)"
             size = self.text(self.domain.columns)
             if part == "mean":
@@ -277,10 +285,10 @@ class _Writer:
     def load(self, node: Node, index: Index) -> str:
         dtype = node.meta["val"].dtype
         varying = varies_with(index)
-        mask = {"full": "inside", "row": "row_inside", "col": "col_inside"}.get(varying)
-        guarded = f", mask={mask}, other={'0.0' if dtype.is_floating_point else '0'}" if mask else ""
+        mask = {"full": self.masks.inside, "row": self.masks.row, "col": self.masks.col}.get(varying, "")
+        other = "0.0" if dtype.is_floating_point else "0"
         axes = {"full": ("row", "col"), "row": ("row",), "col": ("col",)}.get(varying, ())
-        text = f"tl.load({self.inputs[node]}{self.offset(node, index, *axes)}{guarded})"
+        text = f"tl.load({self.inputs[node]}{self.offset(node, index, *axes)}{guarded(mask, other)})"
         return f"{text}.to(tl.float32)" if dtype in FLOATS else f"{text} != 0" if dtype == torch.bool else text
 
     def offset(self, node: Node, index: Index, *varying: str) -> str:
@@ -315,7 +323,7 @@ class _Writer:
             value = self.value(output.node, index)
             pointer = self.pointers.get(id(output), "")
             if output.content == "amax":
-                name, bits = f"largest{self.amaxes.index(output)}", magnitude(value, self.domain)
+                name, bits = f"largest{self.amaxes.index(output)}", magnitude(value, self.masks)
                 lines.append(f"{name} = tl.maximum({name}, {bits})" if looping else f"{name} = {bits}")
             elif output.content == "column_amax":
                 into = f"column_amax{self.column_amaxes.index(output)}"
@@ -323,30 +331,30 @@ class _Writer:
                     tiles.amax_of_groups(into, value, output.groups, sizes(output.replaces))
                     continue
                 largest = f"tl.max({tiles.magnitude(value)}, 0)[None, :]"
-                lines.append(f'tl.atomic_max({into} + col, {largest}, mask=col_inside, sem="relaxed")')
+                lines.append(f'tl.atomic_max({into} + col, {largest}{guarded(self.masks.col)}, sem="relaxed")')
             elif output.content == "blocks":
                 assert output.scale is not None
                 found, (where, mask) = tiles(output.scale), tiles.offset(output.scale)
-                lines.append(f"tl.store({pointer}{where}, {found}, mask={mask})")
+                lines.append(f"tl.store({pointer}{where}, {found}{guarded(mask)})")
             elif output.content == "sum":
                 n, i = len(self.sums), self.sums.index(output)
-                lines.append(f"total = tl.sum(tl.where(inside, {value}, 0.0), 0)[None, :]")
-                lines.append(f"tl.store(sums + (block * {n} + {i}) * {columns} + col, total, mask=col_inside)")
+                lines.append(f"total = tl.sum({kept(self.masks.inside, value)}, 0)[None, :]")
+                lines.append(f"tl.store(sums + (block * {n} + {i}) * {columns} + col, total{guarded(self.masks.col)})")
             elif output.content == "value":
                 dtype = TRITON_DTYPE[output.node.meta["val"].dtype]
                 where = self.offset(output.node, index, "row", "col")
-                lines.append(f"tl.store({pointer}{where}, {value}.to({dtype}), mask=inside)")
+                lines.append(f"tl.store({pointer}{where}, {value}.to({dtype}){guarded(self.masks.inside)})")
             else:
                 key = (value, output.scale, output.dtype, output.fp8_max)
                 if key not in quantized:
                     quantized[key] = self.quantize(output, value, tiles)
                 if output.content == "copy":
-                    lines.append(f"tl.store({pointer} + row * {columns} + col, {quantized[key]}, mask=inside)")
+                    lines.append(f"tl.store({pointer} + row * {columns} + col, {quantized[key]}{guarded(self.masks.inside)})")
                 else:
-                    lines.append(
-                        f"tl.store({pointer} + col_t * {padded} + row_t, tl.trans({quantized[key]}), "
-                        f"mask=(col_t < {columns}) & (row_t < {padded}))"
-                    )
+                    parts = [f"(col_t < {columns})"] if self.masks.col else []
+                    parts += [f"(row_t < {padded})"] if self.masks.row else []
+                    where = f"{pointer} + col_t * {padded} + row_t"
+                    lines.append(f"tl.store({where}, tl.trans({quantized[key]}){guarded(' & '.join(parts))})")
         return lines
 
     def quantize(self, output: Output, value: str, tiles: Tiles) -> str:
@@ -360,11 +368,14 @@ class _Writer:
         else:
             scale = self.value(output.scale.node, self.domain.scale_index(output.scale.node, output.scale.granularity))
         name, largest = self.name("q"), number_text(float(output.fp8_max))
-        lines.append(f"{name} = {value} * {scale}")
-        # by comparisons, which let NaN pass: Triton (#11111) miscompiles NaN-propagating min and max next to these stores
-        lines.append(f"{name} = tl.where({name} > {largest}, {largest}, tl.where({name} < -{largest}, -{largest}, {name}))")
-        lines.append(f'{name} = tl.where(tl.abs({value}) == float("inf"), float("nan"), {name})')
-        lines.append(f"{name} = tl.where({counted(self.domain)}, {name}, 0.0).to({TRITON_DTYPE[output.dtype]})")
+        if saturates(output.dtype) and output.fp8_max == torch.finfo(output.dtype).max:
+            lines.append(f"{name} = tl.fma({value}, 0.0, {value} * {scale})")  # infinity times zero is NaN
+        else:
+            lines.append(f"{name} = {value} * {scale}")
+            # by comparisons, which let NaN pass: Triton (#11111) miscompiles NaN-propagating min and max next to these stores
+            lines.append(f"{name} = tl.where({name} > {largest}, {largest}, tl.where({name} < -{largest}, -{largest}, {name}))")
+            lines.append(f'{name} = tl.where(tl.abs({value}) == float("inf"), float("nan"), {name})')
+        lines.append(f"{name} = {self.bracketed(kept(self.masks.counts, name))}.to({TRITON_DTYPE[output.dtype]})")
         return name
 
     def store_row(self, output: Output) -> list[str]:
@@ -373,7 +384,7 @@ class _Writer:
         self.outer_lines = []
         value = self.value(output.node, index)
         where, dtype = self.offset(output.node, index, "row"), TRITON_DTYPE[output.node.meta["val"].dtype]
-        store = f"tl.store({self.pointers[id(output)]}{where}, {value}.to({dtype}), mask=row_inside)"
+        store = f"tl.store({self.pointers[id(output)]}{where}, {value}.to({dtype}){guarded(self.masks.row)})"
         return [*self.outer_lines, store]
 
     # -- text --

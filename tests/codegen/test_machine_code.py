@@ -24,12 +24,12 @@ REGISTERS = {"cuda": 255, "hip": 512}
 
 
 @functools.cache
-def kernels(every_size: bool) -> tuple[Generated, ...]:
+def kernels(every_size: bool, amd: bool = False) -> tuple[Generated, ...]:
     """The kernels of all models under both recipes: each source once, or each form once."""
     found: dict[str, Generated] = {}
     for name in MODELS:
         for recipe in RECIPES:
-            for kernel in _traced(name, recipe):
+            for kernel in _traced(name, recipe, amd=amd):
                 found.setdefault(kernel.text if every_size else kernel.form, kernel)
     return tuple(found.values())
 
@@ -41,7 +41,7 @@ _traced = functools.cache(traced)
 def compiled(target: str) -> list[tuple[Generated, Any]]:
     """Triton's object for each kernel at its default tile, or the error."""
     made: list[tuple[Generated, Any]] = []
-    for kernel in kernels(every_size=True):
+    for kernel in kernels(True, target.startswith("gfx")):
         kernel = with_fnuz(kernel) if target == "gfx942" else kernel
         try:
             made.append((kernel, compile_kernel(kernel, kernel.configs[0], TARGETS[target])))
@@ -77,6 +77,18 @@ def test_every_kernel_compiles_to_machine_code(target):
             assert took.shared >= rows * columns // 4, (kernel.name, took)  # the transposition goes through shared memory
 
 
+@pytest.mark.parametrize("target", [name for name in TARGETS if name.startswith("sm")])
+def test_conversions_saturate(target):
+    """Casts rely on it: on NVIDIA a kernel does not compare with the largest value."""
+    texts = [(kernel.source, made.asm["ptx"]) for kernel, made in compiled(target)]
+    for triton_name, name in (("tl.float8e4nv", "e4m3x2"), ("tl.float8e5", "e5m2x2")):
+        casts = [ptx for source, ptx in texts if f".to({triton_name})" in source]
+        assert len(casts) >= 10
+        for ptx in casts:
+            converted = re.findall(rf"cvt\.\S*{name}\S*", ptx)
+            assert converted and set(converted) == {f"cvt.rn.satfinite.{name}.f32"}
+
+
 def test_nothing_spills_at_the_default_tile():
     took = [(kernel, resources(made)) for kernel, made in compiled("sm_90")]
     spilled = [f"{kernel.model}: {kernel.name} at {kernel.configs[0]}: {found}" for kernel, found in took if found.spills]
@@ -87,11 +99,11 @@ FINER = {"ffn": ("rowwise", "blockwise", "mxfp8"), "llama": ("blockwise",), "moe
 
 
 @functools.cache
-def finer(model: str) -> tuple[Generated, ...]:
+def finer(model: str, amd: bool = False) -> tuple[Generated, ...]:
     """Kernels of the recipes with several scales a tensor, each form once."""
     found: dict[str, Generated] = {}
     for recipe in FINER[model]:
-        for kernel in _traced(model, recipe):
+        for kernel in _traced(model, recipe, amd=amd):
             found.setdefault(kernel.form, kernel)
     return tuple(found.values())
 
@@ -113,7 +125,7 @@ def test_kernels_of_the_finer_recipes_do_not_spill(model):
 
 @pytest.mark.parametrize("target", [target for target in TARGETS if target != "sm_90"])
 def test_kernels_of_the_finer_recipes_compile_to_machine_code(target):
-    for kernel in [x for model in ("ffn", "moe") for x in finer(model) if re.search("transpose|columns", x.name)]:
+    for kernel in [x for model in ("ffn", "moe") for x in finer(model, target.startswith("gfx")) if re.search("transpose|columns", x.name)]:
         kernel = with_fnuz(kernel) if target == "gfx942" else kernel
         made = compile_kernel(kernel, kernel.configs[0], TARGETS[target])
         took = resources(made)

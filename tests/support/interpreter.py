@@ -2,7 +2,7 @@
 
 Triton decides at import whether it compiles or interprets. Tests do both in one process, so Triton's library of functions
 (`tl.max`, `tl.sum`) is replaced while an interpreted kernel runs. The interpreter's conversions truncate to bfloat16 and differ
-from torch for FP8: they are replaced by torch's, which round to nearest even.
+from torch for FP8: they are replaced by torch's, which round to nearest even, and saturate as NVIDIA's do (cvt.rn.satfinite).
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ with contextlib.suppress(ImportError):
 from fp8compile import compat
 from fp8compile.codegen import launch
 from fp8compile.codegen.inline import Inliner
+from fp8compile.codegen.kernel import saturates
 
 TORCH = {
     tl.float32: torch.float32,
@@ -47,7 +48,11 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 def _convert(data: np.ndarray, source: Any, target: Any, _rounding: Any = None) -> np.ndarray:
     bits = np.ascontiguousarray(data).view({1: np.uint8, 2: np.int16, 4: np.int32}[data.dtype.itemsize])
     given = torch.from_numpy(bits.copy()).view(TORCH[source])
-    made = given.to(torch.float32).to(TORCH[target])
+    wide = given.to(torch.float32)
+    if saturates(TORCH[target]):
+        largest = torch.finfo(TORCH[target]).max
+        wide = wide.clamp(-largest, largest)  # NaN stays
+    made = wide.to(TORCH[target])
     result = made.view(BITS[made.element_size()]).numpy()
     return result.view({1: np.uint8, 2: np.uint16, 4: np.uint32}[made.element_size()])
 

@@ -4,12 +4,13 @@
         code = compile_kernel(kernel, kernel.configs[0], TARGETS["sm_90"])
         resources(code).spills
 
-`python -m tests.support.machine_code sm_90 llama` prints the registers, spills and shared memory of each kernel of a model in
-each of its configurations.
+`python -m tests.support.machine_code sm_90 llama` prints the registers, spills, shared memory and instructions (a thread and
+element) of each kernel of a model in each of its configurations.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import pathlib
@@ -28,6 +29,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from fp8compile import compat
+from fp8compile.codegen import kernel as kernels
 from fp8compile.codegen import triton_grouped, triton_kernels
 from fp8compile.codegen.expressions import TRITON_DTYPE
 from fp8compile.devices.formats import pick
@@ -102,8 +104,8 @@ def _size(number: re.Match[str]) -> str:
     return "multiple" if int(number[0]) % 16 == 0 else "size"
 
 
-def traced(name: str, recipe: str, dynamic: bool = False) -> list[Generated]:
-    """The kernels of one training step, each once, as they are launched on an H200."""
+def traced(name: str, recipe: str, dynamic: bool = False, amd: bool = False) -> list[Generated]:
+    """The kernels of one training step, each once, as they are launched on an H200. `amd`: with the conversions for an AMD GPU."""
     build, shape = MODELS[name]
     model = unallocated(build, BF16)
     compiled = torch.compile(model, backend="fp8", dynamic=dynamic, options={"recipe": recipe, "policy": ALL_FP8})
@@ -122,7 +124,8 @@ def traced(name: str, recipe: str, dynamic: bool = False) -> list[Generated]:
         found.setdefault(kernel.text, kernel)
         return launch(emit, function, grids, arguments, constants)
 
-    with mock.patch.object(compat, "launch", noted):
+    conversions = mock.patch.object(kernels, "saturates", lambda dtype: False) if amd else contextlib.nullcontext()
+    with mock.patch.object(compat, "launch", noted), conversions:
         trace(lambda: compiled(x).sum().backward())
     return list(found.values())
 
@@ -200,6 +203,29 @@ def resources(compiled: Any) -> Resources:
     return Resources(counts["REG"], counts["STACK"] + counts["LOCAL"], max(counts["SHARED"], compiled.metadata.shared))
 
 
+def instructions(compiled: Any) -> list[int]:
+    """The instructions in the machine code of a kernel for an NVIDIA GPU: of all of it, then of the body of each loop. Slow
+    paths behind its end, such as those of exact divisions, do not count."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        text = subprocess.run([_nvidia("nvdisasm"), "-c", file.name], check=True, capture_output=True, text=True).stdout
+    count, labels, loops = 0, {}, []
+    for line in text.splitlines():
+        if label := re.match(r"(\.L_x_\d+):", line):
+            labels[label[1]] = count
+        elif found := re.match(r"\s+/\*[0-9a-f]+\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.]*)(.*)", line):
+            if found[2] == "NOP":
+                continue
+            count += 1
+            if found[2] == "EXIT" and found[1] is None:
+                break
+            target = re.search(r"\.L_x_\d+", found[3])
+            if found[2] == "BRA" and target and target[0] in labels:
+                loops.append(count - labels[target[0]])
+    return [count, *loops]
+
+
 def _nvidia(tool: str) -> str:
     return str(pathlib.Path(importlib.import_module("triton.backends.nvidia").__file__ or "").parent / "bin" / tool)
 
@@ -220,18 +246,22 @@ def _metadata(data: bytes, key: str) -> int:
 def main() -> None:
     """`python -m tests.support.machine_code [target] [model ...]`"""
     target = TARGETS[sys.argv[1] if len(sys.argv) > 1 else "sm_90"]
-    print(f"{'model':18} {'kernel':72} {'config':>12} {'registers':>10} {'spills':>7} {'shared':>7}")
+    print(f"{'model':18} {'kernel':72} {'config':>12} {'registers':>10} {'spills':>7} {'shared':>7}  instructions")
     done: set[str] = set()
     for name in sys.argv[2:] or MODELS:
         for recipe in RECIPES:
-            for kernel in traced(name, recipe):
+            for kernel in traced(name, recipe, amd=target.backend == "hip"):
                 if kernel.text in done:
                     continue
                 done.add(kernel.text)
                 kernel = with_fnuz(kernel) if target.arch == "gfx942" else kernel
                 for config in kernel.configs:
-                    found = resources(compile_kernel(kernel, config, target))
+                    made = compile_kernel(kernel, config, target)
+                    found = resources(made)
                     numbers = f"{found.registers:10} {found.spills:7} {found.shared:7}"
+                    if "cubin" in made.asm and config[0] * config[1] > 0:
+                        a_tile = config[2] * 32 / (config[0] * config[1])  # of all threads, an element of a tile
+                        numbers += "  " + " + ".join(f"{a_tile * count:.1f}" for count in instructions(made))
                     print(f"{kernel.model:18} {kernel.name:72} {'x'.join(map(str, config)):>12} {numbers}", flush=True)
 
 

@@ -3,7 +3,7 @@ import triton.language as tl
 
 
 @triton.jit
-def fp8_gelu_backward_cast_transpose_scale_sum_a8e2fea1(x0, x1, y0, y1, y2, y3, sums, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
+def fp8_gelu_backward_cast_transpose_scale_sum_bc82d6c3(x0, x1, y0, y1, y2, y3, sums, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
     # x0: bfloat16 [16384, 3072]
     # x1: bfloat16 [16384, 3072]
     # y0: blocks float32, a scale for 1 x 128
@@ -15,15 +15,12 @@ def fp8_gelu_backward_cast_transpose_scale_sum_a8e2fea1(x0, x1, y0, y1, y2, y3, 
     block = pid // tiles
     span = pid % tiles * 128
     row = block * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
-    row_inside = row < 16384
     acc23 = tl.zeros([BLOCK_R, BLOCK_C], tl.int32)
     for strip in range(0, 128, BLOCK_C):
         start = span + strip
         col = start + tl.arange(0, BLOCK_C)[None, :].to(tl.int64)
-        col_inside = col < 3072
-        inside = row_inside & col_inside
-        v1 = tl.load(x0 + row * 3072 + col, mask=inside, other=0.0).to(tl.float32)
-        v2 = tl.load(x1 + row * 3072 + col, mask=inside, other=0.0).to(tl.float32)
+        v1 = tl.load(x0 + row * 3072 + col).to(tl.float32)
+        v2 = tl.load(x1 + row * 3072 + col).to(tl.float32)
         v3 = v2 * v2
         v4 = v3 * v2
         v5 = v4 * 0.044715
@@ -46,7 +43,7 @@ def fp8_gelu_backward_cast_transpose_scale_sum_a8e2fea1(x0, x1, y0, y1, y2, y3, 
         v19 = v10 + v18
         v20 = v1 * v19
         v21 = v20.to(tl.bfloat16).to(tl.float32)
-        m22 = tl.where(inside, tl.abs(v21).to(tl.int32, bitcast=True), 0)
+        m22 = tl.abs(v21).to(tl.int32, bitcast=True)
         acc23 = tl.maximum(acc23, m22)
     t24 = tl.max(acc23, 1, keep_dims=True).to(tl.float32, bitcast=True)
     t25 = tl.div_rn(448.0, t24)
@@ -54,14 +51,12 @@ def fp8_gelu_backward_cast_transpose_scale_sum_a8e2fea1(x0, x1, y0, y1, y2, y3, 
     t25 = tl.where((t24 > 0) & (t24 < float("inf")), t25, 1.0)
     t25 = (t25.to(tl.int32, bitcast=True) & 2139095040).to(tl.float32, bitcast=True)
     t26 = tl.div_rn(1.0, t25)
-    tl.store(y0 + row * 24 + (span // 128), t26, mask=(row < 16384))
+    tl.store(y0 + row * 24 + (span // 128), t26)
     for strip in range(0, 128, BLOCK_C):
         start = span + strip
         col = start + tl.arange(0, BLOCK_C)[None, :].to(tl.int64)
-        col_inside = col < 3072
-        inside = row_inside & col_inside
-        v27 = tl.load(x0 + row * 3072 + col, mask=inside, other=0.0).to(tl.float32)
-        v28 = tl.load(x1 + row * 3072 + col, mask=inside, other=0.0).to(tl.float32)
+        v27 = tl.load(x0 + row * 3072 + col).to(tl.float32)
+        v28 = tl.load(x1 + row * 3072 + col).to(tl.float32)
         v29 = v28 * v28
         v30 = v29 * v28
         v31 = v30 * 0.044715
@@ -86,7 +81,7 @@ def fp8_gelu_backward_cast_transpose_scale_sum_a8e2fea1(x0, x1, y0, y1, y2, y3, 
         v47 = v46.to(tl.bfloat16).to(tl.float32)
         row_t = block * BLOCK_R + tl.arange(0, BLOCK_R)[None, :]
         col_t = start + tl.arange(0, BLOCK_C)[:, None].to(tl.int64)
-        m48 = tl.where(inside, tl.abs(v47).to(tl.int32, bitcast=True), 0)
+        m48 = tl.abs(v47).to(tl.int32, bitcast=True)
         t49 = tl.max(tl.reshape(m48, [BLOCK_R // 128, 128, BLOCK_C]), 1).to(tl.float32, bitcast=True)
         t50 = tl.div_rn(448.0, t49)
         t50 = tl.where(t50 > 3.4028234663852886e+38, 3.4028234663852886e+38, tl.where(t50 < 1.1754943508222875e-38, 1.1754943508222875e-38, t50))
@@ -94,16 +89,12 @@ def fp8_gelu_backward_cast_transpose_scale_sum_a8e2fea1(x0, x1, y0, y1, y2, y3, 
         t50 = (t50.to(tl.int32, bitcast=True) & 2139095040).to(tl.float32, bitcast=True)
         t51 = tl.div_rn(1.0, t50)
         row_128 = block * BLOCK_R // 128 + tl.arange(0, BLOCK_R // 128)[:, None].to(tl.int64)
-        tl.store(y1 + row_128 + col * 128, t51, mask=(row_128 < 128) & (col < 3072))
-        q52 = v47 * t25
-        q52 = tl.where(q52 > 448.0, 448.0, tl.where(q52 < -448.0, -448.0, q52))
-        q52 = tl.where(tl.abs(v47) == float("inf"), float("nan"), q52)
-        q52 = tl.where(inside, q52, 0.0).to(tl.float8e4nv)
-        tl.store(y2 + row * 3072 + col, q52, mask=inside)
-        q53 = v47 * tl.reshape(tl.broadcast_to(t50[:, None, :], [BLOCK_R // 128, 128, BLOCK_C]), [BLOCK_R, BLOCK_C])
-        q53 = tl.where(q53 > 448.0, 448.0, tl.where(q53 < -448.0, -448.0, q53))
-        q53 = tl.where(tl.abs(v47) == float("inf"), float("nan"), q53)
-        q53 = tl.where(inside, q53, 0.0).to(tl.float8e4nv)
-        tl.store(y3 + col_t * 16384 + row_t, tl.trans(q53), mask=(col_t < 3072) & (row_t < 16384))
-        total = tl.sum(tl.where(inside, v47, 0.0), 0)[None, :]
-        tl.store(sums + (block * 1 + 0) * 3072 + col, total, mask=col_inside)
+        tl.store(y1 + row_128 + col * 128, t51)
+        q52 = tl.fma(v47, 0.0, v47 * t25)
+        q52 = q52.to(tl.float8e4nv)
+        tl.store(y2 + row * 3072 + col, q52)
+        q53 = tl.fma(v47, 0.0, v47 * tl.reshape(tl.broadcast_to(t50[:, None, :], [BLOCK_R // 128, 128, BLOCK_C]), [BLOCK_R, BLOCK_C]))
+        q53 = q53.to(tl.float8e4nv)
+        tl.store(y3 + col_t * 16384 + row_t, tl.trans(q53))
+        total = tl.sum(v47, 0)[None, :]
+        tl.store(sums + (block * 1 + 0) * 3072 + col, total)

@@ -3,7 +3,7 @@ import triton.language as tl
 
 
 @triton.jit
-def fp8_relu_cast_transpose_amax_ab0b6d60(x0, s0, y0, y1, amax0, n0, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
+def fp8_relu_cast_transpose_amax_fc7577fe(x0, s0, y0, y1, amax0, n0, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
     # x0: bfloat16 [n0, 512]
     # y0: copy float8_e4m3fn
     # y1: transposed float8_e4m3fn
@@ -15,17 +15,13 @@ def fp8_relu_cast_transpose_amax_ab0b6d60(x0, s0, y0, y1, amax0, n0, BLOCK_R: tl
     row_inside = row < n0
     s0_value = tl.load(s0)
     col = start + tl.arange(0, BLOCK_C)[None, :].to(tl.int64)
-    col_inside = col < 512
-    inside = row_inside & col_inside
-    v1 = tl.load(x0 + row * 512 + col, mask=inside, other=0.0).to(tl.float32)
+    v1 = tl.load(x0 + row * 512 + col, mask=row_inside, other=0.0).to(tl.float32)
     v2 = (tl.where(v1 <= 0, 0.0, v1)).to(tl.bfloat16).to(tl.float32)
     row_t = block * BLOCK_R + tl.arange(0, BLOCK_R)[None, :]
     col_t = start + tl.arange(0, BLOCK_C)[:, None].to(tl.int64)
-    q3 = v2 * s0_value
-    q3 = tl.where(q3 > 448.0, 448.0, tl.where(q3 < -448.0, -448.0, q3))
-    q3 = tl.where(tl.abs(v2) == float("inf"), float("nan"), q3)
-    q3 = tl.where(inside, q3, 0.0).to(tl.float8e4nv)
-    tl.store(y0 + row * 512 + col, q3, mask=inside)
-    tl.store(y1 + col_t * (16 * ((15 + n0) // 16)) + row_t, tl.trans(q3), mask=(col_t < 512) & (row_t < (16 * ((15 + n0) // 16))))
-    largest0 = tl.where(inside, tl.abs(v2).to(tl.int32, bitcast=True), 0)
+    q3 = tl.fma(v2, 0.0, v2 * s0_value)
+    q3 = (tl.where(row_inside, q3, 0.0)).to(tl.float8e4nv)
+    tl.store(y0 + row * 512 + col, q3, mask=row_inside)
+    tl.store(y1 + col_t * (16 * ((15 + n0) // 16)) + row_t, tl.trans(q3), mask=(row_t < (16 * ((15 + n0) // 16))))
+    largest0 = tl.where(row_inside, tl.abs(v2).to(tl.int32, bitcast=True), 0)
     tl.atomic_max(amax0, tl.max(largest0), sem="relaxed")

@@ -3,7 +3,7 @@ import triton.language as tl
 
 
 @triton.jit
-def fp8_silu_mul_cast_transpose_scale_e850cc3a(x0, x1, y0, y1, y2, y3, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
+def fp8_silu_mul_cast_transpose_scale_04f3e8bc(x0, x1, y0, y1, y2, y3, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
     # x0: bfloat16 [8192, 14336]
     # x1: bfloat16 [8192, 14336]
     # y0: blocks float32, a scale for 1 x 32
@@ -15,21 +15,18 @@ def fp8_silu_mul_cast_transpose_scale_e850cc3a(x0, x1, y0, y1, y2, y3, BLOCK_R: 
     block = pid // tiles
     start = pid % tiles * BLOCK_C
     row = block * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
-    row_inside = row < 8192
     col = start + tl.arange(0, BLOCK_C)[None, :].to(tl.int64)
-    col_inside = col < 14336
-    inside = row_inside & col_inside
-    v1 = tl.load(x0 + row * 14336 + col, mask=inside, other=0.0).to(tl.float32)
+    v1 = tl.load(x0 + row * 14336 + col).to(tl.float32)
     v2 = v1 * -1.0
     v3 = tl.exp(v2)
     v4 = v3 + 1
-    v5 = tl.div_rn(v1, v4)
+    v5 = v1 / v4
     v6 = v5.to(tl.bfloat16).to(tl.float32)
-    v7 = tl.load(x1 + row * 14336 + col, mask=inside, other=0.0).to(tl.float32)
+    v7 = tl.load(x1 + row * 14336 + col).to(tl.float32)
     v8 = (v6 * v7).to(tl.bfloat16).to(tl.float32)
     row_t = block * BLOCK_R + tl.arange(0, BLOCK_R)[None, :]
     col_t = start + tl.arange(0, BLOCK_C)[:, None].to(tl.int64)
-    m9 = tl.where(inside, tl.abs(v8).to(tl.int32, bitcast=True), 0)
+    m9 = tl.abs(v8).to(tl.int32, bitcast=True)
     t10 = tl.max(tl.reshape(m9, [BLOCK_R, BLOCK_C // 32, 32]), 2).to(tl.float32, bitcast=True)
     t11 = tl.div_rn(448.0, t10)
     t11 = tl.where(t11 > 3.4028234663852886e+38, 3.4028234663852886e+38, tl.where(t11 < 1.1754943508222875e-38, 1.1754943508222875e-38, t11))
@@ -37,7 +34,7 @@ def fp8_silu_mul_cast_transpose_scale_e850cc3a(x0, x1, y0, y1, y2, y3, BLOCK_R: 
     t11 = (t11.to(tl.int32, bitcast=True) & 2139095040).to(tl.float32, bitcast=True)
     t12 = tl.div_rn(1.0, t11)
     col_32 = start // 32 + tl.arange(0, BLOCK_C // 32)[None, :].to(tl.int64)
-    tl.store(y0 + row * 448 + col_32, t12, mask=(row < 8192) & (col_32 < 448))
+    tl.store(y0 + row * 448 + col_32, t12)
     t13 = tl.max(tl.reshape(m9, [BLOCK_R // 32, 32, BLOCK_C]), 1).to(tl.float32, bitcast=True)
     t14 = tl.div_rn(448.0, t13)
     t14 = tl.where(t14 > 3.4028234663852886e+38, 3.4028234663852886e+38, tl.where(t14 < 1.1754943508222875e-38, 1.1754943508222875e-38, t14))
@@ -45,14 +42,10 @@ def fp8_silu_mul_cast_transpose_scale_e850cc3a(x0, x1, y0, y1, y2, y3, BLOCK_R: 
     t14 = (t14.to(tl.int32, bitcast=True) & 2139095040).to(tl.float32, bitcast=True)
     t15 = tl.div_rn(1.0, t14)
     row_32 = block * BLOCK_R // 32 + tl.arange(0, BLOCK_R // 32)[:, None].to(tl.int64)
-    tl.store(y1 + row_32 + col * 256, t15, mask=(row_32 < 256) & (col < 14336))
-    q16 = v8 * tl.reshape(tl.broadcast_to(t11[:, :, None], [BLOCK_R, BLOCK_C // 32, 32]), [BLOCK_R, BLOCK_C])
-    q16 = tl.where(q16 > 448.0, 448.0, tl.where(q16 < -448.0, -448.0, q16))
-    q16 = tl.where(tl.abs(v8) == float("inf"), float("nan"), q16)
-    q16 = tl.where(inside, q16, 0.0).to(tl.float8e4nv)
-    tl.store(y2 + row * 14336 + col, q16, mask=inside)
-    q17 = v8 * tl.reshape(tl.broadcast_to(t14[:, None, :], [BLOCK_R // 32, 32, BLOCK_C]), [BLOCK_R, BLOCK_C])
-    q17 = tl.where(q17 > 448.0, 448.0, tl.where(q17 < -448.0, -448.0, q17))
-    q17 = tl.where(tl.abs(v8) == float("inf"), float("nan"), q17)
-    q17 = tl.where(inside, q17, 0.0).to(tl.float8e4nv)
-    tl.store(y3 + col_t * 8192 + row_t, tl.trans(q17), mask=(col_t < 14336) & (row_t < 8192))
+    tl.store(y1 + row_32 + col * 256, t15)
+    q16 = tl.fma(v8, 0.0, v8 * tl.reshape(tl.broadcast_to(t11[:, :, None], [BLOCK_R, BLOCK_C // 32, 32]), [BLOCK_R, BLOCK_C]))
+    q16 = q16.to(tl.float8e4nv)
+    tl.store(y2 + row * 14336 + col, q16)
+    q17 = tl.fma(v8, 0.0, v8 * tl.reshape(tl.broadcast_to(t14[:, None, :], [BLOCK_R // 32, 32, BLOCK_C]), [BLOCK_R, BLOCK_C]))
+    q17 = q17.to(tl.float8e4nv)
+    tl.store(y3 + col_t * 8192 + row_t, tl.trans(q17))

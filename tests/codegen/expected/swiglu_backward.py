@@ -3,7 +3,7 @@ import triton.language as tl
 
 
 @triton.jit
-def fp8_mul_sigmoid_rsub_add_cast_transpose_amax_99f94e64(x0, x1, x2, s0, s1, y0, y1, y2, y3, amax0, amax1, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
+def fp8_mul_sigmoid_rsub_add_cast_transpose_amax_4ff2bb62(x0, x1, x2, s0, s1, y0, y1, y2, y3, amax0, amax1, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
     # x0: bfloat16 [8192, 14336]
     # x1: bfloat16 [8192, 14336]
     # x2: bfloat16 [8192, 14336]
@@ -16,17 +16,14 @@ def fp8_mul_sigmoid_rsub_add_cast_transpose_amax_99f94e64(x0, x1, x2, s0, s1, y0
     block = pid // tiles
     start = pid % tiles * BLOCK_C
     row = block * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
-    row_inside = row < 8192
     s0_value = tl.load(s0)
     s1_value = tl.load(s1)
     col = start + tl.arange(0, BLOCK_C)[None, :].to(tl.int64)
-    col_inside = col < 14336
-    inside = row_inside & col_inside
-    v1 = tl.load(x0 + row * 14336 + col, mask=inside, other=0.0).to(tl.float32)
-    v2 = tl.load(x1 + row * 14336 + col, mask=inside, other=0.0).to(tl.float32)
+    v1 = tl.load(x0 + row * 14336 + col).to(tl.float32)
+    v2 = tl.load(x1 + row * 14336 + col).to(tl.float32)
     v3 = (v1 * v2).to(tl.bfloat16).to(tl.float32)
-    v4 = tl.load(x2 + row * 14336 + col, mask=inside, other=0.0).to(tl.float32)
-    v5 = tl.div_rn(1.0, 1 + tl.exp(-v4))
+    v4 = tl.load(x2 + row * 14336 + col).to(tl.float32)
+    v5 = 1.0 / (tl.exp(v4 * -1.0) + 1)
     v6 = v3 * v5
     v7 = 1 - v5
     v8 = v4 * v7
@@ -38,19 +35,15 @@ def fp8_mul_sigmoid_rsub_add_cast_transpose_amax_99f94e64(x0, x1, x2, s0, s1, y0
     v15 = (v1 * v14).to(tl.bfloat16).to(tl.float32)
     row_t = block * BLOCK_R + tl.arange(0, BLOCK_R)[None, :]
     col_t = start + tl.arange(0, BLOCK_C)[:, None].to(tl.int64)
-    q12 = v11 * s0_value
-    q12 = tl.where(q12 > 57344.0, 57344.0, tl.where(q12 < -57344.0, -57344.0, q12))
-    q12 = tl.where(tl.abs(v11) == float("inf"), float("nan"), q12)
-    q12 = tl.where(inside, q12, 0.0).to(tl.float8e5)
-    tl.store(y0 + row * 14336 + col, q12, mask=inside)
-    tl.store(y1 + col_t * 8192 + row_t, tl.trans(q12), mask=(col_t < 14336) & (row_t < 8192))
-    largest0 = tl.where(inside, tl.abs(v11).to(tl.int32, bitcast=True), 0)
-    q16 = v15 * s1_value
-    q16 = tl.where(q16 > 57344.0, 57344.0, tl.where(q16 < -57344.0, -57344.0, q16))
-    q16 = tl.where(tl.abs(v15) == float("inf"), float("nan"), q16)
-    q16 = tl.where(inside, q16, 0.0).to(tl.float8e5)
-    tl.store(y2 + row * 14336 + col, q16, mask=inside)
-    tl.store(y3 + col_t * 8192 + row_t, tl.trans(q16), mask=(col_t < 14336) & (row_t < 8192))
-    largest1 = tl.where(inside, tl.abs(v15).to(tl.int32, bitcast=True), 0)
+    q12 = tl.fma(v11, 0.0, v11 * s0_value)
+    q12 = q12.to(tl.float8e5)
+    tl.store(y0 + row * 14336 + col, q12)
+    tl.store(y1 + col_t * 8192 + row_t, tl.trans(q12))
+    largest0 = tl.abs(v11).to(tl.int32, bitcast=True)
+    q16 = tl.fma(v15, 0.0, v15 * s1_value)
+    q16 = q16.to(tl.float8e5)
+    tl.store(y2 + row * 14336 + col, q16)
+    tl.store(y3 + col_t * 8192 + row_t, tl.trans(q16))
+    largest1 = tl.abs(v15).to(tl.int32, bitcast=True)
     tl.atomic_max(amax0, tl.max(largest0), sem="relaxed")
     tl.atomic_max(amax1, tl.max(largest1), sem="relaxed")
