@@ -35,9 +35,9 @@ AMAX_BITS = "fp8_amax_bits"  # metadata key of amaxes that are a float32 view of
 # (BLOCK_R, BLOCK_C, warps), the default first. A kernel with column sums writes a row of partial sums for each block of rows:
 # its blocks are tall, and their height is fixed. Blocks are tall for column amaxes, too: each block of rows costs an atomic
 # maximum. Where blocks of elements share a scale, a tile holds whole blocks.
-# With exp and the like a thread takes 16 elements instead of 32: with 32, registers would spill. So do blocks of whole rows with
-# column sums: with 32, a kernel takes 178 registers, and an SM holds one program. A transposed copy is written in pieces of as
-# many bytes as a block has rows; a sector of memory has 32.
+# With exp and the like a thread takes 16 elements instead of 32: with 32, registers would spill. So do blocks of whole rows
+# with column sums: with 32, a kernel takes 178 registers, and an SM holds one program. A transposed copy is written in pieces of
+# as many bytes as a block has rows; a sector of memory has 32.
 TILES = ((64, 128, 8), (64, 64, 4), (32, 128, 4), (128, 64, 8), (128, 32, 4), (128, 128, 16), (128, 128, 8))
 TALL_TILES = ((128, 64, 8), (128, 32, 4), (128, 128, 16), (128, 128, 8))
 HEAVY_TILES = ((64, 64, 8), (32, 128, 8), (64, 128, 16), (128, 64, 16), (128, 32, 8), (128, 16, 4), (128, 128, 32))

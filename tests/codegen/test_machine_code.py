@@ -125,7 +125,8 @@ def test_kernels_of_the_finer_recipes_do_not_spill(model):
 
 @pytest.mark.parametrize("target", [target for target in TARGETS if target != "sm_90"])
 def test_kernels_of_the_finer_recipes_compile_to_machine_code(target):
-    for kernel in [x for model in ("ffn", "moe") for x in finer(model, target.startswith("gfx")) if re.search("transpose|columns", x.name)]:
+    every = [kernel for model in ("ffn", "moe") for kernel in finer(model, target.startswith("gfx"))]
+    for kernel in (x for x in every if re.search("transpose|columns", x.name)):
         kernel = with_fnuz(kernel) if target == "gfx942" else kernel
         made = compile_kernel(kernel, kernel.configs[0], TARGETS[target])
         took = resources(made)

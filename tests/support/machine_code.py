@@ -105,7 +105,7 @@ def _size(number: re.Match[str]) -> str:
 
 
 def traced(name: str, recipe: str, dynamic: bool = False, amd: bool = False) -> list[Generated]:
-    """The kernels of one training step, each once, as they are launched on an H200. `amd`: with the conversions for an AMD GPU."""
+    """The kernels of one training step, each once, as they are launched on an H200. `amd`: with an AMD GPU's conversions."""
     build, shape = MODELS[name]
     model = unallocated(build, BF16)
     compiled = torch.compile(model, backend="fp8", dynamic=dynamic, options={"recipe": recipe, "policy": ALL_FP8})
