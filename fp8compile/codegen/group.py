@@ -9,6 +9,7 @@ A group walks a matrix [R, C] once. Its *inputs* are tensors in memory; its *out
     blocks      as `replaces` is  one number a block of a tile: its amax, its scale, or the inverse of that
     amax        [1]               the largest magnitude, into a slot of the graph's vector of amaxes
     column_amax [C, 1] or [E, C]  the largest magnitude of each column, or of each in each group, into a part of that vector
+    number      [1]               a scale for the whole matrix that each program computes from an amax, or its inverse
     sum         [C]               column sums, from a partial sum of each block of rows: a bias gradient, say
 
 Sums over a row (a norm's mean and variance) and the amax of a row take an earlier pass over the block of rows; the last pass

@@ -85,7 +85,7 @@ class _Writer:
         self.masks = Masks.of(group.domain)
         self.inputs = {node: f"x{i}" for i, node in enumerate(group.inputs)}
         self.scales = {node: f"s{i}" for i, node in enumerate(group.scales)}
-        stored = group.with_content("copy", "transposed", "value", "row", "blocks")
+        stored = group.with_content("copy", "transposed", "value", "row", "blocks", "number")
         self.pointers = {id(output): f"y{i}" for i, output in enumerate(stored)}
         self.stored, self.sums, self.amaxes = stored, group.with_content("sum"), group.with_content("amax")
         self.column_amaxes = group.with_content("column_amax")
@@ -113,8 +113,14 @@ class _Writer:
         else:
             body += ["block = pid"]
         body += self.rows(rows)
-        single = [name for node, name in self.scales.items() if group.scales[node].granularity == "one"]
-        body += [f"{name}_value = tl.load({name})" for name in single]
+        single = {name: group.scales[node] for node, name in self.scales.items() if group.scales[node].granularity == "one"}
+        for name, scale in single.items():
+            if scale.from_amax:
+                body.append(f"{name}_amax = tl.load({name}).to(tl.float32, bitcast=True)")
+                body += computed_scale(scale.node, f"{name}_amax", f"{name}_value")
+            else:
+                body.append(f"{name}_value = tl.load({name})")
+        body += [self.store_number(output) for output in group.with_content("number")]
         for number in range(group.passes):
             body += self.reduce(number, columns)
         if looping or span:
@@ -139,7 +145,7 @@ class _Writer:
             name="",
             source="",
             inputs=tuple(self.inputs),
-            scales=tuple(self.scales),
+            scales=tuple(scale.read for scale in group.scales.values()),
             outputs=tuple(self.stored),
             sums=tuple(self.sums),
             amaxes=tuple(self.amaxes),
@@ -316,7 +322,7 @@ class _Writer:
             lines.append("row_t = block * BLOCK_R + tl.arange(0, BLOCK_R)[None, :]")
             lines.append("col_t = start + tl.arange(0, BLOCK_C)[:, None].to(tl.int64)")
         for output in self.group.outputs:
-            if output.content == "row" or output.content == "blocks" and output.scale in self.spans:
+            if output.content in ("row", "number") or output.content == "blocks" and output.scale in self.spans:
                 continue
             index = self.domain.full(sizes(output.node))
             assert index is not None
@@ -377,6 +383,12 @@ class _Writer:
             lines.append(f'{name} = tl.where(tl.abs({value}) == float("inf"), float("nan"), {name})')
         lines.append(f"{name} = {self.bracketed(kept(self.masks.counts, name))}.to({TRITON_DTYPE[output.dtype]})")
         return name
+
+    def store_number(self, output: Output) -> str:
+        """The first program stores a scale that all programs compute, or its inverse."""
+        scaled = output.node.target is ops.current_scale
+        name = f"{self.scales[output.node if scaled else arg(output.node, 0)]}_value"
+        return f"tl.store({self.pointers[id(output)]}, {name if scaled else f'tl.div_rn(1.0, {name})'}, mask=pid == 0)"
 
     def store_row(self, output: Output) -> list[str]:
         index = self.domain.row_index(output.node)

@@ -36,8 +36,8 @@ AMAX_BITS = "fp8_amax_bits"  # metadata key of amaxes that are a float32 view of
 # its blocks are tall, and their height is fixed. Blocks are tall for column amaxes, too: each block of rows costs an atomic
 # maximum. Where blocks of elements share a scale, a tile holds whole blocks.
 # With exp and the like a thread takes 16 elements instead of 32: with 32, registers would spill. So do blocks of whole rows
-# with column sums: with 32, a kernel takes 178 registers, and an SM holds one program. A transposed copy is written in pieces of
-# as many bytes as a block has rows; a sector of memory has 32.
+# with column sums: with 32, a kernel takes 178 registers, and an SM holds one program. A transposed copy is written in pieces
+# of as many bytes as a block has rows; a sector of memory has 32.
 TILES = ((64, 128, 8), (64, 64, 4), (32, 128, 4), (128, 64, 8), (128, 32, 4), (128, 128, 16), (128, 128, 8))
 TALL_TILES = ((128, 64, 8), (128, 32, 4), (128, 128, 16), (128, 128, 8))
 HEAVY_TILES = ((64, 64, 8), (32, 128, 8), (64, 128, 16), (128, 64, 16), (128, 32, 8), (128, 16, 4), (128, 128, 32))
@@ -70,6 +70,8 @@ def configurations(kernel: Kernel) -> tuple[tuple[int, int, int], ...]:
         choices = TALL_TILES if tall else TILES
     rows, columns = kernel.block
     choices = tuple(x for x in choices if x[0] % rows == 0 and x[1] % columns == 0)
+    if kernel.block == (32, 32):  # mxfp8 in both layouts: 48 instructions an element in a tile of 32 rows, else 75
+        choices = tuple(sorted(choices, key=lambda x: x[0] != 32))
     if kernel.heavy and kernel.block != (1, 1):  # scales take registers, too, and with 16 warps a thread has only 128
         choices = tuple(x for x in choices if x[2] <= 8) or choices
     if kernel.sums:
@@ -194,7 +196,7 @@ class Launcher:
                 device=value.device,
                 pin_memory=False,
             )
-        if output.content == "blocks":
+        if output.content in ("blocks", "number"):
             return self._new(emit, list(sizes(output.replaces)), torch.float32)
         assert output.dtype is not None
         shape = [domain.rows, domain.columns] if output.content == "copy" else [domain.columns, domain.walked]

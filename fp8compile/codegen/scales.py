@@ -1,6 +1,6 @@
 """The scales of a cast: which elements of the matrix share one, and how a kernel gets them.
 
-    one     a scale for the whole matrix, [1]: from memory
+    one     a scale for the whole matrix, [1]: from memory, or computed by each program from the amax in memory
     row     a scale a row: computed by an earlier pass over the row (like a norm's sum over a row), or from memory
     col     a scale a column: from memory; its amax was taken in another walk
     tile    a scale for a block of `rows` x `columns` elements; a tile holds whole blocks: computed in place, or from memory
@@ -42,6 +42,15 @@ class Scale:
     columns: int = 0
     flipped: bool = False
     groups: Node | int | None = None
+
+    @property
+    def read(self) -> Node:
+        """What a kernel reads of a scale for the whole matrix: the scale, or the amax from which each program computes it."""
+        return arg(self.node, 0) if self.from_amax else self.node
+
+    @property
+    def from_amax(self) -> bool:
+        return self.granularity == "one" and self.node.op == "call_function" and self.node.target is ops.current_scale
 
     @property
     def granularity(self) -> str:

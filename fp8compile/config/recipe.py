@@ -124,8 +124,9 @@ class Recipe:
     enters the history). `power_of_2_scale` rounds scales down to powers of two; None: the recipe's default (`BUILT_IN`).
     `fp8_encoding` is "auto" (the device's), "ocp" (e4m3fn, e5m2: NVIDIA, MI350) or "fnuz" (MI300). `recast_weights` casts
     weights again in backward instead of keeping their transposed FP8 copies from the forward: 1 byte a parameter less memory, 2
-    bytes a parameter more traffic a step. `fp8_all_to_all` sends the rows of experts in FP8 to other ranks, where one graph has
-    the all-to-all and its experts. `use_fast_accum` is (fprop, dgrad, wgrad): the FP8 tensor cores' shorter
+    bytes a parameter more traffic a step (4 if it is float32). "auto" does so where that costs little, or where FP8 would
+    otherwise need more memory than bf16 (`passes.recast`). `fp8_all_to_all` sends the rows of experts in FP8 to other ranks,
+    where one graph has the all-to-all and its experts. `use_fast_accum` is (fprop, dgrad, wgrad): the FP8 tensor cores' shorter
     accumulators, faster and less exact.
     """
 
@@ -138,7 +139,7 @@ class Recipe:
     override_linear_precision: tuple[bool, bool, bool] = (False, False, False)
     reduce_amax: bool | str = False
     amax_group: bool | str = False
-    recast_weights: bool = False
+    recast_weights: bool | str = "auto"
     fp8_all_to_all: bool = False
     use_fast_accum: tuple[bool, bool, bool] = (True, False, False)
     current_scaling: tuple[bool, bool, bool] = (False, False, False)
@@ -159,7 +160,8 @@ class Recipe:
         one_of("on_overflow", self.on_overflow, ON_OVERFLOW)
         self._group("reduce_amax", "True (all ranks), False")
         self._group("amax_group", "False")
-        boolean("recast_weights", self.recast_weights)
+        if not isinstance(self.recast_weights, bool) and self.recast_weights != "auto":
+            raise OptionError.of("recast_weights", self.recast_weights, "True, False or 'auto'")
         boolean("fp8_all_to_all", self.fp8_all_to_all)
         if self.name == "rowwise_with_gw_hp":
             object.__setattr__(self, "override_linear_precision", (*self.override_linear_precision[:2], True))

@@ -129,7 +129,7 @@ class _Finder:
         that are cast, if other nodes read them anyway, or else the sums over rows.
 
         Raises Unwritable, with the graph as it was."""
-        kernel = write(group)  # before the replacement, which takes members out of the graph
+        kernel = _written(group)  # before the replacement, which takes members out of the graph
         if not launch.apart(group):
             return self.replaced(group, kernel)
         if any(node.target is ops.amax_blocks for node in group.levels):
@@ -143,14 +143,14 @@ class _Finder:
             raise Unwritable(first)
         needed = _nearest(sources, {x.node for x in first.outputs}, group.members)
         first.outputs = [x for x in first.outputs if x.node in needed or not set(x.replaces.users) <= first.members.keys()]
-        kernels = self.replaced(first, write(first))
+        kernels = self.replaced(first, _written(first))
         second = self.grouping(group.domain, [sink for seed in seeds for sink in seed.sinks])
         if not isinstance(second, str) and launch.apart(second):
             second = "they need whole rows once more"
         if isinstance(second, str):  # the outputs of the first kernel are additional inputs of the second
             logger.debug("%s: its casts stay with Inductor: %s", seeds[0].source.name, second)
             return kernels
-        return kernels | self.replaced(second, write(second))
+        return kernels | self.replaced(second, _written(second))
 
     def joined(self, group: Group, seed: Seed, others: list[Seed]) -> tuple[Group, list[Seed]]:
         """The group extended by other seeds that the same walk can serve, and these seeds. They read the tensors that the group
@@ -197,13 +197,16 @@ class _Finder:
         anchor = next(iter(group.outputs)).replaces
         with self.graph.inserting_before(anchor):
             order = [x for x in (group.domain.order, group.groups) if x is not None]
-            node = self.graph.call_function(generated, (*group.inputs, *group.scales, *order))
+            node = self.graph.call_function(generated, (*group.inputs, *kernel.scales, *order))
         node.meta.update(val=None)
         for i, output in enumerate(group.outputs):
             with self.graph.inserting_after(node):
                 item = self.graph.call_function(operator.getitem, (node, i))
             item.meta.update({k: v for k, v in output.replaces.meta.items() if k != "eager_input_vals"})
-            output.replaces.replace_all_uses_with(item)
+            if output.content == "number":  # other kernels compute the scale anew, and do not wait for this one
+                output.replaces.replace_all_uses_with(item, lambda user: user.target not in (ops.quantize, ops.inverse))
+            else:
+                output.replaces.replace_all_uses_with(item)
             self.stored.add(item)
         self.sweep([output.replaces for output in group.outputs])
         return {node: (group, kernel)}
@@ -221,6 +224,17 @@ class _Finder:
             ):
                 dead += node.all_input_nodes
                 self.graph.erase_node(node)
+
+
+def _written(group: Group) -> Kernel:
+    """The kernel of a group. It also writes the scales that its programs compute, and their inverses, if others read them. If
+    the matrix may be empty, they are left to `lower`, because then no program may run."""
+    if all(size.is_Integer and size > 0 for size in (group.domain.walked, group.domain.columns)):
+        for scale in [x.node for x in group.scales.values() if x.from_amax]:
+            for node in (scale, *(user for user in scale.users if user.target is ops.inverse)):
+                if any(user.target not in (ops.quantize, ops.inverse) for user in node.users):
+                    group.outputs.append(Output("number", node, node))
+    return write(group)
 
 
 def _nearest(sources: Iterable[Node], written: Collection[Node], members: Collection[Node]) -> set[Node]:

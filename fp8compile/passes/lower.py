@@ -30,14 +30,22 @@ from ..ir import grouped, ops, state_page
 from ..ir.fx_utils import Emitter, arg, aten, is_data, is_tensor, value
 from ..ir.scale import inverse_of, scale_of
 
-SCALES = (ops.snapshot, ops.delayed_scale, ops.delayed_inverse, ops.votes, ops.agreed_scale, ops.current_scale, ops.inverse)
+STORED = (ops.snapshot, ops.delayed_scale, ops.delayed_inverse, ops.votes, ops.agreed_scale)
+COMPUTED = (ops.current_scale, ops.inverse)
 LOWERED = (*(op for op in ops.ALL if op is not ops.quantize_both), *grouped.ALL)
 
 
 def lower_scales(graph: Graph) -> int:
-    """Lower the scales of whole tensors (`SCALES`); returns how many nodes were replaced. The first pass after the partitioner:
-    a delayed scale becomes a load, so no cast waits for its tensor's amax."""
-    return _Lowering(graph).run(SCALES, lambda node: value(node).dim() != 2)
+    """Lower the stored scales; returns how many nodes were replaced. The first pass after the partitioner: a delayed scale
+    becomes a load, so no cast waits for its tensor's amax. Scales of whole tensors that are computed follow, unless `fuse` may
+    put them into the kernels that cast."""
+    lowering = _Lowering(graph)
+    stored = lowering.run(STORED)
+    return stored + lowering.run(COMPUTED, lambda node: value(node).dim() != 2 and not _in_kernels(node))
+
+
+def _in_kernels(node: Node) -> bool:
+    return value(node).device.type in launch.DEVICES and not compat.reorders()
 
 
 def split_casts(graph: Graph) -> int:

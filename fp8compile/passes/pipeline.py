@@ -39,6 +39,7 @@ from .lower import lower, lower_scales, split_casts
 from .plan import Plan, plan
 from .profitability import weigh
 from .quantize import Written, observe, quantize
+from .recast import recast
 from .scatters import scatters
 from .update_state import update_state
 
@@ -97,6 +98,9 @@ class Joint:
         self.complaints = decide(self.matmuls, self.inputs, self.policy, self.device, self.inference)
         return sum(matmul.fp8 for matmul in self.matmuls)
 
+    def recast(self) -> int:
+        return recast(self.matmuls, self.device) if not self.inference else 0
+
     def weigh(self) -> int:
         return weigh(self.matmuls, self.device) if self.device is not None else 0
 
@@ -151,6 +155,7 @@ JOINT: tuple[Pass[Joint], ...] = (
     Pass("scatters", Joint.scatters, optional=True),  # the backward of the experts' permutation as a lookup, which fuses
     Pass("collect", Joint.collect, optional=True),  # every matmul: its name, role and operands
     Pass("decide", Joint.decide),  # FP8, or the reason why not: what is possible, then what the policy says
+    Pass("recast", Joint.recast, optional=True),  # which weights are cast again in backward, rather than kept
     Pass("weigh", Joint.weigh, optional=True),  # what FP8 would not make faster stays in high precision
     Pass("gather", Joint.gather),  # which weights FSDP2 may gather in FP8
     Pass("plan", Joint.make_plan),  # which tensors are quantized, and in which slot the scale of each lives

@@ -93,7 +93,8 @@ def _launch(node: Node, group: Group, kernel: Kernel, numbers: dict[Node, int], 
     dump(f"{kernel.name}.py", lambda: kernel.source)
     items = _items(node, group)
     inputs: dict[str, object] = {f"x{i}": x for i, x in enumerate(node.args[: len(kernel.inputs)])}
-    inputs.update({f"s{i}": x for i, x in enumerate(node.args[len(kernel.inputs) :][: len(kernel.scales)])})
+    for i, x in enumerate(node.args[len(kernel.inputs) :][: len(kernel.scales)]):
+        inputs[f"s{i}"] = launch.amax_bits(x) or x  # type: ignore[arg-type]
     more = [name for name, x in (("order", kernel.order), ("groups", kernel.groups)) if x is not None]
     inputs.update(zip(more, node.args[len(node.args) - len(more) :], strict=True))
     by_output = {id(output): item for item, output in items}

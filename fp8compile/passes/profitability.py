@@ -193,7 +193,7 @@ def _model(candidates: list[Matmul]) -> list[Gemm]:
             key = matmul.operand_key(matrix, role)
             if key not in casts:
                 # a weight that is recast, or whose region is recomputed, is read once more for its second copy
-                again = role == "weight" and (matmul.recipe.recast_weights or "recompute" in matmul.node.meta)
+                again = role == "weight" and (matmul.recipe.recast_weights is True or "recompute" in matmul.node.meta)
                 casts[key] = Cast(base, key.scaling.recipe, again, arrives(matrix.base, key.scaling))
                 base.casts.append(casts[key])
             layout = (str(matrix.shape), transposed)

@@ -26,7 +26,8 @@ The backward needs the scales of the forward unchanged, so scales are tagged MUS
 which dgrad reads: one byte an element, written while the tensor is at hand. The forward writes the transposed copy of an input,
 which wgrad reads, in the same way; whether to keep it is left to the partitioner. With `recast_weights`, and where the user
 checkpoints, a weight is cast again in backward. So is an activation whose producer reads tensors that the backward reads anyway
-(GELU, a norm): there, the transposed copy costs no more bytes than in forward, and none is kept.
+(GELU, a norm): there, the transposed copy costs no more bytes than in forward, and none is kept. And so is a tensor that the
+backward keeps anyway (the output of attention).
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ from .collectives import NO_COLLECTIVES, Collective, Collectives, erase, local_m
 from .gathered import gathered_as
 from .grouped import Groups, block_of
 from .plan import Operand, Plan
-from .reread import read_again
+from .reread import kept_anyway, read_again
 
 
 @dataclass(frozen=True)
@@ -172,13 +173,13 @@ class _Writer:
         source = self.matrix(matrix, operand)
         rows = self.groups_of.rows(operand, source)
         recompute = operand.reader.meta.get("recompute")  # the tag of the user's checkpointing, if any
-        kept = operand.key.role == "weight" and recompute is None and not operand.recipe.recast_weights
+        kept = operand.key.role == "weight" and recompute is None and operand.recipe.recast_weights is not True
         both = {(operand, shape, False), (operand, shape, True)} <= self.demand
         blocks = [list(block_of(operand, layout)) for layout in (False, True)]
         if both and (kept or operand.key.role == "input" and blocks[0] == blocks[1]):
             scales = {layout: self.scale_of(operand, matrix, layout)[0] for layout in (False, True)}
             behind = max([*scales.values(), source, *rows])  # the last one in the graph
-            if not kept and recompute is None and read_again(source):
+            if not kept and recompute is None and (read_again(source) or kept_anyway(source)):
                 for layout, how in ((False, None), (True, compat.MUST_RECOMPUTE)):
                     emit = self.after(max([scales[layout], source, *rows]), operand, recompute=how)
                     made = emit(ops.quantize, source, scales[layout], form.dtype, form.max, layout, block, *rows)
@@ -204,7 +205,7 @@ class _Writer:
         if not transposed:
             return data
         recompute = operand.reader.meta.get("recompute")
-        kept = recompute is None and not operand.recipe.recast_weights
+        kept = recompute is None and operand.recipe.recast_weights is not True
         emit = self.after(data, operand, recompute=compat.MUST_SAVE if kept else compat.MUST_RECOMPUTE)
         return emit(aten.clone.default, emit(aten.permute.default, data, [1, 0]), memory_format=torch.contiguous_format)
 

@@ -1,4 +1,5 @@
-"""Which activations cost nothing to compute again in backward: those whose producers read what the backward reads anyway."""
+"""Which activations need no copy that is kept for backward: those that it keeps anyway, and those whose producers read what it
+reads anyway."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import torch
 from torch.fx import Node
 
 from .. import compat
-from ..ir.fx_utils import CASTS, PERMUTES, VIEWS, aten, hint, is_tensor, value
+from ..ir.fx_utils import CASTS, PERMUTES, SAME, VIEWS, arg, aten, hint, is_tensor, value
 
 
 def read_again(source: Node) -> bool:
@@ -24,6 +25,20 @@ def read_again(source: Node) -> bool:
         elif hint(value(node).numel()) * 16 > hint(big) and not _read_in_backward(node):
             return False
     return computed
+
+
+def kept_anyway(source: Node) -> bool:
+    """Does attention's backward read a forward tensor itself? It reads attention's output."""
+    base = source
+    while base.op == "call_function" and base.target in (*VIEWS, *PERMUTES, aten.clone.default):
+        base = arg(base, 0)
+    stack = list(base.users)
+    while stack:
+        reader = stack.pop()
+        if compat.is_backward(reader) and "attention" in str(reader.target):
+            return True
+        stack += reader.users if reader.target in SAME else ()
+    return False
 
 
 def _read_in_backward(node: Node) -> bool:

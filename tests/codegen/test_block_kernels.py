@@ -308,7 +308,7 @@ def test_a_weight_that_is_scaled_by_row_and_as_a_whole() -> None:
 
     w = Source(150, 170, torch.bfloat16).full()
     made = made_of(call, (w,))
-    assert_kernels(made, "copy row amax", "transposed")
+    assert_kernels(made, "copy row amax", "transposed number")
     check(made, (w,))
 
 

@@ -191,7 +191,8 @@ def test_launches_with_one_source_share_one_function_whatever_their_slots():
 
 def test_blocks_are_chosen_by_what_a_kernel_does():
     def kernel(rows: bool, sums: bool, heavy: bool) -> Any:
-        return SimpleNamespace(row_blocks=rows, sums=("sum",) * sums, heavy=heavy, column_amaxes=(), block=(1, 1), span=0)
+        more = dict(column_amaxes=(), block=(1, 1), span=0, outputs=())
+        return SimpleNamespace(row_blocks=rows, sums=("sum",) * sums, heavy=heavy, **more)
 
     assert launch.configurations(kernel(False, False, False)) == launch.TILES[:2]
     assert launch.configurations(kernel(False, False, True)) == launch.HEAVY_TILES[:2]

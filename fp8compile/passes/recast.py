@@ -1,0 +1,57 @@
+"""recast: which weights are cast again in backward, with `recast_weights="auto"` on a described device.
+
+dgrad reads the transposed copy of a weight. The forward can write and keep it, a byte a parameter; or the backward casts again,
+which reads the weight once more. bf16 keeps no copy of a weight. So a copy is kept only
+
+* where casting again is dear: where it takes more than `CHEAP` of the time of the weight's three matmuls. Reading a parameter
+  of s bytes takes s / bandwidth, and its matmuls take 6 * tokens / rate. So the number of tokens decides, 7,300 for bf16 on an
+  H200.
+* as long as all kept copies are no larger than what FP8 saves on the inputs of matmuls, which it keeps in one byte an element
+  instead of two. So FP8 never keeps more than bf16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from torch.fx import Node
+
+from .. import compat
+from ..devices.catalog import Device
+from ..ir.fx_utils import hint, value
+from ..ir.matmul import Matmul
+
+CHEAP = 0.015
+
+
+def recast(matmuls: Iterable[Matmul], device: Device | None) -> int:
+    """Decide it for each weight that FP8 matmuls read; returns how many weights are cast again."""
+    if device is None or not device.has_fp8:
+        return 0
+    readers: dict[Node, list[Matmul]] = {}
+    inputs: dict[Node, int] = {}
+    for matmul in (x for x in matmuls if x.fp8):
+        for matrix, role in matmul.roles:
+            if role == "weight":
+                readers.setdefault(matrix.base, []).append(matmul)
+            elif role == "input" and not compat.is_backward(matrix.base):
+                inputs[matrix.base] = hint(value(matrix.base).numel())
+    saved, again = sum(inputs.values()), 0
+    for weight, its in readers.items():
+        if any(matmul.recipe.recast_weights != "auto" for matmul in its):
+            continue
+        size = hint(value(weight).numel())
+        if _share(its, size, value(weight).itemsize, device) > CHEAP and size <= saved:
+            saved -= size
+            continue
+        again += 1
+        for matmul in its:
+            matmul.recipe = replace(matmul.recipe, recast_weights=True)
+    return again
+
+
+def _share(matmuls: list[Matmul], size: int, itemsize: int, device: Device) -> float:
+    """The time to read a weight once more, as a share of that of its three matmuls."""
+    flops = max(2 * hint(matmul.m) * hint(matmul.n) * hint(matmul.k) * hint(matmul.batch) for matmul in matmuls)
+    return size * itemsize / device.bandwidth * device.flops.fp8 / max(1, 3 * flops)

@@ -1,0 +1,98 @@
+"""Which copies forward keeps for backward: of weights (`passes.recast`), and of attention's output (`passes.reread`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fp8compile
+from fp8compile.devices import catalog
+from fp8compile.dryrun import fake_gpu
+from fp8compile.passes.recast import CHEAP
+from tests.support.gpu_steps import unallocated
+from tests.support.harness import ALL_FP8, interpreted
+from tests.support.models import LlamaLayer
+
+pytestmark = pytest.mark.skipif(fake_gpu.unavailable() is not None, reason=fake_gpu.unavailable() or "")
+H200 = catalog.find("h200")
+FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
+
+
+class Deep(nn.Module):
+    """Two linears whose inputs backward needs, a matmul's output each."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.first, self.second = nn.Linear(width, width, bias=False), nn.Linear(width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
+def step(build: Any, tokens: int, width: int, backend: str = "fp8", **options: Any) -> fake_gpu.Step:
+    torch._dynamo.reset()
+    model = unallocated(build, BF16)
+    given = {"options": {"policy": ALL_FP8, **options}} if backend == "fp8" else {}
+    compiled = torch.compile(model, backend=backend, **given)
+    x = torch.empty((1, tokens, width), dtype=BF16, requires_grad=True)
+    return fake_gpu.trace(lambda: compiled(x).sum().backward(), H200.gpu)
+
+
+def kept(made: fake_gpu.Step, shape: tuple[int, ...]) -> int:
+    """How many FP8 tensors of this shape a backward gets from its forward."""
+    graph = next(graph for graph in made.graphs if graph.backward)
+    return sum(x.dtype == FP8 and x.shape == shape and not name.startswith("primals") for name, x in graph.inputs.items())
+
+
+def test_many_tokens_cast_again_and_few_keep() -> None:
+    """At as many tokens as the rule says, reading a weight takes 1.5% of the time of its matmuls."""
+    edge = 2 / H200.bandwidth * H200.flops.fp8 / (6 * CHEAP)
+    assert 7000 < edge < 8000
+    assert kept(step(lambda: Deep(1024), 8192, 1024), (1024, 1024)) == 0
+    assert kept(step(lambda: Deep(1024), 6144, 1024), (1024, 1024)) == 2
+
+
+def test_fp8_keeps_no_more_than_bf16() -> None:
+    """With few tokens a copy of a weight is larger than what FP8 saves on inputs, however dear it is to cast it again."""
+    few = 1024
+    found = step(lambda: Deep(2048), few, 2048)
+    assert kept(found, (2048, 2048)) == 1  # two inputs of 1024 x 2048 save as much as one copy takes
+    bf16 = step(lambda: Deep(2048), few, 2048, "inductor").kept_for_backward
+    assert found.kept_for_backward <= bf16 + 100  # scales
+    assert kept(step(lambda: Deep(2048), 256, 2048), (2048, 2048)) == 0
+
+
+@pytest.mark.parametrize(("given", "count"), [(True, 0), (False, 2)])
+def test_who_says_so_is_obeyed(given: bool, count: int) -> None:
+    for tokens in (256, 4096, 16384):
+        assert kept(step(lambda: Deep(1024), tokens, 1024, recast_weights=given), (1024, 1024)) == count, tokens
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tokens", [2048, 8192])
+def test_a_llama_layer(tokens: int) -> None:
+    """At most 3/4 of bf16's bytes at 8192 tokens, never more at 2048, and attention's output in one form."""
+    ours, theirs = (step(LlamaLayer, tokens, 4096, backend) for backend in ("fp8", "inductor"))
+    assert ours.kept_for_backward <= (0.75 if tokens == 8192 else 1.0) * theirs.kept_for_backward
+    assert kept(ours, (4096, tokens)) == 1  # the second norm's output; of attention's, backward has the tensor itself
+
+
+def test_attention_reads_its_output_anyway() -> None:
+    """The transposed copy for wgrad is written in backward, and the step computes the same as on a device that is unknown."""
+    torch._dynamo.reset()
+    results = []
+    for device in ("h200", None):
+        torch.manual_seed(0)
+        model = LlamaLayer(256, 4, 2, 512).to(BF16)
+        compiled = torch.compile(model, backend="fp8", options={"policy": ALL_FP8, **({"device": device} if device else {})})
+        x = torch.randn(1, 64, 256, generator=torch.Generator().manual_seed(0)).to(BF16).requires_grad_()
+        with interpreted():
+            y = compiled(x)
+            y.backward(torch.ones_like(y))
+        assert x.grad is not None
+        results.append([y, x.grad, *(p.grad for p in model.parameters())])
+        assert {record.decision for record in fp8compile.report(model).matmuls} == {"fp8"}
+    assert all(map(torch.equal, *results))
