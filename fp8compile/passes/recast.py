@@ -7,7 +7,8 @@ which reads the weight once more. bf16 keeps no copy of a weight. So a copy is k
   of s bytes takes s / bandwidth, and its matmuls take 6 * tokens / rate. So the number of tokens decides, 7,300 for bf16 on an
   H200.
 * as long as all kept copies are no larger than what FP8 saves on the inputs of matmuls, which it keeps in one byte an element
-  instead of two. So FP8 never keeps more than bf16.
+  instead of two. So FP8 keeps no more than bf16;
+* or where casting again takes more than `DEAR`, which is most of what FP8 gains: of experts with few tokens each.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from ..devices.catalog import Device
 from ..ir.fx_utils import hint, value
 from ..ir.matmul import Matmul
 
-CHEAP = 0.015
+CHEAP, DEAR = 0.015, 0.08
 
 
 def recast(matmuls: Iterable[Matmul], device: Device | None) -> int:
@@ -42,7 +43,8 @@ def recast(matmuls: Iterable[Matmul], device: Device | None) -> int:
         if any(matmul.recipe.recast_weights != "auto" for matmul in its):
             continue
         size = hint(value(weight).numel())
-        if _share(its, size, value(weight).itemsize, device) > CHEAP and size <= saved:
+        share = _share(its, size, value(weight).itemsize, device)
+        if share > DEAR or share > CHEAP and size <= saved:
             saved -= size
             continue
         again += 1
