@@ -64,8 +64,8 @@ def estimate(
     and no autocast is active. `attention` is the rate of fused attention as a share of the bf16 matmul rate (`roofline` defines
     the default). `waves`: matmuls take whole waves of tiles; False counts their FLOPs at the device's full rate. `optimizer` is
     how many bytes the optimizer moves for each parameter in a step: 14 for AdamW on bf16 parameters, 28 on float32; 0 leaves it
-    out. `extrapolate`, for deep models, compiles with one and with two of the model's repeated blocks and extrapolates to all of
-    them.
+    out. `extrapolate`, for deep models, compiles with one and with two of the model's repeated blocks and extrapolates to all
+    of them.
 
     `mesh`, such as {"dp": 8, "tp": 2}, adds what the GPUs send each other: bytes and time of the collectives of `dp`, "fsdp"
     (FSDP2) or "ddp", and of tensor parallelism. The model and its inputs are then those of one data-parallel rank. The

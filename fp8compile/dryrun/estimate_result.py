@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from .fake_gpu import Launch
 
 _METHOD = (
-    "A roofline over the kernels that both compilations launch: no measurement. It leaves out the host, the optimizer unless it "
-    "is asked for, and communication, which has a table of its own for a mesh. A kernel that serves several parts of the model counts for one of "
-    "them, and a cast counts where its copy is read: what a part gains may show at its neighbour."
+    "A roofline over the kernels that both compilations launch: no measurement. It leaves out the host, the optimizer unless "
+    "it is asked for, and communication, which has a table of its own for a mesh. A kernel that serves several parts of the "
+    "model counts for one of them, and a cast counts where its copy is read: what a part gains may show at its neighbour."
 )
 
 
@@ -130,7 +130,8 @@ class Estimate:
     def _attention(self) -> tuple[str, ...]:
         """A line about fused attention, if there is any."""
         flops = self.fp8.attention_flops
-        return (f"fused attention: {flops / 1e12:.3g} TFLOP in high precision, at the rate of {self.attention}",) if flops else ()
+        said = f"fused attention: {flops / 1e12:.3g} TFLOP in high precision, at the rate of {self.attention}"
+        return (said,) if flops else ()
 
     def to_html(self, path: str | Path | None = None) -> str:
         """One self-contained HTML page, also written to `path` if given."""
@@ -144,7 +145,8 @@ class Estimate:
         )
         longest = 1e6 * max((cost.seconds for layer in self.layers for cost in (layer.bf16, layer.fp8)), default=0.0)
         parts = [_part(x, longest) for x in self.layers if x.bf16.seconds or x.fp8.seconds]
-        timing = Timing((_METHOD, *self._attention, *self.notes), _part(self._step).splits, tuple(parts), (_HEAD, *self._lines()))
+        said = (_METHOD, *self._attention, *self.notes)
+        timing = Timing(said, _part(self._step).splits, tuple(parts), (_HEAD, *self._lines()))
         headline = f"{self.speedup:.2f}× on {self.device}, estimated"
         sections = tuple(map(section, self.report.graphs))
         extra = None
