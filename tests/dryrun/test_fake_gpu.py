@@ -258,7 +258,7 @@ def test_the_described_device_goes_when_a_step_fails():
     assert not torch.cuda.is_available()
 
 
-# -- bytes of buffers with more than 1e9 elements, where Inductor's own count ends -----------------------------------------------
+# -- bytes of buffers with more than 1e9 elements, where Inductor's own count ends ---------------------------------------------
 
 ROWS, COLUMNS = 65536, 50304  # GPT-2's logits: 3.3e9
 

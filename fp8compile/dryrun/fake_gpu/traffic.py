@@ -67,7 +67,7 @@ def _bytes(node: Any, name: str, elements: int, number: Number) -> int:
     from torch._inductor import ir
     from torch._inductor.virtualized import V
 
-    buffer = V.graph.name_to_buffer.get(name)
+    buffer: Any = V.graph.name_to_buffer.get(name)
     if buffer is None:
         buffer = V.graph.graph_inputs.get(name)
     if buffer is None or isinstance(buffer, ir.TorchBindObject):
