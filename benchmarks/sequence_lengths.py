@@ -5,8 +5,8 @@
     python -m benchmarks.sequence_lengths --show           # only the table of the points in that file
 
 A step has 32,768 tokens at every length, in one forward and backward. Attention stays in high precision, and its share of the
-step grows with the length. Each point is estimated with the rate of FlashAttention-2, which was measured, and again with that of
-FlashAttention-3 or cuDNN, which torch takes now. Estimates extrapolate from 1 and 2 layers.
+step grows with the length. Each point is estimated with the rate of FlashAttention-2, as it was measured, and again with that
+of FlashAttention-3 or cuDNN, which torch takes now. Estimates extrapolate from 1 and 2 layers.
 """
 
 from __future__ import annotations
