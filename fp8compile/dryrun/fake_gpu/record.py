@@ -118,7 +118,7 @@ class _Reader:
 
     def accumulation(self, node: Any, a: TensorLayout) -> str:
         """How a scaled matmul of the library accumulates: FAST, PRECISE or BLOCKS."""
-        scales = self.layout(node.inputs[2]) if len(node.inputs) > 2 else None
+        scales = self.layout(node.inputs[2]) if len(node.inputs) > 2 and "grouped" not in str(node.python_kernel_name) else None
         if scales is not None and scales.dtype == torch.float32 and math.prod(scales.shape) > math.prod(a.shape[:-1]):
             return BLOCKS  # more scales than rows
         fast = (getattr(node, "kwargs", None) or {}).get("use_fast_accum")
@@ -140,7 +140,7 @@ class _Reader:
         a, b = (self.layout(t) for t in node.inputs[:2])
         turned = [(*x[:-2], x[-1], x[-2]) for x in (b.shape, b.stride)]
         b = replace(b, shape=turned[0], stride=turned[1])
-        return MatmulLaunch(kernel.__name__, a, b, self.layout(written[0]), BLOCKS)
+        return MatmulLaunch(kernel.__name__, a, b, self.layout(written[0]), BLOCKS if kernel is fp8_gemm else FAST)
 
     def attention(self, node: Any) -> Attention | None:
         origins = [x for x in node.get_origins() if x.target is getattr(node, "op_overload", None)]
