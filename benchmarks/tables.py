@@ -10,6 +10,7 @@ import argparse
 import re
 import statistics
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -267,7 +268,7 @@ def markdown(found: list[dict[str, Any]]) -> str:
     for result in found:
         if not result["rows"]:
             continue
-        parts.append(f"**{heading(result)}**\n")
+        parts.append(textwrap.fill(f"**{heading(result)}**", 128) + "\n")
         if result["case"] == "kernels":
             parts.append(f"{kernel_table(result, markdown=True)}\n\n{kernel_footnote(result)}\n")
         elif many(result):
