@@ -1,9 +1,10 @@
 """The estimate without a GPU: compile a step for a described H200, count its launches, and divide by sustained rates.
 
 Nothing is executed and nothing is measured. The figures compare compilations of one model: kernels, bytes as Inductor's
-scheduler counts them (each buffer once per kernel), matmul FLOPs by dtype, bytes kept for backward, and a roofline time, in
-which every kernel takes the longer of its bytes and its FLOPs, plus a launch (`dryrun.roofline`). Autotuning and the optimizer
-are ignored. With gradient accumulation, only one micro-batch counts.
+schedule has them (each buffer once per kernel), matmul FLOPs by dtype, bytes kept for backward, and a roofline time, in which
+every kernel takes the longer of its bytes and its FLOPs, plus a launch (`dryrun.roofline`). Matmuls count in waves of tiles.
+The optimizer of the benchmark counts by its bytes, the same for every arm. Autotuning is ignored. With gradient accumulation,
+one micro-batch and the optimizer count.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from fp8compile.devices import catalog
 from fp8compile.dryrun import fake_gpu, roofline
@@ -25,8 +27,15 @@ H200 = catalog.find("h200")
 DEVICE = f"described {H200.name}"
 
 
-def roofline_s(kernel: Any) -> float:
-    return roofline.seconds(kernel, H200)
+def roofline_s(kernel: Any, waves: bool = True) -> float:
+    return roofline.seconds(kernel, H200, waves=waves)
+
+
+def optimizer_bytes(model: nn.Module) -> int:
+    """The bytes that a step of the benchmark's fused AdamW (`cases.base.Task`) moves. It reads parameter, gradient and both
+    moments, and writes parameter and both moments. The gradient has the parameter's dtype, and so have the moments, which
+    `torch.optim.AdamW` makes by `zeros_like`: 14 bytes a parameter in bf16, 28 in float32."""
+    return sum(7 * parameter.numel() * parameter.itemsize for parameter in model.parameters() if parameter.requires_grad)
 
 
 def kind(kernel: Any) -> str:
@@ -36,19 +45,24 @@ def kind(kernel: Any) -> str:
     return "attention" if kernel.attention is not None else "other"
 
 
-def figures(step: Any) -> dict[str, float]:
-    """Totals of a described step, as a flat dict. All of them add up over layers."""
+def figures(step: Any, optimizer: float = 0.0) -> dict[str, float]:
+    """Totals of a described step, as a flat dict. All of them add up over layers. `optimizer`: the bytes that it moves, which
+    count in `roofline_ms` and `optimizer_ms` only."""
     outside = [k for k in step.kernels if k.matmul is None]
+    after = 1e3 * optimizer / H200.bandwidth
     made = {
         "kernels": len(step.kernels),
         "gb": sum(k.bytes for k in step.kernels) / 1e9,
         "gb_outside_matmuls": sum(k.bytes for k in outside) / 1e9,
-        "roofline_ms": 1e3 * sum(map(roofline_s, step.kernels)),
+        "roofline_ms": 1e3 * sum(map(roofline_s, step.kernels)) + after,
+        "roofline_ms_without_waves": 1e3 * sum(roofline_s(k, waves=False) for k in step.kernels) + after,
         "roofline_ms_outside_matmuls": 1e3 * sum(map(roofline_s, outside)),
+        "optimizer_ms": after,
         "kept_mb": step.kept_for_backward / 1e6,
     }
     for k in step.kernels:
-        made[f"count.{kind(k)}"] = made.get(f"count.{kind(k)}", 0) + 1
+        for name, amount in (("count", 1), ("ms", 1e3 * roofline_s(k))):
+            made[f"{name}.{kind(k)}"] = made.get(f"{name}.{kind(k)}", 0) + amount
     for dtype, flops in step.flops.items():
         made[f"tflop.{dtype}"] = flops / 1e12
     return made
@@ -69,7 +83,7 @@ def compile_point(point: Point, arm: arms.Arm) -> dict[str, float]:
     found = fake_gpu.trace(step, H200.gpu)
     if not found.kernels:
         raise RuntimeError("nothing was compiled")
-    return figures(found)
+    return figures(found, optimizer_bytes(model) if point.optimizer else 0.0)
 
 
 def extrapolated(one: Mapping[str, float], two: Mapping[str, float], layers: int) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """Results as tables: `python -m benchmarks.tables benchmarks/results`, `--markdown` for the docs.
 
 `--update docs/benchmarks.md` replaces the text between the lines `<!-- table: NAME -->` and `<!-- end -->`; NAME is
-`static`, `measured` or `kernels`.
+`static`, `ceilings`, `measured` or `kernels`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import argparse
 import re
 import statistics
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,18 @@ STATIC: list[Column] = [
     ("TFLOP in FP8", lambda r: number(get(r, "static", "tflop.fp8") or 0.0)),
     ("TFLOP in bf16", lambda r: number(get(r, "static", "tflop.bfloat16") or 0.0)),
     ("roofline ms", lambda r: number(get(r, "static", "roofline_ms"))),
+    ("of it optimizer", lambda r: number(get(r, "static", "optimizer_ms") or None)),
     ("x bf16", lambda r: number(get(r, "ratio", "compiled_bf16"))),
+    ("if casts were free", lambda r: number(get(r, "ratio", "free_casts")) if get(r, "kind") != "bf16" else ""),
+]
+COMPARED = ("bf16", "fp8-delayed")
+# One line per case; a line maps arms to their rows, and "" to the result.
+CEILING: list[Column] = [
+    ("goal", lambda r: number(r[""]["goal"])),
+    ("torchao's best", lambda r: number(max((x for a in r if a.startswith("torchao") and (x := _ratio(r, a))), default=None))),
+    ("fp8-delayed", lambda r: number(_ratio(r, "fp8-delayed"))),
+    ("without waves", lambda r: number(over(*(get(r, arm, "static", "roofline_ms_without_waves") for arm in COMPARED)))),
+    ("its ceiling: free casts", lambda r: number(get(r, "fp8-delayed", "ratio", "free_casts"))),
 ]
 
 
@@ -89,6 +101,20 @@ KERNEL_BYTES: list[Column] = [
     ("Inductor x must", lambda r: number(over(get(r, "inductor", "static", "gb"), get(r, "", "bytes")), ".2f", 1e9)),
     ("Inductor kernels", lambda r: number(get(r, "inductor", "static", "kernels"), ".0f")),
 ]
+
+
+def _ratio(rows: Row, arm: str) -> float | None:
+    return get(rows, arm, "ratio", "compiled_bf16")
+
+
+def ceilings(found: list[dict[str, Any]]) -> str:
+    """A table of goals, estimates and ceilings of the cases with one point."""
+    made = []
+    for result in found:
+        rows = {row["arm"]: row for row in result["rows"] if not row["error"]}
+        if len({row["point"] for row in result["rows"]}) == 1 and get(rows, "fp8-delayed", "ratio", "free_casts"):
+            made.append([result["name"], *(value({"": result, **rows}) for _, value in CEILING)])
+    return table(made, ["", *(name for name, _ in CEILING)], True) + "\n" if made else "No results.\n"
 
 
 def over(a: float | None, b: float | None) -> float | None:
@@ -242,7 +268,7 @@ def markdown(found: list[dict[str, Any]]) -> str:
     for result in found:
         if not result["rows"]:
             continue
-        parts.append(f"**{heading(result)}**\n")
+        parts.append(textwrap.fill(f"**{heading(result)}**", 128) + "\n")
         if result["case"] == "kernels":
             parts.append(f"{kernel_table(result, markdown=True)}\n\n{kernel_footnote(result)}\n")
         elif many(result):
@@ -279,6 +305,7 @@ def main(argv: list[str] | None = None) -> int:
             kinds["kernels"] = [r for r in found if r["case"] == "kernels" and r["size"] == "full"]
             for name, chosen in kinds.items():
                 update(args.update, name, markdown(chosen))
+            update(args.update, "ceilings", ceilings(kinds["static"]))
             return 0
     except (ValueError, OSError) as error:
         print(f"benchmarks.tables: error: {error}", file=sys.stderr)

@@ -69,7 +69,9 @@ BUILT_IN = {
     "tensorwise": BuiltIn(WHOLE, WHOLE, (False, True), ScalingCost(walks=2, small_kernels=2, once=2)),
     "rowwise": BuiltIn(ROW, ROW, (False, True), ScalingCost(walks=2, for_each_layout=True)),
     "rowwise_with_gw_hp": BuiltIn(ROW, ROW, (False, True), None),
-    "blockwise": BuiltIn(Block(1, 128), Block(128, 128), (True, False), ScalingCost(copy_bytes=1 + 4 / 128, gemm_rate=0.85)),
+    "blockwise": BuiltIn(
+        Block(1, 128), Block(128, 128), (True, False), ScalingCost(copy_bytes=1 + 4 / 128, gemm_rate=0.8, promotes=True)
+    ),
     "mxfp8": BuiltIn(
         Block(1, 32), Block(1, 32), (True,), ScalingCost(copy_bytes=1 + 4 / 32), needs=support.has_mx, whose="Blackwell"
     ),

@@ -4,9 +4,9 @@
 
 A rate is the median over a few large sizes. For each size, the time is the median of several runs. Each run has a cold cache:
 a buffer larger than L2 is written before it. FP8 matmuls are `torch._scaled_mm` with both operands K-major, as FP8 tensor cores
-require. They accumulate as the matmuls of the backward do. The other properties of the device (units, memory, architecture)
-come from its shipped description, or from torch. The result is stored (`catalog.store`). From then on, `catalog.of` finds it
-for devices of this name.
+require; `fp8` is their rate with fast accumulation, `fp8_precise` without. The other properties of the device (units, memory,
+architecture) come from its shipped description, or from torch. The result is stored (`catalog.store`). From then on,
+`catalog.of` finds it for devices of this name.
 
 The measuring functions take a timer: `Timer.seconds(function)` is the time of one call.
 """
@@ -23,7 +23,7 @@ import torch
 
 from ..errors import Fp8CompileError
 from ..logs import get_logger
-from . import catalog, formats
+from . import catalog, cost, formats
 from .catalog import Device, Rates
 
 logger = get_logger(__name__)
@@ -88,33 +88,44 @@ def calibrate(device: torch.device | str | None = None, write: bool = True) -> D
 def measured(known: Device, timer: Timer, device: torch.device, sizes=SIZES, copy_bytes: int = COPY_BYTES) -> Device:
     """`known`, with its sustained rates and launch time replaced by those that `timer` measures on `device`."""
     launch = launch_time(timer, device)
-    rates = {name: matmul_rate(timer, device, name, sizes, launch) for name in DTYPES}
-    rates["fp8"] = matmul_rate(timer, device, "fp8", sizes, launch) if known.has_fp8 else 0.0
+    rates = {name: matmul_rate(timer, device, name, sizes, launch, known) for name in DTYPES}
+    for name in cost.FP8:
+        rates[name] = matmul_rate(timer, device, name, sizes, launch, known) if known.has_fp8 else 0.0
     rates["bandwidth"] = copy_rate(timer, device, copy_bytes)
     return dataclasses.replace(known, sustained=Rates(**rates), launch=launch, origin="calibrated")
 
 
-def matmul_rate(timer: Timer, device: torch.device, dtype: str, sizes=SIZES, launch: float = 0.0) -> float:
-    """FLOP/s of matmuls in "bf16", "fp16", "fp32" (under torch.set_float32_matmul_precision("high")) or "fp8".
+def matmul_rate(
+    timer: Timer, device: torch.device, dtype: str, sizes=SIZES, launch: float = 0.0, known: Device | None = None
+) -> float:
+    """FLOP/s of matmuls in "bf16", "fp16", "fp32" (under torch.set_float32_matmul_precision("high")), "fp8" or "fp8_precise".
 
-    The median over `sizes` (m, n, k). 0.0 for FP8 if the device or its library refuses FP8.
+    The median over `sizes` (m, n, k). With `known`, a description of the device, it is the rate of whole waves of full tiles,
+    as the cost model counts them. 0.0 for FP8 if the device or its library refuses FP8.
     """
     found = []
     for m, n, k in sizes:
         try:
-            run = _scaled_mm(m, n, k, device) if dtype == "fp8" else _mm(m, n, k, DTYPES[dtype], device)
+            run = _scaled_mm(m, n, k, device, dtype == "fp8") if dtype in cost.FP8 else _mm(m, n, k, DTYPES[dtype], device)
             run()
         except torch.cuda.OutOfMemoryError:
             continue  # a card with little memory is measured with the smaller sizes only
         except RuntimeError as error:
-            if dtype != "fp8":
+            if dtype not in cost.FP8:
                 raise
             logger.log(logging.WARNING, "no FP8 matmul here: %s", str(error).splitlines()[0])
             return 0.0
-        found.append(2 * m * n * k / max(timer.seconds(run) - launch, 1e-9))
+        seconds = timer.seconds(run) - launch - (cost.FP8_START_S if dtype in cost.FP8 else 0)
+        found.append(2 * m * n * k / max(seconds, 1e-9) / (1.0 if known is None else _filled(known, m, n, k, dtype)))
     if not found:
         raise NoDevice(f"{device} has not enough free memory to measure a matmul.")
     return statistics.median(found)
+
+
+def _filled(device: Device, m: int, n: int, k: int, dtype: str) -> float:
+    """The part of a matmul's time, by the cost model, that is not lost to ramps and to waves and tiles that are not full."""
+    rate = device.flops.of(dtype)
+    return 2 * m * n * k / rate / cost.compute(device, m, n, k, dtype) if rate else 1.0
 
 
 def copy_rate(timer: Timer, device: torch.device, size: int = COPY_BYTES) -> float:
@@ -147,10 +158,10 @@ def _mm(m: int, n: int, k: int, dtype: torch.dtype, device: torch.device) -> Cal
     return run
 
 
-def _scaled_mm(m: int, n: int, k: int, device: torch.device) -> Callable[[], Any]:
-    """a [m, k] row-major, b [k, n] column-major: both K-major; bf16 output."""
+def _scaled_mm(m: int, n: int, k: int, device: torch.device, fast: bool) -> Callable[[], Any]:
+    """a [m, k] row-major, b [k, n] column-major: both K-major; bf16 output. `fast`: with fast accumulation."""
     dtype = formats.pick(False, formats.fnuz()).dtype
     a, b = torch.randn(m, k, device=device).to(dtype), torch.randn(n, k, device=device).to(dtype)
     scale = torch.ones((), device=device)
-    how: dict[str, Any] = {"scale_a": scale, "scale_b": scale, "out_dtype": torch.bfloat16, "use_fast_accum": False}
+    how: dict[str, Any] = {"scale_a": scale, "scale_b": scale, "out_dtype": torch.bfloat16, "use_fast_accum": fast}
     return lambda: torch._scaled_mm(a, b.t(), **how)

@@ -40,8 +40,9 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 SHIPPED = Path(__file__).with_name("devices.toml")
-RATES = ("fp8", "bf16", "fp16", "fp32")
+RATES = ("fp8", "fp8_precise", "bf16", "fp16", "fp32")
 LAUNCH_S = 2e-6
+HOPPER_PRECISE = 1 / 1.1  # Hopper's FP8 rate without fast accumulation, as a part of the rate with it, as in devices.toml
 
 _SUSTAINED = {"fp8": 0.65, "bf16": 0.75, "fp16": 0.75, "fp32": 0.65, "bandwidth": 0.85}  # of peak, as in devices.toml
 
@@ -50,7 +51,8 @@ _SUSTAINED = {"fp8": 0.65, "bf16": 0.75, "fp16": 0.75, "fp32": 0.65, "bandwidth"
 class Rates:
     """FLOP/s of dense matmuls by the dtype of their operands, and bytes/s of a copy (bytes read + bytes written).
 
-    `fp8` is 0 for a device without FP8. `fp32` is the rate of float32 matmuls under "high" precision, TF32 where it exists.
+    `fp8` is the rate with fast accumulation, 0 for a device without FP8. `fp8_precise` is the rate without it; where it is not
+    given, it is that with it. `fp32` is the rate of float32 matmuls under "high" precision, TF32 where it exists.
     """
 
     bf16: float
@@ -58,9 +60,13 @@ class Rates:
     fp32: float
     bandwidth: float
     fp8: float = 0.0
+    fp8_precise: float = 0.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "fp8_precise", self.fp8_precise or self.fp8)
 
     def of(self, dtype: str) -> float:
-        """FLOP/s for "fp8", "bfloat16", "float16", "float32" or their short names; float32's for anything else."""
+        """FLOP/s for "fp8", "fp8_precise", "bfloat16", "float16", "float32" or short names; float32's for anything else."""
         short = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}.get(dtype, dtype)
         return getattr(self, short if short in RATES else "fp32")
 
@@ -196,7 +202,10 @@ def derived(properties: Any) -> Device:
     bandwidth = bus / 8 * 2e3 * memory_clock or bf16 / 250  # 250 FLOP per byte: about the ratio of all known GPUs
     fp8 = 2 * bf16 if architecture.fp8 else 0.0
     peak = Rates(bf16=bf16, fp16=bf16, fp32=bf16 / 2, fp8=fp8, bandwidth=bandwidth)
-    sustained = Rates(**{name: part * getattr(peak, name) for name, part in _SUSTAINED.items()})
+    rates = {name: part * getattr(peak, name) for name, part in _SUSTAINED.items()}
+    if capability[0] == 9 and not gfx:
+        rates["fp8_precise"] = HOPPER_PRECISE * rates["fp8"]
+    sustained = Rates(**rates)
     return Device(
         key=_plain(properties.name),
         name=properties.name,
@@ -312,9 +321,10 @@ def _device(key: str, table: Any) -> Device:
 
 def _rates(where: str, table: Any) -> Rates:
     if not isinstance(table, Mapping) or not {"bf16", "bandwidth"} <= set(table) <= {*RATES, "bandwidth"}:
-        raise ValueError(f"{where} = {table!r} must give bf16 and bandwidth, and may give fp8, fp16 and fp32, nothing else")
+        others = "fp8, fp8_precise, fp16 and fp32"
+        raise ValueError(f"{where} = {table!r} must give bf16 and bandwidth, and may give {others}, nothing else")
     for name, value in table.items():
-        if not _is_number(value, least=0 if name == "fp8" else 1e-9):
+        if not _is_number(value, least=0 if name.startswith("fp8") else 1e-9):
             raise ValueError(f"{where}: {name} = {value!r} is not a positive number")
     full = {"fp16": table["bf16"], "fp32": table["bf16"] / 2, **table}
     return Rates(**{name: float(value) for name, value in full.items()})

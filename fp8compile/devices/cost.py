@@ -1,6 +1,7 @@
 """How long a matmul takes in bf16 and in FP8, and what casting its operands costs: arithmetic on sizes, no graph, no tensors.
 
     gemm(device, m, n, k, "bf16")           seconds of out[m, n] = a[m, k] @ b[k, n]
+    compute(device, m, n, k, "bf16")        its seconds on the tensor cores alone, in waves of tiles
     casts(device, CastInput(...), scaling)  seconds for the FP8 copies of one tensor
     break_even(gain)                        the smallest number of tokens from which a gain stays positive
 
@@ -8,7 +9,8 @@
 (SM, CU) works on one tile at a time, and the last wave takes as long as a full one. A tile takes ``2 bm bn (k + ramp)`` FLOP at
 its unit's share of the sustained rate. `ramp` is the cost of filling the pipeline. Tiles smaller than 128 x 256 run at a part
 of the rate. The model takes the best tile and the best split of k, as a library does. FP8 steps through k twice as deep, so its
-ramp is twice as long, and its kernels start later. Therefore small and odd sizes lose in FP8.
+ramp is twice as long, and its kernels start later. Therefore small and odd sizes lose in FP8. "fp8_precise" is FP8 without
+fast accumulation, which is slower on Hopper (`catalog.Rates`).
 
 **Casts**  bytes read and written, and launches. A `ScalingCost` says how often a recipe walks over a tensor: `delayed`,
 `blockwise` and `mxfp8` once; `tensorwise` once for the amax and once for the cast; `rowwise` twice for each layout. If the
@@ -29,11 +31,12 @@ from .catalog import Device
 # rows and columns of an output tile, and the part of the sustained rate that it reaches: a smaller tile reuses less loaded data
 TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.92), (64, 128, 0.7), (128, 64, 0.7), (64, 64, 0.5))
 SPLITS = (1, 2, 4, 8, 16)  # parts of k that are computed in parallel and added up in float32
-RAMP = {"fp8": 512}
+FP8 = ("fp8", "fp8_precise")  # with and without fast accumulation
+RAMP = dict.fromkeys(FP8, 512)
 RAMP_OTHERS = 256
 FP8_START_S = 2e-6  # an FP8 matmul of 256 x 256 x 256 takes 6 us on an H100, one in bf16 3.7
 STRIDED = 1 / 0.58  # slowdown of a walk along columns of memory: Inductor's transposes reach 58% of the bandwidth
-ITEMSIZE = {"fp8": 1, "bf16": 2, "fp16": 2, "fp32": 4}
+ITEMSIZE = {"fp8": 1, "fp8_precise": 1, "bf16": 2, "fp16": 2, "fp32": 4}
 LARGEST = 1 << 20
 
 
@@ -44,7 +47,8 @@ class ScalingCost:
     `walks`: how often a tensor is read, for its amax and its casts. `for_each_layout`: each copy needs these walks of its own.
     `amax_apart`: a scattered tensor (`CastInput.scattered`) needs one more walk for its amax. `small_kernels`: further launches
     per tensor (scale, inverse). `once`: further launches per graph, forward and backward together. `copy_bytes`: bytes per
-    element of a copy, scales included. `gemm_rate`: the rate of its matmuls, as a part of the rate with one scale per operand.
+    element of a copy, scales included. `gemm_rate`: the rate of its matmuls, as a part of the rate with one scale per operand
+    and fast accumulation. `promotes`: its matmuls leave no choice of the accumulation; `gemm_rate` includes what theirs costs.
     """
 
     walks: int = 1
@@ -54,23 +58,24 @@ class ScalingCost:
     once: int = 0
     copy_bytes: float = 1
     gemm_rate: float = 1.0
+    promotes: bool = False
 
 
 @functools.lru_cache(maxsize=1 << 16)
 def gemm(
     device: Device, m: int, n: int, k: int, dtype: str = "bf16", out_bytes: int = 2, instead: str = "bf16", groups: int = 1
 ) -> float:
-    """Seconds of out[m, n] = a[m, k] @ b[k, n] with operands of `dtype` ("fp8", "bf16", "fp16", "fp32"); of `groups` such
-    matmuls in one kernel, if there are several.
+    """Seconds of out[m, n] = a[m, k] @ b[k, n] with operands of `dtype` ("fp8", "fp8_precise", "bf16", "fp16", "fp32"); of
+    `groups` such matmuls in one kernel, if there are several.
 
     `out_bytes` is the itemsize of the output. For FP8, `instead` is the dtype that the matmul would have without FP8. FP8 is
     never credited with more than it saves over `instead` at full efficiency: the part of a wave that bf16 wastes is too
     uncertain to count as FP8's gain. ValueError for FP8 on a device without FP8.
     """
-    if dtype == "fp8" and not device.has_fp8:
+    if dtype in FP8 and not device.has_fp8:
         raise ValueError(f"{device.name} has no FP8")
     seconds = _waves(device, m, n, k, dtype, out_bytes, groups)
-    if dtype != "fp8":
+    if dtype not in FP8:
         return seconds
     full, fp8 = (groups * _roofline(device, m, n, k, name, out_bytes) for name in (instead, dtype))
     return max(seconds, _waves(device, m, n, k, instead, out_bytes, groups) - (full - fp8))
@@ -86,13 +91,15 @@ def block_gemm(
     instead: str = "bf16",
     emulated: bool = False,
     groups: int = 1,
+    fast: bool = True,
 ) -> float:
     """Seconds of an FP8 matmul under the scaling of its operands. `emulated`: the device does not support this scaling, so the
-    FP8 copies are converted to bf16 and multiplied in bf16."""
+    FP8 copies are converted to bf16 and multiplied in bf16. `fast`: with fast accumulation."""
     if emulated:
         widened = 3 * groups * (m * k + n * k) / device.bandwidth + 2 * device.launch
         return gemm(device, m, n, k, "bf16", out_bytes, groups=groups) + widened
-    return gemm(device, m, n, k, "fp8", out_bytes, instead, groups) / scaling.gemm_rate
+    dtype = "fp8" if fast or scaling.promotes else "fp8_precise"
+    return gemm(device, m, n, k, dtype, out_bytes, instead, groups) / scaling.gemm_rate
 
 
 def _roofline(device: Device, m: int, n: int, k: int, dtype: str, out_bytes: int) -> float:
@@ -104,6 +111,19 @@ def _moved(m: int, n: int, k: int, dtype: str, out_bytes: int) -> int:
 
 
 def _waves(device: Device, m: int, n: int, k: int, dtype: str, out_bytes: int, groups: int = 1) -> float:
+    moved = groups * _moved(m, n, k, dtype, out_bytes) / device.bandwidth
+    return max(compute(device, m, n, k, dtype, groups), moved) + start(device, dtype)
+
+
+def start(device: Device, dtype: str) -> float:
+    """Seconds before a matmul with operands of `dtype` computes."""
+    return device.launch + (FP8_START_S if dtype in FP8 else 0)
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def compute(device: Device, m: int, n: int, k: int, dtype: str, groups: int = 1) -> float:
+    """Seconds that the tensor cores take for `groups` matmuls [m, k] @ [k, n] in one kernel: whole waves of the best tiles and
+    the best split of k, with the reads and writes of partial sums, and without the time to start and to move operands."""
     unit_rate = device.flops.of(dtype) / device.sms
     ramp = RAMP.get(dtype, RAMP_OTHERS)
     ways = []
@@ -111,11 +131,10 @@ def _waves(device: Device, m: int, n: int, k: int, dtype: str, out_bytes: int, g
         tiles = groups * _ceil_div(m, rows) * _ceil_div(n, columns)
         for split in SPLITS if groups == 1 else (1,):  # no kernel of groups splits the contraction
             waves = _ceil_div(tiles * split, device.sms)
-            compute = waves * (2 * rows * columns * (k / split + ramp)) / (part * unit_rate)
+            seconds = waves * (2 * rows * columns * (k / split + ramp)) / (part * unit_rate)
             # partial sums in float32 are written and read again
-            ways.append(compute + (8 * split * m * n / device.bandwidth + device.launch if split > 1 else 0))
-    start = device.launch + (FP8_START_S if dtype == "fp8" else 0)
-    return max(min(ways), groups * _moved(m, n, k, dtype, out_bytes) / device.bandwidth) + start
+            ways.append(seconds + (8 * split * m * n / device.bandwidth + device.launch if split > 1 else 0))
+    return min(ways)
 
 
 def _ceil_div(a: int, b: int) -> int:

@@ -5,8 +5,8 @@
 The step is compiled twice for the described device (see `fake_gpu`): by Inductor alone, and with our passes. Nothing is
 executed, so weights may be on the meta device. The compilations give the bytes, the FLOPs and the module of each kernel; a
 roofline gives its time (see `roofline`). The result is not a measurement: it compares two compilations of one model by traffic
-and FLOPs. It ignores the optimizer, the host, caches, and how well a kernel uses the device. Communication is counted for a
-mesh, and beside the kernels (see `communication`).
+and FLOPs. It ignores the host and caches, and how well kernels other than matmuls use the device. The optimizer counts if the
+caller says how many bytes it moves. Communication is counted for a mesh, and beside the kernels (see `communication`).
 
 For an AMD GPU, both compilations are for an NVIDIA GPU (Inductor's HIP path cannot be described), and times are at AMD's rates.
 """
@@ -28,6 +28,7 @@ from ..devices.gpu import H200, Gpu
 from ..errors import Fp8CompileError, OptionError, one_of
 from ..reporting.layers import alike, joined, parts
 from ..reporting.report import Report, report
+from . import roofline
 from .communication import communication, divided_kernels
 from .estimate_result import Cost, Estimate, LayerCost
 from .mesh import DATA_PARALLEL, Mesh, check_divisible, links_for, pairs
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from ..devices.catalog import Device
     from .fake_gpu import Step
 
-NOWHERE = "(elsewhere)"
+NOWHERE, OPTIMIZER = "(elsewhere)", "(optimizer)"
 Costs = dict[str, Cost]  # by module
 
 
@@ -47,6 +48,8 @@ def estimate(
     options: Mapping[str, Any] | None = None,
     autocast: bool | None = None,
     attention: float | None = None,
+    waves: bool = True,
+    optimizer: float = 0.0,
     extrapolate: bool = False,
     mesh: Mesh | Mapping[str, int] | str | None = None,
     dp: str = "fsdp",
@@ -59,11 +62,14 @@ def estimate(
     `model` is a module, a compiled module, or any function that calls modules. Model and inputs are on the CPU or the meta
     device. `options` are those of the backend. `autocast` compiles under bf16 autocast; None does so if a parameter is float32
     and no autocast is active. `attention` is the rate of fused attention as a share of the bf16 matmul rate (`roofline` defines
-    the default). `extrapolate`, for deep models, compiles with one and with two of the model's repeated blocks and extrapolates
-    to all of them.
+    the default). `waves`: matmuls take whole waves of tiles; False counts their FLOPs at the device's full rate. `optimizer` is
+    how many bytes the optimizer moves for each parameter in a step: 14 for AdamW on bf16 parameters, 28 on float32; 0 leaves it
+    out. `extrapolate`, for deep models, compiles with one and with two of the model's repeated blocks and extrapolates to all
+    of them.
 
     `mesh`, such as {"dp": 8, "tp": 2}, adds what the GPUs send each other: bytes and time of the collectives of `dp`, "fsdp"
-    (FSDP2) or "ddp", and of tensor parallelism. The model and its inputs are then those of one data-parallel rank.
+    (FSDP2) or "ddp", and of tensor parallelism. The model and its inputs are then those of one data-parallel rank. The
+    optimizer cannot be counted then.
 
     Takes 5 to 60 s for every graph, twice, and resets Dynamo: other compiled models compile again at their next call.
 
@@ -79,6 +85,10 @@ def estimate(
     wanted = Mesh.of(mesh) if mesh is not None else None
     if attention is not None and not 0 < attention <= 1:
         raise OptionError.of("attention", attention, "a share of the bf16 matmul rate, above 0 and at most 1")
+    if optimizer and wanted is not None:
+        raise OptionError("optimizer: estimate it without a mesh, which divides parameters among GPUs")
+    if optimizer < 0:
+        raise OptionError.of("optimizer", optimizer, "bytes a parameter, at least 0")
     chosen = {name: value for name, value in (options or {}).items() if name != "strict"}
     found = catalog.find(device or parse(chosen).policy.device or "h200")
     if not found.has_fp8:
@@ -102,7 +112,7 @@ def estimate(
     if found.gfx:
         notes.append("compiled as for an NVIDIA GPU, at this device's rates: Inductor's HIP path cannot be described")
     with torch.autocast("cpu", torch.bfloat16) if autocast else contextlib.nullcontext():
-        compiler = _Compiler(model, modules, args, kwargs, found, chosen, inductor, attention)
+        compiler = _Compiler(model, modules, args, kwargs, found, chosen, inductor, attention, waves)
         if not extrapolate:
             bf16, fp8, decided = compiler.costs()
         else:
@@ -114,6 +124,13 @@ def estimate(
             )
             decided = explain(model, *args, options=chosen, **kwargs)
             notes.append(f"{count} of {name or 'the blocks'}, carried on from 1 and 2")
+    if not waves:
+        notes.append("matmuls at the full rate, without waves of tiles")
+    if optimizer:
+        moved = optimizer * sum(p.numel() for p in {p for module in modules for p in module.parameters()})
+        step = {OPTIMIZER: Cost(bytes=moved, bytes_outside_matmuls=moved, seconds=moved / found.bandwidth)}
+        bf16, fp8 = {**bf16, **step}, {**fp8, **step}
+        notes.append(f"with an optimizer that moves {optimizer:g} bytes a parameter")
     sent = None
     if wanted is not None and links is not None:
         divided = list(pairs(decided.graphs)) if wanted.tp > 1 else []
@@ -123,7 +140,8 @@ def estimate(
             p.itemsize < 4 for module in modules for p in module.parameters() if p.is_floating_point()
         )
         sent = communication(modules, decided.graphs, divided, wanted, found, links, dp, kernels, 2 if narrow else 4)
-    return Estimate(found.name, tuple(_layers(bf16, fp8)), decided, tuple(notes), sent)
+    rate = roofline.attention_rate(found) if attention is None else roofline.AttentionRate("given", attention)
+    return Estimate(found.name, tuple(_layers(bf16, fp8)), decided, tuple(notes), sent, rate)
 
 
 @dataclass(frozen=True)
@@ -136,6 +154,7 @@ class _Compiler:
     options: dict[str, Any]
     inductor: dict[str, Any]
     attention: float | None
+    waves: bool
 
     def costs(self, container: nn.Module | None = None, blocks: int = 0) -> tuple[Costs, Costs, Report]:
         """The costs in bf16 and in FP8, and the report, with only the first `blocks` blocks of `container`."""
@@ -178,7 +197,7 @@ class _Compiler:
     def _by_module(self, step: Step) -> Costs:
         costs: Costs = {}
         for kernel in step.kernels:
-            costs[kernel.fqn] = costs.get(kernel.fqn, Cost()) + Cost.of(kernel, self.device, self.attention)
+            costs[kernel.fqn] = costs.get(kernel.fqn, Cost()) + Cost.of(kernel, self.device, self.attention, self.waves)
         for fqn, kept in step.kept.items():
             costs[fqn] = costs.get(fqn, Cost()) + Cost(kept_for_backward=kept)
         return costs

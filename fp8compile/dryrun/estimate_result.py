@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from .fake_gpu import Launch
 
 _METHOD = (
-    "A roofline over the kernels that both compilations launch: no measurement. It leaves out the optimizer, the host and "
-    "communication, which has a table of its own for a mesh. A kernel that serves several parts of the model counts for one of "
-    "them, and a cast counts where its copy is read: what a part gains may show at its neighbour."
+    "A roofline over the kernels that both compilations launch: no measurement. It leaves out the host, the optimizer unless "
+    "it is asked for, and communication, which has a table of its own for a mesh. A kernel that serves several parts of the "
+    "model counts for one of them, and a cast counts where its copy is read: what a part gains may show at its neighbour."
 )
 
 
@@ -51,8 +51,8 @@ class Cost:
         return Cost(flops=flops, **numbers)
 
     @classmethod
-    def of(cls, kernel: Launch, device: Device, attention: float | None) -> Cost:
-        matmul, seconds = kernel.matmul, roofline.seconds(kernel, device, attention)
+    def of(cls, kernel: Launch, device: Device, attention: float | None, waves: bool = True) -> Cost:
+        matmul, seconds = kernel.matmul, roofline.seconds(kernel, device, attention, waves)
         return cls(
             kernels=1,
             bytes=kernel.bytes,
@@ -85,7 +85,8 @@ class LayerCost:
 @dataclass(frozen=True)
 class Estimate:
     """One training step without FP8 (in bf16, or in the model's own dtype) and with FP8. The costs of `layers` add up to `bf16`
-    and `fp8`. `communication` is what the GPUs of a mesh send each other, None without a mesh.
+    and `fp8`. `communication` is what the GPUs of a mesh send each other, None without a mesh. `attention` is the rate that
+    fused attention counts at.
 
     A cast counts where its copy is read. A norm that is fused with a cast may therefore look as if it cost nothing in FP8.
     """
@@ -95,6 +96,7 @@ class Estimate:
     report: Report
     notes: tuple[str, ...] = ()
     communication: Communication | None = None
+    attention: roofline.AttentionRate = roofline.CUDNN
 
     @property
     def bf16(self) -> Cost:
@@ -110,14 +112,26 @@ class Estimate:
 
     @property
     def speedup(self) -> float:
-        """Estimated time in bf16 divided by the time in FP8, without the optimizer."""
+        """Estimated time in bf16 divided by the time in FP8; the optimizer counts only if the estimate was asked for it."""
         return self._step.speedup
 
     def summary(self) -> str:
         return (
             f"{self.speedup:.2f}x on {self.device}: {1e3 * self.bf16.seconds:.4g} ms in bf16, {1e3 * self.fp8.seconds:.4g} ms "
-            "in FP8 (estimated, forward and backward)"
+            f"in FP8 (estimated, forward{self._parts})"
         )
+
+    @property
+    def _parts(self) -> str:
+        with_optimizer = any(layer.name == "(optimizer)" for layer in self.layers)
+        return ", backward and optimizer" if with_optimizer else " and backward"
+
+    @property
+    def _attention(self) -> tuple[str, ...]:
+        """A line about fused attention, if there is any."""
+        flops = self.fp8.attention_flops
+        said = f"fused attention: {flops / 1e12:.3g} TFLOP in high precision, at the rate of {self.attention}"
+        return (said,) if flops else ()
 
     def to_html(self, path: str | Path | None = None) -> str:
         """One self-contained HTML page, also written to `path` if given."""
@@ -131,7 +145,8 @@ class Estimate:
         )
         longest = 1e6 * max((cost.seconds for layer in self.layers for cost in (layer.bf16, layer.fp8)), default=0.0)
         parts = [_part(x, longest) for x in self.layers if x.bf16.seconds or x.fp8.seconds]
-        timing = Timing((_METHOD, *self.notes), _part(self._step).splits, tuple(parts), (_HEAD, *self._lines()))
+        said = (_METHOD, *self._attention, *self.notes)
+        timing = Timing(said, _part(self._step).splits, tuple(parts), (_HEAD, *self._lines()))
         headline = f"{self.speedup:.2f}× on {self.device}, estimated"
         sections = tuple(map(section, self.report.graphs))
         extra = None
@@ -149,11 +164,7 @@ class Estimate:
 
         sides = ("left",) + ("right",) * (len(_HEAD) - 1)
         table = tabulate(self._lines(), _HEAD, tablefmt="simple", disable_numparse=True, colalign=sides)
-        attention = self.fp8.attention_flops
-        lines = [self.summary(), "", table, ""]
-        if attention:
-            lines.append(f"fused attention: {attention / 1e12:.3g} TFLOP, in high precision")
-        lines += [*self.notes, f"fp8: {self.report.summary()}"]
+        lines = [self.summary(), "", table, "", *self._attention, *self.notes, f"fp8: {self.report.summary()}"]
         if self.communication is not None:
             lines += ["", str(self.communication)]
         return "\n".join(lines)
@@ -170,6 +181,7 @@ class Estimate:
             "bf16": dataclasses.asdict(self.bf16),
             "fp8": dataclasses.asdict(self.fp8),
             "layers": [{**dataclasses.asdict(layer), "speedup": layer.speedup} for layer in self.layers],
+            "attention": dataclasses.asdict(self.attention),
             "notes": list(self.notes),
             "report": self.report.to_dict(),
         }

@@ -1,43 +1,86 @@
 """The least time of a described kernel: the longer of its bytes and its FLOPs at sustained rates, plus a launch.
 
-Matmuls run at the device's rate for their dtype. Fused attention is slower than a matmul and stays in high precision, so it
-takes most of a step with long sequences. Its FLOPs count at a share of the bf16 matmul rate. The shares are those of
-FlashAttention-2, forward and backward, which `scaled_dot_product_attention` prefers (timings: transformers#48163, August 2026):
+**Matmuls** run at the device's rate for their dtype, in waves of tiles (`devices.cost.compute`, without the cost model's limit
+on what FP8 may gain). FP8 has two rates, with and without fast accumulation; scales of blocks have a rate of their own. The
+waves have constants that were fitted to six published times (docs/cost-model.md). `waves=False` counts FLOPs at the full rate.
 
-    A100    225 TFLOP/s end to end (FlashAttention-2, arXiv:2307.08691), about 0.83 of the sustained matmul rate
-    H100    FlashAttention-2 reaches 35% of the peak of 989 TFLOP/s (FlashAttention-3, arXiv:2407.08608), 0.44 of the sustained
-            790. FlashAttention-3 and cuDNN are 1.5 to 2 times as fast: 0.75 for them
-    Ada, consumer Blackwell: as on the A100, because they share its instructions (assumed)
-    others: as on the H100 (assumed)
+**Fused attention** is slower than a matmul and stays in high precision, so it takes most of a step with long sequences. Its
+FLOPs, forward and backward, count at a share of the bf16 matmul rate. The share is that of the kernel that
+`scaled_dot_product_attention` takes:
+
+    Hopper  cuDNN, 0.75. Since 2.10, torch prefers cuDNN on compute capabilities 9 and 10 if cuDNN is newer than 9.15
+            (`check_prefer_cudnn_attention`, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp). The wheels of torch 2.11 and
+            later bring such a cuDNN (transformers#48163, closed for this reason, August 2026). FlashAttention-3 and cuDNN are
+            1.5 to 2 times as fast as FlashAttention-2 (arXiv:2407.08608), which reaches 35% of the peak of 989 TFLOP/s, 0.44 of
+            the sustained 790. FlashAttention-2 runs where an older cuDNN is on LD_LIBRARY_PATH, or where
+            TORCH_CUDNN_SDPA_DEPRIORITIZED is set
+    B200, B300  cuDNN by the same rule; the share is assumed to be Hopper's
+    A100    FlashAttention-2, 225 TFLOP/s end to end (arXiv:2307.08691), about 0.83 of the sustained matmul rate
+    Ada, consumer Blackwell  FlashAttention-2; as on the A100, because they share its instructions (assumed)
+    others  FlashAttention-2; 0.44, as on the H100 (assumed)
 
 Every other kernel is assumed to be limited by its bytes. This includes convolutions, so it is wrong for convolutional networks.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from ..config.recipe import COSTS
+from ..devices import cost
 
 if TYPE_CHECKING:
     from ..devices.catalog import Device
-    from .fake_gpu import Launch
+    from .fake_gpu import Launch, MatmulLaunch
 
-AMPERE = 0.83
-HOPPER = 0.44
-FLASH_ATTENTION_3 = 0.75
 _AS_AMPERE = {(8, 0), (8, 6), (8, 9), (12, 0)}
 
 
-def attention_share(device: Device) -> float:
-    """Sustained FLOP/s of fused attention divided by those of bf16 matmuls."""
-    return AMPERE if device.capability in _AS_AMPERE and not device.gfx else HOPPER
+@dataclass(frozen=True)
+class AttentionRate:
+    """The kernel of fused attention, and its FLOP/s as a share of those of bf16 matmuls."""
+
+    kernel: str
+    share: float
+
+    def __str__(self) -> str:
+        return f"{self.kernel}, {self.share:g} of the bf16 matmul rate"
 
 
-def seconds(launch: Launch, device: Device, attention: float | None = None) -> float:
-    """The seconds of one launch. `attention` replaces `attention_share(device)`."""
-    compute = 0.0
+CUDNN = AttentionRate("cuDNN", 0.75)
+FLASH_ATTENTION_2 = AttentionRate("FlashAttention-2", 0.44)
+FLASH_ATTENTION_2_ON_AMPERE = AttentionRate("FlashAttention-2", 0.83)
+
+
+def attention_rate(device: Device) -> AttentionRate:
+    """What `scaled_dot_product_attention` takes on a device with torch 2.11 or later."""
+    if not device.gfx and device.capability[0] in (9, 10):
+        return CUDNN
+    return FLASH_ATTENTION_2_ON_AMPERE if device.capability in _AS_AMPERE and not device.gfx else FLASH_ATTENTION_2
+
+
+def seconds(launch: Launch, device: Device, attention: float | None = None, waves: bool = True) -> float:
+    """The seconds of one launch. `attention` replaces the share of `attention_rate(device)`."""
     if launch.matmul is not None:
-        compute = launch.matmul.flops / device.flops.of(launch.matmul.dtype)
-    elif launch.attention is not None:
+        dtype, rate = _rate(launch.matmul)
+        full = launch.matmul.flops / device.flops.of(dtype)
+        groups, m, n, k = launch.matmul.sizes
+        if not waves or not (groups and m and n and k):
+            return max(launch.bytes / device.bandwidth, full / rate) + device.launch
+        busy = cost.compute(device, m, n, k, dtype, groups) / rate
+        return max(launch.bytes / device.bandwidth, busy) + cost.start(device, dtype)
+    compute = 0.0
+    if launch.attention is not None:
         dtype = str(launch.attention.q.dtype).removeprefix("torch.")
-        compute = launch.attention.flops / (device.flops.of(dtype) * (attention or attention_share(device)))
+        compute = launch.attention.flops / (device.flops.of(dtype) * (attention or attention_rate(device).share))
     return max(launch.bytes / device.bandwidth, compute) + device.launch
+
+
+def _rate(matmul: MatmulLaunch) -> tuple[str, float]:
+    """The dtype whose rate a matmul runs at, and the part of that rate."""
+    if matmul.dtype != "fp8":
+        return matmul.dtype, 1.0
+    if matmul.accumulation == "blocks":
+        return "fp8", COSTS["blockwise"].gemm_rate
+    return "fp8_precise" if matmul.accumulation == "precise" else "fp8", 1.0

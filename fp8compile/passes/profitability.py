@@ -26,7 +26,7 @@ from ..config.recipe import COSTS, RECIPES
 from ..devices import cost
 from ..devices.catalog import Device
 from ..ir.fx_utils import hint, value
-from ..ir.matmul import Matmul, OperandKey
+from ..ir.matmul import GEMMS, Matmul, OperandKey
 from .gathered import arrives
 from .tensor_traffic import Source, source
 
@@ -61,6 +61,11 @@ class Gemm:
         return max((cast.recipe for cast, _ in self.reads), key=RECIPES.index)
 
     @property
+    def fast(self) -> bool:
+        """Whether it accumulates fast in FP8."""
+        return self.matmul.recipe.use_fast_accum[GEMMS.index(self.matmul.gemm)]
+
+    @property
     def m(self) -> int:
         """The number of tokens."""
         return self.sizes[self.tokens]
@@ -71,8 +76,8 @@ class Gemm:
         grown /= groups
         m, n, k = (max(1, round(size * grown)) if i == self.tokens else size for i, size in enumerate(self.sizes))
         if fp8:
-            emulated = self.matmul.emulated
-            return cost.block_gemm(device, m, n, k, COSTS[self.recipe], self.out_bytes, self.dtype, emulated, groups)
+            scaling, emulated = COSTS[self.recipe], self.matmul.emulated
+            return cost.block_gemm(device, m, n, k, scaling, self.out_bytes, self.dtype, emulated, groups, self.fast)
         return cost.gemm(device, m, n, k, self.dtype, self.out_bytes, groups=groups)
 
 
@@ -335,4 +340,4 @@ class _Component:
             (replace(cast.base.source, readers=frozenset()), cast.base.outside, cast.recipe, cast.again, len(cast.readers))
             for cast, _ in gemm.reads
         )
-        return (gemm.sizes, gemm.tokens, gemm.dtype, gemm.out_bytes, *tensors)
+        return (gemm.sizes, gemm.tokens, gemm.dtype, gemm.out_bytes, gemm.fast, *tensors)

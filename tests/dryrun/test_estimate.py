@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from fp8compile.devices import catalog
 from fp8compile.dryrun import fake_gpu, roofline
 from fp8compile.dryrun.estimate import Cost, Estimate, _carried_on, _layers, estimate
 from fp8compile.dryrun.fake_gpu import Attention, Launch, MatmulLaunch, TensorLayout
+from fp8compile.errors import OptionError
 from tests.support import models
 
 pytestmark = pytest.mark.skipif(fake_gpu.unavailable() is not None, reason=fake_gpu.unavailable() or "")
@@ -143,7 +145,9 @@ def test_attention_is_counted_and_takes_over():
         forward = 2 * 2 * (32768 // length) * 4 * length**2 * 64 // 2
         assert made.bf16.attention_flops == made.fp8.attention_flops == pytest.approx(3.5 * forward)
         shares.append(made.bf16.attention_seconds / made.bf16.seconds)
-    assert shares[0] < 0.6 and shares[1] > 0.9
+        assert made.to_dict()["attention"] == {"kernel": "cuDNN", "share": 0.75}
+        assert "at the rate of cuDNN, 0.75 of the bf16 matmul rate" in str(made)
+    assert shares[0] < 0.6 and shares[1] > 0.85
 
 
 def operand(*shape: int, dtype: torch.dtype = BF16) -> TensorLayout:
@@ -162,16 +166,76 @@ def test_flops_of_attention():
 def test_roofline():
     device = H200
     matmul = MatmulLaunch("mm", operand(4096, 4096), operand(4096, 4096), operand(4096, 4096))
-    assert roofline.seconds(Launch("extern", "mm", 3 * 2 * 4096**2, matmul), device) == pytest.approx(
+    assert roofline.seconds(Launch("extern", "mm", 3 * 2 * 4096**2, matmul), device, waves=False) == pytest.approx(
         2 * 4096**3 / device.flops.bf16 + device.launch
     )
     assert roofline.seconds(Launch("triton", "x", 10**9), device) == pytest.approx(10**9 / device.bandwidth + device.launch)
     fused = Attention(operand(1, 32, 8192, 128), operand(1, 8, 8192, 128), operand(1, 8, 8192, 128), True, False)
     kernel = Launch("extern", "flash", 10**6, attention=fused)
-    slow, fast = roofline.seconds(kernel, device), roofline.seconds(kernel, device, attention=0.75)
-    assert slow - device.launch == pytest.approx(fused.flops / (0.44 * device.flops.bf16))
+    fast, slow = roofline.seconds(kernel, device), roofline.seconds(kernel, device, attention=0.44)
+    assert fast - device.launch == pytest.approx(fused.flops / (0.75 * device.flops.bf16))
     assert (slow - device.launch) / (fast - device.launch) == pytest.approx(0.75 / 0.44)
-    assert roofline.attention_share(catalog.find("a100")) == 0.83 and roofline.attention_share(catalog.find("mi300x")) == 0.44
+    rates = {key: str(roofline.attention_rate(catalog.find(key))).removesuffix(" of the bf16 matmul rate") for key in KEYS}
+    assert rates["h200"] == rates["h100"] == rates["b200"] == "cuDNN, 0.75"  # torch 2.11 and later prefer it there
+    assert rates["a100"] == rates["rtx5090"] == "FlashAttention-2, 0.83" and rates["mi300x"] == "FlashAttention-2, 0.44"
+
+
+KEYS = ("h200", "h100", "b200", "a100", "rtx5090", "mi300x")
+
+
+def launched(m: int, n: int, k: int, dtype: torch.dtype = BF16, accumulation: str = "fast") -> Launch:
+    a, b = operand(m, k, dtype=dtype), operand(k, n, dtype=dtype)
+    return Launch("extern", "mm", 0, MatmulLaunch("mm", a, b, operand(m, n), accumulation))
+
+
+def test_matmuls_take_whole_waves():
+    full, over = (roofline.seconds(launched(m, 256, 65536), H200) for m in (128 * 132, 128 * 132 + 1))
+    assert 1.2 < over / full < 2.1  # 132 tiles fill an H200; one more row of tiles takes as long as a second wave
+    ideal = [roofline.seconds(launched(m, 256, 65536), H200, waves=False) for m in (128 * 132, 128 * 132 + 1)]
+    assert ideal[1] / ideal[0] < 1.001 and ideal[0] < full
+
+
+def test_fp8_without_fast_accumulation_is_slower_on_hopper():
+    e4m3 = torch.float8_e4m3fn
+    for waves in (True, False):
+        fast, precise, blocks = (
+            roofline.seconds(launched(8192, 8192, 8192, e4m3, how), H200, waves=waves) for how in ("fast", "precise", "blocks")
+        )
+        assert precise / fast == pytest.approx(1500 / 1360, rel=0.01) and blocks / fast == pytest.approx(1 / 0.8, rel=0.01)
+    b200 = catalog.find("b200")
+    fast, precise = (roofline.seconds(launched(8192, 8192, 8192, e4m3, how), b200) for how in ("fast", "precise"))
+    assert fast == precise
+
+
+@pytest.mark.parametrize(
+    "a, b, out, sizes",
+    [
+        ((96, 64), (64, 32), (96, 32), (1, 96, 32, 64)),
+        ((8, 96, 64), (8, 64, 32), (8, 96, 32), (8, 96, 32, 64)),
+        ((96, 64), (8, 64, 32), (96, 32), (8, 12, 32, 64)),  # the rows are divided among experts
+        ((64, 96), (96, 32), (8, 64, 32), (8, 64, 32, 12)),  # their gradient: the contraction is
+    ],
+)
+def test_sizes_of_a_launch(a, b, out, sizes):
+    launch = MatmulLaunch("mm", operand(*a), operand(*b), operand(*out))
+    assert launch.sizes == sizes and launch.flops == 2 * math.prod(sizes)
+
+
+def test_an_optimizer_counts_the_same_in_both(made):
+    params = 2 * 3 * WIDTH * 2 * WIDTH
+    with_it = estimate(net(), tokens(), optimizer=14)
+    after = 14 * params / H200.bandwidth
+    assert with_it.bf16.seconds - made.bf16.seconds == pytest.approx(after) == with_it.fp8.seconds - made.fp8.seconds
+    assert 1 < with_it.speedup < made.speedup
+    assert with_it.notes == ("with an optimizer that moves 14 bytes a parameter",) and "optimizer" in with_it.summary()
+    with pytest.raises(OptionError, match="without a mesh"):
+        estimate(net(), tokens(), optimizer=14, mesh={"dp": 8})
+
+
+def test_an_estimate_without_waves_is_shorter(made):
+    ideal = estimate(net(), tokens(), waves=False)
+    assert ideal.bf16.matmul_seconds < made.bf16.matmul_seconds and ideal.fp8.matmul_seconds < made.fp8.matmul_seconds
+    assert ideal.bf16.bytes == made.bf16.bytes and "without waves" in ideal.notes[0]
 
 
 # -- other devices -----------------------------------------------------------------------------------------------------

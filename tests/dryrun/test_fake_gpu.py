@@ -256,3 +256,67 @@ def test_the_described_device_goes_when_a_step_fails():
     with pytest.raises(KeyError):
         trace(fail)
     assert not torch.cuda.is_available()
+
+
+# -- bytes of buffers with more than 1e9 elements, where Inductor's own count ends ---------------------------------------------
+
+ROWS, COLUMNS = 65536, 50304  # GPT-2's logits: 3.3e9
+
+
+def test_all_of_large_logits_counts():
+    """A fused kernel, matmuls of the library, and the gather of cross-entropy, which touches one element a row."""
+
+    @torch.compile
+    def f(x, w, targets):
+        return F.cross_entropy((x @ w.t()).float(), targets)
+
+    x, w = torch.empty(ROWS, 128, dtype=BF16, requires_grad=True), torch.empty(COLUMNS, 128, dtype=BF16, requires_grad=True)
+    step = trace(lambda: f(x, w, torch.empty(ROWS, dtype=torch.long)).backward())
+    logits, small = 2 * ROWS * COLUMNS, 2 * 128 * (ROWS + COLUMNS)
+    assert [k.bytes for k in step.kernels if k.matmul] == [pytest.approx(logits + small, rel=1e-3)] * 3
+    others = sorted(k.bytes for k in step.kernels if not k.matmul)
+    # the sums of the softmax read the logits; its gradient reads and writes them
+    assert others[-2:] == [pytest.approx(logits, rel=2e-3), pytest.approx(2 * logits, rel=2e-3)]
+    assert sum(others[:-2]) < 1e7
+
+
+def test_all_of_a_large_tensor_counts_in_a_kernel_of_ours():
+    class Head(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.head = nn.Linear(128, 256, bias=False), nn.Linear(256, COLUMNS, bias=False)
+
+        def forward(self, x):
+            return self.head(self.up(x))
+
+    with torch.device("meta"):
+        model = Head().bfloat16()
+    model = model.to_empty(device="cpu")
+    policy = {"rules": [{"module": "head", "fp8": "on"}]}
+    f = torch.compile(model, backend="fp8", options={"device": "h200", "policy": policy})
+    x = torch.empty(ROWS, 128, dtype=BF16, requires_grad=True)
+    gradient = torch.empty(1, dtype=BF16).expand(ROWS, COLUMNS)
+    step = trace(lambda: (f(x) * gradient).sum().backward())
+    casts = [k.bytes for k in step.kernels if k.origin == "user" and not k.matmul]
+    # the gradient is read in bf16 and written in FP8, twice
+    assert max(casts) == pytest.approx(4 * ROWS * COLUMNS, rel=1e-2)
+
+
+def test_a_slice_counts_as_much_as_is_read():
+    f = torch.compile(lambda x, index: (x[:, :64] * 2, x[:, :64].float().sin().sum(), x.view(-1)[index]))
+    x, index = torch.randn(1024, 1024, dtype=BF16), torch.zeros(16, dtype=torch.long)
+    moved = sum(k.bytes for k in trace(lambda: f(x, index)).kernels)
+    assert 2 * 1024 * 64 * 2 <= moved < 3.1 * 1024 * 64 * 2  # all of x would be 16 such slices
+
+
+# -- accumulation of FP8 matmuls -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe, sums", [("tensorwise", ["fast", "precise", "precise"]), ("blockwise", ["blocks"] * 3)])
+def test_how_matmuls_accumulate(recipe, sums):
+    model = nn.Linear(512, 512, bias=False).bfloat16()
+    policy = {"rules": [{"fp8": "on"}]}
+    f = torch.compile(model, backend="fp8", options={"recipe": recipe, "device": "h200", "policy": policy})
+    x = torch.randn(512, 512, dtype=BF16, requires_grad=True)
+    step = trace(lambda: f(x).sum().backward())
+    assert sorted(m.accumulation for m in step.matmuls) == sorted(sums) and step.flops == {"fp8": 3 * 2 * 512**3}

@@ -442,6 +442,9 @@ def test_table_of_kernels():
     assert any("torchao: its_cast" in line for line in lines)
 
 
+TABLES = ("static", "ceilings", "measured", "kernels")
+
+
 def test_kernels_are_checked_and_have_a_place_of_their_own(tmp_path):
     made = kernel_result()
     del made["rows"][0]["share"]
@@ -449,7 +452,7 @@ def test_kernels_are_checked_and_have_a_place_of_their_own(tmp_path):
         results.check(made)
     results.write(kernel_result(), tmp_path / "k.json")
     page = tmp_path / "page.md"
-    page.write_text("".join(f"<!-- table: {name} -->\n<!-- end -->\n" for name in ("static", "measured", "kernels")))
+    page.write_text("".join(f"<!-- table: {name} -->\n<!-- end -->\n" for name in TABLES))
     assert tables.main([str(tmp_path / "k.json"), "--update", str(page)]) == 0
     before, _, after = page.read_text().partition("<!-- table: kernels -->")
     assert "gelu" not in before and "| gelu 8x8" in after
@@ -514,7 +517,7 @@ def test_tables(tmp_path):
     page = tmp_path / "page.md"
     page.write_text(
         "a\n<!-- table: measured -->\nold\n<!-- end -->\n<!-- table: static -->\n<!-- end -->\n"
-        "<!-- table: kernels -->\n<!-- end -->\nz\n"
+        "<!-- table: kernels -->\n<!-- end -->\n<!-- table: ceilings -->\n<!-- end -->\nz\n"
     )
     results.write(made, tmp_path / "r.json")
     assert tables.main([str(tmp_path / "r.json"), "--update", str(page)]) == 0
@@ -563,8 +566,39 @@ def test_estimate_of_a_linear():
     assert bf16["count.bf16_gemm"] == fp8["count.fp8_gemm"] == 3
     assert bf16["tflop.bfloat16"] == fp8["tflop.fp8"] == pytest.approx(3 * 2 * 15872 * 4096 * 12288 / 1e12)
     assert bf16["roofline_ms"] > fp8["roofline_ms"]
+    assert bf16["ms.bf16_gemm"] == pytest.approx(bf16["roofline_ms"]) and bf16["optimizer_ms"] == 0  # a linear has no optimizer
+    assert 0 < bf16["roofline_ms_without_waves"] < bf16["roofline_ms"]
     with pytest.raises(ValueError, match="eager kernels are not compiled"):
         static.estimate(qkv, arms.ARMS["eager-bf16"])
+
+
+def test_bytes_of_the_optimizer():
+    """The bytes are those of the tensors that the benchmark's optimizer has after a step."""
+    from benchmarks import static
+
+    for dtype, each in ((torch.bfloat16, 14), (torch.float32, 28)):
+        model = torch.nn.Linear(48, 32, dtype=dtype)
+        model(torch.zeros(1, 48, dtype=dtype)).sum().backward()
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        optimizer.step()
+        moments = [x for state in optimizer.state.values() for x in (state["exp_avg"], state["exp_avg_sq"])]
+        changed = sum(x.nbytes for x in (*model.parameters(), *moments))
+        assert static.optimizer_bytes(model) == 2 * changed + sum(p.grad.nbytes for p in model.parameters())
+        assert static.optimizer_bytes(model) == each * (48 * 32 + 32)
+
+
+def test_the_ceiling_of_free_casts():
+    def row(arm, total, outside):
+        static = {"roofline_ms": total, "roofline_ms_outside_matmuls": outside}
+        static |= {"roofline_ms_without_waves": total, "kept_mb": 1}
+        return {"arm": arm, "kind": arm.split("-")[0], "point": "", "error": None, "static": static}
+
+    rows = [row("bf16", 30.0, 10.0), row("fp8-delayed", 24.0, 14.0), row("fp8-tensorwise", 19.0, 9.0)]
+    results.add_ratios(rows)
+    # 10 ms of matmuls, and the other kernels of bf16 or its own, whichever are faster
+    assert [r["ratio"]["free_casts"] for r in rows] == [1.0, 30 / 20, 30 / 19]
+    made = tables.ceilings([{"name": "ffn", "goal": 1.55, "rows": rows}])
+    assert made.splitlines()[-1].split("|")[1].strip() == "ffn" and " 1.25 " in made and made.rstrip().endswith("1.50 |")
 
 
 def test_device_script_usage():

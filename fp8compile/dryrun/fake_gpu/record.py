@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -17,8 +18,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ...config.operators import MATMULS
 from ...ir.inputs import readable_module
 from ..placeholders import placeholder_callable
+from . import traffic
 from .device import CUDA
-from .step import Attention, Graph, Launch, MatmulLaunch, TensorLayout
+from .step import BLOCKS, FAST, PRECISE, Attention, Graph, Launch, MatmulLaunch, TensorLayout
 
 Boxed = Callable[[list[Any]], Any]
 
@@ -111,7 +113,20 @@ class _Reader:
             return None
         form = _MATMULS[found[1]]
         a, b = (self.layout(node.inputs[i]) for i in (form.a, form.b))
-        return MatmulLaunch(found[1], a, b, self.layout(node))
+        sums = self.accumulation(node, a) if found[1].startswith("_scaled") else FAST
+        return MatmulLaunch(found[1], a, b, self.layout(node), sums)
+
+    def accumulation(self, node: Any, a: TensorLayout) -> str:
+        """How a scaled matmul of the library accumulates: FAST, PRECISE or BLOCKS."""
+        scales = self.layout(node.inputs[2]) if len(node.inputs) > 2 and "grouped" not in str(node.python_kernel_name) else None
+        if scales is not None and scales.dtype == torch.float32 and math.prod(scales.shape) > math.prod(a.shape[:-1]):
+            return BLOCKS  # more scales than rows
+        fast = (getattr(node, "kwargs", None) or {}).get("use_fast_accum")
+        if fast is None:
+            for call in node.get_origins():
+                if call.op == "call_function" and call.target is getattr(node, "op_overload", None):
+                    fast = _argument(call, "use_fast_accum")
+        return FAST if fast else PRECISE
 
     def launched(self, node: Any, written: list[Any]) -> MatmulLaunch | None:
         """The matmul of a launch of `fp8_gemm` or `fp8_grouped`, whose first two arguments are a [M, K] and b [N, K] or
@@ -124,20 +139,19 @@ class _Reader:
             return None
         a, b = (self.layout(t) for t in node.inputs[:2])
         turned = [(*x[:-2], x[-1], x[-2]) for x in (b.shape, b.stride)]
-        return MatmulLaunch(kernel.__name__, a, replace(b, shape=turned[0], stride=turned[1]), self.layout(written[0]))
+        b = replace(b, shape=turned[0], stride=turned[1])
+        return MatmulLaunch(kernel.__name__, a, b, self.layout(written[0]), BLOCKS if kernel is fp8_gemm else FAST)
 
     def attention(self, node: Any) -> Attention | None:
         origins = [x for x in node.get_origins() if x.target is getattr(node, "op_overload", None)]
         if not origins or not _ATTENTION.search(str(origins[0].target)):
             return None
         (call,) = origins
-        names = [argument.name for argument in call.target._schema.arguments]
-        given = {**dict(zip(names, call.args, strict=False)), **call.kwargs}
-        tensors = [x for name in ("query", "key", "value") if isinstance(x := given.get(name), torch.fx.Node)]
+        tensors = [x for name in ("query", "key", "value") if isinstance(x := _argument(call, name), torch.fx.Node)]
         if len(tensors) != 3:
             return None
         q, k, v = (self.placeholder(t.name, t.meta["val"]) for t in tensors)
-        return Attention(q, k, v, bool(given.get("is_causal")), "backward" in str(call.target))
+        return Attention(q, k, v, bool(_argument(call, "is_causal")), "backward" in str(call.target))
 
     def launch(self, node: Any) -> Launch | None:
         """None for scheduler nodes that launch nothing."""
@@ -145,7 +159,7 @@ class _Reader:
 
         if type(node).__name__ == "NopKernelSchedulerNode" or isinstance(node.node, ir.MultiOutput):
             return None
-        moved = int(node.get_read_write_buffers_sizes())
+        moved = traffic.moved(node, self.number)
         what: dict[str, Any] = {"fqn": _fqn(node), "backward": self.backward}
         if isinstance(node.node, ir.UserDefinedTritonKernel):
             # Inductor counts every argument as read, also tensors that are only written. Our kernels only write the tensors
@@ -157,6 +171,12 @@ class _Reader:
             name = str(getattr(node.node, "python_kernel_name", None) or type(node.node).__name__)
             return Launch("extern", name, moved, self.matmul(node.node), self.attention(node.node), **what)
         return Launch("triton", node.get_name(), moved, **what)
+
+
+def _argument(call: torch.fx.Node, name: str) -> Any:
+    """An argument of a call of an operator, by its name; None if it is not given."""
+    names = [argument.name for argument in call.target._schema.arguments]  # type: ignore[union-attr]
+    return {**dict(zip(names, call.args, strict=False)), **call.kwargs}.get(name)
 
 
 def _fqn(node: Any) -> str:

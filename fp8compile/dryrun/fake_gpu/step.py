@@ -22,19 +22,40 @@ class TensorLayout:
     dtype: torch.dtype
 
 
+# how an FP8 matmul adds up: with fast accumulation, without, or by blocks with a scale each
+FAST, PRECISE, BLOCKS = "fast", "precise", "blocks"
+
+
 @dataclass(frozen=True)
 class MatmulLaunch:
-    """One matmul launch: out[..., m, n] = a[..., m, k] @ b[..., k, n]."""
+    """One matmul launch: out[..., m, n] = a[..., m, k] @ b[..., k, n]. `accumulation` matters in FP8 only."""
 
     op: str
     a: TensorLayout
     b: TensorLayout
     out: TensorLayout
+    accumulation: str = FAST
+
+    @property
+    def _contracts_groups(self) -> bool:
+        """Whether each group contracts over its part of a's columns."""
+        return len(self.a.shape) == 2 and len(self.out.shape) == 3
 
     @property
     def flops(self) -> int:
-        grouped = len(self.a.shape) == 2 and len(self.out.shape) == 3  # each group contracts over its part of the columns
-        return 2 * self.a.shape[-1] * math.prod(self.out.shape[1:] if grouped else self.out.shape)
+        return 2 * self.a.shape[-1] * math.prod(self.out.shape[1:] if self._contracts_groups else self.out.shape)
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """(groups, m, n, k) of each of the matmuls of the launch. Groups whose sizes are data are taken to be equally large."""
+        (*_, m, k), n = self.a.shape, self.out.shape[-1]
+        if self._contracts_groups:
+            groups = self.out.shape[0]
+            return groups, m, n, -(-k // max(1, groups))
+        if len(self.a.shape) == 2 and len(self.b.shape) == 3:
+            groups = self.b.shape[0]
+            return groups, -(-m // max(1, groups)), n, k
+        return math.prod(self.out.shape[:-2]), m, n, k
 
     @property
     def dtype(self) -> str:
@@ -64,7 +85,7 @@ class Attention:
 @dataclass(frozen=True)
 class Launch:
     """One launch. `origin`: "triton" for a kernel that Inductor wrote, "user" for another Triton kernel, "extern" for cuBLAS or
-    an ATen op.
+    an ATen op. `bytes` are those that it reads and writes (`traffic`).
 
     `fqn` is the module that the kernel belongs to ("" for none). If it serves several, `fqn` is the one with most of its
     operators.
