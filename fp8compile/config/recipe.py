@@ -66,7 +66,7 @@ class BuiltIn(NamedTuple):
 # has the sources of the costs.
 BUILT_IN = {
     "delayed": BuiltIn(WHOLE, WHOLE, (False,), ScalingCost(amax_apart=True, once=6)),
-    "tensorwise": BuiltIn(WHOLE, WHOLE, (False, True), ScalingCost(walks=2, small_kernels=2, once=2)),
+    "tensorwise": BuiltIn(WHOLE, WHOLE, (False, True), ScalingCost(walks=2, once=2)),
     "rowwise": BuiltIn(ROW, ROW, (False, True), ScalingCost(walks=2, for_each_layout=True)),
     "rowwise_with_gw_hp": BuiltIn(ROW, ROW, (False, True), None),
     "blockwise": BuiltIn(

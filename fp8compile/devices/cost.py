@@ -45,16 +45,15 @@ class ScalingCost:
     """The cost of a recipe; `config.recipe` lists one for each recipe.
 
     `walks`: how often a tensor is read, for its amax and its casts. `for_each_layout`: each copy needs these walks of its own.
-    `amax_apart`: a scattered tensor (`CastInput.scattered`) needs one more walk for its amax. `small_kernels`: further launches
-    per tensor (scale, inverse). `once`: further launches per graph, forward and backward together. `copy_bytes`: bytes per
-    element of a copy, scales included. `gemm_rate`: the rate of its matmuls, as a part of the rate with one scale per operand
-    and fast accumulation. `promotes`: its matmuls leave no choice of the accumulation; `gemm_rate` includes what theirs costs.
+    `amax_apart`: a scattered tensor (`CastInput.scattered`) needs one more walk for its amax. `once`: further launches per
+    graph, forward and backward together. `copy_bytes`: bytes per element of a copy, scales included. `gemm_rate`: the rate of
+    its matmuls, as a part of the rate with one scale per operand and fast accumulation. `promotes`: its matmuls leave no choice
+    of the accumulation; `gemm_rate` includes what theirs costs.
     """
 
     walks: int = 1
     for_each_layout: bool = False
     amax_apart: bool = False
-    small_kernels: int = 0
     once: int = 0
     copy_bytes: float = 1
     gemm_rate: float = 1.0
@@ -178,7 +177,6 @@ def casts(device: Device, tensor: CastInput, scaling: ScalingCost, layouts: int 
         kernels = scaling.walks - 1 + parts + (tensor.scattered and scaling.amax_apart)
         moved = kernels * read
     moved += layouts * tensor.elements * scaling.copy_bytes
-    kernels += scaling.small_kernels
     return moved / device.bandwidth + kernels * device.launch + high_copy(device, tensor)
 
 

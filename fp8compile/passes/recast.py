@@ -4,7 +4,7 @@ dgrad reads the transposed copy of a weight. The forward can write and keep it, 
 which reads the weight once more. bf16 keeps no copy of a weight. So a copy is kept only
 
 * where casting again is dear: where it takes more than `CHEAP` of the time of the weight's three matmuls. Reading a parameter
-  of s bytes takes s / bandwidth, and its matmuls take 6 * tokens / rate. So the number of tokens decides, 7,300 for bf16 on an
+  of s bytes takes s / bandwidth, and its matmuls take 6 * tokens / rate. So the number of tokens decides, 7,400 for bf16 on an
   H200.
 * as long as all kept copies are no larger than what FP8 saves on the inputs of matmuls, which it keeps in one byte an element
   instead of two. So FP8 keeps no more than bf16;
@@ -56,4 +56,5 @@ def recast(matmuls: Iterable[Matmul], device: Device | None) -> int:
 def _share(matmuls: list[Matmul], size: int, itemsize: int, device: Device) -> float:
     """The time to read a weight once more, as a share of that of its three matmuls."""
     flops = max(2 * hint(matmul.m) * hint(matmul.n) * hint(matmul.k) * hint(matmul.batch) for matmul in matmuls)
-    return size * itemsize / device.bandwidth * device.flops.fp8 / max(1, 3 * flops)
+    rates = device.flops
+    return size * itemsize / device.bandwidth / (flops / rates.fp8 + 2 * flops / rates.fp8_precise)

@@ -240,14 +240,14 @@ def test_bytes_of_casts(given, moved):
 
 def test_launches_of_casts():
     idle = dataclasses.replace(H200, sustained=dataclasses.replace(H200.sustained, bandwidth=1e30), launch=1.0)
-    kernels = {
-        1: dict(),
-        0: dict(fused=True),
-        2: dict(again=True),
-        4: dict(recipe="tensorwise"),  # amax, scale, cast, inverse
-        3: dict(recipe="tensorwise", fused=True),
-    }
-    for count, changed in kernels.items():
+    kernels = [
+        (1, dict()),
+        (0, dict(fused=True)),
+        (2, dict(again=True)),
+        (2, dict(recipe="tensorwise")),  # amax, and cast with scale and inverse
+        (1, dict(recipe="tensorwise", fused=True)),
+    ]
+    for count, changed in kernels:
         assert casts(idle, 1, **changed) == pytest.approx(count)
 
 

@@ -167,7 +167,7 @@ def test_projections_that_share_their_input_are_decided_together():
     off = {"rules": [{"module": ["q", "o"], "fp8": "off"}]}
     alone = compile_only(lambda: Attention(4096), 1, 2048, 4096, recipe="tensorwise", policy=off)
     assert all(alone[name, "fprop"].decision != FP8 for name in "kv")
-    assert alone["k", "fprop"].break_even_m > together["k", "fprop"].break_even_m
+    assert alone["k", "fprop"].break_even_m >= together["k", "fprop"].break_even_m
 
 
 def test_what_the_policy_insists_on_stays_and_pays_for_others():
