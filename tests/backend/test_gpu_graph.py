@@ -84,14 +84,14 @@ def test_bytes_outside_matmuls_of_a_llama_layer(llama):
     bf16 = llama["bf16"].bytes_outside_matmuls
     ratio = {recipe: llama[recipe].bytes_outside_matmuls / bf16 for recipe in ("delayed", "tensorwise")}
     print(f"\nbytes outside matmuls: bf16 {bf16 / 1e9:.2f} GB, " + ", ".join(f"{k} {v:.3f}x" for k, v in ratio.items()))
-    assert ratio["delayed"] <= 1.35  # torchao's tensorwise recipe, with every tensor read twice: 2.04
-    assert ratio["tensorwise"] <= 1.85
+    # weights are cast again in backward; torchao's tensorwise recipe, with every tensor read twice: 2.04
+    assert ratio["delayed"] <= 1.4 and ratio["tensorwise"] <= 1.9
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
 def test_bytes_kept_for_backward(llama, recipe):
     """FP8 copies replace the bf16 activations. If both were kept, the bytes would be 1.29 times those of bf16."""
-    assert llama[recipe].kept_for_backward <= 1.1 * llama["bf16"].kept_for_backward
+    assert llama[recipe].kept_for_backward <= 0.75 * llama["bf16"].kept_for_backward
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
