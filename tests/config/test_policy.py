@@ -139,6 +139,7 @@ def test_every_field_of_a_recipe_is_a_key():
         "amax_group": "tp",
         "margin": 1,
         "power_of_2_scale": False,  # the only value that delayed scaling allows
+        "recast_weights": True,
     }
     recipe = Recipe()
     for field in dataclasses.fields(Recipe):
