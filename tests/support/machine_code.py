@@ -108,7 +108,8 @@ def traced(name: str, recipe: str, dynamic: bool = False, amd: bool = False) -> 
     """The kernels of one training step, each once, as they are launched on an H200. `amd`: with an AMD GPU's conversions."""
     build, shape = MODELS[name]
     model = unallocated(build, BF16)
-    compiled = torch.compile(model, backend="fp8", dynamic=dynamic, options={"recipe": recipe, "policy": ALL_FP8})
+    options = {"recipe": recipe, "policy": ALL_FP8, "recast_weights": False}  # so that weights are cast into both layouts
+    compiled = torch.compile(model, backend="fp8", dynamic=dynamic, options=options)
     x = torch.empty(shape, dtype=BF16, requires_grad=True)
     found: dict[str, Generated] = {}
     launch = compat.launch
