@@ -23,7 +23,7 @@ from ..ir.fx_utils import arg
 from ..ir.grouped import ALIGN
 from .group import Group
 from .indexing import Domain, Index, quotient, size_of, sizes
-from .masks import Masks, guarded, kept
+from .masks import Masks, both, guarded, kept
 from .scales import Scale, computed_scale, of_amax
 
 
@@ -89,7 +89,7 @@ class Tiles:
         value, text = scale.node.meta["val"], self.writer.text
         if scale.groups is not None:
             group = self.groups_of_rows(int(value.shape[0]), scale.groups)
-            mask = _both(f"({group} < {value.shape[0]})", self.writer.masks.col)
+            mask = both(f"({group} < {value.shape[0]})", self.writer.masks.col)
             return f" + {group} * {text(size_of(value.shape[1]))} + col", mask
         blocks = (self.numbers("row", scale.rows), self.numbers("col", scale.columns))
         offset, mask, masks = "", "", self.writer.masks
@@ -97,9 +97,9 @@ class Tiles:
             stride = size_of(value.stride()[d])
             offset += f" + {name}" if stride == 1 else f" + {name} * {text(stride)}"
             if name == "row" and self.writer.domain.order is not None:
-                mask = _both(mask, "row_inside")
+                mask = both(mask, "row_inside")
             elif not name.startswith("(span") and (masks.row if name.startswith("row") else masks.col):
-                mask = _both(mask, f"({name} < {text(size_of(value.shape[d]))})")  # every span begins inside of the matrix
+                mask = both(mask, f"({name} < {text(size_of(value.shape[d]))})")  # every span begins inside of the matrix
         return offset, mask
 
     def numbers(self, axis: str, size: int) -> str:
@@ -147,7 +147,7 @@ class Tiles:
             f"    if first < {count}:",
             "        " + raised.format(into, "first", wide, f"tl.max({bits}, 0)[None, :]", guarded(inside)),
             "else:",
-            "    " + raised.format(into, group, wide, parts, guarded(_both(inside, f"({group} < {count})"))),
+            "    " + raised.format(into, group, wide, parts, guarded(both(inside, f"({group} < {count})"))),
         ]
 
     # -- spans: one number for each row of 128 columns --
@@ -185,10 +185,6 @@ def magnitude(value: str, masks: Masks) -> str:
     """An expression for the bits of magnitudes, int32. They are ordered like the magnitudes, with NaN above infinity. 0 outside
     of the matrix, and in rows of no group."""
     return kept(masks.counts, f"tl.abs({value}).to(tl.int32, bitcast=True)", "0")
-
-
-def _both(*masks: str) -> str:
-    return " & ".join(filter(None, masks))
 
 
 def _largest(bits: str, rows: int, columns: int) -> str:

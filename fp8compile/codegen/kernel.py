@@ -31,7 +31,7 @@ from .block_scales import Tiles, magnitude
 from .expressions import FLOATS, TRITON_DTYPE, expression, number_text, prelude, rounded
 from .group import Group, Output, statistics_of, title
 from .indexing import VIEWS, Index, sizes, varies_with
-from .masks import Masks, guarded, kept
+from .masks import Masks, both, guarded, kept
 from .scales import FROM_AMAX, SPAN, Scale, computed_scale
 from .text import dtype_name, indented, integer
 
@@ -357,10 +357,10 @@ class _Writer:
                 if output.content == "copy":
                     lines.append(f"tl.store({pointer} + row * {columns} + col, {quantized[key]}{guarded(self.masks.inside)})")
                 else:
-                    parts = [f"(col_t < {columns})"] if self.masks.col else []
-                    parts += [f"(row_t < {padded})"] if self.masks.row else []
+                    columns_inside = f"(col_t < {columns})" if self.masks.col else ""
+                    inside = both(columns_inside, f"(row_t < {padded})" if self.masks.row else "")
                     where = f"{pointer} + col_t * {padded} + row_t"
-                    lines.append(f"tl.store({where}, tl.trans({quantized[key]}){guarded(' & '.join(parts))})")
+                    lines.append(f"tl.store({where}, tl.trans({quantized[key]}){guarded(inside)})")
         return lines
 
     def quantize(self, output: Output, value: str, tiles: Tiles) -> str:

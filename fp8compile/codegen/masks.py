@@ -33,6 +33,10 @@ def _divides(size: sympy.Expr, block: int) -> bool:
     return bool(size.is_Integer) and size > 0 and int(size) % block == 0
 
 
+def both(*masks: str) -> str:
+    return " & ".join(filter(None, masks))
+
+
 def guarded(mask: str, other: str = "") -> str:
     """The arguments `mask` and `other` of a load or a store."""
     return f", mask={mask}{f', other={other}' if other else ''}" if mask else ""

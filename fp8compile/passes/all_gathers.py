@@ -12,8 +12,7 @@ all that read it are FP8 matmuls which cast it alike, with one scale. The scale 
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 from torch.fx import Graph, Node
@@ -21,32 +20,16 @@ from torch.fx import Graph, Node
 from ..ir.all_gathers import AllGather, all_gather_of
 from ..ir.fx_utils import CASTS, SAME, Emitter, arg, aten, call_function, value
 from ..ir.matmul import Matmul
-from .collectives import LAYOUT, SIZES, Collectives, cast_local, reason_against, record
+from .collectives import LAYOUT, SIZES, Collectives, cast_local, moved_collectives, reason_against
 from .plan import Operand, Plan
 
 
 def all_gathers(matmuls: Iterable[Matmul], plan: Plan) -> Collectives:
     """Which gathers can carry FP8. Changes nothing."""
-    readers: dict[Node, Matmul] = {matmul.node: matmul for matmul in matmuls}
-    found: dict[Node, dict[Operand, AllGather]] = defaultdict(dict)
-    names: dict[Node, str] = {}
-    for matmul in (x for x in readers.values() if x.fp8):
-        for matrix, role in matmul.roles:
-            gather = all_gather_of(matrix.base)
-            if gather is not None:
-                found[gather.node][plan.of(matrix, role, matmul)] = gather
-                names.setdefault(gather.node, f"{matmul.fqn} ({role})")
-    moved, records = {}, []
-    for node, operands in found.items():
-        operand, gather = next(iter(operands.items()))
-        reason = _reason(gather, operands, readers)
-        if not reason:
-            moved[operand] = gather
-        records.append(record(gather, names[node], reason))
-    return Collectives(moved, tuple(records))
+    return moved_collectives(matmuls, plan, all_gather_of, _reason)
 
 
-def _reason(gather: AllGather, operands: Mapping[Operand, AllGather], matmuls: Mapping[Node, Matmul]) -> str:
+def _reason(gather: AllGather, operands: Collection[Operand], matmuls: Mapping[Node, Matmul]) -> str:
     """Why a gather stays in high precision; "" if it can carry FP8."""
     if any(operand.offs is not None or operand.matrix.stack > 1 for operand in operands):
         return "read by a grouped matmul"

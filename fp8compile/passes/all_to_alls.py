@@ -15,8 +15,7 @@ moved if only FP8 matmuls read what it brings, and cast it alike, with one scale
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 from torch.fx import Graph, Node
@@ -24,7 +23,7 @@ from torch.fx import Graph, Node
 from ..ir.all_to_alls import AllToAll, all_to_all_of, moved_from
 from ..ir.fx_utils import CASTS, Emitter, aten, call_function, value
 from ..ir.matmul import Matmul
-from .collectives import SIZES, Collectives, cast_local, reason_against, record
+from .collectives import SIZES, Collectives, cast_local, moved_collectives, reason_against
 from .plan import Operand, Plan
 
 CAST = torch.ops.prims.convert_element_type.default
@@ -33,24 +32,13 @@ OFF = "fp8_all_to_all is off"
 
 def all_to_alls(matmuls: Iterable[Matmul], plan: Plan) -> Collectives:
     """Which all-to-alls can carry FP8. Changes nothing."""
-    readers: dict[Node, Matmul] = {matmul.node: matmul for matmul in matmuls}
-    found: dict[AllToAll, dict[Operand, None]] = defaultdict(dict)
-    names: dict[AllToAll, str] = {}
-    for matmul in (x for x in readers.values() if x.fp8):
-        for matrix, role in matmul.roles:
-            exchange = all_to_all_of(matrix.base)
-            if exchange is not None:
-                found[exchange][plan.of(matrix, role, matmul)] = None
-                names.setdefault(exchange, f"{matmul.fqn} ({role})")
-    moved, records = {}, []
-    for exchange, operands in found.items():
-        reason = reason_against(operands, exchange.wait, _moves, readers)
-        if not reason and not all(operand.recipe.fp8_all_to_all for operand in operands):
-            reason = OFF
-        if not reason:
-            moved[next(iter(operands))] = exchange
-        records.append(record(exchange, names[exchange], reason))
-    return Collectives(moved, tuple(records))
+    return moved_collectives(matmuls, plan, all_to_all_of, _reason)
+
+
+def _reason(exchange: AllToAll, operands: Collection[Operand], matmuls: Mapping[Node, Matmul]) -> str:
+    """Why an all-to-all stays in high precision; "" if it can carry FP8."""
+    asked = all(operand.recipe.fp8_all_to_all for operand in operands)
+    return reason_against(operands, exchange.wait, _moves, matmuls) or ("" if asked else OFF)
 
 
 def _moves(node: Node) -> bool:

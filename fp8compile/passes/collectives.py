@@ -10,9 +10,10 @@ that its group agrees on:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.fx import Graph, Node
@@ -25,7 +26,7 @@ from ..ir.all_to_alls import AllToAll
 from ..ir.fx_utils import CASTS, PERMUTES, SAME, VIEWS, Emitter, aten, call_function, hint, value
 from ..ir.matmul import Matmul, factors
 from ..ir.records import CollectiveRecord
-from .plan import Operand
+from .plan import Operand, Plan
 
 LAYOUT = (*CASTS, *SAME, *VIEWS, *PERMUTES, aten.clone.default)
 SIZES = (aten.sym_size.int, aten.sym_numel.default)
@@ -56,7 +57,38 @@ class Collectives:
 NO_COLLECTIVES = Collectives()
 
 
-def record(collective: Collective, tensor: str, reason: str) -> CollectiveRecord:
+C = TypeVar("C", AllGather, AllToAll)
+
+
+def moved_collectives(
+    matmuls: Iterable[Matmul],
+    plan: Plan,
+    collective_of: Callable[[Node], C | None],
+    reason_of: Callable[[C, Collection[Operand], Mapping[Node, Matmul]], str],
+) -> Collectives:
+    """The collectives of one kind that FP8 matmuls read. `collective_of`: the one that brings a tensor. `reason_of`: why it
+    stays in high precision, "" if it can carry FP8."""
+    readers: dict[Node, Matmul] = {matmul.node: matmul for matmul in matmuls}
+    found: dict[Node, dict[Operand, C]] = defaultdict(dict)
+    names: dict[Node, str] = {}
+    for matmul in (x for x in readers.values() if x.fp8):
+        for matrix, role in matmul.roles:
+            collective = collective_of(matrix.base)
+            if collective is not None:
+                found[collective.node][plan.of(matrix, role, matmul)] = collective
+                names.setdefault(collective.node, f"{matmul.fqn} ({role})")
+    moved: dict[Operand, Collective] = {}
+    records = []
+    for node, operands in found.items():
+        operand, collective = next(iter(operands.items()))
+        reason = reason_of(collective, operands.keys(), readers)
+        if not reason:
+            moved[operand] = collective
+        records.append(_record(collective, names[node], reason))
+    return Collectives(moved, tuple(records))
+
+
+def _record(collective: Collective, tensor: str, reason: str) -> CollectiveRecord:
     local = value(collective.local)
     kind: Any = "all-gather" if isinstance(collective, AllGather) else "all-to-all"
     before = hint(local.numel()) * local.itemsize
@@ -64,15 +96,14 @@ def record(collective: Collective, tensor: str, reason: str) -> CollectiveRecord
 
 
 def reason_against(
-    operands: Iterable[Operand], wait: Node, through: Callable[[Node], bool], matmuls: Mapping[Node, Matmul]
+    operands: Collection[Operand], wait: Node, through: Callable[[Node], bool], matmuls: Mapping[Node, Matmul]
 ) -> str:
     """Why the result of a collective, which these operands hold, cannot come in FP8: there is more than one scale, or something
     else reads its values, behind nodes that they pass `through`. "" if it can."""
-    known = list(operands)
-    for operand in known:
+    for operand in operands:
         if operand.scaling.block != WHOLE:
             return f"recipe {operand.recipe.name!r} has more than one scale a tensor"
-    if len(known) > 1:
+    if len(operands) > 1:
         return "its matmuls cast it in different ways"
     for before, reader in _readers(wait, through):
         matmul = matmuls.get(reader)

@@ -194,12 +194,7 @@ def resources(compiled: Any) -> Resources:
             _metadata(data, "vgpr_spill_count") + _metadata(data, "sgpr_spill_count"),
         )
         return Resources(registers, spills, max(_metadata(data, "group_segment_fixed_size"), compiled.metadata.shared))
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        text = subprocess.run(
-            [_nvidia("cuobjdump"), "--dump-resource-usage", file.name], check=True, capture_output=True, text=True
-        ).stdout
+    text = _told(compiled, "cuobjdump", "--dump-resource-usage")
     counts = {key: int(value) for key, value in re.findall(r"\b(REG|STACK|SHARED|LOCAL):(\d+)", text)}
     return Resources(counts["REG"], counts["STACK"] + counts["LOCAL"], max(counts["SHARED"], compiled.metadata.shared))
 
@@ -207,10 +202,7 @@ def resources(compiled: Any) -> Resources:
 def instructions(compiled: Any) -> list[int]:
     """The instructions in the machine code of a kernel for an NVIDIA GPU: of all of it, then of the body of each loop. Slow
     paths behind its end, such as those of exact divisions, do not count."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        text = subprocess.run([_nvidia("nvdisasm"), "-c", file.name], check=True, capture_output=True, text=True).stdout
+    text = _told(compiled, "nvdisasm", "-c")
     count, labels, loops = 0, {}, []
     for line in text.splitlines():
         if label := re.match(r"(\.L_x_\d+):", line):
@@ -225,6 +217,14 @@ def instructions(compiled: Any) -> list[int]:
             if found[2] == "BRA" and target and target[0] in labels:
                 loops.append(count - labels[target[0]])
     return [count, *loops]
+
+
+def _told(compiled: Any, tool: str, option: str) -> str:
+    """What one of NVIDIA's tools prints of a kernel's machine code."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        return subprocess.run([_nvidia(tool), option, file.name], check=True, capture_output=True, text=True).stdout
 
 
 def _nvidia(tool: str) -> str:
@@ -260,7 +260,7 @@ def main() -> None:
                     made = compile_kernel(kernel, config, target)
                     found = resources(made)
                     numbers = f"{found.registers:10} {found.spills:7} {found.shared:7}"
-                    if "cubin" in made.asm and config[0] * config[1] > 0:
+                    if "cubin" in made.asm:
                         a_tile = config[2] * 32 / (config[0] * config[1])  # of all threads, an element of a tile
                         numbers += "  " + " + ".join(f"{a_tile * count:.1f}" for count in instructions(made))
                     print(f"{kernel.model:18} {kernel.name:72} {'x'.join(map(str, config)):>12} {numbers}", flush=True)
