@@ -35,7 +35,7 @@ from .ir.inputs import Inputs, capture
 from .ir.records import FP8, HIGH_PRECISION, Gatherable, GraphReport
 from .logs import get_logger, say_once
 from .passes import legality
-from .passes.pipeline import Rewritten, run_early_post_grad, run_joint, run_post_grad, skipped
+from .passes.pipeline import Rewritten, run_early_post_grad, run_joint, run_partitioned, run_post_grad, skipped
 from .passes.remarks import remarks
 from .passes.whole_model import whole_kinds
 from .reporting.report import Report
@@ -170,6 +170,17 @@ def _compile_once(
             record = _report(done, inputs, chosen, device)
         return done
 
+    def keep(forward: GraphModule, backward: GraphModule, visible: int) -> None:
+        kept = run_partitioned(forward, backward, visible, formats.fnuz())
+        if kept:
+            before, after = (sum(x) / 1e6 for x in ([k.before for k in kept], [k.bytes for k in kept]))
+            logger.info("fp8: %s keeps %d tensors in FP8 for backward: %.0f MB, not %.0f", inputs.root, len(kept), after, before)
+        if record is not None:
+            LEDGER.keeps(record, kept)
+
+    saves = policy.save == "fp8" and not observes
+    if saves and chosen.inductor.get("custom_partitioner_fn"):
+        _complain(chosen, "save='fp8' has no effect beside a custom_partitioner_fn, which decides what is kept")
     calls, owners = Calls(interface), Owners(interface)
     calls.together = compat.changes_collectives(chosen.inductor)
     halves = Halves(inner, rewrite, calls, owners)
@@ -181,7 +192,7 @@ def _compile_once(
             chosen.inductor.get("joint_custom_pre_pass"),
         ),
         "custom_partitioner_fn": chosen.inductor.get("custom_partitioner_fn")
-        or compat.Partitioner([op.name() for op in RECOMPUTABLE]),
+        or compat.Partitioner([op.name() for op in RECOMPUTABLE], keep if saves else None, f"-{saves}-{skipped()}"),
     }
     # DDPOptimizer expects one lazy backward for each graph, but with a schedule each graph is compiled twice
     at_once = policy.schedule is not None

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from ..ir import ops
 from ..ir.fx_utils import is_tensor
 
 aten = torch.ops.aten
@@ -120,6 +121,8 @@ def supported(node: Node) -> bool:
     target, arguments = node.target, [x for x in node.args if isinstance(x, Node)]
     if any(not is_tensor(x) for x in arguments):
         return False
+    if target is ops.dequantize:
+        return value.dtype in FLOATS
     dtypes = [x.meta["val"].dtype for x in arguments]
     if any(dtype not in TRITON_DTYPE for dtype in [value.dtype, *dtypes]):
         return False
@@ -151,6 +154,8 @@ def expression(node: Node, operands: list[str], name: str = "v") -> str:
     """The Triton expression of a supported node: a value of the node's dtype, held as the module's docstring says. For a copy
     that changes nothing: the operand."""
     target, dtype = node.target, node.meta["val"].dtype
+    if target is ops.dequantize:
+        return rounded(f"({operands[0]}.to(tl.float32) * {operands[1]})", dtype)
     if target in CONSTANTS:
         number: Any = node.args[1] if target is CONSTANTS[0] else node.args[0]
         return _rounded(number, dtype)

@@ -140,6 +140,8 @@ class Domain:
             return [(source, index)] if index == self.row_index(node) else None  # type: ignore[list-item]
         if not supported(node):
             return None
+        if node.target is ops.dequantize:
+            return self._dequantized(node, index)
         return [
             (x, _broadcast(index, sizes(node), sizes(x))) if isinstance(x, Node) else x
             for x in node.args[: 1 if node.target in _ONE_OPERAND else None]
@@ -155,6 +157,21 @@ class Domain:
         if len(sizes(source)) != 2 or index != self.full(sizes(node)) or index[0] is None or self.row_index(rows) is None:  # type: ignore[arg-type]
             return None
         return Term(rows, sympy.Integer(1), None), index[1]
+
+    def _dequantized(self, node: Node, index: Index) -> list[tuple[Node, Index]] | None:
+        """FP8 values with their index, and the inverses of their scales: one for all, or one a block."""
+        data, inverse = node.args[:2]
+        if inverse.meta["val"].dim() == 1:  # type: ignore[union-attr]
+            return [(data, index), (inverse, (None,))]  # type: ignore[list-item]
+        scales: list[Term | None] = []
+        for term, block, count in zip(index, arg(node, 3), sizes(inverse), strict=True):  # type: ignore[arg-type]
+            if count == 1 or term is None:
+                scales.append(None)
+            elif isinstance(term.axis, str) and term.divisor == 1 and term.size is None:
+                scales.append(Term(term.axis, sympy.Integer(block), None))
+            else:
+                return None
+        return [(data, index), (inverse, tuple(scales))]  # type: ignore[list-item]
 
     def reduction(self, node: Node) -> tuple[Node, bool] | None:
         """(source, is there one result a row?) of a sum, mean, variance or amax over one of the two dimensions; None for any

@@ -95,5 +95,14 @@ def row_major(x: Tensor, shape: Sequence) -> Tensor:
     return aten.as_strided.default(x, list(shape), strides, 0)
 
 
+def dequantize(data: Tensor, inv: Tensor, dtype: torch.dtype, block: Sequence[int] = (0, 0)) -> Tensor:
+    """`ops.dequantize`; where 1 x N elements share a scale, without a copy of the scales for each element."""
+    rows, columns = data.shape
+    if inv.dim() == 2 and block[0] == 1 and block[1] > 1 and isinstance(columns, int) and columns % block[1] == 0:
+        parts = data.to(torch.float32).view(-1, columns // block[1], block[1]) * inv.unsqueeze(-1)
+        return parts.view(-1, columns).to(dtype)
+    return ops.values(data, inv, dtype, block)
+
+
 def concatenate(vectors: list[Tensor]) -> Tensor:
     return torch.cat(vectors)

@@ -94,6 +94,9 @@ from .inductor import (
     inductor_config,
     inductor_modes,
     inductor_type,
+    is_checkpointed,
+    keep_instead,
+    no_version_check,
     random_prims,
     sources_hash,
 )

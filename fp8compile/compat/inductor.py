@@ -13,8 +13,9 @@ from typing import Any
 import torch
 import torch._functorch.config as functorch_config
 import torch._functorch.partitioners as partitioners
+from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from .triton import accesses_known
@@ -123,14 +124,26 @@ class Partitioner(CustomPartitionerFn):
     """The min-cut partitioner, told that `recomputable` operators fuse like pointwise ones and may run again in backward.
 
     To the stock partitioner a custom operator is opaque, so it would save FP8 copies of whole weights (pytorch#141881).
+
+    `after` (forward, backward, number of outputs that the caller sees) may change what the forward keeps for the backward; the
+    forward's other outputs are what it keeps. `key` tells apart partitioners that do different things.
     """
 
-    def __init__(self, recomputable: Sequence[str]):
+    def __init__(
+        self, recomputable: Sequence[str], after: Callable[[GraphModule, GraphModule, int], None] | None = None, key: str = ""
+    ):
         self.recomputable = tuple(recomputable)  # names, because this object is pickled for a cache key
+        self.after, self.key = after, key
 
     def __call__(self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any):
         with self._extended():
-            return partitioners.min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+            forward, backward = partitioners.min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+        if self.after is not None:
+            self.after(forward, backward, kwargs["num_fwd_outputs"])
+        return forward, backward
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"recomputable": self.recomputable, "after": None, "key": self.key}
 
     @contextlib.contextmanager
     def _extended(self) -> Iterator[None]:
@@ -150,7 +163,37 @@ class Partitioner(CustomPartitionerFn):
             partitioners.get_default_op_list = stock
 
     def uuid(self) -> Any:
-        return f"fp8compile-partition-{sources_hash()}"
+        return f"fp8compile-partition-{sources_hash()}{self.key}"
+
+
+def keep_instead(forward: Graph, visible: int, instead: Mapping[Node, Sequence[Node]]) -> None:
+    """Let a forward graph keep other tensors for its backward: `instead` of a node, these nodes. The first `visible` outputs
+    are those that the caller sees, and stay.
+
+    AOTAutograd describes each output (torch 2.11 to 2.15, `_extract_fwd_bwd_modules`): what is kept has a number.
+    """
+    (output,) = forward.find_nodes(op="output")
+    old: Sequence[Any] = output.args[0]
+    descs = output.meta.get("desc")
+    described = [*descs] if isinstance(descs, (list, tuple)) and len(descs) == len(old) else [None] * len(old)
+    kept = [
+        (node, desc) for given, desc in zip(old[visible:], described[visible:], strict=True) for node in instead.get(given, (given,))
+    ]
+    output.args = (type(old)([*old[:visible], *(node for node, _ in kept)]),)
+    if descs is not None:
+        kinds = [type(desc) if desc is not None else SavedForBackwardsAOTOutput for _, desc in kept]
+        output.meta["desc"] = [*described[:visible], *(kind(i) for i, kind in enumerate(kinds))]
+
+
+def no_version_check(node: Node) -> bool:
+    """Does AOTAutograd keep this tensor without checking its version (torch 2.11 to 2.15)? Such tensors come last."""
+    return bool(node.meta.get("saved_tensor_with_no_vc_check"))
+
+
+def is_checkpointed(node: Node) -> bool:
+    """Does the user's checkpointing compute this node again in backward?"""
+    again = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+    return node.meta.get("ac_graph_id") is not None and node.meta.get("recompute") in again
 
 
 def random_prims() -> dict[Any, str]:

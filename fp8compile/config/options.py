@@ -19,7 +19,7 @@ from .policy import Policy, load
 from .recipe import Recipe, boolean
 
 _RECIPE_FIELDS = {"recipe": "name", **{f.name: f.name for f in dataclasses.fields(Recipe) if f.name != "name"}}  # by option
-OURS = ("policy", "device", "eval", *_RECIPE_FIELDS, "strict")
+OURS = ("policy", "device", "eval", "save", *_RECIPE_FIELDS, "strict")
 _DELAYED_ONLY = ("amax_history_len", "amax_compute_algo", "interval", "reduce_amax")
 # Inductor's switches of the passes that do our work
 _PASSES = ("use_joint_graph_passes", "use_post_grad_passes")
@@ -57,7 +57,7 @@ def parse(options: Mapping[str, Any] | None = None, mode: str | None = None) -> 
         (ours if name in OURS else theirs)[name] = value
     strict = ours.pop("strict", False)
     boolean("strict", strict)
-    settings = {name: ours.pop(name) for name in ("device", "eval") if name in ours}
+    settings = {name: ours.pop(name) for name in ("device", "eval", "save") if name in ours}
     policy = load(ours.pop("policy", None))
     inductor = {**_mode_patches(mode), **_inductor_patches(theirs)}
     named = isinstance(ours.get("recipe"), str) and ours["recipe"] in policy.recipes

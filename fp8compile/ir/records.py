@@ -95,6 +95,17 @@ class CollectiveRecord:
 
 
 @dataclass(frozen=True)
+class KeptRecord:
+    """A tensor that forward keeps for backward in FP8, because `save="fp8"` asked for it. `module` made it; `tensor` is its
+    dtype and sizes; the bytes are those of the copy with its scales, `before` those of the tensor."""
+
+    module: str
+    tensor: str
+    before: int
+    bytes: int
+
+
+@dataclass(frozen=True)
 class OpaqueRecord:
     """An op that hides matmuls: they are not listed one by one, and the op is not rewritten.
 
@@ -112,7 +123,8 @@ class GraphReport:
 
     `edges` are pairs of positions in `matmuls`: the output of the first reaches the second with no matmul between them.
     `device` names the device description by which FP8 was weighed, "" if there was none. `remarks` are further notes.
-    `collectives` are the graph's own; all-gathers of FSDP2 are outside of graphs.
+    `collectives` are the graph's own; all-gathers of FSDP2 are outside of graphs. `kept`: what is kept for backward in FP8 with
+    `save="fp8"`.
     """
 
     index: int
@@ -124,6 +136,7 @@ class GraphReport:
     device: str = ""
     remarks: tuple[str, ...] = ()
     collectives: tuple[CollectiveRecord, ...] = ()
+    kept: tuple[KeptRecord, ...] = ()
 
 
 def forward_sizes(record: MatmulRecord) -> tuple[int, int, int]:

@@ -189,7 +189,7 @@ class _Lowering:
         return self.inline(node, ops.transposition, x)
 
     def dequantize(self, node: Node, *args) -> Node:
-        return self.inline(node, ops.values, *args)
+        return self.inline(node, forms.dequantize, *args)
 
     def group_order(self, node: Node, *_) -> None:
         scaled_grouped.lower_order(node, self.inline)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
 from .. import compat
 from ..config.policy import Policy
@@ -22,7 +22,7 @@ from ..devices.catalog import Device
 from ..errors import CapacityExceeded, OptionError
 from ..ir.inputs import Inputs
 from ..ir.matmul import Matmul
-from ..ir.records import CollectiveRecord, Gatherable, OpaqueRecord
+from ..ir.records import CollectiveRecord, Gatherable, KeptRecord, OpaqueRecord
 from ..ir.state_page import SlotKey
 from ..logs import SKIP_VARIABLE, dump, get_logger
 from .all_gathers import all_gathers
@@ -40,6 +40,7 @@ from .plan import Plan, plan
 from .profitability import weigh
 from .quantize import Written, observe, quantize
 from .recast import recast
+from .save import Halves, save
 from .scatters import scatters
 from .update_state import update_state
 
@@ -165,6 +166,9 @@ JOINT: tuple[Pass[Joint], ...] = (
     Pass("unspell", Joint.unspell),  # those that stay in high precision as they were
     Pass("update_state", Joint.update_state),  # the next scaling state
 )
+PARTITIONED: tuple[Pass[Halves], ...] = (
+    Pass("save", save, optional=True),  # large tensors that forward keeps, in FP8
+)
 EARLY_POST_GRAD: tuple[Pass[Graph], ...] = (
     Pass("expose", expose),  # FP8 matmuls, where Inductor fuses them with collectives; nowhere else
 )
@@ -228,6 +232,15 @@ def run_joint(
     return replace(done, forward=forward, backward=backward, pages=names)
 
 
+def run_partitioned(forward: GraphModule, backward: GraphModule, visible: int, fnuz: bool) -> tuple[KeptRecord, ...]:
+    """Rewrite what a forward keeps for its backward, in both graphs in place; returns what it keeps in FP8. `visible`: how many
+    outputs of forward its caller sees."""
+    halves = Halves(forward, backward, visible, fnuz)
+    _run(PARTITIONED, halves, forward.graph)
+    backward.graph.lint()
+    return tuple(halves.kept)
+
+
 def run_post_grad(graph: Graph) -> None:
     """Lower a partitioned graph in place: no operator of ours is left, except on a CPU those with scales of blocks."""
     _run(POST_GRAD, graph, graph)
@@ -241,7 +254,7 @@ def run_early_post_grad(graph: Graph) -> None:
 def skipped() -> tuple[str, ...]:
     """The passes that FP8COMPILE_SKIP names. OptionError for a name of no optional pass."""
     names = tuple(filter(None, (name.strip() for name in os.environ.get(SKIP_VARIABLE, "").split(","))))
-    every: tuple[Pass[Any], ...] = (*JOINT, *EARLY_POST_GRAD, *POST_GRAD)
+    every: tuple[Pass[Any], ...] = (*JOINT, *PARTITIONED, *EARLY_POST_GRAD, *POST_GRAD)
     optional = [step.name for step in every if step.optional]
     for name in names:
         if name not in optional:

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from ..ir.records import GraphReport
+from ..ir.records import GraphReport, KeptRecord
 from .parameters import all_records, record_of
 
 if TYPE_CHECKING:
@@ -31,6 +31,12 @@ class Ledger:
             self._graphs[index] = dataclasses.replace(graph, index=index)
         self.attach(index, parameters)
         return index
+
+    def keeps(self, index: int, kept: tuple[KeptRecord, ...]) -> None:
+        """Record what graph `index` keeps for backward in FP8. An index that clear() has dropped is ignored."""
+        with self._lock:
+            if index in self._graphs:
+                self._graphs[index] = dataclasses.replace(self._graphs[index], kept=kept)
 
     def graph(self, index: int) -> GraphReport:
         """One graph. KeyError if clear() has dropped it."""

@@ -151,6 +151,7 @@ def _joined(file: PolicyFile, base: Policy | None, source: str) -> Policy:
         defaults=Defaults(**settings),
         schedule=file.schedule or base.schedule,
         eval=file.eval or base.eval,
+        save=file.save or base.save,
         device=file.device or base.device,
         source=source,
         own=len(file.rules),

@@ -31,6 +31,7 @@ Gemm = Literal["fprop", "dgrad", "wgrad"]
 Kind = Literal["output head", "router gate", "down projection"]
 Fp8 = Literal["on", "off", "auto"]
 Eval = Literal["high_precision", "fp8"]
+Save = Literal["auto", "fp8"]
 if TYPE_CHECKING:
     Op = str
 else:
@@ -206,6 +207,7 @@ class _Tables:
     defaults: Defaults = key("The settings where no rule gives others.", "a table, [defaults]", Defaults())
     schedule: Schedule | None = key("High precision at the beginning and at the end of training.", "a table, [schedule]")
     eval: Eval | None = _choice("Precision of evaluation. Default: high_precision.", Eval)
+    save: Save | None = _choice("How large tensors are kept for backward. Default: auto, as they are.", Save)
     device: PathOrName | None = key('Decide as for this device, such as "h100". Default: the one that is used.', "a name")
 
 
@@ -241,6 +243,7 @@ class Policy(_Tables):
     """
 
     eval: Eval = _choice("Precision of evaluation.", Eval, "high_precision")
+    save: Save = _choice("How large tensors are kept for backward.", Save, "auto")
     source: str = field(default="Python", compare=False)
     own: int | None = field(default=None, compare=False)
     labels: tuple[str, ...] = field(default=(), compare=False)
@@ -310,7 +313,7 @@ class Policy(_Tables):
             {name: given(self.recipes[name]) for name in sorted(self.recipes)},
             given(self.defaults),
             given(self.schedule) if self.schedule is not None else None,
-            [self.eval, self.device],
+            [self.eval, self.device, self.save],
         ]
         return json.dumps(parts, sort_keys=True)
 
