@@ -81,6 +81,11 @@ class Joint:
     pages: tuple[Node, Node] | None = None  # the state inputs of forward and backward, where some slot needs them
     written: Written | None = None
 
+    @property
+    def saves(self) -> bool:
+        """Does the pass `save` follow?"""
+        return self.policy.save == "fp8" and "save" not in skipped() and not self.high_precision
+
     def unite(self) -> int:
         return unite(self.graph)
 
@@ -136,7 +141,7 @@ class Joint:
 
     def quantize(self) -> int:
         if not self.high_precision:
-            self.written = quantize(self.graph, self.matmuls, self.plan, self.pages, self.groups, self.collectives)
+            self.written = quantize(self.graph, self.matmuls, self.plan, self.pages, self.groups, self.collectives, self.saves)
         elif self.pages is not None:
             self.written = observe(self.graph, self.plan, self.pages)
         return 0 if self.written is None else len(self.written.amaxes)

@@ -27,7 +27,8 @@ which dgrad reads: one byte an element, written while the tensor is at hand. The
 which wgrad reads, in the same way; whether to keep it is left to the partitioner. With `recast_weights`, and where the user
 checkpoints, a weight is cast again in backward. So is an activation whose producer reads tensors that the backward reads anyway
 (GELU, a norm): there, the transposed copy costs no more bytes than in forward, and none is kept. And so is a tensor that the
-backward keeps anyway (the output of attention).
+backward keeps anyway (the output of attention). With `save="fp8"` a copy is kept if it would be made again from two tensors that are kept
+in FP8: from the two factors of SwiGLU.
 """
 
 from __future__ import annotations
@@ -83,9 +84,11 @@ def quantize(
     pages: tuple[Node, Node] | None,
     groups: AmaxGroups = NO_GROUPS,
     collectives: Collectives = NO_COLLECTIVES,
+    save: bool = False,
 ) -> Written:
-    """Rewrite the decided matmuls; `pages` are the state inputs of forward and backward (None: no state)."""
-    writer = _Writer(graph, plan, pages, groups, collectives)
+    """Rewrite the decided matmuls; `pages` are the state inputs of forward and backward (None: no state). With `save` the
+    backward gets large tensors in FP8."""
+    writer = _Writer(graph, plan, pages, groups, collectives, save)
     for backward in (False, True):
         if plan.direction(backward):
             writer.snapshot(backward)  # first: its readers are inserted right behind inputs, and behind views of inputs
@@ -111,7 +114,9 @@ class _Writer:
         pages: tuple[Node, Node] | None,
         groups: AmaxGroups = NO_GROUPS,
         collectives: Collectives = NO_COLLECTIVES,
+        save: bool = False,
     ):
+        self.save = save
         self.graph, self.plan, self.pages, self.groups, self.collectives = graph, plan, pages, groups, collectives
         self.start = next(node for node in graph.nodes if node.op != "placeholder")  # readers of inputs go before it
         self.replaced: dict[Node, Node] = {}  # matmul -> its FP8 result, which may be an operand of the next matmul
@@ -179,7 +184,10 @@ class _Writer:
         if both and (kept or operand.key.role == "input" and blocks[0] == blocks[1]):
             scales = {layout: self.scale_of(operand, matrix, layout)[0] for layout in (False, True)}
             behind = max([*scales.values(), source, *rows])  # the last one in the graph
-            if not kept and recompute is None and (read_again(source) or kept_anyway(source)):
+            again = recompute is None and read_again(source)
+            # made again from two tensors that are kept in FP8, it would have their errors, too
+            kept = kept or again and self.save and not read_again(source, most=1)
+            if not kept and recompute is None and (again or kept_anyway(source)):
                 for layout, how in ((False, None), (True, compat.MUST_RECOMPUTE)):
                     emit = self.after(max([scales[layout], source, *rows]), operand, recompute=how)
                     made = emit(ops.quantize, source, scales[layout], form.dtype, form.max, layout, block, *rows)

@@ -12,9 +12,10 @@ from .. import compat
 from ..ir.fx_utils import CASTS, PERMUTES, SAME, VIEWS, arg, aten, hint, is_tensor, value
 
 
-def read_again(source: Node) -> bool:
-    """Is a forward tensor computed, element by element, from tensors that pointwise operators of the backward read, too?"""
-    big, computed = value(source).numel(), False
+def read_again(source: Node, most: int | None = None) -> bool:
+    """Is a forward tensor computed, element by element, from tensors that pointwise operators of the backward read, too? With
+    `most`: from no more than so many that are as large."""
+    big, computed, large = value(source).numel(), False, 0
     seen, stack = {source}, [source]
     while stack:
         node = stack.pop()
@@ -22,9 +23,11 @@ def read_again(source: Node) -> bool:
             computed = computed or _pointwise(node) and node.target not in CASTS
             stack += [x for x in node.all_input_nodes if x not in seen and is_tensor(x)]
             seen.update(node.all_input_nodes)
-        elif hint(value(node).numel()) * 16 > hint(big) and not _read_in_backward(node):
-            return False
-    return computed
+        elif hint(value(node).numel()) * 16 > hint(big):
+            large += 1
+            if not _read_in_backward(node):
+                return False
+    return computed and (most is None or large <= most)
 
 
 def kept_anyway(source: Node) -> bool:
