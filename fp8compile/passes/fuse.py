@@ -160,7 +160,7 @@ class _Finder:
             if other.domain != seed.domain or not self.shares(group, other):
                 continue
             larger = self.grouping(seed.domain, [*sinks, *other.sinks])
-            if not isinstance(larger, str) and len(larger.inputs) <= max(len(group.inputs) + 1, 3):
+            if not isinstance(larger, str) and _tensors(larger) <= max(_tensors(group) + 1, 3):
                 group, sinks = larger, [*sinks, *other.sinks]
                 joined.append(other)
         return group, joined
@@ -224,6 +224,11 @@ class _Finder:
             ):
                 dead += node.all_input_nodes
                 self.graph.erase_node(node)
+
+
+def _tensors(group: Group) -> int:
+    """How many inputs a group has; FP8 values and the scales that they are divided by count as one."""
+    return sum(not x.users or any(user.target is not ops.dequantize or arg(user, 0) is x for user in x.users) for x in group.inputs)
 
 
 def _written(group: Group) -> Kernel:

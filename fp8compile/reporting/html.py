@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..ir.records import GraphReport
-from . import diagram, gathered
+from . import diagram, gathered, kept
 from .layers import Row, Split, flops, hidden_rows, layers_of, matmul_split, microseconds, rows_of, share
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ class Section:
     opaque: tuple[tuple[str, str, str, int], ...]  # (module, op, why, how often)
     diagram: diagram.Diagram | None
     collectives: tuple[tuple[str, int, str, str, str, str], ...] = ()  # as `gathered.rows_of_graph` has them
+    kept: tuple[tuple[str, int, str, str, str], ...] = ()  # as `kept.rows` has them
 
     @property
     def share(self) -> str:
@@ -117,7 +118,8 @@ def section(graph: GraphReport) -> Section:
     layers = layers_of(graph.matmuls)
     rows = rows_of(layers)
     hidden, gathers = tuple(hidden_rows(graph.opaque)), tuple(gathered.rows_of_graph(graph.collectives))
-    return Section(graph, rows, matmul_split(rows), hidden, diagram.draw(graph, layers), gathers)
+    saved = tuple(kept.rows(graph.kept))
+    return Section(graph, rows, matmul_split(rows), hidden, diagram.draw(graph, layers), gathers, saved)
 
 
 def render(page: Page, path: str | Path | None = None) -> str:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from ..ir.records import FP8, GatherRecord, GraphReport, MatmulRecord, OpaqueRecord, forward_sizes
 from ..runtime.ledger import LEDGER
 from ..runtime.parameters import share_records
-from . import gathered, html, outside
+from . import gathered, html, kept, outside
 from .layers import Row, fraction, gemms, hidden_rows, layers_of, percent, repeated, rows_of, share, words
 from .outside import OutsideRecord
 
@@ -84,15 +84,17 @@ class Report:
             return self._empty
         counted = self._counted
         parts = [share(counted.matmuls) + (" of what was compiled" if self.outside and counted.matmuls else "")]
-        kept = [_rule(record.reason) for record in counted.matmuls if record.decision != FP8]
-        if kept:
-            parts.append(f"{len(kept)} kept: {_counts(kept)}")
+        high = [_rule(record.reason) for record in counted.matmuls if record.decision != FP8]
+        if high:
+            parts.append(f"{len(high)} kept: {_counts(high)}")
         if counted.opaque:
             parts.append(f"not rewritten: {_counts(map(_family, counted.opaque))}")
         if not self.matmuls:
             parts += dict.fromkeys(graph.note for graph in self.graphs if graph.note)
         parts += [outside.brief(self.outside)] if self.outside else []
         parts += [gathered.brief(self.gathered)] if self.gathered else []
+        saved = [record for graph in counted.graphs for record in graph.kept]
+        parts += [kept.brief(saved)] if saved else []
         parts += [self._note] if self._note else []
         return "; ".join(parts)
 
@@ -122,6 +124,7 @@ class Report:
                     "matmuls": [{**dataclasses.asdict(record), "flops": record.flops} for record in graph.matmuls],
                     "opaque": [dataclasses.asdict(record) for record in graph.opaque],
                     "collectives": [dataclasses.asdict(record) for record in graph.collectives],
+                    **({"kept": [dataclasses.asdict(record) for record in graph.kept]} if graph.kept else {}),
                 }
                 for graph in self.graphs
             ],
@@ -216,6 +219,7 @@ def _graph_text(graph: GraphReport, collapse: bool) -> str:
         text += "\n* dynamic shape: sizes of the call that was compiled"
     text += "".join(f"\n* {remark}" for remark in graph.remarks)
     text += f"\n\n{gathered.in_graph(graph.collectives)}" if graph.collectives else ""
+    text += f"\n\n{kept.text(graph.kept)}" if graph.kept else ""
     if graph.opaque:
         hidden = [(name + repeated(count), op, why) for name, op, why, count in hidden_rows(graph.opaque, collapse)]
         text += "\n" + tabulate(hidden, ("not rewritten", "op", "why"), tablefmt="simple", disable_numparse=True)

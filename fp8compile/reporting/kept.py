@@ -1,0 +1,32 @@
+"""What forward keeps for backward in FP8, with `save="fp8"`, as text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..ir.records import KeptRecord
+from .layers import alike, repeated
+
+
+def brief(records: Sequence[KeptRecord]) -> str:
+    """ "kept for backward in FP8: 623 MB in the place of 1,208"."""
+    before, after = (sum(sizes) / 1e6 for sizes in ([x.before for x in records], [x.bytes for x in records]))
+    return f"kept for backward in FP8: {after:,.4g} MB in the place of {before:,.4g}"
+
+
+def rows(records: Sequence[KeptRecord]) -> list[tuple[str, int, str, str, str]]:
+    """(module, how many tensors, dtype and sizes of each, bytes of all of them without FP8, with FP8)."""
+    found: list[tuple[str, int, str, str, str]] = []
+    for name, of in alike(records, lambda record: record.module, lambda record: (record.tensor, record.bytes)):
+        before, after = sum(record.before for record in of), sum(record.bytes for record in of)
+        found.append((name, len(of), of[0].tensor, f"{before:,}", f"{after:,}"))
+    return found
+
+
+def text(records: Sequence[KeptRecord]) -> str:
+    """A table of these rows."""
+    from tabulate import tabulate
+
+    body = [(name + repeated(count), *cells) for name, count, *cells in rows(records)]
+    head = ("kept for backward in FP8", "tensor", "bytes", "in FP8")
+    return tabulate(body, head, tablefmt="simple", disable_numparse=True, colalign=("left", "left", "right", "right"))
