@@ -40,6 +40,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fp8compile.passes import save
+
 from . import machine
 from .results import RESULTS
 from .show import table
@@ -56,6 +58,7 @@ ARMS: dict[str, dict[str, Any] | None] = {
     "float32": None,
     "delayed": {"recipe": "delayed"},
     "delayed-margin-0": {"recipe": "delayed", "margin": 0},
+    "delayed-save": {"recipe": "delayed", "save": "fp8"},
     "tensorwise": {"recipe": "tensorwise"},
     "rowwise": {"recipe": "rowwise"},
     "rowwise_with_gw_hp": {"recipe": "rowwise_with_gw_hp"},
@@ -108,6 +111,8 @@ def train(arm: str, seed: int, study: Study, text: Tensor) -> Row:
     # "medium": FP8 values are exact in bf16, so products of them may take the CPU's bf16 instructions
     torch.set_float32_matmul_precision("highest" if arm == "float32" else "medium")
     train_text, val_text = train_gpt.split_text(text, config.context)
+    if options and options.get("save"):
+        save.LEAST = 0  # no tensor of so small a model is large
     torch.manual_seed(seed)
     model = train_gpt.build_model(config)
     model.compile(backend="fp8" if options else "inductor", options=options, dynamic=False)

@@ -38,6 +38,7 @@ from .passes import legality
 from .passes.pipeline import Rewritten, run_early_post_grad, run_joint, run_partitioned, run_post_grad, skipped
 from .passes.remarks import remarks
 from .passes.whole_model import whole_kinds
+from .reporting.kept import brief as kept_in_fp8
 from .reporting.report import Report
 from .runtime import all_gather, probe
 from .runtime.all_gather import Gathers
@@ -173,12 +174,11 @@ def _compile_once(
     def keep(forward: GraphModule, backward: GraphModule, visible: int) -> None:
         kept = run_partitioned(forward, backward, visible, formats.fnuz())
         if kept:
-            before, after = (sum(x) / 1e6 for x in ([k.before for k in kept], [k.bytes for k in kept]))
-            logger.info("fp8: %s keeps %d tensors in FP8 for backward: %.0f MB, not %.0f", inputs.root, len(kept), after, before)
+            logger.info("fp8: %s: %s", inputs.root, kept_in_fp8(kept))
         if record is not None:
             LEDGER.keeps(record, kept)
 
-    saves = policy.save == "fp8" and not observes
+    saves = policy.save == "fp8" and inputs.training and not observes
     if saves and chosen.inductor.get("custom_partitioner_fn"):
         _complain(chosen, "save='fp8' has no effect beside a custom_partitioner_fn, which decides what is kept")
     calls, owners = Calls(interface), Owners(interface)

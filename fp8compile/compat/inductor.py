@@ -176,10 +176,9 @@ def keep_instead(forward: Graph, visible: int, instead: Mapping[Node, Sequence[N
     old: Sequence[Any] = output.args[0]
     descs = output.meta.get("desc")
     described = [*descs] if isinstance(descs, (list, tuple)) and len(descs) == len(old) else [None] * len(old)
-    kept = [
-        (node, desc) for given, desc in zip(old[visible:], described[visible:], strict=True) for node in instead.get(given, (given,))
-    ]
-    output.args = (type(old)([*old[:visible], *(node for node, _ in kept)]),)
+    before = zip(old[visible:], described[visible:], strict=True)
+    kept = [(node, desc) for given, desc in before for node in instead.get(given, (given,))]
+    output.args = ((*old[:visible], *(node for node, _ in kept)),)
     if descs is not None:
         kinds = [type(desc) if desc is not None else SavedForBackwardsAOTOutput for _, desc in kept]
         output.meta["desc"] = [*described[:visible], *(kind(i) for i, kind in enumerate(kinds))]

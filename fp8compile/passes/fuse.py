@@ -227,8 +227,12 @@ class _Finder:
 
 
 def _tensors(group: Group) -> int:
-    """How many inputs a group has; FP8 values and the scales that they are divided by count as one."""
-    return sum(not x.users or any(user.target is not ops.dequantize or arg(user, 0) is x for user in x.users) for x in group.inputs)
+    """How many inputs a group has; FP8 values and their scales count as one."""
+
+    def scales(x: Node) -> bool:
+        return all(user.target is ops.dequantize and arg(user, 1) is x for user in x.users)
+
+    return sum(not x.users or not scales(x) for x in group.inputs)
 
 
 def _written(group: Group) -> Kernel:

@@ -84,7 +84,7 @@ class Joint:
     @property
     def saves(self) -> bool:
         """Does the pass `save` follow?"""
-        return self.policy.save == "fp8" and "save" not in skipped() and not self.high_precision
+        return self.policy.save == "fp8" and self.inputs.training and not self.high_precision and "save" not in skipped()
 
     def unite(self) -> int:
         return unite(self.graph)

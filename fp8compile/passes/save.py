@@ -31,8 +31,23 @@ from ..codegen.traffic import fusable
 from ..config.recipe import WHOLE, Block
 from ..devices.formats import Format, pick
 from ..ir import ops
-from ..ir.fx_utils import CASTS, FLOATS, PERMUTES, SAME, SLICES, VIEWS, Emitter, arg, aten, call_function, hint, is_data
-from ..ir.fx_utils import is_tensor, same_size, value
+from ..ir.fx_utils import (
+    CASTS,
+    FLOATS,
+    PERMUTES,
+    SAME,
+    SLICES,
+    VIEWS,
+    Emitter,
+    arg,
+    aten,
+    call_function,
+    hint,
+    is_data,
+    is_tensor,
+    same_size,
+    value,
+)
 from ..ir.inputs import readable_module
 from ..ir.records import KeptRecord
 from ..logs import get_logger
@@ -44,7 +59,7 @@ BLOCK = Block(1, 128)
 CAST = (ops.quantize, ops.quantize_both, ops.amax, ops.amax_blocks)
 THROUGH = (*VIEWS, *PERMUTES, *CASTS, *SAME, aten.expand.default, aten.clone.default)
 PARTS = (*VIEWS, *PERMUTES, *SLICES, *SAME, aten.expand.default)
-COMPARED = tuple(getattr(getattr(aten, name), of) for name in ("eq", "ne", "lt", "le", "gt", "ge") for of in ("Tensor", "Scalar"))
+COMPARED = tuple(getattr(getattr(aten, name), of) for name in "eq ne lt le gt ge".split() for of in ("Tensor", "Scalar"))
 # what turns a small relative error into a large one
 STEEP = tuple(getattr(aten, name).default for name in "sin cos tan floor ceil round trunc frac sign exp expm1 exp2".split())
 SHIFTS = (aten.sub.Tensor, aten.add.Tensor, aten.mul.Scalar, aten.div.Scalar, aten.sub.Scalar, aten.add.Scalar)
@@ -171,8 +186,8 @@ def _cast_already(x: Node, form: Format) -> tuple[Node, Node] | None:
             if not call_function(cast, (ops.quantize, ops.quantize_both)) or arg(cast, 2) is not form.dtype:
                 continue
             both = cast.target is ops.quantize_both
-            block, rows = (cast.args[5:7] if both else cast.args[5:7]) + (WHOLE, None)[len(cast.args[5:7]) :]
-            if tuple(block) != WHOLE or rows is not None or value(reader).shape[-1] != value(x).shape[-1]:
+            more: list = [*cast.args[5:7], *(WHOLE, None)[len(cast.args[5:7]) :]]
+            if tuple(more[0]) != WHOLE or more[1] is not None or value(reader).shape[-1] != value(x).shape[-1]:
                 continue
             copies = [user for user in cast.users if arg(user, 1) == 0] if both else [] if arg(cast, 4) else [cast]
             if copies and not any(user.op == "output" for user in copies[0].users):

@@ -64,13 +64,14 @@ def test_every_option_reaches_its_field():
         "policy": "conservative",
         "device": "h100",
         "eval": "fp8",
+        "save": "fp8",
         "strict": True,
     }
     parsed = parse(given)
-    beside = ("policy", "device", "eval", "strict")
+    beside = ("policy", "device", "eval", "save", "strict")
     settings = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items() if name not in beside}
     assert dataclasses.asdict(parsed.recipe) == {"name": settings.pop("recipe"), **settings}
-    assert (parsed.policy.device, parsed.policy.eval) == ("h100", "fp8")
+    assert (parsed.policy.device, parsed.policy.eval, parsed.policy.save) == ("h100", "fp8", "fp8")
     assert parsed.policy.rules == load("conservative").rules
     assert parsed.strict and parsed.inductor == {}
     assert set(given) == set(options.OURS)

@@ -13,17 +13,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import fp8compile
-from fp8compile import StrictError
+from benchmarks.interpreted import interpreted as interpreted_
 from fp8compile.dryrun import fake_gpu
 from fp8compile.ir.records import KeptRecord
 from fp8compile.passes import save
-from benchmarks.interpreted import interpreted as interpreted_
 from tests.support.executed import executed
 from tests.support.gpu_steps import unallocated
-from tests.support.harness import ALL_FP8, assert_close, compiled, grads_of, histories, leaf, noise, sqnr
+from tests.support.harness import ALL_FP8, assert_close, compiled, grads_of, histories, leaf, noise
 from tests.support.models import Block, Checkpointed, Ffn, GptLayer, LlamaLayer, Mlp, Stack, SwiGlu, make
 
 FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
