@@ -13,8 +13,8 @@ Forward reads x itself, so its results are the same. The cast is part of the ker
 and `dequantize` part of those that read x in backward. If a matmul of forward has cast x already, that copy is kept.
 
 These are left alone: what is small; what a matmul or attention reads in backward, for which the values would have to be
-written again; what lives anyway (inputs and outputs of the graph); what the user's checkpointing computes again; and what an
-operator reads that small errors change much, like the exp of a softmax.
+written again; what lives anyway (inputs and outputs of the graph); what the user's checkpointing computes again; what an
+operator reads that small errors change much, like the exp of a softmax; a softmax itself, and sines of positions.
 """
 
 from __future__ import annotations
@@ -126,7 +126,17 @@ def _reason(x: Node, reader: Node | None, seen: set[Node], shared: Counter[Node]
         return f"its rows are not made of {BLOCK.columns} features each"
     if hint(tensor.numel()) * tensor.itemsize < LEAST:
         return "it is small"
-    return "no version is checked" if compat.no_version_check(x) else _unreadable(reader)
+    return "no version is checked" if compat.no_version_check(x) else _delicate(x) or _unreadable(reader)
+
+
+def _delicate(x: Node) -> str:
+    """What a tensor is, if it is too delicate: the probabilities of a softmax (a router's, say), or a rotation of positions,
+    which is no activation."""
+    while call_function(x, THROUGH) or call_function(x, SCALED) and not isinstance(arg(x, 1), Node):
+        x = arg(x, 0)
+    if call_function(x, (aten.sin.default, aten.cos.default)):
+        return "it is a sine or cosine"
+    return "it is a softmax" if call_function(x, (aten.div.Tensor,)) and call_function(arg(x, 0), (aten.exp.default,)) else ""
 
 
 def _unreadable(x: Node) -> str:

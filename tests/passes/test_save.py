@@ -230,12 +230,16 @@ class Unkept(nn.Module):
             case "attention":
                 q = y.unflatten(-1, (2, -1)).transpose(1, 2)
                 return F.scaled_dot_product_attention(q, q, q)
+            case "router":
+                return torch.softmax(y, -1)
+            case "rotation":
+                return (y * torch.cos(torch.arange(128.0) * x.shape[1]).expand(y.shape).contiguous()) + y * x.cos().detach()
             case "input":
                 return x * x
         return y * y
 
 
-UNKEPT = ["softmax", "largest", "output", "view of an output", "phase", "bounds", "matmul", "attention", "input"]
+UNKEPT = ["softmax", "largest", "output", "view of an output", "phase", "bounds", "matmul", "attention", "input", "router", "rotation"]
 
 
 @pytest.mark.parametrize("what", [*UNKEPT, "a square"])
