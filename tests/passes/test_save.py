@@ -13,6 +13,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 import fp8compile
 from benchmarks.interpreted import interpreted as interpreted_
@@ -327,6 +329,30 @@ def test_options(interpreted) -> None:
     run = torch.compile(model, backend="fp8", options={"policy": {**ALL_FP8, "save": "fp8"}})
     run(leaf(noise(4, 32, 128))).mean().backward()
     assert fp8compile.report(model).graphs[0].kept
+
+
+class Theirs(CustomPartitionerFn):
+    """A partitioner of the user's own."""
+
+    def __call__(self, gm: Any, joint_inputs: Any, **kwargs: Any) -> Any:
+        return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+
+    def uuid(self) -> Any:
+        return "theirs"
+
+
+def test_a_partitioner_of_the_users_own(interpreted) -> None:
+    model = make(lambda: SwiGlu(128, 256))
+    run = compiled(model, policy=ALL_FP8, save="fp8", strict=True, custom_partitioner_fn=Theirs())
+    with pytest.raises(fp8compile.StrictError, match="custom_partitioner_fn"):
+        run(leaf(noise(4, 32, 128)))
+
+
+def test_left_out_by_name(interpreted, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FP8COMPILE_SKIP", "save")
+    twins = Twins(make(lambda: SwiGlu(128, 256)))
+    twins.step(noise(4, 32, 128))
+    assert not twins.kept()
 
 
 @pytest.mark.parametrize(("build", "most"), [(LlamaLayer, 0.62), (Ffn, 0.60)])
