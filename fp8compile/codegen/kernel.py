@@ -32,7 +32,7 @@ from .expressions import FLOATS, TRITON_DTYPE, expression, number_text, prelude,
 from .group import Group, Output, statistics_of, title
 from .indexing import VIEWS, Index, sizes, varies_with
 from .masks import Masks, both, guarded, kept
-from .scales import FROM_AMAX, SPAN, Scale, computed_scale
+from .scales import FROM_AMAX, SPAN, Scale, computed_scale, loaded_scale
 from .text import dtype_name, indented, integer
 
 
@@ -84,7 +84,11 @@ class _Writer:
         self.group, self.domain = group, group.domain
         self.masks = Masks.of(group.domain)
         self.inputs = {node: f"x{i}" for i, node in enumerate(group.inputs)}
-        self.scales = {node: f"s{i}" for i, node in enumerate(group.scales)}
+        self.scales: dict[Node, str] = {}
+        self.read: list[Node] = []  # what the kernel reads of them, in the order of its parameters
+        for node, scale in group.scales.items():
+            self.scales[node] = f"s{len(self.read)}"
+            self.read += scale.read
         stored = group.with_content("copy", "transposed", "value", "row", "blocks", "number")
         self.pointers = {id(output): f"y{i}" for i, output in enumerate(stored)}
         self.stored, self.sums, self.amaxes = stored, group.with_content("sum"), group.with_content("amax")
@@ -113,13 +117,10 @@ class _Writer:
         else:
             body += ["block = pid"]
         body += self.rows(rows)
-        single = {name: group.scales[node] for node, name in self.scales.items() if group.scales[node].granularity == "one"}
-        for name, scale in single.items():
-            if scale.from_amax:
-                body.append(f"{name}_amax = tl.load({name}).to(tl.float32, bitcast=True)")
-                body += computed_scale(scale.node, f"{name}_amax", f"{name}_value")
-            else:
-                body.append(f"{name}_value = tl.load({name})")
+        for node, name in self.scales.items():
+            if (scale := group.scales[node]).granularity == "one":
+                first = int(name[1:])
+                body += loaded_scale(scale, [f"s{first + i}" for i in range(len(scale.read))], name)
         body += [self.store_number(output) for output in group.with_content("number")]
         for number in range(group.passes):
             body += self.reduce(number, columns)
@@ -145,7 +146,7 @@ class _Writer:
             name="",
             source="",
             inputs=tuple(self.inputs),
-            scales=tuple(scale.read for scale in group.scales.values()),
+            scales=tuple(self.read),
             outputs=tuple(self.stored),
             sums=tuple(self.sums),
             amaxes=tuple(self.amaxes),
@@ -158,7 +159,8 @@ class _Writer:
             order=self.domain.order,
             groups=group.groups,
         )
-        parameters = ", ".join([*kernel.parameters, "BLOCK_R: tl.constexpr", "BLOCK_C: tl.constexpr"])
+        constants = [*(f"width{i}" for i, output in enumerate(self.stored) if output.spaced), "BLOCK_R", "BLOCK_C"]
+        parameters = ", ".join([*kernel.parameters, *(f"{x}: tl.constexpr" for x in constants)])
         text = "\n".join(indented([*self.comments(), *body]))
         name = f"{title(group)}_{hashlib.sha256(f'{parameters}{text}'.encode()).hexdigest()[:8]}"
         source = f"import triton\nimport triton.language as tl\n\n\n@triton.jit\ndef {name}({parameters}):\n{text}\n"
@@ -355,11 +357,13 @@ class _Writer:
                 if key not in quantized:
                     quantized[key] = self.quantize(output, value, tiles)
                 if output.content == "copy":
-                    lines.append(f"tl.store({pointer} + row * {columns} + col, {quantized[key]}{guarded(self.masks.inside)})")
+                    width = f"width{self.stored.index(output)}" if output.spaced else columns
+                    lines.append(f"tl.store({pointer} + row * {width} + col, {quantized[key]}{guarded(self.masks.inside)})")
                 else:
                     columns_inside = f"(col_t < {columns})" if self.masks.col else ""
                     inside = both(columns_inside, f"(row_t < {padded})" if self.masks.row else "")
-                    where = f"{pointer} + col_t * {padded} + row_t"
+                    width = f"width{self.stored.index(output)}" if output.spaced else padded
+                    where = f"{pointer} + col_t * {width} + row_t"
                     lines.append(f"tl.store({where}, tl.trans({quantized[key]}){guarded(inside)})")
         return lines
 
@@ -386,7 +390,7 @@ class _Writer:
 
     def store_number(self, output: Output) -> str:
         """The first program stores a scale that all programs compute, or its inverse."""
-        scaled = output.node.target is ops.current_scale
+        scaled = output.node in self.scales
         name = f"{self.scales[output.node if scaled else arg(output.node, 0)]}_value"
         return f"tl.store({self.pointers[id(output)]}, {name if scaled else f'tl.div_rn(1.0, {name})'}, mask=pid == 0)"
 

@@ -15,14 +15,15 @@ argument, Inductor would take each launch for a kernel of its own, and tune each
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import sympy
 import torch
 from torch.fx import Graph, Node
 
 from .. import compat
-from ..ir.fx_utils import Emitter, arg, aten
+from ..ir.fx_utils import Emitter, arg, aten, value
 from .group import Group, Output
 from .indexing import Domain, product, quotient, size_of, sizes
 from .kernel import Kernel
@@ -115,15 +116,25 @@ def amax_bits(amaxes: Node) -> Node | None:
     return arg(amaxes, 0) if AMAX_BITS in amaxes.meta else None
 
 
+class Part(NamedTuple):
+    """Where a copy lies in a larger matrix, the result of the node `whole`: from `first` on, along dimension `dim`."""
+
+    whole: Node
+    dim: int
+    first: int
+
+
 class Launcher:
     """Writes launches into a graph."""
 
-    def __init__(self, graph: Graph, amaxes: int, like: Node, columns: int = 0):
+    def __init__(self, graph: Graph, amaxes: int, like: Node, columns: int = 0, parts: Mapping[int, Part] | None = None):
         """`amaxes`: how many amaxes of whole matrices there are. `columns`: elements for all amaxes of columns, as far as the
-        width of the matrix is known."""
+        width of the matrix is known. `parts`: outputs that are parts of larger matrices, by id."""
         self.graph, self.like = graph, like
         self.symbols: dict[sympy.Expr, Node] = {}
         self.vector: Node | None = None
+        self.parts = parts or {}
+        self.wholes: dict[Node, Node] = {}  # what parts are written into: the node of the graph -> its memory
         self.first_column = AMAX_STRIDE * amaxes
         if amaxes or columns:
             start = next(node for node in graph.nodes if node.op != "placeholder")
@@ -150,7 +161,8 @@ class Launcher:
         tensors.update({f"n{i}": self.number(emit, s) for i, s in enumerate(kernel.symbols)})
         configs = configurations(kernel)
         grids = [(self.number(emit, grid(kernel, walked, columns, config)), 1, 1) for config in configs]
-        compat.launch(emit, tuned(compat.load_kernel(kernel.name, kernel.source), configs), grids, tensors)
+        widths = {f"width{i}": value(outputs[i]).stride(0) for i, output in enumerate(kernel.outputs) if output.spaced}
+        compat.launch(emit, tuned(compat.load_kernel(kernel.name, kernel.source), configs), grids, tensors, widths)
         wide = [
             emit(aten.view.default, emit(aten.view.dtype, x, torch.float32), [-1, output.replaces.meta["val"].shape[1]])
             for x, output in zip(by_column, kernel.column_amaxes, strict=True)
@@ -183,23 +195,27 @@ class Launcher:
         return amaxes
 
     def _empty(self, emit: Emitter, output: Output, domain: Domain) -> Node:
-        value = output.node.meta["val"]
+        like = output.node.meta["val"]
         if output.content in ("value", "row"):
-            shape, strides = (list(map(size_of, x)) for x in (value.shape, value.stride()))
-            dtype = value.dtype
+            shape, strides = (list(map(size_of, x)) for x in (like.shape, like.stride()))
             number = functools.partial(self.number, emit)
             return emit(
                 aten.empty_strided.default,
                 [number(x) for x in shape],
                 [number(x) for x in strides],
-                dtype=dtype,
-                device=value.device,
+                dtype=like.dtype,
+                device=like.device,
                 pin_memory=False,
             )
         if output.content in ("blocks", "number"):
             return self._new(emit, list(sizes(output.replaces)), torch.float32)
         assert output.dtype is not None
         shape = [domain.rows, domain.columns] if output.content == "copy" else [domain.columns, domain.walked]
+        if (part := self.parts.get(id(output))) is not None:
+            if part.whole not in self.wholes:
+                self.wholes[part.whole] = self._new(emit, list(sizes(part.whole)), output.dtype)
+            end = self.number(emit, part.first + shape[part.dim])
+            return emit(aten.slice.Tensor, self.wholes[part.whole], part.dim, part.first, end)
         return self._new(emit, shape, output.dtype)
 
     def _new(self, emit: Emitter, shape: list[sympy.Expr], dtype: torch.dtype) -> Node:

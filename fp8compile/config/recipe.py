@@ -127,7 +127,9 @@ class Recipe:
     `fp8_encoding` is "auto" (the device's), "ocp" (e4m3fn, e5m2: NVIDIA, MI350) or "fnuz" (MI300). `recast_weights` casts
     weights again in backward instead of keeping their transposed FP8 copies from the forward: 1 byte a parameter less memory, 2
     bytes a parameter more traffic a step (4 if it is float32). "auto" does so where that costs little, or where FP8 would
-    otherwise need more memory than bf16 (`passes.recast`). `fp8_all_to_all` sends the rows of experts in FP8 to other ranks,
+    otherwise need more memory than bf16 (`passes.recast`). `merge_matmuls` makes one matmul of layers that read the same tensor
+    (q, k and v), with one scale for their weights and one for their gradients; "auto" where a described device is faster so
+    (`passes.merge`). `fp8_all_to_all` sends the rows of experts in FP8 to other ranks,
     where one graph has the all-to-all and its experts. `use_fast_accum` is (fprop, dgrad, wgrad): the FP8 tensor cores' shorter
     accumulators, faster and less exact.
     """
@@ -142,6 +144,7 @@ class Recipe:
     reduce_amax: bool | str = False
     amax_group: bool | str = False
     recast_weights: bool | str = "auto"
+    merge_matmuls: bool | str = "auto"
     fp8_all_to_all: bool = False
     use_fast_accum: tuple[bool, bool, bool] = (True, False, False)
     current_scaling: tuple[bool, bool, bool] = (False, False, False)
@@ -164,6 +167,8 @@ class Recipe:
         self._group("amax_group", "False")
         if not isinstance(self.recast_weights, bool) and self.recast_weights != "auto":
             raise OptionError.of("recast_weights", self.recast_weights, "True, False or 'auto'")
+        if not isinstance(self.merge_matmuls, bool) and self.merge_matmuls != "auto":
+            raise OptionError.of("merge_matmuls", self.merge_matmuls, "True, False or 'auto'")
         boolean("fp8_all_to_all", self.fp8_all_to_all)
         if self.name == "rowwise_with_gw_hp":
             object.__setattr__(self, "override_linear_precision", (*self.override_linear_precision[:2], True))

@@ -22,6 +22,7 @@ class MatmulRecord:
     Where a device's description decided: `bf16_us` and `fp8_us` are this gemm's estimated times in either precision, `cast_us`
     its share of the casts (all in microseconds), `break_even_m` the number of tokens from which its layer gains.
     `emulated`: the device has no tensor cores for the recipe; FP8 values are multiplied in bf16, which is exact and not faster.
+    `merged`: the layers, itself among them, for whose gemms of this kind there is one matmul.
     """
 
     fqn: str
@@ -43,6 +44,7 @@ class MatmulRecord:
     cast_us: float | None = None
     break_even_m: int | None = None
     emulated: bool = False
+    merged: tuple[str, ...] = ()
 
     @property
     def how(self) -> str:

@@ -30,7 +30,7 @@ from ..codegen.kernel import Kernel, write
 from ..codegen.scales import Scale, chain, made_in_place, of_amax, of_cast
 from ..codegen.text import Unwritable
 from ..codegen.traffic import Sizes, compare
-from ..ir import grouped, ops
+from ..ir import grouped, merged, ops
 from ..ir.fx_utils import PERMUTES, VIEWS, arg, behind, is_data, value
 from ..logs import get_logger
 from .grouping import OURS, SEEDS, Grouping, reaches
@@ -230,7 +230,7 @@ def _written(group: Group) -> Kernel:
     """The kernel of a group. It also writes the scales that its programs compute, and their inverses, if others read them. If
     the matrix may be empty, they are left to `lower`, because then no program may run."""
     if all(size.is_Integer and size > 0 for size in (group.domain.walked, group.domain.columns)):
-        for scale in [x.node for x in group.scales.values() if x.from_amax]:
+        for scale in [x.node for x in group.scales.values() if x.computed]:
             for node in (scale, *(user for user in scale.users if user.target is ops.inverse)):
                 if any(user.target not in (ops.quantize, ops.inverse) for user in node.users):
                     group.outputs.append(Output("number", node, node))
@@ -272,7 +272,8 @@ def _waits_for(node: Node) -> list[Node]:
 def _of_cast(node: Node) -> Output:
     """The output that replaces a cast."""
     content = "transposed" if arg(node, 4) else "copy"
-    return Output(content, arg(node, 0), node, _scale(node), arg(node, 2), arg(node, 3))
+    beside = any(user.target is merged.side_by_side and arg(user, 1) == 1 for user in node.users)
+    return Output(content, arg(node, 0), node, _scale(node), arg(node, 2), arg(node, 3), spaced=beside)
 
 
 def _of_amax(node: Node, casts: list[Node]) -> list[Output]:

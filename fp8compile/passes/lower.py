@@ -26,13 +26,13 @@ from ..codegen import lowerings as forms
 from ..codegen.inline import Inliner
 from ..codegen.update_kernel import LONGEST, launch_update
 from ..errors import Fp8CompileError
-from ..ir import grouped, ops, state_page
+from ..ir import grouped, merged, ops, state_page
 from ..ir.fx_utils import Emitter, arg, aten, is_data, is_tensor, value
 from ..ir.scale import inverse_of, scale_of
 
 STORED = (ops.snapshot, ops.delayed_scale, ops.delayed_inverse, ops.votes, ops.agreed_scale)
-COMPUTED = (ops.current_scale, ops.inverse)
-LOWERED = (*(op for op in ops.ALL if op is not ops.quantize_both), *grouped.ALL)
+COMPUTED = (ops.current_scale, ops.inverse, merged.largest, merged.least)
+LOWERED = (*(op for op in ops.ALL if op is not ops.quantize_both), *grouped.ALL, *merged.ALL)
 
 
 def lower_scales(graph: Graph) -> int:
@@ -190,6 +190,15 @@ class _Lowering:
 
     def dequantize(self, node: Node, *args) -> Node:
         return self.inline(node, ops.values, *args)
+
+    def largest(self, node: Node, numbers: list[Node]) -> Node:
+        return self.inline(node, merged.largest_of, numbers)
+
+    def least(self, node: Node, numbers: list[Node]) -> Node:
+        return self.inline(node, merged.least_of, numbers)
+
+    def side_by_side(self, node: Node, parts: list[Node], dim: int) -> Node:
+        return self.inline(node, merged.joined, parts, dim)
 
     def group_order(self, node: Node, *_) -> None:
         scaled_grouped.lower_order(node, self.inline)

@@ -33,6 +33,7 @@ backward keeps anyway (the output of attention).
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -40,7 +41,7 @@ from torch.fx import Graph, Node
 
 from .. import compat
 from ..config.recipe import ROW_OF_GROUP, WHOLE
-from ..ir import ops
+from ..ir import merged, ops
 from ..ir.all_gathers import AllGather
 from ..ir.all_to_alls import AllToAll
 from ..ir.fx_utils import Emitter, Matrix, arg, aten, same_shape, value
@@ -51,6 +52,8 @@ from .amax_groups import NO_GROUPS, AmaxGroups, reduced
 from .collectives import NO_COLLECTIVES, Collective, Collectives, erase, local_matrix
 from .gathered import gathered_as
 from .grouped import Groups, block_of
+from .merge import Merged
+from .merged import Products
 from .plan import Operand, Plan
 from .reread import kept_anyway, read_again
 
@@ -83,9 +86,11 @@ def quantize(
     pages: tuple[Node, Node] | None,
     groups: AmaxGroups = NO_GROUPS,
     collectives: Collectives = NO_COLLECTIVES,
+    together: Sequence[Merged] = (),
 ) -> Written:
     """Rewrite the decided matmuls; `pages` are the state inputs of forward and backward (None: no state)."""
     writer = _Writer(graph, plan, pages, groups, collectives)
+    products = Products(writer, together)
     for backward in (False, True):
         if plan.direction(backward):
             writer.snapshot(backward)  # first: its readers are inserted right behind inputs, and behind views of inputs
@@ -98,8 +103,11 @@ def quantize(
         if isinstance(collective, AllToAll):
             writer.exchange(operand, collective)
     for matmul in decided:
-        writer.replace(matmul)
+        if not products.replace(matmul):
+            writer.replace(matmul)
     erase(graph, collectives.moved.values())
+    if together:
+        compat.stable_sort(graph)
     return Written(writer.amaxes, writer.snapshots, {x: found.group for x, found in collectives.moved.items()})
 
 
@@ -123,6 +131,7 @@ class _Writer:
         self.agreements: dict[tuple[bool, str], Node] = {}  # by direction and process group
         self.matrices: dict[tuple[Node, str], Node] = {}
         self.groups_of = Groups(self.after)
+        self.partners: dict[Operand, tuple[Operand, ...]] = {}  # operands that have one scale, where matmuls are merged
 
     def operands(self, matmul: Matmul) -> list[tuple[Operand, Matrix, bool]]:
         """For a and b: the operand, its matrix, and whether the FP8 copy is transposed. Both copies are K-major, [m, k] and
@@ -186,7 +195,8 @@ class _Writer:
                     self.copies[operand, shape, layout] = _of(operand, made)
             else:
                 # one operator, one read: the forward writes its own copy and the one that the backward reads
-                emit = self.after(behind, operand, recompute=compat.MUST_SAVE if kept else recompute)
+                alone = kept and operand not in self.partners  # else the buffer of all of them is saved
+                emit = self.after(behind, operand, recompute=compat.MUST_SAVE if alone else recompute)
                 other = None if scales[True] is scales[False] else scales[True]
                 more = (other, blocks[0], rows[0] if rows else None, None if blocks[0] == blocks[1] else blocks[1])
                 made = _of(operand, emit(ops.quantize_both, source, scales[False], form.dtype, form.max, *more))
@@ -260,12 +270,16 @@ class _Writer:
         block = operand.scaling.block
         key = (operand, "", False) if block == WHOLE else (operand, str(matrix.shape), transposed)
         if key not in self.scales:
-            self.scales[key] = self.whole_scale(operand) if block == WHOLE else self.scales_of(operand, matrix, transposed)
+            made = self.whole_scale(operand) if block == WHOLE else self.scales_of(operand, matrix, transposed)
+            shared = [(x, *key[1:]) for x in self.partners.get(operand, ())]
+            self.scales.update(dict.fromkeys([key, *shared], made))
         return self.scales[key]
 
     def whole_scale(self, operand: Operand) -> tuple[Node, Node]:
+        partners = self.partners.get(operand, (operand,))
+        amaxes, margin = [self.amax(x) for x in partners], operand.scaling.margin
         snapshot = self.snapshot(operand.backward) if operand.scaling.delayed else None
-        amax, margin = self.amax(operand), operand.scaling.margin
+        amax = max(amaxes)  # the last one in the graph
         emit = self.after(amax, operand, recompute=compat.MUST_SAVE, ac_graph_id=None)
         sent = self.collectives.moved.get(operand)
         if snapshot is not None:
@@ -277,16 +291,22 @@ class _Writer:
                 how = (operand.format.max, margin, watched)
                 scale = emit(ops.agreed_scale, agreed, amax, number, sent.group, *how)
                 return scale, emit(ops.inverse, scale)
-            scale = emit(ops.delayed_scale, snapshot, amax, operand.slot, operand.format.max, margin, watched)
+            how = (operand.format.max, margin, watched)
+            scales = [emit(ops.delayed_scale, snapshot, a, x.slot, *how) for x, a in zip(partners, amaxes, strict=True)]
+            if len(scales) > 1:
+                scale = emit(merged.least, scales)
+                return scale, emit(ops.inverse, scale)
             if operand.offs is not None or operand.matrix.stack > 1:
                 # Inductor's kernels read it, and expect an input of the backward at a multiple of 16 bytes. A stored inverse is
                 # not at one: the backward takes it from the snapshot, which is
                 emit.meta["recompute"] = compat.MUST_RECOMPUTE
-            return scale, emit(ops.delayed_inverse, snapshot, scale, operand.slot)
+            return scales[0], emit(ops.delayed_inverse, snapshot, scales[0], operand.slot)
+        if len(amaxes) > 1:
+            amax = self.after(amax, operand, recompute=None, ac_graph_id=None)(merged.largest, amaxes)
         over = (None if sent is None else sent.group, self.groups.of(operand))
         for group in dict.fromkeys(name for name in over if name is not None):
             amax = reduced(self.after(amax, operand, recompute=None, ac_graph_id=None), amax, group)
-            emit = self.after(amax, operand, recompute=compat.MUST_SAVE, ac_graph_id=None)
+        emit = self.after(amax, operand, recompute=compat.MUST_SAVE, ac_graph_id=None)
         scale = emit(ops.current_scale, amax, operand.format.max, margin, operand.scaling.power_of_2)
         return scale, emit(ops.inverse, scale)
 

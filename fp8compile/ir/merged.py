@@ -1,0 +1,58 @@
+"""The operators of matmuls that are merged into one (see `passes.merge`).
+
+    largest(numbers); least(numbers)     [1], [1], .. -> [1] float32: the amax, or the scale, of several tensors as one
+    side_by_side(parts, dim)             FP8 [R, C1], [R, C2], .. -> [R, C1 + C2 + ..], or along the rows with `dim` 0
+
+They are lowered like the operators of `ops`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .ops import define_op
+
+
+def _number(numbers: Sequence[Tensor]) -> Tensor:
+    return torch.empty(1, dtype=torch.float32, device=numbers[0].device)
+
+
+def _whole(parts: Sequence[Tensor], dim: int) -> Tensor:
+    shape = list(parts[0].shape)
+    shape[dim] = sum(part.shape[dim] for part in parts)
+    return torch.empty(shape, dtype=parts[0].dtype, device=parts[0].device)
+
+
+@define_op("(Tensor[] numbers) -> Tensor", _number)
+def largest(numbers: Sequence[Tensor]) -> Tensor:
+    """NaN if one of them is NaN."""
+    return largest_of(numbers)
+
+
+def largest_of(numbers: Sequence[Tensor]) -> Tensor:
+    return torch.cat(list(numbers)).amax(0, keepdim=True)
+
+
+@define_op("(Tensor[] numbers) -> Tensor", _number)
+def least(numbers: Sequence[Tensor]) -> Tensor:
+    return least_of(numbers)
+
+
+def least_of(numbers: Sequence[Tensor]) -> Tensor:
+    return torch.cat(list(numbers)).amin(0, keepdim=True)
+
+
+@define_op("(Tensor[] parts, int dim) -> Tensor", _whole)
+def side_by_side(parts: Sequence[Tensor], dim: int) -> Tensor:
+    return joined(parts, dim)
+
+
+def joined(parts: Sequence[Tensor], dim: int) -> Tensor:
+    """By bytes: not all devices and code generators select and copy FP8 values."""
+    return torch.cat([part.view(torch.uint8) for part in parts], dim).view(parts[0].dtype)
+
+
+ALL = (largest, least, side_by_side)

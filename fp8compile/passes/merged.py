@@ -1,0 +1,151 @@
+"""The part of `quantize` that writes merged matmuls (see `merge`).
+
+    w8 = side_by_side([wq8, wk8], 0); y = scaled_mm(x8, w8, inv_x, inv_w); q = slice(y, 1, 0, Nq); k = slice(y, 1, Nq, ..)
+    dy8 = side_by_side([dq8, dk8], 1); w8t = side_by_side([wq8t, wk8t], 1); dx = scaled_mm(dy8, w8t, ..)
+    dy8t = side_by_side([dq8t, dk8t], 0); dw = scaled_mm(dy8t, x8t, ..); dwq = slice(dw, 0, 0, Nq); ..
+
+The copies are written as without merging, but with a scale for all of them. `place` lets the kernels that cast write into one
+buffer, so that `side_by_side` is no copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import torch
+from torch.fx import Graph, Node, map_arg
+
+from .. import compat
+from ..ir import merged, ops
+from ..ir.fx_utils import Emitter, Matrix, aten, call_function, fake_mode_of, value
+from ..ir.matmul import GEMMS, Gemm, Matmul
+from .merge import ALIASES, Merged
+from .plan import Operand
+
+Copies = list[tuple[Operand, Matrix, bool]]
+
+
+class Writer(Protocol):
+    """The part of `quantize._Writer` that is needed."""
+
+    graph: Graph
+    start: Node
+    replaced: dict[Node, Node]
+    partners: dict[Operand, tuple[Operand, ...]]
+
+    def operands(self, matmul: Matmul) -> Copies: ...
+    def copy(self, operand: Operand, matrix: Matrix, transposed: bool) -> Node: ...
+    def scale_of(self, operand: Operand, matrix: Matrix, transposed: bool) -> tuple[Node, Node]: ...
+    def at(self, anchor: Node, operand: Operand, **meta) -> Emitter: ...
+
+
+class Products:
+    """Writes each merged matmul when the first of its members is to be replaced."""
+
+    def __init__(self, writer: Writer, groups: Iterable[Merged]):
+        self.writer = writer
+        self.of: dict[Matmul, tuple[Merged, Gemm]] = {}
+        for group in groups:
+            for gemm, members in group.gemms.items():
+                self.of.update(dict.fromkeys(members, (group, gemm)))
+                for side in zip(*map(writer.operands, members), strict=True):
+                    partners = tuple(operand for operand, _, _ in side)
+                    if len(set(partners)) > 1:
+                        writer.partners.update(dict.fromkeys(partners, partners))
+
+    def replace(self, matmul: Matmul) -> bool:
+        """Replace a matmul, and all that are merged with it; False if it is merged with none."""
+        if matmul not in self.of:
+            return False
+        group, gemm = self.of[matmul]
+        members = group.gemms[gemm]
+        if matmul is members[0]:
+            {"fprop": self.fprop, "dgrad": self.dgrad, "wgrad": self.wgrad}[gemm](group, members)
+        return True
+
+    def fprop(self, group: Merged, members: Sequence[Matmul]) -> None:
+        first = min(x.node for x in members)
+        emit = Emitter(self.writer.graph, first, first)
+        biases = [addend for x in members if (addend := x.addend) is not None]
+        bias = emit(aten.cat.default, biases) if biases else None
+        made = self.product(emit, members, 0, bias)
+        for matmul, part in zip(members, self.slices(emit, made, members, 1), strict=True):
+            if matmul in group.apart:
+                part = emit(aten.clone.default, part, memory_format=torch.contiguous_format)
+            self.instead(matmul.node, part)
+            _restride(self.writer.graph, part)
+
+    def dgrad(self, group: Merged, members: Sequence[Matmul]) -> None:
+        total = group.total
+        assert total is not None
+        emit = Emitter(self.writer.graph, total, members[0].node)
+        made = self.product(emit, members, 1)
+        node = members[0].node
+        while node is not total:  # the views and casts of the sum
+            (node,) = node.users
+            if not call_function(node, (aten.add.Tensor,)):
+                made = emit(node.target, made, *node.args[1:], **node.kwargs)
+        total.replace_all_uses_with(made)
+        self.writer.replaced[total] = made
+
+    def wgrad(self, group: Merged, members: Sequence[Matmul]) -> None:
+        last = max(x.node for x in members)
+        emit = Emitter(self.writer.graph, last, last)
+        made = self.product(emit, members, 0)
+        for matmul, part in zip(members, self.slices(emit, made, members, 0), strict=True):
+            self.instead(matmul.node, part)
+
+    def product(self, emit: Emitter, members: Sequence[Matmul], dim: int, bias: Node | None = None) -> Node:
+        """The FP8 matmul of all members. `dim`: the dimension of K-major copies along which they are side by side."""
+        sides = list(zip(*map(self.writer.operands, members), strict=True))
+        copies = [self.side(list(side), dim) for side in sides]
+        inverses = [self.writer.scale_of(*side[0])[1] for side in sides]
+        first = members[0]
+        fast = first.recipe.use_fast_accum[GEMMS.index(first.gemm)]
+        return emit(ops.scaled_mm, *copies, *inverses, bias, value(first.node).dtype, fast)
+
+    def side(self, side: Copies, dim: int) -> Node:
+        """The copies of one operand of all members: one copy, if they share the tensor, or one buffer."""
+        parts = [self.writer.copy(*part) for part in side]
+        operand, _, transposed = side[0]
+        if len(set(parts)) == 1:
+            return parts[0]
+        recompute = operand.reader.meta.get("recompute")
+        kept = operand.key.role == "weight" and transposed and recompute is None and operand.recipe.recast_weights is not True
+        emit = self.writer.at(max(parts).next, operand, recompute=compat.MUST_SAVE if kept else recompute)
+        return emit(merged.side_by_side, parts, dim)
+
+    def slices(self, emit: Emitter, made: Node, members: Sequence[Matmul], dim: int) -> list[Node]:
+        ends = [0]
+        for matmul in members:
+            ends.append(ends[-1] + (matmul.n if dim else matmul.m))
+        return [emit(aten.slice.Tensor, made, dim, *ends[i : i + 2]) for i in range(len(members))]
+
+    def instead(self, node: Node, part: Node) -> None:
+        node.replace_all_uses_with(part)
+        self.writer.replaced[node] = part
+        if node is self.writer.start:
+            self.writer.start = node.next
+        self.writer.graph.erase_node(node)
+
+
+def _restride(graph: Graph, node: Node) -> None:
+    """Let the views of a slice know its strides. A view that they do not allow gets a copy."""
+    for user in list(node.users):
+        if not call_function(user, ALIASES):
+            continue
+        try:
+            made = _value_of(user)
+        except (RuntimeError, ValueError):
+            dense = Emitter(graph, user, user)(aten.clone.default, node, memory_format=torch.contiguous_format)
+            user.replace_input_with(node, dense)
+            made = _value_of(user)
+        user.meta["val"] = made
+        _restride(graph, user)
+
+
+def _value_of(node: Node) -> object:
+    args, kwargs = map_arg((node.args, node.kwargs), lambda x: x.meta["val"])
+    with fake_mode_of((args, kwargs)):
+        return node.target(*args, **kwargs)  # type: ignore[operator]
