@@ -70,9 +70,10 @@ class Products:
         biases = [addend for x in members if (addend := x.addend) is not None]
         bias = emit(aten.cat.default, biases) if biases else None
         made = self.product(emit, members, 0, bias)
-        for matmul, part in zip(members, self.slices(emit, made, members, 1), strict=True):
-            if matmul in group.apart:
-                part = emit(aten.clone.default, part, memory_format=torch.contiguous_format)
+        parts = self.slices(emit, made, members, 1)
+        dense = {"memory_format": torch.contiguous_format}
+        parts = [emit(aten.clone.default, x, **dense) if m in group.apart else x for m, x in zip(members, parts, strict=True)]
+        for matmul, part in zip(members, parts, strict=True):
             self.instead(matmul.node, part)
             _restride(self.writer.graph, part)
 
