@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..ir import ops
+from ..ir import merged, ops
 from ..ir.fx_utils import is_data
 
 aten = torch.ops.aten
@@ -93,6 +93,21 @@ def row_major(x: Tensor, shape: Sequence) -> Tensor:
     for size in reversed(shape[1:]):
         strides.insert(0, strides[0] * size)
     return aten.as_strided.default(x, list(shape), strides, 0)
+
+
+def part_transposed(x: Tensor, scale: Tensor, dtype: torch.dtype, fp8_max: float) -> Tensor:
+    """The transposed copy of a tensor with one scale, in no particular strides: for `joined`, which copies it."""
+    copy = ops.cast(x, scale, dtype, fp8_max).t()
+    missing = ops.padded_rows(x.shape[0]) - x.shape[0]
+    if isinstance(missing, int) and missing == 0:
+        return copy
+    return torch.nn.functional.pad(copy.to(torch.float32), (0, missing)).to(dtype)
+
+
+def joined(parts: list[Tensor], dim: int) -> Tensor:
+    """Copies side by side, row-major, in strides that Inductor has to keep. The casts run in the kernel that writes it."""
+    whole = merged.joined(parts, dim)
+    return row_major(whole, whole.shape)
 
 
 def concatenate(vectors: list[Tensor]) -> Tensor:

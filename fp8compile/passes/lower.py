@@ -181,6 +181,9 @@ class _Lowering:
             raise Fp8CompileError(f"{node.name}: no kernel for a cast whose rows are counted from data; please report this")
         if transposed and order is not None:
             x = self.inline(node, ops.ordered, x, order)
+        if all(user.target is merged.side_by_side for user in node.users):
+            form = forms.part_transposed if transposed else ops.cast
+            return self.inline(node, form, x, scale, dtype, fp8_max)
         if transposed:
             return self.inline(node, forms.quantize_transposed, x, scale, dtype, fp8_max, tuple(block), order is not None)
         return self.inline(node, forms.quantize, x, scale, dtype, fp8_max, tuple(block))
@@ -198,7 +201,7 @@ class _Lowering:
         return self.inline(node, merged.least_of, numbers)
 
     def side_by_side(self, node: Node, parts: list[Node], dim: int) -> Node:
-        return self.inline(node, merged.joined, parts, dim)
+        return self.inline(node, forms.joined, parts, dim)
 
     def group_order(self, node: Node, *_) -> None:
         scaled_grouped.lower_order(node, self.inline)
