@@ -2,6 +2,7 @@
 
     largest(numbers); least(numbers)     [1], [1], .. -> [1] float32: the amax, or the scale, of several tensors as one
     side_by_side(parts, dim)             FP8 [R, C1], [R, C2], .. -> [R, C1 + C2 + ..], or along the rows with `dim` 0
+    both_sides(parts, transposed)        the same of parts along the rows, and of their transposed copies along the columns
 
 They are lowered like the operators of `ops`.
 """
@@ -53,6 +54,17 @@ def side_by_side(parts: Sequence[Tensor], dim: int) -> Tensor:
 def joined(parts: Sequence[Tensor], dim: int) -> Tensor:
     """By bytes: not all devices and code generators select and copy FP8 values."""
     return torch.cat([part.view(torch.uint8) for part in parts], dim).view(parts[0].dtype)
+
+
+def _wholes(parts: Sequence[Tensor], transposed: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    return _whole(parts, 0), _whole(transposed, 1)
+
+
+@define_op("(Tensor[] parts, Tensor[] transposed) -> (Tensor, Tensor)", _wholes)
+def both_sides(parts: Sequence[Tensor], transposed: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """One operator, whose first result the forward reads: so the partitioner saves the second one if it must, instead of its
+    parts."""
+    return joined(parts, 0), joined(transposed, 1)
 
 
 ALL = (largest, least, side_by_side)

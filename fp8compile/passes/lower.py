@@ -68,6 +68,15 @@ def split_casts(graph: Graph) -> int:
             item.replace_all_uses_with(copy)
             graph.erase_node(item)
         graph.erase_node(node)
+    for node in graph.find_nodes(op="call_function", target=merged.both_sides):
+        for item in list(node.users):
+            side = arg(item, 1)
+            with graph.inserting_before(node):
+                whole = graph.call_function(merged.side_by_side, (arg(node, side), side))
+            whole.meta.update(item.meta)
+            item.replace_all_uses_with(whole)
+            graph.erase_node(item)
+        graph.erase_node(node)
     return len(found)
 
 

@@ -10,7 +10,7 @@ No parameter is touched: the copies of the weights, and those of the gradients o
 buffer. A matmul takes one scale an operand. So the weights share a scale, that of the largest of them, and so do the gradients.
 Each keeps its own amax and its own history.
 
-Merged are the layers that agree in all that a matmul has one of, and whose gradients of x nothing but their sum reads. With
+Merged are the layers that agree in all that a matmul has one of, and whose gradients of x are terms of one sum. With
 `merge_matmuls="auto"` the device has to be described, and the model of `devices.cost` has to say that it pays. The pass changes
 nothing; `quantize` writes what it returns.
 """
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch.fx import Node
@@ -32,13 +32,14 @@ from ..ir.fx_utils import CASTS, PERMUTES, SAME, SLICES, VIEWS, aten, call_funct
 from ..ir.matmul import GEMMS, Gemm, Matmul
 from .plan import Operand, Plan
 
+SUMS = (aten.add.Tensor,)
 ALIASES = (*VIEWS, *PERMUTES, *SAME, *SLICES, aten.expand.default, operator.getitem)  # no storage of their own
 
 
 @dataclass(frozen=True, eq=False)
 class Merged:
     """Layers whose matmuls are merged. `gemms`: for each kind that they have, one matmul a layer, in the same order. `total`:
-    the sum of the gradients of their input, if they have dgrads. `apart`: the layers whose result is copied out, because
+    a sum of the gradients of their input, if they have dgrads. `apart`: the layers whose result is copied out, because
     backward reads it and does not read those of others, which would be kept as long."""
 
     gemms: Mapping[Gemm, tuple[Matmul, ...]]
@@ -123,7 +124,7 @@ def _merged(fprops: list[Matmul], of_layer: Mapping[Matmul, list[Matmul]]) -> Me
             gemms[gemm] = members
     if any(user.op == "output" for fprop in fprops for user in _readers(fprop.node)):
         return None  # a slice has other strides than the tensor that the caller expects
-    total = _total(x.node for x in gemms["dgrad"]) if "dgrad" in gemms else None
+    total = total_of([x.node for x in gemms["dgrad"]]) if "dgrad" in gemms else None
     if "dgrad" in gemms and total is None:
         return None
     kept = [x for x in fprops if "recompute" not in x.node.meta and any(map(compat.is_backward, _readers(x.node)))]
@@ -138,25 +139,18 @@ def _readers(node: Node) -> Iterator[Node]:
             yield from _readers(user)
 
 
-def _total(parts: Iterable[Node]) -> Node | None:
-    """The sum of these tensors alone, each behind views and casts that nobody else reads; None if there is none."""
-    front = dict.fromkeys(parts)
-    while len(front) > 1:
-        for node in front:
-            if len(node.users) != 1:
-                return None
-            (user,) = node.users
-            if call_function(user, (*VIEWS, *SAME, *CASTS)):
-                taken = {node}
-            elif call_function(user, (aten.add.Tensor,)) and not user.kwargs and set(user.args) <= front.keys():
-                taken = {x for x in user.args if isinstance(x, Node)}
-            else:
-                continue
-            front = {**{x: None for x in front if x not in taken}, user: None}
-            break
-        else:
-            return None
-    return next(iter(front))
+def total_of(parts: Collection[Node]) -> Node | None:
+    """The first sum that contains all of these tensors, each behind views and casts. What is summed up on the way has no other
+    reader. None if there is no such sum."""
+    paths = []
+    for node in parts:
+        paths.append({node: None})
+        while len(node.users) == 1 and call_function(user := next(iter(node.users)), (*VIEWS, *SAME, *CASTS, *SUMS)):
+            if call_function(user, SUMS) and (user.kwargs or user.args[0] is user.args[1]):
+                break
+            paths[-1][user] = None
+            node = user
+    return next((node for node in paths[0] if all(node in path for path in paths)), None)
 
 
 def _wanted(merged: Merged, device: Device | None) -> bool:

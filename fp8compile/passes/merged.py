@@ -10,6 +10,7 @@ buffer, so that `side_by_side` is no copy.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
@@ -18,12 +19,12 @@ from torch.fx import Graph, Node, map_arg
 
 from .. import compat
 from ..ir import merged, ops
-from ..ir.fx_utils import Emitter, Matrix, aten, call_function, fake_mode_of, value
+from ..ir.fx_utils import CASTS, SAME, VIEWS, Emitter, Matrix, arg, aten, call_function, fake_mode_of, value
 from ..ir.matmul import GEMMS, Gemm, Matmul
-from .merge import ALIASES, Merged
+from .merge import ALIASES, SUMS, Merged
 from .plan import Operand
 
-Copies = list[tuple[Operand, Matrix, bool]]
+Copies = tuple[tuple[Operand, Matrix, bool], ...]  # of one operand of all members; or of both operands of one matmul
 
 
 class Writer(Protocol):
@@ -34,7 +35,7 @@ class Writer(Protocol):
     replaced: dict[Node, Node]
     partners: dict[Operand, tuple[Operand, ...]]
 
-    def operands(self, matmul: Matmul) -> Copies: ...
+    def operands(self, matmul: Matmul) -> list[tuple[Operand, Matrix, bool]]: ...
     def copy(self, operand: Operand, matrix: Matrix, transposed: bool) -> Node: ...
     def scale_of(self, operand: Operand, matrix: Matrix, transposed: bool) -> tuple[Node, Node]: ...
     def at(self, anchor: Node, operand: Operand, **meta) -> Emitter: ...
@@ -46,10 +47,11 @@ class Products:
     def __init__(self, writer: Writer, groups: Iterable[Merged]):
         self.writer = writer
         self.of: dict[Matmul, tuple[Merged, Gemm]] = {}
+        self.written: dict[tuple, Node] = {}
         for group in groups:
             for gemm, members in group.gemms.items():
                 self.of.update(dict.fromkeys(members, (group, gemm)))
-                for side in zip(*map(writer.operands, members), strict=True):
+                for side in self.sides(members):
                     partners = tuple(operand for operand, _, _ in side)
                     if len(set(partners)) > 1:
                         writer.partners.update(dict.fromkeys(partners, partners))
@@ -69,6 +71,8 @@ class Products:
         emit = Emitter(self.writer.graph, first, first)
         biases = [addend for x in members if (addend := x.addend) is not None]
         bias = emit(aten.cat.default, biases) if biases else None
+        if "dgrad" in group.gemms:
+            self.weights(group)
         made = self.product(emit, members, 0, bias)
         parts = self.slices(emit, made, members, 1)
         dense = {"memory_format": torch.contiguous_format}
@@ -82,11 +86,14 @@ class Products:
         assert total is not None
         emit = Emitter(self.writer.graph, total, members[0].node)
         made = self.product(emit, members, 1)
+        ours = {x.node for x in members}
         node = members[0].node
-        while node is not total:  # the views and casts of the sum
-            (node,) = node.users
-            if not call_function(node, (aten.add.Tensor,)):
+        while node is not total:  # what the sum did with one of them, and what else it adds
+            before, (node,) = node, node.users
+            if not call_function(node, SUMS):
                 made = emit(node.target, made, *node.args[1:], **node.kwargs)
+            elif (rest := _without(emit, next(x for x in node.args if x is not before), ours)) is not None:  # type: ignore[arg-type]
+                made = emit(node.target, made, rest)
         total.replace_all_uses_with(made)
         self.writer.replaced[total] = made
 
@@ -99,8 +106,8 @@ class Products:
 
     def product(self, emit: Emitter, members: Sequence[Matmul], dim: int, bias: Node | None = None) -> Node:
         """The FP8 matmul of all members. `dim`: the dimension of K-major copies along which they are side by side."""
-        sides = list(zip(*map(self.writer.operands, members), strict=True))
-        copies = [self.side(list(side), dim) for side in sides]
+        sides = self.sides(members)
+        copies = [self.side(side, dim) for side in sides]
         inverses = [self.writer.scale_of(*side[0])[1] for side in sides]
         first = members[0]
         fast = first.recipe.use_fast_accum[GEMMS.index(first.gemm)]
@@ -108,14 +115,29 @@ class Products:
 
     def side(self, side: Copies, dim: int) -> Node:
         """The copies of one operand of all members: one copy, if they share the tensor, or one buffer."""
+        if _key(side) in self.written:
+            return self.written[_key(side)]
         parts = [self.writer.copy(*part) for part in side]
-        operand, _, transposed = side[0]
+        operand = side[0][0]
         if len(set(parts)) == 1:
             return parts[0]
         recompute = operand.reader.meta.get("recompute")
-        kept = operand.key.role == "weight" and transposed and recompute is None and operand.recipe.recast_weights is not True
-        emit = self.writer.at(max(parts).next, operand, recompute=compat.MUST_SAVE if kept else recompute)
-        return emit(merged.side_by_side, parts, dim)
+        return self.writer.at(max(parts).next, operand, recompute=recompute)(merged.side_by_side, parts, dim)
+
+    def weights(self, group: Merged) -> None:
+        """Write the weights' copies in both layouts, if the forward keeps those that dgrad reads."""
+        plain, turned = (self.sides(group.gemms[gemm])[1] for gemm in ("fprop", "dgrad"))
+        operand = plain[0][0]
+        if operand.recipe.recast_weights is True or "recompute" in operand.reader.meta:
+            return
+        copies = [[self.writer.copy(*part) for part in side] for side in (plain, turned)]
+        emit = self.writer.at(max(x for parts in copies for x in parts).next, operand, recompute=compat.MUST_SAVE)
+        both = emit(merged.both_sides, *copies)
+        for i, side in enumerate((plain, turned)):
+            self.written[_key(side)] = emit(operator.getitem, both, i)
+
+    def sides(self, members: Sequence[Matmul]) -> list[Copies]:
+        return list(zip(*map(self.writer.operands, members), strict=True))
 
     def slices(self, emit: Emitter, made: Node, members: Sequence[Matmul], dim: int) -> list[Node]:
         ends = [0]
@@ -129,6 +151,30 @@ class Products:
         if node is self.writer.start:
             self.writer.start = node.next
         self.writer.graph.erase_node(node)
+
+
+def _key(side: Copies) -> tuple:
+    return tuple((operand, transposed) for operand, _, transposed in side)
+
+
+def _without(emit: Emitter, node: Node, ours: set[Node]) -> Node | None:
+    """A sum without some of its terms; None if no other term is left."""
+    if node in ours:
+        return None
+    if not _contains(node, ours):
+        return node
+    if call_function(node, SUMS):
+        terms = [found for x in node.args if (found := _without(emit, x, ours)) is not None]  # type: ignore[arg-type]
+        return emit(node.target, *terms) if len(terms) > 1 else terms[0] if terms else None
+    rest = _without(emit, arg(node, 0), ours)
+    return None if rest is None else emit(node.target, rest, *node.args[1:], **node.kwargs)
+
+
+def _contains(node: Node, ours: set[Node]) -> bool:
+    """Is one of these nodes a term of a sum?"""
+    if node in ours:
+        return True
+    return call_function(node, (*SUMS, *VIEWS, *SAME, *CASTS)) and any(_contains(x, ours) for x in node.all_input_nodes)
 
 
 def _restride(graph: Graph, node: Node) -> None:

@@ -24,9 +24,9 @@ Number = Callable[[Any], int]  # the hint of a size
 
 def moved(node: Any, number: Number) -> int:
     """The bytes that a scheduler's node reads and writes. `number` gives the hint of a size."""
-    kernel = getattr(node, "node", None)
+    kernel: Any = getattr(node, "node", None)
     if type(kernel).__name__ == "UserDefinedTritonKernel":
-        return sum(_size(x, number) for x in kernel.inputs)  # type: ignore[union-attr]
+        return sum(_size(x, number) for x in kernel.inputs)
     touched: dict[str, int] = {}
     for name, elements in _touched(node, number):
         touched[name] = touched.get(name, 0) + elements
