@@ -129,9 +129,8 @@ class Recipe:
     bytes a parameter more traffic a step (4 if it is float32). "auto" does so where that costs little, or where FP8 would
     otherwise need more memory than bf16 (`passes.recast`). `merge_matmuls` makes one matmul of layers that read the same tensor
     (q, k and v), with one scale for their weights and one for their gradients; "auto" where a described device is faster so
-    (`passes.merge`). `fp8_all_to_all` sends the rows of experts in FP8 to other ranks,
-    where one graph has the all-to-all and its experts. `use_fast_accum` is (fprop, dgrad, wgrad): the FP8 tensor cores' shorter
-    accumulators, faster and less exact.
+    (`passes.merge`). `fp8_all_to_all` sends the rows of experts in FP8 to other ranks, where one graph has the all-to-all and
+    its experts. `use_fast_accum` is (fprop, dgrad, wgrad): the FP8 tensor cores' shorter accumulators, faster and less exact.
     """
 
     name: str = "delayed"

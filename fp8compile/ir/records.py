@@ -49,7 +49,8 @@ class MatmulRecord:
     @property
     def how(self) -> str:
         """The recipe, as reports show it."""
-        return f"{self.recipe} (emulated)" if self.emulated else self.recipe
+        notes = [note for note, holds in (("emulated", self.emulated), ("merged", self.merged)) if holds]
+        return f"{self.recipe} ({', '.join(notes)})" if notes else self.recipe
 
     @property
     def flops(self) -> int:
