@@ -268,15 +268,18 @@ class _Writer:
         if node in self.reduced and key not in self.group.loads:
             return self.reduced[node]
         if key in self.group.loads:
-            text, name, before = self.load(node, index), self.name("v"), []
+            before: list[str] = []
+            text, name = self.load(node, index), self.name("v")
         else:
             operands = self.domain.operands(node, index)
             assert operands is not None, node
             texts = [self.value(*x) if isinstance(x, tuple) else number_text(x) for x in operands]
-            if node.target in (*VIEWS, torch.ops.aten.index.Tensor):
+            if node.target in (*VIEWS, torch.ops.aten.index.Tensor, torch.ops.aten.slice.Tensor):
                 return texts[0]
             name = f"v{self.count + 1}"
-            if node.target in FROM_AMAX:
+            if node.target is torch.ops.aten.cat.default:
+                text, before = self.beside(node, index, texts), []
+            elif node.target in FROM_AMAX:
                 *before, text = computed_scale(node, texts[0], name)
                 text = text.removeprefix(f"{name} = ")
             else:
@@ -289,6 +292,15 @@ class _Writer:
         lines = self.lines if inner else self.outer_lines
         lines += [*before, f"{name} = {text}"]
         return name
+
+    def beside(self, node: Node, index: Index, parts: list[str]) -> str:
+        """The one of several values side by side that the column is in."""
+        term, part = index[-1], self.domain.part(node, index)
+        assert term is not None and part is not None and term.axis == "col"
+        column, made = f"{term.axis} % {self.text(term.size)}", parts[-1]  # type: ignore[arg-type]
+        for i in range(len(parts) - 2, -1, -1):
+            made = f"tl.where({column} < {self.text((i + 1) * part.size)}, {parts[i]}, {made})"  # type: ignore[operator]
+        return made
 
     def load(self, node: Node, index: Index) -> str:
         dtype = node.meta["val"].dtype
@@ -309,6 +321,8 @@ class _Writer:
             text = axis if divisor == 1 else f"{axis} // {self.text(divisor)}"
             text = text if size is None else f"{text} % {self.text(size)}"
             parts.append(text if stride == 1 else f"{self.bracketed(text)} * {self.text(stride)}")
+        shift = self.domain.shift(node, index)
+        parts += [self.text(shift)] if shift != 0 else []
         parts += [f"{axis} * 0" for axis in varying if not any(re.search(rf"\b{axis}\b", part) for part in parts)]
         return "".join(f" + {part}" for part in parts)
 

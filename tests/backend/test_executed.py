@@ -18,7 +18,7 @@ from fp8compile.devices.gpu import Gpu
 from fp8compile.dryrun.fake_gpu import unavailable
 from tests.support.executed import Launched, Plan, executed
 from tests.support.harness import ALL_FP8, MOVING, Pair, gated_inputs, grads_of, like, noise, sqnr
-from tests.support.models import Block, Checkpointed, Mlp, Spelled, Stack, Twice, make, relus
+from tests.support.models import Block, Checkpointed, Mlp, Rotary, Spelled, Stack, Twice, make, relus
 
 pytestmark = [pytest.mark.skipif(unavailable() is not None, reason=unavailable() or ""), pytest.mark.compat]
 
@@ -71,11 +71,12 @@ BUILDS: dict[str, Callable[[], nn.Module]] = {
     "twice": Twice,
     "odd": lambda: Mlp(144, 1040),  # Inductor would pad these rows to a multiple of 128 bytes
     "post_norm": PostNorm,
+    "rotary": Rotary,
     "stack": lambda: Stack(*relus()),
     "checkpointed": lambda: Checkpointed(*relus()),
     "checkpointed_blocks": lambda: Checkpointed(Block(), Block(gated=True)),
 }
-DEEP = {"post_norm", "block", "gated", "spelled", "stack", "checkpointed", "checkpointed_blocks"}
+DEEP = {"post_norm", "rotary", "block", "gated", "spelled", "stack", "checkpointed", "checkpointed_blocks"}
 
 
 def pair_of(model: nn.Module, recipe: str = "delayed", **options: object) -> Pair:
@@ -111,6 +112,10 @@ def steps(pair: Pair, shape: tuple[int, ...], count: int = 4) -> None:
         ("odd", "blockwise", BF16, 1),
         ("mlp", "mxfp8", FP32, 0),
         ("post_norm", "blockwise", BF16, 0),
+        ("rotary", "delayed", BF16, 0),
+        ("rotary", "tensorwise", FP32, 1),
+        ("rotary", "rowwise", BF16, 0),
+        ("rotary", "blockwise", FP32, 0),
     ],
 )
 def test_training_steps(name: str, recipe: str, dtype: torch.dtype, choice: int) -> None:
@@ -120,6 +125,8 @@ def test_training_steps(name: str, recipe: str, dtype: torch.dtype, choice: int)
         shape = (48, width) if name == "spelled" else (2, 24, width)
         steps(pair_of(model, recipe, deep=name in DEEP), shape)
     assert any(kernel.ours for kernel in plan.kernels)
+    if name == "rotary" and recipe in ("delayed", "tensorwise"):  # our kernels turn the gradients of q and k back
+        assert plan.launches("fp8_mul_slice_neg_cat") >= 2
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
