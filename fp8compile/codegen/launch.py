@@ -6,7 +6,8 @@
 Inductor treats the kernel as one of its own: it uses its own launcher, records launches in CUDA graphs, tunes over the kernel's
 configurations at the first launch, and caches the choice on disk.
 
-The amaxes of a graph are elements of one int32 vector, zeroed once. Kernels raise them by atomic maxima on the bits of
+The amaxes of a graph are elements of one int32 vector, zeroed once (where the graph has a page of scaling state, by the kernel
+that takes the snapshot of it: `state_kernels`). Kernels raise them by atomic maxima on the bits of
 magnitudes: the bits of NaN are above those of infinity, and the order of the maxima does not matter. Amaxes of columns are
 parts of the same vector. Scales and amaxes are passed as views of one element, each 16-byte aligned. With a slot's number as an
 argument, Inductor would take each launch for a kernel of its own, and tune each.
@@ -30,6 +31,7 @@ from .kernel import Kernel
 DEVICES = ("cuda",)  # where Triton's kernels run
 
 AMAX_STRIDE = 4  # int32 elements from one amax to the next: 16 bytes
+AMAX_VECTOR = "fp8_amax_vector"  # metadata key of the zeros for all amaxes of a graph
 AMAX_BITS = "fp8_amax_bits"  # metadata key of amaxes that are a float32 view of int32, see `amax_bits`
 
 # (BLOCK_R, BLOCK_C, warps), the default first. A kernel with column sums writes a row of partial sums for each block of rows:
@@ -109,6 +111,12 @@ def aligned(size: int) -> int:
     return -(-size // AMAX_STRIDE) * AMAX_STRIDE
 
 
+def zeroed(graph: Graph) -> Node | None:
+    """The zeros that a `Launcher` has put at the beginning of a graph for its amaxes."""
+    zeros = graph.find_nodes(op="call_function", target=aten.full.default)
+    return next((node for node in zeros if AMAX_VECTOR in node.meta), None)
+
+
 def amax_bits(amaxes: Node) -> Node | None:
     """The part of the int32 vector of which `Launcher.amaxes` made these amaxes a float32 view; None for any other amaxes. A
     kernel reads the int32 bits where they are; the view would be a kernel of its own."""
@@ -128,6 +136,7 @@ class Launcher:
         if amaxes or columns:
             start = next(node for node in graph.nodes if node.op != "placeholder")
             self.vector = self._zeros(Emitter(graph, start, like), self.first_column + columns)
+            self.vector.meta[AMAX_VECTOR] = True
 
     def __call__(
         self, before: Node, kernel: Kernel, domain: Domain, inputs: dict[str, Any], slots: list[int]

@@ -1,6 +1,6 @@
-"""The two kernels that are written by hand: the matmul with block scales, and the next page of scaling state.
+"""The kernels that are written by hand: the matmul with block scales, and the begin and the end of a direction's scaling state.
 
-`block_gemm` and `update_kernel` launch them, and import this module only then, because it needs Triton.
+`block_gemm` and `state_kernels` launch them, and import this module only then, because it needs Triton.
 
 Sizes that are known when a graph is compiled are `tl.constexpr`. Inductor copies a kernel into its code together with the
 `tl.constexpr` globals that the kernel names, and with nothing else of this module.
@@ -110,6 +110,26 @@ def fp8_gemm(
         acc += tl.load(bias + from_col).to(tl.float32)[None, :]
     to = row.to(tl.int64)[:, None] * columns + col[None, :]
     tl.store(y + to, acc.to(y.dtype.element_ty), mask=(row[:, None] < rows) & (col[None, :] < columns))
+
+
+# The same in plain torch: `ir.state_page.snapshot_of`, and zeros.
+@triton.jit
+def fp8_begin(
+    page,
+    scales,
+    amaxes,
+    SLOTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    COUNT: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    # page: float32 [SLOTS, WIDTH]; scales: float32 [SLOTS, SNAPSHOT], its first columns; amaxes: int32 [COUNT], zeroed
+    i = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    inside = i < SLOTS * SNAPSHOT
+    numbers = tl.load(page + i // SNAPSHOT * WIDTH + i % SNAPSHOT, mask=inside)
+    tl.store(scales + i, numbers, mask=inside)
+    tl.store(amaxes + i, tl.zeros([BLOCK_R], tl.int32), mask=i < COUNT)
 
 
 # The same rule in plain torch is `ir.state_page.next_page`: change both. `test_the_update_kernel_is_next_page` in

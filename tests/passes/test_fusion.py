@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from fp8compile import compat
 from fp8compile.backend import fp8
-from fp8compile.codegen import launch, triton_kernels, update_kernel
+from fp8compile.codegen import launch, state_kernels, triton_kernels
 from fp8compile.ir import state_page
 from tests.support.harness import interpreted, sqnr
 from tests.support.interpreter import Interpreted, kernels_on_cpu
@@ -219,7 +220,7 @@ def test_the_update_kernel_is_next_page(slots, history, count, interval, most_re
     """Equal bit by bit, over steps with zeros, a NaN and an infinity; some slots without an amax; more slots than a block."""
     settings = [state_page.SlotSettings(448.0 / 2**margin, 1 if most_recent else history, interval)] * slots
     settings[::3] = [state_page.SlotSettings(57344.0, max(1, history - 1), 2)] * len(settings[::3])  # recipes may share a page
-    kernel = Interpreted(triton_kernels.fp8_update, update_kernel.configuration(history))
+    kernel = Interpreted(triton_kernels.fp8_update, state_kernels.configuration(history))
     sizes = {"SLOTS": slots, "LENGTH": history, "COUNT": count, "STRIDE": launch.AMAX_STRIDE if bits else 1}
     generator = torch.Generator().manual_seed(0)
     expected = state_page.new_page(slots, history, torch.device("cpu"), settings)
@@ -234,6 +235,19 @@ def test_the_update_kernel_is_next_page(slots, history, count, interval, most_re
         vector[:, 0] = amax
         kernel[(1, 1, 1)](page=page, scales=snapshot, amaxes=vector.view(torch.int32) if bits else amax, **sizes)
         assert torch.equal(page, expected), step
+
+
+@pytest.mark.parametrize(("slots", "history", "count"), [(1, 1, 4), (48, 16, 80), (3, 5, 2000), (700, 2, 12)])
+def test_the_begin_kernel_is_a_snapshot_and_zeros(slots, history, count):
+    """Fewer amaxes than numbers in the snapshot, and more; more than one program."""
+    page = torch.rand(slots, state_page.HISTORY + history)
+    before, scales, amaxes = page.clone(), torch.full((slots, state_page.SNAPSHOT), math.nan), torch.full((count,), -1)
+    bits = amaxes.to(torch.int32)
+    block = state_kernels.NUMBERS_AT_BEGIN
+    kernel = Interpreted(triton_kernels.fp8_begin, (block, 1, 4))
+    grid = (-(-max(scales.numel(), count) // block), 1, 1)
+    kernel[grid](page=page, scales=scales, amaxes=bits, SLOTS=slots, WIDTH=page.shape[1], COUNT=count)
+    assert torch.equal(scales, state_page.snapshot_of(before)) and torch.equal(page, before) and not bits.any()
 
 
 def test_a_graph_that_inductor_reorders_gets_no_kernels():
