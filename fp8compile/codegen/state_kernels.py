@@ -12,7 +12,7 @@ amax is finite. If so, it writes the values of `next_page` over the page, one bl
 from __future__ import annotations
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from .. import compat
 from ..ir.fx_utils import Emitter, aten, value

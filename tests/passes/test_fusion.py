@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -235,19 +234,6 @@ def test_the_update_kernel_is_next_page(slots, history, count, interval, most_re
         vector[:, 0] = amax
         kernel[(1, 1, 1)](page=page, scales=snapshot, amaxes=vector.view(torch.int32) if bits else amax, **sizes)
         assert torch.equal(page, expected), step
-
-
-@pytest.mark.parametrize(("slots", "history", "count"), [(1, 1, 4), (48, 16, 80), (3, 5, 2000), (700, 2, 12)])
-def test_the_begin_kernel_is_a_snapshot_and_zeros(slots, history, count):
-    """Fewer amaxes than numbers in the snapshot, and more; more than one program."""
-    page = torch.rand(slots, state_page.HISTORY + history)
-    before, scales, amaxes = page.clone(), torch.full((slots, state_page.SNAPSHOT), math.nan), torch.full((count,), -1)
-    bits = amaxes.to(torch.int32)
-    block = state_kernels.NUMBERS_AT_BEGIN
-    kernel = Interpreted(triton_kernels.fp8_begin, (block, 1, 4))
-    grid = (-(-max(scales.numel(), count) // block), 1, 1)
-    kernel[grid](page=page, scales=scales, amaxes=bits, SLOTS=slots, WIDTH=page.shape[1], COUNT=count)
-    assert torch.equal(scales, state_page.snapshot_of(before)) and torch.equal(page, before) and not bits.any()
 
 
 def test_a_graph_that_inductor_reorders_gets_no_kernels():
