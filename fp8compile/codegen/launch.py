@@ -6,7 +6,8 @@
 Inductor treats the kernel as one of its own: it uses its own launcher, records launches in CUDA graphs, tunes over the kernel's
 configurations at the first launch, and caches the choice on disk.
 
-The amaxes of a graph are elements of one int32 vector, zeroed once. Kernels raise them by atomic maxima on the bits of
+The amaxes of a graph are elements of one int32 vector, zeroed once (where the graph has a page of scaling state, by the kernel
+that takes the snapshot of it: `state_kernels`). Kernels raise them by atomic maxima on the bits of
 magnitudes: the bits of NaN are above those of infinity, and the order of the maxima does not matter. Amaxes of columns are
 parts of the same vector. Scales and amaxes are passed as views of one element, each 16-byte aligned. With a slot's number as an
 argument, Inductor would take each launch for a kernel of its own, and tune each.
@@ -31,6 +32,7 @@ from .kernel import Kernel
 DEVICES = ("cuda",)  # where Triton's kernels run
 
 AMAX_STRIDE = 4  # int32 elements from one amax to the next: 16 bytes
+AMAX_VECTOR = "fp8_amax_vector"  # metadata key of the zeros for all amaxes of a graph
 AMAX_BITS = "fp8_amax_bits"  # metadata key of amaxes that are a float32 view of int32, see `amax_bits`
 
 # (BLOCK_R, BLOCK_C, warps), the default first. A kernel with column sums writes a row of partial sums for each block of rows:
@@ -47,6 +49,9 @@ ROW_BLOCKS = ((16, 256, 8), (32, 128, 8), (16, 128, 4), (32, 64, 4))
 TALL_ROW_BLOCKS = ((32, 64, 8), (32, 128, 8))
 TRANSPOSED_ROW_BLOCKS = ((32, 128, 8), (16, 256, 8), (32, 64, 4))
 MOST_ROWS = 32  # whole rows that a program takes
+PARTIAL_SUMS = ((64, 32, 4),)  # numbers of a column at a time, columns, warps: 128 programs for 4096 columns
+MOST_PARTIAL_SUMS = 512  # of a column: a program reads 64 KB, in about the time of one launch
+RAISED = ((2048, 1, 4),)  # numbers of a tensor that a program takes
 SPANS = ((128, 32, 8), (128, 16, 8))
 
 
@@ -110,6 +115,12 @@ def aligned(size: int) -> int:
     return -(-size // AMAX_STRIDE) * AMAX_STRIDE
 
 
+def zeroed(graph: Graph) -> Node | None:
+    """The zeros that a `Launcher` has put at the beginning of a graph for its amaxes."""
+    zeros = graph.find_nodes(op="call_function", target=aten.full.default)
+    return next((node for node in zeros if AMAX_VECTOR in node.meta), None)
+
+
 def amax_bits(amaxes: Node) -> Node | None:
     """The part of the int32 vector of which `Launcher.amaxes` made these amaxes a float32 view; None for any other amaxes. A
     kernel reads the int32 bits where they are; the view would be a kernel of its own."""
@@ -127,6 +138,8 @@ class Part(NamedTuple):
 class Launcher:
     """Writes launches into a graph."""
 
+    MOST_RAISED = 4  # tensors that `fp8_raise` takes
+
     def __init__(self, graph: Graph, amaxes: int, like: Node, columns: int = 0, parts: Mapping[int, Part] | None = None):
         """`amaxes`: how many amaxes of whole matrices there are. `columns`: elements for all amaxes of columns, as far as the
         width of the matrix is known. `parts`: outputs that are parts of larger matrices, by id."""
@@ -139,6 +152,7 @@ class Launcher:
         if amaxes or columns:
             start = next(node for node in graph.nodes if node.op != "placeholder")
             self.vector = self._zeros(Emitter(graph, start, like), self.first_column + columns)
+            self.vector.meta[AMAX_VECTOR] = True
 
     def __call__(
         self, before: Node, kernel: Kernel, domain: Domain, inputs: dict[str, Any], slots: list[int]
@@ -194,6 +208,21 @@ class Launcher:
         amaxes.meta[AMAX_BITS] = True
         return amaxes
 
+    def raise_amaxes(self, before: Node, amaxes: dict[int, Node]) -> None:
+        """Raise the amaxes with these numbers to the largest of [n] float32 each, with one n. The numbers are nobody else's."""
+        from .triton_kernels import fp8_raise
+
+        emit = self._emitter(before)
+        tensors = {f"rows{i}": rows for i, rows in enumerate(amaxes.values())}
+        bits = [emit(aten.as_strided.default, self.vector, [1], [1], AMAX_STRIDE * number) for number in amaxes]
+        tensors |= {f"amax{i}": node for i, node in enumerate(bits)}
+        missing = range(len(amaxes), self.MOST_RAISED)
+        (count,) = sizes(next(iter(amaxes.values())))
+        constants, arguments = self.size_arguments(emit, ("COUNT", "n", count, 1))
+        constants |= dict.fromkeys([f"{name}{i}" for i in missing for name in ("rows", "amax")])
+        grid = [(self.number(emit, _blocks(count, RAISED[0][0])), 1, 1)]
+        compat.launch(emit, tuned(fp8_raise, RAISED), grid, {**tensors, **arguments}, constants)
+
     def _empty(self, emit: Emitter, output: Output, domain: Domain) -> Node:
         like = output.node.meta["val"]
         if output.content in ("value", "row"):
@@ -230,13 +259,28 @@ class Launcher:
         if not kernel.sums:
             return {}
         emit = self._emitter(before)
-        total = emit(aten.sum.dim_IntList, outputs[-1], [0])
         dtypes = {output.replaces.meta["val"].dtype for output in kernel.sums}
-        if len(dtypes) == 1 and dtypes != {torch.float32}:  # convert all sums at once: slices of the result are views
-            total = emit(torch.ops.prims.convert_element_type.default, total, dtypes.pop())
+        dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32  # convert all sums at once: slices of the result are views
+        total = self._total(emit, outputs[-1], dtype)
         columns = size_of(total.meta["val"].shape[0]) / len(kernel.sums)
         edges = [self.number(emit, columns * i) for i in range(len(kernel.sums) + 1)]
         return {id(output): (total, edges[i], edges[i + 1]) for i, output in enumerate(kernel.sums)}
+
+    def _total(self, emit: Emitter, partial: Node, dtype: torch.dtype) -> Node:
+        """The sum of the rows of a matrix of partial sums. Inductor splits such a sum, which has few results, over two kernels.
+        That is faster only where a column has many numbers."""
+        from .triton_kernels import fp8_column_sums
+
+        rows, columns = sizes(partial)
+        if not (rows.is_Integer and columns.is_Integer and rows <= MOST_PARTIAL_SUMS):
+            total = emit(aten.sum.dim_IntList, partial, [0])
+            return total if dtype == torch.float32 else emit(torch.ops.prims.convert_element_type.default, total, dtype)
+        total = self._new(emit, [columns], dtype)
+        constants = {"ROWS": int(rows), "COLUMNS": int(columns)}
+        grid = [(_blocks(columns, c), 1, 1) for _, c, _ in PARTIAL_SUMS]
+        launched = [(int(x), y, z) for x, y, z in grid]
+        compat.launch(emit, tuned(fp8_column_sums, PARTIAL_SUMS), launched, {"partial": partial, "total": total}, constants)
+        return total
 
     def size_arguments(self, emit: Emitter, *wanted: tuple[str, str, sympy.Expr, int]) -> tuple[dict[str, Any], dict[str, Any]]:
         """(constants, numbers) for a kernel that has a `tl.constexpr` and an argument for a size, of which one is None: the

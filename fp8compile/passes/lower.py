@@ -24,7 +24,7 @@ from .. import compat
 from ..codegen import launch, scaled_grouped, scaled_mm
 from ..codegen import lowerings as forms
 from ..codegen.inline import Inliner
-from ..codegen.update_kernel import LONGEST, launch_update
+from ..codegen.state_kernels import LONGEST, launch_begin, launch_update
 from ..errors import Fp8CompileError
 from ..ir import grouped, merged, ops, state_page
 from ..ir.fx_utils import Emitter, arg, aten, is_data, is_tensor, value
@@ -38,9 +38,9 @@ LOWERED = (*(op for op in ops.ALL if op is not ops.quantize_both), *grouped.ALL,
 def lower_scales(graph: Graph) -> int:
     """Lower the stored scales; returns how many nodes were replaced. The first pass after the partitioner: a delayed scale
     becomes a load, so no cast waits for its tensor's amax. Scales of whole tensors that are computed follow, unless `fuse` may
-    put them into the kernels that cast."""
+    put them into the kernels that cast. On a GPU the snapshot waits until `fuse` has made the vector of amaxes."""
     lowering = _Lowering(graph)
-    stored = lowering.run(STORED)
+    stored = lowering.run(STORED, lambda node: node.target is not ops.snapshot or not _in_kernels(node))
     return stored + lowering.run(COMPUTED, lambda node: value(node).dim() != 2 and not _in_kernels(node))
 
 
@@ -145,7 +145,8 @@ class _Lowering:
         return vectors[0] if len(vectors) == 1 else self.inline(node, forms.concatenate, vectors)
 
     def snapshot(self, node: Node, page: Node) -> Node:
-        return self.inline(node, state_page.snapshot_of, page)
+        begun = launch_begin(node, page) if _in_kernels(node) else None
+        return begun if begun is not None else self.inline(node, state_page.snapshot_of, page)
 
     def delayed_scale(self, node: Node, scales: Node, amax: Node, slot: int, *_) -> Node:
         return self.stored(node, scales, slot, state_page.SCALE)

@@ -25,6 +25,7 @@ from ..codegen.kernel import Kernel
 from ..ir import merged, ops
 from ..ir.fx_utils import Emitter, arg, aten, value
 from ..logs import dump
+from .raised import raisable, raise_amaxes
 
 Made = tuple[Group, Kernel]
 
@@ -44,13 +45,15 @@ def place(graph: Graph, groups: dict[Node, Made]) -> None:
     amaxes = [item for node in order for item in _items(node, groups[node][0]) if item[1].content == "amax"]
     counts = [product(sizes(x.replaces)) for node in order for x in groups[node][1].column_amaxes]
     wide = [int(count) for count in counts if count.is_Integer]
-    known = {item for item, _ in amaxes}
+    others = {gather: raisable(gather) for gather in gathers}
+    known = {*(item for item, _ in amaxes), *(item for some in others.values() for item in some)}
     for item in [x for gather in gathers for x in arg(gather, 0) if x in known] + [item for item, _ in amaxes]:
         numbers.setdefault(item, len(numbers))
     like: Any = order[0].args[0]
     launcher = launch.Launcher(graph, len(numbers), like, sum(map(launch.aligned, wide)), _parts(graph, groups))
-    for gather in gathers:
+    for gather, some in others.items():
         gather.args = (_runs(gather, numbers, launcher),)
+        raise_amaxes(gather, some, numbers, launcher)
     for node in order:
         _launch(node, *groups[node], numbers, launcher)
     for whole, memory in launcher.wholes.items():

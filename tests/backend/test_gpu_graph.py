@@ -130,7 +130,11 @@ def test_a_weight_is_cast_where_it_is_read(recipe):
 
 @pytest.mark.parametrize(
     ("recipe", "name", "kernels", "launches"),
-    [("delayed", "fp8_update", (1, 1), (1, 1)), ("blockwise", "fp8_gemm", (1, 2), (4, 8))],
+    [
+        ("delayed", "fp8_begin", (1, 1), (1, 1)),
+        ("delayed", "fp8_update", (1, 1), (1, 1)),
+        ("blockwise", "fp8_gemm", (1, 2), (4, 8)),
+    ],
 )
 def test_kernels_that_are_no_text(recipe, name, kernels, launches):
     """Inductor copies each kernel into its code with the globals that it reads, once for all launches of one signature. The
