@@ -65,7 +65,7 @@ class BuiltIn(NamedTuple):
 # From coarse to fine: a matmul whose operands are scaled in different ways costs as much as the finer way. docs/cost-model.md
 # has the sources of the costs.
 BUILT_IN = {
-    "delayed": BuiltIn(WHOLE, WHOLE, (False,), ScalingCost(amax_apart=True, once=6)),
+    "delayed": BuiltIn(WHOLE, WHOLE, (False,), ScalingCost(amax_apart=True, once=4)),
     "tensorwise": BuiltIn(WHOLE, WHOLE, (False, True), ScalingCost(walks=2, once=2)),
     "rowwise": BuiltIn(ROW, ROW, (False, True), ScalingCost(walks=2, for_each_layout=True)),
     "rowwise_with_gw_hp": BuiltIn(ROW, ROW, (False, True), None),

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 import networkx
 from torch.fx import Node
 
+from .. import compat
 from ..config.recipe import COSTS, RECIPES
 from ..devices import cost
 from ..devices.catalog import Device
@@ -105,7 +106,9 @@ class Base:
             high_bytes=high or (self.source.itemsize if self.source.shared else 0),
         )
         copy = cost.high_copy(device, tensor)
-        return copy + sum(cast.seconds(device, tensor, count) - copy for cast, count in demanded if count)
+        if tensor.fused and self.source.shared and high not in (0, tensor.itemsize):  # a residual in float32 under autocast
+            copy += cost.high_copy(device, replace(tensor, high_bytes=tensor.itemsize))  # is written beside the bf16 copy
+        return copy + sum(cast.seconds(device, tensor, count) - cost.high_copy(device, tensor) for cast, count in demanded if count)
 
 
 @dataclass(eq=False)
@@ -127,7 +130,10 @@ class Cast:
     def seconds(self, device: Device, tensor: cost.CastInput, layouts: int) -> float:
         if self.gathered:
             return layouts * cost.transposed(device, tensor.elements) + cost.high_copy(device, tensor)
-        return cost.casts(device, tensor, COSTS[self.recipe], layouts, self.again)
+        scaling = COSTS[self.recipe]
+        if tensor.scattered and scaling.walks == 1 and not compat.reorders():
+            tensor = replace(tensor, scattered=False)  # one walk of a kernel of ours is enough
+        return cost.casts(device, tensor, scaling, layouts, self.again)
 
 
 def weigh(matmuls: list[Matmul], device: Device) -> int:
