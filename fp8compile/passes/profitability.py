@@ -108,7 +108,8 @@ class Base:
         copy = cost.high_copy(device, tensor)
         if tensor.fused and self.source.shared and high not in (0, tensor.itemsize):  # a residual in float32 under autocast
             copy += cost.high_copy(device, replace(tensor, high_bytes=tensor.itemsize))  # is written beside the bf16 copy
-        return copy + sum(cast.seconds(device, tensor, count) - cost.high_copy(device, tensor) for cast, count in demanded if count)
+        alone = cost.high_copy(device, tensor)
+        return copy + sum(cast.seconds(device, tensor, count) - alone for cast, count in demanded if count)
 
 
 @dataclass(eq=False)
