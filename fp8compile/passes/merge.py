@@ -122,6 +122,8 @@ def _merged(fprops: list[Matmul], of_layer: Mapping[Matmul, list[Matmul]]) -> Me
             return None
         if members:
             gemms[gemm] = members
+    if not all(independent([x.node for x in members]) for members in gemms.values()):
+        return None
     if any(user.op == "output" for fprop in fprops for user in _readers(fprop.node)):
         return None  # a slice has other strides than the tensor that the caller expects
     total = total_of([x.node for x in gemms["dgrad"]]) if "dgrad" in gemms else None
@@ -129,6 +131,21 @@ def _merged(fprops: list[Matmul], of_layer: Mapping[Matmul, list[Matmul]]) -> Me
         return None
     kept = [x for x in fprops if "recompute" not in x.node.meta and any(map(compat.is_backward, _readers(x.node)))]
     return Merged(gemms, total, frozenset(kept if len(kept) < len(fprops) else ()))
+
+
+def independent(nodes: Collection[Node]) -> bool:
+    """Is none of these nodes computed from another one?"""
+    first, mine = min(nodes), set(nodes)
+    stack = [x for node in nodes for x in node.all_input_nodes]
+    seen = set(stack)
+    while stack:
+        node = stack.pop()
+        if node in mine:
+            return False
+        new = [x for x in node.all_input_nodes if x not in seen and not x < first]  # what stands before all of them is not
+        seen.update(new)
+        stack += new
+    return True
 
 
 def _readers(node: Node) -> Iterator[Node]:

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8compile
 from fp8compile.dryrun import fake_gpu
+from fp8compile.passes.merge import independent
 from tests.support.executed import executed
 from tests.support.gpu_steps import unallocated
 from tests.support.harness import ALL_FP8, grads_of, histories, interpreted, noise, sqnr
@@ -315,6 +316,16 @@ def test_gradients_serve_optimizers() -> None:
             optimizer.zero_grad(set_to_none=step == 1)
     for (name, a), b in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
         assert sqnr(a, b) > 40, name
+
+
+def test_what_depends_on_each_other_stays_apart() -> None:
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    one = graph.call_function(torch.neg, (x,))
+    two = graph.call_function(torch.neg, (x,))
+    behind = graph.call_function(torch.neg, (graph.call_function(torch.abs, (one,)),))
+    assert independent([one, two]) and independent([two, behind])
+    assert not independent([two, one, behind])
 
 
 # -- for a GPU ---------------------------------------------------------------------------------------------------------
