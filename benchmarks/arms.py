@@ -99,6 +99,7 @@ ARMS = {
         Arm("torchao-experts", "torchao", prepare=torchao_experts),
         Arm("fp8-delayed", "fp8", fp8("delayed")),
         Arm("fp8-tensorwise", "fp8", fp8("tensorwise")),
+        Arm("fp8-fast", "fp8", {"backend": "fp8", "options": {"policy": "fast"}}),
         Arm("fp8-delayed-all", "fp8", fp8("delayed", policy=ALL)),
         Arm("fp8-tensorwise-all", "fp8", fp8("tensorwise", policy=ALL)),
         Arm("fp8-rowwise", "fp8", fp8("rowwise")),
