@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch.fx import Node
@@ -51,8 +51,17 @@ class Merged:
         return [matmul for members in self.gemms.values() for matmul in members]
 
 
-def merge(matmuls: list[Matmul], plan: Plan, device: Device | None, moved: Collection[Operand]) -> list[Merged]:
-    """The groups, in the order of the graph. `moved`: operands that a collective carries in FP8."""
+def merge(
+    matmuls: list[Matmul],
+    plan: Plan,
+    device: Device | None,
+    moved: Collection[Operand] = (),
+    block: Callable[[str], object] = lambda name: None,
+) -> list[Merged]:
+    """The groups, in the order of the graph. `moved`: operands that a collective carries in FP8. `block`: the block of layers
+    that a layer is in, by its name. Layers of several blocks are not merged: cross-attention reads one tensor in all of them,
+    and the gradients of all blocks would be kept until the last one is there.
+    """
     of_layer: dict[Matmul, list[Matmul]] = defaultdict(list)
     uses: dict[Node, int] = defaultdict(int)
     for matmul in matmuls:
@@ -65,7 +74,7 @@ def merge(matmuls: list[Matmul], plan: Plan, device: Device | None, moved: Colle
         if all(map(_mergeable, its)) and uses[fprop.b.base] == 1 + any(x.gemm == "dgrad" for x in its):
             roles = [plan.of(matrix, role, x) for x in its for matrix, role in x.roles]
             if not any(operand in moved for operand in roles):
-                together[_key(fprop, its, plan)].append(fprop)
+                together[block(fprop.fqn), _key(fprop, its, plan)].append(fprop)
     found = []
     for fprops in together.values():
         made = _merged(fprops, of_layer) if len(fprops) > 1 else None

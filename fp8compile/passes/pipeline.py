@@ -137,7 +137,7 @@ class Joint:
 
     def merge(self) -> int:
         if not self.high_precision:
-            self.merged = merge(self.matmuls, self.plan, self.device, self.collectives.moved.keys())
+            self.merged = merge(self.matmuls, self.plan, self.device, self.collectives.moved.keys(), self.inputs.block)
         return len(self.merged)
 
     def quantize(self) -> int:
