@@ -6,7 +6,8 @@
     python -m benchmarks.recipes --experts 8 --steps 600 --seeds 3 --arms bf16,delayed,rowwise
 
 The model is the GPT of examples/train_gpt.py: 2 layers, 128 wide, context 64, with a tied output head that stays in high
-precision, except in the arm `fast`. Every matmul of its blocks is FP8; the script checks this in the report. A run has 1,500 steps of 512 bytes of text.
+precision, except in the arm `fast`. Every matmul of its blocks is FP8; the script checks this in the report. A run has 1,500
+steps of 512 bytes of text.
 Weights are float32, the forward pass runs under bf16 autocast, and all arms, also `bf16`, end in Inductor. Runs of one seed
 start from the same weights and see the same batches. So gaps are computed for each seed, and the interval is that of their mean
 (Student's t). Welch's test compares the losses as if runs were not paired. `float32` is the yardstick: it shows the gap between

@@ -146,9 +146,7 @@ def fp8_raise(
 
 
 @triton.jit
-def fp8_column_sums(
-    partial, total, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr
-):
+def fp8_column_sums(partial, total, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
     # partial: float32 [ROWS, COLUMNS]; total: [COLUMNS] of any float
     col = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     row = tl.arange(0, BLOCK_R)

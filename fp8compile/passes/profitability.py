@@ -106,10 +106,10 @@ class Base:
             high_bytes=high or (self.source.itemsize if self.source.shared else 0),
         )
         copy = cost.high_copy(device, tensor)
+        seconds = copy + sum(cast.seconds(device, tensor, count) - copy for cast, count in demanded if count)
         if tensor.fused and self.source.shared and high not in (0, tensor.itemsize):  # a residual in float32 under autocast
-            copy += cost.high_copy(device, replace(tensor, high_bytes=tensor.itemsize))  # is written beside the bf16 copy
-        alone = cost.high_copy(device, tensor)
-        return copy + sum(cast.seconds(device, tensor, count) - alone for cast, count in demanded if count)
+            seconds += cost.high_copy(device, replace(tensor, high_bytes=tensor.itemsize))  # is written beside the bf16 copy
+        return seconds
 
 
 @dataclass(eq=False)

@@ -275,7 +275,8 @@ def test_family(interpreted_kernels, name):
     fp8, inductor = (row for row in interpreted_kernels[0]["rows"] if row["family"] == name)
     assert (fp8["arm"], inductor["arm"]) == ("fp8", "inductor") and fp8["point"] == f"{name} 33x40"
     assert fp8["error"] is None and inductor["error"] is None and fp8["checked"] and inductor["checked"]
-    assert len(fp8["generated"]) == (2 if name == "tensorwise" else 1) and inductor["generated"] == []
+    twice = ("tensorwise", "gelu-backward", "layer-norm-backward")  # an amax or a column sum is a kernel of its own
+    assert len(fp8["generated"]) == (2 if name in twice else 1) and inductor["generated"] == []
     assert {classify.classify(kernel) for kernel in fp8["generated"]} == {"cast"}
     assert all(row[key] is None for row in (fp8, inductor) for key in ("ms", "gb_per_s", "copy_gb_per_s", "share"))
 
