@@ -130,7 +130,7 @@ def fp8_raise(
 ):
     # rows0..3: amaxes of rows, float32 [COUNT], or [n] where COUNT is None; amax0..3: int32 [1], the bits of the largest one.
     # The bits of NaN are above those of infinity. Pairs behind the first may be None
-    i = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    i = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     inside = i < (n if COUNT is None else COUNT)
     bits = tl.load(rows0 + i, mask=inside, other=0.0).to(tl.int32, bitcast=True) & 0x7FFFFFFF
     tl.atomic_max(amax0, tl.max(bits, 0), sem="relaxed")
@@ -148,8 +148,8 @@ def fp8_raise(
 @triton.jit
 def fp8_column_sums(partial, total, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
     # partial: float32 [ROWS, COLUMNS]; total: [COLUMNS] of any float
-    col = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
-    row = tl.arange(0, BLOCK_R)
+    col = tl.program_id(0).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
+    row = tl.arange(0, BLOCK_R).to(tl.int64)
     sums = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)
     for start in range(0, ROWS, BLOCK_R):
         inside = (start + row < ROWS)[:, None] & (col < COLUMNS)[None, :]
@@ -170,7 +170,7 @@ def fp8_begin(
     BLOCK_C: tl.constexpr,
 ):
     # page: float32 [SLOTS, WIDTH]; scales: float32 [SLOTS, SNAPSHOT], its first columns; amaxes: int32 [COUNT], zeroed
-    i = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    i = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     inside = i < SLOTS * SNAPSHOT
     numbers = tl.load(page + i // SNAPSHOT * WIDTH + i % SNAPSHOT, mask=inside)
     tl.store(scales + i, numbers, mask=inside)

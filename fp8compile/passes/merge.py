@@ -28,8 +28,9 @@ from .. import compat
 from ..config.recipe import COSTS, WHOLE
 from ..devices import cost
 from ..devices.catalog import Device
-from ..ir.fx_utils import CASTS, PERMUTES, SAME, SLICES, VIEWS, aten, call_function, hint, same_shape, value
+from ..ir.fx_utils import CASTS, PERMUTES, SAME, SLICES, VIEWS, aten, call_function, hint, value
 from ..ir.matmul import GEMMS, Gemm, Matmul
+from .addends import split_addend
 from .plan import Operand, Plan
 
 SUMS = (aten.add.Tensor,)
@@ -106,12 +107,10 @@ def _mergeable(matmul: Matmul) -> bool:
 
 def _addend(matmul: Matmul) -> str | None:
     """What kind of bias a layer has, "" for none; None if it adds something else."""
-    node, addend = matmul.node, matmul.addend
-    if addend is None:
-        return ""
-    plain = node.kwargs.get("beta", 1) == 1 and node.kwargs.get("alpha", 1) == 1
-    row = value(addend).dim() == 1 and same_shape(value(addend).shape, (matmul.n,))
-    return str(value(addend).dtype) if plain and row and addend.op == "placeholder" else None
+    bias, rest = split_addend(matmul)
+    if rest is not None:
+        return None
+    return "" if bias is None else str(value(bias).dtype) if bias.op == "placeholder" else None
 
 
 def _key(fprop: Matmul, its: list[Matmul], plan: Plan) -> tuple:

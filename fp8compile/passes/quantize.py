@@ -46,6 +46,7 @@ from ..ir.all_gathers import AllGather
 from ..ir.all_to_alls import AllToAll
 from ..ir.fx_utils import Emitter, Matrix, arg, aten, same_shape, value
 from ..ir.matmul import GEMMS, Matmul
+from .addends import add, split_addend
 from .all_gathers import gathered
 from .all_to_alls import exchanged
 from .amax_groups import NO_GROUPS, AmaxGroups, reduced
@@ -144,7 +145,7 @@ class _Writer:
         a8, b8 = (self.copy(*operand) for operand in operands)
         node = matmul.node
         emit = Emitter(self.graph, node, node)
-        bias, rest = _split_addend(matmul)
+        bias, rest = split_addend(matmul)
         fast = matmul.recipe.use_fast_accum[GEMMS.index(matmul.gemm)]
         inverses = [self.scale_of(*operand)[1] for operand in operands]
         blocks = [operand.scaling.block for operand, _, _ in operands]
@@ -159,7 +160,7 @@ class _Writer:
         if value(node).dim() == 3 and matmul.offs is None:
             out = emit(aten.unsqueeze.default, out, 0)
         if rest is not None:
-            out = _add(emit, rest, out, node)
+            out = add(emit, rest, out, node)
         node.replace_all_uses_with(out)
         self.replaced[node] = out
         if node is self.start:
@@ -395,25 +396,3 @@ def _of(operand: Operand, cast: Node) -> Node:
     """Note on a cast which operand it copies, for telemetry; returns the cast."""
     cast.meta["fp8_operand"] = operand.key
     return cast
-
-
-def _split_addend(matmul: Matmul) -> tuple[Node | None, Node | None]:
-    """(bias that the FP8 matmul adds, any other addend, which is added afterwards): at least one is None."""
-    node, addend = matmul.node, matmul.addend
-    if addend is None:
-        return None, None
-    plain = node.kwargs.get("beta", 1) == 1 and node.kwargs.get("alpha", 1) == 1
-    shape = value(addend).shape
-    is_row = len(shape) == 1 and isinstance(shape[0], int) and shape[0] == matmul.n
-    return (addend, None) if plain and is_row and value(node).dim() == 2 else (None, addend)
-
-
-def _add(emit: Emitter, addend: Node, product: Node, node: Node) -> Node:
-    beta, alpha = node.kwargs.get("beta", 1), node.kwargs.get("alpha", 1)
-    if alpha != 1:
-        product = emit(aten.mul.Tensor, product, alpha)
-    if beta == 0:
-        return product
-    if beta != 1:
-        addend = emit(aten.mul.Tensor, addend, beta)
-    return emit(aten.add.Tensor, product, addend)
