@@ -5,7 +5,7 @@
     cpu         the first training step on this machine, cold (empty caches) and warm (a new process, the same caches)
 
 Times are CPU seconds of the process and of its children (the C++ compiler), because a machine may be shared. Each figure has a
-process of its own. Kernels are compiled by one process. In `described` a small model is compiled before, so that imports and
+process of its own. Kernels are compiled by one process. In both cases a small graph is compiled before, so that imports and
 Inductor's own patterns do not count.
 """
 
@@ -19,6 +19,7 @@ import resource
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,23 +47,23 @@ def described(arm: str, layers: int) -> dict[str, Any]:
     from fp8compile.dryrun import fake_gpu
 
     from . import arms
-    from .models import LLAMA_1B, LlamaBlock, Stack, unallocated
+    from .models import LLAMA_1B, FfnBlock, LlamaBlock, Stack, unallocated
 
-    def compiled(count: int) -> Any:
-        model = unallocated(lambda: Stack(lambda: LlamaBlock(LLAMA_1B, 4096), count, False), torch.bfloat16)
+    def compiled(build: Callable[[], Any]) -> Any:
+        model = unallocated(build, torch.bfloat16)
         arms.apply(arms.ARMS[arm], model, arms.settings(arms.ARMS[arm], 1, interpreted=False), each=False)
         x = torch.empty(2, 4096, LLAMA_1B.width, dtype=torch.bfloat16, requires_grad=True)
         return fake_gpu.trace(lambda: model(x))
 
-    compiled(1)
+    compiled(lambda: Stack(lambda: FfnBlock(LLAMA_1B.width), 1))
     began = sum(cpu_seconds())
-    step = compiled(layers)
+    step = compiled(lambda: Stack(lambda: LlamaBlock(LLAMA_1B, 4096), layers))
     took = sum(cpu_seconds()) - began
     return {"cpu_s": took, "launches": len(step.kernels), "kernels": len(triton_sources(step.code))}
 
 
 def first_step(arm: str, layers: int) -> dict[str, Any]:
-    """The first training step on this machine, imports of the compiler included."""
+    """The first training step on this machine."""
     import torch
 
     from . import arms
@@ -71,6 +72,7 @@ def first_step(arm: str, layers: int) -> dict[str, Any]:
     shape = LlamaShape(layers=layers, width=256, heads=4, kv_heads=2, hidden=512)
     model = materialise(lambda: Stack(lambda: LlamaBlock(shape, 128), layers), "cpu", torch.bfloat16)
     x = torch.randn(2, 128, shape.width, dtype=torch.bfloat16, requires_grad=True)
+    torch.compile(torch.square)(torch.ones(8, requires_grad=True)).sum().backward()  # imports, and Inductor's own patterns
     before = cpu_seconds()
     arms.apply(arms.ARMS[arm], model, arms.settings(arms.ARMS[arm], 1, interpreted=False), each=False)
     model(x).backward()
