@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,6 +74,8 @@ def hint(size) -> int:
 
 DATA = 8192
 
+fakes: dict[Any, Callable[..., Any]] = {}  # of operators of ours: returns an empty result of the right shape
+
 
 class Emitter:
     """Inserts `call_function` nodes before `anchor`, each with its fake value and the metadata of `like`.
@@ -89,8 +92,9 @@ class Emitter:
 
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> Node:
         real_args, real_kwargs = map_arg((args, kwargs), lambda n: n.meta["val"])
-        with fake_mode_of((real_args, real_kwargs, self.value)):
-            result = target(*real_args, **real_kwargs)
+        mode = fake_mode_of((self.value if isinstance(self.value, compat.FakeTensor) else (real_args, real_kwargs, self.value)))
+        with mode:  # without the dispatcher where it can be, because a deep model has thousands of these nodes
+            result = fakes.get(target, target)(*real_args, **real_kwargs)
         with self.graph.inserting_before(self.anchor):
             node = self.graph.call_function(target, args, kwargs)
         node.meta.update(self.meta, val=result)
@@ -99,6 +103,8 @@ class Emitter:
 
 def fake_mode_of(values: Any) -> contextlib.AbstractContextManager:
     """The fake mode of the first fake tensor in a nest of values; a null context if there is none."""
+    if isinstance(values, compat.FakeTensor):
+        return values.fake_mode
     leaves = pytree.tree_leaves(values)
     return next((x.fake_mode for x in leaves if isinstance(x, compat.FakeTensor)), contextlib.nullcontext())
 

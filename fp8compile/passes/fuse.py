@@ -33,7 +33,7 @@ from ..codegen.traffic import Sizes, compare
 from ..ir import grouped, merged, ops
 from ..ir.fx_utils import PERMUTES, VIEWS, arg, behind, is_data, value
 from ..logs import get_logger
-from .grouping import OURS, SEEDS, Grouping, reaches
+from .grouping import OURS, SEEDS, Grouping, Ranks
 from .place import Made, generated, place
 
 logger = get_logger(__name__)
@@ -77,8 +77,9 @@ class _Finder:
     def __init__(self, graph: Graph):
         self.graph = graph
         self.stored: set[Node] = set()
-        self.sizes = Sizes(graph)
-        self.grouping = Grouping(self.sizes, self.stored)
+        self.sizes, self.ranks = Sizes(graph), Ranks(graph)
+        self.grouping = Grouping(self.sizes, self.stored, self.ranks)
+        self.walks: dict[Seed, tuple[set[Node], set[Node]]] = {}  # of `shares`: what it visits, what it reads
 
     def run(self) -> dict[Node, Made]:
         """The functional node of each group, with the group and its kernel. The users of such a node take its outputs by
@@ -96,6 +97,7 @@ class _Finder:
             needed = is_data(value(seed.source).shape[0])
             if isinstance(group, str) and needed:
                 self.stored.add(seed.source)
+                self.changed({seed.source})
                 group = self.grouping(seed.domain, seed.sinks)
             if isinstance(group, str):
                 logger.debug("%s stays with Inductor: %s", seed.source.name, group)
@@ -167,9 +169,16 @@ class _Finder:
 
     def shares(self, group: Group, seed: Seed) -> bool:
         """Does a seed read or compute a matrix that the group reads or computes?"""
-        walk = self.grouping.walk(seed.domain, [Output("value", seed.source, seed.source)])
-        theirs = {x for x in (*walk.inputs, *walk.members) if seed.domain.is_full(x)}
-        return not theirs.isdisjoint({*group.inputs, *group.members})
+        if seed not in self.walks:  # seeds before it ask, too
+            walk = self.grouping.walk(seed.domain, [Output("value", seed.source, seed.source)])
+            read = {x for x in (*walk.inputs, *walk.members) if seed.domain.is_full(x)}
+            self.walks[seed] = {node for node, _ in walk.seen}, read
+        theirs = self.walks[seed][1]
+        return any(x in theirs for x in (*group.inputs, *group.members))
+
+    def changed(self, nodes: Collection[Node]) -> None:
+        """Forget the walks that visited a node which now stands in memory, or left the graph."""
+        self.walks = {seed: walk for seed, walk in self.walks.items() if walk[0].isdisjoint(nodes)}
 
     # -- seeds --
 
@@ -185,7 +194,7 @@ class _Finder:
                 continue
             for late in (False, True):
                 seed = found.setdefault((source, grouped.order_of(node), late), Seed())
-                if late or not reaches(_waits_for(node), set(seed.nodes)):
+                if late or not self.ranks.reach(_waits_for(node), set(seed.nodes)):
                     seed.nodes.append(node)
                     break
         return [seed for seed in found.values() if seed.nodes and seed.sinks]
@@ -208,6 +217,10 @@ class _Finder:
             else:
                 output.replaces.replace_all_uses_with(item)
             self.stored.add(item)
+        self.ranks.add(node)
+        for item in node.users:
+            self.ranks.add(item)
+        self.changed({output.replaces for output in group.outputs})
         self.sweep([output.replaces for output in group.outputs])
         return {node: (group, kernel)}
 

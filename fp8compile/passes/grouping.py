@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from ..codegen import launch
 from ..codegen.expressions import TRITON_DTYPE, supported
@@ -29,8 +29,8 @@ OURS = (*SEEDS, ops.current_scale, ops.inverse)
 class Grouping:
     """Finds groups. `stored`: results of earlier groups, which are in memory."""
 
-    def __init__(self, sizes_of: Sizes, stored: set[Node]):
-        self.sizes, self.stored = sizes_of, stored
+    def __init__(self, sizes_of: Sizes, stored: set[Node], ranks: Ranks):
+        self.sizes, self.stored, self.ranks = sizes_of, stored, ranks
 
     def walk(self, domain: Domain, sinks: list[Output], stops: Collection[Node] = ()) -> Walk:
         walk = Walk(domain, lambda node: node in self.stored or node in stops)
@@ -51,10 +51,10 @@ class Grouping:
             scales = read_scales(outputs, walk.tiles)
             replaced = {x.replaces for x in outputs}
             reads = [*walk.inputs, *scales, *orders]
-            if not reaches(reads, replaced):
+            if not self.ranks.reach(reads, replaced):
                 break
             # the group would read a tensor that depends on one of its own outputs: leave such outputs to others, and read them
-            late = {x.replaces for x in outputs if x.content in ("value", "row", "sum") and reaches(reads, {x.replaces})}
+            late = {x.replaces for x in outputs if x.content in ("value", "row", "sum") and self.ranks.reach(reads, {x.replaces})}
             late = {x for x in late if x not in stops}
             if not late:
                 return "it reads what is made of its own results"
@@ -156,18 +156,35 @@ class Grouping:
         return found
 
 
-def reaches(starts: Iterable[Node], targets: set[Node]) -> bool:
-    """Does anything in `starts` depend on anything in `targets`?"""
-    seen, stack = set(starts), list(starts)
-    while stack:
-        node = stack.pop()
-        if node in targets:
-            return True
-        for x in node.all_input_nodes:
-            if x not in seen:
-                seen.add(x)
-                stack.append(x)
-    return False
+class Ranks:
+    """A number for each node of a graph, at least the numbers of its inputs: a search for what a node depends on can stop at
+    smaller numbers than those of what it looks for. Otherwise each search would walk to the beginning of a deep model."""
+
+    def __init__(self, graph: Graph):
+        self.of = {node: i for i, node in enumerate(graph.nodes)}
+
+    def add(self, node: Node) -> None:
+        """Take in a new node, which may stand before its inputs in the graph, and which other nodes read already."""
+        raised = [(node, max((self.of[x] for x in node.all_input_nodes), default=0))]
+        while raised:
+            node, rank = raised.pop()
+            if self.of.get(node, -1) < rank:
+                self.of[node] = rank
+                raised += [(user, rank) for user in node.users]
+
+    def reach(self, starts: Iterable[Node], targets: set[Node]) -> bool:
+        """Does anything in `starts` depend on anything in `targets`?"""
+        least = min((self.of[x] for x in targets), default=0)
+        seen, stack = set(starts), list(starts)
+        while stack:
+            node = stack.pop()
+            if node in targets:
+                return True
+            for x in node.all_input_nodes:
+                if x not in seen and self.of[x] >= least:
+                    seen.add(x)
+                    stack.append(x)
+        return False
 
 
 def readable(node: Node) -> bool:

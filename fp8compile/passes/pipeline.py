@@ -259,21 +259,23 @@ def skipped() -> tuple[str, ...]:
 
 
 def _run(passes: Sequence[Pass[T]], subject: T, graph: Graph) -> None:
-    """Each pass in turn: check the graph, log what changed, write the graph after it (FP8COMPILE_DUMP, tlparse)."""
-    leave_out = skipped()
+    """Each pass in turn: log what changed, write the graph after it (FP8COMPILE_DUMP, tlparse). Check the graph: behind the
+    last pass, and while debugging behind each."""
+    leave_out, told = skipped(), logger.isEnabledFor(logging.DEBUG)
     for step in passes:
         if step.name in leave_out:
             logger.info("fp8: %s is skipped (%s)", step.name, SKIP_VARIABLE)
             continue
-        told = logger.isEnabledFor(logging.DEBUG)
         before, start = _operators(graph) if told else Counter(), time.perf_counter()
         with compat.symbolic_kernels():
             found = step.run(subject)
-        graph.lint()
         if told:
+            graph.lint()
             took = 1e3 * (time.perf_counter() - start)
             logger.debug("%s: %s, %.1f ms%s", step.name, found, took, _changes(before, _operators(graph)))
         dump(f"{step.name}.txt", lambda: str(graph))
+    if not told:
+        graph.lint()
 
 
 def _operators(graph: Graph) -> Counter[str]:

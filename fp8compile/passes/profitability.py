@@ -46,6 +46,7 @@ class Gemm:
     dtype: str
     out_bytes: int
     reads: list[tuple[Cast, tuple[str, bool]]] = field(default_factory=list)  # each cast, with the layout that is read
+    known: dict[tuple[bool, float], float] = field(default_factory=dict)  # results of `seconds`, which a search asks often
 
     @property
     def layer(self) -> Matmul:
@@ -73,6 +74,11 @@ class Gemm:
 
     def seconds(self, device: Device, fp8: bool, grown: float = 1.0) -> float:
         """Seconds of the matmul alone, with `grown` times as many tokens as in the trace."""
+        if (fp8, grown) not in self.known:
+            self.known[fp8, grown] = self._seconds(device, fp8, grown)
+        return self.known[fp8, grown]
+
+    def _seconds(self, device: Device, fp8: bool, grown: float) -> float:
         groups = max(1, self.matmul.groups)  # each of them is taken to have equally many tokens
         grown /= groups
         m, n, k = (max(1, round(size * grown)) if i == self.tokens else size for i, size in enumerate(self.sizes))
