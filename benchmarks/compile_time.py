@@ -93,7 +93,8 @@ def measured(what: str, arm: str, layers: int, cache: str) -> dict[str, Any]:
 
 def table(title: str, rows: list[dict[str, Any]], columns: list[str]) -> str:
     lines = [f"### {title}", "", "| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
-    lines += ["| " + " | ".join(f"{row[c]:.2f}" if isinstance(row[c], float) else str(row[c]) for c in columns) + " |" for row in rows]
+    for row in rows:
+        lines.append("| " + " | ".join(f"{row[c]:.2f}" if isinstance(row[c], float) else str(row[c]) for c in columns) + " |")
     return "\n".join(lines) + "\n"
 
 

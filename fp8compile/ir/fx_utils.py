@@ -92,7 +92,7 @@ class Emitter:
 
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> Node:
         real_args, real_kwargs = map_arg((args, kwargs), lambda n: n.meta["val"])
-        mode = fake_mode_of((self.value if isinstance(self.value, compat.FakeTensor) else (real_args, real_kwargs, self.value)))
+        mode = fake_mode_of(self.value if isinstance(self.value, compat.FakeTensor) else (real_args, real_kwargs, self.value))
         with mode:  # without the dispatcher where it can be, because a deep model has thousands of these nodes
             result = fakes.get(target, target)(*real_args, **real_kwargs)
         with self.graph.inserting_before(self.anchor):

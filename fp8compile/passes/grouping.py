@@ -54,8 +54,8 @@ class Grouping:
             if not self.ranks.reach(reads, replaced):
                 break
             # the group would read a tensor that depends on one of its own outputs: leave such outputs to others, and read them
-            late = {x.replaces for x in outputs if x.content in ("value", "row", "sum") and self.ranks.reach(reads, {x.replaces})}
-            late = {x for x in late if x not in stops}
+            others = {x.replaces for x in outputs if x.content in ("value", "row", "sum")} - stops
+            late = {x for x in others if self.ranks.reach(reads, {x})}
             if not late:
                 return "it reads what is made of its own results"
             stops |= late
