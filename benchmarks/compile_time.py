@@ -23,10 +23,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from .show import table
+
 ROOT = Path(__file__).resolve().parents[1]
 ARMS = "bf16,fp8-delayed,fp8-tensorwise,fp8-rowwise"
 _KERNEL = re.compile(r"async_compile\.triton\('(\w+)', '''(.*?)'''", re.DOTALL)
-_OURS = re.compile(r"'(\w+)', '''(.*?)'''", re.DOTALL)
 
 
 def cpu_seconds() -> tuple[float, float]:
@@ -91,11 +92,9 @@ def measured(what: str, arm: str, layers: int, cache: str) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def table(title: str, rows: list[dict[str, Any]], columns: list[str]) -> str:
-    lines = [f"### {title}", "", "| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
-    for row in rows:
-        lines.append("| " + " | ".join(f"{row[c]:.2f}" if isinstance(row[c], float) else str(row[c]) for c in columns) + " |")
-    return "\n".join(lines) + "\n"
+def shown(title: str, rows: list[dict[str, Any]]) -> None:
+    cells = [[f"{x:.2f}" if isinstance(x, float) else x for x in row.values()] for row in rows]
+    print(f"### {title}\n\n{table(cells, list(rows[0]), markdown=True)}\n", flush=True)
 
 
 def main() -> None:
@@ -110,7 +109,12 @@ def main() -> None:
         what, arm, layers = given.one
         print(json.dumps({"described": described, "cpu": first_step}[what](arm, int(layers))))
         return
-    names = given.arms.split(",")
+    from . import arms
+
+    try:
+        names = [arm.name for arm in arms.parse_arms(given.arms)]
+    except ValueError as error:
+        parser.error(f"--arms: {error}")
     if given.only != "cpu":
         rows: list[dict[str, Any]] = []
         for layers in map(int, given.layers.split(",")):
@@ -119,7 +123,7 @@ def main() -> None:
                     made = measured("described", name, layers, cache)
                 first = next((row for row in rows if row["layers"] == layers), made)
                 rows.append({"layers": layers, "arm": name, **made, "ratio": made["cpu_s"] / first["cpu_s"]})
-        print(table("Described H200: tracing and code generation", rows, list(rows[0])))
+        shown("Described H200: tracing and code generation", rows)
     if given.only != "described":
         rows = []
         for name in names:
@@ -128,7 +132,7 @@ def main() -> None:
             first = rows[0] if rows else {"cold_s": cold["cpu_s"], "warm_s": warm["cpu_s"]}
             row = {"arm": name, "cold_s": cold["cpu_s"], "of_it_python_s": cold["python_s"], "warm_s": warm["cpu_s"]}
             rows.append({**row, "cold": row["cold_s"] / first["cold_s"], "warm": row["warm_s"] / first["warm_s"]})
-        print(table(f"This machine: first training step, {given.cpu_layers} layers", rows, list(rows[0])))
+        shown(f"This machine: first training step, {given.cpu_layers} layers", rows)
 
 
 if __name__ == "__main__":

@@ -21,13 +21,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from tabulate import tabulate
 from torch.nn.attention import SDPBackend
 
 from fp8compile.devices import calibrate, catalog, cost
 from fp8compile.devices.catalog import Device
 
-from . import machine
+from . import machine, show
 
 LAYERS = {"q, o": (1, 1), "k, v": (0.25, 1), "q+k+v": (1.5, 1), "gate, up": (3.5, 1), "gate+up": (7, 1), "down": (1, 3.5)}
 WIDTH = {"full": 4096, "tiny": 64}
@@ -134,7 +133,7 @@ def table(found: dict[str, Any]) -> str:
     said = found["attention"]
     kernels = "\n".join(f"  {microseconds:10.1f} us  {name}" for name, microseconds in said["kernels"].items())
     return (
-        f"microseconds (in brackets the model's), TFLOP/s; how many times as fast as bf16\n{tabulate(lines, head)}\n\n"
+        f"microseconds (in brackets the model's), TFLOP/s; how many times as fast as bf16\n{show.table(lines, head)}\n\n"
         f"attention: cuDNN {said['cudnn']}, order of backends {said['priority'] or 'unknown'}\n{kernels}"
     )
 

@@ -164,10 +164,10 @@ class Recipe:
         one_of("on_overflow", self.on_overflow, ON_OVERFLOW)
         self._group("reduce_amax", "True (all ranks), False")
         self._group("amax_group", "False")
-        if not isinstance(self.recast_weights, bool) and self.recast_weights != "auto":
-            raise OptionError.of("recast_weights", self.recast_weights, "True, False or 'auto'")
-        if not isinstance(self.merge_matmuls, bool) and self.merge_matmuls != "auto":
-            raise OptionError.of("merge_matmuls", self.merge_matmuls, "True, False or 'auto'")
+        for name in ("recast_weights", "merge_matmuls"):
+            given = getattr(self, name)
+            if not isinstance(given, bool) and given != "auto":
+                raise OptionError.of(name, given, "True, False or 'auto'")
         boolean("fp8_all_to_all", self.fp8_all_to_all)
         if self.name == "rowwise_with_gw_hp":
             object.__setattr__(self, "override_linear_precision", (*self.override_linear_precision[:2], True))

@@ -8,10 +8,10 @@ computing the member again is cheaper for them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from ..codegen import launch
 from ..codegen.expressions import TRITON_DTYPE, supported
@@ -19,7 +19,7 @@ from ..codegen.group import Group, Output, Walk, read_scales
 from ..codegen.indexing import RESHAPES, VIEWS, Domain, product, sizes
 from ..codegen.traffic import Sizes, fusable
 from ..ir import grouped, ops
-from ..ir.fx_utils import CASTS, aten, is_tensor
+from ..ir.fx_utils import CASTS, Ranks, aten, is_tensor
 
 MOST_INPUTS = 12
 SEEDS = (ops.quantize, ops.amax, ops.amax_blocks, grouped.group_amax)
@@ -154,37 +154,6 @@ class Grouping:
                 walk(source, index)  # type: ignore[arg-type]
                 found[node] = Output("sum", source, _rounded(node))
         return found
-
-
-class Ranks:
-    """A number for each node of a graph, at least the numbers of its inputs: a search for what a node depends on can stop at
-    smaller numbers than those of what it looks for. Otherwise each search would walk to the beginning of a deep model."""
-
-    def __init__(self, graph: Graph):
-        self.of = {node: i for i, node in enumerate(graph.nodes)}
-
-    def add(self, node: Node) -> None:
-        """Take in a new node, which may stand before its inputs in the graph, and which other nodes read already."""
-        raised = [(node, max((self.of[x] for x in node.all_input_nodes), default=0))]
-        while raised:
-            node, rank = raised.pop()
-            if self.of.get(node, -1) < rank:
-                self.of[node] = rank
-                raised += [(user, rank) for user in node.users]
-
-    def reach(self, starts: Iterable[Node], targets: set[Node]) -> bool:
-        """Does anything in `starts` depend on anything in `targets`?"""
-        least = min((self.of[x] for x in targets), default=0)
-        seen, stack = set(starts), list(starts)
-        while stack:
-            node = stack.pop()
-            if node in targets:
-                return True
-            for x in node.all_input_nodes:
-                if x not in seen and self.of[x] >= least:
-                    seen.add(x)
-                    stack.append(x)
-        return False
 
 
 def readable(node: Node) -> bool:

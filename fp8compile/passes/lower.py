@@ -191,12 +191,11 @@ class _Lowering:
             raise Fp8CompileError(f"{node.name}: no kernel for a cast whose rows are counted from data; please report this")
         if transposed and order is not None:
             x = self.inline(node, ops.ordered, x, order)
-        if all(user.target is merged.side_by_side for user in node.users):
-            form = forms.part_transposed if transposed else ops.cast
-            return self.inline(node, form, x, scale, dtype, fp8_max)
+        dense = not node.users or any(user.target is not merged.side_by_side for user in node.users)
+        how = (dtype, fp8_max, tuple(block), dense)
         if transposed:
-            return self.inline(node, forms.quantize_transposed, x, scale, dtype, fp8_max, tuple(block), order is not None)
-        return self.inline(node, forms.quantize, x, scale, dtype, fp8_max, tuple(block))
+            return self.inline(node, forms.quantize_transposed, x, scale, *how, order is not None)
+        return self.inline(node, forms.quantize, x, scale, *how)
 
     def transposed(self, node: Node, x: Node) -> Node:
         return self.inline(node, ops.transposition, x)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch.fx import Node
@@ -28,7 +28,7 @@ from .. import compat
 from ..config.recipe import COSTS, WHOLE
 from ..devices import cost
 from ..devices.catalog import Device
-from ..ir.fx_utils import CASTS, PERMUTES, SAME, SLICES, VIEWS, aten, call_function, hint, value
+from ..ir.fx_utils import CASTS, PERMUTES, SAME, SLICES, VIEWS, Ranks, aten, call_function, hint, value
 from ..ir.matmul import GEMMS, Gemm, Matmul
 from .addends import split_addend
 from .plan import Operand, Plan
@@ -63,6 +63,7 @@ def merge(
     that a layer is in, by its name. Layers of several blocks are not merged: cross-attention reads one tensor in all of them,
     and the gradients of all blocks would be kept until the last one is there.
     """
+    ranks = Ranks(matmuls[0].node.graph) if matmuls else None
     of_layer: dict[Matmul, list[Matmul]] = defaultdict(list)
     uses: dict[Node, int] = defaultdict(int)
     for matmul in matmuls:
@@ -78,7 +79,7 @@ def merge(
                 together[block(fprop.fqn), _key(fprop, its, plan)].append(fprop)
     found = []
     for fprops in together.values():
-        made = _merged(fprops, of_layer) if len(fprops) > 1 else None
+        made = _merged(fprops, of_layer, ranks) if ranks is not None and len(fprops) > 1 else None
         if made is not None and _wanted(made, device):
             found.append(made)
             for matmul in made.every:
@@ -122,7 +123,7 @@ def _key(fprop: Matmul, its: list[Matmul], plan: Plan) -> tuple:
     return (*source, _addend(fprop), *(gemms.get(gemm) for gemm in GEMMS))
 
 
-def _merged(fprops: list[Matmul], of_layer: Mapping[Matmul, list[Matmul]]) -> Merged | None:
+def _merged(fprops: list[Matmul], of_layer: Mapping[Matmul, list[Matmul]], ranks: Ranks) -> Merged | None:
     gemms: dict[Gemm, tuple[Matmul, ...]] = {}
     for gemm in GEMMS:
         members = tuple(x for fprop in fprops for x in of_layer[fprop] if x.gemm == gemm)
@@ -130,8 +131,8 @@ def _merged(fprops: list[Matmul], of_layer: Mapping[Matmul, list[Matmul]]) -> Me
             return None
         if members:
             gemms[gemm] = members
-    if not all(independent([x.node for x in members]) for members in gemms.values()):
-        return None
+    if any(ranks.reach(_inputs(members), {x.node for x in members}) for members in gemms.values()):
+        return None  # one is computed from another one
     if any(user.op == "output" for fprop in fprops for user in _readers(fprop.node)):
         return None  # a slice has other strides than the tensor that the caller expects
     total = total_of([x.node for x in gemms["dgrad"]]) if "dgrad" in gemms else None
@@ -141,19 +142,8 @@ def _merged(fprops: list[Matmul], of_layer: Mapping[Matmul, list[Matmul]]) -> Me
     return Merged(gemms, total, frozenset(kept if len(kept) < len(fprops) else ()))
 
 
-def independent(nodes: Collection[Node]) -> bool:
-    """Is none of these nodes computed from another one?"""
-    first, mine = min(nodes), set(nodes)
-    stack = [x for node in nodes for x in node.all_input_nodes]
-    seen = set(stack)
-    while stack:
-        node = stack.pop()
-        if node in mine:
-            return False
-        new = [x for x in node.all_input_nodes if x not in seen and not x < first]  # what stands before all of them is not
-        seen.update(new)
-        stack += new
-    return True
+def _inputs(members: Iterable[Matmul]) -> list[Node]:
+    return [x for matmul in members for x in matmul.node.all_input_nodes]
 
 
 def _readers(node: Node) -> Iterator[Node]:

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
-from torch.fx import Graph, Node, map_arg
+from torch.fx import Graph, Node
 
 from .. import compat
 from ..ir import merged, ops
-from ..ir.fx_utils import CASTS, SAME, VIEWS, Emitter, Matrix, arg, aten, call_function, fake_mode_of, value
+from ..ir.fx_utils import CASTS, SAME, VIEWS, Emitter, Matrix, arg, aten, call_function, evaluated, value
 from ..ir.matmul import GEMMS, Gemm, Matmul
 from .merge import ALIASES, SUMS, Merged
 from .plan import Operand
@@ -158,23 +158,19 @@ def _key(side: Copies) -> tuple:
 
 
 def _without(emit: Emitter, node: Node, ours: set[Node]) -> Node | None:
-    """A sum without some of its terms; None if no other term is left."""
+    """A sum without some of its terms: the node itself if it has none of them, None if no other term is left."""
     if node in ours:
         return None
-    if not _contains(node, ours):
+    if not call_function(node, (*SUMS, *VIEWS, *SAME, *CASTS)):
         return node
-    if call_function(node, SUMS):
-        terms = [found for x in node.args if (found := _without(emit, x, ours)) is not None]  # type: ignore[arg-type]
-        return emit(node.target, *terms) if len(terms) > 1 else terms[0] if terms else None
-    rest = _without(emit, arg(node, 0), ours)
-    return None if rest is None else emit(node.target, rest, *node.args[1:], **node.kwargs)
-
-
-def _contains(node: Node, ours: set[Node]) -> bool:
-    """Is one of these nodes a term of a sum?"""
-    if node in ours:
-        return True
-    return call_function(node, (*SUMS, *VIEWS, *SAME, *CASTS)) and any(_contains(x, ours) for x in node.all_input_nodes)
+    terms: list[Any] = list(node.args[:2]) if call_function(node, SUMS) else [arg(node, 0)]
+    rest = [x if not isinstance(x, Node) else _without(emit, x, ours) for x in terms]
+    if rest == terms:
+        return node
+    left = [x for x in rest if x is not None]
+    if len(left) == len(terms):
+        return emit(node.target, *left, *node.args[len(left):], **node.kwargs)
+    return left[0] if left else None
 
 
 def _restride(graph: Graph, node: Node) -> None:
@@ -183,16 +179,10 @@ def _restride(graph: Graph, node: Node) -> None:
         if not call_function(user, ALIASES):
             continue
         try:
-            made = _value_of(user)
+            made = evaluated(user)
         except (RuntimeError, ValueError):
             dense = Emitter(graph, user, user)(aten.clone.default, node, memory_format=torch.contiguous_format)
             user.replace_input_with(node, dense)
-            made = _value_of(user)
+            made = evaluated(user)
         user.meta["val"] = made
         _restride(graph, user)
-
-
-def _value_of(node: Node) -> object:
-    args, kwargs = map_arg((node.args, node.kwargs), lambda x: x.meta["val"])
-    with fake_mode_of((args, kwargs)):
-        return node.target(*args, **kwargs)  # type: ignore[operator]

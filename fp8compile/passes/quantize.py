@@ -284,15 +284,13 @@ class _Writer:
         emit = self.after(amax, operand, recompute=compat.MUST_SAVE, ac_graph_id=None)
         sent = self.collectives.moved.get(operand)
         if snapshot is not None:
-            watched = operand.key.settings.limit < float("inf")
+            how = (operand.format.max, margin, operand.key.settings.limit < float("inf"))
             if sent is not None:
                 agreed = self.agreed(operand.backward, sent.group)
                 number = self.collectives.delayed(operand.backward, sent.group).index(operand)
                 emit = self.before(sent, operand, recompute=compat.MUST_SAVE, ac_graph_id=None)
-                how = (operand.format.max, margin, watched)
                 scale = emit(ops.agreed_scale, agreed, amax, number, sent.group, *how)
                 return scale, emit(ops.inverse, scale)
-            how = (operand.format.max, margin, watched)
             scales = [emit(ops.delayed_scale, snapshot, a, x.slot, *how) for x, a in zip(partners, amaxes, strict=True)]
             if len(scales) > 1:
                 scale = emit(merged.least, scales)

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8compile
 from fp8compile.dryrun import fake_gpu
-from fp8compile.passes.merge import independent
+from fp8compile.ir.fx_utils import Ranks
 from tests.support.executed import executed
 from tests.support.gpu_steps import unallocated
 from tests.support.harness import ALL_FP8, grads_of, histories, interpreted, noise, sqnr
@@ -324,8 +324,13 @@ def test_what_depends_on_each_other_stays_apart() -> None:
     one = graph.call_function(torch.neg, (x,))
     two = graph.call_function(torch.neg, (x,))
     behind = graph.call_function(torch.neg, (graph.call_function(torch.abs, (one,)),))
-    assert independent([one, two]) and independent([two, behind])
-    assert not independent([two, one, behind])
+    ranks = Ranks(graph)
+
+    def apart(*nodes: torch.fx.Node) -> bool:
+        return not ranks.reach([x for node in nodes for x in node.all_input_nodes], set(nodes))
+
+    assert apart(one, two) and apart(two, behind)
+    assert not apart(two, one, behind) and not apart(one, next(iter(one.users)))
 
 
 # -- for a GPU ---------------------------------------------------------------------------------------------------------

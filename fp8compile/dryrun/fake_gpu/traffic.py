@@ -24,8 +24,10 @@ Number = Callable[[Any], int]  # the hint of a size
 
 def moved(node: Any, number: Number) -> int:
     """The bytes that a scheduler's node reads and writes. `number` gives the hint of a size."""
-    kernel: Any = getattr(node, "node", None)
-    if type(kernel).__name__ == "UserDefinedTritonKernel":
+    from torch._inductor import ir
+
+    kernel = getattr(node, "node", None)
+    if isinstance(kernel, ir.UserDefinedTritonKernel):
         return sum(_size(x, number) for x in kernel.inputs)
     touched: dict[str, int] = {}
     for name, elements in _touched(node, number):
