@@ -100,6 +100,7 @@ ARMS = {
         Arm("fp8-delayed", "fp8", fp8("delayed")),
         Arm("fp8-tensorwise", "fp8", fp8("tensorwise")),
         Arm("fp8-delayed-save", "fp8", fp8("delayed", save="fp8")),
+        Arm("fp8-fast", "fp8", {"backend": "fp8", "options": {"policy": "fast"}}),
         Arm("fp8-delayed-all", "fp8", fp8("delayed", policy=ALL)),
         Arm("fp8-tensorwise-all", "fp8", fp8("tensorwise", policy=ALL)),
         Arm("fp8-rowwise", "fp8", fp8("rowwise")),

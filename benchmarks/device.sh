@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # One command for a machine with a GPU, within 8 minutes, without a network:
 #
-#     benchmarks/device.sh SUITE [TORCHAO]     SUITE: smoke kernels layers gpt2 models loss tests
+#     benchmarks/device.sh SUITE [TORCHAO]     SUITE: first smoke kernels layers gpt2 models loss tests
 #
 # It checks the machine, runs the suite, draws the results, and prints a table last. If torchao is not installed, TORCHAO is
 # its wheel, or a folder with the wheel or the package. All results are left in one folder:
@@ -14,7 +14,7 @@
 set -uo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-SUITES="smoke kernels layers gpt2 models loss tests"
+SUITES="first smoke kernels layers gpt2 models loss tests"
 suite=${1:-}
 if [[ " $SUITES " != *" $suite "* || -z $suite ]]; then
     echo "usage: benchmarks/device.sh SUITE [TORCHAO]; SUITE is one of: $SUITES" >&2
@@ -99,6 +99,14 @@ bf16=bf16
 fp8=fp8-delayed,fp8-tensorwise
 peers=torchao-tensorwise,torchao-rowwise
 case $suite in
+first)
+    # what decides about the cost model and the plan, in this order
+    run 90 "$python" -m benchmarks.matmuls --json "$out/matmuls.json" --device "$device"
+    [[ $device == cuda ]] && run 60 env FP8COMPILE_DEVICES="$out/devices.toml" "$python" -m fp8compile calibrate
+    run 150 "$python" -m benchmarks.kernels --json "$out/json/kernels.json" --budget 110 "${flags[@]}"
+    bench 100 llama-8b-layers:layers=2 "$bf16,fp8-delayed,fp8-tensorwise" --rounds 2 --steps 5
+    bench 90 gpt2-124m "$bf16,fp8-delayed,fp8-delayed-all" --rounds 2 --steps 5
+    ;;
 smoke)
     bench 120 gpt2-124m "eager-bf16,$bf16,$fp8,torchao-tensorwise" --size tiny --rounds 2 --steps 5
     bench 100 llama-8b-layers "$bf16,$fp8" --size tiny --rounds 2 --steps 5

@@ -30,7 +30,7 @@ from .config.recipe import BUILT_IN
 from .devices import catalog, formats, support
 from .devices.catalog import Device
 from .errors import CapacityExceeded, OptionError, ShardingError, StrictError
-from .ir import ops, state_page
+from .ir import merged, ops, state_page
 from .ir.inputs import Inputs, capture
 from .ir.records import FP8, HIGH_PRECISION, Gatherable, GraphReport
 from .logs import get_logger, say_once
@@ -52,7 +52,7 @@ from .runtime.phases import ScheduledGraph
 
 logger = get_logger(__name__)
 
-RECOMPUTABLE = (ops.quantize, ops.quantize_both, ops.amax_blocks, ops.transposed)
+RECOMPUTABLE = (ops.quantize, ops.quantize_both, ops.amax_blocks, ops.transposed, merged.side_by_side, merged.both_sides)
 INLINED = (
     "compiled autograd takes over the backward, in which delayed scaling cannot keep its state: every tensor is scaled by its "
     "current amax, as with recipe 'tensorwise'"

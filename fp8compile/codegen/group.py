@@ -42,6 +42,7 @@ class Output:
     dtype: torch.dtype | None = None
     fp8_max: float = 0.0
     groups: Node | int | None = None  # of a column amax for each group, as in `Scale`
+    spaced: bool = False  # of a copy whose rows may be parts of longer rows: how long they are is an argument
 
 
 @dataclass(eq=False)

@@ -8,12 +8,16 @@ a tensor in memory, with the tensor's strides, determines the address.
     x [B, T, C] of B*T rows: (row // T, row % T, col)      bias [C]: (col,)      rstd [B, T, 1]: (row // T, row % T, None)
 
 The rows of another matrix may be looked up: in x[i], the tensor x has the index (i, col), where i stands for i[row].
+
+A rotary embedding exchanges the halves of a head: cat([x[.., 64:], -x[.., :64]], -1). Both parts have the index
+(.., col // 128, col % 64), and so x has (.., col % 64 + 64) in one and (.., col % 64) in the other; the kernel takes the part
+that col % 128 says.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
@@ -33,11 +37,12 @@ REDUCTIONS = (aten.sum.dim_IntList, aten.mean.dim, aten.var_mean.correction, ops
 
 @dataclass(frozen=True)
 class Term:
-    """`number // divisor % size` of the row or column number (size None: no remainder is needed)."""
+    """`number // divisor % size + shift` of the row or column number (size None: no remainder is needed)."""
 
     axis: str | Node  # "row", "col", or a tensor with a number for each row: the row of another matrix
     divisor: sympy.Expr
     size: sympy.Expr | None
+    shift: int = 0
 
 
 Index = tuple[Term | None, ...]
@@ -136,6 +141,12 @@ class Domain:
         if node.target is aten.index.Tensor:
             looked_up = self._looked_up(node, index)
             return None if looked_up is None else [(source, looked_up)]
+        if node.target is aten.slice.Tensor:
+            sliced = self._sliced(node, index)
+            return None if sliced is None else [(source, sliced)]
+        if node.target is aten.cat.default:
+            part = self.part(node, index)
+            return None if part is None else [(x, (*index[:-1], part)) for x in arg(node, 0)]
         if node.target in FROM_AMAX:  # a scale, or an inverse, for each row
             return [(source, index)] if index == self.row_index(node) else None  # type: ignore[list-item]
         if not supported(node):
@@ -147,6 +158,28 @@ class Domain:
             for x in node.args[: 1 if node.target in _ONE_OPERAND else None]
             if not isinstance(x, (list, tuple))
         ]
+
+    def _sliced(self, node: Node, index: Index) -> Index | None:
+        """The index of the source of a slice of its last dimension. None for a slice that is a matrix by itself, which lies in
+        memory as a rule."""
+        given: tuple[Any, ...] = (*node.args, *(None, 0, None, None, 1)[len(node.args) :])
+        source, dim, start, end, step = given
+        width, term = sizes(source)[-1], index[-1]
+        if dim not in (-1, len(index) - 1) or step != 1 or term is None or not width.is_Integer or self.is_full(node):
+            return None
+        if not all(isinstance(x, (int, type(None))) for x in (start, end)):
+            return None
+        return (*index[:-1], replace(term, shift=term.shift + slice(start, end).indices(int(width))[0]))
+
+    def part(self, node: Node, index: Index) -> Term | None:
+        """The last term of the index of the parts that a node puts side by side. None unless they are equally wide and lie
+        along the last dimension, as the halves of a rotation do."""
+        parts, whole, term = arg(node, 0), sizes(node)[-1], index[-1]
+        dim = arg(node, 1) if len(node.args) > 1 else 0
+        if dim not in (-1, len(index) - 1) or term is None or (term.axis, term.divisor, term.size) != ("col", 1, whole):
+            return None
+        widths = {sizes(x)[-1] for x in parts}
+        return replace(term, size=widths.pop()) if len(widths) == 1 and whole.is_Integer and not term.shift else None
 
     def _looked_up(self, node: Node, index: Index) -> Index | None:
         """The index of x in x[i], rows of x; None for any other lookup."""
@@ -167,8 +200,8 @@ class Domain:
         for term, block, count in zip(index, arg(node, 3), sizes(inverse), strict=True):  # type: ignore[arg-type]
             if count == 1 or term is None:
                 scales.append(None)
-            elif isinstance(term.axis, str) and term.divisor == 1 and term.size is None:
-                scales.append(Term(term.axis, sympy.Integer(block), None))
+            elif isinstance(term.axis, str) and term.divisor == 1 and term.size is None and term.shift % block == 0:
+                scales.append(Term(term.axis, sympy.Integer(block), None, term.shift // block))
             else:
                 return None
         return [(data, index), (inverse, tuple(scales))]  # type: ignore[list-item]
@@ -206,9 +239,14 @@ class Domain:
         """The index of a tensor with one scale a row (`axis` "row") or one a column ("col")."""
         return _unravel(axis, sizes(node))
 
+    def shift(self, node: Node, index: Index) -> sympy.Expr:
+        """The part of the offset of an element that is the same for all elements."""
+        strides = map(size_of, node.meta["val"].stride())
+        return sympy.Add(*(term.shift * s for term, s in zip(index, strides, strict=True) if term is not None))
+
     def address(self, node: Node, index: Index) -> dict[tuple[str | Node, sympy.Expr, sympy.Expr | None], sympy.Expr]:
-        """The offset of an element from a tensor's first, as terms {(axis, divisor, size): stride}. Neighbouring dimensions are
-        merged into one term."""
+        """The offset of an element from a tensor's first without its `shift`, as terms {(axis, divisor, size): stride}.
+        Neighbouring dimensions are merged into one term."""
         strides = [size_of(s) for s in node.meta["val"].stride()]
         terms: list[tuple[Term, sympy.Expr]] = [(t, s) for t, s in zip(index, strides, strict=True) if t is not None and s != 0]
         merged: dict[tuple, sympy.Expr] = {}

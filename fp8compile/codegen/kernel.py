@@ -32,7 +32,7 @@ from .expressions import FLOATS, TRITON_DTYPE, expression, number_text, prelude,
 from .group import Group, Output, statistics_of, title
 from .indexing import VIEWS, Index, sizes, varies_with
 from .masks import Masks, both, guarded, kept
-from .scales import FROM_AMAX, SPAN, Scale, computed_scale
+from .scales import FROM_AMAX, SPAN, Scale, computed_scale, loaded_scale
 from .text import dtype_name, indented, integer
 
 
@@ -84,7 +84,11 @@ class _Writer:
         self.group, self.domain = group, group.domain
         self.masks = Masks.of(group.domain)
         self.inputs = {node: f"x{i}" for i, node in enumerate(group.inputs)}
-        self.scales = {node: f"s{i}" for i, node in enumerate(group.scales)}
+        self.scales: dict[Node, str] = {}
+        self.read: list[Node] = []  # what the kernel reads of them, in the order of its parameters
+        for node, scale in group.scales.items():
+            self.scales[node] = f"s{len(self.read)}"
+            self.read += scale.read
         stored = group.with_content("copy", "transposed", "value", "row", "blocks", "number")
         self.pointers = {id(output): f"y{i}" for i, output in enumerate(stored)}
         self.stored, self.sums, self.amaxes = stored, group.with_content("sum"), group.with_content("amax")
@@ -113,13 +117,10 @@ class _Writer:
         else:
             body += ["block = pid"]
         body += self.rows(rows)
-        single = {name: group.scales[node] for node, name in self.scales.items() if group.scales[node].granularity == "one"}
-        for name, scale in single.items():
-            if scale.from_amax:
-                body.append(f"{name}_amax = tl.load({name}).to(tl.float32, bitcast=True)")
-                body += computed_scale(scale.node, f"{name}_amax", f"{name}_value")
-            else:
-                body.append(f"{name}_value = tl.load({name})")
+        for node, name in self.scales.items():
+            if (scale := group.scales[node]).granularity == "one":
+                first = int(name[1:])
+                body += loaded_scale(scale, [f"s{first + i}" for i in range(len(scale.read))], name)
         body += [self.store_number(output) for output in group.with_content("number")]
         for number in range(group.passes):
             body += self.reduce(number, columns)
@@ -145,7 +146,7 @@ class _Writer:
             name="",
             source="",
             inputs=tuple(self.inputs),
-            scales=tuple(scale.read for scale in group.scales.values()),
+            scales=tuple(self.read),
             outputs=tuple(self.stored),
             sums=tuple(self.sums),
             amaxes=tuple(self.amaxes),
@@ -158,7 +159,8 @@ class _Writer:
             order=self.domain.order,
             groups=group.groups,
         )
-        parameters = ", ".join([*kernel.parameters, "BLOCK_R: tl.constexpr", "BLOCK_C: tl.constexpr"])
+        constants = [*(f"width{i}" for i, output in enumerate(self.stored) if output.spaced), "BLOCK_R", "BLOCK_C"]
+        parameters = ", ".join([*kernel.parameters, *(f"{x}: tl.constexpr" for x in constants)])
         text = "\n".join(indented([*self.comments(), *body]))
         name = f"{title(group)}_{hashlib.sha256(f'{parameters}{text}'.encode()).hexdigest()[:8]}"
         source = f"import triton\nimport triton.language as tl\n\n\n@triton.jit\ndef {name}({parameters}):\n{text}\n"
@@ -266,15 +268,18 @@ class _Writer:
         if node in self.reduced and key not in self.group.loads:
             return self.reduced[node]
         if key in self.group.loads:
-            text, name, before = self.load(node, index), self.name("v"), []
+            before: list[str] = []
+            text, name = self.load(node, index), self.name("v")
         else:
             operands = self.domain.operands(node, index)
             assert operands is not None, node
             texts = [self.value(*x) if isinstance(x, tuple) else number_text(x) for x in operands]
-            if node.target in (*VIEWS, torch.ops.aten.index.Tensor):
+            if node.target in (*VIEWS, torch.ops.aten.index.Tensor, torch.ops.aten.slice.Tensor):
                 return texts[0]
             name = f"v{self.count + 1}"
-            if node.target in FROM_AMAX:
+            if node.target is torch.ops.aten.cat.default:
+                text, before = self.beside(node, index, texts), []
+            elif node.target in FROM_AMAX:
                 *before, text = computed_scale(node, texts[0], name)
                 text = text.removeprefix(f"{name} = ")
             else:
@@ -287,6 +292,15 @@ class _Writer:
         lines = self.lines if inner else self.outer_lines
         lines += [*before, f"{name} = {text}"]
         return name
+
+    def beside(self, node: Node, index: Index, parts: list[str]) -> str:
+        """The one of several values side by side that the column is in."""
+        term, part = index[-1], self.domain.part(node, index)
+        assert term is not None and part is not None and term.axis == "col"
+        column, made = f"{term.axis} % {self.text(term.size)}", parts[-1]  # type: ignore[arg-type]
+        for i in range(len(parts) - 2, -1, -1):
+            made = f"tl.where({column} < {self.text((i + 1) * part.size)}, {parts[i]}, {made})"  # type: ignore[operator]
+        return made
 
     def load(self, node: Node, index: Index) -> str:
         dtype = node.meta["val"].dtype
@@ -307,6 +321,8 @@ class _Writer:
             text = axis if divisor == 1 else f"{axis} // {self.text(divisor)}"
             text = text if size is None else f"{text} % {self.text(size)}"
             parts.append(text if stride == 1 else f"{self.bracketed(text)} * {self.text(stride)}")
+        shift = self.domain.shift(node, index)
+        parts += [self.text(shift)] if shift != 0 else []
         parts += [f"{axis} * 0" for axis in varying if not any(re.search(rf"\b{axis}\b", part) for part in parts)]
         return "".join(f" + {part}" for part in parts)
 
@@ -355,11 +371,13 @@ class _Writer:
                 if key not in quantized:
                     quantized[key] = self.quantize(output, value, tiles)
                 if output.content == "copy":
-                    lines.append(f"tl.store({pointer} + row * {columns} + col, {quantized[key]}{guarded(self.masks.inside)})")
+                    width = f"width{self.stored.index(output)}" if output.spaced else columns
+                    lines.append(f"tl.store({pointer} + row * {width} + col, {quantized[key]}{guarded(self.masks.inside)})")
                 else:
                     columns_inside = f"(col_t < {columns})" if self.masks.col else ""
                     inside = both(columns_inside, f"(row_t < {padded})" if self.masks.row else "")
-                    where = f"{pointer} + col_t * {padded} + row_t"
+                    width = f"width{self.stored.index(output)}" if output.spaced else padded
+                    where = f"{pointer} + col_t * {width} + row_t"
                     lines.append(f"tl.store({where}, tl.trans({quantized[key]}){guarded(inside)})")
         return lines
 
@@ -386,7 +404,7 @@ class _Writer:
 
     def store_number(self, output: Output) -> str:
         """The first program stores a scale that all programs compute, or its inverse."""
-        scaled = output.node.target is ops.current_scale
+        scaled = output.node in self.scales
         name = f"{self.scales[output.node if scaled else arg(output.node, 0)]}_value"
         return f"tl.store({self.pointers[id(output)]}, {name if scaled else f'tl.div_rn(1.0, {name})'}, mask=pid == 0)"
 

@@ -6,7 +6,8 @@
 Inductor treats the kernel as one of its own: it uses its own launcher, records launches in CUDA graphs, tunes over the kernel's
 configurations at the first launch, and caches the choice on disk.
 
-The amaxes of a graph are elements of one int32 vector, zeroed once. Kernels raise them by atomic maxima on the bits of
+The amaxes of a graph are elements of one int32 vector, zeroed once (where the graph has a page of scaling state, by the kernel
+that takes the snapshot of it: `state_kernels`). Kernels raise them by atomic maxima on the bits of
 magnitudes: the bits of NaN are above those of infinity, and the order of the maxima does not matter. Amaxes of columns are
 parts of the same vector. Scales and amaxes are passed as views of one element, each 16-byte aligned. With a slot's number as an
 argument, Inductor would take each launch for a kernel of its own, and tune each.
@@ -15,14 +16,15 @@ argument, Inductor would take each launch for a kernel of its own, and tune each
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import sympy
 import torch
 from torch.fx import Graph, Node
 
 from .. import compat
-from ..ir.fx_utils import Emitter, arg, aten
+from ..ir.fx_utils import Emitter, arg, aten, value
 from .group import Group, Output
 from .indexing import Domain, product, quotient, size_of, sizes
 from .kernel import Kernel
@@ -30,6 +32,7 @@ from .kernel import Kernel
 DEVICES = ("cuda",)  # where Triton's kernels run
 
 AMAX_STRIDE = 4  # int32 elements from one amax to the next: 16 bytes
+AMAX_VECTOR = "fp8_amax_vector"  # metadata key of the zeros for all amaxes of a graph
 AMAX_BITS = "fp8_amax_bits"  # metadata key of amaxes that are a float32 view of int32, see `amax_bits`
 
 # (BLOCK_R, BLOCK_C, warps), the default first. A kernel with column sums writes a row of partial sums for each block of rows:
@@ -46,6 +49,9 @@ ROW_BLOCKS = ((16, 256, 8), (32, 128, 8), (16, 128, 4), (32, 64, 4))
 TALL_ROW_BLOCKS = ((32, 64, 8), (32, 128, 8))
 TRANSPOSED_ROW_BLOCKS = ((32, 128, 8), (16, 256, 8), (32, 64, 4))
 MOST_ROWS = 32  # whole rows that a program takes
+PARTIAL_SUMS = ((64, 32, 4),)  # numbers of a column at a time, columns, warps: 128 programs for 4096 columns
+MOST_PARTIAL_SUMS = 512  # of a column: a program reads 64 KB, in about the time of one launch
+RAISED = ((2048, 1, 4),)  # numbers of a tensor that a program takes
 SPANS = ((128, 32, 8), (128, 16, 8))
 
 
@@ -109,25 +115,44 @@ def aligned(size: int) -> int:
     return -(-size // AMAX_STRIDE) * AMAX_STRIDE
 
 
+def zeroed(graph: Graph) -> Node | None:
+    """The zeros that a `Launcher` has put at the beginning of a graph for its amaxes."""
+    zeros = graph.find_nodes(op="call_function", target=aten.full.default)
+    return next((node for node in zeros if AMAX_VECTOR in node.meta), None)
+
+
 def amax_bits(amaxes: Node) -> Node | None:
     """The part of the int32 vector of which `Launcher.amaxes` made these amaxes a float32 view; None for any other amaxes. A
     kernel reads the int32 bits where they are; the view would be a kernel of its own."""
     return arg(amaxes, 0) if AMAX_BITS in amaxes.meta else None
 
 
+class Part(NamedTuple):
+    """Where a copy lies in a larger matrix, the result of the node `whole`: from `first` on, along dimension `dim`."""
+
+    whole: Node
+    dim: int
+    first: int
+
+
 class Launcher:
     """Writes launches into a graph."""
 
-    def __init__(self, graph: Graph, amaxes: int, like: Node, columns: int = 0):
+    MOST_RAISED = 4  # tensors that `fp8_raise` takes
+
+    def __init__(self, graph: Graph, amaxes: int, like: Node, columns: int = 0, parts: Mapping[int, Part] | None = None):
         """`amaxes`: how many amaxes of whole matrices there are. `columns`: elements for all amaxes of columns, as far as the
-        width of the matrix is known."""
+        width of the matrix is known. `parts`: outputs that are parts of larger matrices, by id."""
         self.graph, self.like = graph, like
         self.symbols: dict[sympy.Expr, Node] = {}
         self.vector: Node | None = None
+        self.parts = parts or {}
+        self.wholes: dict[Node, Node] = {}  # what parts are written into: the node of the graph -> its memory
         self.first_column = AMAX_STRIDE * amaxes
         if amaxes or columns:
             start = next(node for node in graph.nodes if node.op != "placeholder")
             self.vector = self._zeros(Emitter(graph, start, like), self.first_column + columns)
+            self.vector.meta[AMAX_VECTOR] = True
 
     def __call__(
         self, before: Node, kernel: Kernel, domain: Domain, inputs: dict[str, Any], slots: list[int]
@@ -150,7 +175,8 @@ class Launcher:
         tensors.update({f"n{i}": self.number(emit, s) for i, s in enumerate(kernel.symbols)})
         configs = configurations(kernel)
         grids = [(self.number(emit, grid(kernel, walked, columns, config)), 1, 1) for config in configs]
-        compat.launch(emit, tuned(compat.load_kernel(kernel.name, kernel.source), configs), grids, tensors)
+        widths = {f"width{i}": value(outputs[i]).stride(0) for i, output in enumerate(kernel.outputs) if output.spaced}
+        compat.launch(emit, tuned(compat.load_kernel(kernel.name, kernel.source), configs), grids, tensors, widths)
         wide = [
             emit(aten.view.default, emit(aten.view.dtype, x, torch.float32), [-1, output.replaces.meta["val"].shape[1]])
             for x, output in zip(by_column, kernel.column_amaxes, strict=True)
@@ -182,24 +208,43 @@ class Launcher:
         amaxes.meta[AMAX_BITS] = True
         return amaxes
 
+    def raise_amaxes(self, before: Node, amaxes: dict[int, Node]) -> None:
+        """Raise the amaxes with these numbers to the largest of [n] float32 each, with one n. The numbers are nobody else's."""
+        from .triton_kernels import fp8_raise
+
+        emit = self._emitter(before)
+        tensors = {f"rows{i}": rows for i, rows in enumerate(amaxes.values())}
+        bits = [emit(aten.as_strided.default, self.vector, [1], [1], AMAX_STRIDE * number) for number in amaxes]
+        tensors |= {f"amax{i}": node for i, node in enumerate(bits)}
+        missing = range(len(amaxes), self.MOST_RAISED)
+        (count,) = sizes(next(iter(amaxes.values())))
+        constants, arguments = self.size_arguments(emit, ("COUNT", "n", count, 1))
+        constants |= dict.fromkeys([f"{name}{i}" for i in missing for name in ("rows", "amax")])
+        grid = [(self.number(emit, _blocks(count, RAISED[0][0])), 1, 1)]
+        compat.launch(emit, tuned(fp8_raise, RAISED), grid, {**tensors, **arguments}, constants)
+
     def _empty(self, emit: Emitter, output: Output, domain: Domain) -> Node:
-        value = output.node.meta["val"]
+        like = output.node.meta["val"]
         if output.content in ("value", "row"):
-            shape, strides = (list(map(size_of, x)) for x in (value.shape, value.stride()))
-            dtype = value.dtype
+            shape, strides = (list(map(size_of, x)) for x in (like.shape, like.stride()))
             number = functools.partial(self.number, emit)
             return emit(
                 aten.empty_strided.default,
                 [number(x) for x in shape],
                 [number(x) for x in strides],
-                dtype=dtype,
-                device=value.device,
+                dtype=like.dtype,
+                device=like.device,
                 pin_memory=False,
             )
         if output.content in ("blocks", "number"):
             return self._new(emit, list(sizes(output.replaces)), torch.float32)
         assert output.dtype is not None
         shape = [domain.rows, domain.columns] if output.content == "copy" else [domain.columns, domain.walked]
+        if (part := self.parts.get(id(output))) is not None:
+            if part.whole not in self.wholes:
+                self.wholes[part.whole] = self._new(emit, list(sizes(part.whole)), output.dtype)
+            end = self.number(emit, part.first + shape[part.dim])
+            return emit(aten.slice.Tensor, self.wholes[part.whole], part.dim, part.first, end)
         return self._new(emit, shape, output.dtype)
 
     def _new(self, emit: Emitter, shape: list[sympy.Expr], dtype: torch.dtype) -> Node:
@@ -214,13 +259,28 @@ class Launcher:
         if not kernel.sums:
             return {}
         emit = self._emitter(before)
-        total = emit(aten.sum.dim_IntList, outputs[-1], [0])
         dtypes = {output.replaces.meta["val"].dtype for output in kernel.sums}
-        if len(dtypes) == 1 and dtypes != {torch.float32}:  # convert all sums at once: slices of the result are views
-            total = emit(torch.ops.prims.convert_element_type.default, total, dtypes.pop())
+        dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32  # convert all sums at once: slices of the result are views
+        total = self._total(emit, outputs[-1], dtype)
         columns = size_of(total.meta["val"].shape[0]) / len(kernel.sums)
         edges = [self.number(emit, columns * i) for i in range(len(kernel.sums) + 1)]
         return {id(output): (total, edges[i], edges[i + 1]) for i, output in enumerate(kernel.sums)}
+
+    def _total(self, emit: Emitter, partial: Node, dtype: torch.dtype) -> Node:
+        """The sum of the rows of a matrix of partial sums. Inductor splits such a sum, which has few results, over two kernels.
+        That is faster only where a column has many numbers."""
+        from .triton_kernels import fp8_column_sums
+
+        rows, columns = sizes(partial)
+        if not (rows.is_Integer and columns.is_Integer and rows <= MOST_PARTIAL_SUMS):
+            total = emit(aten.sum.dim_IntList, partial, [0])
+            return total if dtype == torch.float32 else emit(torch.ops.prims.convert_element_type.default, total, dtype)
+        total = self._new(emit, [columns], dtype)
+        constants = {"ROWS": int(rows), "COLUMNS": int(columns)}
+        grid = [(_blocks(columns, c), 1, 1) for _, c, _ in PARTIAL_SUMS]
+        launched = [(int(x), y, z) for x, y, z in grid]
+        compat.launch(emit, tuned(fp8_column_sums, PARTIAL_SUMS), launched, {"partial": partial, "total": total}, constants)
+        return total
 
     def size_arguments(self, emit: Emitter, *wanted: tuple[str, str, sympy.Expr, int]) -> tuple[dict[str, Any], dict[str, Any]]:
         """(constants, numbers) for a kernel that has a `tl.constexpr` and an argument for a size, of which one is None: the

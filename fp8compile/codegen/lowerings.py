@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..ir import ops
+from ..ir import merged, ops
 from ..ir.fx_utils import is_data
 
 aten = torch.ops.aten
@@ -59,18 +59,26 @@ def amax_blocks(x: Tensor, transposed: bool, block: Sequence[int]) -> Tensor:
     return amax.t().contiguous() if transposed else amax
 
 
-def quantize(x: Tensor, scale: Tensor, dtype: torch.dtype, fp8_max: float, block: Sequence[int] = (0, 0)) -> Tensor:
-    """[R, C] -> [R, C], row-major, in strides that Inductor has to keep. Left to itself, Inductor would pad rows, which ATen's
-    row-wise kernel for sm_89 does not expect, and would transpose the copy where the input is transposed, which no FP8 matmul
-    takes."""
+def quantize(
+    x: Tensor, scale: Tensor, dtype: torch.dtype, fp8_max: float, block: Sequence[int] = (0, 0), dense: bool = True
+) -> Tensor:
+    """[R, C] -> [R, C], row-major, in strides that Inductor has to keep if `dense`. Left to itself, Inductor would pad rows,
+    which ATen's row-wise kernel for sm_89 does not expect, and would transpose the copy where the input is transposed, which no
+    FP8 matmul takes. Not `dense` is for `joined`, which copies it."""
     copy = ops.cast(x, ops.spread(scale, x.shape, block), dtype, fp8_max)
-    return _dense(copy, *x.shape)
+    return _dense(copy, *x.shape) if dense else copy
 
 
 def quantize_transposed(
-    x: Tensor, scale: Tensor, dtype: torch.dtype, fp8_max: float, block: Sequence[int] = (0, 0), padded_already: bool = False
+    x: Tensor,
+    scale: Tensor,
+    dtype: torch.dtype,
+    fp8_max: float,
+    block: Sequence[int] = (0, 0),
+    dense: bool = True,
+    padded_already: bool = False,
 ) -> Tensor:
-    """[R, C] -> [C, R padded to a multiple of 16], row-major, in strides that Inductor has to keep."""
+    """[R, C] -> [C, R padded to a multiple of 16]; `dense` as for `quantize`."""
     columns, rows = x.shape[1], x.shape[0]
     padded = rows if padded_already else ops.padded_rows(rows)
     if scale.dim() == 2:
@@ -78,7 +86,7 @@ def quantize_transposed(
     copy = ops.cast(x, scale, dtype, fp8_max).t()
     if not padded_already and not (isinstance(rows, int) and rows == padded):
         copy = torch.nn.functional.pad(copy.to(torch.float32), (0, padded - rows)).to(dtype)
-    return _dense(copy, columns, padded)
+    return _dense(copy, columns, padded) if dense else copy
 
 
 def _dense(copy: Tensor, rows: int, columns: int) -> Tensor:
@@ -93,6 +101,12 @@ def row_major(x: Tensor, shape: Sequence) -> Tensor:
     for size in reversed(shape[1:]):
         strides.insert(0, strides[0] * size)
     return aten.as_strided.default(x, list(shape), strides, 0)
+
+
+def joined(parts: list[Tensor], dim: int) -> Tensor:
+    """Copies side by side, row-major, in strides that Inductor has to keep. The casts run in the kernel that writes it."""
+    whole = merged.joined(parts, dim)
+    return row_major(whole, whole.shape)
 
 
 def dequantize(data: Tensor, inv: Tensor, dtype: torch.dtype, block: Sequence[int] = (0, 0)) -> Tensor:

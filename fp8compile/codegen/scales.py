@@ -14,11 +14,13 @@ times slower.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch.fx import Node
 
-from ..ir import grouped, ops
+from ..ir import grouped, merged, ops
 from ..ir.fx_utils import PERMUTES, arg, value
 from ..ir.scale import EXPONENT, LARGEST, SMALLEST
 from .expressions import number_text
@@ -44,13 +46,19 @@ class Scale:
     groups: Node | int | None = None
 
     @property
-    def read(self) -> Node:
-        """What a kernel reads of a scale for the whole matrix: the scale, or the amax from which each program computes it."""
-        return arg(self.node, 0) if self.from_amax else self.node
+    def read(self) -> tuple[Node, ...]:
+        """What a kernel reads of a scale for the whole matrix: the scale, or what each program computes it from. That is an
+        amax; or, where several tensors have one scale, the amaxes or the scales of all of them."""
+        if not self.computed:
+            return (self.node,)
+        source = arg(self.node, 0)
+        if self.node.target is merged.least:
+            return tuple(source)
+        return tuple(arg(source, 0)) if source.target is merged.largest else (source,)
 
     @property
-    def from_amax(self) -> bool:
-        return self.granularity == "one" and self.node.op == "call_function" and self.node.target is ops.current_scale
+    def computed(self) -> bool:
+        return self.granularity == "one" and self.node.target in (ops.current_scale, merged.least)
 
     @property
     def granularity(self) -> str:
@@ -113,6 +121,21 @@ def chain(amax: Node) -> list[Node]:
     for node in found:
         found += [user for user in node.users if user.target in FROM_AMAX and user not in found]
     return found
+
+
+def loaded_scale(scale: Scale, names: Sequence[str], name: str) -> list[str]:
+    """Lines that set `{name}_value` to a scale for the whole matrix. `names`: pointers to what it is read or computed from."""
+    loads = [f"tl.load({x})" for x in names]
+    if not scale.computed or scale.node.target is merged.least:
+        return [f"{name}_value = {_folded('minimum', loads)}"]
+    if len(loads) > 1:  # as integers: the bits of NaN are above those of all numbers
+        loads = [_folded("maximum", [f"{x}.to(tl.int32, bitcast=True)" for x in loads])]
+    amax = f"{name}_amax"
+    return [f"{amax} = {loads[0]}.to(tl.float32, bitcast=True)", *computed_scale(scale.node, amax, f"{name}_value")]
+
+
+def _folded(function: str, values: Sequence[str]) -> str:
+    return functools.reduce(lambda a, b: f"tl.{function}({a}, {b})", values)
 
 
 def computed_scale(node: Node, operand: str, name: str) -> list[str]:

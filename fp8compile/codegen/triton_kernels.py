@@ -1,6 +1,7 @@
-"""The two kernels that are written by hand: the matmul with block scales, and the next page of scaling state.
+"""The kernels that are written by hand: the matmul with block scales, the begin and the end of a direction's scaling state, and
+the reductions of partial results: column sums, and amaxes of rows.
 
-`block_gemm` and `update_kernel` launch them, and import this module only then, because it needs Triton.
+`block_gemm`, `state_kernels` and `launch` launch them, and import this module only then, because it needs Triton.
 
 Sizes that are known when a graph is compiled are `tl.constexpr`. Inductor copies a kernel into its code together with the
 `tl.constexpr` globals that the kernel names, and with nothing else of this module.
@@ -110,6 +111,70 @@ def fp8_gemm(
         acc += tl.load(bias + from_col).to(tl.float32)[None, :]
     to = row.to(tl.int64)[:, None] * columns + col[None, :]
     tl.store(y + to, acc.to(y.dtype.element_ty), mask=(row[:, None] < rows) & (col[None, :] < columns))
+
+
+@triton.jit
+def fp8_raise(
+    rows0,
+    rows1,
+    rows2,
+    rows3,
+    amax0,
+    amax1,
+    amax2,
+    amax3,
+    n,
+    COUNT: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    # rows0..3: amaxes of rows, float32 [COUNT], or [n] where COUNT is None; amax0..3: int32 [1], the bits of the largest one.
+    # The bits of NaN are above those of infinity. Pairs behind the first may be None
+    i = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    inside = i < (n if COUNT is None else COUNT)
+    bits = tl.load(rows0 + i, mask=inside, other=0.0).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    tl.atomic_max(amax0, tl.max(bits, 0), sem="relaxed")
+    if rows1 is not None:
+        bits = tl.load(rows1 + i, mask=inside, other=0.0).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        tl.atomic_max(amax1, tl.max(bits, 0), sem="relaxed")
+    if rows2 is not None:
+        bits = tl.load(rows2 + i, mask=inside, other=0.0).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        tl.atomic_max(amax2, tl.max(bits, 0), sem="relaxed")
+    if rows3 is not None:
+        bits = tl.load(rows3 + i, mask=inside, other=0.0).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        tl.atomic_max(amax3, tl.max(bits, 0), sem="relaxed")
+
+
+@triton.jit
+def fp8_column_sums(partial, total, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
+    # partial: float32 [ROWS, COLUMNS]; total: [COLUMNS] of any float
+    col = tl.program_id(0).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
+    row = tl.arange(0, BLOCK_R).to(tl.int64)
+    sums = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)
+    for start in range(0, ROWS, BLOCK_R):
+        inside = (start + row < ROWS)[:, None] & (col < COLUMNS)[None, :]
+        sums += tl.load(partial + (start + row)[:, None] * COLUMNS + col[None, :], mask=inside, other=0.0)
+    tl.store(total + col, tl.sum(sums, 0).to(total.dtype.element_ty), mask=col < COLUMNS)
+
+
+# The same in plain torch: `ir.state_page.snapshot_of`, and zeros.
+@triton.jit
+def fp8_begin(
+    page,
+    scales,
+    amaxes,
+    SLOTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    COUNT: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    # page: float32 [SLOTS, WIDTH]; scales: float32 [SLOTS, SNAPSHOT], its first columns; amaxes: int32 [COUNT], zeroed
+    i = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    inside = i < SLOTS * SNAPSHOT
+    numbers = tl.load(page + i // SNAPSHOT * WIDTH + i % SNAPSHOT, mask=inside)
+    tl.store(scales + i, numbers, mask=inside)
+    tl.store(amaxes + i, tl.zeros([BLOCK_R], tl.int32), mask=i < COUNT)
 
 
 # The same rule in plain torch is `ir.state_page.next_page`: change both. `test_the_update_kernel_is_next_page` in

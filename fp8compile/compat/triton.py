@@ -12,6 +12,7 @@ import torch
 from torch.fx import Graph, Node
 
 _ours: set[Any] = set()  # the Python functions of the kernels that were launched here
+_accesses: dict[Any, Any] = {}  # by such a function and the arguments that are not given: what it reads and writes
 
 
 def reorders() -> bool:
@@ -130,21 +131,21 @@ def stable_sort(graph: Graph) -> None:
 @contextlib.contextmanager
 def accesses_known() -> Iterator[None]:
     """Inside, Inductor finds out only once which arguments a kernel of ours writes (once more where an argument is not given).
-    By itself it compiles the kernel to Triton's IR for that, twice a launch, and the layers of a model launch the same ones."""
+    By itself it compiles the kernel to Triton's IR for that, twice a launch, and the layers of a model launch the same ones, as
+    do the graphs of a model that is compiled block by block."""
     from torch._higher_order_ops import triton_kernel_wrap as module
 
     name = next(x for x in ("identify_accessed_tensors", "identify_mutated_tensors") if hasattr(module, x))  # up to 2.11
     find = getattr(module, name)
-    known: dict[Any, Any] = {}
 
     def identify(kernel: Any, arguments: dict[str, Any], *more: Any) -> Any:
         function = _python_function(kernel)
         if function not in _ours:
             return find(kernel, arguments, *more)
         key = function, frozenset(name for name, value in arguments.items() if value is None)
-        if key not in known:
-            known[key] = find(kernel, arguments, *more)
-        return known[key]
+        if key not in _accesses:
+            _accesses[key] = find(kernel, arguments, *more)
+        return _accesses[key]
 
     setattr(module, name, identify)
     try:

@@ -65,7 +65,7 @@ class BuiltIn(NamedTuple):
 # From coarse to fine: a matmul whose operands are scaled in different ways costs as much as the finer way. docs/cost-model.md
 # has the sources of the costs.
 BUILT_IN = {
-    "delayed": BuiltIn(WHOLE, WHOLE, (False,), ScalingCost(amax_apart=True, once=6)),
+    "delayed": BuiltIn(WHOLE, WHOLE, (False,), ScalingCost(amax_apart=True, once=4)),
     "tensorwise": BuiltIn(WHOLE, WHOLE, (False, True), ScalingCost(walks=2, once=2)),
     "rowwise": BuiltIn(ROW, ROW, (False, True), ScalingCost(walks=2, for_each_layout=True)),
     "rowwise_with_gw_hp": BuiltIn(ROW, ROW, (False, True), None),
@@ -127,9 +127,10 @@ class Recipe:
     `fp8_encoding` is "auto" (the device's), "ocp" (e4m3fn, e5m2: NVIDIA, MI350) or "fnuz" (MI300). `recast_weights` casts
     weights again in backward instead of keeping their transposed FP8 copies from the forward: 1 byte a parameter less memory, 2
     bytes a parameter more traffic a step (4 if it is float32). "auto" does so where that costs little, or where FP8 would
-    otherwise need more memory than bf16 (`passes.recast`). `fp8_all_to_all` sends the rows of experts in FP8 to other ranks,
-    where one graph has the all-to-all and its experts. `use_fast_accum` is (fprop, dgrad, wgrad): the FP8 tensor cores' shorter
-    accumulators, faster and less exact.
+    otherwise need more memory than bf16 (`passes.recast`). `merge_matmuls` makes one matmul of layers that read the same tensor
+    (q, k and v), with one scale for their weights and one for their gradients; "auto" where a described device is faster so
+    (`passes.merge`). `fp8_all_to_all` sends the rows of experts in FP8 to other ranks, where one graph has the all-to-all and
+    its experts. `use_fast_accum` is (fprop, dgrad, wgrad): the FP8 tensor cores' shorter accumulators, faster and less exact.
     """
 
     name: str = "delayed"
@@ -142,6 +143,7 @@ class Recipe:
     reduce_amax: bool | str = False
     amax_group: bool | str = False
     recast_weights: bool | str = "auto"
+    merge_matmuls: bool | str = "auto"
     fp8_all_to_all: bool = False
     use_fast_accum: tuple[bool, bool, bool] = (True, False, False)
     current_scaling: tuple[bool, bool, bool] = (False, False, False)
@@ -162,8 +164,10 @@ class Recipe:
         one_of("on_overflow", self.on_overflow, ON_OVERFLOW)
         self._group("reduce_amax", "True (all ranks), False")
         self._group("amax_group", "False")
-        if not isinstance(self.recast_weights, bool) and self.recast_weights != "auto":
-            raise OptionError.of("recast_weights", self.recast_weights, "True, False or 'auto'")
+        for name in ("recast_weights", "merge_matmuls"):
+            given = getattr(self, name)
+            if not isinstance(given, bool) and given != "auto":
+                raise OptionError.of(name, given, "True, False or 'auto'")
         boolean("fp8_all_to_all", self.fp8_all_to_all)
         if self.name == "rowwise_with_gw_hp":
             object.__setattr__(self, "override_linear_precision", (*self.override_linear_precision[:2], True))

@@ -106,7 +106,7 @@ def matmul_rate(
     found = []
     for m, n, k in sizes:
         try:
-            run = _scaled_mm(m, n, k, device, dtype == "fp8") if dtype in cost.FP8 else _mm(m, n, k, DTYPES[dtype], device)
+            run = matmul(m, n, k, dtype, device)
             run()
         except torch.cuda.OutOfMemoryError:
             continue  # a card with little memory is measured with the smaller sizes only
@@ -141,6 +141,11 @@ def launch_time(timer: Timer, device: torch.device) -> float:
     """Seconds of a kernel that does almost no work."""
     number = torch.zeros(1, device=device)
     return max(timer.seconds(lambda: number.add_(1.0)), 1e-7)
+
+
+def matmul(m: int, n: int, k: int, dtype: str, device: torch.device) -> Callable[[], Any]:
+    """A call that multiplies [m, k] by [k, n] in one of the ways of `matmul_rate`."""
+    return _scaled_mm(m, n, k, device, dtype == "fp8") if dtype in cost.FP8 else _mm(m, n, k, DTYPES[dtype], device)
 
 
 def _mm(m: int, n: int, k: int, dtype: torch.dtype, device: torch.device) -> Callable[[], Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,6 +74,8 @@ def hint(size) -> int:
 
 DATA = 8192
 
+fakes: dict[Any, Callable[..., Any]] = {}  # of operators of ours: returns an empty result of the right shape
+
 
 class Emitter:
     """Inserts `call_function` nodes before `anchor`, each with its fake value and the metadata of `like`.
@@ -89,8 +92,9 @@ class Emitter:
 
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> Node:
         real_args, real_kwargs = map_arg((args, kwargs), lambda n: n.meta["val"])
-        with fake_mode_of((real_args, real_kwargs, self.value)):
-            result = target(*real_args, **real_kwargs)
+        mode = fake_mode_of(self.value if isinstance(self.value, compat.FakeTensor) else (real_args, real_kwargs, self.value))
+        with mode:  # without the dispatcher where it can be, because a deep model has thousands of these nodes
+            result = fakes.get(target, target)(*real_args, **real_kwargs)
         with self.graph.inserting_before(self.anchor):
             node = self.graph.call_function(target, args, kwargs)
         node.meta.update(self.meta, val=result)
@@ -99,8 +103,48 @@ class Emitter:
 
 def fake_mode_of(values: Any) -> contextlib.AbstractContextManager:
     """The fake mode of the first fake tensor in a nest of values; a null context if there is none."""
+    if isinstance(values, compat.FakeTensor):
+        return values.fake_mode
     leaves = pytree.tree_leaves(values)
     return next((x.fake_mode for x in leaves if isinstance(x, compat.FakeTensor)), contextlib.nullcontext())
+
+
+def evaluated(node: Node) -> Any:
+    """What a node's operator makes of the values that its inputs have now."""
+    args, kwargs = map_arg((node.args, node.kwargs), lambda x: x.meta["val"])
+    with fake_mode_of((args, kwargs)):
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+class Ranks:
+    """A number for each node of a graph, at least the numbers of its inputs: a search for what a node depends on can stop at
+    smaller numbers than those of what it looks for. Otherwise each search would walk to the beginning of a deep model."""
+
+    def __init__(self, graph: Graph):
+        self.of = {node: i for i, node in enumerate(graph.nodes)}
+
+    def add(self, node: Node) -> None:
+        """Take in a new node, which may stand before its inputs in the graph, and which other nodes read already."""
+        raised = [(node, max((self.of[x] for x in node.all_input_nodes), default=0))]
+        while raised:
+            node, rank = raised.pop()
+            if self.of.get(node, -1) < rank:
+                self.of[node] = rank
+                raised += [(user, rank) for user in node.users]
+
+    def reach(self, starts: Iterable[Node], targets: set[Node]) -> bool:
+        """Does anything in `starts` depend on anything in `targets`?"""
+        least = min((self.of[x] for x in targets), default=0)
+        seen, stack = set(starts), list(starts)
+        while stack:
+            node = stack.pop()
+            if node in targets:
+                return True
+            for x in node.all_input_nodes:
+                if x not in seen and self.of[x] >= least:
+                    seen.add(x)
+                    stack.append(x)
+        return False
 
 
 @dataclass(frozen=True)

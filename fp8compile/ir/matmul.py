@@ -99,6 +99,7 @@ class Matmul:
     recipe: Recipe = Recipe()
     rule: str = ""  # the policy's rule that decided
     auto: bool = False  # FP8 only if it pays
+    merged: tuple[str, ...] = ()  # the layers whose matmuls become one with this one
     emulated: bool = False  # the device has no such FP8 matmul
     on_purpose: bool = False  # somebody chose high precision, other than by a shipped rule about sizes
     bf16_us: float | None = None  # the cost model's estimates, in microseconds
@@ -172,6 +173,7 @@ class Matmul:
             parameter=self.name,
             rule=self.rule,
             emulated=self.fp8 and self.emulated,
+            merged=self.merged,
             bf16_us=self.bf16_us,
             fp8_us=self.fp8_us,
             cast_us=self.cast_us,

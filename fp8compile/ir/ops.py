@@ -40,7 +40,7 @@ from torch import Tensor
 from .. import compat
 from ..errors import Fp8CompileError
 from . import state_page
-from .fx_utils import is_data
+from .fx_utils import fakes, is_data
 from .scale import inverse_of, scale_of
 
 NAMESPACE = "fp8compile"
@@ -56,6 +56,7 @@ def define_op(schema: str, fake=None):
         torch.library.impl(f"{NAMESPACE}::{name}", "CompositeExplicitAutograd")(function)
         if fake is not None:
             torch.library.register_fake(f"{NAMESPACE}::{name}", fake)
+            fakes[getattr(getattr(torch.ops, NAMESPACE), name).default] = fake
         return getattr(getattr(torch.ops, NAMESPACE), name).default
 
     return define

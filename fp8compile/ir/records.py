@@ -22,6 +22,7 @@ class MatmulRecord:
     Where a device's description decided: `bf16_us` and `fp8_us` are this gemm's estimated times in either precision, `cast_us`
     its share of the casts (all in microseconds), `break_even_m` the number of tokens from which its layer gains.
     `emulated`: the device has no tensor cores for the recipe; FP8 values are multiplied in bf16, which is exact and not faster.
+    `merged`: the layers, itself among them, for whose gemms of this kind there is one matmul.
     """
 
     fqn: str
@@ -43,11 +44,13 @@ class MatmulRecord:
     cast_us: float | None = None
     break_even_m: int | None = None
     emulated: bool = False
+    merged: tuple[str, ...] = ()
 
     @property
     def how(self) -> str:
         """The recipe, as reports show it."""
-        return f"{self.recipe} (emulated)" if self.emulated else self.recipe
+        notes = [note for note, holds in (("emulated", self.emulated), ("merged", self.merged)) if holds]
+        return f"{self.recipe} ({', '.join(notes)})" if notes else self.recipe
 
     @property
     def flops(self) -> int:

@@ -12,9 +12,9 @@ Inductor has written without them.
 
 from __future__ import annotations
 
-from torch.fx import Graph, Node, map_arg
+from torch.fx import Graph, Node
 
-from ..ir.fx_utils import VIEWS, Emitter, arg, aten, call_function, fake_mode_of, value
+from ..ir.fx_utils import VIEWS, Emitter, arg, aten, call_function, evaluated, value
 from .lower import lower_matmuls
 
 
@@ -44,8 +44,6 @@ def complete(graph: Graph) -> int:
     found = 0
     for node in graph.nodes:
         if node.op == "call_function" and "val" not in node.meta:
-            args, kwargs = map_arg((node.args, node.kwargs), lambda x: x.meta["val"])
-            with fake_mode_of((args, kwargs)):
-                node.meta["val"] = node.target(*args, **kwargs)
+            node.meta["val"] = evaluated(node)
             found += 1
     return found

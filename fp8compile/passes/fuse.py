@@ -30,10 +30,10 @@ from ..codegen.kernel import Kernel, write
 from ..codegen.scales import Scale, chain, made_in_place, of_amax, of_cast
 from ..codegen.text import Unwritable
 from ..codegen.traffic import Sizes, compare
-from ..ir import grouped, ops
+from ..ir import grouped, merged, ops
 from ..ir.fx_utils import PERMUTES, VIEWS, arg, behind, is_data, value
 from ..logs import get_logger
-from .grouping import OURS, SEEDS, Grouping, reaches
+from .grouping import OURS, SEEDS, Grouping, Ranks
 from .place import Made, generated, place
 
 logger = get_logger(__name__)
@@ -77,8 +77,9 @@ class _Finder:
     def __init__(self, graph: Graph):
         self.graph = graph
         self.stored: set[Node] = set()
-        self.sizes = Sizes(graph)
-        self.grouping = Grouping(self.sizes, self.stored)
+        self.sizes, self.ranks = Sizes(graph), Ranks(graph)
+        self.grouping = Grouping(self.sizes, self.stored, self.ranks)
+        self.walks: dict[Seed, tuple[set[Node], set[Node]]] = {}  # of `shares`: what it visits, what it reads
 
     def run(self) -> dict[Node, Made]:
         """The functional node of each group, with the group and its kernel. The users of such a node take its outputs by
@@ -96,6 +97,7 @@ class _Finder:
             needed = is_data(value(seed.source).shape[0])
             if isinstance(group, str) and needed:
                 self.stored.add(seed.source)
+                self.changed({seed.source})
                 group = self.grouping(seed.domain, seed.sinks)
             if isinstance(group, str):
                 logger.debug("%s stays with Inductor: %s", seed.source.name, group)
@@ -167,9 +169,16 @@ class _Finder:
 
     def shares(self, group: Group, seed: Seed) -> bool:
         """Does a seed read or compute a matrix that the group reads or computes?"""
-        walk = self.grouping.walk(seed.domain, [Output("value", seed.source, seed.source)])
-        theirs = {x for x in (*walk.inputs, *walk.members) if seed.domain.is_full(x)}
-        return not theirs.isdisjoint({*group.inputs, *group.members})
+        if seed not in self.walks:  # seeds before it ask, too
+            walk = self.grouping.walk(seed.domain, [Output("value", seed.source, seed.source)])
+            read = {x for x in (*walk.inputs, *walk.members) if seed.domain.is_full(x)}
+            self.walks[seed] = {node for node, _ in walk.seen}, read
+        theirs = self.walks[seed][1]
+        return any(x in theirs for x in (*group.inputs, *group.members))
+
+    def changed(self, nodes: Collection[Node]) -> None:
+        """Forget the walks that visited a node which now stands in memory, or left the graph."""
+        self.walks = {seed: walk for seed, walk in self.walks.items() if walk[0].isdisjoint(nodes)}
 
     # -- seeds --
 
@@ -185,7 +194,7 @@ class _Finder:
                 continue
             for late in (False, True):
                 seed = found.setdefault((source, grouped.order_of(node), late), Seed())
-                if late or not reaches(_waits_for(node), set(seed.nodes)):
+                if late or not self.ranks.reach(_waits_for(node), set(seed.nodes)):
                     seed.nodes.append(node)
                     break
         return [seed for seed in found.values() if seed.nodes and seed.sinks]
@@ -208,6 +217,10 @@ class _Finder:
             else:
                 output.replaces.replace_all_uses_with(item)
             self.stored.add(item)
+        self.ranks.add(node)
+        for item in node.users:
+            self.ranks.add(item)
+        self.changed({output.replaces for output in group.outputs})
         self.sweep([output.replaces for output in group.outputs])
         return {node: (group, kernel)}
 
@@ -239,7 +252,7 @@ def _written(group: Group) -> Kernel:
     """The kernel of a group. It also writes the scales that its programs compute, and their inverses, if others read them. If
     the matrix may be empty, they are left to `lower`, because then no program may run."""
     if all(size.is_Integer and size > 0 for size in (group.domain.walked, group.domain.columns)):
-        for scale in [x.node for x in group.scales.values() if x.from_amax]:
+        for scale in [x.node for x in group.scales.values() if x.computed]:
             for node in (scale, *(user for user in scale.users if user.target is ops.inverse)):
                 if any(user.target not in (ops.quantize, ops.inverse) for user in node.users):
                     group.outputs.append(Output("number", node, node))
@@ -281,7 +294,8 @@ def _waits_for(node: Node) -> list[Node]:
 def _of_cast(node: Node) -> Output:
     """The output that replaces a cast."""
     content = "transposed" if arg(node, 4) else "copy"
-    return Output(content, arg(node, 0), node, _scale(node), arg(node, 2), arg(node, 3))
+    beside = any(user.target is merged.side_by_side and arg(user, 1) == 1 for user in node.users)
+    return Output(content, arg(node, 0), node, _scale(node), arg(node, 2), arg(node, 3), spaced=beside)
 
 
 def _of_amax(node: Node, casts: list[Node]) -> list[Output]:

@@ -8,7 +8,7 @@ computing the member again is cheaper for them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 
 import torch
 from torch.fx import Node
@@ -19,7 +19,7 @@ from ..codegen.group import Group, Output, Walk, read_scales
 from ..codegen.indexing import RESHAPES, VIEWS, Domain, product, sizes
 from ..codegen.traffic import Sizes, fusable
 from ..ir import grouped, ops
-from ..ir.fx_utils import CASTS, aten, is_tensor
+from ..ir.fx_utils import CASTS, Ranks, aten, is_tensor
 
 MOST_INPUTS = 12
 SEEDS = (ops.quantize, ops.amax, ops.amax_blocks, grouped.group_amax)
@@ -29,8 +29,8 @@ OURS = (*SEEDS, ops.current_scale, ops.inverse)
 class Grouping:
     """Finds groups. `stored`: results of earlier groups, which are in memory."""
 
-    def __init__(self, sizes_of: Sizes, stored: set[Node]):
-        self.sizes, self.stored = sizes_of, stored
+    def __init__(self, sizes_of: Sizes, stored: set[Node], ranks: Ranks):
+        self.sizes, self.stored, self.ranks = sizes_of, stored, ranks
 
     def walk(self, domain: Domain, sinks: list[Output], stops: Collection[Node] = ()) -> Walk:
         walk = Walk(domain, lambda node: node in self.stored or node in stops)
@@ -51,11 +51,11 @@ class Grouping:
             scales = read_scales(outputs, walk.tiles)
             replaced = {x.replaces for x in outputs}
             reads = [*walk.inputs, *scales, *orders]
-            if not reaches(reads, replaced):
+            if not self.ranks.reach(reads, replaced):
                 break
             # the group would read a tensor that depends on one of its own outputs: leave such outputs to others, and read them
-            late = {x.replaces for x in outputs if x.content in ("value", "row", "sum") and reaches(reads, {x.replaces})}
-            late = {x for x in late if x not in stops}
+            others = {x.replaces for x in outputs if x.content in ("value", "row", "sum")} - stops
+            late = {x for x in others if self.ranks.reach(reads, {x})}
             if not late:
                 return "it reads what is made of its own results"
             stops |= late
@@ -154,20 +154,6 @@ class Grouping:
                 walk(source, index)  # type: ignore[arg-type]
                 found[node] = Output("sum", source, _rounded(node))
         return found
-
-
-def reaches(starts: Iterable[Node], targets: set[Node]) -> bool:
-    """Does anything in `starts` depend on anything in `targets`?"""
-    seen, stack = set(starts), list(starts)
-    while stack:
-        node = stack.pop()
-        if node in targets:
-            return True
-        for x in node.all_input_nodes:
-            if x not in seen:
-                seen.add(x)
-                stack.append(x)
-    return False
 
 
 def readable(node: Node) -> bool:

@@ -24,23 +24,23 @@ from .. import compat
 from ..codegen import launch, scaled_grouped, scaled_mm
 from ..codegen import lowerings as forms
 from ..codegen.inline import Inliner
-from ..codegen.update_kernel import LONGEST, launch_update
+from ..codegen.state_kernels import LONGEST, launch_begin, launch_update
 from ..errors import Fp8CompileError
-from ..ir import grouped, ops, state_page
+from ..ir import grouped, merged, ops, state_page
 from ..ir.fx_utils import Emitter, arg, aten, is_data, is_tensor, value
 from ..ir.scale import inverse_of, scale_of
 
 STORED = (ops.snapshot, ops.delayed_scale, ops.delayed_inverse, ops.votes, ops.agreed_scale)
-COMPUTED = (ops.current_scale, ops.inverse)
-LOWERED = (*(op for op in ops.ALL if op is not ops.quantize_both), *grouped.ALL)
+COMPUTED = (ops.current_scale, ops.inverse, merged.largest, merged.least)
+LOWERED = (*(op for op in ops.ALL if op is not ops.quantize_both), *grouped.ALL, *merged.ALL)
 
 
 def lower_scales(graph: Graph) -> int:
     """Lower the stored scales; returns how many nodes were replaced. The first pass after the partitioner: a delayed scale
     becomes a load, so no cast waits for its tensor's amax. Scales of whole tensors that are computed follow, unless `fuse` may
-    put them into the kernels that cast."""
+    put them into the kernels that cast. On a GPU the snapshot waits until `fuse` has made the vector of amaxes."""
     lowering = _Lowering(graph)
-    stored = lowering.run(STORED)
+    stored = lowering.run(STORED, lambda node: node.target is not ops.snapshot or not _in_kernels(node))
     return stored + lowering.run(COMPUTED, lambda node: value(node).dim() != 2 and not _in_kernels(node))
 
 
@@ -66,6 +66,15 @@ def split_casts(graph: Graph) -> int:
                 copy = graph.call_function(ops.quantize, (x, own, dtype, fp8_max, *how))
             copy.meta.update({**item.meta, **{k: v for k, v in node.meta.items() if k not in item.meta}})
             item.replace_all_uses_with(copy)
+            graph.erase_node(item)
+        graph.erase_node(node)
+    for node in graph.find_nodes(op="call_function", target=merged.both_sides):
+        for item in list(node.users):
+            side = arg(item, 1)
+            with graph.inserting_before(node):
+                whole = graph.call_function(merged.side_by_side, (arg(node, side), side))
+            whole.meta.update(item.meta)
+            item.replace_all_uses_with(whole)
             graph.erase_node(item)
         graph.erase_node(node)
     return len(found)
@@ -136,7 +145,8 @@ class _Lowering:
         return vectors[0] if len(vectors) == 1 else self.inline(node, forms.concatenate, vectors)
 
     def snapshot(self, node: Node, page: Node) -> Node:
-        return self.inline(node, state_page.snapshot_of, page)
+        begun = launch_begin(node, page) if _in_kernels(node) else None
+        return begun if begun is not None else self.inline(node, state_page.snapshot_of, page)
 
     def delayed_scale(self, node: Node, scales: Node, amax: Node, slot: int, *_) -> Node:
         return self.stored(node, scales, slot, state_page.SCALE)
@@ -181,15 +191,26 @@ class _Lowering:
             raise Fp8CompileError(f"{node.name}: no kernel for a cast whose rows are counted from data; please report this")
         if transposed and order is not None:
             x = self.inline(node, ops.ordered, x, order)
+        dense = not node.users or any(user.target is not merged.side_by_side for user in node.users)
+        how = (dtype, fp8_max, tuple(block), dense)
         if transposed:
-            return self.inline(node, forms.quantize_transposed, x, scale, dtype, fp8_max, tuple(block), order is not None)
-        return self.inline(node, forms.quantize, x, scale, dtype, fp8_max, tuple(block))
+            return self.inline(node, forms.quantize_transposed, x, scale, *how, order is not None)
+        return self.inline(node, forms.quantize, x, scale, *how)
 
     def transposed(self, node: Node, x: Node) -> Node:
         return self.inline(node, ops.transposition, x)
 
     def dequantize(self, node: Node, *args) -> Node:
         return self.inline(node, forms.dequantize, *args)
+
+    def largest(self, node: Node, numbers: list[Node]) -> Node:
+        return self.inline(node, merged.largest_of, numbers)
+
+    def least(self, node: Node, numbers: list[Node]) -> Node:
+        return self.inline(node, merged.least_of, numbers)
+
+    def side_by_side(self, node: Node, parts: list[Node], dim: int) -> Node:
+        return self.inline(node, forms.joined, parts, dim)
 
     def group_order(self, node: Node, *_) -> None:
         scaled_grouped.lower_order(node, self.inline)

@@ -36,6 +36,7 @@ from .fallbacks import spell, unspell
 from .fuse import fuse
 from .gathered import gatherable, unite
 from .lower import lower, lower_scales, split_casts
+from .merge import Merged, merge
 from .plan import Plan, plan
 from .profitability import weigh
 from .quantize import Written, observe, quantize
@@ -78,6 +79,7 @@ class Joint:
     groups: AmaxGroups = NO_GROUPS
     gatherable: dict[int, Gatherable] = field(default_factory=dict)  # parameters that FSDP2 may gather in FP8, and others
     collectives: Collectives = NO_COLLECTIVES
+    merged: list[Merged] = field(default_factory=list)
     pages: tuple[Node, Node] | None = None  # the state inputs of forward and backward, where some slot needs them
     written: Written | None = None
 
@@ -139,9 +141,15 @@ class Joint:
         self.collectives |= more
         return len(more.moved)
 
+    def merge(self) -> int:
+        if not self.high_precision:
+            self.merged = merge(self.matmuls, self.plan, self.device, self.collectives.moved.keys(), self.inputs.block)
+        return len(self.merged)
+
     def quantize(self) -> int:
         if not self.high_precision:
-            self.written = quantize(self.graph, self.matmuls, self.plan, self.pages, self.groups, self.collectives, self.saves)
+            given = (self.groups, self.collectives, self.merged, self.saves)
+            self.written = quantize(self.graph, self.matmuls, self.plan, self.pages, *given)
         elif self.pages is not None:
             self.written = observe(self.graph, self.plan, self.pages)
         return 0 if self.written is None else len(self.written.amaxes)
@@ -167,6 +175,7 @@ JOINT: tuple[Pass[Joint], ...] = (
     Pass("plan", Joint.make_plan),  # which tensors are quantized, and in which slot the scale of each lives
     Pass("all_gathers", Joint.all_gathers, optional=True),  # which all-gathers of the graph can carry FP8
     Pass("all_to_alls", Joint.all_to_alls, optional=True),  # which all-to-alls can, with `fp8_all_to_all`
+    Pass("merge", Joint.merge, optional=True),  # which matmuls of one input become one
     Pass("quantize", Joint.quantize),  # casts and FP8 matmuls in the graph
     Pass("unspell", Joint.unspell),  # those that stay in high precision as they were
     Pass("update_state", Joint.update_state),  # the next scaling state
@@ -268,21 +277,23 @@ def skipped() -> tuple[str, ...]:
 
 
 def _run(passes: Sequence[Pass[T]], subject: T, graph: Graph) -> None:
-    """Each pass in turn: check the graph, log what changed, write the graph after it (FP8COMPILE_DUMP, tlparse)."""
-    leave_out = skipped()
+    """Each pass in turn: log what changed, write the graph after it (FP8COMPILE_DUMP, tlparse). Check the graph: behind the
+    last pass, and while debugging behind each."""
+    leave_out, told = skipped(), logger.isEnabledFor(logging.DEBUG)
     for step in passes:
         if step.name in leave_out:
             logger.info("fp8: %s is skipped (%s)", step.name, SKIP_VARIABLE)
             continue
-        told = logger.isEnabledFor(logging.DEBUG)
         before, start = _operators(graph) if told else Counter(), time.perf_counter()
         with compat.symbolic_kernels():
             found = step.run(subject)
-        graph.lint()
         if told:
+            graph.lint()
             took = 1e3 * (time.perf_counter() - start)
             logger.debug("%s: %s, %.1f ms%s", step.name, found, took, _changes(before, _operators(graph)))
         dump(f"{step.name}.txt", lambda: str(graph))
+    if not told:
+        graph.lint()
 
 
 def _operators(graph: Graph) -> Counter[str]:

@@ -22,9 +22,10 @@ from ..codegen import launch
 from ..codegen.group import Group, Output
 from ..codegen.indexing import VIEWS, product, sizes
 from ..codegen.kernel import Kernel
-from ..ir import ops
+from ..ir import merged, ops
 from ..ir.fx_utils import Emitter, arg, aten, value
 from ..logs import dump
+from .raised import raisable, raise_amaxes
 
 Made = tuple[Group, Kernel]
 
@@ -44,20 +45,28 @@ def place(graph: Graph, groups: dict[Node, Made]) -> None:
     amaxes = [item for node in order for item in _items(node, groups[node][0]) if item[1].content == "amax"]
     counts = [product(sizes(x.replaces)) for node in order for x in groups[node][1].column_amaxes]
     wide = [int(count) for count in counts if count.is_Integer]
-    known = {item for item, _ in amaxes}
+    others = {gather: raisable(gather) for gather in gathers}
+    known = {*(item for item, _ in amaxes), *(item for some in others.values() for item in some)}
     for item in [x for gather in gathers for x in arg(gather, 0) if x in known] + [item for item, _ in amaxes]:
         numbers.setdefault(item, len(numbers))
-    launcher = launch.Launcher(graph, len(numbers), order[0].args[0], sum(map(launch.aligned, wide)))  # type: ignore[arg-type]
-    for gather in gathers:
+    like: Any = order[0].args[0]
+    launcher = launch.Launcher(graph, len(numbers), like, sum(map(launch.aligned, wide)), _parts(graph, groups))
+    for gather, some in others.items():
         gather.args = (_runs(gather, numbers, launcher),)
+        raise_amaxes(gather, some, numbers, launcher)
     for node in order:
         _launch(node, *groups[node], numbers, launcher)
+    for whole, memory in launcher.wholes.items():
+        whole.replace_all_uses_with(memory)
+        graph.erase_node(whole)
 
 
 def _sink(graph: Graph, groups: dict[Node, Made]) -> None:
     made = {node for node, (group, _) in groups.items() if all(x.op == "placeholder" for x in group.inputs)}
     for node in graph.nodes:
         if node.target in (operator.getitem, *VIEWS) and node.args[0] in made:
+            made.add(node)
+        if node.target is merged.side_by_side and made.issuperset(arg(node, 0)):
             made.add(node)
     for node in reversed(list(graph.nodes)):
         if node not in made or not node.users:
@@ -67,6 +76,20 @@ def _sink(graph: Graph, groups: dict[Node, Made]) -> None:
             reader = min(reader.users)
         if node not in groups or reader.op != "output":  # not to the end, behind the graph's writes to its inputs
             min(node.users).prepend(node)
+
+
+def _parts(graph: Graph, groups: dict[Node, Made]) -> dict[int, launch.Part]:
+    """By the id of an output: where it belongs in a matrix all of whose parts come from kernels."""
+    found: dict[int, launch.Part] = {}
+    for whole in graph.find_nodes(op="call_function", target=merged.side_by_side):
+        parts, dim, first = arg(whole, 0), arg(whole, 1), 0
+        if not all(x.target is operator.getitem and x.args[0] in groups and len(x.users) == 1 for x in parts):
+            continue
+        for part in parts:
+            group, _ = groups[arg(part, 0)]
+            found[id(group.outputs[arg(part, 1)])] = launch.Part(whole, dim, first)
+            first += value(part).shape[dim]
+    return found
 
 
 def _items(node: Node, group: Group) -> list[tuple[Node, Output]]:

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 import networkx
 from torch.fx import Node
 
+from .. import compat
 from ..config.recipe import COSTS, RECIPES
 from ..devices import cost
 from ..devices.catalog import Device
@@ -45,6 +46,7 @@ class Gemm:
     dtype: str
     out_bytes: int
     reads: list[tuple[Cast, tuple[str, bool]]] = field(default_factory=list)  # each cast, with the layout that is read
+    known: dict[tuple[bool, float], float] = field(default_factory=dict)  # results of `seconds`, which a search asks often
 
     @property
     def layer(self) -> Matmul:
@@ -72,6 +74,11 @@ class Gemm:
 
     def seconds(self, device: Device, fp8: bool, grown: float = 1.0) -> float:
         """Seconds of the matmul alone, with `grown` times as many tokens as in the trace."""
+        if (fp8, grown) not in self.known:
+            self.known[fp8, grown] = self._seconds(device, fp8, grown)
+        return self.known[fp8, grown]
+
+    def _seconds(self, device: Device, fp8: bool, grown: float) -> float:
         groups = max(1, self.matmul.groups)  # each of them is taken to have equally many tokens
         grown /= groups
         m, n, k = (max(1, round(size * grown)) if i == self.tokens else size for i, size in enumerate(self.sizes))
@@ -105,7 +112,10 @@ class Base:
             high_bytes=high or (self.source.itemsize if self.source.shared else 0),
         )
         copy = cost.high_copy(device, tensor)
-        return copy + sum(cast.seconds(device, tensor, count) - copy for cast, count in demanded if count)
+        seconds = copy + sum(cast.seconds(device, tensor, count) - copy for cast, count in demanded if count)
+        if tensor.fused and self.source.shared and high not in (0, tensor.itemsize):  # a residual in float32 under autocast
+            seconds += cost.high_copy(device, replace(tensor, high_bytes=tensor.itemsize))  # is written beside the bf16 copy
+        return seconds
 
 
 @dataclass(eq=False)
@@ -127,7 +137,10 @@ class Cast:
     def seconds(self, device: Device, tensor: cost.CastInput, layouts: int) -> float:
         if self.gathered:
             return layouts * cost.transposed(device, tensor.elements) + cost.high_copy(device, tensor)
-        return cost.casts(device, tensor, COSTS[self.recipe], layouts, self.again)
+        scaling = COSTS[self.recipe]
+        if tensor.scattered and scaling.walks == 1 and not compat.reorders():
+            tensor = replace(tensor, scattered=False)  # one walk of a kernel of ours is enough
+        return cost.casts(device, tensor, scaling, layouts, self.again)
 
 
 def weigh(matmuls: list[Matmul], device: Device) -> int:

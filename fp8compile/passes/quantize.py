@@ -27,13 +27,13 @@ which dgrad reads: one byte an element, written while the tensor is at hand. The
 which wgrad reads, in the same way; whether to keep it is left to the partitioner. With `recast_weights`, and where the user
 checkpoints, a weight is cast again in backward. So is an activation whose producer reads tensors that the backward reads anyway
 (GELU, a norm): there, the transposed copy costs no more bytes than in forward, and none is kept. And so is a tensor that the
-backward keeps anyway (the output of attention). With `save="fp8"` a copy is kept that would be made
-again from two tensors that are kept in FP8: those of SwiGLU.
+backward keeps anyway (the output of attention). With `save="fp8"` a copy is kept that would be made again from two tensors in FP8.
 """
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -41,17 +41,20 @@ from torch.fx import Graph, Node
 
 from .. import compat
 from ..config.recipe import ROW_OF_GROUP, WHOLE
-from ..ir import ops
+from ..ir import merged, ops
 from ..ir.all_gathers import AllGather
 from ..ir.all_to_alls import AllToAll
 from ..ir.fx_utils import Emitter, Matrix, arg, aten, same_shape, value
 from ..ir.matmul import GEMMS, Matmul
+from .addends import add, split_addend
 from .all_gathers import gathered
 from .all_to_alls import exchanged
 from .amax_groups import NO_GROUPS, AmaxGroups, reduced
 from .collectives import NO_COLLECTIVES, Collective, Collectives, erase, local_matrix
 from .gathered import gathered_as
 from .grouped import Groups, block_of
+from .merge import Merged
+from .merged import Products
 from .plan import Operand, Plan
 from .reread import kept_anyway, read_again
 
@@ -84,11 +87,13 @@ def quantize(
     pages: tuple[Node, Node] | None,
     groups: AmaxGroups = NO_GROUPS,
     collectives: Collectives = NO_COLLECTIVES,
+    together: Sequence[Merged] = (),
     save: bool = False,
 ) -> Written:
     """Rewrite the decided matmuls; `pages` are the state inputs of forward and backward (None: no state). With `save` the
     backward gets large tensors in FP8."""
     writer = _Writer(graph, plan, pages, groups, collectives, save)
+    products = Products(writer, together)
     for backward in (False, True):
         if plan.direction(backward):
             writer.snapshot(backward)  # first: its readers are inserted right behind inputs, and behind views of inputs
@@ -101,8 +106,11 @@ def quantize(
         if isinstance(collective, AllToAll):
             writer.exchange(operand, collective)
     for matmul in decided:
-        writer.replace(matmul)
+        if not products.replace(matmul):
+            writer.replace(matmul)
     erase(graph, collectives.moved.values())
+    if together:
+        compat.stable_sort(graph)
     return Written(writer.amaxes, writer.snapshots, {x: found.group for x, found in collectives.moved.items()})
 
 
@@ -128,6 +136,7 @@ class _Writer:
         self.agreements: dict[tuple[bool, str], Node] = {}  # by direction and process group
         self.matrices: dict[tuple[Node, str], Node] = {}
         self.groups_of = Groups(self.after)
+        self.partners: dict[Operand, tuple[Operand, ...]] = {}  # operands that have one scale, where matmuls are merged
 
     def operands(self, matmul: Matmul) -> list[tuple[Operand, Matrix, bool]]:
         """For a and b: the operand, its matrix, and whether the FP8 copy is transposed. Both copies are K-major, [m, k] and
@@ -140,7 +149,7 @@ class _Writer:
         a8, b8 = (self.copy(*operand) for operand in operands)
         node = matmul.node
         emit = Emitter(self.graph, node, node)
-        bias, rest = _split_addend(matmul)
+        bias, rest = split_addend(matmul)
         fast = matmul.recipe.use_fast_accum[GEMMS.index(matmul.gemm)]
         inverses = [self.scale_of(*operand)[1] for operand in operands]
         blocks = [operand.scaling.block for operand, _, _ in operands]
@@ -155,7 +164,7 @@ class _Writer:
         if value(node).dim() == 3 and matmul.offs is None:
             out = emit(aten.unsqueeze.default, out, 0)
         if rest is not None:
-            out = _add(emit, rest, out, node)
+            out = add(emit, rest, out, node)
         node.replace_all_uses_with(out)
         self.replaced[node] = out
         if node is self.start:
@@ -194,7 +203,8 @@ class _Writer:
                     self.copies[operand, shape, layout] = _of(operand, made)
             else:
                 # one operator, one read: the forward writes its own copy and the one that the backward reads
-                emit = self.after(behind, operand, recompute=compat.MUST_SAVE if kept else recompute)
+                alone = kept and operand not in self.partners  # else the buffer of all of them is saved
+                emit = self.after(behind, operand, recompute=compat.MUST_SAVE if alone else recompute)
                 other = None if scales[True] is scales[False] else scales[True]
                 more = (other, blocks[0], rows[0] if rows else None, None if blocks[0] == blocks[1] else blocks[1])
                 made = _of(operand, emit(ops.quantize_both, source, scales[False], form.dtype, form.max, *more))
@@ -268,33 +278,41 @@ class _Writer:
         block = operand.scaling.block
         key = (operand, "", False) if block == WHOLE else (operand, str(matrix.shape), transposed)
         if key not in self.scales:
-            self.scales[key] = self.whole_scale(operand) if block == WHOLE else self.scales_of(operand, matrix, transposed)
+            made = self.whole_scale(operand) if block == WHOLE else self.scales_of(operand, matrix, transposed)
+            shared = [(x, *key[1:]) for x in self.partners.get(operand, ())]
+            self.scales.update(dict.fromkeys([key, *shared], made))
         return self.scales[key]
 
     def whole_scale(self, operand: Operand) -> tuple[Node, Node]:
+        partners = self.partners.get(operand, (operand,))
+        amaxes, margin = [self.amax(x) for x in partners], operand.scaling.margin
         snapshot = self.snapshot(operand.backward) if operand.scaling.delayed else None
-        amax, margin = self.amax(operand), operand.scaling.margin
+        amax = max(amaxes)  # the last one in the graph
         emit = self.after(amax, operand, recompute=compat.MUST_SAVE, ac_graph_id=None)
         sent = self.collectives.moved.get(operand)
         if snapshot is not None:
-            watched = operand.key.settings.limit < float("inf")
+            how = (operand.format.max, margin, operand.key.settings.limit < float("inf"))
             if sent is not None:
                 agreed = self.agreed(operand.backward, sent.group)
                 number = self.collectives.delayed(operand.backward, sent.group).index(operand)
                 emit = self.before(sent, operand, recompute=compat.MUST_SAVE, ac_graph_id=None)
-                how = (operand.format.max, margin, watched)
                 scale = emit(ops.agreed_scale, agreed, amax, number, sent.group, *how)
                 return scale, emit(ops.inverse, scale)
-            scale = emit(ops.delayed_scale, snapshot, amax, operand.slot, operand.format.max, margin, watched)
+            scales = [emit(ops.delayed_scale, snapshot, a, x.slot, *how) for x, a in zip(partners, amaxes, strict=True)]
+            if len(scales) > 1:
+                scale = emit(merged.least, scales)
+                return scale, emit(ops.inverse, scale)
             if operand.offs is not None or operand.matrix.stack > 1:
                 # Inductor's kernels read it, and expect an input of the backward at a multiple of 16 bytes. A stored inverse is
                 # not at one: the backward takes it from the snapshot, which is
                 emit.meta["recompute"] = compat.MUST_RECOMPUTE
-            return scale, emit(ops.delayed_inverse, snapshot, scale, operand.slot)
+            return scales[0], emit(ops.delayed_inverse, snapshot, scales[0], operand.slot)
+        if len(amaxes) > 1:
+            amax = self.after(amax, operand, recompute=None, ac_graph_id=None)(merged.largest, amaxes)
         over = (None if sent is None else sent.group, self.groups.of(operand))
         for group in dict.fromkeys(name for name in over if name is not None):
             amax = reduced(self.after(amax, operand, recompute=None, ac_graph_id=None), amax, group)
-            emit = self.after(amax, operand, recompute=compat.MUST_SAVE, ac_graph_id=None)
+        emit = self.after(amax, operand, recompute=compat.MUST_SAVE, ac_graph_id=None)
         scale = emit(ops.current_scale, amax, operand.format.max, margin, operand.scaling.power_of_2)
         return scale, emit(ops.inverse, scale)
 
@@ -383,25 +401,3 @@ def _of(operand: Operand, cast: Node) -> Node:
     """Note on a cast which operand it copies, for telemetry; returns the cast."""
     cast.meta["fp8_operand"] = operand.key
     return cast
-
-
-def _split_addend(matmul: Matmul) -> tuple[Node | None, Node | None]:
-    """(bias that the FP8 matmul adds, any other addend, which is added afterwards): at least one is None."""
-    node, addend = matmul.node, matmul.addend
-    if addend is None:
-        return None, None
-    plain = node.kwargs.get("beta", 1) == 1 and node.kwargs.get("alpha", 1) == 1
-    shape = value(addend).shape
-    is_row = len(shape) == 1 and isinstance(shape[0], int) and shape[0] == matmul.n
-    return (addend, None) if plain and is_row and value(node).dim() == 2 else (None, addend)
-
-
-def _add(emit: Emitter, addend: Node, product: Node, node: Node) -> Node:
-    beta, alpha = node.kwargs.get("beta", 1), node.kwargs.get("alpha", 1)
-    if alpha != 1:
-        product = emit(aten.mul.Tensor, product, alpha)
-    if beta == 0:
-        return product
-    if beta != 1:
-        addend = emit(aten.mul.Tensor, addend, beta)
-    return emit(aten.add.Tensor, product, addend)

@@ -18,7 +18,7 @@ from fp8compile.devices.gpu import Gpu
 from fp8compile.dryrun.fake_gpu import unavailable
 from tests.support.executed import Launched, Plan, executed
 from tests.support.harness import ALL_FP8, MOVING, Pair, gated_inputs, grads_of, like, noise, sqnr
-from tests.support.models import Block, Checkpointed, Mlp, Spelled, Stack, Twice, make, relus
+from tests.support.models import Block, Checkpointed, Mlp, Rotary, Spelled, Stack, Twice, make, relus
 
 pytestmark = [pytest.mark.skipif(unavailable() is not None, reason=unavailable() or ""), pytest.mark.compat]
 
@@ -63,6 +63,19 @@ class Turned(nn.Module):
         return self.mix(x.transpose(1, 2)).transpose(1, 2)
 
 
+class Concatenated(nn.Module):
+    """Two layers that read concatenations: Inductor makes these, and reduces their amaxes."""
+
+    def __init__(self, width: int = 128) -> None:
+        super().__init__()
+        self.first, self.between = nn.Linear(2 * width, width, bias=False), nn.Linear(width, width)
+        self.last = nn.Linear(2 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.between(self.first(torch.cat((x, 0.25 * x.flip(-1)), -1)).relu()).relu()
+        return self.last(torch.cat((y.flip(-1), x * y), -1))
+
+
 BUILDS: dict[str, Callable[[], nn.Module]] = {
     "mlp": Mlp,
     "block": Block,
@@ -71,11 +84,12 @@ BUILDS: dict[str, Callable[[], nn.Module]] = {
     "twice": Twice,
     "odd": lambda: Mlp(144, 1040),  # Inductor would pad these rows to a multiple of 128 bytes
     "post_norm": PostNorm,
+    "rotary": Rotary,
     "stack": lambda: Stack(*relus()),
     "checkpointed": lambda: Checkpointed(*relus()),
     "checkpointed_blocks": lambda: Checkpointed(Block(), Block(gated=True)),
 }
-DEEP = {"post_norm", "block", "gated", "spelled", "stack", "checkpointed", "checkpointed_blocks"}
+DEEP = {"post_norm", "rotary", "block", "gated", "spelled", "stack", "checkpointed", "checkpointed_blocks"}
 
 
 def pair_of(model: nn.Module, recipe: str = "delayed", **options: object) -> Pair:
@@ -111,6 +125,10 @@ def steps(pair: Pair, shape: tuple[int, ...], count: int = 4) -> None:
         ("odd", "blockwise", BF16, 1),
         ("mlp", "mxfp8", FP32, 0),
         ("post_norm", "blockwise", BF16, 0),
+        ("rotary", "delayed", BF16, 0),
+        ("rotary", "tensorwise", FP32, 1),
+        ("rotary", "rowwise", BF16, 0),
+        ("rotary", "blockwise", FP32, 0),
     ],
 )
 def test_training_steps(name: str, recipe: str, dtype: torch.dtype, choice: int) -> None:
@@ -120,6 +138,24 @@ def test_training_steps(name: str, recipe: str, dtype: torch.dtype, choice: int)
         shape = (48, width) if name == "spelled" else (2, 24, width)
         steps(pair_of(model, recipe, deep=name in DEEP), shape)
     assert any(kernel.ours for kernel in plan.kernels)
+    if name == "rotary" and recipe in ("delayed", "tensorwise"):  # our kernels turn the gradients of q and k back
+        assert plan.launches("fp8_mul_slice_neg_cat") >= 2
+
+
+def test_one_launch_begins_a_direction_and_one_ends_it() -> None:
+    """Amaxes that Inductor reduces go into the vector of all amaxes by one launch."""
+    with executed() as plan:
+        steps(pair_of(make(Concatenated), deep=True), (2, 24, 128))
+    warm = plan.scaled // 9
+    assert warm and plan.launches("fp8_begin") == plan.launches("fp8_update") == 2 * warm
+    assert plan.launches("fp8_raise") == warm
+
+
+def test_one_launch_sums_what_the_blocks_of_rows_have_summed() -> None:
+    """The gradients of two norms' weights."""
+    with executed() as plan:
+        steps(pair_of(make(Block), deep=True), (2, 24, 128))
+    assert plan.launches("fp8_column_sums") >= plan.launches("fp8_begin") > 0
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "rowwise"])

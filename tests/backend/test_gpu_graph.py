@@ -43,39 +43,43 @@ def check_matmuls(step: Step) -> None:
     assert not [target for g in step.graphs for target in g.targets if "fp8compile" in target]
 
 
+def layer_step(**how) -> Step:
+    """One step of the layer on 1 x 8192 tokens."""
+    layer = torch.compile(unallocated(LlamaLayer, BF16), **how)
+    x = torch.empty(1, TOKENS, DIM, dtype=BF16, requires_grad=True)
+    return trace(lambda: layer(x).sum().backward())
+
+
 @pytest.fixture(scope="module")
 def llama() -> dict[str, Step]:
-    """One step of the layer on 1 x 8192 tokens: bf16 Inductor and both recipes."""
-    x = torch.empty(1, TOKENS, DIM, dtype=BF16, requires_grad=True)
-
-    def compiled(**how) -> Step:
-        layer = torch.compile(unallocated(LlamaLayer, BF16), **how)
-        return trace(lambda: layer(x).sum().backward())
-
-    return {"bf16": compiled()} | {
-        recipe: compiled(backend="fp8", options={"recipe": recipe, "policy": ALL_FP8}) for recipe in ("delayed", "tensorwise")
+    """bf16 Inductor and both recipes."""
+    return {"bf16": layer_step()} | {
+        recipe: layer_step(backend="fp8", options={"recipe": recipe, "policy": ALL_FP8}) for recipe in ("delayed", "tensorwise")
     }
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
 def test_all_21_matmuls_of_a_llama_layer_are_fp8(llama, recipe):
+    """As 12, because q, k and v are merged, and gate and up."""
     step = llama[recipe]
     check_matmuls(step)
-    linears = [(DIM, DIM)] * 2 + [(DIM, KV)] * 2 + [(DIM, HIDDEN)] * 2 + [(HIDDEN, DIM)]  # in, out
+    linears = [(DIM, DIM + 2 * KV), (DIM, DIM), (DIM, 2 * HIDDEN), (HIDDEN, DIM)]  # in, out
     expected = Counter(
         size
         for k, n in linears
         for size in ((TOKENS, n, k), (TOKENS, k, n), (n, k, TOKENS))  # fprop, dgrad, wgrad
     )
-    assert sizes(step.matmuls) == expected and expected.total() == 21
+    assert sizes(step.matmuls) == expected and expected.total() == 12
     assert step.flops == {"fp8": llama["bf16"].flops["bfloat16"]}
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
-def test_matmuls_of_a_llama_layer_share_their_operands(llama, recipe):
-    """q, k and v read one FP8 copy of their input, gate and up another. Their wgrads share copies in the same way."""
-    forward, backward = ([k.matmul for k in g.kernels if k.matmul] for g in llama[recipe].graphs)
-    assert len({m.a.buffer for m in forward}) == 4
+def test_matmuls_of_a_llama_layer_share_their_operands(recipe):
+    """Not merged, q, k and v read one FP8 copy of their input, gate and up another. Their wgrads share copies in the same
+    way."""
+    step = layer_step(backend="fp8", options={"recipe": recipe, "policy": ALL_FP8, "merge_matmuls": False})
+    forward, backward = ([k.matmul for k in g.kernels if k.matmul] for g in step.graphs)
+    assert len(forward) == 7 and len({m.a.buffer for m in forward}) == 4
     wgrads = [m for m in backward if m.a.shape[-1] == TOKENS]
     assert len(wgrads) == 7 and len({m.b.buffer for m in wgrads}) == 4
 
@@ -126,7 +130,11 @@ def test_a_weight_is_cast_where_it_is_read(recipe):
 
 @pytest.mark.parametrize(
     ("recipe", "name", "kernels", "launches"),
-    [("delayed", "fp8_update", (1, 1), (1, 1)), ("blockwise", "fp8_gemm", (1, 2), (4, 8))],
+    [
+        ("delayed", "fp8_begin", (1, 1), (1, 1)),
+        ("delayed", "fp8_update", (1, 1), (1, 1)),
+        ("blockwise", "fp8_gemm", (1, 2), (4, 8)),
+    ],
 )
 def test_kernels_that_are_no_text(recipe, name, kernels, launches):
     """Inductor copies each kernel into its code with the globals that it reads, once for all launches of one signature. The

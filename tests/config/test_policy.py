@@ -140,6 +140,7 @@ def test_every_field_of_a_recipe_is_a_key():
         "margin": 1,
         "power_of_2_scale": False,  # the only value that delayed scaling allows
         "recast_weights": True,
+        "merge_matmuls": True,
     }
     recipe = Recipe()
     for field in dataclasses.fields(Recipe):

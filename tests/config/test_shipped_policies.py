@@ -201,6 +201,8 @@ def test_every_recipe_goes_with_every_policy(recipe, policy):
     ("policy", "name"),
     [
         ("default", "llama"),
+        ("fast", "llama"),
+        ("fast", "gpt2"),
         ("llama", "llama"),
         ("gpt2", "gpt2"),
         ("vit", "vit"),

@@ -11,8 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fp8compile
 from fp8compile.runtime.state import slots_of
-from tests.support.harness import assert_close, interpreted
-from tests.support.models import ResidualMlp
+from tests.support.harness import ALL_FP8, assert_close, interpreted
+from tests.support.models import ResidualMlp, SwiGlu
 from tests.support.processes import on_ranks
 
 
@@ -59,6 +59,40 @@ def test_a_graph_that_ddp_splits(one_process) -> None:
     assert slots_of(split).keys() == slots_of(whole).keys()
     for key, slot in slots_of(split).items():
         torch.testing.assert_close(slot.history(), slots_of(whole)[key].history(), rtol=0.02, atol=0)
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = SwiGlu(128)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.mlp(x)
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_gradients_that_are_slices_of_one_tensor(one_process, views: bool) -> None:
+    """Merged matmuls return them. DDP copies them into its buckets, or lets them be views of the buckets."""
+    options = {"policy": ALL_FP8, "recipe": "tensorwise", "merge_matmuls": True}
+
+    def train(model: nn.Module, run) -> dict[str, torch.Tensor]:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
+        with interpreted():
+            for step in range(3):
+                run(torch.randn(16, 128, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=step == 1)
+        assert {len(record.merged) for record in fp8compile.report(model).matmuls} == {0, 2}
+        return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    torch.manual_seed(0)
+    plain = Gated()
+    wrapped = copy.deepcopy(plain)
+    expected = train(plain, torch.compile(plain, backend="fp8", options=options))
+    torch._dynamo.reset()
+    ddp = DistributedDataParallel(wrapped, gradient_as_bucket_view=views)
+    got = train(wrapped, torch.compile(ddp, backend="fp8", options=options))
+    assert all(map(torch.equal, expected.values(), got.values()))
 
 
 def test_phases_of_a_graph_that_ddp_splits(one_process) -> None:

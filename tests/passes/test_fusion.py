@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fp8compile import compat
 from fp8compile.backend import fp8
-from fp8compile.codegen import launch, triton_kernels, update_kernel
+from fp8compile.codegen import launch, state_kernels, triton_kernels
 from fp8compile.ir import state_page
 from tests.support.harness import interpreted, sqnr
 from tests.support.interpreter import Interpreted, kernels_on_cpu
@@ -219,7 +219,7 @@ def test_the_update_kernel_is_next_page(slots, history, count, interval, most_re
     """Equal bit by bit, over steps with zeros, a NaN and an infinity; some slots without an amax; more slots than a block."""
     settings = [state_page.SlotSettings(448.0 / 2**margin, 1 if most_recent else history, interval)] * slots
     settings[::3] = [state_page.SlotSettings(57344.0, max(1, history - 1), 2)] * len(settings[::3])  # recipes may share a page
-    kernel = Interpreted(triton_kernels.fp8_update, update_kernel.configuration(history))
+    kernel = Interpreted(triton_kernels.fp8_update, state_kernels.configuration(history))
     sizes = {"SLOTS": slots, "LENGTH": history, "COUNT": count, "STRIDE": launch.AMAX_STRIDE if bits else 1}
     generator = torch.Generator().manual_seed(0)
     expected = state_page.new_page(slots, history, torch.device("cpu"), settings)

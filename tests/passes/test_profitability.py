@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import re
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -152,11 +153,11 @@ def test_the_stated_break_even_is_where_the_decision_turns(recipe):
 
 def test_a_graph_that_saves_less_than_its_scales_cost():
     """One linear that gains less than the update of the scaling state costs."""
-    found = compile_only(lambda: One(2048), 1280, 2048)
+    found = compile_only(lambda: One(2048), 1152, 2048)
     assert len(found) == 3 and all(record.decision != FP8 for record in found.values())
     said = {record.reason for record in found.values()}
-    stated = re.fullmatch(r"slower in FP8: all of the graph would save ([\d.]+) us, and scaling costs it 12\.0 us", said.pop())
-    assert stated and not said and 0 < float(stated[1]) <= 12
+    stated = re.fullmatch(r"slower in FP8: all of the graph would save ([\d.]+) us, and scaling costs it 8\.0 us", said.pop())
+    assert stated and not said and 0 < float(stated[1]) <= 8
 
 
 def test_projections_that_share_their_input_are_decided_together():
@@ -266,6 +267,35 @@ def test_traffic_of_a_gradient_that_is_put_together(seen):
     dy = of(seen, "qkv", "dgrad", "gradient")
     assert dy.scattered and not dy.fused
     assert not of(seen, "qkv", "fprop", "input").fused  # it is an input of the graph
+
+
+def test_a_gradient_that_is_put_together_is_read_once():
+    """By one of our kernels; by Inductor's once for each copy and for the amax. Tensorwise scaling takes Inductor's."""
+
+    def casts(recipe: str, apart: bool) -> float:
+        torch._dynamo.reset()
+        with torch._inductor.config.patch({"bucket_all_gathers_fx": "all"} if apart else {}):
+            found = compile_only(lambda: Fused(4096), 2, 4096, 4096, recipe=recipe)
+        return found["qkv", "dgrad"].cast_us + found["qkv", "wgrad"].cast_us
+
+    elements = 2 * 4096 * 3 * 4096
+    more = 1e6 * (2 * 2 * elements / 4.2e12) + 2 * 2
+    assert casts("delayed", True) - casts("delayed", False) == pytest.approx(more, rel=1e-3)
+    assert casts("tensorwise", True) == casts("tensorwise", False)
+
+
+def test_a_float32_residual_is_written_beside_the_copy_for_bf16(seen):
+    """Under autocast, the gradient that a residual passes on is float32, and the matmuls read a bf16 copy of it. In FP8 they do
+    not, so the write of that copy is saved, and the float32 tensor is written either way."""
+    compile_only(lambda: Mlp(1024), 1, 4096, 1024, autocast=True)
+    base = replace(of(seen, "down", "dgrad", "gradient"), fused=True, shared=True, itemsize=4)
+    device = catalog.find("h200")
+    gemm = mock.Mock(itemsize=2)
+    made = profitability.Base(base, weight=False, outside=False)
+    made.casts.append(profitability.Cast(made, "delayed", False, readers=[(gemm, ("", False)), (gemm, ("", True))]))
+    high, fp8 = (1e6 * made.seconds(device, chosen) for chosen in (set(), {gemm}))
+    byte = 1e6 * base.elements / device.bandwidth
+    assert high == pytest.approx((4 + 2) * byte) and fp8 == pytest.approx(4 * byte + (4 + 2) * byte + 2)
 
 
 def test_float32_weights_under_autocast(seen):

@@ -87,7 +87,8 @@ def test_attention_reads_its_output_anyway() -> None:
     for device in ("h200", None):
         torch.manual_seed(0)
         model = LlamaLayer(256, 4, 2, 512).to(BF16)
-        compiled = torch.compile(model, backend="fp8", options={"policy": ALL_FP8, **({"device": device} if device else {})})
+        options = {"policy": ALL_FP8, "merge_matmuls": False, **({"device": device} if device else {})}
+        compiled = torch.compile(model, backend="fp8", options=options)
         x = torch.randn(1, 64, 256, generator=torch.Generator().manual_seed(0)).to(BF16).requires_grad_()
         with interpreted():
             y = compiled(x)

@@ -273,6 +273,23 @@ def _table(b: Block, rng: random.Random, d: int) -> None:
     b.table = nn.Parameter(ternary(rng, 4, d, 128))
 
 
+def _beside(b: Block, rng: random.Random, d: int) -> None:
+    b.layers(rng, *((d, rng.choice((128, 144, 256))) for _ in "qkv"), stored="plain")
+    spelled, biased = rng.choice(("linear", "matmul", "einsum")), rng.random() < 0.3
+    for layer in b.each:
+        layer.spelled, layer.before = spelled, 1.0
+        layer.factor = 1 / layer.weight.size
+        layer.bias = nn.Parameter(ternary(rng, layer.weight.out) / layer.factor) if biased else None
+    b.last = Layer(rng, 128, d)
+
+
+def beside(b: Block, x: Tensor) -> Tensor:
+    """Three layers of one tensor, which `merge_matmuls` makes one."""
+    x = residue(x)
+    q, k, v = (layer.after(multiply(layer.spelled, x, layer.weight(), layer.bias) * layer.factor) for layer in b.each)
+    return b.last(residue(q)[..., :128] * residue(k)[..., :128] + v[..., -128:])
+
+
 def gated(b: Block, x: Tensor) -> Tensor:
     return b.each[1](residue(b.each[0](x)) * residue(b.each[2](x)))
 
@@ -352,6 +369,7 @@ KINDS: dict[str, Wired] = {
     "one": (_one, lambda b, x: b.each[0](x)),
     "mlp": (_mlp, lambda b, x: b.each[1](b.each[0](x))),
     "gated": (_mlp, gated),
+    "beside": (_beside, beside),
     "shared": (_one, lambda b, x: b.each[0](b.each[0](x))),
     "shared beside": (_one, lambda b, x: b.each[0](x) + b.each[0](x.flip(-1))),
     "parallel": (_two, lambda b, x: b.each[0](x) - b.each[1](x)),

@@ -66,7 +66,9 @@ class Case:
             options = {"amax_history_len": 2}
         elif recipe in ("tensorwise", "rowwise") and rng.random() < 0.5:
             options = {"power_of_2_scale": True}
-        for name, values in {"recast_weights": (True,), "fp8_format": ("e4m3",), "use_fast_accum": ((True,) * 3,)}.items():
+        choices: dict[str, tuple] = {"recast_weights": (True,), "fp8_format": ("e4m3",), "use_fast_accum": ((True,) * 3,)}
+        choices["merge_matmuls"] = (True,)
+        for name, values in choices.items():
             if rng.random() < 0.15 and not (recipe in ("rowwise", "blockwise", "mxfp8") and name == "fp8_format"):
                 options[name] = rng.choice(values)
         dtype = rng.choice((torch.float32, torch.float32, torch.bfloat16))

@@ -107,6 +107,7 @@ class Pair:
     floor_db: from the dtype of the model unless given.
     options: as for torch.compile. `exclude` and `overrides` are passed to the reference.
     compile: how to compile the model, for tests that do not compile the whole model at once.
+    No matmuls are merged: the reference scales each tensor by itself (see test_merge.py).
     deep: the model is a chain of FP8 layers. Then the floor holds for the median of the steps (`finish`). After each comparison
     the reference takes over the state of the compiled model, so that both begin each step with the same state.
     """
@@ -126,8 +127,9 @@ class Pair:
         compile: Callable[[nn.Module], Callable[..., Any]] | None = None,
         **options: Any,
     ) -> None:
-        self.model, self.recipe, self.options, self.autocast = model, recipe, options, autocast
         theirs = {name: value for name, value in options.items() if name != "policy"}
+        options = {"merge_matmuls": False, **options}
+        self.model, self.recipe, self.options, self.autocast = model, recipe, options, autocast
         overrides = {**gated_inputs(model), **(overrides or {})}
         self.reference = Reference(model, recipe, exclude=exclude, overrides=overrides, **theirs)
         if compile is None:

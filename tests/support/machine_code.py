@@ -36,7 +36,7 @@ from fp8compile.devices.formats import pick
 from fp8compile.dryrun.fake_gpu import trace
 from tests.support.gpu_steps import unallocated
 from tests.support.harness import ALL_FP8
-from tests.support.models import Ffn, GptLayer, LlamaLayer, Moe
+from tests.support.models import Ffn, GptLayer, LlamaLayer, Moe, Rotary
 
 BF16 = torch.bfloat16
 Config = tuple[int, int, int]
@@ -68,6 +68,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "ffn": (Ffn, (16384, 4096)),
     "vit": (lambda: GptLayer(768, 12, causal=False), (64, 197, 768)),
     "moe": (lambda: Moe(2048, 768, 128, 8), (1, 8192, 2048)),
+    "rotary": (lambda: Rotary(4096, 32, 8192), (1, 8192, 4096)),
 }
 RECIPES = ("delayed", "tensorwise")
 HANDWRITTEN = {**vars(triton_kernels), **vars(triton_grouped)}

@@ -100,6 +100,28 @@ class LlamaLayer(nn.Module):
         return x + self.down(F.silu(self.gate(h)) * self.up(h))
 
 
+class Rotary(nn.Module):
+    """Attention with a rotary embedding, as in Hugging Face's models: the halves of a head are exchanged."""
+
+    def __init__(self, width: int = 128, heads: int = 2, length: int = 64) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in "qkvo")
+        self.head = width // heads
+        angles = torch.outer(torch.arange(length), 100.0 ** -torch.linspace(0, 1, self.head // 2)).repeat(1, 2)
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
+
+    def turned(self, x: Tensor) -> Tensor:
+        one, two = x.chunk(2, -1)
+        time = x.shape[-2]
+        return (x * self.cos[:time] + torch.cat([-two, one], -1) * self.sin[:time]).to(x.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (p(x).unflatten(-1, (-1, self.head)).transpose(1, 2) for p in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(self.turned(q), self.turned(k), v, is_causal=True)
+        return self.o(y.transpose(1, 2).flatten(2))
+
+
 class GptLayer(nn.Module):
     """A pre-norm block with LayerNorm, one projection for q, k and v, and GELU: GPT-2 (causal, tanh) or ViT (neither)."""
 

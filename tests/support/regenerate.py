@@ -19,6 +19,7 @@ from torch.fx import traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
+from fp8compile.codegen import triton_kernels
 from fp8compile.ir import ops  # also: registers the operators
 from fp8compile.passes.fuse import fuse
 from fp8compile.passes.lower import split_casts
@@ -175,7 +176,7 @@ def generate(function: Callable[..., Any]) -> str:
     with kernels_on_cpu() as made:
         split_casts(graph)
         fuse(graph)
-    return "\n\n".join(kernel.source for kernel in made)
+    return "\n\n".join(kernel.source for kernel in made if kernel.name not in vars(triton_kernels))
 
 
 def main() -> None:

@@ -24,7 +24,7 @@ from .errors import PolicyError
 from .model import Defaults, Policy, PolicyFile, given, label
 from .validation import validated
 
-BUILTIN = ("default", "llama", "gpt2", "vit", "moe", "conservative", "accelerate-defaults")
+BUILTIN = ("default", "fast", "llama", "gpt2", "vit", "moe", "conservative", "accelerate-defaults")
 LARGEST_FILE = 256 * 1024  # bytes
 MOST_DOTS = 100  # in a line, outside of strings and comments
 LONGEST_CHAIN = 16  # policies that extend each other

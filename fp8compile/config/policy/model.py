@@ -52,6 +52,7 @@ _MEANINGS = {
     "amax_group": "Tensor parallelism: reduce amaxes (maximum) over the ranks that share a tensor: the name of their group, or "
     "of a dimension of the parameters' DeviceMesh. Current scaling waits for the all-reduce of each tensor.",
     "recast_weights": 'Cast weights again in backward instead of keeping their transposed FP8 copies: true, false, or "auto".',
+    "merge_matmuls": 'One matmul for layers that read the same tensor, such as q, k and v: true, false, or "auto".',
     "fp8_all_to_all": "Experts on several ranks: an all-to-all of the graph sends rows in FP8, one byte a feature.",
     "current_scaling": "Delayed scaling: (inputs, weights, gradients): true scales that tensor by its current amax.",
     "on_overflow": 'Delayed scaling, after an amax far beyond its history: "current" (use it in the next step) or "saturate".',

@@ -162,10 +162,7 @@ class _Reader:
         moved = traffic.moved(node, self.number)
         what: dict[str, Any] = {"fqn": _fqn(node), "backward": self.backward}
         if isinstance(node.node, ir.UserDefinedTritonKernel):
-            # Inductor counts every argument as read, also tensors that are only written. Our kernels only write the tensors
-            # that they mutate, so these reads are subtracted.
             written = {t.get_name(): t for t in node.node.mutable_args}
-            moved -= sum(self.number(t.get_numel()) * t.get_dtype().itemsize for t in written.values())
             return Launch("user", node.get_name(), moved, self.launched(node.node, list(written.values())), **what)
         if isinstance(node.node, ir.ExternKernel):
             name = str(getattr(node.node, "python_kernel_name", None) or type(node.node).__name__)

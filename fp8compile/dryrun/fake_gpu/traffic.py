@@ -9,7 +9,8 @@ Here, a kernel touches of a buffer the sum of what the accesses of its parts tou
 
     x[i, j]           as many elements as the loop variables of the index have values
     x[i, index[i]]    as many as the loop runs, because the addresses are data
-    extern, user's    all of the buffer
+    extern            all of the buffer
+    user's            all of each argument, which may be a view of a part of a buffer
 """
 
 from __future__ import annotations
@@ -23,6 +24,11 @@ Number = Callable[[Any], int]  # the hint of a size
 
 def moved(node: Any, number: Number) -> int:
     """The bytes that a scheduler's node reads and writes. `number` gives the hint of a size."""
+    from torch._inductor import ir
+
+    kernel = getattr(node, "node", None)
+    if isinstance(kernel, ir.UserDefinedTritonKernel):
+        return sum(_size(x, number) for x in kernel.inputs)
     touched: dict[str, int] = {}
     for name, elements in _touched(node, number):
         touched[name] = touched.get(name, 0) + elements

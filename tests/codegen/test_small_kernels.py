@@ -1,0 +1,87 @@
+"""The kernels that serve a whole direction, or reduce partial results, in Triton's interpreter; and their machine code."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from fp8compile.codegen import launch, state_kernels, triton_kernels
+from fp8compile.ir import state_page
+from tests.support.interpreter import Interpreted
+from tests.support.machine_code import SHARED, TARGETS, compile_function, resources
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def programs(count: int, block: int) -> tuple[int, int, int]:
+    return -(-count // block), 1, 1
+
+
+@pytest.mark.parametrize(("slots", "history", "count"), [(1, 1, 4), (48, 16, 80), (3, 5, 2000), (700, 2, 12)])
+def test_the_begin_kernel_is_a_snapshot_and_zeros(slots, history, count):
+    """Fewer amaxes than numbers in the snapshot, and more; more than one program."""
+    page = torch.rand(slots, state_page.HISTORY + history)
+    before, scales = page.clone(), torch.full((slots, state_page.SNAPSHOT), math.nan)
+    amaxes = torch.full((count + 1,), -1, dtype=torch.int32)
+    block = state_kernels.NUMBERS_AT_BEGIN
+    kernel = Interpreted(triton_kernels.fp8_begin, (block, 1, 4))
+    grid = programs(max(scales.numel(), count), block)
+    kernel[grid](page=page, scales=scales, amaxes=amaxes, SLOTS=slots, WIDTH=page.shape[1], COUNT=count)
+    assert torch.equal(scales, state_page.snapshot_of(before)) and torch.equal(page, before)
+    assert not amaxes[:count].any() and amaxes[count] == -1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (5, 31), (64, 32), (130, 100), (512, 257)])
+def test_column_sums(rows, columns, dtype):
+    partial = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0))
+    total = torch.full((columns + 1,), math.nan, dtype=DTYPES[dtype])
+    (config,) = launch.PARTIAL_SUMS
+    kernel = Interpreted(triton_kernels.fp8_column_sums, config)
+    kernel[programs(columns, config[1])](partial=partial, total=total, ROWS=rows, COLUMNS=columns)
+    expected = partial.double().sum(0)
+    rounding = 2**-8 * expected.abs().max() if dtype == "bf16" else 0.0
+    assert (total[:columns].double() - expected).abs().max() <= 1e-5 * rows + rounding
+    assert total[columns].isnan()
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("count", [1, 100, 2048, 5000])
+@pytest.mark.parametrize("tensors", [1, 3, 4])
+def test_raised_amaxes(tensors, count, known):
+    """NaN wins over infinity, with either sign; other numbers of the vector stay."""
+    generator = torch.Generator().manual_seed(count)
+    rows = [torch.rand(count, generator=generator) * 10.0**i for i in range(tensors)]
+    if tensors > 1:
+        rows[1][count // 2] = math.inf
+    if tensors > 2:
+        rows[2][count // 2], rows[2][-1] = math.inf, -torch.tensor(math.nan)
+    vector = torch.zeros(launch.AMAX_STRIDE * tensors, dtype=torch.int32)
+    (config,) = launch.RAISED
+    given = {f"rows{i}": rows[i] if i < tensors else None for i in range(launch.Launcher.MOST_RAISED)}
+    places = {f"amax{i}": vector[4 * i :] if i < tensors else None for i in range(launch.Launcher.MOST_RAISED)}
+    kernel = Interpreted(triton_kernels.fp8_raise, config)
+    kernel[programs(count, config[0])](**given, **places, n=None if known else count, COUNT=count if known else None)
+    expected = torch.stack([x.amax() for x in rows])
+    found = vector.view(torch.float32)[:: launch.AMAX_STRIDE]
+    assert torch.equal(found.nan_to_num(nan=-1.0), expected.nan_to_num(nan=-1.0))
+    assert not vector.view(tensors, -1)[:, 1:].any()
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_they_compile_to_machine_code(target):
+    """Nothing spills."""
+    rows = {f"rows{i}": "*fp32" for i in range(3)} | {f"amax{i}": "*i32" for i in range(3)} | {"n": "i32"}
+    functions = {
+        "fp8_begin": ({"page": "*fp32", "scales": "*fp32", "amaxes": "*i32"}, {"SLOTS": 48, "WIDTH": 26, "COUNT": 80}, None),
+        "fp8_column_sums": ({"partial": "*fp32", "total": "*bf16"}, {"ROWS": 256, "COLUMNS": 4096}, launch.PARTIAL_SUMS),
+        "fp8_raise": (rows, {"COUNT": None, "rows3": None, "amax3": None}, launch.RAISED),
+    }
+    for name, (types, constants, configs) in functions.items():
+        ((height, width, warps),) = configs or ((state_kernels.NUMBERS_AT_BEGIN, 1, 4),)
+        constants = {**constants, "BLOCK_R": height, "BLOCK_C": width}
+        jitted = getattr(triton_kernels, name)
+        took = resources(compile_function(jitted, types, constants, TARGETS[target], num_warps=warps))
+        assert not took.spills and took.shared <= SHARED[target], (name, took)
