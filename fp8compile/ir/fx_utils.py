@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,7 @@ PERMUTES = (aten.permute.default, aten.t.default, aten.transpose.int)
 SLICES: tuple = (aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default, aten.narrow.default, aten.select.int)
 SLICES += (aten.unbind.int, aten.chunk.default)
 SAME = (aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default)
+ALIASES = (*VIEWS, *PERMUTES, *SAME, *SLICES, aten.expand.default, operator.getitem)  # no storage of their own
 
 
 def value(node: Node) -> torch.Tensor:
@@ -114,6 +116,21 @@ def evaluated(node: Node) -> Any:
     args, kwargs = map_arg((node.args, node.kwargs), lambda x: x.meta["val"])
     with fake_mode_of((args, kwargs)):
         return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def restride(graph: Graph, node: Node) -> None:
+    """Let the views of a tensor know its strides. A view that they do not allow gets a copy."""
+    for user in list(node.users):
+        if not call_function(user, ALIASES):
+            continue
+        try:
+            made = evaluated(user)
+        except (RuntimeError, ValueError):
+            dense = Emitter(graph, user, user)(aten.clone.default, node, memory_format=torch.contiguous_format)
+            user.replace_input_with(node, dense)
+            made = evaluated(user)
+        user.meta["val"] = made
+        restride(graph, user)
 
 
 class Ranks:

@@ -17,7 +17,6 @@ nothing; `quantize` writes what it returns.
 
 from __future__ import annotations
 
-import operator
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -28,20 +27,20 @@ from .. import compat
 from ..config.recipe import COSTS, WHOLE
 from ..devices import cost
 from ..devices.catalog import Device
-from ..ir.fx_utils import CASTS, PERMUTES, SAME, SLICES, VIEWS, Ranks, aten, call_function, hint, value
+from ..ir.fx_utils import ALIASES, CASTS, SAME, VIEWS, Ranks, aten, call_function, hint, value
 from ..ir.matmul import GEMMS, Gemm, Matmul
 from .addends import split_addend
 from .plan import Operand, Plan
+from .readers import BLOCK, delicate, unreadable
 
 SUMS = (aten.add.Tensor,)
-ALIASES = (*VIEWS, *PERMUTES, *SAME, *SLICES, aten.expand.default, operator.getitem)  # no storage of their own
 
 
 @dataclass(frozen=True, eq=False)
 class Merged:
     """Layers whose matmuls are merged. `gemms`: for each kind that they have, one matmul a layer, in the same order. `total`:
     a sum of the gradients of their input, if they have dgrads. `apart`: the layers whose result is copied out, because
-    backward reads it and does not read those of others, which would be kept as long."""
+    backward reads it and does not read those of others (or only their FP8 copies), which would be kept as long."""
 
     gemms: Mapping[Gemm, tuple[Matmul, ...]]
     total: Node | None
@@ -58,10 +57,11 @@ def merge(
     device: Device | None,
     moved: Collection[Operand] = (),
     block: Callable[[str], object] = lambda name: None,
+    save: bool = False,
 ) -> list[Merged]:
     """The groups, in the order of the graph. `moved`: operands that a collective carries in FP8. `block`: the block of layers
     that a layer is in, by its name. Layers of several blocks are not merged: cross-attention reads one tensor in all of them,
-    and the gradients of all blocks would be kept until the last one is there.
+    and the gradients of all blocks would be kept until the last one is there. `save`: `save.save` follows.
     """
     ranks = Ranks(matmuls[0].node.graph) if matmuls else None
     of_layer: dict[Matmul, list[Matmul]] = defaultdict(list)
@@ -79,7 +79,7 @@ def merge(
                 together[block(fprop.fqn), _key(fprop, its, plan)].append(fprop)
     found = []
     for fprops in together.values():
-        made = _merged(fprops, of_layer, ranks) if ranks is not None and len(fprops) > 1 else None
+        made = _merged(fprops, of_layer, ranks, save) if ranks is not None and len(fprops) > 1 else None
         if made is not None and _wanted(made, device):
             found.append(made)
             for matmul in made.every:
@@ -123,7 +123,7 @@ def _key(fprop: Matmul, its: list[Matmul], plan: Plan) -> tuple:
     return (*source, _addend(fprop), *(gemms.get(gemm) for gemm in GEMMS))
 
 
-def _merged(fprops: list[Matmul], of_layer: Mapping[Matmul, list[Matmul]], ranks: Ranks) -> Merged | None:
+def _merged(fprops: list[Matmul], of_layer: Mapping[Matmul, list[Matmul]], ranks: Ranks, save: bool) -> Merged | None:
     gemms: dict[Gemm, tuple[Matmul, ...]] = {}
     for gemm in GEMMS:
         members = tuple(x for fprop in fprops for x in of_layer[fprop] if x.gemm == gemm)
@@ -139,6 +139,8 @@ def _merged(fprops: list[Matmul], of_layer: Mapping[Matmul, list[Matmul]], ranks
     if "dgrad" in gemms and total is None:
         return None
     kept = [x for x in fprops if "recompute" not in x.node.meta and any(map(compat.is_backward, _readers(x.node)))]
+    if save:  # slices that are kept in FP8 do not keep the result of the matmul
+        kept = [x for x in kept if x.n % BLOCK.columns or delicate(x.node) or unreadable(x.node, joint=True)]
     return Merged(gemms, total, frozenset(kept if len(kept) < len(fprops) else ()))
 
 

@@ -19,12 +19,14 @@ from torch.fx import Graph, Node
 
 from .. import compat
 from ..ir import merged, ops
-from ..ir.fx_utils import CASTS, SAME, VIEWS, Emitter, Matrix, arg, aten, call_function, evaluated, value
+from ..ir.fx_utils import CASTS, SAME, VIEWS, Emitter, Matrix, arg, aten, call_function, restride, value
 from ..ir.matmul import GEMMS, Gemm, Matmul
-from .merge import ALIASES, SUMS, Merged
+from .merge import SUMS, Merged
 from .plan import Operand
 
 Copies = tuple[tuple[Operand, Matrix, bool], ...]  # of one operand of all members; or of both operands of one matmul
+
+STACKS = ("nn_module_stack", "fwd_nn_module_stack")
 
 
 class Writer(Protocol):
@@ -79,7 +81,7 @@ class Products:
         parts = [emit(aten.clone.default, x, **dense) if m in group.apart else x for m, x in zip(members, parts, strict=True)]
         for matmul, part in zip(members, parts, strict=True):
             self.instead(matmul.node, part)
-            _restride(self.writer.graph, part)
+            restride(self.writer.graph, part)
 
     def dgrad(self, group: Merged, members: Sequence[Matmul]) -> None:
         total = group.total
@@ -143,7 +145,10 @@ class Products:
         ends = [0]
         for matmul in members:
             ends.append(ends[-1] + (matmul.n if dim else matmul.m))
-        return [emit(aten.slice.Tensor, made, dim, *ends[i : i + 2]) for i in range(len(members))]
+        parts = [emit(aten.slice.Tensor, made, dim, *ends[i : i + 2]) for i in range(len(members))]
+        for part, matmul in zip(parts, members, strict=True):
+            part.meta |= {name: matmul.node.meta[name] for name in STACKS if name in matmul.node.meta}
+        return parts
 
     def instead(self, node: Node, part: Node) -> None:
         node.replace_all_uses_with(part)
@@ -171,18 +176,3 @@ def _without(emit: Emitter, node: Node, ours: set[Node]) -> Node | None:
     if len(left) == len(terms):
         return emit(node.target, *left, *node.args[len(left):], **node.kwargs)
     return left[0] if left else None
-
-
-def _restride(graph: Graph, node: Node) -> None:
-    """Let the views of a slice know its strides. A view that they do not allow gets a copy."""
-    for user in list(node.users):
-        if not call_function(user, ALIASES):
-            continue
-        try:
-            made = evaluated(user)
-        except (RuntimeError, ValueError):
-            dense = Emitter(graph, user, user)(aten.clone.default, node, memory_format=torch.contiguous_format)
-            user.replace_input_with(node, dense)
-            made = evaluated(user)
-        user.meta["val"] = made
-        _restride(graph, user)

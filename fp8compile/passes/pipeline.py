@@ -143,7 +143,8 @@ class Joint:
 
     def merge(self) -> int:
         if not self.high_precision:
-            self.merged = merge(self.matmuls, self.plan, self.device, self.collectives.moved.keys(), self.inputs.block)
+            moved = self.collectives.moved.keys()
+            self.merged = merge(self.matmuls, self.plan, self.device, moved, self.inputs.block, self.saves)
         return len(self.merged)
 
     def quantize(self) -> int:

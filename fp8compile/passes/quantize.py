@@ -27,7 +27,7 @@ which dgrad reads: one byte an element, written while the tensor is at hand. The
 which wgrad reads, in the same way; whether to keep it is left to the partitioner. With `recast_weights`, and where the user
 checkpoints, a weight is cast again in backward. So is an activation whose producer reads tensors that the backward reads anyway
 (GELU, a norm): there, the transposed copy costs no more bytes than in forward, and none is kept. And so is a tensor that the
-backward keeps anyway (the output of attention). With `save="fp8"` a copy is kept that would be made again from two tensors in FP8.
+backward keeps anyway (the output of attention). With `save="fp8"`, what would be made again from two tensors in FP8 is kept.
 """
 
 from __future__ import annotations

@@ -12,6 +12,10 @@ of two as the scale of each 1 x 128 elements; the copy is kept in its place. In 
 Forward reads x itself, so its results are the same. The cast is part of the kernel that makes or reads x in forward (`fuse`),
 and `dequantize` part of those that read x in backward. If a matmul of forward has cast x already, that copy is kept.
 
+If backward reads x by parts, such as gate and up, which a merged matmul has made side by side, each part gets a copy of its
+own: the kernels of forward that read the parts write the copies. A tensor is free as soon as no view of it is kept, so all its
+kept views get a copy or none does.
+
 These are left alone: what is small; what a matmul or attention reads in backward, for which the values would have to be
 written again; what lives anyway (inputs and outputs of the graph); what the user's checkpointing computes again; what an
 operator reads that small errors change much, like the exp of a softmax; a softmax itself, and sines of positions.
@@ -19,20 +23,19 @@ operator reads that small errors change much, like the exp of a softmax; a softm
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
 from .. import compat
-from ..codegen.traffic import fusable
-from ..config.recipe import WHOLE, Block
+from ..config.recipe import WHOLE
 from ..devices.formats import Format, pick
 from ..ir import ops
 from ..ir.fx_utils import (
-    CASTS,
     FLOATS,
     PERMUTES,
     SAME,
@@ -45,25 +48,21 @@ from ..ir.fx_utils import (
     hint,
     is_data,
     is_tensor,
+    restride,
     same_size,
     value,
 )
 from ..ir.inputs import readable_module
 from ..ir.records import KeptRecord
 from ..logs import get_logger
+from .readers import BLOCK, delicate, unreadable
 
 logger = get_logger(__name__)
 
 LEAST = 1 << 20  # bytes of a tensor that is worth a copy
-BLOCK = Block(1, 128)
-CAST = (ops.quantize, ops.quantize_both, ops.amax, ops.amax_blocks)
-THROUGH = (*VIEWS, *PERMUTES, *CASTS, *SAME, aten.expand.default, aten.clone.default)
-PARTS = (*VIEWS, *PERMUTES, *SLICES, *SAME, aten.expand.default)
-COMPARED = tuple(getattr(getattr(aten, name), of) for name in "eq ne lt le gt ge".split() for of in ("Tensor", "Scalar"))
-# what turns a small relative error into a large one
-STEEP = tuple(getattr(aten, name).default for name in "sin cos tan floor ceil round trunc frac sign exp expm1 exp2".split())
-SHIFTS = (aten.sub.Tensor, aten.add.Tensor, aten.mul.Scalar, aten.div.Scalar, aten.sub.Scalar, aten.add.Scalar)
-SCALED = (aten.mul.Tensor, aten.div.Tensor)
+VIEWS_OF = (*VIEWS, *PERMUTES, *SLICES, *SAME, aten.expand.default)
+SPLITS = (aten.split.Tensor, aten.split_with_sizes.default)
+Columns = tuple[int, int]  # the first one, and the one behind the last
 
 
 @dataclass
@@ -87,92 +86,102 @@ def save(halves: Halves) -> int:
     """Rewrite both graphs in place, and note in `halves.kept` what is kept in FP8; returns how many tensors are."""
     kept = [x for x in halves.outputs[halves.visible :] if isinstance(x, Node) and is_tensor(x)]
     seen = {_memory(x) for x in halves.outputs[: halves.visible] if isinstance(x, Node)}
-    shared = Counter(map(_memory, kept))
     readers = {node.name: node for node in halves.backward.graph.find_nodes(op="placeholder")}
     form, instead = pick(False, halves.fnuz), {}
+    of_memory: dict[Node, list[tuple[Node, list[Part]]]] = defaultdict(list)
     for x in kept:
-        reason = _reason(x, readers.get(x.name), seen, shared)
-        if reason:
-            logger.debug("%s is kept as it is: %s", x.name, reason)
+        of_memory[_memory(x)].append((x, _parts(readers[x.name]) if x.name in readers else []))
+    for base, views in of_memory.items():
+        reasons = [_reason(x, parts, seen) for x, parts in views]
+        copied = sum(hint(value(part.nodes[0]).numel()) for _, parts in views for part in parts)
+        if not any(reasons) and copied > hint(value(base).numel()):
+            reasons = ["two views of it are kept"]
+        if any(reasons):
+            logger.debug("%s is kept as it is: %s", base.name, next(filter(None, reasons)))
             continue
-        copies = _copied(halves.forward.graph, x, form)
-        for copy, name in zip(copies, ("fp8", "inverse"), strict=True):
-            copy._rename(f"{x.name}_{name}")
-        instead[x] = copies
-        _read(halves.backward.graph, readers[x.name], copies)
-        halves.kept.append(_record(x, copies))
+        for x, parts in views:
+            instead[x] = [node for part in parts for node in _kept(halves, x, readers[x.name], part, form)]
+            _erase(readers[x.name])
     if instead:
         compat.keep_instead(halves.forward.graph, halves.visible, instead)
         halves.forward.recompile()
         halves.backward.recompile()
-    return len(instead)
+    return len(halves.kept)
 
 
-def _reason(x: Node, reader: Node | None, seen: set[Node], shared: Counter[Node]) -> str:
+class Part(NamedTuple):
+    """Columns of an input of the backward (None: the whole tensor), and the nodes that stand for them."""
+
+    columns: Columns | None
+    nodes: list[Node]
+
+
+def _parts(reader: Node) -> list[Part]:
+    """The parts by which backward reads an input: the tensor itself, unless it reads nothing but ranges of columns."""
+    found: dict[Columns | None, list[Node]] = defaultdict(list)
+    for node, columns in _slices(reader):
+        found[columns].append(node)
+    if None in found or any((end - first) % BLOCK.columns for first, end in found):  # type: ignore[misc]
+        return [Part(None, [reader])]
+    return [Part(columns, nodes) for columns, nodes in found.items()]
+
+
+def _slices(x: Node) -> Iterator[tuple[Node, Columns | None]]:
+    """The readers of a tensor, and of views of its rows, each with the range of columns that it is; None if it is no range."""
+    width, last = value(x).shape[-1] if value(x).dim() else None, value(x).dim() - 1
+    for user in x.users:
+        columns = None
+        if isinstance(width, int) and call_function(user, (aten.slice.Tensor,)) and not user.kwargs:
+            _, dim, first, end, step = (*user.args, *(None, 0, None, None, 1)[len(user.args) :])
+            if dim in (-1, last) and step == 1 and all(isinstance(n, int | None) for n in (first, end)):
+                columns = slice(first, end).indices(width)[:2]  # type: ignore[misc]
+        elif isinstance(width, int) and call_function(user, SPLITS) and user.args[2:] in ((-1,), (last,)):
+            widths = [part.shape[-1] for part in user.meta["val"]]
+            for item in user.users:
+                first = sum(widths[: arg(item, 1)])
+                yield item, (first, first + widths[arg(item, 1)])
+            continue
+        elif call_function(user, VIEWS) and value(user).dim() and same_size(value(user).shape[-1], width) and user.users:
+            yield from _slices(user)
+            continue
+        yield user, columns
+
+
+def _reason(x: Node, parts: list[Part], seen: set[Node]) -> str:
     """Why a tensor is kept as it is; "" if it is kept in FP8."""
-    tensor, base = value(x), _memory(x)
-    if reader is None or not reader.users:
+    tensor, base, nodes = value(x), _memory(x), [node for part in parts for node in part.nodes]
+    if not nodes or not all(node.users for node in nodes):
         return "backward does not read it"
     if tensor.dtype not in FLOATS:
         return "no floating-point tensor"
     if base.op == "placeholder" or base in seen:
         return "it lives anyway"
-    if shared[base] > 1:
-        return "another view of it is kept, too"
     shape = tensor.shape
     if any(is_data(size) for size in shape) or sum(not isinstance(size, int) for size in shape) > 1:
         return "its sizes are not known"
-    if len(shape) < 2 or not isinstance(shape[-1], int) or shape[-1] % BLOCK.columns or not _dense(tensor):
+    whole = parts[0].columns is None
+    if len(shape) < 2 or not isinstance(shape[-1], int) or whole and shape[-1] % BLOCK.columns or not _rows(tensor):
         return f"its rows are not made of {BLOCK.columns} features each"
     if hint(tensor.numel()) * tensor.itemsize < LEAST:
         return "it is small"
-    return "no version is checked" if compat.no_version_check(x) else _delicate(x) or _unreadable(reader)
+    if compat.no_version_check(x):
+        return "no version is checked"
+    return delicate(x) or next(filter(None, map(unreadable, nodes)), "")
 
 
-def _delicate(x: Node) -> str:
-    """What a tensor is, if it is too delicate: the probabilities of a softmax (a router's, say), or a rotation of positions,
-    which is no activation."""
-    while call_function(x, THROUGH) or call_function(x, SCALED) and not isinstance(arg(x, 1), Node):
-        x = arg(x, 0)
-    if call_function(x, (aten.sin.default, aten.cos.default)):
-        return "it is a sine or cosine"
-    return "it is a softmax" if call_function(x, (aten.div.Tensor,)) and call_function(arg(x, 0), (aten.exp.default,)) else ""
-
-
-def _unreadable(x: Node) -> str:
-    """Why backward has to read this input in high precision; "" if it may read a copy in FP8."""
-    stack, seen = [x], {x}
-    while stack:
-        for user in stack.pop().users:
-            if user in seen:
-                continue
-            seen.add(user)
-            if user.op == "output":
-                return "it is a result of the backward"
-            if compat.is_checkpointed(user):
-                return "the user's checkpointing starts from it"
-            if call_function(user, THROUGH):
-                stack.append(user)
-            elif not call_function(user, CAST) and not fusable(user, ()):
-                return f"{user.target} reads it"
-            elif user.target in COMPARED and (isinstance(arg(user, 1), Node) or arg(user, 1) != 0 or "eq" in str(user.target)):
-                return f"{user.target} compares it"
-    return _steep(x)
-
-
-def _steep(x: Node) -> str:
-    """The operator, if any, that takes an exp or the like of a tensor, as it is or shifted: what a softmax does. (A sigmoid, or
-    the exp of a square, is flat where its argument is large.)"""
-    stack, seen = [x], {x}
-    while stack:
-        for user in stack.pop().users:
-            if call_function(user, STEEP):
-                return f"{user.target} reads it"
-            scaled = call_function(user, SCALED) and not isinstance(arg(user, 1), Node)
-            if user not in seen and (scaled or call_function(user, (*THROUGH, *SHIFTS))):
-                seen.add(user)
-                stack.append(user)
-    return ""
+def _kept(halves: Halves, x: Node, reader: Node, part: Part, form: Format) -> tuple[Node, Node]:
+    """Copy a part of a tensor in forward, and let backward read the copy; returns the copy and its scales."""
+    graph = halves.forward.graph
+    if part.columns is not None:
+        x = next((node for node, found in _slices(x) if found == part.columns), None) or Emitter(graph, x.next, x)(
+            aten.slice.Tensor, x, value(x).dim() - 1, *part.columns
+        )
+    copies = _copied(graph, x, form)
+    for copy, name in zip(copies, ("fp8", "inverse"), strict=True):
+        copy._rename(f"{x.name}_{name}")
+    _read(halves.backward.graph, reader, part.nodes, copies)
+    halves.kept.append(_record(x, copies))
+    return copies
 
 
 def _copied(graph: Graph, x: Node, form: Format) -> tuple[Node, Node]:
@@ -205,35 +214,48 @@ def _cast_already(x: Node, form: Format) -> tuple[Node, Node] | None:
     return None
 
 
-def _read(graph: Graph, x: Node, copies: tuple[Node, Node]) -> None:
-    """Let a backward graph read the copy of an input, and drop the input."""
-    with graph.inserting_before(x):
+def _read(graph: Graph, reader: Node, nodes: list[Node], copies: tuple[Node, Node]) -> None:
+    """Let a backward graph read the copy of an input in the place of nodes that stand for it, or for a part of it."""
+    first = min(user for node in nodes for user in node.users)
+    with graph.inserting_before(reader):
         copy, inverse = (graph.placeholder(node.name) for node in copies)
     for placeholder, made in zip((copy, inverse), copies, strict=True):
-        placeholder.meta.update(x.meta, val=value(made))
+        placeholder.meta.update(reader.meta, val=value(made))
         placeholder.meta.pop("tensor_meta", None)
-    emit = Emitter(graph, min(x.users), min(x.users), recompute=None, ac_graph_id=None)
-    emit.meta |= {name: x.meta[name] for name in ("nn_module_stack", "fwd_nn_module_stack") if name in x.meta}
+    emit = Emitter(graph, first, first, recompute=None, ac_graph_id=None)
+    emit.meta |= {name: reader.meta[name] for name in ("nn_module_stack", "fwd_nn_module_stack") if name in reader.meta}
     block = list(WHOLE if value(inverse).dim() == 1 else BLOCK)
-    again = emit(ops.dequantize, copy, inverse, value(x).dtype, block)
-    if value(x).dim() != 2:
-        shape = [size if isinstance(size, int) else -1 for size in value(x).shape]
-        again = emit(aten.view.default, again, shape)
-    x.replace_all_uses_with(again)
-    graph.erase_node(x)
+    again = emit(ops.dequantize, copy, inverse, value(nodes[0]).dtype, block)
+    for node in nodes:
+        shape = [size if isinstance(size, int) else -1 for size in value(node).shape]
+        made = again if len(shape) == 2 else emit(aten.view.default, again, shape)
+        node.replace_all_uses_with(made)
+        if not _rows(value(node), dense=True):
+            restride(graph, made)
+
+
+def _erase(node: Node) -> None:
+    """Erase a node that nothing reads but its own parts."""
+    for user in list(node.users):
+        _erase(user)
+    node.graph.erase_node(node)
 
 
 def _record(x: Node, copies: tuple[Node, Node]) -> KeptRecord:
-    stack = x.meta.get("nn_module_stack") or {}
-    module = readable_module(list(stack.values())[-1][0]) if stack else ""
+    module = _module(x) or _module(_memory(x))
     before, after = (sum(hint(value(node).numel()) * value(node).itemsize for node in nodes) for nodes in ((x,), copies))
     shape = " x ".join(str(hint(size)) for size in value(x).shape)
     return KeptRecord(module, f"{str(value(x).dtype).removeprefix('torch.')} [{shape}]", before, after)
 
 
+def _module(x: Node) -> str:
+    stack = x.meta.get("nn_module_stack") or {}
+    return readable_module(list(stack.values())[-1][0]) if stack else ""
+
+
 def _memory(node: Node) -> Node:
     """The tensor whose memory this one is, or is a part of."""
-    while call_function(node, PARTS) or node.op == "call_function" and "getitem" in str(node.target):
+    while call_function(node, VIEWS_OF) or node.op == "call_function" and "getitem" in str(node.target):
         source = arg(node, 0)
         if not isinstance(source, Node) or "getitem" in str(node.target) and not call_function(source, SLICES):
             break
@@ -241,11 +263,19 @@ def _memory(node: Node) -> Node:
     return node
 
 
-def _dense(tensor: torch.Tensor) -> bool:
-    """Is a tensor in row-major order, as far as is known without a guard?"""
-    expected = 1
-    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
-        if not (isinstance(size, int) and size == 1) and not same_size(stride, expected):
-            return False
+def _rows(tensor: torch.Tensor, dense: bool = False) -> bool:
+    """Is a tensor in row-major order, as far as is known without a guard? Rows may lie apart, unless it has to be `dense`."""
+    expected: int | torch.SymInt = 1
+    for dim in reversed(range(tensor.dim())):
+        size, stride = tensor.shape[dim], tensor.stride(dim)
+        if not _is_one(size) and not same_size(stride, expected):
+            rows = dim < tensor.dim() - 1 and all(map(_is_one, tensor.shape[dim + 1 : -1]))
+            if dense or not rows or hint(stride) < hint(expected):
+                return False
+            expected = stride
         expected = expected * size
     return True
+
+
+def _is_one(size: int | torch.SymInt) -> bool:
+    return isinstance(size, int) and size == 1

@@ -1,0 +1,78 @@
+"""Which tensors backward may read in FP8, judged by what makes them and what reads them (see `save`)."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+
+from torch.fx import Node
+
+from .. import compat
+from ..codegen.traffic import fusable
+from ..config.recipe import Block
+from ..ir import ops
+from ..ir.fx_utils import CASTS, PERMUTES, SAME, SLICES, VIEWS, arg, aten, call_function
+
+BLOCK = Block(1, 128)  # a scale for so many elements
+CAST = (ops.quantize, ops.quantize_both, ops.amax, ops.amax_blocks)
+THROUGH = (*VIEWS, *PERMUTES, *CASTS, *SAME, aten.expand.default, aten.clone.default)
+PARTS = (*SLICES, operator.getitem)
+COMPARED = tuple(getattr(getattr(aten, name), of) for name in "eq ne lt le gt ge".split() for of in ("Tensor", "Scalar"))
+# what turns a small relative error into a large one
+STEEP = tuple(getattr(aten, name).default for name in "sin cos tan floor ceil round trunc frac sign exp expm1 exp2".split())
+SHIFTS = (aten.sub.Tensor, aten.add.Tensor, aten.mul.Scalar, aten.div.Scalar, aten.sub.Scalar, aten.add.Scalar)
+SCALED = (aten.mul.Tensor, aten.div.Tensor)
+
+
+def delicate(x: Node) -> str:
+    """What a tensor is, if it is too delicate: the probabilities of a softmax (a router's, say), or a rotation of positions,
+    which is no activation."""
+    while call_function(x, THROUGH) or call_function(x, SCALED) and not isinstance(arg(x, 1), Node):
+        x = arg(x, 0)
+    if call_function(x, (aten.sin.default, aten.cos.default)):
+        return "it is a sine or cosine"
+    return "it is a softmax" if call_function(x, (aten.div.Tensor,)) and call_function(arg(x, 0), (aten.exp.default,)) else ""
+
+
+def unreadable(x: Node, joint: bool = False) -> str:
+    """Why backward has to read a tensor in high precision; "" if it may read a copy in FP8. The tensor is an input of a
+    backward graph, or with `joint` one of the forward in a joint graph."""
+    stack, seen = [x], {x}
+    while stack:
+        for user in _readers(stack.pop(), joint):
+            if user in seen:
+                continue
+            seen.add(user)
+            if user.op == "output":
+                return "it is a result of the backward"
+            if compat.is_checkpointed(user):
+                return "the user's checkpointing starts from it"
+            if call_function(user, (*THROUGH, *PARTS)):
+                stack.append(user)
+            elif not call_function(user, CAST) and not fusable(user, ()):
+                return f"{user.target} reads it"
+            elif user.target in COMPARED and (isinstance(arg(user, 1), Node) or arg(user, 1) != 0 or "eq" in str(user.target)):
+                return f"{user.target} compares it"
+    return _steep(x, joint)
+
+
+def _steep(x: Node, joint: bool) -> str:
+    """The operator, if any, that takes an exp or the like of a tensor, as it is or shifted: what a softmax does. (A sigmoid, or
+    the exp of a square, is flat where its argument is large.)"""
+    stack, seen = [x], {x}
+    while stack:
+        for user in _readers(stack.pop(), joint):
+            if call_function(user, STEEP):
+                return f"{user.target} reads it"
+            scaled = call_function(user, SCALED) and not isinstance(arg(user, 1), Node)
+            if user not in seen and (scaled or call_function(user, (*THROUGH, *PARTS, *SHIFTS))):
+                seen.add(user)
+                stack.append(user)
+    return ""
+
+
+def _readers(x: Node, joint: bool) -> Iterator[Node]:
+    """What reads a tensor in backward; views and casts of it, where forward may make them."""
+    for user in x.users:
+        if not joint or compat.is_backward(user) or call_function(user, (*THROUGH, *PARTS)):
+            yield user
