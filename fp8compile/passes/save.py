@@ -132,7 +132,8 @@ def _slices(x: Node) -> Iterator[tuple[Node, Columns | None]]:
     for user in x.users:
         columns = None
         if isinstance(width, int) and call_function(user, (aten.slice.Tensor,)) and not user.kwargs:
-            _, dim, first, end, step = (*user.args, *(None, 0, None, None, 1)[len(user.args) :])
+            given: list = [*user.args, *(None, 0, None, None, 1)[len(user.args) :]]
+            _, dim, first, end, step = given
             if dim in (-1, last) and step == 1 and all(isinstance(n, int | None) for n in (first, end)):
                 columns = slice(first, end).indices(width)[:2]  # type: ignore[misc]
         elif isinstance(width, int) and call_function(user, SPLITS) and user.args[2:] in ((-1,), (last,)):

@@ -28,7 +28,7 @@ from tests.support.models import Block, Checkpointed, Ffn, GptLayer, LlamaLayer,
 
 FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "llama": lambda: Stack(*(LlamaLayer(128, 4, 2, 256) for _ in range(2))),
+    "llama": lambda: Stack(*(LlamaLayer(128, 2, 2, 256) for _ in range(2))),
     "gpt": lambda: Stack(*(GptLayer(128, 4, causal=True) for _ in range(2))),
     "vit": lambda: Stack(*(GptLayer(128, 4, causal=False) for _ in range(2))),
 }
@@ -74,6 +74,10 @@ class Twins:
     def step(self, *inputs: Tensor) -> None:
         self.backward(self(*inputs))
 
+    def merged(self) -> list[set[int]]:
+        """For each twin: how many layers there are to a matmul, 0 where it is its own."""
+        return [{len(x.merged) for x in fp8compile.report(model).matmuls} for model in self.models]
+
     def kept(self) -> list[KeptRecord]:
         return [record for graph in fp8compile.report(self.models[1]).graphs for record in graph.kept]
 
@@ -98,11 +102,11 @@ def exact(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)
-@pytest.mark.parametrize("name", list(MODELS))
-def test_gradients_are_as_exact(interpreted, name: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("name", "merge"), [*((name, False) for name in MODELS), ("llama", True)])
+def test_gradients_are_as_exact(interpreted, name: str, merge: bool, dtype: torch.dtype) -> None:
     """Within 1 dB, against high precision, over some steps."""
     model = make(MODELS[name], dtype)
-    twins = Twins(model)
+    twins = Twins(model, merge_matmuls=merge)
     noises: dict[str, list[float]] = {}
     for number in range(6):
         x = noise(4, 128, 128, seed=number, dtype=dtype)
@@ -116,6 +120,7 @@ def test_gradients_are_as_exact(interpreted, name: str, dtype: torch.dtype) -> N
                     noises.setdefault(key, [0.0, 0.0])[i] += float(error)
         twins.zero()
     assert len(twins.kept()) >= 4
+    assert twins.merged() == 2 * ([{0, 2, 3}] if merge else [{0}])
     lost = {key: 10 * math.log10(with_ / without) for key, (without, with_) in noises.items()}
     assert max(lost.values()) <= 1.0, lost
     twins.same_state()
@@ -132,11 +137,12 @@ CASES: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "rowwise", "blockwise"])
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "rowwise", "blockwise", "delayed, merged", "tensorwise, merged"])
 @pytest.mark.parametrize("name", ["block", "tanh", "checkpointed", "half"])
 def test_training_steps(interpreted, name: str, recipe: str) -> None:
     """Accumulation, an evaluation in between, two forwards before two backwards, and hooks that copy what is saved."""
-    twins = Twins(make(CASES[name]), recipe=recipe)
+    recipe, _, merge = recipe.partition(", ")
+    twins = Twins(make(CASES[name]), recipe=recipe, merge_matmuls=bool(merge))
     for number in range(3):
         twins.zero()
         for part in range(2):
@@ -152,12 +158,15 @@ def test_training_steps(interpreted, name: str, recipe: str) -> None:
     twins.backward(made)
     twins.same_state()
     assert bool(twins.kept()) == (name != "checkpointed")
+    if merge and name != "tanh":
+        assert all(3 in sizes for sizes in twins.merged())
 
 
 @pytest.mark.parametrize(
     ("name", "recipe", "dtype"),
     [
         ("llama", "delayed", BF16),
+        ("llama, merged", "delayed", BF16),
         ("gpt", "delayed", torch.float32),
         ("gpt", "tensorwise", BF16),
         ("block", "blockwise", BF16),
@@ -171,7 +180,8 @@ def test_training_steps(interpreted, name: str, recipe: str) -> None:
 @pytest.mark.skipif(fake_gpu.unavailable() is not None, reason=fake_gpu.unavailable() or "")
 def test_the_plan_for_a_gpu(name: str, recipe: str, dtype: torch.dtype) -> None:
     """The kernels for an H200 compute what the operators do one by one."""
-    options = {"policy": ALL_FP8, "save": "fp8", "recipe": recipe}
+    name, _, merge = name.partition(", ")
+    options = {"policy": ALL_FP8, "save": "fp8", "recipe": recipe, "merge_matmuls": bool(merge)}
     found = []
     for inside in (executed, without_inductor):
         model = make(CASES[name], dtype)
