@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from .autograd import (
     TensorMarks,
+    capturing,
     compiled_autograd,
     in_backward,
     in_compiled_autograd,
@@ -64,6 +65,7 @@ from .dynamo import (
     is_of_backend,
     is_part,
     is_tangent,
+    is_whole,
     outermost,
     root_modules,
     shown,
@@ -90,6 +92,7 @@ from .inductor import (
     changes_collectives,
     compile_fx,
     compile_inner,
+    cuda_graphs,
     decompositions,
     inductor_config,
     inductor_modes,

@@ -56,6 +56,13 @@ def inductor_config() -> dict[str, Any]:
     return config.get_config_copy()
 
 
+def cuda_graphs(options: Mapping[str, Any]) -> bool:
+    """Does Inductor record CUDA graphs? `options`: of this compilation."""
+    from torch._inductor import config
+
+    return bool(options.get("triton.cudagraphs", config.triton.cudagraphs))
+
+
 def async_tensor_parallel(options: Mapping[str, Any]) -> bool:
     """Does Inductor fuse collectives with matmuls? `options`: of this compilation."""
     from torch._inductor import config
