@@ -107,7 +107,7 @@ class Joint:
         return recast(self.matmuls, self.device) if not self.inference else 0
 
     def weigh(self) -> int:
-        return weigh(self.matmuls, self.device) if self.device is not None else 0
+        return weigh(self.matmuls, self.device, self.cache.inputs) if self.device is not None else 0
 
     def gather(self) -> int:
         if not self.inference and self.inputs.training:

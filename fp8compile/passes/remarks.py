@@ -18,7 +18,7 @@ FLOAT32 = "without FP8 these experts would multiply in float32{}: grouped matmul
 def remarks(matmuls: Collection[Matmul], resharded: Collection[int], cached: int = 0) -> tuple[str, ...]:
     """`resharded`: the inputs of the graph that FSDP2 frees between forward and backward. `cached`: the bytes of the copies of
     weights that are kept between calls."""
-    found = [RESHARDED] if any(matmul.fp8 and matmul.resharded(resharded) for matmul in matmuls) else []
+    found = [RESHARDED] if any(matmul.fp8 and matmul.weight_among(resharded) for matmul in matmuls) else []
     merged = dict.fromkeys(" + ".join(name.rpartition(".")[2] for name in matmul.merged) for matmul in matmuls if matmul.merged)
     found += [MERGED.format("; ".join(merged))] if merged else []
     found += [CACHED.format(cached / 1e6)] if cached else []
