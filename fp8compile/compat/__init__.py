@@ -90,6 +90,7 @@ from .inductor import (
     Partitioner,
     async_tensor_parallel,
     changes_collectives,
+    chunks,
     compile_fx,
     compile_inner,
     cuda_graphs,

@@ -63,6 +63,13 @@ def cuda_graphs(options: Mapping[str, Any]) -> bool:
     return bool(options.get("triton.cudagraphs", config.triton.cudagraphs))
 
 
+def chunks() -> bool:
+    """Is Inductor, in the compilation that runs, to compute the output head by chunks of rows?"""
+    from torch._inductor import config
+
+    return bool(config.auto_chunker.enable)
+
+
 def async_tensor_parallel(options: Mapping[str, Any]) -> bool:
     """Does Inductor fuse collectives with matmuls? `options`: of this compilation."""
     from torch._inductor import config

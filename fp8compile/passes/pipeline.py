@@ -33,6 +33,7 @@ from .collect import collect, edges
 from .collectives import NO_COLLECTIVES, Collectives
 from .decide import decide
 from .fallbacks import spell, unspell
+from .flatten import flatten
 from .fuse import fuse
 from .gathered import gatherable, unite
 from .hoist import NO_CACHE, Cache, Hoisted, hoist
@@ -90,6 +91,9 @@ class Joint:
 
     def spell(self) -> int:
         return spell(self.graph)
+
+    def flatten(self) -> int:
+        return flatten(self.graph) if compat.chunks() and not self.inference else 0
 
     def scatters(self) -> int:
         return scatters(self.graph)
@@ -167,6 +171,7 @@ class Joint:
 JOINT: tuple[Pass[Joint], ...] = (
     Pass("unite", Joint.unite),  # a weight that FSDP2 gathered in FP8 is one tensor, however many operators read it
     Pass("spell", Joint.spell),  # transformers' loops over experts as grouped matmuls
+    Pass("flatten", Joint.flatten, optional=True),  # the logits as a matrix, where Inductor is to compute them by chunks
     Pass("scatters", Joint.scatters, optional=True),  # the backward of the experts' permutation as a lookup, which fuses
     Pass("collect", Joint.collect, optional=True),  # every matmul: its name, role and operands
     Pass("decide", Joint.decide),  # FP8, or the reason why not: what is possible, then what the policy says
