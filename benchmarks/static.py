@@ -4,7 +4,8 @@ Nothing is executed and nothing is measured. The figures compare compilations of
 schedule has them (each buffer once per kernel), matmul FLOPs by dtype, bytes kept for backward, and a roofline time, in which
 every kernel takes the longer of its bytes and its FLOPs, plus a launch (`dryrun.roofline`). Matmuls count in waves of tiles.
 The optimizer of the benchmark counts by its bytes, the same for every arm. Autotuning is ignored. With gradient accumulation,
-one micro-batch and the optimizer count.
+the graphs of a micro-batch count as often as it runs. A graph without a matmul (casts of weights that are kept, with
+`cache_weights`) and the optimizer count once.
 """
 
 from __future__ import annotations
@@ -45,26 +46,36 @@ def kind(kernel: Any) -> str:
     return "attention" if kernel.attention is not None else "other"
 
 
-def figures(step: Any, optimizer: float = 0.0) -> dict[str, float]:
+def launches(step: Any, accumulate: int = 1) -> list[Any]:
+    """The kernels of an optimizer step of so many micro-batches, from a trace of one."""
+    found: list[Any] = []
+    for graph in step.graphs:
+        once = not any(kernel.matmul is not None for kernel in graph.kernels)
+        found += graph.kernels * (1 if once else accumulate)
+    return found
+
+
+def figures(step: Any, optimizer: float = 0.0, accumulate: int = 1) -> dict[str, float]:
     """Totals of a described step, as a flat dict. All of them add up over layers. `optimizer`: the bytes that it moves, which
     count in `roofline_ms` and `optimizer_ms` only."""
-    outside = [k for k in step.kernels if k.matmul is None]
+    kernels = launches(step, accumulate)
+    outside = [k for k in kernels if k.matmul is None]
     after = 1e3 * optimizer / H200.bandwidth
     made = {
-        "kernels": len(step.kernels),
-        "gb": sum(k.bytes for k in step.kernels) / 1e9,
+        "kernels": len(kernels),
+        "gb": sum(k.bytes for k in kernels) / 1e9,
         "gb_outside_matmuls": sum(k.bytes for k in outside) / 1e9,
-        "roofline_ms": 1e3 * sum(map(roofline_s, step.kernels)) + after,
-        "roofline_ms_without_waves": 1e3 * sum(roofline_s(k, waves=False) for k in step.kernels) + after,
+        "roofline_ms": 1e3 * sum(map(roofline_s, kernels)) + after,
+        "roofline_ms_without_waves": 1e3 * sum(roofline_s(k, waves=False) for k in kernels) + after,
         "roofline_ms_outside_matmuls": 1e3 * sum(map(roofline_s, outside)),
         "optimizer_ms": after,
         "kept_mb": step.kept_for_backward / 1e6,
     }
-    for k in step.kernels:
+    for k in kernels:
         for name, amount in (("count", 1), ("ms", 1e3 * roofline_s(k))):
             made[f"{name}.{kind(k)}"] = made.get(f"{name}.{kind(k)}", 0) + amount
     for dtype, flops in step.flops.items():
-        made[f"tflop.{dtype}"] = flops / 1e12
+        made[f"tflop.{dtype}"] = accumulate * flops / 1e12
     return made
 
 
@@ -83,7 +94,7 @@ def compile_point(point: Point, arm: arms.Arm) -> dict[str, float]:
     found = fake_gpu.trace(step, H200.gpu)
     if not found.kernels:
         raise RuntimeError("nothing was compiled")
-    return figures(found, optimizer_bytes(model) if point.optimizer else 0.0)
+    return figures(found, optimizer_bytes(model) if point.optimizer else 0.0, point.accumulate)
 
 
 def extrapolated(one: Mapping[str, float], two: Mapping[str, float], layers: int) -> dict[str, float]:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from .runtime.phases import set_step as set_step
     from .runtime.state_dict import load_scaling_state as load_scaling_state
     from .runtime.state_dict import scaling_state as scaling_state
+    from .runtime.weight_cache import refresh as refresh
 
 __version__ = "0.1.0"
 
@@ -52,6 +53,7 @@ _MODULES = {
     "runtime.calls": ("dry_run",),
     "runtime.checkpoint": ("ScalingState",),
     "runtime.phases": ("on_step", "set_phase", "set_step"),
+    "runtime.weight_cache": ("refresh",),
     "runtime.state_dict": ("load_scaling_state", "scaling_state"),
 }
 _PUBLIC = {name: module for module, names in _MODULES.items() for name in names}

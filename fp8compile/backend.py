@@ -29,12 +29,13 @@ from .config.options import Options, parse
 from .config.recipe import BUILT_IN
 from .devices import catalog, formats, support
 from .devices.catalog import Device
-from .errors import CapacityExceeded, OptionError, ShardingError, StrictError
+from .errors import CapacityExceeded, CopiesMissing, OptionError, ShardingError, StrictError
 from .ir import merged, ops, state_page
 from .ir.inputs import Inputs, capture
 from .ir.records import FP8, HIGH_PRECISION, Gatherable, GraphReport
 from .logs import get_logger, say_once
 from .passes import legality
+from .passes.hoist import NO_CACHE, Cache, Hoisted
 from .passes.pipeline import Rewritten, run_early_post_grad, run_joint, run_partitioned, run_post_grad, skipped
 from .passes.remarks import remarks
 from .passes.whole_model import whole_kinds
@@ -49,6 +50,7 @@ from .runtime.inner import INDUCTOR, Inner
 from .runtime.ledger import LEDGER
 from .runtime.owners import Owners
 from .runtime.phases import ScheduledGraph
+from .runtime.weight_cache import WeightCache
 
 logger = get_logger(__name__)
 
@@ -110,14 +112,21 @@ def _compile(gm: GraphModule, example_inputs: list[Any], inputs: Inputs, chosen:
         say_once(logger, logging.WARNING, f"fp8: {INLINED}")
     guess = 16 * -(-3 * len(inputs.weights) // 16)
     capacity = (guess, guess) if learning and chosen.policy.delayed and not inputs.inlined else None
+    may_move = _cacheable(example_inputs, inputs, chosen) if learning else frozenset()
 
     def compiled(phase: str, record: int | None = None) -> CompiledGraph:
         nonlocal capacity
-        try:
-            return _compile_once(gm, example_inputs, inputs, chosen, inner, capacity, phase, record)
-        except CapacityExceeded as error:  # a weight is used many times: the error says how many slots it takes
-            capacity = (error.needed["forward"], max(1, error.needed["backward"]))
-            return _compile_once(gm, example_inputs, inputs, chosen, inner, capacity, phase, record)
+        first = len(inputs.names) + (2 if capacity is not None else 0)
+        cache = Cache(may_move, (), first) if phase == FP8 else NO_CACHE
+        while True:
+            try:
+                return _compile_once(gm, example_inputs, inputs, chosen, inner, capacity, cache, phase, record)
+            except CapacityExceeded as error:  # a weight is used many times: the error says how many slots it takes
+                capacity = (error.needed["forward"], max(1, error.needed["backward"]))
+            except CopiesMissing as error:  # known behind the pass that casts weights
+                if cache.copies:
+                    raise
+                cache = dataclasses.replace(cache, copies=error.copies)
 
     fp8_graph = compiled(FP8)
     if chosen.policy.schedule is None or not learning or not fp8_graph.converts:
@@ -139,6 +148,7 @@ def _compile_once(
     chosen: Options,
     inner: Inner,
     capacity: tuple[int, int] | None,
+    cache: Cache,
     phase: str,
     record: int | None,
 ) -> CompiledGraph:
@@ -160,11 +170,16 @@ def _compile_once(
         for direction, slots in zip(("forward", "backward"), capacity, strict=True):
             page = state_page.new_page(slots, interface.history, example_inputs[weights[0]].device)
             example_inputs = [*example_inputs, compat.add_input(gm, f"fp8_{direction}_state", page)]
+    for i, layout in enumerate(cache.copies):
+        copy = layout.empty(example_inputs[weights[0]].device)
+        example_inputs = [*example_inputs, compat.add_input(gm, f"fp8_copy_{i}", copy, stable=False)]
+    hoisted: Hoisted | None = None
 
     def rewrite(graph: Graph) -> Rewritten:
-        nonlocal record
+        nonlocal record, hoisted
         device = _description(chosen, graph)
-        done = run_joint(graph, inputs, policy, device, formats.fnuz(), capacity, observes)
+        done = run_joint(graph, inputs, policy, device, formats.fnuz(), capacity, observes, cache)
+        hoisted = done.hoisted
         if not observes:
             gatherable.update(all_gather.of_graph(done.gatherable, sharded, partial(_complain, chosen)))
         if phase == FP8:
@@ -198,7 +213,22 @@ def _compile_once(
     at_once = policy.schedule is not None
     function = compat.compile_fx(gm, example_inputs, halves.compile, patches, at_once)
     gathers = Gathers(gatherable, chosen.strict, policy.schedule)
-    return CompiledGraph(function, interface, calls, owners, record, halves.converts, gathers)
+    outside = WeightCache(hoisted, inner, _lowering(chosen)) if hoisted is not None else None
+    if outside is not None:
+        owners.know(outside.casts)
+    return CompiledGraph(function, interface, calls, owners, record, halves.converts, gathers, outside)
+
+
+def _cacheable(example_inputs: Sequence[Any], inputs: Inputs, chosen: Options) -> frozenset[int]:
+    """The parameters whose FP8 copies may be kept between calls, with `cache_weights`. Not those that FSDP2 frees. And none
+    where CUDA graphs would copy the copies in each call, or where compiled autograd makes the calls."""
+    if not any(recipe.cache_weights for recipe in chosen.policy.possible) or inputs.inlined:
+        return frozenset()
+    if compat.cuda_graphs(chosen.inductor):
+        say_once(logger, logging.WARNING, "fp8: cache_weights has no effect with CUDA graphs, which copy what they read")
+        return frozenset()
+    freed = {id(read) for _, read in compat.sharded_pairs()}
+    return frozenset(i for i in inputs.parameters if id(example_inputs[i]) not in freed)
 
 
 def _lowering(chosen: Options) -> dict[str, Any]:
@@ -229,7 +259,7 @@ def _report(done: Rewritten, inputs: Inputs, chosen: Options, device: Device | N
     note = "" if training else f"compiled in {how}: {why}"
     records = tuple(matmul.record() for matmul in done.matmuls)
     described = device.name if device else ""
-    notes = remarks(done.matmuls, inputs.resharded) if training else ()
+    notes = remarks(done.matmuls, inputs.resharded, done.hoisted.bytes if done.hoisted is not None else 0) if training else ()
     index = LEDGER.add(GraphReport(0, name, records, done.opaque, note, done.edges, described, notes, done.collectives))
     report = Report([LEDGER.graph(index)])
     if not training:

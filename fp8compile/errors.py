@@ -71,6 +71,14 @@ class CapacityExceeded(Fp8CompileError):
         return "more scaling slots are needed: " + ", ".join(f"{kind} {n}" for kind, n in self.needed.items())
 
 
+class CopiesMissing(Fp8CompileError):
+    """Internal: a graph needs inputs for FP8 copies of weights; `copies` are their layouts."""
+
+    def __init__(self, copies: tuple[Any, ...]) -> None:
+        super().__init__(f"{len(copies)} FP8 copies of weights are inputs of this graph")
+        self.copies = copies
+
+
 def describe(value: Any, limit: int = 80) -> str:
     """``repr`` with the type, cut to `limit` characters: ``'4' (str)``."""
     try:

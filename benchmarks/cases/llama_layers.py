@@ -36,7 +36,7 @@ def points(size: str, variant: Mapping[str, Any], fit: Fit) -> list[Point]:
 
 
 def static(variant: Mapping[str, Any]) -> list[Static]:
-    return stack_static(lambda shown: point(shown, {**variant, "compile": "whole", "accum": 1}), LLAMA_8B.layers)
+    return stack_static(lambda shown: point(shown, {**variant, "compile": "whole"}), LLAMA_8B.layers)
 
 
 LAYERS = Case(

@@ -32,7 +32,7 @@ def case(name: str, title: str, shape: LlamaShape, goal: float) -> Case:
         return [point(models.LLAMA_TINY, {**variant, "seq": 64, "batch": 2, "accum": min(2, variant["accum"])})]
 
     def static(variant: Mapping[str, Any]) -> list[Static]:
-        few = {**variant, "compile": "whole", "accum": 1}
+        few = {**variant, "compile": "whole"}
         return [Static(lambda shown: point(replace(shape, layers=shown), few), shape.layers, extrapolate=True)]
 
     return Case(

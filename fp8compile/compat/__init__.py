@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from .autograd import (
     TensorMarks,
+    capturing,
     compiled_autograd,
     in_backward,
     in_compiled_autograd,
@@ -64,6 +65,7 @@ from .dynamo import (
     is_of_backend,
     is_part,
     is_tangent,
+    is_whole,
     outermost,
     root_modules,
     shown,
@@ -88,8 +90,10 @@ from .inductor import (
     Partitioner,
     async_tensor_parallel,
     changes_collectives,
+    chunks,
     compile_fx,
     compile_inner,
+    cuda_graphs,
     decompositions,
     inductor_config,
     inductor_modes,

@@ -87,6 +87,11 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def capturing() -> bool:
+    """Is a CUDA graph being captured on this thread's stream?"""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
 def recomputing() -> bool:
     """Is a forward that runs now the recomputation of a checkpoint? A checkpoint sets saved-tensor hooks for it. A reentrant
     checkpoint sets none, and its second forward is no recomputation for us: the first one ran without gradients."""

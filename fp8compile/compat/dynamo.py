@@ -26,9 +26,10 @@ def _name(source: Any) -> str:
     return name() if callable(name) else name  # a method up to 2.11, a property since
 
 
-def add_input(gm: GraphModule, name: str, example: torch.Tensor) -> torch.Tensor:
+def add_input(gm: GraphModule, name: str, example: torch.Tensor, stable: bool = True) -> torch.Tensor:
     """Give a Dynamo graph one more tensor input, at the end, and return the tensor that stands for it at compile time. The
-    caller passes a tensor of the same sizes at each call, at a stable address (so that CUDA graphs need not copy it)."""
+    caller passes a tensor of the same sizes at each call; if `stable`, at one address (so that CUDA graphs need not copy it).
+    """
     from torch._dynamo.source import ConstantSource
     from torch._guards import detect_fake_mode
 
@@ -40,7 +41,8 @@ def add_input(gm: GraphModule, name: str, example: torch.Tensor) -> torch.Tensor
     if mode is not None:  # else AOTAutograd would take its sizes for dynamic ones
         example = mode.from_tensor(example, static_shapes=True)
     node.meta["example_value"] = example
-    node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
+    if stable:
+        node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
     return example
 
 
@@ -48,6 +50,12 @@ def input_index(placeholder: Node) -> int | None:
     """The position of the Dynamo input that a joint-graph placeholder is (or, for a tensor subclass, is a part of). None for a
     tangent, a number (the size of a tensor subclass), and an input that AOTAutograd added."""
     return _index(placeholder.meta.get("desc"))
+
+
+def is_whole(placeholder: Node) -> bool:
+    """Is this input a whole Dynamo input, rather than a part of a tensor subclass?"""
+    desc = placeholder.meta.get("desc")
+    return _whole(desc) is desc
 
 
 def _index(desc: Any) -> int | None:

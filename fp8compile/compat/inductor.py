@@ -57,6 +57,20 @@ def inductor_config() -> dict[str, Any]:
     return config.get_config_copy()
 
 
+def cuda_graphs(options: Mapping[str, Any]) -> bool:
+    """Does Inductor record CUDA graphs? `options`: of this compilation."""
+    from torch._inductor import config
+
+    return bool(options.get("triton.cudagraphs", config.triton.cudagraphs))
+
+
+def chunks() -> bool:
+    """Is Inductor, in the compilation that runs, to compute the output head by chunks of rows?"""
+    from torch._inductor import config
+
+    return bool(config.auto_chunker.enable)
+
+
 def async_tensor_parallel(options: Mapping[str, Any]) -> bool:
     """Does Inductor fuse collectives with matmuls? `options`: of this compilation."""
     from torch._inductor import config

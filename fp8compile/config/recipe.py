@@ -129,8 +129,10 @@ class Recipe:
     bytes a parameter more traffic a step (4 if it is float32). "auto" does so where that costs little, or where FP8 would
     otherwise need more memory than bf16 (`passes.recast`). `merge_matmuls` makes one matmul of layers that read the same tensor
     (q, k and v), with one scale for their weights and one for their gradients; "auto" where a described device is faster so
-    (`passes.merge`). `fp8_all_to_all` sends the rows of experts in FP8 to other ranks, where one graph has the all-to-all and
-    its experts. `use_fast_accum` is (fprop, dgrad, wgrad): the FP8 tensor cores' shorter accumulators, faster and less exact.
+    (`passes.merge`). `cache_weights` keeps the FP8 copies of weights until the weights change: one cast an optimizer step, not
+    one a micro-batch (`passes.hoist`). They are scaled by their current amax. `fp8_all_to_all` sends the rows of experts in FP8
+    to other ranks, where one graph has the all-to-all and its experts. `use_fast_accum` is (fprop, dgrad, wgrad): the FP8
+    tensor cores' shorter accumulators, faster and less exact.
     """
 
     name: str = "delayed"
@@ -144,6 +146,7 @@ class Recipe:
     amax_group: bool | str = False
     recast_weights: bool | str = "auto"
     merge_matmuls: bool | str = "auto"
+    cache_weights: bool = False
     fp8_all_to_all: bool = False
     use_fast_accum: tuple[bool, bool, bool] = (True, False, False)
     current_scaling: tuple[bool, bool, bool] = (False, False, False)
@@ -168,6 +171,7 @@ class Recipe:
             given = getattr(self, name)
             if not isinstance(given, bool) and given != "auto":
                 raise OptionError.of(name, given, "True, False or 'auto'")
+        boolean("cache_weights", self.cache_weights)
         boolean("fp8_all_to_all", self.fp8_all_to_all)
         if self.name == "rowwise_with_gw_hp":
             object.__setattr__(self, "override_linear_precision", (*self.override_linear_precision[:2], True))
@@ -248,7 +252,7 @@ class Recipe:
     def scaling(self, role: str, gemm: str) -> Scaling:
         """How the "input", "weight" or "gradient" of a "fprop", "dgrad" or "wgrad" is scaled."""
         i = ROLES.index(role)
-        delayed = self.name == "delayed" and not self.current_scaling[i]
+        delayed = self.name == "delayed" and not self.current_scaling[i] and not (role == "weight" and self.cache_weights)
         block = self.built_in.weight_block if role == "weight" else self.built_in.block
         if self.name == "rowwise_with_gw_hp" and (role, gemm) == ("weight", "dgrad"):
             block = WHOLE

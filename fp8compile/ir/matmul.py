@@ -150,8 +150,8 @@ class Matmul:
             return forward.n, forward.m, forward.k
         return forward.m, forward.n, forward.k
 
-    def resharded(self, inputs: Container[int | None]) -> bool:
-        """Is the weight one of these inputs of the graph, which FSDP2 frees between forward and backward?"""
+    def weight_among(self, inputs: Container[int | None]) -> bool:
+        """Is the weight, or a slice of it, one of these inputs of the graph?"""
         return self.parameter is not None and compat.input_index(self.parameter) in inputs
 
     def record(self) -> MatmulRecord:

@@ -43,7 +43,8 @@ def complete(graph: Graph) -> int:
     """Compute the values of nodes that have none; returns how many had none."""
     found = 0
     for node in graph.nodes:
-        if node.op == "call_function" and "val" not in node.meta:
+        known = all("val" in x.meta for x in node.all_input_nodes)  # not those of a nested graph
+        if node.op == "call_function" and "val" not in node.meta and known:
             node.meta["val"] = evaluated(node)
             found += 1
     return found

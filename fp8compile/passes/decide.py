@@ -43,7 +43,7 @@ def decide(
             matmul.recipe = replace(matmul.recipe, fp8_format="e4m3")
         if inputs.inlined:  # compiled autograd takes over the backward: nothing can decide there whether a call is cold
             matmul.recipe = matmul.recipe.current
-        if matmul.resharded(inputs.resharded):  # a copy kept until backward would hold the whole weight, on every rank
+        if matmul.weight_among(inputs.resharded):  # a copy kept until backward would hold the whole weight, on every rank
             matmul.recipe = replace(matmul.recipe, recast_weights=True)
         if matmul.computed and matmul.recipe.delayed:  # each call computes the weight anew, so its own amax scales it
             inputs_too, _, gradients_too = matmul.recipe.current_scaling

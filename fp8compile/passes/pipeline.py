@@ -33,8 +33,10 @@ from .collect import collect, edges
 from .collectives import NO_COLLECTIVES, Collectives
 from .decide import decide
 from .fallbacks import spell, unspell
+from .flatten import flatten
 from .fuse import fuse
 from .gathered import gatherable, unite
+from .hoist import NO_CACHE, Cache, Hoisted, hoist
 from .lower import lower, lower_scales, split_casts
 from .merge import Merged, merge
 from .plan import Plan, plan
@@ -80,6 +82,8 @@ class Joint:
     gatherable: dict[int, Gatherable] = field(default_factory=dict)  # parameters that FSDP2 may gather in FP8, and others
     collectives: Collectives = NO_COLLECTIVES
     merged: list[Merged] = field(default_factory=list)
+    cache: Cache = NO_CACHE
+    hoisted: Hoisted | None = None
     pages: tuple[Node, Node] | None = None  # the state inputs of forward and backward, where some slot needs them
     written: Written | None = None
 
@@ -93,6 +97,9 @@ class Joint:
 
     def spell(self) -> int:
         return spell(self.graph)
+
+    def flatten(self) -> int:
+        return flatten(self.graph) if compat.chunks() and not self.inference else 0
 
     def scatters(self) -> int:
         return scatters(self.graph)
@@ -110,7 +117,7 @@ class Joint:
         return recast(self.matmuls, self.device) if not self.inference else 0
 
     def weigh(self) -> int:
-        return weigh(self.matmuls, self.device) if self.device is not None else 0
+        return weigh(self.matmuls, self.device, self.cache.inputs) if self.device is not None else 0
 
     def gather(self) -> int:
         if not self.inference and self.inputs.training:
@@ -155,6 +162,10 @@ class Joint:
             self.written = observe(self.graph, self.plan, self.pages)
         return 0 if self.written is None else len(self.written.amaxes)
 
+    def hoist(self) -> int:
+        self.hoisted = hoist(self.graph, self.matmuls, NO_CACHE if self.inference else self.cache)
+        return 0 if self.hoisted is None else len(self.hoisted.copies)
+
     def unspell(self) -> int:
         return unspell(self.graph)
 
@@ -167,6 +178,7 @@ class Joint:
 JOINT: tuple[Pass[Joint], ...] = (
     Pass("unite", Joint.unite),  # a weight that FSDP2 gathered in FP8 is one tensor, however many operators read it
     Pass("spell", Joint.spell),  # transformers' loops over experts as grouped matmuls
+    Pass("flatten", Joint.flatten, optional=True),  # the logits as a matrix, where Inductor is to compute them by chunks
     Pass("scatters", Joint.scatters, optional=True),  # the backward of the experts' permutation as a lookup, which fuses
     Pass("collect", Joint.collect, optional=True),  # every matmul: its name, role and operands
     Pass("decide", Joint.decide),  # FP8, or the reason why not: what is possible, then what the policy says
@@ -178,6 +190,7 @@ JOINT: tuple[Pass[Joint], ...] = (
     Pass("all_to_alls", Joint.all_to_alls, optional=True),  # which all-to-alls can, with `fp8_all_to_all`
     Pass("merge", Joint.merge, optional=True),  # which matmuls of one input become one
     Pass("quantize", Joint.quantize),  # casts and FP8 matmuls in the graph
+    Pass("hoist", Joint.hoist),  # casts of weights that are made outside of the graph, with `cache_weights`
     Pass("unspell", Joint.unspell),  # those that stay in high precision as they were
     Pass("update_state", Joint.update_state),  # the next scaling state
 )
@@ -211,6 +224,7 @@ class Rewritten:
     groups: tuple[str, ...] = ()  # process groups whose ranks have to do the same
     collectives: tuple[CollectiveRecord, ...] = ()
     gatherable: Mapping[int, Gatherable] = field(default_factory=dict)  # by input
+    hoisted: Hoisted | None = None
 
 
 def run_joint(
@@ -221,13 +235,15 @@ def run_joint(
     fnuz: bool,
     capacity: tuple[int, int] | None,
     high_precision: bool = False,
+    cache: Cache = NO_CACHE,
 ) -> Rewritten:
     """Rewrite a joint graph in place. See `Joint` for the arguments. With `high_precision` the matmuls stay as they are, but
     amaxes are recorded, so that histories exist when FP8 begins.
 
-    Raises CapacityExceeded, before the graph is changed, if the slots do not fit.
+    Raises CapacityExceeded if the slots do not fit, and CopiesMissing if other inputs are needed for the copies of `cache`.
     """
-    joint = Joint(graph, inputs, policy, device, fnuz, capacity, high_precision, inference=not compat.tag_backward(graph))
+    inference = not compat.tag_backward(graph)
+    joint = Joint(graph, inputs, policy, device, fnuz, capacity, high_precision, inference, cache=cache)
     _run(JOINT, joint, graph)
     graph.eliminate_dead_code()
     done = Rewritten(
@@ -239,6 +255,7 @@ def run_joint(
         groups=tuple(dict.fromkeys((*joint.groups.every, *joint.collectives.groups))) if joint.written is not None else (),
         collectives=joint.collectives.records,
         gatherable=joint.gatherable,
+        hoisted=joint.hoisted,
     )
     if joint.pages is None:
         return done

@@ -16,7 +16,7 @@ gains. Matmuls that the policy wants in FP8 stay, and other gemms use their cast
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field, replace
 
 import networkx
@@ -121,12 +121,14 @@ class Base:
 @dataclass(eq=False)
 class Cast:
     """The FP8 copies of a tensor under one `Scaling` (its recipe), and who reads them in which layout. `gathered`: FSDP2 has
-    gathered the plain copy, so nothing is cast."""
+    gathered the plain copy, so nothing is cast. `kept`: both copies come from an earlier call (`cache_weights`), and cost
+    nothing, as if gradients were accumulated over very many micro-batches."""
 
     base: Base
     recipe: str
     again: bool
     gathered: bool = False
+    kept: bool = False
     readers: list[tuple[Gemm, tuple[str, bool]]] = field(default_factory=list)
 
     def layouts(self, chosen: set[Gemm]) -> int:
@@ -135,6 +137,8 @@ class Cast:
         return sum(transposed or not self.gathered for _, transposed in made)
 
     def seconds(self, device: Device, tensor: cost.CastInput, layouts: int) -> float:
+        if self.kept:
+            return cost.high_copy(device, tensor)
         if self.gathered:
             return layouts * cost.transposed(device, tensor.elements) + cost.high_copy(device, tensor)
         scaling = COSTS[self.recipe]
@@ -143,15 +147,16 @@ class Cast:
         return cost.casts(device, tensor, scaling, layouts, self.again)
 
 
-def weigh(matmuls: list[Matmul], device: Device) -> int:
-    """Drop the matmuls that do not gain from FP8 on `device`, and fill in the estimates; returns how many were dropped."""
+def weigh(matmuls: list[Matmul], device: Device, kept: Container[int | None] = ()) -> int:
+    """Drop the matmuls that do not gain from FP8 on `device`, and fill in the estimates; returns how many were dropped. `kept`:
+    the inputs of the graph whose copies are kept between calls, where the recipe says so."""
     candidates = [matmul for matmul in matmuls if matmul.fp8 and all(map(hint, (matmul.m, matmul.n, matmul.k)))]
     if not device.has_fp8:
         left_open = [matmul for matmul in candidates if matmul.auto]
         for matmul in left_open:
             matmul.reason = f"{SLOWER}: {device.name} has no FP8"
         return len(left_open)
-    gemms = _model(candidates)
+    gemms = _model(candidates, kept)
     known: dict[tuple, int | None] = {}
     parts = [_Component(device, part, known) for part in _components(gemms)]
     for part in parts:
@@ -193,7 +198,7 @@ def _settle(device: Device, parts: list[_Component]) -> str:
     return f"{SLOWER}: all of the graph would save {1e6 * gain:.1f} us, and scaling costs it {1e6 * once:.1f} us"
 
 
-def _model(candidates: list[Matmul]) -> list[Gemm]:
+def _model(candidates: list[Matmul], kept: Container[int | None] = ()) -> list[Gemm]:
     """The gemms with the tensors that they read. Gemms that read the same base with the same scaling share its casts."""
     gemms: list[Gemm] = []
     bases: dict[Node, Base] = {}
@@ -212,7 +217,8 @@ def _model(candidates: list[Matmul]) -> list[Gemm]:
             if key not in casts:
                 # a weight that is recast, or whose region is recomputed, is read once more for its second copy
                 again = role == "weight" and (matmul.recipe.recast_weights is True or "recompute" in matmul.node.meta)
-                casts[key] = Cast(base, key.scaling.recipe, again, arrives(matrix.base, key.scaling))
+                stays = role == "weight" and matmul.recipe.cache_weights and not matmul.computed and matmul.weight_among(kept)
+                casts[key] = Cast(base, key.scaling.recipe, again, arrives(matrix.base, key.scaling), stays)
                 base.casts.append(casts[key])
             layout = (str(matrix.shape), transposed)
             casts[key].readers.append((gemm, layout))

@@ -40,7 +40,7 @@ def recast(matmuls: Iterable[Matmul], device: Device | None) -> int:
                 inputs[matrix.base] = hint(value(matrix.base).numel())
     saved, again = sum(inputs.values()), 0
     for weight, its in readers.items():
-        if any(matmul.recipe.recast_weights != "auto" for matmul in its):
+        if any(matmul.recipe.recast_weights != "auto" or matmul.recipe.cache_weights for matmul in its):
             continue
         size = hint(value(weight).numel())
         share = _share(its, size, value(weight).itemsize, device)

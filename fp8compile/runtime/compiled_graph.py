@@ -18,6 +18,7 @@ from .ledger import LEDGER
 from .owners import Owners
 from .parameters import share_records
 from .state import check_unwanted
+from .weight_cache import WeightCache
 
 
 class CompiledGraph:
@@ -35,9 +36,11 @@ class CompiledGraph:
         record: int | None,
         converts: bool,
         gathers: Gathers,
+        cache: WeightCache | None = None,
     ):
         self.function, self.interface, self.calls, self.owners = function, interface, calls, owners
         self.record, self.converts, self.gathers = record, converts, gathers
+        self.cache = cache  # of the FP8 copies of weights that the graph gets from outside
         self.idle: torch.Tensor | None = None  # a stand-in for state inputs that the graph does not read
 
     def __call__(self, *args: Any) -> Any:
@@ -48,7 +51,7 @@ class CompiledGraph:
         if isinstance(first, compat.FakeTensor):  # DDPOptimizer asks for the shapes of the outputs
             with fake_mode_of(first):
                 pages = (state_page.new_page(rows, interface.history, first.device) for rows in interface.capacity or ())
-                return self.function(*args, *pages)
+                return self.function(*args, *pages, *(self.cache.empty(first.device) if self.cache is not None else ()))
         if isinstance(first, nn.Parameter):
             key = self.owners.key(args)
             if key not in self.owners.met:
@@ -57,16 +60,21 @@ class CompiledGraph:
         look = self._looks(args) if looked_at else None
         if look is not None:
             self.gathers.measure(args, look)
+        copies: Sequence[torch.Tensor] = ()
+        if self.cache is not None:
+            with compat.unseen():
+                copies = self.cache.copies(args, look)
         if self.calls.book is not None:
             with compat.unseen():
                 call, *pages_of_call = self.calls.open(args, look)
-            return self.calls.run(self.function, (*args, *pages_of_call), call)
+            return self.calls.run(self.function, (*args, *pages_of_call, *copies), call)
         if self.calls.groups and not self.calls.agreed and interface.trains and not (DRY.get() or compat.inferring_shapes()):
             self.calls.agree()
         if interface.capacity is not None:  # the graph does not read its state inputs
             if self.idle is None:
                 self.idle = state_page.new_page(interface.capacity[0], interface.history, first.device)
             args = (*args, self.idle, self.idle)
+        args = (*args, *copies)
         if not looked_at:
             return self.function(*args)
         return self.calls.run(self.function, args, Call(None, look))

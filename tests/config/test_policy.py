@@ -141,6 +141,7 @@ def test_every_field_of_a_recipe_is_a_key():
         "power_of_2_scale": False,  # the only value that delayed scaling allows
         "recast_weights": True,
         "merge_matmuls": True,
+        "cache_weights": True,
     }
     recipe = Recipe()
     for field in dataclasses.fields(Recipe):

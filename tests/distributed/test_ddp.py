@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import pytest
@@ -93,6 +94,29 @@ def test_gradients_that_are_slices_of_one_tensor(one_process, views: bool) -> No
     ddp = DistributedDataParallel(wrapped, gradient_as_bucket_view=views)
     got = train(wrapped, torch.compile(ddp, backend="fp8", options=options))
     assert all(map(torch.equal, expected.values(), got.values()))
+
+
+def test_copies_of_weights_of_graphs_that_ddp_splits(one_process) -> None:
+    """Each part keeps its own. To the bit as without, and one cast a step."""
+    results = []
+    for cache in (False, True):
+        torch._dynamo.reset()
+        model = build()
+        ddp = DistributedDataParallel(model, bucket_cap_mb=1)
+        options = {"policy": ALL_FP8, "recipe": "tensorwise", "cache_weights": cache}
+        run = torch.compile(ddp, backend="fp8", options=options)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        with interpreted():
+            for step in range(3):
+                for micro, context in enumerate((ddp.no_sync(), contextlib.nullcontext())):
+                    with context:
+                        generator = torch.Generator().manual_seed(2 * step + micro)
+                        run(torch.randn(32, 256, generator=generator)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        results.append([p.detach().clone() for p in model.parameters()])
+        assert len(fp8compile.report(model).graphs) > 1
+    assert all(map(torch.equal, *results))
 
 
 def test_phases_of_a_graph_that_ddp_splits(one_process) -> None:

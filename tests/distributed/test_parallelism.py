@@ -106,6 +106,7 @@ ON_TWO = [
     Case(checkpoint="inside"),
     Case("after", checkpoint="outside", accumulate=2),
     Case("wrapped", options={"recast_weights": True}),
+    Case("after", accumulate=2, options={"cache_weights": True}),  # FSDP2 frees weights: they are cast in each call
 ]
 ON_FOUR = [Case(ranks=(2, 2)), Case("after", ranks=(2, 2), recipe="blockwise", accumulate=2), Case(ranks=(4,), reshard=2)]
 

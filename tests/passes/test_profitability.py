@@ -97,9 +97,9 @@ def seen(monkeypatch):
     """The matmuls passed to `weigh`, by (name, gemm), with their reasons before and after."""
     kept = {}
 
-    def spy(matmuls, device):
+    def spy(matmuls, device, *more):
         before = {m: m.reason for m in matmuls}
-        result = profitability.weigh(matmuls, device)
+        result = profitability.weigh(matmuls, device, *more)
         kept.clear()
         kept.update({(m.fqn, m.gemm): (m, before[m]) for m in matmuls if m.weight is not None})
         return result
@@ -109,6 +109,13 @@ def seen(monkeypatch):
 
 
 # -- decisions ---------------------------------------------------------------------------------------------------------
+
+
+def test_casts_of_weights_that_are_kept_cost_nothing():
+    """With few tokens, casts of weights are most of what FP8 costs."""
+    apart, kept = (compile_only(lambda: Mlp(4096), 1, 256, 4096, cache_weights=cache) for cache in (False, True))
+    assert all(kept[key].cast_us < record.cast_us for key, record in apart.items() if key[1] != "wgrad")
+    assert sum(record.decision == "fp8" for record in apart.values()) < sum(x.decision == "fp8" for x in kept.values())
 
 
 def test_a_small_layer_stays_in_bf16_and_says_from_when_it_gains():

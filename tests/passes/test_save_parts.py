@@ -37,7 +37,7 @@ class Chunked(nn.Module):
 
 
 class NormalHeads(nn.Module):
-    """Attention with norms of q and k. Backward of a norm can read FP8, attention's cannot: v has to leave the merged result."""
+    """Attention with norms of q and k. Backward of a norm can read FP8, attention's cannot: v leaves the merged result."""
 
     def __init__(self, width: int = 256) -> None:
         super().__init__()
@@ -110,8 +110,8 @@ def test_parts_that_128_does_not_divide(interpreted) -> None:
 
 @needs_description
 def test_the_bits_of_a_plan_for_a_gpu() -> None:
-    """Where Inductor rounds each bf16 result, forward is to the bit what it is without. (Otherwise it rounds what it stores, and
-    without `save` it stores some more.)"""
+    """Where Inductor rounds each bf16 result, forward is to the bit what it is without. (Otherwise it rounds what it stores,
+    and without `save` it stores some more.)"""
 
     def outputs(save: str) -> list[Tensor]:
         model = make(lambda: Stack(*(LlamaLayer(128, 2, 2, 256) for _ in range(2))), BF16)

@@ -67,7 +67,7 @@ class Case:
         elif recipe in ("tensorwise", "rowwise") and rng.random() < 0.5:
             options = {"power_of_2_scale": True}
         choices: dict[str, tuple] = {"recast_weights": (True,), "fp8_format": ("e4m3",), "use_fast_accum": ((True,) * 3,)}
-        choices["merge_matmuls"] = (True,)
+        choices |= {"merge_matmuls": (True,), "cache_weights": (True,)}
         for name, values in choices.items():
             if rng.random() < 0.15 and not (recipe in ("rowwise", "blockwise", "mxfp8") and name == "fp8_format"):
                 options[name] = rng.choice(values)

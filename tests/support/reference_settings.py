@@ -28,6 +28,7 @@ class Settings:
     interval: int = 1
     override_linear_precision: tuple[bool, bool, bool] = (False, False, False)
     current_scaling: tuple[bool, bool, bool] = (False, False, False)
+    cache_weights: bool = False
     on_overflow: str = "current"
     power_of_2_scale: bool | None = None
     fp8_encoding: str = "auto"
@@ -42,7 +43,8 @@ class Settings:
         return self.recipe in ("delayed", "tensorwise")
 
     def delayed(self, role: str) -> bool:
-        return self.recipe == "delayed" and not self.current_scaling[ROLES.index(role)]
+        current = self.current_scaling[ROLES.index(role)] or (role == "weight" and self.cache_weights)
+        return self.recipe == "delayed" and not current
 
     def format(self, role: str) -> tuple[torch.dtype, float]:
         name = self.fp8_format or ("hybrid" if self.tensorwise else "e4m3")

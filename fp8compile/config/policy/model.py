@@ -53,6 +53,7 @@ _MEANINGS = {
     "of a dimension of the parameters' DeviceMesh. Current scaling waits for the all-reduce of each tensor.",
     "recast_weights": 'Cast weights again in backward instead of keeping their transposed FP8 copies: true, false, or "auto".',
     "merge_matmuls": 'One matmul for layers that read the same tensor, such as q, k and v: true, false, or "auto".',
+    "cache_weights": "Keep FP8 copies of weights until the weights change: one cast a step, not one a micro-batch.",
     "fp8_all_to_all": "Experts on several ranks: an all-to-all of the graph sends rows in FP8, one byte a feature.",
     "current_scaling": "Delayed scaling: (inputs, weights, gradients): true scales that tensor by its current amax.",
     "on_overflow": 'Delayed scaling, after an amax far beyond its history: "current" (use it in the next step) or "saturate".',

@@ -1,0 +1,122 @@
+"""hoist: take the casts of weights out of the graph, with `cache_weights`.
+
+    w8, w8t = quantize_both(w, scale); y = scaled_mm(x8, w8, ..)     ->     y = scaled_mm(x8, copy_0, ..)
+
+The copies become inputs of the graph, and the operators that made them a graph of their own, from parameters to copies. The
+runtime calls it when a weight has changed (`runtime.weight_cache`). So under gradient accumulation a weight is cast once a step
+and not once a micro-batch.
+
+What moves is what is computed from parameters alone by operators of ours and by views. That holds for every recipe, and for
+merged matmuls, whose copies are one buffer. With `cache_weights` a weight is scaled by its current amax, so nothing here reads
+or moves scaling state.
+
+The inputs of a graph are fixed before it is traced, and the copies are known behind `quantize`. So a graph is traced twice: the
+first time ends with `CopiesMissing`, which says what inputs the second one needs.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch.fx import Graph, Node
+
+from .. import compat
+from ..errors import CopiesMissing
+from ..ir import merged, ops
+from ..ir.fx_utils import CASTS, PERMUTES, SAME, SLICES, VIEWS, aten, is_tensor, value
+from ..ir.matmul import Matmul
+
+MADE: tuple = (ops.amax, ops.amax_blocks, ops.current_scale, ops.inverse, ops.quantize, ops.quantize_both, ops.transposed)
+MADE += (merged.largest, merged.side_by_side, merged.both_sides)
+PASSED_ON = (*VIEWS, *PERMUTES, *SLICES, *SAME, *CASTS, aten.clone.default, operator.getitem)
+
+
+class Layout(NamedTuple):
+    """A tensor that a graph gets from outside."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def empty(self, device: torch.device) -> torch.Tensor:
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
+
+
+@dataclass(frozen=True)
+class Cache:
+    """`inputs`: the positions of the parameters whose casts may move. `copies`: the inputs that the graph has for them, from
+    position `first` on."""
+
+    inputs: frozenset[int] = frozenset()
+    copies: tuple[Layout, ...] = ()
+    first: int = 0
+
+
+NO_CACHE = Cache()
+
+
+@dataclass(frozen=True)
+class Hoisted:
+    """The casts of a graph. `graph` has the parameters at the positions `inputs` as its inputs, and returns the copies."""
+
+    graph: Graph
+    inputs: tuple[int, ...]
+    copies: tuple[Layout, ...]
+
+    @property
+    def bytes(self) -> int:
+        return sum(torch.empty(layout.shape, dtype=layout.dtype, device="meta").nbytes for layout in self.copies)
+
+
+def hoist(graph: Graph, matmuls: Collection[Matmul], cache: Cache) -> Hoisted | None:
+    """Move the casts; None if there are none to move. Raises CopiesMissing, before the graph is changed, if it lacks inputs."""
+    placeholders = {compat.input_index(node): node for node in graph.find_nodes(op="placeholder")}
+    wanted = {matmul.parameter for matmul in matmuls if matmul.fp8 and matmul.recipe.cache_weights}
+    weights = {node: i for i, node in placeholders.items() if i in cache.inputs and node in wanted and compat.is_whole(node)}
+    moving = _from(graph, weights)
+    copies = [node for node, ours in moving.items() if ours and is_tensor(node) and any(x not in moving for x in node.users)]
+    copies = [node for node in copies if all(isinstance(size, int) for size in value(node).shape)]
+    layouts = tuple(Layout(x.dtype, tuple(x.shape), tuple(x.stride())) for x in map(value, copies))
+    if layouts != cache.copies:
+        raise CopiesMissing(layouts)
+    if not copies:
+        return None
+    made, used = _extracted(copies, weights)
+    for i, node in enumerate(copies):
+        node.replace_all_uses_with(placeholders[cache.first + i], lambda user: user not in moving)
+    for node in reversed(moving):
+        if node not in weights and not node.users:
+            graph.erase_node(node)
+    return Hoisted(made, used, layouts)
+
+
+def _from(graph: Graph, weights: Mapping[Node, int]) -> dict[Node, bool]:
+    """All that is computed from these inputs alone, in order; True: an operator of ours is on the way."""
+    found = dict.fromkeys(weights, False)
+    for node in graph.nodes:
+        its = node.all_input_nodes
+        if node.op == "call_function" and its and all(x in found for x in its) and node.target in (*MADE, *PASSED_ON):
+            found[node] = node.target in MADE or any(found[x] for x in its)
+    return found
+
+
+def _extracted(copies: Sequence[Node], weights: Mapping[Node, int]) -> tuple[Graph, tuple[int, ...]]:
+    """A graph that makes the copies, and the positions of the parameters that it reads."""
+    needed: set[Node] = set()
+    stack = list(copies)
+    while stack:
+        node = stack.pop()
+        if node not in needed:
+            needed.add(node)
+            stack += node.all_input_nodes
+    made = Graph()
+    twins: dict[Node, Node] = {}
+    for node in sorted(needed):
+        twins[node] = made.placeholder(node.name) if node in weights else made.node_copy(node, twins.__getitem__)
+        twins[node].meta = dict(node.meta)
+    made.output(tuple(twins[node] for node in copies))
+    return made, tuple(index for node, index in weights.items() if node in needed)
