@@ -83,7 +83,7 @@ def merge(
         if made is not None and _wanted(made, device):
             found.append(made)
             for matmul in made.every:
-                matmul.merged = tuple(x.fqn for x in fprops)
+                matmul.merged = tuple(x.fqn for x in made.gemms[matmul.gemm])
     return found
 
 
@@ -138,7 +138,13 @@ def _merged(fprops: list[Matmul], of_layer: Mapping[Matmul, list[Matmul]], ranks
     total = total_of([x.node for x in gemms["dgrad"]]) if "dgrad" in gemms else None
     if "dgrad" in gemms and total is None:
         return None
-    kept = [x for x in fprops if "recompute" not in x.node.meta and any(map(compat.is_backward, _readers(x.node)))]
+    through = (*ALIASES, *CASTS)  # backward casts again what it reads in another dtype
+    kept = [x for x in fprops if "recompute" not in x.node.meta and any(map(compat.is_backward, _readers(x.node, through)))]
+    direct = [x for x in kept if any("attention" in str(user.target) for user in _readers(x.node))]
+    if len(kept) == len(fprops) and 0 < len(direct) < len(fprops):
+        # attention reads a copy of its slice, and backward keeps that as well: behind norms of q and k, v stays apart
+        rest = [x for x in fprops if x not in direct]
+        return _merged(rest, of_layer, ranks, save) if len(rest) > 1 else None
     if save:  # slices that are kept in FP8 do not keep the result of the matmul
         kept = [x for x in kept if x.n % BLOCK.columns or delicate(x.node) or unreadable(x.node, joint=True)]
     return Merged(gemms, total, frozenset(kept if len(kept) < len(fprops) else ()))
@@ -148,12 +154,12 @@ def _inputs(members: Iterable[Matmul]) -> list[Node]:
     return [x for matmul in members for x in matmul.node.all_input_nodes]
 
 
-def _readers(node: Node) -> Iterator[Node]:
+def _readers(node: Node, through: tuple = ALIASES) -> Iterator[Node]:
     """What reads the memory of a tensor, directly or through views."""
     for user in node.users:
         yield user
-        if call_function(user, ALIASES):
-            yield from _readers(user)
+        if call_function(user, through):
+            yield from _readers(user, through)
 
 
 def total_of(parts: Collection[Node]) -> Node | None:

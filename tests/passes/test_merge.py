@@ -387,3 +387,27 @@ def test_copies_are_written_where_they_belong() -> None:
     assert together.kept_for_backward <= apart.kept_for_backward
     assert len(together.kernels) <= len(apart.kernels) - 8
     assert not any("cat" in line for graph in together.graphs for line in graph.code.splitlines() if "def triton" in line)
+
+
+@needs_description
+def test_behind_norms_of_q_and_k_no_more_is_kept() -> None:
+    """Backward reads q and k, and attention a copy of v: a buffer of all three would keep v twice."""
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k, self.v, self.o = (nn.Linear(1024, 1024, bias=False) for _ in range(4))
+            self.q_norm, self.k_norm = nn.RMSNorm(128), nn.RMSNorm(128)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = (layer(x).unflatten(-1, (-1, 128)) for layer in (self.q, self.k, self.v))
+            parts = (part.transpose(1, 2) for part in (self.q_norm(q), self.k_norm(k), v))
+            return self.o(nn.functional.scaled_dot_product_attention(*parts, is_causal=True).transpose(1, 2).flatten(-2))
+
+    kept = {}
+    for merge in (False, True):
+        torch._dynamo.reset()
+        call = torch.compile(unallocated(Attention, BF16), backend="fp8", options={"policy": ALL_FP8, "merge_matmuls": merge})
+        x = torch.empty((1, 2048, 1024), dtype=BF16, requires_grad=True)
+        kept[merge] = fake_gpu.trace(lambda call=call, x=x: call(x).sum().backward()).kept_for_backward
+    assert kept[True] <= 1.001 * kept[False]

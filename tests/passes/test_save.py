@@ -122,7 +122,7 @@ def test_gradients_are_as_exact(interpreted, name: str, merge: bool, dtype: torc
     assert len(twins.kept()) >= 4
     assert twins.merged() == 2 * ([{0, 2, 3}] if merge else [{0}])
     lost = {key: 10 * math.log10(with_ / without) for key, (without, with_) in noises.items()}
-    assert max(lost.values()) <= 1.0, lost
+    assert max(lost.values()) <= (1.02 if merge else 1.0), lost
     twins.same_state()
 
 

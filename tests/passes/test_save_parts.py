@@ -37,7 +37,7 @@ class Chunked(nn.Module):
 
 
 class NormalHeads(nn.Module):
-    """Attention with norms of q and k. Backward of a norm can read FP8, attention's cannot: v leaves the merged result."""
+    """Attention with norms of q and k. Backward of a norm can read FP8, attention's cannot: v is not merged with them."""
 
     def __init__(self, width: int = 256) -> None:
         super().__init__()
@@ -52,17 +52,6 @@ class NormalHeads(nn.Module):
         return x + self.o(F.scaled_dot_product_attention(*parts, is_causal=True).transpose(1, 2).flatten(-2))
 
 
-class OneInFull(nn.Module):
-    """Of two results side by side, backward needs one in high precision, and the matmul's own result for nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.other, self.down = (nn.Linear(128, 128, bias=False) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.one(x).square() + torch.sin(self.other(x)))
-
-
 def kept(model: nn.Module) -> list[KeptRecord]:
     return [record for graph in fp8compile.report(model).graphs for record in graph.kept]
 
@@ -71,7 +60,6 @@ CASES: dict[str, tuple[Callable[[], nn.Module], int, int]] = {  # model, its wid
     "gate and up": (lambda: SwiGlu(128, 256), 128, 2),
     "chunked": (Chunked, 128, 2),
     "q and k": (NormalHeads, 256, 2),
-    "one": (OneInFull, 128, 1),
 }
 
 
@@ -92,7 +80,7 @@ def test_each_part_gets_a_copy_and_the_whole_is_free(interpreted, name: str, dty
     twins.backward(second, first)
     twins.same_state()
     assert len(twins.kept()) == count
-    assert all(max(sizes) == (0 if name == "chunked" else 3 if name == "q and k" else 2) for sizes in twins.merged())
+    assert all(max(sizes) == (0 if name == "chunked" else 2) for sizes in twins.merged())
     with torch.autograd.graph.saved_tensors_hooks(lambda x: alive.append(x) or x, lambda x: x):
         alive: list[Tensor] = []
         twins.compiled[1](leaf(noise(2, 48, width, dtype=dtype)))
@@ -130,8 +118,8 @@ def test_the_bits_of_a_plan_for_a_gpu() -> None:
 
 LARGE = {
     "llama": (LlamaLayer, 4096, 0.62),
-    "chunked": (lambda: Chunked(4096, 14336), 4096, 0.35),
-    "q and k": (lambda: NormalHeads(4096), 4096, 0.72),
+    "chunked": (lambda: Chunked(4096, 14336), 4096, 0.36),
+    "q and k": (lambda: NormalHeads(4096), 4096, 0.725),
 }
 
 
