@@ -35,7 +35,7 @@ from .ir.inputs import Inputs, capture
 from .ir.records import FP8, HIGH_PRECISION, Gatherable, GraphReport
 from .logs import get_logger, say_once
 from .passes import legality
-from .passes.hoist import NO_CACHE, Cache, Hoisted
+from .passes.hoist import Cache, Hoisted
 from .passes.pipeline import Rewritten, run_early_post_grad, run_joint, run_partitioned, run_post_grad, skipped
 from .passes.remarks import remarks
 from .passes.whole_model import whole_kinds
@@ -117,7 +117,7 @@ def _compile(gm: GraphModule, example_inputs: list[Any], inputs: Inputs, chosen:
     def compiled(phase: str, record: int | None = None) -> CompiledGraph:
         nonlocal capacity
         first = len(inputs.names) + (2 if capacity is not None else 0)
-        cache = Cache(may_move, (), first) if phase == FP8 else NO_CACHE
+        cache = Cache(may_move, (), first)
         while True:
             try:
                 return _compile_once(gm, example_inputs, inputs, chosen, inner, capacity, cache, phase, record)

@@ -163,7 +163,8 @@ class Joint:
         return 0 if self.written is None else len(self.written.amaxes)
 
     def hoist(self) -> int:
-        self.hoisted = hoist(self.graph, self.matmuls, NO_CACHE if self.inference else self.cache)
+        asked = not self.inference and not self.high_precision
+        self.hoisted = hoist(self.graph, self.matmuls, self.cache if asked else NO_CACHE)
         return 0 if self.hoisted is None else len(self.hoisted.copies)
 
     def unspell(self) -> int:

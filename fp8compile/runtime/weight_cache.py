@@ -10,7 +10,8 @@ what they were. Copies serve a further call if
   `load_state_dict` does. `torch.optim`'s fused updates do not, and neither does what writes to `weight.data`;
 * `refresh` was not called since.
 
-So a write to `weight.data` between two micro-batches of one step is the only one that needs `refresh`. While a CUDA graph is
+So a write to `weight.data` between two micro-batches of one step is the only one that needs `refresh`. Frozen weights are cast
+with the others, and alone after each step of any optimizer. While a CUDA graph is
 captured, each call casts, because a replay runs no code of ours. New copies are new tensors: a backward that has not run yet
 keeps those of its forward.
 """
@@ -56,8 +57,8 @@ class _Steps:
         """Will a step that changes one of these be noticed?"""
         if self.inside or not self.parameters:
             return False
-        every = frozenset().union(*self.parameters.values())
-        return all(id(weight) in every for weight in weights if weight.requires_grad)
+        its = list(self.parameters.values())
+        return all(any(id(weight) in one for one in its) for weight in weights if weight.requires_grad)
 
 
 _STEPS = _Steps()
