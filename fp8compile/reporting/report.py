@@ -222,7 +222,8 @@ def _graph_text(graph: GraphReport, collapse: bool) -> str:
     text += f"\n\n{kept.text(graph.kept)}" if graph.kept else ""
     if graph.opaque:
         hidden = [(name + repeated(count), op, why) for name, op, why, count in hidden_rows(graph.opaque, collapse)]
-        text += "\n" + tabulate(hidden, ("not rewritten", "op", "why"), tablefmt="simple", disable_numparse=True)
+        text += "\n\n" if graph.kept else "\n"
+        text += tabulate(hidden, ("not rewritten", "op", "why"), tablefmt="simple", disable_numparse=True)
     return text
 
 

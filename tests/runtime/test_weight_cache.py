@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8compile
 from fp8compile.dryrun import fake_gpu
+from fp8compile.runtime.state import slots_of
 from fp8compile.runtime.weight_cache import _STEPS, WeightCache
 from tests.support.executed import executed
 from tests.support.gpu_steps import unallocated
@@ -403,6 +404,20 @@ def test_schedule() -> None:
             results.append(trained(model, call, fused(model), 4, 2))
         assert len(casts) == (2 if cache else 0)
     assert same(*results)
+
+
+def test_phases_decide_alike() -> None:
+    """Also where the cost model decides: the warm-up observes what FP8 will scale."""
+    model = make(lambda: Mlp(2048, 8192), BF16)
+    policy = {"device": "h200", "schedule": {"warmup_steps": 1}}
+    torch._dynamo.reset()
+    with interpreted():
+        call = torch.compile(model, backend="fp8", options={"policy": policy, "cache_weights": True})
+        call(noise(512, 2048, dtype=BF16)).sum().backward()
+    assert all(record.decision == "fp8" for record in fp8compile.report(model).matmuls)
+    slots = slots_of(model)
+    assert {role for _, role, _ in slots} == {"input", "gradient"}
+    assert all(any(slot.history()) for slot in slots.values())
 
 
 def test_measured_calls_see_the_casts_of_weights() -> None:
