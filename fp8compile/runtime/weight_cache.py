@@ -5,7 +5,7 @@ what they were. Copies serve a further call if
 
 * every weight that requires gradients belongs to a `torch.optim.Optimizer` that has stepped, so that its hook will tell of the
   next step. Without one (weights that a trainer updates by itself, the sharded ones of FSDP) every call casts;
-* no optimizer has stepped since, and none is in its step now (LBFGS calls the model from there);
+* no optimizer has stepped since, and none that has a weight is in its step now (LBFGS calls the model from there);
 * no weight has other memory, or another version: what writes into a weight under `torch.no_grad()` counts its version up, as
   `load_state_dict` does. `torch.optim`'s fused updates do not, and neither does what writes to `weight.data`;
 * `refresh` was not called since.
@@ -23,7 +23,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -43,7 +43,7 @@ class _Steps:
 
     def __init__(self) -> None:
         self.changes = 0  # steps of all optimizers, and calls of `refresh`
-        self.inside: Any = WeakSet()  # optimizers that are in their step
+        self.inside: Any = WeakKeyDictionary()  # optimizer that is in its step -> ids of its parameters
         self.parameters: Any = WeakKeyDictionary()  # optimizer -> ids of its parameters, at its last step
         self.listening = False
 
@@ -55,24 +55,28 @@ class _Steps:
 
     def tell_of(self, weights: Sequence[Tensor]) -> bool:
         """Will a step that changes one of these be noticed?"""
-        if self.inside or not self.parameters:
+        stepping, stepped = list(self.inside.values()), list(self.parameters.values())
+        if not stepped or any(id(weight) in its for its in stepping for weight in weights):
             return False
-        its = list(self.parameters.values())
-        return all(any(id(weight) in one for one in its) for weight in weights if weight.requires_grad)
+        return all(any(id(weight) in its for its in stepped) for weight in weights if weight.requires_grad)
 
 
 _STEPS = _Steps()
 
 
+def _ids(optimizer: torch.optim.Optimizer) -> frozenset[int]:
+    return frozenset(id(p) for group in optimizer.param_groups for p in group["params"])
+
+
 @torch._disable_dynamo
 def _steps_now(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    _STEPS.inside.add(optimizer)
+    _STEPS.inside[optimizer] = _ids(optimizer)
 
 
 @torch._disable_dynamo
 def _stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    _STEPS.inside.discard(optimizer)
-    _STEPS.parameters[optimizer] = frozenset(id(p) for group in optimizer.param_groups for p in group["params"])
+    _STEPS.inside.pop(optimizer, None)
+    _STEPS.parameters[optimizer] = _ids(optimizer)
     _STEPS.changes += 1
 
 

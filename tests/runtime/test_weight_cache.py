@@ -322,6 +322,21 @@ def test_another_optimizers_step_is_enough() -> None:
     assert len(casts) == 1 + 2
 
 
+def test_a_step_that_failed_stops_no_other_model() -> None:
+    class Fails(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            raise RuntimeError("out of memory")
+
+    other = nn.Linear(4, 4)
+    failed = Fails(other.parameters(), lr=1e-2)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        failed.step()
+    model = make(lambda: Mlp(128, 256))
+    with counted() as casts:
+        trained(model, compiled(model), fused(model))
+    assert len(casts) == 5 and failed.param_groups
+
+
 def test_two_forwards_before_two_backwards_and_evaluation_between() -> None:
     results = []
     for cache in (False, True):
