@@ -167,7 +167,12 @@ def test_the_cost_of_a_gathered_weight(recipe: str, other: bool) -> None:
     weight = gathered(1024, 512, torch.bfloat16)[0] if whole else of_blocks(1024, 512, torch.bfloat16)
     torch._dynamo.reset()
     x = torch.randn(64, 512, dtype=torch.bfloat16, requires_grad=True)
-    with interpreted(), mock.patch.object(profitability, "_model", lambda found, *more: modelled.extend(original(found, *more)) or modelled):
+
+    def noted(*given):
+        modelled.extend(original(*given))
+        return modelled
+
+    with interpreted(), mock.patch.object(profitability, "_model", noted):
         torch.compile(Layer(weight), backend="fp8", options={"recipe": recipe, "device": "h200"})(x).sum().backward()
     gemms = {gemm.matmul.gemm: gemm for gemm in modelled}
     (base,) = {cast.base for gemm in modelled for cast, _ in gemm.reads if cast.base.weight}
