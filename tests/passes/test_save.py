@@ -137,7 +137,14 @@ CASES: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "rowwise", "blockwise", "delayed, merged", "tensorwise, merged"])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "delayed",
+        "delayed, merged",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("tensorwise", "rowwise", "blockwise", "tensorwise, merged")),
+    ],
+)
 @pytest.mark.parametrize("name", ["block", "tanh", "checkpointed", "half"])
 def test_training_steps(interpreted, name: str, recipe: str) -> None:
     """Accumulation, an evaluation in between, two forwards before two backwards, and hooks that copy what is saved."""
@@ -168,13 +175,18 @@ def test_training_steps(interpreted, name: str, recipe: str) -> None:
         ("llama", "delayed", BF16),
         ("llama, merged", "delayed", BF16),
         ("gpt", "delayed", torch.float32),
-        ("gpt", "tensorwise", BF16),
-        ("block", "blockwise", BF16),
-        ("ffn", "rowwise", BF16),
-        ("tanh", "delayed", BF16),
-        ("twice", "delayed", BF16),
-        ("twice", "tensorwise", BF16),
-        ("half", "tensorwise", torch.float32),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("gpt", "tensorwise", BF16),
+                ("block", "blockwise", BF16),
+                ("ffn", "rowwise", BF16),
+                ("tanh", "delayed", BF16),
+                ("twice", "delayed", BF16),
+                ("twice", "tensorwise", BF16),
+                ("half", "tensorwise", torch.float32),
+            )
+        ),
     ],
 )
 @pytest.mark.skipif(fake_gpu.unavailable() is not None, reason=fake_gpu.unavailable() or "")
