@@ -408,16 +408,19 @@ def test_copies_go_with_their_weights() -> None:
     assert not kept
 
 
-def test_schedule() -> None:
-    """In phases of high precision no weight is cast; FP8 begins with fresh copies."""
-    gc.collect()  # a weight that no optimizer has takes its step from the optimizers that are left
+def test_phases() -> None:
+    """In a phase of high precision no weight is cast; FP8 begins with fresh copies."""
     results = []
     for cache in (False, True):
         model = make(lambda: Mlp(128, 256))
-        policy = {**ALL_FP8, "schedule": {"warmup_steps": 2}}
-        call = compiled(model, cache, "delayed", policy=policy)
+        call = compiled(model, cache, "delayed", policy={**ALL_FP8, "schedule": {}})
+        optimizer = fused(model)
         with counted() as casts:
-            results.append(trained(model, call, fused(model), 4, 2))
+            fp8compile.set_phase("high_precision", model)
+            results.append(trained(model, call, optimizer, 2, 2))
+            assert not casts
+            fp8compile.set_phase("fp8", model)
+            results[-1] += trained(model, call, optimizer, 2, 2)
         assert len(casts) == (2 if cache else 0)
     assert same(*results)
 
