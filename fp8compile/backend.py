@@ -35,7 +35,7 @@ from .ir.inputs import Inputs, capture
 from .ir.records import FP8, HIGH_PRECISION, Gatherable, GraphReport
 from .logs import get_logger, say_once
 from .passes import legality
-from .passes.hoist import Cache, Hoisted
+from .passes.hoist import Cache
 from .passes.pipeline import Rewritten, run_early_post_grad, run_joint, run_partitioned, run_post_grad, skipped
 from .passes.remarks import remarks
 from .passes.whole_model import whole_kinds
@@ -173,13 +173,11 @@ def _compile_once(
     for i, layout in enumerate(cache.copies):
         copy = layout.empty(example_inputs[weights[0]].device)
         example_inputs = [*example_inputs, compat.add_input(gm, f"fp8_copy_{i}", copy, stable=False)]
-    hoisted: Hoisted | None = None
 
     def rewrite(graph: Graph) -> Rewritten:
-        nonlocal record, hoisted
+        nonlocal record
         device = _description(chosen, graph)
         done = run_joint(graph, inputs, policy, device, formats.fnuz(), capacity, observes, cache)
-        hoisted = done.hoisted
         if not observes:
             gatherable.update(all_gather.of_graph(done.gatherable, sharded, partial(_complain, chosen)))
         if phase == FP8:
@@ -213,6 +211,7 @@ def _compile_once(
     at_once = policy.schedule is not None
     function = compat.compile_fx(gm, example_inputs, halves.compile, patches, at_once)
     gathers = Gathers(gatherable, chosen.strict, policy.schedule)
+    hoisted = halves.rewritten.hoisted if halves.rewritten is not None else None
     outside = WeightCache(hoisted, inner, _lowering(chosen)) if hoisted is not None else None
     if outside is not None:
         owners.know(outside.casts)

@@ -24,7 +24,7 @@ import torch
 from torch.fx import Graph, Node
 
 from .. import compat
-from ..ir.fx_utils import Emitter, arg, aten, value
+from ..ir.fx_utils import STACKS, Emitter, arg, aten, value
 from .group import Group, Output
 from .indexing import Domain, product, quotient, size_of, sizes
 from .kernel import Kernel
@@ -197,7 +197,7 @@ class Launcher:
 
     def _emitter(self, before: Node) -> Emitter:
         """An emitter of nodes before `before`, for the same module."""
-        stacks = {name: before.meta.get(name) for name in ("nn_module_stack", "fwd_nn_module_stack")}
+        stacks = {name: before.meta.get(name) for name in STACKS}
         return Emitter(self.graph, before, self.like, **stacks)
 
     def amaxes(self, before: Node, first: int, count: int) -> Node:

@@ -10,7 +10,7 @@ import torch
 from torch.fx import Graph, Node
 
 from ..devices.cost import STRIDED
-from ..ir.fx_utils import aten, behind, hint
+from ..ir.fx_utils import aten, behind, hint, pointwise
 from .expressions import supported
 from .group import Group
 from .indexing import REDUCTIONS, VIEWS, product, sizes
@@ -47,8 +47,7 @@ def fusable(node: Node, ours: tuple) -> bool:
     nodes."""
     if node.op != "call_function":
         return False
-    pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
-    return pointwise or node.target in (*VIEWS, *REDUCTIONS, *_MOVES, *ours) or supported(node)
+    return pointwise(node) or node.target in (*VIEWS, *REDUCTIONS, *_MOVES, *ours) or supported(node)
 
 
 def compare(group: Group, sizes_of: Sizes, stored: set[Node], ours_too: tuple) -> tuple[int, int]:

@@ -26,6 +26,7 @@ SLICES: tuple = (aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.def
 SLICES += (aten.unbind.int, aten.chunk.default)
 SAME = (aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default)
 ALIASES = (*VIEWS, *PERMUTES, *SAME, *SLICES, aten.expand.default, operator.getitem)  # no storage of their own
+STACKS = ("nn_module_stack", "fwd_nn_module_stack")  # metadata: the modules that a node belongs to
 
 
 def value(node: Node) -> torch.Tensor:
@@ -45,6 +46,16 @@ def arg(node: Node, index: int) -> Any:
 
 def call_function(node: Any, targets: tuple) -> bool:
     return isinstance(node, Node) and node.op == "call_function" and node.target in targets
+
+
+def pointwise(node: Node) -> bool:
+    """Does torch call the operator of this node pointwise? (A cast and a clone it does not.)"""
+    return torch.Tag.pointwise in getattr(node.target, "tags", ())
+
+
+def modules_of(node: Node) -> dict[str, Any]:
+    """The metadata that tell which modules a node belongs to, as far as it has them."""
+    return {name: node.meta[name] for name in STACKS if name in node.meta}
 
 
 def same_size(a, b) -> bool:

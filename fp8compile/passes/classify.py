@@ -10,10 +10,23 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Sequence
 
-import torch
 from torch.fx import Node
 
-from ..ir.fx_utils import CASTS, SAME, SLICES, VIEWS, arg, aten, behind, call_function, is_tensor, same_shape, same_size, value
+from ..ir.fx_utils import (
+    CASTS,
+    SAME,
+    SLICES,
+    VIEWS,
+    arg,
+    aten,
+    behind,
+    call_function,
+    is_tensor,
+    pointwise,
+    same_shape,
+    same_size,
+    value,
+)
 from ..ir.inputs import Inputs
 from ..ir.matmul import Matmul
 from .output_heads import last_matmuls
@@ -116,8 +129,7 @@ def _projections(node: Node) -> frozenset[Node]:
         if call_function(whole, (aten.mm.default, aten.addmm.default, aten._grouped_mm.default)):
             found.add(part)
             continue
-        pointwise = part.op == "call_function" and torch.Tag.pointwise in getattr(part.target, "tags", ())
-        for source in part.all_input_nodes if pointwise else ():
+        for source in part.all_input_nodes if pointwise(part) else ():
             if is_tensor(source) and source not in seen and len(seen) < MOST:
                 seen.add(source)
                 stack.append(source)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch.fx import Graph, Node
 
-from ..ir.fx_utils import CASTS, SAME, VIEWS, Emitter, arg, aten, behind, call_function, is_tensor, same_shape, value
+from ..ir.fx_utils import CASTS, SAME, VIEWS, Emitter, arg, aten, behind, call_function, is_tensor, pointwise, same_shape, value
 
 HEADS = (aten.mm.default, aten.addmm.default)
 
@@ -41,14 +41,10 @@ def flatten(graph: Graph) -> int:
             source = _matrix(arg(node, 0), shape)
             if source is not None:
                 node.replace_all_uses_with(source)
-        elif _pointwise(node) and value(node).dim() > 2:
+        elif (pointwise(node) or call_function(node, CASTS)) and value(node).dim() > 2:
             moved += _moved(graph, node, shape)
     graph.eliminate_dead_code()
     return moved
-
-
-def _pointwise(node: Node) -> bool:
-    return call_function(node, CASTS) or torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 
 def _matrix(x: object, shape: torch.Size) -> Node | None:

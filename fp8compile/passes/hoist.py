@@ -16,6 +16,7 @@ first time ends with `CopiesMissing`, which says what inputs the second one need
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -69,7 +70,7 @@ class Hoisted:
 
     @property
     def bytes(self) -> int:
-        return sum(torch.empty(layout.shape, dtype=layout.dtype, device="meta").nbytes for layout in self.copies)
+        return sum(math.prod(layout.shape) * layout.dtype.itemsize for layout in self.copies)
 
 
 def hoist(graph: Graph, matmuls: Collection[Matmul], cache: Cache) -> Hoisted | None:

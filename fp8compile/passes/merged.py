@@ -19,14 +19,12 @@ from torch.fx import Graph, Node
 
 from .. import compat
 from ..ir import merged, ops
-from ..ir.fx_utils import CASTS, SAME, VIEWS, Emitter, Matrix, arg, aten, call_function, restride, value
+from ..ir.fx_utils import CASTS, SAME, VIEWS, Emitter, Matrix, arg, aten, call_function, modules_of, restride, value
 from ..ir.matmul import GEMMS, Gemm, Matmul
 from .merge import SUMS, Merged
 from .plan import Operand
 
 Copies = tuple[tuple[Operand, Matrix, bool], ...]  # of one operand of all members; or of both operands of one matmul
-
-STACKS = ("nn_module_stack", "fwd_nn_module_stack")
 
 
 class Writer(Protocol):
@@ -147,7 +145,7 @@ class Products:
             ends.append(ends[-1] + (matmul.n if dim else matmul.m))
         parts = [emit(aten.slice.Tensor, made, dim, *ends[i : i + 2]) for i in range(len(members))]
         for part, matmul in zip(parts, members, strict=True):
-            part.meta |= {name: matmul.node.meta[name] for name in STACKS if name in matmul.node.meta}
+            part.meta |= modules_of(matmul.node)
         return parts
 
     def instead(self, node: Node, part: Node) -> None:

@@ -13,13 +13,12 @@ import operator
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-import torch
 from torch.fx import Graph, Node
 
 from .. import compat
 from ..ir import ops
 from ..ir.all_gathers import all_gather_of
-from ..ir.fx_utils import CASTS, PERMUTES, SAME, SLICES, VIEWS, arg, aten, behind, is_tensor, root
+from ..ir.fx_utils import CASTS, PERMUTES, SAME, SLICES, VIEWS, arg, aten, behind, is_tensor, pointwise, root
 from ..ir.matmul import addend_of
 
 # The result of a pointwise operator, or of one of these, on a weight is still a weight. An index is not among them: it may look
@@ -109,7 +108,7 @@ def _elements(node: Node) -> int:
 
 
 def _keeps(node: Node) -> bool:
-    return node.target in _KEEPS or torch.Tag.pointwise in getattr(node.target, "tags", ())
+    return node.target in _KEEPS or pointwise(node)
 
 
 def _name(node: Node) -> str:

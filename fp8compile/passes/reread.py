@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import operator
 
-import torch
 from torch.fx import Node
 
 from .. import compat
-from ..ir.fx_utils import CASTS, PERMUTES, SAME, VIEWS, arg, aten, hint, is_tensor, value
+from ..ir.fx_utils import CASTS, PERMUTES, SAME, VIEWS, arg, aten, hint, is_tensor, pointwise, value
 
 
 def read_again(source: Node, most: int | None = None) -> bool:
@@ -54,7 +53,7 @@ def _read_in_backward(node: Node) -> bool:
 
 
 def _pointwise(node: Node) -> bool:
-    return torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target in (*CASTS, aten.clone.default)
+    return pointwise(node) or node.target in (*CASTS, aten.clone.default)
 
 
 _RESHAPES = (*VIEWS, *PERMUTES, aten.expand.default, operator.getitem)

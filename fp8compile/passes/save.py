@@ -23,6 +23,7 @@ operator reads that small errors change much, like the exp of a softmax; a softm
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -36,9 +37,8 @@ from ..config.recipe import WHOLE
 from ..devices.formats import Format, pick
 from ..ir import ops
 from ..ir.fx_utils import (
+    ALIASES,
     FLOATS,
-    PERMUTES,
-    SAME,
     SLICES,
     VIEWS,
     Emitter,
@@ -48,6 +48,7 @@ from ..ir.fx_utils import (
     hint,
     is_data,
     is_tensor,
+    modules_of,
     restride,
     same_size,
     value,
@@ -60,7 +61,6 @@ from .readers import BLOCK, delicate, unreadable
 logger = get_logger(__name__)
 
 LEAST = 1 << 20  # bytes of a tensor that is worth a copy
-VIEWS_OF = (*VIEWS, *PERMUTES, *SLICES, *SAME, aten.expand.default)
 SPLITS = (aten.split.Tensor, aten.split_with_sizes.default)
 Columns = tuple[int, int]  # the first one, and the one behind the last
 
@@ -224,7 +224,7 @@ def _read(graph: Graph, reader: Node, nodes: list[Node], copies: tuple[Node, Nod
         placeholder.meta.update(reader.meta, val=value(made))
         placeholder.meta.pop("tensor_meta", None)
     emit = Emitter(graph, first, first, recompute=None, ac_graph_id=None)
-    emit.meta |= {name: reader.meta[name] for name in ("nn_module_stack", "fwd_nn_module_stack") if name in reader.meta}
+    emit.meta |= modules_of(reader)
     block = list(WHOLE if value(inverse).dim() == 1 else BLOCK)
     again = emit(ops.dequantize, copy, inverse, value(nodes[0]).dtype, block)
     for node in nodes:
@@ -256,9 +256,9 @@ def _module(x: Node) -> str:
 
 def _memory(node: Node) -> Node:
     """The tensor whose memory this one is, or is a part of."""
-    while call_function(node, VIEWS_OF) or node.op == "call_function" and "getitem" in str(node.target):
+    while call_function(node, ALIASES):
         source = arg(node, 0)
-        if not isinstance(source, Node) or "getitem" in str(node.target) and not call_function(source, SLICES):
+        if not isinstance(source, Node) or node.target is operator.getitem and not call_function(source, SLICES):
             break
         node = source
     return node

@@ -11,9 +11,8 @@ what they were. Copies serve a further call if
 * `refresh` was not called since.
 
 So a write to `weight.data` between two micro-batches of one step is the only one that needs `refresh`. Frozen weights are cast
-with the others, and alone after each step of any optimizer. While a CUDA graph is
-captured, each call casts, because a replay runs no code of ours. New copies are new tensors: a backward that has not run yet
-keeps those of its forward.
+with the others, and alone after each step of any optimizer. While a CUDA graph is captured, each call casts, because a replay
+runs no code of ours. New copies are new tensors: a backward that has not run yet keeps those of its forward.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -90,7 +89,7 @@ def refresh() -> None:
 class _Kept:
     stamp: tuple
     copies: Sequence[Tensor]
-    references: list[weakref.ref] = field(default_factory=list)  # to the weights
+    references: list[weakref.ref]  # to the weights
 
 
 class WeightCache:

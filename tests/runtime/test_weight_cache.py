@@ -68,6 +68,14 @@ def trained(
     return found
 
 
+def begun(cache: bool = True, recipe: str = "tensorwise") -> tuple[nn.Module, Callable[..., Tensor], torch.optim.Optimizer]:
+    """A small model after one step: its optimizer is known."""
+    model = make(lambda: Mlp(128, 256))
+    call, optimizer = compiled(model, cache, recipe), fused(model)
+    trained(model, call, optimizer, 1, 1)
+    return model, call, optimizer
+
+
 def same(one: list[dict[str, Tensor]], other: list[dict[str, Tensor]]) -> bool:
     return all(torch.equal(value, b[name]) for a, b in zip(one, other, strict=True) for name, value in a.items())
 
@@ -282,10 +290,7 @@ def told(model: nn.Module) -> None:
 def test_every_change_between_micro_batches_is_noticed(change: Callable[[nn.Module], None]) -> None:
     results = []
     for cache in (False, True):
-        model = make(lambda: Mlp(128, 256))
-        call = compiled(model, cache)
-        optimizer = fused(model)
-        trained(model, call, optimizer, 1, 1)
+        model, call, optimizer = begun(cache)
         with interpreted():
             before = call(noise(32, 128, seed=1)).detach()
             change(model)
@@ -340,10 +345,7 @@ def test_a_step_that_failed_stops_no_other_model() -> None:
 def test_two_forwards_before_two_backwards_and_evaluation_between() -> None:
     results = []
     for cache in (False, True):
-        model = make(lambda: Mlp(128, 256))
-        call = compiled(model, cache, "delayed")
-        optimizer = fused(model)
-        trained(model, call, optimizer, 1, 1)
+        model, call, optimizer = begun(cache, "delayed")
         with interpreted():
             outputs = [call(noise(32, 128, seed=i)) for i in range(2)]
             model.eval()
@@ -357,10 +359,7 @@ def test_two_forwards_before_two_backwards_and_evaluation_between() -> None:
 
 def test_a_backward_keeps_the_copies_of_its_forward() -> None:
     """New copies are new tensors, so that what a forward has saved stays as it was."""
-    model = make(lambda: Mlp(128, 256))
-    call = compiled(model)
-    optimizer = fused(model)
-    trained(model, call, optimizer, 1, 1)
+    model, call, optimizer = begun()
     x = noise(32, 128).requires_grad_()
     gradients = []
     for refreshed in (False, True):
@@ -442,10 +441,7 @@ def test_phases_decide_alike() -> None:
 def test_measured_calls_see_the_casts_of_weights() -> None:
     found = []
     for cache in (False, True):
-        model = make(lambda: Mlp(128, 256))
-        call = compiled(model, cache)
-        optimizer = fused(model)
-        trained(model, call, optimizer, 1, 1)
+        model, call, optimizer = begun(cache)
         fp8compile.stats(model, measure=True)
         trained(model, call, optimizer, 1, 1)
         rows = fp8compile.stats(model).rows()
