@@ -1,0 +1,226 @@
+"""AdamW with states of three bytes a parameter, in place of torch.optim.AdamW."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .formats import from_blocks, to_blocks
+from .states import MASTERS, State, fresh, is_small, local, packed, vanilla
+from .update import compiled, factors, update, update_small
+
+_OURS = ("master", "_compiled")
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class AdamW(Optimizer):
+    """torch.optim.AdamW whose states take 3.06 bytes a parameter instead of 8, and whose `state_dict()` is torch's.
+
+    The first moment is kept in E4M3 and the second in FP16, in blocks of 128 elements with a power-of-two scale each; the
+    arithmetic is float32. Parameters of fewer than 4,096 elements keep float32 moments. No step waits for the device.
+
+    Parameters
+        params, lr, betas, eps, weight_decay, maximize: as torch.optim.AdamW's. `lr` may be a tensor.
+        master: what keeps the digits that a 16-bit weight loses in a step. None: nothing. "bf16+remainder": the lower half of
+            the float32 master weight, 2 bytes a parameter; exact, for bf16 weights. "float32": a float32 copy, 4 bytes. Weights
+            in float32 need none.
+        compiled: False runs the update as plain torch operators, slower, without waiting for a compilation.
+        foreach, fused: are accepted and have no effect; the update is always one kernel a parameter.
+
+    `state_dict()` has float32 moments under torch.optim.AdamW's keys, and a float32 `master_param` if there is a master.
+    torch.optim.AdamW loads it, and this class loads torch.optim.AdamW's. While it is made, 8 bytes a parameter are allocated.
+
+    Raises ValueError for values out of range, for amsgrad, capturable or differentiable, for a parameter that is not float32,
+    bf16 or FP16, and for a checkpoint of another optimizer or other shapes, which leaves everything as it was; RuntimeError for
+    sparse gradients, before any parameter is updated.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        master: str | None = None,
+        compiled: bool = True,
+    ) -> None:
+        if master not in MASTERS:
+            raise ValueError(f"master must be None, 'bf16+remainder' or 'float32'; got {master!r}")
+        self.master, self._compiled = master, compiled
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+            "maximize": maximize,
+            "foreach": foreach,
+            "capturable": capturable,
+            "differentiable": differentiable,
+            "fused": fused,
+            "decoupled_weight_decay": True,
+        }
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's. ValueError for what this optimizer cannot do; nothing is added then."""
+        before = len(self.param_groups)
+        super().add_param_group(param_group)
+        try:
+            _check(self.param_groups[-1], self.master)
+        except ValueError:
+            del self.param_groups[before:]
+            raise
+
+    @torch.compiler.disable
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Update the parameters that have gradients. Returns what `closure` returns, if one is given."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        work = [(group, [p for p in group["params"] if p.grad is not None]) for group in self.param_groups]
+        for index, (_, parameters) in enumerate(work):
+            for p in parameters:
+                if p.grad.is_sparse or p.grad.layout != torch.strided:
+                    raise RuntimeError(
+                        f"AdamW does not support sparse gradients: a parameter {list(p.shape)} of group {index} has one. "
+                        "Take torch.optim.SparseAdam for it, or sparse=False in its embedding"
+                    )
+        for group, parameters in work:
+            by_step = defaultdict(list)
+            for p in parameters:
+                state = self._state(p)
+                state["step"] += 1
+                by_step[int(state["step"]), local(p).device].append((p, state))
+            for (step, _), members in by_step.items():
+                self._update(group, step, members)
+        return loss
+
+    def _state(self, parameter: Tensor) -> State:
+        if not self.state[parameter]:
+            self.state[parameter] = fresh(parameter, self.master)
+        return self.state[parameter]
+
+    def _update(self, group: dict[str, Any], step: int, members: list[tuple[Tensor, State]]) -> None:
+        by, call = factors(group, step), compiled() if self._compiled else update
+        for p, state in members:
+            weight = local(p)
+            if is_small(p) or not weight.numel():
+                continue
+            kept = state.get("remainder", state.get("master"))
+            rows = to_blocks(weight).data  # without the view's base, whose shape Dynamo would guard
+            moments = (state["exp_avg"], state["exp_avg_scale"], state["exp_avg_sq"], state["exp_avg_sq_scale"])
+            call(rows, to_blocks(local(p.grad)).data, *moments, kept, by)  # type: ignore[arg-type]
+            torch.autograd.graph.increment_version(p)  # `.data` does not count
+            if rows.data_ptr() != weight.data_ptr():  # a copy: the last block is not full, or the weight is not contiguous
+                weight.copy_(from_blocks(rows, weight.shape))
+        small = [(local(p), local(p.grad), state) for p, state in members if is_small(p)]  # type: ignore[arg-type]
+        small = [each for each in small if each[0].numel()]
+        if small:
+            weights = [weight for weight, _, _ in small]
+            masters = [s["master"] if "master" in s else w if w.dtype == torch.float32 else w.float() for w, _, s in small]
+            first, second = [s["exp_avg"] for *_, s in small], [s["exp_avg_sq"] for *_, s in small]
+            update_small(weights, [g for _, g, _ in small], first, second, masters, group, step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch.optim.AdamW's, with float32 moments: 8 bytes a parameter, newly allocated."""
+        mine = self.state
+        whole = {p: vanilla(p, state) if isinstance(p, Tensor) and state else state for p, state in mine.items()}
+        self.state = defaultdict(dict, whole)  # so that the hooks of others see torch's keys too
+        try:
+            return super().state_dict()
+        finally:
+            self.state = mine
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load torch.optim.AdamW's `state_dict()`, or ours. ValueError if it is another's; nothing is changed then."""
+        found: dict[Tensor, State] = {}
+
+        def take(_: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:  # behind the hooks of others
+            found.update(self._packed(saved))
+            return {**saved, "state": {}}
+
+        def give(_: Optimizer) -> None:  # before the hooks of others
+            self.state = defaultdict(dict, found)
+
+        hooks = self.register_load_state_dict_pre_hook(take), self.register_load_state_dict_post_hook(give, prepend=True)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _packed(self, saved: dict[str, Any]) -> dict[Tensor, State]:
+        ours, theirs = self.param_groups, saved["param_groups"]
+        if [len(group["params"]) for group in ours] != [len(group["params"]) for group in theirs]:
+            shapes = " and ".join(str([len(group["params"]) for group in groups]) for groups in (theirs, ours))
+            raise ValueError(f"the checkpoint has other parameter groups: {shapes} parameters, theirs and ours")
+        for mine, group in zip(ours, theirs, strict=True):
+            absent = [key for key in ("lr", "betas", "eps", "weight_decay") if key not in group]
+            if absent:
+                raise ValueError(f"a group of the checkpoint has no {' and no '.join(absent)}: it is not of torch.optim.AdamW")
+            _check({**self.defaults, **group, "params": mine["params"]}, self.master)
+        ids = dict(zip(_members(theirs), _members(ours), strict=True))
+        strangers = [key for key in saved["state"] if key not in ids]
+        if strangers:
+            raise ValueError(f"the checkpoint has states of parameters that are in no group: {strangers[:5]}")
+        names = {p: _name(group, i) for group in ours for i, p in enumerate(group["params"])}
+        return {ids[k]: packed(ids[k], v, self.master, names[ids[k]]) for k, v in saved["state"].items() if v}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), **{name: self.__dict__[name] for name in _OURS}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            for key, value in self.defaults.items():
+                group.setdefault(key, value)
+            group["decoupled_weight_decay"] = True
+
+
+def _members(groups: Iterable[dict[str, Any]]) -> Iterator[Any]:
+    return (p for group in groups for p in group["params"])
+
+
+def _name(group: dict[str, Any], index: int) -> str:
+    names = group.get("param_names")
+    return names[index] if names else f"parameter {index} of its group"
+
+
+def _check(group: dict[str, Any], master: str | None) -> None:
+    """ValueError, with the key, for what a parameter group cannot have."""
+    lr, betas = group["lr"], group["betas"]
+    if not isinstance(lr, Tensor) and not lr >= 0:
+        raise ValueError(f"lr must not be negative; got {lr!r}")
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise ValueError(f"lr must be a number or a tensor of one element; got one of {list(lr.shape)}")
+    if len(betas) != 2 or not all(isinstance(beta, (int, float)) and 0 <= beta < 1 for beta in betas):
+        raise ValueError(f"betas must be two numbers, at least 0 and below 1; got {betas!r}")
+    for key in ("eps", "weight_decay"):
+        if not group[key] >= 0:
+            raise ValueError(f"{key} must not be negative; got {group[key]!r}")
+    for key in ("amsgrad", "capturable", "differentiable"):
+        if group[key]:
+            raise ValueError(f"fp8compile.optim.AdamW has no {key}: take torch.optim.AdamW for it")
+    for index, p in enumerate(group["params"]):
+        if p.dtype not in _DTYPES:
+            what = f"{_name(group, index)} is {p.dtype}: fp8compile.optim.AdamW updates float32, bfloat16 and float16"
+            raise ValueError(f"{what}. Give it to torch.optim.AdamW")
+        if master == "bf16+remainder" and p.dtype == torch.float16:
+            what = f"{_name(group, index)} is float16: master='bf16+remainder' is for bfloat16"
+            raise ValueError(f"{what}. Take master='float32'")

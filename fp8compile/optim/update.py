@@ -1,0 +1,126 @@
+"""One step of AdamW, in float32, on states that are packed: Loshchilov and Hutter, arXiv 1711.05101, as torch.optim.AdamW."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .formats import FIRST, SECOND, follow, join, pack, split, unpack
+
+
+class Factors(NamedTuple):
+    """The numbers of a step, as float32 tensors without dimensions, so that no new value compiles anything. On the CPU, or
+    where the learning rate is a tensor."""
+
+    sign: Tensor  # -1 with maximize
+    decay: Tensor  # 1 - lr * weight_decay
+    size: Tensor  # lr / (1 - beta1^t)
+    correction: Tensor  # 1 / sqrt(1 - beta2^t)
+    blend1: Tensor  # 1 - beta1
+    blend2: Tensor  # 1 - beta2
+    eps: Tensor
+
+
+def factors(group: dict[str, Any], step: int) -> Factors:
+    """The factors of a parameter group in its step number `step`, counted from 1. Nothing waits for a device."""
+    lr, (beta1, beta2) = group["lr"], group["betas"]
+    lr = lr.double() if isinstance(lr, Tensor) else lr
+    values = (
+        -1.0 if group["maximize"] else 1.0,
+        1 - lr * group["weight_decay"],
+        lr / (1 - beta1**step),
+        (1 - beta2**step) ** -0.5,
+        1 - beta1,
+        1 - beta2,
+        group["eps"],
+    )
+    return Factors(*(x.float().reshape(()) if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float32) for x in values))
+
+
+def update(
+    weight: Tensor,
+    gradient: Tensor,
+    first: Tensor,
+    first_scale: Tensor,
+    second: Tensor,
+    second_scale: Tensor,
+    kept: Tensor | None,
+    by: Factors,
+) -> None:
+    """Update a weight and its states in place. All are [blocks, 128], the scales [blocks, 1].
+
+    `kept` is the weight's int16 remainder, its float32 master weight, or None: then the weight is its own master. The step
+    takes the moments as they are before they are packed."""
+    gradient = gradient.float() * by.sign
+    m = unpack(first, first_scale)
+    m = m + by.blend1 * (gradient - m)
+    v = unpack(second, second_scale)
+    v = v + by.blend2 * (gradient * gradient - v)
+    master = _master(weight, kept)
+    master = master * by.decay - by.size * (m / (v.sqrt() * by.correction + by.eps))
+    packed = pack(m, FIRST)
+    first.copy_(packed.data)
+    first_scale.copy_(packed.scale)
+    packed = pack(v, SECOND)
+    second.copy_(packed.data)
+    second_scale.copy_(packed.scale)
+    if kept is not None and kept.dtype == torch.int16:
+        high, low = split(master)
+        weight.copy_(high)
+        kept.copy_(low)
+        return
+    weight.copy_(master)
+    if kept is not None:
+        kept.copy_(master)
+
+
+def _master(weight: Tensor, kept: Tensor | None) -> Tensor:
+    if kept is None:
+        return weight.float()
+    if kept.dtype == torch.int16:
+        return join(weight, kept)
+    return follow(kept, weight)
+
+
+@functools.cache
+def compiled() -> Callable[..., None]:
+    """`update`, compiled once for each combination of dtypes: the number of blocks is dynamic."""
+    return torch.compile(update, dynamic=True, fullgraph=True)
+
+
+def update_small(
+    weights: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    firsts: list[Tensor],
+    seconds: list[Tensor],
+    masters: list[Tensor],
+    group: dict[str, Any],
+    step: int,
+) -> None:
+    """The same for small parameters, whose states are float32 and whose `masters` are too (the weights themselves, if they are
+    float32): a few kernels for all of them."""
+    by = factors(group, step)
+    floats: list[Any] = [x if x.device.type != "cpu" else x.item() for x in by]
+    sign, decay, size, correction, blend1, blend2, eps = floats
+    wide = [x.float() for x in gradients]
+    if sign < 0:
+        wide = list(torch._foreach_neg(wide))
+    for master, weight in zip(masters, weights, strict=True):
+        if master is not weight:
+            master.copy_(follow(master, weight))
+    torch._foreach_lerp_(firsts, wide, blend1)
+    torch._foreach_lerp_(seconds, torch._foreach_mul(wide, wide), blend2)
+    below = torch._foreach_sqrt(seconds)
+    torch._foreach_mul_(below, correction)
+    torch._foreach_add_(below, eps)
+    steps = torch._foreach_div(firsts, below)
+    torch._foreach_mul_(steps, size)
+    torch._foreach_mul_(masters, decay)
+    torch._foreach_sub_(masters, steps)
+    copied = [(weight, master) for weight, master in zip(weights, masters, strict=True) if master is not weight]
+    if copied:
+        torch._foreach_copy_([weight for weight, _ in copied], [master for _, master in copied])

@@ -1,0 +1,96 @@
+"""Packed moments and split master weights: what every value must become."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fp8compile.optim.formats import FIRST, SECOND, follow, from_blocks, join, pack, power_of_two_scale, split, to_blocks, unpack
+
+FLOATS = st.lists(st.floats(-(2.0**127), 2.0**127, width=32), min_size=1, max_size=300)
+BITS = st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=300)
+
+
+@pytest.mark.parametrize("dtype", [FIRST, SECOND])
+@settings(max_examples=200, deadline=None)
+@given(values=FLOATS)
+def test_packing_is_exact_the_second_time(dtype, values):
+    rows = to_blocks(torch.tensor(values))
+    once = unpack(*pack(rows.abs() if dtype == SECOND else rows, dtype))
+    assert torch.equal(unpack(*pack(once, dtype)), once)
+
+
+@settings(max_examples=200, deadline=None)
+@given(amax=st.floats(0, 2.0**127, width=32), largest=st.sampled_from([448.0, 65504.0]))
+def test_the_scale_is_the_smallest_power_of_two(amax, largest):
+    scale = power_of_two_scale(torch.tensor([amax]), largest).item()
+    assert torch.frexp(torch.tensor(scale)).mantissa == 0.5
+    assert amax / scale <= largest
+    assert scale == 2.0**-126 or amax / (scale / 2) > largest
+
+
+@pytest.mark.parametrize(("dtype", "precision"), [(FIRST, 2**-4), (SECOND, 2**-11)])
+def test_rounding_is_to_nearest(dtype, precision):
+    values = torch.rand(64, 128, generator=torch.Generator().manual_seed(0)) + 0.01  # less than seven binades: no subnormals
+    error = (unpack(*pack(values, dtype)) - values).abs() / values
+    assert precision / 2 < error.max() <= precision
+
+
+def test_not_finite_values_do_not_disturb_their_block():
+    values = torch.linspace(-1, 1, 128)[None].repeat(3, 1)
+    clean = unpack(*pack(values, FIRST))
+    values[0, 5], values[1, 5] = float("nan"), float("inf")
+    found = unpack(*pack(values, FIRST))
+    assert found[:2, 5].isnan().all()
+    clean[:2, 5] = found[:2, 5] = 0
+    assert torch.equal(found, clean)
+    assert unpack(*pack(values.abs(), SECOND))[1, 5] == float("inf")
+
+
+def test_a_second_moment_never_becomes_zero():
+    values = torch.tensor([[1e4, 1e-30] + 126 * [0.0]])
+    found = unpack(*pack(values, SECOND))
+    assert found[0, 1] > 0
+    assert not found[0, 2:].any()
+
+
+@settings(max_examples=300, deadline=None)
+@given(bits=BITS)
+def test_any_master_weight_comes_back(bits):
+    master = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
+    weight, remainder = split(master)
+    found = join(weight, remainder)
+    number = ~master.isnan()
+    assert torch.equal(found[number], master[number])
+    assert found[~number].isnan().all() and weight[~number].isnan().all()
+    finite = number & weight.isfinite()
+    half = (weight[finite].double() - master[finite].double()).abs()
+    nearest = (master[finite].bfloat16().double() - master[finite].double()).abs()
+    assert torch.equal(half, nearest)
+
+
+def test_a_weight_that_was_set_to_zero_is_zero():
+    weight, remainder = split(torch.full((8,), 1.005))
+    assert (remainder < 0).all()
+    assert not join(torch.zeros_like(weight), remainder).abs().gt(0).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@settings(max_examples=200, deadline=None)
+@given(values=st.lists(st.floats(-60000, 60000, width=32), min_size=1, max_size=50))
+def test_a_master_stays_until_its_weight_is_changed(dtype, values):
+    master = torch.tensor(values)
+    weight = master.to(dtype)
+    assert torch.equal(follow(master, weight), master)
+    changed = weight * 1.05 + 1
+    assert torch.equal(follow(master, changed), changed.float())
+
+
+@given(shape=st.lists(st.integers(0, 7), max_size=4))
+def test_any_shape_comes_back(shape):
+    values = torch.randn(shape)
+    rows = to_blocks(values)
+    assert rows.shape == (-(-values.numel() // 128), 128)
+    assert torch.equal(from_blocks(rows, values.shape), values)
