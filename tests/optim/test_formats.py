@@ -7,7 +7,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp8compile.optim.formats import FIRST, SECOND, follow, from_blocks, join, pack, power_of_two_scale, split, to_blocks, unpack
+from fp8compile.optim.formats import (
+    FIRST,
+    SECOND,
+    follow,
+    from_blocks,
+    join,
+    pack,
+    power_of_two_scale,
+    split,
+    to_blocks,
+    unpack,
+)
 
 FLOATS = st.lists(st.floats(-(2.0**127), 2.0**127, width=32), min_size=1, max_size=300)
 BITS = st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=300)
