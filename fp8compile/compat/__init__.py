@@ -68,6 +68,7 @@ from .dynamo import (
     is_whole,
     outermost,
     root_modules,
+    rows_vary,
     shown,
     source_name,
     symbolic_kernels,

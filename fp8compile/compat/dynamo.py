@@ -46,6 +46,14 @@ def add_input(gm: GraphModule, name: str, example: torch.Tensor, stable: bool = 
     return example
 
 
+def rows_vary(*tensors: torch.Tensor) -> None:
+    """Tell Dynamo that the first dimension of these tensors differs from call to call, and that no other does."""
+    import torch._dynamo
+
+    for tensor in tensors:
+        torch._dynamo.maybe_mark_dynamic(tensor, 0)
+
+
 def input_index(placeholder: Node) -> int | None:
     """The position of the Dynamo input that a joint-graph placeholder is (or, for a tensor subclass, is a part of). None for a
     tangent, a number (the size of a tensor subclass), and an input that AOTAutograd added."""

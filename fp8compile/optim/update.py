@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .. import compat
 from .formats import FIRST, SECOND, follow, join, pack, split, unpack
 
 
@@ -88,8 +89,15 @@ def _master(weight: Tensor, kept: Tensor | None) -> Tensor:
 
 @functools.cache
 def compiled() -> Callable[..., None]:
-    """`update`, compiled once for each combination of dtypes: the number of blocks is dynamic."""
-    return torch.compile(update, dynamic=True, fullgraph=True)
+    """`update`, compiled once for each combination of dtypes. Only the number of blocks is dynamic: 128 must be a constant, or
+    the kernel would loop over a block twice, once for its amax, and read everything twice."""
+    call = torch.compile(update, fullgraph=True)
+
+    def run(*args: Any) -> None:
+        compat.rows_vary(*(x for x in args if isinstance(x, Tensor)))
+        call(*args)
+
+    return run
 
 
 def update_small(

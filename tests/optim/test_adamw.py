@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp8compile.optim import AdamW, adamw
+from fp8compile.optim import AdamW
 from fp8compile.optim.formats import to_blocks
 from fp8compile.optim.states import sizes
-from fp8compile.optim.update import update
+from fp8compile.optim.update import compiled as compiled_update
 
 MASTERS = [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, "bf16+remainder"), (torch.bfloat16, "float32")]
 
@@ -155,14 +156,15 @@ def test_no_value_compiles_again(monkeypatch):
         graphs.append(graph)
         return graph
 
-    monkeypatch.setattr(adamw, "compiled", lambda: call)
-    call = torch.compile(update, dynamic=True, fullgraph=True, backend=count)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=count))
+    compiled_update.cache_clear()
     weights = parameters(shapes=((64, 96), (100, 77), (64, 128), (4096,)))
     optimizer = AdamW(weights, lr=0.01)
     for step in range(5):
         optimizer.param_groups[0]["lr"] = 0.01 / (step + 1)
         optimizer.param_groups[0]["weight_decay"] = 0.1 * step
         train(weights, optimizer, [step])
+    compiled_update.cache_clear()
     assert len(graphs) == 1
 
 
