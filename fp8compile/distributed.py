@@ -2,6 +2,40 @@
 
 from __future__ import annotations
 
-from .runtime.all_gather import fp8_all_gather as fp8_all_gather
+from torch import nn
 
-__all__ = ["fp8_all_gather"]
+from .runtime.all_gather import fp8_all_gather as fp8_all_gather
+from .runtime.compression import compress
+from .runtime.compression import hook as _hook
+
+__all__ = ["compress_gradients", "fp8_all_gather", "fp8_hook"]
+
+
+def compress_gradients(
+    model: nn.Module, *, min_elements: int = 4096, error_feedback: bool = False, sqnr_every: int = 1000
+) -> None:
+    """Gradients cross the wire in FP8: 0.52 of bf16's bytes. Call it once, after DistributedDataParallel or `fully_shard`.
+
+    E4M3 with a float32 scale for each 128 elements of a parameter. What arrives is added up in float32. Under DDP all ranks get
+    the same bits; under FSDP2 each rank gets its shard. It needs no FP8 in the model. Infinities and NaN arrive, as NaN.
+
+    Parameters
+        min_elements: smaller parameters, norms and biases (one dimension) go as they are.
+        error_feedback: DDP only. What a step rounds away is added to the next one; a buffer of the size of the gradients.
+        sqnr_every: `fp8compile.stats(model)` shows the error of each bucket in every so many calls; 0: never.
+
+    ValueError for a model that is neither wrapped nor sharded, and for bad arguments. RuntimeError, from torch, if DDP has a
+    communication hook already.
+    """
+    for name, value in (("min_elements", min_elements), ("sqnr_every", sqnr_every)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise ValueError(f"compress_gradients: {name} must be an integer that is not negative; got {value!r}")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"compress_gradients takes the model, a torch.nn.Module; got {type(model).__name__}")
+    compress(model, min_elements, error_feedback, sqnr_every)
+
+
+def fp8_hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations, and takes no strings
+    """The communication hook of `compress_gradients`, for who registers it by hand: `ddp.register_comm_hook(None, fp8_hook)`,
+    or Lightning's `DDPStrategy(ddp_comm_hook=fp8_hook)`. `state`: a process group, or None for the default one."""
+    return _hook(state, bucket)

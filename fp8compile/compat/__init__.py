@@ -75,12 +75,15 @@ from .dynamo import (
     tag_backward,
 )
 from .fsdp import (
+    Shard,
     ShardedParameter,
     class_name,
     is_fully_sharded,
     listen,
     no_versions,
+    reduce_shards_by,
     resharded,
+    shard_ranks,
     sharded_pairs,
     sharded_parameters,
 )

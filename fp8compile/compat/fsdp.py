@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -288,6 +288,55 @@ def _of(state: Any) -> Sequence[Any]:
     if groups is not None:
         return groups
     return [state._fsdp_param_group] if state._fsdp_param_group is not None else []  # up to 2.11
+
+
+# --- how gradients are reduced --------------------------------------------------------------------
+
+
+class Shard(NamedTuple):
+    """A parameter in FSDP2's buffer of gradients: the shape of the whole, and the elements of a rank's part, with padding."""
+
+    shape: tuple[int, ...]
+    elements: int
+
+
+def shard_ranks(module: Any) -> int:
+    """Over how many ranks FSDP2 shards the parameters of this module; 1 if it has none of its own."""
+    return max((group.mesh_info.shard_mesh_size for group in _of(module._get_fsdp_state())), default=1)
+
+
+def reduce_shards_by(module: Any, reduce: Callable[..., None]) -> None:
+    """FSDP2 calls `reduce(out, flat, group, factor, shards, key)` instead of its reduce-scatter for the parameters of this
+    module: `out` [n] becomes the sum over the group of `flat` [ranks, n], times factor. Its own is called where not all of them
+    have gradients, because the buffer does not say which.
+
+    ValueError if they lie on several meshes."""
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+
+    groups = _of(module._get_fsdp_state())
+    if not groups:  # a module without parameters of its own
+        return
+
+    class Reduced(DefaultReduceScatter):
+        def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
+            ranks = torch.distributed.get_world_size(group)
+            shards = [
+                Shard(tuple(p._orig_size), p.padded_sharded_param_size.numel())
+                for p in groups[0].fsdp_params
+                if p.sharded_param.requires_grad
+            ]
+            if async_op or sum(shard.elements for shard in shards) * ranks != input_tensor.numel():
+                return super().__call__(output_tensor, input_tensor, group, op, async_op)
+            reduce(output_tensor, input_tensor, group, _factor(op, ranks), shards, id(groups[0]))
+            return None
+
+    module.set_custom_reduce_scatter(Reduced())
+
+
+def _factor(op: Any, ranks: int) -> float:
+    if op == torch.distributed.ReduceOp.AVG:
+        return 1 / ranks
+    return 1.0 if op == torch.distributed.ReduceOp.SUM else float(op.__getstate__()[1])  # PREMUL_SUM's factor
 
 
 def no_versions(*tensors: Tensor) -> AbstractContextManager[None]:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from ..config.recipe import ROLES
 from ..ir.state_page import Rows
+from ..runtime.compression import rows_of
 from ..runtime.parameters import find
 from ..runtime.probe import COLUMNS, Cast, Measurement
 from ..runtime.state import Page, Slot, named_weights, unwrapped
@@ -42,7 +43,8 @@ class Stats:
     def rows(self) -> list[dict[str, Any]]:
         """Flat dicts, one per tensor, as ``pandas.DataFrame`` takes them.
 
-        * name: the parameter of the weight. role: "input", "weight" or "gradient".
+        * name: the parameter of the weight. role: "input", "weight" or "gradient"; "reduced" for a bucket of gradients that
+          `fp8compile.distributed.compress_gradients` has sent.
         * use: which matmul with that weight, from 0.
         * layout: "" if both layouts hold the same values, else "plain" or "transposed" (contracted over tokens, or over the
           weight's outputs).
@@ -113,8 +115,14 @@ def stats(model: nn.Module, measure: bool = False) -> Stats:
         if before is not None:
             before.end()
         _asked[model] = Measurement(model).begin()
-    rows = table(model)
+    rows = table(model) + reduced(model)
     return Stats(rows, "nothing of this model is quantized yet (fp8compile.report(model) says what was compiled)")
+
+
+def reduced(model: nn.Module) -> list[dict[str, Any]]:
+    """A row for each bucket of gradients that `compress_gradients` has measured: the error of what this rank has sent."""
+    empty: dict[str, Any] = dict.fromkeys((*STATE, *COSTLY))
+    return [{"use": 0, "layout": "", "recipe": "compressed", **empty, **row} for row in rows_of(model)]
 
 
 def table(model: nn.Module, measurement: Measurement | None = None) -> list[dict[str, Any]]:

@@ -1,0 +1,308 @@
+"""Gradients that cross the wire in FP8, under DDP and FSDP2 with gloo, beside the mean in float64."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import fp8compile
+from fp8compile.distributed import compress_gradients, fp8_hook
+from tests.support.harness import ALL_FP8
+from tests.support.models import ResidualMlp
+from tests.support.processes import on_ranks
+
+pytestmark = pytest.mark.slow
+
+SHAPES = {"large": (96, 256), "odd": (77, 101), "tiny_scale": (64, 130), "bias": (300,), "small": (8, 8), "last": (130, 64)}
+
+
+class Given(nn.Module):
+    """A model whose gradients are given: those of the sum over parameters of (p * g).sum()."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        for name, shape in SHAPES.items():
+            self.register_parameter(name, nn.Parameter(torch.zeros(shape, dtype=dtype)))
+
+    def forward(self, gradients: dict[str, Tensor], without: tuple[str, ...] = ()) -> Tensor:
+        used = [p for name, p in self.named_parameters() if name not in without]
+        names = [name for name, _ in self.named_parameters() if name not in without]
+        return torch.stack([(p * gradients[name]).sum().float() for name, p in zip(names, used, strict=True)]).sum()
+
+
+def gradients(rank: int, step: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """A parameter's gradient is a thousandth of the others'; blocks differ in scale by six decades."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    found = {}
+    for name, shape in SHAPES.items():
+        size = 10 ** (6 * torch.rand(shape[0], *[1] * (len(shape) - 1), generator=torch.Generator().manual_seed(9)) - 6)
+        scale = 1e-3 if name == "tiny_scale" else 1.0
+        found[name] = (torch.randn(shape, generator=generator) * (size if name == "last" else 1) * scale).to(dtype)
+    return found
+
+
+def mean(ranks: int, steps: tuple[int, ...] = (0,), dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    given = [gradients(rank, step, dtype) for rank in range(ranks) for step in steps]
+    return {name: sum(one[name].double() for one in given) / ranks for name in SHAPES}  # type: ignore[misc]
+
+
+def sqnr(found: Tensor, exact: Tensor) -> float:
+    return (10 * torch.log10(exact.square().sum() / (found.double() - exact).square().sum())).item()
+
+
+@contextmanager
+def counted() -> Iterator[dict[torch.dtype, int]]:
+    """The bytes that this rank sends to others in collectives, by dtype."""
+    sent: dict[torch.dtype, int] = {}
+
+    def counting(name: str) -> Any:
+        stock = getattr(dist, name)
+
+        @functools.wraps(stock)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            others = dist.get_world_size() - 1
+            tensor = args[0] if name == "all_reduce" else args[1]
+            part = others / (others + 1)
+            amount = {"all_gather_into_tensor": others, "all_reduce": 2 * part}.get(name, part) * tensor.nbytes
+            sent[tensor.dtype] = sent.get(tensor.dtype, 0) + int(amount)
+            return stock(*args, **kwargs)
+
+        return mock.patch.object(dist, name, call)
+
+    with ExitStack() as stack:
+        for name in ("all_to_all_single", "all_gather_into_tensor", "all_reduce", "reduce_scatter_tensor"):
+            stack.enter_context(counting(name))
+        yield sent
+
+
+def reduced(rank: int, dtype: torch.dtype, kind: str, options: dict[str, Any]) -> Any:
+    """Gradients after a step, and the bytes that crossed the wire."""
+    model: Any = Given(dtype)
+    how = dict(options)
+    if kind == "ddp":
+        model = DistributedDataParallel(model, bucket_cap_mb=1, **how)
+        compress_gradients(model)
+    elif kind == "by hand":
+        model = DistributedDataParallel(model)
+        model.register_comm_hook(None, fp8_hook)
+    else:
+        ranks = dist.get_world_size()
+        mesh = init_device_mesh("cpu", (ranks,))
+        if kind == "hsdp":
+            mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("replicate", "shard"))
+        fully_shard(model, mesh=mesh, **how)
+        compress_gradients(model)
+    with counted() as sent:
+        model(gradients(rank, dtype=dtype)).backward()
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    found = {n: p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for n, p in inner.named_parameters()}
+    return found, sent, str(fp8compile.stats(model)), fp8compile.stats(model).rows()
+
+
+RANKS = [("ddp", 2), ("ddp", 4), ("ddp", 8), ("fsdp", 2), ("fsdp", 4), ("hsdp", 4)]
+
+
+@pytest.mark.parametrize(("kind", "ranks"), RANKS)
+def test_each_parameter_arrives(kind: str, ranks: int, tmp_path: Path) -> None:
+    results = on_ranks(ranks, tmp_path, reduced, torch.float32, kind, {})
+    exact = mean(ranks)
+    for name in SHAPES:
+        found = sqnr(results[0][0][name], exact[name])
+        assert found >= (100 if name in ("bias", "small") else 31 if kind == "fsdp" else 28.3), (name, found)
+        if kind == "ddp" and name not in ("bias", "small"):
+            assert abs(found - 28.8) <= 0.5, (name, found)  # flat in ranks
+        for other, *_ in results[1:]:
+            assert torch.equal(other[name], results[0][0][name])
+    row = results[0][3][0]
+    assert row["role"] == "reduced" and 31 < row["sqnr"] < 33
+    assert "bucket 0 (4 parameters)" in results[0][2]
+
+
+def large_ones(rank: int) -> Any:
+    model = DistributedDataParallel(nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(3))).bfloat16())
+    compress_gradients(model)
+    with counted() as sent:
+        model(torch.randn(4, 256).bfloat16()).square().sum().backward()
+    return sent
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_half_of_the_bytes_of_bf16(ranks: int, tmp_path: Path) -> None:
+    sent = on_ranks(ranks, tmp_path, large_ones)[0]
+    assert set(sent) == {torch.uint8}
+    assert 0.5 <= sent[torch.uint8] / (2 * (ranks - 1) / ranks * 3 * 256 * 256 * 2) <= 0.55
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp", "by hand"])
+def test_gradients_in_16_bits(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    found, *_ = on_ranks(2, tmp_path, reduced, dtype, kind, {})[0]
+    exact = mean(2, dtype=dtype)
+    for name in ("large", "odd", "tiny_scale"):
+        assert sqnr(found[name], exact[name]) >= 27, name
+
+
+def test_reduced_in_float32_as_the_policy_says(tmp_path: Path) -> None:
+    how = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}
+    found, *_ = on_ranks(2, tmp_path, reduced, torch.float32, "fsdp", how)[0]
+    assert all(sqnr(found[name], mean(2)[name]) >= 27 for name in SHAPES)
+
+
+def not_finite(rank: int, kind: str) -> Any:
+    model: Any = Given()
+    if kind == "ddp":
+        model = DistributedDataParallel(model)
+    else:
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    compress_gradients(model)
+    given = gradients(rank)
+    if rank == 1:
+        given["large"][3, 5], given["last"][7, 7], given["bias"][2] = float("inf"), float("nan"), float("inf")
+    model(given).backward()
+    total = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    return total.full_tensor() if kind == "fsdp" else total
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_an_infinity_of_one_rank_reaches_all(kind: str, tmp_path: Path) -> None:
+    for total in on_ranks(2, tmp_path, not_finite, kind):
+        assert not total.isfinite()
+
+
+def accumulated(rank: int, kind: str) -> Any:
+    model: Any = Given()
+    if kind == "ddp":
+        model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    else:
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    compress_gradients(model)
+    with counted() as before:
+        if kind == "ddp":
+            with model.no_sync():
+                model(gradients(rank, 0)).backward()
+        else:
+            model.set_requires_gradient_sync(False)
+            model(gradients(rank, 0)).backward()
+            model.set_requires_gradient_sync(True)
+    silent = not before.get(torch.uint8)
+    model(gradients(rank, 1)).backward()
+    inner = model.module if kind == "ddp" else model
+    return silent, {n: p.grad.full_tensor() if kind == "fsdp" else p.grad for n, p in inner.named_parameters()}
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_accumulation_sends_once(kind: str, tmp_path: Path) -> None:
+    silent, found = on_ranks(2, tmp_path, accumulated, kind)[0]
+    assert silent
+    exact = mean(2, (0, 1))
+    assert all(sqnr(found[name], exact[name]) >= 27 for name in SHAPES)
+
+
+def unused(rank: int, kind: str) -> Any:
+    model: Any = Given()
+    if kind == "ddp":
+        model = DistributedDataParallel(model, find_unused_parameters=True)
+    else:
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    compress_gradients(model)
+    for step in range(2):
+        for p in model.parameters():
+            p.grad = None
+        model(gradients(rank, step), ("odd", "bias")).backward()
+    inner = model.module if kind == "ddp" else model
+    return {n: p.grad if kind == "ddp" or p.grad is None else p.grad.full_tensor() for n, p in inner.named_parameters()}
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_parameters_without_gradients(kind: str, tmp_path: Path) -> None:
+    found = on_ranks(2, tmp_path, unused, kind)[0]
+    for name, exact in mean(2, (1,)).items():
+        if name in ("odd", "bias"):
+            assert found[name] is None or not found[name].any()
+        else:
+            assert sqnr(found[name], exact) >= 27
+
+
+def fed_back(rank: int, feedback: bool) -> Any:
+    """The sum over many steps of gradients of which the same is rounded away each time."""
+    model = DistributedDataParallel(Given())
+    compress_gradients(model, error_feedback=feedback)
+    total = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    for _ in range(16):
+        model.zero_grad()
+        model(gradients(rank, 0)).backward()
+        for name, p in model.module.named_parameters():
+            total[name] += p.grad / 16
+    return total
+
+
+def test_error_feedback_loses_less_over_steps(tmp_path: Path) -> None:
+    found = []
+    for feedback in (False, True):
+        (tmp_path / str(feedback)).mkdir()
+        total = on_ranks(2, tmp_path / str(feedback), fed_back, feedback)[0]
+        found.append(sqnr(total["large"], mean(2)["large"]))
+    assert found[1] > found[0] + 2, found
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(ResidualMlp(128, 1024) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def trained(rank: int, kind: str, compressed: bool) -> Any:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model: Any = Blocks()
+    if kind == "ddp":  # DDPOptimizer splits the graph at the buckets
+        model = DistributedDataParallel(model, bucket_cap_mb=1)
+    else:
+        for block in model.blocks:
+            fully_shard(block, mesh=init_device_mesh("cpu", (2,)))
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    call = torch.compile(model, backend="fp8", options={"policy": ALL_FP8})
+    if compressed:
+        compress_gradients(call if kind == "ddp" else model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    losses = []
+    for step in range(24):
+        x = torch.randn(32, 128, generator=torch.Generator().manual_seed(2 * step + rank))
+        loss = (call(x) - x.roll(1, -1)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    weights = [p.detach().full_tensor() if hasattr(p, "full_tensor") else p.detach() for p in model.parameters()]
+    return losses, weights, len(fp8compile.report(model).graphs)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_it_trains_with_fp8_matmuls(kind: str, tmp_path: Path) -> None:
+    found = []
+    for compressed in (False, True):
+        (tmp_path / str(compressed)).mkdir()
+        found.append(on_ranks(2, tmp_path / str(compressed), trained, kind, compressed))
+    (plain, *_), (smaller, other) = found
+    assert smaller[0][-1] < 0.9 * smaller[0][0]
+    assert smaller[0] != plain[0]
+    assert abs(smaller[0][-1] - plain[0][-1]) <= 0.01 * plain[0][-1]
+    assert all(torch.equal(a, b) for a, b in zip(smaller[1], other[1], strict=True))
+    assert kind == "fsdp" or smaller[2] > 1
