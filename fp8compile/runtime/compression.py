@@ -90,7 +90,9 @@ class Compression:
             future.set_result(buffer)
             return future
         device = buffer.device
-        stream = self._streams.setdefault(device, torch.cuda.Stream(device))
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        stream = self._streams[device]
         stream.wait_stream(torch.cuda.current_stream(device))
         future = torch.futures.Future(devices=[device])
         with torch.cuda.stream(stream):
