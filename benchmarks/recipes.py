@@ -4,6 +4,7 @@
     python -m benchmarks.recipes --arms bf16,rowwise --seeds 10 --jobs 4
     python -m benchmarks.recipes --show --update docs/recipes.md --plot docs/recipes.png
     python -m benchmarks.recipes --experts 8 --steps 600 --seeds 3 --arms bf16,delayed,rowwise
+    python -m benchmarks.recipes --steps 600 --seeds 3 --arms delayed,delayed-optim,delayed-wire --baseline delayed
 
 The model is the GPT of examples/train_gpt.py: 2 layers, 128 wide, context 64, with a tied output head that stays in high
 precision, except in the arm `fast`. Every matmul of its blocks is FP8; the script checks this in the report. A run has 1,500
@@ -11,7 +12,8 @@ steps of 512 bytes of text.
 Weights are float32, the forward pass runs under bf16 autocast, and all arms, also `bf16`, end in Inductor. Runs of one seed
 start from the same weights and see the same batches. So gaps are computed for each seed, and the interval is that of their mean
 (Student's t). Welch's test compares the losses as if runs were not paired. `float32` is the yardstick: it shows the gap between
-two precisions that are both trusted.
+two precisions that are both trusted. An arm that ends in `-optim` has `fp8compile.optim.AdamW`. One that ends in `-wire` trains
+on two processes under DDP, each with half of the batch, and with `compress_gradients`. Both are not among the default arms.
 
 The validation loss is the mean over 1,024 windows that are the same for all runs, evaluated in high precision. `late` is its
 mean over the last five evaluations, one every 50 steps. Each arm is one process with one thread, which trains all seeds, so
@@ -24,6 +26,8 @@ accumulators of tensor cores.
 from __future__ import annotations
 
 import argparse
+import datetime
+import functools
 import json
 import math
 import os
@@ -39,8 +43,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
+from fp8compile.distributed import compress_gradients
+from fp8compile.optim import AdamW
 from fp8compile.passes import save
 
 from . import machine
@@ -68,7 +76,11 @@ ARMS: dict[str, dict[str, Any] | None] = {
     "mxfp8": {"recipe": "mxfp8"},
     "delayed-fnuz": {"recipe": "delayed", "fp8_encoding": "fnuz"},
 }
-GOALS = {"rowwise": 0.2, "blockwise": 0.2}  # % of the loss; the others: 0.5
+STUDIED = list(ARMS)  # by default
+OPTIM, WIRE = "-optim", "-wire"
+ARMS.update({f"{arm}{more}": ARMS[arm] for arm in ("bf16", "delayed") for more in (OPTIM, WIRE, OPTIM + WIRE)})
+GOALS = {"rowwise": 0.2, "blockwise": 0.2, **{arm: 0.2 for arm in ARMS if arm.endswith((OPTIM, WIRE))}}  # %; the others: 0.5
+TWO = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 LATE = 5  # evaluations whose mean is the late loss
 EVERY = 50  # steps between them
 # only runs with equal fields are compared; runs without one of them have its default
@@ -120,16 +132,21 @@ def train(arm: str, seed: int, study: Study, text: Tensor) -> Row:
     model.compile(backend="fp8" if options else "inductor", options=options, dynamic=False)
     decayed, others = ([p for p in model.parameters() if (p.dim() >= 2) is matrix] for matrix in (True, False))
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=study.lr, betas=(0.9, 0.95), fused=True)
+    adamw: Any = AdamW if OPTIM in arm else functools.partial(torch.optim.AdamW, fused=True)
+    optimizer = adamw(groups, lr=study.lr, betas=(0.9, 0.95))
+    called: nn.Module = model
+    if arm.endswith(WIRE):
+        called = DistributedDataParallel(model)
+        compress_gradients(called)
     source = train_gpt.batches(train_text, config, study.batch_size, seed, "cpu")
     losses, evaluated, seconds = [], [], 0.0
     for step in range(study.steps):
         began = time.perf_counter()
         for group in optimizer.param_groups:
             group["lr"] = train_gpt.learning_rate(step, study.steps, study.lr)
-        inputs, targets = next(source)
+        inputs, targets = (share(part, arm) for part in next(source))
         with _autocast(arm):
-            loss = model(inputs, targets)
+            loss = called(inputs, targets)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -153,6 +170,11 @@ def train(arm: str, seed: int, study: Study, text: Tensor) -> Row:
         **machine.commit(),
         "versions": machine.versions(),
     }
+
+
+def share(batch: Tensor, arm: str) -> Tensor:
+    """This process's half of a batch [rows, context], or the whole."""
+    return batch.chunk(dist.get_world_size())[dist.get_rank()] if arm.endswith(WIRE) else batch
 
 
 def _autocast(arm: str) -> torch.autocast:
@@ -179,7 +201,8 @@ def converted(arm: str, study: Study) -> int:
     import fp8compile
 
     graphs = [graph for graph in fp8compile.report().graphs if graph.name.endswith("training")]
-    fp8 = [record for record in graphs[-1].matmuls if record.decision == "fp8"]
+    last = {(record.fqn, record.gemm): record for graph in graphs for record in graph.matmuls}  # DDP has cut the graph in parts
+    fp8 = [record for record in last.values() if record.decision == "fp8"]
     gemms = 2 if arm == "rowwise_with_gw_hp" else 3
     expected = 4 * gemms * study.layers + (3 if arm == "fast" else 0)  # with the head's
     if len(fp8) != expected:
@@ -206,7 +229,8 @@ def run_missing(arms: Sequence[str], seeds: int, jobs: int, path: Path, study: S
 
     def one(arm: str) -> bool:
         settings = json.dumps({name: getattr(study, name) for name in (*FIELDS, "windows")})
-        command = [sys.executable, "-m", "benchmarks.recipes", "--worker", arm, "--settings", settings, "--of"]
+        run = [*TWO, "-m"] if arm.endswith(WIRE) else ["-m"]
+        command = [sys.executable, *run, "benchmarks.recipes", "--worker", arm, "--settings", settings, "--of"]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
         process = subprocess.Popen(
             command + [str(seed) for seed in missing[arm]], cwd=machine.ROOT, env=environment, stdout=subprocess.PIPE, text=True
@@ -227,11 +251,17 @@ def run_missing(arms: Sequence[str], seeds: int, jobs: int, path: Path, study: S
 
 
 def work(arm: str, seeds: Sequence[int], study: Study) -> None:
-    """The process of an arm: prints one line of results per seed."""
+    """The process of an arm, or one of its two: prints one line of results per seed."""
     torch.set_num_threads(1)
     text = train_gpt.load_text()
+    if arm.endswith(WIRE):
+        dist.init_process_group("gloo", timeout=datetime.timedelta(minutes=5))
     for seed in seeds:
-        print(json.dumps(train(arm, seed, study, text)), flush=True)
+        row = train(arm, seed, study, text)
+        if not arm.endswith(WIRE) or dist.get_rank() == 0:
+            print(json.dumps(row), flush=True)
+    if arm.endswith(WIRE):
+        dist.destroy_process_group()
 
 
 # -- statistics --------------------------------------------------------------------------------------------------------
@@ -265,19 +295,19 @@ class Summary:
 
     @property
     def goal(self) -> float | None:
-        return GOALS.get(self.arm, 0.5) if ARMS.get(self.arm) else None
+        return GOALS.get(self.arm, 0.5) if ARMS.get(self.arm) or self.arm in GOALS else None
 
 
-def summarise(rows: Sequence[Row]) -> list[Summary]:
+def summarise(rows: Sequence[Row], baseline: str = BASELINE) -> list[Summary]:
     """A summary for each arm that has runs, in the order of `ARMS`. ValueError without a run of the baseline."""
     found: dict[str, dict[int, Row]] = {}
     for row in rows:
         found.setdefault(row["arm"], {})[row["seed"]] = row
-    if BASELINE not in found:
-        raise ValueError(f"no run of {BASELINE!r} with these settings: nothing to compare with")
+    if baseline not in found:
+        raise ValueError(f"no run of {baseline!r} with these settings: nothing to compare with")
     made = []
     for arm in (arm for arm in ARMS if arm in found):
-        pairs = [(found[arm][seed], found[BASELINE][seed]) for seed in sorted(found[arm].keys() & found[BASELINE].keys())]
+        pairs = [(found[arm][seed], found[baseline][seed]) for seed in sorted(found[arm].keys() & found[baseline].keys())]
         if pairs:
             late = [[row["late"] for row in side] for side in zip(*pairs, strict=True)]
             gaps = [100 * (a["late"] / b["late"] - 1) for a, b in pairs]
@@ -293,13 +323,14 @@ def verdict(gap: float, half: float, goal: float) -> str:
     return "met" if abs(gap) + half <= goal else "met by the mean"
 
 
-def overview(summaries: Sequence[Summary], markdown: bool = False) -> str:
+def overview(summaries: Sequence[Summary], markdown: bool = False, baseline: str = BASELINE) -> str:
     """A table with one row per arm."""
-    head = ("recipe", "seeds", "late loss", "gap to bf16", "95% interval", "largest", "gap at the end", "Welch's p", "goal")
+    gap_to = f"gap to {baseline}"
+    head = ("recipe", "seeds", "late loss", gap_to, "95% interval", "largest", "gap at the end", "Welch's p", "goal")
     rows: list[tuple[Any, ...]] = []
     for x in summaries:
         loss, (gap, half) = f"{statistics.fmean(x.losses):.4f}", mean_interval(x.gaps)
-        if x.arm == BASELINE:
+        if x.arm == baseline:
             rows.append((x.arm, len(x.losses), loss, *[""] * 6))
             continue
         interval = "" if math.isnan(half) else f"{gap - half:+.3f} to {gap + half:+.3f}%"
@@ -358,7 +389,9 @@ def names(value: str) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add: Callable[..., Any] = parser.add_argument
-    add("--arms", type=names, default=list(ARMS), help=f"comma-separated: {', '.join(ARMS)} (default: all)")
+    default = f"the first {len(STUDIED)}"
+    add("--arms", type=names, default=STUDIED, help=f"comma-separated: {', '.join(ARMS)} (default: {default})")
+    add("--baseline", choices=list(ARMS), default=BASELINE, help="gaps are to this arm (default: %(default)s)")
     add("--seeds", type=train_gpt.positive_int, default=5, help="seeds 0, 1, ... of each arm (default: 5)")
     add("--steps", type=train_gpt.positive_int, default=Study.steps, help=f"of a run (default: {Study.steps})")
     add("--experts", type=int, default=Study.experts, help="in the place of each MLP, two for each token (default: none)")
@@ -378,10 +411,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     complete = given.show or run_missing(given.arms, given.seeds, given.jobs, given.out.resolve(), study)
     rows = read(given.out, study)
     try:
-        summaries = summarise(rows)
-        print(overview(summaries))
+        summaries = summarise([row for row in rows if row["arm"] in (*given.arms, given.baseline)], given.baseline)
+        print(overview(summaries, baseline=given.baseline))
         if given.update:
-            update(given.update, "training", overview(summaries, markdown=True) + "\n")
+            written = overview(summaries, markdown=True, baseline=given.baseline)
+            update(given.update, "training", f"{written}\n")
     except ValueError as error:
         sys.exit(f"benchmarks.recipes: {error}")
     if given.plot:
