@@ -301,8 +301,9 @@ class Shard(NamedTuple):
 
 
 def shard_ranks(module: Any) -> int:
-    """Over how many ranks FSDP2 shards the parameters of this module; 1 if it has none of its own."""
-    return max((group.mesh_info.shard_mesh_size for group in _of(module._get_fsdp_state())), default=1)
+    """Over how many ranks FSDP2 shards the parameters of this module; 1 if it has none of its own, or replicates them."""
+    meshes = [group.mesh_info for group in _of(module._get_fsdp_state())]
+    return max((getattr(mesh, "shard_mesh_size", 1) for mesh in meshes), default=1)
 
 
 def reduce_shards_by(module: Any, reduce: Callable[..., None]) -> None:

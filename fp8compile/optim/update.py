@@ -91,7 +91,7 @@ def _master(weight: Tensor, kept: Tensor | None) -> Tensor:
 def compiled() -> Callable[..., None]:
     """`update`, compiled once for each combination of dtypes. Only the number of blocks is dynamic: 128 must be a constant, or
     the kernel would loop over a block twice, once for its amax, and read everything twice."""
-    call = torch.compile(update, fullgraph=True)
+    call = torch.compile(update)
 
     def run(*args: Any) -> None:
         compat.rows_vary(*(x for x in args if isinstance(x, Tensor)))

@@ -52,7 +52,8 @@ class Bucket:
 
 
 class Compression:
-    """What is compressed, and how: the state of the hooks. `group` is DDP's; None is the default one."""
+    """What is compressed, and how: the state of the hooks. `group` is DDP's; None is the default one. Buckets are known by the
+    ids of their parameters (DDP), or by that of FSDP2's group."""
 
     def __init__(self, group: Any = None, min_elements: int = 4096, error_feedback: bool = False, sqnr_every: int = 1000):
         self.group, self.min_elements = group, min_elements
@@ -68,6 +69,8 @@ class Compression:
         """The bucket of these parameters, new if DDP has filled its buckets in another way."""
         found = self.buckets.get(key)
         if found is None or found.elements != elements:
+            if isinstance(key, tuple):
+                self.buckets = {k: bucket for k, bucket in self.buckets.items() if set(k).isdisjoint(key)}
             found = self.buckets[key] = Bucket(elements, parameters)
         return found
 
@@ -219,7 +222,7 @@ def rows_of(model: nn.Module) -> list[dict[str, Any]]:
 def in_vain(ranks: int, here: int, links: Links | None) -> str | None:
     """Why FP8 on the wire is not expected to pay for a group of so many ranks, `here` of them in this node; or None."""
     if ranks == 1:
-        return "the group has one rank, so that nothing is sent"
+        return "no gradients are exchanged by DistributedDataParallel, or scattered by fully_shard, so that none is compressed"
     if links is None or here < ranks or links.inside.sustained < FAST:
         return None
     return (

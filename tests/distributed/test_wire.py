@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fp8compile
 from fp8compile.devices import catalog
 from fp8compile.distributed import compress_gradients, fp8_hook
-from fp8compile.runtime.compression import in_vain
+from fp8compile.runtime.compression import Compression, in_vain
 from fp8compile.runtime.wire import WIRE, dequantize, quantize, to_rows
 
 ANY = st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=300)
@@ -59,12 +59,21 @@ def test_bad_arguments(options: dict) -> None:
 def test_one_process(one_process: str, caplog: pytest.LogCaptureFixture) -> None:
     model = DistributedDataParallel(nn.Linear(128, 128))
     compress_gradients(model, min_elements=0, sqnr_every=0)
-    assert "one rank, so that nothing is sent" in caplog.text
+    assert "none is compressed" in caplog.text
     model(torch.ones(2, 128)).sum().backward()
     torch.testing.assert_close(model.module.weight.grad, torch.full((128, 128), 2.0))
     assert not fp8compile.stats(model).rows()
     with pytest.raises(RuntimeError, match="only be called once"):
         compress_gradients(model)
+
+
+def test_buckets_that_ddp_fills_anew_replace_the_old_ones() -> None:
+    state = Compression()
+    state.bucket((1, 2), 10, 2)
+    other = state.bucket((3,), 10, 1)
+    new = state.bucket((2,), 10, 1)
+    assert list(state.buckets.values()) == [other, new]
+    assert state.bucket((2,), 10, 1) is new
 
 
 def test_a_hook_by_hand(one_process: str) -> None:
