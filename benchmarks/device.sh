@@ -115,6 +115,7 @@ smoke)
     ;;
 kernels)
     run 200 "$python" -m benchmarks.kernels --json "$out/json/kernels.json" --budget 150 "${flags[@]}"
+    run 60 "$python" -m benchmarks.optimizers --out "$out/optimizers.json" --device "$device"
     bench 130 linear "eager-bf16,$fp8,$peers" --rounds 3 --steps 20
     bench 340 linear:grid=6 "eager-bf16,fp8-delayed" --rounds 1 --steps 10
     ;;
