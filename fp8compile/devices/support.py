@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Collection
 from typing import TYPE_CHECKING
@@ -27,6 +28,14 @@ def has_blocks(gpu: Gpu) -> bool:
 def has_grouped(gpu: Gpu) -> bool:
     """Whether ATen multiplies groups of rows, each with its own matrix, with a scale a row."""
     return gpu.architecture.grouped
+
+
+@functools.cache
+def casts_to_e4m3(device: torch.device) -> bool:
+    """Whether kernels that Inductor makes for a device may have E4M3 tensors. Triton refuses the type on NVIDIA's GPUs before
+    Ada, also to convert it (read in 3.6 and 3.9)."""
+    gpu = gpu_of(device)
+    return gpu is None or bool(gpu.gfx) or gpu.capability >= OLDEST_NVIDIA
 
 
 def _reached(version: tuple[int, int] | None) -> bool:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..devices.support import casts_to_e4m3
 from .formats import from_blocks, to_blocks
 from .states import MASTERS, State, fresh, is_small, local, packed, vanilla
 from .update import compiled, factors, update, update_small
@@ -29,7 +30,8 @@ class AdamW(Optimizer):
         master: what keeps the digits that a 16-bit weight loses in a step. None: nothing. "bf16+remainder": the lower half of
             the float32 master weight, 2 bytes a parameter; exact, for bf16 weights. "float32": a float32 copy, 4 bytes. Weights
             in float32 need none.
-        compiled: False runs the update as plain torch operators, slower, without waiting for a compilation.
+        compiled: False runs the update as plain torch operators, slower, without waiting for a compilation. So do NVIDIA's
+            GPUs before Ada (A100, RTX 30), for which Triton has no E4M3.
         foreach, fused: are accepted and have no effect; the update is always one kernel a parameter.
 
     `state_dict()` has float32 moments under torch.optim.AdamW's keys, and a float32 `master_param` if there is a master.
@@ -117,7 +119,8 @@ class AdamW(Optimizer):
         return self.state[parameter]
 
     def _update(self, group: dict[str, Any], step: int, members: list[tuple[Tensor, State]]) -> None:
-        by, call = factors(group, step), compiled() if self._compiled else update
+        device = local(members[0][0]).device
+        by, call = factors(group, step), compiled() if self._compiled and casts_to_e4m3(device) else update
         for p, state in members:
             weight = local(p)
             if is_small(p) or not weight.numel():
