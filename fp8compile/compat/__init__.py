@@ -44,6 +44,7 @@ from .collectives import (
     ALL_TO_ALL,
     WAIT,
     Alone,
+    all_gather,
     different,
     group_name,
     in_pipeline,
@@ -52,6 +53,7 @@ from .collectives import (
     largest,
     rank_in,
     ranks_of,
+    reduce_scatter,
 )
 from .dynamo import (
     add_input,

@@ -28,6 +28,16 @@ _asked: Counter[str] = Counter()  # group -> how often its ranks were compared
 _alike: set[tuple[str, str]] = set()  # (group, what) that its ranks have agreed on
 
 
+def all_gather(whole: torch.Tensor, part: torch.Tensor, group: Any) -> None:
+    """The parts of all ranks, behind one another. Renamed in 2.13."""
+    (getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor)(whole, part, group=group)
+
+
+def reduce_scatter(part: torch.Tensor, whole: torch.Tensor, group: Any) -> None:
+    """The sum over all ranks of what they have for this one. Renamed in 2.13."""
+    (getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor)(part, whole, group=group)
+
+
 def group_name(given: bool | str, dimensions: Mapping[str, str]) -> str | None:
     """The name of the default process group (True), of the group of a mesh's dimension, or of another group; None where there
     are no process groups. ValueError if there are some, but none of this name."""

@@ -156,7 +156,7 @@ class Compression:
         if small:
             given = torch.cat([theirs for theirs, _ in small], 1)
             result = torch.empty(given.shape[1], dtype=out.dtype, device=out.device)
-            dist.reduce_scatter_tensor(result, given.view(-1), group=group)
+            compat.reduce_scatter(result, given.view(-1), group)
             for (_, mine), total in zip(small, (result * factor).split([mine.numel() for _, mine in small]), strict=True):
                 mine.copy_(total)
         if large:

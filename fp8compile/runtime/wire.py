@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
+from .. import compat
+
 BLOCK = 128
 WIRE = BLOCK + 4  # bytes of a block: E4M3, and its scale in float32
 FORMAT = torch.float8_e4m3fn
@@ -65,5 +67,5 @@ def all_reduce(rows: Tensor, group: Any) -> tuple[Tensor, Tensor]:
     part, sent = reduce_scatter(padded.unflatten(0, (ranks, -1)), group)
     mine = quantize(part)
     whole = torch.empty((ranks * mine.shape[0], WIRE), dtype=torch.uint8, device=rows.device)
-    dist.all_gather_into_tensor(whole, mine, group=group)
+    compat.all_gather(whole, mine, group)
     return dequantize(whole)[:blocks], sent.flatten(0, 1)[:blocks]

@@ -75,14 +75,15 @@ def counted() -> Iterator[dict[torch.dtype, int]]:
             others = dist.get_world_size() - 1
             tensor = args[0] if name == "all_reduce" else args[1]
             part = others / (others + 1)
-            amount = {"all_gather_into_tensor": others, "all_reduce": 2 * part}.get(name, part) * tensor.nbytes
+            amount = (others if "all_gather" in name else 2 * part if name == "all_reduce" else part) * tensor.nbytes
             sent[tensor.dtype] = sent.get(tensor.dtype, 0) + int(amount)
             return stock(*args, **kwargs)
 
         return mock.patch.object(dist, name, call)
 
     with ExitStack() as stack:
-        for name in ("all_to_all_single", "all_gather_into_tensor", "all_reduce", "reduce_scatter_tensor"):
+        names = ("all_to_all_single", "all_gather_into_tensor", "all_reduce", "reduce_scatter_tensor")
+        for name in filter(functools.partial(hasattr, dist), (*names, "all_gather_single", "reduce_scatter_single")):
             stack.enter_context(counting(name))
         yield sent
 
