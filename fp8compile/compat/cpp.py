@@ -16,17 +16,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 MOST = 8  # few, so that several files can be compiled at a time
 
 _ENTRY = re.compile(r'extern\s+"C"\s+void\s+kernel\s*\(')
 _INCLUDE = re.compile(r"^\s*#\s*include\b.*\n", re.MULTILINE)
 _DIRECTIVE = re.compile(r"^\s*#\s*(?!pragma\b)", re.MULTILINE)
 _BINDING = """
-static PyObject* {name}_py(PyObject*, PyObject* args) {{
+static PyObject* {name}_py({signature}) {{
     try {{
-        if (!PyTuple_CheckExact(args) || PyTuple_GET_SIZE(args) != {count}) [[unlikely]]
+        if ({given} != {count}) [[unlikely]]
             throw std::runtime_error("requires {count} args");
         {name}::kernel({parsed});
         Py_RETURN_NONE;
@@ -37,8 +35,12 @@ static PyObject* {name}_py(PyObject*, PyObject* args) {{
     }}
     return nullptr;
 }}
-static PyMethodDef {name}_method = {{"kernel", {name}_py, METH_VARARGS, ""}};
+static PyMethodDef {name}_method = {{
+    "kernel", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>({name}_py)), {flags}, ""}};
 """
+# how Inductor's `parse_arg` takes arguments: (signature, number of arguments, flags of the method)
+_TUPLE = ("PyObject*, PyObject* args", "PyTuple_GET_SIZE(args)", "METH_VARARGS")
+_ARRAY = ("PyObject*, PyObject* const* args, Py_ssize_t count", "count", "METH_FASTCALL")  # torch 2.15
 
 
 @dataclass
@@ -65,6 +67,10 @@ def few_files() -> Iterator[None]:
 
 def together(types_and_sources: list[tuple[tuple[str, ...], str]]) -> tuple[str, str]:
     """A source with all these kernels, and the source of the Python functions that call them."""
+    from torch._inductor.codecache import CppPythonBindingsCodeCache
+
+    array = "PyObject* const* args" in CppPythonBindingsCodeCache.suffix_template
+    signature, given, flags = _ARRAY if array else _TUPLE
     includes: dict[str, None] = {}
     bodies, bindings, made = [], [], []
     for i, (types, source) in enumerate(types_and_sources):
@@ -73,7 +79,8 @@ def together(types_and_sources: list[tuple[tuple[str, ...], str]]) -> tuple[str,
         body = _ENTRY.sub("void kernel(", _INCLUDE.sub("", source))
         bodies.append(f"namespace {{ namespace {name} {{\n{body}\n}} }}\n")
         parsed = ", ".join(f"parse_arg<{kind.replace('const ', '')}>(args, {n})" for n, kind in enumerate(types))
-        bindings.append(_BINDING.format(name=name, count=len(types), parsed=parsed))
+        how = {"signature": signature, "given": given, "flags": flags}
+        bindings.append(_BINDING.format(name=name, count=len(types), parsed=parsed, **how))
         made.append(f"PyCFunction_New(&{name}_method, nullptr)")
     entry = f'static PyObject* every() {{ return Py_BuildValue("({"N" * len(made)})", {", ".join(made)}); }}\n'
     return "\n".join([*includes, *bodies]), "".join(bindings) + entry
@@ -81,7 +88,8 @@ def together(types_and_sources: list[tuple[tuple[str, ...], str]]) -> tuple[str,
 
 def _may_share(source: str) -> bool:
     """Is this a kernel as Inductor writes it, with nothing in it that would have an effect on others in its file?"""
-    return len(_ENTRY.findall(source)) == 1 and source.count('extern "C"') == 1 and not _DIRECTIVE.search(_INCLUDE.sub("", source))
+    alone = len(_ENTRY.findall(source)) == 1 and source.count('extern "C"') == 1
+    return alone and not _DIRECTIVE.search(_INCLUDE.sub("", source))
 
 
 def _load(kernels: list[_Waiting], submit: Callable | None) -> Callable[[], tuple]:
