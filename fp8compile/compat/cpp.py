@@ -20,7 +20,7 @@ MOST = 8  # few, so that several files can be compiled at a time
 
 _ENTRY = re.compile(r'extern\s+"C"\s+void\s+kernel\s*\(')
 _INCLUDE = re.compile(r"^\s*#\s*include\b.*\n", re.MULTILINE)
-_DIRECTIVE = re.compile(r"^\s*#\s*(?!pragma\b)", re.MULTILINE)
+_DIRECTIVE = re.compile(r"^\s*#(?!pragma +(?:GCC +)?(?:ivdep|unroll|omp)\b)", re.MULTILINE)  # those are for one loop
 _BINDING = """
 static PyObject* {name}_py({signature}) {{
     try {{
@@ -105,8 +105,7 @@ def _load(kernels: list[_Waiting], submit: Callable | None) -> Callable[[], tupl
 
 
 def _install() -> None:
-    from torch._inductor import async_compile
-    from torch._inductor.async_compile import AsyncCompile, get_compile_threads
+    from torch._inductor.async_compile import AsyncCompile, get_compile_threads, kernel_code_log
 
     if getattr(AsyncCompile.cpp_pybinding, "of_fp8compile", False):
         return
@@ -115,7 +114,7 @@ def _install() -> None:
     def cpp_pybinding(self: Any, argtypes: list[str], source_code: str) -> Any:
         if not getattr(_local, "on", False) or not _may_share(source_code):
             return own_binding(self, argtypes, source_code)
-        async_compile.kernel_code_log.info("CPP+Bindings Kernel:\n%s", source_code)
+        kernel_code_log.info("CPP+Bindings Kernel:\n%s", source_code)
         return _Waiting(tuple(argtypes), source_code)
 
     def wait(self: Any, scope: dict[str, Any]) -> None:

@@ -94,6 +94,8 @@ def test_other_backends_are_left_alone(tmp_path: Path) -> None:
 def test_what_may_share_a_file() -> None:
     assert cpp._may_share(KERNEL)
     assert not cpp._may_share("#define WIDE 1\n" + KERNEL)  # others in the file would see it
+    assert not cpp._may_share("#pragma GCC optimize(\"fast-math\")\n" + KERNEL)
+    assert cpp._may_share(KERNEL.replace("GCC ivdep", "omp simd"))
     assert not cpp._may_share(KERNEL + KERNEL)
     assert not cpp._may_share(KERNEL.replace("kernel(", "other("))
     assert not cpp._may_share(KERNEL + 'extern "C" int helper();\n')
