@@ -5,6 +5,7 @@
     fsdp        what FSDP2 manages
     shards      which part of a tensor a rank has, and the groups of its mesh
     inductor    compiling a graph with our passes
+    cpp         C++ kernels of a graph in few files
     triton      generated kernels in a graph
     autograd    while a graph runs
     threads     several threads that compile

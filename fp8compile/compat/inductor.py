@@ -18,6 +18,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitioner
 from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
+from .cpp import few_files
 from .triton import accesses_known
 
 MUST_SAVE, MUST_RECOMPUTE = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE
@@ -39,7 +40,7 @@ def compile_fx(
 def compile_inner(gm: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Callable:
     from torch._inductor.compile_fx import compile_fx_inner
 
-    with accesses_known():
+    with accesses_known(), few_files():
         return compile_fx_inner(gm, inputs, **kwargs)
 
 

@@ -1,0 +1,149 @@
+"""C++ kernels that share files: fewer files, and the bits of kernels with a file each."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch._inductor.codecache import CppPythonBindingsCodeCache
+from torch._inductor.utils import fresh_cache
+
+from fp8compile.compat import cpp
+from tests.support.harness import noise
+from tests.support.models import Mlp, make
+
+KERNEL = """#include <torch/csrc/inductor/cpp_prefix.h>
+extern "C"  void  kernel(const float* in_ptr0)
+{
+    #pragma GCC ivdep
+    for (int i = 0; i < 1; i++) (void)in_ptr0;
+}
+"""
+
+
+@contextlib.contextmanager
+def counted(cache: Path) -> Iterator[list[int]]:
+    """How many files are compiled inside, in a cache of its own."""
+    files: list[int] = []
+    cache.mkdir(exist_ok=True)
+    with fresh_cache(dir=str(cache)):
+        yield files
+        files.append(len(list(cache.rglob("*.main.cpp"))))
+
+
+def trained(rows: int = 64, **how: bool) -> list[Tensor]:
+    """Outputs and gradients of three steps: cold, and two warm ones."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = make(Mlp)
+    compiled = torch.compile(model, backend="fp8", **how)
+    found = []
+    for step in range(3):
+        model.zero_grad()
+        out = compiled(noise(rows + 16 * step if how.get("dynamic") else rows, 128))
+        out.square().sum().backward()
+        found += [out.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+    return found
+
+
+@pytest.mark.compiled
+@pytest.mark.compat
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_shared_files_are_fewer_and_compute_the_same(tmp_path: Path, dynamic: bool) -> None:
+    """With symbolic sizes, kernels take numbers beside their tensors."""
+    with counted(tmp_path / "shared") as shared:
+        together = trained(dynamic=dynamic)
+    with counted(tmp_path / "apart") as apart, mock.patch("fp8compile.compat.inductor.few_files", contextlib.nullcontext):
+        alone = trained(dynamic=dynamic)
+    assert apart[0] >= 6 and shared[0] <= apart[0] // cpp.MOST + 2, (apart, shared)  # each half has a file that is not full
+    assert len(together) == len(alone) == 15
+    assert all(torch.equal(a, b) for a, b in zip(together, alone, strict=True))
+
+
+@pytest.mark.compiled
+@pytest.mark.compat
+def test_a_second_process_finds_the_files(tmp_path: Path) -> None:
+    """As in a second process: everything is loaded from the cache, nothing is compiled."""
+    with torch._inductor.config.patch(compile_threads=2), counted(tmp_path) as files:
+        first = trained()
+        CppPythonBindingsCodeCache.cache_clear()
+        before = len(list(tmp_path.rglob("*.so")))
+        with mock.patch("torch._inductor.cpp_builder.run_compile_cmd", side_effect=AssertionError("compiles")):
+            again = trained()
+        assert before and before == len(list(tmp_path.rglob("*.so")))
+    assert files[0] and all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+@pytest.mark.compiled
+def test_other_backends_are_left_alone(tmp_path: Path) -> None:
+    """What is compiled for others has a file for each kernel, also after one of our compilations."""
+    with counted(tmp_path / "ours"):
+        trained()
+    with counted(tmp_path / "theirs"):
+        torch._dynamo.reset()
+        torch.compile(lambda x: (x.sin().sum(1), x.cos().sum(0).exp()))(torch.randn(32, 48))
+        sources = [path.read_text() for path in (tmp_path / "theirs").rglob("*.main.cpp")]
+    assert sources and not any("namespace kernel_0" in source for source in sources)
+
+
+def test_what_may_share_a_file() -> None:
+    assert cpp._may_share(KERNEL)
+    assert not cpp._may_share("#define WIDE 1\n" + KERNEL)  # others in the file would see it
+    assert not cpp._may_share("#pragma GCC optimize(\"fast-math\")\n" + KERNEL)
+    assert cpp._may_share(KERNEL.replace("GCC ivdep", "omp simd"))
+    assert not cpp._may_share(KERNEL + KERNEL)
+    assert not cpp._may_share(KERNEL.replace("kernel(", "other("))
+    assert not cpp._may_share(KERNEL + 'extern "C" int helper();\n')
+
+
+def test_a_source_of_two_kernels() -> None:
+    helper = KERNEL.replace("\nextern", "\n#include <omp.h>\nstatic int helper() { return 1; }\nextern", 1)
+    source, bindings = cpp.together([(("const float*",), KERNEL), (("const float*", "int64_t"), helper)])
+    assert source.count("#include") == 2 and source.index("#include <omp.h>") < source.index("namespace")
+    assert source.count("void kernel(") == 2 and 'extern "C"' not in source
+    assert "kernel_1::kernel(parse_arg<float*>(args, 0), parse_arg<int64_t>(args, 1))" in bindings
+
+
+def as_an_array(template: str) -> str:
+    """Inductor's bindings as torch 2.15 writes them: arguments come as an array, not as a tuple."""
+    for old, new in (
+        ("PyObject* args, size_t n", "PyObject* const* args, size_t n"),
+        ("PyTuple_GET_ITEM(args, n)", "args[n]"),
+        ("PyObject* self, PyObject* args", "PyObject* self, PyObject* const* args, Py_ssize_t nargs"),
+        ("!PyTuple_CheckExact(args)", "false"),
+        ("PyTuple_GET_SIZE(args)", "nargs"),
+        ("{entry_func}_py, METH_VARARGS", "reinterpret_cast<PyCFunction>((void (*)()){entry_func}_py), METH_FASTCALL"),
+    ):
+        template = template.replace(old, new)
+    return template
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("array", [False, True])
+def test_errors_of_a_kernel_are_those_of_python(tmp_path: Path, array: bool) -> None:
+    """A call with too few arguments, and an exception in a kernel."""
+    throws = KERNEL.replace("#pragma GCC ivdep", 'if (in_ptr0 != nullptr) throw std::runtime_error("by zero");')
+    given = CppPythonBindingsCodeCache.suffix_template
+    template = mock.patch.object(CppPythonBindingsCodeCache, "suffix_template", as_an_array(given) if array else given)
+    with template, fresh_cache(dir=str(tmp_path)):
+        assert array == ("METH_FASTCALL" in cpp.together([((), KERNEL)])[1]) or "METH_FASTCALL" in given
+        kernels = [cpp._Waiting(("const float*",), source) for source in (KERNEL, throws)]
+        one, two = cpp._load(kernels, None)()
+        assert one(torch.ones(1)) is None
+        with pytest.raises(RuntimeError, match="requires 1 args"):
+            one()
+        with pytest.raises(RuntimeError, match="by zero"):
+            two(torch.ones(1))
+
+
+def test_sharing_ends() -> None:
+    with cpp.few_files():
+        with cpp.few_files():
+            pass
+        assert cpp._local.on
+    assert not cpp._local.on
