@@ -72,8 +72,8 @@ class FP8Callback(Callback):
         except AttributeError:
             found = None
         if found is None and made:
-            names = [name for name, _ in pl_module.named_modules() if name]
-            raise OptionError.of("network", self.network, "the name of a module of the LightningModule", near(self.network, names))
+            close = near(self.network, [name for name, _ in pl_module.named_modules() if name])
+            raise OptionError.of("network", self.network, "the name of a module of the LightningModule", close)
         yield from [] if found is None else [found]
 
 

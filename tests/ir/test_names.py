@@ -109,7 +109,7 @@ def _decorated(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 @pytest.mark.usefixtures("interpreted")
 def test_a_decorated_forward_is_no_part_of_a_name() -> None:
-    """As in transformers, where the first names of a report were "0.model.layers", and rules for "model.layers.*" held for nothing."""
+    """As in transformers, where a report had "0.model.layers", and a rule for "model.layers.*" held for nothing."""
 
     class Decorated(Net):
         forward = _decorated(Net.forward)
