@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import importlib
+import json
 import os
 import pickle
 import subprocess
@@ -22,6 +24,7 @@ pytest.importorskip("accelerate")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 ROOT = Path(__file__).resolve().parents[2]
+NAMES = "fp8compile.integrations.accelerate"  # after its import, Accelerate knows the name "fp8"
 
 
 def python(*arguments: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -64,7 +67,7 @@ def test_an_accelerator_by_the_name_alone(tmp_path: Path, monkeypatch: pytest.Mo
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
 
-    import fp8compile.integrations.accelerate
+    importlib.import_module(NAMES)
 
     monkeypatch.setenv("FP8COMPILE_POLICY", str(policy := tmp_path / "policy.toml"))
     policy.write_text('[defaults]\nrecipe = "rowwise"\n')
@@ -81,10 +84,12 @@ def test_an_accelerator_by_the_name_alone(tmp_path: Path, monkeypatch: pytest.Mo
     report = fp8compile.report(model)
     assert len({m.fqn for m in report.matmuls if m.decision == "fp8"}) == 7 and losses[0] != losses[1]
     assert {m.recipe for m in report.matmuls if m.decision == "fp8"} == {"rowwise"}
-    accelerator.save_model(model, str(tmp_path / "saved"))
     accelerator.save_state(str(tmp_path / "state"))
+    accelerator.unwrap_model(model, keep_torch_compile=False).save_pretrained(tmp_path / "saved")
     names = vanilla(llama(), tmp_path / "vanilla")
     assert saved(tmp_path / "saved") == names == saved(tmp_path / "state")
+    accelerator.save_model(model, str(tmp_path / "wrapped"))  # with any backend: docs/hosts.md
+    assert saved(tmp_path / "wrapped") == [f"_orig_mod.{name}" for name in names]
     after = {name: p.detach().clone() for name, p in bare.named_parameters()}
     with torch.no_grad():
         for p in bare.parameters():
@@ -93,23 +98,38 @@ def test_an_accelerator_by_the_name_alone(tmp_path: Path, monkeypatch: pytest.Mo
     assert all(torch.equal(p, after[name]) for name, p in bare.named_parameters())
 
 
+@pytest.mark.usefixtures("interpreted")
+def test_a_policy_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    importlib.import_module(NAMES)
+
+    monkeypatch.setenv("FP8COMPILE_POLICY", "no-such.toml")
+    AcceleratorState._reset_state(reset_partial_state=True)
+    model = Accelerator(cpu=True, dynamo_backend="fp8").prepare(torch.nn.Linear(128, 128))
+    with pytest.raises(Exception, match="no-such.toml .from the environment variable FP8COMPILE_POLICY"):
+        model(torch.ones(16, 128))
+
+
 # --- the launcher -------------------------------------------------------------------------------------
 
 SCRIPT = """
-import json, sys, torch, fp8compile
+import helper, json, sys, torch, fp8compile
 from accelerate import Accelerator
 from tests.hosts.small import llama, tokens
 from tests.support.harness import interpreted
 
 accelerator = Accelerator(cpu=True)
-model, optimizer = accelerator.prepare(bare := llama(), torch.optim.AdamW(llama().parameters()))
+model, optimizer = accelerator.prepare(bare := llama(), torch.optim.AdamW(bare.parameters()))
 with interpreted():
     for step in range(2):
         accelerator.backward(model(input_ids=tokens(step), labels=tokens(step)).loss)
+        optimizer.step()
 report = fp8compile.report(model)
-accelerator.save_model(model, sys.argv[1])
+accelerator.save_state(sys.argv[1])
 facts = {"share": report.fp8_flop_fraction, "recipes": sorted({m.recipe for m in report.matmuls if m.decision == "fp8"})}
-print("facts", json.dumps({**facts, "arguments": sys.argv[2:], "name": __name__, "local": "helper" in sys.modules}))
+print("facts", json.dumps({**facts, "arguments": sys.argv[2:], "name": __name__}))
 """
 CONFIG = """
 compute_environment: LOCAL_MACHINE
@@ -122,57 +142,46 @@ debug: false
 dynamo_config:
   dynamo_backend: FP8
 """
-LAUNCH = ("-m", "fp8compile.integrations.accelerate", "launch")
+LAUNCH = ("-m", NAMES, "launch")
 
 
-@pytest.fixture
-def script(tmp_path: Path) -> Path:
-    (tmp_path / "policy.toml").write_text('[defaults]\nrecipe = "tensorwise"\n')
+def test_launch_with_a_config_file(tmp_path: Path) -> None:
+    """The script knows nothing of FP8. It imports a module beside it, as with `python train.py`."""
+    (policy := tmp_path / "policy.toml").write_text('[defaults]\nrecipe = "tensorwise"\n')
     (tmp_path / "config.yaml").write_text(CONFIG)
     (tmp_path / "scripts").mkdir()
     (tmp_path / "scripts" / "helper.py").write_text("")
-    path = tmp_path / "scripts" / "train.py"
-    path.write_text("import helper" + SCRIPT)  # a module beside the script, as with `python train.py`
-    return path
-
-
-def facts(done: subprocess.CompletedProcess[str]) -> Any:
-    import json
-
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("facts ")] or [f"facts null {done.stderr[-3000:]}"]
-    return json.loads(line.removeprefix("facts "))
-
-
-@pytest.mark.parametrize("flags", [("--config_file", "config.yaml"), ("--cpu", "--dynamo_backend", "fp8")], ids=["file", "flag"])
-def test_launch(tmp_path: Path, script: Path, flags: tuple[str, ...]) -> None:
-    """The script knows nothing of FP8."""
+    (script := tmp_path / "scripts" / "train.py").write_text(SCRIPT)
     ours = (str(script), "saved", "--lr", "3")
-    done = python(*LAUNCH, *flags, *ours, folder=tmp_path, FP8COMPILE_POLICY=str(tmp_path / "policy.toml"))
-    found = facts(done)
-    assert found["share"] == pytest.approx(5 / 6) and found["recipes"] == ["tensorwise"], done.stderr[-3000:]
-    assert (found["arguments"], found["name"], found["local"]) == (["--lr", "3"], "__main__", True)
+    done = python(*LAUNCH, "--config_file", "config.yaml", *ours, folder=tmp_path, FP8COMPILE_POLICY=str(policy))
+    lines = [line for line in done.stdout.splitlines() if line.startswith("facts ")]
+    assert len(lines) == 1, done.stderr[-3000:]
+    found = json.loads(lines[0].removeprefix("facts "))
+    assert found == {"share": pytest.approx(5 / 6), "recipes": ["tensorwise"], "arguments": ["--lr", "3"], "name": "__main__"}
     assert saved(tmp_path / "saved") == vanilla(llama(), tmp_path / "vanilla")
 
 
-def test_launch_of_a_module_on_two_processes(tmp_path: Path) -> None:
-    """`-m train` and torchrun's processes know the name, too."""
-    text = "import sys, accelerate\nfrom accelerate import Accelerator\n"
-    text += "a = Accelerator(cpu=True)\n"
-    text += "print('found', a.num_processes, a.state.dynamo_plugin.to_kwargs(), __name__, sys.argv[1:])\n"
-    (tmp_path / "train.py").write_text(text)
-    flags = ("--cpu", "--num_processes", "1", "--dynamo_backend", "fp8", "--dynamo_use_regional_compilation", "-m")
-    done = python(*LAUNCH, *flags, "train", "--lr", "3", folder=tmp_path)
-    assert "found 1 {'backend': 'fp8'} __main__ ['--lr', '3']" in done.stdout, done.stderr[-3000:]
+def test_launch_of_a_module_with_a_flag(tmp_path: Path) -> None:
+    text = "import sys\nfrom accelerate.utils import TorchDynamoPlugin\n"
+    (tmp_path / "train.py").write_text(text + "print('found', TorchDynamoPlugin().backend, __name__, sys.argv[1:])\n")
+    done = python(*LAUNCH, "--cpu", "--dynamo_backend", "fp8", "-m", "train", "--lr", "3", folder=tmp_path)
+    assert "found FP8 __main__ ['--lr', '3']" in done.stdout, done.stderr[-3000:]
 
 
-def test_wrong_launches_are_refused(tmp_path: Path, script: Path) -> None:
-    done = python(*LAUNCH, "--cpu", "--dynamo_backend", "fp9", str(script), folder=tmp_path)
-    assert done.returncode == 2 and "invalid choice: 'fp9'" in done.stderr
-    done = python("-m", "fp8compile.integrations.accelerate", "lunch", folder=tmp_path)
-    assert done.returncode == 2 and done.stderr.startswith("usage: python -m fp8compile.integrations.accelerate launch")
-    missing = {"FP8COMPILE_POLICY": str(tmp_path / "no-such.toml")}
-    done = python(*LAUNCH, "--config_file", "config.yaml", str(script), "saved", folder=tmp_path, **missing)
-    assert done.returncode != 0 and "no-such.toml" in done.stderr and "FP8COMPILE_POLICY" in done.stderr
+def test_wrong_launches_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    from fp8compile.integrations.accelerate import main
+
+    for arguments, why in (
+        (["launch", "--cpu", "--dynamo_backend", "fp9", "train.py"], "invalid choice: 'fp9'"),
+        (["lunch"], "usage: python -m fp8compile.integrations.accelerate launch"),
+        ([], "usage: python -m fp8compile.integrations.accelerate launch"),
+    ):
+        with pytest.raises(SystemExit) as left:
+            main(arguments)
+        assert left.value.code == 2 and why in capsys.readouterr().err
+    with pytest.raises(SystemExit) as left:
+        main(["--help"])
+    assert left.value.code == 0 and capsys.readouterr().out.startswith("usage: ")
 
 
 def test_accelerates_own_launcher_refuses_the_name(tmp_path: Path) -> None:
@@ -217,26 +226,3 @@ def test_a_plugin_with_the_options_of_a_config_file() -> None:
     plugin = FP8Plugin(options=options)
     assert plugin.to_kwargs()["options"] == options
     assert (options["eval"], options["amax_history_len"], options["amax_compute_algo"]) == ("fp8", 64, "max")
-
-
-@pytest.mark.parametrize(
-    ("recipe", "why"),
-    [
-        ({"backend": "MSAMP"}, "accelerate's 'backend' is 'MSAMP' .*Leave it out"),
-        ({"opt_level": "O2"}, "accelerate's 'opt_level' has no counterpart: .*fp8compile.optim.AdamW"),
-        ({"enable_fsdp_float8_all_gather": True}, "'enable_fsdp_float8_all_gather' has no counterpart: call fp8compile.distributed"),
-        ({"pad_inner_dim": True}, "'pad_inner_dim' has no counterpart: .*Leave it out"),
-        ({"fp8_format": "E5M2"}, "'fp8_format': 'E5M2' .*Write 'HYBRID'"),
-        ({"fp8_format": "E3M4"}, "'fp8_format' must be one of 'hybrid', 'e4m3'"),
-        ({"amax_history": 3}, "no key 'amax_history' .*Did you mean 'amax_history_len'"),
-        ({"amax_history_len": 3, "amax_history_length": 4}, "'amax_history_length' is given twice, as 3 and as 4"),
-        ({"use_autocast_during_eval": "yes"}, "'use_autocast_during_eval' must be True or False"),
-        ({"margin": 1.5}, "'margin' must be an integer"),
-        (3, "'recipe' must be a dict of accelerate's names"),
-    ],
-)
-def test_a_key_without_a_counterpart_is_named(recipe: Any, why: str) -> None:
-    from fp8compile.integrations.recipe_names import recipe_options
-
-    with pytest.raises(OptionError, match=why):
-        recipe_options(recipe)
