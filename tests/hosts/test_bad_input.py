@@ -23,9 +23,17 @@ def test_a_host_that_is_missing(package: str, monkeypatch: pytest.MonkeyPatch) -
     missing = [other for other in OTHERS.get(package, ()) if importlib.util.find_spec(other) is None]
     if missing:
         pytest.skip(f"{missing} would be named")
-    for name in [name for name in sys.modules if name.split(".")[0] == package or name == f"fp8compile.integrations.{package}"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, package, None)
+
+    class Missing:
+        @staticmethod
+        def find_spec(name: str, *_: Any) -> None:
+            if name == package:
+                raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    for name in [*sys.modules]:
+        if name.split(".")[0] == package or name == f"fp8compile.integrations.{package}":
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [Missing, *sys.meta_path])
     with pytest.raises(ImportError) as raised:
         importlib.import_module(f"fp8compile.integrations.{package}")
     needs = f"fp8compile.integrations.{package} needs {package}, which is not installed"

@@ -94,7 +94,7 @@ def test_two_steps_report_log_and_checkpoint(tmp_path: Path, late: bool) -> None
 
 
 def test_a_run_that_resumes_goes_on_in_its_phase(tmp_path: Path) -> None:
-    """Warm-up ends after step 1. A second `fit` compiles nothing again. Lightning does not skip data, so all batches are equal."""
+    """Warm-up ends after step 1. A second `fit` compiles nothing again. All batches are equal: Lightning skips none."""
     options = {"recipe": "tensorwise", "schedule": {"warmup_steps": 1}}
     whole = Lit()
     trainer(tmp_path, callback(**options)).fit(whole, batches(same=True))
