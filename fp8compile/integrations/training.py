@@ -79,17 +79,18 @@ class Training:
         self.end()
         self._model, self._checked = weakref.ref(model), False
         set_step(step, model)
-        if self._every is not None:
-            self._monitor = monitor(model, self._every, self._keep)
+        if compat.is_compiled(model):
+            self._measure(model)
 
     def stepped(self) -> None:
-        """After a step: complain if nothing became FP8. Once a run."""
+        """After a step, once a run: complain if nothing became FP8."""
         model = self._model() if self._model is not None else None
         if self._checked or model is None:
             return
         self._checked = True
         found = report(model)
         if any(record.decision == FP8 for record in found.matmuls):
+            self._measure(model)  # where the trainer holds a wrapper, only the first call shows that the model is compiled
             return
         message = f"{self.who}: nothing of {type(model).__name__} became FP8: {found.summary()}"
         if self.options.get("strict"):
@@ -123,6 +124,10 @@ class Training:
         if self._monitor is not None:
             self._monitor.close()
         self._monitor, self._measured = None, []
+
+    def _measure(self, model: nn.Module) -> None:
+        if self._every is not None and self._monitor is None:
+            self._monitor = monitor(model, self._every, self._keep)
 
     def _keep(self, rows: list[dict[str, Any]]) -> None:
         self._measured = rows
