@@ -3,7 +3,7 @@
 # make test    lint, and the tests but for the slow ones
 # make slow    the slow tests: machine code for every architecture, training to a loss, several processes
 # make compat  the tests that run on the oldest and the newest torch, too: make compat TORCH=2.11.0
-# make hosts   the tests with Accelerate, Lightning and torchtitan, in an environment of their own
+# make hosts   the tests with Trainer, TRL, Accelerate, Lightning, Axolotl and torchtitan, in an environment of their own
 # make lint    ruff, mypy and import-linter alone
 # make venv    the virtual environment alone; the others make it themselves
 # make clean   remove the environments, caches and the demo's output
@@ -48,8 +48,10 @@ compat: $(STAMP)
 hosts: hosts-venv  # one process: each test starts two of its own
 	$(MAKE) slow $(HOSTS) JOBS=0 TESTS=tests/hosts
 
-hosts-venv:
+hosts-venv:  # axolotl pins older versions of the other hosts: without its requirements
 	$(MAKE) venv $(HOSTS)
+	.venv-hosts-$(TORCH)/bin/python -c "import axolotl" 2>/dev/null || \
+	    .venv-hosts-$(TORCH)/bin/python -m pip --disable-pip-version-check install -q --no-deps "axolotl>=0.19"
 
 lint: $(STAMP)
 	$(PY) -m ruff check .

@@ -22,6 +22,7 @@ MODULES = re.compile(rf"\.(?:_modules|__dict__\['_modules'\]){KEY}")
 ENTRY = re.compile(rf"^[LG]\['\w+'\].*{KEY}$")  # an entry of a dict
 WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_checkpoint_wrapped_module|_fsdp_wrapped_module|_orig_mod)(?:\.|$)")
 ROOT = re.compile(rf"^[LG]{KEY}")
+SELF = re.compile(r"^L\['args'\]\[0\](?=\.|$)")  # of a decorated forward, whose wrapper takes *args: transformers has these
 GETATTR = re.compile(rf"getattr\(([^()]*), {TEXT}\)")
 # a function's self, closure cells and defaults: they are no part of a name. Nor is a `forward` that a host replaced
 BOUND = re.compile(
@@ -60,7 +61,7 @@ def readable_module(path: str) -> str:
     before = ""
     while path != before:  # from the inside out
         before, path = path, GETATTR.sub(lambda found: f"{found[1]}.{ast.literal_eval(found[2])}", path)
-    return plain(_dotted(ROOT.sub("", path)).lstrip("."))
+    return plain(_dotted(ROOT.sub("", SELF.sub("L['self']", path))).lstrip("."))
 
 
 def _dotted(path: str) -> str:

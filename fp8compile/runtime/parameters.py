@@ -40,6 +40,7 @@ class ParameterRecord:
     leads: bool = False  # a graph finds its phase by it
     gathered: Gathered | None = None  # what FSDP2 gathers for it, where `fp8_all_gather` was asked for: see `all_gather`
     offset: int | None = None  # added to the steps that were counted; None: the offset of the process
+    begins: int | None = None  # the step that `set_step` gave before any optimizer had it
     phase: str | None = None  # set by hand; "": the schedule decides; None: the phase of the process
 
 

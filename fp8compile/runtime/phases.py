@@ -133,9 +133,11 @@ def set_step(step: int, model: nn.Module | None = None) -> None:
     if model is None:
         _state.offset = step - max((steps.count for steps in _state.steps.values()), default=0)
         for _, record in all_records():
-            record.offset = None
+            record.offset = record.begins = None
     for parameter in _parameters(model):
-        record_of(parameter).offset = step - _state.counted(parameter)
+        record = record_of(parameter)
+        record.offset = step - _state.counted(parameter)
+        record.begins = None if record.steps else step
     _state.ticks += 1
 
 
@@ -210,6 +212,8 @@ def _stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             steps = _state.steps[optimizer] = Steps(before)
         alive = list(_state.steps.values())
         for record in records:
+            if record.begins is not None:  # until now it followed the optimizers of other models
+                record.offset, record.begins = record.begins - steps.count, None
             record.steps = [had for had in record.steps if had is not steps and had in alive] + [steps]
         steps.parameters = parameters
     steps.count += 1

@@ -10,6 +10,7 @@ import torch
 import fp8compile
 from fp8compile.errors import OptionError
 from tests.hosts.launched import average, gradients, launched, summary
+from tests.hosts.small import llama
 from tests.support.harness import sqnr
 from tests.support.processes import on_ranks
 
@@ -18,15 +19,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 WAYS = ("regional", "whole", "blocks")
-
-
-def build() -> torch.nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 256, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64, "use_cache": False}
-    return LlamaForCausalLM(LlamaConfig(**sizes, **heads))
 
 
 def batch(step: int, rank: int) -> torch.Tensor:
@@ -58,7 +50,7 @@ def _train(rank: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for how in ("replica", *WAYS):
         torch._dynamo.reset()
-        model = build()
+        model = llama(2)
         if how in ("replica", "blocks"):
             for block in model.model.layers:
                 block.compile(backend="fp8")
@@ -85,7 +77,7 @@ def _train(rank: int) -> dict[str, Any]:
         found[how]["outside"] = [record.parameter for record in report.outside]
         if how != "replica":
             found[how]["saved"] = sorted(accelerator.get_state_dict(model))
-    found["vanilla"] = sorted(build().state_dict())
+    found["vanilla"] = sorted(llama(2).state_dict())
     return found
 
 
@@ -138,11 +130,3 @@ def test_a_plugin_without_options_takes_the_policy_of_the_environment(monkeypatc
     monkeypatch.setenv("FP8COMPILE_POLICY", "no-such-policy")
     with pytest.raises(OptionError, match="no-such-policy"):
         FP8Plugin()
-
-
-def test_accelerate_has_a_list_of_backends() -> None:
-    """Why there is a plugin. If this fails, the plugin may not be needed any more."""
-    from accelerate.utils import TorchDynamoPlugin
-
-    with pytest.raises(ValueError, match="'FP8' is not a valid DynamoBackend"):
-        TorchDynamoPlugin(backend="fp8")

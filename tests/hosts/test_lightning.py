@@ -16,7 +16,7 @@ from tests.support.processes import on_ranks
 lightning = pytest.importorskip("lightning")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
-WAYS = ("fsdp2, net", "fsdp2, blocks", "fsdp2, wrapped", "ddp, blocks")
+WAYS = ("fsdp2, net", "fsdp2, blocks", "fsdp2, wrapped", "fsdp2, callback", "ddp, blocks")
 
 
 class Net(nn.Module):
@@ -79,7 +79,12 @@ def trainer(how: str) -> Any:
     strategy = ModelParallelStrategy(2, 1) if how.startswith("fsdp2") else DDPStrategy()
     quiet = {name: False for name in ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")}
     how_many = {"devices": 2, "max_steps": 2, "use_distributed_sampler": False}
-    return lightning.Trainer(accelerator="cpu", strategy=strategy, **how_many, **quiet)
+    callbacks = []
+    if how.endswith("callback"):
+        from fp8compile.integrations.lightning import FP8Callback
+
+        callbacks.append(FP8Callback(network="net"))
+    return lightning.Trainer(accelerator="cpu", strategy=strategy, callbacks=callbacks, **how_many, **quiet)
 
 
 def facts(model: nn.Module, losses: list[float], seen: list[dict[str, torch.Tensor]]) -> dict[str, Any]:

@@ -52,6 +52,9 @@ def test_a_parameter(source: str, name: str) -> None:
         ("L['self'].attention.forward.__closure__[0].cell_contents.__self__.qkv.w", "attention.qkv.w"),
         ("L['self'].mlp.forward.func.__self__.up", "mlp.up"),
         ("L['self'].forward.__func__.__wrapped__.__self__.up", "up"),
+        ("L['args'][0].layers.0", "layers.0"),  # a decorated forward
+        ("L['args'][0]", ""),
+        ("L['args'][1].net", "1.net"),
         ("getattr(G['m'].net, '0')", "net.0"),
         ("getattr(getattr(G['m'].blocks, '0').net, '2')", "blocks.0.net.2"),
         ("G['models']['teacher'].net.0", "teacher.net.0"),
@@ -94,6 +97,28 @@ def test_a_replaced_forward_is_no_part_of_a_name(replace: Callable[[nn.Module], 
     torch.compile(model, backend="fp8", options={"policy": {"rules": rules}, "strict": True})(noise(16, 128)).sum().backward()
     found = {record.fqn: record.decision for record in fp8compile.report(model).matmuls}
     assert found == {"0.net.0": "high_precision", "0.net.2": "fp8", "1.net.0": "fp8", "1.net.2": "high_precision"}
+
+
+def _decorated(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    return wrapper
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_a_decorated_forward_is_no_part_of_a_name() -> None:
+    """As in transformers, where a report had "0.model.layers", and a rule for "model.layers.*" held for nothing."""
+
+    class Decorated(Net):
+        forward = _decorated(Net.forward)
+
+    model = Decorated()
+    model.compile(backend="fp8", options={"policy": {"rules": [{"module": "net.0", "fp8": "off"}]}, "strict": True})
+    model(noise(16, 128)).sum().backward()
+    found = {record.fqn: record.decision for record in fp8compile.report(model).matmuls}
+    assert found == {"net.0": "high_precision", "net.2": "fp8"}
 
 
 class Net(nn.Module):

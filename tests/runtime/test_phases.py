@@ -156,6 +156,21 @@ def test_set_phase_and_set_step(monkeypatch) -> None:
     assert both() == ["high_precision", "fp8"]
 
 
+def test_set_step_before_an_optimizer_has_the_model() -> None:
+    """A callback does so when a run begins. Optimizers of other models, which the model follows until then, do not matter."""
+    other, model = nn.Linear(2, 2), nn.Linear(2, 2)
+    before, optimizer = torch.optim.SGD(other.parameters(), 0.1), torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(3):
+        before.step()
+    fp8compile.set_step(5, model)
+    assert schedule.steps_of(model) == 5
+    optimizer.step()
+    assert schedule.steps_of(model) == 6 and schedule.steps_of(other) == 3
+    fp8compile.set_step(0, model)
+    optimizer.step()
+    assert schedule.steps_of(model) == 1
+
+
 def test_set_phase_without_a_schedule(caplog) -> None:
     torch.compile(make(Mlp), backend="fp8")(noise(32, 128)).sum().backward()
     fp8compile.set_phase("high_precision")

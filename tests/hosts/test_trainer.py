@@ -1,0 +1,193 @@
+"""transformers' Trainer, TRL and PEFT with FP8Callback: two steps of a Llama of one layer, graphs interpreted."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fp8compile
+from fp8compile.errors import OptionError, StrictError
+from fp8compile.ir.records import FP8
+from tests.hosts.small import examples, llama, saved, tokenizer, training_arguments, vanilla
+
+pytest.importorskip("accelerate")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.usefixtures("interpreted")]
+
+LINEARS = {f"model.layers.0.self_attn.{name}_proj" for name in "qkvo"}
+LINEARS |= {f"model.layers.0.mlp.{name}_proj" for name in ("gate", "up", "down")}
+STATE = {"fp8/share", "fp8/matmuls", *(f"fp8/{role}/amax" for role in ("input", "weight", "gradient"))}
+
+
+def trainer(folder: Path, callback: Any = None, model: Any = None, **more: Any) -> Any:
+    from transformers import Trainer, TrainingArguments
+
+    args = TrainingArguments(**training_arguments(folder, **more))
+    callbacks = [] if callback is None else [callback]
+    return Trainer(llama() if model is None else model, args, train_dataset=examples(), callbacks=callbacks)
+
+
+def callback(*args: Any, **options: Any) -> Any:
+    from fp8compile.integrations.transformers import FP8Callback
+
+    return FP8Callback(*args, **options)
+
+
+def logged(trainer: Any) -> list[dict[str, Any]]:
+    """The logs with a loss, after a trip through JSON that allows only its own numbers."""
+    return [row for row in json.loads(json.dumps(trainer.state.log_history, allow_nan=False)) if "loss" in row]
+
+
+def in_fp8(model: Any) -> set[str]:
+    return {record.fqn for record in fp8compile.report(model).matmuls if record.decision == FP8}
+
+
+def test_two_steps_report_log_and_checkpoint(tmp_path: Path) -> None:
+    run = trainer(tmp_path / "run", callback(recipe="delayed", measure_every=2))
+    run.train()
+    assert in_fp8(run.model) == LINEARS
+    first, second = logged(run)
+    assert first.keys() & STATE == STATE and first["fp8/matmuls"] == 21 and math.isclose(first["fp8/share"], 5 / 6)
+    assert first["loss"] != second["loss"]
+    measured = {key for key in second if key.endswith(("overflows%", "underflows%", "sqnr"))}
+    assert len(measured) == 9 and not measured & first.keys()
+    assert 20 < second["fp8/input/sqnr"] < 50 and 15 < second["fp8/gradient/sqnr"] < 50
+    names = vanilla(llama(), tmp_path / "vanilla")
+    assert saved(tmp_path / "run" / "checkpoint-2") == names
+    run.save_model(str(tmp_path / "final"))
+    assert saved(tmp_path / "final") == names
+    kept = json.loads((tmp_path / "run" / "checkpoint-2" / "trainer_state.json").read_text())
+    assert kept["log_history"][0]["fp8/matmuls"] == 21
+
+
+def test_a_run_that_resumes_goes_on_in_its_phase(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Warm-up ends after step 1: what resumes at step 1 is in FP8 at once, and its second loss is that of an unbroken run.
+    A second `train` of the same Trainer begins at step 0, and compiles nothing again."""
+    from transformers import TrainerCallback
+
+    class Phases(TrainerCallback):
+        def __init__(self) -> None:
+            self.seen: list[int] = []
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+            self.seen.append(fp8compile.runtime.phases.steps_of(model))
+
+    def fresh(phases: Phases) -> Any:
+        torch._dynamo.reset()
+        run = trainer(tmp_path, callback(recipe="tensorwise", schedule={"warmup_steps": 1}), model=llama())
+        run.add_callback(phases)
+        return run
+
+    whole, again = Phases(), Phases()
+    run = fresh(whole)
+    run.train()
+    assert whole.seen == [0, 1]
+    expected = logged(run)[1]["loss"]
+    run = fresh(again)
+    run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert again.seen == [1] and logged(run)[-1]["loss"] == pytest.approx(expected, abs=1e-6)
+    graphs = len(fp8compile.report(run.model).graphs)
+    run.train()
+    assert again.seen == [1, 0, 1] and len(fp8compile.report(run.model).graphs) == graphs
+    assert "compiled already" not in caplog.text
+
+
+def test_by_the_name_of_a_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TrainingArguments(torch_compile_backend="fp8"), with the policy of the environment, and a callback that only logs."""
+    monkeypatch.setenv("FP8COMPILE_POLICY", str(policy := tmp_path / "policy.toml"))
+    policy.write_text('[defaults]\nrecipe = "tensorwise"\n[[rules]]\nmodule = "model.layers.0.self_attn.*"\nfp8 = "off"\n')
+    run = trainer(tmp_path / "run", callback(measure_every=2), torch_compile_backend="fp8")
+    run.train()
+    report = fp8compile.report(run.model)
+    assert in_fp8(run.model) == {name for name in LINEARS if "mlp" in name}
+    assert {m.recipe for m in report.matmuls if m.decision == FP8} == {"tensorwise"}
+    assert logged(run)[0]["fp8/matmuls"] == 9 and 20 < logged(run)[1]["fp8/weight/sqnr"] < 50
+    assert saved(tmp_path / "run" / "checkpoint-2") == vanilla(llama(), tmp_path / "vanilla")
+
+
+def test_what_trainer_compiles_with_and_the_options_agree(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="'torch_compile_backend' must be 'fp8', or left out"):
+        trainer(tmp_path, callback(), torch_compile=True).train()
+    with pytest.raises(OptionError, match=r"'torch_compile_backend' must be left out if FP8Callback has options \(recipe\)"):
+        trainer(tmp_path, callback(recipe="rowwise"), torch_compile_backend="fp8").train()
+    with pytest.raises(ValueError, match="not a valid DynamoBackend"):
+        trainer(tmp_path, torch_compile_backend="fp9").train()
+
+
+def test_a_model_that_is_compiled_stays_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = llama()
+    model.compile(backend="fp8", options={"recipe": "tensorwise"})
+    with caplog.at_level(logging.WARNING, "fp8compile"):
+        run = trainer(tmp_path, callback(recipe="rowwise"), model, max_steps=1)
+        run.train()
+    assert {m.recipe for m in fp8compile.report(model).matmuls if m.decision == FP8} == {"tensorwise"}
+    assert "LlamaForCausalLM is compiled already and stays so; without effect: recipe" in caplog.text
+    assert logged(run)[0]["fp8/matmuls"] == 21
+
+
+def test_nothing_in_fp8_is_one_line_and_with_strict_an_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    nothing = {"rules": [{"fp8": "off"}]}
+    with caplog.at_level(logging.WARNING, "fp8compile"):
+        trainer(tmp_path, callback(nothing)).train()
+    (line,) = [record.getMessage() for record in caplog.records if "FP8Callback" in record.getMessage()]
+    assert line.startswith("fp8: FP8Callback: nothing of LlamaForCausalLM became FP8: ") and "\n" not in line
+    torch._dynamo.reset()
+    with pytest.raises(StrictError, match="FP8Callback: nothing of LlamaForCausalLM became FP8"):
+        model = llama()
+        model.compile(backend="eager")
+        trainer(tmp_path, callback(strict=True), model).train()
+
+
+def test_bad_input_is_found_before_training(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="unknown fp8 option 'recpie'.*Did you mean 'recipe'"):
+        callback(recpie="delayed")
+    with pytest.raises(OptionError, match="missing.toml"):
+        callback(policy=str(tmp_path / "missing.toml"))
+    with pytest.raises(OptionError, match="Did you mean 'warmup_steps'"):
+        callback(schedule={"warmup": 3})
+    with pytest.raises(OptionError, match="'schedule' must be a dict such as"):
+        callback(schedule=200)
+    with pytest.raises(OptionError, match="'measure_every' must be an integer >= 1; got 0"):
+        callback(measure_every=0)
+
+
+def test_trl(tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    data = Dataset.from_list([{"input_ids": row["input_ids"]} for row in examples()])
+    args = SFTConfig(**training_arguments(tmp_path / "run", max_length=64, bf16=False))
+    run = SFTTrainer(llama(), args=args, train_dataset=data, processing_class=tokenizer(), callbacks=[callback()])
+    run.train()
+    assert in_fp8(run.model) == LINEARS
+    first, second = logged(run)
+    assert first.keys() & STATE == STATE and first["loss"] != second["loss"]
+    assert saved(tmp_path / "run" / "checkpoint-2") == vanilla(llama(), tmp_path / "vanilla")
+
+
+def test_peft(tmp_path: Path) -> None:
+    """The frozen layers have no wgrad. Adapters of rank 8 stay in high precision, and are all that is saved."""
+    peft = pytest.importorskip("peft")
+    from safetensors.torch import load_file
+
+    def adapted() -> Any:
+        return peft.get_peft_model(llama(), peft.LoraConfig(r=8, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM"))
+
+    run = trainer(tmp_path / "run", callback(), adapted())
+    run.train()
+    report = fp8compile.report(run.model)
+    found = {(m.fqn, m.gemm) for m in report.matmuls if m.decision == FP8}
+    assert {gemm for _, gemm in found} == {"fprop", "dgrad"} and not any("lora" in name for name, _ in found)
+    names = {name for name, gemm in found if gemm == "fprop"}
+    assert {name.removeprefix("base_model.model.").removesuffix(".base_layer") for name in names} == LINEARS
+    assert logged(run)[0].keys() >= {"fp8/share", "fp8/matmuls"}
+    adapted().save_pretrained(tmp_path / "vanilla")
+    ours, theirs = tmp_path / "run" / "checkpoint-2", tmp_path / "vanilla"
+    both = [sorted(load_file(folder / "adapter_model.safetensors")) for folder in (ours, theirs)]
+    assert both[0] == both[1]
