@@ -20,6 +20,7 @@ from ...ir.inputs import readable_module
 from ..placeholders import placeholder_callable
 from . import traffic
 from .device import CUDA
+from .machine_code import attached
 from .step import BLOCKS, FAST, PRECISE, Attention, Graph, Launch, MatmulLaunch, TensorLayout
 
 Boxed = Callable[[list[Any]], Any]
@@ -227,6 +228,7 @@ def record(graphs: list[Graph]) -> contextlib.AbstractContextManager[None]:
     def load(lowering: Any, code: str) -> Boxed:
         reader = _Reader(lowering)
         kernels = [k for node in lowering.scheduler.nodes if (k := reader.launch(node)) is not None]
+        kernels = attached(kernels, code)
         graph = lowering.module.graph
         targets = Counter(str(n.target) for n in graph.nodes if n.op == "call_function")
         names = [n.name for n in graph.nodes if n.op == "placeholder"]
