@@ -37,8 +37,8 @@ _PROCESS = contextlib.ExitStack()  # its contexts stay open until the process en
 
 @dataclass(frozen=True)
 class Arm:
-    """`prepare` may replace modules of the model. `how` is the arguments of Module.compile (None: eager). `around` makes a context
-    for each forward. `kind` is "bf16", "eager", "torchao", "te" (TransformerEngine) or "fp8"."""
+    """`prepare` may replace modules of the model. `how` is the arguments of Module.compile (None: eager). `around` makes a
+    context for each forward. `kind` is "bf16", "eager", "torchao", "te" (TransformerEngine) or "fp8"."""
 
     name: str
     kind: str

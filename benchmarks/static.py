@@ -4,9 +4,9 @@ Nothing is executed and nothing is measured. The figures compare compilations of
 schedule has them (each buffer once per kernel), matmul FLOPs by dtype, bytes kept for backward, and a roofline time, in which
 every kernel takes the longer of its bytes and its FLOPs, plus a launch (`dryrun.roofline`). Matmuls count in waves of tiles.
 With `--instructions`, generated kernels also count by the instructions of their machine code (`dryrun.issue`), in figures of
-their own. The optimizer of the benchmark counts by its bytes, the same for every arm. Autotuning is ignored. With gradient accumulation,
-the graphs of a micro-batch count as often as it runs. A graph without a matmul (casts of weights that are kept, with
-`cache_weights`) and the optimizer count once.
+their own. The optimizer of the benchmark counts by its bytes, the same for every arm. Autotuning is ignored. With gradient
+accumulation, the graphs of a micro-batch count as often as it runs. A graph without a matmul (casts of weights that are kept,
+with `cache_weights`) and the optimizer count once.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def launches(step: Any, accumulate: int = 1) -> list[Any]:
 
 
 def by_instructions(kernels: list[Any]) -> dict[str, float]:
-    """Totals of the kernels whose machine code was made, by their instructions. `SUSTAINED` is a part of the highest issue rate,
-    to see what depends on it."""
+    """Totals of the generated kernels, by their instructions. `longer_ms`: by how much they take longer than by their bytes,
+    also at a part of the highest issue rate (`SUSTAINED`), to see what depends on it."""
     made = dict.fromkeys(("count.generated", "count.counted", "count.issue_bound", "issue_ms", "bytes_ms"), 0.0)
     longer = {share: 0.0 for share in (1.0, SUSTAINED)}
     for kernel in kernels:

@@ -1,4 +1,4 @@
-"""TransformerEngine's arms: linears of a model become TransformerEngine's, and its forward runs in TransformerEngine's autocast.
+"""TransformerEngine's arms: linears of a model become TransformerEngine's, and a forward runs in TransformerEngine's autocast.
 
 TransformerEngine has no graph: its modules call kernels of its own. So `torch.compile` breaks the graph at each of them and
 compiles what is between them. The names were read in TransformerEngine 1.x and 2.x:
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-# A LayerNorm whose output goes to one linear and nowhere else, by their names in a block: those of examples/train_gpt.py
+# A LayerNorm whose output goes to one linear and nowhere else, by their names in a block (examples/train_gpt.py)
 FUSED = {"attn_norm": "attn.qkv", "mlp_norm": "mlp.up"}
 
 
@@ -25,17 +25,18 @@ def _module(name: str) -> Any:
     try:
         return importlib.import_module(f"transformer_engine.{name}")
     except ImportError as error:
-        raise RuntimeError(f"TransformerEngine cannot be imported ({error}): pip install 'transformer_engine[pytorch]'") from None
+        why = f"TransformerEngine cannot be imported ({error}): pip install 'transformer_engine[pytorch]'"
+        raise RuntimeError(why) from None
 
 
 def prepare(heads: tuple[str, ...]) -> Callable[[nn.Module], None]:
-    """Replace linears by TransformerEngine's, with the same values: all but `heads` and those with a size that is no multiple of
-    16. A LayerNorm before a single linear is replaced with it."""
+    """Replace linears by TransformerEngine's, with the same values: all but `heads` and those with a size that is no multiple
+    of 16. A LayerNorm before a single linear is replaced with it."""
 
     def replace(model: nn.Module) -> None:
         te = _module("pytorch")
         modules = dict(model.named_modules())
-        for name, module in modules.items():
+        for name in modules:
             for norm_name, linear_name in FUSED.items():
                 norm, linear = (modules.get(f"{name}.{x}" if name else x) for x in (norm_name, linear_name))
                 if isinstance(norm, nn.LayerNorm) and _fits(linear):
@@ -49,8 +50,8 @@ def prepare(heads: tuple[str, ...]) -> Callable[[nn.Module], None]:
 
 
 def autocast(recipe: str) -> Callable[[], contextlib.AbstractContextManager[Any]]:
-    """The context of a forward, by the name of a recipe: "DelayedScaling" or "Float8CurrentScaling". E4M3 in forward and E5M2 in
-    backward."""
+    """The context of a forward, by the name of a recipe: "DelayedScaling" or "Float8CurrentScaling". E4M3 in forward and E5M2
+    in backward."""
 
     def context() -> contextlib.AbstractContextManager[Any]:
         te, recipes = _module("pytorch"), _module("common.recipe")

@@ -66,8 +66,8 @@ def estimate(
     the default). `waves`: matmuls take whole waves of tiles; False counts their FLOPs at the device's full rate. `optimizer` is
     how many bytes the optimizer moves for each parameter in a step: 14 for AdamW on bf16 parameters, 28 on float32; 0 leaves it
     out. `instructions`: a generated kernel takes the longer of its bytes and its instructions (`issue`), which are counted in
-    machine code: a second or two for each kernel. `extrapolate`, for deep models, compiles with one and with two of the model's repeated blocks and extrapolates to all
-    of them.
+    machine code: a second or two for each kernel. `extrapolate`, for deep models, compiles with one and with two of the model's
+    repeated blocks and extrapolates to all of them.
 
     `mesh`, such as {"dp": 8, "tp": 2}, adds what the GPUs send each other: bytes and time of the collectives of `dp`, "fsdp"
     (FSDP2) or "ddp", and of tensor parallelism. The model and its inputs are then those of one data-parallel rank. The
@@ -144,8 +144,10 @@ def estimate(
         divided = list(pairs(decided.graphs)) if wanted.tp > 1 else []
         check_divisible(divided, wanted.tp)
         kernels = divided_kernels(bf16, divided, wanted.tp), divided_kernels(fp8, divided, wanted.tp)
-        narrow = autocast or torch.is_autocast_enabled("cpu") or any(
-            p.itemsize < 4 for module in modules for p in module.parameters() if p.is_floating_point()
+        narrow = (
+            autocast
+            or torch.is_autocast_enabled("cpu")
+            or any(p.itemsize < 4 for module in modules for p in module.parameters() if p.is_floating_point())
         )
         sent = communication(modules, decided.graphs, divided, wanted, found, links, dp, kernels, 2 if narrow else 4)
     rate = roofline.attention_rate(found) if attention is None else roofline.AttentionRate("given", attention)
@@ -215,9 +217,9 @@ class _Compiler:
 
 def _counted(bf16: Cost, fp8: Cost) -> str:
     """A note about the instructions that were counted."""
-    said = f"generated kernels limited by their instructions, not by their bytes: {bf16.issue_bound:.0f} / {fp8.issue_bound:.0f}"
-    unknown = bf16.uncounted, fp8.uncounted
-    return said + (f"; not counted: {unknown[0]:.0f} / {unknown[1]:.0f}" if any(unknown) else "")
+    bound, unknown = (bf16.issue_bound, fp8.issue_bound), (bf16.uncounted, fp8.uncounted)
+    said = f"generated kernels limited by their instructions, not by their bytes: {bound[0]:.0f} in bf16, {bound[1]:.0f} in FP8"
+    return said + (f"; not counted: {unknown[0]:.0f} and {unknown[1]:.0f}" if any(unknown) else "")
 
 
 def _described(device: Device) -> Gpu:

@@ -19,8 +19,8 @@ FLOPs, forward and backward, count at a share of the bf16 matmul rate. The share
     Ada, consumer Blackwell  FlashAttention-2; as on the A100, because they share its instructions (assumed)
     others  FlashAttention-2; 0.44, as on the H100 (assumed)
 
-**Generated kernels** are limited by their bytes. With `instructions=True` they take the longer of their bytes and of the time to
-issue their instructions, which are counted in their machine code (`issue`).
+**Generated kernels** are limited by their bytes. With `instructions=True` they take the longer of their bytes and of the time
+to issue their instructions, which are counted in their machine code (`issue`).
 
 Every other kernel is assumed to be limited by its bytes. This includes convolutions, so it is wrong for convolutional networks.
 """

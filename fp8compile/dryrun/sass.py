@@ -1,14 +1,15 @@
-"""How many instructions does a thread of a kernel execute? Follows the machine code of an NVIDIA GPU, as `nvdisasm -c` prints it.
+"""How many instructions does a thread of a kernel execute? Follows NVIDIA's machine code, as `nvdisasm -c` prints it.
 
     executed(text)      Counter({"FMUL": 64, "MUFU": 16, "LDG": 4, ...}), or None if a loop's end is not known
 
 ptxas unrolls loops as it likes, so trips of a loop of the source say little about the machine code. The code is therefore
 walked from its entry to its end, as one thread of the first program would. Only what decides about branches is computed:
-integers and predicates that follow from numbers in the code. All else is unknown: what is loaded, arguments, the thread's index.
+integers and predicates that follow from numbers in the code. All else is unknown: what is loaded, arguments, the index of the
+thread.
 
 * A branch backwards whose condition is unknown is a loop of unknown length: there is no count.
-* A branch forwards whose condition is unknown is not taken, so that what it would skip counts. It is taken if it skips a call
-  and nothing else of weight: those are slow paths, such as an exact division of a denormal number. A call counts as one.
+* A branch forwards whose condition is unknown is not taken, so that what it would skip counts. It is taken if it skips a call:
+  calls are slow paths, such as that of an exact division by a denormal number.
 * An instruction whose predicate is false is issued and counts, as on the device. NOPs do not count.
 """
 
@@ -190,7 +191,8 @@ class _Thread:
         if name == "CS2R" and operands[1] == "SRZ":
             return dict.fromkeys(_written(now), 0)
         if name == "IMAD" and len(values) >= 3 and not {"WIDE", "HI"} & {*now.modifiers}:
-            return {operands[0]: _product(*values[:3], self._carry(now))}
+            a, b, c = values[:3]
+            return {operands[0]: _product(a, b, c, self._carry(now))}
         if name == "SHF" and now.modifiers == ("L", "U32") and None not in values[:2]:
             return {operands[0]: (int(values[0] or 0) << int(values[1] or 0)) & _MASK}
         if name in ("VIMNMX", "IMNMX", "SEL") and None not in values[:2]:

@@ -618,7 +618,7 @@ def test_device_script_measures_kernels_first(tmp_path):
     command = ["bash", str(ROOT / "benchmarks" / "device.sh"), "kernels"]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    _, first, *rest = [line for line in asked.read_text().splitlines() if line]
+    _, _, first, *rest = [line for line in asked.read_text().splitlines() if line]
     assert first.startswith("-m benchmarks.kernels --json ") and first.endswith("--budget 150 --device cpu --size tiny")
     assert [line.split()[3] for line in rest if "benchmarks.train" in line] == ["linear", "linear:grid=6"]
     _, at_most, left = re.search(r"benchmarks\.kernels (.*)\(at most (\d+) s, (\d+) s left\)", done.stdout).groups()

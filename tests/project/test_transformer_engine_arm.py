@@ -27,7 +27,7 @@ STUB = ROOT / "tests" / "support" / "transformer_engine_stub"
 def te(monkeypatch):
     """The stub, as if it were installed."""
     monkeypatch.syspath_prepend(str(STUB))
-    names = ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.common", "transformer_engine.common.recipe")
+    names = [f"transformer_engine{part}" for part in ("", ".pytorch", ".common", ".common.recipe")]
     for name in names:
         monkeypatch.delitem(sys.modules, name, raising=False)
     import transformer_engine.pytorch as module
@@ -43,8 +43,9 @@ def task(name: str) -> Task:
 
 
 def kinds(model: nn.Module) -> dict[str, str]:
-    found = (nn.Linear, nn.LayerNorm)
-    return {n: type(m).__name__ for n, m in model.named_modules() if isinstance(m, found) or "transformer_engine" in type(m).__module__}
+    theirs = {n: type(m) for n, m in model.named_modules() if "transformer_engine" in type(m).__module__}
+    ours = {n: type(m) for n, m in model.named_modules() if isinstance(m, (nn.Linear, nn.LayerNorm))}
+    return {name: kind.__name__ for name, kind in {**ours, **theirs}.items()}
 
 
 def prepared(name: str) -> Task:
@@ -105,14 +106,18 @@ def test_a_forward_runs_with_the_recipe(te, arm):
 
 def test_older_versions_have_another_context(te, monkeypatch):
     asked = []
-    monkeypatch.setattr(te, "fp8_autocast", lambda enabled=True, calibrating=False, fp8_recipe=None: asked.append(fp8_recipe), raising=False)
+
+    def fp8_autocast(enabled=True, calibrating=False, fp8_recipe=None, fp8_group=None):
+        asked.append(fp8_recipe)
+
+    monkeypatch.setattr(te, "fp8_autocast", fp8_autocast, raising=False)
     monkeypatch.delattr(te, "autocast")
     transformer_engine.autocast("DelayedScaling")()
     assert type(asked[0]).__name__ == "DelayedScaling"
 
 
 def run(tmp_path: Path, **environment: str) -> dict:
-    flags = "--case llama-8b-layers --arms te-delayed --rounds 1 --steps 1 --warmup 1 --device cpu --interpreted --no-warm-compile"
+    flags = "--case llama-8b-layers --arms te-delayed --rounds 1 --steps 1 --warmup 1 --device cpu --interpreted"
     command = [sys.executable, "-m", "benchmarks.train", *flags.split(), "--json", str(tmp_path / "made.json")]
     env = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)

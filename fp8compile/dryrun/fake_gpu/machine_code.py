@@ -3,9 +3,9 @@
     calls(code)                the launches of Triton kernels in a graph's code, in order, with the numbers they pass
     work(call, capability)     the programs, warps and instructions of a launch, or None
 
-Inductor's kernels and those of others are treated alike: the source is loaded as Inductor loads it, and the function is compiled
-with the types, constants and options that Inductor's autotuner would give it, in the first of its configurations. `ptxas` and
-`nvdisasm` come with Triton.
+Inductor's kernels and those of others are treated alike: the source is loaded as Inductor loads it, and the function is
+compiled with the types, constants and options that Inductor's autotuner would give it, in the first of its configurations.
+`ptxas` and `nvdisasm` come with Triton.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _number(node: ast.AST) -> int | None:
 
 
 def work(call: Call, capability: tuple[int, int]) -> Work | None:
-    """What a launch executes. None if it is not known: a grid or a loop whose size is not in the code, as with dynamic sizes."""
+    """What a launch executes. None if it is not known: a grid or a loop whose size is not in the code (dynamic sizes)."""
     programs = _programs(call)
     counts = _executed(call.source, 10 * capability[0] + capability[1]) if programs is not None else None
     if programs is None or counts is None:
