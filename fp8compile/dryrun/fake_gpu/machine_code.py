@@ -11,6 +11,7 @@ compiled with the types, constants and options that Inductor's autotuner would g
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import functools
 import importlib
@@ -153,11 +154,30 @@ def disassembled(cubin: bytes) -> str:
         return subprocess.run([_path("nvdisasm"), "-ndf", "-c", file.name], check=True, capture_output=True, text=True).stdout
 
 
-def attached(kernels: list[Launch], code: str) -> list[Launch]:
-    """The launches of a graph with their calls. As they were if the code has more or fewer calls than generated kernels."""
-    generated, made = [kernel.origin in ("triton", "user") for kernel in kernels], calls(code)
-    if sum(generated) != len(made):
+@contextlib.contextmanager
+def callers() -> Iterator[list[str]]:
+    """Notes the names of the scheduler's nodes that launch a generated kernel, in the order of the code. A node may launch none:
+    Inductor adds up what some reductions leave by ATen."""
+    from torch._inductor.codegen.wrapper import PythonWrapperCodegen
+    from torch._inductor.virtualized import V
+
+    names: list[str] = []
+    generate = PythonWrapperCodegen.generate_kernel_call
+
+    def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        node = V.graph.scheduler.current_node
+        names.append(node.get_name() if node is not None else "")
+        return generate(self, *args, **kwargs)
+
+    with mock.patch.object(PythonWrapperCodegen, "generate_kernel_call", noted):
+        yield names
+
+
+def attached(kernels: list[Launch], code: str, names: list[str]) -> list[Launch]:
+    """The launches of a graph with their calls. `names`: the nodes of these calls (`callers`), which have the names of the
+    launches. A launch without a call, or with several, stays as it is."""
+    made = calls(code)
+    if len(made) != len(names):
         return kernels
-    following = iter(made)
-    pairs = zip(kernels, generated, strict=True)
-    return [dataclasses.replace(kernel, call=next(following)) if here else kernel for kernel, here in pairs]
+    by_name = {name: call for name, call in zip(names, made, strict=True) if names.count(name) == 1}
+    return [dataclasses.replace(kernel, call=by_name.get(kernel.name)) for kernel in kernels]
