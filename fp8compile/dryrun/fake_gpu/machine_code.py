@@ -156,8 +156,8 @@ def disassembled(cubin: bytes) -> str:
 
 @contextlib.contextmanager
 def callers() -> Iterator[list[str]]:
-    """Notes the names of the scheduler's nodes that launch a generated kernel, in the order of the code. A node may launch none:
-    Inductor adds up what some reductions leave by ATen."""
+    """Notes the names of the scheduler's nodes that launch a generated kernel, in the order of the code. A node may launch
+    none: what some reductions leave is added up by ATen."""
     from torch._inductor.codegen.wrapper import PythonWrapperCodegen
     from torch._inductor.virtualized import V
 
