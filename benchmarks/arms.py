@@ -20,6 +20,8 @@ from torch import nn
 
 from fp8compile.config.policy import Policy, Rule
 
+from . import transformer_engine
+
 # FP8 wherever the default policy allows it, without the cost model: the cost model is compared with this policy
 ALL = Policy(
     rules=(
@@ -35,13 +37,14 @@ _PROCESS = contextlib.ExitStack()  # its contexts stay open until the process en
 
 @dataclass(frozen=True)
 class Arm:
-    """`prepare` may replace modules of the model. `how` is the arguments of Module.compile (None: eager). `kind` is "bf16",
-    "eager", "torchao" or "fp8"."""
+    """`prepare` may replace modules of the model. `how` is the arguments of Module.compile (None: eager). `around` makes a
+    context for each forward. `kind` is "bf16", "eager", "torchao", "te" (TransformerEngine) or "fp8"."""
 
     name: str
     kind: str
     how: Mapping[str, Any] | None = field(default_factory=dict)
     prepare: Callable[[nn.Module], None] = lambda model: None
+    around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
 
     @property
     def autotunes(self) -> bool:
@@ -82,6 +85,9 @@ def torchao_experts(model: nn.Module) -> None:
     quantize_(model, config=Float8TrainingOpConfig(pad_token_groups_for_grouped_mm=False), filter_fn=stacks)
 
 
+te = transformer_engine.prepare(HEADS)
+
+
 def fp8(recipe: str, **options: Any) -> dict[str, Any]:
     return {"backend": "fp8", "options": {"recipe": recipe, **options}}
 
@@ -97,6 +103,9 @@ ARMS = {
         Arm("torchao-tensorwise-auto", "torchao", prepare=torchao("tensorwise", auto=True)),
         Arm("torchao-rowwise-auto", "torchao", prepare=torchao("rowwise", auto=True)),
         Arm("torchao-experts", "torchao", prepare=torchao_experts),
+        Arm("te-delayed", "te", prepare=te, around=transformer_engine.autocast("DelayedScaling")),
+        Arm("te-current", "te", prepare=te, around=transformer_engine.autocast("Float8CurrentScaling")),
+        Arm("eager-te-delayed", "te", None, prepare=te, around=transformer_engine.autocast("DelayedScaling")),
         Arm("fp8-delayed", "fp8", fp8("delayed")),
         Arm("fp8-tensorwise", "fp8", fp8("tensorwise")),
         Arm("fp8-delayed-save", "fp8", fp8("delayed", save="fp8")),

@@ -82,7 +82,7 @@ if sys.argv[1] == "cuda":
     print(f"{p.name}, capability {p.major}.{p.minor}, {p.total_memory / 1e9:.0f} GB")
     if (p.major, p.minor) < (8, 9):
         sys.exit("FP8 matmuls need capability 8.9")
-for name in ("tqdm", "tabulate", "matplotlib", "torchao", "pytest"):
+for name in ("tqdm", "tabulate", "matplotlib", "torchao", "transformer_engine.pytorch", "pytest"):
     try:
         __import__(name)
     except Exception as error:
@@ -98,6 +98,8 @@ fi
 bf16=bf16
 fp8=fp8-delayed,fp8-tensorwise
 peers=torchao-tensorwise,torchao-rowwise
+te=
+"$python" -c "import transformer_engine.pytorch" >/dev/null 2>&1 && te=,te-delayed,te-current
 case $suite in
 first)
     # what decides about the cost model and the plan, in this order
@@ -120,17 +122,17 @@ kernels)
     bench 340 linear:grid=6 "eager-bf16,fp8-delayed" --rounds 1 --steps 10
     ;;
 layers)
-    bench 160 llama-8b-layers "eager-bf16,$bf16,$fp8,$peers" --rounds 3 --steps 8
-    bench 130 llama-8b-layers:seq=2048 "$bf16,$fp8,$peers" --rounds 3 --steps 16
+    bench 160 llama-8b-layers "eager-bf16,$bf16,$fp8,$peers$te" --rounds 3 --steps 8
+    bench 130 llama-8b-layers:seq=2048 "$bf16,$fp8,$peers$te" --rounds 3 --steps 16
     bench 90 llama-8b-layers:ckpt=1 "$bf16,$fp8,torchao-tensorwise" --rounds 2 --steps 8
     bench 90 llama-8b-layers:accum=8 "$bf16,$fp8,torchao-tensorwise" --rounds 2 --steps 2
     ;;
 gpt2)
-    bench 330 gpt2-124m "eager-bf16,$bf16,$fp8,$peers" --rounds 4 --steps 8
+    bench 330 gpt2-124m "eager-bf16,$bf16,$fp8,$peers$te" --rounds 4 --steps 8
     bench 140 gpt2-124m "$bf16,bf16-max-autotune" --rounds 3 --steps 8
     ;;
 models)
-    bench 110 ffn-half "$bf16,fp8-delayed,torchao-tensorwise" --rounds 2 --steps 4 --warmup 2
+    bench 110 ffn-half "$bf16,fp8-delayed,torchao-tensorwise$te" --rounds 2 --steps 4 --warmup 2
     bench 110 llama-1b "$bf16,$fp8,torchao-tensorwise" --rounds 2 --steps 5 --warmup 2
     bench 130 llama-3b "$bf16,fp8-delayed,torchao-tensorwise" --rounds 2 --steps 4 --warmup 2
     bench 110 dit "$bf16,$fp8,torchao-tensorwise" --rounds 3 --steps 8
@@ -138,7 +140,7 @@ models)
 loss)
     steps=60
     [[ $device == cpu ]] && steps=5
-    bench 450 loss "$bf16,$fp8,torchao-tensorwise" --rounds 10 --steps $steps
+    bench 450 loss "$bf16,$fp8,torchao-tensorwise${te:+,te-delayed}" --rounds 10 --steps $steps
     ;;
 tests)
     # not pyproject.toml's settings: they ask for plugins that the machine may not have

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,11 +30,12 @@ class Marks:
 
 
 class Runner:
-    """Trains `task` step by step. The arm has already prepared its model (`Module.compile`)."""
+    """Trains `task` step by step. The arm has already prepared its model (`Module.compile`). `around` makes a context for each
+    forward."""
 
-    def __init__(self, task: Task):
+    def __init__(self, task: Task, around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext):
         self.task, self.point, self.device = task, task.point, task.device
-        self.cuda = task.device == "cuda"
+        self.cuda, self.around = task.device == "cuda", around
         self.losses: list[Tensor] = []
         self.steps = 0
         self.parameters = list(task.model.parameters())
@@ -60,7 +62,7 @@ class Runner:
             torch.compiler.cudagraph_mark_step_begin()
             forward = self.mark()
             autocast = torch.autocast(self.device, torch.bfloat16) if self.point.autocast else contextlib.nullcontext()
-            with autocast:
+            with autocast, self.around():
                 out = self.task.model(*batch)
             backward = self.mark()
             out.backward(self.task.grad)
@@ -104,7 +106,8 @@ class Runner:
         }
         self.losses.clear()
         if self.point.validate is not None:
-            result["validation"] = [self.steps, self.point.validate(self.task.model, self.device)]
+            with self.around():
+                result["validation"] = [self.steps, self.point.validate(self.task.model, self.device)]
         if self.cuda:  # release memory that this arm does not hold, for the other arms
             torch.cuda.empty_cache()
             result["idle"] = torch.cuda.memory_reserved()

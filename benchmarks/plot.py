@@ -177,7 +177,7 @@ def draw(found: list[Result], out: Path) -> list[Path]:
     """Draw all pictures for the last result of each case. Returns their paths."""
     out.mkdir(parents=True, exist_ok=True)
     made: list[Path] = []
-    newest = [r for r in results.latest(found) if r["case"] != "kernels"]
+    newest = [r for r in results.latest(found) if r["case"] != "kernels" and not results.counted(r)]
     for device in dict.fromkeys(r["device"]["name"] for r in newest):
         here = [r for r in newest if r["device"]["name"] == device]
         name = slug(device)

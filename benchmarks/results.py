@@ -139,8 +139,13 @@ def read(paths: Iterable[Path]) -> list[dict[str, Any]]:
     return sorted(found, key=lambda result: result["date"])
 
 
+def counted(result: Mapping[str, Any]) -> bool:
+    """Whether an estimate counted the instructions of generated kernels."""
+    return bool(result["settings"].get("instructions"))
+
+
 def latest(results: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The last result of each case, size and device, in the order of the cases."""
-    newest = {(r["device"]["name"], r["static"], r["size"], r["name"]): r for r in results}
+    """The last result of each case, size and device, in the order of the cases; estimates with instructions are apart."""
+    newest = {(r["device"]["name"], r["static"], r["size"], r["name"], counted(r)): r for r in results}
     order = list(CASES)
     return sorted(newest.values(), key=lambda r: (order.index(r["case"]) if r["case"] in order else len(order), r["name"]))

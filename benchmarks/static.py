@@ -3,9 +3,10 @@
 Nothing is executed and nothing is measured. The figures compare compilations of one model: kernels, bytes as Inductor's
 schedule has them (each buffer once per kernel), matmul FLOPs by dtype, bytes kept for backward, and a roofline time, in which
 every kernel takes the longer of its bytes and its FLOPs, plus a launch (`dryrun.roofline`). Matmuls count in waves of tiles.
-The optimizer of the benchmark counts by its bytes, the same for every arm. Autotuning is ignored. With gradient accumulation,
-the graphs of a micro-batch count as often as it runs. A graph without a matmul (casts of weights that are kept, with
-`cache_weights`) and the optimizer count once.
+With `--instructions`, generated kernels also count by the instructions of their machine code (`dryrun.issue`), in figures of
+their own. The optimizer of the benchmark counts by its bytes, the same for every arm. Autotuning is ignored. With gradient
+accumulation, the graphs of a micro-batch count as often as it runs. A graph without a matmul (casts of weights that are kept,
+with `cache_weights`) and the optimizer count once.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ import torch
 from torch import nn
 
 from fp8compile.devices import catalog
-from fp8compile.dryrun import fake_gpu, roofline
+from fp8compile.dryrun import fake_gpu, issue, roofline
 
 from . import arms
 from .cases.base import Point, Static
 from .models import unallocated
 
 H200 = catalog.find("h200")
+SUSTAINED = 0.75  # of the highest issue rate: a guess, for comparison only
 DEVICE = f"described {H200.name}"
 
 
@@ -55,9 +57,30 @@ def launches(step: Any, accumulate: int = 1) -> list[Any]:
     return found
 
 
-def figures(step: Any, optimizer: float = 0.0, accumulate: int = 1) -> dict[str, float]:
+def by_instructions(kernels: list[Any]) -> dict[str, float]:
+    """Totals of the generated kernels, by their instructions. `longer_ms`: by how much they take longer than by their bytes,
+    also at a part of the highest issue rate (`SUSTAINED`), to see what depends on it."""
+    made = dict.fromkeys(("count.generated", "count.counted", "count.issue_bound", "issue_ms", "bytes_ms"), 0.0)
+    longer = {share: 0.0 for share in (1.0, SUSTAINED)}
+    for kernel in kernels:
+        if kernel.origin not in ("triton", "user"):
+            continue
+        made["count.generated"] += 1
+        took, moving = issue.seconds(kernel, H200), kernel.bytes / H200.bandwidth
+        if took is None:
+            continue
+        made["count.counted"] += 1
+        made["count.issue_bound"] += took > moving
+        made["issue_ms"] += 1e3 * took
+        made["bytes_ms"] += 1e3 * moving
+        for share in longer:
+            longer[share] += 1e3 * max(0.0, took / share - moving)
+    return {**made, "longer_ms": longer[1.0], "longer_ms_sustained": longer[SUSTAINED]}
+
+
+def figures(step: Any, optimizer: float = 0.0, accumulate: int = 1, instructions: bool = False) -> dict[str, float]:
     """Totals of a described step, as a flat dict. All of them add up over layers. `optimizer`: the bytes that it moves, which
-    count in `roofline_ms` and `optimizer_ms` only."""
+    count in `roofline_ms` and `optimizer_ms` only. `instructions`: also those of `by_instructions`."""
     kernels = launches(step, accumulate)
     outside = [k for k in kernels if k.matmul is None]
     after = 1e3 * optimizer / H200.bandwidth
@@ -76,10 +99,12 @@ def figures(step: Any, optimizer: float = 0.0, accumulate: int = 1) -> dict[str,
             made[f"{name}.{kind(k)}"] = made.get(f"{name}.{kind(k)}", 0) + amount
     for dtype, flops in step.flops.items():
         made[f"tflop.{dtype}"] = accumulate * flops / 1e12
+    if instructions:
+        made |= by_instructions(kernels)
     return made
 
 
-def compile_point(point: Point, arm: arms.Arm) -> dict[str, float]:
+def compile_point(point: Point, arm: arms.Arm, instructions: bool = False) -> dict[str, float]:
     """Compile one training step of `point` the way `arm` does. RuntimeError if nothing was compiled."""
     model = unallocated(point.build, point.dtype)
     arms.apply(arm, model, arms.settings(arm, 1, interpreted=False), each=False)
@@ -94,7 +119,7 @@ def compile_point(point: Point, arm: arms.Arm) -> dict[str, float]:
     found = fake_gpu.trace(step, H200.gpu)
     if not found.kernels:
         raise RuntimeError("nothing was compiled")
-    return figures(found, optimizer_bytes(model) if point.optimizer else 0.0, point.accumulate)
+    return figures(found, optimizer_bytes(model) if point.optimizer else 0.0, point.accumulate, instructions)
 
 
 def extrapolated(one: Mapping[str, float], two: Mapping[str, float], layers: int) -> dict[str, float]:
@@ -102,18 +127,20 @@ def extrapolated(one: Mapping[str, float], two: Mapping[str, float], layers: int
     return {k: one.get(k, 0) + (layers - 1) * (two.get(k, 0) - one.get(k, 0)) for k in {**one, **two}}
 
 
-def estimate(static: Static, arm: arms.Arm) -> dict[str, Any]:
+def estimate(static: Static, arm: arms.Arm, instructions: bool = False) -> dict[str, Any]:
     """The row of one arm: its `figures`, and a note that says which layers were compiled. ValueError for an arm that cannot be
     estimated."""
-    unavailable = fake_gpu.unavailable()
+    unavailable = fake_gpu.unavailable() or (issue.unavailable(H200) if instructions else None)
     if unavailable:
         raise ValueError(unavailable)
     if arm.how is None:
         raise ValueError("no estimate: eager kernels are not compiled")
+    if arm.kind == "te":
+        raise ValueError("no estimate: TransformerEngine brings kernels of its own")
     if arm.autotunes:
         raise ValueError("no estimate: autotuning needs the device")
     if static.extrapolate:
-        made = extrapolated(*(compile_point(static.point(n), arm) for n in (1, 2)), static.layers)
+        made = extrapolated(*(compile_point(static.point(n), arm, instructions) for n in (1, 2)), static.layers)
         return {"figures": made, "note": f"{static.layers} layers, carried on from 1 and 2"}
     point = static.point(static.layers)
-    return {"figures": compile_point(point, arm), "note": point.note}
+    return {"figures": compile_point(point, arm, instructions), "note": point.note}

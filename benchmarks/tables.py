@@ -1,7 +1,7 @@
 """Results as tables: `python -m benchmarks.tables benchmarks/results`, `--markdown` for the docs.
 
 `--update docs/benchmarks.md` replaces the text between the lines `<!-- table: NAME -->` and `<!-- end -->`; NAME is
-`static`, `ceilings`, `measured` or `kernels`.
+`static`, `ceilings`, `instructions`, `measured` or `kernels`.
 """
 
 from __future__ import annotations
@@ -70,6 +70,7 @@ STATIC: list[Column] = [
     ("x bf16", lambda r: number(get(r, "ratio", "compiled_bf16"))),
     ("if casts were free", lambda r: number(get(r, "ratio", "free_casts")) if get(r, "kind") != "bf16" else ""),
 ]
+LONGER = ("longer_ms", "longer_ms_sustained")
 COMPARED = ("bf16", "fp8-delayed")
 # One line per case; a line maps arms to their rows, and "" to the result.
 CEILING: list[Column] = [
@@ -115,6 +116,23 @@ def ceilings(found: list[dict[str, Any]]) -> str:
         if len({row["point"] for row in result["rows"]}) == 1 and get(rows, "fp8-delayed", "ratio", "free_casts"):
             made.append([result["name"], *(value({"": result, **rows}) for _, value in CEILING)])
     return table(made, ["", *(name for name, _ in CEILING)], True) + "\n" if made else "No results.\n"
+
+
+def instructions(found: list[dict[str, Any]]) -> str:
+    """A table of the estimates that counted instructions: what they change for each arm."""
+    made = []
+    for result in found:
+        rows = [row for row in result["rows"] if not row["error"]]
+        base = next((row["static"] for row in rows if row["arm"] == "bf16"), None)
+        for row in rows if base else []:
+            of, ms = row["static"], [row["static"]["roofline_ms"] + row["static"][x] for x in LONGER]
+            counts = [f"{of[f'count.{x}']:.0f}" for x in ("generated", "counted", "issue_bound")]
+            shares = [number(of["issue_ms"] / of["bytes_ms"]), f"{of['roofline_ms']:.2f}", f"{ms[0]:.2f}", f"{ms[1]:.2f}"]
+            ratios = [(base["roofline_ms"] + base.get(x, 0.0)) / (of["roofline_ms"] + of.get(x, 0.0)) for x in ("", *LONGER)]
+            made.append([f"{result['name']} {row['arm']}", *counts, *shares, *map(number, ratios)])
+    head = ["", "generated kernels", "counted", "issue bound", "issue time / bytes time", "ms by bytes", "with instructions"]
+    head += ["at 75% of the issue rate", "x bf16 by bytes", "with instructions", "at 75%"]
+    return table(made, head, True) + "\n" if made else "No results.\n"
 
 
 def over(a: float | None, b: float | None) -> float | None:
@@ -299,13 +317,14 @@ def main(argv: list[str] | None = None) -> int:
         found = results.read(args.paths)
         found = found if args.all else results.latest(found)
         if args.update:
-            steps = [r for r in found if r["case"] != "kernels"]
+            steps = [r for r in found if r["case"] != "kernels" and not results.counted(r)]
             kinds = {"static": [r for r in steps if r["static"]]}
             kinds["measured"] = [r for r in steps if not r["static"] and r["size"] == "full"]
             kinds["kernels"] = [r for r in found if r["case"] == "kernels" and r["size"] == "full"]
             for name, chosen in kinds.items():
                 update(args.update, name, markdown(chosen))
             update(args.update, "ceilings", ceilings(kinds["static"]))
+            update(args.update, "instructions", instructions([r for r in found if results.counted(r)]))
             return 0
     except (ValueError, OSError) as error:
         print(f"benchmarks.tables: error: {error}", file=sys.stderr)

@@ -192,7 +192,9 @@ class Bench:
                 row: dict[str, Any] = {"arm": arm.name, "kind": arm.kind, "point": point.label, "error": None}
                 row |= {"meta": dict(point.meta), "tokens": point.tokens}
                 try:
-                    made = self.worker("static").ask("static", case=self.text, index=index, arm=arm.name)
+                    made = self.worker("static").ask(
+                        "static", case=self.text, index=index, arm=arm.name, instructions=self.args.instructions
+                    )
                     row |= {"static": made["figures"], "note": made["note"]}
                 except WorkerFailed as failure:
                     row["error"] = str(failure)
@@ -229,6 +231,7 @@ class Bench:
                 "rebuild": self.rebuild,
                 "interpreted": args.interpreted,
                 "skipped_points": self.skipped,
+                "instructions": args.instructions,
                 "seconds": round(time.monotonic() - began, 1),
             },
             "goal": self.case.goal(self.variant),
@@ -300,6 +303,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--warmup", type=count(1), default=3, help="steps after compilation starts, untimed (default: 3)")
     add("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
     add("--static", action="store_true", help="estimate for a described GPU instead of measuring")
+    add("--instructions", action="store_true", help="with --static: count the instructions of generated kernels, too")
     add("--json", type=Path, metavar="PATH", help="result file, or folder (default: benchmarks/results/<device>/)")
     add("--torchao", type=Path, metavar="PATH", help="torchao's wheel, or a folder that has it, packed or not")
     add("--rebuild", action="store_true", default=None, help="make each arm anew every round: one on the device at a time")
@@ -338,6 +342,7 @@ def destination(args: argparse.Namespace, result: dict[str, Any]) -> Path:
     folder = args.json or results.RESULTS / machine.slug(result["device"]["name"])
     when = result["date"][:19].replace("-", "").replace(":", "").replace("T", "-")
     size = "" if result["size"] == "full" else f"-{result['size']}"
+    size += "-instructions" if results.counted(result) else ""
     return folder / f"{machine.slug(result['name'])}{size}-{when}.json"
 
 

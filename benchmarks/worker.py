@@ -45,7 +45,7 @@ class Worker:
         how = arms.settings(arms.ARMS[arm], point.accumulate, self.interpreted)
         arms.apply(arms.ARMS[arm], task.model, how, point.compile == "block")
         task.start()
-        self.runner = Runner(task)
+        self.runner = Runner(task, arms.ARMS[arm].around)
         self.runner.wait()
         built = time.perf_counter()
         for _ in range(warmup):
@@ -71,11 +71,11 @@ class Worker:
             torch.cuda.empty_cache()
         return {}
 
-    def static(self, case: str, index: int, arm: str) -> dict[str, Any]:
+    def static(self, case: str, index: int, arm: str, instructions: bool) -> dict[str, Any]:
         from . import static
 
         chosen, variant, _ = parse_case(case, CASES)
-        return static.estimate(chosen.static(variant)[index], arms.ARMS[arm])
+        return static.estimate(chosen.static(variant)[index], arms.ARMS[arm], instructions)
 
 
 def decisions(model: torch.nn.Module) -> dict[str, Any] | None:

@@ -69,6 +69,7 @@ def explain(target: str, device: str | None, as_json: bool, html: str | None, fu
 @click.command(help="The estimated time of a training step in bf16 and in FP8, on a GPU that need not be there." + _TARGET_HELP)
 @_model_options
 @click.option("--extrapolate", is_flag=True, help="Compile one and two of the repeated blocks, and extrapolate to all.")
+@click.option("--instructions", is_flag=True, help="Also count the instructions of generated kernels; takes minutes.")
 @click.option("--mesh", metavar="dp=N,tp=M", help="Add what this many GPUs send each other; TARGET's inputs are one dp rank's.")
 @click.option("--dp", metavar="fsdp|ddp", help="With --mesh: how data parallelism works (default: fsdp).")
 def estimate(
@@ -77,6 +78,7 @@ def estimate(
     as_json: bool,
     html: str | None,
     extrapolate: bool,
+    instructions: bool,
     mesh: str | None,
     dp: str | None,
     **given: Any,
@@ -92,7 +94,7 @@ def estimate(
         from ..dryrun.estimate import estimate as run
 
         settings: dict[str, Any] = {"device": device, "options": options, "extrapolate": extrapolate}
-        settings |= {"mesh": mesh, "dp": dp or "fsdp"}
+        settings |= {"mesh": mesh, "dp": dp or "fsdp", "instructions": instructions}
         found = _traced(loaded, lambda: run(loaded.model, *loaded.args, **settings, **loaded.kwargs))
     _finish(found, str(found), as_json, html)
     if given["strict"]:

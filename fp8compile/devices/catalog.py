@@ -75,9 +75,9 @@ class Rates:
 class Device:
     """One GPU. Decisions use the `sustained` rates; `peak` rates are the published ones (None if unknown).
 
-    `launch` is the least time of a kernel in seconds, `sms` the number of SMs or CUs; `l2` and `memory` are bytes. `gfx` is
-    AMD's architecture, "" for NVIDIA. `links`: how such GPUs are connected, None if unknown. `origin` says where the rates come
-    from: "shipped", "calibrated" or "derived".
+    `launch` is the least time of a kernel in seconds, `sms` the number of SMs or CUs; `l2` and `memory` are bytes. `clock_mhz`
+    is the highest clock, 0 if unknown. `gfx` is AMD's architecture, "" for NVIDIA. `links`: how such GPUs are connected, None
+    if unknown. `origin` says where the rates come from: "shipped", "calibrated" or "derived".
     """
 
     key: str
@@ -90,7 +90,7 @@ class Device:
     gfx: str = ""
     peak: Rates | None = None
     launch: float = LAUNCH_S
-    clock_mhz: float = 1500.0
+    clock_mhz: float = 0.0
     memory_bus: int = 0
     memory_clock_mhz: float = 0.0
     patterns: tuple[str, ...] = ()
@@ -307,7 +307,7 @@ def _device(key: str, table: Any) -> Device:
     if "links" in given:
         given["links"] = link_rates.read(f"[{key}.links]", given["links"])
     for name in ("sms", "l2", "memory", "clock_mhz", "launch", "memory_bus", "memory_clock_mhz"):
-        if name in given and not _is_number(given[name], least=0 if name.startswith("memory_") else 1e-9):
+        if name in given and not _is_number(given[name], least=0 if name.startswith(("memory_", "clock_")) else 1e-9):
             raise ValueError(f"[{key}] {name} = {given[name]!r} is not a positive number")
     capability = given["capability"]
     if not (isinstance(capability, list) and len(capability) == 2 and all(isinstance(x, int) for x in capability)):

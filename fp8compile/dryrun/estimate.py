@@ -28,7 +28,7 @@ from ..devices.gpu import H200, Gpu
 from ..errors import Fp8CompileError, OptionError, one_of
 from ..reporting.layers import alike, joined, parts
 from ..reporting.report import Report, report
-from . import roofline
+from . import issue, roofline
 from .communication import communication, divided_kernels
 from .estimate_result import Cost, Estimate, LayerCost
 from .mesh import DATA_PARALLEL, Mesh, check_divisible, links_for, pairs
@@ -50,6 +50,7 @@ def estimate(
     attention: float | None = None,
     waves: bool = True,
     optimizer: float = 0.0,
+    instructions: bool = False,
     extrapolate: bool = False,
     mesh: Mesh | Mapping[str, int] | str | None = None,
     dp: str = "fsdp",
@@ -64,8 +65,9 @@ def estimate(
     and no autocast is active. `attention` is the rate of fused attention as a share of the bf16 matmul rate (`roofline` defines
     the default). `waves`: matmuls take whole waves of tiles; False counts their FLOPs at the device's full rate. `optimizer` is
     how many bytes the optimizer moves for each parameter in a step: 14 for AdamW on bf16 parameters, 28 on float32; 0 leaves it
-    out. `extrapolate`, for deep models, compiles with one and with two of the model's repeated blocks and extrapolates to all
-    of them.
+    out. `instructions`: a generated kernel takes the longer of its bytes and its instructions (`issue`), which are counted in
+    machine code: a second or two for each kernel. `extrapolate`, for deep models, compiles with one and with two of the model's
+    repeated blocks and extrapolates to all of them.
 
     `mesh`, such as {"dp": 8, "tp": 2}, adds what the GPUs send each other: bytes and time of the collectives of `dp`, "fsdp"
     (FSDP2) or "ddp", and of tensor parallelism. The model and its inputs are then those of one data-parallel rank. The
@@ -111,8 +113,12 @@ def estimate(
             notes.append("under bf16 autocast, since parameters are float32")
     if found.gfx:
         notes.append("compiled as for an NVIDIA GPU, at this device's rates: Inductor's HIP path cannot be described")
+    why = issue.unavailable(found) if instructions else None
+    counted = instructions and why is None
+    if why is not None:
+        notes.append(f"generated kernels by their bytes alone: {why}")
     with torch.autocast("cpu", torch.bfloat16) if autocast else contextlib.nullcontext():
-        compiler = _Compiler(model, modules, args, kwargs, found, chosen, inductor, attention, waves)
+        compiler = _Compiler(model, modules, args, kwargs, found, chosen, inductor, attention, waves, counted)
         if not extrapolate:
             bf16, fp8, decided = compiler.costs()
         else:
@@ -124,6 +130,8 @@ def estimate(
             )
             decided = explain(model, *args, options=chosen, **kwargs)
             notes.append(f"{count} of {name or 'the blocks'}, carried on from 1 and 2")
+    if counted:
+        notes.append(_counted(_sum(bf16, bf16), _sum(fp8, fp8)))
     if not waves:
         notes.append("matmuls at the full rate, without waves of tiles")
     if optimizer:
@@ -136,8 +144,10 @@ def estimate(
         divided = list(pairs(decided.graphs)) if wanted.tp > 1 else []
         check_divisible(divided, wanted.tp)
         kernels = divided_kernels(bf16, divided, wanted.tp), divided_kernels(fp8, divided, wanted.tp)
-        narrow = autocast or torch.is_autocast_enabled("cpu") or any(
-            p.itemsize < 4 for module in modules for p in module.parameters() if p.is_floating_point()
+        narrow = (
+            autocast
+            or torch.is_autocast_enabled("cpu")
+            or any(p.itemsize < 4 for module in modules for p in module.parameters() if p.is_floating_point())
         )
         sent = communication(modules, decided.graphs, divided, wanted, found, links, dp, kernels, 2 if narrow else 4)
     rate = roofline.attention_rate(found) if attention is None else roofline.AttentionRate("given", attention)
@@ -155,6 +165,7 @@ class _Compiler:
     inductor: dict[str, Any]
     attention: float | None
     waves: bool
+    instructions: bool
 
     def costs(self, container: nn.Module | None = None, blocks: int = 0) -> tuple[Costs, Costs, Report]:
         """The costs in bf16 and in FP8, and the report, with only the first `blocks` blocks of `container`."""
@@ -197,10 +208,18 @@ class _Compiler:
     def _by_module(self, step: Step) -> Costs:
         costs: Costs = {}
         for kernel in step.kernels:
-            costs[kernel.fqn] = costs.get(kernel.fqn, Cost()) + Cost.of(kernel, self.device, self.attention, self.waves)
+            cost = Cost.of(kernel, self.device, self.attention, self.waves, self.instructions)
+            costs[kernel.fqn] = costs.get(kernel.fqn, Cost()) + cost
         for fqn, kept in step.kept.items():
             costs[fqn] = costs.get(fqn, Cost()) + Cost(kept_for_backward=kept)
         return costs
+
+
+def _counted(bf16: Cost, fp8: Cost) -> str:
+    """A note about the instructions that were counted."""
+    bound, unknown = (bf16.issue_bound, fp8.issue_bound), (bf16.uncounted, fp8.uncounted)
+    said = f"generated kernels limited by their instructions, not by their bytes: {bound[0]:.0f} in bf16, {bound[1]:.0f} in FP8"
+    return said + (f"; not counted: {unknown[0]:.0f} and {unknown[1]:.0f}" if any(unknown) else "")
 
 
 def _described(device: Device) -> Gpu:

@@ -519,11 +519,33 @@ def test_tables(tmp_path):
     page = tmp_path / "page.md"
     page.write_text(
         "a\n<!-- table: measured -->\nold\n<!-- end -->\n<!-- table: static -->\n<!-- end -->\n"
-        "<!-- table: kernels -->\n<!-- end -->\n<!-- table: ceilings -->\n<!-- end -->\nz\n"
+        "<!-- table: kernels -->\n<!-- end -->\n<!-- table: ceilings -->\n<!-- end -->\n"
+        "<!-- table: instructions -->\n<!-- end -->\nz\n"
     )
     results.write(made, tmp_path / "r.json")
     assert tables.main([str(tmp_path / "r.json"), "--update", str(page)]) == 0
     assert "| fp8-delayed |" in page.read_text() and "old" not in page.read_text() and page.read_text().endswith("z\n")
+
+
+def test_table_of_instructions():
+    """Estimates with instructions are apart from those without, and their ratios are to bf16 by the same rule."""
+
+    def row(arm, ms, longer, sustained):
+        counts = {f"count.{x}": 2.0 for x in ("generated", "counted", "issue_bound")}
+        times = {"roofline_ms": ms, "longer_ms": longer, "longer_ms_sustained": sustained, "issue_ms": 3.0, "bytes_ms": 2.0}
+        return {"arm": arm, "kind": arm.split("-")[0], "point": "", "error": None, "static": {**counts, **times}}
+
+    made = {"name": "ffn", "rows": [row("bf16", 30.0, 0.0, 3.0), row("fp8-delayed", 20.0, 4.0, 10.0)]}
+    *_, last = tables.instructions([made]).splitlines()
+    cells = [cell.strip() for cell in last.strip("|").split("|")]
+    assert cells == ["ffn fp8-delayed", "2", "2", "2", "1.50", "20.00", "24.00", "30.00", "1.50", "1.25", "1.10"]
+
+    def of(counted, date):
+        same = {"name": "ffn", "case": "ffn-half", "size": "full", "static": True, "device": {"name": "x"}}
+        return {**same, "date": date, "settings": {"instructions": counted}}
+
+    found = [of(False, "1"), of(False, "2"), of(True, "3")]
+    assert results.latest(found) == found[1:]
 
 
 def test_pictures(tmp_path):
@@ -618,7 +640,7 @@ def test_device_script_measures_kernels_first(tmp_path):
     command = ["bash", str(ROOT / "benchmarks" / "device.sh"), "kernels"]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    _, first, *rest = [line for line in asked.read_text().splitlines() if line]
+    _, _, first, *rest = [line for line in asked.read_text().splitlines() if line]
     assert first.startswith("-m benchmarks.kernels --json ") and first.endswith("--budget 150 --device cpu --size tiny")
     assert [line.split()[3] for line in rest if "benchmarks.train" in line] == ["linear", "linear:grid=6"]
     _, at_most, left = re.search(r"benchmarks\.kernels (.*)\(at most (\d+) s, (\d+) s left\)", done.stdout).groups()

@@ -34,6 +34,7 @@ from fp8compile.codegen import triton_grouped, triton_kernels
 from fp8compile.codegen.expressions import TRITON_DTYPE
 from fp8compile.devices.formats import pick
 from fp8compile.dryrun.fake_gpu import trace
+from fp8compile.dryrun.fake_gpu.machine_code import disassembled
 from tests.support.gpu_steps import unallocated
 from tests.support.harness import ALL_FP8
 from tests.support.models import Ffn, GptLayer, LlamaLayer, Moe, Rotary
@@ -195,7 +196,7 @@ def resources(compiled: Any) -> Resources:
             _metadata(data, "vgpr_spill_count") + _metadata(data, "sgpr_spill_count"),
         )
         return Resources(registers, spills, max(_metadata(data, "group_segment_fixed_size"), compiled.metadata.shared))
-    text = _told(compiled, "cuobjdump", "--dump-resource-usage")
+    text = _resource_usage(compiled)
     counts = {key: int(value) for key, value in re.findall(r"\b(REG|STACK|SHARED|LOCAL):(\d+)", text)}
     return Resources(counts["REG"], counts["STACK"] + counts["LOCAL"], max(counts["SHARED"], compiled.metadata.shared))
 
@@ -203,7 +204,7 @@ def resources(compiled: Any) -> Resources:
 def instructions(compiled: Any) -> list[int]:
     """The instructions in the machine code of a kernel for an NVIDIA GPU: of all of it, then of the body of each loop. Slow
     paths behind its end, such as those of exact divisions, do not count."""
-    text = _told(compiled, "nvdisasm", "-c")
+    text = disassembled(compiled.asm["cubin"])
     count, labels, loops = 0, {}, []
     for line in text.splitlines():
         if label := re.match(r"(\.L_x_\d+):", line):
@@ -220,16 +221,14 @@ def instructions(compiled: Any) -> list[int]:
     return [count, *loops]
 
 
-def _told(compiled: Any, tool: str, option: str) -> str:
-    """What one of NVIDIA's tools prints of a kernel's machine code."""
+def _resource_usage(compiled: Any) -> str:
+    """What cuobjdump prints of a kernel's machine code."""
+    tool = pathlib.Path(importlib.import_module("triton.backends.nvidia").__file__ or "").parent / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        return subprocess.run([_nvidia(tool), option, file.name], check=True, capture_output=True, text=True).stdout
-
-
-def _nvidia(tool: str) -> str:
-    return str(pathlib.Path(importlib.import_module("triton.backends.nvidia").__file__ or "").parent / "bin" / tool)
+        command = [str(tool), "--dump-resource-usage", file.name]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
 def _metadata(data: bytes, key: str) -> int:

@@ -20,6 +20,7 @@ from ...ir.inputs import readable_module
 from ..placeholders import placeholder_callable
 from . import traffic
 from .device import CUDA
+from .machine_code import attached, callers
 from .step import BLOCKS, FAST, PRECISE, Attention, Graph, Launch, MatmulLaunch, TensorLayout
 
 Boxed = Callable[[list[Any]], Any]
@@ -221,12 +222,15 @@ def instead_of_loading(load: Callable[[Any, str], Boxed]) -> Iterator[None]:
         yield
 
 
-def record(graphs: list[Graph]) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def record(graphs: list[Graph]) -> Iterator[None]:
     """Inside the context, each graph that Inductor lowers is appended to `graphs`, and its callable computes nothing."""
 
     def load(lowering: Any, code: str) -> Boxed:
         reader = _Reader(lowering)
         kernels = [k for node in lowering.scheduler.nodes if (k := reader.launch(node)) is not None]
+        kernels = attached(kernels, code, list(launching))
+        launching.clear()
         graph = lowering.module.graph
         targets = Counter(str(n.target) for n in graph.nodes if n.op == "call_function")
         names = [n.name for n in graph.nodes if n.op == "placeholder"]
@@ -240,4 +244,5 @@ def record(graphs: list[Graph]) -> contextlib.AbstractContextManager[None]:
         graphs.append(Graph(reader.backward, tuple(kernels), code, targets, inputs, makers))
         return placeholder_callable(graph, torch.device("cpu"))
 
-    return instead_of_loading(load)
+    with callers() as launching, instead_of_loading(load):
+        yield

@@ -1,0 +1,220 @@
+"""Instructions of generated kernels: how they are counted in machine code, and which kernels they limit."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+import torch.nn as nn
+
+from fp8compile.devices import catalog
+from fp8compile.dryrun import issue, roofline, sass
+from fp8compile.dryrun.estimate import estimate
+from fp8compile.dryrun.fake_gpu import Launch, machine_code, trace, unavailable
+from fp8compile.dryrun.fake_gpu.machine_code import Work
+
+H200 = catalog.find("h200")
+BF16 = torch.bfloat16
+missing = unavailable() or machine_code.unavailable()
+compiles = pytest.mark.skipif(missing is not None, reason=missing or "")
+
+# -- machine code as text ----------------------------------------------------------------------------------------------
+
+
+def listing(*lines: str) -> str:
+    """Machine code as nvdisasm prints it; a line that ends in a colon is a label."""
+    return "\n".join(x if x.endswith(":") else f"        /*0000*/  {x} ;" for x in lines)
+
+
+def counted(*lines: str) -> dict[str, int] | None:
+    found = sass.executed(listing(*lines))
+    return None if found is None else dict(found)
+
+
+LOOP = ("MOV R2, 0x0", ".L_x_0:", "FADD R4, R4, R5", "IADD3 R2, R2, 0x10, RZ", "ISETP.GE.AND P0, PT, R2, 0x40, PT")
+
+
+def test_a_loop_counts_as_often_as_it_runs():
+    expected = {"MOV": 1, "FADD": 4, "IADD3": 4, "ISETP": 4, "BRA": 4, "EXIT": 1}
+    assert counted(*LOOP, "@!P0 BRA `(.L_x_0)", "EXIT", "FADD R1, R1, R1") == expected
+
+
+def test_nested_loops():
+    inner = ("MOV R3, RZ", ".L_x_1:", "FMUL R4, R4, R5", "IADD3 R3, R3, 0x1, RZ", "ISETP.NE.AND P1, PT, R3, 0x3, PT")
+    made = counted("MOV R2, 0x0", ".L_x_0:", *inner, "@P1 BRA `(.L_x_1)", *LOOP[2:], "@!P0 BRA `(.L_x_0)", "EXIT")
+    assert made is not None and (made["FMUL"], made["FADD"]) == (12, 4)
+
+
+@pytest.mark.parametrize(
+    ("start", "trips"),
+    [("HFMA2.MMA R2, -RZ, RZ, 0, 0", 4), ("IMAD.MOV.U32 R2, RZ, RZ, -0x10", 5), ("CS2R R2, SRZ", 4), ("MOV R2, RZ", 4)],
+)
+def test_how_a_counter_begins(start, trips):
+    made = counted(start, *LOOP[1:], "@!P0 BRA `(.L_x_0)", "EXIT")
+    assert made is not None and made["FADD"] == trips
+
+
+def test_counters_of_64_bits():
+    """The lower half begins below zero, and its carry brings the upper half to zero."""
+    begin = ("MOV R2, 0xfffffff0", "MOV R3, 0xffffffff", ".L_x_0:", "FADD R4, R4, R5")
+    step = ("IADD3 R2, P0, R2, 0x10, RZ", "IADD3.X R3, RZ, R3, RZ, P0, !PT")
+    compare = ("ISETP.GE.U32.AND P0, PT, R2, 0x20, PT", "ISETP.GE.U32.AND.EX P0, PT, R3, RZ, PT, P0")
+    made = counted(*begin, *step, *compare, "@!P0 BRA `(.L_x_0)", "EXIT")
+    assert made is not None and made["FADD"] == 3
+    newer = ("UMOV.64 UR4, 0xfffffffffffffff0", ".L_x_0:", "FADD R4, R4, R5", "UIADD3.64 UR4, UPT, UPT, UR4, 0x10, URZ")
+    made = counted(*newer, "UISETP.GE.U64.AND UP0, UPT, UR4, 0x20, UPT", "BRA.U !UP0, `(.L_x_0)", "EXIT")
+    assert made is not None and made["FADD"] == 3
+
+
+@pytest.mark.parametrize(
+    "overwritten", ["LDG.E.64 R2, desc[UR4][R8.64]", "LDG.E.128 R0, desc[UR4][R8.64]", "SHFL.DOWN PT, R2, R2, 0x1, 0x1f"]
+)
+def test_a_loop_of_unknown_length_is_not_counted(overwritten):
+    assert counted(*LOOP[:3], overwritten, *LOOP[3:], "@!P0 BRA `(.L_x_0)", "EXIT") is None
+    assert counted("LDC R2, c[0x0][0x210]", *LOOP[1:], "@!P0 BRA `(.L_x_0)", "EXIT") is None
+
+
+def test_slow_paths_do_not_count_and_other_branches_do():
+    slow = ("@P0 BRA `(.L_x_0)", "MOV R4, 0x10", "CALL.REL.NOINC `($div)", ".L_x_0:", "FMUL R1, R1, R2", "EXIT")
+    assert counted(*slow) == {"BRA": 1, "FMUL": 1, "EXIT": 1}
+    plain = ("@P0 BRA `(.L_x_0)", "FADD R4, R4, R5", ".L_x_0:", "EXIT")
+    assert counted(*plain) == {"BRA": 1, "FADD": 1, "EXIT": 1}
+
+
+def test_what_is_issued_counts():
+    """Also if its predicate is false; a NOP is not code."""
+    made = counted("ISETP.GE.AND P0, PT, RZ, 0x1, PT", "@P0 FADD R1, R1, R2", "@P0 EXIT", "NOP", "MUFU.EX2 R1, R1", "EXIT")
+    assert made == {"ISETP": 1, "FADD": 1, "EXIT": 2, "MUFU": 1}
+
+
+# -- compiled kernels --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def looping():
+    """A kernel with two loops over a row of WIDTH numbers: the first reads, the second reads and writes."""
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def looping(x, y, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+        row = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, BLOCK)
+        total = tl.zeros([BLOCK], tl.float32)
+        for i in tl.range(0, WIDTH, BLOCK):
+            total += tl.exp2(tl.load(x + row + i))
+        for i in tl.range(0, WIDTH, BLOCK):
+            tl.store(y + row + i, tl.load(x + row + i) * tl.sum(total))
+
+    return looping
+
+
+@compiles
+@pytest.mark.parametrize(
+    ("target", "trips"), [("sm_89", 19), ("sm_90", 2), ("sm_90", 19), ("sm_90", 64), ("sm_100", 19), ("sm_120", 19)]
+)
+def test_loops_that_ptxas_unrolls(looping, target, trips):
+    """The instructions that move memory are those of the source, however the loops were unrolled: a thread moves four numbers
+    at a time."""
+    from tests.support.machine_code import TARGETS, compile_function
+
+    types, constants = {"x": "*fp32", "y": "*fp32"}, {"WIDTH": 512 * trips, "BLOCK": 512}
+    made = compile_function(looping, types, constants, TARGETS[target], num_warps=4)
+    found = sass.executed(machine_code.disassembled(made.asm["cubin"]))
+    assert found is not None
+    assert (found["LDG"], found["STG"], found["MUFU"]) == (2 * trips, trips, 4 * trips)
+
+
+class Chain(nn.Module):
+    """Two pointwise kernels of a matrix: one multiplies and adds `steps` times, the other adds once."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__()
+        self.steps = steps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        y = wide
+        for step in range(self.steps):
+            y = y * wide + (0.5 + step)
+        return y.to(BF16)
+
+
+def only_kernel(steps: int, dynamic: bool = False) -> Launch:
+    x = torch.empty(4096, 4096, dtype=BF16)
+    if dynamic:
+        torch._dynamo.mark_dynamic(x, 0)
+    with torch.no_grad():
+        (kernel,) = trace(lambda: torch.compile(Chain(steps), dynamic=None)(x)).kernels
+    return kernel
+
+
+@compiles
+def test_a_kernel_of_many_instructions_is_limited_by_them_and_a_copy_is_not():
+    copy, long = only_kernel(1), only_kernel(200)
+    assert copy.bytes == long.bytes == 4 * 4096**2
+    by_bytes = roofline.seconds(copy, H200)
+    assert roofline.seconds(copy, H200, instructions=True) == by_bytes == roofline.seconds(long, H200)
+    took = roofline.seconds(long, H200, instructions=True)
+    # at least an instruction for each step and number, and less than two
+    least = 200 * 4096**2 / (132 * 4 * 32 * 1.98e9)
+    assert least < took - H200.launch < 2 * least and took > 1.5 * by_bytes
+
+
+@compiles
+def test_a_grid_that_is_not_in_the_code_is_not_counted():
+    kernel = only_kernel(200, dynamic=True)
+    assert kernel.call is not None and issue.seconds(kernel, H200) is None
+    assert roofline.seconds(kernel, H200, instructions=True) == roofline.seconds(kernel, H200)
+
+
+@compiles
+def test_every_generated_kernel_gets_its_call():
+    """Inductor's kernels and ours, forward and backward, in the order of the code."""
+    from tests.support.gpu_steps import compile_mlp
+
+    step = compile_mlp(512)
+    generated = [k for k in step.kernels if k.origin in ("triton", "user")]
+    assert len(generated) >= 6 and all(k.call is not None for k in generated)
+    assert all(k.call is None for k in step.kernels if k.origin == "extern")
+    assert all(k.call.name.startswith("fp8_") for k in generated if k.origin == "user")
+    assert all(k.call.name.startswith("triton_") for k in generated if k.origin == "triton")
+    assert all(issue.seconds(k, H200) for k in generated)
+
+
+# -- times -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_time_of_a_launch_is_that_of_its_busiest_sm():
+    clock = 1 / 1.98e9
+    assert issue.of(Work(132, 4, 1000, 0), H200) == pytest.approx(1000 * clock)
+    assert issue.of(Work(1, 4, 1000, 0), H200) == pytest.approx(1000 * clock)  # the other SMs do not help
+    assert issue.of(Work(133, 4, 1000, 0), H200) == pytest.approx(2000 * clock)
+    assert issue.of(Work(132, 8, 1000, 0), H200) == pytest.approx(2000 * clock)
+    assert issue.of(Work(132, 1, 1000, 0), H200) == pytest.approx(1000 * clock)  # a warp cannot use four schedulers
+    assert issue.of(Work(132, 4, 1000, 200), H200) == pytest.approx(1600 * clock)
+
+
+def test_no_bound_for_devices_that_are_not_described():
+    assert "NVIDIA" in (issue.unavailable(catalog.find("mi300x")) or "")
+    assert "no clock" in (issue.unavailable(dataclasses.replace(H200, clock_mhz=0.0)) or "")
+
+
+@compiles
+def test_an_estimate_says_what_was_counted(monkeypatch):
+    with torch.device("meta"):
+        model, x = nn.Sequential(nn.Linear(256, 256), nn.GELU()).to(BF16), torch.empty(2048, 256, dtype=BF16)
+    slow = dataclasses.replace(H200, clock_mhz=1.0)
+    monkeypatch.setattr(catalog, "find", lambda key: slow)
+    plain, counted = estimate(model, x), estimate(model, x, instructions=True)
+    assert plain.bf16.issue_bound == 0 < counted.bf16.issue_bound and counted.bf16.uncounted == 0
+    assert counted.bf16.seconds > plain.bf16.seconds and counted.bf16.bytes == plain.bf16.bytes
+    assert "limited by their instructions" in str(counted) and "instructions" not in str(plain)
+
+    def missing(tool: str) -> str:
+        raise RuntimeError(tool)
+
+    monkeypatch.setattr(machine_code, "_path", missing)
+    without = estimate(model, x, instructions=True)
+    assert "by their bytes alone: needs Triton with ptxas" in str(without)
+    assert without.bf16.seconds == plain.bf16.seconds

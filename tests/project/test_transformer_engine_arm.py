@@ -1,0 +1,142 @@
+"""The benchmark's arms of TransformerEngine, with a stub of its modules: names, arguments, and which modules are replaced."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks import arms, transformer_engine  # noqa: E402
+from benchmarks.cases import CASES  # noqa: E402
+from benchmarks.cases.base import Fit, Task, parse_case  # noqa: E402
+from benchmarks.measure import Runner  # noqa: E402
+
+STUB = ROOT / "tests" / "support" / "transformer_engine_stub"
+
+
+@pytest.fixture
+def te(monkeypatch):
+    """The stub, as if it were installed."""
+    monkeypatch.syspath_prepend(str(STUB))
+    names = [f"transformer_engine{part}" for part in ("", ".pytorch", ".common", ".common.recipe")]
+    for name in names:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    import transformer_engine.pytorch as module
+
+    yield module
+    for name in names:
+        sys.modules.pop(name, None)
+
+
+def task(name: str) -> Task:
+    case, variant, _ = parse_case(name, CASES)
+    return Task(case.points("tiny", variant, Fit(1 << 34, 1))[0], "cpu")
+
+
+def kinds(model: nn.Module) -> dict[str, str]:
+    theirs = {n: type(m) for n, m in model.named_modules() if "transformer_engine" in type(m).__module__}
+    ours = {n: type(m) for n, m in model.named_modules() if isinstance(m, (nn.Linear, nn.LayerNorm))}
+    return {name: kind.__name__ for name, kind in {**ours, **theirs}.items()}
+
+
+def prepared(name: str) -> Task:
+    made = task(name)
+    arms.ARMS["te-delayed"].prepare(made.model)
+    return made
+
+
+def test_linears_and_norms_of_a_gpt_are_replaced(te):
+    found = kinds(prepared("gpt2-124m").model)
+    assert found["blocks.0.attn.qkv"] == found["blocks.1.mlp.up"] == "LayerNormLinear"
+    assert found["blocks.0.attn.proj"] == found["blocks.1.mlp.down"] == "Linear"
+    assert "blocks.0.attn_norm" not in found and found["norm"] == "LayerNorm"
+    assert isinstance(prepared("gpt2-124m").model.lm_head, nn.Linear)
+
+
+def test_linears_of_other_models_are_replaced_and_norms_stay(te):
+    """A Llama's norm goes to several linears, and the norm of a feed-forward block stands behind them."""
+    llama = prepared("llama-8b-layers").model
+    names = [name for name, kind in kinds(llama).items() if kind == "Linear"]
+    assert len(names) == 7 * len(llama.blocks) and not any(isinstance(m, nn.Linear) for m in llama.modules())
+    assert sum(isinstance(m, nn.RMSNorm) for m in llama.modules()) == 2 * len(llama.blocks)
+    assert set(kinds(prepared("ffn-half").model).values()) == {"Linear", "LayerNorm"}
+
+
+@pytest.mark.parametrize("name", ["gpt2-124m", "llama-8b-layers", "ffn-half", "dit"])
+def test_the_model_computes_what_it_did(te, name):
+    plain, changed = task(name), prepared(name)
+    batch = next(plain.batches)
+    autocast = torch.autocast("cpu", torch.bfloat16, enabled=plain.point.autocast)
+    with torch.no_grad(), autocast:
+        assert torch.equal(plain.model(*batch), changed.model(*batch))
+
+
+def test_sizes_that_are_no_multiple_of_16_stay(te):
+    model = nn.Sequential(nn.Linear(64, 24), nn.Linear(24, 64), nn.Linear(64, 32, bias=False))
+    transformer_engine.prepare(())(model)
+    assert [type(m) is nn.Linear for m in model] == [True, True, False]
+
+
+@pytest.mark.parametrize("arm", ["te-delayed", "te-current", "eager-te-delayed"])
+def test_a_forward_runs_with_the_recipe(te, arm):
+    from transformer_engine.common import recipe
+
+    chosen = arms.ARMS[arm]
+    made = task("gpt2-124m")
+    arms.apply(chosen, made.model, arms.settings(chosen, 1, interpreted=True), each=False)
+    made.start()
+    runner = Runner(made, chosen.around)
+    runner.step()
+    assert len(te.seen) == 8  # two blocks of four linears
+    wanted = recipe.Float8CurrentScaling if arm == "te-current" else recipe.DelayedScaling
+    assert {type(used) for _, used in te.seen} == {wanted}
+    assert {used.fp8_format for _, used in te.seen} == {recipe.Format.HYBRID}
+    assert not te.active
+    assert all(x.grad is None for x in made.model.parameters()) and runner.steps == 1
+
+
+def test_older_versions_have_another_context(te, monkeypatch):
+    asked = []
+
+    def fp8_autocast(enabled=True, calibrating=False, fp8_recipe=None, fp8_group=None):
+        asked.append(fp8_recipe)
+
+    monkeypatch.setattr(te, "fp8_autocast", fp8_autocast, raising=False)
+    monkeypatch.delattr(te, "autocast")
+    transformer_engine.autocast("DelayedScaling")()
+    assert type(asked[0]).__name__ == "DelayedScaling"
+
+
+def run(tmp_path: Path, **environment: str) -> dict:
+    flags = "--case llama-8b-layers --arms te-delayed --rounds 1 --steps 1 --warmup 1 --device cpu --interpreted"
+    command = [sys.executable, "-m", "benchmarks.train", *flags.split(), "--json", str(tmp_path / "made.json")]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    (row,) = json.loads((tmp_path / "made.json").read_text())["rows"]
+    return row
+
+
+def test_the_arm_is_measured_where_it_can_be_imported(tmp_path):
+    row = run(tmp_path, PYTHONPATH=f"{STUB}:{ROOT}")
+    assert row["error"] is None and row["kind"] == "te" and row["tokens_per_s"]["median"] > 0
+
+
+def test_the_arm_says_what_is_missing(tmp_path):
+    assert "TransformerEngine cannot be imported" in run(tmp_path)["error"]
+
+
+def test_there_is_no_estimate():
+    from benchmarks import static
+
+    case, variant, _ = parse_case("llama-8b-layers", CASES)
+    with pytest.raises(ValueError, match="kernels of its own"):
+        static.estimate(case.static(variant)[0], arms.ARMS["te-delayed"])
