@@ -6,7 +6,7 @@ import contextlib
 import sys
 import traceback
 import types
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -236,9 +236,9 @@ def is_tangent(node: Node) -> bool:
 
 
 @contextlib.contextmanager
-def compiled_code_goes() -> Iterator[None]:
-    """On leaving, drop the code that Dynamo has compiled inside, also the code for the user's frames behind a graph break. A
-    frame that had compiled code before keeps all of it, because Dynamo drops all code of a frame or none. Inside, Dynamo does
+def compiled_code_goes(kept: Collection[types.CodeType] = ()) -> Iterator[None]:
+    """On leaving, drop the code that Dynamo has compiled inside, also the code for the user's frames behind a graph break. That
+    for the frames of `kept` stays. A frame that had compiled code before keeps all of it, because Dynamo drops all code of a frame or none. Inside, Dynamo does
     not learn which sizes are dynamic."""
     from torch._dynamo import config, convert_frame
     from torch._dynamo.eval_frame import _debug_get_cache_entry_list
@@ -247,7 +247,7 @@ def compiled_code_goes() -> Iterator[None]:
     theirs: set[int] = set()
 
     def note(code: types.CodeType, made: types.CodeType) -> None:
-        if id(code) not in ours and id(code) not in theirs:
+        if id(code) not in ours and id(code) not in theirs and not any(code is x for x in kept):
             theirs.add(id(code)) if _debug_get_cache_entry_list(code) else ours.update({id(code): code})
 
     hook = convert_frame.register_bytecode_hook(note)  # type: ignore[arg-type]
