@@ -66,6 +66,7 @@ from .dynamo import (
     is_part,
     is_tangent,
     is_whole,
+    other_code,
     outermost,
     root_modules,
     rows_vary,

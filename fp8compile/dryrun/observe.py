@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -31,6 +31,7 @@ from ..runtime.interpreter import Boxed, Eager, boxed
 from ..runtime.probe import CASTS, CHUNK
 
 PRODUCTS = (ops.scaled_mm, ops.block_mm)
+SAMPLE = 1 << 16
 HALF = 2.0**-8  # half a unit in the last place of bf16, for a significand of 1
 
 Key = tuple[str, str, int, int]  # of a result in a run: layer, gemm, which one of the graph, which call
@@ -76,25 +77,35 @@ def dithered(x: Tensor, generator: torch.Generator) -> Tensor:
     Two bf16 kernels that sum in different orders return two values whose rounding errors are independent: each has the variance
     ulp^2 / 12, their difference ulp^2 / 6. The difference of x and a dithered x has ulp^2 / 4, whether or not x is a bf16 value
     already (that is what the triangle is for: Lipshitz, Wannamaker and Vanderkooy, "Quantization and Dither", J. Audio Eng.
-    Soc. 40(5), 1992). So this noise is 1.8 dB more than that of two such kernels. Infinities and NaN stay.
+    Soc. 40(5), 1992). So this noise is 1.8 dB more than that of two such kernels. Zeros, infinities and NaN stay.
     """
     exact = x.to(torch.float32)
     ulp = 2 * HALF * torch.exp2(torch.floor(torch.log2(exact.abs().clamp(min=2.0**-126))))
     one, two = (torch.rand(x.shape, device=x.device, generator=generator) for _ in range(2))
-    return torch.where(exact.isfinite(), exact + (one - two) * ulp, exact).to(torch.bfloat16).to(x.dtype)
+    return torch.where(exact.isfinite() & (exact != 0), exact + (one - two) * ulp, exact).to(torch.bfloat16).to(x.dtype)
+
+
+def peak_of(x: Tensor) -> Tensor:
+    """`[1]` float32: the largest magnitude of x over the median of those that are not 0; 0 for a tensor of zeros. The median is
+    that of a sample of SAMPLE elements at least, if there are as many."""
+    flat = x.detach().reshape(-1)
+    sample = flat[:: max(1, flat.numel() // SAMPLE)].abs().to(torch.float32)
+    middle = torch.where(sample > 0, sample, float("nan")).nanmedian()
+    return (flat.abs().amax().to(torch.float32) / middle).nan_to_num(0.0, 0.0).reshape(1)
 
 
 @dataclass(eq=False)
 class Watched:
     """What was seen in one run. `results` are sums of the results by parameter or layer, `own` those of FP8 matmuls by (the
-    same, gemm). `kept`: the results themselves, in a reference run."""
+    same, gemm), `peaks` those of `peak_of` by (the same, role). `kept`: the results themselves, in a reference run."""
 
     reference: Mapping[Key, Tensor] | None = None
     noise: bool = False
     kept: dict[Key, Tensor] = field(default_factory=dict)
     results: dict[str, Tensor] = field(default_factory=dict)
     own: dict[tuple[str, str], Tensor] = field(default_factory=dict)
-    fp8: set[str] = field(default_factory=set)  # names with an FP8 matmul
+    peaks: dict[tuple[str, str], Tensor] = field(default_factory=dict)
+    gemms: set[tuple[str, str]] = field(default_factory=set)  # FP8 matmuls of the run, by (name, gemm)
     calls: Counter[tuple] = field(default_factory=Counter)
     sources: dict[int, tuple[Tensor, Tensor, bool]] = field(default_factory=dict)  # by address of an FP8 copy
     generators: dict[torch.device, torch.Generator] = field(default_factory=dict)
@@ -105,10 +116,12 @@ class Watched:
         return self.generators[device]
 
     def result(self, what: Product, name: str, value: Tensor) -> Tensor:
-        """Note the result of a forward matmul; what the run goes on with."""
+        """Note the result of a matmul; what the run goes on with."""
+        if what.fp8:
+            self.gemms.add((name, what.gemm))
         if self.noise:
             value = dithered(value, self.generator(value.device))
-        if what.gemm != "fprop":
+        if what.gemm != "fprop" or what.groups:  # rows of experts may be in another order: a router chose another expert
             return value
         place = (what.fqn, what.gemm, what.nth)
         key = (*place, self.calls[place])
@@ -119,8 +132,11 @@ class Watched:
             _add(self.results, name, sums(self.reference[key], value))
         return value
 
-    def cast(self, node: Node, args: Sequence[Any], result: Any) -> None:
+    def cast(self, node: Node, name: str | None, args: Sequence[Any], result: Any) -> None:
         """Remember of which tensor an FP8 copy is."""
+        role = node.meta["fp8_operand"].role
+        if name is not None and role != "gradient" and (name, role) not in self.peaks and args[0].numel():
+            self.peaks[name, role] = peak_of(args[0])
         grouped = len(args) > 6 and args[6] is not None
         if grouped:  # its rows are in another order
             return
@@ -130,7 +146,6 @@ class Watched:
 
     def product(self, what: Product, name: str, args: Sequence[Any], result: Tensor) -> None:
         """Compare an FP8 product with that of its operands before the cast."""
-        self.fp8.add(name)
         operands = []
         for copy in args[:2]:
             known = self.sources.get(copy.data_ptr())
@@ -184,7 +199,8 @@ class Observing(Eager):
         if watched is None:
             return result
         if n.target in CASTS:
-            watched.cast(n, self.fetch_args_kwargs_from_env(n)[0], result)
+            name = self.given.get(n.meta["fp8_operand"].input)
+            watched.cast(n, name, self.fetch_args_kwargs_from_env(n)[0], result)
         if (what := n.meta.get(PRODUCT)) is not None and n.target in PRODUCTS:
             watched.product(what, self._name(what), self.fetch_args_kwargs_from_env(n)[0], result)
         if (what := n.meta.get(RESULT)) is not None:

@@ -63,15 +63,17 @@ class OperandKey(NamedTuple):
 
 
 class Product(NamedTuple):
-    """Which matmul it is, for those who look at values of a running graph (`dryrun.observe`). Noted in the metadata of nodes: as
-    RESULT on what has the matmul's result, in either precision, and as PRODUCT on the FP8 matmul itself. `input`: the graph's
-    input that is the weight. `nth`: which one it is of those with this name and gemm. `fp8`: it was decided to be FP8."""
+    """Which matmul it is, for those who look at values of a running graph (`dryrun.observe`). It is noted in the metadata of
+    nodes: as RESULT on what has the matmul's result, in either precision, and as PRODUCT on the FP8 matmul itself. `input`: the
+    graph's input that is the weight. `nth`: which one it is of those with this name and gemm. `groups`: how many experts.
+    `fp8`: it was decided to be FP8."""
 
     fqn: str
     gemm: Gemm
     parameter: str
     input: int | None
     nth: int
+    groups: int
     fp8: bool
 
 
@@ -174,7 +176,7 @@ class Matmul:
     def product(self, nth: int) -> Product:
         """See `Product`."""
         position = compat.input_index(self.parameter) if self.parameter is not None else None
-        return Product(self.fqn, self.gemm, self.name, position, nth, self.fp8)
+        return Product(self.fqn, self.gemm, self.name, position, nth, self.groups, self.fp8)
 
     def record(self) -> MatmulRecord:
         sizes = (self.m, self.n, self.k, self.batch)
