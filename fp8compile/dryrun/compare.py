@@ -248,5 +248,6 @@ def _loss(result: Any, loss: Loss | None, name: str) -> Tensor:
     what = type(found).__name__
     if isinstance(found, Tensor):
         what = f"a tensor {list(found.shape)}" + ("" if found.requires_grad else " without a gradient")
-    wanted = "give loss= (--loss), a function that makes a scalar tensor of it" if loss is None else "it has to be a scalar tensor"
+    fix = "give loss= (--loss), a function that makes a scalar tensor of it"
+    wanted = fix if loss is None else "it has to be a scalar tensor"
     raise OptionError(f"compare: {source} {what}, which is no loss: {wanted}")

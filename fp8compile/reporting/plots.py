@@ -134,14 +134,14 @@ def plot_comparison(
     shown = [row for row in rows if row["kind"] == "layer"][:worst]
     figure = Figure(figsize=(11, 2.0 + 0.3 * max(3, len(shown))), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
-    for gemm, (colour, marker) in GEMMS.items():
-        _points(left, shown, gemm, color=colour, marker=marker, label=gemm)
+    for at, (gemm, (colour, marker)) in zip((-0.15, 0.0, 0.15), GEMMS.items(), strict=True):
+        _points(left, shown, gemm, at, color=colour, marker=marker, label=gemm)
         if gemm != "wgrad":
             label = "edge of the band: " + ("fprop" if gemm == "fprop" else "dgrad, wgrad")
             left.axvline(least[gemm], color=colour, ls=":", lw=1.2, label=label)
-    for key, (colour, marker) in COMPARED.items():
-        _points(right, shown, key, color=colour, marker=marker, label=f"{key}, FP8")
-        _points(right, shown, f"{key}_bf16", color=colour, marker=marker, mfc="none", label=f"{key}, bf16")
+    for at, (key, (colour, marker)) in zip((-0.1, 0.1), COMPARED.items(), strict=True):
+        _points(right, shown, key, at, color=colour, marker=marker, label=f"{key}, FP8")
+        _points(right, shown, f"{key}_bf16", at, color=colour, marker=marker, mfc="none", label=f"{key}, bf16")
     left.set_yticks(range(len(shown)), [row["name"] for row in shown])
     for label, row in zip(left.get_yticklabels(), shown, strict=True):
         if row["flag"]:
@@ -160,8 +160,9 @@ def plot_comparison(
     _save(figure, output)
 
 
-def _points(axis: Any, rows: Sequence[Mapping[str, Any]], key: str, **style: Any) -> None:
-    known = [(row[key], i) for i, row in enumerate(rows) if row[key] is not None]
+def _points(axis: Any, rows: Sequence[Mapping[str, Any]], key: str, at: float, **style: Any) -> None:
+    """A point for each row, a little beside the row's line, so that equal numbers are seen."""
+    known = [(row[key], i + at) for i, row in enumerate(rows) if row[key] is not None]
     axis.plot([x for x, _ in known], [i for _, i in known], ls="", ms=5, **style)
 
 
