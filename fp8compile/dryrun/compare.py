@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import compat
 from ..config.options import Options, parse
 from ..errors import Fp8CompileError, OptionError, one_line_where
 from ..ir.records import FP8, HIGH_PRECISION
@@ -116,7 +115,7 @@ class Session:
         saved = {name: scaling_state(root) for name, root in roots.items()}
 
         def step(phase: str, watched: Watched) -> Step:
-            with untouched(modules, self.codes), compat.other_code(_forwards(modules)), torch.enable_grad():
+            with untouched(modules, self.codes), torch.enable_grad():
                 return self._step(phase, watched, (inputs(args), inputs(kwargs), loss), trained, roots, saved)
 
         reference = step(HIGH_PRECISION, Watched())
@@ -212,12 +211,6 @@ def _roots(modules: list[nn.Module]) -> dict[str, nn.Module]:
     inner = {id(part) for module in modules for part in module.modules() if part is not module}
     roots = [module for module in modules if id(module) not in inner]
     return {"" if len(roots) == 1 else f"{i}.": root for i, root in enumerate(roots)}
-
-
-def _forwards(modules: list[nn.Module]) -> list[Any]:
-    """The functions that are the forwards of these modules and their parts."""
-    kinds = {type(part) for module in modules for part in module.modules()}
-    return [found for kind in kinds if hasattr(found := getattr(kind, "forward", None), "__code__")]
 
 
 def _check_places(tensors: Mapping[str, Tensor]) -> None:

@@ -16,7 +16,7 @@ matters most. With its own amax as scale, E4M3 still resolves the rest: its rang
 (Fishman et al., "Scaling FP8 training to trillion-token LLMs", arXiv:2409.12517), so they are out of band, too.
 
 A gradient that inherits errors has no such number. Beside it stands what another bf16 kernel would cost (`observe.dithered`):
-bf16 has four bits more than E4M3, five more than E5M2, which are 24 and 30 dB. Healthy models have gaps of 14 to 27 dB. A
+bf16 has four bits more than E4M3, five more than E5M2, which are 24 and 30 dB. Healthy models have gaps of 14 to 35 dB. A
 parameter leaves its band if the gap is more than `GAP` dB, and its SQNR is under `POOR` dB: that is an error of which no
 matmul knows. It is only asked if no layer has left its band, because a layer's fault spreads.
 """

@@ -145,7 +145,7 @@ class Watched:
             self.sources[copy.data_ptr()] = (copy, args[0].detach(), transposed)  # the copy: so that its address stays its own
 
     def product(self, what: Product, name: str, args: Sequence[Any], result: Tensor) -> None:
-        """Compare an FP8 product with that of its operands before the cast."""
+        """Compare an FP8 product with that of its operands before the cast, where that is finite: else it inherits it."""
         operands = []
         for copy in args[:2]:
             known = self.sources.get(copy.data_ptr())
@@ -155,8 +155,9 @@ class Watched:
             missing = copy.shape[1] - source.shape[1]  # a transposed copy is padded
             operands.append(torch.nn.functional.pad(source.to(torch.float32), (0, missing)))
         exact = operands[0] @ operands[1].t()
-        made = result.to(torch.float32)
-        _add(self.own, (name, what.gemm), sums(exact, made if args[4] is None else made - args[4].to(torch.float32)))
+        made = result.to(torch.float32) if args[4] is None else result.to(torch.float32) - args[4].to(torch.float32)
+        finite = exact.isfinite()
+        _add(self.own, (name, what.gemm), sums(torch.where(finite, exact, 0.0), torch.where(finite, made, 0.0)))
 
 
 def _add(table: dict[Any, Tensor], key: Any, value: Tensor) -> None:

@@ -143,7 +143,14 @@ def untouched(modules: Iterable[nn.Module], kept: Collection[types.CodeType] = (
         for remembers in (LEDGER, parameters, probe, logs):
             stack.enter_context(remembers.set_aside())
         stack.enter_context(compat.compiled_code_goes(kept))
+        stack.enter_context(compat.other_code(_forwards(roots)))
         yield
+
+
+def _forwards(modules: Iterable[nn.Module]) -> list[types.FunctionType]:
+    """The functions that are the forwards of these modules and their parts."""
+    kinds = {type(part) for module in modules for part in module.modules()}
+    return [found for kind in kinds if isinstance(found := getattr(kind, "forward", None), types.FunctionType)]
 
 
 @contextlib.contextmanager

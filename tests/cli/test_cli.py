@@ -440,14 +440,16 @@ def test_every_variable_is_in_the_list_and_in_the_documentation():
 
 def test_compare(model, capsys):
     pytest.importorskip("matplotlib")
-    model.write_text(MODEL + "\ndef half(loss):\n    return loss / 2\n")
-    arguments = ["compare", "my_model.py:build", "--json", "--plot", "compare.png", "--strict", "--option", "recipe=tensorwise"]
+    more = ("def half(loss):", "    return loss / 2", "def seeded():", "    torch.manual_seed(0)", "    return build()")
+    model.write_text("\n".join([MODEL, *more]))
+    arguments = ["compare", "my_model.py:seeded", "--json", "--plot", "compare.png", "--strict", "--option", "recipe=tensorwise"]
     assert cli.main(arguments) == 0
     out, err = capsys.readouterr()
     found = json.loads(out)
     assert {row["name"] for row in found["rows"] if row["kind"] == "layer"} >= {"blocks.0.up.weight", "blocks.1.down.weight"}
     assert "wrote compare.png" in err and Path("compare.png").read_bytes()[:4] == b"\x89PNG"
-    assert cli.main(["compare", "my_model.py:build", "--loss", "half"]) == 0
+    sys.modules.pop("my_model")
+    assert cli.main(["compare", "my_model.py:seeded", "--loss", "half"]) == 0
     out = capsys.readouterr().out
     assert f"loss {found['loss'] / 2:.6g} in high precision" in out and "blocks.0.up.weight" in out
 

@@ -414,10 +414,11 @@ def test_what_is_no_model() -> None:
 
 
 def test_a_loss_that_only_fp8_breaks() -> None:
-    """An infinity in FP8 is a finding, not an error."""
+    """NaN in FP8 alone is a finding, not an error."""
     case = small()
     run = train(case)
-    freeze(case.model, "layers.1.up.weight", "input", math.inf)
+    freeze(case.model, "layers.1.up.weight", "input", math.nan)
     found = compared(case, run)
-    assert found.rows()[0]["name"] == "layers.1.up.weight" and "not finite" in found.rows()[0]["flag"]
+    assert found.to_dict()["flagged"] == ["layers.1.up.weight"] and "fprop is not finite" in found.rows()[0]["flag"]
+    assert "nan in FP8; gradient - dB" in str(found)
     json.dumps(found.to_dict(), allow_nan=False)
