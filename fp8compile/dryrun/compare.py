@@ -57,7 +57,7 @@ def compare(
     device. A model in eval mode is compared as in training. Call `compare` in the context of your step, such as autocast.
 
     `loss` takes what the model returns, and returns a scalar tensor. By default the model returns it itself: as a scalar
-    tensor, as the attribute `loss` or as the key "loss".
+    tensor, as the attribute `loss` or as the key "loss". What `loss` itself changes is not restored.
 
     `options` are those of the backend (`strict` is ignored). By default they are those that the model was compiled with, if it
     has trained in FP8. Then FP8 has its scales, too; a model that has not is scaled by its current amaxes. `device` names the

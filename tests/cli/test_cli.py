@@ -442,8 +442,8 @@ def test_compare(model, capsys):
     pytest.importorskip("matplotlib")
     more = ("def half(loss):", "    return loss / 2", "def seeded():", "    torch.manual_seed(0)", "    return build()")
     model.write_text("\n".join([MODEL, *more]))
-    arguments = ["compare", "my_model.py:seeded", "--json", "--plot", "compare.png", "--strict", "--option", "recipe=tensorwise"]
-    assert cli.main(arguments) == 0
+    arguments = ["--json", "--plot", "compare.png", "--strict", "--option", "recipe=tensorwise"]
+    assert cli.main(["compare", "my_model.py:seeded", *arguments]) == 0
     out, err = capsys.readouterr()
     found = json.loads(out)
     assert {row["name"] for row in found["rows"] if row["kind"] == "layer"} >= {"blocks.0.up.weight", "blocks.1.down.weight"}

@@ -422,3 +422,16 @@ def test_a_loss_that_only_fp8_breaks() -> None:
     assert found.to_dict()["flagged"] == ["layers.1.up.weight"] and "fprop is not finite" in found.rows()[0]["flag"]
     assert "nan in FP8; gradient - dB" in str(found)
     json.dumps(found.to_dict(), allow_nan=False)
+
+
+@pytest.mark.compiled
+def test_inductors_code_has_the_same_errors() -> None:
+    """What runs operator by operator here is, but for roundings, what Inductor compiles."""
+    case = Case(models.make(models.Mlp), (noise(64, WIDTH),), to_one)
+    found = {row["name"]: row for row in compared(case).rows()}
+    exact, fp8 = copy.deepcopy(case.model), copy.deepcopy(case.model)
+    loss_of(case, exact).backward()
+    run = compiled(fp8, "tensorwise")  # scaled as the first call of any recipe
+    loss_of(case, run).backward()
+    for name, parameter in exact.named_parameters():
+        assert found[name]["gradient"] == pytest.approx(sqnr(parameter.grad, fp8.get_parameter(name).grad), abs=1.0), name

@@ -13,7 +13,7 @@ from torch import nn
 import fp8compile
 from fp8compile.dryrun import compare
 from fp8compile.errors import OptionError
-from fp8compile.reporting import plots
+from fp8compile.reporting import monitor, plots
 from fp8compile.runtime.state import slots_of
 from tests.support.harness import compiled, noise
 from tests.support.models import Mlp, Parallel, make
@@ -132,6 +132,20 @@ def test_an_error_ends_the_comparisons_and_not_the_training(caplog, monkeypatch)
     run = compiled(model)
     assert len(train(run, model, 3, to=print, compare_every=1)) == 3
     assert caplog.text.count("compares Mlp no more: ZeroDivisionError") == 1
+
+
+def test_a_summary_writer_gets_numbers() -> None:
+    """Of the whole step and of each row; texts and what is unknown are left out."""
+    row = {"step": 5, "compare": "layer", "name": "up.weight", "fprop": 28.5, "dgrad": None, "flag": ""}
+    scalars: dict[str, tuple[float, int]] = {}
+
+    class Writer:
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            scalars[name] = (value, step)
+
+    write, _ = monitor._sink(Writer())
+    write([row])
+    assert scalars == {"fp8/up.weight/compare/fprop": (28.5, 5)}
 
 
 def test_nothing_seen(caplog) -> None:
