@@ -15,15 +15,17 @@ if TYPE_CHECKING:
     from .config.policy import Rule as Rule
     from .config.policy import Schedule as Schedule
     from .config.recipe import Recipe as Recipe
+    from .dryrun.compare import compare as compare
+    from .dryrun.comparison import Comparison as Comparison
     from .dryrun.estimate import Estimate as Estimate
     from .dryrun.estimate import estimate as estimate
     from .dryrun.explain import explain as explain
+    from .dryrun.watch import monitor as monitor
     from .errors import Fp8CompileError as Fp8CompileError
     from .errors import OptionError as OptionError
     from .errors import StateError as StateError
     from .errors import StrictError as StrictError
     from .reporting.monitor import Monitor as Monitor
-    from .reporting.monitor import monitor as monitor
     from .reporting.report import Report as Report
     from .reporting.report import report as report
     from .reporting.stats import Stats as Stats
@@ -44,10 +46,13 @@ _MODULES = {
     "backend": ("fp8",),
     "config.policy": ("Policy", "Rule", "Schedule"),
     "config.recipe": ("Recipe",),
+    "dryrun.compare": ("compare",),
+    "dryrun.comparison": ("Comparison",),
     "dryrun.estimate": ("Estimate", "estimate"),
     "dryrun.explain": ("explain",),
+    "dryrun.watch": ("monitor",),
     "errors": ("Fp8CompileError", "OptionError", "StateError", "StrictError"),
-    "reporting.monitor": ("Monitor", "monitor"),
+    "reporting.monitor": ("Monitor",),
     "reporting.report": ("Report", "report"),
     "reporting.stats": ("Stats", "stats"),
     "runtime.calls": ("dry_run",),

@@ -68,10 +68,12 @@ def fp8(
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
     inner: Inner = INDUCTOR,
+    phase: str | None = None,
 ) -> Callable:
     """The Dynamo backend. `mode` and `options` are those of `torch.compile`; `options.parse` validates them. `inner` compiles
     the graphs that our passes leave. `functools.partial(fp8, inner=runtime.inner.INTERPRETER)` is a backend without Inductor's
-    code generation: it shows whether a fault comes from there.
+    code generation: it shows whether a fault comes from there. `phase`: compile for "fp8" or for "high_precision" alone,
+    whatever the schedule says, and keep no copies of weights between calls. Such a high-precision graph has no state.
 
     Raises OptionError (a ValueError) for bad options and, with `strict`, StrictError if nothing can run in FP8.
     """
@@ -89,7 +91,7 @@ def fp8(
             return compat.compile_fx(gm, example_inputs, inner.compile, _lowering(chosen))
         _check_encoding(inputs.devices, chosen)
         inputs = dataclasses.replace(inputs, kinds=whole_kinds(gm))
-        return _compile(gm, list(example_inputs), inputs, chosen, inner)
+        return _compile(gm, list(example_inputs), inputs, chosen, inner, phase)
     except (OptionError, ShardingError, StrictError) as error:
         raise compat.shown(error) from None
 
@@ -106,13 +108,16 @@ compat.ask_by_thread()
 fp8.reset = _reset  # type: ignore[attr-defined]  # torch._dynamo.reset() calls it
 
 
-def _compile(gm: GraphModule, example_inputs: list[Any], inputs: Inputs, chosen: Options, inner: Inner) -> Callable:
+def _compile(
+    gm: GraphModule, example_inputs: list[Any], inputs: Inputs, chosen: Options, inner: Inner, only: str | None
+) -> Callable:
     learning = inputs.training and inputs.grad and bool(inputs.weights)
     if inputs.inlined and learning and chosen.policy.delayed:
         say_once(logger, logging.WARNING, f"fp8: {INLINED}")
     guess = 16 * -(-3 * len(inputs.weights) // 16)
     capacity = (guess, guess) if learning and chosen.policy.delayed and not inputs.inlined else None
-    may_move = _cacheable(example_inputs, inputs, chosen) if learning else frozenset()
+    capacity = None if only == HIGH_PRECISION else capacity
+    may_move = _cacheable(example_inputs, inputs, chosen) if learning and only is None else frozenset()
 
     def compiled(phase: str, record: int | None = None) -> CompiledGraph:
         nonlocal capacity
@@ -128,6 +133,8 @@ def _compile(gm: GraphModule, example_inputs: list[Any], inputs: Inputs, chosen:
                     raise
                 cache = dataclasses.replace(cache, copies=error.copies)
 
+    if only is not None:
+        return compiled(only)
     fp8_graph = compiled(FP8)
     if chosen.policy.schedule is None or not learning or not fp8_graph.converts:
         return fp8_graph
@@ -215,7 +222,7 @@ def _compile_once(
     outside = WeightCache(hoisted, inner, _lowering(chosen)) if hoisted is not None else None
     if outside is not None:
         owners.know(outside.casts)
-    return CompiledGraph(function, interface, calls, owners, record, halves.converts, gathers, outside)
+    return CompiledGraph(function, interface, calls, owners, record, halves.converts, gathers, outside, chosen)
 
 
 def _cacheable(example_inputs: Sequence[Any], inputs: Inputs, chosen: Options) -> frozenset[int]:

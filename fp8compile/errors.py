@@ -143,6 +143,13 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {said}" if said else type(error).__name__
 
 
+def one_line_where(error: BaseException) -> str:
+    """An error in one line, and where in the user's code it was raised: the last of the user's frames in its traceback."""
+    frames = user_frames(error)
+    where = f" (in {frames[-1].name}, {frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return one_line(error) + where
+
+
 def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
     """The frames of the user's code in the traceback of `error`.
 

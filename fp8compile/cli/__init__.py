@@ -1,9 +1,9 @@
-"""The command line: `fp8compile explain | estimate | policy | plot | calibrate | devices | env`, or
+"""The command line: `fp8compile explain | estimate | compare | policy | plot | calibrate | devices | env`, or
 `python -m fp8compile`.
 
     errors    error messages and tracebacks
     target    loads the model that a command gets as TARGET
-    model     explain, estimate
+    model     explain, estimate, compare
     policy    policy check, policy show, policy schema
     tools     plot, devices, calibrate
     env       env
@@ -31,7 +31,7 @@ from .. import __version__
 from ..errors import Fp8CompileError, StrictError, one_line
 from .env import env
 from .errors import complain
-from .model import estimate, explain
+from .model import compare, estimate, explain
 from .policy import policy
 from .target import TargetError
 from .tools import calibrate, devices, plot
@@ -80,5 +80,5 @@ def cli(traceback: bool) -> None:
     """What torch.compile(model, backend="fp8") does with a model's matmuls, and what that is worth."""
 
 
-for _command in (explain, estimate, policy, plot, devices, calibrate, env):
+for _command in (explain, estimate, compare, policy, plot, devices, calibrate, env):
     cli.add_command(_command)

@@ -1,4 +1,5 @@
-"""explain and estimate: which matmuls of a model become FP8, and how much time that saves."""
+"""explain, estimate and compare: which matmuls of a model become FP8, how much time that saves, and what it costs in
+accuracy."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ import click
 
 from ..errors import Fp8CompileError, StrictError, one_line, one_of
 from .errors import Failed, usage, user_traceback
-from .target import Target, load
+from .target import Target, beside, load
 
 if TYPE_CHECKING:
     from ..reporting.report import Report
@@ -30,8 +31,10 @@ _TARGET_HELP = """
     """
 
 
-def _model_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The arguments that explain and estimate share."""
+def _model_options(function: Callable[..., Any] | None = None, html: bool = True) -> Callable[..., Any]:
+    """The arguments that explain, estimate and compare share. `html`: with --html."""
+    if function is None:
+        return lambda function: _model_options(function, html)
     device_help = "Device whose description decides what pays (default: the policy's; else the model's, or h200 to estimate)."
     decorators = [
         click.argument("target"),
@@ -46,8 +49,12 @@ def _model_options(function: Callable[..., Any]) -> Callable[..., Any]:
             help="Input of the model, as 8x1024:int64 or name=8x1024:int64; repeatable. Replaces those that TARGET returns.",
         ),
         click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table."),
-        click.option("--html", metavar="FILE", help="Write an HTML page, too."),
-        click.option("--strict", is_flag=True, help="Fail where nothing can run in FP8, or a rule matches nothing."),
+        *([click.option("--html", metavar="FILE", help="Write an HTML page, too.")] if html else []),
+        click.option(
+            "--strict",
+            is_flag=True,
+            help="Fail where nothing can run in FP8, or a rule matches nothing." if html else "Fail if a row leaves its band.",
+        ),
     ]
 
     for decorator in reversed(decorators):
@@ -99,6 +106,35 @@ def estimate(
     _finish(found, str(found), as_json, html)
     if given["strict"]:
         _insist(found.report, options, target)
+
+
+@click.command(
+    help="One training step in FP8 beside the same step in high precision: errors of outputs and gradients." + _TARGET_HELP
+)
+@_model_options(html=False)
+@click.option("--loss", metavar="NAME", help="A function beside TARGET that makes the loss of what the model returns.")
+@click.option("--plot", "image", metavar="IMAGE", help="Draw a picture, too: .png, .svg, .pdf.")
+@click.option("--full", is_flag=True, help="A line for each layer and parameter.")
+def compare(
+    target: str, device: str | None, as_json: bool, loss: str | None, image: str | None, full: bool, **given: Any
+) -> None:
+    options = _prepared(device, None, given)
+    if image is not None and not Path(image).parent.is_dir():
+        raise usage(f"--plot {image}: there is no folder {Path(image).parent}")
+    with talk_on_stderr():
+        loaded = load(target, given["inputs"])
+        function = None if loss is None else beside(target, loss)
+        from ..dryrun.compare import compare as run
+
+        settings: dict[str, Any] = {"loss": function, "options": options or None, "device": device}
+        found = _traced(loaded, lambda: run(loaded.model, *loaded.args, **settings, **loaded.kwargs))
+    if image is not None:
+        found.plot(image)
+        click.echo(f"wrote {image}", err=True)
+    _finish(found, found.table(worst=None if full else 20), as_json, None)
+    if given["strict"] and found.flagged:
+        names = ", ".join(row["name"] for row in found.flagged)
+        raise StrictError(f"strict: out of their band in FP8: {names}")
 
 
 def explained(target: str, inputs: Sequence[str], options: Mapping[str, Any], device: str | None) -> Report:
@@ -202,8 +238,15 @@ def _traced(target: Target, function: Callable[[], Any]) -> Any:
         logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     try:
         return function()
-    except (Fp8CompileError, KeyboardInterrupt):
+    except KeyboardInterrupt:
         raise
+    except Fp8CompileError as error:
+        if debug or error.__cause__ is None:
+            raise
+        details = user_traceback(error.__cause__)
+        if details:
+            click.echo(details, err=True)
+        raise Failed(str(error)) from None
     except Exception as error:
         if debug:
             raise

@@ -83,6 +83,24 @@ def load(spec: str, inputs: Sequence[str] = ()) -> Target:
     return target
 
 
+def beside(spec: str, name: str) -> Callable[..., Any]:
+    """The function `name` of the file or module of a target that was loaded. TargetError if there is none."""
+    source = spec.rpartition(":")[0]
+    module = next((m for m in map(sys.modules.get, _names(source)) if m is not None), None)
+    found = getattr(module, name, None)
+    if callable(found):
+        return found
+    own = [key for key, value in vars(module).items() if callable(value)] if module is not None else []
+    raise TargetError(f"{source} has no function {name!r}.{did_you_mean(near(name, own))}")
+
+
+def _names(source: str) -> tuple[str, str]:
+    """The names under which `_loaded` or `_imported` may have stored a module."""
+    if source.endswith(".py"):
+        return f"fp8compile_target_{Path(source).stem}", Path(source).stem
+    return source, source
+
+
 def parse_inputs(inputs: Sequence[str]) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
     """Tensors of zeros for `inputs`: "8x1024:int64" is shape and dtype (default: float32), "name=..." is a keyword argument.
 

@@ -69,6 +69,7 @@ from .dynamo import (
     is_part,
     is_tangent,
     is_whole,
+    other_code,
     outermost,
     root_modules,
     rows_vary,

@@ -6,7 +6,7 @@ import contextlib
 import sys
 import traceback
 import types
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -236,10 +236,26 @@ def is_tangent(node: Node) -> bool:
 
 
 @contextlib.contextmanager
-def compiled_code_goes() -> Iterator[None]:
+def other_code(functions: Iterable[types.FunctionType]) -> Iterator[None]:
+    """Inside, those of these functions for which Dynamo has compiled code have a copy of their code object, so that it finds
+    none and adds none. (They hold a limited number, and Dynamo drops all code of an object or none.)"""
+    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+
+    before = [(function, function.__code__) for function in functions if _debug_get_cache_entry_list(function.__code__)]
+    for function, code in before:
+        function.__code__ = code.replace(co_name=code.co_name)
+    try:
+        yield
+    finally:
+        for function, code in before:
+            function.__code__ = code
+
+
+@contextlib.contextmanager
+def compiled_code_goes(kept: Collection[types.CodeType] = ()) -> Iterator[None]:
     """On leaving, drop the code that Dynamo has compiled inside, also the code for the user's frames behind a graph break. A
-    frame that had compiled code before keeps all of it, because Dynamo drops all code of a frame or none. Inside, Dynamo does
-    not learn which sizes are dynamic."""
+    frame that had compiled code before keeps all of it, because Dynamo drops all code of a frame or none. So do the frames of
+    `kept`. Inside, Dynamo does not learn which sizes are dynamic."""
     from torch._dynamo import config, convert_frame
     from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
@@ -247,7 +263,7 @@ def compiled_code_goes() -> Iterator[None]:
     theirs: set[int] = set()
 
     def note(code: types.CodeType, made: types.CodeType) -> None:
-        if id(code) not in ours and id(code) not in theirs:
+        if id(code) not in ours and id(code) not in theirs and not any(code is x for x in kept):
             theirs.add(id(code)) if _debug_get_cache_entry_list(code) else ours.update({id(code): code})
 
     hook = convert_frame.register_bytecode_hook(note)  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from .. import compat
-from ..errors import Fp8CompileError, one_line, user_frames
+from ..errors import Fp8CompileError, one_line_where
 from ..logs import get_logger
 from ..reporting.report import Report, report
 from ..runtime.ledger import LEDGER
@@ -71,17 +71,10 @@ def explain(
             known = len(LEDGER)
             if not known or isinstance(error, Fp8CompileError) or compat.is_of_backend(error):
                 raise
-            note = f"incomplete: behind graph {known - 1} the model raised {_brief(error)}"
+            note = f"incomplete: behind graph {known - 1} the model raised {one_line_where(error)}"
         inner = {id(part) for module in modules for part in module.modules() if part is not module}
         outside = [record for module in modules if id(module) not in inner for record in report(module).outside]
         found = Report(report().graphs, "nothing was compiled: Dynamo found no graph in this model", note, outside)
     if note:
         logger.warning("fp8: explain: %s. Values behind a graph break are zeros here, which may be why", note)
     return found
-
-
-def _brief(error: Exception) -> str:
-    """An error in one line: its class, the first line of its message, and the last line of the user's code in its traceback."""
-    frames = user_frames(error)
-    where = f" (in {frames[-1].name}, {frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    return one_line(error) + where

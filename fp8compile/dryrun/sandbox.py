@@ -17,7 +17,7 @@ import itertools
 import random
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -125,8 +125,9 @@ def fuse_attention(gm: torch.fx.GraphModule) -> None:
 
 
 @contextlib.contextmanager
-def untouched(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Inside the context, each of `modules` that is in eval mode is in training mode. At the end, everything is as before."""
+def untouched(modules: Iterable[nn.Module], kept: Collection[types.CodeType] = ()) -> Iterator[None]:
+    """Inside the context, each of `modules` that is in eval mode is in training mode. At the end, everything is as before, but
+    for what Dynamo has compiled for the code objects `kept`."""
     roots = list(modules)
     with contextlib.ExitStack() as stack:
         for part in {id(part): part for root in roots for part in root.modules()}.values():
@@ -141,8 +142,15 @@ def untouched(modules: Iterable[nn.Module]) -> Iterator[None]:
         stack.enter_context(_random_states())
         for remembers in (LEDGER, parameters, probe, logs):
             stack.enter_context(remembers.set_aside())
-        stack.enter_context(compat.compiled_code_goes())
+        stack.enter_context(compat.compiled_code_goes(kept))
+        stack.enter_context(compat.other_code(_forwards(roots)))
         yield
+
+
+def _forwards(modules: Iterable[nn.Module]) -> list[types.FunctionType]:
+    """The functions that are the forwards of these modules and their parts."""
+    kinds = {type(part) for module in modules for part in module.modules()}
+    return [found for kind in kinds if isinstance(found := getattr(kind, "forward", None), types.FunctionType)]
 
 
 @contextlib.contextmanager

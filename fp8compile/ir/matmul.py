@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections import Counter
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -59,6 +60,24 @@ class OperandKey(NamedTuple):
     gradient: bool
     scaling: Scaling
     offs: Node | None = None
+
+
+class Product(NamedTuple):
+    """Which matmul it is, for those who look at values of a running graph (`dryrun.observe`). It is noted in the metadata of
+    nodes: as RESULT on what has the matmul's result, in either precision, and as PRODUCT on the FP8 matmul itself. `input`: the
+    graph's input that is the weight. `nth`: which one it is of those with this name and gemm. `groups`: how many experts.
+    `fp8`: it was decided to be FP8."""
+
+    fqn: str
+    gemm: Gemm
+    parameter: str
+    input: int | None
+    nth: int
+    groups: int
+    fp8: bool
+
+
+RESULT, PRODUCT = "fp8_result", "fp8_product"
 
 
 @dataclass(eq=False)
@@ -154,6 +173,11 @@ class Matmul:
         """Is the weight, or a slice of it, one of these inputs of the graph?"""
         return self.parameter is not None and compat.input_index(self.parameter) in inputs
 
+    def product(self, nth: int) -> Product:
+        """See `Product`."""
+        position = compat.input_index(self.parameter) if self.parameter is not None else None
+        return Product(self.fqn, self.gemm, self.name, position, nth, self.groups, self.fp8)
+
     def record(self) -> MatmulRecord:
         sizes = (self.m, self.n, self.k, self.batch)
         m, n, k, batch = map(hint, sizes)
@@ -179,3 +203,12 @@ class Matmul:
             cast_us=self.cast_us,
             break_even_m=self.break_even_m,
         )
+
+
+def note_products(matmuls: Sequence[Matmul]) -> None:
+    """Write into the metadata of each matmul what its result is."""
+    seen: Counter[tuple[str, str]] = Counter()
+    for matmul in matmuls:
+        key = (matmul.fqn, matmul.gemm)
+        matmul.node.meta[RESULT] = matmul.product(seen[key])
+        seen[key] += 1

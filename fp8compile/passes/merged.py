@@ -20,7 +20,7 @@ from torch.fx import Graph, Node
 from .. import compat
 from ..ir import merged, ops
 from ..ir.fx_utils import CASTS, SAME, VIEWS, Emitter, Matrix, arg, aten, call_function, modules_of, restride, value
-from ..ir.matmul import GEMMS, Gemm, Matmul
+from ..ir.matmul import GEMMS, RESULT, Gemm, Matmul
 from .merge import SUMS, Merged
 from .plan import Operand
 
@@ -149,6 +149,7 @@ class Products:
         return parts
 
     def instead(self, node: Node, part: Node) -> None:
+        part.meta[RESULT] = node.meta.get(RESULT)
         node.replace_all_uses_with(part)
         self.writer.replaced[node] = part
         if node is self.writer.start:

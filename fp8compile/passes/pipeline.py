@@ -21,7 +21,7 @@ from ..config.policy import Policy
 from ..devices.catalog import Device
 from ..errors import CapacityExceeded, OptionError
 from ..ir.inputs import Inputs
-from ..ir.matmul import Matmul
+from ..ir.matmul import Matmul, note_products
 from ..ir.records import CollectiveRecord, Gatherable, KeptRecord, OpaqueRecord
 from ..ir.state_page import SlotKey
 from ..logs import SKIP_VARIABLE, dump, get_logger
@@ -125,6 +125,7 @@ class Joint:
         return sum(not found.reason for found in self.gatherable.values())
 
     def make_plan(self) -> int:
+        note_products(self.matmuls)
         self.plan = plan(self.matmuls, self.fnuz)
         needed = [len(self.plan.direction(backward)) for backward in (False, True)]
         if any(needed) and self.capacity is not None:

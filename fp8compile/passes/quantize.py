@@ -45,7 +45,7 @@ from ..ir import merged, ops
 from ..ir.all_gathers import AllGather
 from ..ir.all_to_alls import AllToAll
 from ..ir.fx_utils import Emitter, Matrix, arg, aten, same_shape, value
-from ..ir.matmul import GEMMS, Matmul
+from ..ir.matmul import GEMMS, PRODUCT, RESULT, Matmul
 from .addends import add, split_addend
 from .all_gathers import gathered
 from .all_to_alls import exchanged
@@ -161,10 +161,12 @@ class _Writer:
             out = emit(ops.scaled_mm, a8, b8, *how)
         else:
             out = emit(ops.block_mm, a8, b8, *how, *map(list, blocks))
+        out.meta[PRODUCT] = node.meta.get(RESULT)
         if value(node).dim() == 3 and matmul.offs is None:
             out = emit(aten.unsqueeze.default, out, 0)
         if rest is not None:
             out = add(emit, rest, out, node)
+        out.meta[RESULT] = node.meta.get(RESULT)
         node.replace_all_uses_with(out)
         self.replaced[node] = out
         if node is self.start:

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -34,6 +34,18 @@ Row = dict[str, Any]
 Write = Callable[[list[Row]], Any]
 
 
+class Addition(Protocol):
+    """Has further rows to write at some steps."""
+
+    def arm(self, step: int) -> None:
+        """Called when `step` steps were taken."""
+
+    def rows(self, step: int) -> list[Row]:
+        """Called after the `step`-th step, before `arm`."""
+
+    def close(self) -> None: ...
+
+
 class Monitor:
     """Measures a model at every `every`-th step. As a context manager, it closes at the end. `written` counts the measurements
     that were written."""
@@ -42,9 +54,15 @@ class Monitor:
         self.every, self.written = every, 0
         self._model, self._write, self._close = weakref.ref(model), write, close
         self._measurement: Measurement | None = None
+        self._additions: list[Addition] = []
         self._count = phases.steps_of(model)  # `step` continues from here
         self._forget: Callable[[], None] | None = phases.each_step(self._at, model)
         self._arm(self._count)
+
+    def add(self, addition: Addition) -> None:
+        """Let something else write rows, too."""
+        self._additions.append(addition)
+        addition.arm(self._count)
 
     def step(self) -> None:
         """Count a step by hand, in a training loop whose optimizer is not a `torch.optim.Optimizer`."""
@@ -59,6 +77,8 @@ class Monitor:
         self._forget = None
         if self._measurement is not None:
             self._measurement.end()
+        for addition in self._additions:
+            addition.close()
         self._close()
 
     def __enter__(self) -> Monitor:
@@ -85,36 +105,27 @@ class Monitor:
         elif measurement is not None:
             measurement.end()
             self._measurement = None
-            try:
-                self._write([{"step": step, **row} for row in table(model, measurement)])
-                self.written += 1
-            except OSError as error:  # a log that cannot be written must not stop the training
-                logger.warning("fp8: the monitor of %s stops: %s", type(model).__name__, error)
-                self.close()
-                return
-        self._arm(step)
+            self._put(model, [{"step": step, **row} for row in table(model, measurement)])
+        for addition in self._additions:
+            rows = addition.rows(step) if self._forget is not None else []
+            if rows:
+                self._put(model, rows)
+        if self._forget is not None:
+            self._arm(step)
+            for addition in self._additions:
+                addition.arm(step)
+
+    def _put(self, model: nn.Module, rows: list[Row]) -> None:
+        try:
+            self._write(rows)
+            self.written += 1
+        except OSError as error:  # a log that cannot be written must not stop the training
+            logger.warning("fp8: the monitor of %s stops: %s", type(model).__name__, error)
+            self.close()
 
 
 def monitor(model: nn.Module, every: int = 100, to: Any = "fp8compile.jsonl") -> Monitor:
-    """Write the numbers of every quantized tensor of `model` (see `Stats.rows`) at every `every`-th optimizer step.
-
-    `to` is one of:
-
-    * a path or a file object: JSON lines are appended, {"step": 100, "name": "layers.0.up.weight", "role": "input", ...};
-    * a SummaryWriter (any object with `add_scalar`), or "tensorboard:DIR" to make one: it gets the scalars
-      fp8/layers.0.up.weight/input.0/overflows%, ...;
-    * a function, which is called with a list of such dicts.
-
-    In a distributed job, each process measures. Only rank 0 writes to a path or to "tensorboard:DIR"; each process uses the
-    object or function that it was given.
-
-    `model` is the module that was compiled, or the wrapper that torch.compile made of it. A call of `optimizer.step()` of its
-    optimizer counts as a step. With gradient accumulation, the first call of the step is measured. Returns a `Monitor`: close
-    it, or use it in a `with`.
-
-    OptionError (a ValueError) for an `every` below 1, an unusable `to`, and a model that is not compiled; TypeError if `model`
-    is not a module.
-    """
+    """`fp8compile.monitor` without comparisons: see `dryrun.watch.monitor`."""
     integer("every", every, 1)
     model = unwrapped_compiled(model)
     write, close = _sink(to)
@@ -166,9 +177,11 @@ def _lines(file: Any) -> Write:
 def _scalars(writer: Any) -> tuple[Write, Callable[[], Any]]:
     def write(rows: list[Row]) -> None:
         for row in rows:
-            for key in (*STATE, *COSTLY):
-                if row[key] is not None:
-                    writer.add_scalar(f"fp8/{row['name']}/{tensor_of(row)}/{key}", row[key], row["step"])
+            place = "compare" if "compare" in row else tensor_of(row)
+            keys = [key for key in row if key not in ("step", "use")] if "compare" in row else (*STATE, *COSTLY)
+            for key in keys:
+                if isinstance(row[key], (int, float)):
+                    writer.add_scalar(f"fp8/{row['name']}/{place}/{key}", row[key], row["step"])
 
     return write, writer.close if hasattr(writer, "close") else _nothing
 

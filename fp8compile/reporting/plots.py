@@ -1,4 +1,6 @@
-"""`fp8compile plot run.jsonl`: draws the file of a monitor: scales and overflows of layers over time.
+"""Pictures: of a monitor's file (`fp8compile plot run.jsonl`), and of a comparison (`plot_comparison`).
+
+The first shows scales and overflows of layers over time.
 
 Each layer has a row; the worst layers come first. Layers are ordered by the highest overflows% of any of their tensors at any
 step, then by the lowest SQNR. The left picture shows the scales of input, weight and gradient, which multiply into FP8, on a
@@ -11,6 +13,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,8 @@ from ..errors import Fp8CompileError, OptionError
 
 NEEDED = ("step", "name", "role", "scale_inv_min", "scale_inv_max", "overflows%", "sqnr")
 COLOURS = {"input": "#0072b2", "weight": "#4d4d4d", "gradient": "#d55e00"}  # also distinct for colour-blind readers
+GEMMS = {"fprop": ("#0072b2", "o"), "dgrad": ("#d55e00", "^"), "wgrad": ("#009e73", "s")}
+COMPARED = {"output": ("#0072b2", "o"), "gradient": ("#d55e00", "^")}
 MARKERS = {"input": "o", "weight": "s", "gradient": "^"}
 
 
@@ -45,8 +50,9 @@ def read(path: str | Path) -> list[dict[str, Any]]:
     try:
         with open(path, encoding="utf-8") as file:
             for number, line in enumerate(file, 1):
-                if line.strip():
-                    rows.append(_row(path, number, line))
+                row = _row(path, number, line) if line.strip() else None
+                if row is not None:
+                    rows.append(row)
     except OSError as error:
         raise OptionError(f"{path}: {error.strerror}") from None
     except UnicodeDecodeError:
@@ -56,11 +62,14 @@ def read(path: str | Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _row(path: str | Path, number: int, line: str) -> dict[str, Any]:
+def _row(path: str | Path, number: int, line: str) -> dict[str, Any] | None:
+    """One line; None for a row of a comparison (`compare_every`)."""
     try:
         row = json.loads(line)
     except ValueError as error:
         raise OptionError(f"{path}, line {number} is no JSON ({error}): expected the lines of fp8compile.monitor") from None
+    if isinstance(row, dict) and "compare" in row:
+        return None
     missing = [key for key in NEEDED if not isinstance(row, dict) or key not in row]
     if missing:
         raise OptionError(f"{path}, line {number} is none of fp8compile.monitor's: it has no {missing[0]!r}")
@@ -96,10 +105,7 @@ def plot(path: str | Path, output: str | Path, worst: int = 8) -> list[Curves]:
     OptionError if the file is not a monitor's, or `output` cannot be written; Fp8CompileError if matplotlib is missing.
     """
     shown = worst_first(read(path))[:worst]
-    try:
-        from matplotlib.figure import Figure  # not pyplot, which would look for a display
-    except ImportError:
-        raise Fp8CompileError("plot needs matplotlib: pip install 'fp8compile[plot]'") from None
+    Figure = _figures()
     figure = Figure(figsize=(11, 1.0 + 1.9 * len(shown)), layout="constrained")
     axes = figure.subplots(len(shown), 2, squeeze=False, sharex=True)
     top = max(layer.overflows for layer in shown)
@@ -115,11 +121,64 @@ def plot(path: str | Path, output: str | Path, worst: int = 8) -> list[Curves]:
     handles = [axes[0][0].plot([], [], color=COLOURS[role], marker=MARKERS[role], label=role)[0] for role in COLOURS]
     figure.legend(handles=handles, loc="outside upper right", ncols=3, frameon=False)
     figure.suptitle(f"{Path(path).name}: FP8 scales and overflows, worst layers first", x=0.01, ha="left", fontsize=12)
+    _save(figure, output)
+    return shown
+
+
+def plot_comparison(
+    rows: Sequence[Mapping[str, Any]], title: str, output: str | PathLike[str], least: Mapping[str, float], worst: int
+) -> None:
+    """Draw the `worst` layers of `Comparison.rows` into an image. Left the own SQNR of each matmul, with the edge of its band
+    (`least`, in dB by gemm); right the SQNRs of output and gradient, with what bf16 would have. Errors as of `plot`."""
+    Figure = _figures()
+    shown = [row for row in rows if row["kind"] == "layer"][:worst]
+    figure = Figure(figsize=(11, 2.0 + 0.3 * max(3, len(shown))), layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True)
+    for at, (gemm, (colour, marker)) in zip((-0.15, 0.0, 0.15), GEMMS.items(), strict=True):
+        _points(left, shown, gemm, at, color=colour, marker=marker, label=gemm)
+        if gemm != "wgrad":
+            label = "edge of the band: " + ("fprop" if gemm == "fprop" else "dgrad, wgrad")
+            left.axvline(least[gemm], color=colour, ls=":", lw=1.2, label=label)
+    for at, (key, (colour, marker)) in zip((-0.1, 0.1), COMPARED.items(), strict=True):
+        _points(right, shown, key, at, color=colour, marker=marker, label=f"{key}, FP8")
+        _points(right, shown, f"{key}_bf16", at, color=colour, marker=marker, mfc="none", label=f"{key}, bf16")
+    left.set_yticks(range(len(shown)), [row["name"] for row in shown])
+    for label, row in zip(left.get_yticklabels(), shown, strict=True):
+        if row["flag"]:
+            label.set_color(COLOURS["gradient"])
+            label.set_fontweight("bold")
+    left.invert_yaxis()
+    left.set_title("own error of the layer's FP8 matmuls", loc="left", fontsize=10)
+    right.set_title("against the step in high precision", loc="left", fontsize=10)
+    for axis in (left, right):
+        axis.set_xlabel("SQNR, dB (further right is better)")
+        axis.grid(alpha=0.3)
+        axis.spines[["top", "right"]].set_visible(False)
+    handles = [handle for axis in (left, right) for handle in axis.get_legend_handles_labels()[0]]
+    figure.legend(handles=handles, loc="outside lower center", ncols=5, fontsize=8, frameon=False)
+    figure.suptitle(title.replace("; ", "\n"), x=0.01, ha="left", fontsize=10)
+    _save(figure, output)
+
+
+def _points(axis: Any, rows: Sequence[Mapping[str, Any]], key: str, at: float, **style: Any) -> None:
+    """A point for each row, a little beside the row's line, so that equal numbers are seen."""
+    known = [(row[key], i + at) for i, row in enumerate(rows) if row[key] is not None]
+    axis.plot([x for x, _ in known], [i for _, i in known], ls="", ms=5, **style)
+
+
+def _figures() -> Any:
+    try:
+        from matplotlib.figure import Figure  # not pyplot, which would look for a display
+    except ImportError:
+        raise Fp8CompileError("plot needs matplotlib: pip install 'fp8compile[plot]'") from None
+    return Figure
+
+
+def _save(figure: Any, output: str | PathLike[str]) -> None:
     try:
         figure.savefig(output, dpi=110)
     except (OSError, ValueError) as error:
         raise OptionError(f"{output} cannot be written: {getattr(error, 'strerror', None) or error}") from None
-    return shown
 
 
 def _style(role: str, more: str, points: int) -> dict[str, Any]:

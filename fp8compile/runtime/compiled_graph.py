@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from .. import compat
+from ..config.options import Options
 from ..ir import state_page
 from ..ir.fx_utils import fake_mode_of
 from . import probe
@@ -16,7 +17,7 @@ from .all_gather import Gathers
 from .calls import DRY, Call, Calls, Interface
 from .ledger import LEDGER
 from .owners import Owners
-from .parameters import share_records
+from .parameters import record_of, share_records
 from .state import check_unwanted
 from .weight_cache import WeightCache
 
@@ -37,10 +38,12 @@ class CompiledGraph:
         converts: bool,
         gathers: Gathers,
         cache: WeightCache | None = None,
+        options: Options | None = None,
     ):
         self.function, self.interface, self.calls, self.owners = function, interface, calls, owners
         self.record, self.converts, self.gathers = record, converts, gathers
         self.cache = cache  # of the FP8 copies of weights that the graph gets from outside
+        self.options = options  # that it was compiled with
         self.idle: torch.Tensor | None = None  # a stand-in for state inputs that the graph does not read
 
     def __call__(self, *args: Any) -> Any:
@@ -79,11 +82,21 @@ class CompiledGraph:
             return self.function(*args)
         return self.calls.run(self.function, args, Call(None, look))
 
+    def forget(self) -> None:
+        """Forget every call and its state: the next call is the first one."""
+        self.owners.met.clear()
+        self.calls.looking.open.clear()
+        if self.calls.book is not None:
+            self.calls.book.sets.clear()
+            self.calls.book.by_pointer.clear()
+
     def _meet(self, key: tuple[int, ...], args: Sequence[Any]) -> None:
         """The first call with these parameters."""
         weights = [args[i] for i in self.interface.weights]
         share_records(weights)
         if self.interface.trains:
+            for weight in weights:
+                record_of(weight).options = self.options
             book = self.calls.book
             check_unwanted(weights, [args[i] for i in book.inputs] if book else [])
         self.owners.meet(key, args)

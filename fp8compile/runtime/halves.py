@@ -16,7 +16,7 @@ from ..passes.pipeline import Rewritten
 from . import probe
 from .calls import Calls
 from .inner import Inner
-from .interpreter import Boxed, Eager, boxed
+from .interpreter import Boxed, boxed
 from .owners import Owners
 
 
@@ -63,7 +63,7 @@ class Halves:
         return self._backward(kept, warm, device, done) if backward else self._forward(kept, warm, device)
 
     def _forward(self, gm: GraphModule, warm: Boxed, device: str) -> Boxed:
-        calls, eager, outputs = self.calls, boxed(Eager(gm)), _outputs(gm)
+        calls, eager, outputs = self.calls, boxed(self.inner.eager(gm)), _outputs(gm)
         # the last outputs are saved for backward; if the marker is not among them, the backward does not look for it
         inputs = [value(x) for x in gm.graph.find_nodes(op="placeholder") if is_tensor(x)]
         made = [i for i, x in enumerate(outputs) if isinstance(x, Node) and x.op != "placeholder" and is_tensor(x)]
@@ -90,7 +90,7 @@ class Halves:
         return run
 
     def _backward(self, gm: GraphModule, warm: Boxed, device: str, done: Rewritten) -> Boxed:
-        calls, book, eager = self.calls, self.calls.book, boxed(Eager(gm))
+        calls, book, eager = self.calls, self.calls.book, boxed(self.inner.eager(gm))
         names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
         page = done.pages[1] if book is not None else None
         page_at, marker_at = (names.index(x) if x in names else None for x in (page, self.marker))

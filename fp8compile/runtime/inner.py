@@ -16,10 +16,11 @@ from .interpreter import Boxed, Eager, boxed
 @dataclass(frozen=True)
 class Inner:
     """`compile` has the signature of Inductor's own `inner_compile`. `computes`: the callables that it makes compute something;
-    if they do not, nothing is scaled, and a graph needs no state."""
+    if they do not, nothing is scaled, and a graph needs no state. `eager` makes the interpreter of cold and measured calls."""
 
     compile: Callable[..., Any]
     computes: bool = True
+    eager: Callable[[GraphModule], Eager] = Eager
 
 
 def _interpret(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Boxed:

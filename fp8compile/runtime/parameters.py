@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from ..config.options import Options
     from .all_gather import Gathered
     from .phases import Steps
     from .probe import Cast, Name
@@ -35,6 +36,7 @@ class ParameterRecord:
     casts: dict[Name, Cast] = field(default_factory=dict)
     measured: dict[Name, Tensor] = field(default_factory=dict)
     outdated: bool = False  # `casts` and `measured` come from graphs that are gone
+    options: Options | None = None  # of the last training graph that was called with it
     # where it is in its training: see `phases`
     steps: list[Steps] = field(default_factory=list)  # of the optimizers that had it, alive or not; the latest is last
     leads: bool = False  # a graph finds its phase by it

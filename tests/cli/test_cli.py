@@ -264,7 +264,8 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["explain", "--help"], ["devices"], ["policy", "show"], ["policy", "schema"]]
+    "arguments",
+    [["--help"], ["explain", "--help"], ["compare", "--help"], ["devices"], ["policy", "show"], ["policy", "schema"]],
 )
 def test_quick_commands_do_not_import_torch(arguments):
     code = "import sys; from fp8compile.cli import main; s = main(sys.argv[1:]); sys.exit(s or 10 * ('torch' in sys.modules))"
@@ -294,6 +295,9 @@ def test_quick_commands_do_not_import_torch(arguments):
         (["explain", "my_model.py:build", "--option", "recipe=tensorwsie"], "Did you mean 'tensorwise'"),
         (["explain", "my_model.py:build", "--html", "no/such/folder.html"], "there is no folder no/such"),
         (["explain", "my_model.py:build", "--policy", "nope.toml"], "nope.toml"),
+        (["compare", "my_model.py:build", "--plot", "no/such/folder.png"], "there is no folder no/such"),
+        (["compare", "my_model.py:build", "--loss", "buildd"], "no function 'buildd'. Did you mean 'build'"),
+        (["compare", "my_model.py:build", "--html", "x.html"], "No such option"),
         (["policy", "check", "nope.toml"], "nope.toml does not exist"),
         (["policy", "show", "nope"], "there is no shipped policy 'nope'"),
     ],
@@ -429,6 +433,32 @@ def test_every_variable_is_in_the_list_and_in_the_documentation():
     assert named == set(VARIABLES)
     documented = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
     assert all(f"| `{name}` |" in documented for name in VARIABLES)
+
+
+# --- compare --------------------------------------------------------------------------------------
+
+
+def test_compare(model, capsys):
+    pytest.importorskip("matplotlib")
+    more = ("def half(loss):", "    return loss / 2", "def seeded():", "    torch.manual_seed(0)", "    return build()")
+    model.write_text("\n".join([MODEL, *more]))
+    arguments = ["--json", "--plot", "compare.png", "--strict", "--option", "recipe=tensorwise"]
+    assert cli.main(["compare", "my_model.py:seeded", *arguments]) == 0
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert {row["name"] for row in found["rows"] if row["kind"] == "layer"} >= {"blocks.0.up.weight", "blocks.1.down.weight"}
+    assert "wrote compare.png" in err and Path("compare.png").read_bytes()[:4] == b"\x89PNG"
+    sys.modules.pop("my_model")
+    assert cli.main(["compare", "my_model.py:seeded", "--loss", "half"]) == 0
+    out = capsys.readouterr().out
+    assert f"loss {found['loss'] / 2:.6g} in high precision" in out and "blocks.0.up.weight" in out
+
+
+def test_compare_with_a_batch_that_the_model_refuses(model, capsys):
+    assert cli.main(["compare", "my_model.py:misshapen"]) == 1
+    err = capsys.readouterr().err
+    assert "in forward" in err.splitlines()[-1] and err.splitlines()[-1].count("refuses this batch") == 1
+    assert "Traceback" in err and "fp8compile/dryrun" not in err
 
 
 # --- explain --------------------------------------------------------------------------------------

@@ -231,6 +231,19 @@ def test_reports_and_compiled_code_are_left_as_they_were():
     assert str(fp8compile.report()) == real == str(fp8compile.report(other))
 
 
+def test_frames_with_compiled_code_get_no_more():
+    """Dynamo keeps 8 for each frame: a frame behind a graph break, which explain compiles, too, must not run out of them."""
+    from torch._dynamo.eval_frame import _debug_get_cache_entry_list as entries
+
+    model = models.make(lambda: models.Broken(models.Mlp(), nn.Tanh(), models.Mlp()))
+    reported(model, x())
+    code = models.Broken.forward.__code__
+    before = len(entries(code))
+    for _ in range(2):
+        assert len(fp8compile.explain(model, x()).graphs) == 3
+    assert before and models.Broken.forward.__code__ is code and len(entries(code)) == before
+
+
 def test_state_and_measurements_are_left_as_they_were():
     """explain does not complain about a loaded state that no graph has taken yet; a requested measurement stays pending."""
     model, twin = models.make(models.Mlp), models.make(models.Mlp)

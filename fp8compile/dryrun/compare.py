@@ -1,0 +1,246 @@
+"""How far is a training step in FP8 from the same step in high precision? `compare` runs both, and shows it layer by layer.
+
+    print(fp8compile.compare(model, tokens, labels=labels))
+
+The step (forward, loss, backward) runs operator by operator, four times, with the same weights, batch and random numbers:
+
+    in high precision       the reference: the graph that a high-precision phase runs (`runtime.phases`)
+    once more               is the model deterministic?
+    with noise              each matmul rounds to bf16 as another kernel might (`observe.dithered`): what bf16 would cost
+    in FP8                  with the options and the scaling state that the next training call would have
+
+A model that trains in FP8 already is compared with its own scales: a copy of its scaling state is loaded into the sandbox, as
+into a resumed run. Nothing is left behind (`sandbox`): weights, gradients, buffers, random states, scaling state, statistics,
+reports and compiled code are as before. A `Session` keeps its compiled graphs for the next comparison.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..config.options import Options, parse
+from ..errors import Fp8CompileError, OptionError, one_line_where
+from ..ir.records import FP8, HIGH_PRECISION
+from ..logs import get_logger
+from ..reporting.report import Report, report
+from ..reporting.stats import table
+from ..runtime.parameters import find
+from ..runtime.probe import Measurement
+from ..runtime.state import named_weights, unwrapped
+from ..runtime.state_dict import load_scaling_state, scaling_state
+from .comparison import Comparison, assembled
+from .observe import Tap, Watched
+from .sandbox import entry, inputs, modules_of, taken, untouched
+
+logger = get_logger(__name__)
+
+Loss = Callable[[Any], Tensor]
+
+
+def compare(
+    model: Callable[..., Any],
+    *args: Any,
+    loss: Loss | None = None,
+    options: Mapping[str, Any] | None = None,
+    device: str | None = None,
+    **kwargs: Any,
+) -> Comparison:
+    """Compare one training step of `model(*args, **kwargs)` in FP8 with the same step in high precision. See `Comparison`.
+
+    `model` is a module, a compiled module, or any function that calls modules; it has to be where it trains, not on the meta
+    device. A model in eval mode is compared as in training. Call `compare` in the context of your step, such as autocast.
+
+    `loss` takes what the model returns, and returns a scalar tensor. By default the model returns it itself: as a scalar
+    tensor, as the attribute `loss` or as the key "loss". What `loss` itself changes is not restored.
+
+    `options` are those of the backend (`strict` is ignored). By default they are those that the model was compiled with, if it
+    has trained in FP8. Then FP8 has its scales, too; a model that has not is scaled by its current amaxes. `device` names the
+    described device to decide for, e.g. "h100".
+
+    It takes four steps, run operator by operator, the tracing of two graphs, and the memory of an eager step, of the results of
+    all forward matmuls, and of all tensors that FP8 casts.
+
+    Raises Fp8CompileError if the model refuses the batch, if its loss is not finite, or if no matmul becomes FP8; OptionError
+    (a ValueError) for bad options, a loss that is none, a model on the meta device, parameters that are DTensors, and a model
+    without a trained parameter; TypeError if `model` is none.
+    """
+    return Session(model, options, device).run(args, kwargs, loss)
+
+
+@dataclass
+class Step:
+    """What one run of the step made. `gradients`: by parameter. `rows`: those of `stats`, of an FP8 run."""
+
+    loss: float
+    gradients: dict[str, Tensor]
+    watched: Watched
+    rows: list[dict[str, Any]]
+
+
+class Session:
+    """Compares steps of one model. Its graphs are compiled at the first step, and again where Dynamo's guards ask for it."""
+
+    def __init__(self, model: Callable[..., Any], options: Mapping[str, Any] | None = None, device: str | None = None):
+        self.model = taken(model)
+        if isinstance(self.model, nn.Module):
+            self.model = unwrapped(self.model)  # of DDP, whose hooks would communicate
+        self.given = None if options is None else {name: value for name, value in options.items() if name != "strict"}
+        self.device = device
+        self.name = type(self.model).__name__ if isinstance(self.model, nn.Module) else getattr(self.model, "__name__", "model")
+        self.tap = Tap()
+        self.graphs: list[Any] = []
+        self.report: Report | None = None
+        self.steps: dict[str, Callable[..., Any]] = {}  # by phase, compiled
+        self.codes: list[Any] = []
+        self.compiled_with: dict[str, Any] | None = None
+        parse(self._options({}))  # raises errors in the options here, without Dynamo's text around them
+
+    def run(self, args: Any, kwargs: Any, loss: Loss | None = None, repeat: bool = True) -> Comparison:
+        """Compare one step. `repeat`: also find out whether the model is deterministic, which takes one more run."""
+        modules = modules_of((self.model, args, kwargs))
+        roots = _roots(modules)
+        weights = {prefix + name: weight for prefix, root in roots.items() for name, weight in named_weights(root).items()}
+        trained = {name: weight for name, weight in weights.items() if weight.requires_grad}
+        if not trained:
+            raise OptionError(f"compare: no parameter of {self.name} requires gradients, so there is no step to compare")
+        _check_places(weights)
+        self._compile(self._options(weights))
+        self.tap.names = {id(weight): name for name, weight in weights.items()}
+        saved = {name: scaling_state(root) for name, root in roots.items()}
+
+        def step(phase: str, watched: Watched) -> Step:
+            with untouched(modules, self.codes), torch.enable_grad():
+                return self._step(phase, watched, (inputs(args), inputs(kwargs), loss), trained, roots, saved)
+
+        reference = step(HIGH_PRECISION, Watched())
+        if not math.isfinite(reference.loss):
+            raise Fp8CompileError(
+                f"compare: the loss of {self.name} is {reference.loss} in high precision on this batch, so there is nothing to "
+                "compare FP8 with; take a batch with a finite loss"
+            )
+        seen = reference.watched.kept
+        again = step(HIGH_PRECISION, Watched(seen)) if repeat else None
+        noisy = step(HIGH_PRECISION, Watched(seen, noise=True))
+        fp8 = step(FP8, Watched(seen))
+        assert self.report is not None
+        if not fp8.watched.gemms:
+            raise Fp8CompileError(
+                f"compare: no matmul of {self.name} becomes FP8 ({self.report.summary()}), so there is nothing to compare; "
+                "fp8compile.explain says why, and a policy can change it"
+            )
+        return assembled(self.name, reference, again, noisy, fp8)
+
+    def _options(self, weights: Mapping[str, Any]) -> dict[str, Any]:
+        options = dict(self.given or {})
+        if self.given is None:
+            every = [record.options for weight in weights.values() if (record := find(weight)).options is not None]
+            if every:
+                first: Options = every[0]  # type: ignore[assignment]
+                if any(one is not first and one.policy != first.policy for one in every):  # type: ignore[union-attr]
+                    logger.warning("fp8: compare: parts of %s have other options; all are compared with the first", self.name)
+                options = {"policy": first.policy, **first.inductor}
+        return options if self.device is None else {**options, "device": self.device}
+
+    def _compile(self, options: dict[str, Any]) -> None:
+        if self.compiled_with == options:
+            return
+        self.compiled_with, self.graphs, self.report, self.steps, self.codes = options, [], None, {}, []
+        from ..backend import fp8
+
+        for phase in (HIGH_PRECISION, FP8):
+
+            def backend(gm: Any, example_inputs: Any, phase: str = phase) -> Any:
+                made = fp8(gm, example_inputs, options=options, inner=self.tap.inner(), phase=phase)
+                self.graphs.append(made)
+                return made
+
+            step = entry(self.model)
+            self.codes.append(step.__code__)
+            self.steps[phase] = torch.compile(step, backend=backend)
+
+    def _step(
+        self,
+        phase: str,
+        watched: Watched,
+        given: tuple[Any, Any, Loss | None],
+        trained: Mapping[str, Tensor],
+        roots: Mapping[str, nn.Module],
+        saved: Mapping[str, Any],
+    ) -> Step:
+        """One step, in the sandbox."""
+        for graph in self.graphs:
+            if hasattr(graph, "forget"):
+                graph.forget()
+        measurements = []
+        if phase == FP8:
+            for prefix, root in roots.items():
+                load_scaling_state(root, saved[prefix], strict=False)
+                measurements.append((prefix, root, Measurement(root).begin()))
+        self.tap.watched = watched
+        args, kwargs, loss = given
+        try:
+            result = self.steps[phase](*args, **kwargs)
+            value = _loss(result, loss, self.name)
+            gradients = torch.autograd.grad(value, list(trained.values()), allow_unused=True)
+        except Fp8CompileError:
+            raise
+        except Exception as error:
+            raise Fp8CompileError(f"compare: {self.name} refuses this batch: {one_line_where(error)}") from error
+        finally:
+            self.tap.watched = None
+        if phase == FP8 and self.report is None:
+            self.report = report()
+        rows = [
+            {**row, "name": prefix + row["name"]}
+            for prefix, root, measurement in measurements
+            for row in table(root, measurement)
+        ]
+        found = {name: grad.detach() for name, grad in zip(trained, gradients, strict=True) if grad is not None}
+        watched.sources.clear()
+        return Step(float(value.detach()), found, watched, rows)
+
+
+def _roots(modules: list[nn.Module]) -> dict[str, nn.Module]:
+    """The modules that are no part of another one, by a prefix of their parameters' names: "" if there is one."""
+    inner = {id(part) for module in modules for part in module.modules() if part is not module}
+    roots = [module for module in modules if id(module) not in inner]
+    return {"" if len(roots) == 1 else f"{i}.": root for i, root in enumerate(roots)}
+
+
+def _check_places(tensors: Mapping[str, Tensor]) -> None:
+    """OptionError for parameters without values here."""
+    for name, tensor in tensors.items():
+        if tensor.device.type == "meta":
+            raise OptionError(f"compare: {name} is on the meta device, and a step needs values; explain works without them")
+        if hasattr(tensor, "placements"):
+            raise OptionError(
+                f"compare: {name} is a DTensor (fully_shard, tensor parallelism), whose step needs all ranks; compare the "
+                "model on one device, before it is sharded"
+            )
+
+
+def _loss(result: Any, loss: Loss | None, name: str) -> Tensor:
+    """The loss of what a model returned; OptionError if that is none."""
+    found: Any
+    if loss is not None:
+        found, source = loss(result), "loss(output) returned"
+    elif isinstance(result, Tensor):
+        found, source = result, f"{name} returned"
+    else:
+        found = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", None)
+        source = f"{name} returned {type(result).__name__} whose loss is" if found is not None else f"{name} returned"
+        found = result if found is None else found
+    if isinstance(found, Tensor) and found.numel() == 1 and found.requires_grad:
+        return found.reshape(())
+    what = type(found).__name__
+    if isinstance(found, Tensor):
+        what = f"a tensor {list(found.shape)}" + ("" if found.requires_grad else " without a gradient")
+    fix = "give loss= (--loss), a function that makes a scalar tensor of it"
+    wanted = fix if loss is None else "it has to be a scalar tensor"
+    raise OptionError(f"compare: {source} {what}, which is no loss: {wanted}")

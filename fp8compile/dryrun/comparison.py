@@ -1,0 +1,314 @@
+"""The result of `fp8compile.compare`: a row for each layer and parameter, worst first, and which of them have left their band.
+
+Decibels are SQNRs: 10 log10(|reference|^2 / |error|^2), so 20 dB is an error of a tenth. A layer has three kinds of them:
+
+    own         of each of its FP8 matmuls, against the float32 product of the tensors that were cast for it
+    output      of its result, against the run in high precision: with all that it inherits from the layers before it
+    gradient    of its weight, against the run in high precision: with all errors of forward and backward
+
+The band. What a matmul's own error is in good order follows from its formats, not from the model: rounding to E4M3 leaves 31.5
+dB, to E5M2 25.5 dB, and the errors of both operands add, so 28.5 dB for fprop and 24.5 dB for dgrad and wgrad. Ten healthy
+models (docs/log.md, 2026-11-24) have 28.2 dB or more, 24.1 and 21.6. Sums that cancel lower it, so a layer leaves its band at
+`BAND` dB below.
+
+Outliers. In a tensor whose largest element is `OUTLIERS` times the median, a scale that is a little too old saturates what
+matters most. With its own amax as scale, E4M3 still resolves the rest: its range is 2^18. But such tensors precede divergence
+(Fishman et al., "Scaling FP8 training to trillion-token LLMs", arXiv:2409.12517), so they are out of band, too.
+
+A gradient that inherits errors has no such number. Beside it stands what another bf16 kernel would cost (`observe.dithered`):
+bf16 has four bits more than E4M3, five more than E5M2, which are 24 and 30 dB. Healthy models have gaps of 14 to 35 dB. A
+parameter leaves its band if the gap is more than `GAP` dB, and its SQNR is under `POOR` dB: that is an error of which no
+matmul knows. It is only asked if no layer has left its band, because a layer's fault spreads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from os import PathLike
+from typing import TYPE_CHECKING, Any
+
+from .observe import Likeness, sums
+
+if TYPE_CHECKING:
+    from .compare import Step
+
+EXPECTED = {"fprop": 28.5, "dgrad": 24.5, "wgrad": 24.5}  # dB
+ROLES = {"fprop": ("input", "weight"), "dgrad": ("gradient", "weight"), "wgrad": ("input", "gradient")}
+BAND, GAP, POOR = 10.0, 40.0, 10.0  # dB
+OUTLIERS = 500.0
+NUMBERS = (
+    *EXPECTED, "output", "output_bf16", "gradient", "gradient_bf16", "cosine", "norm", "overflows%", "underflows%", "peak"
+)  # fmt: skip
+_HEAD = ("layer", "fprop", "dgrad", "wgrad", "output", "bf16", "gradient", "bf16", "cosine", "norm")
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One weight of an FP8 matmul (`layer`), or another parameter. Numbers are NaN where there are none. `flag`: how it has
+    left its band, or ""."""
+
+    name: str
+    layer: bool
+    own: Mapping[str, float]  # by gemm, dB
+    output: float
+    output_bf16: float
+    gradient: Likeness
+    gradient_bf16: float
+    overflows: float  # percent, the most of its casts
+    underflows: float
+    peak: float  # the largest element over the median, the most of input and weight
+    flag: str = ""
+
+    @property
+    def order(self) -> tuple[float, ...]:
+        """Sorts the worst first: what has left its band by its own error, by outliers, by its gradient; then layers, then
+        others. Among these, what is farthest out of its band, or nearest to leaving it."""
+        short = max((EXPECTED[gemm] - BAND - _or(x, -math.inf) for gemm, x in self.own.items()), default=-math.inf)
+        outliers = 20 * math.log10(self.peak / OUTLIERS) if self.peak > 0 else -math.inf
+        kind = 3.0 if not self.flag else 0.0 if short > 0 else 1.0 if outliers > 0 else 2.0
+        gap = _or(self.gradient_bf16 - self.gradient.sqnr, -math.inf)
+        return kind, not self.layer, -max(short, outliers) if self.layer else -gap
+
+    def row(self) -> dict[str, Any]:
+        own = [self.own.get(gemm, math.nan) for gemm in EXPECTED]
+        like = self.gradient
+        numbers = (
+            *own, self.output, self.output_bf16, like.sqnr, self.gradient_bf16, like.cosine, like.norm, self.overflows,
+            self.underflows, self.peak,
+        )  # fmt: skip
+        found = {key: x if math.isfinite(x) else None for key, x in zip(NUMBERS, numbers, strict=True)}
+        return {"name": self.name, "kind": "layer" if self.layer else "parameter", **found, "flag": self.flag}
+
+
+class Comparison:
+    """A training step in FP8 beside the same step in high precision. ``str()`` is a table, ``rows()`` are flat dicts,
+    ``to_dict()`` is for JSON, ``plot(path)`` draws a picture. `flagged` are the rows that have left their band.
+
+    `loss`, `loss_bf16`, `loss_fp8`: of the three runs. `gradient`, `gradient_bf16`: of all parameters as one vector.
+    `deterministic`: two runs in high precision with the same random numbers were equal to the bit (None: not asked).
+    """
+
+    def __init__(
+        self,
+        model: str,
+        losses: tuple[float, float, float],
+        gradients: tuple[Likeness, Likeness],
+        items: Iterable[Compared],
+        unsteady: tuple[str, float] | None = None,
+        asked: bool = True,
+    ):
+        self.model = model
+        self.loss, self.loss_bf16, self.loss_fp8 = losses
+        self.gradient, self.gradient_bf16 = gradients
+        self.items = sorted(items, key=lambda item: item.order)
+        self.deterministic = unsteady is None if asked else None
+        self._unsteady = unsteady
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Flat dicts, worst first, as ``pandas.DataFrame`` takes them.
+
+        * name: the parameter. kind: "layer" for the weight of an FP8 matmul, "parameter" for any other.
+        * fprop, dgrad, wgrad: the own SQNR of each FP8 matmul.
+        * output, gradient: SQNR against high precision. output_bf16, gradient_bf16: what bf16 would have.
+        * cosine: of the angle between the two gradients. norm: the length of FP8's gradient over that of the other.
+        * overflows%, underflows%: the most of the layer's casts, as in `Stats.rows`.
+        * peak: the largest magnitude of its input or its weight, over the median of those that are not 0.
+        * flag: how it has left its band, or "".
+
+        SQNRs are in dB. A number that is unknown, not finite, or of two equal tensors, is None.
+        """
+        return [item.row() for item in self.items]
+
+    @property
+    def flagged(self) -> list[dict[str, Any]]:
+        return [item.row() for item in self.items if item.flag]
+
+    def to_dict(self) -> dict[str, Any]:
+        """{"model", "loss", "loss_bf16", "loss_fp8", "gradient": {"sqnr", "cosine", "norm"}, "gradient_bf16", "deterministic",
+        "flagged": [name, ...], "rows": rows()}, for JSON."""
+        return {
+            "model": self.model,
+            **{name: _json(getattr(self, name)) for name in ("loss", "loss_bf16", "loss_fp8")},
+            "gradient": {key: _json(x) for key, x in self.gradient._asdict().items()},
+            "gradient_bf16": {key: _json(x) for key, x in self.gradient_bf16._asdict().items()},
+            "deterministic": self.deterministic,
+            "flagged": [item.name for item in self.items if item.flag],
+            "rows": self.rows(),
+        }
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(self.rows())
+
+    def __repr__(self) -> str:
+        return f"<fp8compile.Comparison of {self.model}: {len(self.items)} parameters, {len(self.flagged)} flagged>"
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def summary(self) -> str:
+        """The step in a sentence."""
+        change = f" ({100 * (self.loss_fp8 / self.loss - 1):+.3g}%)" if self.loss and math.isfinite(self.loss_fp8) else ""
+        like, bf16 = self.gradient, self.gradient_bf16
+        return (
+            f"{self.model}: loss {self.loss:.6g} in high precision, {self.loss_fp8:.6g} in FP8{change}; gradient "
+            f"{_db(like.sqnr)} dB (bf16: {_db(bf16.sqnr)}), cosine {_number(like.cosine)}, norm {_number(like.norm)}"
+        )
+
+    def table(self, worst: int | None = 20) -> str:
+        """The table, of the `worst` layers and half as many other parameters at most; None: of all."""
+        from tabulate import tabulate
+
+        lines = ["fp8: " + self.summary()]
+        lines += [f"{item.name} has left its band: {item.flag}" for item in self.items if item.flag]
+        if not any(item.flag for item in self.items):
+            lines.append("nothing has left its band")
+        if self._unsteady is not None:
+            name, sqnr = self._unsteady
+            lines.append(
+                f"the model is not deterministic: with the same random numbers, the gradient of {name} is at {sqnr:.1f} dB in "
+                "a second run in high precision; numbers near that say nothing about FP8"
+            )
+        for layer in (True, False):
+            items = [item for item in self.items if item.layer is layer]
+            shown = items if worst is None else items[: worst if layer else worst // 2]
+            if shown:
+                head, cells = _cells(shown, layer)
+                sides = ["left"] + ["right"] * (len(head) - 1)
+                lines += ["", tabulate(cells, head, tablefmt="simple", disable_numparse=True, colalign=sides)]
+            if len(shown) < len(items):
+                lines.append(f"and {len(items) - len(shown)} more, which are better (table(worst=None) shows all)")
+        return "\n".join(lines)
+
+    def plot(self, path: str | PathLike[str], worst: int = 30) -> None:
+        """Draw the `worst` layers into an image, in the format of its suffix. OptionError if it cannot be written;
+        Fp8CompileError if matplotlib is missing."""
+        from ..reporting.plots import plot_comparison
+
+        plot_comparison(self.rows(), self.summary(), path, {key: x - BAND for key, x in EXPECTED.items()}, worst)
+
+
+def _cells(items: Sequence[Compared], layer: bool) -> tuple[list[str], list[list[str]]]:
+    """Header and rows of a table of layers, or of other parameters."""
+    keys = NUMBERS[0 if layer else 5 : 9]
+    head = ["layer" if layer else "other parameter", *_HEAD[-len(keys) :]]
+    rows = []
+    for item in items:
+        row = item.row()
+        texts = [_number(row[key]) if key in ("cosine", "norm") else _db(row[key]) for key in keys]
+        rows.append([("! " if item.flag else "") + item.name, *texts])
+    return head, rows
+
+
+def _db(x: float | None) -> str:
+    return "-" if x is None or math.isnan(x) else f"{x:.1f}"
+
+
+def _number(x: float | None) -> str:
+    return "-" if x is None or math.isnan(x) else f"{x:.4f}"
+
+
+def _json(x: float) -> float | None:
+    return x if math.isfinite(x) else None
+
+
+def _or(x: float, other: float) -> float:
+    return other if math.isnan(x) else x
+
+
+# --- from runs ------------------------------------------------------------------------------------
+
+
+def assembled(model: str, reference: Step, again: Step | None, noisy: Step, fp8: Step) -> Comparison:
+    """The comparison of the runs of one step."""
+    casts: dict[str, list[Mapping[str, Any]]] = {}
+    for row in fp8.rows:
+        casts.setdefault(row["name"], []).append(row)
+    items = []
+    for name in dict.fromkeys([*sorted({name for name, _ in fp8.watched.gemms}), *fp8.watched.results, *reference.gradients]):
+        mine = casts.get(name, [])
+        known = {gemm: _own(fp8, name, gemm, mine) for gemm in EXPECTED if (name, gemm) in fp8.watched.gemms}
+        own = {gemm: sqnr for gemm, sqnr in known.items() if sqnr is not None}
+        output, noise = (_sqnr(step.watched.results.get(name)) for step in (fp8, noisy))
+        given = reference.gradients.get(name)
+        likes = [_like(given, step.gradients.get(name)) for step in (fp8, noisy)]
+        shares = [[row[f"{what}%"] for row in mine] for what in ("overflows", "underflows")]
+        over, under = (max((x for x in found if x is not None), default=math.nan) for found in shares)
+        peak = max((float(fp8.watched.peaks.get((name, role), 0.0)) for role in ("input", "weight")), default=0.0)
+        item = Compared(name, bool(known), own, output, noise, likes[0], likes[1].sqnr, over, under, peak or math.nan)
+        items.append(_flagged(item, mine))
+    if not any(item.flag for item in items):
+        items = [_apart(item) for item in items]
+    return Comparison(
+        model,
+        (reference.loss, noisy.loss, fp8.loss),
+        (_whole(reference, fp8), _whole(reference, noisy)),
+        items,
+        _unsteady(reference, again),
+        again is not None,
+    )
+
+
+def _own(fp8: Step, name: str, gemm: str, casts: Sequence[Mapping[str, Any]]) -> float | None:
+    """The own SQNR of a matmul. Where its product was not seen (experts, merged matmuls): what the casts of its operands leave,
+    whose errors add. None if that is not known, either."""
+    if (name, gemm) in fp8.watched.own:
+        return _sqnr(fp8.watched.own[name, gemm])
+    known = {role: [row["sqnr"] for row in casts if row["role"] == role and row["sqnr"] is not None] for role in ROLES[gemm]}
+    errors = sum(10 ** (-min(found) / 10) for found in known.values() if found)
+    return -10 * math.log10(errors) if errors else None
+
+
+def _flagged(item: Compared, casts: Sequence[Mapping[str, Any]]) -> Compared:
+    """The item, with a flag if one of its matmuls has left its band, or if it has outliers."""
+    low = {gemm: x for gemm, x in item.own.items() if x < EXPECTED[gemm] - BAND or math.isnan(x)}
+    if not low:
+        text = f"its largest element is {item.peak:.0f} times the median: outliers" if item.peak > OUTLIERS else ""
+        return replace(item, flag=text)
+    gemm = min(low, key=lambda gemm: _or(low[gemm], -math.inf) - EXPECTED[gemm])
+    text = "is not finite" if math.isnan(low[gemm]) else f"is at {low[gemm]:.1f} dB, and {EXPECTED[gemm]} dB is good order"
+    shares = [(row[f"{what}%"], f"{row[f'{what}%']:.3g}% of its {row['role']} {how}")
+              for row in casts for what, how in (("overflows", "saturate"), ("underflows", "become 0"))
+              if row["role"] in ROLES[gemm] and (row[f"{what}%"] or 0) >= 0.01]  # fmt: skip
+    why = f" ({max(shares)[1]})" if shares else ""
+    return replace(item, flag=f"{gemm} {text}{why}")
+
+
+def _apart(item: Compared) -> Compared:
+    """The item, with a flag if its gradient has left its band."""
+    sqnr, noise = item.gradient.sqnr, item.gradient_bf16
+    if not (sqnr < POOR and noise - sqnr > GAP):
+        return item
+    return replace(item, flag=f"its gradient is at {sqnr:.1f} dB, where bf16 has {noise:.1f} dB")
+
+
+def _sqnr(total: Any) -> float:
+    return math.nan if total is None else Likeness.of(total).sqnr
+
+
+def _like(reference: Any, test: Any) -> Likeness:
+    if reference is None or test is None:
+        return Likeness(math.nan, math.nan, math.nan)
+    return Likeness.of(sums(reference, test))
+
+
+def _whole(reference: Step, test: Step) -> Likeness:
+    """Of all gradients as one vector."""
+    every = [sums(given, test.gradients[name]).cpu() for name, given in reference.gradients.items() if name in test.gradients]
+    return Likeness.of(sum(every[1:], every[0])) if every else _like(None, None)
+
+
+def _unsteady(reference: Step, again: Step | None) -> tuple[str, float] | None:
+    """The parameter whose gradient differs most between two equal runs, with its SQNR; None if none differs."""
+    if again is None:
+        return None
+    found = {name: _like(given, again.gradients.get(name)).sqnr for name, given in reference.gradients.items()}
+    worse = {name: sqnr for name, sqnr in found.items() if sqnr < math.inf}
+    if not worse and again.loss == reference.loss:
+        return None
+    name = min(worse, key=lambda name: worse[name], default="the loss")
+    return name, worse.get(name, math.nan)

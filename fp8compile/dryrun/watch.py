@@ -1,0 +1,220 @@
+"""`fp8compile.monitor(model, compare_every=500)`: compare FP8 with high precision while a model trains.
+
+The monitor (`reporting.monitor`) counts optimizer steps. This file remembers what the model has seen in the step that ends
+with such a comparison: the arguments of its first call, the autocast that it was called in, and the gradients that came back
+to its outputs. So no loss has to be given: the comparison goes backward from the same gradients (for a model that returns its
+loss, that is the loss itself). Copies of the batch and of these gradients are kept from that call to the end of the step.
+
+Hooks see the call from outside of what Dynamo compiles, so nothing is compiled anew, and the training is the same to the bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+from .. import compat
+from ..config.recipe import integer
+from ..errors import OptionError, one_line
+from ..logs import get_logger, say_once
+from ..reporting import monitor as reporting
+from ..reporting.monitor import Monitor
+from .compare import Session
+from .comparison import Comparison
+
+logger = get_logger(__name__)
+
+SHOWN = 3  # rows that a warning names
+
+
+def monitor(model: nn.Module, every: int = 100, to: Any = "fp8compile.jsonl", compare_every: int | None = None) -> Monitor:
+    """Write the numbers of every quantized tensor of `model` (see `Stats.rows`) at every `every`-th optimizer step.
+
+    `to` is one of:
+
+    * a path or a file object: JSON lines are appended, {"step": 100, "name": "layers.0.up.weight", "role": "input", ...};
+    * a SummaryWriter (any object with `add_scalar`), or "tensorboard:DIR" to make one: it gets the scalars
+      fp8/layers.0.up.weight/input.0/overflows%, ...;
+    * a function, which is called with a list of such dicts.
+
+    `compare_every`: also compare FP8 with high precision after every so many steps, on the batch that the model has just seen,
+    and warn of what has left its band (see `Comparison`). Its rows have "compare" in the place of "role": "step" for the whole
+    step, "layer" and "parameter" as in `Comparison.rows`. A comparison takes three steps, run operator by operator, and at the
+    first time the tracing of two graphs. `model` has to be the object that the training loop calls.
+
+    In a distributed job, each process measures. Only rank 0 writes to a path or to "tensorboard:DIR"; each process uses the
+    object or function that it was given.
+
+    `model` is the module that was compiled, or the wrapper that torch.compile made of it. A call of `optimizer.step()` of its
+    optimizer counts as a step. With gradient accumulation, the first call of the step is measured. Returns a `Monitor`: close
+    it, or use it in a `with`.
+
+    OptionError (a ValueError) for an `every` or a `compare_every` below 1, an unusable `to`, and a model that is not compiled;
+    TypeError if `model` is not a module.
+    """
+    if compare_every is not None:
+        integer("compare_every", compare_every, 1)
+        _check_called(model)
+    made = reporting.monitor(model, every, to)
+    if compare_every is not None:
+        made.add(Comparing(model, compare_every))
+    return made
+
+
+def _check_called(model: nn.Module) -> None:
+    """OptionError for a module of which only a wrapper can be compiled: a hook on it would change the compiled code."""
+    if isinstance(model, nn.Module) and not compat.is_compiled(model):
+        raise OptionError(
+            "monitor(compare_every=...): the model must be the object that the training loop calls, to see its batches: what "
+            f"torch.compile(model, backend='fp8') returned; got a {type(model).__name__}"
+        )
+
+
+class Comparing:
+    """Compares a model after every `every`-th step, as an addition to a `Monitor`."""
+
+    def __init__(self, model: nn.Module, every: int):
+        self.every = every
+        self.model, self.session = weakref.ref(model), Session(model)
+        self.seen: Seen | None = None
+        self.waiting = False  # for the first call of a step that ends with a comparison
+        self.stop = _listen(model, self._called)
+
+    def arm(self, step: int) -> None:
+        """After `step` steps: is the next one to be compared?"""
+        self.waiting = (step + 1) % self.every == 0
+        self.seen = None
+
+    def rows(self, step: int) -> list[dict[str, Any]]:
+        """The rows of a comparison, if one is due after this step. An error of it is a warning, and ends all comparisons."""
+        seen, self.seen = self.seen, None
+        if step % self.every:
+            return []
+        if seen is None or not seen.gradients:
+            what = "no call of the model was seen in this step" if seen is None else "no gradient came back to its outputs"
+            say_once(logger, logging.WARNING, f"monitor: nothing to compare at step {step}: {what}")
+            return []
+        self.stop()  # the comparison calls the model, too
+        try:
+            with seen.autocast():
+                found = self.session.run(seen.args, seen.kwargs, seen.loss, repeat=False)
+        except Exception as error:  # must not stop a training
+            logger.warning("fp8: the monitor compares %s no more: %s", self.session.name, one_line(error))
+            self.close()
+            return []
+        if (model := self.model()) is not None:
+            self.stop = _listen(model, self._called)
+        _warn(step, found)
+        return rows_of(step, found)
+
+    def close(self) -> None:
+        self.stop()
+        self.waiting, self.seen = False, None
+
+    def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[Any], None] | None:
+        """A call of the model begins. Returns what to do with its output."""
+        if not self.waiting or not torch.is_grad_enabled() or compat.in_backward():
+            return None
+        self.waiting = False
+        self.seen = Seen(_copied(args), _copied(kwargs))
+        return self.seen.watch
+
+
+class Seen:
+    """One call of the model: its arguments, the gradients that came back to its outputs (by position), its autocast."""
+
+    def __init__(self, args: Any, kwargs: Any):
+        self.args, self.kwargs = args, kwargs
+        self.gradients: dict[int, Tensor] = {}
+        self.autocasts = {
+            device: torch.get_autocast_dtype(device) for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)
+        }
+
+    def watch(self, output: Any) -> None:
+        for i, leaf in enumerate(pytree.tree_leaves(output)):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(lambda grad, i=i: self.gradients.__setitem__(i, grad.detach().clone()))
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        stack = contextlib.ExitStack()
+        for device, dtype in self.autocasts.items():
+            stack.enter_context(torch.autocast(device, dtype))
+        return stack
+
+    def loss(self, output: Any) -> Tensor:
+        """A number whose gradients by the outputs are those that came back. In float64, in which the sum is finite."""
+        leaves = pytree.tree_leaves(output)
+        pairs = [(leaves[i], grad) for i, grad in self.gradients.items()]
+        return torch.stack([(leaf.to(torch.float64) * grad.to(torch.float64)).sum() for leaf, grad in pairs]).sum()
+
+
+def _copied(values: Any) -> Any:
+    """Copies: the loop may write the next batch into the same memory."""
+    return pytree.tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, values)
+
+
+def _listen(model: nn.Module, called: Callable[[Any, Any], Any]) -> Callable[[], None]:
+    """Call `called(args, kwargs)` at each call of a model, and what it returns with the output. Returns what ends that."""
+    compiled = model.__dict__.get("_compiled_call_impl")
+    if compiled is not None:  # by model.compile(): a hook of the module would be inside of the compiled code
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            watch = called(args, kwargs)
+            output = compiled(*args, **kwargs)
+            if watch is not None:
+                watch(output)
+            return output
+
+        model.__dict__["_compiled_call_impl"] = call
+
+        def stop() -> None:
+            if model.__dict__.get("_compiled_call_impl") is call:
+                model.__dict__["_compiled_call_impl"] = compiled
+
+        return stop
+    pending: list[Any] = []
+
+    def before(_: nn.Module, args: Any, kwargs: Any) -> None:
+        pending.append(called(args, kwargs))
+
+    def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        watch = pending.pop() if pending else None
+        if watch is not None:
+            watch(output)
+
+    hooks = [
+        model.register_forward_pre_hook(before, with_kwargs=True),
+        model.register_forward_hook(after, with_kwargs=True),
+    ]
+
+    def remove() -> None:
+        for hook in hooks:
+            hook.remove()
+
+    return remove
+
+
+def _warn(step: int, found: Comparison) -> None:
+    flagged = found.flagged
+    if not flagged:
+        return
+    shown = "; ".join(f"{row['name']}: {row['flag']}" for row in flagged[:SHOWN])
+    more = f"; and {len(flagged) - SHOWN} more" if len(flagged) > SHOWN else ""
+    logger.warning("fp8: step %d: out of their band in FP8: %s%s", step, shown, more)
+
+
+def rows_of(step: int, found: Comparison) -> list[dict[str, Any]]:
+    """The rows of a comparison, as a monitor writes them: the whole step, then layers and parameters."""
+    whole = found.to_dict()
+    first = {key: whole[key] for key in ("loss", "loss_bf16", "loss_fp8")}
+    first |= {key: whole["gradient"][part] for key, part in (("gradient", "sqnr"), ("cosine", "cosine"), ("norm", "norm"))}
+    first["gradient_bf16"] = whole["gradient_bf16"]["sqnr"]
+    rows = [{"name": whole["model"], "kind": "step", **first, "flag": ", ".join(whole["flagged"])}, *found.rows()]
+    return [{"step": step, "compare": row.pop("kind"), **row} for row in rows]

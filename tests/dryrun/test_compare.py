@@ -1,0 +1,437 @@
+"""compare(): a step in FP8 beside high precision. It finds planted faults, flags nothing healthy, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fp8compile
+from fp8compile.dryrun.comparison import BAND, EXPECTED, OUTLIERS
+from fp8compile.dryrun.observe import Likeness, dithered, peak_of, sums
+from fp8compile.errors import Fp8CompileError, OptionError
+from fp8compile.runtime.state import slots_of
+from tests.support import models
+from tests.support.compared import HEALTHY, WIDTH, Case, LanguageModel
+from tests.support.harness import compiled, noise, sqnr
+
+pytestmark = pytest.mark.usefixtures("interpreted")
+
+
+def small() -> Case:
+    """Two MLPs between an embedding and a head."""
+    tokens = torch.randint(0, 160, (4, 16), generator=torch.Generator().manual_seed(1))
+    return Case(models.make(lambda: LanguageModel(models.ResidualMlp(), models.ResidualMlp())), (tokens,))
+
+
+def loss_of(case: Case, run: Callable[..., Any]) -> Tensor:
+    result = run(*case.args)
+    return case.loss(result) if case.loss is not None else result["loss"]
+
+
+def train(case: Case, steps: int = 2, lr: float = 1e-3, **options: Any) -> Callable[..., Any]:
+    """The compiled model, after some steps."""
+    run = compiled(case.model, **options)
+    optimizer = torch.optim.AdamW(case.model.parameters(), lr)
+    for _ in range(steps):
+        loss_of(case, run).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return run
+
+
+def to_one(y: Tensor) -> Tensor:
+    return (y - 1).square().mean()
+
+
+def compared(case: Case, model: Any = None, **options: Any) -> fp8compile.Comparison:
+    return fp8compile.compare(model if model is not None else case.model, *case.args, loss=case.loss, **options)
+
+
+# -- numbers -----------------------------------------------------------------------------------------------------------
+
+
+def test_numbers_are_those_of_the_runs() -> None:
+    """Losses, gradients and outputs agree with the eager model in float32 and with a compiled step in FP8."""
+    case = Case(models.make(models.Mlp), (noise(64, WIDTH),), to_one)
+    found = compared(case)
+    exact, fp8 = copy.deepcopy(case.model), copy.deepcopy(case.model)
+    loss = loss_of(case, exact)
+    loss.backward()
+    ours = loss_of(case, compiled(fp8))
+    ours.backward()
+    assert found.loss == pytest.approx(loss.item(), rel=1e-6) and found.loss_fp8 == pytest.approx(ours.item(), rel=1e-6)
+    rows = {row["name"]: row for row in found.rows()}
+    for name, parameter in exact.named_parameters():
+        a, b = parameter.grad, fp8.get_parameter(name).grad
+        assert rows[name]["gradient"] == pytest.approx(sqnr(a, b), abs=0.05), name
+        assert rows[name]["norm"] == pytest.approx((b.norm() / a.norm()).item(), rel=1e-4)
+        assert rows[name]["cosine"] == pytest.approx(F.cosine_similarity(a.flatten(), b.flatten(), 0).item(), rel=1e-4)
+    x = case.args[0]
+    up, bias, in_fp8 = exact.up(x), exact.up.bias, fp8_linear(exact.up, x)
+    assert rows["up.weight"]["output"] == pytest.approx(sqnr(up, in_fp8), abs=0.1)
+    assert rows["up.weight"]["fprop"] == pytest.approx(sqnr(up - bias, in_fp8 - bias), abs=0.1)
+    assert rows["up.weight"]["dgrad"] is None and rows["down.weight"]["dgrad"] > 20
+    assert rows["up.bias"]["kind"] == "parameter" and rows["up.bias"]["output"] is None
+    assert found.deterministic is True
+
+
+def fp8_linear(linear: nn.Linear, x: Tensor) -> Tensor:
+    """Independent of the package: both operands in E4M3, scaled by their amaxes."""
+
+    def cast(t: Tensor) -> Tensor:
+        scale = 448 / t.abs().max()
+        return (t * scale).to(torch.float8_e4m3fn).to(torch.float32) / scale
+
+    return cast(x) @ cast(linear.weight.detach()).t() + linear.bias.detach()
+
+
+def test_dither_has_a_quarter_of_a_squared_ulp() -> None:
+    """Of values on bf16's grid as of any others; a bf16 kernel's own rounding has a twelfth."""
+    generator = torch.Generator().manual_seed(0)
+    for x in (1 + torch.rand(1 << 16), (1 + torch.rand(1 << 16)).to(torch.bfloat16).float()):
+        error = (dithered(x, generator) - x) / 2.0**-7  # one ulp of [1, 2)
+        assert error.square().mean().item() == pytest.approx(0.25, rel=0.02) and abs(error.mean().item()) < 0.01
+    odd = torch.tensor([0.0, math.inf, -math.inf, math.nan])
+    assert torch.equal(dithered(odd, generator).nan_to_num(7.0), odd.nan_to_num(7.0))
+    assert dithered(x.bfloat16(), generator).dtype == torch.bfloat16
+
+
+def test_likeness_and_peaks() -> None:
+    a = torch.tensor([3.0, 4.0])
+    assert Likeness.of(sums(a, 2 * a)) == (0.0, 1.0, 2.0)
+    assert Likeness.of(sums(a, a)).sqnr == math.inf and Likeness.of(sums(0 * a, a)).sqnr == -math.inf
+    assert all(map(math.isnan, Likeness.of(sums(a, a / 0))))
+    assert peak_of(torch.tensor([0.0, 0.0, 1.0, -2.0, 2.0, 2000.0])).item() == 1000.0 and peak_of(torch.zeros(3)).item() == 0.0
+
+
+def test_table_dict_and_picture(tmp_path) -> None:
+    found = compared(small())
+    text = str(found)
+    assert "nothing has left its band" in text and text.index("layers.0.up.weight") < text.index("norm.weight")
+    assert len(found.rows()) == len(found) == len(list(found)) and found.flagged == []
+    whole = json.loads(json.dumps(found.to_dict(), allow_nan=False))
+    assert whole["rows"] == found.rows() and whole["flagged"] == [] and whole["deterministic"] is True
+    assert {"sqnr", "cosine", "norm"} == set(whole["gradient"]) and whole["gradient"]["sqnr"] < whole["gradient_bf16"]["sqnr"]
+    assert "and 1 more" in found.table(worst=3) and "and 1 more" not in found.table(worst=None)
+    pytest.importorskip("matplotlib")
+    found.plot(tmp_path / "compare.png")
+    assert (tmp_path / "compare.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    with pytest.raises(OptionError, match="cannot be written"):
+        found.plot(tmp_path / "missing" / "compare.png")
+
+
+# -- healthy models, and faults ----------------------------------------------------------------------------------------
+
+SLOW = ("gpt", "llama", "vit", "tied", "moe", "normed")
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.slow] if x in SLOW else []) for x in HEALTHY])
+def test_nothing_is_flagged_on_healthy_models(name: str) -> None:
+    """At the first step, and with the scales of a training."""
+    case = HEALTHY[name]()
+    for model in (case.model, train(case)):
+        found = compared(case, model)
+        assert found.flagged == [], str(found)
+        layers = [row for row in found.rows() if row["kind"] == "layer"]
+        assert layers and found.deterministic
+        for row in layers:  # the claim of the band: what is in order is far inside of it
+            for gemm, expected in EXPECTED.items():
+                assert row[gemm] is None or row[gemm] > expected - BAND / 2, (row["name"], gemm, row[gemm])
+
+
+@pytest.mark.parametrize("factor", [2.0**10, 2.0**-16])
+@pytest.mark.parametrize("role", ["input", "weight", "gradient"])
+def test_a_scale_frozen_at_a_wrong_value(role: str, factor: float) -> None:
+    case = small()
+    run = train(case)
+    freeze(case.model, "layers.1.up.weight", role, factor if role != "gradient" else factor**1.5)
+    found = compared(case, run)
+    first, *_ = found.rows()
+    assert first["name"] == "layers.1.up.weight" and found.to_dict()["flagged"] == ["layers.1.up.weight"], str(found)
+    assert f"% of its {role} " + ("saturate" if factor > 1 else "become 0") in first["flag"]
+
+
+def freeze(model: nn.Module, name: str, role: str, factor: float) -> None:
+    slot = slots_of(model)[name, role, 0]
+    slot.page.tensor[slot.row, 0] *= factor
+    slot.page.tensor[slot.row, 1] /= factor
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_outliers(trained: bool) -> None:
+    """1000 times as large: a scale of before saturates them; with a current scale E4M3 resolves the rest, too."""
+    case = small()
+    run = train(case) if trained else case.model
+    with torch.no_grad():
+        case.model.layers[0].up.weight.view(-1)[::4099] *= 1000
+    found = compared(case, run)
+    first = found.rows()[0]
+    assert first["name"] == "layers.0.up.weight" and first["flag"], str(found)
+    assert first["peak"] > OUTLIERS and (first["fprop"] < 1 if trained else first["fprop"] > 25)
+
+
+def test_a_head_with_a_tiny_initialisation() -> None:
+    """Its weights grow by a multiple in a step, and the scale of the step before saturates them."""
+    case = small()
+    nn.init.normal_(case.model.head.weight, std=1e-6)
+    run = train(case, 1, policy="fast")
+    found = compared(case, run)
+    assert found.to_dict()["flagged"] == ["head.weight"] and "100% of its weight saturate" in found.rows()[0]["flag"]
+
+
+# -- what it compares ----------------------------------------------------------------------------------------------------
+
+
+def test_options_and_scales_are_those_of_the_training() -> None:
+    case = small()
+    run = train(case, recipe="rowwise", override_linear_precision=(False, True, False))
+    rows = {row["name"]: row for row in compared(case, run).rows()}
+    assert rows["layers.0.up.weight"]["dgrad"] is None and rows["layers.0.up.weight"]["wgrad"] is not None
+    found = compared(case, run, options={"recipe": "tensorwise"})
+    assert {row["name"]: row for row in found.rows()}["layers.0.up.weight"]["dgrad"] is not None
+
+
+def test_one_graph_for_several_layers_and_a_compiled_block_each() -> None:
+    """Rows have the names of the parameters, whichever graph computes them; parts that are compiled one by one count."""
+    model = models.make(lambda: models.Broken(models.Mlp(), models.Mlp(), models.Mlp()))
+    found = fp8compile.compare(model, noise(32, WIDTH), loss=to_one)
+    names = {f"{part}.{layer}.weight" for part in ("first", "second", "third") for layer in ("up", "down")}
+    layers = {row["name"]: row for row in found.rows() if row["kind"] == "layer"}
+    assert layers.keys() == names and all(row["output"] for row in layers.values())
+    for part in (model.first, model.second, model.third):
+        part.compile(backend="fp8")
+    again = fp8compile.compare(model, noise(32, WIDTH), loss=to_one)
+    assert {row["name"] for row in again.rows() if row["kind"] == "layer"} == names
+    assert model.first._compiled_call_impl is not None
+
+
+def test_dropout_has_one_mask_in_all_runs() -> None:
+    model = models.make(lambda: nn.Sequential(models.Mlp(), nn.Dropout(0.5), models.Mlp()))
+    found = fp8compile.compare(model, noise(32, WIDTH), loss=to_one)
+    assert found.deterministic and found.gradient.sqnr > 20
+
+
+def test_autocast_is_that_of_the_caller() -> None:
+    model = models.make(models.Mlp)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = fp8compile.compare(model, noise(32, WIDTH), loss=lambda y: to_one(y.float()))
+        exact = to_one(model(noise(32, WIDTH)).float())
+    assert found.loss == exact.item() and found.gradient.sqnr > 20
+
+
+def test_a_model_that_is_not_deterministic() -> None:
+    """Its number comes from outside of torch's random numbers."""
+
+    class Restless(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mlp = models.Mlp()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.mlp(x) * drawn(x)
+
+    numbers = iter(range(1, 100))
+
+    @torch._dynamo.disable
+    def drawn(x: Tensor) -> Tensor:
+        return torch.full((), 1 + 0.01 * next(numbers))
+
+    found = fp8compile.compare(models.make(Restless), noise(32, WIDTH), loss=to_one)
+    assert found.deterministic is False and "is not deterministic" in str(found) and " dB in a second run" in str(found)
+
+
+# -- nothing is left behind --------------------------------------------------------------------------------------------
+
+
+class Everything(nn.Module):
+    """BatchNorm statistics, dropout, a graph break, and behind it a counter and random numbers of Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.first, self.second = nn.BatchNorm1d(WIDTH), models.Mlp(), models.Mlp()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(F.dropout(self.norm(x), 0.2))
+        return self.second(x) * self.factor()
+
+    @torch._dynamo.disable
+    def factor(self) -> Tensor:
+        self.calls += 1
+        return torch.tensor(1 + random.random())
+
+
+def everything_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """All that a training step reads or writes, as plain values."""
+    tensors = {**model.state_dict(), **{f"{name}.grad": p.grad for name, p in model.named_parameters()}}
+    tensors |= {f"scaling {name}": row for name, row in fp8compile.scaling_state(model).items()}
+    tensors |= {f"{i}.{key}": x for i, state in enumerate(optimizer.state.values()) for key, x in state.items()}
+    found: dict[str, Any] = {name: None if x is None else x.clone() for name, x in tensors.items()}
+    found["random"], found["torch"] = random.getstate(), torch.get_rng_state().clone()
+    found["report"], found["stats"] = str(fp8compile.report(model)), str(fp8compile.stats(model))
+    found["calls"], found["training"] = getattr(model, "calls", None), model.training
+    found["versions"] = [p._version for p in (*model.parameters(), *model.buffers())]
+    found["ids"] = [id(x) for x in (*model.parameters(), *model.buffers())]
+    return found
+
+
+def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) if isinstance(a[k], Tensor) else a[k] == b[k] for k in a)
+
+
+def trained(compare: bool, fails: bool = False) -> tuple[list[float], dict[str, Any]]:
+    """Losses and the final state of a training, with or without comparisons between forward, backward and step."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    random.seed(0)
+    model = models.make(Everything)
+    run = compiled(model)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    losses = []
+
+    def look(step: int) -> None:
+        if not compare:
+            return
+        before = everything_of(model, optimizer)
+        if fails:
+            with pytest.raises(Fp8CompileError):
+                fp8compile.compare(run, noise(16, WIDTH + 1), loss=to_one)
+        else:
+            fp8compile.compare(run, noise(16, WIDTH, seed=step), loss=to_one)
+        assert same(before, everything_of(model, optimizer))
+
+    for step in range(4):
+        x = noise(16, WIDTH, seed=step, scale=30.0 if step == 2 else 1.0)  # an overflow: the next call is cold
+        loss = to_one(run(x))
+        if step in (1, 2):
+            look(step)  # between forward and backward
+        loss.backward()
+        if step == 3:
+            look(step)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=step != 1)
+        if step in (0, 2):
+            look(step)
+        losses.append(loss.item())
+    return losses, everything_of(model, optimizer)
+
+
+def test_a_training_is_the_same_to_the_bit() -> None:
+    without, end = trained(False)
+    for fails in (False, True):
+        losses, found = trained(True, fails)
+        assert losses == without
+        for of_the_run in ("ids", "versions", "report"):  # two runs have other tensors, and other numbers of graphs
+            found.pop(of_the_run), end.pop(of_the_run, None)
+        assert same(found, end)
+
+
+def test_compiled_code_is_left_as_it_was() -> None:
+    """Neither the user's frames nor the counts of compilations change: also not for frames behind a graph break."""
+    from torch._dynamo.eval_frame import _debug_get_cache_entry_list as entries
+
+    case = Case(models.make(Everything), (noise(16, WIDTH),), to_one)
+    run = train(case)
+    codes = [Everything.forward.__code__, models.Mlp.forward.__code__]
+    before = [len(entries(code)) for code in codes]
+    assert before[0]
+    for _ in range(2):
+        compared(case, run)
+    assert Everything.forward.__code__ is codes[0] and [len(entries(code)) for code in codes] == before
+    with torch.compiler.set_stance("fail_on_recompile"):
+        run(*case.args)
+
+
+def test_hooks_of_optimizers_in_the_backward_do_not_run() -> None:
+    model = models.make(models.Mlp)
+    ran: list[Any] = []
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(ran.append)
+    fp8compile.compare(model, noise(32, WIDTH), loss=to_one)
+    assert not ran and all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_second_comparison_compiles_nothing() -> None:
+    """And has the numbers of the first one, which left no state."""
+    from fp8compile.dryrun.compare import Session
+
+    case = small()
+    session = Session(case.model)
+    first = session.run(case.args, {}).to_dict()
+    with torch.compiler.set_stance("fail_on_recompile"):
+        assert session.run(case.args, {}).to_dict() == first
+
+
+# -- bad input ---------------------------------------------------------------------------------------------------------
+
+
+def one_line(error: BaseException) -> bool:
+    return len(str(error).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("build", "arguments", "error", "message"),
+    [
+        (models.Mlp, {"args": (noise(16, 100),)}, Fp8CompileError, "Mlp refuses this batch: RuntimeError: .*models.py"),
+        (models.Mlp, {"args": ()}, Fp8CompileError, "Mlp refuses this batch: TypeError"),
+        (models.Mlp, {"args": (noise(16, WIDTH) / 0,)}, Fp8CompileError, "loss of Mlp is nan in high precision"),
+        (models.Mlp, {"loss": None}, OptionError, r"Mlp returned a tensor \[16, 128\], which is no loss: give loss="),
+        (models.Mlp, {"loss": lambda y: y}, OptionError, r"loss\(output\) returned a tensor \[16, 128\].* has to be a scalar"),
+        (models.Mlp, {"loss": lambda y: 1.0}, OptionError, "returned float"),
+        (models.Mlp, {"options": {"recipe": "tensor"}}, OptionError, "recipe"),
+        (lambda: nn.Linear(WIDTH, 8), {}, Fp8CompileError, "no matmul of Linear becomes FP8 .*explain says why"),
+        (lambda: models.Mlp().requires_grad_(False), {}, OptionError, "no parameter of Mlp requires gradients"),
+        (lambda: models.Mlp().to("meta"), {}, OptionError, "up.weight is on the meta device"),
+    ],
+)  # fmt: skip
+def test_bad_input_gets_one_line(build, arguments, error, message) -> None:
+    model = build()
+    given = {"args": (noise(16, WIDTH),), "loss": to_one, **arguments}
+    with pytest.raises(error, match=message) as caught:
+        fp8compile.compare(model, *given.pop("args"), **given)
+    assert one_line(caught.value)
+
+
+def test_sharded_parameters_are_refused() -> None:
+    model = models.make(models.Mlp)
+    model.up.weight.placements = ("Shard(0)",)  # as a DTensor has
+    with pytest.raises(OptionError, match="up.weight is a DTensor .*on one device"):
+        fp8compile.compare(model, noise(16, WIDTH), loss=to_one)
+
+
+def test_what_is_no_model() -> None:
+    with pytest.raises(TypeError, match="expected a torch.nn.Module"):
+        fp8compile.compare(models.Mlp, noise(16, WIDTH))
+
+
+def test_a_loss_that_only_fp8_breaks() -> None:
+    """NaN in FP8 alone is a finding, not an error."""
+    case = small()
+    run = train(case)
+    freeze(case.model, "layers.1.up.weight", "input", math.nan)
+    found = compared(case, run)
+    assert found.to_dict()["flagged"] == ["layers.1.up.weight"] and "fprop is not finite" in found.rows()[0]["flag"]
+    assert "nan in FP8; gradient - dB" in str(found)
+    json.dumps(found.to_dict(), allow_nan=False)
+
+
+@pytest.mark.compiled
+def test_inductors_code_has_the_same_errors() -> None:
+    """What runs operator by operator here is, but for roundings, what Inductor compiles."""
+    case = Case(models.make(models.Mlp), (noise(64, WIDTH),), to_one)
+    found = {row["name"]: row for row in compared(case).rows()}
+    exact, fp8 = copy.deepcopy(case.model), copy.deepcopy(case.model)
+    loss_of(case, exact).backward()
+    run = compiled(fp8, "tensorwise")  # scaled as the first call of any recipe
+    loss_of(case, run).backward()
+    for name, parameter in exact.named_parameters():
+        assert found[name]["gradient"] == pytest.approx(sqnr(parameter.grad, fp8.get_parameter(name).grad), abs=1.0), name
