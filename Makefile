@@ -4,6 +4,7 @@
 # make slow    the slow tests: machine code for every architecture, training to a loss, several processes
 # make compat  the tests that run on the oldest and the newest torch, too: make compat TORCH=2.11.0
 # make hosts   the tests with Accelerate, Lightning and torchtitan, in an environment of their own
+# make docs    the documentation site, into out/site; a link that leads nowhere is an error
 # make lint    ruff, mypy and import-linter alone
 # make venv    the virtual environment alone; the others make it themselves
 # make clean   remove the environments, caches and the demo's output
@@ -21,6 +22,7 @@ FAST   := config devices cli compat project/test_docs.py project/test_imports.py
 
 EXTRAS := test
 VENV  := .venv-$(TORCH)
+DOCS  := .venv-docs
 HOSTS := VENV=.venv-hosts-$(TORCH) EXTRAS=test,hosts
 STAMP := $(VENV)/installed
 PY    := $(VENV)/bin/python
@@ -28,7 +30,7 @@ PIP   := $(PY) -m pip --disable-pip-version-check
 
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) -q --durations=15
 
-.PHONY: demo check test slow compat hosts hosts-venv lint venv clean
+.PHONY: demo check test slow compat hosts hosts-venv docs docs-venv lint venv clean
 
 demo: $(STAMP)
 	$(PY) examples/train_gpt.py $(ARGS)
@@ -50,6 +52,16 @@ hosts: hosts-venv  # one process: each test starts two of its own
 
 hosts-venv:
 	$(MAKE) venv $(HOSTS)
+
+docs: docs-venv  # docstrings are read, not imported: no torch is needed
+	NO_MKDOCS_2_WARNING=1 PATH="$(CURDIR)/$(DOCS)/bin:$$PATH" $(DOCS)/bin/mkdocs build --strict
+
+docs-venv: $(DOCS)/installed
+
+$(DOCS)/installed: pyproject.toml
+	test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip --disable-pip-version-check install -q $$(sed -n 's/^docs = \[\(.*\)\]$$/\1/p' pyproject.toml | tr -d '",')
+	touch $(DOCS)/installed
 
 lint: $(STAMP)
 	$(PY) -m ruff check .
