@@ -212,6 +212,7 @@ def test_the_code_of_a_page_runs(page: Path, folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.compiled
+@pytest.mark.timeout(1800)  # a loaded machine compiles the tutorial's model for minutes
 @pytest.mark.parametrize("page", [page for page in WITH_PYTHON if is_slow(page) or name(page) in COMPILED], ids=name)
 def test_the_code_of_a_page_runs_through_inductor(page: Path, folder: Path) -> None:
     run(page, folder)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 import sysconfig
 import tarfile
 import venv
@@ -80,7 +79,8 @@ def python(request: pytest.FixtureRequest, built: dict[str, Path], tmp_path_fact
     package = built[request.param]
     if request.param == "sdist":  # pip would fetch setuptools for it
         wheels = folder / "wheels"
-        call(built["builder"] / "bin" / "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", wheels, package, cwd=folder)
+        pip = (built["builder"] / "bin" / "pip", "wheel", "-q", "--no-deps", "--no-build-isolation")
+        call(*pip, "-w", wheels, package, cwd=folder)
         package = next(wheels.glob("*.whl"))
     call(python, "-m", "pip", "install", "-q", "--no-deps", package, cwd=folder)
     packages = Path(call(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder).strip())
