@@ -5,6 +5,7 @@
 # make compat  the tests that run on the oldest and the newest torch, too: make compat TORCH=2.11.0
 # make hosts   the tests with Accelerate, Lightning and torchtitan, in an environment of their own
 # make docs    the documentation site, into out/site; a link that leads nowhere is an error
+# make dist    the wheel and the sdist, into out/dist
 # make lint    ruff, mypy and import-linter alone
 # make venv    the virtual environment alone; the others make it themselves
 # make clean   remove the environments, caches and the demo's output
@@ -30,7 +31,7 @@ PIP   := $(PY) -m pip --disable-pip-version-check
 
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) -q --durations=15
 
-.PHONY: demo check test slow compat hosts hosts-venv docs docs-venv lint venv clean
+.PHONY: demo check test slow compat hosts hosts-venv docs docs-venv dist lint venv clean
 
 demo: $(STAMP)
 	$(PY) examples/train_gpt.py $(ARGS)
@@ -62,6 +63,12 @@ $(DOCS)/installed: pyproject.toml
 	test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
 	$(DOCS)/bin/python -m pip --disable-pip-version-check install -q $$(sed -n 's/^docs = \[\(.*\)\]$$/\1/p' pyproject.toml | tr -d '",')
 	touch $(DOCS)/installed
+
+dist:
+	test -x .venv-dist/bin/python || $(PYTHON) -m venv .venv-dist
+	.venv-dist/bin/python -m pip --disable-pip-version-check install -q build
+	rm -rf out/dist
+	.venv-dist/bin/python -m build --outdir out/dist
 
 lint: $(STAMP)
 	$(PY) -m ruff check .
