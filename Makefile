@@ -4,6 +4,8 @@
 # make slow    the slow tests: machine code for every architecture, training to a loss, several processes
 # make compat  the tests that run on the oldest and the newest torch, too: make compat TORCH=2.11.0
 # make hosts   the tests with Trainer, TRL, Accelerate, Lightning, Axolotl and torchtitan, in an environment of their own
+# make docs    the documentation site, into out/site; a link that leads nowhere is an error
+# make dist    the wheel and the sdist, into out/dist
 # make lint    ruff, mypy and import-linter alone
 # make venv    the virtual environment alone; the others make it themselves
 # make clean   remove the environments, caches and the demo's output
@@ -21,6 +23,7 @@ FAST   := config devices cli compat project/test_docs.py project/test_imports.py
 
 EXTRAS := test
 VENV  := .venv-$(TORCH)
+DOCS  := .venv-docs
 HOSTS := VENV=.venv-hosts-$(TORCH) EXTRAS=test,hosts
 STAMP := $(VENV)/installed
 PY    := $(VENV)/bin/python
@@ -28,7 +31,7 @@ PIP   := $(PY) -m pip --disable-pip-version-check
 
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) -q --durations=15
 
-.PHONY: demo check test slow compat hosts hosts-venv lint venv clean
+.PHONY: demo check test slow compat hosts hosts-venv docs docs-venv dist lint venv clean
 
 demo: $(STAMP)
 	$(PY) examples/train_gpt.py $(ARGS)
@@ -52,6 +55,22 @@ hosts-venv:  # axolotl pins older versions of the other hosts: without its requi
 	$(MAKE) venv $(HOSTS)
 	.venv-hosts-$(TORCH)/bin/python -c "import axolotl" 2>/dev/null || \
 	    .venv-hosts-$(TORCH)/bin/python -m pip --disable-pip-version-check install -q --no-deps "axolotl>=0.19"
+
+docs: docs-venv  # docstrings are read, not imported: no torch is needed
+	NO_MKDOCS_2_WARNING=1 PATH="$(CURDIR)/$(DOCS)/bin:$$PATH" $(DOCS)/bin/mkdocs build --strict
+
+docs-venv: $(DOCS)/installed
+
+$(DOCS)/installed: pyproject.toml
+	test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip --disable-pip-version-check install -q $$(sed -n 's/^docs = \[\(.*\)\]$$/\1/p' pyproject.toml | tr -d '",')
+	touch $(DOCS)/installed
+
+dist:
+	test -x .venv-dist/bin/python || $(PYTHON) -m venv .venv-dist
+	.venv-dist/bin/python -m pip --disable-pip-version-check install -q build
+	rm -rf out/dist
+	.venv-dist/bin/python -m build --outdir out/dist
 
 lint: $(STAMP)
 	$(PY) -m ruff check .

@@ -19,10 +19,9 @@ def compress_gradients(
     E4M3 with a float32 scale for each 128 elements of a parameter. What arrives is added up in float32. Under DDP all ranks get
     the same bits; under FSDP2 each rank gets its shard. It needs no FP8 in the model. Infinities and NaN arrive, as NaN.
 
-    Parameters
-        min_elements: smaller parameters, norms and biases (one dimension) go as they are.
-        error_feedback: DDP only. What a step rounds away is added to the next one; a buffer of the size of the gradients.
-        sqnr_every: `fp8compile.stats(model)` shows the error of each bucket in every so many calls; 0: never.
+    * `min_elements`: smaller parameters, norms and biases (one dimension) go as they are.
+    * `error_feedback`: DDP only. What a step rounds away is added to the next one; a buffer of the size of the gradients.
+    * `sqnr_every`: `fp8compile.stats(model)` shows the error of each bucket in every so many calls; 0: never.
 
     ValueError for a model that is neither wrapped nor sharded, and for bad arguments. RuntimeError, from torch, if DDP has a
     communication hook already.

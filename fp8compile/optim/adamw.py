@@ -25,14 +25,13 @@ class AdamW(Optimizer):
     The first moment is kept in E4M3 and the second in FP16, in blocks of 128 elements with a power-of-two scale each; the
     arithmetic is float32. Parameters of fewer than 4,096 elements keep float32 moments. No step waits for the device.
 
-    Parameters
-        params, lr, betas, eps, weight_decay, maximize: as torch.optim.AdamW's. `lr` may be a tensor.
-        master: what keeps the digits that a 16-bit weight loses in a step. None: nothing. "bf16+remainder": the lower half of
-            the float32 master weight, 2 bytes a parameter; exact, for bf16 weights. "float32": a float32 copy, 4 bytes. Weights
-            in float32 need none.
-        compiled: False runs the update as plain torch operators, slower, without waiting for a compilation. So do NVIDIA's
-            GPUs before Ada (A100, RTX 30), for which Triton has no E4M3.
-        foreach, fused: are accepted and have no effect; the update is always one kernel a parameter.
+    * `params`, `lr`, `betas`, `eps`, `weight_decay`, `maximize`: as torch.optim.AdamW's. `lr` may be a tensor.
+    * `master`: what keeps the digits that a 16-bit weight loses in a step. None: nothing. "bf16+remainder": the lower half of
+      the float32 master weight, 2 bytes a parameter; exact, for bf16 weights. "float32": a float32 copy, 4 bytes. Weights in
+      float32 need none.
+    * `compiled`: False runs the update as plain torch operators, slower, without waiting for a compilation. So do NVIDIA's
+      GPUs before Ada (A100, RTX 30), for which Triton has no E4M3.
+    * `foreach`, `fused`: are accepted and have no effect; the update is always one kernel a parameter.
 
     `state_dict()` has float32 moments under torch.optim.AdamW's keys, and a float32 `master_param` if there is a master.
     torch.optim.AdamW loads it, and this class loads torch.optim.AdamW's. While it is made, 8 bytes a parameter are allocated.

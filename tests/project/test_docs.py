@@ -1,27 +1,35 @@
-"""The pages agree with the code: link targets exist, every option has a row, and the named tests and files exist."""
+"""The pages agree with the code: link targets exist, options have rows, public names a reference, named tests and files exist.
+
+test_blocks.py runs the code of the pages.
+"""
 
 from __future__ import annotations
 
+import ast
+import importlib
 import re
 from pathlib import Path
 
 import pytest
 
+import fp8compile
+from fp8compile import errors
 from fp8compile.config.options import OURS
 
 ROOT = next(folder for folder in Path(__file__).parents if (folder / "pyproject.toml").exists())
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 WRITTEN = [page for page in PAGES if page.name != "log.md"]
 
 
 def anchors(page: Path) -> set[str]:
     """The link anchors of the page's headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.S), re.M)
+    documented = re.findall(r"^::: (.+)$", page.read_text(), re.M)  # mkdocstrings makes a heading of each
     plain = [re.sub(r"[^\w\- ]", "", re.sub(r"\[(.*?)\]\(.*?\)", r"\1", heading)) for heading in headings]
-    return {heading.strip().lower().replace(" ", "-") for heading in plain}
+    return {heading.strip().lower().replace(" ", "-") for heading in plain} | set(documented)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"```.*?```", "", page.read_text(), flags=re.S)):
         if re.match(r"[a-z]+:", target):
@@ -32,7 +40,7 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(linked), f"{page.name}: {target}"
 
 
-@pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_lines_are_short(page: Path) -> None:
     """Rows of tables may be long: Markdown cannot break them."""
     long = [line for line in page.read_text().splitlines() if len(line) >= 130 and not line.startswith("|")]
@@ -46,6 +54,34 @@ def test_the_readme_is_a_page() -> None:
 def test_every_option_has_a_row_and_every_row_is_an_option() -> None:
     rows = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs" / "options.md").read_text(), re.M)
     assert sorted(rows) == sorted(OURS)
+
+
+def public_names() -> set[str]:
+    """The names that docs/reference/index.md calls public. Modules of other libraries are read, not imported."""
+    names = {f"fp8compile.{name}" for name in fp8compile.__all__}
+    for module in ("distributed", "optim"):
+        names |= {f"fp8compile.{module}.{name}" for name in importlib.import_module(f"fp8compile.{module}").__all__}
+    for path in (ROOT / "fp8compile" / "integrations").glob("[!_]*.py"):
+        defined = [node for node in ast.parse(path.read_text()).body if isinstance(node, (ast.ClassDef, ast.FunctionDef))]
+        names |= {f"fp8compile.integrations.{path.stem}.{node.name}" for node in defined if not node.name.startswith("_")}
+    raised = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, Exception)]
+    names |= {f"fp8compile.errors.{error.__name__}" for error in raised if not str(error.__doc__).startswith("Internal")}
+    return names
+
+
+def test_every_public_name_is_in_the_reference_once() -> None:
+    pages = [page.read_text() for page in (ROOT / "docs" / "reference").glob("*.md")]
+    documented = [name for page in pages for name in re.findall(r"^::: (\S+)$", page, re.M)]
+    assert len(documented) == len(set(documented))
+    elsewhere = {f"fp8compile.{name}" for name in dir(errors)}  # errors are public in fp8compile, too, and described once
+    missing = {name for name in public_names() - set(documented) if name not in elsewhere}
+    assert not missing, missing
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    listed = set(re.findall(r"^ +- (?:[^:\n]+: )?(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M))
+    pages = {page.relative_to(ROOT / "docs").as_posix() for page in PAGES if page.is_relative_to(ROOT / "docs")}
+    assert listed - {"contributing.md", "changelog.md"} == pages
 
 
 def test_the_tests_that_guard_the_invariants_exist() -> None:

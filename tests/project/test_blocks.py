@@ -1,0 +1,236 @@
+"""The code of README and docs/ runs as it is written, page by page and in order, and prints what the pages show.
+
+* The Python blocks of a page share their names. A block with a title is the file of that name.
+* A `bash` block runs in the folder of these files. Pages with such a block are slow: each command imports torch.
+* A `text` block right behind one of them is what it prints. Numbers with a point may differ by a fifth; a line "..." stands for
+  any lines.
+* A block whose first line is "# Not run by a test: why" is not run.
+
+The older pages have fragments: `given` has the names that they take for granted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import fp8compile
+import fp8compile.distributed
+from benchmarks.interpreted import interpreted
+from benchmarks.models import Llama, LlamaShape
+from fp8compile.config.policy import load
+from tests.support.models import ResidualMlp
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+NOT_RUN = re.compile(r"# Not run by a test( of this page)?: \w+")
+COMPLETE = ("index.md", "tutorial.md", "how-to")  # pages whose code needs no names from here
+COMPILED = ("README.md", "docs/index.md")  # also run as users run them, through Inductor
+SLOW = ("docs/estimates.md",)
+
+
+@dataclass(frozen=True)
+class Block:
+    """Code of a page; `line` is that of its fence."""
+
+    page: Path
+    line: int
+    language: str
+    title: str | None
+    code: str
+    shown: str | None
+
+    @property
+    def where(self) -> str:
+        return f"{self.page.relative_to(ROOT)}, line {self.line}"
+
+    @property
+    def runs(self) -> bool:
+        return not NOT_RUN.match(self.code)
+
+
+FENCE = re.compile(r"^( *)```(\w*)([^\n]*)\n(.*?)^\1```$(?:\n+^\1```text\n(.*?)^\1```$)?", re.M | re.S)
+
+
+def blocks(page: Path) -> list[Block]:
+    text, found = page.read_text(), []
+    for fence in FENCE.finditer(text):
+        title = re.search(r'title="(.+?)"', fence[3])
+        shown = textwrap.dedent(fence[5]) if fence[5] is not None else None
+        line = text.count("\n", 0, fence.start()) + 1
+        found.append(Block(page, line, fence[2], title[1] if title else None, textwrap.dedent(fence[4]), shown))
+    return found
+
+
+def name(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def is_slow(page: Path) -> bool:
+    return name(page) in SLOW or any(block.language == "bash" and block.runs for block in blocks(page))
+
+
+WITH_PYTHON = [page for page in PAGES if any(block.language in ("python", "bash") for block in blocks(page))]
+
+
+class Sum(nn.Module):
+    """A model that returns its loss, as README's does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(128, 256)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (self.up(x) - y).square().mean()
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(ResidualMlp() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def given(page: Path, folder: Path) -> dict[str, Any]:
+    """The names that the fragments of a page take for granted."""
+    if page.parent.name in COMPLETE or name(page) in ("docs/index.md", "docs/tutorial.md"):
+        return {}
+    if page.name == "README.md":
+        return {"torch": torch, "build": Sum, "tokens": torch.randn(64, 128), "targets": torch.randn(64, 256)}
+    if page.name == "distributed.md":
+        model = Blocks()
+        return {"fp8compile": fp8compile, "fully_shard": fully_shard, "dcp": dcp, "model": model, "path": folder / "saved"}
+    if page.name == "estimates.md":
+        small = LlamaShape(layers=3, width=1024, heads=8, kv_heads=8, hidden=2048, vocabulary=1024)
+        return {"torch": torch, "fp8compile": fp8compile, "Llama": Llama, "LLAMA_8B": small}
+    model, x = Blocks(), torch.randn(64, 128)
+    torch.save(model.state_dict(), "model.pt")
+
+    def train() -> None:
+        model(x).backward()
+
+    if page.name == "compare.md":
+        more = {"body": ResidualMlp(), "criterion": nn.functional.mse_loss, "target": x, "compiled": torch.compile(model, backend="fp8")}
+        return {"fp8compile": fp8compile, "model": model, "x": x, "train": train, **more}
+    if page.name == "telemetry.md":
+        model.compile(backend="fp8")
+        train()
+    return {"torch": torch, "nn": nn, "fp8compile": fp8compile, "model": model, "x": x, "train": train}
+
+
+def run(page: Path, folder: Path) -> None:
+    """Run the blocks of a page in a folder."""
+    for block in blocks(page):
+        if block.title is not None:
+            (folder / block.title).write_text(block.code)
+            if block.language == "toml":
+                load(folder / block.title)
+    names = {"__name__": "page", **given(page, folder)}
+    for block in blocks(page):
+        if block.title is not None or not block.runs:
+            continue
+        if block.language == "python":
+            printed = io.StringIO()
+            code = compile("\n" * block.line + block.code, str(page), "exec")
+            with contextlib.redirect_stdout(printed):
+                exec(code, names)
+            agree(block, printed.getvalue())
+        elif block.language == "bash":
+            agree(block, shell(block, folder))
+
+
+def shell(block: Block, folder: Path) -> str:
+    """What the block prints on stdout. `python`, `fp8compile` and `torchrun` are those of the environment of the tests."""
+    programs = {"python": [], "fp8compile": ["-m", "fp8compile"], "torchrun": ["-m", "torch.distributed.run"]}
+    program, *arguments = block.code.split()
+    command = [sys.executable, *programs[program], *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=540)
+    assert done.returncode == 0, f"{block.where}: {done.stderr}"
+    return done.stdout
+
+
+def agree(block: Block, printed: str) -> None:
+    """The page shows what the block prints."""
+    if block.shown is None:
+        return
+    lines, shown = printed.rstrip().splitlines(), block.shown.rstrip().splitlines()
+    if shown[-1] == "...":
+        shown = shown[:-1]
+        lines = lines[: len(shown)]
+    assert len(lines) == len(shown), f"{block.where} prints\n{printed}"
+    for ours, theirs in zip(lines, shown, strict=True):
+        assert is_like(ours, theirs), f"{block.where} prints\n{ours}\nand not\n{theirs}"
+
+
+def is_like(printed: str, shown: str) -> bool:
+    number = re.compile(r"\d+\.\d+")
+    printed = re.sub(r"^graph \d+", "graph 0", printed)  # they are counted in a process, and a page begins with a new one
+    if number.sub("", printed).split() != number.sub("", shown).split():
+        return False
+    pairs = zip(number.findall(printed), number.findall(shown), strict=True)
+    return all(abs(float(a) - float(b)) <= 0.2 * max(float(a), float(b)) for a, b in pairs)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty working folder, from which modules can be imported. One process is a process group."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    before = set(sys.modules)
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield tmp_path
+    dist.destroy_process_group()
+    fp8compile.set_phase(None)
+    for module in set(sys.modules) - before:
+        if str(getattr(sys.modules[module], "__file__", None)).startswith(str(tmp_path)):
+            del sys.modules[module]
+
+
+@pytest.mark.parametrize("page", [page for page in WITH_PYTHON if not is_slow(page)], ids=name)
+def test_the_code_of_a_page_runs(page: Path, folder: Path) -> None:
+    with interpreted():
+        run(page, folder)
+
+
+@pytest.mark.slow
+@pytest.mark.compiled
+@pytest.mark.timeout(1800)  # a loaded machine compiles the tutorial's model for minutes
+@pytest.mark.parametrize("page", [page for page in WITH_PYTHON if is_slow(page) or name(page) in COMPILED], ids=name)
+def test_the_code_of_a_page_runs_through_inductor(page: Path, folder: Path) -> None:
+    run(page, folder)
+
+
+def test_new_pages_run_all_their_code() -> None:
+    """On the tutorial and the how-to pages, no Python block is left out."""
+    pages = [page for page in WITH_PYTHON if page.parent.name in COMPLETE or page.name in COMPLETE]
+    left_out = [block.where for page in pages for block in blocks(page) if block.language == "python" and not block.runs]
+    assert len(pages) > 12 and not left_out, left_out
+
+
+def test_a_block_that_prints_something_else_is_noticed() -> None:
+    assert is_like("loss 2.31 at step 4", "loss 2.2 at step 4")
+    assert not is_like("loss 2.31 at step 4", "loss 1.2 at step 4")
+    assert not is_like("loss 2.31 at step 4", "loss 2.31 at step 5")
+    with pytest.raises(AssertionError, match="line 3 prints"):
+        agree(Block(ROOT / "README.md", 3, "python", None, "", "fp8\n"), "bf16\n")
