@@ -79,6 +79,15 @@ def update(
         kept.copy_(master)
 
 
+def update_with_amax(amax: Tensor, weight: Tensor, *others: Any) -> None:
+    """`update`, which also writes `amax`, [blocks, 1] of the weight's dtype: the largest magnitude of each block of the new
+    weight, exactly. One of them is NaN if a weight is.
+
+    A function of its own, because torch.compile counts the variants of each."""
+    update(weight, *others)
+    amax.copy_(weight.abs().amax(1, keepdim=True))
+
+
 def _master(weight: Tensor, kept: Tensor | None) -> Tensor:
     if kept is None:
         return weight.float()
@@ -88,10 +97,10 @@ def _master(weight: Tensor, kept: Tensor | None) -> Tensor:
 
 
 @functools.cache
-def compiled() -> Callable[..., None]:
-    """`update`, compiled once for each combination of dtypes. Only the number of blocks is dynamic: 128 must be a constant, or
-    the kernel would loop over a block twice, once for its amax, and read everything twice."""
-    call = torch.compile(update)
+def compiled(function: Callable[..., None]) -> Callable[..., None]:
+    """`update` or `update_with_amax`, compiled once for each combination of dtypes. Only the number of blocks is dynamic: 128
+    must be a constant, or the kernel would loop over a block twice, once for its amax, and read everything twice."""
+    call = torch.compile(function)
 
     def run(*args: Any) -> None:
         compat.rows_vary(*(x for x in args if isinstance(x, Tensor)))
