@@ -130,8 +130,8 @@ def _extracted(copies: Sequence[Node], weights: Mapping[Node, int]) -> tuple[Gra
 
 
 def with_amaxes(hoisted: Hoisted) -> tuple[Graph, tuple[int, ...]] | None:
-    """The casts, from the weights and one more input: a vector of their amaxes, in any floating dtype. And the places, among
-    the weights, of those whose amaxes it has. None if no amax is that of a whole weight, as it lies there (amaxes of rows and
+    """The casts, from the weights and one more input: a float32 vector of their amaxes. And the places, among the weights, of
+    those whose amaxes it has. None if no amax is that of a whole weight, as it lies there (amaxes of rows and
     blocks, of slices, of a weight that is cast first)."""
     made = Graph()
     twins: dict[Node, Node] = {}
@@ -147,11 +147,9 @@ def with_amaxes(hoisted: Hoisted) -> tuple[Graph, tuple[int, ...]] | None:
     places = tuple(sorted(readers))
     with made.inserting_after(twins[weights[-1]]):
         vector = made.placeholder("amaxes")
-    with made.inserting_after(vector):
-        wide = made.call_function(torch.ops.prims.convert_element_type.default, (vector, torch.float32))
     for i, place in enumerate(places):
-        with made.inserting_after(wide):
-            amax = made.call_function(aten.slice.Tensor, (wide, 0, i, i + 1))
+        with made.inserting_after(vector):
+            amax = made.call_function(aten.slice.Tensor, (vector, 0, i, i + 1))
         for node in readers[place]:
             node.replace_all_uses_with(amax)
             made.erase_node(node)

@@ -155,7 +155,7 @@ class _Kept:
 
 
 class _Casts:
-    """A graph from weights to copies. With `places`, a vector of the amaxes of the weights there is one more input of it."""
+    """A graph from weights to copies. With `places`, a vector of the amaxes of the weights there is one more input."""
 
     def __init__(self, graph: Graph, places: tuple[int, ...] = ()):
         self.graph, self.places = GraphModule({}, graph), places
@@ -245,7 +245,7 @@ class WeightCache:
     def _cast(self, weights: Sequence[Tensor], amaxes: Sequence[Tensor] = ()) -> Sequence[Tensor]:
         casts = self.given if amaxes and self.given is not None else self.own
         with torch.no_grad():
-            inputs = [*weights, torch.stack(list(amaxes))] if amaxes else weights
+            inputs = [*weights, torch.stack(list(amaxes)).float()] if amaxes else weights
             if casts.function is None:
                 with self.lock:
                     casts.function = casts.function or compat.compile_fx(casts.graph, inputs, self.inner.compile, self.patches)
