@@ -157,7 +157,7 @@ class AdamW(Optimizer):
         asked: frozenset[int],
         amaxes: dict[Tensor, Tensor],
     ) -> None:
-        """`amaxes` gets those of the blocks of the parameters that are `asked` for: [blocks, 1] of the weight's dtype."""
+        """`amaxes` gets those of the blocks of the parameters that are `asked` for: [blocks] of the weight's dtype."""
         by = factors(group, step)
         for p, state in members:
             weight = local(p)
@@ -166,12 +166,11 @@ class AdamW(Optimizer):
             kept = state.get("remainder", state.get("master"))
             rows = to_blocks(weight).data  # without the view's base, whose shape Dynamo would guard
             moments = (state["exp_avg"], state["exp_avg_scale"], state["exp_avg_sq"], state["exp_avg_sq_scale"])
-            into = [rows.new_empty(len(rows), 1)] if id(p) in asked else []
-            function: Callable[..., None] = update_with_amax if into else update
+            function: Callable[..., Tensor | None] = update_with_amax if id(p) in asked else update
             call = compiled(function) if self._compiled else function
-            call(*into, rows, to_blocks(local(p.grad)).data, *moments, kept, by)  # type: ignore[arg-type]
-            if into:
-                amaxes[p] = into[0]
+            found = call(rows, to_blocks(local(p.grad)).data, *moments, kept, by)  # type: ignore[arg-type]
+            if found is not None:
+                amaxes[p] = found
             torch.autograd.graph.increment_version(p)  # `.data` does not count
             if rows.data_ptr() != weight.data_ptr():  # a copy: the last block is not full, or the weight is not contiguous
                 weight.copy_(from_blocks(rows, weight.shape))
