@@ -106,7 +106,7 @@ def test_masters_and_merged_matmuls(recipe: str, dtype: torch.dtype, master: str
 @pytest.mark.compiled
 @pytest.mark.parametrize(("dtype", "master"), MASTERS)
 def test_the_compiled_update(dtype: torch.dtype, master: str | None) -> None:
-    found = both(lambda: layer().to(dtype), steps("tensorwise"), master=master, compiled=True)
+    found = both(lambda: mlp(dtype), steps("tensorwise"), master=master, compiled=True)
     assert found == ["forward"] * 3 + ["step+"] * 3
 
 
