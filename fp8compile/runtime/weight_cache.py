@@ -116,8 +116,8 @@ def _stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 def refresh() -> None:
     """Cast all weights anew at their next use, where `cache_weights` keeps copies. Only needed after a write to `weight.data`
-    between two micro-batches of one optimizer step and, with `AdamW(.., fp8_weights=True)`, between a step and the next forward;
-    all other changes are noticed."""
+    between two micro-batches of one optimizer step and, with `AdamW(.., fp8_weights=True)`, between a step and the next
+    forward; all other changes are noticed."""
     _STEPS.changes += 1
 
 
