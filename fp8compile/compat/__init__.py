@@ -28,6 +28,7 @@ from .autograd import (
     TensorMarks,
     capturing,
     compiled_autograd,
+    hooks_behind_step,
     in_backward,
     in_compiled_autograd,
     is_compiled,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -11,11 +12,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..devices.support import casts_to_e4m3
+from ..logs import get_logger, say_once
+from ..runtime.weight_cache import behind_step, casts_of_step
 from .formats import from_blocks, to_blocks
 from .states import MASTERS, State, fresh, is_small, local, packed, vanilla
-from .update import compiled, factors, update, update_small
+from .update import compiled, factors, update, update_small, update_with_amax
 
-_OURS = ("master", "_compiled")
+logger = get_logger(__name__)
+
+_OURS = ("master", "fp8_weights", "_compiled", "_stepped")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -29,6 +34,9 @@ class AdamW(Optimizer):
     * `master`: what keeps the digits that a 16-bit weight loses in a step. None: nothing. "bf16+remainder": the lower half of
       the float32 master weight, 2 bytes a parameter; exact, for bf16 weights. "float32": a float32 copy, 4 bytes. Weights in
       float32 need none.
+    * `fp8_weights`: the step also makes the FP8 weights of the next step, for models that are compiled with `backend="fp8"` and
+      `cache_weights=True`. No forward casts a weight then, and results are the same to the bit. After a write to `weight.data`
+      behind a step, call `fp8compile.refresh()`. Without `cache_weights` it has no effect, and warns once.
     * `compiled`: False runs the update as plain torch operators, slower, without waiting for a compilation. So do NVIDIA's
       GPUs before Ada (A100, RTX 30), for which Triton has no E4M3.
     * `foreach`, `fused`: are accepted and have no effect; the update is always one kernel a parameter.
@@ -56,11 +64,12 @@ class AdamW(Optimizer):
         differentiable: bool = False,
         fused: bool | None = None,
         master: str | None = None,
+        fp8_weights: bool = False,
         compiled: bool = True,
     ) -> None:
         if master not in MASTERS:
             raise ValueError(f"master must be None, 'bf16+remainder' or 'float32'; got {master!r}")
-        self.master, self._compiled = master, compiled
+        self.master, self.fp8_weights, self._compiled, self._stepped = master, fp8_weights, compiled, False
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -102,6 +111,8 @@ class AdamW(Optimizer):
                         f"AdamW does not support sparse gradients: a parameter {list(p.shape)} of group {index} has one. "
                         "Take torch.optim.SparseAdam for it, or sparse=False in its embedding"
                     )
+        asked = self._asked() if self.fp8_weights else frozenset()
+        amaxes: dict[Tensor, Tensor] = {}  # of the blocks of weights
         for group, parameters in work:
             by_step = defaultdict(list)
             for p in parameters:
@@ -109,17 +120,47 @@ class AdamW(Optimizer):
                 state["step"] += 1
                 by_step[int(state["step"]), local(p).device].append((p, state))
             for (step, _), members in by_step.items():
-                self._update(group, step, members)
+                self._update(group, step, members, asked, amaxes)
+        if self.fp8_weights:
+            self._hand_over(amaxes)
         return loss
+
+    def _asked(self) -> frozenset[int]:
+        """The parameters (ids) whose amaxes are used at the end of this step."""
+        asked = casts_of_step(self)
+        if asked is None and self._stepped:  # not in a first step: torch.distributed.checkpoint makes one to make states
+            why = "no compiled graph keeps FP8 copies of these weights: compile with options={'cache_weights': True}"
+            say_once(logger, logging.WARNING, f"fp8: AdamW's fp8_weights has no effect: {why}")
+        self._stepped = True
+        return asked or frozenset()
+
+    def _hand_over(self, amaxes: dict[Tensor, Tensor]) -> None:
+        """The amaxes of weights, from those of their blocks."""
+        if type(self).step is not AdamW.step:  # it may write weights behind this
+            return
+        alike = defaultdict(list)
+        for p, of_blocks in amaxes.items():
+            alike[of_blocks.device, of_blocks.dtype].append((p, of_blocks))
+        weights = [p for members in alike.values() for p, _ in members]
+        found = [x for members in alike.values() for x in torch._foreach_max([of_blocks for _, of_blocks in members])]
+        behind_step(self, weights, found)
 
     def _state(self, parameter: Tensor) -> State:
         if not self.state[parameter]:
             self.state[parameter] = fresh(parameter, self.master)
         return self.state[parameter]
 
-    def _update(self, group: dict[str, Any], step: int, members: list[tuple[Tensor, State]]) -> None:
-        device = local(members[0][0]).device
-        by, call = factors(group, step), compiled() if self._compiled and casts_to_e4m3(device) else update
+    def _update(
+        self,
+        group: dict[str, Any],
+        step: int,
+        members: list[tuple[Tensor, State]],
+        asked: frozenset[int],
+        amaxes: dict[Tensor, Tensor],
+    ) -> None:
+        """`amaxes` gets those of the blocks of the parameters that are `asked` for: [blocks] of the weight's dtype."""
+        by = factors(group, step)
+        compiles = self._compiled and casts_to_e4m3(local(members[0][0]).device)
         for p, state in members:
             weight = local(p)
             if is_small(p) or not weight.numel():
@@ -127,7 +168,11 @@ class AdamW(Optimizer):
             kept = state.get("remainder", state.get("master"))
             rows = to_blocks(weight).data  # without the view's base, whose shape Dynamo would guard
             moments = (state["exp_avg"], state["exp_avg_scale"], state["exp_avg_sq"], state["exp_avg_sq_scale"])
-            call(rows, to_blocks(local(p.grad)).data, *moments, kept, by)  # type: ignore[arg-type]
+            function: Callable[..., Tensor | None] = update_with_amax if id(p) in asked else update
+            call = compiled(function) if compiles else function
+            found = call(rows, to_blocks(local(p.grad)).data, *moments, kept, by)  # type: ignore[arg-type]
+            if found is not None:
+                amaxes[p] = found
             torch.autograd.graph.increment_version(p)  # `.data` does not count
             if rows.data_ptr() != weight.data_ptr():  # a copy: the last block is not full, or the weight is not contiguous
                 weight.copy_(from_blocks(rows, weight.shape))
@@ -138,6 +183,7 @@ class AdamW(Optimizer):
             masters = [s["master"] if "master" in s else w if w.dtype == torch.float32 else w.float() for w, _, s in small]
             first, second = [s["exp_avg"] for *_, s in small], [s["exp_avg_sq"] for *_, s in small]
             update_small(weights, [g for _, g, _ in small], first, second, masters, group, step)
+        amaxes.update({p: local(p).abs() for p, _ in members if id(p) in asked and is_small(p)})
 
     def state_dict(self) -> dict[str, Any]:
         """torch.optim.AdamW's, with float32 moments: 8 bytes a parameter, newly allocated."""

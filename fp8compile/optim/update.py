@@ -79,6 +79,16 @@ def update(
         kept.copy_(master)
 
 
+def update_with_amax(weight: Tensor, *others: Any) -> Tensor:
+    """`update`, which also returns the largest magnitude of each block of the new weight: [blocks] of its dtype. NaN where an
+    element is NaN.
+
+    It is exact although Inductor may leave out the rounding in between: rounding is monotonic, so that the rounded maximum is
+    the maximum of rounded values. A function of its own, because torch.compile counts the variants of each."""
+    update(weight, *others)
+    return weight.abs().amax(1)
+
+
 def _master(weight: Tensor, kept: Tensor | None) -> Tensor:
     if kept is None:
         return weight.float()
@@ -88,14 +98,14 @@ def _master(weight: Tensor, kept: Tensor | None) -> Tensor:
 
 
 @functools.cache
-def compiled() -> Callable[..., None]:
-    """`update`, compiled once for each combination of dtypes. Only the number of blocks is dynamic: 128 must be a constant, or
-    the kernel would loop over a block twice, once for its amax, and read everything twice."""
-    call = torch.compile(update)
+def compiled(function: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:
+    """`update` or `update_with_amax`, compiled once for each combination of dtypes. Only the number of blocks is dynamic: 128
+    must be a constant, or the kernel would loop over a block twice, once for its amax, and read everything twice."""
+    call = torch.compile(function)
 
-    def run(*args: Any) -> None:
+    def run(*args: Any) -> Tensor | None:
         compat.rows_vary(*(x for x in args if isinstance(x, Tensor)))
-        call(*args)
+        return call(*args)
 
     return run
 

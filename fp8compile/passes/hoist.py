@@ -10,6 +10,12 @@ What moves is what is computed from parameters alone by operators of ours and by
 merged matmuls, whose copies are one buffer. With `cache_weights` a weight is scaled by its current amax, so nothing here reads
 or moves scaling state.
 
+`with_amaxes` makes a second graph of the casts, for an optimizer that computes the amaxes of the weights that it writes:
+
+    amax_w = amax(w); scale_w = current_scale(amax_w, ..)     ->     amax_w = amaxes[0:1]; scale_w = current_scale(amax_w, ..)
+
+It reads each weight once, for the cast.
+
 The inputs of a graph are fixed before it is traced, and the copies are known behind `quantize`. So a graph is traced twice: the
 first time ends with `CopiesMissing`, which says what inputs the second one needs.
 """
@@ -28,7 +34,7 @@ from torch.fx import Graph, Node
 from .. import compat
 from ..errors import CopiesMissing
 from ..ir import merged, ops
-from ..ir.fx_utils import CASTS, PERMUTES, SAME, SLICES, VIEWS, aten, is_tensor, value
+from ..ir.fx_utils import CASTS, PERMUTES, SAME, SLICES, VIEWS, arg, aten, behind, is_tensor, value
 from ..ir.matmul import Matmul
 
 MADE: tuple = (ops.amax, ops.amax_blocks, ops.current_scale, ops.inverse, ops.quantize, ops.quantize_both, ops.transposed)
@@ -121,3 +127,31 @@ def _extracted(copies: Sequence[Node], weights: Mapping[Node, int]) -> tuple[Gra
         twins[node].meta = dict(node.meta)
     made.output(tuple(twins[node] for node in copies))
     return made, tuple(index for node, index in weights.items() if node in needed)
+
+
+def with_amaxes(hoisted: Hoisted) -> tuple[Graph, tuple[int, ...]] | None:
+    """The casts, from the weights and one more input: a float32 vector of their amaxes. And the places, among the weights, of
+    those whose amaxes it has. None if no amax is that of a whole weight, as it lies there (amaxes of rows and
+    blocks, of slices, of a weight that is cast first)."""
+    made = Graph()
+    twins: dict[Node, Node] = {}
+    made.output(made.graph_copy(hoisted.graph, twins))
+    weights = list(hoisted.graph.find_nodes(op="placeholder"))
+    readers: dict[int, list[Node]] = {}
+    for node in hoisted.graph.find_nodes(op="call_function", target=ops.amax):
+        source = behind(arg(node, 0), (*VIEWS, *PERMUTES, *SAME, aten.clone.default))
+        if source in weights and len(node.all_input_nodes) == 1 and value(arg(node, 0)).numel() == value(source).numel():
+            readers.setdefault(weights.index(source), []).append(twins[node])
+    if not readers:
+        return None
+    places = tuple(sorted(readers))
+    with made.inserting_after(twins[weights[-1]]):
+        vector = made.placeholder("amaxes")
+    for i, place in enumerate(places):
+        with made.inserting_after(vector):
+            amax = made.call_function(aten.slice.Tensor, (vector, 0, i, i + 1))
+        for node in readers[place]:
+            node.replace_all_uses_with(amax)
+            made.erase_node(node)
+    made.eliminate_dead_code()
+    return made, places

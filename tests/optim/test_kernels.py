@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -10,8 +11,16 @@ import torch
 from fp8compile.devices import support
 from fp8compile.devices.gpu import Gpu
 from fp8compile.dryrun import fake_gpu
-from fp8compile.optim import AdamW
+from fp8compile.optim import AdamW, adamw
 from fp8compile.optim.update import compiled
+from fp8compile.runtime.weight_cache import WeightCache
+from tests.optim.test_adamw import MASTERS
+from tests.optim.test_fp8_weights import casts
+from tests.runtime.test_weight_cache import layer
+from tests.support.executed import executed
+from tests.support.gpu_steps import unallocated
+from tests.support.harness import ALL_FP8, grads_of, noise
+from tests.support.models import LlamaLayer
 
 pytestmark = pytest.mark.skipif(fake_gpu.unavailable() is not None, reason=fake_gpu.unavailable() or "")
 
@@ -26,15 +35,17 @@ pytestmark = pytest.mark.skipif(fake_gpu.unavailable() is not None, reason=fake_
         (torch.float32, None, 4 + 4 + 4 + 2 + 4),
     ],
 )
-def test_one_kernel_that_moves_each_byte_once(dtype: torch.dtype, master: str | None, most: int) -> None:
+@pytest.mark.parametrize("with_amax", [False, True])
+def test_one_kernel_that_moves_each_byte_once(dtype: torch.dtype, master: str | None, most: int, with_amax: bool) -> None:
     weight = torch.zeros(1024, 4096, dtype=dtype).requires_grad_()
     weight.grad = torch.zeros_like(weight)
-    optimizer = AdamW([weight], master=master)
+    optimizer = AdamW([weight], master=master, fp8_weights=with_amax)
     compiled.cache_clear()
-    step = fake_gpu.trace(optimizer.step)
+    with mock.patch.object(adamw, "casts_of_step", lambda _: frozenset([id(weight)])):
+        step = fake_gpu.trace(optimizer.step)
     compiled.cache_clear()
     (kernel,) = step.kernels
-    assert kernel.bytes <= (most + 0.13) * weight.numel()
+    assert kernel.bytes <= (most + 0.13 + with_amax * weight.itemsize / 128) * weight.numel()
     assert "triton_per_fused" in step.code and "r0_numel = 128" in step.code  # a loop over a block would read everything twice
 
 
@@ -49,3 +60,52 @@ def test_before_ada_the_update_is_not_compiled() -> None:
         finally:
             support.casts_to_e4m3.cache_clear()
     assert not step.kernels
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
+def test_casts_with_given_amaxes_read_each_weight_once(recipe: str) -> None:
+    """One kernel a weight: it reads 2 bytes an element and writes two copies. Also where weights are merged."""
+    model = unallocated(lambda: LlamaLayer(1024, 8, 8, 2048), torch.bfloat16)
+    options = {"policy": ALL_FP8, "recipe": recipe, "cache_weights": True, "merge_matmuls": True}
+    call = torch.compile(model, backend="fp8", options=options)
+    x = torch.empty((1, 2048, 1024), dtype=torch.bfloat16, requires_grad=True)
+    found: list[tuple[WeightCache, Any]] = []
+    cast = WeightCache._cast
+
+    def noted(self: WeightCache, weights: Any, amaxes: Any = ()) -> Any:
+        found.append((self, weights))
+        return cast(self, weights, amaxes)
+
+    with mock.patch.object(WeightCache, "_cast", noted):
+        fake_gpu.trace(lambda: call(x))
+    ((cache, weights),) = found
+    assert cache.given is not None and len(cache.given.places) == 7
+    amaxes = [torch.ones((), dtype=torch.bfloat16)] * 7
+    step = fake_gpu.trace(lambda: cast(cache, weights, amaxes))
+    assert len(step.kernels) == 7
+    assert sum(kernel.bytes for kernel in step.kernels) <= 4.001 * sum(weight.numel() for weight in weights)
+
+
+@pytest.mark.parametrize(("dtype", "master"), MASTERS)
+def test_the_plan_of_a_gpu(dtype: torch.dtype, master: str | None) -> None:
+    """Executed on a CPU, the update with its amaxes and the casts that take them: to the bit as without."""
+    results = []
+    for early in (False, True):
+        torch._dynamo.reset()
+        compiled.cache_clear()
+        model, found = layer().to(dtype), []
+        optimizer = AdamW(model.parameters(), lr=1e-2, master=master, fp8_weights=early)
+        options = {"policy": ALL_FP8, "recipe": "tensorwise", "cache_weights": True}
+        with executed(0), casts() as made:
+            call = torch.compile(model, backend="fp8", options=options)
+            for seed in range(2):
+                x = noise(1, 64, 128, seed=seed, dtype=dtype)
+                y = call(x)
+                y.backward(noise(*y.shape, seed=9, dtype=dtype))
+                found += [y.detach().clone(), *grads_of(model).values()]
+                optimizer.step()
+                optimizer.zero_grad()
+        assert made == (["forward", "step+", "step+"] if early else ["forward", "forward"])
+        results.append([*found, *(p.detach() for p in model.parameters())])
+    compiled.cache_clear()
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

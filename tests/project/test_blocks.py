@@ -130,8 +130,9 @@ def given(page: Path, folder: Path) -> dict[str, Any]:
         model(x).backward()
 
     if page.name == "compare.md":
-        more = {"body": ResidualMlp(), "criterion": nn.functional.mse_loss, "target": x, "compiled": torch.compile(model, backend="fp8")}
-        return {"fp8compile": fp8compile, "model": model, "x": x, "train": train, **more}
+        names = {"fp8compile": fp8compile, "model": model, "x": x, "train": train}
+        compiled = torch.compile(model, backend="fp8")
+        return {**names, "body": ResidualMlp(), "criterion": nn.functional.mse_loss, "target": x, "compiled": compiled}
     if page.name == "telemetry.md":
         model.compile(backend="fp8")
         train()

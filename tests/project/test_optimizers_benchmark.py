@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import optimizers
+from benchmarks import optimizers, whole_steps
 from fp8compile.dryrun import fake_gpu
 
 needs_description = pytest.mark.skipif(fake_gpu.unavailable() is not None, reason=fake_gpu.unavailable() or "")
@@ -38,3 +38,17 @@ def test_an_arm_without_its_library_is_left_out(monkeypatch: pytest.MonkeyPatch,
     assert optimizers.main(["--arms", "torch-fused,bitsandbytes-AdamW8bit"]) == 0
     told = capsys.readouterr()
     assert "bitsandbytes-AdamW8bit: left out: no such thing" in told.err and "bitsandbytes" not in told.out
+
+
+@needs_description
+def test_whole_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A layer of Llama-3-8B has 7 weights: one cast each, that reads 2 bytes a parameter and writes 2."""
+    path = tmp_path / "a.json"
+    assert whole_steps.main(["--layers", "1", "--recipes", "delayed", "--out", str(path)]) == 0
+    found = json.loads(path.read_text())["recipes"]["delayed"]
+    plain, cached, early = (found[arm] for arm in ("plain", "cached", "cached-by-step"))
+    assert early["cast_kernels"] == 7 < cached["cast_kernels"]
+    assert early["cast_bytes"] == pytest.approx(4, abs=0.01) and cached["cast_bytes"] == pytest.approx(6, abs=0.01)
+    assert cached["update_bytes"] < early["update_bytes"] < cached["update_bytes"] + 0.04
+    assert early["ms"] < cached["ms"] < plain["ms"] / 1.03
+    assert "cached-by-step" in capsys.readouterr().out

@@ -1,0 +1,472 @@
+"""`AdamW(.., fp8_weights=True)`: the step makes the FP8 weights of the next step, to the bit as the next forward would."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+import fp8compile
+from fp8compile.optim import AdamW
+from fp8compile.runtime.weight_cache import WeightCache
+from tests.optim.test_adamw import MASTERS
+from tests.runtime.test_weight_cache import BF16, RECIPES, Checkpointed, Fused, compiled, layer, same, trained
+from tests.support.harness import grads_of, interpreted, noise
+from tests.support.models import Mlp, make
+
+ONE_SCALE = ("delayed", "tensorwise")
+EVERYWHERE: dict[str, Any] = {"cache_weights": True, "policy": {"rules": [{"fp8": "on"}]}}
+
+
+@contextlib.contextmanager
+def casts(optimizer: torch.optim.Optimizer | None = None) -> Iterator[list[str]]:
+    """How weights are cast: "forward" or "step" where it happens, "+" where amaxes are given."""
+    found: list[str] = []
+    cast, now = WeightCache._cast, WeightCache.cast_now
+    where = ["forward"]
+
+    def noted(self: WeightCache, weights: Any, amaxes: Any = ()) -> Any:
+        found.append(where[-1] + ("+" if len(amaxes) else ""))
+        return cast(self, weights, amaxes)
+
+    def inside(self: WeightCache, *args: Any) -> None:
+        where.append("step")
+        now(self, *args)
+        where.pop()
+
+    with mock.patch.object(WeightCache, "_cast", noted), mock.patch.object(WeightCache, "cast_now", inside):
+        yield found
+
+
+def ours(model: nn.Module, early: bool, **more: Any) -> AdamW:
+    return AdamW(model.parameters(), lr=1e-2, fp8_weights=early, **{"compiled": False, **more})
+
+
+def ends(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
+    """All weights and all that the optimizer keeps."""
+    state = optimizer.state_dict()["state"]
+    kept = {f"{i} {name}": x for i, each in state.items() for name, x in each.items()}
+    return {**{name: x.clone() for name, x in model.state_dict().items()}, **kept}
+
+
+def both(
+    build: Callable[[], nn.Module], run: Callable[[nn.Module, AdamW], list[dict[str, Tensor]]], **more: Any
+) -> list[str]:
+    """The same training without and with `fp8_weights` has the same bits. Returns the casts of the second."""
+    results = []
+    for early in (False, True):
+        model = build()
+        optimizer = ours(model, early, **more)
+        with casts() as found, interpreted():
+            results.append([*run(model, optimizer), ends(model, optimizer)])
+        assert early or not any(where.startswith("step") for where in found)
+    assert same(*results)
+    return found
+
+
+def steps(recipe: str, count: int = 3, **options: Any) -> Callable[[nn.Module, AdamW], list[dict[str, Tensor]]]:
+    return lambda model, optimizer: trained(model, compiled(model, True, recipe, **options), optimizer, count)
+
+
+def mlp(dtype: torch.dtype = BF16) -> nn.Module:
+    return make(lambda: Mlp(128, 256), dtype)
+
+
+BUILDS: dict[str, Callable[[], nn.Module]] = {
+    "mlp": mlp, "layer": layer, "checkpointed": Checkpointed, "fused": lambda: make(Fused)
+}
+CASES = [*((recipe, "mlp") for recipe in RECIPES), ("delayed", "layer"), ("tensorwise", "checkpointed"), ("delayed", "fused")]
+
+
+@pytest.mark.parametrize(("recipe", "build"), CASES)
+def test_the_same_bits_and_no_cast_in_a_forward(recipe: str, build: str) -> None:
+    found = both(BUILDS[build], steps(recipe))
+    # three micro-batches before the first step, when nobody knows that there is an optimizer
+    given = "+" if recipe in (*ONE_SCALE, "rowwise_with_gw_hp") else ""  # the latter has one scale a weight in dgrad
+    assert found == ["forward"] * 3 + [f"step{given}"] * 3
+
+
+@pytest.mark.parametrize("recipe", ONE_SCALE)
+@pytest.mark.parametrize(("dtype", "master"), MASTERS)
+def test_masters_and_merged_matmuls(recipe: str, dtype: torch.dtype, master: str | None) -> None:
+    found = both(lambda: layer().to(dtype), steps(recipe, 4, merge_matmuls=True), master=master)
+    assert found == ["forward"] * 3 + ["step+"] * 4
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize(("dtype", "master"), MASTERS)
+def test_the_compiled_update(dtype: torch.dtype, master: str | None) -> None:
+    found = both(lambda: mlp(dtype), steps("tensorwise"), master=master, compiled=True)
+    assert found == ["forward"] * 3 + ["step+"] * 3
+
+
+@pytest.mark.parametrize("recipe", ONE_SCALE)
+def test_float32_weights_under_autocast(recipe: str) -> None:
+    def run(model: nn.Module, optimizer: AdamW) -> list[dict[str, Tensor]]:
+        call = compiled(model, True, recipe)
+
+        def autocast(x: Tensor) -> Tensor:
+            with torch.autocast("cpu", BF16):
+                return call(x)
+
+        return trained(model, autocast, optimizer)
+
+    assert both(lambda: make(lambda: Mlp(128, 256)), run) == ["forward"] * 3 + ["step+"] * 3
+
+
+class Odd(nn.Module):
+    """One weight is small, so that it is updated with others; one lies transposed; one is read by slices, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(128, 80), nn.Linear(80, 48), nn.Linear(48, 256)
+        self.d = nn.Parameter(torch.randn(128, 256).t())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.gelu(self.c(self.b(F.gelu(self.a(x)))) @ self.d)
+        return F.linear(x, self.d[:128]) + F.linear(x, self.d[128:])
+
+
+def test_small_transposed_and_sliced_weights() -> None:
+    found = both(lambda: make(Odd), steps("tensorwise", policy={"rules": [{"fp8": "on"}]}))
+    assert found == ["forward"] * 3 + ["step+"] * 3
+
+
+class Tied(nn.Module):
+    """Two graphs that read one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = Mlp(128, 256), Mlp(128, 256)
+        self.two.up.weight = self.one.up.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(self.one(x).sin())
+
+
+def test_tied_weights_of_two_graphs() -> None:
+    def run(model: Any, optimizer: AdamW) -> list[dict[str, Tensor]]:
+        compiled(model)  # Dynamo begins afresh
+        for part in (model.one, model.two):
+            part.compile(backend="fp8", options={"recipe": "tensorwise", **EVERYWHERE})
+        return trained(model, model, optimizer)
+
+    assert both(lambda: make(Tied), run) == ["forward"] * 6 + ["step+"] * 6
+
+
+def test_layers_that_share_a_graph() -> None:
+    def run(model: Any, optimizer: AdamW) -> list[dict[str, Tensor]]:
+        compiled(model)
+        for part in model:
+            part.compile(backend="fp8", options={"recipe": "delayed", **EVERYWHERE})
+        return trained(model, model, optimizer, 3, 2)
+
+    def build() -> nn.Module:
+        return nn.Sequential(*(make(lambda: Mlp(128, 256), seed=i) for i in range(3)))
+
+    assert both(build, run) == ["forward"] * 6 + ["step+"] * 9
+
+
+# -- weights that others change ----------------------------------------------------------------------------------------
+
+
+def load(model: nn.Module, _: Any) -> None:
+    model.load_state_dict({name: value * 2 for name, value in model.state_dict().items()})
+
+
+def write(model: nn.Module, _: Any) -> None:
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(2)
+
+
+def replace(model: nn.Module, _: Any) -> None:
+    for p in model.parameters():
+        p.data = p.data * 2
+
+
+def tell(model: nn.Module, _: Any) -> None:
+    for p in model.parameters():
+        p.data.mul_(2)
+    fp8compile.refresh()
+
+
+def another(model: nn.Module, _: Any) -> None:
+    other = torch.optim.SGD([torch.zeros(3, requires_grad=True)])
+    other.step()
+
+
+@pytest.mark.parametrize("change", [load, write, replace, tell, another])
+def test_a_change_between_step_and_forward(change: Callable[[nn.Module, Any], None]) -> None:
+    def run(model: nn.Module, optimizer: AdamW) -> list[dict[str, Tensor]]:
+        call = compiled(model)
+        found = trained(model, call, optimizer, 2, 1)
+        change(model, optimizer)
+        return found + trained(model, call, optimizer, 1, 2)
+
+    # the first step knows no optimizer, and what the second one has cast is old
+    assert both(mlp, run) == ["forward", "step+", "step+", "forward", "step+"]
+
+
+def test_a_hook_behind_the_step() -> None:
+    """It may write to `.data`, which nobody notices: amaxes that the update computed are not taken."""
+
+    def run(model: nn.Module, optimizer: AdamW) -> list[dict[str, Tensor]]:
+        optimizer.register_step_post_hook(lambda *_: [p.data.mul_(3) for p in model.parameters()] and None)
+        return trained(model, compiled(model), optimizer, 3, 2)
+
+    assert both(mlp, run) == ["forward"] * 2 + ["step"] * 3
+
+
+def test_a_hook_behind_all_steps() -> None:
+    def run(model: nn.Module, optimizer: AdamW) -> list[dict[str, Tensor]]:
+        def scale(*_: Any) -> None:
+            for p in model.parameters():
+                p.data.mul_(3)
+
+        call = compiled(model)
+        trained(model, call, optimizer, 1, 1)  # our hook is the first one
+        handle = register_optimizer_step_post_hook(scale)
+        try:
+            return trained(model, call, optimizer, 2, 2)
+        finally:
+            handle.remove()
+
+    assert both(mlp, run) == ["forward", "step+", "forward"]
+
+
+def test_a_class_whose_step_does_more() -> None:
+    class Clamped(AdamW):
+        def step(self, closure: Any = None) -> None:
+            super().step()
+            for p in self.param_groups[0]["params"]:
+                p.data.clamp_(-0.01, 0.01)
+
+    results = []
+    for early in (False, True):
+        model = mlp()
+        with casts() as found:
+            optimizer = Clamped(model.parameters(), lr=1e-2, compiled=False, fp8_weights=early)
+            results.append(trained(model, compiled(model), optimizer, 3, 2))
+    assert same(*results) and found == ["forward"] * 4
+
+
+def test_without_some_gradients() -> None:
+    """Nobody has computed the amax of a weight that was not updated."""
+
+    def run(model: Any, optimizer: AdamW) -> list[dict[str, Tensor]]:
+        call, found = compiled(model), []
+        for step in range(3):
+            y = call(noise(1, 48, 128, seed=step, dtype=BF16))
+            y.sum().backward()
+            if step == 1:
+                model.down.weight.grad = None
+            found += [{"y": y.detach()}, grads_of(model)]
+            optimizer.step()
+            optimizer.zero_grad()
+        return found
+
+    assert both(mlp, run) == ["forward", "step+", "step", "step+"]
+
+
+def test_frozen_weights() -> None:
+    def run(model: Any, optimizer: AdamW) -> list[dict[str, Tensor]]:
+        model.down.weight.requires_grad_(False)
+        return trained(model, compiled(model), optimizer, 3, 2)
+
+    assert both(mlp, run) == ["forward"] * 2 + ["step"] * 3
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("recipe", ONE_SCALE)
+def test_a_step_on_nan(recipe: str, value: float) -> None:
+    """A weight becomes NaN or infinite, and is what it would be without."""
+    results = []
+    for early in (False, True):
+        model: Any = mlp()
+        optimizer = ours(model, early)
+        call = compiled(model, True, recipe)
+        trained(model, call, optimizer, 1, 1)
+        with interpreted(), casts() as found:
+            for seed in range(2):
+                call(noise(1, 48, 128, seed=seed, dtype=BF16)).sum().backward()
+            if value == value:
+                with torch.no_grad():
+                    model.up.weight[3, 5] = value
+            else:
+                model.up.weight.grad[3, 5] = value
+            optimizer.step()
+            assert not model.up.weight[3, 5].isfinite()
+            optimizer.zero_grad()
+            y = call(noise(1, 48, 128, seed=7, dtype=BF16))
+            y.sum().backward()
+        results.append([{name: x.nan_to_num(7, 8, 9) for name, x in {"y": y.detach(), **grads_of(model)}.items()}])
+    assert same(*results) and found == ["step+"]
+
+
+def test_two_optimizers_take_turns() -> None:
+    """What the first one casts is old behind the second one's step. It stops to cast."""
+    results = []
+    for early in (False, True):
+        model = mlp()
+        matrices = [p for p in model.parameters() if p.ndim == 2]
+        optimizer = AdamW(matrices, lr=1e-2, compiled=False, fp8_weights=early)
+        other = torch.optim.SGD([p for p in model.parameters() if p.ndim != 2], lr=1e-2)
+        call = compiled(model)
+        with casts() as found, interpreted():
+            results.append([])
+            for step in range(5):
+                y = call(noise(1, 48, 128, seed=step, dtype=BF16))
+                y.sum().backward()
+                results[-1] += [{"y": y.detach()}, grads_of(model)]
+                optimizer.step()
+                other.step()
+                optimizer.zero_grad()
+                other.zero_grad()
+    assert same(*results)
+    assert found == ["forward", "step+", "forward", "step+", "forward", "forward", "forward"]
+
+
+def test_each_optimizer_has_its_model() -> None:
+    """A weight that the optimizer lacks is cast in forward; so are all of its graph's."""
+    results = []
+    for early in (False, True):
+        model = mlp()
+        every = list(model.parameters())
+        optimizers = [AdamW(part, lr=1e-2, compiled=False, fp8_weights=early) for part in (every[:2], every[2:])]
+        call = compiled(model)
+        with casts() as found, interpreted():
+            results.append([])
+            for step in range(3):
+                y = call(noise(1, 48, 128, seed=step, dtype=BF16))
+                y.sum().backward()
+                results[-1] += [{"y": y.detach()}, grads_of(model)]
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+    assert same(*results) and found == ["forward"] * 3
+
+
+# -- what is called, kept and said -------------------------------------------------------------------------------------
+
+
+def test_a_graph_that_is_not_called_is_not_cast() -> None:
+    """Nor are its copies kept: another graph, for other sizes, may have taken its place."""
+    model = mlp()
+    optimizer = ours(model, True)
+    call = compiled(model)
+    trained(model, call, optimizer, 1, 1)
+    with interpreted(), casts() as found:
+        for _ in range(2):
+            for p in model.parameters():
+                p.grad = torch.ones_like(p)
+            optimizer.step()
+    assert found == []
+
+
+def test_old_copies_are_gone_before_new_ones_are_made() -> None:
+    model = mlp()
+    optimizer = ours(model, True)
+    call = compiled(model)
+    trained(model, call, optimizer, 2, 1)
+    held: list[int] = []
+    cast = WeightCache._cast
+
+    def noted(self: WeightCache, *args: Any) -> Any:
+        held.append(sum(len(kept.copies) for kept in self.kept.values()))
+        return cast(self, *args)
+
+    with mock.patch.object(WeightCache, "_cast", noted):
+        trained(model, call, optimizer, 2, 1)
+    assert held == [0, 0]
+
+
+def test_copies_and_optimizers_go() -> None:
+    model: Any = mlp()
+    optimizer: Any = ours(model, True)
+    call: Any = compiled(model)
+    trained(model, call, optimizer, 2, 1)
+    from fp8compile.runtime.weight_cache import _STEPS
+
+    del model, optimizer, call
+    torch._dynamo.reset()
+    gc.collect()
+    assert not _STEPS.written and not any(cache.kept for cache in _STEPS.caches.values())
+
+
+def test_without_cache_weights_it_warns_once(caplog: pytest.LogCaptureFixture) -> None:
+    gc.collect()
+    results = []
+    for early in (False, True):
+        model = mlp()
+        optimizer = ours(model, early)
+        results.append([*trained(model, compiled(model, False), optimizer, 4, 1), ends(model, optimizer)])
+        warnings = [record for record in caplog.records if "fp8_weights has no effect" in record.getMessage()]
+        assert len(warnings) == early and all(record.levelno == logging.WARNING for record in warnings)
+    assert same(*results)
+
+
+def test_with_cache_weights_it_does_not_warn(caplog: pytest.LogCaptureFixture) -> None:
+    model = mlp()
+    trained(model, compiled(model), ours(model, True), 3, 1)
+    assert "no effect" not in caplog.text
+
+
+def test_checkpoints_are_those_without() -> None:
+    model = mlp()
+    optimizer = ours(model, True)
+    call = compiled(model)
+    trained(model, call, optimizer, 2, 1)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    assert "fp8_weights" not in saved[1]["param_groups"][0]
+    expected = trained(model, call, optimizer, 2, 2)
+    for early in (False, True):
+        other = mlp()
+        second = ours(other, early)
+        other.load_state_dict(saved[0])
+        second.load_state_dict(saved[1])
+        found = trained(other, compiled(other), second, 2, 2)
+        assert same(expected, found)
+
+
+def test_phases() -> None:
+    def run(model: nn.Module, optimizer: AdamW) -> list[dict[str, Tensor]]:
+        call, found = compiled(model, True, "delayed", policy={"rules": [{"fp8": "on"}], "schedule": {}}), []
+        for phase in ("high_precision", "fp8", "high_precision", "fp8"):
+            fp8compile.set_phase(phase, model)
+            found += trained(model, call, optimizer, 2, 2)
+        return found
+
+    found = both(lambda: mlp(torch.float32), run)
+    assert found == ["forward", "step+", "step+", "forward", "step+", "step+"]
+
+
+def test_with_a_gradient_scaler_that_skips() -> None:
+    """A step that is left out changes nothing, and the copies serve on."""
+
+    def run(model: nn.Module, optimizer: AdamW) -> list[dict[str, Tensor]]:
+        call = compiled(model)
+        scaler, found = torch.amp.GradScaler("cpu", init_scale=2.0), []
+        trained(model, call, optimizer, 1, 1)
+        for step in range(3):
+            y = call(noise(1, 48, 128, seed=step, dtype=torch.float32))
+            scaler.scale(y.sum()).backward()
+            if step == 1:
+                next(model.parameters()).grad.view(-1)[0] = float("inf")  # type: ignore[union-attr]
+            found += [{"y": y.detach()}, grads_of(model)]
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        return found
+
+    assert both(lambda: mlp(torch.float32), run) == ["forward", "step+", "step+", "step+"]
