@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from .runtime.state_dict import scaling_state as scaling_state
     from .runtime.weight_cache import refresh as refresh
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Resolved on first use: importing the package costs nothing, even from within `import torch` (TORCH_LOGS)
 _MODULES = {
