@@ -87,7 +87,7 @@ As `accelerate launch`, where --dynamo_backend, or dynamo_config.dynamo_backend 
 backend that torch knows. FP8COMPILE_POLICY names the policy."""
 
 
-def main(arguments: Sequence[str]) -> None:
+def _main(arguments: Sequence[str]) -> None:
     """`launch ...` in the launcher; `run [-m] SCRIPT ...` in each process that it starts."""
     commands: dict[str, Callable[[list[str]], None]] = {"launch": _launch, "run": _run}
     if not arguments or arguments[0] not in commands:
@@ -124,4 +124,4 @@ def _run(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    _main(sys.argv[1:])

@@ -31,7 +31,7 @@ class FP8Args(BaseModel):
     @field_validator("fp8compile")
     @classmethod
     def _check(cls, given: dict[str, Any] | None) -> dict[str, Any] | None:
-        callback(given)  # a ValueError, which pydantic shows together with those of other keys
+        _callback(given)  # a ValueError, which pydantic shows together with those of other keys
         return given
 
 
@@ -42,11 +42,11 @@ class FP8Plugin(BasePlugin):
         return f"{FP8Args.__module__}.{FP8Args.__name__}"
 
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
-        trainer.add_callback(callback(cfg.fp8compile))
+        trainer.add_callback(_callback(cfg.fp8compile))
         callbacks = trainer.callback_handler.callbacks
         callbacks.insert(0, callbacks.pop())  # before Axolotl's loggers, which then show our numbers
 
 
-def callback(given: Mapping[str, Any] | None) -> FP8Callback:
+def _callback(given: Mapping[str, Any] | None) -> FP8Callback:
     """The callback with the arguments of the YAML file. OptionError for a wrong one."""
     return FP8Callback(**{name: value for name, value in (given or {}).items() if value is not None})

@@ -167,7 +167,7 @@ def test_launch_of_a_module_with_a_flag(tmp_path: Path) -> None:
 
 
 def test_wrong_launches_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    from fp8compile.integrations.accelerate import main
+    from fp8compile.integrations.accelerate import _main as main
 
     for arguments, why in (
         (["launch", "--cpu", "--dynamo_backend", "fp9", "train.py"], "invalid choice: 'fp9'"),

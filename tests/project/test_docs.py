@@ -62,7 +62,8 @@ def public_names() -> set[str]:
     names = {f"fp8compile.{name}" for name in fp8compile.__all__}
     for module in ("distributed", "optim"):
         names |= {f"fp8compile.{module}.{name}" for name in importlib.import_module(f"fp8compile.{module}").__all__}
-    for path in (ROOT / "fp8compile" / "integrations").glob("[!_]*.py"):
+    shared = ("requirement", "training")  # by the modules that users import
+    for path in (path for path in (ROOT / "fp8compile" / "integrations").glob("[!_]*.py") if path.stem not in shared):
         defined = [node for node in ast.parse(path.read_text()).body if isinstance(node, (ast.ClassDef, ast.FunctionDef))]
         names |= {f"fp8compile.integrations.{path.stem}.{node.name}" for node in defined if not node.name.startswith("_")}
     raised = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, Exception)]
