@@ -18,10 +18,13 @@ if TYPE_CHECKING:
     from .dryrun.estimate import Estimate as Estimate
     from .dryrun.estimate import estimate as estimate
     from .dryrun.explain import explain as explain
+    from .errors import ExportError as ExportError
     from .errors import Fp8CompileError as Fp8CompileError
     from .errors import OptionError as OptionError
     from .errors import StateError as StateError
     from .errors import StrictError as StrictError
+    from .exporting.export import Exported as Exported
+    from .exporting.export import export as export
     from .reporting.monitor import Monitor as Monitor
     from .reporting.monitor import monitor as monitor
     from .reporting.report import Report as Report
@@ -46,7 +49,8 @@ _MODULES = {
     "config.recipe": ("Recipe",),
     "dryrun.estimate": ("Estimate", "estimate"),
     "dryrun.explain": ("explain",),
-    "errors": ("Fp8CompileError", "OptionError", "StateError", "StrictError"),
+    "errors": ("ExportError", "Fp8CompileError", "OptionError", "StateError", "StrictError"),
+    "exporting.export": ("Exported", "export"),
     "reporting.monitor": ("Monitor", "monitor"),
     "reporting.report": ("Report", "report"),
     "reporting.stats": ("Stats", "stats"),

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from .all_gather import Gathered
+    from .forwards import KnownForward
     from .phases import Steps
     from .probe import Cast, Name
     from .state import Slot
@@ -35,6 +36,8 @@ class ParameterRecord:
     casts: dict[Name, Cast] = field(default_factory=dict)
     measured: dict[Name, Tensor] = field(default_factory=dict)
     outdated: bool = False  # `casts` and `measured` come from graphs that are gone
+    # the forward matmuls that read it, of the newest graph that trains (True) and that evaluates: see `forwards`
+    forwards: dict[bool, tuple[KnownForward, ...]] = field(default_factory=dict)
     # where it is in its training: see `phases`
     steps: list[Steps] = field(default_factory=list)  # of the optimizers that had it, alive or not; the latest is last
     leads: bool = False  # a graph finds its phase by it
