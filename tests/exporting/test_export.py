@@ -233,3 +233,34 @@ def test_an_evaluation_in_fp8_is_enough(tmp_path: Path) -> None:
     assert set(made.layers) == set(FP8)
     (group,) = config_of(made.directory)["config_groups"].values()
     assert group["input_activations"]["dynamic"]
+
+
+class Block(nn.Module):
+    """Two layers that read one tensor: their input has one history, which belongs to the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(128, 128, bias=False), nn.Linear(128, 128, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.gate(x) + torch.tanh(self.up(x))
+
+
+def test_blocks_that_are_compiled_one_by_one(tmp_path: Path) -> None:
+    """All blocks run the code of one graph; each has scales of its own."""
+    model = nn.Sequential(nn.Embedding(96, 128), Block(), Block(), Block(), nn.Linear(128, 96))
+    for block in model[1:4]:
+        block.compile(backend="fp8")
+    for step in range(3):
+        model(tokens(step)).logsumexp(-1).mean().backward()
+    made = fp8compile.export(model, tmp_path / "out")
+    tensors = tensors_of(made.directory)
+    assert list(made.layers) == [f"{i}.{name}" for i in (1, 2, 3) for name in ("gate", "up")]
+    scales = [tensors[f"{i}.up.input_scale"].item() for i in (1, 2, 3)]
+    assert len(set(scales)) == 3
+    for i, scale in zip((1, 2, 3), scales, strict=True):
+        assert tensors[f"{i}.gate.input_scale"].item() == scale == slots_of(model)[f"{i}.gate.weight", "input", 0].scale_inv()
+        assert (f"{i}.up.weight", "input", 0) not in slots_of(model)
+    model.train()
+    server = serve(nn.Sequential(nn.Embedding(96, 128), Block(), Block(), Block(), nn.Linear(128, 96)), made.directory)
+    assert sqnr(next_forward(model, tokens(9)), server(tokens(9))) > CLOSE_DB
