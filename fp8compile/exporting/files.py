@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -73,19 +74,23 @@ def config_of(model: nn.Module) -> dict[str, Any]:
 
 
 def write(directory: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any], max_shard_size: int | str) -> list[str]:
-    """Write the checkpoint, over one that may be there. Returns the names of the files, in the order of writing."""
+    """Write the checkpoint, in the place of one that may be there: that one goes when all files are written. Returns their
+    names."""
     from safetensors.torch import save_file
 
     shards, index = _split(dict(tensors), max_shard_size)
     directory.mkdir(parents=True, exist_ok=True)
-    for path in directory.iterdir():
-        if OURS.fullmatch(path.name):
-            path.unlink()  # shards of an older checkpoint would be loaded, too
-    for name, held in shards.items():
-        save_file(held, directory / name, metadata={"format": "pt"})
     texts = {CONFIG: config, **({INDEX: index} if index else {})}
-    for name, content in texts.items():
-        (directory / name).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+    with tempfile.TemporaryDirectory(dir=directory, prefix=".export-") as folder:
+        for name, held in shards.items():
+            save_file(held, Path(folder, name), metadata={"format": "pt"})
+        for name, content in texts.items():
+            Path(folder, name).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+        for path in directory.iterdir():
+            if OURS.fullmatch(path.name):
+                path.unlink()  # shards of an older checkpoint would be loaded, too
+        for name in (*shards, *texts):
+            Path(folder, name).replace(directory / name)
     return [*shards, *texts]
 
 

@@ -77,7 +77,8 @@ def choose(model: nn.Module) -> Chosen:
                 layers[name] = _layer(name, matrix, known)
         if why:
             left[name] = why
-        if matrices and name not in layers:
+        # a Linear whose weight is parametrized has no matrix of its own, but a server would replace it
+        if (matrices or isinstance(module, nn.Linear)) and name not in layers:
             ignored.append(name)
     _refuse(layers.values())
     # a server may take a name for the whole subtree below it

@@ -161,10 +161,11 @@ class Others(nn.Module):
         self.two.weight = self.one.weight
         self.free = nn.ParameterDict({"w": nn.Parameter(torch.randn(128, 128) / 12)})
         self.fused = nn.Linear(128, 256, bias=False)
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(128, 128))
         self.head = nn.Linear(128, 96)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.two(self.one(self.plain(self.embed(ids)))) @ self.free["w"]
+        x = self.normed(self.two(self.one(self.plain(self.embed(ids))))) @ self.free["w"]
         return self.head(x + nn.functional.linear(x, self.fused.weight[:128]))
 
 
@@ -176,7 +177,7 @@ def test_other_weights_stay_in_high_precision(tmp_path: Path) -> None:
     assert made.left["one"] == "its weight is shared: one, two"
     assert made.left["free"] == "a ParameterDict: servers replace Linear only"
     assert made.left["fused"].startswith("its matmul reads a part of the weight")
-    assert {"one", "free", "fused", "head", "embed"} <= set(made.ignored)
+    assert {"one", "two", "free", "fused", "normed", "head", "embed"} <= set(made.ignored)
 
 
 def test_blocks_that_are_cut_stay_in_high_precision(tmp_path: Path) -> None:

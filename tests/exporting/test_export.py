@@ -264,3 +264,30 @@ def test_blocks_that_are_compiled_one_by_one(tmp_path: Path) -> None:
     model.train()
     server = serve(nn.Sequential(nn.Embedding(96, 128), Block(), Block(), Block(), nn.Linear(128, 96)), made.directory)
     assert sqnr(next_forward(model, tokens(9)), server(tokens(9))) > CLOSE_DB
+
+
+def test_float32_weights_under_autocast(tmp_path: Path) -> None:
+    """They are cast from float32, not from the bf16 copy that autocast would multiply with."""
+    model = Small()
+    with torch.autocast("cpu", torch.bfloat16):
+        trained(model, 1, "rowwise")
+    made = fp8compile.export(model, tmp_path / "out")
+    assert set(made.layers) == set(FP8)
+    assert same_bytes(stored(made.directory, "up").values, quantize(model.up.weight, E4M3, (1, 0)).values)
+
+
+def test_an_older_checkpoint_goes_when_the_new_one_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import safetensors.torch
+
+    model = Small()
+    trained(model, 1, "rowwise")
+    made = fp8compile.export(model, tmp_path / "out")
+    before = {path.name: path.read_bytes() for path in made.directory.iterdir()}
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(safetensors.torch, "save_file", full)
+    with pytest.raises(OSError, match="no space"):
+        fp8compile.export(model, made.directory, overwrite=True)
+    assert {path.name: path.read_bytes() for path in made.directory.iterdir()} == before
