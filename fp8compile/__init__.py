@@ -21,10 +21,13 @@ if TYPE_CHECKING:
     from .dryrun.estimate import estimate as estimate
     from .dryrun.explain import explain as explain
     from .dryrun.watch import monitor as monitor
+    from .errors import ExportError as ExportError
     from .errors import Fp8CompileError as Fp8CompileError
     from .errors import OptionError as OptionError
     from .errors import StateError as StateError
     from .errors import StrictError as StrictError
+    from .exporting.export import Exported as Exported
+    from .exporting.export import export as export
     from .reporting.monitor import Monitor as Monitor
     from .reporting.report import Report as Report
     from .reporting.report import report as report
@@ -51,7 +54,8 @@ _MODULES = {
     "dryrun.estimate": ("Estimate", "estimate"),
     "dryrun.explain": ("explain",),
     "dryrun.watch": ("monitor",),
-    "errors": ("Fp8CompileError", "OptionError", "StateError", "StrictError"),
+    "errors": ("ExportError", "Fp8CompileError", "OptionError", "StateError", "StrictError"),
+    "exporting.export": ("Exported", "export"),
     "reporting.monitor": ("Monitor",),
     "reporting.report": ("Report", "report"),
     "reporting.stats": ("Stats", "stats"),

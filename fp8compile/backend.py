@@ -41,7 +41,7 @@ from .passes.remarks import remarks
 from .passes.whole_model import whole_kinds
 from .reporting.kept import brief as kept_in_fp8
 from .reporting.report import Report
-from .runtime import all_gather, probe
+from .runtime import all_gather, forwards, probe
 from .runtime.all_gather import Gathers
 from .runtime.calls import Calls, Interface
 from .runtime.compiled_graph import CompiledGraph
@@ -100,6 +100,7 @@ def _reset() -> None:
     """Forget the reports and the casts of all graphs, which are gone."""
     LEDGER.clear()
     probe.forget()
+    forwards.forget()
     all_gather.forget()
 
 

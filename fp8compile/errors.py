@@ -60,6 +60,10 @@ class StateError(Fp8CompileError, ValueError):
         return error
 
 
+class ExportError(Fp8CompileError, ValueError):
+    """A model that `fp8compile.export` cannot write, or a directory that it may not write into."""
+
+
 class CapacityExceeded(Fp8CompileError):
     """Internal: a graph needs more scaling slots than were allocated; `needed` says how many of each kind."""
 

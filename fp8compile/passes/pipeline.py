@@ -20,6 +20,7 @@ from .. import compat
 from ..config.policy import Policy
 from ..devices.catalog import Device
 from ..errors import CapacityExceeded, OptionError
+from ..ir.forwards import Forward
 from ..ir.inputs import Inputs
 from ..ir.matmul import Matmul, note_products
 from ..ir.records import CollectiveRecord, Gatherable, KeptRecord, OpaqueRecord
@@ -34,6 +35,7 @@ from .collectives import NO_COLLECTIVES, Collectives
 from .decide import decide
 from .fallbacks import spell, unspell
 from .flatten import flatten
+from .forwards import forwards
 from .fuse import fuse
 from .gathered import gatherable, unite
 from .hoist import NO_CACHE, Cache, Hoisted, hoist
@@ -86,6 +88,7 @@ class Joint:
     hoisted: Hoisted | None = None
     pages: tuple[Node, Node] | None = None  # the state inputs of forward and backward, where some slot needs them
     written: Written | None = None
+    forwards: dict[int, tuple[Forward, ...]] = field(default_factory=dict)  # of each weight, by input
 
     @property
     def saves(self) -> bool:
@@ -155,6 +158,10 @@ class Joint:
             self.merged = merge(self.matmuls, self.plan, self.device, moved, self.inputs.block, self.saves)
         return len(self.merged)
 
+    def note_forwards(self) -> int:
+        self.forwards = forwards(self.matmuls, self.plan, self.merged)
+        return len(self.forwards)
+
     def quantize(self) -> int:
         if not self.high_precision:
             given = (self.groups, self.collectives, self.merged, self.saves)
@@ -191,6 +198,7 @@ JOINT: tuple[Pass[Joint], ...] = (
     Pass("all_gathers", Joint.all_gathers, optional=True),  # which all-gathers of the graph can carry FP8
     Pass("all_to_alls", Joint.all_to_alls, optional=True),  # which all-to-alls can, with `fp8_all_to_all`
     Pass("merge", Joint.merge, optional=True),  # which matmuls of one input become one
+    Pass("forwards", Joint.note_forwards),  # how the fprop of each weight casts, for an export
     Pass("quantize", Joint.quantize),  # casts and FP8 matmuls in the graph
     Pass("hoist", Joint.hoist),  # casts of weights that are made outside of the graph, with `cache_weights`
     Pass("unspell", Joint.unspell),  # those that stay in high precision as they were
@@ -227,6 +235,7 @@ class Rewritten:
     collectives: tuple[CollectiveRecord, ...] = ()
     gatherable: Mapping[int, Gatherable] = field(default_factory=dict)  # by input
     hoisted: Hoisted | None = None
+    forwards: Mapping[int, tuple[Forward, ...]] = field(default_factory=dict)  # the fprops of each weight, by input
 
 
 def run_joint(
@@ -258,6 +267,7 @@ def run_joint(
         collectives=joint.collectives.records,
         gatherable=joint.gatherable,
         hoisted=joint.hoisted,
+        forwards=joint.forwards if not high_precision else {},
     )
     if joint.pages is None:
         return done

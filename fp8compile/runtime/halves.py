@@ -39,6 +39,7 @@ class Halves:
         done = self.rewrite(graph)
         self.rewritten = replace(done, matmuls=(), opaque=())  # matmuls would keep the whole joint graph alive
         self.converts = any(matmul.fp8 for matmul in done.matmuls)
+        self.owners.multiply(done.forwards, done.inference)
         self.calls.groups = done.groups
         if done.groups:
             records = (matmul.record() for matmul in done.matmuls if matmul.weight is not None)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from . import probe
+from ..ir.forwards import Forward
+from . import forwards, probe
 from .calls import Interface
 
 
@@ -17,6 +18,8 @@ class Owners:
         self.interface = interface
         self.met: dict[tuple[int, ...], dict[int, weakref.ref]] = {}
         self.casts: dict[tuple[int, probe.Name], probe.Cast] = {}  # what the graph quantizes
+        self.forwards: Mapping[int, tuple[Forward, ...]] = {}  # how the fprops of its weights cast
+        self.learns = interface.trains  # the graph has something to differentiate
 
     def key(self, args: Sequence[Any]) -> tuple[int, ...]:
         """The ids of a call's parameters. Takes some microseconds for a hundred of them."""
@@ -29,6 +32,7 @@ class Owners:
         for i in self.interface.parameters:  # once a parameter is gone, another tensor may get its id
             owners[i] = weakref.ref(args[i], lambda _: met.pop(key, None))
         met[key] = owners
+        forwards.know(owners, self.forwards, self.learns)
         if self.interface.trains:
             probe.know(owners, self.casts)
 
@@ -38,3 +42,9 @@ class Owners:
         if self.interface.trains:
             for owners in list(self.met.values()):
                 probe.know(owners, casts)
+
+    def multiply(self, found: Mapping[int, tuple[Forward, ...]], inference: bool) -> None:
+        """Record how the fprops of the graph, which was just rewritten, cast."""
+        self.forwards, self.learns = found, self.interface.trains and not inference
+        for owners in list(self.met.values()):
+            forwards.know(owners, found, self.learns)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from ..config.options import Options
     from .all_gather import Gathered
+    from .forwards import KnownForward
     from .phases import Steps
     from .probe import Cast, Name
     from .state import Slot
@@ -37,6 +38,8 @@ class ParameterRecord:
     measured: dict[Name, Tensor] = field(default_factory=dict)
     outdated: bool = False  # `casts` and `measured` come from graphs that are gone
     options: Options | None = None  # of the last training graph that was called with it
+    # the forward matmuls that read it, of the newest graph that trains (True) and that evaluates: see `forwards`
+    forwards: dict[bool, tuple[KnownForward, ...]] = field(default_factory=dict)
     # where it is in its training: see `phases`
     steps: list[Steps] = field(default_factory=list)  # of the optimizers that had it, alive or not; the latest is last
     leads: bool = False  # a graph finds its phase by it

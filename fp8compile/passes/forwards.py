@@ -1,0 +1,55 @@
+"""forwards: what the graph says of the forward matmul of each weight, for an export (see `ir.forwards`). Changes nothing.
+
+    y = linear(x, w)      ->    {input of w: (Forward(recipe, how w and x are scaled, where their histories are),)}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from .. import compat
+from ..ir.forwards import Forward, Slot
+from ..ir.matmul import Matmul
+from .merge import Merged
+from .plan import Operand, Plan
+
+
+def forwards(matmuls: Iterable[Matmul], plan: Plan, merged: Iterable[Merged]) -> dict[int, tuple[Forward, ...]]:
+    """The fprops of each weight, by the graph's input that is the weight, in the order of the graph."""
+    partners = {one: members for group in merged for one, *members in _each(group)}
+    found: dict[int, tuple[Forward, ...]] = {}
+    for matmul in matmuls:
+        index = compat.input_index(matmul.parameter) if matmul.parameter is not None else None
+        if matmul.gemm == "fprop" and index is not None:
+            found[index] = (*found.get(index, ()), _forward(matmul, plan, partners.get(matmul, [])))
+    return found
+
+
+def _each(group: Merged) -> list[list[Matmul]]:
+    """The merged fprops, each followed by all of them."""
+    members = list(group.gemms.get("fprop", ()))
+    return [[one, *members] for one in members]
+
+
+def _forward(matmul: Matmul, plan: Plan, partners: list[Matmul]) -> Forward:
+    if not matmul.fp8:
+        return Forward(reason=matmul.reason or "")
+    operands = {role: (matrix, plan.of(matrix, role, matmul)) for matrix, role in matmul.roles}
+    stored, weight = operands["weight"]
+    data = operands["input"][1]
+    return Forward(
+        recipe=matmul.recipe.name,
+        weight=weight.scaling,
+        data=data.scaling,
+        weight_slot=_slot(weight),
+        data_slot=_slot(data),
+        together=tuple(compat.input_index(other.parameter) for other in partners),  # type: ignore[misc, arg-type]
+        whole=matmul.weight is matmul.parameter,
+        rows_are_outputs=stored.transposed == (matmul.b is stored),
+        groups=matmul.groups,
+        fnuz=weight.format.name.endswith("fnuz"),
+    )
+
+
+def _slot(operand: Operand) -> Slot | None:
+    return (operand.key.input, operand.key.use) if operand.slot >= 0 else None
