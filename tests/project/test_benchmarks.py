@@ -444,7 +444,7 @@ def test_table_of_kernels():
     assert any("torchao: its_cast" in line for line in lines)
 
 
-TABLES = ("static", "ceilings", "measured", "kernels")
+TABLES = ("static", "ceilings", "measured", "kernels", "instructions")
 
 
 def test_kernels_are_checked_and_have_a_place_of_their_own(tmp_path):

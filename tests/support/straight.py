@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from fp8compile import compat
-from fp8compile.runtime import halves, inner
+from fp8compile.runtime import inner
 from tests.support.harness import interpreted
 
 
@@ -46,6 +46,5 @@ class Straight:
 @contextlib.contextmanager
 def straight() -> Iterator[None]:
     """Inside, graphs compiled with backend="fp8" run this way."""
-    both = mock.patch.object(inner, "Eager", Straight), mock.patch.object(halves, "Eager", Straight)
-    with interpreted(), both[0], both[1]:
+    with interpreted(), mock.patch.object(inner, "Eager", Straight):
         yield
