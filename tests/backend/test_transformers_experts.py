@@ -41,7 +41,7 @@ MODELS: dict[str, dict[str, Any]] = {
         qk_nope_head_dim=16,
     ),
 }
-QUICK = ("Qwen3Moe", "GptOss")
+QUICK = ("Qwen3Moe",)
 
 
 def make(name: str, dtype: torch.dtype = BF16, layers: int = 2) -> torch.nn.Module:

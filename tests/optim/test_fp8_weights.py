@@ -103,6 +103,7 @@ def test_masters_and_merged_matmuls(recipe: str, dtype: torch.dtype, master: str
     assert found == ["forward"] * 3 + ["step+"] * 4
 
 
+@pytest.mark.slow
 @pytest.mark.compiled
 @pytest.mark.parametrize(("dtype", "master"), MASTERS)
 def test_the_compiled_update(dtype: torch.dtype, master: str | None) -> None:

@@ -86,6 +86,7 @@ def test_casts_with_given_amaxes_read_each_weight_once(recipe: str) -> None:
     assert sum(kernel.bytes for kernel in step.kernels) <= 4.001 * sum(weight.numel() for weight in weights)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "master"), MASTERS)
 def test_the_plan_of_a_gpu(dtype: torch.dtype, master: str | None) -> None:
     """Executed on a CPU, the update with its amaxes and the casts that take them: to the bit as without."""
