@@ -51,7 +51,7 @@ class _Waiting:
     source: str
 
 
-_local = threading.local()  # `waiting`: kernels of the module that this thread loads
+_local = threading.local()  # `on`: kernels of the graphs that this thread compiles share files
 
 
 @contextlib.contextmanager
