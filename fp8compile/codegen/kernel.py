@@ -163,7 +163,10 @@ class _Writer:
         parameters = ", ".join([*kernel.parameters, *(f"{x}: tl.constexpr" for x in constants)])
         text = "\n".join(indented([*self.comments(), *body]))
         name = f"{title(group)}_{hashlib.sha256(f'{parameters}{text}'.encode()).hexdigest()[:8]}"
-        source = f"import triton\nimport triton.language as tl\n\n\n@triton.jit\ndef {name}({parameters}):\n{text}\n"
+        imports = ["import triton", "import triton.language as tl"]
+        if "libdevice." in text:  # by this name Inductor imports it in the code that it copies kernels to
+            imports.append("from triton.language.extra import libdevice")
+        source = "\n".join([*imports, "", "", "@triton.jit", f"def {name}({parameters}):", text, ""])
         return replace(kernel, name=name, source=source)
 
     def comments(self) -> list[str]:

@@ -37,6 +37,8 @@ ULPS: dict[Any, int] = {
     aten.sqrt.default: 1,  # torch's sqrt is not correctly rounded; Triton's is
     0.5: 1,
 }
+# exponentials by a power of two: the product's relative error of 2^-24 becomes one of |x| 2^-24 in the result
+GROWING = {aten.exp.default, aten.sigmoid.default}
 # operators for which torch keeps the sign of a zero on a CPU, but does not specify it on a GPU
 ANY_ZERO = {aten.relu.default}
 UNARY = """neg abs exp exp2 log log2 sin cos erf tanh sigmoid sqrt rsqrt reciprocal relu square sign logical_not isnan isinf"""
@@ -123,7 +125,7 @@ def ordered(x: Tensor) -> Tensor:
     return torch.where(code < 0, -(1 << (8 * x.element_size() - 1)) - code, code)
 
 
-def assert_equal(expected: Tensor, got: Tensor, ulps: int, any_zero: bool, given: tuple) -> None:
+def assert_equal(expected: Tensor, got: Tensor, ulps: int | Tensor, any_zero: bool, given: tuple) -> None:
     assert expected.dtype == got.dtype
     if not expected.dtype.is_floating_point:
         wrong = expected != got
@@ -163,7 +165,10 @@ def test_operator(case: Case, dtype: str) -> None:
         expected, value_there = expected.where(fits, 0.0), value.where(fits, 0.0)
         assert_equal(expected, value_there, 1 if narrow else ulps, any_zero, given)
     else:
-        assert_equal(expected, value, min(ulps, 1) if narrow else ulps, any_zero, given)
+        allowed: int | Tensor = min(ulps, 1) if narrow else ulps
+        if case.op in GROWING and not narrow:
+            allowed = ulps + wide[0].abs().clamp(max=128).nan_to_num().to(torch.int64)
+        assert_equal(expected, value, allowed, any_zero, given)
     # the cast and the amax must be exactly those of the returned value
     number = value.to(torch.float32)
     assert_equal(ops.amax(number), amax, 0, False, (amax,))

@@ -20,14 +20,14 @@ from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codecache import PyCodeCache
 from torch._inductor.runtime import triton_helpers, triton_heuristics
 from torch.fx import GraphModule
-from triton.runtime.interpreter import InterpretedFunction, TensorHandle
+from triton.runtime.interpreter import InterpretedFunction
 
 from fp8compile import compat
 from fp8compile.devices.gpu import H200, Gpu
 from fp8compile.dryrun.fake_gpu.device import CUDA, described_gpu
 from fp8compile.dryrun.fake_gpu.record import instead_of_loading, retarget_graphs
 from fp8compile.runtime import halves
-from tests.support.interpreter import interpreting
+from tests.support.interpreter import interpreting, libdevice, tensor_of
 
 CPU = torch.device("cpu")
 
@@ -35,29 +35,8 @@ CPU = torch.device("cpu")
 # -- kernels -----------------------------------------------------------------------------------------------------------
 
 
-def _tensor(data: Any, dtype: tl.dtype) -> tl.tensor:
-    data = np.asarray(data)
-    return tl.tensor(TensorHandle(data, dtype), tl.block_type(dtype, list(data.shape)) if data.shape else dtype)
-
-
-class _Library:
-    """Replaces `libdevice`: each function is torch's function of the same name."""
-
-    NAMES = {"rint": "round", "nearbyint": "round", "llrint": "round"}
-
-    def __getattr__(self, name: str) -> Callable[..., tl.tensor]:
-        function = getattr(torch, self.NAMES.get(name, name))
-
-        def call(*args: Any) -> tl.tensor:
-            dtype = next(x.dtype for x in args if isinstance(x, tl.tensor))
-            made = function(*(torch.tensor(x.handle.data if isinstance(x, tl.tensor) else x) for x in args))
-            return _tensor(made.numpy(), tl.int1 if made.dtype == torch.bool else dtype)
-
-        return call
-
-
 def _reduced(function: Callable[..., np.ndarray]) -> Callable[[tl.tensor, int], tl.tensor]:
-    return lambda x, dim: _tensor(function(x.handle.data, axis=int(dim)), x.dtype)
+    return lambda x, dim: tensor_of(function(x.handle.data, axis=int(dim)), x.dtype)
 
 
 def _welford(mean: tl.tensor, m2: tl.tensor, weight: tl.tensor, dim: int) -> tuple[tl.tensor, ...]:
@@ -66,7 +45,7 @@ def _welford(mean: tl.tensor, m2: tl.tensor, weight: tl.tensor, dim: int) -> tup
     count = w.sum(int(dim), keepdims=True)
     total = (m * w).sum(int(dim), keepdims=True) / np.maximum(count, 1)
     made = total, (s + w * (m - total) ** 2).sum(int(dim), keepdims=True), count
-    return tuple(_tensor(x.squeeze(int(dim)).astype(np.float32), tl.float32) for x in made)
+    return tuple(tensor_of(x.squeeze(int(dim)).astype(np.float32), tl.float32) for x in made)
 
 
 # NumPy's versions of reductions that Triton defines by a function, which the interpreter would call once an element.
@@ -147,7 +126,7 @@ def _axis(block: str) -> str:
     return block.removesuffix("BLOCK").lower() + "numel"
 
 
-heuristics, libdevice = _Heuristics(), _Library()
+heuristics = _Heuristics()
 
 
 # -- the wrapper -------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import linecache
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -21,7 +22,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from triton.language import standard
 from triton.runtime import interpreter
-from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.interpreter import InterpretedFunction, TensorHandle
 from triton.runtime.jit import JITFunction
 
 with contextlib.suppress(ImportError):
@@ -68,6 +69,45 @@ def _bf16_dot(self: Any, a: Any, b: Any, *more: Any) -> Any:
     return _dot(self, a, b, *more)
 
 
+def tensor_of(data: Any, dtype: tl.dtype) -> tl.tensor:
+    data = np.asarray(data)
+    return tl.tensor(TensorHandle(data, dtype), tl.block_type(dtype, list(data.shape)) if data.shape else dtype)
+
+
+class _Library:
+    """Replaces `libdevice`: each function is torch's, in float64, so that an element's bits do not depend on its neighbours (on
+    how torch divides a tensor into vectors)."""
+
+    NAMES = {"rint": "round", "nearbyint": "round", "llrint": "round", "fast_dividef": "div"}
+
+    def __getattr__(self, name: str) -> Callable[..., tl.tensor]:
+        function = getattr(torch, self.NAMES.get(name, name))
+
+        def call(*args: Any) -> tl.tensor:
+            dtype = next(x.dtype for x in args if isinstance(x, tl.tensor))
+            wide = [torch.tensor(x.handle.data if isinstance(x, tl.tensor) else x, dtype=torch.float64) for x in args]
+            made = function(*wide)
+            if made.dtype == torch.bool:
+                return tensor_of(made.numpy(), tl.int1)
+            return tensor_of(made.to(TORCH.get(dtype, torch.float64)).numpy(), dtype)
+
+        return call
+
+
+libdevice = _Library()
+
+
+@contextlib.contextmanager
+def _with_libdevice(names: dict[str, Any]):
+    """Inside, a kernel that reads these globals calls torch in the place of `libdevice`."""
+    real = names.get("libdevice")
+    names["libdevice"] = libdevice
+    try:
+        yield
+    finally:
+        names["libdevice"] = real
+
+
 @functools.cache
 def _library(*modules: Any) -> dict[tuple[Any, str], Any]:
     """The jitted functions of Triton and of these modules, interpreted."""
@@ -90,7 +130,7 @@ class Interpreted:
 
     def __getitem__(self, grid: Any) -> Any:
         def run(*args: Any, **kwargs: Any) -> None:
-            with interpreting():
+            with interpreting(), _with_libdevice(self.jitted.fn.__globals__):
                 InterpretedFunction(self.jitted.fn)[grid(self.block) if callable(grid) else grid](*args, **kwargs, **self.block)
 
         return run

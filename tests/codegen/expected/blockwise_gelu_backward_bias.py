@@ -1,9 +1,10 @@
 import triton
 import triton.language as tl
+from triton.language.extra import libdevice
 
 
 @triton.jit
-def fp8_gelu_backward_cast_transpose_scale_sum_bc82d6c3(x0, x1, y0, y1, y2, y3, sums, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
+def fp8_gelu_backward_cast_transpose_scale_sum_5ddd8c35(x0, x1, y0, y1, y2, y3, sums, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
     # x0: bfloat16 [16384, 3072]
     # x1: bfloat16 [16384, 3072]
     # y0: blocks float32, a scale for 1 x 128
@@ -26,10 +27,7 @@ def fp8_gelu_backward_cast_transpose_scale_sum_bc82d6c3(x0, x1, y0, y1, y2, y3, 
         v5 = v4 * 0.044715
         v6 = v2 + v5
         v7 = v6 * 0.7978845608028654
-        v8_2 = v7 * v7
-        v8_small = v7 * (1 + v8_2 * (-1 / 3 + v8_2 * (2 / 15 + v8_2 * (-17 / 315 + v8_2 * 62 / 2835))))
-        v8_large = 1 - tl.div_rn(2.0, tl.exp(2 * tl.abs(v7)) + 1)
-        v8 = tl.where(tl.abs(v7) < 0.25, v8_small, tl.where(v7 < 0, -v8_large, v8_large))
+        v8 = libdevice.tanh(v7)
         v9 = v8 + 1
         v10 = v9 * 0.5
         v11 = v2 * 0.5
@@ -62,10 +60,7 @@ def fp8_gelu_backward_cast_transpose_scale_sum_bc82d6c3(x0, x1, y0, y1, y2, y3, 
         v31 = v30 * 0.044715
         v32 = v28 + v31
         v33 = v32 * 0.7978845608028654
-        v34_2 = v33 * v33
-        v34_small = v33 * (1 + v34_2 * (-1 / 3 + v34_2 * (2 / 15 + v34_2 * (-17 / 315 + v34_2 * 62 / 2835))))
-        v34_large = 1 - tl.div_rn(2.0, tl.exp(2 * tl.abs(v33)) + 1)
-        v34 = tl.where(tl.abs(v33) < 0.25, v34_small, tl.where(v33 < 0, -v34_large, v34_large))
+        v34 = libdevice.tanh(v33)
         v35 = v34 + 1
         v36 = v35 * 0.5
         v37 = v28 * 0.5

@@ -1,9 +1,10 @@
 import triton
 import triton.language as tl
+from triton.language.extra import libdevice
 
 
 @triton.jit
-def fp8_gelu_backward_cast_transpose_amax_sum_6c25524a(x0, x1, s0, y0, y1, sums, amax0, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
+def fp8_gelu_backward_cast_transpose_amax_sum_0e24b49e(x0, x1, s0, y0, y1, sums, amax0, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
     # x0: bfloat16 [16384, 3072]
     # x1: bfloat16 [16384, 3072]
     # y0: copy float8_e5m2
@@ -22,10 +23,7 @@ def fp8_gelu_backward_cast_transpose_amax_sum_6c25524a(x0, x1, s0, y0, y1, sums,
     v5 = v4 * 0.044715
     v6 = v2 + v5
     v7 = v6 * 0.7978845608028654
-    v8_2 = v7 * v7
-    v8_small = v7 * (1 + v8_2 * (-1 / 3 + v8_2 * (2 / 15 + v8_2 * (-17 / 315 + v8_2 * 62 / 2835))))
-    v8_large = 1 - tl.div_rn(2.0, tl.exp(2 * tl.abs(v7)) + 1)
-    v8 = tl.where(tl.abs(v7) < 0.25, v8_small, tl.where(v7 < 0, -v8_large, v8_large))
+    v8 = libdevice.tanh(v7)
     v9 = v8 + 1
     v10 = v9 * 0.5
     v11 = v2 * 0.5

@@ -3,7 +3,7 @@ import triton.language as tl
 
 
 @triton.jit
-def fp8_silu_mul_cast_transpose_scale_04f3e8bc(x0, x1, y0, y1, y2, y3, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
+def fp8_silu_mul_cast_transpose_scale_2548fdf4(x0, x1, y0, y1, y2, y3, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
     # x0: bfloat16 [8192, 14336]
     # x1: bfloat16 [8192, 14336]
     # y0: blocks float32, a scale for 1 x 32
@@ -18,7 +18,7 @@ def fp8_silu_mul_cast_transpose_scale_04f3e8bc(x0, x1, y0, y1, y2, y3, BLOCK_R: 
     col = start + tl.arange(0, BLOCK_C)[None, :].to(tl.int64)
     v1 = tl.load(x0 + row * 14336 + col).to(tl.float32)
     v2 = v1 * -1.0
-    v3 = tl.exp(v2)
+    v3 = tl.exp2(v2 * 1.4426950408889634)
     v4 = v3 + 1
     v5 = v1 / v4
     v6 = v5.to(tl.bfloat16).to(tl.float32)

@@ -3,7 +3,7 @@ import triton.language as tl
 
 
 @triton.jit
-def fp8_silu_mul_cast_transpose_amax_096699cb(x0, x1, s0, y0, y1, amax0, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
+def fp8_silu_mul_cast_transpose_amax_7caa51a1(x0, x1, s0, y0, y1, amax0, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
     # x0: bfloat16 [8192, 14336]
     # x1: bfloat16 [8192, 14336]
     # y0: copy float8_e4m3fn
@@ -17,7 +17,7 @@ def fp8_silu_mul_cast_transpose_amax_096699cb(x0, x1, s0, y0, y1, amax0, BLOCK_R
     col = start + tl.arange(0, BLOCK_C)[None, :].to(tl.int64)
     v1 = tl.load(x0 + row * 14336 + col).to(tl.float32)
     v2 = v1 * -1.0
-    v3 = tl.exp(v2)
+    v3 = tl.exp2(v2 * 1.4426950408889634)
     v4 = v3 + 1
     v5 = v1 / v4
     v6 = v5.to(tl.bfloat16).to(tl.float32)

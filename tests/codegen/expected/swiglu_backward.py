@@ -1,9 +1,10 @@
 import triton
 import triton.language as tl
+from triton.language.extra import libdevice
 
 
 @triton.jit
-def fp8_mul_sigmoid_rsub_add_cast_transpose_amax_4ff2bb62(x0, x1, x2, s0, s1, y0, y1, y2, y3, amax0, amax1, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
+def fp8_mul_sigmoid_rsub_add_cast_transpose_amax_90d13cda(x0, x1, x2, s0, s1, y0, y1, y2, y3, amax0, amax1, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
     # x0: bfloat16 [8192, 14336]
     # x1: bfloat16 [8192, 14336]
     # x2: bfloat16 [8192, 14336]
@@ -23,7 +24,7 @@ def fp8_mul_sigmoid_rsub_add_cast_transpose_amax_4ff2bb62(x0, x1, x2, s0, s1, y0
     v2 = tl.load(x1 + row * 14336 + col).to(tl.float32)
     v3 = (v1 * v2).to(tl.bfloat16).to(tl.float32)
     v4 = tl.load(x2 + row * 14336 + col).to(tl.float32)
-    v5 = 1.0 / (tl.exp(v4 * -1.0) + 1)
+    v5 = libdevice.fast_dividef(1.0, tl.exp2(v4 * -1.4426950408889634) + 1)
     v6 = v3 * v5
     v7 = 1 - v5
     v8 = v4 * v7
