@@ -5,7 +5,8 @@
 ``rowwise``             one scale a row of the operand: a token's features, or a feature's tokens; E4M3 throughout
 ``rowwise_with_gw_hp``  the same with the weight's gradient in high precision, and one scale for the weight in dgrad
 ``blockwise``           one scale for 1 x 128 elements along the contraction, or 128 x 128 of a weight; powers of two; E4M3
-``mxfp8``               one scale for 1 x 32 elements along the contraction, a power of two (E8M0); E4M3 throughout
+``mxfp8``               one scale for 1 x 32 elements along the contraction, a power of two (E8M0); E4M3 throughout. With
+                        `weight_tiles` one for 32 x 32 elements of a weight
 ``auto``                the one of these that suits the device: ``mxfp8`` where tensor cores have it, else ``delayed``
 
 In all, ``scale = fp8_max / (amax * 2**margin)`` multiplies into FP8. Names and meanings are TransformerEngine's and torchao's;
@@ -48,7 +49,7 @@ class BuiltIn(NamedTuple):
     """What is particular to a recipe.
 
     `power_of_2`: the allowed values of `power_of_2_scale`, the default first. `cost`: None if its tensors are scaled as those
-    of another recipe. `needs`: whether a GPU has such a matmul (else it is emulated); None: every GPU with FP8 has it. `whose`:
+    of another recipe. `tile`: the weight's blocks with `weight_tiles`; None: the recipe has no others. `needs`: whether a GPU has such a matmul (else it is emulated); None: every GPU with FP8 has it. `whose`:
     the GPUs that have it.
     """
 
@@ -58,6 +59,7 @@ class BuiltIn(NamedTuple):
     cost: ScalingCost | None
     needs: Callable[[Gpu | None], bool] | None = None
     whose: str = ""
+    tile: Block | None = None
 
     def native(self, gpu: Gpu | None) -> bool:
         return self.needs is None or self.needs(gpu)
@@ -74,7 +76,13 @@ BUILT_IN = {
         Block(1, 128), Block(128, 128), (True, False), ScalingCost(copy_bytes=1 + 4 / 128, gemm_rate=0.8, promotes=True)
     ),
     "mxfp8": BuiltIn(
-        Block(1, 32), Block(1, 32), (True,), ScalingCost(copy_bytes=1 + 4 / 32), needs=support.has_mx, whose="Blackwell"
+        Block(1, 32),
+        Block(1, 32),
+        (True,),
+        ScalingCost(copy_bytes=1 + 4 / 32),
+        needs=support.has_mx,
+        whose="Blackwell",
+        tile=Block(32, 32),
     ),
 }
 RECIPES = tuple(BUILT_IN)
@@ -88,7 +96,7 @@ def recipe_of(delayed: bool, block: tuple[int, int]) -> str:
     """The recipe that scales all tensors in this way: with or without a history, with such blocks."""
     if block == WHOLE:
         return "delayed" if delayed else "tensorwise"
-    found = (name for name in COSTS if block in (BUILT_IN[name].block, BUILT_IN[name].weight_block))
+    found = (name for name in COSTS if block in (BUILT_IN[name].block, BUILT_IN[name].weight_block, BUILT_IN[name].tile))
     return next(found, "rowwise")  # a scale for a row of one group, or of one matrix of a stack
 
 
@@ -144,7 +152,8 @@ class Recipe:
     (q, k and v), with one scale for their weights and one for their gradients; "auto" where a described device is faster so
     (`passes.merge`). `cache_weights` keeps the FP8 copies of weights until the weights change: one cast an optimizer step, not
     one a micro-batch (`passes.hoist`). They are scaled by their current amax. `fp8_all_to_all` sends the rows of experts in FP8
-    to other ranks, where one graph has the all-to-all and its experts. `use_fast_accum` is (fprop, dgrad, wgrad): the FP8
+    to other ranks, where one graph has the all-to-all and its experts. `weight_tiles` gives a weight one scale for 32 x 32
+    elements with `mxfp8`: the FP8 values of fprop and dgrad are the same. `use_fast_accum` is (fprop, dgrad, wgrad): the FP8
     tensor cores' shorter accumulators, faster and less exact.
     """
 
@@ -166,6 +175,7 @@ class Recipe:
     on_overflow: str = "current"
     power_of_2_scale: bool | None = None
     fp8_encoding: str = "auto"
+    weight_tiles: bool = False
 
     def __post_init__(self) -> None:
         one_of("recipe", self.name, NAMES)
@@ -186,6 +196,7 @@ class Recipe:
                 raise OptionError.of(name, given, "True, False or 'auto'")
         boolean("cache_weights", self.cache_weights)
         boolean("fp8_all_to_all", self.fp8_all_to_all)
+        boolean("weight_tiles", self.weight_tiles)
         if self.name == "rowwise_with_gw_hp":
             object.__setattr__(self, "override_linear_precision", (*self.override_linear_precision[:2], True))
 
@@ -291,11 +302,16 @@ class Recipe:
         """Whether a tensor has more than one scale."""
         return self.name != AUTO and self.built_in.block != WHOLE
 
+    @property
+    def weight_block(self) -> Block:
+        """The elements of a weight that share a scale."""
+        return self.weight_tiles and self.built_in.tile or self.built_in.weight_block
+
     def scaling(self, role: str, gemm: str) -> Scaling:
         """How the "input", "weight" or "gradient" of a "fprop", "dgrad" or "wgrad" is scaled."""
         i = ROLES.index(role)
         delayed = self.name == "delayed" and not self.current_scaling[i] and not (role == "weight" and self.cache_weights)
-        block = self.built_in.weight_block if role == "weight" else self.built_in.block
+        block = self.weight_block if role == "weight" else self.built_in.block
         if self.name == "rowwise_with_gw_hp" and (role, gemm) == ("weight", "dgrad"):
             block = WHOLE
         window = 1 if self.amax_compute_algo == "most_recent" else self.amax_history_len

@@ -120,6 +120,7 @@ class Matmul:
     rule: str = ""  # the policy's rule that decided
     auto: bool = False  # FP8 only if it pays
     merged: tuple[str, ...] = ()  # the layers whose matmuls become one with this one
+    either: bool = False  # it reads its weight's copy along either dimension: fprop and dgrad share one
     emulated: bool = False  # the device has no such FP8 matmul
     on_purpose: bool = False  # somebody chose high precision, other than by a shipped rule about sizes
     bf16_us: float | None = None  # the cost model's estimates, in microseconds

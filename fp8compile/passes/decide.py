@@ -14,6 +14,7 @@ from .. import compat
 from ..codegen.scaled_mm_kind import EMULATED, how_grouped
 from ..config.policy import Choice, Policy, Rule, Site
 from ..config.recipe import Chosen
+from ..devices import support
 from ..devices.catalog import Device
 from ..devices.gpu import gpu_of
 from ..ir.fx_utils import hint, value
@@ -57,6 +58,7 @@ def decide(
         if matmul.offs is not None:
             a, b = (matmul.recipe.scaling(role, matmul.gemm).block for _, role in matmul.roles)
             matmul.emulated |= how_grouped(gpu, a, b, not compat.reorders()) == EMULATED
+            matmul.either = b == matmul.recipe.built_in.tile and support.has_mx_of_either_major(gpu) and not matmul.emulated
         rule = policy.rules[choice.rule] if choice.rule is not None else None
         chosen = _choice(matmul, site, choice, rule)
         matmul.reason = legality.objection(matmul) or chosen or legality.misaligned(matmul)

@@ -85,7 +85,7 @@ def misaligned(matmul: Matmul) -> str | None:
 def missed(weight: Matrix | None, recipe: Recipe) -> int:
     """What the sides of an expert's weight have to be a multiple of and are not; 0 if they fit. (A block that reaches into the
     next matrix has no scale of its own.)"""
-    size = max(recipe.built_in.weight_block) if weight is not None and weight.stack > 1 else 0
+    size = max(recipe.weight_block) if weight is not None and weight.stack > 1 else 0
     return size if weight is not None and size and any(side % size for side in (weight.rows, weight.shape[1])) else 0
 
 

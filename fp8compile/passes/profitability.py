@@ -209,6 +209,7 @@ def _model(candidates: list[Matmul], kept: Container[int | None] = ()) -> list[G
         gemms.append(gemm)
         operands = zip(matmul.roles, (matmul.a.transposed, not matmul.b.transposed), strict=True)
         for (matrix, role), transposed in operands:
+            transposed = transposed and not (matmul.either and role == "weight")
             if matrix.base not in bases:
                 found = source(matrix)
                 bases[matrix.base] = Base(found, role == "weight", not found.readers <= nodes)

@@ -74,6 +74,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "accumulation, no reshard": {"adam": "foreach", "accumulate": 2, "reshard_after_forward": False, "evaluate": False},
     "Inductor": {"adam": "foreach", "inductor": True},
+    "tiles of mxfp8": {"adam": "foreach", "compiled": {"recipe": "mxfp8", "weight_tiles": True}},
 }
 
 
