@@ -152,8 +152,8 @@ def mx(
 ) -> Tensor:
     """Blocks of 1 x 32 or 32 x 32 by the tensor cores of Blackwell. Their K is a multiple of 32: copies are padded unless K is
     known to be one."""
-    scales = (swizzled(inverse, copy.shape[0], block[0]) for inverse, copy, block in ((a_inv, a, a_block), (b_inv, b, b_block)))
-    return scaled(_padded(a), _padded(b), *scales, bias, out_dtype, False)
+    a_scale, b_scale = swizzled(a_inv, a.shape[0], a_block[0]), swizzled(b_inv, b.shape[0], b_block[0])
+    return scaled(_padded(a), _padded(b), a_scale, b_scale, bias, out_dtype, False)
 
 
 def emulated(

@@ -49,8 +49,8 @@ class BuiltIn(NamedTuple):
     """What is particular to a recipe.
 
     `power_of_2`: the allowed values of `power_of_2_scale`, the default first. `cost`: None if its tensors are scaled as those
-    of another recipe. `tile`: the weight's blocks with `weight_tiles`; None: the recipe has no others. `needs`: whether a GPU has such a matmul (else it is emulated); None: every GPU with FP8 has it. `whose`:
-    the GPUs that have it.
+    of another recipe. `needs`: whether a GPU has such a matmul (else it is emulated); None: every GPU with FP8 has it. `whose`:
+    the GPUs that have it. `tile`: the weight's blocks with `weight_tiles`; None: the recipe has no others.
     """
 
     block: Block  # of inputs and gradients

@@ -32,8 +32,8 @@ class Architecture:
     kernel. `slow_rows`: CUTLASS's rowwise kernel is slow without fast accumulation. `blocks_from`: the first version whose
     cuBLASLt scales rows and 128-blocks; None: no version does. `mx_from`: the first version that multiplies 1 x 32 blocks with
     E8M0 scales; None: no version does. `either_major`: its tensor cores read 8-bit operands along either dimension from shared
-    memory (tcgen05; others need the contracted one to be contiguous). `grouped`: `aten._scaled_grouped_mm` scales rows (Blackwell's refuses them or traps:
-    pytorch#161780, #187095).
+    memory (tcgen05; others need the contracted one to be contiguous). `grouped`: `aten._scaled_grouped_mm` scales rows
+    (Blackwell's refuses them or traps: pytorch#161780, #187095).
     """
 
     flop: int

@@ -157,7 +157,7 @@ def test_a_permuted_tensor(recipe: str) -> None:
 
 @every_recipe
 def test_no_rows(recipe: str) -> None:
-    if recipe == "square":
+    if recipe in ("square", "tile"):
         pytest.skip("weights have rows")
     x = torch.zeros(0, 40, dtype=torch.bfloat16)
     check(made_of(lambda x: both(x, recipe), (x,)), (x,))

@@ -1,4 +1,4 @@
-"""`weight_tiles`: one scale for 32 x 32 elements of a weight with mxfp8, so that fprop and dgrad multiply the same FP8 values."""
+"""`weight_tiles`: one scale for 32 x 32 elements of a weight with mxfp8. fprop and dgrad multiply the same FP8 values."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_a_tile_of_one_number_spoils_no_other(value: float) -> None:
     with torch.no_grad():
         others = [i for i in range(128) if not 32 <= i < 64]
         error = (y - x @ exact.t())[:, others].norm() / (x @ exact.t())[:, others].norm()
-    assert error < 0.06 and model.weight.grad.isfinite().all() == True  # noqa: E712
+    assert error < 0.06 and model.weight.grad.isfinite().all()
 
 
 # -- experts --------------------------------------------------------------------------------------------------------------
