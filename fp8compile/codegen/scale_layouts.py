@@ -16,9 +16,9 @@ from .lowerings import row_major
 
 
 def swizzled(inverse: Tensor, rows: Any, tall: int) -> Tensor:
-    """[rows / tall, K / 32] powers of two -> E8M0 in the order of cuBLASLt's 1D block scales, flat: tile by tile of 128 x 4 scales. In
-    a tile, the scales of four rows that are 32 apart stand beside each other. Zeros fill up the last tiles. `tall`: the rows
-    that share a scale, 1 or 32.
+    """[rows / tall, K / 32] powers of two -> E8M0 in the order of cuBLASLt's 1D block scales, flat: tile by tile of 128 x 4
+    scales. In a tile, the scales of four rows that are 32 apart stand beside each other. Zeros fill up the last tiles. `tall`:
+    the rows that share a scale, 1 or 32.
 
     A float32 power of two has a mantissa of zeros, and its exponent bits are its E8M0 bits (bias 127). In both formats the
     exponent bits of 2^-127, the smallest E8M0 number, are zero.

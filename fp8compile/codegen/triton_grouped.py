@@ -87,7 +87,7 @@ def fp8_grouped(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    # OF_ROWS: y [M, N], a [M, K], b [E, N, K] with strides B_MATRIX, B_ROW and B_COLUMN; group e has rows offs[e - 1] to offs[e]
+    # OF_ROWS: y [M, N], a [M, K], b [E, N, K] with strides B_MATRIX, B_ROW, B_COLUMN; group e has rows offs[e - 1] to offs[e]
     # else:    y [E, M, N], a [M, K], b [N, K]; group e has columns offs[e - 1] to offs[e] of a and b, multiples of 16
     # A size that only a run knows has None in M or K, and is in m, or in k16 divided by 16. LANES: E as a power of two.
     # Inverses: WHOLE [1]; MATRIX [E]; ROW [M], [E, N] or, of groups of columns, [E, M]; LINE [K / 128, M], LINE_OF_ROW
