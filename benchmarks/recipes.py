@@ -74,6 +74,7 @@ ARMS: dict[str, dict[str, Any] | None] = {
     "rowwise_with_gw_hp": {"recipe": "rowwise_with_gw_hp"},
     "blockwise": {"recipe": "blockwise"},
     "mxfp8": {"recipe": "mxfp8"},
+    "mxfp8-tiles": {"recipe": "mxfp8", "weight_tiles": True},
     "delayed-fnuz": {"recipe": "delayed", "fp8_encoding": "fnuz"},
 }
 STUDIED = list(ARMS)  # by default

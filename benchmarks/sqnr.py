@@ -64,6 +64,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "tensorwise": {"recipe": "tensorwise"},
     "tensorwise, e4m3": {"recipe": "tensorwise", "fp8_format": "e4m3"},
     **{recipe: {"recipe": recipe} for recipe in RECIPES if recipe not in ("delayed", "tensorwise")},
+    "mxfp8, weight_tiles": {"recipe": "mxfp8", "weight_tiles": True},
 }
 MODELS = {"linear": lambda: nn.Linear(WIDTH, HIDDEN, bias=False), "swiglu": lambda: SwiGlu(WIDTH, HIDDEN)}
 ROLES = {"linear": ("y", "dx", "weight"), "swiglu": ("y", "dx", "gate.weight", "up.weight", "down.weight")}

@@ -26,9 +26,10 @@ from torch.fx import Graph, GraphModule
 
 from . import compat
 from .config.options import Options, parse
-from .config.recipe import BUILT_IN
+from .config.recipe import BUILT_IN, Recipe
 from .devices import catalog, formats, support
 from .devices.catalog import Device
+from .devices.gpu import Gpu, gpu_of
 from .errors import CapacityExceeded, CopiesMissing, OptionError, ShardingError, StrictError
 from .ir import merged, ops, state_page
 from .ir.inputs import Inputs, capture
@@ -113,10 +114,11 @@ def _compile(
     gm: GraphModule, example_inputs: list[Any], inputs: Inputs, chosen: Options, inner: Inner, only: str | None
 ) -> Callable:
     learning = inputs.training and inputs.grad and bool(inputs.weights)
-    if inputs.inlined and learning and chosen.policy.delayed:
+    delayed = any(recipe.delayed for recipe in _recipes(inputs, chosen))
+    if inputs.inlined and learning and delayed:
         say_once(logger, logging.WARNING, f"fp8: {INLINED}")
     guess = 16 * -(-3 * len(inputs.weights) // 16)
-    capacity = (guess, guess) if learning and chosen.policy.delayed and not inputs.inlined else None
+    capacity = (guess, guess) if learning and delayed and not inputs.inlined else None
     capacity = None if only == HIGH_PRECISION else capacity
     may_move = _cacheable(example_inputs, inputs, chosen) if learning and only is None else frozenset()
 
@@ -166,7 +168,7 @@ def _compile_once(
         weights=weights,
         parameters=weights[: len(inputs.parameters)],
         names=tuple(inputs.names),
-        history=max([recipe.amax_history_len for recipe in policy.possible if recipe.delayed], default=1),
+        history=max([recipe.amax_history_len for recipe in _recipes(inputs, chosen) if recipe.delayed], default=1),
         capacity=capacity,
         observes=observes,
         trains=inputs.training and inputs.grad,
@@ -245,6 +247,15 @@ def _lowering(chosen: Options) -> dict[str, Any]:
     if compat.async_tensor_parallel(theirs):
         ours["post_grad_custom_pre_pass"] = run_early_post_grad
     return {**theirs, **{name: compat.GraphPass(run, key, theirs.get(name)) for name, run in ours.items()}}
+
+
+def _recipes(inputs: Inputs, chosen: Options) -> set[Recipe]:
+    """Every recipe that a matmul of this graph may have, with those of its device in the place of "auto"."""
+    policy = chosen.policy
+    gpus: set[Gpu | None] = {gpu_of(device) for device in inputs.devices if device.type == "cuda"} or {None}
+    if policy.device is not None:
+        gpus = {catalog.find(policy.device).gpu}
+    return {possible.recipe for recipe in policy.possible for gpu in gpus for possible in recipe.on(gpu)}
 
 
 def _description(chosen: Options, graph: Graph) -> Device | None:

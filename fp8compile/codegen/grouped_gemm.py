@@ -30,7 +30,7 @@ from ..ir.grouped import ALIGN
 from . import block_gemm, launch
 from .indexing import quotient, size_of
 from .scale_layouts import columns_first, rows_first
-from .scaled_mm_kind import LINE, MX_BLOCK, SQUARE
+from .scaled_mm_kind import LINE, MX_BLOCK, MX_BLOCKS, MX_TILE, SQUARE
 
 # (BLOCK_R, BLOCK_C, warps, stages) for blocks of 1 x 32, where tensor cores scale them, and where bf16 copies take registers
 MX_TILES = ((128, 128, 8, 2), (64, 128, 4, 2))
@@ -41,7 +41,7 @@ AMD_MX_TILES = ((64, 128, 4, 2), (32, 128, 4, 2))
 
 def configurations(gpu: Gpu | None, shared: int, b_block: Block) -> tuple[block_gemm.Tile, ...]:
     """The tiles to choose from at the first launch, the default first. `shared`: bytes of shared memory a block can have."""
-    if b_block != MX_BLOCK:
+    if b_block not in MX_BLOCKS:
         return block_gemm.configurations(gpu, shared, LINE if b_block == LINE else SQUARE)
     if gpu is not None and gpu.gfx:
         return AMD_MX_TILES if shared > 64 << 10 else AMD_MX_TILES[::-1]
@@ -80,6 +80,7 @@ def launch_grouped(
         "OF_ROWS": of_rows,
         "B_MATRIX": int(value(b).stride(0)) if of_rows else 0,
         "B_ROW": int(value(b).stride(1)) if of_rows else 0,
+        "B_COLUMN": int(value(b).stride(2)) if of_rows else 1,
         "A_KIND": _kind(a_block, value(a_inv)),
         "B_KIND": _kind(b_block, value(b_inv)),
         "NATIVE_MX": support.has_mx(gpu),
@@ -141,4 +142,5 @@ def _kind(block: Block, inverse: Tensor) -> int:
 
     if block in (WHOLE, ROW) and inverse.dim() == 3 and inverse.shape[1] == 1:
         return kernel.MATRIX.value
-    return {WHOLE: kernel.WHOLE, ROW: kernel.ROW, LINE: kernel.LINE, SQUARE: kernel.SQUARE, MX_BLOCK: kernel.MX}[block].value
+    kinds = {WHOLE: kernel.WHOLE, ROW: kernel.ROW, LINE: kernel.LINE, SQUARE: kernel.SQUARE, MX_BLOCK: kernel.MX}
+    return {**kinds, MX_TILE: kernel.MX_TILE}[block].value

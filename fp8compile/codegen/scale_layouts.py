@@ -6,6 +6,7 @@ An inverse is float32, one a block: [rows / block rows, columns / block columns]
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,19 +15,20 @@ from ..ir import ops
 from .lowerings import row_major
 
 
-def swizzled(inverse: Tensor) -> Tensor:
-    """[rows, K / 32] powers of two -> E8M0 in the order of cuBLASLt's 1D block scales, flat: tile by tile of 128 x 4 scales. In
-    a tile, the scales of four rows that are 32 apart stand beside each other. Zeros fill up the last tiles.
+def swizzled(inverse: Tensor, rows: Any, tall: int) -> Tensor:
+    """[rows / tall, K / 32] powers of two -> E8M0 in the order of cuBLASLt's 1D block scales, flat: tile by tile of 128 x 4
+    scales. In a tile, the scales of four rows that are 32 apart stand beside each other. Zeros fill up the last tiles. `tall`:
+    the rows that share a scale, 1 or 32.
 
     A float32 power of two has a mantissa of zeros, and its exponent bits are its E8M0 bits (bias 127). In both formats the
     exponent bits of 2^-127, the smallest E8M0 number, are zero.
     """
-    rows, columns = inverse.shape
-    tall, wide = ops.blocks(rows, 128), ops.blocks(columns, 4)
+    given, columns = inverse.shape
+    high, wide = ops.blocks(rows, 128), ops.blocks(columns, 4)
     exponents = ((inverse.view(torch.int32) >> 23) & 255).to(torch.uint8)
-    exponents = torch.nn.functional.pad(exponents, (0, 4 * wide - columns, 0, 128 * tall - rows))
-    tiles = exponents.view(tall, 4, 32, wide, 4).permute(0, 3, 2, 1, 4)
-    return stored(tiles, [tall * wide * 512]).view(torch.float8_e8m0fnu)
+    exponents = torch.nn.functional.pad(exponents, (0, 4 * wide - columns, 0, 128 // tall * high - given))
+    tiles = exponents.view(high, 4, 32 // tall, wide, 4).expand(high, 4, 32, wide, 4).permute(0, 3, 2, 1, 4)
+    return stored(tiles, [high * wide * 512]).view(torch.float8_e8m0fnu)
 
 
 def columns_first(inverse: Tensor) -> Tensor:

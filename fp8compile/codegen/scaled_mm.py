@@ -62,7 +62,7 @@ def lower_block_mm(node: Node, inline: Inline) -> Node:
         ROWWISE: (rowwise, *operands, fast_accum),
         AFTER: (rowwise_after, *operands, fast_accum),
         BLOCKWISE: (blockwise, *operands, a_block, b_block),
-        MX: (mx, *operands),
+        MX: (mx, *operands, a_block, b_block),
         EMULATED: (emulated, *operands, a_block, b_block),
     }
     return inline(node, *forms[way])
@@ -140,11 +140,20 @@ def blockwise(
     return scaled(a, b, a_scale, b_scale, bias, out_dtype, False)
 
 
-def mx(a: Tensor, b: Tensor, a_inv: Tensor, b_inv: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """Blocks of 1 x 32 by the tensor cores of Blackwell. Their K is a multiple of 32: copies are padded unless K is
+def mx(
+    a: Tensor,
+    b: Tensor,
+    a_inv: Tensor,
+    b_inv: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    a_block: Sequence[int],
+    b_block: Sequence[int],
+) -> Tensor:
+    """Blocks of 1 x 32 or 32 x 32 by the tensor cores of Blackwell. Their K is a multiple of 32: copies are padded unless K is
     known to be one."""
-    a, b = _padded(a), _padded(b)
-    return scaled(a, b, swizzled(a_inv), swizzled(b_inv), bias, out_dtype, False)
+    a_scale, b_scale = swizzled(a_inv, a.shape[0], a_block[0]), swizzled(b_inv, b.shape[0], b_block[0])
+    return scaled(_padded(a), _padded(b), a_scale, b_scale, bias, out_dtype, False)
 
 
 def emulated(

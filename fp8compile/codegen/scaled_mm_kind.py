@@ -6,7 +6,8 @@ implements the forms.
                    `rowwise` lacks the output's dtype, or is slow
     blockwise      `_scaled_mm` with 1 x 128 and 128 x 128 blocks: cuBLASLt on Hopper
     triton         the same blocks by a kernel of our own (`block_gemm`): any device with FP8, any sizes
-    mx             `_scaled_mm` with 1 x 32 blocks and E8M0 scales: the tensor cores of Blackwell
+    mx             `_scaled_mm` with 1 x 32 blocks and E8M0 scales: the tensor cores of Blackwell. The scale of a 32 x 32 block
+                   is repeated for its rows
     emulated       a bf16 matmul of the values that the FP8 operands stand for; exact products, since FP8 times a power of two
                    is a bf16 number, but none of FP8's speed
     reference      float32 on a CPU: development and tests
@@ -32,8 +33,8 @@ ROWWISE, AFTER, BLOCKWISE, TRITON, MX, EMULATED = "rowwise", "rowwise after", "b
 REFERENCE = "reference"
 GROUPED = "grouped"
 
-LINE, SQUARE, MX_BLOCK = Block(1, 128), Block(128, 128), Block(1, 32)
-BLOCKS = (LINE, SQUARE)
+LINE, SQUARE, MX_BLOCK, MX_TILE = Block(1, 128), Block(128, 128), Block(1, 32), Block(32, 32)
+BLOCKS, MX_BLOCKS = (LINE, SQUARE), (MX_BLOCK, MX_TILE)
 
 
 def how(
@@ -58,7 +59,7 @@ def how(
     a, b = Block(*a_block), Block(*b_block)
     if {a, b} <= {ROW, WHOLE}:
         return _rowwise(gpu, out_dtype, fast_accum)
-    if a == b == MX_BLOCK:
+    if a in MX_BLOCKS and b in MX_BLOCKS:
         return MX if support.has_mx(gpu) else EMULATED
     if a in BLOCKS and b in BLOCKS:
         if support.has_blocks(gpu) and _cublas_blocks(a, b, m, n, k):
@@ -75,7 +76,7 @@ def how_grouped(gpu: Gpu | None, a_block: Sequence[int], b_block: Sequence[int],
     rows = {a, b} <= {ROW, WHOLE}
     if rows and support.has_grouped(gpu):
         return GROUPED
-    fits = rows or a == LINE and b in BLOCKS or a == b == MX_BLOCK
+    fits = rows or a == LINE and b in BLOCKS or a == MX_BLOCK and b in MX_BLOCKS
     return TRITON if fits and launches else EMULATED
 
 

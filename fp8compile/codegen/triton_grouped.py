@@ -11,7 +11,7 @@ STEP = tl.constexpr(128)  # elements of the contraction that a step takes
 MX_STEP = tl.constexpr(32)  # elements that share an E8M0 scale
 MX_SCALES = tl.constexpr(4)  # of a row in a step
 
-# what has a scale of its own: the operand, one matrix of a stack, a row, 1 x 128 elements, 128 x 128, 1 x 32
+# what has a scale of its own: the operand, one matrix of a stack, a row, 1 x 128 elements, 128 x 128, 1 x 32, 32 x 32
 WHOLE = tl.constexpr(0)
 MATRIX = tl.constexpr(1)
 ROW = tl.constexpr(2)
@@ -19,6 +19,7 @@ LINE = tl.constexpr(3)
 SQUARE = tl.constexpr(4)
 MX = tl.constexpr(5)
 LINE_OF_ROW = tl.constexpr(6)  # 1 x 128, but all of a row together in memory
+MX_TILE = tl.constexpr(7)
 
 
 # The same in plain torch is `ir.grouped.order_of_groups`.
@@ -77,6 +78,7 @@ def fp8_grouped(
     OF_ROWS: tl.constexpr,
     B_MATRIX: tl.constexpr,
     B_ROW: tl.constexpr,
+    B_COLUMN: tl.constexpr,
     A_KIND: tl.constexpr,
     B_KIND: tl.constexpr,
     NATIVE_MX: tl.constexpr,
@@ -85,11 +87,12 @@ def fp8_grouped(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    # OF_ROWS: y [M, N], a [M, K], b [E, N, K] with strides B_MATRIX, B_ROW and 1; group e has rows offs[e - 1] to offs[e]
+    # OF_ROWS: y [M, N], a [M, K], b [E, N, K] with strides B_MATRIX, B_ROW, B_COLUMN; group e has rows offs[e - 1] to offs[e]
     # else:    y [E, M, N], a [M, K], b [N, K]; group e has columns offs[e - 1] to offs[e] of a and b, multiples of 16
     # A size that only a run knows has None in M or K, and is in m, or in k16 divided by 16. LANES: E as a power of two.
     # Inverses: WHOLE [1]; MATRIX [E]; ROW [M], [E, N] or, of groups of columns, [E, M]; LINE [K / 128, M], LINE_OF_ROW
-    # [M, K / 128]; SQUARE [E, N / 128, K / 128]; MX [M, K / 32], [E, N, K / 32]. EVEN: no step ends beyond its group.
+    # [M, K / 128]; SQUARE [E, N / 128, K / 128]; MX [M, K / 32], [E, N, K / 32]; MX_TILE
+    # [E, N / 32, K / 32]. EVEN: no step ends beyond its group.
     rows = m if M is None else M
     inner = k16 * 16 if K is None else K
     wide: tl.constexpr = (N + BLOCK_C - 1) // BLOCK_C
@@ -121,6 +124,8 @@ def fp8_grouped(
             row = start + tl.maximum(block_r, 0) * BLOCK_R + tl.arange(0, BLOCK_R)
             last = tl.minimum(end, rows)
             from_row = tl.where(row < last, row, 0).to(tl.int64)
+            if B_COLUMN != 1:  # sides are multiples of 32: of 16 neighbours all are inside, or none is stored
+                from_col = tl.max_contiguous(tl.multiple_of(from_col, 16), 16)
             b_at = b + group.to(tl.int64) * B_MATRIX + from_col * B_ROW
             low = 0
             high = inner
@@ -137,7 +142,7 @@ def fp8_grouped(
             b_of = group.to(tl.int64) * N + from_col if B_KIND == ROW else from_col
         k = tl.arange(0, STEP)
         a_at = a + from_row[:, None] * inner + low + k[None, :]
-        b_at = b_at[:, None] + low + k[None, :]
+        b_at = b_at[:, None] + (low + k[None, :]) * B_COLUMN
         scale = tl.arange(0, MX_SCALES)
 
         if A_KIND == LINE:
@@ -164,6 +169,9 @@ def fp8_grouped(
             b_next = 1
         elif B_KIND == MX:
             b_scale = b_inv + b_of[:, None] * (inner // MX_STEP) + low // MX_STEP + scale[None, :]
+            b_next = MX_SCALES
+        elif B_KIND == MX_TILE:
+            b_scale = b_inv + (b_of // MX_STEP)[:, None] * (inner // MX_STEP) + low // MX_STEP + scale[None, :]
             b_next = MX_SCALES
         elif B_KIND == ROW:
             b_scale = b_inv + b_of
@@ -212,7 +220,7 @@ def fp8_grouped(
             else:
                 acc += tl.dot(x, tl.trans(w))
             a_at += STEP
-            b_at += STEP
+            b_at += STEP * B_COLUMN
             if A_KIND == MX or A_KIND == LINE or A_KIND == LINE_OF_ROW:
                 a_scale += a_next
                 b_scale += b_next

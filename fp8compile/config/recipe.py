@@ -5,7 +5,9 @@
 ``rowwise``             one scale a row of the operand: a token's features, or a feature's tokens; E4M3 throughout
 ``rowwise_with_gw_hp``  the same with the weight's gradient in high precision, and one scale for the weight in dgrad
 ``blockwise``           one scale for 1 x 128 elements along the contraction, or 128 x 128 of a weight; powers of two; E4M3
-``mxfp8``               one scale for 1 x 32 elements along the contraction, a power of two (E8M0); E4M3 throughout
+``mxfp8``               one scale for 1 x 32 elements along the contraction, a power of two (E8M0); E4M3 throughout. With
+                        `weight_tiles` one for 32 x 32 elements of a weight
+``auto``                the one of these that suits the device: ``mxfp8`` where tensor cores have it, else ``delayed``
 
 In all, ``scale = fp8_max / (amax * 2**margin)`` multiplies into FP8. Names and meanings are TransformerEngine's and torchao's;
 the blocks are those of DeepSeek-V3 and of the OCP Microscaling specification.
@@ -48,7 +50,7 @@ class BuiltIn(NamedTuple):
 
     `power_of_2`: the allowed values of `power_of_2_scale`, the default first. `cost`: None if its tensors are scaled as those
     of another recipe. `needs`: whether a GPU has such a matmul (else it is emulated); None: every GPU with FP8 has it. `whose`:
-    the GPUs that have it.
+    the GPUs that have it. `tile`: the weight's blocks with `weight_tiles`; None: the recipe has no others.
     """
 
     block: Block  # of inputs and gradients
@@ -57,6 +59,7 @@ class BuiltIn(NamedTuple):
     cost: ScalingCost | None
     needs: Callable[[Gpu | None], bool] | None = None
     whose: str = ""
+    tile: Block | None = None
 
     def native(self, gpu: Gpu | None) -> bool:
         return self.needs is None or self.needs(gpu)
@@ -73,10 +76,19 @@ BUILT_IN = {
         Block(1, 128), Block(128, 128), (True, False), ScalingCost(copy_bytes=1 + 4 / 128, gemm_rate=0.8, promotes=True)
     ),
     "mxfp8": BuiltIn(
-        Block(1, 32), Block(1, 32), (True,), ScalingCost(copy_bytes=1 + 4 / 32), needs=support.has_mx, whose="Blackwell"
+        Block(1, 32),
+        Block(1, 32),
+        (True,),
+        ScalingCost(copy_bytes=1 + 4 / 32),
+        needs=support.has_mx,
+        whose="Blackwell",
+        tile=Block(32, 32),
     ),
 }
 RECIPES = tuple(BUILT_IN)
+AUTO = "auto"
+NAMES = (AUTO, *RECIPES)  # what users may write
+PREFERRED = ("mxfp8", "delayed", "tensorwise")  # by "auto"; the last one takes all settings
 COSTS = {name: made.cost for name, made in BUILT_IN.items() if made.cost is not None}
 
 
@@ -84,8 +96,15 @@ def recipe_of(delayed: bool, block: tuple[int, int]) -> str:
     """The recipe that scales all tensors in this way: with or without a history, with such blocks."""
     if block == WHOLE:
         return "delayed" if delayed else "tensorwise"
-    found = (name for name in COSTS if block in (BUILT_IN[name].block, BUILT_IN[name].weight_block))
+    found = (name for name in COSTS if block in (BUILT_IN[name].block, BUILT_IN[name].weight_block, BUILT_IN[name].tile))
     return next(found, "rowwise")  # a scale for a row of one group, or of one matrix of a stack
+
+
+class Chosen(NamedTuple):
+    """A recipe that "auto" stands for. `why`: for the report, "" if the recipe was named."""
+
+    recipe: Recipe
+    why: str = ""
 
 
 class Scaling(NamedTuple):
@@ -109,6 +128,8 @@ class Scaling(NamedTuple):
 class Recipe:
     """Validated on construction: OptionError (a ValueError) names the field, the value and what is allowed.
 
+    A recipe with the name "auto" has no scaling of its own: `on` says which recipes it stands for on a device. Its `fp8_format`
+    and `power_of_2_scale` stay None where they are not given.
     `fp8_format` is taken in any case and stored in lower case; `override_linear_precision` is (fprop, dgrad, wgrad),
     True keeps that gemm in high precision; a list is accepted and stored as a tuple.
     `fp8_format` is "hybrid" or "e4m3"; None stands for the recipe's own. `margin` is one integer, or three: for inputs
@@ -131,7 +152,8 @@ class Recipe:
     (q, k and v), with one scale for their weights and one for their gradients; "auto" where a described device is faster so
     (`passes.merge`). `cache_weights` keeps the FP8 copies of weights until the weights change: one cast an optimizer step, not
     one a micro-batch (`passes.hoist`). They are scaled by their current amax. `fp8_all_to_all` sends the rows of experts in FP8
-    to other ranks, where one graph has the all-to-all and its experts. `use_fast_accum` is (fprop, dgrad, wgrad): the FP8
+    to other ranks, where one graph has the all-to-all and its experts. `weight_tiles` gives a weight one scale for 32 x 32
+    elements with `mxfp8`: the FP8 values of fprop and dgrad are the same. `use_fast_accum` is (fprop, dgrad, wgrad): the FP8
     tensor cores' shorter accumulators, faster and less exact.
     """
 
@@ -153,9 +175,10 @@ class Recipe:
     on_overflow: str = "current"
     power_of_2_scale: bool | None = None
     fp8_encoding: str = "auto"
+    weight_tiles: bool = False
 
     def __post_init__(self) -> None:
-        one_of("recipe", self.name, RECIPES)
+        one_of("recipe", self.name, NAMES)
         self._formats()
         integer("amax_history_len", self.amax_history_len, 1, 1 << 20)
         one_of("amax_compute_algo", self.amax_compute_algo, AMAX_ALGOS)
@@ -173,11 +196,18 @@ class Recipe:
                 raise OptionError.of(name, given, "True, False or 'auto'")
         boolean("cache_weights", self.cache_weights)
         boolean("fp8_all_to_all", self.fp8_all_to_all)
+        boolean("weight_tiles", self.weight_tiles)
         if self.name == "rowwise_with_gw_hp":
             object.__setattr__(self, "override_linear_precision", (*self.override_linear_precision[:2], True))
 
     def _formats(self) -> None:
         given = self.fp8_format
+        if self.name == AUTO:  # what the settings mean is checked for each recipe that it stands for
+            if given is not None or self.power_of_2_scale is not None:
+                plain = Recipe("tensorwise", given, power_of_2_scale=self.power_of_2_scale)
+                object.__setattr__(self, "fp8_format", given and plain.fp8_format)
+            one_of("fp8_encoding", self.fp8_encoding, ENCODINGS)
+            return
         if given is None:
             given = "e4m3" if self.fine else "hybrid"
         if isinstance(given, str) and given.lower() in FP8_FORMATS:
@@ -232,13 +262,36 @@ class Recipe:
 
     @property
     def delayed(self) -> bool:
-        """Whether scales come from state (and state must be kept), not from the tensor itself."""
-        return self.name == "delayed" and not all(self.current_scaling)
+        """Whether scales come from state (and state must be kept), not from the tensor itself. "auto": whether they may."""
+        return self.name in ("delayed", AUTO) and not all(self.current_scaling)
 
     @property
     def current(self) -> Recipe:
         """The same recipe without state: tensors are scaled by their current amaxes."""
         return replace(self, name="tensorwise") if self.delayed else self
+
+    def on(self, gpu: Gpu | None) -> tuple[Chosen, ...]:
+        """What this recipe is on a GPU (None: on a CPU): itself or, for "auto", those that a layer takes the first of that its
+        sizes allow. A recipe that the GPU would only emulate, or that refuses the settings, is not among them."""
+        if self.name != AUTO:
+            return (Chosen(self),)
+        where, refused = "a CPU" if gpu is None else gpu.target, ""
+        for name in PREFERRED:
+            if not BUILT_IN[name].native(gpu):
+                continue
+            try:
+                chosen = replace(self, name=name)
+            except OptionError as error:
+                refused = refused or f", as {name} has another {error.key}"
+                continue
+            if BUILT_IN[name].block != WHOLE and (self.fp8_all_to_all or self.merge_matmuls is True):
+                refused = f", as {name} has no {'fp8_all_to_all' if self.fp8_all_to_all else 'merge_matmuls'}"
+                continue
+            found = (Chosen(chosen, f"auto on {where}{refused}"),)
+            if BUILT_IN[name].needs is None:
+                return found
+            return (*found, Chosen(replace(self, name=PREFERRED[-1]), f"auto on {where}, as {name} needs other sizes"))
+        raise AssertionError(self)  # the last one takes all settings
 
     @property
     def built_in(self) -> BuiltIn:
@@ -247,13 +300,18 @@ class Recipe:
     @property
     def fine(self) -> bool:
         """Whether a tensor has more than one scale."""
-        return self.built_in.block != WHOLE
+        return self.name != AUTO and self.built_in.block != WHOLE
+
+    @property
+    def weight_block(self) -> Block:
+        """The elements of a weight that share a scale."""
+        return self.weight_tiles and self.built_in.tile or self.built_in.weight_block
 
     def scaling(self, role: str, gemm: str) -> Scaling:
         """How the "input", "weight" or "gradient" of a "fprop", "dgrad" or "wgrad" is scaled."""
         i = ROLES.index(role)
         delayed = self.name == "delayed" and not self.current_scaling[i] and not (role == "weight" and self.cache_weights)
-        block = self.built_in.weight_block if role == "weight" else self.built_in.block
+        block = self.weight_block if role == "weight" else self.built_in.block
         if self.name == "rowwise_with_gw_hp" and (role, gemm) == ("weight", "dgrad"):
             block = WHOLE
         window = 1 if self.amax_compute_algo == "most_recent" else self.amax_history_len

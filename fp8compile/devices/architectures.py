@@ -31,8 +31,9 @@ class Architecture:
     `row_dtypes`: the output dtypes, by torch's names, of a matmul with one scale per row; None: the output dtypes of CUTLASS's
     kernel. `slow_rows`: CUTLASS's rowwise kernel is slow without fast accumulation. `blocks_from`: the first version whose
     cuBLASLt scales rows and 128-blocks; None: no version does. `mx_from`: the first version that multiplies 1 x 32 blocks with
-    E8M0 scales; None: no version does. `grouped`: `aten._scaled_grouped_mm` scales rows (Blackwell's refuses them or traps:
-    pytorch#161780, #187095).
+    E8M0 scales; None: no version does. `either_major`: its tensor cores read 8-bit operands along either dimension from shared
+    memory (tcgen05; others need the contracted one to be contiguous). `grouped`: `aten._scaled_grouped_mm` scales rows
+    (Blackwell's refuses them or traps: pytorch#161780, #187095).
     """
 
     flop: int
@@ -48,6 +49,7 @@ class Architecture:
     slow_rows: bool = False
     blocks_from: Version | None = None
     mx_from: Version | None = None
+    either_major: bool = False
     grouped: bool = False
 
 
@@ -62,9 +64,9 @@ ARCHITECTURES: dict[Version | str, Architecture] = {
     # H100. Only Hopper scales 128-blocks: `_check_deepseek_support` in ScaledBlas.cpp
     (9, 0): Architecture(4096, 4096, 228, 227, 2048, slow_rows=True, blocks_from=(12, 9), grouped=True),
     # B200
-    (10, 0): Architecture(8192, 8192, 228, 227, 2048, mx_from=(12, 8)),
+    (10, 0): Architecture(8192, 8192, 228, 227, 2048, mx_from=(12, 8), either_major=True),
     # Thor
-    (11, 0): Architecture(8192, 8192, 228, 227, 2048, mx_from=(12, 9)),
+    (11, 0): Architecture(8192, 8192, 228, 227, 2048, mx_from=(12, 9), either_major=True),
     # RTX PRO 6000, RTX 5090
     (12, 0): Architecture(1024, 512, 100, 99, 1536, mx_from=(12, 9)),
     # MI300X, the first one whose hipBLASLt scales rows ("only supports BFloat16 output")

@@ -45,6 +45,11 @@ class Gpu:
         return gfx_of(self)
 
     @property
+    def target(self) -> str:
+        """The architecture as compilers name it: "sm_90", "gfx942"."""
+        return self.gfx or "sm_{}{}".format(*self.capability)
+
+    @property
     def architecture(self) -> Architecture:
         return architectures.of(self.capability, self.gfx)
 

@@ -20,6 +20,11 @@ def has_mx(gpu: Gpu | None) -> bool:
     return gpu is not None and _reached(gpu.architecture.mx_from)
 
 
+def has_mx_of_either_major(gpu: Gpu | None) -> bool:
+    """Whether a kernel of ours multiplies 1 x 32 blocks whose bytes lie along either dimension at full speed."""
+    return gpu is not None and has_mx(gpu) and gpu.architecture.either_major
+
+
 def has_blocks(gpu: Gpu) -> bool:
     """Whether cuBLASLt scales rows and 128-blocks."""
     return _reached(gpu.architecture.blocks_from)

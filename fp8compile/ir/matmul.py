@@ -116,9 +116,11 @@ class Matmul:
     reason: str | None = None  # why it stays in high precision; None: it becomes FP8
     name: str = ""  # of the parameter
     recipe: Recipe = Recipe()
+    why: str = ""  # why "auto" has chosen this recipe; "" if the recipe was named
     rule: str = ""  # the policy's rule that decided
     auto: bool = False  # FP8 only if it pays
     merged: tuple[str, ...] = ()  # the layers whose matmuls become one with this one
+    either: bool = False  # it reads its weight's copy along either dimension: fprop and dgrad share one
     emulated: bool = False  # the device has no such FP8 matmul
     on_purpose: bool = False  # somebody chose high precision, other than by a shipped rule about sizes
     bf16_us: float | None = None  # the cost model's estimates, in microseconds
@@ -190,6 +192,7 @@ class Matmul:
             decision=FP8 if self.fp8 else HIGH_PRECISION,
             reason=self.reason or "",
             recipe=self.recipe.name if self.fp8 else "",
+            why=self.why if self.fp8 else "",
             batch=batch,
             groups=self.groups,
             op=self.op,

@@ -7,11 +7,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
 
 from .. import compat
 from ..codegen.scaled_mm_kind import EMULATED, how_grouped
 from ..config.policy import Choice, Policy, Rule, Site
+from ..config.recipe import Chosen
+from ..devices import support
 from ..devices.catalog import Device
 from ..devices.gpu import gpu_of
 from ..ir.fx_utils import hint, value
@@ -38,7 +41,9 @@ def decide(
         site = _site(matmul, inputs, layers, known[matmul.fprop or matmul])
         sites.append(site)
         choice = policy.choose(site)
-        matmul.recipe, matmul.rule, matmul.auto = choice.recipe, choice.label, choice.fp8 == "auto"
+        gpu = device.gpu if device is not None else gpu_of(value(matmul.node).device)
+        matmul.rule, matmul.auto = choice.label, choice.fp8 == "auto"
+        _take(matmul, choice.recipe.on(gpu))
         if matmul.offs is not None:  # `aten._scaled_grouped_mm` takes nothing else
             matmul.recipe = replace(matmul.recipe, fp8_format="e4m3")
         if inputs.inlined:  # compiled autograd takes over the backward: nothing can decide there whether a call is cold
@@ -49,14 +54,11 @@ def decide(
             inputs_too, _, gradients_too = matmul.recipe.current_scaling
             current = (inputs_too, True, gradients_too)
             matmul.recipe = replace(matmul.recipe, current_scaling=current)
-        built_in = choice.recipe.built_in
-        if built_in.needs is not None:
-            gpu = device.gpu if device is not None else gpu_of(value(matmul.node).device)
-            matmul.emulated = not built_in.native(gpu)
+        matmul.emulated = not matmul.recipe.built_in.native(gpu)
         if matmul.offs is not None:
-            gpu = device.gpu if device is not None else gpu_of(value(matmul.node).device)
             a, b = (matmul.recipe.scaling(role, matmul.gemm).block for _, role in matmul.roles)
             matmul.emulated |= how_grouped(gpu, a, b, not compat.reorders()) == EMULATED
+            matmul.either = b == matmul.recipe.built_in.tile and support.has_mx_of_either_major(gpu) and not matmul.emulated
         rule = policy.rules[choice.rule] if choice.rule is not None else None
         chosen = _choice(matmul, site, choice, rule)
         matmul.reason = legality.objection(matmul) or chosen or legality.misaligned(matmul)
@@ -84,6 +86,13 @@ def decide(
     return [*complaints, *policy.unmatched(sites, inputs.modules, inputs.parameter_names, whole=inputs.whole)]
 
 
+def _take(matmul: Matmul, possible: Sequence[Chosen]) -> None:
+    """The first of these recipes whose blocks fit the layer's weight; the first one if none does."""
+    weight = (matmul.fprop or matmul).weight_operand
+    fitting = (chosen for chosen in possible if not legality.missed(weight, chosen.recipe))
+    matmul.recipe, matmul.why = next(fitting, possible[0])
+
+
 def _choice(matmul: Matmul, site: Site, choice: Choice, rule: Rule | None) -> str | None:
     """Why the policy keeps a gemm in high precision; None if it does not."""
     if choice.fp8 == "off":
@@ -91,9 +100,9 @@ def _choice(matmul: Matmul, site: Site, choice: Choice, rule: Rule | None) -> st
             return site.kind
         why = choice.label if rule is not None and rule.name else f"policy: {choice.label}"
         return f"{why}: {site.n} x {site.k}, {site.m} rows" if rule is not None and rule.where is not None else why
-    if choice.recipe.override_linear_precision[GEMMS.index(matmul.gemm)]:
-        if choice.recipe.name == "rowwise_with_gw_hp" and matmul.gemm == "wgrad":
-            return f"recipe {choice.recipe.name} keeps {matmul.gemm}"
+    if matmul.recipe.override_linear_precision[GEMMS.index(matmul.gemm)]:
+        if matmul.recipe.name == "rowwise_with_gw_hp" and matmul.gemm == "wgrad":
+            return f"recipe {matmul.recipe.name} keeps {matmul.gemm}"
         return f"override_linear_precision keeps {matmul.gemm}"
     return None
 

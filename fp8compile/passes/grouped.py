@@ -70,10 +70,11 @@ class Groups:
     ) -> Node:
         """The FP8 matmul that replaces a grouped one; `source` is the matrix of its first operand."""
         (a, _, _), (b, stack, transposed) = operands
+        turned = not matmul.b.transposed and not transposed  # the copy that is there serves the other layout, too
         offs, (b8, b_inv) = matmul.offs, (copies[1], inverses[1])
         if stack.stack > 1 or b.offs is None:
-            b8 = _stacked(emit, b8, stack.stack, transposed)
-            b_inv = b_inv if b.scaling.block == WHOLE else _stacked(emit, b_inv, stack.stack, transposed)
+            b8 = _stacked(emit, b8, stack.stack, transposed, turned)
+            b_inv = b_inv if b.scaling.block == WHOLE else _stacked(emit, b_inv, stack.stack, transposed, turned)
         else:
             offs = self.order(a, source)[1]
         blocks = [list(x.scaling.block) for x in (a, b)]
@@ -95,9 +96,10 @@ def _align(operand: Operand) -> int:
     return max(grouped.ALIGN, operand.scaling.block.columns)
 
 
-def _stacked(emit: Emitter, copy: Node, count: int, transposed: bool) -> Node:
-    """[E * R, C] or, transposed, [C, E * R], as E matrices: [E, R, C] or [E, C, R]."""
+def _stacked(emit: Emitter, copy: Node, count: int, transposed: bool, turned: bool) -> Node:
+    """[E * R, C] or, transposed, [C, E * R], as E matrices: [E, R, C] or [E, C, R]. `turned`: [E * R, C] as [E, C, R]."""
     rows, columns = value(copy).shape
     if not transposed:
-        return emit(aten.view.default, copy, [count, rows // count, columns])
+        matrices = emit(aten.view.default, copy, [count, rows // count, columns])
+        return emit(aten.permute.default, matrices, [0, 2, 1]) if turned else matrices
     return emit(aten.permute.default, emit(aten.view.default, copy, [rows, count, columns // count]), [1, 0, 2])

@@ -102,12 +102,16 @@ def hoist(graph: Graph, matmuls: Collection[Matmul], cache: Cache) -> Hoisted | 
 
 
 def _from(graph: Graph, weights: Mapping[Node, int]) -> dict[Node, bool]:
-    """All that is computed from these inputs alone, in order; True: an operator of ours is on the way."""
+    """What is computed from these inputs alone, in order; True: an operator of ours is on the way. Without the views at the
+    end, which the graph takes by itself: two views of one copy are one copy."""
     found = dict.fromkeys(weights, False)
     for node in graph.nodes:
         its = node.all_input_nodes
         if node.op == "call_function" and its and all(x in found for x in its) and node.target in (*MADE, *PASSED_ON):
             found[node] = node.target in MADE or any(found[x] for x in its)
+    for node in reversed(list(found)):
+        if found[node] and node.target in (*VIEWS, *PERMUTES) and not any(user in found for user in node.users):
+            del found[node]
     return found
 
 

@@ -33,6 +33,7 @@ class Operand:
     recipe: Recipe  # of its first reader
     reader: Node  # the first matmul that reads it, whose metadata the casts inherit
     offs: Node | None = None  # the ends of the groups that its rows are divided into
+    either: bool = False  # its row-major copy serves all its readers
     slot: int = -1  # its row in the page of its direction; -1 with a recipe that keeps no state
 
     @property
@@ -78,6 +79,7 @@ def plan(matmuls: list[Matmul], fnuz: bool) -> Plan:
                 key = SlotKey(index, role, key.use + 1, key.settings)
             taken.add(key)
             operand = Operand(matrix, key, form, scaling, recipe, matmul.node, operand_key.offs)
+            operand.either = matmul.either and role == "weight"
             made.operands[operand_key] = operand
     for backward in (False, True):
         rows: dict[str, list[Operand]] = {}

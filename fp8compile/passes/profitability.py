@@ -209,14 +209,15 @@ def _model(candidates: list[Matmul], kept: Container[int | None] = ()) -> list[G
         gemms.append(gemm)
         operands = zip(matmul.roles, (matmul.a.transposed, not matmul.b.transposed), strict=True)
         for (matrix, role), transposed in operands:
+            # a weight that is recast, or whose region is recomputed, is read once more for its second copy
+            again = role == "weight" and (matmul.recipe.recast_weights is True or "recompute" in matmul.node.meta)
+            transposed = transposed and (again or not matmul.either or role != "weight")
             if matrix.base not in bases:
                 found = source(matrix)
                 bases[matrix.base] = Base(found, role == "weight", not found.readers <= nodes)
             base = bases[matrix.base]
             key = matmul.operand_key(matrix, role)
             if key not in casts:
-                # a weight that is recast, or whose region is recomputed, is read once more for its second copy
-                again = role == "weight" and (matmul.recipe.recast_weights is True or "recompute" in matmul.node.meta)
                 stays = role == "weight" and matmul.recipe.cache_weights and not matmul.computed and matmul.weight_among(kept)
                 casts[key] = Cast(base, key.scaling.recipe, again, arrives(matrix.base, key.scaling), stays)
                 base.casts.append(casts[key])

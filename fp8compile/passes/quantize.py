@@ -99,9 +99,10 @@ def quantize(
             writer.snapshot(backward)  # first: its readers are inserted right behind inputs, and behind views of inputs
     decided = [matmul for matmul in matmuls if matmul.fp8]
     for matmul in decided:
-        writer.demand.update(
-            (operand, str(matrix.shape), transposed) for operand, matrix, transposed in writer.operands(matmul)
-        )
+        for operand, matrix, transposed in writer.operands(matmul):
+            writer.demand.add((operand, str(matrix.shape), transposed))
+            if matmul.gemm != "fprop":
+                writer.late.add(operand)
     for operand, collective in collectives.moved.items():
         if isinstance(collective, AllToAll):
             writer.exchange(operand, collective)
@@ -131,6 +132,7 @@ class _Writer:
         self.amaxes: dict[Operand, Node] = {}
         self.scales: dict[tuple[Operand, str, bool], tuple[Node, Node]] = {}  # (scale, inverse), of one layout or of both
         self.demand: set[tuple[Operand, str, bool]] = set()  # operand, shape as a matrix, transposed
+        self.late: set[Operand] = set()  # read in backward
         self.copies: dict[tuple[Operand, str, bool], Node] = {}
         self.snapshots: dict[bool, Node] = {}
         self.agreements: dict[tuple[bool, str], Node] = {}  # by direction and process group
@@ -141,8 +143,11 @@ class _Writer:
     def operands(self, matmul: Matmul) -> list[tuple[Operand, Matrix, bool]]:
         """For a and b: the operand, its matrix, and whether the FP8 copy is transposed. Both copies are K-major, [m, k] and
         [n, k]."""
-        (a, role_a), (b, role_b) = matmul.roles
-        return [(self.plan.of(a, role_a, matmul), a, a.transposed), (self.plan.of(b, role_b, matmul), b, not b.transposed)]
+        found = []
+        for (matrix, role), transposed in zip(matmul.roles, (matmul.a.transposed, not matmul.b.transposed), strict=True):
+            operand = self.plan.of(matrix, role, matmul)
+            found.append((operand, matrix, transposed and not operand.either))
+        return found
 
     def replace(self, matmul: Matmul) -> None:
         operands = self.operands(matmul)
@@ -214,6 +219,8 @@ class _Writer:
                 for layout in (False, True):
                     self.copies[operand, shape, layout] = emit(operator.getitem, made, int(layout))
         else:
+            if operand.either and recompute is None and operand in self.late:
+                recompute = compat.MUST_SAVE if kept else compat.MUST_RECOMPUTE
             emit = self.after(max([scale, source, *rows]), operand, recompute=recompute)
             made = emit(ops.quantize, source, scale, form.dtype, form.max, transposed, block, *rows)
             self.copies[operand, shape, transposed] = _of(operand, made)

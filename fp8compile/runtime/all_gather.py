@@ -302,7 +302,10 @@ def of_graph(
     said = {i: verdict for i, verdict in found.items() if i in sharded}
     for i, verdict in said.items():
         if verdict.refused:
-            fix = 'take recipe "tensorwise", "blockwise", or "delayed" with options={"current_scaling": (False, True, False)}'
+            fix = (
+                'take recipe "tensorwise", "blockwise", "mxfp8" with options={"weight_tiles": True}, or "delayed" with '
+                'options={"current_scaling": (False, True, False)}'
+            )
             raise ShardingError(f"fp8_all_gather: {sharded[i]} cannot be gathered in FP8: {verdict.reason}; {fix}")
         if verdict.shared:
             complain(f"fp8_all_gather: {sharded[i]} is gathered in high precision: beside FP8 matmuls, it is {verdict.reason}")

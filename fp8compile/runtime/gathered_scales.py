@@ -61,10 +61,10 @@ def misfit(entry: Gathered, form: Gatherable) -> str:
     parameter, block = entry.parameter, form.block
     if not block or parameter.process_group.size() == 1:
         return ""
-    rows = parameter.shard.shape[0]
+    recipe, rows = recipe_of(False, Block(block, block)), parameter.shard.shape[0]
     if not parameter.by_rows:
-        return "blockwise: shards are of different sizes, or by columns"
-    return f"blockwise: shards of {rows} rows are no multiple of {block}" if rows % block else ""
+        return f"{recipe}: shards are of different sizes, or by columns"
+    return f"{recipe}: shards of {rows} rows are no multiple of {block}" if rows % block else ""
 
 
 class Scales:

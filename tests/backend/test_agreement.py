@@ -155,6 +155,7 @@ def test_ten_steps_autocast(name: str, recipe: str) -> None:
         {"recipe": "rowwise", "override_linear_precision": (False, True, False), "fp8_encoding": "fnuz"},
         {"recipe": "blockwise", "power_of_2_scale": False, "override_linear_precision": (True, False, False)},
         {"recipe": "mxfp8", "override_linear_precision": (False, False, True), "margin": 1},
+        {"recipe": "mxfp8", "weight_tiles": True},
     ],
     ids=lambda o: ",".join(f"{k}={v}" for k, v in o.items()).replace(" ", ""),
 )

@@ -148,6 +148,23 @@ def test_frozen_experts_have_no_wgrad() -> None:
     assert all(record.decision == "fp8" and record.groups == 4 for record in records)
 
 
+@pytest.mark.parametrize("turned", [False, True], ids=["[E, out, in]", "[E, in, out]"])
+@pytest.mark.parametrize("given", [{}, {"device": "b200"}, {"device": "b200", "recast_weights": True}], ids=str)
+def test_tiles_of_weights(given: dict, turned: bool) -> None:
+    """One scale for 32 x 32 elements: against the reference, with two copies of a weight and with one."""
+    model, plain = made(turned), made(turned)
+    options = {"recipe": "mxfp8", "weight_tiles": True, "policy": ALL_FP8, **given}
+    step = torch.compile(model, backend="fp8", options=options)
+    reference = GroupedReference("mxfp8", weight_tiles=True)
+    for number in range(2):
+        (x, dy), offs = batch(number), ends(SIZES)
+        got = run(model, step, x, offs, dy)
+        with reference.step():
+            expected = run(plain, plain, x, offs, dy)
+        for name in expected:
+            assert sqnr(expected[name], got[name]) > 30, f"step {number}: {name}"
+
+
 class LowRank(torch.nn.Module):
     """Experts with frozen weights and a low-rank update of each: beside them, or added to the weights, as PEFT does."""
 
@@ -221,13 +238,13 @@ def test_any_number_of_tokens() -> None:
             assert sqnr(high[name], got[name]) > 18, name
 
 
-def planned(recipe: str, tokens: int | None = TOKENS) -> None:
+def planned(recipe: str, tokens: int | None = TOKENS, **settings: bool) -> None:
     """Three steps of the code that is compiled for a described GPU, against the reference. `tokens` None: as many as there are
     in the groups of a step, so that sizes are symbols."""
     model, plain = made(count=4), made(count=4)
-    options = {"recipe": recipe, "policy": ALL_FP8}
+    options = {"recipe": recipe, "policy": ALL_FP8, **settings}
     step = torch.compile(model, backend="fp8", options=options, dynamic=tokens is None)
-    reference = GroupedReference(recipe)
+    reference = GroupedReference(recipe, **settings)
     for number, sizes in enumerate(([100, 0, 17, 183], [0, 257, 16, 15], [1, 1, 1, 1])):
         x, dy = batch(number, tokens or sum(sizes))
         got = run(model, step, x, ends(sizes), dy)
@@ -247,14 +264,16 @@ def test_the_plan_for_any_number_of_tokens() -> None:
 
 @pytest.mark.skipif(unavailable() is not None, reason=unavailable() or "")
 @pytest.mark.parametrize(
-    "recipe", ["rowwise", "mxfp8", *(pytest.param(name, marks=pytest.mark.slow) for name in ("delayed", "blockwise"))]
+    "recipe",
+    ["rowwise", "mxfp8", "mxfp8 tiles", *(pytest.param(name, marks=pytest.mark.slow) for name in ("delayed", "blockwise"))],
 )
 def test_the_plan_for_a_gpu_without_the_matmul(recipe: str, caplog: pytest.LogCaptureFixture) -> None:
     """Blackwell takes a kernel of ours."""
-    if recipe == "mxfp8" and OLD_INTERPRETER:
+    name, *tiles = recipe.split()
+    if name == "mxfp8" and OLD_INTERPRETER:
         pytest.skip("Triton's interpreter has no `dot_scaled` before 3.7")
     with executed(gpu=Gpu("NVIDIA B200", 10, 0, 148, 180 << 30)) as plan:
-        planned(recipe)
+        planned(name, **({"weight_tiles": True} if tiles else {}))
     warm = 2 if recipe == "delayed" else 3
     assert plan.scaled == 0 and plan.launches("fp8_grouped") == 6 * warm and "emulated" not in caplog.text
 

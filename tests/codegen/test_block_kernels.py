@@ -25,7 +25,7 @@ from tests.support.kernel_checks import assert_bits, assert_close, layout
 
 aten = torch.ops.aten
 E4M3 = (torch.float8_e4m3fn, 448.0)
-BLOCKS = {"rowwise": [1, 0], "blockwise": [1, 128], "square": [128, 128], "mxfp8": [1, 32]}
+BLOCKS = {"rowwise": [1, 0], "blockwise": [1, 128], "square": [128, 128], "mxfp8": [1, 32], "tile": [32, 32]}
 SHAPES = ((1, 128), (15, 17), (150, 170), (33, 300), (257, 40), (128, 128), (17, 1))
 
 every_recipe = pytest.mark.parametrize("recipe", BLOCKS)
@@ -42,7 +42,7 @@ def both(x: Tensor, recipe: str, **how: Any) -> tuple[Tensor, ...]:
     """Both copies of a tensor and the inverses of their scales, as in the joint graph."""
     block = BLOCKS[recipe]
     scale, inverse = scales(x, False, block, **how)
-    if recipe == "square":
+    if recipe in ("square", "tile"):
         other, other_inverse = scale.permute(1, 0), inverse.permute(1, 0)
     else:
         other, other_inverse = scales(x, True, block, **how)
@@ -70,6 +70,7 @@ KERNELS = {  # recipe: the outputs of each kernel
     "blockwise": ["copy transposed blocks blocks"],
     "square": ["copy transposed blocks"],
     "mxfp8": ["copy transposed blocks blocks"],
+    "tile": ["copy transposed blocks"],
 }
 
 
@@ -156,7 +157,7 @@ def test_a_permuted_tensor(recipe: str) -> None:
 
 @every_recipe
 def test_no_rows(recipe: str) -> None:
-    if recipe == "square":
+    if recipe in ("square", "tile"):
         pytest.skip("weights have rows")
     x = torch.zeros(0, 40, dtype=torch.bfloat16)
     check(made_of(lambda x: both(x, recipe), (x,)), (x,))

@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fp8compile.codegen import grouped_gemm, launch, scaled_grouped, triton_grouped
 from fp8compile.codegen.inline import Inliner
-from fp8compile.codegen.scaled_mm_kind import EMULATED, GROUPED, LINE, MX_BLOCK, REFERENCE, SQUARE, TRITON, how_grouped
+from fp8compile.codegen.scaled_mm_kind import EMULATED, GROUPED, LINE, MX_BLOCK, MX_TILE, REFERENCE, SQUARE, TRITON, how_grouped
 from fp8compile.config.recipe import ROW, WHOLE, Block
 from fp8compile.devices import support
 from fp8compile.ir import grouped
@@ -31,7 +31,7 @@ SIZES = [0, 130, 0, 257, 1, 16, 15, 17, 0]
 # (a's block, b's block, one scale a matrix of b)
 OF_ROWS = [
     (WHOLE, WHOLE, False), (WHOLE, WHOLE, True), (ROW, ROW, False), (ROW, WHOLE, True), (WHOLE, ROW, False),
-    (LINE, SQUARE, False), (MX_BLOCK, MX_BLOCK, False),
+    (LINE, SQUARE, False), (MX_BLOCK, MX_BLOCK, False), (MX_BLOCK, MX_TILE, False),
 ]  # fmt: skip
 OF_COLUMNS = [(WHOLE, WHOLE), (ROW, ROW), (ROW, WHOLE), (LINE, LINE), (MX_BLOCK, MX_BLOCK)]
 
@@ -46,7 +46,7 @@ def test_the_choice() -> None:
     for device in (H100, RTX4090, B200, RTX5090, MI300X):
         for pair in ((WHOLE, WHOLE), (ROW, ROW), (ROW, WHOLE)):
             assert how_grouped(device, *pair) == (GROUPED if device is H100 else TRITON)
-        for pair in ((LINE, SQUARE), (LINE, LINE), (MX_BLOCK, MX_BLOCK)):
+        for pair in ((LINE, SQUARE), (LINE, LINE), (MX_BLOCK, MX_BLOCK), (MX_BLOCK, MX_TILE)):
             assert how_grouped(device, *pair) == TRITON
         assert how_grouped(device, SQUARE, LINE) == how_grouped(device, LINE, MX_BLOCK) == EMULATED
         assert how_grouped(device, LINE, SQUARE, launches=False) == EMULATED
@@ -77,8 +77,9 @@ def operands(
         a.view(torch.uint8)[-beyond:] = 0x80 if dtype == FNUZ else 0x7F
     blocks = -(-k // max(1, a_block.columns))
     a_inv = inverses([1] if a_block == WHOLE else [m, 1] if a_block == ROW else [m, blocks], g)
-    wide = {WHOLE: [1], ROW: [count, n, 1], SQUARE: [count, -(-n // 128), blocks], MX_BLOCK: [count, n, blocks]}[b_block]
-    b_inv = inverses([count, 1, 1] if matrices else wide, g)
+    wide = {WHOLE: [1], ROW: [count, n, 1], SQUARE: [count, -(-n // 128), blocks], MX_BLOCK: [count, n, blocks]}
+    wide[MX_TILE] = [count, n // 32, blocks]
+    b_inv = inverses([count, 1, 1] if matrices else wide[b_block], g)
     return a, b, a_inv, b_inv, ends(sizes), F32, False, list(a_block), list(b_block)
 
 
@@ -128,8 +129,8 @@ def assert_kernel(arguments: tuple[Any, ...], rows: int | None = None, **how: An
 @pytest.mark.parametrize("kinds", OF_ROWS, ids=str)
 @pytest.mark.parametrize("nk", [(48, 144), (144, 256), (32, 16)], ids=str)
 def test_rows(kinds: tuple, nk: tuple[int, int]) -> None:
-    if kinds[0] == MX_BLOCK and nk[1] % 32:
-        nk = nk[0], nk[1] + 16
+    if kinds[0] == MX_BLOCK:
+        nk = nk[0] + (nk[0] % 32 if kinds[1] == MX_TILE else 0), nk[1] + nk[1] % 32
     assert_kernel(operands(SIZES, *nk, *kinds, beyond=5), rows=sum(SIZES))
 
 
@@ -146,6 +147,7 @@ def test_columns(kinds: tuple, rc: tuple[int, int]) -> None:
 @pytest.mark.skipif(OLD_INTERPRETER, reason="Triton's interpreter has no `dot_scaled` before 3.7")
 def test_native_mx() -> None:
     assert_kernel(operands(SIZES, 48, 160, MX_BLOCK, MX_BLOCK, beyond=5), rows=sum(SIZES), gpu=B200)
+    assert_kernel(operands(SIZES, 96, 160, MX_BLOCK, MX_TILE, beyond=5), rows=sum(SIZES), gpu=B200)
     assert_kernel(columns(SIZES, 48, 144, MX_BLOCK, MX_BLOCK), gpu=B200)
 
 
@@ -163,6 +165,7 @@ def test_any_groups(sizes: list[int], nk: tuple[int, int], which: tuple, tile: t
     if matrices is None:
         return assert_any(columns(sizes, n, k, a_block, b_block, seed=seed), tile=(*tile, 4, 1))
     k += 16 if a_block == MX_BLOCK and k % 32 else 0
+    n += 16 if b_block == MX_TILE and n % 32 else 0
     assert_any(operands(sizes, n, k, a_block, b_block, matrices, beyond=beyond, seed=seed), sum(sizes), tile=(*tile, 4, 1))
 
 
@@ -237,10 +240,25 @@ def _call(*given: Tensor, rest: tuple[Any, ...]) -> Tensor:
     return grouped.grouped_mm(*given, *rest)
 
 
-@pytest.mark.parametrize("blocks", [(ROW, ROW), (LINE, SQUARE), (MX_BLOCK, MX_BLOCK)], ids=str)
+@pytest.mark.parametrize("nk", [(96, 160), (32, 288), (160, 32)], ids=str)
+@pytest.mark.parametrize("tile", [(64, 32, 4, 1), (16, 128, 4, 1)], ids=str)
+@pytest.mark.parametrize("native", [False, True])
+def test_one_copy_along_either_dimension(nk: tuple[int, int], tile: tuple, native: bool) -> None:
+    """The copy of a stack that lies as [E, K, N], and its scales [E, K / 32, N / 32], read as [E, N, K]."""
+    if native and OLD_INTERPRETER:
+        pytest.skip("Triton's interpreter has no `dot_scaled` before 3.7")
+    a, b, a_inv, b_inv, offs, *rest = operands(SIZES, *nk, MX_BLOCK, MX_TILE, beyond=5)
+    expected = grouped.grouped_mm(a, b, a_inv, b_inv, offs, *rest)
+    given = (a, b.transpose(1, 2).contiguous(), a_inv, b_inv.transpose(1, 2).contiguous(), offs)
+    call = lambda a, b, a_inv, b_inv, offs: grouped.grouped_mm(a, b.transpose(1, 2), a_inv, b_inv.transpose(1, 2), offs, *rest)  # noqa: E731
+    got = launched(call, given, gpu=B200 if native else RTX4090, tile=tile)(*given)
+    assert expected.any() and torch.equal(expected[: sum(SIZES)], got[: sum(SIZES)])
+
+
+@pytest.mark.parametrize("blocks", [(ROW, ROW), (LINE, SQUARE), (MX_BLOCK, MX_BLOCK), (MX_BLOCK, MX_TILE)], ids=str)
 def test_stacks_in_another_order(blocks: tuple) -> None:
     """The transposed copy of a stack, [N, E * K] in memory, and its scales, which are a permuted view."""
-    a, b, a_inv, b_inv, offs, *rest = operands(SIZES, 48, 160, *blocks)
+    a, b, a_inv, b_inv, offs, *rest = operands(SIZES, 96, 160, *blocks)
     turned = b.transpose(0, 1).contiguous().transpose(0, 1)
     scales = b_inv.transpose(0, 1).contiguous().transpose(0, 1)
     expected = grouped.grouped_mm(a, b, a_inv, b_inv, offs, *rest)
@@ -277,14 +295,15 @@ def test_the_order_of_groups(sizes: list[int], beyond: int, align: int) -> None:
 
 
 @functools.cache
-def compiled(target: str, tile: tuple, of_rows: bool, m: int | None, kinds: tuple) -> Any:
+def compiled(target: str, tile: tuple, of_rows: bool, m: int | None, kinds: tuple, turned: bool = False) -> Any:
     """The kernel with a bf16 result for a Qwen3-30B-A3B layer, compiled as by Inductor: pointers are multiples of 16."""
     fp8 = "*fp8e4b8" if target == "gfx942" else "*fp8e4nv"
     types = {"a": fp8, "b": fp8, "a_inv": "*fp32", "b_inv": "*fp32", "offs": "*i32", "y": "*bf16"}
     rows, wide, warps, stages = tile
-    codes = {WHOLE: 0, ROW: 2, LINE: 3, SQUARE: 4, MX_BLOCK: 5}
+    codes = {WHOLE: 0, ROW: 2, LINE: 3, SQUARE: 4, MX_BLOCK: 5, MX_TILE: 7}
     fixed: dict[str, Any] = {"N": 1536, "E": 128, "LANES": 128, "OF_ROWS": of_rows, "B_MATRIX": 1536 * 2048 if of_rows else 0}
-    fixed |= {"B_ROW": 2048 if of_rows else 0, "A_KIND": codes[kinds[0]], "B_KIND": codes[kinds[1]], "FAST": kinds[0] == WHOLE}
+    fixed |= {"B_ROW": 1 if turned else 2048 if of_rows else 0, "B_COLUMN": 1536 if turned else 1}
+    fixed |= {"A_KIND": codes[kinds[0]], "B_KIND": codes[kinds[1]], "FAST": kinds[0] == WHOLE}
     fixed |= {"NATIVE_MX": target in ("sm_100", "sm_120"), "EVEN": of_rows or kinds[0] == LINE}
     fixed |= {"M": m if of_rows else 2048, "K": 2048 if of_rows else m, "BLOCK_R": rows, "BLOCK_C": wide}
     for name, size in (("m", fixed["M"]), ("k16", fixed["K"])):
@@ -325,6 +344,23 @@ def test_machine_code(target: str) -> None:
             assert "e4m3" in text or "fp8" in text or "f8f6f4" in text
         if not target.startswith("gfx"):
             assert "cp.async.cg.shared.global" in text  # 16 bytes each
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("target", "turned"), [("sm_100", False), ("sm_100", True), ("sm_120", False)])
+def test_machine_code_of_tiles(target: str, turned: bool) -> None:
+    """The instructions are those for 1 x 32 blocks. So they are on sm_100 if the weight's copy is read along its other
+    dimension; on sm_120 it would be read byte by byte, and has two copies (`either_major`)."""
+    assert gpu(target).architecture.either_major is (target == "sm_100")
+    tile = grouped_gemm.configurations(gpu(target), SHARED[target], MX_TILE)[0]
+    texts, took = [], []
+    for kinds, other in (((MX_BLOCK, MX_TILE), turned), ((MX_BLOCK, MX_BLOCK), False)):
+        made = compiled(target, tile, True, 65536, kinds, other)
+        took.append(resources(made))
+        counted = ("kind::mxf8f6f4", "cp.async.cg.shared.global", "ld.shared", "st.shared")
+        texts.append([made.asm["ptx"].count(x) for x in counted])
+    assert took[0].spills == 0 and took[0].shared == took[1].shared and took[0].registers <= took[1].registers
+    assert texts[0] == texts[1] and all(texts[0][:2])
 
 
 @pytest.mark.slow

@@ -95,7 +95,11 @@ def test_nothing_spills_at_the_default_tile():
     assert not spilled, f"{len(spilled)} of {len(took)} kernels spill on sm_90:\n" + "\n".join(spilled)
 
 
-FINER = {"ffn": ("rowwise", "blockwise", "mxfp8"), "llama": ("blockwise",), "moe": ("rowwise", "blockwise", "mxfp8")}
+FINER = {
+    "ffn": ("rowwise", "blockwise", "mxfp8", "mxfp8 tiles"),
+    "llama": ("blockwise",),
+    "moe": ("rowwise", "blockwise", "mxfp8"),
+}
 
 
 @functools.cache

@@ -28,7 +28,7 @@ from fp8compile.devices.gpu import Gpu, gpu_of
 from fp8compile.dryrun.fake_gpu import unavailable
 from fp8compile.ir import ops
 from tests.support.gpu_steps import compile_mlp
-from tests.support.operands import B200, BF16, E4M3, F16, F32, FNUZ, H100, LINE, MI300X, MX_BLOCK, SQUARE, operand
+from tests.support.operands import B200, BF16, E4M3, F16, F32, FNUZ, H100, LINE, MI300X, MX_BLOCK, MX_TILE, SQUARE, operand
 
 
 @pytest.mark.parametrize("shape", [(128, 4), (1, 1), (200, 9), (384, 16), (1000, 40)], ids=str)
@@ -40,10 +40,23 @@ def test_swizzle(shape: tuple[int, int]) -> None:
     exponents.flatten()[0] = -127
     inverse = torch.ldexp(torch.ones(shape), exponents)
     expected = to_blocked((exponents + 127).to(torch.uint8))
-    got = scale_layouts.swizzled(inverse)
+    got = scale_layouts.swizzled(inverse, shape[0], 1)
     assert got.dtype == torch.float8_e8m0fnu and got.is_contiguous()
     assert torch.equal(got.view(torch.uint8), expected)
     assert torch.equal((exponents + 127).to(torch.uint8).view(torch.float8_e8m0fnu).to(F32), inverse)
+
+
+@pytest.mark.parametrize("shape", [(128, 128), (16, 32), (208, 288), (384, 512), (1000, 1280)], ids=str)
+@pytest.mark.parametrize("flipped", [False, True])
+def test_swizzle_of_tiles(shape: tuple[int, int], flipped: bool) -> None:
+    """The scale of 32 x 32 elements is that of 1 x 32 in each of its rows, also where the scales are a permuted view."""
+    copy, inverse = operand(*shape, MX_TILE)
+    given = inverse.t().contiguous().t() if flipped else inverse
+    every_row = inverse.repeat_interleave(32, 0)[: shape[0]]
+    got, expected = scale_layouts.swizzled(given, shape[0], 32), scale_layouts.swizzled(every_row, shape[0], 1)
+    inside = scale_layouts.swizzled(torch.full_like(every_row, 2.0**-126), shape[0], 1).view(torch.uint8) > 0
+    assert got.shape == expected.shape and got.is_contiguous() and inside.any()
+    assert torch.equal(got.view(torch.uint8)[inside], expected.view(torch.uint8)[inside])
 
 
 @pytest.mark.parametrize("k", [64, 48])
@@ -154,6 +167,13 @@ def test_mx_graph(k: int) -> None:
     assert a_scale.shape == (2 * 128 * 4,) and a_scale.dtype == b_scale.dtype == torch.float8_e8m0fnu
 
 
+@pytest.mark.parametrize("pair", [(MX_BLOCK, MX_TILE), (MX_TILE, MX_BLOCK), (MX_TILE, MX_TILE)], ids=str)
+def test_mx_graph_of_tiles(pair: tuple) -> None:
+    """To the tensor cores a tile is 32 blocks with one scale: ATen gets what it gets for 1 x 32 blocks."""
+    args, same = (product_of(graph_of((200, 144, 96), x, None, BF16, B200).graph) for x in (pair, (MX_BLOCK, MX_BLOCK)))
+    assert [layout(x) for x in args[:4]] == [layout(x) for x in same[:4]] and args[2].dtype == torch.float8_e8m0fnu
+
+
 def test_emulated_graph() -> None:
     graph = graph_of((40, 64, 48), (MX_BLOCK, MX_BLOCK), None, BF16, H100).graph
     (mm,) = graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)
@@ -163,7 +183,15 @@ def test_emulated_graph() -> None:
     assert mm.meta["val"].dtype == F32
 
 
-@pytest.mark.parametrize("form", [scale_layouts.swizzled, scale_layouts.columns_first, scale_layouts.rows_first])
+def swizzled(inverse: Tensor) -> Tensor:
+    return scale_layouts.swizzled(inverse, inverse.shape[0], 1)
+
+
+def swizzled_tiles(inverse: Tensor) -> Tensor:
+    return scale_layouts.swizzled(inverse, 32 * inverse.shape[0], 32)
+
+
+@pytest.mark.parametrize("form", [swizzled, swizzled_tiles, scale_layouts.columns_first, scale_layouts.rows_first])
 @pytest.mark.parametrize("flipped", [False, True])
 def test_scales_of_sizes_that_are_symbols(form: Callable, flipped: bool) -> None:
     """Traced with a K of one block, the graph is right for any number of blocks: tracing does not specialise on one."""
@@ -191,12 +219,14 @@ def test_scales_of_sizes_that_are_symbols(form: Callable, flipped: bool) -> None
         ("h200", "blockwise", False, {"_scaled_mm": 4, "fp8_gemm": 2}),
         ("b200", "blockwise", True, {"fp8_gemm": 6}),
         ("b200", "mxfp8", True, {"_scaled_mm": 6}),
+        ("b200", "mxfp8 tiles", False, {"_scaled_mm": 6}),
         ("h200", "mxfp8", False, {"mm": 6}),
     ],
 )
 def test_training_step(gpu: str, recipe: str, dynamic: bool, expected: dict[str, int]) -> None:
     """Linear 256 -> 512, GELU, linear 512 -> 256 on 128 tokens, for a described device."""
-    step = compile_mlp(128, dynamic=dynamic, gpu=catalog.find(gpu).gpu, recipe=recipe)
+    name, *tiles = recipe.split()
+    step = compile_mlp(128, dynamic=dynamic, gpu=catalog.find(gpu).gpu, recipe=name, weight_tiles=bool(tiles))
     calls = re.findall(r"extern_kernels\.(\w+?)(?:_dtype)?\(|(fp8_gemm)\w+\.run\(", step.code)
     assert Counter(name or launch for name, launch in calls) == expected
     assert f"ops.{ops.NAMESPACE}" not in step.code
@@ -207,6 +237,7 @@ def test_training_step(gpu: str, recipe: str, dynamic: bool, expected: dict[str,
 # -- on a device -------------------------------------------------------------------------------------------------------
 
 PAIRS = [(ROW, ROW), (ROW, WHOLE), (LINE, SQUARE), (SQUARE, LINE), (LINE, LINE), (SQUARE, SQUARE), (MX_BLOCK, MX_BLOCK)]
+PAIRS += [(MX_BLOCK, MX_TILE)]
 OTHER_WAYS = {ROW: [AFTER], WHOLE: [AFTER], LINE: [TRITON], SQUARE: [TRITON], MX_BLOCK: [EMULATED]}
 
 

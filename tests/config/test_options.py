@@ -63,6 +63,7 @@ def test_every_option_reaches_its_field():
         "on_overflow": "saturate",
         "power_of_2_scale": False,
         "fp8_encoding": "fnuz",
+        "weight_tiles": True,
         "policy": "conservative",
         "device": "h100",
         "eval": "fp8",

@@ -74,6 +74,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "accumulation, no reshard": {"adam": "foreach", "accumulate": 2, "reshard_after_forward": False, "evaluate": False},
     "Inductor": {"adam": "foreach", "inductor": True},
+    "tiles of mxfp8": {"adam": "foreach", "compiled": {"recipe": "mxfp8", "weight_tiles": True}},
 }
 
 
@@ -140,12 +141,13 @@ def test_the_training_is_the_one_without_it(trained, case: str) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_bytes_on_the_wire(trained, case: str) -> None:
-    """From the second step on a byte an element, and 4 bytes for each 128 x 128 of them. One all-reduce a step, as for other
-    recipes."""
+    """From the second step on a byte an element, and 4 bytes for each 128 x 128 of them (32 x 32 for mxfp8). One all-reduce a
+    step, as for other recipes."""
+    tiles = (256 // (32 if "tiles" in case else 128)) ** 2
     kept = CASES[case].get("reshard_after_forward") is not False
     gathers = (2 if kept else 1) * CASES[case].get("accumulate", 1)
     high = 2 if CASES[case].get("bf16", True) else 4
-    elements, blocks = 4 * 256 * 256 // 2, 4 * 2 * 2 // 2  # four weights, half of each on a rank
+    elements, blocks = 4 * 256 * 256 // 2, 4 * tiles // 2  # four weights, half of each on a rank
     for results in trained:
         plain, ours = results[case]
         spared = gathers * (elements * (high - 1) - 4 * blocks)

@@ -252,6 +252,12 @@ def test_devices_differ_in_their_rates(made):
 # -- repeated blocks ---------------------------------------------------------------------------------------------------
 
 
+def test_the_recipe_auto_is_that_of_the_device():
+    made = estimate(net(1), tokens(), options={"recipe": "auto"}, device="b200")
+    assert {record.how for record in made.report.matmuls} == {"mxfp8 (auto on sm_100)"}
+    assert made.fp8 == estimate(net(1), tokens(), options={"recipe": "mxfp8"}, device="b200").fp8
+
+
 def test_extrapolation_of_equal_blocks():
     model = net(4)
     whole, carried = estimate(model, tokens()), estimate(model, tokens(), extrapolate=True)

@@ -151,6 +151,24 @@ def test_casts_of_microscaling_blocks(case: str, dtype: torch.dtype) -> None:
         assert (raw(scale)[~seen] == 0).all() and (got_inv[~seen] == 1.0).all()
 
 
+@every_dtype
+@every_case
+def test_casts_of_microscaling_tiles(case: str, dtype: torch.dtype) -> None:
+    """32 x 32 is one block of 1,024 elements to torchao, by the same rule for scales. Both layouts have the same bytes."""
+    mx = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
+    x = CASES[case](96, 160).to(dtype)
+    tiles = x.view(3, 32, 5, 32).permute(0, 2, 1, 3).reshape(15, 1024)
+    scale, expected = mx.to_mx(tiles, E4M3, 1024, mx.ScaleCalculationMode.RCEIL)
+    expected = raw(expected).view(3, 5, 32, 32).permute(0, 2, 1, 3).reshape(96, 160)
+    for transposed in (False, True):
+        got, _, got_inv = ours(x, Block(32, 32), True, transposed)
+        assert torch.equal(raw(got.t() if transposed else got), expected)
+        plain = got_inv.t() if transposed else got_inv
+        seen = ops.amax_blocks(x, False, Block(32, 32)) > 0
+        assert torch.equal(raw(plain.to(torch.float8_e8m0fnu))[seen], raw(scale).view(3, 5)[seen])
+        assert (plain[~seen] == 1.0).all()
+
+
 # -- a linear ----------------------------------------------------------------------------------------------------------
 
 

@@ -15,7 +15,7 @@ from benchmarks import sqnr
 from benchmarks.sqnr import Point
 
 HYBRID = ("delayed", "tensorwise")
-FINER = ("rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8")
+FINER = ("rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8", "mxfp8, weight_tiles")
 every_arm = pytest.mark.parametrize("arm", sqnr.ARMS)
 
 

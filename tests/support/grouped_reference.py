@@ -23,8 +23,8 @@ class GroupedReference:
     from the current amax.
     """
 
-    def __init__(self, recipe: str):
-        self.settings = Settings(recipe=recipe, fp8_format="e4m3")
+    def __init__(self, recipe: str, **settings: Any):
+        self.settings = Settings(recipe=recipe, fp8_format="e4m3", **settings)
         self.histories: dict[tuple[int, str], list[float]] = {}
         self.calls = 0
 

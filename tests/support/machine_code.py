@@ -110,7 +110,9 @@ def traced(name: str, recipe: str, dynamic: bool = False, amd: bool = False) -> 
     """The kernels of one training step, each once, as they are launched on an H200. `amd`: with an AMD GPU's conversions."""
     build, shape = MODELS[name]
     model = unallocated(build, BF16)
-    options = {"recipe": recipe, "policy": ALL_FP8, "recast_weights": False}  # so that weights are cast into both layouts
+    # weights are cast into both layouts
+    options: dict[str, Any] = {"recipe": recipe.split()[0], "policy": ALL_FP8, "recast_weights": False}
+    options["weight_tiles"] = "tiles" in recipe
     compiled = torch.compile(model, backend="fp8", dynamic=dynamic, options=options)
     x = torch.empty(shape, dtype=BF16, requires_grad=True)
     found: dict[str, Generated] = {}

@@ -12,7 +12,7 @@ from fp8compile.ir import ops
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, FNUZ = torch.float8_e4m3fn, torch.float8_e4m3fnuz
-LINE, SQUARE, MX_BLOCK = (1, 128), (128, 128), (1, 32)
+LINE, SQUARE, MX_BLOCK, MX_TILE = (1, 128), (128, 128), (1, 32), (32, 32)
 H100, RTX4090, B200, RTX5090, MI300X = (catalog.find(key).gpu for key in ("h100", "rtx4090", "b200", "rtx5090", "mi300x"))
 
 

@@ -32,6 +32,7 @@ class Settings:
     on_overflow: str = "current"
     power_of_2_scale: bool | None = None
     fp8_encoding: str = "auto"
+    weight_tiles: bool = False
 
     def __post_init__(self) -> None:
         assert self.recipe in RECIPES and self.amax_compute_algo in ("max", "most_recent")
@@ -67,7 +68,7 @@ class Settings:
         if self.tensorwise or (self.recipe, role, gemm) == ("rowwise_with_gw_hp", "weight", "dgrad"):
             return 0, 0
         if self.recipe == "mxfp8":
-            return 1, 32
+            return (32, 32) if role == "weight" and self.weight_tiles else (1, 32)
         if self.recipe == "blockwise":
             return (128, 128) if role == "weight" else (1, 128)
         return 1, 0

@@ -21,7 +21,7 @@ from pydantic import Field, StrictBool, StrictInt, StrictStr, ValidationInfo, fi
 
 from ...errors import OptionError, near
 from ..operators import MATMULS
-from ..recipe import BUILT_IN, RECIPES, Recipe
+from ..recipe import AUTO, BUILT_IN, NAMES, RECIPES, Recipe
 from . import match, patterns
 from .condition import Where
 from .errors import PolicyError
@@ -61,9 +61,13 @@ _MEANINGS = {
     + " and ".join(name for name, made in BUILT_IN.items() if made.power_of_2[0])
     + ".",
     "fp8_encoding": 'FP8 encodings: "auto" (the device\'s), "ocp" (NVIDIA, MI350) or "fnuz" (MI300).',
+    "weight_tiles": "mxfp8: one scale for 32 x 32 elements of a weight, so that fprop and dgrad multiply the same FP8 values.",
     "use_fast_accum": "(fprop, dgrad, wgrad): the tensor cores' fast accumulation, less exact.",
 }
-_RECIPE_MEANING = "A built-in recipe (" + ", ".join(map(repr, RECIPES)) + ") or the NAME of a [recipes.NAME] table."
+_RECIPE_MEANING = (
+    f"A built-in recipe ({', '.join(map(repr, RECIPES))}), {AUTO!r} (one of them, by the device), or the NAME of a "
+    "[recipes.NAME] table."
+)
 _RECIPE = (_RECIPE_MEANING, "the name of a recipe")
 _GLOBS = "a glob, or a list of globs"
 _SPANS = "such as 'first 2' or 'last 1', or a list of them"
@@ -254,7 +258,7 @@ class Policy(_Tables):
         if len(self.labels) != len(self.rules):
             object.__setattr__(self, "labels", tuple(label(self.rules, i) for i in range(len(self.rules))))
         for name in self.recipes:
-            if name in RECIPES:
+            if name in NAMES:
                 text = f"a recipe called {name!r} is built in; give this one another name."
                 raise PolicyError(text, name).under("recipes", name)
             self._chain(name, ("recipes", name, "base"))
@@ -285,6 +289,11 @@ class Policy(_Tables):
     def delayed(self) -> bool:
         """Whether some choice may need scaling state."""
         return any(recipe.delayed for recipe in self.possible)
+
+    @property
+    def by_device(self) -> bool:
+        """Whether some choice is "auto": a recipe that depends on the device."""
+        return any(recipe.name == AUTO for recipe in self.possible)
 
     def owns(self, rule: int | None) -> bool:
         """Whether a rule, by its position, is the user's own, and does not come from a policy that is extended."""
@@ -350,7 +359,7 @@ class Policy(_Tables):
         """The built-in recipe at the end of a chain of named ones, and the settings on the way, the nearest first."""
         settings: dict[str, Any] = {}
         seen: dict[str, None] = {}
-        while name not in RECIPES:
+        while name not in NAMES:
             if name in seen:
                 circle = " -> ".join(repr(one) for one in (*list(seen)[:8], name))
                 raise PolicyError(f"recipes go in a circle: {circle}.", str(path[-1]), name, path)
@@ -358,7 +367,7 @@ class Policy(_Tables):
                 raise PolicyError(f"a chain of more than {LONGEST_CHAIN} recipes.", str(path[-1]), name, path)
             seen[name] = None
             if name not in self.recipes:
-                known = (*RECIPES, *self.recipes)
+                known = (*NAMES, *self.recipes)
                 where = path if len(seen) == 1 else ("recipes", list(seen)[-2], "base")
                 shown = ", ".join(map(repr, known[:20])) + (", ..." if len(known) > 20 else "")
                 error = PolicyError.of("recipe" if len(seen) == 1 else "base", name, f"one of {shown}", near(name, known))

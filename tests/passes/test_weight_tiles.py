@@ -1,0 +1,201 @@
+"""`weight_tiles`: one scale for 32 x 32 elements of a weight with mxfp8. fprop and dgrad multiply the same FP8 values."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fp8compile
+from fp8compile import backend
+from fp8compile.config.recipe import Block, Recipe
+from fp8compile.ir import grouped, ops
+from tests.passes.test_recipes import count, graphs
+from tests.support.harness import ALL_FP8, Pair, grads_of, noise
+from tests.support.models import Experts, Mlp, Stack, make, relus
+
+pytestmark = pytest.mark.usefixtures("interpreted")
+
+TILES: dict[str, Any] = {"recipe": "mxfp8", "weight_tiles": True, "policy": ALL_FP8}
+E4M3 = torch.float8_e4m3fn
+
+
+def blocks_of(graph: torch.fx.Graph) -> list[Any]:
+    return [node.args[2] for node in graph.find_nodes(op="call_function", target=ops.amax_blocks)]
+
+
+class Experts4(nn.Module):
+    """Four experts, with ends that are fixed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.experts = Experts(128, 128, 4).to(torch.bfloat16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.experts(x, torch.tensor([30, 30, 100, 128], dtype=torch.int32))
+
+
+def tokens(seed: int = 0) -> Tensor:
+    return noise(128, 128, seed=seed, dtype=torch.bfloat16).requires_grad_()
+
+
+# -- the recipe -----------------------------------------------------------------------------------------------------------
+
+
+def test_blocks_of_a_weight():
+    tiles = Recipe("mxfp8", weight_tiles=True)
+    for gemm in ("fprop", "dgrad"):
+        assert tiles.scaling("weight", gemm).block == Block(32, 32) and tiles.scaling("weight", gemm).recipe == "mxfp8"
+    for role in ("input", "gradient"):
+        assert tiles.scaling(role, "wgrad") == Recipe("mxfp8").scaling(role, "wgrad")
+    for name in ("delayed", "tensorwise", "rowwise", "blockwise"):  # it means nothing to them
+        assert Recipe(name, weight_tiles=True).scaling("weight", "fprop") == Recipe(name).scaling("weight", "fprop")
+    with pytest.raises(fp8compile.OptionError, match="weight_tiles.*True or False"):
+        Recipe("mxfp8", weight_tiles="32x32")
+    chosen = Recipe("auto", weight_tiles=True).on(fp8compile.devices.catalog.find("b200").gpu)[0].recipe
+    assert chosen == tiles
+
+
+# -- a linear -------------------------------------------------------------------------------------------------------------
+
+
+def test_one_amax_and_one_read_for_both_layouts():
+    forward, backward = graphs(make(Mlp), noise(128, 128), recast_weights=False, **TILES)
+    assert blocks_of(forward).count([32, 32]) == 2 and [32, 32] not in blocks_of(backward)  # one a weight
+    plain, _ = graphs(make(Mlp), noise(128, 128), recast_weights=False, **{**TILES, "weight_tiles": False})
+    assert len(blocks_of(forward)) == len(blocks_of(plain)) - 1  # of the second weight: the first one has no dgrad
+    assert count(forward, ops.quantize_both) == count(plain, ops.quantize_both)
+
+
+def test_both_directions_multiply_the_same_values():
+    seen: list[tuple[Tensor, Tensor]] = []
+    kept = ops.block_product
+
+    def product(a: Tensor, b: Tensor, a_inv: Tensor, b_inv: Tensor, *rest: Any) -> Tensor:
+        if tuple(rest[-1]) == (32, 32):
+            seen.append((b, b_inv))
+        return kept(a, b, a_inv, b_inv, *rest)
+
+    model, x = make(lambda: nn.Linear(144, 272, bias=False)), noise(48, 144).requires_grad_()  # no multiples of 32
+    with mock.patch.object(ops, "block_product", product):
+        step = torch.compile(model, backend="fp8", options=TILES)
+        step(x).square().sum().backward()
+    (w8, inverse), (turned, inverse_turned) = seen
+    assert torch.equal(w8.view(torch.uint8), turned.view(torch.uint8).t()) and torch.equal(inverse, inverse_turned.t())
+    assert w8.shape == (272, 144) and inverse.shape == (9, 5)
+    values = ops.values(w8, inverse, torch.float32, [32, 32])
+    assert (values - model.weight).abs().max() <= model.weight.abs().max() / 16
+
+
+@pytest.mark.parametrize("options", [{}, {"cache_weights": True}, {"recast_weights": True}, {"save": "fp8"}], ids=str)
+@pytest.mark.parametrize("build", [lambda: Mlp(144, 272), lambda: Stack(*relus())], ids=["uneven", "relus"])
+def test_training_against_the_reference(build: Any, options: dict) -> None:
+    model = make(build)
+    width = next(model.parameters()).shape[1]
+    reference = {name: value for name, value in options.items() if name == "cache_weights"}
+    others = {name: value for name, value in options.items() if name not in reference}
+    pair = Pair(model, "mxfp8", weight_tiles=True, deep=width == 128, inductor=others, **reference)
+    for seed in range(3):
+        pair.step(noise(48, width, seed=seed))
+        pair.sgd(0.01)
+    pair.finish()
+
+
+@pytest.mark.parametrize("value", [0.0, float("inf"), float("nan")])
+def test_a_tile_of_one_number_spoils_no_other(value: float) -> None:
+    model, x = make(lambda: nn.Linear(128, 128, bias=False)), noise(32, 128).requires_grad_()
+    exact = model.weight.detach().clone()
+    with torch.no_grad():
+        model.weight[32:64, 96:] = value
+    y = torch.compile(model, backend="fp8", options=TILES)(x)
+    y[:, :32].sum().backward()
+    assert y[:, :32].isfinite().all() and y[:, 64:].isfinite().all() and y[:, 32:64].isfinite().all().item() is (value == 0.0)
+    with torch.no_grad():
+        others = [i for i in range(128) if not 32 <= i < 64]
+        error = (y - x @ exact.t())[:, others].norm() / (x @ exact.t())[:, others].norm()
+    assert error < 0.06 and model.weight.grad.isfinite().all()
+
+
+# -- experts --------------------------------------------------------------------------------------------------------------
+
+
+def of_experts(**options: Any) -> tuple[dict[str, Tensor], tuple[torch.fx.Graph, torch.fx.Graph]]:
+    model, x = Experts4(), tokens()
+    made = graphs(model, x, **{**TILES, **options})
+    return {**grads_of(model), "dx": x.grad}, (made[0], made[1])
+
+
+def test_one_copy_of_an_experts_weight_on_blackwell():
+    """Tensor cores of sm_100 read it along either dimension. Elsewhere, and with 1 x 32 blocks, there are two."""
+    expected, (forward, _) = of_experts(recast_weights=False)
+    assert count(forward, ops.quantize_both) >= 2
+    stacks = (4 * 256, 128), (4 * 128, 128)
+    sizes = {4 * 256 * 128, 4 * 128 * 128}
+    for key, copies in (("b200", 1), ("rtx5090", 2), ("h100", 2)):
+        got, (forward, backward) = of_experts(recast_weights=False, device=key)
+        assert got.keys() == expected.keys() and all(torch.equal(got[name], expected[name]) for name in got)
+        weights = [node for node in forward.find_nodes(op="call_function", target=ops.quantize)
+                   if tuple(node.meta["val"].shape) in stacks]
+        assert len(weights) == (2 if copies == 1 else 0), key
+        kept = [x.numel() for node in backward.find_nodes(op="placeholder")
+                if isinstance(x := node.meta["val"], Tensor) and x.dtype == E4M3]
+        assert sizes <= set(kept) and sum(size in sizes for size in kept) == 2, key  # either one: the copy that dgrad reads
+        assert count(backward, grouped.grouped_mm) == 4 and [32, 32] not in blocks_of(backward)
+
+
+def test_experts_that_are_cast_again():
+    expected, _ = of_experts(recast_weights=False)
+    got, (forward, backward) = of_experts(recast_weights=True, device="b200")
+    assert all(torch.equal(got[name], expected[name]) for name in expected)
+    kept = {x.numel() for node in backward.find_nodes(op="placeholder")
+            if isinstance(x := node.meta["val"], Tensor) and x.dtype == E4M3}
+    assert not kept & {4 * 256 * 128, 4 * 128 * 128}
+
+
+def test_cached_copies_of_experts_take_half_the_memory():
+    cached: list[int] = []
+    for key in ("b200", "h100"):
+        model = Experts4()
+        torch._dynamo.reset()
+        step = torch.compile(model, backend="fp8", options={**TILES, "cache_weights": True, "device": key})
+        with mock.patch.object(backend, "remarks", lambda matmuls, sharded, copies=0: cached.append(copies) or ()):
+            for seed in range(2):
+                step(tokens(seed)).sum().backward()
+    parameters = sum(p.numel() for p in model.parameters())
+    scales = 4 * parameters // 1024  # float32; for one layout, of which the other is a view
+    assert cached == [parameters + scales, 2 * parameters + scales]
+
+
+def test_checkpointed_experts():
+    from torch.utils.checkpoint import checkpoint
+
+    expected, _ = of_experts()
+    model, x = Experts4(), tokens()
+    torch._dynamo.reset()
+
+    def run(x: Tensor) -> Tensor:
+        return checkpoint(model, x, use_reentrant=False)
+
+    torch.compile(run, backend="fp8", options={**TILES, "device": "b200"})(x).sum().backward()
+    got = {**grads_of(model), "dx": x.grad}
+    assert all(torch.equal(got[name], expected[name]) for name in expected)
+
+
+def test_sides_that_are_no_multiples_of_32_stay_in_high_precision():
+    class Narrow(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Parameter(noise(2, 144, 128, dtype=torch.bfloat16))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.grouped_mm(x, self.up.transpose(1, 2), offs=torch.tensor([60, 128], dtype=torch.int32))
+
+    model = Narrow()
+    torch._dynamo.reset()
+    torch.compile(model, backend="fp8", options=TILES)(tokens()).sum().backward()
+    reasons = {record.reason for record in fp8compile.report(model).matmuls if record.gemm != "wgrad"}
+    assert reasons == {"not a multiple of 32: 144 x 128, the blocks of an expert's weight"}
