@@ -29,8 +29,9 @@ from .config.options import Options, parse
 from .config.recipe import BUILT_IN
 from .devices import catalog, formats, support
 from .devices.catalog import Device
-from .errors import CapacityExceeded, CopiesMissing, OptionError, ShardingError, StrictError
+from .errors import CapacityExceeded, CopiesMissing, FrozenFound, OptionError, ShardingError, StrictError
 from .ir import merged, ops, state_page
+from .ir.frozen import FrozenWeight
 from .ir.inputs import Inputs, capture
 from .ir.records import FP8, HIGH_PRECISION, Gatherable, GraphReport
 from .logs import get_logger, say_once
@@ -41,10 +42,11 @@ from .passes.remarks import remarks
 from .passes.whole_model import whole_kinds
 from .reporting.kept import brief as kept_in_fp8
 from .reporting.report import Report
-from .runtime import all_gather, forwards, probe
+from .runtime import all_gather, forwards, frozen, probe
 from .runtime.all_gather import Gathers
 from .runtime.calls import Calls, Interface
 from .runtime.compiled_graph import CompiledGraph
+from .runtime.frozen import Candidates
 from .runtime.halves import Halves
 from .runtime.inner import INDUCTOR, Inner
 from .runtime.ledger import LEDGER
@@ -119,6 +121,10 @@ def _compile(
     capacity = (guess, guess) if learning and chosen.policy.delayed and not inputs.inlined else None
     capacity = None if only == HIGH_PRECISION else capacity
     may_move = _cacheable(example_inputs, inputs, chosen) if learning and only is None else frozenset()
+    asked = learning and only is None and any(recipe.frozen == "fp8" for recipe in chosen.policy.possible)
+    may_freeze = frozen.candidates(gm, example_inputs, inputs) if asked else frozen.NONE
+    arrived = {i for i in inputs.parameters if isinstance(example_inputs[i], FrozenWeight)}
+    inputs = dataclasses.replace(inputs, frozen=frozenset({*arrived, *may_freeze.homes}))
 
     def compiled(phase: str, record: int | None = None) -> CompiledGraph:
         nonlocal capacity
@@ -126,13 +132,16 @@ def _compile(
         cache = Cache(may_move, (), first)
         while True:
             try:
-                return _compile_once(gm, example_inputs, inputs, chosen, inner, capacity, cache, phase, record)
+                return _compile_once(gm, example_inputs, inputs, chosen, inner, capacity, cache, may_freeze, phase, record)
             except CapacityExceeded as error:  # a weight is used many times: the error says how many slots it takes
                 capacity = (error.needed["forward"], max(1, error.needed["backward"]))
             except CopiesMissing as error:  # known behind the pass that casts weights
                 if cache.copies:
                     raise
                 cache = dataclasses.replace(cache, copies=error.copies)
+            except FrozenFound as error:  # the next trace of this frame reads them in FP8
+                frozen.freeze(error.found, may_freeze.homes, inputs.root)
+                raise compat.restart("frozen weights are kept in FP8 only") from None
 
     if only is not None:
         return compiled(only)
@@ -157,6 +166,7 @@ def _compile_once(
     inner: Inner,
     capacity: tuple[int, int] | None,
     cache: Cache,
+    may_freeze: Candidates,
     phase: str,
     record: int | None,
 ) -> CompiledGraph:
@@ -185,11 +195,13 @@ def _compile_once(
     def rewrite(graph: Graph) -> Rewritten:
         nonlocal record
         device = _description(chosen, graph)
-        done = run_joint(graph, inputs, policy, device, formats.fnuz(), capacity, observes, cache)
+        done = run_joint(graph, inputs, policy, device, formats.fnuz(), capacity, observes, cache, frozenset(may_freeze.homes))
         if not observes:
             gatherable.update(all_gather.of_graph(done.gatherable, sharded, partial(_complain, chosen)))
+            frozen.check(example_inputs, inputs, done.gatherable, partial(_complain, chosen))
         if phase == FP8:
             record = _report(done, inputs, chosen, device)
+            LEDGER.freezes(record, frozen.records(example_inputs, inputs, may_freeze.refused, done.gatherable))
         return done
 
     def keep(forward: GraphModule, backward: GraphModule, visible: int) -> None:

@@ -72,6 +72,7 @@ from .dynamo import (
     is_whole,
     other_code,
     outermost,
+    restart,
     root_modules,
     rows_vary,
     shown,

@@ -111,6 +111,13 @@ def shown(error: Exception) -> Exception:
     return made
 
 
+def restart(why: str) -> Exception:
+    """An exception for a backend to raise: Dynamo traces the frame again, with what the backend has changed."""
+    from torch._dynamo.exc import TensorifyScalarRestartAnalysis  # the one that backends raise; all others are errors of theirs
+
+    return TensorifyScalarRestartAnalysis(restart_reason=why)
+
+
 def is_of_backend(error: Exception) -> bool:
     """Did a compiler raise this error, rather than the code that it compiles?"""
     from torch._dynamo.exc import BackendCompilerFailed

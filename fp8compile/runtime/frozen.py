@@ -1,0 +1,229 @@
+"""Frozen weights that are kept in FP8 only, with `frozen="fp8"`: about 1 byte a parameter.
+
+The first training graph that reads a frozen weight says whether nothing but FP8 matmuls reads it, which cast it alike
+(`passes.gathered`). Such a weight becomes an `ir.frozen.FrozenWeight`: a parameter of the same module, with the same name, shape
+and dtype. Then Dynamo traces the forward again, and the graph reads the FP8 values themselves. So the first step reads them, and
+nothing is compiled twice.
+
+Where blocks are compiled one by one, one piece of code serves all blocks of a class. So what the graph of one block says holds
+for the same parameters of the others.
+
+A weight stays as it is, with the reason in the report, if it is tied, sharded, in no module of the model that is compiled, or
+read by anything but FP8 matmuls. `state_dict()` gives plain tensors, `load_state_dict` casts what it loads, `thaw` gives plain
+parameters back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from .. import compat
+from ..devices.formats import pick
+from ..ir.frozen import FrozenWeight, cast
+from ..ir.inputs import Inputs, plain
+from ..ir.records import FrozenRecord, Gatherable
+from ..logs import get_logger, say_once
+from .parameters import adopt
+from .state import unwrapped
+
+logger = get_logger(__name__)
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+_pretends = False
+
+
+class Home(NamedTuple):
+    """Where a parameter is: `module._parameters[name]`. `root` is the module whose forward the graph is, `whole` the outermost
+    one around it that is being called."""
+
+    module: nn.Module
+    name: str
+    root: nn.Module
+    whole: nn.Module
+
+
+class Candidates(NamedTuple):
+    """Frozen matrices among the inputs of a graph: those that may be kept in FP8 only, and why the others may not."""
+
+    homes: Mapping[int, Home]
+    refused: Mapping[int, str]
+
+
+NONE = Candidates({}, {})
+
+
+def candidates(gm: GraphModule, example_inputs: Sequence[Any], inputs: Inputs) -> Candidates:
+    """To be asked within the backend. What the graph says of them is not known yet."""
+    roots = compat.root_modules(gm)
+    places: dict[int, tuple[nn.Module, dict[int, list[tuple[nn.Module, str, str]]]]] = {}
+    for root in {id(root): root for root, _ in roots.values()}.values():
+        whole = compat.outermost(root)
+        known: dict[int, list[tuple[nn.Module, str, str]]] = {}
+        for path, module in whole.named_modules():
+            for name, parameter in module._parameters.items():
+                known.setdefault(id(parameter), []).append((module, name, plain(f"{path}.{name}".lstrip("."))))
+        places[id(root)] = whole, known
+    sharded = {id(read) for _, read in compat.sharded_pairs()}
+    cut = compat.uncut(gm) is not None
+    homes: dict[int, Home] = {}
+    refused: dict[int, str] = {}
+    for i in sorted(inputs.parameters):
+        parameter = example_inputs[i]
+        if parameter.requires_grad or parameter.dim() != 2 or isinstance(parameter, FrozenWeight):
+            continue
+        whole, known = places[id(roots[i][0])] if i in roots else (None, {})
+        found = known.get(id(parameter), [])
+        if id(parameter) in sharded:
+            refused[i] = "sharded by FSDP2"
+        elif type(parameter) is not nn.Parameter:
+            refused[i] = f"of another type: {type(parameter).__name__}"
+        elif parameter.dtype not in FLOATS:
+            refused[i] = f"dtype {str(parameter.dtype).removeprefix('torch.')}"
+        elif cut:
+            refused[i] = "DDP has cut the graph: set torch._dynamo.config.optimize_ddp = False"
+        elif not found or whole is None:
+            refused[i] = "no module of the compiled model has it"
+        elif len(found) > 1:
+            refused[i] = f"tied: {' and '.join(name for _, _, name in found)}"
+        else:
+            homes[i] = Home(*found[0][:2], roots[i][0], whole)
+    return Candidates(homes, refused)
+
+
+def freeze(found: Mapping[int, Gatherable], homes: Mapping[int, Home], of: str) -> None:
+    """Keep these parameters, and the same ones of modules of the same class, in FP8 only. `of`: the name of the graph."""
+    count = before = after = 0
+    for i, form in found.items():
+        for module, name in _alike(homes[i]):
+            was, now = _frozen(module, name, form)
+            count, before, after = count + 1, before + was, after + now
+    if _pretends:
+        return
+    said = "state_dict() and all other readers get the values that FP8 has left of them"
+    sizes = f"{after / 1e6:,.4g} MB in the place of {before / 1e6:,.4g}"
+    say_once(logger, logging.WARNING, f"fp8: {of}: {count} frozen weights are kept in FP8 only, {sizes}: {said}")
+
+
+def _alike(home: Home) -> Iterator[tuple[nn.Module, str]]:
+    """The home of a parameter, and those of the parameters that the compiled code of its root reads in modules like the root."""
+    parameter: Any = home.module._parameters[home.name]
+    yield home.module, home.name
+    path = next((path for path, module in home.root.named_modules() if module is home.module), None)
+    counts: dict[int, int] = {}
+    for module in home.whole.modules():
+        for other in module._parameters.values():
+            counts[id(other)] = counts.get(id(other), 0) + 1
+    for sibling in home.whole.modules():
+        if type(sibling) is not type(home.root) or sibling is home.root or path is None:
+            continue
+        owner = dict(sibling.named_modules()).get(path)
+        other = owner._parameters.get(home.name) if owner is not None else None
+        if type(other) is nn.Parameter and not other.requires_grad and counts[id(other)] == 1:
+            if (other.shape, other.dtype, other.device) == (parameter.shape, parameter.dtype, parameter.device):
+                yield owner, home.name  # type: ignore[misc]
+
+
+@torch.no_grad()
+def _frozen(module: nn.Module, name: str, form: Gatherable) -> tuple[int, int]:
+    """Replace one parameter; returns its bytes before and after."""
+    parameter: Any = module._parameters[name]
+    dtype, how = pick(False, form.fnuz).dtype, (form.block, form.margin, form.power_of_2)
+    if _pretends:
+        data, inv = torch.empty_like(parameter, dtype=dtype), _ones(parameter, form.block)
+    else:
+        data, inv = cast(parameter.detach(), dtype, *how)
+    _replace(module, name, nn.Parameter(FrozenWeight(data, inv, parameter.dtype, *how), requires_grad=False))
+    before = parameter.nbytes
+    if not _pretends:
+        module.register_state_dict_post_hook(_plain_entries) if _plain_entries not in module._state_dict_hooks.values() else None
+        if parameter.device.type != "cpu":  # Dynamo still holds it, as may an optimizer: not in the memory of the device
+            parameter.data = parameter.data.cpu()
+    return before, data.nbytes + inv.nbytes
+
+
+def _ones(parameter: Tensor, block: int) -> Tensor:
+    shape = [-(-size // block) for size in parameter.shape] if block else [1]
+    return torch.ones(shape, dtype=torch.float32, device=parameter.device)
+
+
+_OWN = frozenset({"data_", "inv_", "read", "block", "margin", "power_of_2", "_is_param"})
+
+
+def _replace(module: nn.Module, name: str, made: Any) -> None:
+    parameter: Any = module._parameters[name]
+    made.__dict__.update({key: value for key, value in parameter.__dict__.items() if key not in _OWN})
+    adopt(parameter, made)
+    module._parameters[name] = made
+
+
+def _plain_entries(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """A hook of `state_dict()`: plain tensors, unless `keep_vars` asks for the parameters themselves."""
+    for name, parameter in module._parameters.items():
+        entry = state.get(f"{prefix}{name}")
+        if isinstance(entry, FrozenWeight) and entry is not parameter:
+            state[f"{prefix}{name}"] = entry.dequantized()
+
+
+@torch.no_grad()
+def thaw(model: nn.Module) -> None:
+    """Give the weights of a model that are kept in FP8 only (`frozen="fp8"`) back as plain parameters of their own dtype, with
+    the values that FP8 has left of them. To be called before anything that writes to them or trains them: a merge of adapters,
+    `requires_grad_()`, `model.to()` another dtype or device.
+
+    A further training call of a model that was compiled with `frozen="fp8"` keeps what is still frozen in FP8 only again.
+    TypeError if `model` is no module.
+    """
+    made: dict[int, nn.Parameter] = {}
+    for module in unwrapped(model).modules():
+        for name, parameter in module._parameters.items():
+            if isinstance(parameter, FrozenWeight):
+                again = made.setdefault(id(parameter), nn.Parameter(parameter.dequantized(), requires_grad=False))
+                _replace(module, name, again)
+
+
+def records(
+    example_inputs: Sequence[Any], inputs: Inputs, refused: Mapping[int, str], verdicts: Mapping[int, Gatherable]
+) -> tuple[FrozenRecord, ...]:
+    """What a report says of the frozen matrices of a training graph, where some are kept in FP8 only, or were asked to be."""
+    found = []
+    for i in sorted(inputs.parameters):
+        parameter, verdict = example_inputs[i], verdicts.get(i)
+        reason = refused.get(i) or (verdict.reason if verdict is not None else "")
+        if isinstance(parameter, FrozenWeight):
+            before = parameter.numel() * parameter.dtype.itemsize
+            found.append(FrozenRecord(inputs.names[i], before, parameter.nbytes))
+        elif reason and not parameter.requires_grad and parameter.dim() == 2:
+            found.append(FrozenRecord(inputs.names[i], parameter.nbytes, parameter.nbytes, reason))
+    return tuple(found)
+
+
+def check(
+    example_inputs: Sequence[Any], inputs: Inputs, verdicts: Mapping[int, Gatherable], complain: Callable[[str], None]
+) -> None:
+    """Complain of a training graph that reads a weight that is kept in FP8 only otherwise than it was cast."""
+    for i in inputs.frozen:
+        parameter, verdict = example_inputs[i], verdicts.get(i)
+        if not isinstance(parameter, FrozenWeight) or verdict is None:
+            continue
+        other = "cast with other blocks" if not verdict.reason and verdict.block != parameter.block else ""
+        if reason := verdict.reason or other:
+            what = f"{inputs.names[i]} is kept in FP8 only (frozen='fp8'), and here"
+            complain(f"{what} {reason}: it has the values that FP8 has left of it; fp8compile.thaw(model) gives plain parameters")
+
+
+@contextlib.contextmanager
+def set_aside() -> Iterator[None]:
+    """Inside, nothing is cast: a weight that would be kept in FP8 has memory that nobody has written."""
+    global _pretends
+    before, _pretends = _pretends, True
+    try:
+        yield
+    finally:
+        _pretends = before
