@@ -33,7 +33,7 @@ from .errors import CapacityExceeded, CopiesMissing, FrozenFound, OptionError, S
 from .ir import merged, ops, state_page
 from .ir.frozen import FrozenWeight
 from .ir.inputs import Inputs, capture
-from .ir.records import FP8, HIGH_PRECISION, Gatherable, GraphReport
+from .ir.records import FP8, HIGH_PRECISION, FrozenRecord, Gatherable, GraphReport
 from .logs import get_logger, say_once
 from .passes import legality
 from .passes.hoist import Cache
@@ -200,8 +200,8 @@ def _compile_once(
             gatherable.update(all_gather.of_graph(done.gatherable, sharded, partial(_complain, chosen)))
             frozen.check(example_inputs, inputs, done.gatherable, partial(_complain, chosen))
         if phase == FP8:
-            record = _report(done, inputs, chosen, device)
-            LEDGER.freezes(record, frozen.records(example_inputs, inputs, may_freeze.refused, done.gatherable))
+            stored = frozen.records(example_inputs, inputs, may_freeze, done.gatherable)
+            record = _report(done, inputs, chosen, device, stored)
         return done
 
     def keep(forward: GraphModule, backward: GraphModule, visible: int) -> None:
@@ -268,18 +268,23 @@ def _description(chosen: Options, graph: Graph) -> Device | None:
     return next((found for device in used if (found := catalog.of(device)) is not None), None)
 
 
-def _report(done: Rewritten, inputs: Inputs, chosen: Options, device: Device | None) -> int:
-    """Add a graph to the ledger, and log its summary in a line. Complain if no matmul became FP8, or if a rule of the policy
+def _report(
+    done: Rewritten, inputs: Inputs, chosen: Options, device: Device | None, weights: tuple[FrozenRecord, ...]
+) -> int:
+    """Add a graph to the ledger, and log its summary in a line. `weights`: the frozen ones, where some are in FP8 only. Complain if no matmul became FP8, or if a rule of the policy
     decides nothing: StrictError with `strict`, else a warning. Returns the graph's index in the ledger."""
     training = inputs.training and not done.inference
     name = f"{inputs.root}, {'training' if training else 'evaluation'}"
     why = "inference" if inputs.training else "the model is in eval mode"
     how = "FP8, scaled by current amaxes" if chosen.policy.eval == "fp8" else "high precision"
     note = "" if training else f"compiled in {how}: {why}"
+    if not training and chosen.policy.eval != "fp8" and (stored := sum(not weight.reason for weight in weights)):
+        note += f"; {stored} frozen weights have the values that FP8 has left of them"
     records = tuple(matmul.record() for matmul in done.matmuls)
     described = device.name if device else ""
     notes = remarks(done.matmuls, inputs.resharded, done.hoisted.bytes if done.hoisted is not None else 0) if training else ()
-    index = LEDGER.add(GraphReport(0, name, records, done.opaque, note, done.edges, described, notes, done.collectives))
+    made = GraphReport(0, name, records, done.opaque, note, done.edges, described, notes, done.collectives, (), weights)
+    index = LEDGER.add(made)
     report = Report([LEDGER.graph(index)])
     if not training:
         logger.info("fp8: %s: %s", name, note)

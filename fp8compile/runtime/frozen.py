@@ -50,13 +50,15 @@ class Home(NamedTuple):
 
 
 class Candidates(NamedTuple):
-    """Frozen matrices among the inputs of a graph: those that may be kept in FP8 only, and why the others may not."""
+    """Frozen matrices among the inputs of a graph: those that may be kept in FP8 only, and why the others may not. `asked`: some
+    rule asks for it."""
 
     homes: Mapping[int, Home]
     refused: Mapping[int, str]
+    asked: bool = True
 
 
-NONE = Candidates({}, {})
+NONE = Candidates({}, {}, False)
 
 
 def candidates(gm: GraphModule, example_inputs: Sequence[Any], inputs: Inputs) -> Candidates:
@@ -189,17 +191,17 @@ def thaw(model: nn.Module) -> None:
 
 
 def records(
-    example_inputs: Sequence[Any], inputs: Inputs, refused: Mapping[int, str], verdicts: Mapping[int, Gatherable]
+    example_inputs: Sequence[Any], inputs: Inputs, known: Candidates, verdicts: Mapping[int, Gatherable]
 ) -> tuple[FrozenRecord, ...]:
     """What a report says of the frozen matrices of a training graph, where some are kept in FP8 only, or were asked to be."""
     found = []
     for i in sorted(inputs.parameters):
         parameter, verdict = example_inputs[i], verdicts.get(i)
-        reason = refused.get(i) or (verdict.reason if verdict is not None else "")
+        reason = known.refused.get(i) or (verdict.reason if verdict is not None else "")
         if isinstance(parameter, FrozenWeight):
             before = parameter.numel() * parameter.dtype.itemsize
             found.append(FrozenRecord(inputs.names[i], before, parameter.nbytes))
-        elif reason and not parameter.requires_grad and parameter.dim() == 2:
+        elif known.asked and reason and not parameter.requires_grad and parameter.dim() == 2:
             found.append(FrozenRecord(inputs.names[i], parameter.nbytes, parameter.nbytes, reason))
     return tuple(found)
 

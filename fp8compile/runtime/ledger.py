@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from ..ir.records import FrozenRecord, GraphReport, KeptRecord
+from ..ir.records import GraphReport, KeptRecord
 from .parameters import all_records, record_of
 
 if TYPE_CHECKING:
@@ -37,12 +37,6 @@ class Ledger:
         with self._lock:
             if index in self._graphs:
                 self._graphs[index] = dataclasses.replace(self._graphs[index], kept=kept)
-
-    def freezes(self, index: int, frozen: tuple[FrozenRecord, ...]) -> None:
-        """Record which frozen weights of graph `index` are kept in FP8 only. An index that clear() has dropped is ignored."""
-        with self._lock:
-            if index in self._graphs:
-                self._graphs[index] = dataclasses.replace(self._graphs[index], frozen=frozen)
 
     def graph(self, index: int) -> GraphReport:
         """One graph. KeyError if clear() has dropped it."""
