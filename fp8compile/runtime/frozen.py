@@ -6,7 +6,7 @@ and dtype. Then Dynamo traces the forward again, and the graph reads the FP8 val
 nothing is compiled twice.
 
 Where blocks are compiled one by one, one piece of code serves all blocks of a class. So what the graph of one block says holds
-for the same parameters of the others.
+for the same parameters of the others that are compiled so.
 
 A weight stays as it is, with the reason in the report, if it is tied, sharded, in no module of the model that is compiled, or
 read by anything but FP8 matmuls. `state_dict()` gives plain tensors, `load_state_dict` casts what it loads, `thaw` gives plain
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -84,12 +85,12 @@ def candidates(gm: GraphModule, example_inputs: Sequence[Any], inputs: Inputs) -
         found = known.get(id(parameter), [])
         if id(parameter) in sharded:
             refused[i] = "sharded by FSDP2"
+        elif cut:
+            refused[i] = "DDP has cut the graph: set torch._dynamo.config.optimize_ddp = False"
         elif type(parameter) is not nn.Parameter:
             refused[i] = f"of another type: {type(parameter).__name__}"
         elif parameter.dtype not in FLOATS:
             refused[i] = f"dtype {str(parameter.dtype).removeprefix('torch.')}"
-        elif cut:
-            refused[i] = "DDP has cut the graph: set torch._dynamo.config.optimize_ddp = False"
         elif not found or whole is None:
             refused[i] = "no module of the compiled model has it"
         elif len(found) > 1:
@@ -118,18 +119,34 @@ def _alike(home: Home) -> Iterator[tuple[nn.Module, str]]:
     parameter: Any = home.module._parameters[home.name]
     yield home.module, home.name
     path = next((path for path, module in home.root.named_modules() if module is home.module), None)
-    counts: dict[int, int] = {}
-    for module in home.whole.modules():
-        for other in module._parameters.values():
-            counts[id(other)] = counts.get(id(other), 0) + 1
-    for sibling in home.whole.modules():
-        if type(sibling) is not type(home.root) or sibling is home.root or path is None:
-            continue
+    siblings = [x for x in home.whole.modules() if type(x) is type(home.root) and x is not home.root]
+    if path is None or not siblings:
+        return
+    by = dict(_compiled_by(home.whole, None))
+    counts = Counter(id(other) for module in home.whole.modules() for other in module._parameters.values())
+    for sibling in siblings:
+        mine, theirs = by[home.root], by[sibling]
+        own = (_wraps(mine, home.root), _wraps(theirs, sibling))
+        if not (all(own) and type(mine) is type(theirs) if any(own) else mine is theirs is not None):
+            continue  # compiled in another way, or not at all
         owner = dict(sibling.named_modules()).get(path)
         other = owner._parameters.get(home.name) if owner is not None else None
         if type(other) is nn.Parameter and not other.requires_grad and counts[id(other)] == 1:
             if (other.shape, other.dtype, other.device) == (parameter.shape, parameter.dtype, parameter.device):
                 yield owner, home.name  # type: ignore[misc]
+
+
+def _compiled_by(module: nn.Module, by: nn.Module | None) -> Iterator[tuple[nn.Module, nn.Module | None]]:
+    """Each module with the innermost one, itself or around it, that torch.compile has compiled."""
+    by = module if compat.is_compiled_itself(module) else by
+    yield module, by
+    for child in module.children():
+        yield from _compiled_by(child, by)
+
+
+def _wraps(by: nn.Module | None, module: nn.Module) -> bool:
+    """Is a module compiled by itself?"""
+    return by is module or (by is not None and getattr(by, "_orig_mod", None) is module)
 
 
 @torch.no_grad()
