@@ -93,7 +93,7 @@ def fp8(
             return compat.compile_fx(gm, example_inputs, inner.compile, _lowering(chosen))
         _check_encoding(inputs.devices, chosen)
         inputs = dataclasses.replace(inputs, kinds=whole_kinds(gm))
-        return _compile(gm, list(example_inputs), inputs, chosen, inner, phase)
+        return _compile(gm, example_inputs, inputs, chosen, inner, phase)
     except (OptionError, ShardingError, StrictError) as error:
         raise compat.shown(error) from None
 
@@ -112,8 +112,9 @@ fp8.reset = _reset  # type: ignore[attr-defined]  # torch._dynamo.reset() calls 
 
 
 def _compile(
-    gm: GraphModule, example_inputs: list[Any], inputs: Inputs, chosen: Options, inner: Inner, only: str | None
+    gm: GraphModule, given: Sequence[Any], inputs: Inputs, chosen: Options, inner: Inner, only: str | None
 ) -> Callable:
+    example_inputs = list(given)
     learning = inputs.training and inputs.grad and bool(inputs.weights)
     if inputs.inlined and learning and chosen.policy.delayed:
         say_once(logger, logging.WARNING, f"fp8: {INLINED}")
@@ -131,6 +132,7 @@ def _compile(
         first = len(inputs.names) + (2 if capacity is not None else 0)
         cache = Cache(may_move, (), first)
         while True:
+            found: Mapping[int, Gatherable] = {}
             try:
                 return _compile_once(gm, example_inputs, inputs, chosen, inner, capacity, cache, may_freeze, phase, record)
             except CapacityExceeded as error:  # a weight is used many times: the error says how many slots it takes
@@ -139,9 +141,12 @@ def _compile(
                 if cache.copies:
                     raise
                 cache = dataclasses.replace(cache, copies=error.copies)
-            except FrozenFound as error:  # the next trace of this frame reads them in FP8
-                frozen.freeze(error.found, may_freeze.homes, inputs.root)
-                raise compat.restart("frozen weights are kept in FP8 only") from None
+            except FrozenFound as error:
+                found = error.found
+            if found:  # behind the handler, because the error holds the weights; the next trace of this frame reads them in FP8
+                example_inputs.clear()
+                frozen.freeze(found, may_freeze.homes, given, inputs.root)
+                raise compat.restart("frozen weights are kept in FP8 only")
 
     if only is not None:
         return compiled(only)
@@ -271,8 +276,9 @@ def _description(chosen: Options, graph: Graph) -> Device | None:
 def _report(
     done: Rewritten, inputs: Inputs, chosen: Options, device: Device | None, weights: tuple[FrozenRecord, ...]
 ) -> int:
-    """Add a graph to the ledger, and log its summary in a line. `weights`: the frozen ones, where some are in FP8 only. Complain if no matmul became FP8, or if a rule of the policy
-    decides nothing: StrictError with `strict`, else a warning. Returns the graph's index in the ledger."""
+    """Add a graph to the ledger, and log its summary in a line. Complain if no matmul became FP8, or if a rule of the policy
+    decides nothing: StrictError with `strict`, else a warning. `weights`: the frozen ones, where some are kept in FP8 only.
+    Returns the graph's index in the ledger."""
     training = inputs.training and not done.inference
     name = f"{inputs.root}, {'training' if training else 'evaluation'}"
     why = "inference" if inputs.training else "the model is in eval mode"

@@ -70,6 +70,7 @@ from .dynamo import (
     is_part,
     is_tangent,
     is_whole,
+    let_go,
     other_code,
     outermost,
     restart,

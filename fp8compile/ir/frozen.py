@@ -87,7 +87,7 @@ class FrozenWeight(GatheredWeight):
         return self
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         first = args[0] if args else None
         if isinstance(first, FrozenWeight):
@@ -97,9 +97,9 @@ class FrozenWeight(GatheredWeight):
                 return first._like(first.data_.clone(), first.inv_.clone())
             if func is aten.copy_.default:
                 return first._take(args[1])
-        given = zip(func._schema.arguments, args, strict=False)
-        written = [x for argument, x in given if _is_written(argument)]
-        written += [kwargs[argument.name] for argument in func._schema.arguments if _is_written(argument) and argument.name in kwargs]
+        given = list(zip(func._schema.arguments, args, strict=False))
+        given = [*given, *((argument, kwargs.get(argument.name)) for argument in func._schema.arguments)]
+        written = [x for argument, x in given if argument.alias_info is not None and argument.alias_info.is_write]
         if any(isinstance(x, FrozenWeight) for x in pytree.tree_leaves(written)):
             raise Fp8CompileError(f"{func} would write to a weight that is kept in FP8 only (frozen='fp8'): {FIX}")
 
@@ -113,7 +113,7 @@ class FrozenWeight(GatheredWeight):
 
 
 def _set_requires_grad(weight: FrozenWeight, requires_grad: bool) -> None:
-    if requires_grad and getattr(weight, "_is_param", False):
+    if requires_grad:
         raise Fp8CompileError(f"a weight that is kept in FP8 only (frozen='fp8') cannot train: {FIX}")
     _REQUIRES_GRAD.__set__(weight, requires_grad)
 
@@ -121,18 +121,15 @@ def _set_requires_grad(weight: FrozenWeight, requires_grad: bool) -> None:
 def _set_data(weight: FrozenWeight, values: Tensor) -> None:
     """Torch would take the new memory, and we would go on with the FP8 values. Only what changes nothing is let through:
     `Module.to` writes back what it has read."""
-    same = (values.shape, values.dtype, values.device) == (weight.shape, weight.dtype, weight.device)
-    if not same or isinstance(values, FrozenWeight) or not torch.equal(values, weight.dequantized()):
+    alike = (values.shape, values.dtype, values.device) == (weight.shape, weight.dtype, weight.device)
+    if not alike or isinstance(values, FrozenWeight) or not torch.equal(values, weight.dequantized()):
         raise Fp8CompileError(f"other values, dtype or device for a weight that is kept in FP8 only (frozen='fp8'): {FIX}")
 
 
-_REQUIRES_GRAD, _DATA = torch._C.TensorBase.requires_grad, torch._C.TensorBase.data
-FrozenWeight.requires_grad = property(_REQUIRES_GRAD.__get__, _set_requires_grad)  # type: ignore[assignment, method-assign]
-FrozenWeight.data = property(_DATA.__get__, _set_data)  # type: ignore[assignment, method-assign]
-
-
-def _is_written(argument: Any) -> bool:
-    return argument.alias_info is not None and argument.alias_info.is_write
+_REQUIRES_GRAD: Any = Tensor.requires_grad
+_DATA: Any = Tensor.data
+FrozenWeight.requires_grad = property(_REQUIRES_GRAD.__get__, _set_requires_grad)  # type: ignore[assignment]
+FrozenWeight.data = property(_DATA.__get__, _set_data)  # type: ignore[assignment]
 
 
 def _changed(name: str) -> Any:

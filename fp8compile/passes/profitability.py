@@ -120,9 +120,9 @@ class Base:
 
 @dataclass(eq=False)
 class Cast:
-    """The FP8 copies of a tensor under one `Scaling` (its recipe), and who reads them in which layout. `gathered`: the plain copy
-    is there (FSDP2 has gathered it, or a frozen weight is kept so), so nothing is cast. `kept`: both copies come from an earlier call (`cache_weights`), and cost
-    nothing, as if gradients were accumulated over very many micro-batches."""
+    """The FP8 copies of a tensor under one `Scaling` (its recipe), and who reads them in which layout. `gathered`: the plain
+    copy is there (FSDP2 has gathered it, or a frozen weight is kept so), so nothing is cast. `kept`: both copies come from an
+    earlier call (`cache_weights`), and cost nothing, as if gradients were accumulated over very many micro-batches."""
 
     base: Base
     recipe: str

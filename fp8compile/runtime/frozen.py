@@ -1,9 +1,9 @@
 """Frozen weights that are kept in FP8 only, with `frozen="fp8"`: about 1 byte a parameter.
 
 The first training graph that reads a frozen weight says whether nothing but FP8 matmuls reads it, which cast it alike
-(`passes.gathered`). Such a weight becomes an `ir.frozen.FrozenWeight`: a parameter of the same module, with the same name, shape
-and dtype. Then Dynamo traces the forward again, and the graph reads the FP8 values themselves. So the first step reads them, and
-nothing is compiled twice.
+(`passes.gathered`). Such a weight becomes an `ir.frozen.FrozenWeight`: a parameter of the same module, with the same name,
+shape and dtype. Then Dynamo traces the forward again, and the graph reads the FP8 values themselves. So the first step reads
+them already, and nothing is compiled twice.
 
 Where blocks are compiled one by one, one piece of code serves all blocks of a class. So what the graph of one block says holds
 for the same parameters of the others that are compiled so.
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -38,6 +39,7 @@ logger = get_logger(__name__)
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _pretends = False
+_hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules whose `state_dict()` has our hook
 
 
 class Home(NamedTuple):
@@ -51,8 +53,8 @@ class Home(NamedTuple):
 
 
 class Candidates(NamedTuple):
-    """Frozen matrices among the inputs of a graph: those that may be kept in FP8 only, and why the others may not. `asked`: some
-    rule asks for it."""
+    """Frozen matrices among the inputs of a graph: those that may be kept in FP8 only, and why the others may not. `asked`:
+    some rule asks for it."""
 
     homes: Mapping[int, Home]
     refused: Mapping[int, str]
@@ -81,7 +83,7 @@ def candidates(gm: GraphModule, example_inputs: Sequence[Any], inputs: Inputs) -
         parameter = example_inputs[i]
         if parameter.requires_grad or parameter.dim() != 2 or isinstance(parameter, FrozenWeight):
             continue
-        whole, known = places[id(roots[i][0])] if i in roots else (None, {})
+        known = places[id(roots[i][0])][1] if i in roots else {}
         found = known.get(id(parameter), [])
         if id(parameter) in sharded:
             refused[i] = "sharded by FSDP2"
@@ -91,32 +93,40 @@ def candidates(gm: GraphModule, example_inputs: Sequence[Any], inputs: Inputs) -
             refused[i] = f"of another type: {type(parameter).__name__}"
         elif parameter.dtype not in FLOATS:
             refused[i] = f"dtype {str(parameter.dtype).removeprefix('torch.')}"
-        elif not found or whole is None:
+        elif not found:
             refused[i] = "no module of the compiled model has it"
         elif len(found) > 1:
             refused[i] = f"tied: {' and '.join(name for _, _, name in found)}"
         else:
-            homes[i] = Home(*found[0][:2], roots[i][0], whole)
+            homes[i] = Home(*found[0][:2], roots[i][0], places[id(roots[i][0])][0])
     return Candidates(homes, refused)
 
 
-def freeze(found: Mapping[int, Gatherable], homes: Mapping[int, Home], of: str) -> None:
-    """Keep these parameters, and the same ones of modules of the same class, in FP8 only. `of`: the name of the graph."""
-    count = before = after = 0
+def freeze(found: Mapping[int, Gatherable], homes: Mapping[int, Home], example_inputs: Sequence[Any], of: str) -> None:
+    """Keep these parameters, and the same ones of modules of the same class, in FP8 only. The memory of each is free before the
+    next one is cast, unless somebody else holds it. `example_inputs`: those that Dynamo gave. `of`: the name of the graph."""
+    count = before = after = held = 0
+    compat.let_go(example_inputs, found)
     for i, form in found.items():
         for module, name in _alike(homes[i]):
+            old = weakref.ref(module._parameters[name])  # type: ignore[arg-type]
             was, now = _frozen(module, name, form)
             count, before, after = count + 1, before + was, after + now
+            held += was if old() is not None else 0
     if _pretends:
         return
     said = "state_dict() and all other readers get the values that FP8 has left of them"
     sizes = f"{after / 1e6:,.4g} MB in the place of {before / 1e6:,.4g}"
+    if held:
+        said += f". {held / 1e6:,.4g} MB are not free: something holds the old parameters. Give an optimizer only what trains"
     say_once(logger, logging.WARNING, f"fp8: {of}: {count} frozen weights are kept in FP8 only, {sizes}: {said}")
 
 
 def _alike(home: Home) -> Iterator[tuple[nn.Module, str]]:
-    """The home of a parameter, and those of the parameters that the compiled code of its root reads in modules like the root."""
+    """The home of a parameter, and those of the parameters that the compiled code of its root reads for modules like it."""
     parameter: Any = home.module._parameters[home.name]
+    alike = parameter.shape, parameter.dtype, parameter.device
+    del parameter  # its memory is to be free behind the first one
     yield home.module, home.name
     path = next((path for path, module in home.root.named_modules() if module is home.module), None)
     siblings = [x for x in home.whole.modules() if type(x) is type(home.root) and x is not home.root]
@@ -132,7 +142,8 @@ def _alike(home: Home) -> Iterator[tuple[nn.Module, str]]:
         owner = dict(sibling.named_modules()).get(path)
         other = owner._parameters.get(home.name) if owner is not None else None
         if type(other) is nn.Parameter and not other.requires_grad and counts[id(other)] == 1:
-            if (other.shape, other.dtype, other.device) == (parameter.shape, parameter.dtype, parameter.device):
+            if (other.shape, other.dtype, other.device) == alike:
+                del other
                 yield owner, home.name  # type: ignore[misc]
 
 
@@ -161,9 +172,9 @@ def _frozen(module: nn.Module, name: str, form: Gatherable) -> tuple[int, int]:
     _replace(module, name, nn.Parameter(FrozenWeight(data, inv, parameter.dtype, *how), requires_grad=False))
     before = parameter.nbytes
     if not _pretends:
-        module.register_state_dict_post_hook(_plain_entries) if _plain_entries not in module._state_dict_hooks.values() else None
-        if parameter.device.type != "cpu":  # Dynamo still holds it, as may an optimizer: not in the memory of the device
-            parameter.data = parameter.data.cpu()
+        if module not in _hooked:
+            _hooked.add(module)
+            module.register_state_dict_post_hook(_plain_entries)
     return before, data.nbytes + inv.nbytes
 
 
@@ -233,8 +244,8 @@ def check(
             continue
         other = "cast with other blocks" if not verdict.reason and verdict.block != parameter.block else ""
         if reason := verdict.reason or other:
-            what = f"{inputs.names[i]} is kept in FP8 only (frozen='fp8'), and here"
-            complain(f"{what} {reason}: it has the values that FP8 has left of it; fp8compile.thaw(model) gives plain parameters")
+            what = f"{inputs.names[i]} is kept in FP8 only (frozen='fp8'), and here {reason}"
+            complain(f"{what}: it has the values that FP8 has left. A rule with frozen = 'high_precision' keeps all of them")
 
 
 @contextlib.contextmanager

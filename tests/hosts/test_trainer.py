@@ -212,7 +212,8 @@ def test_peft_on_a_base_in_fp8_only(tmp_path: Path) -> None:
     kinds = {x.parameter: not x.reason for graph in fp8compile.report(model).graphs for x in graph.frozen}
     assert {name.removesuffix(".weight").removesuffix(".base_layer") for name in kinds if kinds[name]} == LINEARS
     assert {name for name, stored in kinds.items() if not stored} == {"model.embed_tokens.weight", "lm_head.weight"}
-    files = [load_file(tmp_path / frozen / "checkpoint-2" / "adapter_model.safetensors") for frozen in ("high_precision", "fp8")]
+    folders = [tmp_path / frozen / "checkpoint-2" for frozen in ("high_precision", "fp8")]
+    files = [load_file(folder / "adapter_model.safetensors") for folder in folders]
     assert files[0].keys() == files[1].keys() and all(torch.equal(x, files[1][name]) for name, x in files[0].items())
     for safe in (False, True):
         with pytest.raises(fp8compile.Fp8CompileError, match="thaw"):
