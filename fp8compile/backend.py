@@ -31,7 +31,6 @@ from .devices import catalog, formats, support
 from .devices.catalog import Device
 from .errors import CapacityExceeded, CopiesMissing, FrozenFound, OptionError, ShardingError, StrictError
 from .ir import merged, ops, state_page
-from .ir.frozen import FrozenWeight
 from .ir.inputs import Inputs, capture
 from .ir.records import FP8, HIGH_PRECISION, FrozenRecord, Gatherable, GraphReport
 from .logs import get_logger, say_once
@@ -123,9 +122,8 @@ def _compile(
     capacity = None if only == HIGH_PRECISION else capacity
     may_move = _cacheable(example_inputs, inputs, chosen) if learning and only is None else frozenset()
     asked = learning and only is None and any(recipe.frozen == "fp8" for recipe in chosen.policy.possible)
-    may_freeze = frozen.candidates(gm, example_inputs, inputs) if asked else frozen.NONE
-    arrived = {i for i in inputs.parameters if isinstance(example_inputs[i], FrozenWeight)}
-    inputs = dataclasses.replace(inputs, frozen=frozenset({*arrived, *may_freeze.homes}))
+    candidates, homes = frozen.candidates(gm, example_inputs, inputs, asked)
+    inputs = dataclasses.replace(inputs, frozen=candidates.stored | candidates.possible)
 
     def compiled(phase: str, record: int | None = None) -> CompiledGraph:
         nonlocal capacity
@@ -134,7 +132,7 @@ def _compile(
         while True:
             found: Mapping[int, Gatherable] = {}
             try:
-                return _compile_once(gm, example_inputs, inputs, chosen, inner, capacity, cache, may_freeze, phase, record)
+                return _compile_once(gm, example_inputs, inputs, chosen, inner, capacity, cache, candidates, phase, record)
             except CapacityExceeded as error:  # a weight is used many times: the error says how many slots it takes
                 capacity = (error.needed["forward"], max(1, error.needed["backward"]))
             except CopiesMissing as error:  # known behind the pass that casts weights
@@ -145,7 +143,7 @@ def _compile(
                 found = error.found
             if found:  # behind the handler, because the error holds the weights; the next trace of this frame reads them in FP8
                 example_inputs.clear()
-                frozen.freeze(found, may_freeze.homes, given, inputs.root)
+                frozen.freeze(found, homes, given, inputs.root)
                 raise compat.restart("frozen weights are kept in FP8 only")
 
     if only is not None:
@@ -171,7 +169,7 @@ def _compile_once(
     inner: Inner,
     capacity: tuple[int, int] | None,
     cache: Cache,
-    may_freeze: Candidates,
+    candidates: Candidates,
     phase: str,
     record: int | None,
 ) -> CompiledGraph:
@@ -200,13 +198,12 @@ def _compile_once(
     def rewrite(graph: Graph) -> Rewritten:
         nonlocal record
         device = _description(chosen, graph)
-        done = run_joint(graph, inputs, policy, device, formats.fnuz(), capacity, observes, cache, frozenset(may_freeze.homes))
+        done = run_joint(graph, inputs, policy, device, formats.fnuz(), capacity, observes, cache, candidates.possible)
         if not observes:
             gatherable.update(all_gather.of_graph(done.gatherable, sharded, partial(_complain, chosen)))
-            frozen.check(example_inputs, inputs, done.gatherable, partial(_complain, chosen))
+            frozen.check(inputs, candidates, done.gatherable, partial(_complain, chosen))
         if phase == FP8:
-            stored = frozen.records(example_inputs, inputs, may_freeze, done.gatherable)
-            record = _report(done, inputs, chosen, device, stored)
+            record = _report(done, inputs, chosen, device, frozen.records(inputs, candidates, done.gatherable))
         return done
 
     def keep(forward: GraphModule, backward: GraphModule, visible: int) -> None:

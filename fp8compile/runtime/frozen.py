@@ -37,6 +37,8 @@ from .state import unwrapped
 
 logger = get_logger(__name__)
 
+SHARDED = "sharded by FSDP2"
+CUT = "DDP has cut the graph (torch._dynamo.config.optimize_ddp = False keeps it whole)"
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _pretends = False
 _hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules whose `state_dict()` has our hook
@@ -52,20 +54,36 @@ class Home(NamedTuple):
     whole: nn.Module
 
 
+class Matrix(NamedTuple):
+    """A frozen matrix. `block`: that of its scales, if it is kept in FP8 only. `before`: its bytes without that."""
+
+    before: int
+    bytes: int
+    block: int | None
+
+
 class Candidates(NamedTuple):
-    """Frozen matrices among the inputs of a graph: those that may be kept in FP8 only, and why the others may not. `asked`:
-    some rule asks for it."""
+    """The frozen `matrices` among the inputs of a graph. `possible`: those that may be kept in FP8 only; `refused`: why others
+    may not. `asked`: some rule asks for it. Holds no tensor and no module: it lives as long as the compiled code."""
 
-    homes: Mapping[int, Home]
-    refused: Mapping[int, str]
-    asked: bool = True
+    matrices: Mapping[int, Matrix]
+    possible: frozenset[int] = frozenset()
+    refused: Mapping[int, str] = {}
+    asked: bool = False
+
+    @property
+    def stored(self) -> frozenset[int]:
+        """Those that are kept in FP8 only."""
+        return frozenset(i for i, matrix in self.matrices.items() if matrix.block is not None)
 
 
-NONE = Candidates({}, {}, False)
-
-
-def candidates(gm: GraphModule, example_inputs: Sequence[Any], inputs: Inputs) -> Candidates:
-    """To be asked within the backend. What the graph says of them is not known yet."""
+def candidates(
+    gm: GraphModule, example_inputs: Sequence[Any], inputs: Inputs, asked: bool
+) -> tuple[Candidates, Mapping[int, Home]]:
+    """To be asked within the backend. What the graph says of them is not known yet. And where the possible ones live."""
+    matrices = {i: _matrix(x) for i in sorted(inputs.parameters) if (x := example_inputs[i]).dim() == 2 and not x.requires_grad}
+    if not asked:
+        return Candidates(matrices), {}
     roots = compat.root_modules(gm)
     places: dict[int, tuple[nn.Module, dict[int, list[tuple[nn.Module, str, str]]]]] = {}
     for root in {id(root): root for root, _ in roots.values()}.values():
@@ -79,16 +97,14 @@ def candidates(gm: GraphModule, example_inputs: Sequence[Any], inputs: Inputs) -
     cut = compat.uncut(gm) is not None
     homes: dict[int, Home] = {}
     refused: dict[int, str] = {}
-    for i in sorted(inputs.parameters):
+    for i in (i for i, matrix in matrices.items() if matrix.block is None):
         parameter = example_inputs[i]
-        if parameter.requires_grad or parameter.dim() != 2 or isinstance(parameter, FrozenWeight):
-            continue
         known = places[id(roots[i][0])][1] if i in roots else {}
         found = known.get(id(parameter), [])
         if id(parameter) in sharded:
-            refused[i] = "sharded by FSDP2"
+            refused[i] = SHARDED
         elif cut:
-            refused[i] = "DDP has cut the graph: set torch._dynamo.config.optimize_ddp = False"
+            refused[i] = CUT
         elif type(parameter) is not nn.Parameter:
             refused[i] = f"of another type: {type(parameter).__name__}"
         elif parameter.dtype not in FLOATS:
@@ -99,7 +115,12 @@ def candidates(gm: GraphModule, example_inputs: Sequence[Any], inputs: Inputs) -
             refused[i] = f"tied: {' and '.join(name for _, _, name in found)}"
         else:
             homes[i] = Home(*found[0][:2], roots[i][0], places[id(roots[i][0])][0])
-    return Candidates(homes, refused)
+    return Candidates(matrices, frozenset(homes), refused, True), homes
+
+
+def _matrix(x: Tensor) -> Matrix:
+    before = x.numel() * x.dtype.itemsize
+    return Matrix(before, x.nbytes, x.block) if isinstance(x, FrozenWeight) else Matrix(before, before, None)
 
 
 def freeze(found: Mapping[int, Gatherable], homes: Mapping[int, Home], example_inputs: Sequence[Any], of: str) -> None:
@@ -166,7 +187,8 @@ def _frozen(module: nn.Module, name: str, form: Gatherable) -> tuple[int, int]:
     parameter: Any = module._parameters[name]
     dtype, how = pick(False, form.fnuz).dtype, (form.block, form.margin, form.power_of_2)
     if _pretends:
-        data, inv = torch.empty_like(parameter, dtype=dtype), _ones(parameter, form.block)
+        data = torch.empty(parameter.shape, dtype=dtype, device=parameter.device)
+        inv = _ones(parameter, form.block)
     else:
         data, inv = cast(parameter.detach(), dtype, *how)
     _replace(module, name, nn.Parameter(FrozenWeight(data, inv, parameter.dtype, *how), requires_grad=False))
@@ -218,31 +240,31 @@ def thaw(model: nn.Module) -> None:
                 _replace(module, name, again)
 
 
-def records(
-    example_inputs: Sequence[Any], inputs: Inputs, known: Candidates, verdicts: Mapping[int, Gatherable]
-) -> tuple[FrozenRecord, ...]:
-    """What a report says of the frozen matrices of a training graph, where some are kept in FP8 only, or were asked to be."""
+def records(inputs: Inputs, known: Candidates, verdicts: Mapping[int, Gatherable]) -> tuple[FrozenRecord, ...]:
+    """What a report says of the frozen matrices of a graph, where some are kept in FP8 only, or were asked to be."""
     found = []
-    for i in sorted(inputs.parameters):
-        parameter, verdict = example_inputs[i], verdicts.get(i)
+    for i, matrix in known.matrices.items():
+        verdict = verdicts.get(i)
         reason = known.refused.get(i) or (verdict.reason if verdict is not None else "")
-        if isinstance(parameter, FrozenWeight):
-            before = parameter.numel() * parameter.dtype.itemsize
-            found.append(FrozenRecord(inputs.names[i], before, parameter.nbytes))
-        elif known.asked and reason and not parameter.requires_grad and parameter.dim() == 2:
-            found.append(FrozenRecord(inputs.names[i], parameter.nbytes, parameter.nbytes, reason))
+        if matrix.block is not None:
+            found.append(FrozenRecord(inputs.names[i], matrix.before, matrix.bytes))
+        elif known.asked and reason:
+            found.append(FrozenRecord(inputs.names[i], matrix.before, matrix.bytes, reason))
     return tuple(found)
 
 
 def check(
-    example_inputs: Sequence[Any], inputs: Inputs, verdicts: Mapping[int, Gatherable], complain: Callable[[str], None]
+    inputs: Inputs, known: Candidates, verdicts: Mapping[int, Gatherable], complain: Callable[[str], None]
 ) -> None:
-    """Complain of a training graph that reads a weight that is kept in FP8 only otherwise than it was cast."""
-    for i in inputs.frozen:
-        parameter, verdict = example_inputs[i], verdicts.get(i)
-        if not isinstance(parameter, FrozenWeight) or verdict is None:
+    """Complain of a training graph that reads a weight that is kept in FP8 only otherwise than it was cast, and where the way
+    of training leaves the option without effect."""
+    for reason in sorted({SHARDED, CUT} & {*known.refused.values()}):
+        complain(f"frozen='fp8' has no effect on weights of {inputs.root}: {reason}")
+    for i in sorted(known.stored):
+        verdict = verdicts.get(i)
+        if verdict is None:
             continue
-        other = "cast with other blocks" if not verdict.reason and verdict.block != parameter.block else ""
+        other = "cast with other blocks" if not verdict.reason and verdict.block != known.matrices[i].block else ""
         if reason := verdict.reason or other:
             what = f"{inputs.names[i]} is kept in FP8 only (frozen='fp8'), and here {reason}"
             complain(f"{what}: it has the values that FP8 has left. A rule with frozen = 'high_precision' keeps all of them")

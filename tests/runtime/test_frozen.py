@@ -201,13 +201,17 @@ def test_memory_is_free_before_the_next_weight_is_cast(caplog: pytest.LogCapture
             optimizer = torch.optim.SGD([p for p in model.parameters() if given or p.requires_grad], 0.1)
             with interpreted(), mock.patch.object(runtime_frozen, "_frozen", counting):
                 with caplog.at_level(logging.WARNING, "fp8compile"):
-                    compiled(model)(batch(0)).float().mean().backward()
+                    compiled(model, "delayed")(batch(0)).float().mean().backward()
             optimizer.step()
             said = [x.getMessage() for x in caplog.records if "kept in FP8 only" in x.getMessage()]
             assert ("0.2621 MB are not free: something holds" in said[-1]) is given
     finally:
         gc.enable()
     assert alive == [0, 0, 0, 0, 1, 2, 3, 4]
+    kept = [weakref.ref(p) for p in bases(model).values()]
+    del model, optimizer
+    gc.collect()
+    assert not any(reference() is not None for reference in kept), "compiled code holds no weight"
 
 
 # --- on a described GPU -----------------------------------------------------------------------------
