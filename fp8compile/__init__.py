@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from .reporting.stats import stats as stats
     from .runtime.calls import dry_run as dry_run
     from .runtime.checkpoint import ScalingState as ScalingState
+    from .runtime.frozen import thaw as thaw
     from .runtime.phases import on_step as on_step
     from .runtime.phases import set_phase as set_phase
     from .runtime.phases import set_step as set_step
@@ -61,6 +62,7 @@ _MODULES = {
     "reporting.stats": ("Stats", "stats"),
     "runtime.calls": ("dry_run",),
     "runtime.checkpoint": ("ScalingState",),
+    "runtime.frozen": ("thaw",),
     "runtime.phases": ("on_step", "set_phase", "set_step"),
     "runtime.weight_cache": ("refresh",),
     "runtime.state_dict": ("load_scaling_state", "scaling_state"),

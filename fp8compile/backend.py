@@ -30,10 +30,10 @@ from .config.recipe import BUILT_IN, Recipe
 from .devices import catalog, formats, support
 from .devices.catalog import Device
 from .devices.gpu import Gpu, gpu_of
-from .errors import CapacityExceeded, CopiesMissing, OptionError, ShardingError, StrictError
+from .errors import CapacityExceeded, CopiesMissing, FrozenFound, OptionError, ShardingError, StrictError
 from .ir import merged, ops, state_page
 from .ir.inputs import Inputs, capture
-from .ir.records import FP8, HIGH_PRECISION, Gatherable, GraphReport
+from .ir.records import FP8, HIGH_PRECISION, FrozenRecord, Gatherable, GraphReport
 from .logs import get_logger, say_once
 from .passes import legality
 from .passes.hoist import Cache
@@ -42,10 +42,11 @@ from .passes.remarks import remarks
 from .passes.whole_model import whole_kinds
 from .reporting.kept import brief as kept_in_fp8
 from .reporting.report import Report
-from .runtime import all_gather, forwards, probe
+from .runtime import all_gather, forwards, frozen, probe
 from .runtime.all_gather import Gathers
 from .runtime.calls import Calls, Interface
 from .runtime.compiled_graph import CompiledGraph
+from .runtime.frozen import Candidates
 from .runtime.halves import Halves
 from .runtime.inner import INDUCTOR, Inner
 from .runtime.ledger import LEDGER
@@ -92,7 +93,7 @@ def fp8(
             return compat.compile_fx(gm, example_inputs, inner.compile, _lowering(chosen))
         _check_encoding(inputs.devices, chosen)
         inputs = dataclasses.replace(inputs, kinds=whole_kinds(gm))
-        return _compile(gm, list(example_inputs), inputs, chosen, inner, phase)
+        return _compile(gm, example_inputs, inputs, chosen, inner, phase)
     except (OptionError, ShardingError, StrictError) as error:
         raise compat.shown(error) from None
 
@@ -111,8 +112,9 @@ fp8.reset = _reset  # type: ignore[attr-defined]  # torch._dynamo.reset() calls 
 
 
 def _compile(
-    gm: GraphModule, example_inputs: list[Any], inputs: Inputs, chosen: Options, inner: Inner, only: str | None
+    gm: GraphModule, given: Sequence[Any], inputs: Inputs, chosen: Options, inner: Inner, only: str | None
 ) -> Callable:
+    example_inputs = list(given)
     learning = inputs.training and inputs.grad and bool(inputs.weights)
     delayed = any(recipe.delayed for recipe in _recipes(inputs, chosen))
     if inputs.inlined and learning and delayed:
@@ -121,20 +123,30 @@ def _compile(
     capacity = (guess, guess) if learning and delayed and not inputs.inlined else None
     capacity = None if only == HIGH_PRECISION else capacity
     may_move = _cacheable(example_inputs, inputs, chosen) if learning and only is None else frozenset()
+    asked = learning and only is None and any(recipe.frozen == "fp8" for recipe in chosen.policy.possible)
+    candidates, homes = frozen.candidates(gm, example_inputs, inputs, asked)
+    inputs = dataclasses.replace(inputs, frozen=candidates.stored | candidates.possible)
 
     def compiled(phase: str, record: int | None = None) -> CompiledGraph:
         nonlocal capacity
         first = len(inputs.names) + (2 if capacity is not None else 0)
         cache = Cache(may_move, (), first)
         while True:
+            found: Mapping[int, Gatherable] = {}
             try:
-                return _compile_once(gm, example_inputs, inputs, chosen, inner, capacity, cache, phase, record)
+                return _compile_once(gm, example_inputs, inputs, chosen, inner, capacity, cache, candidates, phase, record)
             except CapacityExceeded as error:  # a weight is used many times: the error says how many slots it takes
                 capacity = (error.needed["forward"], max(1, error.needed["backward"]))
             except CopiesMissing as error:  # known behind the pass that casts weights
                 if cache.copies:
                     raise
                 cache = dataclasses.replace(cache, copies=error.copies)
+            except FrozenFound as error:
+                found = error.found
+            if found:  # behind the handler, because the error holds the weights; the next trace of this frame reads them in FP8
+                example_inputs.clear()
+                frozen.freeze(found, homes, given, inputs.root)
+                raise compat.restart("frozen weights are kept in FP8 only")
 
     if only is not None:
         return compiled(only)
@@ -159,6 +171,7 @@ def _compile_once(
     inner: Inner,
     capacity: tuple[int, int] | None,
     cache: Cache,
+    candidates: Candidates,
     phase: str,
     record: int | None,
 ) -> CompiledGraph:
@@ -187,11 +200,12 @@ def _compile_once(
     def rewrite(graph: Graph) -> Rewritten:
         nonlocal record
         device = _description(chosen, graph)
-        done = run_joint(graph, inputs, policy, device, formats.fnuz(), capacity, observes, cache)
+        done = run_joint(graph, inputs, policy, device, formats.fnuz(), capacity, observes, cache, candidates.possible)
         if not observes:
             gatherable.update(all_gather.of_graph(done.gatherable, sharded, partial(_complain, chosen)))
+            frozen.check(inputs, candidates, done.gatherable, partial(_complain, chosen))
         if phase == FP8:
-            record = _report(done, inputs, chosen, device)
+            record = _report(done, inputs, chosen, device, frozen.records(inputs, candidates, done.gatherable))
         return done
 
     def keep(forward: GraphModule, backward: GraphModule, visible: int) -> None:
@@ -267,18 +281,24 @@ def _description(chosen: Options, graph: Graph) -> Device | None:
     return next((found for device in used if (found := catalog.of(device)) is not None), None)
 
 
-def _report(done: Rewritten, inputs: Inputs, chosen: Options, device: Device | None) -> int:
+def _report(
+    done: Rewritten, inputs: Inputs, chosen: Options, device: Device | None, weights: tuple[FrozenRecord, ...]
+) -> int:
     """Add a graph to the ledger, and log its summary in a line. Complain if no matmul became FP8, or if a rule of the policy
-    decides nothing: StrictError with `strict`, else a warning. Returns the graph's index in the ledger."""
+    decides nothing: StrictError with `strict`, else a warning. `weights`: the frozen ones, where some are kept in FP8 only.
+    Returns the graph's index in the ledger."""
     training = inputs.training and not done.inference
     name = f"{inputs.root}, {'training' if training else 'evaluation'}"
     why = "inference" if inputs.training else "the model is in eval mode"
     how = "FP8, scaled by current amaxes" if chosen.policy.eval == "fp8" else "high precision"
     note = "" if training else f"compiled in {how}: {why}"
+    if not training and chosen.policy.eval != "fp8" and (stored := sum(not weight.reason for weight in weights)):
+        note += f"; {stored} frozen weights have the values that FP8 has left of them"
     records = tuple(matmul.record() for matmul in done.matmuls)
     described = device.name if device else ""
     notes = remarks(done.matmuls, inputs.resharded, done.hoisted.bytes if done.hoisted is not None else 0) if training else ()
-    index = LEDGER.add(GraphReport(0, name, records, done.opaque, note, done.edges, described, notes, done.collectives))
+    made = GraphReport(0, name, records, done.opaque, note, done.edges, described, notes, done.collectives, (), weights)
+    index = LEDGER.add(made)
     report = Report([LEDGER.graph(index)])
     if not training:
         logger.info("fp8: %s: %s", name, note)

@@ -83,6 +83,14 @@ class CopiesMissing(Fp8CompileError):
         self.copies = copies
 
 
+class FrozenFound(Fp8CompileError):
+    """Internal: a graph reads frozen weights that can be kept in FP8 only; `found` says how each is cast, by input."""
+
+    def __init__(self, found: dict[int, Any]) -> None:
+        super().__init__(f"{len(found)} frozen weights can be kept in FP8 only")
+        self.found = found
+
+
 def describe(value: Any, limit: int = 80) -> str:
     """``repr`` with the type, cut to `limit` characters: ``'4' (str)``."""
     try:

@@ -111,6 +111,29 @@ def shown(error: Exception) -> Exception:
     return made
 
 
+def restart(why: str) -> Exception:
+    """An exception for a backend to raise: Dynamo traces the frame again, with what the backend has changed."""
+    from torch._dynamo.exc import TensorifyScalarRestartAnalysis  # the one that backends raise; all others are errors of theirs
+
+    return TensorifyScalarRestartAnalysis(restart_reason=why)
+
+
+def let_go(example_inputs: Any, inputs: Iterable[int]) -> None:
+    """Have Dynamo hold these inputs no longer, before a `restart`: their memory is to be free before that. `example_inputs`:
+    what the backend got. Read in 2.11, 2.13 and 2.15: the list, and what side effects keep alive."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        kept = InstructionTranslator.current_tx().output.side_effects.keepalive
+    except AttributeError:  # not called from within Dynamo
+        kept = []
+    if isinstance(example_inputs, list):
+        gone = {id(example_inputs[i]) for i in inputs}
+        kept[:] = [x for x in kept if id(x) not in gone]
+        for i in inputs:
+            example_inputs[i] = None
+
+
 def is_of_backend(error: Exception) -> bool:
     """Did a compiler raise this error, rather than the code that it compiles?"""
     from torch._dynamo.exc import BackendCompilerFailed

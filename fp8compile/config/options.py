@@ -65,6 +65,8 @@ def parse(options: Mapping[str, Any] | None = None, mode: str | None = None) -> 
     # checks each option under its own name; the policy checks all of them together with its recipe
     Recipe(**{_RECIPE_FIELDS[name]: value for name, value in {"recipe": "tensorwise", **given}.items()})
     policy = dataclasses.replace(policy.with_defaults(**ours), **settings)
+    if policy.schedule is not None and any(recipe.frozen == "fp8" for recipe in policy.possible):
+        raise OptionError.of("frozen", "fp8", "'high_precision' with a [schedule], whose phases read weights in high precision")
     if policy.device is not None:
         catalog.find(policy.device)
     unused = [name for name in _DELAYED_ONLY if name in ours]

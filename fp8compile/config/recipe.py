@@ -27,6 +27,7 @@ from ..errors import OptionError, one_of
 
 AMAX_ALGOS = ("max", "most_recent")
 ON_OVERFLOW = ("current", "saturate")
+FROZEN = ("high_precision", "fp8")
 ENCODINGS = ("auto", "ocp", "fnuz")
 ROLES = ("input", "weight", "gradient")
 # Default margins of gradients with a delayed scale, in E5M2 and in E4M3. Gradients outgrow their history: behind a LayerScale
@@ -151,9 +152,11 @@ class Recipe:
     otherwise need more memory than bf16 (`passes.recast`). `merge_matmuls` makes one matmul of layers that read the same tensor
     (q, k and v), with one scale for their weights and one for their gradients; "auto" where a described device is faster so
     (`passes.merge`). `cache_weights` keeps the FP8 copies of weights until the weights change: one cast an optimizer step, not
-    one a micro-batch (`passes.hoist`). They are scaled by their current amax. `fp8_all_to_all` sends the rows of experts in FP8
-    to other ranks, where one graph has the all-to-all and its experts. `weight_tiles` gives a weight one scale for 32 x 32
-    elements with `mxfp8`: the FP8 values of fprop and dgrad are the same. `use_fast_accum` is (fprop, dgrad, wgrad): the FP8
+    one a micro-batch (`passes.hoist`). They are scaled by their current amax. `frozen` is "high_precision" or "fp8": weights
+    that do not train are kept in FP8 only, where nothing but FP8 matmuls read them (`runtime.frozen`). They are scaled by their
+    current amax. `fp8_all_to_all` sends the rows of experts in FP8 to other ranks, where one graph has the all-to-all and its
+    experts. `weight_tiles` gives a weight one scale for 32 x 32 elements with `mxfp8`: the FP8 values of fprop and dgrad are
+    the same. `use_fast_accum` is (fprop, dgrad, wgrad): the FP8
     tensor cores' shorter accumulators, faster and less exact.
     """
 
@@ -169,6 +172,7 @@ class Recipe:
     recast_weights: bool | str = "auto"
     merge_matmuls: bool | str = "auto"
     cache_weights: bool = False
+    frozen: str = "high_precision"
     fp8_all_to_all: bool = False
     use_fast_accum: tuple[bool, bool, bool] = (True, False, False)
     current_scaling: tuple[bool, bool, bool] = (False, False, False)
@@ -195,6 +199,10 @@ class Recipe:
             if not isinstance(given, bool) and given != "auto":
                 raise OptionError.of(name, given, "True, False or 'auto'")
         boolean("cache_weights", self.cache_weights)
+        one_of("frozen", self.frozen, FROZEN)
+        if self.frozen == "fp8" and self.name != AUTO and len({*self.built_in.weight_block}) > 1:
+            why = "whose dgrad needs other scales of a weight than its fprop: one FP8 copy cannot serve both"
+            raise OptionError.of("frozen", self.frozen, f"'high_precision' with recipe {self.name!r}, {why}")
         boolean("fp8_all_to_all", self.fp8_all_to_all)
         boolean("weight_tiles", self.weight_tiles)
         if self.name == "rowwise_with_gw_hp":

@@ -13,9 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..config.recipe import WHOLE, Scaling
+from ..config.recipe import WHOLE, Block, Scaling
 from ..devices.formats import E4M3
 from ..ir import ops
+from ..ir.frozen import FrozenWeight
 from ..ir.scale import inverse_of, scale_of
 from ..runtime import forwards
 from ..runtime.state import Slot
@@ -36,7 +37,10 @@ def cast(layer: Layer) -> Cast:
     current amax, as in a cold call. Weights of merged matmuls share the smallest of their scales.
     """
     with torch.no_grad():
-        weight = layer.weight.detach()
+        weight = layer.weight
+        if isinstance(weight, FrozenWeight) and Block(weight.block, weight.block) == layer.scaling.block:
+            return Cast(weight.data_.cpu(), weight.inv_.cpu())  # as it is kept
+        weight = weight.detach()
         scale = _scale(layer)
         values = ops.quantize(weight, scale, E4M3.dtype, E4M3.max, False, list(layer.scaling.block))
         return Cast(values.cpu(), inverse_of(scale).cpu())

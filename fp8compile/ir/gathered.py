@@ -62,7 +62,7 @@ class GatheredWeight(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         first = args[0] if args else None
-        if isinstance(first, GatheredWeight) and _same(func, first, args):
+        if isinstance(first, GatheredWeight) and same(func, first, args):
             data = func(first.data_, *args[1:], **kwargs)
             return GatheredWeight(data, first.inv_, first.dtype, first.read, first.block)
 
@@ -78,7 +78,7 @@ class GatheredWeight(Tensor):
         return func(*args, **kwargs)
 
 
-def _same(func: Any, weight: GatheredWeight, args: Sequence[Any]) -> bool:
+def same(func: Any, weight: GatheredWeight, args: Sequence[Any]) -> bool:
     """Does an operator give the same tensor again?"""
     if func in (aten.detach.default, aten.alias.default):
         return True

@@ -111,6 +111,17 @@ class KeptRecord:
 
 
 @dataclass(frozen=True)
+class FrozenRecord:
+    """A matrix that does not train, where `frozen="fp8"` asked for its FP8 copy alone. The bytes are those in memory, `before`
+    without the option. `reason`: why it is kept in high precision, "" if it is kept in FP8 only."""
+
+    parameter: str
+    before: int
+    bytes: int
+    reason: str = ""
+
+
+@dataclass(frozen=True)
 class OpaqueRecord:
     """An op that hides matmuls: they are not listed one by one, and the op is not rewritten.
 
@@ -129,7 +140,7 @@ class GraphReport:
     `edges` are pairs of positions in `matmuls`: the output of the first reaches the second with no matmul between them.
     `device` names the device description by which FP8 was weighed, "" if there was none. `remarks` are further notes.
     `collectives` are the graph's own; all-gathers of FSDP2 are outside of graphs. `kept`: what is kept for backward in FP8 with
-    `save="fp8"`.
+    `save="fp8"`. `frozen`: the matrices that do not train, with `frozen="fp8"`.
     """
 
     index: int
@@ -142,6 +153,7 @@ class GraphReport:
     remarks: tuple[str, ...] = ()
     collectives: tuple[CollectiveRecord, ...] = ()
     kept: tuple[KeptRecord, ...] = ()
+    frozen: tuple[FrozenRecord, ...] = ()
 
 
 def forward_sizes(record: MatmulRecord) -> tuple[int, int, int]:

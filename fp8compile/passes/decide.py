@@ -22,6 +22,7 @@ from ..ir.inputs import Inputs
 from ..ir.matmul import GEMMS, Matmul
 from . import legality
 from .classify import kinds
+from .gathered import arrived
 
 
 def decide(
@@ -50,6 +51,10 @@ def decide(
             matmul.recipe = matmul.recipe.current
         if matmul.weight_among(inputs.resharded):  # a copy kept until backward would hold the whole weight, on every rank
             matmul.recipe = replace(matmul.recipe, recast_weights=True)
+        if matmul.weight_among(inputs.frozen) and (matmul.recipe.frozen == "fp8" or arrived(matmul.weight)):
+            # its values never change, and both layouts come from its one FP8 copy: the other layout is made where it is read
+            inputs_too, _, gradients_too = matmul.recipe.current_scaling
+            matmul.recipe = replace(matmul.recipe, current_scaling=(inputs_too, True, gradients_too), recast_weights=True)
         if matmul.computed and matmul.recipe.delayed:  # each call computes the weight anew, so its own amax scales it
             inputs_too, _, gradients_too = matmul.recipe.current_scaling
             current = (inputs_too, True, gradients_too)

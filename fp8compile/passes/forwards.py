@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from .. import compat
 from ..ir.forwards import Forward, Slot
 from ..ir.matmul import Matmul
+from .gathered import arrived
 from .merge import Merged
 from .plan import Operand, Plan
 
@@ -44,7 +45,7 @@ def _forward(matmul: Matmul, plan: Plan, partners: list[Matmul]) -> Forward:
         weight_slot=_slot(weight),
         data_slot=_slot(data),
         together=tuple(compat.input_index(other.parameter) for other in partners),  # type: ignore[misc, arg-type]
-        whole=matmul.weight is matmul.parameter,
+        whole=matmul.weight is matmul.parameter or arrived(matmul.weight),
         rows_are_outputs=stored.transposed == (matmul.b is stored),
         groups=matmul.groups,
         fnuz=weight.format.name.endswith("fnuz"),

@@ -1,9 +1,10 @@
-"""gathered: weights that FSDP2 gathers in FP8 (see `ir.gathered` and `runtime.all_gather`).
+"""gathered: weights that FSDP2 gathers in FP8 (see `ir.gathered` and `runtime.all_gather`), and frozen weights that are kept in
+FP8 only (`ir.frozen`, `runtime.frozen`).
 
     w = dequantize(data, inv); mm(x, permute(w))          fprop
     w_1 = dequantize(data, inv); mm(dy, w_1)              dgrad     ->  `unite`: w_1 is w
 
-`gatherable` says of each parameter of a training graph whether it could be gathered so: only FP8 matmuls read it, and they cast
+`gatherable` says of each parameter of a training graph whether it could arrive so: only FP8 matmuls read it, and they cast
 it alike, each scale from its own amax. It says so of weights that are gathered in high precision, too: that is how the
 runtime learns which ones need not be. A scale is one of the whole weight or, with blocks, of a square block: both layouts
 share it then.
@@ -56,9 +57,23 @@ def block_of(dequantize: Node) -> Block:
     return Block(*arg(dequantize, 3)) if len(dequantize.args) > 3 else WHOLE
 
 
+def arrived(base: Node | None) -> bool:
+    """Is this a weight that is an input of the graph in FP8?"""
+    return base is not None and call_function(base, (ops.dequantize,))
+
+
 def arrives(base: Node, scaling: Scaling) -> bool:
-    """Is this a weight that was gathered in FP8, with scales of the blocks that this scaling has?"""
-    return call_function(base, (ops.dequantize,)) and not scaling.delayed and scaling.block == block_of(base)
+    """Is this a weight that arrives in FP8, with scales of the blocks that this scaling has?"""
+    return arrived(base) and not scaling.delayed and scaling.block == block_of(base)
+
+
+def freezable(found: dict[int, Gatherable], matmuls: list[Matmul], allowed: frozenset[int]) -> dict[int, Gatherable]:
+    """Which of the `allowed` parameters can be kept in FP8 only, and are asked to be so by each matmul that reads them."""
+    asked: dict[int | None, bool] = {}
+    for matmul in matmuls:
+        index = compat.input_index(matmul.parameter) if matmul.parameter is not None else None
+        asked[index] = asked.get(index, True) and matmul.recipe.frozen == "fp8"
+    return {i: verdict for i, verdict in found.items() if i in allowed and not verdict.reason and asked.get(i, False)}
 
 
 def gatherable(graph: Graph, matmuls: list[Matmul], inputs: Inputs, fnuz: bool) -> dict[int, Gatherable]:

@@ -19,7 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 from .. import compat
 from ..config.policy import Policy
 from ..devices.catalog import Device
-from ..errors import CapacityExceeded, OptionError
+from ..errors import CapacityExceeded, FrozenFound, OptionError
 from ..ir.forwards import Forward
 from ..ir.inputs import Inputs
 from ..ir.matmul import Matmul, note_products
@@ -37,7 +37,7 @@ from .fallbacks import spell, unspell
 from .flatten import flatten
 from .forwards import forwards
 from .fuse import fuse
-from .gathered import gatherable, unite
+from .gathered import freezable, gatherable, unite
 from .hoist import NO_CACHE, Cache, Hoisted, hoist
 from .lower import lower, lower_scales, split_casts
 from .merge import Merged, merge
@@ -85,6 +85,7 @@ class Joint:
     collectives: Collectives = NO_COLLECTIVES
     merged: list[Merged] = field(default_factory=list)
     cache: Cache = NO_CACHE
+    freezable: frozenset[int] = frozenset()  # parameters that may be kept in FP8 only
     hoisted: Hoisted | None = None
     pages: tuple[Node, Node] | None = None  # the state inputs of forward and backward, where some slot needs them
     written: Written | None = None
@@ -120,11 +121,13 @@ class Joint:
         return recast(self.matmuls, self.device) if not self.inference else 0
 
     def weigh(self) -> int:
-        return weigh(self.matmuls, self.device, self.cache.inputs) if self.device is not None else 0
+        return weigh(self.matmuls, self.device, self.cache.inputs, self.freezable) if self.device is not None else 0
 
     def gather(self) -> int:
         if not self.inference and self.inputs.training:
             self.gatherable = gatherable(self.graph, self.matmuls, self.inputs, self.fnuz)
+            if found := freezable(self.gatherable, self.matmuls, self.freezable):
+                raise FrozenFound(found)
         return sum(not found.reason for found in self.gatherable.values())
 
     def make_plan(self) -> int:
@@ -193,7 +196,7 @@ JOINT: tuple[Pass[Joint], ...] = (
     Pass("decide", Joint.decide),  # FP8, or the reason why not: what is possible, then what the policy says
     Pass("recast", Joint.recast, optional=True),  # which weights are cast again in backward, rather than kept
     Pass("weigh", Joint.weigh, optional=True),  # what FP8 would not make faster stays in high precision
-    Pass("gather", Joint.gather),  # which weights FSDP2 may gather in FP8
+    Pass("gather", Joint.gather),  # which weights FSDP2 may gather in FP8, and which frozen ones may be kept so
     Pass("plan", Joint.make_plan),  # which tensors are quantized, and in which slot the scale of each lives
     Pass("all_gathers", Joint.all_gathers, optional=True),  # which all-gathers of the graph can carry FP8
     Pass("all_to_alls", Joint.all_to_alls, optional=True),  # which all-to-alls can, with `fp8_all_to_all`
@@ -247,14 +250,16 @@ def run_joint(
     capacity: tuple[int, int] | None,
     high_precision: bool = False,
     cache: Cache = NO_CACHE,
+    freezable: frozenset[int] = frozenset(),
 ) -> Rewritten:
     """Rewrite a joint graph in place. See `Joint` for the arguments. With `high_precision` the matmuls stay as they are, but
     amaxes are recorded, so that histories exist when FP8 begins.
 
-    Raises CapacityExceeded if the slots do not fit, and CopiesMissing if other inputs are needed for the copies of `cache`.
+    Raises CapacityExceeded if the slots do not fit, CopiesMissing if other inputs are needed for the copies of `cache`, and
+    FrozenFound, before the graph is changed, if some of the `freezable` parameters can be kept in FP8 only.
     """
     inference = not compat.tag_backward(graph)
-    joint = Joint(graph, inputs, policy, device, fnuz, capacity, high_precision, inference, cache=cache)
+    joint = Joint(graph, inputs, policy, device, fnuz, capacity, high_precision, inference, cache=cache, freezable=freezable)
     _run(JOINT, joint, graph)
     graph.eliminate_dead_code()
     done = Rewritten(

@@ -120,9 +120,9 @@ class Base:
 
 @dataclass(eq=False)
 class Cast:
-    """The FP8 copies of a tensor under one `Scaling` (its recipe), and who reads them in which layout. `gathered`: FSDP2 has
-    gathered the plain copy, so nothing is cast. `kept`: both copies come from an earlier call (`cache_weights`), and cost
-    nothing, as if gradients were accumulated over very many micro-batches."""
+    """The FP8 copies of a tensor under one `Scaling` (its recipe), and who reads them in which layout. `gathered`: the plain
+    copy is there (FSDP2 has gathered it, or a frozen weight is kept so), so nothing is cast. `kept`: both copies come from an
+    earlier call (`cache_weights`), and cost nothing, as if gradients were accumulated over very many micro-batches."""
 
     base: Base
     recipe: str
@@ -147,16 +147,19 @@ class Cast:
         return cost.casts(device, tensor, scaling, layouts, self.again)
 
 
-def weigh(matmuls: list[Matmul], device: Device, kept: Container[int | None] = ()) -> int:
+def weigh(
+    matmuls: list[Matmul], device: Device, kept: Container[int | None] = (), frozen: Container[int | None] = ()
+) -> int:
     """Drop the matmuls that do not gain from FP8 on `device`, and fill in the estimates; returns how many were dropped. `kept`:
-    the inputs of the graph whose copies are kept between calls, where the recipe says so."""
+    the inputs of the graph whose copies are kept between calls, where the recipe says so; `frozen`: those that will arrive in
+    FP8, where the recipe says so."""
     candidates = [matmul for matmul in matmuls if matmul.fp8 and all(map(hint, (matmul.m, matmul.n, matmul.k)))]
     if not device.has_fp8:
         left_open = [matmul for matmul in candidates if matmul.auto]
         for matmul in left_open:
             matmul.reason = f"{SLOWER}: {device.name} has no FP8"
         return len(left_open)
-    gemms = _model(candidates, kept)
+    gemms = _model(candidates, kept, frozen)
     known: dict[tuple, int | None] = {}
     parts = [_Component(device, part, known) for part in _components(gemms)]
     for part in parts:
@@ -198,7 +201,7 @@ def _settle(device: Device, parts: list[_Component]) -> str:
     return f"{SLOWER}: all of the graph would save {1e6 * gain:.1f} us, and scaling costs it {1e6 * once:.1f} us"
 
 
-def _model(candidates: list[Matmul], kept: Container[int | None] = ()) -> list[Gemm]:
+def _model(candidates: list[Matmul], kept: Container[int | None], frozen: Container[int | None]) -> list[Gemm]:
     """The gemms with the tensors that they read. Gemms that read the same base with the same scaling share its casts."""
     gemms: list[Gemm] = []
     bases: dict[Node, Base] = {}
@@ -212,14 +215,17 @@ def _model(candidates: list[Matmul], kept: Container[int | None] = ()) -> list[G
             # a weight that is recast, or whose region is recomputed, is read once more for its second copy
             again = role == "weight" and (matmul.recipe.recast_weights is True or "recompute" in matmul.node.meta)
             transposed = transposed and (again or not matmul.either or role != "weight")
+            asked = role == "weight" and not matmul.computed and matmul.recipe.frozen == "fp8"
+            stored = arrives(matrix.base, matmul.operand_key(matrix, role).scaling) or (asked and matmul.weight_among(frozen))
             if matrix.base not in bases:
                 found = source(matrix)
+                found = replace(found, itemsize=1) if stored else found
                 bases[matrix.base] = Base(found, role == "weight", not found.readers <= nodes)
             base = bases[matrix.base]
             key = matmul.operand_key(matrix, role)
             if key not in casts:
                 stays = role == "weight" and matmul.recipe.cache_weights and not matmul.computed and matmul.weight_among(kept)
-                casts[key] = Cast(base, key.scaling.recipe, again, arrives(matrix.base, key.scaling), stays)
+                casts[key] = Cast(base, key.scaling.recipe, again, stored, stays)
                 base.casts.append(casts[key])
             layout = (str(matrix.shape), transposed)
             casts[key].readers.append((gemm, layout))

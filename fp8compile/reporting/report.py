@@ -95,6 +95,8 @@ class Report:
         parts += [gathered.brief(self.gathered)] if self.gathered else []
         saved = [record for graph in counted.graphs for record in graph.kept]
         parts += [kept.brief(saved)] if saved else []
+        frozen = [record for graph in counted.graphs for record in graph.frozen]
+        parts += [kept.brief_frozen(frozen)] if frozen else []
         parts += [self._note] if self._note else []
         return "; ".join(parts)
 
@@ -125,6 +127,7 @@ class Report:
                     "opaque": [dataclasses.asdict(record) for record in graph.opaque],
                     "collectives": [dataclasses.asdict(record) for record in graph.collectives],
                     **({"kept": [dataclasses.asdict(record) for record in graph.kept]} if graph.kept else {}),
+                    **({"frozen": [dataclasses.asdict(record) for record in graph.frozen]} if graph.frozen else {}),
                 }
                 for graph in self.graphs
             ],
@@ -220,9 +223,10 @@ def _graph_text(graph: GraphReport, collapse: bool) -> str:
     text += "".join(f"\n* {remark}" for remark in graph.remarks)
     text += f"\n\n{gathered.in_graph(graph.collectives)}" if graph.collectives else ""
     text += f"\n\n{kept.text(graph.kept)}" if graph.kept else ""
+    text += f"\n\n{kept.text_frozen(graph.frozen)}" if graph.frozen else ""
     if graph.opaque:
         hidden = [(name + repeated(count), op, why) for name, op, why, count in hidden_rows(graph.opaque, collapse)]
-        text += "\n\n" if graph.kept else "\n"
+        text += "\n\n" if graph.kept or graph.frozen else "\n"
         text += tabulate(hidden, ("not rewritten", "op", "why"), tablefmt="simple", disable_numparse=True)
     return text
 

@@ -89,6 +89,13 @@ def _add(tensor: Any, record: ParameterRecord) -> None:
     records[key] = record
 
 
+def adopt(parameter: Any, other: Any) -> None:
+    """`other` takes the place of a parameter: it gets its record."""
+    record = record_of(parameter)
+    with _LOCK:
+        _add(other, record)
+
+
 def find(parameter: Any) -> ParameterRecord:
     """The record of a parameter, for reading: if there is none, an empty one, which is not kept."""
     return _records.get(id(parameter)) or ParameterRecord()

@@ -57,6 +57,7 @@ def test_every_option_reaches_its_field():
         "recast_weights": True,
         "merge_matmuls": True,
         "cache_weights": True,
+        "frozen": "fp8",
         "fp8_all_to_all": True,
         "use_fast_accum": [True, True, False],
         "current_scaling": [True, False, False],

@@ -142,6 +142,7 @@ def test_every_field_of_a_recipe_is_a_key():
         "recast_weights": True,
         "merge_matmuls": True,
         "cache_weights": True,
+        "frozen": "fp8",
     }
     recipe = Recipe()
     for field in dataclasses.fields(Recipe):

@@ -191,3 +191,37 @@ def test_peft(tmp_path: Path) -> None:
     ours, theirs = tmp_path / "run" / "checkpoint-2", tmp_path / "vanilla"
     both = [sorted(load_file(folder / "adapter_model.safetensors")) for folder in (ours, theirs)]
     assert both[0] == both[1]
+
+
+def test_peft_on_a_base_in_fp8_only(tmp_path: Path) -> None:
+    """To the bit as without `frozen`. A checkpoint has the adapters, and what is merged behind `thaw` is vanilla."""
+    peft = pytest.importorskip("peft")
+    from safetensors.torch import load_file
+
+    def adapted(frozen: str) -> Any:
+        torch._dynamo.reset()
+        config = peft.LoraConfig(r=8, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+        run = trainer(tmp_path / frozen, callback(frozen=frozen), peft.get_peft_model(llama(), config))
+        run.train()
+        return run.model
+
+    plain, model = adapted("high_precision"), adapted("fp8")
+    wanted, state = plain.state_dict(), model.state_dict()
+    assert state.keys() == wanted.keys() and all(type(x) is torch.Tensor for x in state.values())
+    assert all(torch.equal(x, state[name]) for name, x in wanted.items() if "lora" in name)
+    kinds = {x.parameter: not x.reason for graph in fp8compile.report(model).graphs for x in graph.frozen}
+    assert {name.removesuffix(".weight").removesuffix(".base_layer") for name in kinds if kinds[name]} == LINEARS
+    assert {name for name, stored in kinds.items() if not stored} == {"model.embed_tokens.weight", "lm_head.weight"}
+    folders = [tmp_path / frozen / "checkpoint-2" for frozen in ("high_precision", "fp8")]
+    files = [load_file(folder / "adapter_model.safetensors") for folder in folders]
+    assert files[0].keys() == files[1].keys() and all(torch.equal(x, files[1][name]) for name, x in files[0].items())
+    for safe in (False, True):
+        with pytest.raises(fp8compile.Fp8CompileError, match="thaw"):
+            model.merge_and_unload(safe_merge=safe)
+    fp8compile.thaw(model)
+    at = "base_model.model.model.layers.0.self_attn.q_proj"
+    merged = state[f"{at}.base_layer.weight"] + model.get_submodule(at).get_delta_weight("default")
+    found = model.merge_and_unload().state_dict()
+    assert found.keys() == llama().state_dict().keys()
+    assert torch.equal(found["model.layers.0.self_attn.q_proj.weight"], merged)
+

@@ -54,6 +54,7 @@ _MEANINGS = {
     "recast_weights": 'Cast weights again in backward instead of keeping their transposed FP8 copies: true, false, or "auto".',
     "merge_matmuls": 'One matmul for layers that read the same tensor, such as q, k and v: true, false, or "auto".',
     "cache_weights": "Keep FP8 copies of weights until the weights change: one cast a step, not one a micro-batch.",
+    "frozen": '"fp8" keeps weights that do not train in FP8 only, where nothing but FP8 matmuls read them: 1 byte a parameter.',
     "fp8_all_to_all": "Experts on several ranks: an all-to-all of the graph sends rows in FP8, one byte a feature.",
     "current_scaling": "Delayed scaling: (inputs, weights, gradients): true scales that tensor by its current amax.",
     "on_overflow": 'Delayed scaling, after an amax far beyond its history: "current" (use it in the next step) or "saturate".',

@@ -1,0 +1,158 @@
+"""FrozenWeight: a weight that does not train, kept in FP8 only (`frozen="fp8"`). It looks like a parameter of its own dtype.
+
+    w.dtype is bfloat16; w.shape is (N, K)
+    w.data_ [N, K] FP8, w.inv_ [1] float32                       one scale for the weight; or
+    w.data_ [N, K] FP8, w.inv_ [N / 128, K / 128] float32        one for each square block, rounded up
+
+Compiled FP8 matmuls read `data_` and `inv_` themselves, as they read a weight that FSDP2 has gathered in FP8. All other readers
+get plain tensors with the values that FP8 has left. `copy_` (what `load_state_dict` does) casts the new values. Any other write
+is an error, because FP8 would round it; so is `requires_grad_()`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+from ..errors import Fp8CompileError
+from . import ops
+from .gathered import GatheredWeight, same
+
+aten = torch.ops.aten
+FIX = "call fp8compile.thaw(model) first, which gives it back in its own dtype"
+
+
+class FrozenWeight(GatheredWeight):
+    """`margin` and `power_of_2`: how `copy_` scales new values."""
+
+    margin: int
+    power_of_2: bool
+
+    @staticmethod
+    def __new__(
+        cls, data: Tensor, inv: Tensor, dtype: torch.dtype, block: int = 0, margin: int = 0, power_of_2: bool = False
+    ) -> Any:
+        return GatheredWeight.__new__(cls, data, inv, dtype)
+
+    def __init__(
+        self, data: Tensor, inv: Tensor, dtype: torch.dtype, block: int = 0, margin: int = 0, power_of_2: bool = False
+    ):
+        super().__init__(data, inv, dtype, None, block)
+        self.margin, self.power_of_2 = margin, power_of_2
+
+    @property
+    def how(self) -> tuple[int, int, bool]:
+        return self.block, self.margin, self.power_of_2
+
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]
+        """The bytes in memory: FP8 values and scales."""
+        return self.data_.nbytes + self.inv_.nbytes
+
+    def dequantized(self) -> Tensor:
+        """The values that FP8 has left: a plain tensor of the weight's own dtype and shape."""
+        return ops.values(self.data_, self.inv_, self.dtype, (self.block, self.block))
+
+    def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
+        return ["data_", "inv_"], {"dtype": self.dtype, "how": self.how}
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], meta: dict[str, Any], size: Any, stride: Any) -> FrozenWeight:
+        return FrozenWeight(inner["data_"], inner["inv_"], meta["dtype"], *meta["how"])
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"FrozenWeight({tuple(self.shape)}, dtype={self.dtype}, kept in {self.data_.dtype})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:  # a file has the plain parameter
+        return nn.Parameter(self.dequantized(), requires_grad=False).__reduce_ex__(protocol)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Any:
+        self.requires_grad = requires_grad
+        return self
+
+    def _like(self, data: Tensor, inv: Tensor) -> FrozenWeight:
+        return FrozenWeight(data, inv, self.dtype, *self.how)
+
+    def _take(self, values: Tensor) -> FrozenWeight:
+        """Cast new values, as a load does."""
+        if isinstance(values, FrozenWeight):
+            values = values.dequantized()
+        values = values.to(device=self.device, dtype=self.dtype).expand(self.shape)
+        data, inv = cast(values, self.data_.dtype, *self.how)
+        self.data_.copy_(data)
+        self.inv_.copy_(inv)
+        return self
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        kwargs = kwargs or {}
+        first = args[0] if args else None
+        if isinstance(first, FrozenWeight):
+            if same(func, first, args):
+                return first._like(func(first.data_, *args[1:], **kwargs), first.inv_)
+            if func is aten.clone.default:
+                return first._like(first.data_.clone(), first.inv_.clone())
+            if func is aten.copy_.default:
+                return first._take(args[1])
+        given = list(zip(func._schema.arguments, args, strict=False))
+        given = [*given, *((argument, kwargs.get(argument.name)) for argument in func._schema.arguments)]
+        written = [x for argument, x in given if argument.alias_info is not None and argument.alias_info.is_write]
+        if any(isinstance(x, FrozenWeight) for x in pytree.tree_leaves(written)):
+            raise Fp8CompileError(f"{func} would write to a weight that is kept in FP8 only (frozen='fp8'): {FIX}")
+
+        def values(x: Any) -> Any:
+            if not isinstance(x, FrozenWeight):
+                return x
+            return ops.dequantize(x.data_, x.inv_, x.dtype, *([[x.block, x.block]] if x.block else []))
+
+        args, kwargs = pytree.tree_map(values, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _set_requires_grad(weight: FrozenWeight, requires_grad: bool) -> None:
+    if requires_grad:
+        raise Fp8CompileError(f"a weight that is kept in FP8 only (frozen='fp8') cannot train: {FIX}")
+    _REQUIRES_GRAD.__set__(weight, requires_grad)
+
+
+def _set_data(weight: FrozenWeight, values: Tensor) -> None:
+    """Torch would take the new memory, and we would go on with the FP8 values. Only what changes nothing is let through:
+    `Module.to` writes back what it has read."""
+    alike = (values.shape, values.dtype, values.device) == (weight.shape, weight.dtype, weight.device)
+    if not alike or isinstance(values, FrozenWeight) or not torch.equal(values, weight.dequantized()):
+        raise Fp8CompileError(f"other values, dtype or device for a weight that is kept in FP8 only (frozen='fp8'): {FIX}")
+
+
+_REQUIRES_GRAD: Any = Tensor.requires_grad
+_DATA: Any = Tensor.data
+FrozenWeight.requires_grad = property(_REQUIRES_GRAD.__get__, _set_requires_grad)  # type: ignore[assignment]
+FrozenWeight.data = property(_DATA.__get__, _set_data)  # type: ignore[assignment]
+
+
+def _changed(name: str) -> Any:
+    """A method that returns the tensor itself where there is nothing to change. Here it returns a plain tensor in any case:
+    with the weight itself, `Module.to` would swap parameters, which torch refuses where there are weak references to them."""
+    original = getattr(Tensor, name)
+
+    def method(self: FrozenWeight, *args: Any, **kwargs: Any) -> Tensor:
+        made = original(self, *args, **kwargs)
+        return self.dequantized() if made is self else made
+
+    method.__name__ = name
+    return method
+
+
+for _name in ("to", "cpu", "cuda", "half", "bfloat16", "float", "double"):
+    setattr(FrozenWeight, _name, _changed(_name))
+
+
+def cast(weight: Tensor, dtype: torch.dtype, block: int, margin: int, power_of_2: bool) -> tuple[Tensor, Tensor]:
+    """A plain weight [R, C] in FP8, and the inverse of its scales: to the bit what a graph makes of it."""
+    blocks = [block, block]
+    largest = torch.finfo(dtype).max
+    amax = ops.amax_blocks(weight, False, blocks) if block else ops.amax(weight)
+    scale = ops.current_scale(amax, largest, margin, power_of_2)
+    return ops.quantize(weight, scale, dtype, largest, False, blocks), ops.inverse(scale)

@@ -1,0 +1,554 @@
+"""`frozen="fp8"`: weights that do not train are kept in FP8 only. To the bit, the training is the one without it."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import fp8compile
+from fp8compile.dryrun import fake_gpu
+from fp8compile.errors import Fp8CompileError, OptionError, StrictError
+from fp8compile.ir.frozen import FrozenWeight, cast
+from fp8compile.runtime import frozen as runtime_frozen
+from tests.support.executed import executed
+from tests.support.gpu_steps import unallocated
+from tests.support.harness import ALL_FP8, grads_of, interpreted, sqnr
+
+needs_description = pytest.mark.skipif(fake_gpu.unavailable() is not None, reason=fake_gpu.unavailable() or "")
+BF16 = torch.bfloat16
+RECIPES = ("tensorwise", "delayed", "blockwise")
+
+
+class LoRA(nn.Module):
+    """A frozen linear layer plus a trained update of low rank."""
+
+    def __init__(self, base: nn.Linear, rank: int = 16) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.a = nn.Linear(base.in_features, rank, bias=False)
+        self.b = nn.Linear(rank, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.b(self.a(x))
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 128) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), LoRA(nn.Linear(width, 256)), LoRA(nn.Linear(256, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """Blocks whose large weights are frozen. `how`: "checkpoint" recomputes each block, "twice" calls each block twice."""
+
+    def __init__(self, blocks: int = 2, how: str = "") -> None:
+        super().__init__()
+        self.blocks, self.how = nn.ModuleList(Block() for _ in range(blocks)), how
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.how == "checkpoint" else block(x)
+            x = block(x) if self.how == "twice" else x
+        return x
+
+
+def made(dtype: torch.dtype = BF16, model: Callable[[], nn.Module] = Net) -> nn.Module:
+    torch.manual_seed(0)
+    return model().to(dtype)
+
+
+def batch(step: int, rows: int = 48, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.randn(rows, 128, generator=torch.Generator().manual_seed(step)).to(dtype)
+
+
+def compiled(model: nn.Module, recipe: str = "tensorwise", frozen: str = "fp8", **options: Any) -> Callable[..., Tensor]:
+    torch._dynamo.reset()
+    given = {"policy": ALL_FP8, "recipe": recipe, "frozen": frozen, **options}
+    return torch.compile(model, backend="fp8", options=given)
+
+
+def trained(
+    model: nn.Module, call: Callable[..., Tensor], rows: Sequence[int] = (48, 48, 48), micro: int = 1, autocast: bool = False
+) -> list[Tensor]:
+    """Outputs and gradients of each step, and the trained parameters behind them. `micro` batches make a step; their forwards
+    come before their backwards."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)  # is given the frozen weights, too
+    found: list[Tensor] = []
+    dtype = next(model.parameters()).dtype
+    for step, count in enumerate(rows):
+        with torch.autocast("cpu", BF16, enabled=autocast):
+            out = [call(batch(10 * step + i, count, dtype)) for i in range(micro)]
+        for each in out:
+            each.float().square().mean().backward()
+        found += [x.detach().clone() for x in out] + list(grads_of(model).values())
+        optimizer.step()
+        optimizer.zero_grad()
+    return found + [p.detach().clone() for p in model.parameters() if p.requires_grad]
+
+
+def same(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
+    assert len(one) == len(other) and len(one) > 4
+    return all(x.dtype == y.dtype and torch.equal(x, y) for x, y in zip(one, other, strict=True))
+
+
+def bases(model: nn.Module) -> dict[str, Any]:
+    return {name: p for name, p in model.named_parameters() if name.endswith("base.weight")}
+
+
+def stored(model: nn.Module) -> set[bool]:
+    return {isinstance(p, FrozenWeight) for p in bases(model).values()}
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "two forwards, then two backwards": {"micro": 2},
+    "other sizes": {"rows": (48, 80, 33)},
+    "checkpointing": {"how": "checkpoint"},
+    "used twice": {"how": "twice"},
+    "float32 under autocast": {"dtype": torch.float32, "autocast": True},
+}
+
+
+FAST = ("two forwards, then two backwards", "delayed")
+SLOW = [
+    pytest.param(case, recipe, marks=pytest.mark.slow) for case in CASES for recipe in RECIPES if (case, recipe) != FAST
+]
+
+
+@pytest.mark.parametrize(("case", "recipe"), [FAST, *SLOW])
+@pytest.mark.compat
+def test_the_training_is_the_one_without_it(case: str, recipe: str) -> None:
+    how = dict(CASES[case])
+    dtype, kind = how.pop("dtype", BF16), how.pop("how", "")
+    found = {}
+    with interpreted():
+        for frozen in ("high_precision", "fp8"):
+            model = made(dtype, lambda: Net(how=kind))
+            before = {name: p.detach().clone() for name, p in bases(model).items()}
+            found[frozen] = trained(model, compiled(model, recipe, frozen), **how)
+            assert stored(model) == {frozen == "fp8"}
+    assert same(found["high_precision"], found["fp8"])
+    kept = sum(p.nbytes for p in bases(model).values()) / sum(p.numel() for p in bases(model).values())
+    assert 1 < kept < 1.001  # bytes a parameter
+    for name, p in bases(model).items():  # E4M3 has 3 bits of mantissa
+        assert (p.dequantized() - before[name]).abs().max() <= before[name].abs().max() / 16
+    records = fp8compile.report(model).graphs[-1].frozen
+    assert [(x.parameter, x.bytes, x.reason) for x in records] == [(name, p.nbytes, "") for name, p in bases(model).items()]
+
+
+@pytest.mark.compiled
+def test_the_same_bits_compiled() -> None:
+    found = []
+    for frozen in ("high_precision", "fp8"):
+        model = made()
+        found.append(trained(model, compiled(model, "delayed", frozen)))
+    assert stored(model) == {True} and same(*found)
+
+
+@pytest.mark.parametrize("wrapped", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_blocks_that_are_compiled_one_by_one(wrapped: bool) -> None:
+    """What one block says holds for all that are compiled: more blocks than Dynamo compiles code for, and two pieces of code,
+    as without the option (the first block's input needs no gradient). A block that stays eager keeps its weights."""
+    found = {}
+    with interpreted():
+        for frozen in ("high_precision", "fp8"):
+            torch._dynamo.reset()
+            model = made(model=lambda: Net(12))
+            options = {"policy": ALL_FP8, "frozen": frozen}
+            for i, block in enumerate(model.blocks[:-1]):  # type: ignore[index, arg-type]
+                if wrapped:
+                    model.blocks[i] = torch.compile(block, backend="fp8", fullgraph=True, options=options)  # type: ignore
+                else:
+                    block.compile(backend="fp8", fullgraph=True, options=options)
+            found[frozen] = trained(model, model)
+            assert len(fp8compile.report(model).graphs) == 2
+    assert same(found["high_precision"], found["fp8"])
+    kinds = [isinstance(p, FrozenWeight) for p in bases(model).values()]
+    assert kinds == [True] * 22 + [False] * 2
+
+
+@pytest.mark.compat
+def test_memory_is_free_before_the_next_weight_is_cast(caplog: pytest.LogCaptureFixture) -> None:
+    """So the model never takes more than before. An optimizer that was given the frozen weights holds them, and a warning says
+    so."""
+    alive: list[int] = []
+    old: list[weakref.ref] = []
+    frozen = runtime_frozen._frozen
+
+    def counting(module: nn.Module, name: str, form: Any) -> tuple[int, int]:
+        old.append(weakref.ref(module._parameters[name]))  # type: ignore[arg-type]
+        sizes = frozen(module, name, form)
+        alive.append(sum(reference() is not None for reference in old))
+        return sizes
+
+    gc.disable()
+    try:
+        for given in (False, True):
+            model = made()
+            optimizer = torch.optim.SGD([p for p in model.parameters() if given or p.requires_grad], 0.1)
+            with interpreted(), mock.patch.object(runtime_frozen, "_frozen", counting):
+                with caplog.at_level(logging.WARNING, "fp8compile"):
+                    compiled(model, "delayed")(batch(0)).float().mean().backward()
+            optimizer.step()
+            said = [x.getMessage() for x in caplog.records if "kept in FP8 only" in x.getMessage()]
+            assert ("0.2621 MB are not free: something holds" in said[-1]) is given
+    finally:
+        gc.enable()
+    assert alive == [0, 0, 0, 0, 1, 2, 3, 4]
+    kept = [weakref.ref(p) for p in bases(model).values()]
+    del model, optimizer
+    gc.collect()
+    assert not any(reference() is not None for reference in kept), "compiled code holds no weight"
+
+
+# --- on a described GPU -----------------------------------------------------------------------------
+
+
+def static(recipe: str, frozen: str, dtype: torch.dtype = BF16) -> tuple[fake_gpu.Step, nn.Module]:
+    model = unallocated(lambda: nn.Sequential(LoRA(nn.Linear(1024, 2048)), nn.GELU(), LoRA(nn.Linear(2048, 1024))), dtype)
+    call = compiled(model, recipe, frozen)
+    x = torch.empty(4096, 1024, dtype=dtype, requires_grad=True)
+
+    def step() -> None:
+        with torch.autocast("cpu", BF16, enabled=dtype == torch.float32):
+            out = call(x)
+        out.sum().backward()
+
+    return fake_gpu.trace(step), model
+
+
+@needs_description
+@pytest.mark.parametrize("recipe", ["delayed", *(pytest.param(x, marks=pytest.mark.slow) for x in ("tensorwise", "blockwise"))])
+def test_no_kernel_reads_a_frozen_weight_in_high_precision(recipe: str) -> None:
+    """The step gets it in one byte an element, keeps no other copy of it, and moves 2 bytes an element for dgrad's layout."""
+    before, _ = static(recipe, "high_precision")
+    step, model = static(recipe, "fp8")
+    assert {isinstance(p, FrozenWeight) for p in model.parameters() if p.dim() == 2 and not p.requires_grad} == {True}
+    sizes = [(2048, 1024), (1024, 2048)]
+    for graph in step.graphs:
+        found = [x.dtype for x in graph.inputs.values() if x.shape in sizes]
+        assert found == [torch.float8_e4m3fn] * 2, "a weight, and no transposed copy of it"
+        assert not any(x.dtype in (BF16, torch.float32) and x.shape in sizes for x in graph.inputs.values())
+    elements = 2 * 1024 * 2048
+    assert before.bytes_outside_matmuls - step.bytes_outside_matmuls >= 2 * elements  # of 4 or more: read, and written twice
+    assert step.kept_for_backward <= before.kept_for_backward - elements + 200_000  # views of small weights count
+    assert step.flops == before.flops and len(step.kernels) <= len(before.kernels)
+    copies = [x for x in step.kernels if x.matmul is None and x.bytes == 2 * 1024 * 2048]
+    assert len(copies) == 2 and all(x.fqn.endswith("base") for x in copies)
+
+
+@pytest.mark.compiled
+@pytest.mark.slow
+@needs_description
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_plan_for_a_gpu_executed(recipe: str) -> None:
+    found = []
+    for frozen in ("high_precision", "fp8"):
+        model = made()
+        with executed(0):
+            found.append(trained(model, compiled(model, recipe, frozen), (48, 48)))
+    assert stored(model) == {True}
+    assert all(sqnr(x, y) > 40 for x, y in zip(*found, strict=True))
+
+
+# --- other readers ----------------------------------------------------------------------------------
+
+
+def converted(recipe: str = "tensorwise", **options: Any) -> tuple[nn.Module, Callable[..., Tensor]]:
+    model = made()
+    call = compiled(model, recipe, **options)
+    trained(model, call, (48,))
+    assert stored(model) == {True}
+    return model, call
+
+
+def test_checkpoints_are_vanilla(tmp_path: Any) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    plain = made()
+    with interpreted():
+        model, call = converted()
+        state = model.state_dict()
+        assert {type(x) for x in state.values()} == {Tensor}
+        wanted = {name: (x.shape, x.dtype) for name, x in plain.state_dict().items()}
+        assert {name: (x.shape, x.dtype) for name, x in state.items()} == wanted
+        assert all(torch.equal(state[name], p.dequantized()) for name, p in bases(model).items())
+        safetensors.save_file(state, tmp_path / "model.safetensors")
+        buffer = io.BytesIO()
+        torch.save(state, buffer)
+        buffer.seek(0)
+        plain.load_state_dict(torch.load(buffer))
+        assert torch.equal(plain(batch(5)), model(batch(5)))  # both eager
+        # what was saved is loaded to the bit, and other values are cast
+        before = {name: (p.data_.clone(), p.inv_.clone()) for name, p in bases(model).items()}
+        model.load_state_dict(safetensors.load_file(tmp_path / "model.safetensors"))
+        for name, p in bases(model).items():
+            assert torch.equal(p.data_.view(torch.uint8), before[name][0].view(torch.uint8))
+            assert torch.equal(p.inv_, before[name][1])
+        fresh = made().state_dict()
+        model.load_state_dict({name: 3 * x for name, x in fresh.items()})
+        loaded = trained(model, call, (48,))
+        other = made()
+        other.load_state_dict({name: 3 * x for name, x in fresh.items()})
+        assert same(loaded, trained(other, compiled(other), (48,)))
+
+
+@pytest.mark.slow
+def test_keep_vars_and_assign() -> None:
+    with interpreted():
+        model, call = converted()
+        assert model.state_dict(keep_vars=True)["blocks.0.up.base.weight"] is bases(model)["blocks.0.up.base.weight"]
+        model.load_state_dict(made().state_dict(), assign=True)
+        assert stored(model) == {False}
+        trained(model, call, (48,))  # the next training call keeps them in FP8 again
+        assert stored(model) == {True}
+
+
+def test_eager_copies_and_files() -> None:
+    with interpreted():
+        model, _ = converted()
+    x = batch(7).requires_grad_()
+    out = model(x)
+    out.float().square().mean().backward()
+    for twin in (copy.deepcopy(model), _reloaded(model)):
+        assert torch.equal(twin(batch(7)), out)
+        x2 = batch(7).requires_grad_()
+        twin(x2).float().square().mean().backward()
+        assert torch.equal(x2.grad, x.grad)  # type: ignore[arg-type]
+    assert stored(copy.deepcopy(model)) == {True} and stored(_reloaded(model)) == {False}
+    weight = next(iter(bases(model).values()))
+    assert repr(weight).startswith("FrozenWeight((256, 128)") and weight.is_leaf and isinstance(weight, nn.Parameter)
+    assert type(weight.float()) is type(weight.to(BF16)) is type(weight.t()) is type(weight + 0) is Tensor
+
+
+def _reloaded(model: nn.Module) -> nn.Module:
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+WRITES: dict[str, Callable[[Any], Any]] = {
+    "in place": lambda w: w.add_(1),
+    "by .data": lambda w: w.data.mul_(2),
+    "to .data": lambda w: setattr(w, "data", w.dequantized() + 1),
+    "by foreach": lambda w: torch._foreach_add_([w], 1.0),
+    "as out": lambda w: torch.add(torch.ones(2), 1.0, out=w),
+    "train": lambda w: w.requires_grad_(),
+    "train, by the attribute": lambda w: setattr(w, "requires_grad", True),
+}
+
+
+def linear(dtype: torch.dtype = BF16) -> nn.Linear:
+    """Its weight is kept in FP8 only."""
+    layer = nn.Linear(128, 64).to(dtype)
+    data, inv = cast(layer.weight.detach(), torch.float8_e4m3fn, 0, 0, False)
+    layer.weight = nn.Parameter(FrozenWeight(data, inv, dtype), requires_grad=False)
+    return layer
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.compat
+def test_writes_are_errors_that_say_what_to_do(write: str) -> None:
+    weight: Any = linear().weight
+    before = weight.dequantized()
+    with torch.no_grad(), pytest.raises(Fp8CompileError, match=r"frozen='fp8'.*call fp8compile.thaw\(model\) first") as error:
+        WRITES[write](weight)
+    assert "\n" not in str(error.value)
+    assert torch.equal(weight.dequantized(), before) and not weight.requires_grad
+
+
+@pytest.mark.compat
+def test_conversions_of_the_model(tmp_path: Any) -> None:
+    model = linear()
+    weight, values = model.weight, model.weight.dequantized()  # type: ignore[operator]
+    alive = weakref.ref(weight)  # compiled code has such references, with which torch swaps no tensors
+    model.to("cpu").bfloat16().cpu()
+    assert model.weight is weight is alive() and torch.equal(weight.dequantized(), values)  # type: ignore[operator]
+    for change in (model.float, model.half, lambda: model.to(torch.float64)):
+        with pytest.raises(Fp8CompileError, match="thaw"):
+            change()
+    safetensors = pytest.importorskip("safetensors.torch")
+    with pytest.raises(RuntimeError):  # not a file of something else
+        safetensors.save_file({"weight": weight}, tmp_path / "one.safetensors")
+
+
+def test_thawed_weights_train() -> None:
+    with interpreted():
+        model, _ = converted()
+        wanted = {name: p.dequantized() for name, p in bases(model).items()}
+        fp8compile.thaw(model)
+        assert all(type(p) is nn.Parameter and torch.equal(p, wanted[name]) for name, p in bases(model).items())
+        assert model.state_dict().keys() == made().state_dict().keys()
+        for p in bases(model).values():
+            p.requires_grad_()
+        call = compiled(model)
+        call(batch(0)).float().square().mean().backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in bases(model).values()) and stored(model) == {False}
+    assert not fp8compile.report(model).graphs[-1].frozen
+
+
+@pytest.mark.parametrize("evaluate", ["high_precision", pytest.param("fp8", marks=pytest.mark.slow)])
+def test_evaluation_reads_what_fp8_has_left(evaluate: str) -> None:
+    with interpreted():
+        model, call = converted(eval=evaluate)
+        twin = copy.deepcopy(model)
+        fp8compile.thaw(twin)
+        model.eval()
+        twin.eval()
+        with torch.no_grad():
+            out = call(batch(3))
+            wanted = compiled(twin, eval=evaluate)(batch(3)) if evaluate == "fp8" else twin(batch(3))
+    assert torch.equal(out, wanted)
+    note = [graph.note for graph in fp8compile.report(model).graphs if graph.note]
+    assert not note or "4 frozen weights have the values that FP8 has left" in note[-1] or evaluate == "fp8"
+
+
+# --- which weights ----------------------------------------------------------------------------------
+
+
+class Odd(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(128, 128)
+        self.plain, self.read, self.small = (nn.Linear(128, 128, bias=False) for _ in range(3))
+        self.trains, self.off = (nn.Linear(128, 128, bias=False) for _ in range(2))
+        self.head = nn.Linear(128, 128, bias=False)
+        self.requires_grad_(False)
+        self.trains.requires_grad_(True)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.trains(self.embed(tokens))
+        x = self.plain(x) + self.read(x) * self.read.weight.sum() + self.small(x) + self.off(x)
+        return self.head(x)
+
+
+POLICY = {"rules": [{"module": "off", "fp8": "off"}, {"module": "small", "frozen": "high_precision"}, *ALL_FP8["rules"]]}
+
+
+def test_only_what_nothing_but_fp8_matmuls_read(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    model = Odd()
+    with interpreted(), caplog.at_level(logging.WARNING, "fp8compile"):
+        call = compiled(model, policy=POLICY)
+        tokens = torch.arange(64) % 128
+        call(tokens).square().mean().backward()
+    assert [name for name, p in model.named_parameters() if isinstance(p, FrozenWeight)] == ["plain.weight"]
+    reasons = {x.parameter: x.reason for x in fp8compile.report(model).graphs[-1].frozen}
+    assert reasons == {
+        "embed.weight": "tied: embed.weight and head.weight",
+        "plain.weight": "",
+        "read.weight": "read by aten.sum",
+        "off.weight": "policy: rule 1",
+    }
+    text = str(fp8compile.report(model))
+    assert "frozen weights in FP8 only: 1 of 4, 0.01639 MB in the place of 0.06554" in text and "fp8 only" in text
+    said = [record.getMessage() for record in caplog.records if "kept in FP8 only" in record.getMessage()]
+    assert len(said) == 1 and "1 frozen weights are kept in FP8 only, 0.01639 MB in the place of 0.06554" in said[0]
+
+
+def test_a_graph_that_casts_otherwise_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    """Another compilation, whose recipe has other scales, gets the values that are left, and a warning; with strict, an
+    error."""
+    with interpreted():
+        model, _ = converted()
+        with caplog.at_level(logging.WARNING, "fp8compile"):
+            compiled(model, "blockwise")(batch(0)).float().mean().backward()
+        assert any("cast with other blocks: it has the values" in record.getMessage() for record in caplog.records)
+        with pytest.raises(StrictError, match="kept in FP8 only"):
+            compiled(model, "blockwise", strict=True)(batch(0))
+
+
+@pytest.mark.slow
+def test_without_the_option_it_stays_as_it_is() -> None:
+    with interpreted():
+        model, _ = converted()
+        twin = copy.deepcopy(model)
+        one = trained(model, compiled(model, "delayed", "high_precision"))
+        two = trained(twin, compiled(twin, "delayed", "fp8"))
+    assert same(one, two) and stored(model) == {True}
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp", "mxfp8"])
+def test_recipes_with_other_scales_in_dgrad_are_refused(recipe: str) -> None:
+    with pytest.raises(OptionError, match=f"'frozen'.*recipe '{recipe}', whose dgrad needs other scales"):
+        fp8compile.Recipe(recipe, frozen="fp8")
+
+
+def test_bad_options() -> None:
+    with pytest.raises(OptionError, match="Did you mean 'fp8'"):
+        fp8compile.Recipe(frozen="fp9")
+    with pytest.raises(OptionError, match=r"'frozen'.*\[schedule\]"):
+        torch.compile(nn.Linear(8, 8), backend="fp8", options={"frozen": "fp8", "policy": {"schedule": {"warmup_steps": 3}}})(
+            torch.ones(1, 8)
+        )
+
+
+# --- beside other parts -----------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_beside_cached_weights() -> None:
+    found = {}
+    with interpreted():
+        for frozen in ("high_precision", "fp8"):
+            model = made()
+            model.blocks[0].up.base.requires_grad_(True)  # type: ignore[index, union-attr]
+            found[frozen] = trained(model, compiled(model, "tensorwise", frozen, cache_weights=True), micro=2)
+    assert same(found["high_precision"], found["fp8"])
+    assert [isinstance(p, FrozenWeight) for p in bases(model).values()] == [False, True, True, True]
+
+
+@pytest.mark.slow
+def test_scaling_state_goes_on() -> None:
+    """The state of inputs and gradients belongs to the weight: it follows, also if it was loaded before the first call."""
+    with interpreted():
+        model, call = converted("delayed")
+        saved = {"model": copy.deepcopy(model.state_dict()), "scaling": fp8compile.scaling_state(model)}
+        assert "blocks.0.up.base.weight.input.0" in saved["scaling"]
+        on = trained(model, call)
+        again = made()
+        again.load_state_dict(saved["model"])
+        fp8compile.load_scaling_state(again, saved["scaling"])
+        assert same(on, trained(again, compiled(again, "delayed")))
+
+
+def test_explain_and_compare_change_nothing() -> None:
+    model = made()
+    before = dict(model.named_parameters())
+    options = {"policy": ALL_FP8, "frozen": "fp8"}
+    found = fp8compile.explain(model, batch(0), options=options)
+    assert [x.reason for x in found.graphs[-1].frozen] == [""] * 4
+    assert all(p is before[name] for name, p in model.named_parameters())
+    with interpreted():
+        fp8compile.compare(model, batch(0), options=options, loss=lambda out: out.float().square().mean())
+    assert all(p is before[name] for name, p in model.named_parameters())
+    assert not model.blocks[0].up.base._state_dict_hooks  # type: ignore[index, union-attr]
+
+
+@pytest.mark.parametrize("recipe", ["blockwise", *(pytest.param(x, marks=pytest.mark.slow) for x in ("tensorwise", "delayed"))])
+def test_an_export_is_the_one_without_it(recipe: str, tmp_path: Any) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    found = []
+    with interpreted():
+        for frozen in ("high_precision", "fp8"):
+            model = made(torch.float32)
+            trained(model, compiled(model, recipe, frozen))
+            fp8compile.export(model, tmp_path / frozen)
+            found.append(safetensors.load_file(tmp_path / frozen / "model.safetensors"))
+    assert found[0].keys() == found[1].keys() and any(x.dtype == torch.float8_e4m3fn for x in found[0].values())
+    for name, x in found[0].items():
+        assert torch.equal(x.float(), found[1][name].float()), name
