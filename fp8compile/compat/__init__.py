@@ -22,7 +22,7 @@ from . import versions
 
 versions.check(torch.__version__)  # first: the imports below use private parts
 
-from torch._ops import OpOverload
+from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 
 from .aot_cache import Saved, cache_is_on, has_hooks, modes, modules_of_nodes, saved, storage_of

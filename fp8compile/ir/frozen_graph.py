@@ -29,6 +29,13 @@ class Ref:
 
 
 @dataclass(frozen=True)
+class Named:
+    """Stands for the operator of this name, as an argument of another one."""
+
+    name: str
+
+
+@dataclass(frozen=True)
 class Step:
     """One node. `target`: the input's name, or the operator's, as `torch.ops` or `operator` know it; "" for the output."""
 
@@ -38,6 +45,13 @@ class Step:
     args: Any
     kwargs: Any
     operand: Any = None
+
+
+class Interpreted(GraphModule):
+    """A graph for an interpreter: no Python code is made of it, which would take longer than all the rest."""
+
+    def recompile(self) -> Any:
+        return None
 
 
 def freeze(graph: Graph) -> tuple[Step, ...]:
@@ -69,12 +83,14 @@ def thaw(steps: Iterable[Step]) -> GraphModule:
         if step.operand is not None:
             node.meta[OPERAND] = step.operand
         nodes.append(node)
-    return GraphModule({}, graph)
+    return Interpreted({}, graph)
 
 
 def _name(target: Any) -> str:
     if isinstance(target, compat.OpOverload):
         name = str(target)
+    elif isinstance(target, compat.HigherOrderOperator):
+        name = f"higher_order.{target.name()}"
     else:
         name = f"operator.{getattr(target, '__name__', '')}"
     if _operator(name) is not target:
@@ -97,6 +113,8 @@ def _operator(name: str) -> Any:
 def _frozen(value: Any, numbers: dict[Node, int]) -> Any:
     if isinstance(value, Node):
         return Ref(numbers[value])
+    if isinstance(value, compat.OpOverload):
+        return Named(_name(value))
     if isinstance(value, dict):
         return {key: _frozen(x, numbers) for key, x in value.items()}
     if isinstance(value, slice):
@@ -112,6 +130,8 @@ def _frozen(value: Any, numbers: dict[Node, int]) -> Any:
 def _thawed(value: Any, nodes: list[Node]) -> Any:
     if isinstance(value, Ref):
         return nodes[value.number]
+    if isinstance(value, Named):
+        return _operator(value.name)
     if isinstance(value, dict):
         return {key: _thawed(x, nodes) for key, x in value.items()}
     if isinstance(value, slice):

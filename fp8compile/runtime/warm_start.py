@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import logging
+import operator
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -106,11 +107,21 @@ def facts(gm: GraphModule, example_inputs: Sequence[Any], inputs: Inputs, others
             raise Unknown("there are process groups")
         if inputs.inlined or inputs.resharded or inputs.groups:
             raise Unknown("compiled autograd or FSDP2 owns its inputs")
+        _no_constants(gm)
         known = [compat.modules_of_nodes(gm), compat.modes(), _tensors(example_inputs), inputs, *others]
         return hashlib.sha256(_spelled(known).encode()).hexdigest()
     except Unknown as reason:
         logger.debug("fp8: %s does not use AOTAutograd's cache: %s", inputs.root, reason)
         return None
+
+
+def _no_constants(gm: GraphModule) -> None:
+    """AOTAutograd's key has no values of tensors that a graph holds."""
+    for module in gm.modules():
+        for node in module.graph.nodes if isinstance(module, GraphModule) else ():
+            held = operator.attrgetter(str(node.target))(module) if node.op == "get_attr" else None
+            if node.op == "call_module" or (node.op == "get_attr" and not isinstance(held, GraphModule)):
+                raise Unknown(f"the graph holds {node.target}")
 
 
 def _tensors(values: Sequence[Any]) -> list[Any]:
