@@ -13,6 +13,7 @@ import functools
 import hashlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -80,13 +81,16 @@ def _loader(backward: bool) -> Any:
 
 
 def cache_is_on() -> bool:
-    """May a compilation use AOTAutograd's cache in the way above? Not if it is off, and not if somebody bundles entries."""
+    """May a compilation use AOTAutograd's cache in the way above? Not if it is off, and not if somebody bundles entries. Nor
+    where options are those of the process (torch 2.11) and another thread might compile with ours."""
     import torch._dynamo.config as dynamo_config
     import torch._inductor.config as inductor_config
 
+    entries: Any = functorch_config
+    alone = isinstance(entries._config["enable_autograd_cache"].user_override, ContextVar) or threading.active_count() == 1
     bundles = functorch_config.bundled_autograd_cache or dynamo_config.caching_precompile
     off = inductor_config.force_disable_caches or bundles or functorch_config.strict_autograd_cache
-    return bool(functorch_config.enable_autograd_cache and inductor_config.fx_graph_cache) and not off
+    return bool(alone and functorch_config.enable_autograd_cache and inductor_config.fx_graph_cache) and not off
 
 
 @contextlib.contextmanager

@@ -1,8 +1,9 @@
 """One process of the tests of warm starts: it trains a small model and prints, as JSON, all that a second process must repeat.
 
-    python -m tests.support.warm RECIPE [CHANGE]
+    python -m tests.support.warm RECIPE MODELS [CHANGE]
 
-CHANGE is Python that runs before the model is compiled: a fact that differs from that of another process.
+MODELS are classes below, separated by commas. CHANGE is Python that runs before they are compiled: a fact that differs from that
+of another process.
 """
 
 from __future__ import annotations
@@ -92,10 +93,10 @@ def scene(kind: type[Model], options: dict[str, Any], steps: int = 3) -> dict[st
     return seen
 
 
-def main(recipe: str, change: str = "") -> None:
+def main(recipe: str, models: str, change: str = "") -> None:
     torch.set_num_threads(1)
     exec(change)
-    found = {kind.__name__: scene(kind, {"recipe": recipe}, steps) for kind, steps in ((Model, 3), (Checkpointed, 1))}
+    found = {name: scene(globals()[name], {"recipe": recipe}) for name in models.split(",")}
     cache = {name: counters["aot_autograd"][f"autograd_cache_{name}"] for name in ("hit", "miss", "saved", "bypass")}
     print(json.dumps({"found": found, "cache": cache}))
 
