@@ -196,8 +196,8 @@ def _compile_once(
         if not observes:
             gatherable.update(all_gather.of_graph(done.gatherable, sharded, partial(_complain, chosen)))
         if phase == FP8:
-            done = dataclasses.replace(done, findings=_findings(done, inputs, chosen, device))
-            record = _tell(done.findings, chosen)
+            findings = _findings(done, inputs, chosen, device)
+            done, record = dataclasses.replace(done, findings=findings), _tell(findings, chosen)
         return done
 
     def keep(forward: GraphModule, backward: GraphModule, visible: int) -> None:
@@ -319,8 +319,8 @@ def _findings(done: Rewritten, inputs: Inputs, chosen: Options, device: Device |
 
 
 def _tell(findings: Findings, chosen: Options) -> int:
-    """Add a graph to the ledger, and log its summary in a line. Complain: StrictError with `strict`, else a warning. Returns the
-    graph's index in the ledger."""
+    """Add a graph to the ledger, and log its summary in a line. Complain: StrictError with `strict`, else a warning. Returns
+    the graph's index in the ledger."""
     report = findings.report
     index = LEDGER.add(report)
     if not findings.training:

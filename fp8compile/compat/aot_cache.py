@@ -2,8 +2,8 @@
 
 With `bundled_autograd_cache`, an entry of that cache holds what the inner compiler returned for each half of a graph, pickled,
 as far as it is an `OutputCode`; a hit unpickles both and calls `post_compile` of each (torch 2.11 to 2.15). So a `Saved` half
-carries `content`, bytes of ours, in the same file as all else that belongs to the entry. It names the code that Inductor made by
-its key in FxGraphCache, as torch's own unbundled entries do. A half whose code is not there any more is a miss.
+carries `content`, bytes of ours, in the same file as all else that belongs to the entry. It names the code that Inductor made
+by its key in FxGraphCache, as torch's own unbundled entries do. A half whose code is not there any more is a miss.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from torch.fx import GraphModule
 
 from .cpp import few_files
 from .triton import accesses_known
+
+TAGS = ("recompute", "ac_graph_id", "partitioner_tag")  # metadata that the user's checkpointing leaves
 
 _local = threading.local()  # `hit`: the halves that this thread's compilation has got from the cache; None: it uses no cache
 
@@ -95,14 +97,15 @@ def cache_is_on() -> bool:
 
 @contextlib.contextmanager
 def cached(on: bool) -> Iterator[list[Saved]]:
-    """Inside, AOTAutograd's cache is used with `Saved` halves, or not at all. Yields a list of the halves that came from it, once
-    the compilation is over. They have code then, and no `run`."""
-    before, hit = getattr(_local, "hit", None), []
+    """Inside, AOTAutograd's cache is used with `Saved` halves, or not at all. Yields a list of the halves that came from it,
+    once the compilation is over. They have code then, and no `run`."""
+    before: list[Saved] | None = getattr(_local, "hit", None)
+    hit: list[Saved] = []
     _local.hit = hit if on else None
-    # an entry is saved when its backward has been compiled, and only then the options are ours
-    options = {"bundled_autograd_cache": True, "force_non_lazy_backward_lowering": True} if on else {}
+    # an entry is saved when its backward has been compiled: in here, while the options are ours
+    options: dict[str, Any] = {"bundled_autograd_cache": True, "force_non_lazy_backward_lowering": True} if on else {}
     try:
-        with functorch_config.patch(enable_autograd_cache=on, **options):
+        with functorch_config.patch({"enable_autograd_cache": on, **options}):
             yield hit
     finally:
         _local.hit = before
@@ -137,12 +140,15 @@ def in_inner() -> bool:
 def modules_of_nodes(gm: GraphModule) -> list[Any]:
     """Of each node of a Dynamo graph, and of the graphs nested in it, the modules that it belongs to, and the user's tags.
     AOTAutograd's key has none of these."""
+
+    def text(kind: Any) -> str:
+        return kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}"
+
     found: list[Any] = []
     for module in gm.modules():
         for node in module.graph.nodes if isinstance(module, GraphModule) else ():
-            stack = [(str(path), kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}")
-                     for path, kind in (node.meta.get("nn_module_stack") or {}).values()]  # fmt: skip
-            tags = [f"{name}={node.meta[name]}" for name in ("recompute", "ac_graph_id", "partitioner_tag") if name in node.meta]
+            stack = [(str(path), text(kind)) for path, kind in (node.meta.get("nn_module_stack") or {}).values()]
+            tags = [(name, str(node.meta[name])) for name in TAGS if name in node.meta]
             found.append([node.op, node.name, stack, tags])
     return found
 

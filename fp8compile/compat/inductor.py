@@ -36,8 +36,8 @@ def compile_fx(
     """Compile a Dynamo graph with Inductor, with our `inner_compile` in the place of its own. `at_once`: compile the backward
     with the forward, even where AOTAutograd would wait until it is called.
 
-    A hit in AOTAutogradCache skips the joint pass, and with it the state and the report. So the cache is off (FxGraphCache stays
-    on), unless `inner_compile` returns `saved` halves. `restore` gets those that came from the cache, and makes their `run`."""
+    A hit in AOTAutogradCache skips the joint pass, and with it the state and the report. So the cache is off (FxGraphCache
+    stays on), unless `inner_compile` returns `saved` halves. `restore` gets those of a hit, and makes their `run`."""
     from torch._inductor.compile_fx import compile_fx
 
     eager = at_once or functorch_config.force_non_lazy_backward_lowering
@@ -130,8 +130,8 @@ class GraphPass(CustomGraphPass):
     """`run` as one of Inductor's custom passes. `joint_custom_pre_pass` runs over forward and backward in one graph.
     `post_grad_custom_post_pass` runs over a partitioned graph, behind all passes that expect a functional graph.
 
-    `key` tells apart passes that do different things. `users` is a pass of the user's own, which runs first. `facts`: what `run`
-    reads beside the joint graph, for AOTAutograd's cache. (FxGraphCache has the graph that `run` has made, and needs no facts.)
+    `key` tells apart passes that do different things. `users` is a pass of the user's own, which runs first. `facts`: what
+    `run` reads beside the joint graph, for AOTAutograd's cache. (FxGraphCache has the graph that `run` has made.)
     """
 
     def __init__(self, run: Callable[[Graph], None], key: str, users: Any = None, facts: str = ""):

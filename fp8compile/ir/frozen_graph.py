@@ -75,7 +75,7 @@ def freeze(graph: Graph) -> tuple[Step, ...]:
 
 def thaw(steps: Iterable[Step]) -> GraphModule:
     """A graph that computes the same, whose nodes have the same names. It has no other metadata than casts' operands."""
-    graph, nodes = Graph(), []
+    graph, nodes = Graph(), list[Node]()
     for step in steps:
         target: Any = _operator(step.target) if step.op == "call_function" else step.target or "output"
         args, kwargs = _thawed(step.args, nodes), _thawed(step.kwargs, nodes)

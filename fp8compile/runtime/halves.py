@@ -25,8 +25,8 @@ class Halves:
     """`joint_pass` becomes one of Inductor's passes over the joint graph; `compile` replaces Inductor's inner compiler.
 
     `rewrite` runs our passes over a joint graph. Afterwards `rewritten` is what the passes did (None: Inductor saw no joint
-    graph, because the graph has no inputs), and `converts` tells whether some matmul became FP8. With `keeps`, AOTAutograd's cache
-    keeps the halves for later processes. Then `restore` may take the place of both, and sets the same (`restored`).
+    graph, because the graph has no inputs), and `converts` tells whether some matmul became FP8. With `keeps`, AOTAutograd's
+    cache keeps the halves for later processes. Then `restore` may take the place of both, and sets the same (`restored`).
     """
 
     def __init__(self, inner: Inner, rewrite: Callable[[Graph], Rewritten], calls: Calls, owners: Owners):

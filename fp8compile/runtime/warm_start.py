@@ -1,9 +1,9 @@
 """What a later process needs of a graph whose compiled code is in AOTAutograd's cache, and under which facts it may have it.
 
-A hit in that cache skips our passes. What they would have found (the report, the layout of the scaling state, the graph that cold
-calls run) is in the same entry (`compat.Saved`). The entry's key has, beside all that AOTAutograd knows of, a hash of the `facts`
-that our passes read elsewhere: names and classes of modules, the description of the device. A graph about which not all facts are
-known for certain does not use the cache (`facts` gives the reason).
+A hit in that cache skips our passes. What they would have found (the report, the layout of the scaling state, the graph that
+cold calls run) is in the same entry (`compat.Saved`). The entry's key has, beside all that AOTAutograd knows of, a hash of the
+`facts` that our passes read elsewhere: names and classes of modules, the description of the device. A graph about which not all
+facts are known for certain does not use the cache.
 """
 
 from __future__ import annotations
@@ -126,7 +126,8 @@ def _no_constants(gm: GraphModule) -> None:
 
 def _tensors(values: Sequence[Any]) -> list[Any]:
     """What is known of the inputs of a graph, and which of them share memory."""
-    found, memory = [], {}
+    found: list[Any] = []
+    memory: dict[int, int] = {}
     for x in values:
         if type(x) not in (torch.Tensor, torch.nn.Parameter, compat.FakeTensor) or x.layout != torch.strided:
             raise Unknown(f"an input is a {type(x).__name__}")

@@ -1,10 +1,8 @@
-"""A later process takes a graph from AOTAutograd's cache: it does all that the first process did, and only if all is as it was."""
+"""A later process takes a graph from AOTAutograd's cache. It does all that the first one did, and only if all is as it was."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-import logging
 import os
 import pickle
 import shutil
@@ -20,17 +18,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import fp8compile
-from fp8compile import compat
 from fp8compile.backend import fp8
 from fp8compile.devices import catalog
-from fp8compile.errors import StrictError, Unfrozen, Unusable
+from fp8compile.errors import Unfrozen, Unusable
 from fp8compile.ir.frozen_graph import freeze, thaw
 from fp8compile.runtime import warm_start
 from fp8compile.runtime.halves import Halves
 from fp8compile.runtime.inner import INTERPRETER
 from fp8compile.runtime.interpreter import Eager, boxed
-from fp8compile.runtime.ledger import LEDGER
 from tests.support.models import Mlp
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -2,8 +2,8 @@
 
     python -m tests.support.warm RECIPE MODELS [CHANGE]
 
-MODELS are classes below, separated by commas. CHANGE is Python that runs before they are compiled: a fact that differs from that
-of another process.
+MODELS are classes below, separated by commas. CHANGE is Python that runs before they are compiled: a fact that differs from
+that of another process.
 """
 
 from __future__ import annotations
