@@ -136,7 +136,7 @@ def _compile(
                     raise
                 cache = dataclasses.replace(cache, copies=error.copies)
             except Unusable as error:
-                logger.info("fp8: %s is compiled anew, for the cache cannot be read: %s", inputs.root, error)
+                logger.debug("fp8: %s is compiled anew, for the cache cannot be read: %s", inputs.root, error)
                 facts = None
 
     if only is not None:

@@ -81,7 +81,7 @@ class Halves:
         if whole is not None:
             self._know(*whole)
         for one, content in zip(found, contents, strict=True):
-            one.run, one.compiled = one.compiled, None
+            one.run, one.compiled, one.content = one.compiled, None, None
             if content.half.wrapped:
                 assert self.rewritten is not None
                 later = Later(content.steps, self.inner)

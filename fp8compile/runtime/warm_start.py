@@ -25,6 +25,7 @@ from ..errors import Unfrozen, Unusable
 from ..ir.frozen_graph import Step, freeze, thaw
 from ..ir.inputs import Inputs
 from ..logs import dump_dir, get_logger
+from ..passes import pipeline
 from ..passes.pipeline import Rewritten
 from . import probe
 from .inner import Inner
@@ -66,8 +67,8 @@ def packed(half: Half, graph: GraphModule | None, whole: tuple[Rewritten, bool] 
     """A half as bytes. None if it cannot be written."""
     try:
         return pickle.dumps(Content(half, freeze(graph.graph) if graph is not None else (), whole))
-    except Unfrozen as error:
-        logger.info("fp8: the next process compiles this graph again: %s cannot be written to a file", error)
+    except (Unfrozen, pickle.PicklingError, TypeError, AttributeError) as error:
+        logger.debug("fp8: the next process compiles this graph again, which cannot be written to a file: %s", error)
         return None
 
 
@@ -101,7 +102,7 @@ def facts(gm: GraphModule, example_inputs: Sequence[Any], inputs: Inputs, others
     if not compat.cache_is_on():
         return None
     try:
-        if dump_dir() is not None or logger.isEnabledFor(logging.DEBUG):
+        if dump_dir() is not None or get_logger(pipeline.__name__).isEnabledFor(logging.DEBUG):
             raise Unknown("somebody wants to see the passes")
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             raise Unknown("there are process groups")
