@@ -84,15 +84,19 @@ def _loader(backward: bool) -> Any:
 
 def cache_is_on() -> bool:
     """May a compilation use AOTAutograd's cache in the way above? Not if it is off, and not if somebody bundles entries. Nor
-    where options are those of the process (torch 2.11) and another thread might compile with ours."""
+    where another thread might compile with our options."""
     import torch._dynamo.config as dynamo_config
     import torch._inductor.config as inductor_config
 
-    entries: Any = functorch_config
-    alone = isinstance(entries._config["enable_autograd_cache"].user_override, ContextVar) or threading.active_count() == 1
     bundles = functorch_config.bundled_autograd_cache or dynamo_config.caching_precompile
     off = inductor_config.force_disable_caches or bundles or functorch_config.strict_autograd_cache
-    return bool(alone and functorch_config.enable_autograd_cache and inductor_config.fx_graph_cache) and not off
+    return bool(options_by_thread() and functorch_config.enable_autograd_cache and inductor_config.fx_graph_cache) and not off
+
+
+def options_by_thread() -> bool:
+    """Are torch's options those of a thread, while it patches them? In 2.13 and 2.15 they are, in 2.11 those of the process."""
+    entries: Any = functorch_config
+    return isinstance(entries._config["enable_autograd_cache"].user_override, ContextVar)
 
 
 @contextlib.contextmanager

@@ -17,10 +17,12 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
+from fp8compile import compat
 from fp8compile.backend import fp8
 from fp8compile.devices import catalog
-from fp8compile.errors import Unfrozen, Unusable
+from fp8compile.errors import StrictError, Unfrozen, Unusable
 from fp8compile.ir.frozen_graph import freeze, thaw
 from fp8compile.runtime import warm_start
 from fp8compile.runtime.halves import Halves
@@ -28,6 +30,7 @@ from fp8compile.runtime.inner import INTERPRETER
 from fp8compile.runtime.interpreter import Eager, boxed
 from tests.support.models import Mlp
 
+by_thread = pytest.mark.skipif(not compat.options_by_thread(), reason="torch's options are those of the process")
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -44,6 +47,7 @@ def entries(cache: Path) -> list[Path]:
     return sorted(path for path in (cache / "aotautograd").rglob("*") if path.is_file())
 
 
+@by_thread
 @pytest.mark.compat
 @pytest.mark.compiled
 def test_a_warm_start_is_the_cold_one_to_the_bit(tmp_path: Path) -> None:
@@ -53,6 +57,23 @@ def test_a_warm_start_is_the_cold_one_to_the_bit(tmp_path: Path) -> None:
     assert warm["cache"] == {"hit": 2, "miss": 0, "saved": 0, "bypass": 0}
     assert warm["found"] == cold["found"]
     assert cold["found"]["Model"]["measured"] and cold["found"]["Model"]["losses"]
+
+
+@by_thread
+@pytest.mark.compiled
+def test_strict_raises_for_a_graph_that_was_compiled_without(tmp_path: Path) -> None:
+    model, x = nn.Linear(8, 8), torch.randn(8, 8)
+    counters.clear()
+    with (
+        mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=str(tmp_path)),
+        torch._functorch.config.patch(enable_autograd_cache=True),
+    ):
+        torch.compile(model, backend=fp8)(x).sum().backward()
+        assert counters["aot_autograd"]["autograd_cache_saved"] == 1
+        torch._dynamo.reset()
+        with pytest.raises(StrictError, match="no matmul of Linear becomes FP8"):
+            torch.compile(model, backend=fp8, options={"strict": True})(x)
+    assert counters["aot_autograd"]["autograd_cache_hit"] == 1
 
 
 @pytest.mark.slow
@@ -170,6 +191,7 @@ def hooked() -> Mlp:
     return model
 
 
+@by_thread
 @pytest.mark.compat
 def test_the_key_has_all_that_our_passes_read(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def key(model: nn.Module, **options: Any) -> str:
@@ -211,7 +233,7 @@ def test_graphs_that_do_not_use_the_cache(asked: list[str], monkeypatch: pytest.
         compile_until_enough(model, **options)
         return bool(asked)
 
-    assert uses(Mlp())
+    assert uses(Mlp()) == compat.options_by_thread()
     assert not uses(Mlp(), save="fp8")
     assert not uses(Mlp(), cache_weights=True)
     assert not uses(Mlp(), policy={"schedule": {"warmup_steps": 1}})
