@@ -109,6 +109,7 @@ def facts(gm: GraphModule, example_inputs: Sequence[Any], inputs: Inputs, others
         if inputs.inlined or inputs.resharded or inputs.groups:
             raise Unknown("compiled autograd or FSDP2 owns its inputs")
         _no_constants(gm)
+        _no_symbols(gm)
         known = [compat.modules_of_nodes(gm), compat.modes(), _tensors(example_inputs), inputs, *others]
         return hashlib.sha256(_spelled(known).encode()).hexdigest()
     except Unknown as reason:
@@ -123,6 +124,14 @@ def _no_constants(gm: GraphModule) -> None:
             held = operator.attrgetter(str(node.target))(module) if node.op == "get_attr" else None
             if node.op == "call_module" or (node.op == "get_attr" and not isinstance(held, GraphModule)):
                 raise Unknown(f"the graph holds {node.target}")
+
+
+def _no_symbols(gm: GraphModule) -> None:
+    """Symbolic sizes have guards, which an entry would bring along."""
+    for node in gm.graph.find_nodes(op="placeholder"):
+        value = node.meta.get("example_value")
+        if not isinstance(value, torch.Tensor) or not all(type(size) is int for size in (*value.shape, *value.stride())):
+            raise Unknown(f"the input {node.name} is no tensor, or a size of it is symbolic")
 
 
 def _tensors(values: Sequence[Any]) -> list[Any]:
