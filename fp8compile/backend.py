@@ -30,10 +30,10 @@ from .config.recipe import BUILT_IN, Recipe
 from .devices import catalog, formats, support
 from .devices.catalog import Device
 from .devices.gpu import Gpu, gpu_of
-from .errors import CapacityExceeded, CopiesMissing, FrozenFound, OptionError, ShardingError, StrictError
+from .errors import CapacityExceeded, CopiesMissing, FrozenFound, OptionError, ShardingError, StrictError, Unusable
 from .ir import merged, ops, state_page
 from .ir.inputs import Inputs, capture
-from .ir.records import FP8, HIGH_PRECISION, FrozenRecord, Gatherable, GraphReport
+from .ir.records import FP8, HIGH_PRECISION, Findings, FrozenRecord, Gatherable, GraphReport
 from .logs import get_logger, say_once
 from .passes import legality
 from .passes.hoist import Cache
@@ -42,7 +42,7 @@ from .passes.remarks import remarks
 from .passes.whole_model import whole_kinds
 from .reporting.kept import brief as kept_in_fp8
 from .reporting.report import Report
-from .runtime import all_gather, forwards, frozen, probe
+from .runtime import all_gather, forwards, frozen, probe, warm_start
 from .runtime.all_gather import Gathers
 from .runtime.calls import Calls, Interface
 from .runtime.compiled_graph import CompiledGraph
@@ -126,15 +126,19 @@ def _compile(
     asked = learning and only is None and any(recipe.frozen == "fp8" for recipe in chosen.policy.possible)
     candidates, homes = frozen.candidates(gm, example_inputs, inputs, asked)
     inputs = dataclasses.replace(inputs, frozen=candidates.stored | candidates.possible)
+    plain = only is None and not may_move and not asked and inner is INDUCTOR
+    facts = _facts(gm, example_inputs, inputs, chosen) if plain else None
 
     def compiled(phase: str, record: int | None = None) -> CompiledGraph:
-        nonlocal capacity
+        nonlocal capacity, facts
         first = len(inputs.names) + (2 if capacity is not None else 0)
         cache = Cache(may_move, (), first)
         while True:
             found: Mapping[int, Gatherable] = {}
             try:
-                return _compile_once(gm, example_inputs, inputs, chosen, inner, capacity, cache, candidates, phase, record)
+                return _compile_once(
+                    gm, example_inputs, inputs, chosen, inner, capacity, cache, candidates, phase, record, facts
+                )
             except CapacityExceeded as error:  # a weight is used many times: the error says how many slots it takes
                 capacity = (error.needed["forward"], max(1, error.needed["backward"]))
             except CopiesMissing as error:  # known behind the pass that casts weights
@@ -143,6 +147,9 @@ def _compile(
                 cache = dataclasses.replace(cache, copies=error.copies)
             except FrozenFound as error:
                 found = error.found
+            except Unusable as error:
+                logger.debug("fp8: %s is compiled anew, for the cache cannot be read: %s", inputs.root, error)
+                facts = None
             if found:  # behind the handler, because the error holds the weights; the next trace of this frame reads them in FP8
                 example_inputs.clear()
                 frozen.freeze(found, homes, given, inputs.root)
@@ -174,7 +181,9 @@ def _compile_once(
     candidates: Candidates,
     phase: str,
     record: int | None,
+    facts: str | None,
 ) -> CompiledGraph:
+    """`record`: the graph's index in the ledger, if it is there. `facts`: see `runtime.warm_start`; None: without the cache."""
     policy, observes = chosen.policy, phase == HIGH_PRECISION
     weights = tuple(sorted(inputs.weights, key=lambda i: (i not in inputs.parameters, i)))
     interface = Interface(
@@ -205,7 +214,9 @@ def _compile_once(
             gatherable.update(all_gather.of_graph(done.gatherable, sharded, partial(_complain, chosen)))
             frozen.check(inputs, candidates, done.gatherable, partial(_complain, chosen))
         if phase == FP8:
-            record = _report(done, inputs, chosen, device, frozen.records(inputs, candidates, done.gatherable))
+            stored = frozen.records(inputs, candidates, done.gatherable)
+            findings = _findings(done, inputs, chosen, device, stored)
+            done, record = dataclasses.replace(done, findings=findings), _tell(findings, chosen)
         return done
 
     def keep(forward: GraphModule, backward: GraphModule, visible: int) -> None:
@@ -221,19 +232,26 @@ def _compile_once(
     calls, owners = Calls(interface), Owners(interface)
     calls.together = compat.changes_collectives(chosen.inductor)
     halves = Halves(inner, rewrite, calls, owners)
+    halves.keeps = facts is not None
     patches = {
         **_lowering(chosen),
         "joint_custom_pre_pass": compat.GraphPass(
             halves.joint_pass,
             f"{policy.key}-{capacity}-{phase}-{inputs.inlined}-{skipped()}",
             chosen.inductor.get("joint_custom_pre_pass"),
+            facts or "",
         ),
         "custom_partitioner_fn": chosen.inductor.get("custom_partitioner_fn")
         or compat.Partitioner([op.name() for op in RECOMPUTABLE], keep if saves else None, f"-{saves}-{skipped()}"),
     }
     # DDPOptimizer expects one lazy backward for each graph, but with a schedule each graph is compiled twice
     at_once = policy.schedule is not None
-    function = compat.compile_fx(gm, example_inputs, halves.compile, patches, at_once)
+    restore = halves.restore if facts is not None else None
+    function = compat.compile_fx(gm, example_inputs, halves.compile, patches, at_once, restore)
+    if halves.restored:
+        logger.debug("fp8: %s comes from AOTAutograd's cache", inputs.root)
+        if halves.rewritten is not None and halves.rewritten.findings is not None:
+            record = _tell(halves.rewritten.findings, chosen)
     gathers = Gathers(gatherable, chosen.strict, policy.schedule)
     hoisted = halves.rewritten.hoisted if halves.rewritten is not None else None
     outside = WeightCache(hoisted, inner, _lowering(chosen)) if hoisted is not None else None
@@ -281,12 +299,24 @@ def _description(chosen: Options, graph: Graph) -> Device | None:
     return next((found for device in used if (found := catalog.of(device)) is not None), None)
 
 
-def _report(
+def _facts(gm: GraphModule, example_inputs: Sequence[Any], inputs: Inputs, chosen: Options) -> str | None:
+    """What decides about a graph beside the policy, if a later process may have it from AOTAutograd's cache, else None."""
+    policy, theirs = chosen.policy, chosen.inductor
+    passes = [name for name in theirs if "pass" in name or "partitioner" in name]
+    if policy.schedule is not None or policy.save == "fp8" or passes or compat.cuda_graphs(theirs) or compat.reorders():
+        return None
+    if all_gather.asked(example_inputs):
+        return None
+    devices = sorted(inputs.devices, key=str)
+    described = catalog.find(policy.device) if policy.device is not None else [catalog.of(device) for device in devices]
+    return warm_start.facts(gm, example_inputs, inputs, [described, formats.fnuz(), skipped()])
+
+
+def _findings(
     done: Rewritten, inputs: Inputs, chosen: Options, device: Device | None, weights: tuple[FrozenRecord, ...]
-) -> int:
-    """Add a graph to the ledger, and log its summary in a line. Complain if no matmul became FP8, or if a rule of the policy
-    decides nothing: StrictError with `strict`, else a warning. `weights`: the frozen ones, where some are kept in FP8 only.
-    Returns the graph's index in the ledger."""
+) -> Findings:
+    """The report of a graph, and what is wrong with it: no matmul became FP8, or a rule of the policy decides nothing.
+    `weights`: the frozen ones, where some are kept in FP8 only."""
     training = inputs.training and not done.inference
     name = f"{inputs.root}, {'training' if training else 'evaluation'}"
     why = "inference" if inputs.training else "the model is in eval mode"
@@ -297,32 +327,43 @@ def _report(
     records = tuple(matmul.record() for matmul in done.matmuls)
     described = device.name if device else ""
     notes = remarks(done.matmuls, inputs.resharded, done.hoisted.bytes if done.hoisted is not None else 0) if training else ()
-    made = GraphReport(0, name, records, done.opaque, note, done.edges, described, notes, done.collectives, (), weights)
-    index = LEDGER.add(made)
-    report = Report([LEDGER.graph(index)])
+    report = GraphReport(0, name, records, done.opaque, note, done.edges, described, notes, done.collectives, (), weights)
     if not training:
-        logger.info("fp8: %s: %s", name, note)
-        return index
-    for complaint in done.complaints:
-        _complain(chosen, complaint)
-    logger.info("fp8: %s", report.summary())
+        return Findings(report, training)
+    behind = []
     where = device.name if device is not None else "this device"
     emulated = [matmul for matmul in done.matmuls if matmul.fp8 and matmul.emulated]
     if any(matmul.groups and matmul.recipe.built_in.needs is None for matmul in emulated):
         why = "Inductor's options let it reorder the graph, so no kernel of ours can be launched there"
-        _complain(chosen, f"experts in FP8 are emulated in bf16 on {where}, and not faster: {why}")
+        behind.append(f"experts in FP8 are emulated in bf16 on {where}, and not faster: {why}")
     for recipe in sorted({matmul.recipe.name for matmul in emulated if matmul.recipe.built_in.needs is not None}):
         *others, last = [repr(name) for name, made in BUILT_IN.items() if made.needs is None and made.cost is not None]
         whose = f": it is {BUILT_IN[recipe].whose}'s" if BUILT_IN[recipe].whose else ""
         what = f"{recipe} is emulated in bf16 on {where}, exact and not faster{whose}."
-        _complain(chosen, f"{what} For FP8's speed take {', '.join(others)} or {last}")
+        behind.append(f"{what} For FP8's speed take {', '.join(others)} or {last}")
     wanted = not inputs.part and any(x.wanted and x.weight is None and legality.fits(x) for x in done.matmuls)
     # no complaint about a part of a model that is only an embedding, a norm, convolutions, an output head, or an expert without
     # tokens in this step: such a part has no FP8, as it should be
     kept = [matmul.on_purpose or matmul.reason == legality.NO_ROWS for matmul in done.matmuls if matmul.weight is not None]
     nothing = not all(kept) if kept else bool(done.opaque) and inputs.whole and not inputs.part
     if (nothing or wanted) and not any(matmul.fp8 for matmul in done.matmuls):
-        _complain(chosen, f"no matmul of {inputs.root} becomes FP8: {report.summary()}")
+        behind.append(f"no matmul of {inputs.root} becomes FP8: {Report([report]).summary()}")
+    return Findings(report, training, done.complaints, tuple(behind))
+
+
+def _tell(findings: Findings, chosen: Options) -> int:
+    """Add a graph to the ledger, and log its summary in a line. Complain: StrictError with `strict`, else a warning. Returns
+    the graph's index in the ledger."""
+    report = findings.report
+    index = LEDGER.add(report)
+    if not findings.training:
+        logger.info("fp8: %s: %s", report.name, report.note)
+        return index
+    for complaint in findings.before:
+        _complain(chosen, complaint)
+    logger.info("fp8: %s", Report([LEDGER.graph(index)]).summary())
+    for complaint in findings.behind:
+        _complain(chosen, complaint)
     return index
 
 

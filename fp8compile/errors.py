@@ -75,6 +75,14 @@ class CapacityExceeded(Fp8CompileError):
         return "more scaling slots are needed: " + ", ".join(f"{kind} {n}" for kind, n in self.needed.items())
 
 
+class Unusable(Fp8CompileError):
+    """Internal: what an earlier process has kept of a graph cannot be read."""
+
+
+class Unfrozen(Fp8CompileError):
+    """Internal: a graph holds something that cannot be written to a file as plain data."""
+
+
 class CopiesMissing(Fp8CompileError):
     """Internal: a graph needs inputs for FP8 copies of weights; `copies` are their layouts."""
 

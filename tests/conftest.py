@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator
 
@@ -29,13 +30,19 @@ def fresh() -> Iterator[None]:
     Past its recompile limit, Dynamo runs a function in eager mode and at best logs it: the test then compares the model with
     itself. Whether a test reaches the limit depends on the tests before it in the process. So nothing is kept between tests,
     and reaching the limit is an error.
+
+    AOTAutograd's cache is off: tests put other passes in the place of ours, which is no part of a cache key.
+    `FP8COMPILE_TEST_CACHE=1` leaves it on.
     """
     torch._dynamo.reset()
     LEDGER.clear()
     logs.forget()  # messages that are logged once a process
     random.seed(0)
     torch.manual_seed(0)
-    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True, suppress_errors=False):
+    with (
+        torch._dynamo.config.patch(fail_on_recompile_limit_hit=True, suppress_errors=False),
+        torch._functorch.config.patch(enable_autograd_cache=bool(os.environ.get("FP8COMPILE_TEST_CACHE"))),
+    ):
         yield
     torch._dynamo.reset()
 

@@ -53,10 +53,10 @@ def _horner(coefficients: tuple[float, ...], x: str) -> str:
     return text
 
 
-# Statements before an expression: {name} is the name of the result.
-# erf, off by at most 2 units in the last place of float32: for |x| < 1 as x + x P(x^2), else as 1 - 2^Q(|x|). P and Q are minimax
-# polynomials of erf(x) / x - 1 and of log2(erfc(x)), the latter weighted by erfc (Lawson's iteration on 2,000 Chebyshev points).
-# Both sides cost 18 instructions; libdevice's erf, which chooses coefficients, 28.
+# Statements before an expression: {name} is the name of the result. erf, off by at most 2 units in the last place of float32:
+# for |x| < 1 as x + x P(x^2), else as 1 - 2^Q(|x|). P and Q are minimax polynomials of erf(x) / x - 1 and of log2(erfc(x)), the
+# latter weighted by erfc (Lawson's iteration on 2,000 Chebyshev points). Both sides together cost 18 instructions; libdevice's
+# erf, which chooses coefficients, 28.
 PRELUDES: dict[Any, tuple[str, ...]] = {
     aten.erf.default: (
         "{name}_abs = tl.abs({0})",

@@ -5,6 +5,7 @@
     fsdp        what FSDP2 manages
     shards      which part of a tensor a rank has, and the groups of its mesh
     inductor    compiling a graph with our passes
+    aot_cache   callables of ours in AOTAutograd's cache
     cpp         C++ kernels of a graph in few files
     triton      generated kernels in a graph
     autograd    while a graph runs
@@ -21,9 +22,10 @@ from . import versions
 
 versions.check(torch.__version__)  # first: the imports below use private parts
 
-from torch._ops import OpOverload
+from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 
+from .aot_cache import Saved, cache_is_on, has_hooks, modes, modules_of_nodes, options_by_thread, saved, storage_of
 from .autograd import (
     TensorMarks,
     capturing,

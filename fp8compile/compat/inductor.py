@@ -18,6 +18,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitioner
 from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
+from .aot_cache import Saved, cached, in_inner, inner_options
 from .cpp import few_files
 from .triton import accesses_known
 
@@ -25,22 +26,32 @@ MUST_SAVE, MUST_RECOMPUTE = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RE
 
 
 def compile_fx(
-    gm: GraphModule, inputs: Sequence[Any], inner_compile: Callable, patches: dict[str, Any], at_once: bool = False
+    gm: GraphModule,
+    inputs: Sequence[Any],
+    inner_compile: Callable,
+    patches: dict[str, Any],
+    at_once: bool = False,
+    restore: Callable[[Sequence[Saved]], None] | None = None,
 ) -> Any:
-    """Compile a Dynamo graph with Inductor, with our `inner_compile` in the place of its own. AOTAutogradCache is off: a hit
-    would skip the joint pass, and with it the state and the report (FxGraphCache stays on). `at_once`: compile the backward
-    with the forward, even where AOTAutograd would wait until it is called."""
+    """Compile a Dynamo graph with Inductor, with our `inner_compile` in the place of its own. `at_once`: compile the backward
+    with the forward, even where AOTAutograd would wait until it is called.
+
+    A hit in AOTAutogradCache skips the joint pass, and with it the state and the report. So the cache is off (FxGraphCache
+    stays on), unless `inner_compile` returns `saved` halves. `restore` gets those of a hit, and makes their `run`."""
     from torch._inductor.compile_fx import compile_fx
 
     eager = at_once or functorch_config.force_non_lazy_backward_lowering
-    with functorch_config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=eager):
-        return compile_fx(gm, inputs, inner_compile=inner_compile, config_patches=patches)
+    with functorch_config.patch(force_non_lazy_backward_lowering=eager), cached(restore is not None) as hit:
+        function = compile_fx(gm, inputs, inner_compile=inner_compile, config_patches=patches)
+    if hit and restore is not None:
+        restore(hit)
+    return function
 
 
 def compile_inner(gm: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Callable:
     from torch._inductor.compile_fx import compile_fx_inner
 
-    with accesses_known(), few_files():
+    with inner_options(), accesses_known(), few_files():
         return compile_fx_inner(gm, inputs, **kwargs)
 
 
@@ -119,11 +130,12 @@ class GraphPass(CustomGraphPass):
     """`run` as one of Inductor's custom passes. `joint_custom_pre_pass` runs over forward and backward in one graph.
     `post_grad_custom_post_pass` runs over a partitioned graph, behind all passes that expect a functional graph.
 
-    `key` tells apart passes that do different things. `users` is a pass of the user's own, which runs first.
+    `key` tells apart passes that do different things. `users` is a pass of the user's own, which runs first. `facts`: what
+    `run` reads beside the joint graph, for AOTAutograd's cache. (FxGraphCache has the graph that `run` has made.)
     """
 
-    def __init__(self, run: Callable[[Graph], None], key: str, users: Any = None):
-        self.run, self.key, self.users = run, key, users
+    def __init__(self, run: Callable[[Graph], None], key: str, users: Any = None, facts: str = ""):
+        self.run, self.key, self.users, self.facts = run, key, users, facts
 
     def __call__(self, graph: Graph) -> None:
         if self.users is not None:
@@ -132,7 +144,8 @@ class GraphPass(CustomGraphPass):
 
     def uuid(self) -> Any:
         theirs = self.users.uuid() if hasattr(self.users, "uuid") else None
-        return None if self.users is not None and theirs is None else f"fp8compile-{sources_hash()}-{self.key}-{theirs}"
+        facts = f"-{self.facts}" if self.facts and not in_inner() else ""
+        return None if self.users is not None and theirs is None else f"fp8compile-{sources_hash()}-{self.key}-{theirs}{facts}"
 
 
 class Partitioner(CustomPartitionerFn):

@@ -156,6 +156,16 @@ class GraphReport:
     frozen: tuple[FrozenRecord, ...] = ()
 
 
+@dataclass(frozen=True)
+class Findings:
+    """What is told of a graph: its report, what is complained about before its summary, and what behind it."""
+
+    report: GraphReport
+    training: bool
+    before: tuple[str, ...] = ()
+    behind: tuple[str, ...] = ()
+
+
 def forward_sizes(record: MatmulRecord) -> tuple[int, int, int]:
     """(m, n, k) of the forward gemm that `record` is the dgrad or wgrad of."""
     if record.gemm == "dgrad":

@@ -23,7 +23,7 @@ from ..errors import CapacityExceeded, FrozenFound, OptionError
 from ..ir.forwards import Forward
 from ..ir.inputs import Inputs
 from ..ir.matmul import Matmul, note_products
-from ..ir.records import CollectiveRecord, Gatherable, KeptRecord, OpaqueRecord
+from ..ir.records import CollectiveRecord, Findings, Gatherable, KeptRecord, OpaqueRecord
 from ..ir.state_page import SlotKey
 from ..logs import SKIP_VARIABLE, dump, get_logger
 from .all_gathers import all_gathers
@@ -239,6 +239,7 @@ class Rewritten:
     gatherable: Mapping[int, Gatherable] = field(default_factory=dict)  # by input
     hoisted: Hoisted | None = None
     forwards: Mapping[int, tuple[Forward, ...]] = field(default_factory=dict)  # the fprops of each weight, by input
+    findings: Findings | None = None  # what the backend has told of it
 
 
 def run_joint(

@@ -18,13 +18,15 @@ from .calls import Calls
 from .inner import Inner
 from .interpreter import Boxed, boxed
 from .owners import Owners
+from .warm_start import Half, Later, packed, unpacked
 
 
 class Halves:
     """`joint_pass` becomes one of Inductor's passes over the joint graph; `compile` replaces Inductor's inner compiler.
 
     `rewrite` runs our passes over a joint graph. Afterwards `rewritten` is what the passes did (None: Inductor saw no joint
-    graph, because the graph has no inputs), and `converts` tells whether some matmul became FP8.
+    graph, because the graph has no inputs), and `converts` tells whether some matmul became FP8. With `keeps`, AOTAutograd's
+    cache keeps the halves for later processes. Then `restore` may take the place of both, and sets the same (`restored`).
     """
 
     def __init__(self, inner: Inner, rewrite: Callable[[Graph], Rewritten], calls: Calls, owners: Owners):
@@ -32,46 +34,69 @@ class Halves:
         self.rewritten: Rewritten | None = None
         self.converts = False
         self.marker: str | None = None  # name of a tensor saved for backward; its mark tells the backward how the forward ran
+        self.keeps = self.restored = False
 
     def joint_pass(self, graph: Graph) -> None:
         if not compat.is_joint_graph(graph):
             return  # a nested graph: `collect` lists the operator that contains it
         done = self.rewrite(graph)
-        self.rewritten = replace(done, matmuls=(), opaque=())  # matmuls would keep the whole joint graph alive
-        self.converts = any(matmul.fp8 for matmul in done.matmuls)
-        self.owners.multiply(done.forwards, done.inference)
-        self.calls.groups = done.groups
+        self._know(replace(done, matmuls=(), opaque=()), any(matmul.fp8 for matmul in done.matmuls))  # without the joint graph
         if done.groups:
             records = (matmul.record() for matmul in done.matmuls if matmul.weight is not None)
             decisions = [f"{r.fqn} {r.gemm} {r.decision} {r.recipe}".strip() for r in records]
             gathers = [f"{r.kind} of {r.tensor} {r.reason or 'fp8'}" for r in done.collectives]
             self.calls.decisions = (*decisions, *gathers)
 
+    def _know(self, done: Rewritten, converts: bool) -> None:
+        self.rewritten, self.converts = done, converts
+        self.owners.multiply(done.forwards, done.inference)
+        self.calls.groups = done.groups
+
     def compile(self, gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         """Compile one half, and keep a copy of its graph as it was before."""
-        done, trains = self.rewritten, self.calls.interface.trains
+        done, trains, backward = self.rewritten, self.calls.interface.trains, bool(kwargs.get("is_backward"))
         if not self.inner.computes or done is None or not (done.pages or (self.converts and trains)):
-            return self.inner.compile(gm, example_inputs, **kwargs)
-        backward = bool(kwargs.get("is_backward"))
+            compiled = self.inner.compile(gm, example_inputs, **kwargs)
+            return self._kept(compiled, compiled, Half(), None, backward)
         if done.pages:
             _check_update(gm, done.pages[backward], done.backward if backward else done.forward)
-            self.calls.keep_state(done)
         kept = compat.copy_graph(gm)
-        self.owners.know(probe.casts_of(kept.graph))
         warm = self.inner.compile(gm, example_inputs, **kwargs)
-        devices = {value(node).device.type for node in kept.graph.nodes if is_tensor(node)}
-        device = next((kind for kind in devices if kind != "cpu"), "cpu")  # inputs that are numbers may be on the CPU
-        return self._backward(kept, warm, device, done) if backward else self._forward(kept, warm, device)
+        half = _half(kept, backward)
+        run = self._run(half, boxed(self.inner.eager(kept)), warm, done, backward)
+        return self._kept(run, warm, half, kept, backward)
 
-    def _forward(self, gm: GraphModule, warm: Boxed, device: str) -> Boxed:
-        calls, eager, outputs = self.calls, boxed(self.inner.eager(gm)), _outputs(gm)
-        # the last outputs are saved for backward; if the marker is not among them, the backward does not look for it
-        inputs = [value(x) for x in gm.graph.find_nodes(op="placeholder") if is_tensor(x)]
-        made = [i for i, x in enumerate(outputs) if isinstance(x, Node) and x.op != "placeholder" and is_tensor(x)]
-        # a view of an input has the same address in every call, and could not mark one of them
-        made = [i for i in made if not any(compat.share_memory(value(outputs[i]), x) for x in inputs)]
-        marker = made[-1] if made else None
-        self.marker = outputs[marker].name if marker is not None else None
+    def _kept(self, run: Boxed, compiled: Any, half: Half, graph: GraphModule | None, backward: bool) -> Any:
+        """`run`, for AOTAutograd's cache if it is used."""
+        if not self.keeps:
+            return run
+        whole = (self.rewritten, self.converts) if self.rewritten is not None and not backward else None
+        return compat.saved(run, compiled, packed(half, graph, whole), backward)
+
+    def restore(self, found: Sequence[compat.Saved]) -> None:
+        """Make the halves that an earlier process has kept. Raises Unusable if this cannot be."""
+        found = sorted(found, key=lambda one: one.backward)
+        contents = [unpacked(one.content) for one in found]
+        whole = next((content.whole for content in contents if content.whole is not None), None)
+        if whole is not None:
+            self._know(*whole)
+        for one, content in zip(found, contents, strict=True):
+            one.run, one.compiled, one.content = one.compiled, None, None
+            if content.half.wrapped:
+                assert self.rewritten is not None
+                later = Later(content.steps, self.inner)
+                one.run = self._run(content.half, later, one.run, self.rewritten, one.backward)
+        self.restored = True
+
+    def _run(self, half: Half, eager: Callable[..., Any], warm: Boxed, done: Rewritten, backward: bool) -> Boxed:
+        if done.pages:
+            self.calls.keep_state(done)
+        self.owners.know(half.casts)
+        return self._backward(half, eager, warm, done) if backward else self._forward(half, eager, warm)
+
+    def _forward(self, half: Half, eager: Callable[..., Any], warm: Boxed) -> Boxed:
+        calls, device = self.calls, half.device
+        marker, self.marker = half.marker if half.marker is not None else (None, None)
 
         def run(args: list[Any]) -> Any:
             call = calls.current
@@ -90,9 +115,8 @@ class Halves:
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
 
-    def _backward(self, gm: GraphModule, warm: Boxed, device: str, done: Rewritten) -> Boxed:
-        calls, book, eager = self.calls, self.calls.book, boxed(self.inner.eager(gm))
-        names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
+    def _backward(self, half: Half, eager: Callable[..., Any], warm: Boxed, done: Rewritten) -> Boxed:
+        calls, book, device, names = self.calls, self.calls.book, half.device, half.inputs
         page = done.pages[1] if book is not None else None
         page_at, marker_at = (names.index(x) if x in names else None for x in (page, self.marker))
 
@@ -105,6 +129,20 @@ class Halves:
 
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
+
+
+def _half(gm: GraphModule, backward: bool) -> Half:
+    """What is to know of a half whose calls may run operator by operator."""
+    placeholders, outputs = gm.graph.find_nodes(op="placeholder"), _outputs(gm)
+    kinds = {value(node).device.type for node in gm.graph.nodes if is_tensor(node)}
+    device = next((kind for kind in kinds if kind != "cpu"), "cpu")  # inputs that are numbers may be on the CPU
+    # the last outputs are saved for backward; if the marker is not among them, the backward does not look for it
+    made = [i for i, x in enumerate(outputs) if isinstance(x, Node) and x.op != "placeholder" and is_tensor(x)]
+    # a view of an input has the same address in every call, and could not mark one of them
+    inputs = [value(x) for x in placeholders if is_tensor(x)]
+    made = [i for i in made if not any(compat.share_memory(value(outputs[i]), x) for x in inputs)]
+    marker = (made[-1], outputs[made[-1]].name) if made and not backward else None
+    return Half(True, device, tuple(node.name for node in placeholders), marker, probe.casts_of(gm.graph))
 
 
 def _check_update(gm: GraphModule, page: str, slots: Sequence[Any]) -> None:

@@ -36,7 +36,7 @@ class Owners:
         if self.interface.trains:
             probe.know(owners, self.casts)
 
-    def know(self, casts: dict[tuple[int, probe.Name], probe.Cast]) -> None:
+    def know(self, casts: Mapping[tuple[int, probe.Name], probe.Cast]) -> None:
         """Record what one half, which was just compiled, quantizes."""
         self.casts.update(casts)
         if self.interface.trains:

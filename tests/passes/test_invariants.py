@@ -82,7 +82,8 @@ def test_a_lost_write_is_an_error() -> None:
 
 
 def test_aotautograd_does_not_cache_our_graphs() -> None:
-    """A cache hit would skip the joint pass, and with it the state and the report."""
+    """A cache hit would skip the joint pass, and with it the state and the report. It is for code of Inductor's alone, which
+    `runtime.warm_start` keeps beside both."""
     seen: list[bool] = []
     compile_graph = halves.Halves.compile
 
