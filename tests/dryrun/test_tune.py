@@ -1,0 +1,333 @@
+"""tune(): groups, the frontier, measured errors, and the policy that it writes. Times are those of a stand-in, but for the slow test."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fp8compile
+from fp8compile.config.policy import Policy, load
+from fp8compile.devices import catalog
+from fp8compile.dryrun import fake_gpu, tune
+from fp8compile.dryrun.candidates import Candidate, candidates, frontier, groups_of, policy_of, tables
+from fp8compile.dryrun.estimate_result import Cost
+from fp8compile.errors import Fp8CompileError, OptionError
+from fp8compile.ir.records import MatmulRecord
+from tests.support import models
+from tests.support.compared import HEALTHY, TOKENS, WIDTH, LanguageModel
+from tests.support.harness import compiled
+
+pytestmark = pytest.mark.usefixtures("interpreted")
+
+FACTORS = {"delayed": 0.5, "tensorwise": 0.6, "rowwise": 0.7, "rowwise_with_gw_hp": 0.8, "blockwise": 0.65}
+
+
+class Times:
+    """In the place of `dryrun.times.Times`: the FLOPs of each module, times a factor of the recipe that the policy gives it."""
+
+    factors: Mapping[str, float] = FACTORS
+
+    def __init__(self, model: Any, args: Any, kwargs: Any, device: Any, here: bool = True) -> None:
+        self.given, self.device = (model, args, kwargs), device
+
+    def bf16(self) -> dict[str, Cost]:
+        return self.fp8(load({"extends": "none", "rules": [{"fp8": "off"}]}))
+
+    def fp8(self, policy: Policy) -> dict[str, Cost]:
+        model, args, kwargs = self.given
+        costs: dict[str, Cost] = {}
+        for record in fp8compile.explain(model, *args, options={"policy": policy}, **kwargs).matmuls:
+            cost = Cost(seconds=1e-9 * record.flops * self.factors.get(record.recipe, 1.0))
+            costs[record.fqn] = costs.get(record.fqn, Cost()) + cost
+        return costs
+
+
+@pytest.fixture(autouse=True)
+def times(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    if "slow" not in request.keywords:
+        monkeypatch.setattr(tune, "Times", Times)
+
+
+class Steps:
+    """A language model of two residual MLPs and its batch."""
+
+    def __init__(self) -> None:
+        self.model = models.make(lambda: LanguageModel(models.ResidualMlp(), models.ResidualMlp()))
+        self.tokens = torch.randint(0, TOKENS, (4, 16), generator=torch.Generator().manual_seed(1))
+
+    def tuned(self, budget: Any = "1%", **given: Any) -> fp8compile.Tuned:
+        return fp8compile.tune(self.model, self.tokens, device="h100", loss_budget=budget, **given)
+
+
+@pytest.fixture(scope="module")
+def found() -> fp8compile.Tuned:
+    """Within a budget that every group alone fits, but not every uniform recipe."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tune, "Times", Times)
+        first = Steps().tuned(0.5)
+        gaps = sorted(whole.gap for whole in first.wholes if "everywhere" in whole.name)
+        return Steps().tuned(0.6 * gaps[0])
+
+
+# -- parts -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_frontier_is_that_of_all_assignments() -> None:
+    draw = random.Random(0)
+    every = [Candidate("delayed"), Candidate("rowwise"), None]
+    options = [{c: (draw.randint(-9, 0) / 8, draw.randint(0, 9) / 8) if c else (0.0, 0.0) for c in every} for _ in range(5)]
+    points = frontier(options)
+    sums = {c: tuple(sum(x) for x in zip(*(o[one] for o, one in zip(options, c, strict=True)), strict=True))
+            for c in itertools.product(every, repeat=5)}  # fmt: skip
+    best = {s for s in sums.values() if not any(o != s and o[0] <= s[0] and o[1] <= s[1] for o in sums.values())}
+    assert {(p.seconds, p.error) for p in points} == best
+    assert all(sums[p.choice] == (p.seconds, p.error) for p in points)
+
+
+def test_candidates_are_what_the_device_multiplies() -> None:
+    labels = [c.label for c in candidates(catalog.find("h100").gpu)]
+    assert labels[:4] == ["delayed", "delayed, e4m3", "tensorwise", "tensorwise, e4m3"]
+    assert "mxfp8" not in labels and "blockwise" in labels
+    assert "mxfp8" in [c.label for c in candidates(catalog.find("b200").gpu)]
+
+
+def record(fqn: str, reason: str = "", rule: str = "", width: int = 256) -> MatmulRecord:
+    return MatmulRecord(fqn, "fprop", 512, width, 256, "high_precision" if reason else "fp8", reason, rule=rule)
+
+
+def test_groups_and_their_rules() -> None:
+    policy = load({"rules": [{"name": "mine", "module": "x", "fp8": "off"}]})
+    records = [record("b.0.up"), record("b.1.up"), record("b.0.x.up"), record("head", "output head: by its name", "output head"),
+               record("x", "output head", "mine"), record("small", "output head", "output head", 10), record("b.0.off", "why"),
+               record("b.0.down", rule="down projection")]  # fmt: skip
+    groups = groups_of(records, policy)
+    assert [(g.name, g.head) for g in groups] == [("b.*.up", False), ("b.*.x.up", False), ("head", True), ("b.*.down", False)]
+    assert groups[0].where == {"module": r"re:b\.\d+\.up"}, "the glob fits b.0.x.up, too"
+    assert groups[1].where == {"module": "b.*.x.up"} and groups[1].modules == ("b.0.x.up",)
+    down = groups[3]
+    assert down.settings == {"current_scaling": (True, False, False)}, "the shipped rule that is put behind ours"
+    rule = tables({down: Candidate("delayed", "e4m3")}, "default")["rules"][0]
+    assert rule["current_scaling"] == [True, False, False] and rule["fp8_format"] == "e4m3"
+    assert "current_scaling" not in tables({down: Candidate("rowwise")}, "default")["rules"][0]
+    made = policy_of(dict.fromkeys(groups), "default")
+    assert made.own == 4 and all(rule.fp8 == "off" for rule in made.rules[:4])
+
+
+@pytest.mark.parametrize("given, value", [("0.1%", 0.001), (" 2 %", 0.02), (0.05, 0.05), ("0.05", 0.05)])
+def test_budgets(given: Any, value: float) -> None:
+    assert tune.budget_of(given) == pytest.approx(value)
+
+
+@pytest.mark.parametrize("given", ["0.1 percent", "", "-1%", 0, "100%", 1, True, None, math.nan, math.inf])
+def test_bad_budgets(given: Any) -> None:
+    with pytest.raises(OptionError, match="loss_budget.*such as '0.1%'"):
+        Steps().tuned(given)
+
+
+# -- errors of groups --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["tied", "moe"])
+def test_a_group_alone_is_as_with_a_policy_of_its_own(name: str) -> None:
+    """One graph with all groups in FP8, of which all but one are replaced, has the gradients of a graph with one in FP8. They
+    differ by rounding to the model's dtype, and by the order of sums."""
+    case = HEALTHY[name]()
+    measured = tune._Measured(case.model, case.args, {}, case.loss, "default", 0.5, lambda *_: None)
+    candidate = Candidate("rowwise")
+    alone = measured.alone(candidate)
+    for i, error in enumerate(alone):
+        choice = tuple(candidate if i == j else None for j in range(len(measured.groups)))
+        assert 0 < error < 0.1 and error == pytest.approx(measured.error(choice, ""), rel=0.02), measured.groups[i].name
+
+
+def test_nothing_is_left_behind() -> None:
+    """A training goes on to the bit as without it, and gradients are as before."""
+    results = []
+    for tuning in (False, True):
+        steps = Steps()
+        torch.manual_seed(3)
+        run = compiled(steps.model)
+        optimizer = torch.optim.SGD(steps.model.parameters(), 0.1)
+        for step in range(3):
+            run(steps.tokens)["loss"].backward()
+            if tuning and step == 1:
+                steps.tuned()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append([*(p.detach() for p in steps.model.parameters()), torch.rand(3)])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+# -- the choice --------------------------------------------------------------------------------------------------------
+
+
+def test_the_chosen_policy_fits_and_no_fitting_recipe_is_faster(found: fp8compile.Tuned) -> None:
+    assert 0 < found.gap <= found.budget and found.seconds < found.bf16
+    timed = [whole for whole in found.wholes if whole.fits]
+    assert found.seconds == min(whole.seconds for whole in timed)
+    over = [whole for whole in found.wholes if not whole.fits]
+    assert over and all(whole.gap > found.budget for whole in over)
+    assert len(set(found.choice.values())) > 1, "a mixture, since no recipe fits everywhere"
+    assert all(whole.gap <= found.budget for whole in timed)
+
+
+def test_the_file_says_what_was_chosen_and_loads_back(found: fp8compile.Tuned, tmp_path) -> None:
+    found.write(tmp_path / "policy.toml")
+    text = (tmp_path / "policy.toml").read_text()
+    assert "Chosen by `fp8compile tune`" in text and "over the budget" in text and "mixed 1" in text
+    assert max(map(len, text.splitlines())) < 400
+    read = load(tmp_path / "policy.toml")
+    assert read.rules == found.policy.rules and read.own == len(found.groups)
+    steps = Steps()
+    report = fp8compile.explain(steps.model, steps.tokens, options={"policy": str(tmp_path / "policy.toml")})
+    for row in report.matmuls:
+        wanted = found.choice["".join("*" if part.isdigit() else part for part in _split(row.fqn))]
+        assert (row.recipe or "high precision") == wanted.partition(",")[0], row
+
+
+def _split(name: str) -> list[str]:
+    return list(itertools.chain.from_iterable((part, ".") for part in name.split(".")))[:-1]
+
+
+def test_a_policy_with_a_relative_path_is_extended_from_elsewhere(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "mine.toml").write_text('device = "h200"\n[[rules]]\nmodule = "layers.0.*"\nfp8 = "off"\n')
+    tuned = Steps().tuned(0.5, options={"policy": "mine.toml"})
+    assert [name for name in tuned.choice if name.startswith("layers")] == ["layers.*.up", "layers.*.down"]
+    assert all(group.modules[0].startswith("layers.1.") for group in tuned.groups if not group.head)
+    tuned.write("out/policy.toml")
+    assert load("out/policy.toml").rules == tuned.policy.rules
+    assert 'extends = "../mine.toml"' in (tmp_path / "out" / "policy.toml").read_text()
+
+
+def test_the_result_depends_on_the_arguments_alone(found: fp8compile.Tuned) -> None:
+    torch.manual_seed(99)
+    again = Steps().tuned(found.budget)
+    assert again.to_dict() == found.to_dict()
+
+
+def test_tables_dict_and_picture(found: fp8compile.Tuned, tmp_path) -> None:
+    text = str(found)
+    assert found.summary() in text and "layers.*.up" in text and "rowwise_with_gw_hp" in text
+    whole = json.loads(json.dumps(found.to_dict(), allow_nan=False))
+    assert whole["rows"] == found.rows() and sum(row["chosen"] for row in whole["rows"]) == len(found.groups)
+    assert [p["chosen"] for p in whole["policies"]].count(True) == 1 and len(whole["frontier"]) > 2
+    pytest.importorskip("matplotlib")
+    found.plot(tmp_path / "frontier.png")
+    assert (tmp_path / "frontier.png").read_bytes()[:4] == b"\x89PNG"
+    with pytest.raises(OptionError, match="cannot be written"):
+        found.write(tmp_path / "no" / "policy.toml")
+
+
+def test_progress() -> None:
+    seen: list[tuple[int, int, str]] = []
+    Steps().tuned(progress=lambda *it: seen.append(it))
+    assert [done for done, _, _ in seen[:-1]] == list(range(len(seen) - 1)) and seen[-1][0] == seen[-1][1]
+    assert any("rowwise: layers.*.up" in what for _, _, what in seen)
+
+
+# -- what it refuses ---------------------------------------------------------------------------------------------------
+
+
+def one_line(error: pytest.ExceptionInfo[Any]) -> str:
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_a_budget_that_nothing_meets() -> None:
+    with pytest.raises(Fp8CompileError) as error:
+        Steps().tuned(1e-7)
+    assert "no FP8 policy fits a loss budget of 1e-05%" in one_line(error) and "raise the budget" in str(error.value)
+
+
+def test_where_fp8_is_not_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Times, "factors", dict.fromkeys(FACTORS, 1.5))
+    with pytest.raises(Fp8CompileError) as error:
+        Steps().tuned(0.5)
+    assert "faster on NVIDIA H100" in one_line(error) and "like=" in str(error.value)
+
+
+def test_a_batch_or_a_loss_that_is_of_no_use() -> None:
+    steps = Steps()
+    with pytest.raises(Fp8CompileError, match="tune: LanguageModel refuses this batch"):
+        fp8compile.tune(steps.model, torch.full((4, 16), TOKENS), device="h100")
+    with pytest.raises(Fp8CompileError, match="the loss of LanguageModel is nan in high precision.*take a batch") as error:
+        steps.tuned(loss=lambda y: y["loss"] * math.nan)
+    one_line(error)
+    with pytest.raises(OptionError, match="tune: loss"):
+        steps.tuned(loss=lambda y: y["logits"])
+
+
+class Random(nn.Module):
+    """Its results depend on how often it was called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.calls = nn.Linear(WIDTH, WIDTH), itertools.count(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.up(x) * _next(self.calls)).square().mean()
+
+
+@torch._dynamo.disable
+def _next(calls: Any) -> float:
+    return float(next(calls))
+
+
+def test_a_model_that_is_not_deterministic() -> None:
+    with pytest.raises(Fp8CompileError, match="tune: Random is not deterministic") as error:
+        fp8compile.tune(Random(), torch.ones(32, WIDTH), device="h100")
+    assert "seed what is random" in one_line(error)
+
+
+def test_wrong_options() -> None:
+    steps = Steps()
+    with pytest.raises(OptionError, match="'recipe' cannot be given"):
+        steps.tuned(options={"recipe": "rowwise"})
+    with pytest.raises(OptionError, match="a name or a path"):
+        steps.tuned(options={"policy": Policy()})
+    with pytest.raises(OptionError, match="FP8 tensor cores"):
+        fp8compile.tune(steps.model, steps.tokens, device="a100")
+    with pytest.raises(OptionError, match="like has no module with a name"):
+        steps.tuned(like=(nn.Sequential(nn.Linear(256, 256)), torch.ones(64, 256)))
+    with pytest.raises(OptionError, match="like has to be"):
+        steps.tuned(like=(steps.model, steps.tokens, 3))
+
+
+# -- the times of the described GPU ------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(fake_gpu.unavailable() is not None, reason=fake_gpu.unavailable() or "")
+def test_with_the_times_of_larger_sizes() -> None:
+    """A batch of 64 tokens for the errors; 16384 tokens, 2048 wide, for the times."""
+
+    class Net(nn.Module):
+        def __init__(self, width: int, blocks: int) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(models.SwiGlu(width, 2 * width) for _ in range(blocks))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = x + block(x)
+            return x.float().square().mean()
+
+    torch.manual_seed(0)
+    small, x = Net(128, 2), torch.randn(64, 128)
+    with pytest.raises(Fp8CompileError, match="faster on NVIDIA H100"):
+        fp8compile.tune(small, x, device="h100", loss_budget=0.3)
+    with torch.device("meta"):
+        like = Net(2048, 4).bfloat16(), (torch.empty(16384, 2048, dtype=torch.bfloat16),)
+    tuned = fp8compile.tune(small, x, device="h100", loss_budget=0.3, like=like)
+    whole = fp8compile.estimate(like[0], *like[1], device="h100", options={"policy": tuned.policy}, extrapolate=True)
+    assert tuned.seconds == pytest.approx(whole.fp8.seconds, rel=1e-6) and tuned.bf16 == pytest.approx(whole.bf16.seconds)
+    assert tuned.speedup > 1.1
