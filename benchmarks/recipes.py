@@ -5,7 +5,7 @@
     python -m benchmarks.recipes --show --update docs/recipes.md --plot docs/recipes.png
     python -m benchmarks.recipes --experts 8 --steps 600 --seeds 3 --arms bf16,delayed,rowwise
     python -m benchmarks.recipes --seeds 3 --arms bf16,bf16-noise-0.03,bf16-noise-0.1,bf16-noise-0.3,bf16-noise-1.0
-    python -m benchmarks.recipes --demo --seeds 3 --arms bf16,delayed,tuned-0.2%,tuned-0.5%
+    python -m benchmarks.recipes --seeds 3 --arms bf16,delayed,tuned-0.1%,tuned-0.2%
     python -m benchmarks.recipes --steps 600 --seeds 3 --arms delayed,delayed-optim,delayed-wire --baseline delayed
 
 The model is the GPT of examples/train_gpt.py: 2 layers, 128 wide, context 64, with a tied output head that stays in high
@@ -15,8 +15,12 @@ Weights are float32, the forward pass runs under bf16 autocast, and all arms, al
 start from the same weights and see the same batches. So gaps are computed for each seed, and the interval is that of their mean
 (Student's t). Welch's test compares the losses as if runs were not paired. `float32` is the yardstick: it shows the gap between
 two precisions that are both trusted. An arm that ends in `-optim` has `fp8compile.optim.AdamW`. One that ends in `-wire` trains
-on two processes under DDP, each with half of the batch, and with `compress_gradients`. Both are not among the default arms, nor are the arms `bf16-noise-R`, which add noise of R times the gradient's power to bf16's
-gradients: what such noise costs calibrates `fp8compile.tune`.
+on two processes under DDP, each with half of the batch, and with `compress_gradients`. Both are not among the default
+arms. Nor are `bf16-noise-R`, which add noise of R times the gradient's power to bf16's gradients, and `tuned-BUDGET`, which have
+the policies that `fp8compile.tune` chose:
+
+    fp8compile tune benchmarks.recipes:build --autocast --like examples/train_gpt.py:build --device h100 \\
+        --loss-budget 0.2% --out benchmarks/tuned-0.2%.toml
 
 The validation loss is the mean over 1,024 windows that are the same for all runs, evaluated in high precision. `late` is its
 mean over the last five evaluations, one every 50 steps. Each arm is one process with one thread, which trains all seeds, so
@@ -84,7 +88,7 @@ OPTIM, WIRE = "-optim", "-wire"
 ARMS.update({f"{arm}{more}": ARMS[arm] for arm in ("bf16", "delayed") for more in (OPTIM, WIRE, OPTIM + WIRE)})
 NOISE = {f"bf16-noise-{share}": share for share in (0.03, 0.1, 0.3, 1.0)}  # |noise|^2 / |gradient|^2
 ARMS.update(dict.fromkeys(NOISE))
-TUNED = {f"tuned-{budget}": f"benchmarks/tuned-{budget}.toml" for budget in ("0.2%", "0.5%")}  # by loss budget, of the demo
+TUNED = {f"tuned-{budget}": f"benchmarks/tuned-{budget}.toml" for budget in ("0.1%", "0.2%")}  # by loss budget
 ARMS.update({arm: {"policy": path} for arm, path in TUNED.items()})
 GOALS = {"rowwise": 0.2, "blockwise": 0.2, **{arm: 0.2 for arm in ARMS if arm.endswith((OPTIM, WIRE))}}  # %; the others: 0.5
 TWO = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -420,7 +424,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add: Callable[..., Any] = parser.add_argument
     default = f"the first {len(STUDIED)}"
-    add("--arms", type=names, default=STUDIED, help=f"comma-separated: {', '.join(ARMS)} (default: {default})")
+    add("--arms", type=names, default=STUDIED, help=f"comma-separated: {', '.join(ARMS)} (default: {default})".replace("%", "%%"))
     add("--baseline", choices=list(ARMS), default=BASELINE, help="gaps are to this arm (default: %(default)s)")
     add("--seeds", type=train_gpt.positive_int, default=5, help="seeds 0, 1, ... of each arm (default: 5)")
     add("--steps", type=train_gpt.positive_int, default=Study.steps, help=f"of a run (default: {Study.steps})")

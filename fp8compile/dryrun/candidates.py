@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -22,10 +22,9 @@ from ..config.policy.patterns import matcher
 from ..config.recipe import BUILT_IN, WHOLE
 from ..devices.formats import FP8_FORMATS
 from ..devices.gpu import Gpu
-from ..ir.records import FP8, MatmulRecord, forward_sizes
+from ..ir.records import FP8, MatmulRecord
 from ..reporting.layers import pattern
 
-NARROW = 128  # heads under so many features stay in high precision, as the default policy has all layers
 MOST_POINTS = 4096  # of a frontier
 
 
@@ -52,13 +51,12 @@ def candidates(gpu: Gpu) -> tuple[Candidate, ...]:
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """Layers whose names differ in numbers only. `name`: with * for the numbers. `where`: the condition of its rule. `settings`:
-    what the policy that is extended sets for these layers. `head`: output heads, which that policy keeps in high precision."""
+    """Layers whose names differ in numbers only. `name`: with * for the numbers. `where`: the condition of its rule.
+    `settings`: what the policy that is extended sets for these layers."""
 
     name: str
-    where: Mapping[str, str]
+    where: Mapping[str, str | list[str]]
     modules: tuple[str, ...]
-    head: bool = False
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -67,36 +65,32 @@ Choice = tuple[Candidate | None, ...]  # an assignment, in the order of the grou
 
 
 def groups_of(matmuls: Sequence[MatmulRecord], policy: Policy) -> tuple[Group, ...]:
-    """The groups of the matmuls that `policy` has in FP8, and of the output heads that a shipped rule keeps out of it."""
+    """The groups of the matmuls that `policy` has in FP8."""
     rules = dict(zip(policy.labels, policy.rules, strict=True))
-    own = set(policy.labels[: policy.own])
     kinds: dict[tuple[str, str], dict[str, MatmulRecord]] = {}
-    heads: set[tuple[str, str]] = set()
     for record in matmuls:
-        head = record.reason.startswith("output head") and record.rule not in own
-        if record.decision != FP8 and not (head and min(forward_sizes(record)[1:]) >= NARROW):
+        if record.decision != FP8:
             continue
         what, name = ("module", record.fqn) if record.fqn else ("parameter", record.parameter)
         key = (what, "".join(pattern(name)))
         kinds.setdefault(key, {}).setdefault(name, record)
-        if head:
-            heads.add(key)
     names = {"module": {r.fqn for r in matmuls}, "parameter": {r.parameter for r in matmuls}}
     made = []
     for (what, name), members in kinds.items():
         first = next(iter(members.values()))
         rule = rules.get(first.rule)
         settings = {key: getattr(rule, key) for key in SETTINGS if key != "fp8_format" and getattr(rule, key, None) is not None}
-        where = {what: _condition(name, set(members), names[what])}
-        made.append(Group(name, where, tuple(members), (what, name) in heads, settings))
+        where = {what: _condition(name, members, names[what])}
+        made.append(Group(name, where, tuple(members), settings))
     return tuple(made)
 
 
-def _condition(name: str, members: set[str], names: set[str]) -> str:
-    """A glob, or where this glob fits a name of another group (* is any text), a regular expression."""
-    if {other for other in names if matcher(name)(other)} <= members:
-        return name
-    return "re:" + r"\d+".join(re.escape(part) for part in name.split("*"))
+def _condition(name: str, members: Collection[str], names: set[str]) -> str | list[str]:
+    """What fits these members and no other of `names`: a glob (where * is any text), a regular expression, or their names."""
+    for text in (name, "re:" + r"\d+".join(re.escape(part) for part in name.split("*"))):
+        if {other for other in names if matcher(text)(other)} <= set(members):
+            return text
+    return list(members)
 
 
 def tables(assignment: Assignment, extends: str) -> dict[str, Any]:

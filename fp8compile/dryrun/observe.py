@@ -6,8 +6,10 @@ Later runs are compared with it value by value, while they run. What is kept of 
 
 In an FP8 run, each FP8 matmul is also compared with the product of the tensors that were cast for it, in float32. That is the
 matmul's *own* error: what it inherits from the layers before it is in both products. So its own error finds the layer that is
-at fault, where errors of results and gradients spread to all layers behind it. With `only`, an FP8 run goes on with that product
-in all other layers, as if they were in high precision: `fp8compile.tune` asks for each layer alone, of one graph.
+at fault, where errors of results and gradients spread to all layers behind it.
+
+With `only`, an FP8 run goes on with that product in all other layers, as if they were in high precision: `fp8compile.tune` asks
+for each layer alone, and one graph answers.
 
 Noise: `dithered` is what another bf16 kernel might have returned.
 """

@@ -5,11 +5,13 @@ Repeated blocks are compiled one and two times, and extrapolated, where a model 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..config.policy import Policy
 from ..devices.catalog import Device
@@ -32,11 +34,10 @@ class Times:
         self.device, self.model = device, taken(model)
         modules = modules_of((self.model, args, kwargs))
         self.compiler = Compiler(self.model, modules, args, kwargs, device, {}, {}, None, True, False)
-        try:
+        self.container: nn.Module | None = None
+        with contextlib.suppress(OptionError):  # nothing repeats
             self.container, _ = repeated(modules)
-            self.count = len(self.container)
-        except OptionError:
-            self.container = None
+        self.count = len(list(self.container.children())) if self.container is not None else 0
         wide = any(p.dtype == torch.float32 for module in modules for p in module.parameters())
         self.autocast = wide or (here and torch.is_autocast_enabled("cpu"))
 

@@ -84,8 +84,8 @@ def tune(
     found = catalog.find(device or base.device or "h200")
     if not found.has_fp8:
         raise OptionError.of("device", found.key, "a device with FP8 tensor cores", ("h100", "h200"))
-    timed = _like(like) if like is not None else (model, args, kwargs)
-    times = Times(*timed, found, here=like is None)  # before the work: it may not be possible here
+    timed, its, named = _like(like) if like is not None else (model, args, kwargs)
+    times = Times(timed, its, named, found, here=like is None)  # before the work: it may not be possible here
     measured = _Measured(model, args, kwargs, loss, extends, budget, progress or (lambda *_: None))
     return _Search(measured, times, candidates(found.gpu), budget).result()
 
@@ -106,10 +106,10 @@ def _extends(options: Mapping[str, Any]) -> str:
     """The name or path of the policy that the result extends."""
     for key in options:
         if key not in ("policy", "strict"):
-            raise OptionError(f"tune: the option {key!r} cannot be given, only 'policy'; write it under [defaults] of a policy file")
+            raise OptionError(f"tune: option {key!r} cannot be given, only 'policy'; write it under [defaults] of a policy file")
     policy = options.get("policy") or os.environ.get(VARIABLE) or "default"
     if not isinstance(policy, (str, os.PathLike)):
-        raise OptionError(f"tune: the policy has to be a name or a path, which the result can extend; got {type(policy).__name__}")
+        raise OptionError(f"tune: policy has to be a name or path, which the result can extend; got {type(policy).__name__}")
     return os.fspath(policy)
 
 
@@ -175,8 +175,8 @@ class _Measured:
         return self.known[choice]
 
     def alone(self, candidate: Candidate) -> list[float]:
-        """The errors of a candidate in each group, with the others in high precision: one graph has all of them in FP8, and runs
-        once for each group. Where that graph cannot replace a result (experts, merged matmuls), each group has a graph."""
+        """The errors of a candidate in each group, with the others in high precision: one graph has all of them in FP8, and
+        runs once for each group. Where that graph cannot replace a result (experts, merged matmuls), each group has a graph."""
         if self.whole:
             step = self._step((candidate,) * len(self.groups))
             found = []
@@ -223,7 +223,7 @@ class _Search:
         self.recipes = tuple(dict.fromkeys(candidate.recipe for candidate in found))
         self.estimated: dict[tuple[str | None, ...], float] = {}
         self.weighed: dict[Choice, Whole] = {}
-        measured.total += len(self.groups) * len(found) + 3 * len(found) + 2 * len(self.recipes) + TRIES
+        measured.total += (len(self.groups) + 1) * len(found) + len(self.recipes) + 3
 
     def result(self) -> Tuned:
         columns = {c: self.measured.alone(c) for c in self.candidates}
@@ -234,7 +234,7 @@ class _Search:
             for i in range(len(self.groups))
         ]
         points = frontier(options)
-        uniform = {self._uniform(candidate): f"{candidate.label} everywhere" for candidate in self.candidates}
+        uniform: dict[Choice, str] = {(c,) * len(self.groups): f"{c.label} everywhere" for c in self.candidates}
         together = self._together(uniform, errors)
         for choice, name in uniform.items():
             self._weigh(choice, name)
@@ -242,16 +242,17 @@ class _Search:
         self.measured.progress(self.measured.done, self.measured.done, "done")
         fitting = [(whole.seconds, whole.gap, whole) for whole in self.weighed.values() if whole.seconds is not None]
         best = min(fitting, key=lambda found: found[:2], default=None)
-        if best is None:
-            least = min((LOSS * together * e, g.name, c.label) for g, row in zip(self.groups, errors, strict=True)
-                        for c, e in row.items())  # fmt: skip
+        saves = max(max(row.values()) for row in self.saved) > 0
+        if best is None and saves:
+            every = [(e, g.name, c.label) for g, row in zip(self.groups, errors, strict=True) for c, e in row.items()]
+            error, name, label = min(every)
             raise Unmet(
-                f"tune: no FP8 policy fits a loss budget of {100 * self.budget:.3g}%: the least is {least[1]} in {least[2]}, at a "
-                f"predicted {100 * least[0]:.2g}%; raise the budget, or train in bf16"
+                f"tune: no FP8 policy fits a loss budget of {100 * self.budget:.3g}%: the least is {name} in {label}, at a "
+                f"predicted {100 * LOSS * together * error:.2g}%; raise the budget, or train in bf16"
             )
-        if best[0] >= self.bf16:
+        if best is None or best[0] >= self.bf16:
             raise Unmet(
-                f"tune: FP8 makes no group of {self.measured.session.name} faster on {self.times.device.name} at these sizes, so "
+                f"tune: FP8 does not make {self.measured.session.name} faster on {self.times.device.name} at these sizes, so "
                 "train in bf16; give a larger batch, or the sizes of the real training with like= (--like)"
             )
         return Tuned(
@@ -271,10 +272,6 @@ class _Search:
             chosen=best[2],
         )
 
-    def _uniform(self, candidate: Candidate) -> Choice:
-        """A recipe as users would set it: output heads stay in high precision."""
-        return tuple(None if group.head else candidate for group in self.groups)
-
     def _time_recipes(self) -> None:
         """Seconds that each group saves in each recipe, from steps with everything in it. What other layers save (a norm that
         is fused with casts) is shared out among groups by their time in bf16."""
@@ -288,17 +285,17 @@ class _Search:
 
         before = by_group(plain)
         if not any(key is not None for key in before):
-            raise OptionError("tune: like has no module with a name of the model's layers: " + ", ".join(g.name for g in self.groups))
-        body = sum(t for key, t in before.items() if key is not None and not self.groups[key].head) or math.inf
+            names = ", ".join(group.name for group in self.groups)
+            raise OptionError(f"tune: like has no module with a name of the model's layers: {names}")
+        body = sum(t for key, t in before.items() if key is not None) or math.inf
         self.saved: list[dict[str, float]] = [{} for _ in self.groups]
         for recipe in self.recipes:
             choice = tuple(Candidate(recipe) for _ in self.groups)
             after = by_group(self._costs(choice, f"estimating {recipe}"))
             elsewhere = before[None] - after[None]
-            for i, group in enumerate(self.groups):
+            for i in range(len(self.groups)):
                 mine = before.get(i, 0.0)
-                share = 0.0 if group.head else mine / body
-                self.saved[i][recipe] = mine - after.get(i, 0.0) + share * elsewhere
+                self.saved[i][recipe] = mine - after.get(i, 0.0) + elsewhere * mine / body
 
     def _costs(self, choice: Choice, what: str) -> Mapping[str, Any]:
         self.measured.say(what)

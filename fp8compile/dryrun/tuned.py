@@ -118,8 +118,8 @@ class Tuned:
 
     def summary(self) -> str:
         return (
-            f"{self.model} on {self.device}: {self.speedup:.2f}x, {1e3 * self.bf16:.4g} ms in bf16, {1e3 * self.seconds:.4g} ms "
-            f"(estimated, forward and backward); predicted loss gap {_gap(self.gap)}, within {_gap(self.budget)}"
+            f"{self.model} on {self.device}: {self.speedup:.2f}x, {1e3 * self.bf16:.4g} ms in bf16, {1e3 * self.seconds:.4g} "
+            f"ms tuned (estimated, forward and backward); predicted loss gap {_gap(self.gap)}, within {_gap(self.budget)}"
         )
 
     def __str__(self) -> str:

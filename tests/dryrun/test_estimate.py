@@ -13,7 +13,7 @@ import torch.nn.functional as F
 import fp8compile
 from fp8compile.devices import catalog
 from fp8compile.dryrun import fake_gpu, roofline
-from fp8compile.dryrun.estimate import Cost, Estimate, carried_on, _layers, estimate
+from fp8compile.dryrun.estimate import Cost, Estimate, _layers, carried_on, estimate
 from fp8compile.dryrun.fake_gpu import Attention, Launch, MatmulLaunch, TensorLayout
 from fp8compile.errors import OptionError
 from tests.support import models
