@@ -16,8 +16,8 @@ start from the same weights and see the same batches. So gaps are computed for e
 (Student's t). Welch's test compares the losses as if runs were not paired. `float32` is the yardstick: it shows the gap between
 two precisions that are both trusted. An arm that ends in `-optim` has `fp8compile.optim.AdamW`. One that ends in `-wire` trains
 on two processes under DDP, each with half of the batch, and with `compress_gradients`. Both are not among the default
-arms. Nor are `bf16-noise-R`, which add noise of R times the gradient's power to bf16's gradients, and `tuned-BUDGET`, which have
-the policies that `fp8compile.tune` chose:
+arms. Nor are `bf16-noise-R`, which add noise of R times the gradient's power to bf16's gradients, and `tuned-BUDGET`, which
+have the policies that `fp8compile.tune` chose:
 
     fp8compile tune benchmarks.recipes:build --autocast --like examples/train_gpt.py:build --device h100 \\
         --loss-budget 0.2% --out benchmarks/tuned-0.2%.toml
@@ -424,7 +424,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add: Callable[..., Any] = parser.add_argument
     default = f"the first {len(STUDIED)}"
-    add("--arms", type=names, default=STUDIED, help=f"comma-separated: {', '.join(ARMS)} (default: {default})".replace("%", "%%"))
+    arms = ", ".join(ARMS).replace("%", "%%")
+    add("--arms", type=names, default=STUDIED, help=f"comma-separated: {arms} (default: {default})")
     add("--baseline", choices=list(ARMS), default=BASELINE, help="gaps are to this arm (default: %(default)s)")
     add("--seeds", type=train_gpt.positive_int, default=5, help="seeds 0, 1, ... of each arm (default: 5)")
     add("--steps", type=train_gpt.positive_int, default=Study.steps, help=f"of a run (default: {Study.steps})")

@@ -24,7 +24,7 @@ EVERY = 15.0  # seconds between lines of progress where there is no terminal
 )
 @click.argument("target")
 @click.option("--device", metavar="NAME", help="Device to estimate times for (default: the policy's; else h200).")
-@click.option("--loss-budget", metavar="SHARE", default="0.1%", show_default=True, help="How much of the loss FP8 may cost.")
+@click.option("--loss-budget", metavar="SHARE", default="0.2%", show_default=True, help="How much of the loss FP8 may cost.")
 @click.option("--like", metavar="TARGET", help="What times are estimated for: the same layers in real sizes.")
 @click.option("--loss", metavar="NAME", help="A function beside TARGET that makes the loss of what the model returns.")
 @click.option("--policy", metavar="FILE|NAME", help="Policy that the result extends.")

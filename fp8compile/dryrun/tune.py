@@ -10,8 +10,8 @@ operator by operator with that group alone in FP8, as `fp8compile.compare` runs 
 
 where |.| is over one parameter, because Adam scales each parameter's update by its own gradient. Errors of groups are taken to
 add up. Times come from `fp8compile.estimate`, of steps with all layers in one recipe. The fastest sums within the budget
-(`frontier`) are measured and estimated again as whole policies, and so is every uniform recipe. What is returned is the fastest
-of those whose measured error is within the budget.
+(`frontier`), of any recipes and of one recipe each, are measured and estimated again as whole policies, and so is every uniform
+recipe. What is returned is the fastest of those whose measured error is within the budget.
 
 The predicted loss gap is LOSS times the error. docs/tune.md says where LOSS comes from, and what the prediction is not.
 """
@@ -40,7 +40,8 @@ from .tuned import Tuned, Whole
 
 LOSS = 1.0  # relative loss gap for an error of 1
 UNSTEADY = 0.1  # of the budget: two equal runs may differ by so much
-TRIES = 6  # policies of the frontier that are measured
+TRIES = 6  # policies of a frontier that are measured
+NEAR = 1.02  # sums of times are off by a few percent
 Progress = Callable[[int, int, str], None]
 
 
@@ -54,7 +55,7 @@ def tune(
     loss: Loss | None = None,
     options: Mapping[str, Any] | None = None,
     device: str | None = None,
-    loss_budget: float | str = "0.1%",
+    loss_budget: float | str = "0.2%",
     like: Any = None,
     progress: Progress | None = None,
     **kwargs: Any,
@@ -63,7 +64,7 @@ def tune(
 
     `model`, its arguments and `loss` are those of `fp8compile.compare`: a real batch, in the context of your step. `device`
     names the described device that times are estimated for; None takes that of the policy, else "h200". `loss_budget` is the
-    relative increase of the loss that FP8 may cost: "0.1%" or 0.001. `options` may have a "policy", by name or path: the result
+    relative increase of the loss that FP8 may cost: "0.2%" or 0.002. `options` may have a "policy", by name or path: the result
     extends it, and what its own rules keep in high precision stays so.
 
     `like` is what times are estimated for, if that is not `model` and its batch: (model, args) or (model, args, kwargs), of a
@@ -106,7 +107,7 @@ def _extends(options: Mapping[str, Any]) -> str:
     """The name or path of the policy that the result extends."""
     for key in options:
         if key not in ("policy", "strict"):
-            raise OptionError(f"tune: option {key!r} cannot be given, only 'policy'; write it under [defaults] of a policy file")
+            raise OptionError(f"tune: option {key!r} cannot be given, only 'policy'; write it into [defaults] of a file")
     policy = options.get("policy") or os.environ.get(VARIABLE) or "default"
     if not isinstance(policy, (str, os.PathLike)):
         raise OptionError(f"tune: policy has to be a name or path, which the result can extend; got {type(policy).__name__}")
@@ -238,7 +239,10 @@ class _Search:
         together = self._together(uniform, errors)
         for choice, name in uniform.items():
             self._weigh(choice, name)
-        self._search(points, together)
+        self._search(points, together, "mixed")
+        for recipe in self.recipes:  # a kernel between two layers counts for one of them, so times of one recipe add up best
+            self._search(frontier([{c: x for c, x in row.items() if c is None or c.recipe == recipe} for row in options]),
+                         together, f"{recipe}, in part")  # fmt: skip
         self.measured.progress(self.measured.done, self.measured.done, "done")
         fitting = [(whole.seconds, whole.gap, whole) for whole in self.weighed.values() if whole.seconds is not None]
         best = min(fitting, key=lambda found: found[:2], default=None)
@@ -317,18 +321,22 @@ class _Search:
                 ratios.append(self.measured.error(choice, name) / total)
         return max(ratios, default=1.0)
 
-    def _search(self, points: Sequence[Point], together: float) -> None:
-        """Weigh the fastest policies of the frontier, until one is within the budget."""
+    def _search(self, points: Sequence[Point], together: float, name: str) -> None:
+        """Weigh the fastest policies of a frontier, until one is within the budget. None that cannot be the result: its sum has
+        to come near the fastest so far (NEAR)."""
         tried: set[Choice] = {(None,) * len(self.groups)}
-        for number in range(1, TRIES + 1):
+        for _ in range(TRIES):
             left = [p for p in points if LOSS * together * p.error <= self.budget and p.choice not in tried]
             if not left:
                 return
             point = min(left, key=lambda p: p.seconds)
-            tried.add(point.choice)
-            if self._weigh(point.choice, f"mixed {number}").fits:
+            known = [whole.seconds for whole in self.weighed.values() if whole.seconds is not None]
+            if self.bf16 + point.seconds > NEAR * min(known, default=self.bf16):
                 return
-            together = max(together, self.measured.error(point.choice, "") / point.error)
+            tried.add(point.choice)
+            if self._weigh(point.choice, name).fits:
+                return
+            together = max(together, self.measured.error(point.choice, name) / point.error)
 
     def _weigh(self, choice: Choice, name: str) -> Whole:
         """Measure a whole policy, and estimate it if it is within the budget."""

@@ -15,6 +15,7 @@ from ..errors import OptionError
 from .candidates import Candidate, Choice, Group, Point, tables
 
 HIGH = "high precision"
+CHECKED = 0.002  # the smallest budget for which a study found the prediction to hold
 _GROUPS = ("", "layers", "candidate", "ms saved", "loss gap")
 _WHOLES = ("", "policy", "ms", "speedup", "loss gap")
 
@@ -95,7 +96,7 @@ class Tuned:
         return made
 
     def to_dict(self) -> dict[str, Any]:
-        """{"model", "device", "budget", "gap", "seconds", "bf16_seconds", "speedup", "choice", "together", "rows": rows(),
+        """{"model", "device", "budget", "gap", "seconds", "bf16_seconds", "speedup", "choice", "notes", "together", "rows": rows(),
         "policies": [{"name", "gap", "seconds", "fits", "chosen"}], "frontier": [{"seconds", "gap"}], "toml"}, for JSON."""
         return {
             "model": self.model,
@@ -106,6 +107,7 @@ class Tuned:
             "bf16_seconds": self.bf16,
             "speedup": self.speedup,
             "choice": self.choice,
+            "notes": list(self.notes),
             "together": self.together,
             "rows": self.rows(),
             "policies": [
@@ -122,8 +124,14 @@ class Tuned:
             f"ms tuned (estimated, forward and backward); predicted loss gap {_gap(self.gap)}, within {_gap(self.budget)}"
         )
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What to know of the prediction."""
+        small = f"budgets under {100 * CHECKED:.1f}% are below what studies can tell apart: docs/tune.md"
+        return (small,) if self.budget < CHECKED else ()
+
     def __str__(self) -> str:
-        return "\n".join(["fp8: " + self.summary(), "", *self._groups(), "", *self._policies()])
+        return "\n".join(["fp8: " + self.summary(), *self.notes, "", *self._groups(), "", *self._policies()])
 
     def __repr__(self) -> str:
         return f"<fp8compile.Tuned: {self.summary()}>"
@@ -162,7 +170,7 @@ class Tuned:
             "The time is an estimate, and the loss gap a prediction: docs/tune.md. Layers that no rule names are left to the "
             "policy below.",
         ]
-        lines = [f"# {line}" for line in head]
+        lines = [f"# {line}" for line in [*head, *self.notes]]
         lines += ["", f"extends = {json.dumps(made['extends'])}"]
         for rule, group, candidate in zip(made["rules"], self.groups, self.chosen.choice, strict=True):
             lines += ["", f"# {self._why(group, candidate)}", "[[rules]]"]
