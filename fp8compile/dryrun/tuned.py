@@ -96,7 +96,7 @@ class Tuned:
         return made
 
     def to_dict(self) -> dict[str, Any]:
-        """{"model", "device", "budget", "gap", "seconds", "bf16_seconds", "speedup", "choice", "notes", "together", "rows": rows(),
+        """{"model", "device", "budget", "gap", "seconds", "bf16_seconds", "speedup", "choice", "notes", "together", "rows",
         "policies": [{"name", "gap", "seconds", "fits", "chosen"}], "frontier": [{"seconds", "gap"}], "toml"}, for JSON."""
         return {
             "model": self.model,

@@ -20,6 +20,7 @@ from fp8compile.cli.model import parse_option, talk_on_stderr
 from fp8compile.cli.target import TargetError
 from fp8compile.config.policy import BUILTIN
 from fp8compile.devices import catalog
+from fp8compile.dryrun.candidates import Candidate
 from fp8compile.logs import VARIABLES
 from tests.support.times import Times
 
@@ -475,6 +476,7 @@ def test_tune(model, capsys, monkeypatch):
     """The file, the picture, JSON on stdout, progress on stderr; an answer of no is one line and status 1."""
     pytest.importorskip("matplotlib")
     monkeypatch.setattr("fp8compile.dryrun.tune.Times", Times)
+    monkeypatch.setattr("fp8compile.dryrun.tune.candidates", lambda gpu: (Candidate("delayed"), Candidate("rowwise")))
     model.write_text("\n".join([MODEL, "def seeded():", "    torch.manual_seed(0)", "    return build()"]))
     arguments = ["tune", "my_model.py:seeded", "--device", "h100", "--like", "my_model.py:build"]
     assert cli.main([*arguments, "--loss-budget", "20%", "--json", "--out", "tuned.toml", "--plot", "frontier.png"]) == 0
