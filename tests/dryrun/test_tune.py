@@ -275,7 +275,7 @@ def test_wrong_options() -> None:
     steps = Steps()
     with pytest.raises(OptionError, match="'recipe' cannot be given"):
         steps.tuned(options={"recipe": "rowwise"})
-    with pytest.raises(OptionError, match="a name or a path"):
+    with pytest.raises(OptionError, match="a name or path"):
         steps.tuned(options={"policy": Policy()})
     with pytest.raises(OptionError, match="FP8 tensor cores"):
         fp8compile.tune(steps.model, steps.tokens, device="a100")
