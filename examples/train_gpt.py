@@ -149,6 +149,15 @@ def build() -> tuple[GPT, tuple[Tensor, Tensor]]:
     return build_model(config).bfloat16(), (tokens, tokens)
 
 
+def build_small() -> tuple[GPT, tuple[Tensor, Tensor]]:
+    """The small model as its training begins, and the first batch, for `fp8compile tune examples/train_gpt.py:build_small`."""
+    config = CONFIGS["small"]
+    torch.manual_seed(0)
+    model = build_model(config)
+    text, _ = split_text(load_text(), config.context)
+    return model, next(batches(text, config, config.batch_size, 0, "cpu"))
+
+
 def load_text(path: Path | str | None = None) -> Tensor:
     """The bytes of a file, or of all UTF-8 files under a folder, as a uint8 vector of at most MAX_TEXT_BYTES.
 

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from .dryrun.estimate import Estimate as Estimate
     from .dryrun.estimate import estimate as estimate
     from .dryrun.explain import explain as explain
+    from .dryrun.tune import tune as tune
+    from .dryrun.tuned import Tuned as Tuned
     from .dryrun.watch import monitor as monitor
     from .errors import ExportError as ExportError
     from .errors import Fp8CompileError as Fp8CompileError
@@ -54,6 +56,8 @@ _MODULES = {
     "dryrun.comparison": ("Comparison",),
     "dryrun.estimate": ("Estimate", "estimate"),
     "dryrun.explain": ("explain",),
+    "dryrun.tune": ("tune",),
+    "dryrun.tuned": ("Tuned",),
     "dryrun.watch": ("monitor",),
     "errors": ("ExportError", "Fp8CompileError", "OptionError", "StateError", "StrictError"),
     "exporting.export": ("Exported", "export"),

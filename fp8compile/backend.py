@@ -26,22 +26,20 @@ from torch.fx import Graph, GraphModule
 
 from . import compat
 from .config.options import Options, parse
-from .config.recipe import BUILT_IN, Recipe
+from .config.recipe import Recipe
 from .devices import catalog, formats, support
 from .devices.catalog import Device
 from .devices.gpu import Gpu, gpu_of
 from .errors import CapacityExceeded, CopiesMissing, FrozenFound, OptionError, ShardingError, StrictError, Unusable
 from .ir import merged, ops, state_page
 from .ir.inputs import Inputs, capture
-from .ir.records import FP8, HIGH_PRECISION, Findings, FrozenRecord, Gatherable, GraphReport
+from .ir.records import FP8, HIGH_PRECISION, Gatherable, GraphReport
 from .logs import get_logger, say_once
-from .passes import legality
 from .passes.hoist import Cache
 from .passes.pipeline import Rewritten, run_early_post_grad, run_joint, run_partitioned, run_post_grad, skipped
-from .passes.remarks import remarks
 from .passes.whole_model import whole_kinds
+from .reporting.findings import findings, tell
 from .reporting.kept import brief as kept_in_fp8
-from .reporting.report import Report
 from .runtime import all_gather, forwards, frozen, probe, warm_start
 from .runtime.all_gather import Gathers
 from .runtime.calls import Calls, Interface
@@ -215,8 +213,8 @@ def _compile_once(
             frozen.check(inputs, candidates, done.gatherable, partial(_complain, chosen))
         if phase == FP8:
             stored = frozen.records(inputs, candidates, done.gatherable)
-            findings = _findings(done, inputs, chosen, device, stored)
-            done, record = dataclasses.replace(done, findings=findings), _tell(findings, chosen)
+            found = findings(done, inputs, policy.eval, device, stored)
+            done, record = dataclasses.replace(done, findings=found), tell(found, partial(_complain, chosen))
         return done
 
     def keep(forward: GraphModule, backward: GraphModule, visible: int) -> None:
@@ -251,7 +249,7 @@ def _compile_once(
     if halves.restored:
         logger.debug("fp8: %s comes from AOTAutograd's cache", inputs.root)
         if halves.rewritten is not None and halves.rewritten.findings is not None:
-            record = _tell(halves.rewritten.findings, chosen)
+            record = tell(halves.rewritten.findings, partial(_complain, chosen))
     gathers = Gathers(gatherable, chosen.strict, policy.schedule)
     hoisted = halves.rewritten.hoisted if halves.rewritten is not None else None
     outside = WeightCache(hoisted, inner, _lowering(chosen)) if hoisted is not None else None
@@ -310,61 +308,6 @@ def _facts(gm: GraphModule, example_inputs: Sequence[Any], inputs: Inputs, chose
     devices = sorted(inputs.devices, key=str)
     described = catalog.find(policy.device) if policy.device is not None else [catalog.of(device) for device in devices]
     return warm_start.facts(gm, example_inputs, inputs, [described, formats.fnuz(), skipped()])
-
-
-def _findings(
-    done: Rewritten, inputs: Inputs, chosen: Options, device: Device | None, weights: tuple[FrozenRecord, ...]
-) -> Findings:
-    """The report of a graph, and what is wrong with it: no matmul became FP8, or a rule of the policy decides nothing.
-    `weights`: the frozen ones, where some are kept in FP8 only."""
-    training = inputs.training and not done.inference
-    name = f"{inputs.root}, {'training' if training else 'evaluation'}"
-    why = "inference" if inputs.training else "the model is in eval mode"
-    how = "FP8, scaled by current amaxes" if chosen.policy.eval == "fp8" else "high precision"
-    note = "" if training else f"compiled in {how}: {why}"
-    if not training and chosen.policy.eval != "fp8" and (stored := sum(not weight.reason for weight in weights)):
-        note += f"; {stored} frozen weights have the values that FP8 has left of them"
-    records = tuple(matmul.record() for matmul in done.matmuls)
-    described = device.name if device else ""
-    notes = remarks(done.matmuls, inputs.resharded, done.hoisted.bytes if done.hoisted is not None else 0) if training else ()
-    report = GraphReport(0, name, records, done.opaque, note, done.edges, described, notes, done.collectives, (), weights)
-    if not training:
-        return Findings(report, training)
-    behind = []
-    where = device.name if device is not None else "this device"
-    emulated = [matmul for matmul in done.matmuls if matmul.fp8 and matmul.emulated]
-    if any(matmul.groups and matmul.recipe.built_in.needs is None for matmul in emulated):
-        why = "Inductor's options let it reorder the graph, so no kernel of ours can be launched there"
-        behind.append(f"experts in FP8 are emulated in bf16 on {where}, and not faster: {why}")
-    for recipe in sorted({matmul.recipe.name for matmul in emulated if matmul.recipe.built_in.needs is not None}):
-        *others, last = [repr(name) for name, made in BUILT_IN.items() if made.needs is None and made.cost is not None]
-        whose = f": it is {BUILT_IN[recipe].whose}'s" if BUILT_IN[recipe].whose else ""
-        what = f"{recipe} is emulated in bf16 on {where}, exact and not faster{whose}."
-        behind.append(f"{what} For FP8's speed take {', '.join(others)} or {last}")
-    wanted = not inputs.part and any(x.wanted and x.weight is None and legality.fits(x) for x in done.matmuls)
-    # no complaint about a part of a model that is only an embedding, a norm, convolutions, an output head, or an expert without
-    # tokens in this step: such a part has no FP8, as it should be
-    kept = [matmul.on_purpose or matmul.reason == legality.NO_ROWS for matmul in done.matmuls if matmul.weight is not None]
-    nothing = not all(kept) if kept else bool(done.opaque) and inputs.whole and not inputs.part
-    if (nothing or wanted) and not any(matmul.fp8 for matmul in done.matmuls):
-        behind.append(f"no matmul of {inputs.root} becomes FP8: {Report([report]).summary()}")
-    return Findings(report, training, done.complaints, tuple(behind))
-
-
-def _tell(findings: Findings, chosen: Options) -> int:
-    """Add a graph to the ledger, and log its summary in a line. Complain: StrictError with `strict`, else a warning. Returns
-    the graph's index in the ledger."""
-    report = findings.report
-    index = LEDGER.add(report)
-    if not findings.training:
-        logger.info("fp8: %s: %s", report.name, report.note)
-        return index
-    for complaint in findings.before:
-        _complain(chosen, complaint)
-    logger.info("fp8: %s", Report([LEDGER.graph(index)]).summary())
-    for complaint in findings.behind:
-        _complain(chosen, complaint)
-    return index
 
 
 def _check_encoding(devices: frozenset[torch.device], chosen: Options) -> None:

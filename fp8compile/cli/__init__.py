@@ -1,9 +1,10 @@
-"""The command line: `fp8compile explain | estimate | compare | policy | plot | calibrate | devices | env`, or
+"""The command line: `fp8compile explain | estimate | compare | tune | policy | plot | calibrate | devices | env`, or
 `python -m fp8compile`.
 
     errors    error messages and tracebacks
     target    loads the model that a command gets as TARGET
     model     explain, estimate, compare
+    tune      tune
     policy    policy check, policy show, policy schema
     tools     plot, devices, calibrate
     env       env
@@ -35,6 +36,7 @@ from .model import compare, estimate, explain
 from .policy import policy
 from .target import TargetError
 from .tools import calibrate, devices, plot
+from .tune import tune
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -80,5 +82,5 @@ def cli(traceback: bool) -> None:
     """What torch.compile(model, backend="fp8") does with a model's matmuls, and what that is worth."""
 
 
-for _command in (explain, estimate, compare, policy, plot, devices, calibrate, env):
+for _command in (explain, estimate, compare, tune, policy, plot, devices, calibrate, env):
     cli.add_command(_command)

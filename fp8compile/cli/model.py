@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _HIDDEN_GPUS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 _GPU_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
-_TARGET_HELP = """
+TARGET_HELP = """
 
     TARGET is path.py:function or package.module:function. The function takes no arguments and returns a torch.nn.Module,
     (model, args), (model, args, kwargs) or dict(model=, args=, kwargs=).
@@ -62,18 +62,18 @@ def _model_options(function: Callable[..., Any] | None = None, html: bool = True
     return function
 
 
-@click.command(help="Every matmul of a model: FP8, or why not. Nothing is trained, and nothing is run." + _TARGET_HELP)
+@click.command(help="Every matmul of a model: FP8, or why not. Nothing is trained, and nothing is run." + TARGET_HELP)
 @_model_options
 @click.option("--full", is_flag=True, help="A line for each layer, also of repeated blocks.")
 def explain(target: str, device: str | None, as_json: bool, html: str | None, full: bool, **given: Any) -> None:
-    options = _prepared(device, html, given)
+    options = prepared(device, html, given)
     report = explained(target, given["inputs"], options, device)
     _finish(report, report.table(collapse=not full), as_json, html)
     if given["strict"]:
         _insist(report, options, target)
 
 
-@click.command(help="The estimated time of a training step in bf16 and in FP8, on a GPU that need not be there." + _TARGET_HELP)
+@click.command(help="The estimated time of a training step in bf16 and in FP8, on a GPU that need not be there." + TARGET_HELP)
 @_model_options
 @click.option("--extrapolate", is_flag=True, help="Compile one and two of the repeated blocks, and extrapolate to all.")
 @click.option("--instructions", is_flag=True, help="Also count the instructions of generated kernels; takes minutes.")
@@ -90,11 +90,8 @@ def estimate(
     dp: str | None,
     **given: Any,
 ) -> None:
-    if "torch" not in sys.modules:
-        if any(os.path.exists(file) for file in _GPU_FILES) and os.environ.get(_HIDDEN_GPUS[0]) != "":
-            click.echo("note: estimate describes a GPU and uses none, so it hides this machine's GPUs from itself", err=True)
-        os.environ.update(dict.fromkeys(_HIDDEN_GPUS, ""))
-    options = _prepared(device, html, given)
+    hide_gpus("estimate")
+    options = prepared(device, html, given)
     _check_mesh(mesh, dp, device)
     with talk_on_stderr():
         loaded = load(target, given["inputs"])
@@ -102,14 +99,14 @@ def estimate(
 
         settings: dict[str, Any] = {"device": device, "options": options, "extrapolate": extrapolate}
         settings |= {"mesh": mesh, "dp": dp or "fsdp", "instructions": instructions}
-        found = _traced(loaded, lambda: run(loaded.model, *loaded.args, **settings, **loaded.kwargs))
+        found = traced(loaded, lambda: run(loaded.model, *loaded.args, **settings, **loaded.kwargs))
     _finish(found, str(found), as_json, html)
     if given["strict"]:
         _insist(found.report, options, target)
 
 
 @click.command(
-    help="One training step in FP8 beside the same step in high precision: errors of outputs and gradients." + _TARGET_HELP
+    help="One training step in FP8 beside the same step in high precision: errors of outputs and gradients." + TARGET_HELP
 )
 @_model_options(html=False)
 @click.option("--loss", metavar="NAME", help="A function beside TARGET that makes the loss of what the model returns.")
@@ -118,7 +115,7 @@ def estimate(
 def compare(
     target: str, device: str | None, as_json: bool, loss: str | None, image: str | None, full: bool, **given: Any
 ) -> None:
-    options = _prepared(device, None, given)
+    options = prepared(device, None, given)
     if image is not None and not Path(image).parent.is_dir():
         raise usage(f"--plot {image}: there is no folder {Path(image).parent}")
     with talk_on_stderr():
@@ -127,7 +124,7 @@ def compare(
         from ..dryrun.compare import compare as run
 
         settings: dict[str, Any] = {"loss": function, "options": options or None, "device": device}
-        found = _traced(loaded, lambda: run(loaded.model, *loaded.args, **settings, **loaded.kwargs))
+        found = traced(loaded, lambda: run(loaded.model, *loaded.args, **settings, **loaded.kwargs))
     if image is not None:
         found.plot(image)
         click.echo(f"wrote {image}", err=True)
@@ -143,7 +140,7 @@ def explained(target: str, inputs: Sequence[str], options: Mapping[str, Any], de
         loaded = load(target, inputs)
         from ..dryrun.explain import explain as run
 
-        return _traced(loaded, lambda: run(loaded.model, *loaded.args, options=options, device=device, **loaded.kwargs))
+        return traced(loaded, lambda: run(loaded.model, *loaded.args, options=options, device=device, **loaded.kwargs))
 
 
 def idle(labels: Sequence[str], report: Report, target: str) -> str:
@@ -157,7 +154,7 @@ def idle(labels: Sequence[str], report: Report, target: str) -> str:
 # --- options --------------------------------------------------------------------------------------
 
 
-def _prepared(device: str | None, html: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
+def prepared(device: str | None, html: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
     """The backend's options. Refuses wrong arguments here, before torch and the model are loaded."""
     options = dict(map(parse_option, given["options"]))
     if given["policy"] is not None:
@@ -213,6 +210,14 @@ def parse_option(text: str) -> tuple[str, Any]:
     return key.strip(), value.strip()
 
 
+def hide_gpus(command: str) -> None:
+    """Hide this machine's GPUs: a process that uses one cannot describe another."""
+    if "torch" not in sys.modules:
+        if any(os.path.exists(file) for file in _GPU_FILES) and os.environ.get(_HIDDEN_GPUS[0]) != "":
+            click.echo(f"note: {command} describes a GPU and uses none, so it hides this machine's GPUs from itself", err=True)
+        os.environ.update(dict.fromkeys(_HIDDEN_GPUS, ""))
+
+
 # --- the model's own code -------------------------------------------------------------------------
 
 
@@ -230,7 +235,7 @@ def talk_on_stderr() -> Iterator[None]:
         os.close(kept)
 
 
-def _traced(target: Target, function: Callable[[], Any]) -> Any:
+def traced(target: Target, function: Callable[[], Any]) -> Any:
     """Run `function`, which traces the user's model. If the model raises, print the user's traceback and raise Failed (exit
     status 1)."""
     debug = click.get_current_context().find_root().params.get("traceback")

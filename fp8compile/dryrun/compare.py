@@ -86,7 +86,14 @@ class Step:
 class Session:
     """Compares steps of one model. Its graphs are compiled at the first step, and again where Dynamo's guards ask for it."""
 
-    def __init__(self, model: Callable[..., Any], options: Mapping[str, Any] | None = None, device: str | None = None):
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        options: Mapping[str, Any] | None = None,
+        device: str | None = None,
+        who: str = "compare",
+    ):
+        self.who = who  # begins the text of errors
         self.model = taken(model)
         if isinstance(self.model, nn.Module):
             self.model = unwrapped(self.model)  # of DDP, whose hooks would communicate
@@ -103,27 +110,9 @@ class Session:
 
     def run(self, args: Any, kwargs: Any, loss: Loss | None = None, repeat: bool = True) -> Comparison:
         """Compare one step. `repeat`: also find out whether the model is deterministic, which takes one more run."""
-        modules = modules_of((self.model, args, kwargs))
-        roots = _roots(modules)
-        weights = {prefix + name: weight for prefix, root in roots.items() for name, weight in named_weights(root).items()}
-        trained = {name: weight for name, weight in weights.items() if weight.requires_grad}
-        if not trained:
-            raise OptionError(f"compare: no parameter of {self.name} requires gradients, so there is no step to compare")
-        _check_places(weights)
-        self._compile(self._options(weights))
-        self.tap.names = {id(weight): name for name, weight in weights.items()}
-        saved = {name: scaling_state(root) for name, root in roots.items()}
-
-        def step(phase: str, watched: Watched) -> Step:
-            with untouched(modules, self.codes), torch.enable_grad():
-                return self._step(phase, watched, (inputs(args), inputs(kwargs), loss), trained, roots, saved)
-
+        step = self.taking(args, kwargs, loss)
         reference = step(HIGH_PRECISION, Watched())
-        if not math.isfinite(reference.loss):
-            raise Fp8CompileError(
-                f"compare: the loss of {self.name} is {reference.loss} in high precision on this batch, so there is nothing to "
-                "compare FP8 with; take a batch with a finite loss"
-            )
+        self.check_finite(reference)
         seen = reference.watched.kept
         again = step(HIGH_PRECISION, Watched(seen)) if repeat else None
         noisy = step(HIGH_PRECISION, Watched(seen, noise=True))
@@ -135,6 +124,32 @@ class Session:
                 "fp8compile.explain says why, and a policy can change it"
             )
         return assembled(self.name, reference, again, noisy, fp8)
+
+    def taking(self, args: Any, kwargs: Any, loss: Loss | None = None) -> Callable[[str, Watched], Step]:
+        """A function that takes the step in one phase, with the options in `given`, as often as it is called."""
+        modules = modules_of((self.model, args, kwargs))
+        roots = _roots(modules)
+        weights = {prefix + name: weight for prefix, root in roots.items() for name, weight in named_weights(root).items()}
+        trained = {name: weight for name, weight in weights.items() if weight.requires_grad}
+        if not trained:
+            raise OptionError(f"{self.who}: no parameter of {self.name} requires gradients, so there is no step to {self.who}")
+        _check_places(weights, self.who)
+        self._compile(self._options(weights))
+        self.tap.names = {id(weight): name for name, weight in weights.items()}
+        saved = {name: scaling_state(root) for name, root in roots.items()}
+
+        def step(phase: str, watched: Watched) -> Step:
+            with untouched(modules, self.codes), torch.enable_grad():
+                return self._step(phase, watched, (inputs(args), inputs(kwargs), loss), trained, roots, saved)
+
+        return step
+
+    def check_finite(self, reference: Step) -> None:
+        if not math.isfinite(reference.loss):
+            raise Fp8CompileError(
+                f"{self.who}: the loss of {self.name} is {reference.loss} in high precision on this batch, so there is nothing "
+                "to compare FP8 with; take a batch with a finite loss"
+            )
 
     def _options(self, weights: Mapping[str, Any]) -> dict[str, Any]:
         options = dict(self.given or {})
@@ -181,17 +196,18 @@ class Session:
         if phase == FP8:
             for prefix, root in roots.items():
                 load_scaling_state(root, saved[prefix], strict=False)
-                measurements.append((prefix, root, Measurement(root).begin()))
+                if watched.only is None:
+                    measurements.append((prefix, root, Measurement(root).begin()))
         self.tap.watched = watched
         args, kwargs, loss = given
         try:
             result = self.steps[phase](*args, **kwargs)
-            value = _loss(result, loss, self.name)
+            value = _loss(result, loss, self.name, self.who)
             gradients = torch.autograd.grad(value, list(trained.values()), allow_unused=True)
         except Fp8CompileError:
             raise
         except Exception as error:
-            raise Fp8CompileError(f"compare: {self.name} refuses this batch: {one_line_where(error)}") from error
+            raise Fp8CompileError(f"{self.who}: {self.name} refuses this batch: {one_line_where(error)}") from error
         finally:
             self.tap.watched = None
         if phase == FP8 and self.report is None:
@@ -213,19 +229,19 @@ def _roots(modules: list[nn.Module]) -> dict[str, nn.Module]:
     return {"" if len(roots) == 1 else f"{i}.": root for i, root in enumerate(roots)}
 
 
-def _check_places(tensors: Mapping[str, Tensor]) -> None:
+def _check_places(tensors: Mapping[str, Tensor], who: str) -> None:
     """OptionError for parameters without values here."""
     for name, tensor in tensors.items():
         if tensor.device.type == "meta":
-            raise OptionError(f"compare: {name} is on the meta device, and a step needs values; explain works without them")
+            raise OptionError(f"{who}: {name} is on the meta device, and a step needs values; explain works without them")
         if hasattr(tensor, "placements"):
             raise OptionError(
-                f"compare: {name} is a DTensor (fully_shard, tensor parallelism), whose step needs all ranks; compare the "
+                f"{who}: {name} is a DTensor (fully_shard, tensor parallelism), whose step needs all ranks; {who} the "
                 "model on one device, before it is sharded"
             )
 
 
-def _loss(result: Any, loss: Loss | None, name: str) -> Tensor:
+def _loss(result: Any, loss: Loss | None, name: str, who: str) -> Tensor:
     """The loss of what a model returned; OptionError if that is none."""
     found: Any
     if loss is not None:
@@ -243,4 +259,4 @@ def _loss(result: Any, loss: Loss | None, name: str) -> Tensor:
         what = f"a tensor {list(found.shape)}" + ("" if found.requires_grad else " without a gradient")
     fix = "give loss= (--loss), a function that makes a scalar tensor of it"
     wanted = fix if loss is None else "it has to be a scalar tensor"
-    raise OptionError(f"compare: {source} {what}, which is no loss: {wanted}")
+    raise OptionError(f"{who}: {source} {what}, which is no loss: {wanted}")

@@ -118,14 +118,14 @@ def estimate(
     if why is not None:
         notes.append(f"generated kernels by their bytes alone: {why}")
     with torch.autocast("cpu", torch.bfloat16) if autocast else contextlib.nullcontext():
-        compiler = _Compiler(model, modules, args, kwargs, found, chosen, inductor, attention, waves, counted)
+        compiler = Compiler(model, modules, args, kwargs, found, chosen, inductor, attention, waves, counted)
         if not extrapolate:
             bf16, fp8, decided = compiler.costs()
         else:
-            container, name = _repeated(modules)
+            container, name = repeated(modules)
             count = len(container)
             bf16, fp8 = (
-                _carried_on(one, two, count)
+                carried_on(one, two, count)
                 for one, two in zip(compiler.costs(container, 1)[:2], compiler.costs(container, 2)[:2], strict=True)
             )
             decided = explain(model, *args, options=chosen, **kwargs)
@@ -155,7 +155,7 @@ def estimate(
 
 
 @dataclass(frozen=True)
-class _Compiler:
+class Compiler:
     model: Callable[..., Any]
     modules: list[nn.Module]
     args: tuple[Any, ...]
@@ -169,19 +169,29 @@ class _Compiler:
 
     def costs(self, container: nn.Module | None = None, blocks: int = 0) -> tuple[Costs, Costs, Report]:
         """The costs in bf16 and in FP8, and the report, with only the first `blocks` blocks of `container`."""
+        plain = self.plain(container, blocks)
+        ours, decided = self.ours(container, blocks)
+        return plain, ours, decided
+
+    def plain(self, container: nn.Module | None = None, blocks: int = 0) -> Costs:
+        """The costs in bf16."""
         from .. import compat
-        from ..backend import fp8
         from ..runtime.inner import INDUCTOR
 
         def inductor(gm: Any, example_inputs: Any) -> Any:
             return compat.compile_fx(gm, example_inputs, INDUCTOR.compile, self.inductor)
 
+        return self._by_module(self._compiled(inductor, container, blocks)[0])
+
+    def ours(self, container: nn.Module | None = None, blocks: int = 0) -> tuple[Costs, Report]:
+        """The costs in FP8, and the report."""
+        from ..backend import fp8
+
         def ours(gm: Any, example_inputs: Any) -> Any:
             return fp8(gm, example_inputs, options=self.options)
 
-        plain, _ = self._compiled(inductor, container, blocks)
         step, decided = self._compiled(ours, container, blocks)
-        return self._by_module(plain), self._by_module(step), decided
+        return self._by_module(step), decided
 
     def _compiled(self, backend: Callable, container: nn.Module | None, blocks: int) -> tuple[Step, Report]:
         from . import fake_gpu
@@ -234,7 +244,7 @@ def _described(device: Device) -> Gpu:
 # -- repeated blocks ---------------------------------------------------------------------------------------------------
 
 
-def _repeated(modules: Iterable[nn.Module]) -> tuple[nn.ModuleList | nn.Sequential, str]:
+def repeated(modules: Iterable[nn.Module]) -> tuple[nn.ModuleList | nn.Sequential, str]:
     """The container of equal blocks with the most parameters, and its name."""
     found: list[tuple[int, nn.ModuleList | nn.Sequential, str]] = []
     for root in modules:
@@ -265,7 +275,7 @@ def _only(container: nn.Module | None, blocks: int) -> Iterator[None]:
         container._modules.update(before)
 
 
-def _carried_on(one: Costs, two: Costs, count: int) -> Costs:
+def carried_on(one: Costs, two: Costs, count: int) -> Costs:
     """The costs with `count` blocks, by module, extrapolated from the costs with one block (`one`) and with two (`two`). Each
     further block costs as much as the second."""
     made: Costs = {}

@@ -20,7 +20,9 @@ from fp8compile.cli.model import parse_option, talk_on_stderr
 from fp8compile.cli.target import TargetError
 from fp8compile.config.policy import BUILTIN
 from fp8compile.devices import catalog
+from fp8compile.dryrun.candidates import Candidate
 from fp8compile.logs import VARIABLES
+from tests.support.times import Times
 
 env = importlib.import_module("fp8compile.cli.env")  # `cli.env` is the command
 ROOT = Path(__file__).resolve().parents[2]
@@ -265,7 +267,8 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], ["explain", "--help"], ["compare", "--help"], ["devices"], ["policy", "show"], ["policy", "schema"]],
+    [["--help"], ["explain", "--help"], ["compare", "--help"], ["tune", "--help"], ["devices"], ["policy", "show"],
+     ["policy", "schema"]],  # fmt: skip
 )
 def test_quick_commands_do_not_import_torch(arguments):
     code = "import sys; from fp8compile.cli import main; s = main(sys.argv[1:]); sys.exit(s or 10 * ('torch' in sys.modules))"
@@ -298,6 +301,11 @@ def test_quick_commands_do_not_import_torch(arguments):
         (["compare", "my_model.py:build", "--plot", "no/such/folder.png"], "there is no folder no/such"),
         (["compare", "my_model.py:build", "--loss", "buildd"], "no function 'buildd'. Did you mean 'build'"),
         (["compare", "my_model.py:build", "--html", "x.html"], "No such option"),
+        (["tune", "my_model.py:build", "--out", "no/such/policy.toml"], "there is no folder no/such"),
+        (["tune", "my_model.py:build", "--plot", "no/such/folder.png"], "there is no folder no/such"),
+        (["tune", "my_model.py:build", "--loss-budget", "much"], "loss_budget"),
+        (["tune", "my_model.py:build", "--device", "a100"], "a device with FP8 tensor cores"),
+        (["tune", "my_model.py:build", "--like", "my_model.py:biuld"], "Did you mean 'build'"),
         (["policy", "check", "nope.toml"], "nope.toml does not exist"),
         (["policy", "show", "nope"], "there is no shipped policy 'nope'"),
     ],
@@ -460,6 +468,27 @@ def test_compare_with_a_batch_that_the_model_refuses(model, capsys):
     err = capsys.readouterr().err
     assert "in forward" in err.splitlines()[-1] and err.splitlines()[-1].count("refuses this batch") == 1
     assert "Traceback" in err and "fp8compile/dryrun" not in err
+
+
+# --- tune -----------------------------------------------------------------------------------------
+
+
+def test_tune(model, capsys, monkeypatch):
+    """The file, the picture, JSON on stdout, progress on stderr; an answer of no is one line and status 1."""
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr("fp8compile.dryrun.tune.Times", Times)
+    monkeypatch.setattr("fp8compile.dryrun.tune.candidates", lambda gpu: (Candidate("delayed"), Candidate("rowwise")))
+    model.write_text("\n".join([MODEL, "def seeded():", "    torch.manual_seed(0)", "    return build()"]))
+    arguments = ["tune", "my_model.py:seeded", "--device", "h100", "--like", "my_model.py:build"]
+    assert cli.main([*arguments, "--loss-budget", "20%", "--json", "--out", "tuned.toml", "--plot", "frontier.png"]) == 0
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert set(found["choice"]) == {"blocks.*.up", "blocks.*.down"} and found["gap"] <= 0.2
+    assert Path("tuned.toml").read_text() == found["toml"] and Path("frontier.png").read_bytes()[:4] == b"\x89PNG"
+    assert "wrote tuned.toml" in err and ": done" in err and "in high precision" in err
+    sys.modules.pop("my_model")
+    assert cli.main([*arguments, "--loss-budget", "0.00001%"]) == 1
+    assert "no FP8 policy fits" in capsys.readouterr().err.splitlines()[-1]
 
 
 # --- explain --------------------------------------------------------------------------------------

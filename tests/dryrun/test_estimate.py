@@ -13,7 +13,7 @@ import torch.nn.functional as F
 import fp8compile
 from fp8compile.devices import catalog
 from fp8compile.dryrun import fake_gpu, roofline
-from fp8compile.dryrun.estimate import Cost, Estimate, _carried_on, _layers, estimate
+from fp8compile.dryrun.estimate import Cost, Estimate, _layers, carried_on, estimate
 from fp8compile.dryrun.fake_gpu import Attention, Launch, MatmulLaunch, TensorLayout
 from fp8compile.errors import OptionError
 from tests.support import models
@@ -272,7 +272,7 @@ def test_extrapolation_of_equal_blocks():
 def test_carrying_on():
     one = {"head": Cost(seconds=5), "layers.0.mlp": Cost(seconds=2), "": Cost(seconds=1)}
     two = {"head": Cost(seconds=5), "layers.0.mlp": Cost(seconds=2), "layers.1.mlp": Cost(seconds=3), "": Cost(seconds=1.5)}
-    made = list(_layers(_carried_on(one, two, 5), {}))
+    made = list(_layers(carried_on(one, two, 5), {}))
     assert {layer.name: layer.bf16.seconds for layer in made} == pytest.approx(
         {"head": 5, "layers.0-4.mlp": 2 + 4 * 3, "(elsewhere)": 1 + 4 * 0.5}
     )

@@ -1,0 +1,73 @@
+"""What a graph's report says, and what is wrong with it; and how the user is told."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from ..config.recipe import BUILT_IN
+from ..devices.catalog import Device
+from ..ir.inputs import Inputs
+from ..ir.records import Findings, FrozenRecord, GraphReport
+from ..logs import get_logger
+from ..passes import legality
+from ..passes.pipeline import Rewritten
+from ..passes.remarks import remarks
+from ..runtime.ledger import LEDGER
+from .report import Report
+
+logger: logging.Logger = get_logger(__name__)
+
+
+def findings(
+    done: Rewritten, inputs: Inputs, evaluates: str, device: Device | None, weights: tuple[FrozenRecord, ...]
+) -> Findings:
+    """The report of a graph, and what is wrong with it: no matmul became FP8, or a rule of the policy decides nothing.
+    `evaluates`: the policy's `eval`. `weights`: the frozen ones, where some are kept in FP8 only."""
+    training = inputs.training and not done.inference
+    name = f"{inputs.root}, {'training' if training else 'evaluation'}"
+    why = "inference" if inputs.training else "the model is in eval mode"
+    how = "FP8, scaled by current amaxes" if evaluates == "fp8" else "high precision"
+    note = "" if training else f"compiled in {how}: {why}"
+    if not training and evaluates != "fp8" and (stored := sum(not weight.reason for weight in weights)):
+        note += f"; {stored} frozen weights have the values that FP8 has left of them"
+    records = tuple(matmul.record() for matmul in done.matmuls)
+    described = device.name if device else ""
+    notes = remarks(done.matmuls, inputs.resharded, done.hoisted.bytes if done.hoisted is not None else 0) if training else ()
+    report = GraphReport(0, name, records, done.opaque, note, done.edges, described, notes, done.collectives, (), weights)
+    if not training:
+        return Findings(report, training)
+    behind = []
+    where = device.name if device is not None else "this device"
+    emulated = [matmul for matmul in done.matmuls if matmul.fp8 and matmul.emulated]
+    if any(matmul.groups and matmul.recipe.built_in.needs is None for matmul in emulated):
+        why = "Inductor's options let it reorder the graph, so no kernel of ours can be launched there"
+        behind.append(f"experts in FP8 are emulated in bf16 on {where}, and not faster: {why}")
+    for recipe in sorted({matmul.recipe.name for matmul in emulated if matmul.recipe.built_in.needs is not None}):
+        *others, last = [repr(name) for name, made in BUILT_IN.items() if made.needs is None and made.cost is not None]
+        whose = f": it is {BUILT_IN[recipe].whose}'s" if BUILT_IN[recipe].whose else ""
+        what = f"{recipe} is emulated in bf16 on {where}, exact and not faster{whose}."
+        behind.append(f"{what} For FP8's speed take {', '.join(others)} or {last}")
+    wanted = not inputs.part and any(x.wanted and x.weight is None and legality.fits(x) for x in done.matmuls)
+    # no complaint about a part of a model that is only an embedding, a norm, convolutions, an output head, or an expert without
+    # tokens in this step: such a part has no FP8, as it should be
+    kept = [matmul.on_purpose or matmul.reason == legality.NO_ROWS for matmul in done.matmuls if matmul.weight is not None]
+    nothing = not all(kept) if kept else bool(done.opaque) and inputs.whole and not inputs.part
+    if (nothing or wanted) and not any(matmul.fp8 for matmul in done.matmuls):
+        behind.append(f"no matmul of {inputs.root} becomes FP8: {Report([report]).summary()}")
+    return Findings(report, training, done.complaints, tuple(behind))
+
+
+def tell(found: Findings, complain: Callable[[str], None]) -> int:
+    """Add a graph to the ledger, log its summary in a line, and complain of what is wrong. Returns its index in the ledger."""
+    report = found.report
+    index = LEDGER.add(report)
+    if not found.training:
+        logger.info("fp8: %s: %s", report.name, report.note)
+        return index
+    for complaint in found.before:
+        complain(complaint)
+    logger.info("fp8: %s", Report([LEDGER.graph(index)]).summary())
+    for complaint in found.behind:
+        complain(complaint)
+    return index
