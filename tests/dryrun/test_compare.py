@@ -91,7 +91,8 @@ def test_experts(recipe: str) -> None:
     case = Case(model, (noise(1, 64, WIDTH).to(torch.bfloat16),), lambda y: y.float().square().mean())
     rows = {row["name"]: row for row in compared(case, options={"recipe": recipe, "policy": ALL_FP8}).rows()}
     for name in ("experts.gate_up_proj", "experts.down_proj"):
-        assert all(26 < rows[name][gemm] < 34 for gemm in ("fprop", "dgrad", "wgrad")), rows[name]
+        gemms = ("fprop", "dgrad", "wgrad") if name == "experts.down_proj" else ("fprop", "wgrad")  # the input needs no gradient
+        assert all(26 < rows[name][gemm] < 34 for gemm in gemms), rows[name]
 
 
 
