@@ -120,7 +120,7 @@ class Look:
             given, rows = x.detach(), args[6] if len(args) > 6 else None
             if transposed and rows is not None:
                 given = ops.ordered(given, rows)
-            self.note(owner, name, measured(given, scale, copy, fp8_max, transposed, block_of(node)))
+            self.note(owner, name, measured(given, scale, copy, fp8_max, transposed, block_of(node, item)))
 
     def note(self, owner: Any, name: Name, found: Tensor) -> None:
         """Keep what was measured of a tensor of the weight `owner`."""
@@ -186,8 +186,12 @@ def names_of(cast: Node) -> dict[Name, int | None]:
     return {(operand.role, operand.use, layout): i for i, layout in enumerate([""] if alike else ["plain", "transposed"])}
 
 
-def block_of(cast: Node) -> tuple[int, int]:
-    return tuple(cast.args[5]) if len(cast.args) > 5 else WHOLE  # type: ignore[arg-type, return-value]
+def block_of(cast: Node, item: int | None = None) -> tuple[int, int]:
+    """The elements that share a scale in a copy: the result `item` of the cast, if it has two."""
+    args: Any = cast.args
+    if item == 1 and len(args) > 7 and args[7] is not None:
+        return tuple(args[7])
+    return tuple(args[5]) if len(args) > 5 else WHOLE
 
 
 def casts_of(graph: Graph) -> dict[tuple[int, Name], Cast]:

@@ -21,7 +21,7 @@ from fp8compile.errors import Fp8CompileError, OptionError
 from fp8compile.runtime.state import slots_of
 from tests.support import models
 from tests.support.compared import HEALTHY, WIDTH, Case, LanguageModel
-from tests.support.harness import compiled, noise, sqnr
+from tests.support.harness import ALL_FP8, compiled, noise, sqnr
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 
@@ -82,6 +82,17 @@ def test_numbers_are_those_of_the_runs() -> None:
     assert rows["up.weight"]["dgrad"] is None and rows["down.weight"]["dgrad"] > 20
     assert rows["up.bias"]["kind"] == "parameter" and rows["up.bias"]["output"] is None
     assert found.deterministic is True
+
+
+def test_experts() -> None:
+    """Both layouts of a stack of weights are measured, also where each column of each expert has a scale."""
+    model = models.make(lambda: models.Moe(WIDTH, WIDTH, 4, 2)).to(torch.bfloat16)
+    case = Case(model, (noise(1, 64, WIDTH).to(torch.bfloat16),), lambda y: y.float().square().mean())
+    rows = {row["name"]: row for row in compared(case, options={"recipe": "rowwise", "policy": ALL_FP8}).rows()}
+    for name in ("experts.gate_up_proj", "experts.down_proj"):
+        gemms = ("fprop", "dgrad", "wgrad") if name == "experts.down_proj" else ("fprop", "wgrad")  # the input has no gradient
+        assert all(26 < rows[name][gemm] < 34 for gemm in gemms), rows[name]
+
 
 
 def fp8_linear(linear: nn.Linear, x: Tensor) -> Tensor:
