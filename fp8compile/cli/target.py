@@ -86,7 +86,11 @@ def load(spec: str, inputs: Sequence[str] = ()) -> Target:
 def beside(spec: str, name: str) -> Callable[..., Any]:
     """The function `name` of the file or module of a target that was loaded. TargetError if there is none."""
     source = spec.rpartition(":")[0]
-    module = next((m for m in map(sys.modules.get, _names(source)) if m is not None), None)
+    modules = [module for module in map(sys.modules.get, _names(source)) if module is not None]
+    if source.endswith(".py"):  # two files may have the same name
+        path = Path(source).resolve()
+        modules = [module for module in modules if Path(module.__file__ or "").resolve() == path]
+    module = next(iter(modules), None)
     found = getattr(module, name, None)
     if callable(found):
         return found

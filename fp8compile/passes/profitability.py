@@ -201,7 +201,7 @@ def _settle(device: Device, parts: list[_Component]) -> str:
     return f"{SLOWER}: all of the graph would save {1e6 * gain:.1f} us, and scaling costs it {1e6 * once:.1f} us"
 
 
-def _model(candidates: list[Matmul], kept: Container[int | None], frozen: Container[int | None]) -> list[Gemm]:
+def _model(candidates: list[Matmul], kept: Container[int | None] = (), frozen: Container[int | None] = ()) -> list[Gemm]:
     """The gemms with the tensors that they read. Gemms that read the same base with the same scaling share its casts."""
     gemms: list[Gemm] = []
     bases: dict[Node, Base] = {}

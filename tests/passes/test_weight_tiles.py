@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import fp8compile
-from fp8compile import backend
 from fp8compile.config.recipe import Block, Recipe
 from fp8compile.ir import grouped, ops
+from fp8compile.reporting import findings
 from tests.passes.test_recipes import count, graphs
 from tests.support.harness import ALL_FP8, Pair, grads_of, noise
 from tests.support.models import Experts, Mlp, Stack, make, relus
@@ -162,7 +162,7 @@ def test_cached_copies_of_experts_take_half_the_memory():
         model = Experts4()
         torch._dynamo.reset()
         step = torch.compile(model, backend="fp8", options={**TILES, "cache_weights": True, "device": key})
-        with mock.patch.object(backend, "remarks", lambda matmuls, sharded, copies=0: cached.append(copies) or ()):
+        with mock.patch.object(findings, "remarks", lambda matmuls, sharded, copies=0: cached.append(copies) or ()):
             for seed in range(2):
                 step(tokens(seed)).sum().backward()
     parameters = sum(p.numel() for p in model.parameters())
