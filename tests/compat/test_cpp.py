@@ -53,7 +53,7 @@ def trained(rows: int = 64, **how: bool) -> list[Tensor]:
 
 @pytest.mark.compiled
 @pytest.mark.compat
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_shared_files_are_fewer_and_compute_the_same(tmp_path: Path, dynamic: bool) -> None:
     """With symbolic sizes, kernels take numbers beside their tensors."""
     with counted(tmp_path / "shared") as shared:

@@ -40,6 +40,7 @@ def test_an_arm_without_its_library_is_left_out(monkeypatch: pytest.MonkeyPatch,
     assert "bitsandbytes-AdamW8bit: left out: no such thing" in told.err and "bitsandbytes" not in told.out
 
 
+@pytest.mark.slow
 @needs_description
 def test_whole_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A layer of Llama-3-8B has 7 weights: one cast each, that reads 2 bytes a parameter and writes 2."""

@@ -267,6 +267,7 @@ WARM = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.compiled
 def test_the_report_is_right_when_the_compile_came_from_a_warm_cache(tmp_path):
     """Compiles twice in one process, then in another one: cache misses, then only hits; equal reports; the state moves."""

@@ -149,6 +149,7 @@ def test_the_training_is_the_one_without_it(case: str, recipe: str) -> None:
     assert [(x.parameter, x.bytes, x.reason) for x in records] == [(name, p.nbytes, "") for name, p in bases(model).items()]
 
 
+@pytest.mark.slow
 @pytest.mark.compiled
 def test_the_same_bits_compiled() -> None:
     found = []

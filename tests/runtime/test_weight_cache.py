@@ -486,7 +486,7 @@ def test_hooks_are_registered_once() -> None:
 
 
 @needs_description
-@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "rowwise"])
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", pytest.param("rowwise", marks=pytest.mark.slow)])
 def test_the_plan_of_a_gpu(recipe: str) -> None:
     """Executed on a CPU: what the plan computes without. In the first call no weight was rounded otherwise."""
     results = []
