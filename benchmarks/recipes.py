@@ -22,6 +22,8 @@ have the policies that `fp8compile.tune` chose:
     fp8compile tune benchmarks.recipes:build --autocast --like examples/train_gpt.py:build --device h100 \\
         --loss-budget 0.2% --out benchmarks/tuned-0.2%.toml
 
+and `tuned-demo-0.2%` that of examples/train_gpt.py:build_small, for `--demo`.
+
 The validation loss is the mean over 1,024 windows that are the same for all runs, evaluated in high precision. `late` is its
 mean over the last five evaluations, one every 50 steps. Each arm is one process with one thread, which trains all seeds, so
 that they share compiled code. Each run appends one line of JSON to `--out`; a run that is there is not repeated.
@@ -89,7 +91,7 @@ OPTIM, WIRE = "-optim", "-wire"
 ARMS.update({f"{arm}{more}": ARMS[arm] for arm in ("bf16", "delayed") for more in (OPTIM, WIRE, OPTIM + WIRE)})
 NOISE = {f"bf16-noise-{share}": share for share in (0.03, 0.1, 0.3, 1.0)}  # |noise|^2 / |gradient|^2
 ARMS.update(dict.fromkeys(NOISE))
-TUNED = {f"tuned-{budget}": f"benchmarks/tuned-{budget}.toml" for budget in ("0.1%", "0.2%")}  # by loss budget
+TUNED = {f"tuned-{budget}": f"benchmarks/tuned-{budget}.toml" for budget in ("0.1%", "0.2%", "demo-0.2%")}  # by loss budget
 ARMS.update({arm: {"policy": path} for arm, path in TUNED.items()})
 GOALS = {"rowwise": 0.2, "blockwise": 0.2, **{arm: 0.2 for arm in ARMS if arm.endswith((OPTIM, WIRE))}}  # %; the others: 0.5
 TWO = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
