@@ -25,7 +25,7 @@ versions.check(torch.__version__)  # first: the imports below use private parts
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 
-from .aot_cache import Saved, cache_is_on, has_hooks, modes, modules_of_nodes, options_by_thread, saved, storage_of
+from .aot_cache import Saved, cache_is_on, has_hooks, modes, modules_of_nodes, options_by_thread, saved
 from .autograd import (
     TensorMarks,
     capturing,
@@ -41,6 +41,7 @@ from .autograd import (
     repeating,
     saved_as_they_are,
     share_memory,
+    storage_of,
     unseen,
 )
 from .collectives import (

@@ -165,11 +165,6 @@ def modes() -> list[Any]:
     return [*autocast, *flags, torch.get_default_dtype(), str(torch.get_default_device())]
 
 
-def storage_of(tensor: torch.Tensor) -> int:
-    """Tells apart the memory of tensors that are alive."""
-    return tensor.untyped_storage()._cdata
-
-
 def has_hooks(tensor: torch.Tensor) -> bool:
     """Are there hooks on the gradient of this tensor?"""
     return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))

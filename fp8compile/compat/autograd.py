@@ -42,9 +42,14 @@ class TensorMarks:
         return None if mark is None else mark[1]
 
 
+def storage_of(tensor: torch.Tensor) -> int:
+    """Tells apart the memory of tensors that are alive."""
+    return tensor.untyped_storage()._cdata
+
+
 def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Is one a view of the other, or both of a third? Takes fake tensors."""
-    return a.untyped_storage()._cdata == b.untyped_storage()._cdata
+    return storage_of(a) == storage_of(b)
 
 
 class _Kept:

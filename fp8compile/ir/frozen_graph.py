@@ -7,7 +7,7 @@ graph that needs more (an attribute, a nested graph, a number that is not known 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,32 +111,34 @@ def _operator(name: str) -> Any:
 
 
 def _frozen(value: Any, numbers: dict[Node, int]) -> Any:
-    if isinstance(value, Node):
-        return Ref(numbers[value])
-    if isinstance(value, compat.OpOverload):
-        return Named(_name(value))
-    if isinstance(value, dict):
-        return {key: _frozen(x, numbers) for key, x in value.items()}
-    if isinstance(value, slice):
-        return slice(*(_frozen(x, numbers) for x in (value.start, value.stop, value.step)))
-    if isinstance(value, (tuple, list)):
-        made = [_frozen(x, numbers) for x in value]
-        return tuple(made) if isinstance(value, tuple) else made
-    if type(value) not in PLAIN:
-        raise Unfrozen(f"{type(value).__name__} {str(value)[:60]}")
-    return value
+    def leaf(x: Any) -> Any:
+        if isinstance(x, Node):
+            return Ref(numbers[x])
+        if isinstance(x, compat.OpOverload):
+            return Named(_name(x))
+        if type(x) not in PLAIN:
+            raise Unfrozen(f"{type(x).__name__} {str(x)[:60]}")
+        return x
+
+    return _mapped(value, leaf)
 
 
 def _thawed(value: Any, nodes: list[Node]) -> Any:
-    if isinstance(value, Ref):
-        return nodes[value.number]
-    if isinstance(value, Named):
-        return _operator(value.name)
+    def leaf(x: Any) -> Any:
+        if isinstance(x, Ref):
+            return nodes[x.number]
+        return _operator(x.name) if isinstance(x, Named) else x
+
+    return _mapped(value, leaf)
+
+
+def _mapped(value: Any, leaf: Callable[[Any], Any]) -> Any:
+    """`leaf` of all that is in an argument, in plain containers: those of `torch.fx.node.map_aggregate` are torch's own."""
     if isinstance(value, dict):
-        return {key: _thawed(x, nodes) for key, x in value.items()}
+        return {key: _mapped(x, leaf) for key, x in value.items()}
     if isinstance(value, slice):
-        return slice(*(_thawed(x, nodes) for x in (value.start, value.stop, value.step)))
+        return slice(*(_mapped(x, leaf) for x in (value.start, value.stop, value.step)))
     if isinstance(value, (tuple, list)):
-        made = [_thawed(x, nodes) for x in value]
+        made = [_mapped(x, leaf) for x in value]
         return tuple(made) if isinstance(value, tuple) else made
-    return value
+    return leaf(value)
