@@ -109,6 +109,12 @@ def joined(parts: list[Tensor], dim: int) -> Tensor:
     return row_major(whole, whole.shape)
 
 
+def transposed(x: Tensor) -> Tensor:
+    """`ops.transposed`, row-major, in strides that Inductor has to keep: it does not know those of a view as another dtype."""
+    copy = ops.transposition(x)
+    return row_major(copy, copy.shape)
+
+
 def dequantize(data: Tensor, inv: Tensor, dtype: torch.dtype, block: Sequence[int] = (0, 0)) -> Tensor:
     """`ops.dequantize`; where 1 x N elements share a scale, without a copy of the scales for each element."""
     rows, columns = data.shape

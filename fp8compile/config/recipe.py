@@ -200,11 +200,12 @@ class Recipe:
                 raise OptionError.of(name, given, "True, False or 'auto'")
         boolean("cache_weights", self.cache_weights)
         one_of("frozen", self.frozen, FROZEN)
-        if self.frozen == "fp8" and self.name != AUTO and len({*self.built_in.weight_block}) > 1:
-            why = "whose dgrad needs other scales of a weight than its fprop: one FP8 copy cannot serve both"
-            raise OptionError.of("frozen", self.frozen, f"'high_precision' with recipe {self.name!r}, {why}")
         boolean("fp8_all_to_all", self.fp8_all_to_all)
         boolean("weight_tiles", self.weight_tiles)
+        if self.frozen == "fp8" and self.name != AUTO and len({*self.weight_block}) > 1:
+            why = "whose dgrad needs other scales of a weight than its fprop: one FP8 copy cannot serve both"
+            why += "; or set weight_tiles to True" if self.built_in.tile else ""
+            raise OptionError.of("frozen", self.frozen, f"'high_precision' with recipe {self.name!r}, {why}")
         if self.name == "rowwise_with_gw_hp":
             object.__setattr__(self, "override_linear_precision", (*self.override_linear_precision[:2], True))
 

@@ -8,7 +8,7 @@ and not once a micro-batch.
 
 What moves is what is computed from parameters alone by operators of ours and by views. That holds for every recipe, and for
 merged matmuls, whose copies are one buffer. With `cache_weights` a weight is scaled by its current amax, so nothing here reads
-or moves scaling state.
+or moves scaling state. With `recast_weights=True`, one copy of a weight is kept where that is enough (`turned`).
 
 `with_amaxes` makes a second graph of the casts, for an optimizer that computes the amaxes of the weights that it writes:
 
@@ -36,6 +36,7 @@ from ..errors import CopiesMissing
 from ..ir import merged, ops
 from ..ir.fx_utils import CASTS, PERMUTES, SAME, SLICES, VIEWS, arg, aten, behind, is_tensor, value
 from ..ir.matmul import Matmul
+from .turned import turn, turned
 
 MADE: tuple = (ops.amax, ops.amax_blocks, ops.current_scale, ops.inverse, ops.quantize, ops.quantize_both, ops.transposed)
 MADE += (merged.largest, merged.side_by_side, merged.both_sides)
@@ -87,6 +88,10 @@ def hoist(graph: Graph, matmuls: Collection[Matmul], cache: Cache) -> Hoisted | 
     moving = _from(graph, weights)
     copies = [node for node, ours in moving.items() if ours and is_tensor(node) and any(x not in moving for x in node.users)]
     copies = [node for node in copies if all(isinstance(size, int) for size in value(node).shape)]
+    keep = {matmul.parameter for matmul in matmuls if matmul.fp8 and matmul.recipe.recast_weights is not True}
+    sparing = _from(graph, {node: i for node, i in weights.items() if node not in keep})
+    spared = turned([node for node in copies if node in sparing], moving)
+    copies = [node for node in copies if node not in spared]
     layouts = tuple(Layout(x.dtype, tuple(x.shape), tuple(x.stride())) for x in map(value, copies))
     if layouts != cache.copies:
         raise CopiesMissing(layouts)
@@ -95,6 +100,8 @@ def hoist(graph: Graph, matmuls: Collection[Matmul], cache: Cache) -> Hoisted | 
     made, used = _extracted(copies, weights)
     for i, node in enumerate(copies):
         node.replace_all_uses_with(placeholders[cache.first + i], lambda user: user not in moving)
+    for node, other in spared.items():
+        turn(graph, node, placeholders[cache.first + copies.index(other)])
     for node in reversed(moving):
         if node not in weights and not node.users:
             graph.erase_node(node)

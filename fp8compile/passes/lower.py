@@ -198,7 +198,7 @@ class _Lowering:
         return self.inline(node, forms.quantize, x, scale, *how)
 
     def transposed(self, node: Node, x: Node) -> Node:
-        return self.inline(node, ops.transposition, x)
+        return self.inline(node, forms.transposed, x)
 
     def dequantize(self, node: Node, *args) -> Node:
         return self.inline(node, forms.dequantize, *args)

@@ -121,14 +121,16 @@ class Base:
 @dataclass(eq=False)
 class Cast:
     """The FP8 copies of a tensor under one `Scaling` (its recipe), and who reads them in which layout. `gathered`: the plain
-    copy is there (FSDP2 has gathered it, or a frozen weight is kept so), so nothing is cast. `kept`: both copies come from an
-    earlier call (`cache_weights`), and cost nothing, as if gradients were accumulated over very many micro-batches."""
+    copy is there (FSDP2 has gathered it, or a frozen weight is kept so), so nothing is cast. `kept`: the copies come from an
+    earlier call (`cache_weights`), and cost nothing, as if gradients were accumulated over very many micro-batches. `turned`: of
+    those, one is kept, and the other layout is made of it."""
 
     base: Base
     recipe: str
     again: bool
     gathered: bool = False
     kept: bool = False
+    turned: bool = False
     readers: list[tuple[Gemm, tuple[str, bool]]] = field(default_factory=list)
 
     def layouts(self, chosen: set[Gemm]) -> int:
@@ -138,7 +140,8 @@ class Cast:
 
     def seconds(self, device: Device, tensor: cost.CastInput, layouts: int) -> float:
         if self.kept:
-            return cost.high_copy(device, tensor)
+            turns = layouts - 1 if self.turned else 0
+            return turns * cost.transposed(device, tensor.elements) + cost.high_copy(device, tensor)
         if self.gathered:
             return layouts * cost.transposed(device, tensor.elements) + cost.high_copy(device, tensor)
         scaling = COSTS[self.recipe]
@@ -225,7 +228,9 @@ def _model(candidates: list[Matmul], kept: Container[int | None] = (), frozen: C
             key = matmul.operand_key(matrix, role)
             if key not in casts:
                 stays = role == "weight" and matmul.recipe.cache_weights and not matmul.computed and matmul.weight_among(kept)
-                casts[key] = Cast(base, key.scaling.recipe, again, stored, stays)
+                square = key.scaling.block.rows == key.scaling.block.columns
+                turned = stays and square and matmul.recipe.recast_weights is True
+                casts[key] = Cast(base, key.scaling.recipe, again, stored, stays, turned)
                 base.casts.append(casts[key])
             layout = (str(matrix.shape), transposed)
             casts[key].readers.append((gemm, layout))
