@@ -67,9 +67,9 @@ def export(
     "compressed-tensors".
 
     Weights are float8_e4m3fn ``[out, in]``, cast as the next forward of training would cast them: with the current amax, or
-    with `delayed` the scale of its history. Scales are float32, with `mxfp8` E8M0 bytes (uint8). With `delayed`, inputs get the static scale of their history;
-    if they have none, or with other recipes, servers scale inputs by their current amax. docs/export.md says where servers
-    compute otherwise than training.
+    with `delayed` the scale of its history. Scales are float32; with `mxfp8` E8M0 bytes, uint8 ``[out, in / 32]``. With
+    `delayed`, inputs get the static scale of their history; if they have none, or with other recipes, servers scale inputs by
+    their current amax. docs/export.md says where servers compute otherwise than training.
 
     `config.json` is the model's own configuration (`model.config`), if it has one, with a `quantization_config`. Tokenizer and
     generation configuration are not written. A directory with files is refused, unless `overwrite`: then an older checkpoint

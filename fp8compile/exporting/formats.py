@@ -26,6 +26,14 @@ from .casts import Cast
 from .layers import BLOCKS, GROUP, Chosen, Layer, Strategy
 
 COMPRESSED_TENSORS, FINE_GRAINED = "compressed-tensors", "fp8"
+MX = {"strategy": "group", "group_size": GROUP.columns, "scale_dtype": "torch.uint8"}
+# what has a scale, in the words of compressed-tensors: of weights, of inputs
+ARGUMENTS: Mapping[Strategy, tuple[dict[str, Any], dict[str, Any]]] = {
+    "tensor": ({"strategy": "tensor"}, {"strategy": "tensor"}),
+    "channel": ({"strategy": "channel"}, {"strategy": "token"}),
+    "block": ({"strategy": "block", "block_structure": list(BLOCKS)}, {"strategy": "group", "group_size": BLOCKS.columns}),
+    "group": (MX, MX),
+}
 
 
 class Format(NamedTuple):
@@ -72,7 +80,8 @@ def _compressed_config(chosen: Chosen) -> dict[str, Any]:
     for name, layer in chosen.layers.items():
         schemes.setdefault((layer.strategy, layer.static), []).append(name)
     groups = {}
-    for i, ((strategy, static), names) in enumerate(schemes.items()):
+    # mxfp8 last: `dequantize=True` of transformers 5.24 reads all layers by the first group, and E8M0 would fit any scale
+    for i, ((strategy, static), names) in enumerate(sorted(schemes.items(), key=lambda item: item[0][0] == "group")):
         targets = ["Linear"] if len(schemes) == 1 else names
         form = "mxfp8-quantized" if strategy == "group" else "float-quantized"
         groups[f"group_{i}"] = {"targets": targets, "format": form, **_arguments(strategy, static)}
@@ -90,13 +99,7 @@ def _compressed_config(chosen: Chosen) -> dict[str, Any]:
 
 def _arguments(strategy: Strategy, static: bool) -> dict[str, Any]:
     fp8 = {"num_bits": 8, "type": "float", "symmetric": True}
-    groups = {"strategy": "group", "group_size": GROUP.columns, "scale_dtype": "torch.uint8"}
-    weights, inputs = {
-        "tensor": ({"strategy": "tensor"}, {"strategy": "tensor"}),
-        "channel": ({"strategy": "channel"}, {"strategy": "token"}),
-        "block": ({"strategy": "block", "block_structure": list(BLOCKS)}, {"strategy": "group", "group_size": BLOCKS.columns}),
-        "group": (groups, groups),
-    }[strategy]
+    weights, inputs = ARGUMENTS[strategy]
     return {
         "weights": {**fp8, **weights, "dynamic": False},
         "input_activations": {**fp8, **inputs, "dynamic": not static},

@@ -26,7 +26,7 @@ class Layer:
     """A Linear that is exported in FP8.
 
     `weight`: the parameter ``[out, in]``. `strategy`: what has a scale of its own: the tensor, an output channel (a row),
-    128 x 128 elements, or a group of 32 elements of a row (in the file; with `weight_tiles` 32 rows share it). `scaling`: of the
+    128 x 128 elements, or a group of 32 elements of a row (with `weight_tiles`, 32 rows have equal scales). `scaling`: of the
     weight. `known`: the forward matmuls. `partners`: weights that share the scale of this one, itself among them.
     `input_scale_inv`: float32 ``[1]``, what brings FP8 inputs back; None: inputs are scaled by their own amax, each in its
     tensor, token, or group of 128 or 32 elements of a token.

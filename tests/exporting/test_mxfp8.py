@@ -81,7 +81,7 @@ def test_bytes_and_scales_are_those_of_torchao(block: tuple[int, int], tmp_path:
 @every_block
 @pytest.mark.parametrize("margin", [0, 12])
 def test_the_ends_of_the_range(block: tuple[int, int], margin: int, tmp_path: Path) -> None:
-    """Blocks of zeros, of the least and the largest numbers, and of 448 times a power of two, which is scaled to exactly 448."""
+    """Blocks of zeros, of the least and the largest numbers, and of 448 times a power of two, which becomes exactly 448."""
     model, _, made = exported(tmp_path / "out", block, margin=(0, margin, 0))
     numbers = [0.0, 1e-45, 2.0**-127, 2.0**-118, 1.75 * 2.0**-110, 1e-12, 0.875, 448.0, 449.0, 1e30, 3.4e38]
     with torch.no_grad():
@@ -141,12 +141,13 @@ def test_compressed_tensors_reads_the_files(block: tuple[int, int], tmp_path: Pa
 
 
 def test_recipes_that_are_mixed(tmp_path: Path) -> None:
-    """Each group has its format, and servers read it from there."""
+    """Each group has its format, and servers read it from there. mxfp8 comes last: transformers' `dequantize=True`, which reads
+    all layers by the first group, then fails. Else it would give wrong weights silently."""
     rules = {"rules": [{"module": "down", "recipe": "rowwise"}]}
     model, compiled, made = exported(tmp_path / "out", ROW_OF_32, policy=rules)
     config, tensors = config_of(made.directory), tensors_of(made.directory)
     groups = [(group["targets"], group["format"]) for group in config["config_groups"].values()]
-    assert groups == [(["up"], "mxfp8-quantized"), (["down"], "float-quantized")]
+    assert groups == [(["down"], "float-quantized"), (["up"], "mxfp8-quantized")]
     assert config["format"] == "mixed-precision"
     assert tensors["up.weight_scale"].dtype == torch.uint8 and tensors["down.weight_scale"].dtype == torch.float32
     assert_as_expected(made.directory, "up", model.up.weight, ROW_OF_32)
