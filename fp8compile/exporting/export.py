@@ -62,9 +62,8 @@ def export(
     changed.
 
     `format`: "compressed-tensors" (vLLM, transformers): scales a tensor, an output channel, 128 x 128 or 1 x 32 elements, also
-    mixed.
-    "fp8" (vLLM, transformers): DeepSeek-V3's layout, 128 x 128 elements only. None: "fp8" if all layers are `blockwise`, else
-    "compressed-tensors".
+    mixed. "fp8" (vLLM, transformers): DeepSeek-V3's layout, 128 x 128 elements only. None: "fp8" if all layers are `blockwise`,
+    else "compressed-tensors".
 
     Weights are float8_e4m3fn ``[out, in]``, cast as the next forward of training would cast them: with the current amax, or
     with `delayed` the scale of its history. Scales are float32; with `mxfp8` E8M0 bytes, uint8 ``[out, in / 32]``. With

@@ -158,7 +158,7 @@ def test_mxfp8_loaded_with_compressed_tensors(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mixed", [False, True])
 def test_mxfp8_loaded_with_compressed_tensors_in_bf16(mixed: bool, tmp_path: Path) -> None:
     """As it is. Sums that are rounded to bf16 differ in a bit now and then, and so do FP8 values behind them: about 40 dB.
-    Inputs that are not quantized give 28 dB. Mixed: scales of `rowwise` are rounded to bf16; a layer with wrong ones is at 0."""
+    Inputs that are not quantized give 28 dB. Mixed: scales of `rowwise` are rounded to bf16; a wrong layer is at 0 dB."""
     pytest.importorskip("compressed_tensors")
     model = llama().bfloat16()
     policy = {"rules": [{"module": "*mlp*", "recipe": "rowwise"}]}
