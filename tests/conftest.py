@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 from collections.abc import Iterator
@@ -33,7 +34,13 @@ def fresh() -> Iterator[None]:
 
     AOTAutograd's cache is off: tests put other passes in the place of ours, which is no part of a cache key.
     `FP8COMPILE_TEST_CACHE=1` leaves it on.
+
+    pytest gives its handlers to all loggers that do not propagate. At torch's structured trace, they would make torch write
+    down every graph and guard, which takes as long as compiling them.
     """
+    trace = logging.getLogger("torch.__trace")
+    trace.propagate = True
+    trace.handlers.clear()
     torch._dynamo.reset()
     LEDGER.clear()
     logs.forget()  # messages that are logged once a process

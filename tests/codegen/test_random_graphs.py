@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
-import logging
 import operator
 import os
 import random
@@ -662,7 +661,6 @@ def guarded() -> Iterator[None]:
 
     with (
         kernels.interpreting(),
-        mock.patch.object(logging.getLogger("torch.__trace"), "disabled", True),  # pytest's handler would format every graph
         mock.patch.object(kernels, "interpreting", contextlib.nullcontext),
         mock.patch.object(triton_interpreter.GridExecutor, "__call__", launched),
         mock.patch.object(builder, "create_masked_load", checked_load),
