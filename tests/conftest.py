@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import random
@@ -12,6 +13,8 @@ import torch
 
 from fp8compile import logs
 from fp8compile.runtime.ledger import LEDGER
+
+gc.set_threshold(20_000, 20, 20)  # a compilation makes millions of objects: with Python's 700, a tenth of the time goes there
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

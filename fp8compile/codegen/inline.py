@@ -17,7 +17,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from .. import compat
 from ..ir.fx_utils import Emitter, fake_mode_of
 
-
 MOST = 4096
 _of_numbers: dict[Any, Graph] = {}  # the newest traces whose sizes are numbers
 

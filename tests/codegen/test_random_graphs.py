@@ -922,7 +922,7 @@ def explore(start: int, examples: int, cases: st.SearchStrategy[Case] = cases) -
     return seen
 
 
-@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, PARTS))])
 def test_fused_and_unfused_agree(part: int) -> None:
     seen = explore(part, CASES // PARTS)
     print(", ".join(f"{name} {number}" for name, number in seen.items()))
