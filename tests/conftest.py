@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import logging
 import os
 import random
 from collections.abc import Iterator
@@ -11,6 +13,8 @@ import torch
 
 from fp8compile import logs
 from fp8compile.runtime.ledger import LEDGER
+
+gc.set_threshold(20_000, 20, 20)  # a compilation makes millions of objects: with Python's 700, a tenth of the time goes there
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -33,7 +37,13 @@ def fresh() -> Iterator[None]:
 
     AOTAutograd's cache is off: tests put other passes in the place of ours, which is no part of a cache key.
     `FP8COMPILE_TEST_CACHE=1` leaves it on.
+
+    pytest gives its handlers to all loggers that do not propagate. At torch's structured trace, they would make torch write
+    down every graph and guard, which takes as long as compiling them.
     """
+    trace = logging.getLogger("torch.__trace")
+    trace.propagate = True
+    trace.handlers.clear()
     torch._dynamo.reset()
     LEDGER.clear()
     logs.forget()  # messages that are logged once a process

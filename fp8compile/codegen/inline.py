@@ -1,4 +1,8 @@
-"""Write a plain torch function into a graph: trace it on the fake values of its arguments, and copy the trace's operators."""
+"""Write a plain torch function into a graph: trace it on the fake values of its arguments, and copy the trace's operators.
+
+A trace takes longer than all else that a lowering does. So it is made once for each function, shapes and constants: once a
+process where all sizes are numbers, once a graph where some are symbols, which mean something else in another graph.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +11,21 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch.fx import GraphModule, Node, map_arg
+from torch.fx import Graph, Node, map_arg
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from .. import compat
 from ..ir.fx_utils import Emitter, fake_mode_of
 
+MOST = 4096
+_of_numbers: dict[Any, Graph] = {}  # the newest traces whose sizes are numbers
+
 
 class Inliner:
-    """Traces each (function, shapes, constants) once: a deep model repeats a handful."""
+    """`traces`: those of this graph that have symbols."""
 
     def __init__(self) -> None:
-        self.traces: dict[Any, GraphModule] = {}
+        self.traces: dict[Any, Graph] = {}
 
     def __call__(self, before: Node, function: Callable, *args: Any) -> Node:
         """Insert `function(*args)` before a node, with that node's metadata; `args` are nodes, lists of nodes and constants.
@@ -27,8 +34,11 @@ class Inliner:
         tensors = [i for i, arg in enumerate(nodes) if isinstance(arg, Node)]
         values = [nodes[i].meta["val"] for i in tensors]
         # two arguments may be the same tensor: the key ignores this, and the trace sees them as different
-        key = (function, spec, *map(_describe, values), *(str(arg) for i, arg in enumerate(nodes) if i not in tensors))
-        if key not in self.traces:
+        constants = [arg for i, arg in enumerate(nodes) if i not in tensors]
+        settings = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()
+        key = (function, spec, tuple(tensors), *map(_describe, values), *map(str, constants), settings)
+        traces = self.traces if any(map(_symbolic, (*values, *constants))) else _of_numbers
+        if key not in traces:
 
             def call(*given: torch.Tensor) -> torch.Tensor:
                 filled = list(nodes)
@@ -38,15 +48,20 @@ class Inliner:
 
             with fake_mode_of(values), compat.tracing():
                 distinct = list(map(_distinct, values))
-                self.traces[key] = make_fx(call, decomposition_table=compat.decompositions())(*distinct)
-        return self._copy(self.traces[key], before, [nodes[i] for i in tensors])
+                trace = make_fx(call, decomposition_table=compat.decompositions())(*distinct).graph
+            for node in trace.nodes:
+                node.meta.clear()  # else it keeps the fake tensors of this compilation alive
+            traces[key] = trace
+            if len(traces) > MOST:
+                del traces[next(iter(traces))]
+        return self._copy(traces[key], before, [nodes[i] for i in tensors])
 
     @staticmethod
-    def _copy(trace: GraphModule, before: Node, arguments: list[Node]) -> Node:
+    def _copy(trace: Graph, before: Node, arguments: list[Node]) -> Node:
         emit = Emitter(before.graph, before, before)  # computes fake values anew: two copies must not look like one storage
         given = iter(arguments)
         copies: dict[Node, Node] = {}
-        for node in trace.graph.nodes:
+        for node in trace.nodes:
             if node.op == "placeholder":
                 copies[node] = next(given)
             elif node.op == "call_function":
@@ -70,3 +85,10 @@ def _describe(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return str(value)
     return str(value.shape), str(value.stride()), value.dtype, value.device
+
+
+def _symbolic(value: Any) -> bool:
+    """Does it have a size that is a symbol?"""
+    if isinstance(value, torch.Tensor):
+        return any(not isinstance(size, int) for size in (*value.shape, *value.stride()))
+    return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))

@@ -2,7 +2,8 @@
 
     weight   = saturate(w * scale), rounded to nearest even, float8_e4m3fn [out, in]
     scale    = 448 / (amax * 2**margin), float32, one a tensor, row or block; see `ir.scale`
-    exported: the weight, and 1 / scale, which multiplies the values of the weight: [1], [out, 1] or [out / 128, in / 128]
+    exported: the weight, and 1 / scale, which multiplies the values of the weight: [1], [out, 1], [out / 128, in / 128],
+              [out, in / 32] or, for tiles, [out / 32, in / 32]; out / 32 is rounded up
 """
 
 from __future__ import annotations

@@ -61,14 +61,14 @@ def export(
     All other tensors are written as they are, with their names in `state_dict()`; of tied tensors the first. The model is not
     changed.
 
-    `format`: "compressed-tensors" (vLLM, transformers): scales a tensor, an output channel, or 128 x 128 elements, also mixed.
-    "fp8" (vLLM, transformers): DeepSeek-V3's layout, 128 x 128 elements only. None: "fp8" if all layers are `blockwise`, else
-    "compressed-tensors".
+    `format`: "compressed-tensors" (vLLM, transformers): scales a tensor, an output channel, 128 x 128 or 1 x 32 elements, also
+    mixed. "fp8" (vLLM, transformers): DeepSeek-V3's layout, 128 x 128 elements only. None: "fp8" if all layers are `blockwise`,
+    else "compressed-tensors".
 
     Weights are float8_e4m3fn ``[out, in]``, cast as the next forward of training would cast them: with the current amax, or
-    with `delayed` the scale of its history. Scales are float32. With `delayed`, inputs get the static scale of their history;
-    if they have none, or with other recipes, servers scale inputs by their current amax. docs/export.md says where servers
-    compute otherwise than training.
+    with `delayed` the scale of its history. Scales are float32; with `mxfp8` E8M0 bytes, uint8 ``[out, in / 32]``. With
+    `delayed`, inputs get the static scale of their history; if they have none, or with other recipes, servers scale inputs by
+    their current amax. docs/export.md says where servers compute otherwise than training.
 
     `config.json` is the model's own configuration (`model.config`), if it has one, with a `quantization_config`. Tokenizer and
     generation configuration are not written. A directory with files is refused, unless `overwrite`: then an older checkpoint

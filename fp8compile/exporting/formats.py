@@ -2,12 +2,14 @@
 
     "compressed-tensors"   `weight`, `weight_scale`, and `input_scale` where inputs have a static scale; `ignore` lists the
                            other layers. Read in compressed-tensors 0.20 (quantization/quant_config.py, quant_args.py and
-                           lifecycle/initialize.py), vLLM (quantization/compressed_tensors) and transformers 5.24.
+                           lifecycle/initialize.py; compressors/mxfp8), vLLM (quantization/compressed_tensors) and
+                           transformers 5.24.
     "fp8"                  `weight`, `weight_scale_inv`, for 128 x 128 blocks: the layout of DeepSeek-V3;
                            `modules_to_not_convert` lists the other layers. Read in transformers 5.24
                            (integrations/finegrained_fp8.py) and vLLM (quantization/fp8.py).
 
-In both, a stored scale multiplies the FP8 values: it is our `scale_inv`, whatever it is called there.
+In both, a stored scale multiplies the FP8 values: it is our `scale_inv`, whatever it is called there. Scales are float32, or
+with mxfp8 the exponent bytes of E8M0: the byte b is 2**(b - 127).
 """
 
 from __future__ import annotations
@@ -16,13 +18,22 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..errors import ExportError, describe, did_you_mean, near
 from .casts import Cast
-from .layers import BLOCKS, Chosen, Layer
+from .layers import BLOCKS, GROUP, Chosen, Layer, Strategy
 
 COMPRESSED_TENSORS, FINE_GRAINED = "compressed-tensors", "fp8"
+MX = {"strategy": "group", "group_size": GROUP.columns, "scale_dtype": "torch.uint8"}
+# what has a scale, in the words of compressed-tensors: of weights, of inputs
+ARGUMENTS: Mapping[Strategy, tuple[dict[str, Any], dict[str, Any]]] = {
+    "tensor": ({"strategy": "tensor"}, {"strategy": "tensor"}),
+    "channel": ({"strategy": "channel"}, {"strategy": "token"}),
+    "block": ({"strategy": "block", "block_structure": list(BLOCKS)}, {"strategy": "group", "group_size": BLOCKS.columns}),
+    "group": (MX, MX),
+}
 
 
 class Format(NamedTuple):
@@ -53,20 +64,31 @@ def pick(name: str | None, layers: Iterable[Layer]) -> str:
 
 def _compressed(layer: Layer, cast: Cast) -> dict[str, Tensor]:
     static = {"input_scale": layer.input_scale_inv.clone()} if layer.input_scale_inv is not None else {}
-    return {"weight": cast.values, "weight_scale": cast.scale_inv, **static}
+    scale = _e8m0(layer, cast.scale_inv) if layer.strategy == "group" else cast.scale_inv
+    return {"weight": cast.values, "weight_scale": scale, **static}
+
+
+def _e8m0(layer: Layer, scale_inv: Tensor) -> Tensor:
+    """The bytes of the scales, uint8 ``[out, in / 32]``; the rows of a tile get a copy each. Nothing is rounded: scales are
+    powers of two, and their inverses lie between 2**-127 and 2**126 (`ir.scale`), which E8M0 holds."""
+    rows = scale_inv.repeat_interleave(layer.scaling.block.rows, dim=0)[: layer.weight.shape[0]]
+    return rows.to(torch.float8_e8m0fnu).view(torch.uint8)
 
 
 def _compressed_config(chosen: Chosen) -> dict[str, Any]:
-    schemes: dict[tuple[str, bool], list[str]] = {}
+    schemes: dict[tuple[Strategy, bool], list[str]] = {}
     for name, layer in chosen.layers.items():
         schemes.setdefault((layer.strategy, layer.static), []).append(name)
     groups = {}
-    for i, ((strategy, static), names) in enumerate(schemes.items()):
+    # mxfp8 last: `dequantize=True` of transformers 5.24 reads all layers by the first group, and E8M0 would fit any scale
+    for i, ((strategy, static), names) in enumerate(sorted(schemes.items(), key=lambda item: item[0][0] == "group")):
         targets = ["Linear"] if len(schemes) == 1 else names
-        groups[f"group_{i}"] = {"targets": targets, "format": "float-quantized", **_arguments(strategy, static)}
+        form = "mxfp8-quantized" if strategy == "group" else "float-quantized"
+        groups[f"group_{i}"] = {"targets": targets, "format": form, **_arguments(strategy, static)}
+    forms = {group["format"] for group in groups.values()}
     return {
         "quant_method": COMPRESSED_TENSORS,
-        "format": "float-quantized",
+        "format": forms.pop() if len(forms) == 1 else "mixed-precision",
         "quantization_status": "compressed",
         "config_groups": groups,
         "ignore": list(chosen.ignored),
@@ -75,14 +97,14 @@ def _compressed_config(chosen: Chosen) -> dict[str, Any]:
     }
 
 
-def _arguments(strategy: str, static: bool) -> dict[str, Any]:
+def _arguments(strategy: Strategy, static: bool) -> dict[str, Any]:
     fp8 = {"num_bits": 8, "type": "float", "symmetric": True}
-    weights: dict[str, Any] = {**fp8, "strategy": strategy, "dynamic": False}
-    if strategy == "block":
-        weights["block_structure"] = list(BLOCKS)
-    given = {"tensor": {"strategy": "tensor"}, "channel": {"strategy": "token"}}
-    inputs = given.get(strategy, {"strategy": "group", "group_size": BLOCKS.columns})
-    return {"weights": weights, "input_activations": {**fp8, **inputs, "dynamic": not static}, "output_activations": None}
+    weights, inputs = ARGUMENTS[strategy]
+    return {
+        "weights": {**fp8, **weights, "dynamic": False},
+        "input_activations": {**fp8, **inputs, "dynamic": not static},
+        "output_activations": None,
+    }
 
 
 # --- fine-grained FP8 -----------------------------------------------------------------------------

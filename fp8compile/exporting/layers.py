@@ -16,19 +16,20 @@ from ..runtime import forwards
 from ..runtime.forwards import KnownForward
 from ..runtime.state import Slot
 
-BLOCKS = Block(128, 128)
-Strategy = Literal["tensor", "channel", "block"]
-STRATEGIES: dict[Block, Strategy] = {WHOLE: "tensor", ROW: "channel", BLOCKS: "block"}
+BLOCKS, GROUP, TILE = Block(128, 128), Block(1, 32), Block(32, 32)
+Strategy = Literal["tensor", "channel", "block", "group"]
+STRATEGIES: dict[Block, Strategy] = {WHOLE: "tensor", ROW: "channel", BLOCKS: "block", GROUP: "group", TILE: "group"}
 
 
 @dataclass(frozen=True)
 class Layer:
     """A Linear that is exported in FP8.
 
-    `weight`: the parameter ``[out, in]``. `strategy`: what has a scale of its own: the tensor, an output channel (a row), or
-    128 x 128 elements. `scaling`: of the weight. `known`: the forward matmuls. `partners`: weights that share the scale of this
-    one, itself among them. `input_scale_inv`: float32 ``[1]``, what brings FP8 inputs back; None: inputs are scaled by their
-    own amax, each in its tensor, token, or group of 128 elements of a token.
+    `weight`: the parameter ``[out, in]``. `strategy`: what has a scale of its own: the tensor, an output channel (a row),
+    128 x 128 elements, or a group of 32 elements of a row (with `weight_tiles`, 32 rows have equal scales). `scaling`: of the
+    weight. `known`: the forward matmuls. `partners`: weights that share the scale of this one, itself among them.
+    `input_scale_inv`: float32 ``[1]``, what brings FP8 inputs back; None: inputs are scaled by their own amax, each in its
+    tensor, token, or group of 128 or 32 elements of a token.
     """
 
     name: str
@@ -102,6 +103,8 @@ def _obstacle(module: nn.Module, weight: Tensor, known: tuple[KnownForward, ...]
     block = first.weight.block if first.weight is not None else WHOLE
     if block == BLOCKS and any(size % 128 for size in weight.shape):
         return f"{weight.shape[0]} x {weight.shape[1]} is no multiple of 128 x 128"
+    if block in (GROUP, TILE) and weight.shape[1] % GROUP.columns:
+        return f"{weight.shape[0]} x {weight.shape[1]}: the second size is no multiple of {GROUP.columns}"
     return ""
 
 
@@ -113,11 +116,6 @@ def _layer(name: str, weight: Tensor, known: tuple[KnownForward, ...]) -> Layer:
         raise ExportError(
             f"{name}: its FP8 values have AMD's fnuz encoding, and checkpoints hold e4m3fn. Load the high-precision checkpoint "
             "on a CPU, compile the model there with fp8_encoding='ocp', call it once, and export that"
-        )
-    if scaling.block not in STRATEGIES:
-        raise ExportError(
-            f"{name}: recipe {first.recipe!r} cannot be exported: no layout that is written has scales of 1 x 32 elements. "
-            "Save the high-precision checkpoint and let the server quantize it, or train with 'blockwise' or 'rowwise'"
         )
     partners = tuple({id(tensor): tensor for one in known for tensor in one.partners()}.values())
     return Layer(name, weight, first.recipe, STRATEGIES[scaling.block], scaling, known, partners, _input_scale_inv(known))

@@ -219,7 +219,15 @@ def test_after_a_recompile_for_another_shape(name: str, recipe: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "dynamic"), [("delayed", False), *((recipe, True) for recipe in EVERY)]
+    ("recipe", "dynamic"),
+    [
+        ("delayed", True),
+        ("mxfp8", True),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("delayed", False), *((recipe, True) for recipe in EVERY if recipe not in ("delayed", "mxfp8")))
+        ),
+    ],
 )
 def test_dynamic(recipe: str, dynamic: bool) -> None:
     pair = Pair(make(Mlp), recipe, dynamic=dynamic)

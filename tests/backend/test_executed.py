@@ -111,24 +111,29 @@ def steps(pair: Pair, shape: tuple[int, ...], count: int = 4) -> None:
     ("name", "recipe", "dtype", "choice"),
     [
         ("block", "delayed", FP32, 0),
-        ("checkpointed_blocks", "delayed", FP32, 1),
         ("checkpointed", "delayed", BF16, 0),
-        ("spelled", "delayed", FP32, 0),
-        ("twice", "delayed", FP32, 1),
         ("odd", "delayed", BF16, 1),
-        ("gated", "tensorwise", FP32, 0),
         ("stack", "tensorwise", BF16, 1),
         ("gated", "rowwise", FP32, 1),
-        ("odd", "rowwise", BF16, 0),
         ("mlp", "rowwise_with_gw_hp", FP32, 0),
-        ("gated", "blockwise", FP32, 0),
-        ("odd", "blockwise", BF16, 1),
         ("mlp", "mxfp8", FP32, 0),
         ("post_norm", "blockwise", BF16, 0),
         ("rotary", "delayed", BF16, 0),
-        ("rotary", "tensorwise", FP32, 1),
-        ("rotary", "rowwise", BF16, 0),
-        ("rotary", "blockwise", FP32, 0),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("checkpointed_blocks", "delayed", FP32, 1),
+                ("spelled", "delayed", FP32, 0),
+                ("twice", "delayed", FP32, 1),
+                ("gated", "tensorwise", FP32, 0),
+                ("odd", "rowwise", BF16, 0),
+                ("gated", "blockwise", FP32, 0),
+                ("odd", "blockwise", BF16, 1),
+                ("rotary", "tensorwise", FP32, 1),
+                ("rotary", "rowwise", BF16, 0),
+                ("rotary", "blockwise", FP32, 0),
+            )
+        ),
     ],
 )
 def test_training_steps(name: str, recipe: str, dtype: torch.dtype, choice: int) -> None:

@@ -21,7 +21,7 @@ from tests.support.fuzz_models import Model
 from tests.support.fuzz_protocols import Side
 from tests.support.fuzz_training import Case
 
-CASES = int(os.environ.get("FUZZ_CASES", "10"))
+CASES = int(os.environ.get("FUZZ_CASES", "6"))
 
 
 def test_exact_as_in_high_precision() -> None:

@@ -96,9 +96,10 @@ def test_the_same_bits_and_no_cast_in_a_forward(recipe: str, build: str) -> None
     assert found == ["forward"] * 3 + [f"step{given}"] * 3
 
 
-@pytest.mark.parametrize("recipe", ONE_SCALE)
-@pytest.mark.parametrize(("dtype", "master"), MASTERS)
-def test_masters_and_merged_matmuls(recipe: str, dtype: torch.dtype, master: str | None) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "master", "recipe"), [(*one, ONE_SCALE[i % len(ONE_SCALE)]) for i, one in enumerate(MASTERS)]
+)
+def test_masters_and_merged_matmuls(dtype: torch.dtype, master: str | None, recipe: str) -> None:
     found = both(lambda: layer().to(dtype), steps(recipe, 4, merge_matmuls=True), master=master)
     assert found == ["forward"] * 3 + ["step+"] * 4
 

@@ -101,8 +101,17 @@ def exact(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
     return grads_of(model, [leaf_])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)
-@pytest.mark.parametrize(("name", "merge"), [*((name, False) for name in MODELS), ("llama", True)])
+@pytest.mark.parametrize(
+    ("name", "merge", "dtype"),
+    [
+        ("gpt", False, torch.float32),
+        ("llama", True, BF16),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("vit", False, BF16), ("llama", False, torch.float32), ("llama", True, torch.float32))
+        ),
+    ],
+)
 def test_gradients_are_as_exact(interpreted, name: str, merge: bool, dtype: torch.dtype) -> None:
     """Within 1 dB, against high precision, over some steps."""
     model = make(MODELS[name], dtype)
@@ -138,14 +147,24 @@ CASES: dict[str, Callable[[], nn.Module]] = {
 
 
 @pytest.mark.parametrize(
-    "recipe",
+    ("name", "recipe"),
     [
-        "delayed",
-        "delayed, merged",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("tensorwise", "rowwise", "blockwise", "tensorwise, merged")),
+        ("block", "delayed"),
+        ("tanh", "delayed, merged"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("half", "delayed, merged"),
+                ("checkpointed", "delayed, merged"),
+                ("block", "tensorwise, merged"),
+                ("half", "tensorwise"),
+                ("tanh", "rowwise"),
+                ("checkpointed", "rowwise"),
+                ("block", "blockwise"),
+            )
+        ),
     ],
 )
-@pytest.mark.parametrize("name", ["block", "tanh", "checkpointed", "half"])
 def test_training_steps(interpreted, name: str, recipe: str) -> None:
     """Accumulation, an evaluation in between, two forwards before two backwards, and hooks that copy what is saved."""
     recipe, _, merge = recipe.partition(", ")
@@ -172,17 +191,15 @@ def test_training_steps(interpreted, name: str, recipe: str) -> None:
 @pytest.mark.parametrize(
     ("name", "recipe", "dtype"),
     [
-        ("llama", "delayed", BF16),
         ("llama, merged", "delayed", BF16),
-        ("gpt", "delayed", torch.float32),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
-                ("gpt", "tensorwise", BF16),
+                ("llama", "delayed", BF16),
+                ("gpt", "delayed", torch.float32),
                 ("block", "blockwise", BF16),
                 ("ffn", "rowwise", BF16),
                 ("tanh", "delayed", BF16),
-                ("twice", "delayed", BF16),
                 ("twice", "tensorwise", BF16),
                 ("half", "tensorwise", torch.float32),
             )
@@ -218,6 +235,7 @@ def without_inductor() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 def test_sizes_that_only_a_call_knows(interpreted) -> None:
     twins = Twins(make(lambda: Block(gated=True)), dynamic=True)
     for number, rows in enumerate((24, 33, 16, 2)):

@@ -123,7 +123,7 @@ LARGE = {
 }
 
 
-@pytest.mark.parametrize("name", list(LARGE))
+@pytest.mark.parametrize("name", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in LARGE if name != "llama")])
 @needs_description
 def test_merged_matmuls_keep_no_more(name: str) -> None:
     """And casts and reads are parts of kernels that were there before."""

@@ -125,6 +125,7 @@ def run(tmp_path: Path, **environment: str) -> dict:
     return row
 
 
+@pytest.mark.slow
 def test_the_arm_is_measured_where_it_can_be_imported(tmp_path):
     row = run(tmp_path, PYTHONPATH=f"{STUB}:{ROOT}")
     assert row["error"] is None and row["kind"] == "te" and row["tokens_per_s"]["median"] > 0

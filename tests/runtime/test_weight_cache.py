@@ -105,9 +105,17 @@ class Fused(nn.Module):
         return (q * k + v) @ self.qkv.weight[:128]
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("build", [layer, Checkpointed, lambda: make(Fused)], ids=["layer", "checkpointed", "fused"])
-def test_the_same_bits_with_one_cast_a_step(recipe: str, build: Callable[[], nn.Module]) -> None:
+@pytest.mark.parametrize(
+    ("build", "recipe"),
+    [
+        *((layer, recipe) for recipe in RECIPES),
+        (Checkpointed, "delayed"),
+        (Checkpointed, "blockwise"),
+        (lambda: make(Fused), "delayed"),
+        (lambda: make(Fused), "rowwise"),
+    ],
+)
+def test_the_same_bits_with_one_cast_a_step(build: Callable[[], nn.Module], recipe: str) -> None:
     results = []
     for cache in (False, True):
         model = build()
@@ -486,7 +494,7 @@ def test_hooks_are_registered_once() -> None:
 
 
 @needs_description
-@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", pytest.param("rowwise", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("recipe", ["delayed", *(pytest.param(x, marks=pytest.mark.slow) for x in ("tensorwise", "rowwise"))])
 def test_the_plan_of_a_gpu(recipe: str) -> None:
     """Executed on a CPU: what the plan computes without. In the first call no weight was rounded otherwise."""
     results = []

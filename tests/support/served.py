@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -30,11 +31,14 @@ def config_of(directory: Path) -> dict[str, Any]:
 
 
 class Served(nn.Module):
-    """A Linear as a server runs it. `rounded`: dynamic scales are rounded to powers of two (servers do so on request)."""
+    """A Linear as a server runs it. `rounded`: dynamic scales are rounded to powers of two (servers do so on request, and where
+    scales are E8M0)."""
 
     def __init__(self, tensors: Mapping[str, Tensor], blocks: tuple[int, int], inputs: tuple[int, int], rounded: bool):
         super().__init__()
         scale_inv = tensors["weight_scale_inv" if "weight_scale_inv" in tensors else "weight_scale"]
+        if scale_inv.dtype == torch.uint8:
+            scale_inv, rounded = torch.exp2(scale_inv.double() - 127.0).float(), True
         self.weight = Quantized(tensors["weight"], scale_inv.reshape(1, 1) if blocks == WHOLE else scale_inv, blocks)
         self.bias, self.static = tensors.get("bias"), tensors.get("input_scale")
         self.inputs, self.rounded = inputs, rounded
@@ -71,5 +75,11 @@ def _blocks(config: Mapping[str, Any], name: str) -> tuple[tuple[int, int], tupl
     groups = [group for group in config["config_groups"].values() if {name, "Linear"} & set(group["targets"])]
     assert len(groups) == 1, name
     weights, inputs = groups[0]["weights"], groups[0]["input_activations"]
-    weight = {"tensor": WHOLE, "channel": ROW}.get(weights["strategy"]) or tuple(weights["block_structure"])
-    return weight, {"tensor": WHOLE, "token": ROW}.get(inputs["strategy"]) or (1, inputs["group_size"])
+    return _block(weights), _block(inputs)
+
+
+def _block(arguments: Mapping[str, Any]) -> tuple[int, int]:
+    if arguments["strategy"] == "group":
+        return 1, arguments["group_size"]
+    known = {"tensor": WHOLE, "channel": ROW, "token": ROW}
+    return known.get(arguments["strategy"]) or tuple(arguments["block_structure"])
