@@ -1,0 +1,149 @@
+"""`cache_weights` with `recast_weights=True`: one FP8 copy of a weight is kept between calls, where both layouts share scales.
+Backward transposes it. The bits are those of two copies."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fp8compile.devices import catalog
+from fp8compile.dryrun import fake_gpu
+from fp8compile.optim import AdamW
+from fp8compile.passes import profitability
+from fp8compile.reporting import findings
+from tests.runtime.test_weight_cache import Checkpointed, Fused, compiled, layer, same, trained
+from tests.support.executed import executed
+from tests.support.gpu_steps import unallocated
+from tests.support.harness import ALL_FP8, interpreted, noise, sqnr
+from tests.support.models import LlamaLayer, Moe, make
+
+needs_description = pytest.mark.skipif(fake_gpu.unavailable() is not None, reason=fake_gpu.unavailable() or "")
+BF16 = torch.bfloat16
+
+
+class Turned(nn.Module):
+    """Weights that lie as [inputs, outputs]: fprop reads the transposed copy, dgrad the other one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Parameter(torch.randn(128, 272) / 12), nn.Parameter(torch.randn(272, 128) / 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * 1.5) @ self.up @ self.down
+
+
+class Uneven(nn.Module):
+    """Sides of which 32 is no divisor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(128, 272, bias=False), nn.Linear(272, 144, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x * 1.5))
+
+
+def run(build: Callable[[], nn.Module], recast: bool, recipe: str, optimizer: Any = None, **options: Any) -> tuple[Any, int]:
+    """What a training computes, and the bytes of the copies that it keeps between calls."""
+    kept: list[int] = []
+    model = build()
+    given = optimizer(model.parameters()) if optimizer else torch.optim.SGD(model.parameters(), lr=1e-2)
+    with mock.patch.object(findings, "remarks", lambda matmuls, sharded, copies=0: kept.append(copies) or ()):
+        found = trained(model, compiled(model, True, recipe, recast_weights=recast, **options), given, 2, 2)
+    return found, sum(kept)
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
+    "a layer": (layer, {"recipe": "tensorwise"}),
+    "merged": (layer, {"recipe": "delayed", "merge_matmuls": True}),
+    "checkpointed": (Checkpointed, {"recipe": "blockwise"}),
+    "tiles": (layer, {"recipe": "mxfp8", "weight_tiles": True}),
+    "kept in fp8": (layer, {"recipe": "tensorwise", "save": "fp8"}),
+    "experts": (lambda: make(Moe, BF16), {"recipe": "tensorwise"}),
+    "experts, turned": (lambda: make(lambda: Moe(turned=True), BF16), {"recipe": "blockwise"}),
+    "turned": (Turned, {"recipe": "blockwise"}),
+    "tiles of uneven sides": (lambda: make(Uneven), {"recipe": "mxfp8", "weight_tiles": True}),
+    "casts of the step": (layer, {"recipe": "tensorwise", "optimizer": lambda p: AdamW(p, lr=1e-2, fp8_weights=True)}),
+}
+FAST = ("merged", "tiles", "experts", "turned")
+
+
+@pytest.mark.parametrize("name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in CASES])
+@pytest.mark.compat
+def test_the_same_bits_from_half_the_memory(name: str) -> None:
+    build, options = CASES[name]
+    (expected, two), (found, one) = (run(build, recast, **options) for recast in (False, True))
+    assert same(expected, found)
+    weights = sum(p.numel() for p in build().parameters() if p.dim() > 1)
+    assert weights <= one <= 1.01 * weights
+    assert 0.3 * weights < two - one <= 1.01 * weights  # of weights with dgrad: behind a batch, there is none
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", pytest.param("mxfp8", marks=pytest.mark.slow)])
+def test_layouts_with_scales_of_their_own_are_both_kept(recipe: str) -> None:
+    (expected, two), (found, one) = (run(layer, recast, recipe) for recast in (False, True))
+    assert same(expected, found) and one == two
+
+
+def test_a_weight_that_forward_reads_in_both_layouts() -> None:
+    """Three slices of one parameter; one is multiplied in both layouts by fprops, which no backward can transpose for."""
+    (expected, two), (found, one) = (run(lambda: make(Fused), recast, "tensorwise") for recast in (False, True))
+    assert same(expected, found) and one < two
+
+
+def test_what_auto_means() -> None:
+    """Who keeps copies between calls, and does not say otherwise, keeps both."""
+    sizes = [run(layer, recast, "tensorwise", device="h200")[1] for recast in ("auto", False, True)]  # type: ignore[arg-type]
+    assert sizes[0] == sizes[1] > 1.9 * sizes[2]
+
+
+def static(key: str, recast: bool, recipe: str, **options: Any) -> tuple[fake_gpu.Step, int]:
+    torch._dynamo.reset()
+    model = unallocated(lambda: LlamaLayer(1024, 8, 2, 2048), BF16)
+    given = {"policy": ALL_FP8, "recipe": recipe, "device": key, "cache_weights": True, "recast_weights": recast, **options}
+    call = torch.compile(model, backend="fp8", options=given)
+    x = torch.empty((1, 2048, 1024), dtype=BF16, requires_grad=True)
+    step = fake_gpu.trace(lambda: call(x).sum().backward(), catalog.find(key).gpu)
+    return step, sum(p.numel() for p in model.parameters() if p.dim() == 2)
+
+
+@needs_description
+@pytest.mark.parametrize(
+    ("key", "recipe", "options", "count"),
+    [
+        ("h100", "delayed", {"merge_matmuls": True}, 4),
+        pytest.param("h100", "tensorwise", {"merge_matmuls": False}, 7, marks=pytest.mark.slow),
+        pytest.param("h100", "blockwise", {}, 7, marks=pytest.mark.slow),
+        ("b200", "mxfp8", {"weight_tiles": True}, 7),
+    ],
+)
+def test_one_kernel_that_moves_2_bytes_an_element(key: str, recipe: str, options: dict[str, Any], count: int) -> None:
+    """In backward, for each weight (for each group of merged ones), right before dgrad reads it. The casts write one byte a
+    parameter less."""
+    (two, weights), (one, _) = (static(key, recast, recipe, **options) for recast in (False, True))
+
+    def sizes(step: fake_gpu.Step) -> tuple[int, int]:
+        casts = [graph for graph in step.graphs if not any(x.matmul is not None for x in graph.kernels)]
+        made = sum(kernel.bytes for graph in casts for kernel in graph.kernels)
+        return made, step.bytes_outside_matmuls - made
+
+    assert sizes(two)[0] - sizes(one)[0] == weights
+    assert abs(sizes(one)[1] - sizes(two)[1] - 2 * weights) < 0.01 * weights
+    assert one.kept_for_backward == two.kept_for_backward and one.flops == two.flops
+    assert len(one.kernels) - len(two.kernels) == count
+    backward = next(graph for graph in one.graphs if graph.backward)
+    numbers = [i for i, x in enumerate(backward.kernels) if x.matmul is not None]
+    code = backward.code
+    copies = {name for name, x in backward.inputs.items() if x.dtype == torch.float8_e4m3fn and name.startswith("primals")}
+    assert len(copies) == count and numbers
+    for name in copies:  # the kernel that reads it is launched behind the first matmul, but for that of the last layer
+        (launch,) = re.findall(rf"\.run\({name}, (\w+), ", code)
+        reader = rf"\.run\(.*\b{launch}\b" if recipe == "blockwise" else rf"_scaled_mm\(\w+, reinterpret_tensor\({launch}, "
+        assert re.search(reader, code), name
