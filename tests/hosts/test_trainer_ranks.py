@@ -137,7 +137,9 @@ def test_report_state_and_log_have_plain_names(ranks) -> None:
     _, found = ranks
     for one in found:
         ours, theirs = one["ddp"], one["replica"]
-        assert ours["rows"] == theirs["rows"] and ours["state"] == theirs["state"] and ours["steps"] == [0, 1, 2]
+        assert ours["rows"] == theirs["rows"] and ours["steps"] == [0, 1, 2]
+        assert set(ours["state"]) >= set(theirs["state"])  # each part of a graph has a slot of its own for what both read
+        assert {name.split(".weight.")[0] for name in ours["state"]} == {name.split(".weight.")[0] for name in theirs["state"]}
         assert {name for name, _, decision in ours["rows"] if decision == "fp8"} == LINEARS
         assert len(ours["graphs"]) > 1  # DDP has cut the graph
         first, *_, last = ours["log"]
@@ -156,7 +158,7 @@ def test_the_checkpoint_is_vanilla(ranks, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("interpreted")
 def test_losses_are_those_of_one_process_with_the_doubled_batch(ranks, tmp_path: Path) -> None:
     """Within 0.002 at 5.6: scales are those of half of the batch, and FP8's rounding differs."""
-    run = made(tmp_path, [fp8_callback()], per_device_train_batch_size=4)
+    run = made(tmp_path, [fp8_callback()], per_device_train_batch_size=4, ddp_backend=None)
     run.train()
     _, found = ranks
     for step, inputs in enumerate(run.fed):
