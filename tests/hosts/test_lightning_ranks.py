@@ -56,19 +56,23 @@ def batch(number: int, rank: int) -> torch.Tensor:
     return torch.randn(32, 256, generator=torch.Generator().manual_seed(10 * number + rank))
 
 
-def fitted(folder: Path, rank: int, lit: Lit | None = None, options: Any = None, resume: str | None = None, **more: Any) -> Lit:
+def callback(**options: Any) -> Any:
+    from fp8compile.integrations.lightning import FP8Callback
+
+    return FP8Callback(**options)
+
+
+def fitted(folder: Path, rank: int, ours: Any, lit: Lit | None = None, resume: str | None = None, **more: Any) -> Lit:
     from lightning.pytorch.callbacks import ModelCheckpoint
     from lightning.pytorch.loggers import CSVLogger
     from lightning.pytorch.strategies import DDPStrategy
-
-    from fp8compile.integrations.lightning import FP8Callback
 
     if lit is None:
         torch._dynamo.reset()
         lit = Lit()
     keep = ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=1)
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "log_every_n_steps": 1}
-    quiet |= {"logger": CSVLogger(folder, name="", version=""), "callbacks": [FP8Callback(**(options or {})), keep]}
+    quiet |= {"logger": CSVLogger(folder, name="", version=""), "callbacks": [ours, keep]}
     how = {"accelerator": "cpu", "devices": 2, "max_steps": STEPS, "use_distributed_sampler": False}
     trainer = lightning.Trainer(strategy=DDPStrategy(bucket_cap_mb=1), **how, **quiet, **more)  # DDP cuts the graphs
     batches = torch.utils.data.DataLoader([batch(number, rank) for number in range(2 * STEPS)], batch_size=None)
@@ -105,24 +109,26 @@ def facts(lit: Lit) -> dict[str, Any]:
     report = fp8compile.report(lit)
     names = [f"{record.fqn}|{record.parameter}" for record in report.matmuls]
     found = {"rows": summary(report), "names": names, "graphs": sum(bool(graph.matmuls) for graph in report.graphs)}
-    found |= {"losses": lit.losses, "steps": lit.steps, "gradients": lit.seen, "weights": lit.state_dict()}
+    found |= {"losses": [*lit.losses], "steps": [*lit.steps], "gradients": [*lit.seen], "weights": lit.state_dict()}
     return {**found, "state": sorted(fp8compile.scaling_state(lit)), "outside": [x.parameter for x in report.outside]}
 
 
 def _train(rank: int, folder: str) -> dict[str, Any]:
     launched(rank)
     warned, at = warnings(), Path(folder)
-    lit = fitted(at / "ddp", rank, options={"measure_every": STEPS})
-    found = {"ddp": facts(lit), "replica": facts(by_hand(rank))}
-    found["accumulated"] = facts(fitted(at / "accumulated", rank, accumulate_grad_batches=2))
+    found = {"ddp": facts(fitted(at / "ddp", rank, callback(measure_every=STEPS))), "replica": facts(by_hand(rank))}
+    found["accumulated"] = facts(fitted(at / "accumulated", rank, callback(), accumulate_grad_batches=2))
     found["accumulated replica"] = facts(by_hand(rank, 2))
     options = {"recipe": "tensorwise", "schedule": {"warmup_steps": 1}}
-    found["phases"] = facts(fitted(at / "phases", rank, options=options))
-    found["resumed"] = facts(lit := fitted(at / "resumed", rank, options=options, resume=f"{at}/phases/step=1.ckpt"))
-    graphs = found["resumed"]["graphs"]
-    again = facts(fitted(at / "again", rank, lit, options))
-    found["again"] = {"compiled": again["graphs"] - graphs, "steps": again["steps"][len(found["resumed"]["steps"]) :]}
-    found["warned"] = warned
+    found["phases"] = facts(fitted(at / "phases", rank, callback(**options)))
+    ours = callback(**options)
+    lit = fitted(at / "resumed", rank, ours, resume=f"{at}/phases/step=1.ckpt")
+    found["resumed"] = facts(lit)
+    again = facts(fitted(at / "again", rank, ours, lit))
+    found["again"] = {"compiled": again["graphs"] - found["resumed"]["graphs"], "steps": again["steps"][STEPS - 1 :]}
+    found["warned"] = list(warned)
+    fitted(at / "other", rank, callback(recipe="rowwise"), lit)
+    found["compiled before"] = warned[len(found["warned"]) :]
     return found
 
 
@@ -190,5 +196,7 @@ def test_a_run_that_resumes_goes_on_in_its_phase(ranks) -> None:
         assert one["phases"]["steps"] == [0, 1, 2] and one["resumed"]["steps"] == [1, 2]
         assert one["again"] == {"compiled": 0, "steps": [0, 1, 2]}
         assert {row[2] for row in one["resumed"]["rows"]} == {"fp8"}
+        line = "fp8: FP8Callback: ResidualMlp is compiled already and stays so; without effect: recipe"
+        assert one["compiled before"] == [line, line]  # once for each network
     first, second = (one["resumed"] for one in ranks[1])
     assert all(torch.equal(x, second["weights"][name]) for name, x in first["weights"].items())
