@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .. import compat
 from ..config.options import Options, parse
 from ..config.policy import Policy
 from ..errors import Fp8CompileError, OptionError, one_line_where
@@ -107,7 +108,8 @@ class Session:
             self.model = unwrapped(self.model)  # of DDP, whose hooks would communicate
         self.given = None if options is None else {name: value for name, value in options.items() if name != "strict"}
         self.device = device
-        self.name = type(self.model).__name__ if isinstance(self.model, nn.Module) else getattr(self.model, "__name__", "model")
+        module = isinstance(self.model, nn.Module)
+        self.name = compat.class_name(type(self.model)) if module else getattr(self.model, "__name__", "model")
         self.tap = Tap()
         self.graphs: list[Any] = []
         self.report: Report | None = None
