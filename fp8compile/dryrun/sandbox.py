@@ -149,7 +149,7 @@ def untouched(modules: Iterable[nn.Module], kept: Collection[types.CodeType] = (
         yield
 
 
-def _of_one_rank(ddp: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _of_one_rank(ddp: Any, *args: Any, **kwargs: Any) -> Any:
     """The forward of DDP without communication. Dynamo does not see it, as it does not see DDP's own: names of graphs, which
     policies match, are those of the module inside."""
     return ddp.module(*args, **kwargs)

@@ -1,5 +1,5 @@
-"""`axolotl train` itself, with a YAML file, a tiny model and Inductor's code. Axolotl 0.19 does not start with newer versions of
-TRL than the one that it pins (`No module named 'trl.experimental.prm'`): `make axolotl` installs those, and runs this."""
+"""`axolotl train` itself, with a YAML file, a tiny model and Inductor's code. Axolotl 0.19 does not start with a newer TRL
+than the one that it pins (`No module named 'trl.experimental.prm'`): `make axolotl` installs those, and runs this."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ SETTINGS: dict[str, Any] = {"base_model": "./model", "plugins": ["fp8compile.int
 SETTINGS |= {"datasets": [{"path": "./data.jsonl", "ds_type": "json", "type": "completion", "field": "text"}]}
 SETTINGS |= {"dataset_prepared_path": "./prepared", "output_dir": "./out", "val_set_size": 0, "sequence_len": 64}
 SETTINGS |= {"micro_batch_size": 2, "gradient_accumulation_steps": 1, "max_steps": 2, "logging_steps": 1, "save_steps": 2}
-SETTINGS |= {"learning_rate": 1e-4, "optimizer": "adamw_torch", "lr_scheduler": "constant", "special_tokens": {"pad_token": "1"}}
-SETTINGS |= {"bf16": False, "fp16": False, "tf32": False, "attn_implementation": "sdpa"}
+SETTINGS |= {"learning_rate": 1e-4, "optimizer": "adamw_torch", "lr_scheduler": "constant"}
+SETTINGS |= {"bf16": False, "fp16": False, "tf32": False, "attn_implementation": "sdpa", "special_tokens": {"pad_token": "1"}}
 
 
 @pytest.fixture(scope="module", autouse=True)
