@@ -4,6 +4,7 @@
 # make slow    the slow tests: machine code for every architecture, training to a loss, several processes
 # make compat  the tests that run on the oldest and the newest torch, too: make compat TORCH=2.11.0
 # make hosts   the tests with Trainer, TRL, Accelerate, Lightning, Axolotl and torchtitan, in an environment of their own
+# make axolotl the tests with `axolotl train` itself and the versions that it pins, in an environment of 4 GB
 # make docs    the documentation site, into out/site; a link that leads nowhere is an error
 # make dist    the wheel and the sdist, into out/dist
 # make lint    ruff, mypy and import-linter alone
@@ -25,13 +26,14 @@ EXTRAS := test
 VENV  := .venv-$(TORCH)
 DOCS  := .venv-docs
 HOSTS := VENV=.venv-hosts-$(TORCH) EXTRAS=test,hosts
+AXOLOTL := VENV=.venv-axolotl-$(TORCH) EXTRAS=test
 STAMP := $(VENV)/installed
 PY    := $(VENV)/bin/python
 PIP   := $(PY) -m pip --disable-pip-version-check
 
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) -q --durations=15
 
-.PHONY: demo check test slow compat hosts hosts-venv docs docs-venv dist lint venv clean
+.PHONY: demo check test slow compat hosts hosts-venv axolotl docs docs-venv dist lint venv clean
 
 demo: $(STAMP)
 	$(PY) examples/train_gpt.py $(ARGS)
@@ -55,6 +57,12 @@ hosts-venv:  # axolotl pins older versions of the other hosts: without its requi
 	$(MAKE) venv $(HOSTS)
 	.venv-hosts-$(TORCH)/bin/python -c "import axolotl" 2>/dev/null || \
 	    .venv-hosts-$(TORCH)/bin/python -m pip --disable-pip-version-check install -q --no-deps "axolotl>=0.19"
+
+axolotl:
+	$(MAKE) venv $(AXOLOTL)
+	.venv-axolotl-$(TORCH)/bin/python -m pip --disable-pip-version-check install -q \
+	    -c .venv-axolotl-$(TORCH)/constraints.txt "axolotl>=0.19"
+	$(MAKE) slow $(AXOLOTL) JOBS=0 TESTS="$(wildcard tests/hosts/test_axolotl*.py)"
 
 docs: docs-venv  # docstrings are read, not imported: no torch is needed
 	NO_MKDOCS_2_WARNING=1 PATH="$(CURDIR)/$(DOCS)/bin:$$PATH" $(DOCS)/bin/mkdocs build --strict

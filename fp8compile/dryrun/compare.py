@@ -12,19 +12,25 @@ The step (forward, loss, backward) runs operator by operator, four times, with t
 A model that trains in FP8 already is compared with its own scales: a copy of its scaling state is loaded into the sandbox, as
 into a resumed run. Nothing is left behind (`sandbox`): weights, gradients, buffers, random states, scaling state, statistics,
 reports and compiled code are as before. A `Session` keeps its compiled graphs for the next comparison.
+
+Under DDP each rank compares its own batch, and waits for no other: DDP is passed by, and amaxes are not reduced.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from .. import compat
 from ..config.options import Options, parse
+from ..config.policy import Policy
 from ..errors import Fp8CompileError, OptionError, one_line_where
 from ..ir.records import FP8, HIGH_PRECISION
 from ..logs import get_logger
@@ -63,6 +69,9 @@ def compare(
     has trained in FP8. Then FP8 has its scales, too; a model that has not is scaled by its current amaxes. `device` names the
     described device to decide for, e.g. "h100".
 
+    Under DDP, a rank compares its own batch, whether or not the others call `compare`, too. `Comparison.rank` is that rank.
+    Only a model that communicates itself (SyncBatchNorm) needs the call on all ranks.
+
     It takes four steps, run operator by operator, the tracing of two graphs, and the memory of an eager step, of the results of
     all forward matmuls, and of all tensors that FP8 casts.
 
@@ -99,14 +108,15 @@ class Session:
             self.model = unwrapped(self.model)  # of DDP, whose hooks would communicate
         self.given = None if options is None else {name: value for name, value in options.items() if name != "strict"}
         self.device = device
-        self.name = type(self.model).__name__ if isinstance(self.model, nn.Module) else getattr(self.model, "__name__", "model")
+        module = isinstance(self.model, nn.Module)
+        self.name = compat.class_name(type(self.model)) if module else getattr(self.model, "__name__", "model")
         self.tap = Tap()
         self.graphs: list[Any] = []
         self.report: Report | None = None
         self.steps: dict[str, Callable[..., Any]] = {}  # by phase, compiled
         self.codes: list[Any] = []
         self.compiled_with: dict[str, Any] | None = None
-        parse(self._options({}))  # raises errors in the options here, without Dynamo's text around them
+        self._options({})  # raises errors in the options here, without Dynamo's text around them
 
     def run(self, args: Any, kwargs: Any, loss: Loss | None = None, repeat: bool = True) -> Comparison:
         """Compare one step. `repeat`: also find out whether the model is deterministic, which takes one more run."""
@@ -123,7 +133,7 @@ class Session:
                 f"compare: no matmul of {self.name} becomes FP8 ({self.report.summary()}), so there is nothing to compare; "
                 "fp8compile.explain says why, and a policy can change it"
             )
-        return assembled(self.name, reference, again, noisy, fp8)
+        return assembled(self.name, reference, again, noisy, fp8, _rank())
 
     def taking(self, args: Any, kwargs: Any, loss: Loss | None = None) -> Callable[[str, Watched], Step]:
         """A function that takes the step in one phase, with the options in `given`, as often as it is called."""
@@ -160,7 +170,8 @@ class Session:
                 if any(one is not first and one.policy != first.policy for one in every):  # type: ignore[union-attr]
                     logger.warning("fp8: compare: parts of %s have other options; all are compared with the first", self.name)
                 options = {"policy": first.policy, **first.inductor}
-        return options if self.device is None else {**options, "device": self.device}
+        chosen = parse(options if self.device is None else {**options, "device": self.device})
+        return {"policy": _of_one_rank(chosen.policy), **chosen.inductor}
 
     def _compile(self, options: dict[str, Any]) -> None:
         if self.compiled_with == options:
@@ -220,6 +231,24 @@ class Session:
         found = {name: grad.detach() for name, grad in zip(trained, gradients, strict=True) if grad is not None}
         watched.sources.clear()
         return Step(float(value.detach()), found, watched, rows)
+
+
+def _of_one_rank(policy: Policy) -> Policy:
+    """The policy without `reduce_amax`, which waits for other ranks and changes no scale of this step: only of later ones."""
+
+    def alone(settings: Any) -> Any:
+        return dataclasses.replace(settings, reduce_amax=False) if settings.reduce_amax else settings
+
+    recipes = {name: alone(recipe) for name, recipe in policy.recipes.items()}
+    return dataclasses.replace(
+        policy, defaults=alone(policy.defaults), rules=tuple(map(alone, policy.rules)), recipes=recipes
+    )
+
+
+def _rank() -> int | None:
+    """This process's rank, where several train together."""
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return dist.get_rank() if several else None
 
 
 def _roots(modules: list[nn.Module]) -> dict[str, nn.Module]:

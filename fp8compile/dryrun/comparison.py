@@ -88,6 +88,7 @@ class Comparison:
 
     `loss`, `loss_bf16`, `loss_fp8`: of the three runs. `gradient`, `gradient_bf16`: of all parameters as one vector.
     `deterministic`: two runs in high precision with the same random numbers were equal to the bit (None: not asked).
+    `rank`: of the process whose batch was compared (None: it trains alone).
     """
 
     def __init__(
@@ -98,8 +99,9 @@ class Comparison:
         items: Iterable[Compared],
         unsteady: tuple[str, float] | None = None,
         asked: bool = True,
+        rank: int | None = None,
     ):
-        self.model = model
+        self.model, self.rank = model, rank
         self.loss, self.loss_bf16, self.loss_fp8 = losses
         self.gradient, self.gradient_bf16 = gradients
         self.items = sorted(items, key=lambda item: item.order)
@@ -126,10 +128,11 @@ class Comparison:
         return [item.row() for item in self.items if item.flag]
 
     def to_dict(self) -> dict[str, Any]:
-        """{"model", "loss", "loss_bf16", "loss_fp8", "gradient": {"sqnr", "cosine", "norm"}, "gradient_bf16", "deterministic",
-        "flagged": [name, ...], "rows": rows()}, for JSON."""
+        """{"model", "rank", "loss", "loss_bf16", "loss_fp8", "gradient": {"sqnr", "cosine", "norm"}, "gradient_bf16",
+        "deterministic", "flagged": [name, ...], "rows": rows()}, for JSON."""
         return {
             "model": self.model,
+            "rank": self.rank,
             **{name: _json(getattr(self, name)) for name in ("loss", "loss_bf16", "loss_fp8")},
             "gradient": {key: _json(x) for key, x in self.gradient._asdict().items()},
             "gradient_bf16": {key: _json(x) for key, x in self.gradient_bf16._asdict().items()},
@@ -154,8 +157,9 @@ class Comparison:
         """The step in a sentence."""
         change = f" ({100 * (self.loss_fp8 / self.loss - 1):+.3g}%)" if self.loss and math.isfinite(self.loss_fp8) else ""
         like, bf16 = self.gradient, self.gradient_bf16
+        where = "" if self.rank is None else f" on rank {self.rank}"
         return (
-            f"{self.model}: loss {self.loss:.6g} in high precision, {self.loss_fp8:.6g} in FP8{change}; gradient "
+            f"{self.model}{where}: loss {self.loss:.6g} in high precision, {self.loss_fp8:.6g} in FP8{change}; gradient "
             f"{_db(like.sqnr)} dB (bf16: {_db(bf16.sqnr)}), cosine {_number(like.cosine)}, norm {_number(like.norm)}"
         )
 
@@ -223,7 +227,7 @@ def _or(x: float, other: float) -> float:
 # --- from runs ------------------------------------------------------------------------------------
 
 
-def assembled(model: str, reference: Step, again: Step | None, noisy: Step, fp8: Step) -> Comparison:
+def assembled(model: str, reference: Step, again: Step | None, noisy: Step, fp8: Step, rank: int | None) -> Comparison:
     """The comparison of the runs of one step."""
     casts: dict[str, list[Mapping[str, Any]]] = {}
     for row in fp8.rows:
@@ -250,6 +254,7 @@ def assembled(model: str, reference: Step, again: Step | None, noisy: Step, fp8:
         items,
         _unsteady(reference, again),
         again is not None,
+        rank,
     )
 
 

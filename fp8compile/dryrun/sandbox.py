@@ -136,6 +136,8 @@ def untouched(modules: Iterable[nn.Module], kept: Collection[types.CodeType] = (
         for root in roots:
             for part in root.modules():
                 part.__dict__["_compiled_call_impl"] = None  # undo module.compile(): the sandbox compiles
+                if compat.is_ddp(part):  # its own forward talks to other ranks, and waits for a backward
+                    part.__dict__["forward"] = types.MethodType(torch.compiler.disable(_of_one_rank, recursive=False), part)
                 _replace(part, memory)
             if not root.training:
                 root.train()
@@ -145,6 +147,12 @@ def untouched(modules: Iterable[nn.Module], kept: Collection[types.CodeType] = (
         stack.enter_context(compat.compiled_code_goes(kept))
         stack.enter_context(compat.other_code(_forwards(roots)))
         yield
+
+
+def _of_one_rank(ddp: Any, *args: Any, **kwargs: Any) -> Any:
+    """The forward of DDP without communication. Dynamo does not see it, as it does not see DDP's own: names of graphs, which
+    policies match, are those of the module inside."""
+    return ddp.module(*args, **kwargs)
 
 
 def _forwards(modules: Iterable[nn.Module]) -> list[types.FunctionType]:

@@ -207,7 +207,8 @@ def _warn(step: int, found: Comparison) -> None:
         return
     shown = "; ".join(f"{row['name']}: {row['flag']}" for row in flagged[:SHOWN])
     more = f"; and {len(flagged) - SHOWN} more" if len(flagged) > SHOWN else ""
-    logger.warning("fp8: step %d: out of their band in FP8: %s%s", step, shown, more)
+    where = "" if found.rank is None else f" on rank {found.rank}"
+    logger.warning("fp8: step %d%s: out of their band in FP8: %s%s", step, where, shown, more)
 
 
 def rows_of(step: int, found: Comparison) -> list[dict[str, Any]]:

@@ -55,7 +55,7 @@ class Training:
             integer("measure_every", measure_every, 1)
         self._every = measure_every
         self._model: weakref.ref[nn.Module] | None = None
-        self._compiled: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # by this callback
+        self._done: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # compiled by this callback, or found compiled
         self._monitor: Monitor | None = None
         self._measured: list[dict[str, Any]] = []
         self._checked = False
@@ -63,8 +63,9 @@ class Training:
     def compile(self, modules: Iterable[nn.Module]) -> None:
         """Compile these in place: parameters keep their names. What is compiled already is left as it is."""
         for module in modules:
-            if module in self._compiled:
+            if module in self._done:
                 continue
+            self._done.add(module)
             if compat.is_compiled(module):
                 given = [name for name in self.options if name in OURS]
                 level = logging.WARNING if given else logging.INFO
@@ -72,7 +73,6 @@ class Training:
                 logger.log(level, "fp8: %s: %s is compiled already and stays so%s", self.who, type(module).__name__, lost)
                 continue
             module.compile(backend="fp8", options=self.options)
-            self._compiled.add(module)
 
     def begin(self, model: nn.Module, step: int) -> None:
         """Before the first step: `step` is the number of optimizer steps that the run has taken before."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,11 @@ def training_arguments(folder: Path, **more: Any) -> dict[str, Any]:
     often = {"max_steps": 2, "logging_steps": 1, "save_steps": 1, "per_device_train_batch_size": 2, "save_strategy": "steps"}
     quiet = {"report_to": "none", "disable_tqdm": True, "use_cpu": True, "output_dir": str(folder)}
     return {**often, **quiet, **more}
+
+
+def logged(trainer: Any) -> list[dict[str, Any]]:
+    """The logs of Trainer with a loss, after a trip through JSON that allows only its own numbers."""
+    return [row for row in json.loads(json.dumps(trainer.state.log_history, allow_nan=False)) if "loss" in row]
 
 
 def saved(checkpoint: Path) -> list[str]:

@@ -14,7 +14,7 @@ import torch
 import fp8compile
 from fp8compile.errors import OptionError, StrictError
 from fp8compile.ir.records import FP8
-from tests.hosts.small import examples, llama, saved, tokenizer, training_arguments, vanilla
+from tests.hosts.small import examples, llama, logged, saved, tokenizer, training_arguments, vanilla
 
 pytest.importorskip("accelerate")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.usefixtures("interpreted")]
@@ -36,11 +36,6 @@ def callback(*args: Any, **options: Any) -> Any:
     from fp8compile.integrations.transformers import FP8Callback
 
     return FP8Callback(*args, **options)
-
-
-def logged(trainer: Any) -> list[dict[str, Any]]:
-    """The logs with a loss, after a trip through JSON that allows only its own numbers."""
-    return [row for row in json.loads(json.dumps(trainer.state.log_history, allow_nan=False)) if "loss" in row]
 
 
 def in_fp8(model: Any) -> set[str]:

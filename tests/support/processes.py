@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import logging
 import multiprocessing
 import os
 import traceback
@@ -42,6 +43,18 @@ def sent(targets: tuple[Any, ...]) -> Iterator[list[tuple[torch.dtype, int]]]:
 
     with mock.patch.object(Eager, "call_function", call):
         yield found
+
+
+def warnings() -> list[str]:
+    """Filled with what the package warns of in this process from here on."""
+    found: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            found.append(record.getMessage())
+
+    logging.getLogger("fp8compile").addHandler(Keep(logging.WARNING))
+    return found
 
 
 def _process(

@@ -1,0 +1,220 @@
+"""compare() and monitor(compare_every=...) of a model under DDP, on two ranks or on one of them alone: none waits for another,
+and the training goes on to the bit. A model that FSDP2 has sharded is refused, also on one rank alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import fp8compile
+from fp8compile.errors import OptionError
+from fp8compile.runtime.state import slots_of
+from tests.support.harness import interpreted
+from tests.support.models import Mlp
+from tests.support.processes import on_ranks, warnings
+
+WAYS = [(how, False) for how in ("module", "ddp", "compiled", "function")] + [("ddp", True), ("function", True)]
+STEPS = 3
+
+
+class Net(nn.Module):
+    """With buffers, which DDP sends to all ranks in front of each forward, and a parameter that is not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mlp, self.unused = nn.BatchNorm1d(128), Mlp(), nn.Parameter(torch.zeros(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(self.norm(x))
+
+
+def to_one(y: Tensor) -> Tensor:
+    return (y - 1).square().mean()
+
+
+def batch(step: int, rank: int) -> Tensor:
+    return torch.randn(16, 128, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+class Run:
+    """A model under DDP, compiled, whose ranks share their amaxes."""
+
+    def __init__(self, rank: int):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        self.rank, self.net = rank, Net()
+        self.ddp = DistributedDataParallel(self.net, find_unused_parameters=True)
+        options = {"policy": {"rules": [{"module": "*.up", "reduce_amax": True}], "defaults": {"reduce_amax": True}}}
+        self.compiled = torch.compile(self.ddp, backend="fp8", options=options)
+        self.optimizer = torch.optim.AdamW(self.net.parameters(), 1e-2)
+
+    def compared(self, how: str, step: int) -> fp8compile.Comparison:
+        ddp = self.ddp
+        ways: dict[str, Callable[..., Any]] = {"ddp": ddp, "compiled": self.compiled, "module": self.net}
+        return fp8compile.compare(ways.get(how, lambda x: ddp(x)), batch(step, self.rank), loss=to_one)
+
+    def train(self, how: str | None = None, steps: int = STEPS) -> tuple[Any, list[fp8compile.Comparison]]:
+        """Losses and the state at the end; comparisons, if `how` says so: in turn between forward and backward, between
+        backward and step, and after the step."""
+        losses, seen = [], []
+        for step in range(steps):
+            loss = to_one(self.compiled(batch(step, self.rank)))
+            seen += [self.compared(how, step)] if how and step % 3 == 0 else []
+            loss.backward()
+            seen += [self.compared(how, step)] if how and step % 3 == 1 else []
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            seen += [self.compared(how, step)] if how and step % 3 == 2 else []
+            losses.append(loss.item())
+        return (losses, {**self.net.state_dict(), **fp8compile.scaling_state(self.net)}), seen
+
+
+def same(ends: Any, others: Any) -> bool:
+    """To the bit."""
+    return ends[0] == others[0] and all(torch.equal(x, ends[1][name]) for name, x in others[1].items())
+
+
+def _compare(rank: int) -> dict[str, Any]:
+    warned = warnings()
+    plain, _ = Run(rank).train()
+    found: dict[str, Any] = {"names": sorted(dict(Net().named_parameters()))}
+    for how, alone in WAYS:
+        run = Run(rank)
+        ends, seen = run.train(how if rank == 1 or not alone else None)
+        found[how, alone] = {"same": same(ends, plain), "changed": "forward" in vars(run.ddp)}
+        found[how, alone]["seen"] = [(one.to_dict(), one.summary()) for one in seen]
+    run = Run(rank)  # in the first call of all: nothing is compiled, and no rank has agreed with another
+    first = run.compared("ddp", 0) if rank == 0 else None
+    found["first"] = None if first is None else first.loss_fp8
+    found["then"] = same(run.train()[0], plain)
+    found["warned"] = warned
+    return found
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory) -> list[dict[str, Any]]:
+    return on_ranks(2, tmp_path_factory.mktemp("compared"), _compare)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(320)
+@pytest.mark.parametrize(("how", "alone"), WAYS)
+def test_a_rank_compares_its_own_batch(compared, how: str, alone: bool) -> None:
+    for rank, ran in enumerate(compared):
+        found, expected = ran[how, alone], ran["module", False]["seen"]
+        assert found["same"] and not found["changed"] and not ran["warned"]
+        if alone and rank == 0:
+            assert found["seen"] == []
+            continue
+        assert len(found["seen"]) == STEPS
+        for (one, text), (whole, _) in zip(found["seen"], expected, strict=True):
+            assert one["rank"] == rank and one["deterministic"] and one["flagged"] == [] and f" on rank {rank}: loss" in text
+            assert {row["name"] for row in one["rows"]} == {name for name in ran["names"] if name != "unused"}
+            assert {**one, "model": ""} == {**whole, "model": ""}  # whichever way: the same numbers
+    first, second = (ran["module", False]["seen"] for ran in compared)
+    assert all(a["loss"] != b["loss"] for (a, _), (b, _) in zip(first, second, strict=True))
+
+
+@pytest.mark.slow
+def test_on_one_rank_before_the_first_call(compared) -> None:
+    assert compared[0]["first"] is not None and all(ran["then"] for ran in compared)
+
+
+def test_numbers_are_those_of_one_process(one_process) -> None:
+    """Under DDP and not: the same losses and rows. The group has one rank, so no rank is named."""
+    with interpreted():
+        run = Run(0)
+        run.train(steps=1)
+        one, other = run.compared("function", 1), run.compared("module", 1)
+        assert {**one.to_dict(), "model": ""} == {**other.to_dict(), "model": ""} and one.rank is None
+        assert "on rank" not in str(one) and "forward" not in vars(run.ddp)
+        assert to_one(run.compiled(batch(1, 0))).item() == pytest.approx(other.loss_fp8, rel=1e-6)
+
+
+def test_explain_passes_ddp_by(one_process, monkeypatch) -> None:
+    """Its own forward does not run. Names, and so the rules of policies, are those of the model inside."""
+    ddp = DistributedDataParallel(Net())
+    for model in (ddp, lambda x: ddp(x)):
+        with monkeypatch.context() as patched:
+            patched.setattr(DistributedDataParallel, "_pre_forward", lambda *_, **__: pytest.fail("communicates"))
+            report = fp8compile.explain(model, batch(0, 0))
+        assert {record.fqn for record in report.matmuls} == {"mlp.up", "mlp.down"}
+    assert "forward" not in vars(ddp)
+
+
+# -- while a model trains ----------------------------------------------------------------------------------------------
+
+
+def _monitored(rank: int, folder: str) -> dict[str, Any]:
+    """Trained twice: the second time with comparisons, in the last of which a scale of rank 1 is wrong."""
+    plain, _ = Run(rank).train()
+    warned, run, rows = warnings(), Run(rank), []
+    path = f"{folder}/run.jsonl"
+    with fp8compile.monitor(run.compiled, 1000, path, 2), fp8compile.monitor(run.compiled, 1000, rows.extend, 2):
+        unchanged, healthy = same(run.train()[0], plain), list(warned)
+        to_one(run.compiled(batch(0, rank))).backward()
+        if rank == 1:
+            slot = slots_of(run.net)["mlp.up.weight", "input", 0]
+            slot.page.tensor[slot.row, 0] *= 2.0**10
+            slot.page.tensor[slot.row, 1] /= 2.0**10
+        run.optimizer.step()
+    whole = [row for row in rows if row["compare"] == "step"]
+    return {"same": unchanged, "steps": [row["step"] for row in whole], "rows": whole, "healthy": healthy, "warned": warned}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(320)
+def test_a_monitor_compares_on_each_rank(tmp_path) -> None:
+    (folder := tmp_path / "ranks").mkdir()
+    ranks = on_ranks(2, folder, _monitored, str(tmp_path))
+    for found in ranks:
+        assert found["same"] and found["steps"] == [2, 4] and found["healthy"] == []
+    assert ranks[0]["rows"][0]["loss"] != ranks[1]["rows"][0]["loss"]
+    assert not any("band" in text for text in ranks[0]["warned"])
+    (text,) = {text for text in ranks[1]["warned"] if "band" in text}
+    assert text.startswith("fp8: step 4 on rank 1: out of their band in FP8: mlp.up.weight")
+    assert len((tmp_path / "run.jsonl").read_text().splitlines()) == 2 * 7  # of rank 0 alone: the step and six parameters
+
+
+# -- FSDP2 -------------------------------------------------------------------------------------------------------------
+
+
+def _sharded(rank: int) -> dict[str, Any]:
+    from torch.distributed.fsdp import fully_shard
+
+    warned, net = warnings(), Net()
+    net.mlp.compile(backend="fp8")
+    fully_shard(net)
+    found: dict[str, Any] = {"error": None}
+    if rank == 1:
+        with pytest.raises(OptionError) as caught:
+            fp8compile.compare(net, batch(0, rank), loss=to_one)
+        found["error"] = str(caught.value)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    losses = []
+    with fp8compile.monitor(net, 1000, print, 1):
+        for step in range(2):
+            loss = to_one(net(batch(step, rank)))
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    return {**found, "warned": warned, "losses": losses}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(320)
+def test_a_sharded_model_is_refused_in_one_line(tmp_path) -> None:
+    """On one rank alone, which waits for none; a monitor warns once, and the training goes on."""
+    ranks = on_ranks(2, tmp_path, _sharded)
+    fix = "compare the model on one device, before it is sharded"
+    assert ranks[0]["error"] is None and "is a DTensor (fully_shard" in ranks[1]["error"] and fix in ranks[1]["error"]
+    assert "\n" not in ranks[1]["error"]
+    for found in ranks:
+        (text,) = [text for text in found["warned"] if "compares" in text]
+        assert text.startswith("fp8: the monitor compares Net no more: OptionError: compare: ") and fix in text
+        assert "\n" not in text and len(found["losses"]) == 2
