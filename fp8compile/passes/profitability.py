@@ -122,8 +122,8 @@ class Base:
 class Cast:
     """The FP8 copies of a tensor under one `Scaling` (its recipe), and who reads them in which layout. `gathered`: the plain
     copy is there (FSDP2 has gathered it, or a frozen weight is kept so), so nothing is cast. `kept`: the copies come from an
-    earlier call (`cache_weights`), and cost nothing, as if gradients were accumulated over very many micro-batches. `turned`: of
-    those, one is kept, and the other layout is made of it."""
+    earlier call (`cache_weights`), and cost nothing, as if gradients were accumulated over very many micro-batches. `turned`:
+    of those, one is kept, and the other layout is made of it."""
 
     base: Base
     recipe: str

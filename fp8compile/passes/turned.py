@@ -10,6 +10,7 @@ instead of two. With scales of rows, or of 1 x 32 elements, both are kept.
 from __future__ import annotations
 
 from collections.abc import Container, Iterable
+from typing import Any
 
 from torch.fx import Graph, Node
 
@@ -57,7 +58,7 @@ def _both_layouts(one: Node, other: Node) -> bool:
     if not (call_function(one, (ops.quantize,)) and call_function(other, (ops.quantize,))):
         return False
     (x, scale, dtype, largest, layout, *how), (y, scale_y, dtype_y, largest_y, layout_y, *how_y) = one.args, other.args
-    block = tuple(how[0]) if how else WHOLE
+    block: Any = how[0] if how else WHOLE
     if len(how) > 1 or how != how_y or block[0] != block[1]:
         return False
     alike = (x, dtype, largest) == (y, dtype_y, largest_y) and layout is not layout_y

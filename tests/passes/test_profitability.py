@@ -118,6 +118,16 @@ def test_casts_of_weights_that_are_kept_cost_nothing():
     assert sum(record.decision == "fp8" for record in apart.values()) < sum(x.decision == "fp8" for x in kept.values())
 
 
+def test_one_kept_copy_costs_its_transposition():
+    """Of the weight with dgrad: less than a cast, more than nothing."""
+    how = ({}, {"cache_weights": True, "recast_weights": True}, {"cache_weights": True, "recast_weights": False})
+    cast, turned, kept = (compile_only(lambda: Mlp(4096), 1, 256, 4096, **options) for options in how)
+    differ = [key for key in cast if kept[key].cast_us < turned[key].cast_us]
+    assert differ and all(turned[key].cast_us < cast[key].cast_us for key in differ)
+    assert all(turned[key].cast_us == kept[key].cast_us for key in cast if key not in differ)
+
+
+
 def test_a_small_layer_stays_in_bf16_and_says_from_when_it_gains():
     found = compile_only(lambda: Mlp(512), 1, 512, 512)
     assert len(found) == 6 and all(record.decision != FP8 for record in found.values())

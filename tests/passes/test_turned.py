@@ -15,12 +15,11 @@ from torch import Tensor, nn
 from fp8compile.devices import catalog
 from fp8compile.dryrun import fake_gpu
 from fp8compile.optim import AdamW
-from fp8compile.passes import profitability
 from fp8compile.reporting import findings
-from tests.runtime.test_weight_cache import Checkpointed, Fused, compiled, layer, same, trained
+from tests.runtime.test_weight_cache import Checkpointed, Fused, compiled, counted, layer, same, trained
 from tests.support.executed import executed
 from tests.support.gpu_steps import unallocated
-from tests.support.harness import ALL_FP8, interpreted, noise, sqnr
+from tests.support.harness import ALL_FP8, grads_of, noise, sqnr
 from tests.support.models import LlamaLayer, Moe, make
 
 needs_description = pytest.mark.skipif(fake_gpu.unavailable() is not None, reason=fake_gpu.unavailable() or "")
@@ -147,3 +146,31 @@ def test_one_kernel_that_moves_2_bytes_an_element(key: str, recipe: str, options
         (launch,) = re.findall(rf"\.run\({name}, (\w+), ", code)
         reader = rf"\.run\(.*\b{launch}\b" if recipe == "blockwise" else rf"_scaled_mm\(\w+, reinterpret_tensor\({launch}, "
         assert re.search(reader, code), name
+
+
+@needs_description
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+def test_the_plan_of_a_gpu_executed(recipe: str) -> None:
+    """On a CPU: what the plan with two copies computes, of one cast a step."""
+    results = []
+    for recast in (False, True):
+        torch._dynamo.reset()
+        model, found = layer(), []
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        options = {"policy": ALL_FP8, "recipe": recipe, "cache_weights": True, "recast_weights": recast}
+        with executed(0), counted() as casts:
+            call = torch.compile(model, backend="fp8", options=options)
+            for seed in range(3):
+                x = noise(1, 64, 128, seed=seed, dtype=BF16).requires_grad_()
+                for _ in range(2):
+                    y = call(x)
+                    y.backward(noise(*y.shape, seed=9, dtype=BF16))
+                found.append({"y": y.detach(), **grads_of(model, [x])})
+                optimizer.step()
+                optimizer.zero_grad()
+        assert len(casts) == 2 + 1 + 1
+        results.append(found)
+    for step, (expected, given) in enumerate(zip(*results, strict=True)):
+        for name, value in expected.items():
+            assert sqnr(value, given[name]) > 60, f"step {step}: {name}"
