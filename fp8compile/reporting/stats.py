@@ -21,6 +21,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 
 from ..config.recipe import ROLES
+from ..ir.frozen import FrozenWeight
 from ..ir.state_page import Rows
 from ..runtime.compression import rows_of
 from ..runtime.parameters import find
@@ -48,7 +49,7 @@ class Stats:
         * use: which matmul with that weight, from 0.
         * layout: "" if both layouts hold the same values, else "plain" or "transposed" (contracted over tokens, or over the
           weight's outputs).
-        * recipe, format, amax.
+        * recipe, format, amax. The recipe of a weight that is kept in FP8 only is "frozen".
         * scale (multiplies into FP8) and scale_inv: None if the tensor has several. scale_inv_min, scale_inv_max: over all.
         * overflows%: elements that are beyond the FP8 maximum when scaled. underflows%: nonzero elements that become zero.
         * mse: of the dequantized copy. sqnr: in dB.
@@ -135,8 +136,10 @@ def table(model: nn.Module, measurement: Measurement | None = None) -> list[dict
         slots, casts = known.slots, known.casts or {(role, use, ""): Cast("delayed", "") for role, use in known.slots}
         found = known.measured if measurement is None else measurement.records.get(known, {})
         gathered = known.gathered.cast if known.gathered is not None else None
-        if gathered is not None:  # no graph casts the weight
-            casts = {**{name: cast for name, cast in casts.items() if name[0] != "weight"}, ("weight", 0, ""): gathered}
+        stored = weight if isinstance(weight, FrozenWeight) else None
+        whole = gathered if stored is None else Cast("frozen", str(stored.data_.dtype).removeprefix("torch.float8_"))
+        if whole is not None:  # no graph casts the weight
+            casts = {**{name: cast for name, cast in casts.items() if name[0] != "weight"}, ("weight", 0, ""): whole}
         for name in sorted(casts, key=lambda name: (ROLES.index(name[0]), *name[1:])):
             (role, use, layout), cast = name, casts[name]
             row = {"name": parameter, "role": role, "use": use, "layout": layout, "recipe": cast.recipe, "format": cast.format}
@@ -151,6 +154,8 @@ def table(model: nn.Module, measurement: Measurement | None = None) -> list[dict
                 row.update(_measured(vectors[id(vector)], measurement is not None or slot is None))
             if name[0] == "weight" and gathered is not None and known.gathered is not None and measurement is None:
                 row.update(known.gathered.numbers())
+            if name[0] == "weight" and stored is not None:
+                row.update(_stored(stored))
             rows.append(row)
     return rows
 
@@ -166,6 +171,13 @@ def _state(slot: Slot, pages: dict[Page, Tensor]) -> dict[str, Any]:
     row = Rows(pages[slot.page][slot.row])
     amax, scale, inverse = row.newest.item(), row.scale.item(), row.scale_inv.item()
     return dict(zip(STATE, (amax, scale, inverse, inverse, inverse), strict=True))
+
+
+def _stored(weight: FrozenWeight) -> dict[str, Any]:
+    """The scales that a weight is kept with. What its cast has lost is unknown: its values before are gone."""
+    least, most = (x.item() for x in weight.inv_.detach().aminmax())
+    one = (1 / least, least) if weight.inv_.numel() == 1 else (None, None)
+    return dict(zip(STATE, (None, *one, least, most), strict=True))
 
 
 def _measured(vector: list[float], state: bool) -> dict[str, Any]:

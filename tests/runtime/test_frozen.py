@@ -517,6 +517,25 @@ def test_beside_cached_weights() -> None:
     assert [isinstance(p, FrozenWeight) for p in bases(model).values()] == [False, True, True, True]
 
 
+@pytest.mark.parametrize("recipe", ["delayed", "blockwise"])
+def test_statistics_know_its_scales(recipe: str) -> None:
+    """Also before and after a measured call, whose errors of inputs and gradients are as ever."""
+    with interpreted():
+        model, call = converted(recipe)
+        for measured in (False, True):
+            found = [row for row in fp8compile.stats(model, measure=not measured).rows() if row["name"] in bases(model)]
+            rows = {row["name"]: row for row in found if row["role"] == "weight"}
+            assert rows.keys() == bases(model).keys() and len(found) > 2 * len(rows)
+            for name, p in bases(model).items():
+                row = rows[name]
+                assert (row["recipe"], row["format"], row["sqnr"]) == ("frozen", "e4m3fn", None)
+                assert (row["scale_inv_min"], row["scale_inv_max"]) == (p.inv_.min().item(), p.inv_.max().item())
+                assert row["scale_inv"] == (p.inv_.item() if recipe == "delayed" else None)
+            assert all(bool(row["sqnr"]) is measured for row in found if row["role"] == "input")
+            call(batch(1)).float().mean().backward()
+    assert "frozen" in str(fp8compile.stats(model))
+
+
 @pytest.mark.slow
 def test_scaling_state_goes_on() -> None:
     """The state of inputs and gradients belongs to the weight: it follows, also if it was loaded before the first call."""
