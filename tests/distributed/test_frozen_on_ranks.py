@@ -1,4 +1,5 @@
-"""`frozen="fp8"` on several processes: as without it under DDP; FSDP2's weights stay as they are, with a reason."""
+"""`frozen="fp8"` on several processes: as without it under DDP; FSDP2's weights and those of tensor parallelism stay as they are,
+with a reason."""
 
 from __future__ import annotations
 
@@ -7,6 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8compile
@@ -29,6 +33,15 @@ def _trained(rank: int, how: str, frozen: str) -> tuple[list[torch.Tensor], list
             block.compile(backend="fp8", options=options)
             fully_shard(block)
         call = fully_shard(model)
+    elif how == "tp":
+        mesh = init_device_mesh("cpu", (2,))
+        plan = {
+            "up.base": ColwiseParallel(output_layouts=Replicate()),
+            "down.base": RowwiseParallel(input_layouts=Replicate()),
+        }
+        for block in model.blocks:
+            parallelize_module(block, mesh, plan)
+        call = torch.compile(model, backend="fp8", options=options)
     else:
         for block in model.blocks if how == "cut" else ():
             block.up = LoRA(nn.Linear(128, 256), rank=1024)  # more than a bucket
@@ -37,7 +50,7 @@ def _trained(rank: int, how: str, frozen: str) -> tuple[list[torch.Tensor], list
     found = []
     with interpreted():
         for step in range(3):
-            out = call(batch(2 * step + rank, dtype=torch.float32))
+            out = call(batch(2 * step + (rank if how != "tp" else 0), dtype=torch.float32))
             out.square().mean().backward()
             grads = grads_of(model).values()
             found += [out.detach().clone(), *(x.to_local() if hasattr(x, "to_local") else x for x in grads)]
@@ -48,7 +61,10 @@ def _trained(rank: int, how: str, frozen: str) -> tuple[list[torch.Tensor], list
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("how", "reason"), [("ddp", ""), ("cut", "DDP has cut the graph"), ("fsdp", "sharded by FSDP2")])
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [("ddp", ""), ("cut", "DDP has cut the graph"), ("fsdp", "sharded by FSDP2"), ("tp", "of another type: DTensor")],
+)
 def test_the_training_is_the_one_without_it(how: str, reason: str, tmp_path: Any) -> None:
     (tmp_path / "without").mkdir()
     (tmp_path / "with").mkdir()
