@@ -18,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -109,16 +110,33 @@ compat.ask_by_thread()
 fp8.reset = _reset  # type: ignore[attr-defined]  # torch._dynamo.reset() calls it
 
 
+@dataclass(frozen=True)
+class Job:
+    """A graph to compile, and what a compilation has to know of it before. `history`: the longest of its recipes. `capacity`:
+    the rows of state for forward and backward; None: it has no state. `facts`: see `runtime.warm_start`; None: without the
+    cache."""
+
+    gm: GraphModule
+    example_inputs: list[Any]
+    inputs: Inputs
+    chosen: Options
+    inner: Inner
+    candidates: Candidates
+    history: int
+    capacity: tuple[int, int] | None
+    facts: str | None
+
+
 def _compile(
     gm: GraphModule, given: Sequence[Any], inputs: Inputs, chosen: Options, inner: Inner, only: str | None
 ) -> Callable:
     example_inputs = list(given)
     learning = inputs.training and inputs.grad and bool(inputs.weights)
-    delayed = any(recipe.delayed for recipe in _recipes(inputs, chosen))
-    if inputs.inlined and learning and delayed:
+    histories = [recipe.amax_history_len for recipe in _recipes(inputs, chosen) if recipe.delayed]
+    if inputs.inlined and learning and histories:
         say_once(logger, logging.WARNING, f"fp8: {INLINED}")
     guess = 16 * -(-3 * len(inputs.weights) // 16)
-    capacity = (guess, guess) if learning and delayed and not inputs.inlined else None
+    capacity = (guess, guess) if learning and histories and not inputs.inlined else None
     capacity = None if only == HIGH_PRECISION else capacity
     may_move = _cacheable(example_inputs, inputs, chosen) if learning and only is None else frozenset()
     asked = learning and only is None and any(recipe.frozen == "fp8" for recipe in chosen.policy.possible)
@@ -126,19 +144,19 @@ def _compile(
     inputs = dataclasses.replace(inputs, frozen=candidates.stored | candidates.possible)
     plain = only is None and not may_move and not asked and inner is INDUCTOR
     facts = _facts(gm, example_inputs, inputs, chosen) if plain else None
+    history = max(histories, default=1)
+    job = Job(gm, example_inputs, inputs, chosen, inner, candidates, history, capacity, facts)
 
     def compiled(phase: str, record: int | None = None) -> CompiledGraph:
-        nonlocal capacity, facts
-        first = len(inputs.names) + (2 if capacity is not None else 0)
+        nonlocal job
+        first = len(inputs.names) + (2 if job.capacity is not None else 0)
         cache = Cache(may_move, (), first)
         while True:
             found: Mapping[int, Gatherable] = {}
             try:
-                return _compile_once(
-                    gm, example_inputs, inputs, chosen, inner, capacity, cache, candidates, phase, record, facts
-                )
+                return _compile_once(job, phase, cache, record)
             except CapacityExceeded as error:  # a weight is used many times: the error says how many slots it takes
-                capacity = (error.needed["forward"], max(1, error.needed["backward"]))
+                job = dataclasses.replace(job, capacity=(error.needed["forward"], max(1, error.needed["backward"])))
             except CopiesMissing as error:  # known behind the pass that casts weights
                 if cache.copies:
                     raise
@@ -147,7 +165,7 @@ def _compile(
                 found = error.found
             except Unusable as error:
                 logger.debug("fp8: %s is compiled anew, for the cache cannot be read: %s", inputs.root, error)
-                facts = None
+                job = dataclasses.replace(job, facts=None)
             if found:  # behind the handler, because the error holds the weights; the next trace of this frame reads them in FP8
                 example_inputs.clear()
                 frozen.freeze(found, homes, given, inputs.root)
@@ -168,34 +186,23 @@ def _compile(
     return ScheduledGraph({FP8: fp8_graph, HIGH_PRECISION: observing}, chosen.policy.schedule, first)
 
 
-def _compile_once(
-    gm: GraphModule,
-    example_inputs: list[Any],
-    inputs: Inputs,
-    chosen: Options,
-    inner: Inner,
-    capacity: tuple[int, int] | None,
-    cache: Cache,
-    candidates: Candidates,
-    phase: str,
-    record: int | None,
-    facts: str | None,
-) -> CompiledGraph:
-    """`record`: the graph's index in the ledger, if it is there. `facts`: see `runtime.warm_start`; None: without the cache."""
-    policy, observes = chosen.policy, phase == HIGH_PRECISION
+def _compile_once(job: Job, phase: str, cache: Cache, record: int | None) -> CompiledGraph:
+    """`record`: the graph's index in the ledger, if it is there."""
+    example_inputs, inputs, chosen = job.example_inputs, job.inputs, job.chosen
+    policy, candidates, capacity, observes = chosen.policy, job.candidates, job.capacity, phase == HIGH_PRECISION
     weights = tuple(sorted(inputs.weights, key=lambda i: (i not in inputs.parameters, i)))
     interface = Interface(
         weights=weights,
         parameters=weights[: len(inputs.parameters)],
         names=tuple(inputs.names),
-        history=max([recipe.amax_history_len for recipe in _recipes(inputs, chosen) if recipe.delayed], default=1),
+        history=job.history,
         capacity=capacity,
         observes=observes,
         trains=inputs.training and inputs.grad,
     )
     sharded = all_gather.asked(example_inputs)
     gatherable: dict[int, Gatherable] = {}
-    gm = compat.copy_graph(gm)  # compile_fx takes ownership, and Dynamo still reads the original's placeholders
+    gm = compat.copy_graph(job.gm)  # compile_fx takes ownership, and Dynamo still reads the original's placeholders
     if capacity is not None:
         for direction, slots in zip(("forward", "backward"), capacity, strict=True):
             page = state_page.new_page(slots, interface.history, example_inputs[weights[0]].device)
@@ -229,22 +236,22 @@ def _compile_once(
         _complain(chosen, "save='fp8' has no effect beside a custom_partitioner_fn, which decides what is kept")
     calls, owners = Calls(interface), Owners(interface)
     calls.together = compat.changes_collectives(chosen.inductor)
-    halves = Halves(inner, rewrite, calls, owners)
-    halves.keeps = facts is not None
+    halves = Halves(job.inner, rewrite, calls, owners)
+    halves.keeps = job.facts is not None
     patches = {
         **_lowering(chosen),
         "joint_custom_pre_pass": compat.GraphPass(
             halves.joint_pass,
             f"{policy.key}-{capacity}-{phase}-{inputs.inlined}-{skipped()}",
             chosen.inductor.get("joint_custom_pre_pass"),
-            facts or "",
+            job.facts or "",
         ),
         "custom_partitioner_fn": chosen.inductor.get("custom_partitioner_fn")
         or compat.Partitioner([op.name() for op in RECOMPUTABLE], keep if saves else None, f"-{saves}-{skipped()}"),
     }
     # DDPOptimizer expects one lazy backward for each graph, but with a schedule each graph is compiled twice
     at_once = policy.schedule is not None
-    restore = halves.restore if facts is not None else None
+    restore = halves.restore if job.facts is not None else None
     function = compat.compile_fx(gm, example_inputs, halves.compile, patches, at_once, restore)
     if halves.restored:
         logger.debug("fp8: %s comes from AOTAutograd's cache", inputs.root)
@@ -252,7 +259,7 @@ def _compile_once(
             record = tell(halves.rewritten.findings, partial(_complain, chosen))
     gathers = Gathers(gatherable, chosen.strict, policy.schedule)
     hoisted = halves.rewritten.hoisted if halves.rewritten is not None else None
-    outside = WeightCache(hoisted, inner, _lowering(chosen)) if hoisted is not None else None
+    outside = WeightCache(hoisted, job.inner, _lowering(chosen)) if hoisted is not None else None
     if outside is not None:
         owners.know(outside.casts)
     return CompiledGraph(function, interface, calls, owners, record, halves.converts, gathers, outside, chosen)

@@ -1,5 +1,5 @@
-"""`frozen="fp8"` on several processes: as without it under DDP; FSDP2's weights and those of tensor parallelism stay as they are,
-with a reason."""
+"""`frozen="fp8"` on several processes: as without it under DDP; weights that FSDP2 or tensor parallelism shards stay as they
+are, with a reason."""
 
 from __future__ import annotations
 
