@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from fp8compile import logs
+from fp8compile.runtime import probe
 from fp8compile.runtime.ledger import LEDGER
 
 gc.set_threshold(20_000, 20, 20)  # a compilation makes millions of objects: with Python's 700, a tenth of the time goes there
@@ -46,6 +47,7 @@ def fresh() -> Iterator[None]:
     trace.handlers.clear()
     torch._dynamo.reset()
     LEDGER.clear()
+    probe.ACTIVE.clear()  # measurements that were asked for, and whose models no collection has freed yet
     logs.forget()  # messages that are logged once a process
     random.seed(0)
     torch.manual_seed(0)
