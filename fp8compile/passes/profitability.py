@@ -133,6 +133,11 @@ class Cast:
     turned: bool = False
     readers: list[tuple[Gemm, tuple[str, bool]]] = field(default_factory=list)
 
+    @property
+    def there(self) -> tuple[bool, ...]:
+        """Which copies need not be made."""
+        return self.gathered, self.kept, self.turned
+
     def layouts(self, chosen: set[Gemm]) -> int:
         """How many copies are to be written."""
         made = {layout for gemm, layout in self.readers if gemm in chosen}
@@ -368,7 +373,7 @@ class _Component:
     def described(gemm: Gemm) -> tuple:
         """All values that the estimates of a gemm depend on. Most layers of a model agree in them."""
         tensors = (
-            (replace(cast.base.source, readers=frozenset()), cast.base.outside, cast.recipe, cast.again, len(cast.readers))
-            for cast, _ in gemm.reads
+            (replace(x.base.source, readers=frozenset()), x.base.outside, x.recipe, x.again, *x.there, len(x.readers))
+            for x, _ in gemm.reads
         )
         return (gemm.sizes, gemm.tokens, gemm.dtype, gemm.out_bytes, gemm.fast, *tensors)

@@ -118,6 +118,25 @@ def test_casts_of_weights_that_are_kept_cost_nothing():
     assert sum(record.decision == "fp8" for record in apart.values()) < sum(x.decision == "fp8" for x in kept.values())
 
 
+class Five(nn.Module):
+    """Equal layers."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.a, self.b, self.c, self.d, self.e = (nn.Linear(width, width) for _ in range(5))
+
+    def forward(self, x):
+        return self.e(F.gelu(self.d(F.gelu(self.c(F.gelu(self.b(F.gelu(self.a(F.gelu(x))))))))))
+
+
+def test_equal_layers_whose_casts_cost_otherwise_begin_to_pay_elsewhere():
+    rules = [{"module": "b", "cache_weights": True}, {"module": "c", "cache_weights": True, "recast_weights": True}]
+    options = {"recipe": "tensorwise", "recast_weights": False, "policy": {"rules": rules}}
+    found = compile_only(lambda: Five(4096), 1, 512, 4096, **options)
+    starts = {name: found[name, "fprop"].break_even_m for name in "bcd"}
+    assert starts["b"] < starts["c"] < starts["d"]
+
+
 def test_one_kept_copy_costs_its_transposition():
     """Of the weight with dgrad: less than a cast, more than nothing."""
     how = ({}, {"cache_weights": True, "recast_weights": True}, {"cache_weights": True, "recast_weights": False})
