@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fp8compile import logs
-from fp8compile.runtime import probe
+from fp8compile.runtime import phases, probe
 from fp8compile.runtime.ledger import LEDGER
 
 gc.set_threshold(20_000, 20, 20)  # a compilation makes millions of objects: with Python's 700, a tenth of the time goes there
@@ -48,6 +48,7 @@ def fresh() -> Iterator[None]:
     torch._dynamo.reset()
     LEDGER.clear()
     probe.ACTIVE.clear()  # measurements that were asked for, and whose models no collection has freed yet
+    phases._state.steps.clear()  # optimizers that no collection has freed yet: a model that had none follows the others
     logs.forget()  # messages that are logged once a process
     random.seed(0)
     torch.manual_seed(0)

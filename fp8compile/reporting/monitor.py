@@ -65,7 +65,11 @@ class Monitor:
         addition.arm(self._count)
 
     def step(self) -> None:
-        """Count a step by hand, in a training loop whose optimizer is not a `torch.optim.Optimizer`."""
+        """Count a step by hand, in a training loop whose optimizer is not a `torch.optim.Optimizer`.
+
+        Where other models are trained in this process, call `set_step(0, model)` before `monitor`: without an optimizer of its
+        own, a model is taken to be at their step.
+        """
         self._count += 1
         self._at(self._count)
 
@@ -98,7 +102,10 @@ class Monitor:
         if model is None or self._forget is None:
             return self.close()
         self._count = step
-        if measurement is not None and not measurement.records:
+        if measurement is not None and step % self.every:  # counted from another model's steps, or changed by `set_step`
+            measurement.end()
+            self._measurement = None
+        elif measurement is not None and not measurement.records:
             idle = not any(find(weight).casts for weight in named_weights(model).values())
             why = "nothing of it runs in FP8 (fp8compile.report(model) says why)" if idle else "no training call in FP8"
             say_once(logger, logging.WARNING, f"monitor of {type(model).__name__}: {why}: nothing to write at step {step}")

@@ -187,8 +187,9 @@ def stays_in_fp8(parameter: Tensor, schedule: Schedule) -> bool:
 
 
 def steps_of(model: nn.Module) -> int:
-    """How many optimizer steps a model has seen, as far as is known."""
-    parameter = next(iter(_parameters(model)), None)
+    """How many optimizer steps a model has seen, as far as is known: those of the first parameter that an optimizer had."""
+    parameters = _parameters(model)
+    parameter = next((p for p in parameters if find(p).steps), next(iter(parameters), None))
     return 0 if parameter is None else _state.counted(parameter) + _state.offset_of(parameter)
 
 

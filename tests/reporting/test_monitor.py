@@ -158,6 +158,30 @@ def test_a_second_optimizer_goes_on() -> None:
     assert steps_in(rows) == [2, 4, 6, 8]
 
 
+def test_beside_another_model() -> None:
+    """A model whose first step comes after those of another one: it is measured at its own steps."""
+    other = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(other.parameters(), 1e-3)
+    for _ in range(3):
+        optimizer.step()
+    model = make(Mlp)
+    run, rows = compiled(model), []
+    with fp8compile.monitor(run, 2, rows.extend) as monitor:
+        train(run, model, 4)
+    assert steps_in(rows) == [2, 4] and monitor.written == 2
+
+
+def test_a_step_set_while_it_measures() -> None:
+    model = make(Mlp)
+    run, rows = compiled(model), []
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    with fp8compile.monitor(run, 2, rows.extend):
+        train(run, model, 1, optimizer)
+        fp8compile.set_step(6, model)
+        train(run, model, 2, optimizer)
+    assert steps_in(rows) == [8]
+
+
 def test_block_by_block() -> None:
     model = make(lambda: Parallel(Mlp(), Mlp()))
     for block in model.inner:

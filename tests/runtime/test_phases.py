@@ -171,6 +171,15 @@ def test_set_step_before_an_optimizer_has_the_model() -> None:
     assert schedule.steps_of(model) == 1
 
 
+def test_the_steps_of_a_model_whose_first_layer_is_frozen() -> None:
+    other, model = nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 2))
+    before, optimizer = torch.optim.SGD(other.parameters(), 0.1), torch.optim.SGD(model[1].parameters(), 0.1)
+    for _ in range(3):
+        before.step()
+    optimizer.step()
+    assert schedule.steps_of(model) == 1
+
+
 def test_set_phase_without_a_schedule(caplog) -> None:
     torch.compile(make(Mlp), backend="fp8")(noise(32, 128)).sum().backward()
     fp8compile.set_phase("high_precision")
