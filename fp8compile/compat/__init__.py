@@ -52,6 +52,7 @@ from .collectives import (
     all_gather,
     different,
     group_name,
+    has_groups,
     in_pipeline,
     inferring_shapes,
     is_default_group,

@@ -38,10 +38,15 @@ def reduce_scatter(part: torch.Tensor, whole: torch.Tensor, group: Any) -> None:
     (getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor)(part, whole, group=group)
 
 
+def has_groups() -> bool:
+    """Has this process process groups?"""
+    return dist.is_available() and dist.is_initialized()
+
+
 def group_name(given: bool | str, dimensions: Mapping[str, str]) -> str | None:
     """The name of the default process group (True), of the group of a mesh's dimension, or of another group; None where there
     are no process groups. ValueError if there are some, but none of this name."""
-    if not (dist.is_available() and dist.is_initialized()):
+    if not has_groups():
         return None
     if given is True:
         return dist.group.WORLD.group_name  # type: ignore[union-attr]

@@ -247,7 +247,7 @@ def _of_one_rank(policy: Policy) -> Policy:
 
 def _rank() -> int | None:
     """This process's rank, where several train together."""
-    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    several = compat.has_groups() and dist.get_world_size() > 1
     return dist.get_rank() if several else None
 
 

@@ -89,8 +89,9 @@ def hoist(graph: Graph, matmuls: Collection[Matmul], cache: Cache) -> Hoisted | 
     copies = [node for node, ours in moving.items() if ours and is_tensor(node) and any(x not in moving for x in node.users)]
     copies = [node for node in copies if all(isinstance(size, int) for size in value(node).shape)]
     keep = {matmul.parameter for matmul in matmuls if matmul.fp8 and matmul.recipe.recast_weights is not True}
-    sparing = _from(graph, {node: i for node, i in weights.items() if node not in keep})
-    spared = turned([node for node in copies if node in sparing], moving)
+    sparing = {node: i for node, i in weights.items() if node not in keep}
+    alone = _from(graph, sparing) if sparing else {}
+    spared = turned([node for node in copies if node in alone], moving)
     copies = [node for node in copies if node not in spared]
     layouts = tuple(Layout(x.dtype, tuple(x.shape), tuple(x.stride())) for x in map(value, copies))
     if layouts != cache.copies:

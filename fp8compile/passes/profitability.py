@@ -135,7 +135,7 @@ class Cast:
 
     @property
     def there(self) -> tuple[bool, ...]:
-        """Which copies need not be made."""
+        """Whether `gathered`, `kept` and `turned`."""
         return self.gathered, self.kept, self.turned
 
     def layouts(self, chosen: set[Gemm]) -> int:

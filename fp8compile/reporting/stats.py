@@ -137,7 +137,7 @@ def table(model: nn.Module, measurement: Measurement | None = None) -> list[dict
         found = known.measured if measurement is None else measurement.records.get(known, {})
         gathered = known.gathered.cast if known.gathered is not None else None
         stored = weight if isinstance(weight, FrozenWeight) else None
-        whole = gathered if stored is None else Cast("frozen", str(stored.data_.dtype).removeprefix("torch.float8_"))
+        whole = gathered if stored is None else Cast.of("frozen", stored.data_.dtype)
         if whole is not None:  # no graph casts the weight
             casts = {**{name: cast for name, cast in casts.items() if name[0] != "weight"}, ("weight", 0, ""): whole}
         for name in sorted(casts, key=lambda name: (ROLES.index(name[0]), *name[1:])):

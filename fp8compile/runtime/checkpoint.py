@@ -137,11 +137,11 @@ class ScalingState:
 
     @property
     def _size(self) -> int:
-        return dist.get_world_size(self.group) if _distributed() else 1
+        return dist.get_world_size(self.group) if compat.has_groups() else 1
 
     @property
     def _rank(self) -> int:
-        return dist.get_rank(self.group) if _distributed() else 0
+        return dist.get_rank(self.group) if compat.has_groups() else 0
 
     def _gather(self, mine: Any) -> list[Any]:
         if self._size == 1:
@@ -149,10 +149,6 @@ class ScalingState:
         found: list[Any] = [None] * self._size
         dist.all_gather_object(found, mine, group=self.group)
         return found
-
-
-def _distributed() -> bool:
-    return dist.is_available() and dist.is_initialized()
 
 
 def _bytes(x: Any) -> bytes:

@@ -53,7 +53,7 @@ def format_of(form: Gatherable) -> Format:
 
 def cast_of(form: Gatherable) -> probe.Cast:
     """The cast, as statistics show it."""
-    return probe.Cast(recipe_of(False, Block(form.block, form.block)), str(format_of(form).dtype).removeprefix("torch.float8_"))
+    return probe.Cast.of(recipe_of(False, Block(form.block, form.block)), format_of(form).dtype)
 
 
 def misfit(entry: Gathered, form: Gatherable) -> str:

@@ -43,6 +43,11 @@ class Cast(NamedTuple):
     recipe: str
     format: str  # "e4m3fn", "e5m2", ...
 
+    @classmethod
+    def of(cls, recipe: str, dtype: torch.dtype) -> Cast:
+        """`dtype`: an FP8 one."""
+        return cls(recipe, str(dtype).removeprefix("torch.float8_"))
+
 
 ACTIVE: list[Measurement] = []
 
@@ -203,7 +208,7 @@ def casts_of(graph: Graph) -> dict[tuple[int, Name], Cast]:
             if operand is None:
                 continue
             recipe = recipe_of(bool(operand.settings.window), block_of(node))
-            cast = Cast(recipe, str(node.args[2]).removeprefix("torch.float8_"))
+            cast = Cast.of(recipe, node.args[2])
             found.update({(operand.input, name): cast for name in names_of(node)})
     return found
 

@@ -104,7 +104,7 @@ def facts(gm: GraphModule, example_inputs: Sequence[Any], inputs: Inputs, others
     try:
         if dump_dir() is not None or get_logger(pipeline.__name__).isEnabledFor(logging.DEBUG):
             raise Unknown("somebody wants to see the passes")
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
+        if compat.has_groups():
             raise Unknown("there are process groups")
         if inputs.inlined or inputs.resharded or inputs.groups:
             raise Unknown("compiled autograd or FSDP2 owns its inputs")

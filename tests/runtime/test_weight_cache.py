@@ -84,6 +84,30 @@ def layer() -> nn.Module:
     return make(lambda: LlamaLayer(128, 2, 2, 256), BF16)
 
 
+def executed_steps(recipe: str, **options: Any) -> tuple[list[dict[str, Tensor]], int]:
+    """Three steps of two micro-batches by the plan of a GPU, executed on a CPU: outputs and gradients of each, and how often
+    weights were cast."""
+    torch._dynamo.reset()
+    model, found = layer(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    own = {"current_scaling": (False, True, False)} if recipe == "delayed" else {}
+    with executed(0), counted() as casts:
+        call = torch.compile(model, backend="fp8", options={"policy": ALL_FP8, "recipe": recipe, **own, **options})
+        for seed in range(3):
+            x = noise(1, 64, 128, seed=seed, dtype=BF16).requires_grad_()
+            for _ in range(2):
+                y = call(x)
+                y.backward(noise(*y.shape, seed=9, dtype=BF16))
+            found.append({"y": y.detach(), **grads_of(model, [x])})
+            optimizer.step()
+            optimizer.zero_grad()
+    return found, len(casts)
+
+
+def close(one: list[dict[str, Tensor]], other: list[dict[str, Tensor]], decibels: float) -> bool:
+    return all(sqnr(value, b[name]) > decibels for a, b in zip(one, other, strict=True) for name, value in a.items())
+
+
 class Checkpointed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -497,28 +521,9 @@ def test_hooks_are_registered_once() -> None:
 @pytest.mark.parametrize("recipe", ["delayed", *(pytest.param(x, marks=pytest.mark.slow) for x in ("tensorwise", "rowwise"))])
 def test_the_plan_of_a_gpu(recipe: str) -> None:
     """Executed on a CPU: what the plan computes without. In the first call no weight was rounded otherwise."""
-    results = []
-    for cache in (False, True):
-        torch._dynamo.reset()
-        model, found = layer(), []
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-        own = {"current_scaling": (False, True, False)} if recipe == "delayed" else {}
-        options = {"policy": ALL_FP8, "recipe": recipe, "cache_weights": cache, **own}
-        with executed(0), counted() as casts:
-            call = torch.compile(model, backend="fp8", options=options)
-            for seed in range(3):
-                x = noise(1, 64, 128, seed=seed, dtype=BF16).requires_grad_()
-                for _ in range(2):
-                    y = call(x)
-                    y.backward(noise(*y.shape, seed=9, dtype=BF16))
-                found.append({"y": y.detach(), **grads_of(model, [x])})
-                optimizer.step()
-                optimizer.zero_grad()
-        assert len(casts) == (2 + 1 + 1 if cache else 0)
-        results.append(found)
-    for step, (expected, given) in enumerate(zip(*results, strict=True)):
-        for name, value in expected.items():
-            assert sqnr(value, given[name]) > 40, f"step {step}: {name}"
+    (expected, never), (found, casts) = (executed_steps(recipe, cache_weights=cache) for cache in (False, True))
+    assert (never, casts) == (0, 2 + 1 + 1)
+    assert close(expected, found, 40)
 
 
 @needs_description
