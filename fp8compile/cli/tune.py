@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from .errors import Failed, usage
 from .model import TARGET_HELP, hide_gpus, prepared, talk_on_stderr, traced
 from .target import beside, load
+
+if TYPE_CHECKING:
+    from ..dryrun.tune import Progress
 
 EVERY = 15.0  # seconds between lines of progress where there is no terminal
 
@@ -64,11 +68,10 @@ def tune(
             "device": device,
             "loss_budget": loss_budget,
             "like": None if sizes is None else (sizes.model, sizes.args, sizes.kwargs),
-            "progress": _progress(),
         }
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast), _progress() as progress:
             try:
-                found = traced(loaded, lambda: run(loaded.model, *loaded.args, **settings, **loaded.kwargs))
+                found = traced(loaded, lambda: run(loaded.model, *loaded.args, progress=progress, **settings, **loaded.kwargs))
             except Unmet as error:
                 raise Failed(str(error)) from None
     if out is not None:
@@ -80,18 +83,27 @@ def tune(
     click.echo(json.dumps(found.to_dict(), indent=2) if as_json else str(found))
 
 
-def _progress() -> Callable[[int, int, str], None]:
-    """Shows progress on stderr: a line that is written over in a terminal, else a line every `EVERY` seconds."""
-    terminal, said = sys.stderr.isatty(), [-EVERY, 0.0]
+@contextmanager
+def _progress() -> Iterator[Progress]:
+    """Shows progress on stderr: a bar in a terminal, else a line every `EVERY` seconds."""
+    if sys.stderr.isatty():
+        with click.progressbar(length=1, show_pos=True, item_show_func=lambda what: what, file=sys.stderr) as bar:
+
+            def move(done: int, total: int, what: str) -> None:
+                bar.length, bar.current_item = total, what  # it may grow
+                bar.make_step(done - bar.pos)
+                bar.render_progress()  # `update` waits for the first step to end
+
+            yield move
+        return
     began = time.monotonic()
+    said = began - EVERY
 
-    def show(done: int, total: int, what: str) -> None:
-        passed = time.monotonic() - began
-        text = f"{done}/{total}, {passed:.0f} s: {what}"
-        if terminal:
-            click.echo(f"\r{text[:78]:<78}" + ("\n" if done == total else ""), nl=False, err=True)
-        elif passed - said[0] >= EVERY or done == total:
-            said[0] = passed
-            click.echo(text, err=True)
+    def say(done: int, total: int, what: str) -> None:
+        nonlocal said
+        now = time.monotonic()
+        if now - said >= EVERY or done == total:
+            said = now
+            click.echo(f"{done}/{total}, {now - began:.0f} s: {what}", err=True)
 
-    return show
+    yield say

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import json
 import os
 import re
@@ -18,6 +19,7 @@ from fp8compile import cli
 from fp8compile.cli import target
 from fp8compile.cli.model import parse_option, talk_on_stderr
 from fp8compile.cli.target import TargetError
+from fp8compile.cli.tune import _progress
 from fp8compile.config.policy import BUILTIN
 from fp8compile.devices import catalog
 from fp8compile.dryrun.candidates import Candidate
@@ -489,6 +491,24 @@ def test_tune(model, capsys, monkeypatch):
     sys.modules.pop("my_model")
     assert cli.main([*arguments, "--loss-budget", "0.00001%"]) == 1
     assert "no FP8 policy fits" in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress_whose_end_moves(monkeypatch, terminal):
+    """A bar in a terminal; elsewhere the first step, the last one, and none between that comes at once."""
+    stream = io.StringIO()
+    stream.isatty = lambda: terminal
+    monkeypatch.setattr(sys, "stderr", stream)
+    with _progress() as show:
+        for done, total, what in ((0, 4, "one step"), (1, 6, "a second"), (6, 6, "done")):
+            show(done, total, what)
+    text = stream.getvalue()
+    if terminal:
+        found = re.findall(r"(\d/\d)\b[^/]* (one step|a second|done)", text)
+        assert found == [("0/4", "one step"), ("1/6", "a second"), ("6/6", "done")]
+        assert "#" * 36 in text
+    else:
+        assert text.splitlines() == ["0/4, 0 s: one step", "6/6, 0 s: done"]
 
 
 # --- explain --------------------------------------------------------------------------------------
