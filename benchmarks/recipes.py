@@ -387,7 +387,8 @@ def plot(rows: Sequence[Row], path: Path) -> None:
 
     plt = pyplot()
     summaries = summarise(rows)
-    colors = dict(zip(ARMS, ("black", "#9aa0a6", *(f"C{i}" for i in range(len(ARMS) - 2))), strict=True))
+    colors = {x.arm: plt.get_cmap("tab20").colors[2 * i % 20 + i // 10 % 2] for i, x in enumerate(summaries)}
+    colors |= {BASELINE: "black", "float32": "#9aa0a6"}
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), gridspec_kw={"width_ratios": (1, 1.15)})
     for x in summaries:
         curves = [row["evaluations"] for row in rows if row["arm"] == x.arm]
@@ -448,9 +449,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     study = DEMO if given.demo else Study(steps=given.steps, experts=given.experts)
     complete = given.show or run_missing(given.arms, given.seeds, given.jobs, given.out.resolve(), study)
-    rows = read(given.out, study)
+    rows = [row for row in read(given.out, study) if row["arm"] in (*given.arms, given.baseline)]
     try:
-        summaries = summarise([row for row in rows if row["arm"] in (*given.arms, given.baseline)], given.baseline)
+        summaries = summarise(rows, given.baseline)
         print(overview(summaries, baseline=given.baseline))
         if given.update:
             written = overview(summaries, markdown=True, baseline=given.baseline)
