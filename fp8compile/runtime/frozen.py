@@ -40,7 +40,7 @@ logger = get_logger(__name__)
 SHARDED = "sharded by FSDP2"
 CUT = "DDP has cut the graph (torch._dynamo.config.optimize_ddp = False keeps it whole)"
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-_pretends = False
+_pretends: dict[torch.device, Tensor] | None = None  # in `set_aside`: the memory that all weights share, by device
 _hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules whose `state_dict()` has our hook
 
 
@@ -134,7 +134,7 @@ def freeze(found: Mapping[int, Gatherable], homes: Mapping[int, Home], example_i
             was, now = _frozen(module, name, form)
             count, before, after = count + 1, before + was, after + now
             held += was if old() is not None else 0
-    if _pretends:
+    if _pretends is not None:
         return
     said = "state_dict() and all other readers get the values that FP8 has left of them"
     sizes = f"{after / 1e6:,.4g} MB in the place of {before / 1e6:,.4g}"
@@ -186,18 +186,25 @@ def _frozen(module: nn.Module, name: str, form: Gatherable) -> tuple[int, int]:
     """Replace one parameter; returns its bytes before and after."""
     parameter: Any = module._parameters[name]
     dtype, how = pick(False, form.fnuz).dtype, (form.block, form.margin, form.power_of_2)
-    if _pretends:
-        data = torch.empty(parameter.shape, dtype=dtype, device=parameter.device)
-        inv = _ones(parameter, form.block)
+    if _pretends is not None:
+        data, inv = _unwritten(parameter, dtype, _pretends), _ones(parameter, form.block)
     else:
         data, inv = cast(parameter.detach(), dtype, *how)
     _replace(module, name, nn.Parameter(FrozenWeight(data, inv, parameter.dtype, *how), requires_grad=False))
     before = parameter.nbytes
-    if not _pretends:
+    if _pretends is None:
         if module not in _hooked:
             _hooked.add(module)
             module.register_state_dict_post_hook(_plain_entries)
     return before, data.nbytes + inv.nbytes
+
+
+def _unwritten(parameter: Tensor, dtype: torch.dtype, memory: dict[torch.device, Tensor]) -> Tensor:
+    """An FP8 tensor of a parameter's shape: the longest one so far has memory of its own, and the others lie in it."""
+    known = memory.get(parameter.device)
+    if known is None or known.numel() < parameter.numel():
+        memory[parameter.device] = known = torch.empty(parameter.numel(), dtype=torch.uint8, device=parameter.device)
+    return known[: parameter.numel()].view(dtype).view(parameter.shape).detach()
 
 
 def _ones(parameter: Tensor, block: int) -> Tensor:
@@ -272,9 +279,9 @@ def check(
 
 @contextlib.contextmanager
 def set_aside() -> Iterator[None]:
-    """Inside, nothing is cast: a weight that would be kept in FP8 has memory that nobody has written."""
+    """Inside, nothing is cast: weights that would be kept in FP8 share memory that nobody has written."""
     global _pretends
-    before, _pretends = _pretends, True
+    before, _pretends = _pretends, {}
     try:
         yield
     finally:

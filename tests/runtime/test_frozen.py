@@ -554,7 +554,10 @@ def test_explain_and_compare_change_nothing() -> None:
     model = made()
     before = dict(model.named_parameters())
     options = {"policy": ALL_FP8, "frozen": "fp8"}
-    found = fp8compile.explain(model, batch(0), options=options)
+    with mock.patch.object(runtime_frozen, "_replace", wraps=runtime_frozen._replace) as replace:
+        found = fp8compile.explain(model, batch(0), options=options)
+    copies = [call.args[2].data_ for call in replace.call_args_list]
+    assert len(copies) == 4 and len({copy.data_ptr() for copy in copies}) == 1  # explaining takes the memory of one weight
     assert [x.reason for x in found.graphs[-1].frozen] == [""] * 4
     assert all(p is before[name] for name, p in model.named_parameters())
     with interpreted():
