@@ -12,8 +12,9 @@ from torch import nn
 
 from fp8compile import compat
 from fp8compile.passes.pipeline import run_post_grad
+from tests.runtime import test_frozen as lora
 from tests.support.groups import CASES, Cast, Made, Source, trace
-from tests.support.harness import MOVING, Pair, assert_close, compiled, grads_of, leaf, like, noise
+from tests.support.harness import ALL_FP8, MOVING, Pair, assert_close, compiled, grads_of, leaf, like, noise
 from tests.support.kernel_checks import check
 from tests.support.models import Block, Checkpointed, Mlp, make, relus
 
@@ -91,6 +92,30 @@ def test_modes(mode: str, device: str) -> None:
         torch.compiler.cudagraph_mark_step_begin()
         pair.step(noise(32, 128, seed=step, scale=factor, dtype=torch.bfloat16, device=device))
     pair.assert_fp8()
+
+
+@pytest.mark.parametrize("cuda_graphs", [False, True])
+def test_weights_that_are_kept_in_fp8_only(cuda_graphs: bool, device: str) -> None:
+    """Adapters on a frozen base learn what they learn beside plain frozen weights."""
+    found = []
+    for frozen in ("high_precision", "fp8"):
+        torch._dynamo.reset()
+        model = lora.made().to(device)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.SGD(trained, lr=1e-2)
+        options = {"policy": ALL_FP8, "recipe": "tensorwise", "frozen": frozen, "triton.cudagraphs": cuda_graphs}
+        call = torch.compile(model, backend="fp8", options=options)
+        outputs = []
+        for step in range(4):
+            torch.compiler.cudagraph_mark_step_begin()
+            y = call(lora.batch(step).to(device))
+            y.float().square().mean().backward()
+            outputs.append(y.detach().clone())
+            optimizer.step()
+            optimizer.zero_grad()
+        assert lora.stored(model) == {frozen == "fp8"}
+        found.append({str(i): x for i, x in enumerate((*outputs, *(p.detach().clone() for p in trained)))})
+    assert_close(*found, 40.0, "training")
 
 
 @pytest.mark.parametrize("name", CASES)
