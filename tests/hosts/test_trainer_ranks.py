@@ -68,6 +68,7 @@ def facts(run: Any, watched: Any) -> dict[str, Any]:
     report = fp8compile.report(run.model)
     found = {"rows": summary(report), "state": sorted(fp8compile.scaling_state(run.model)), "steps": watched.steps}
     found |= {"wrapper": type(run.model_wrapped).__name__, "graphs": [graph.name for graph in report.graphs if graph.matmuls]}
+    found["outside"] = [record.parameter for record in report.outside]
     found |= {"gradients": watched.gradients, "weights": run.model.state_dict(), "log": logged(run), "fed": run.fed}
     return found
 
