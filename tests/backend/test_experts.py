@@ -289,7 +289,7 @@ def test_the_plan_where_no_kernel_can_be_launched(caplog: pytest.LogCaptureFixtu
 
 @pytest.mark.compat
 @pytest.mark.skipif(unavailable() is not None, reason=unavailable() or "")
-@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "rowwise", "blockwise"])
+@pytest.mark.parametrize("recipe", ["delayed", pytest.param("tensorwise", marks=pytest.mark.slow), "rowwise", "blockwise"])
 def test_the_plan_for_a_gpu(recipe: str) -> None:
     """Code for a described H200, run on a CPU, whose memory is NaN until it is written."""
     with executed() as plan:

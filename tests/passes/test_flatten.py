@@ -112,6 +112,7 @@ def test_a_head_in_fp8_stays_whole() -> None:
     assert all(torch.equal(value, got[name]) for a, got in zip(whole, chunked, strict=True) for name, value in a.items())
 
 
+@pytest.mark.slow
 def test_with_inductors_code() -> None:
     """Not interpreted: forward, backward, and a cold call first."""
     model = make(lambda: Words("float"), BF16)

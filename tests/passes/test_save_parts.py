@@ -97,6 +97,7 @@ def test_parts_that_128_does_not_divide(interpreted) -> None:
 
 
 @needs_description
+@pytest.mark.slow
 def test_the_bits_of_a_plan_for_a_gpu() -> None:
     """Where Inductor rounds each bf16 result, forward is to the bit what it is without. (Otherwise it rounds what it stores,
     and without `save` it stores some more.)"""
