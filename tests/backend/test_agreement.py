@@ -206,7 +206,12 @@ def test_gradient_accumulation(name: str, recipe: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "recipe"), [("mlp", "delayed"), ("block", "delayed"), ("checkpointed_mlp", "delayed"), ("mlp", "tensorwise")]
+    ("name", "recipe"),
+    [
+        ("checkpointed_mlp", "delayed"),
+        ("mlp", "tensorwise"),
+        *(pytest.param(name, "delayed", marks=pytest.mark.slow) for name in ("mlp", "block")),
+    ],
 )
 def test_after_a_recompile_for_another_shape(name: str, recipe: str) -> None:
     """A static shape, a second one that recompiles (dynamic from there on), the first one again, and odd sizes."""

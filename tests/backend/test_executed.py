@@ -113,8 +113,6 @@ def steps(pair: Pair, shape: tuple[int, ...], count: int = 4) -> None:
         ("block", "delayed", FP32, 0),
         ("checkpointed", "delayed", BF16, 0),
         ("odd", "delayed", BF16, 1),
-        ("stack", "tensorwise", BF16, 1),
-        ("gated", "rowwise", FP32, 1),
         ("mlp", "rowwise_with_gw_hp", FP32, 0),
         ("mlp", "mxfp8", FP32, 0),
         ("post_norm", "blockwise", BF16, 0),
@@ -122,6 +120,8 @@ def steps(pair: Pair, shape: tuple[int, ...], count: int = 4) -> None:
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
+                ("stack", "tensorwise", BF16, 1),
+                ("gated", "rowwise", FP32, 1),
                 ("checkpointed_blocks", "delayed", FP32, 1),
                 ("spelled", "delayed", FP32, 0),
                 ("twice", "delayed", FP32, 1),

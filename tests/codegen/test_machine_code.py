@@ -39,9 +39,9 @@ _traced = functools.cache(traced)
 
 @functools.cache
 def compiled(target: str) -> list[tuple[Generated, Any]]:
-    """Triton's object for each kernel at its default tile, or the error."""
+    """Triton's object for each kernel at its default tile, or the error. For sm_90: in each of its sizes."""
     made: list[tuple[Generated, Any]] = []
-    for kernel in kernels(True, target.startswith("gfx")):
+    for kernel in kernels(target == "sm_90", target.startswith("gfx")):
         kernel = with_fnuz(kernel) if target == "gfx942" else kernel
         try:
             made.append((kernel, compile_kernel(kernel, kernel.configs[0], TARGETS[target])))

@@ -933,6 +933,7 @@ def test_fused_and_unfused_agree(part: int) -> None:
         assert seen[what], (what, seen)
 
 
+@pytest.mark.slow
 def test_scales_of_rows_and_blocks_agree() -> None:
     """Casts follow chains and norms; in half of the cases blocks are as large as in training."""
     seen = explore(0, CASES // 4, scaled_cases)

@@ -337,8 +337,14 @@ def test_what_depends_on_each_other_stays_apart() -> None:
 
 
 @needs_description
-@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
-@pytest.mark.parametrize("choice", [0, 1])
+@pytest.mark.parametrize(
+    ("recipe", "choice"),
+    [
+        ("delayed", 0),
+        ("tensorwise", 1),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("delayed", 1), ("tensorwise", 0))),
+    ],
+)
 def test_the_plan_of_a_gpu(recipe: str, choice: int) -> None:
     """Executed on a CPU: 12 FP8 matmuls instead of 21, and what the interpreted graph computes."""
 

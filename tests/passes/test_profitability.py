@@ -348,7 +348,7 @@ def test_float32_weights_under_autocast(seen):
 
 
 @pytest.mark.skipif(fake_gpu.unavailable() is not None, reason=fake_gpu.unavailable() or "")
-@pytest.mark.parametrize("seed", [1, 10, 15, 20, 37])
+@pytest.mark.parametrize("seed", [1, 10, 15, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (20, 37))])
 def test_never_slower(seed):
     """Five of the 200 models of benchmarks/never_slower.py. FP8 is never slower, by the roofline of Inductor's launches."""
     from benchmarks import never_slower

@@ -119,7 +119,7 @@ def static(key: str, recast: bool, recipe: str, **options: Any) -> tuple[fake_gp
         ("h100", "delayed", {"merge_matmuls": True}, 4),
         pytest.param("h100", "tensorwise", {"merge_matmuls": False}, 7, marks=pytest.mark.slow),
         pytest.param("h100", "blockwise", {}, 7, marks=pytest.mark.slow),
-        ("b200", "mxfp8", {"weight_tiles": True}, 7),
+        pytest.param("b200", "mxfp8", {"weight_tiles": True}, 7, marks=pytest.mark.slow),
     ],
 )
 def test_one_kernel_that_moves_2_bytes_an_element(key: str, recipe: str, options: dict[str, Any], count: int) -> None:
