@@ -50,8 +50,8 @@ slow: $(STAMP)  # by file: what starts processes is shared by the tests of a mod
 compat: $(STAMP)
 	$(PYTEST) -m "compat and not slow" $(TESTS)
 
-hosts: hosts-venv  # one process: each test starts two of its own. Exports are loaded with the help of Accelerate
-	$(MAKE) slow $(HOSTS) JOBS=0 TESTS="tests/hosts tests/exporting"
+hosts: hosts-venv  # Exports are loaded with the help of Accelerate
+	$(MAKE) slow $(HOSTS) JOBS=2 TESTS="tests/hosts tests/exporting"
 
 hosts-venv:  # axolotl pins older versions of the other hosts: without its requirements
 	$(MAKE) venv $(HOSTS)
