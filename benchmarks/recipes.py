@@ -381,23 +381,23 @@ def overview(summaries: Sequence[Summary], markdown: bool = False, baseline: str
 # -- plot --------------------------------------------------------------------------------------------------------------
 
 
-def plot(rows: Sequence[Row], path: Path) -> None:
-    """Left: each arm's mean validation loss. Right: gaps to bf16, one dot per seed, with the interval of the mean."""
+def plot(rows: Sequence[Row], path: Path, baseline: str = BASELINE) -> None:
+    """Left: each arm's mean validation loss. Right: gaps to the baseline, one dot per seed, with the interval of the mean."""
     from .plot import pyplot
 
     plt = pyplot()
-    summaries = summarise(rows)
+    summaries = summarise(rows, baseline)
     colors = {x.arm: plt.get_cmap("tab20").colors[2 * i % 20 + i // 10 % 2] for i, x in enumerate(summaries)}
-    colors |= {BASELINE: "black", "float32": "#9aa0a6"}
+    colors |= {"float32": "#9aa0a6", baseline: "black"}
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), gridspec_kw={"width_ratios": (1, 1.15)})
     for x in summaries:
         curves = [row["evaluations"] for row in rows if row["arm"] == x.arm]
         steps = [step for step, _ in curves[0]]
         means = [statistics.fmean(curve[i][1] for curve in curves) for i in range(len(steps))]
-        left.plot(steps, means, color=colors[x.arm], lw=2.5 if x.arm == BASELINE else 1.0, label=x.arm)
+        left.plot(steps, means, color=colors[x.arm], lw=2.5 if x.arm == baseline else 1.0, label=x.arm)
     left.set(xlabel="step", ylabel="validation loss (nats a byte)", title="Mean over the seeds")
     left.legend(frameon=False, fontsize=8)
-    shown = [x for x in summaries if x.arm != BASELINE][::-1]
+    shown = [x for x in summaries if x.arm != baseline][::-1]
     for at, x in enumerate(shown):
         gap, half = mean_interval(x.gaps)
         if x.goal is not None:
@@ -406,7 +406,7 @@ def plot(rows: Sequence[Row], path: Path) -> None:
         right.errorbar([gap], [at], xerr=None if math.isnan(half) else [half], fmt="D", ms=5, color=colors[x.arm], capsize=4)
     right.axvline(0.0, color="black", lw=0.8)
     right.set_yticks(range(len(shown)), [x.arm for x in shown])
-    right.set(xlabel="gap of the late validation loss to bf16, %", title="Seeds, mean, 95% interval; shaded: the goal")
+    right.set(xlabel=f"gap of the late validation loss to {baseline}, %", title="Seeds, mean, 95% interval; shaded: the goal")
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
@@ -459,7 +459,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except ValueError as error:
         sys.exit(f"benchmarks.recipes: {error}")
     if given.plot:
-        plot(rows, given.plot)
+        plot(rows, given.plot, given.baseline)
     sys.exit(0 if complete else 1)
 
 

@@ -102,17 +102,16 @@ class Monitor:
         if model is None or self._forget is None:
             return self.close()
         self._count = step
-        if measurement is not None and step % self.every:  # counted from another model's steps, or changed by `set_step`
-            measurement.end()
-            self._measurement = None
-        elif measurement is not None and not measurement.records:
+        due = step % self.every == 0  # else counted from another model's steps, or changed by `set_step`
+        if measurement is not None and due and not measurement.records:
             idle = not any(find(weight).casts for weight in named_weights(model).values())
             why = "nothing of it runs in FP8 (fp8compile.report(model) says why)" if idle else "no training call in FP8"
             say_once(logger, logging.WARNING, f"monitor of {type(model).__name__}: {why}: nothing to write at step {step}")
         elif measurement is not None:
             measurement.end()
             self._measurement = None
-            self._put(model, [{"step": step, **row} for row in table(model, measurement)])
+            if due:
+                self._put(model, [{"step": step, **row} for row in table(model, measurement)])
         for addition in self._additions:
             rows = addition.rows(step) if self._forget is not None else []
             if rows:

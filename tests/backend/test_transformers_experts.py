@@ -66,8 +66,7 @@ def step(model: torch.nn.Module, call: Any, seed: int = 0) -> float:
     return float(loss)
 
 
-SLOW = [*(pytest.param(x, False, marks=pytest.mark.slow) for x in MODELS if x != QUICK)]
-SLOW += [pytest.param(QUICK, True, marks=pytest.mark.slow)]
+SLOW = [pytest.param(x, x == QUICK, marks=pytest.mark.slow) for x in MODELS]  # one of them through Inductor
 
 
 @pytest.mark.parametrize(("name", "inductor"), [(QUICK, False), *SLOW])

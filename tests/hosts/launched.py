@@ -3,16 +3,48 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from tests.support.processes import on_ranks
 
 
 def launched(rank: int) -> None:
     """Set what torchrun sets. The process group exists already."""
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": dist.get_world_size(), "LOCAL_WORLD_SIZE": dist.get_world_size()}
     os.environ.update({name: str(number) for name, number in names.items()}, MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
+
+
+def as_on_gpus() -> None:
+    """Accelerate shards nothing between processes of a CPU: tell it that these are GPUs, each time that it looks."""
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+
+    original = PartialState.__init__
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+
+    PartialState.__init__ = init
+
+
+def on_two_ranks(folder: Path, work: Callable[[int, str], Any]) -> tuple[Path, list[Any]]:
+    """`folder`, and what `work(rank, folder)` returns on each of two ranks."""
+    (folder / "ranks").mkdir()
+    return folder, on_ranks(2, folder / "ranks", work, str(folder))
+
+
+def check_gradients(found: Sequence[Mapping[str, Tensor]], expected: Sequence[Mapping[str, Tensor]], count: int) -> None:
+    """Of each step, `count` parameters, to the bit."""
+    for got, wanted in zip(found, expected, strict=True):
+        assert got.keys() == wanted.keys() and len(got) == count
+        assert [name for name in wanted if not torch.equal(got[name], wanted[name])] == []
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 
 import fp8compile
 from fp8compile.errors import OptionError
-from tests.hosts.launched import average, gradients, launched, summary
+from tests.hosts.launched import as_on_gpus, average, gradients, launched, summary
 from tests.hosts.small import llama
 from tests.support.harness import sqnr
 from tests.support.processes import on_ranks
@@ -27,14 +27,12 @@ def batch(step: int, rank: int) -> torch.Tensor:
 
 def prepared(how: str, model: torch.nn.Module) -> tuple[Any, Any, Any]:
     from accelerate import Accelerator
-    from accelerate.state import AcceleratorState, PartialState
-    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import FullyShardedDataParallelPlugin
 
     from fp8compile.integrations.accelerate import FP8Plugin
 
     AcceleratorState._reset_state(reset_partial_state=True)
-    PartialState(cpu=True)
-    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU  # it shards nothing between processes of a CPU
     plugin = None if how == "blocks" else FP8Plugin(options={"recipe": "delayed"}, use_regional_compilation=how == "regional")
     wrap = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["LlamaDecoderLayer"]}
     fsdp = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=False, **wrap)
@@ -46,6 +44,7 @@ def prepared(how: str, model: torch.nn.Module) -> tuple[Any, Any, Any]:
 def _train(rank: int) -> dict[str, Any]:
     """Two steps of each way, and of a replica whose blocks are compiled: losses, gradients, reports, names."""
     launched(rank)
+    as_on_gpus()
     torch.set_num_threads(1)
     found: dict[str, Any] = {}
     for how in ("replica", *WAYS):

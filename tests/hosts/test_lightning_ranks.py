@@ -12,9 +12,9 @@ from torch import nn
 
 import fp8compile
 from fp8compile.runtime.phases import steps_of
-from tests.hosts.launched import average, gradients, launched, summary
+from tests.hosts.launched import average, check_gradients, gradients, launched, on_two_ranks, summary
 from tests.support.models import ResidualMlp
-from tests.support.processes import on_ranks, warnings
+from tests.support.processes import warnings
 
 lightning = pytest.importorskip("lightning")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -134,9 +134,7 @@ def _train(rank: int, folder: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
-    folder = tmp_path_factory.mktemp("lightning")
-    (folder / "ranks").mkdir()
-    return folder, on_ranks(2, folder / "ranks", _train, str(folder))
+    return on_two_ranks(tmp_path_factory.mktemp("lightning"), _train)
 
 
 @pytest.mark.parametrize("how", ["ddp", "accumulated"])
@@ -146,9 +144,7 @@ def test_training_is_that_of_replicas(ranks, how: str) -> None:
     for one in found:
         ours, theirs = one[how], one["replica" if how == "ddp" else "accumulated replica"]
         assert ours["losses"] == theirs["losses"] and len(ours["gradients"]) == len(theirs["gradients"]) == STEPS
-        for got, wanted in zip(ours["gradients"], theirs["gradients"], strict=True):
-            assert got.keys() == wanted.keys() and len(got) == 8
-            assert [name for name in wanted if not torch.equal(got[name], wanted[name])] == []
+        check_gradients(ours["gradients"], theirs["gradients"], 8)
         assert [name for name, x in theirs["weights"].items() if not torch.equal(ours["weights"][name], x)] == []
     first, second = (one[how] for one in found)
     assert all(torch.equal(x, second["weights"][name]) for name, x in first["weights"].items())

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.hosts.launched import launched, whole
+from tests.hosts.launched import as_on_gpus, check_gradients, launched, on_two_ranks, whole
 from tests.hosts.small import llama
-from tests.hosts.test_trainer_ranks import LINEARS, STATE, STEPS, replica, trained
-from tests.support.processes import on_ranks, warnings
+from tests.hosts.test_trainer_ranks import LINEARS, STATE, STEPS, check_resumed, replica, trained
+from tests.support.processes import warnings
 
 pytest.importorskip("accelerate")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -19,23 +19,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 FSDP = {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"], "state_dict_type": "SHARDED_STATE_DICT"}
 
 
-def _as_on_gpus() -> None:
-    """Accelerate shards nothing between processes of a CPU: tell it that these are GPUs, each time that it looks."""
-    from accelerate.state import PartialState
-    from accelerate.utils import DistributedType
-
-    original = PartialState.__init__
-
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-
-    PartialState.__init__ = init
-
-
 def _train(rank: int, folder: str) -> dict[str, Any]:
     launched(rank)
-    _as_on_gpus()
+    as_on_gpus()
     warned = warnings()
     more = {"fsdp": True, "fsdp_config": FSDP}
     found = {"callback": trained(f"{folder}/callback", options={"measure_every": STEPS}, **more)}
@@ -51,9 +37,7 @@ def _train(rank: int, folder: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
-    folder = tmp_path_factory.mktemp("fsdp2")
-    (folder / "ranks").mkdir()
-    return folder, on_ranks(2, folder / "ranks", _train, str(folder))
+    return on_two_ranks(tmp_path_factory.mktemp("fsdp2"), _train)
 
 
 def test_training_is_that_of_replicas(ranks) -> None:
@@ -61,9 +45,7 @@ def test_training_is_that_of_replicas(ranks) -> None:
     for one in ranks[1]:
         ours, theirs = one["callback"], one["replica"]
         assert ours["wrapper"] == "FSDPLlamaForCausalLM" and len(ours["gradients"]) == STEPS
-        for got, wanted in zip(ours["gradients"], theirs["gradients"], strict=True):
-            assert got.keys() == wanted.keys() and len(got) == 21
-            assert [name for name in wanted if not torch.equal(got[name], wanted[name])] == []
+        check_gradients(ours["gradients"], theirs["gradients"], 21)
         for name, x in theirs["weights"].items():
             torch.testing.assert_close(ours["weights"][name], x, rtol=0.0, atol=1e-7)
 
@@ -93,9 +75,4 @@ def test_the_sharded_checkpoint_is_vanilla(ranks, how: str) -> None:
 
 
 def test_a_run_that_resumes_goes_on_in_its_phase(ranks) -> None:
-    """Warm-up ends after step 1. The resumed run is in FP8 at once, and has the losses of the unbroken one."""
-    for one in ranks[1]:
-        unbroken, resumed = one["whole"], one["resumed"]
-        assert unbroken["steps"] == [0, 1, 2] and resumed["steps"] == [1, 2]
-        losses = [row["loss"] for row in unbroken["log"]]
-        assert [row["loss"] for row in resumed["log"]][-2:] == pytest.approx(losses[1:], abs=1e-6)
+    check_resumed(ranks[1])

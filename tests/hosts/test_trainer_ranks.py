@@ -10,9 +10,9 @@ import torch
 
 import fp8compile
 from fp8compile.runtime.phases import steps_of
-from tests.hosts.launched import average, gradients, launched, summary
+from tests.hosts.launched import average, check_gradients, gradients, launched, on_two_ranks, summary
 from tests.hosts.small import examples, llama, logged, saved, tokenizer, training_arguments, vanilla
-from tests.support.processes import on_ranks, warnings
+from tests.support.processes import warnings
 
 pytest.importorskip("accelerate")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -113,9 +113,7 @@ def _train(rank: int, folder: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
-    folder = tmp_path_factory.mktemp("trainer")
-    (folder / "ranks").mkdir()
-    return folder, on_ranks(2, folder / "ranks", _train, str(folder))
+    return on_two_ranks(tmp_path_factory.mktemp("trainer"), _train)
 
 
 @pytest.mark.parametrize("how", ["ddp", "accumulated"])
@@ -125,9 +123,7 @@ def test_training_is_that_of_replicas(ranks, how: str) -> None:
     expected = [one["replica" if how == "ddp" else "accumulated replica"] for one in found]
     for ours, theirs in ((one[how], other) for one, other in zip(found, expected, strict=True)):
         assert ours["wrapper"] == "DistributedDataParallel" and len(ours["gradients"]) == STEPS
-        for got, wanted in zip(ours["gradients"], theirs["gradients"], strict=True):
-            assert got.keys() == wanted.keys() and len(got) == 21
-            assert [name for name in wanted if not torch.equal(got[name], wanted[name])] == []
+        check_gradients(ours["gradients"], theirs["gradients"], 21)
         assert [name for name, x in theirs["weights"].items() if not torch.equal(ours["weights"][name], x)] == []
     first, second = (one[how] for one in found)
     assert all(torch.equal(x, second["weights"][name]) for name, x in first["weights"].items())
@@ -205,14 +201,16 @@ def _trl(folder: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def others(tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
     pytest.importorskip("trl")
-    folder = tmp_path_factory.mktemp("others")
-    (folder / "ranks").mkdir()
-    return folder, on_ranks(2, folder / "ranks", _others, str(folder))
+    return on_two_ranks(tmp_path_factory.mktemp("others"), _others)
 
 
 def test_a_run_that_resumes_goes_on_in_its_phase(others) -> None:
+    check_resumed(others[1])
+
+
+def check_resumed(ranks: list[dict[str, Any]]) -> None:
     """Warm-up ends after step 1. The resumed run is in FP8 at once, and has the losses of the unbroken one."""
-    for one in others[1]:
+    for one in ranks:
         whole, resumed = one["whole"], one["resumed"]
         assert whole["steps"] == [0, 1, 2] and resumed["steps"] == [1, 2]
         losses = [row["loss"] for row in whole["log"]]

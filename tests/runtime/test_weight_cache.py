@@ -19,7 +19,7 @@ from fp8compile.runtime.state import slots_of
 from fp8compile.runtime.weight_cache import _STEPS, WeightCache
 from tests.support.executed import executed
 from tests.support.gpu_steps import unallocated
-from tests.support.harness import ALL_FP8, grads_of, interpreted, noise, sqnr
+from tests.support.harness import ALL_FP8, assert_close, grads_of, interpreted, noise
 from tests.support.models import LlamaLayer, Mlp, make
 
 needs_description = pytest.mark.skipif(fake_gpu.unavailable() is not None, reason=fake_gpu.unavailable() or "")
@@ -102,10 +102,6 @@ def executed_steps(recipe: str, **options: Any) -> tuple[list[dict[str, Tensor]]
             optimizer.step()
             optimizer.zero_grad()
     return found, len(casts)
-
-
-def close(one: list[dict[str, Tensor]], other: list[dict[str, Tensor]], decibels: float) -> bool:
-    return all(sqnr(value, b[name]) > decibels for a, b in zip(one, other, strict=True) for name, value in a.items())
 
 
 class Checkpointed(nn.Module):
@@ -523,7 +519,8 @@ def test_the_plan_of_a_gpu(recipe: str) -> None:
     """Executed on a CPU: what the plan computes without. In the first call no weight was rounded otherwise."""
     (expected, never), (found, casts) = (executed_steps(recipe, cache_weights=cache) for cache in (False, True))
     assert (never, casts) == (0, 2 + 1 + 1)
-    assert close(expected, found, 40)
+    for step, pair in enumerate(zip(expected, found, strict=True)):
+        assert_close(*pair, 41.0, f"step {step}")
 
 
 @needs_description
