@@ -11,9 +11,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from fp8compile import logs
-from fp8compile.runtime import phases, probe
-from fp8compile.runtime.ledger import LEDGER
+from tests.support import hooks
+
+pytest_plugins = ["tests.support.budget"]
 
 gc.set_threshold(20_000, 20, 20)  # a compilation makes millions of objects: with Python's 700, a tenth of the time goes there
 
@@ -28,16 +28,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(skip)
 
 
+_compiled_for: list[str] = []  # the file whose tests share the code that Dynamo has
+
+
 @pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
+def fresh(request: pytest.FixtureRequest) -> Iterator[None]:
     """Each test compiles from nothing, with the same seeds.
 
     Past its recompile limit, Dynamo runs a function in eager mode and at best logs it: the test then compares the model with
     itself. Whether a test reaches the limit depends on the tests before it in the process. So nothing is kept between tests,
-    and reaching the limit is an error.
+    and reaching the limit is an error. Tests of a file that is marked `shares_graphs` keep what the file's earlier tests have
+    compiled: another instance of a class, with the same options and shapes, runs the same graph with a state of its own.
 
     AOTAutograd's cache is off: tests put other passes in the place of ours, which is no part of a cache key.
-    `FP8COMPILE_TEST_CACHE=1` leaves it on.
+    `FP8COMPILE_TEST_CACHE=1` leaves it on. The full garbage collection that Dynamo runs after each compilation is off, too.
 
     pytest gives its handlers to all loggers that do not propagate. At torch's structured trace, they would make torch write
     down every graph and guard, which takes about a twentieth of the time.
@@ -45,31 +49,35 @@ def fresh() -> Iterator[None]:
     trace = logging.getLogger("torch.__trace")
     trace.propagate = True
     trace.handlers.clear()
-    torch._dynamo.reset()
-    LEDGER.clear()
-    probe.ACTIVE.clear()  # measurements that were asked for, and whose models no collection has freed yet
-    phases._state.steps.clear()  # optimizers that no collection has freed yet: a model that had none follows the others
-    logs.forget()  # messages that are logged once a process
+    shares = request.node.get_closest_marker("shares_graphs") is not None
+    file = request.node.nodeid.partition("::")[0]
+    if not shares or _compiled_for != [file]:
+        hooks.forget()
+    _compiled_for[:] = [file] if shares else []
+    hooks.forget_trainings()
     random.seed(0)
     torch.manual_seed(0)
+    many = {"recompile_limit": 1000, "accumulated_recompile_limit": 10_000} if shares else {}
     with (
-        torch._dynamo.config.patch(fail_on_recompile_limit_hit=True, suppress_errors=False),
+        torch._dynamo.config.patch(
+            fail_on_recompile_limit_hit=True, suppress_errors=False, run_gc_after_compile=False, **many
+        ),
         torch._functorch.config.patch(enable_autograd_cache=bool(os.environ.get("FP8COMPILE_TEST_CACHE"))),
     ):
         yield
-    torch._dynamo.reset()
+    if not shares:
+        torch._dynamo.reset()
 
 
 @pytest.fixture
 def interpreted(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Graphs are rewritten and lowered as usual, but interpreted instead of compiled: Inductor's C++ costs 10 s a graph.
+    """Graphs are rewritten as usual, and run on our reference operators: Inductor's C++ costs 10 s a graph, lowering a third.
 
-    A whole module can ask for this fixture: its tests that are marked `compiled` are compiled all the same.
+    A whole module can ask for this fixture: its tests that are marked `compiled` are compiled all the same, those marked
+    `lowered` run the graph that our passes have lowered.
     """
     if request.node.get_closest_marker("compiled"):
         yield
         return
-    from tests.support import harness  # not at the top: the tests of options and reports need no Inductor
-
-    with harness.interpreted():
+    with hooks.lowered() if request.node.get_closest_marker("lowered") else hooks.interpreted():
         yield

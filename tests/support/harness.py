@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import fp8compile
-from benchmarks.interpreted import interpreted as interpreted  # tests import it from here
-from fp8compile.runtime.state import slots_of
+from tests.support.hooks import interpreted as interpreted  # tests import it from here
+from tests.support.hooks import slots_of
 from tests.support.models import SwiGlu
 from tests.support.reference import Reference
 from tests.support.reference_casts import scale_of

@@ -1,0 +1,204 @@
+"""What a user can switch on, each with its promise: the training with it equals the training without it.
+
+A new feature is an entry of `FEATURES`. The suite trains with it on every model, by every protocol and recipe that it takes,
+and beside every other feature.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import os
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fp8compile
+from fp8compile.optim import AdamW
+from tests.equivalence.protocols import Run
+from tests.support import hooks
+from tests.support.harness import ALL_FP8
+from tests.support.models import Block, Checkpointed, LlamaLayer, Mlp, Moe, Stack, make
+
+BITWISE = math.inf
+BF16 = torch.bfloat16
+Options = Mapping[str, Any]
+
+# -- models: shared by all cases, [batch, length, 128] -> the same --------------------------------------------------------
+
+
+class Uses(nn.Module):
+    """One parameter as three weights, and as the weight of a fourth matmul."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(128, 384, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return (q * k + v) @ self.qkv.weight[:128]
+
+
+class Lora(nn.Module):
+    """A residual MLP of frozen linears; one has a trained update."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(128)
+        self.up, self.down = (nn.Linear(*sizes, bias=False).requires_grad_(False) for sizes in ((128, 256), (256, 128)))
+        self.a, self.b = nn.Linear(128, 128, bias=False), nn.Linear(128, 256, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        return x + self.down(F.gelu(self.up(h) + self.b(self.a(h))))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "mlp": lambda: make(Mlp),
+    "layer": lambda: make(lambda: LlamaLayer(128, 2, 2, 256), BF16),
+    "checkpointed": lambda: make(lambda: Checkpointed(Block(gated=True))),
+    "uses": lambda: make(Uses, BF16),
+    "lora": lambda: make(Lora, BF16),
+    "experts": lambda: make(Moe, BF16),
+    "blocks": lambda: make(lambda: Stack(Mlp(), Mlp(), Mlp())),
+}
+DENSE = tuple(name for name in MODELS if name != "experts")
+
+# -- features ------------------------------------------------------------------------------------------------------------
+
+RECIPES = ("delayed", "tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8")
+ONE_SCALE = ("delayed", "tensorwise")
+CURRENT_WEIGHTS = {"current_scaling": (False, True, False)}  # how weights are scaled that are cast between calls
+
+
+@dataclass(frozen=True, eq=False)
+class Feature:
+    """`options`: what switches it on. `both`: options of both sides, {recipe: options}: where the documentation says that the
+    feature changes a setting, the side without it has this setting, too. `forward`, `backward`: outputs and gradients are
+    equal, or differ by so many dB. `around`: a context of compilation and calls. `compiled(model, how)`: compiles the model in
+    its own way. `called(model, call)`: wraps what is called. `optimizer(model, on)`: of both sides. `acted`: whether it did
+    anything; one that is ignored would pass every comparison.
+    """
+
+    name: str
+    options: Options = field(default_factory=dict)
+    both: Mapping[str, Options] = field(default_factory=dict)
+    forward: float = BITWISE
+    backward: float = BITWISE
+    recipes: tuple[str, ...] = RECIPES
+    models: tuple[str, ...] = tuple(MODELS)
+    refuses: frozenset[str] = frozenset()  # protocols, and other features
+    around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+    compiled: Callable[[nn.Module, dict[str, Any]], Callable[..., Tensor]] | None = None
+    called: Callable[[nn.Module, Callable[..., Tensor]], Callable[..., Tensor]] | None = None
+    optimizer: Callable[[nn.Module, bool], torch.optim.Optimizer] | None = None
+    acted: Callable[[Run], bool] = lambda run: True
+
+    @property
+    def bitwise(self) -> bool:
+        return self.backward == BITWISE
+
+
+def _report(run: Run) -> Any:
+    return fp8compile.report(run.model)
+
+
+def _by_blocks(model: nn.Module, how: dict[str, Any]) -> Callable[..., Tensor]:
+    for block in model.inner:  # type: ignore[union-attr]
+        block.compile(**how)
+    return model
+
+
+def _in_place(model: nn.Module, how: dict[str, Any]) -> Callable[..., Tensor]:
+    model.compile(**how)
+    return model
+
+
+def _skipping(*passes: str) -> Callable[[], AbstractContextManager[Any]]:
+    return lambda: mock.patch.dict(os.environ, FP8COMPILE_SKIP=",".join(passes))
+
+
+def _measured(model: nn.Module, call: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Every second call is measured."""
+    calls = itertools.count()
+
+    def measured(x: Tensor) -> Tensor:
+        fp8compile.stats(model, measure=model.training and next(calls) % 2 == 0)
+        return call(x)
+
+    return measured
+
+
+def _casts(run: Run) -> bool:
+    return len(run.casts) > 0
+
+
+FEATURES = (
+    Feature(
+        "cache_weights", {"cache_weights": True}, {"delayed": CURRENT_WEIGHTS}, refuses=frozenset({"schedule"}), acted=_casts
+    ),
+    Feature(
+        "one copy of cached weights",
+        {"cache_weights": True, "recast_weights": True},
+        {"delayed": CURRENT_WEIGHTS},
+        refuses=frozenset({"cache_weights", "recast_weights", "schedule"}),
+        acted=_casts,
+    ),
+    Feature("recast_weights", {"recast_weights": True}),
+    Feature(
+        "fp8_weights",
+        {"cache_weights": True},
+        {"delayed": CURRENT_WEIGHTS},
+        models=tuple(name for name in MODELS if name != "experts"),
+        optimizer=lambda model, on: AdamW(model.parameters(), lr=1e-2, compiled=False, fp8_weights=on),
+        refuses=frozenset({"schedule"}),
+        acted=_casts,
+    ),
+    Feature(
+        "frozen",
+        {"frozen": "fp8"},
+        {"delayed": CURRENT_WEIGHTS},
+        models=("lora",),
+        recipes=("delayed", "tensorwise", "blockwise"),
+        refuses=frozenset({"evaluation between", "loaded weights", "resumed", "schedule"}),
+        acted=lambda run: any(map(hooks.frozen, run.model.parameters())),
+    ),
+    Feature(
+        "save",
+        {"save": "fp8"},
+        backward=16.0,
+        models=("layer", "mlp", "blocks", "lora"),
+        acted=lambda run: any(graph.kept for graph in _report(run).graphs),
+    ),
+    Feature(
+        "merge_matmuls",
+        {"merge_matmuls": True},
+        forward=18.0,
+        backward=14.0,
+        recipes=ONE_SCALE,
+        models=("layer", "checkpointed"),
+        acted=lambda run: any(record.merged for record in _report(run).matmuls),
+    ),
+    Feature(
+        "weight_tiles", {"weight_tiles": True}, forward=18.0, backward=14.0, recipes=("mxfp8",), models=("mlp", "layer", "blocks")
+    ),
+    Feature("schedule", {"policy": {**ALL_FP8, "schedule": {"warmup_steps": 0}}}, refuses=frozenset({"compiled in blocks"})),
+    Feature("dynamic", {"dynamic": True}, models=("mlp", "layer", "blocks", "lora")),
+    Feature("compiled in place", compiled=_in_place, refuses=frozenset({"compiled in blocks"})),
+    Feature("compiled in blocks", compiled=_by_blocks, models=("blocks", "checkpointed")),
+    Feature("without optional passes", around=_skipping("recast", "scatters", "flatten", "all_gathers", "all_to_alls")),
+    Feature("lowered", around=hooks.lowered),
+    Feature(
+        "measured calls",
+        called=_measured,
+        refuses=frozenset({"measured"}),
+        acted=lambda run: any(row["sqnr"] is not None for row in fp8compile.stats(run.model).rows()),
+    ),
+)

@@ -1,0 +1,169 @@
+"""What tests reach inside of fp8compile, all in this file.
+
+Tests enter by `torch.compile(model, backend="fp8")`, by public names, or by graphs as text. Where that does not show enough,
+they ask this file: a change of the inside changes it, and no test. Nothing here is imported before it is used, so that tests
+of options and reports need no compiler.
+
+Three ways to run a graph without Inductor's code generation, which takes seconds a graph:
+
+interpreted    as our joint passes leave it, on the reference implementations of our operators: decisions, state, numerics
+lowered        after our passes over each half, too: as Inductor would get it, operator by operator
+traced         no half is run: what the passes decide and report
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+
+Patched = contextlib.AbstractContextManager[Any]
+
+# -- the process ---------------------------------------------------------------------------------------------------------
+
+
+def forget() -> None:
+    """Forget what this process keeps from one compilation or training to the next, Dynamo's code included."""
+    torch._dynamo.reset()
+    forget_trainings()
+
+
+def forget_trainings() -> None:
+    """The same, but compiled code stays, and so do its reports."""
+    from fp8compile import logs
+    from fp8compile.runtime import phases, probe
+
+    probe.ACTIVE.clear()  # measurements that were asked for, and whose models no collection has freed yet
+    phases._state.steps.clear()  # optimizers that no collection has freed yet: a model that had none follows the others
+    logs.forget()  # messages that are logged once a process
+
+
+# -- how graphs run ------------------------------------------------------------------------------------------------------
+
+
+def _inner(inner: Any) -> Patched:
+    from fp8compile.backend import fp8
+
+    return mock.patch.dict(fp8.__kwdefaults__, inner=inner)
+
+
+def interpreted() -> Patched:
+    """Inside, `backend="fp8"` runs the rewritten graph on the reference operators."""
+    from fp8compile.runtime.inner import Inner
+    from fp8compile.runtime.interpreter import Eager, boxed
+
+    return _inner(Inner(lambda gm, example_inputs, **kwargs: boxed(Eager(gm))))
+
+
+def lowered() -> Patched:
+    """Inside, `backend="fp8"` runs the lowered graph operator by operator."""
+    from fp8compile.runtime.inner import INTERPRETER
+
+    return _inner(INTERPRETER)
+
+
+def traced() -> Patched:
+    """Inside, `backend="fp8"` decides and reports, but runs nothing: outputs are placeholders."""
+    from fp8compile.dryrun.placeholders import PLACEHOLDERS
+
+    return _inner(PLACEHOLDERS)
+
+
+@contextlib.contextmanager
+def calls() -> Iterator[Counter]:
+    """How often interpreted graphs call each operator."""
+    from fp8compile.runtime.interpreter import Eager
+
+    seen: Counter = Counter()
+    stock = Eager.call_function
+
+    def call(self: Eager, target: Any, args: tuple, kwargs: dict) -> Any:
+        seen[target] += 1
+        return stock(self, target, args, kwargs)
+
+    with mock.patch.object(Eager, "call_function", call):
+        yield seen
+
+
+# -- graphs --------------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def joint_graphs() -> Iterator[list[torch.fx.Graph]]:
+    """The joint graphs that our passes make inside."""
+    from fp8compile import backend
+
+    found: list[torch.fx.Graph] = []
+    run = backend.run_joint
+
+    def kept(graph: torch.fx.Graph, *args: Any) -> Any:
+        done = run(graph, *args)
+        found.append(graph)
+        return done
+
+    with mock.patch.object(backend, "run_joint", kept):
+        yield found
+
+
+@contextlib.contextmanager
+def halves() -> Iterator[list[tuple[torch.fx.GraphModule, bool]]]:
+    """The halves that the partitioner makes inside, before they are lowered, and whether each is a backward."""
+    from fp8compile.backend import fp8
+    from fp8compile.runtime.inner import Inner
+
+    found: list[tuple[torch.fx.GraphModule, bool]] = []
+    before = fp8.__kwdefaults__["inner"]
+
+    def compile(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+        from fp8compile import compat
+
+        found.append((compat.copy_graph(gm), bool(kwargs.get("is_backward"))))
+        return before.compile(gm, example_inputs, **kwargs)
+
+    with _inner(Inner(compile, before.computes, before.eager)):
+        yield found
+
+
+# -- state ---------------------------------------------------------------------------------------------------------------
+
+
+def slots_of(model: nn.Module) -> dict[tuple[str, str, int], Any]:
+    """(parameter name, role, use) -> slot, which has `history()` and `scale()`."""
+    from fp8compile.runtime.state import slots_of
+
+    return slots_of(model)
+
+
+@contextlib.contextmanager
+def weight_casts() -> Iterator[list[int]]:
+    """How often `cache_weights` casts: an entry a cast, the number of its weights."""
+    from fp8compile.runtime.weight_cache import WeightCache
+
+    found: list[int] = []
+    cast = WeightCache._cast
+
+    def counting(self: WeightCache, weights: Any, *rest: Any) -> Any:
+        found.append(len(weights))
+        return cast(self, weights, *rest)
+
+    with mock.patch.object(WeightCache, "_cast", counting):
+        yield found
+
+
+def frozen(parameter: Any) -> bool:
+    """Whether this parameter is kept in FP8 only."""
+    from fp8compile.ir.frozen import FrozenWeight
+
+    return isinstance(parameter, FrozenWeight)
+
+
+def saving_small_tensors() -> Patched:
+    """Inside, `save="fp8"` keeps tensors of any size in FP8."""
+    from fp8compile.passes import save
+
+    return mock.patch.object(save, "LEAST", 0)
