@@ -11,20 +11,18 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import fp8compile
 from fp8compile.dryrun import fake_gpu
 from fp8compile.runtime.state import slots_of
 from fp8compile.runtime.weight_cache import _STEPS, WeightCache
-from tests.support.executed import executed
+from tests.support import cached
+from tests.support.cached import BF16, RECIPES, Checkpointed, Fused, executed_steps, layer, same, trained
 from tests.support.gpu_steps import unallocated
 from tests.support.harness import ALL_FP8, assert_close, grads_of, interpreted, noise
 from tests.support.models import LlamaLayer, Mlp, make
 
 needs_description = pytest.mark.skipif(fake_gpu.unavailable() is not None, reason=fake_gpu.unavailable() or "")
-BF16 = torch.bfloat16
-RECIPES = ("delayed", "tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8")
 
 
 @contextlib.contextmanager
@@ -42,30 +40,8 @@ def counted() -> Iterator[list[int]]:
 
 
 def compiled(model: nn.Module, cache: bool = True, recipe: str = "tensorwise", **options: Any) -> Callable[..., Tensor]:
-    """Weights are scaled by their current amax on both sides: that is what `cache_weights` does."""
     torch._dynamo.reset()
-    own = {"current_scaling": (False, True, False)} if recipe == "delayed" else {}
-    given = {"policy": ALL_FP8, "recipe": recipe, "cache_weights": cache, **own, **options}
-    with interpreted():
-        return torch.compile(model, backend="fp8", options=given)
-
-
-def trained(
-    model: nn.Module, call: Callable[..., Tensor], optimizer: Any, steps: int = 3, micro: int = 3
-) -> list[dict[str, Tensor]]:
-    """Outputs of each micro-batch, and gradients of each step."""
-    found = []
-    with interpreted():
-        for step in range(steps):
-            for i in range(micro):
-                x = noise(1, 48, 128, seed=10 * step + i, dtype=next(model.parameters()).dtype)
-                y = call(x)
-                y.backward(noise(*y.shape, seed=99 + i, dtype=y.dtype))
-                found.append({"y": y.detach().clone()})
-            found.append(grads_of(model))
-            optimizer.step()
-            optimizer.zero_grad()
-    return found
+    return cached.compiled(model, cache, recipe, **options)
 
 
 def begun(cache: bool = True, recipe: str = "tensorwise") -> tuple[nn.Module, Callable[..., Tensor], torch.optim.Optimizer]:
@@ -74,55 +50,6 @@ def begun(cache: bool = True, recipe: str = "tensorwise") -> tuple[nn.Module, Ca
     call, optimizer = compiled(model, cache, recipe), fused(model)
     trained(model, call, optimizer, 1, 1)
     return model, call, optimizer
-
-
-def same(one: list[dict[str, Tensor]], other: list[dict[str, Tensor]]) -> bool:
-    return all(torch.equal(value, b[name]) for a, b in zip(one, other, strict=True) for name, value in a.items())
-
-
-def layer() -> nn.Module:
-    return make(lambda: LlamaLayer(128, 2, 2, 256), BF16)
-
-
-def executed_steps(recipe: str, **options: Any) -> tuple[list[dict[str, Tensor]], int]:
-    """Three steps of two micro-batches by the plan of a GPU, executed on a CPU: outputs and gradients of each, and how often
-    weights were cast."""
-    torch._dynamo.reset()
-    model, found = layer(), []
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    own = {"current_scaling": (False, True, False)} if recipe == "delayed" else {}
-    with executed(0), counted() as casts:
-        call = torch.compile(model, backend="fp8", options={"policy": ALL_FP8, "recipe": recipe, **own, **options})
-        for seed in range(3):
-            x = noise(1, 64, 128, seed=seed, dtype=BF16).requires_grad_()
-            for _ in range(2):
-                y = call(x)
-                y.backward(noise(*y.shape, seed=9, dtype=BF16))
-            found.append({"y": y.detach(), **grads_of(model, [x])})
-            optimizer.step()
-            optimizer.zero_grad()
-    return found, len(casts)
-
-
-class Checkpointed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = layer()
-
-    def forward(self, x: Tensor) -> Any:
-        return checkpoint(self.inner, x, use_reentrant=False)
-
-
-class Fused(nn.Module):
-    """One parameter, used as three weights and tied to a fourth matmul."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv = nn.Linear(128, 384, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).chunk(3, -1)
-        return (q * k + v) @ self.qkv.weight[:128]
 
 
 @pytest.mark.parametrize(
