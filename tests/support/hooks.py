@@ -155,6 +155,20 @@ def weight_casts() -> Iterator[list[int]]:
         yield found
 
 
+def kept_copies() -> int:
+    """For how many sets of weights `cache_weights` keeps copies."""
+    from fp8compile.runtime.weight_cache import _STEPS
+
+    return sum(len(cache.kept) for cache in _STEPS.caches.values())
+
+
+def steps_noticed() -> int:
+    """Steps of optimizers that `cache_weights` has noticed, and calls of `refresh`."""
+    from fp8compile.runtime.weight_cache import _STEPS
+
+    return _STEPS.changes
+
+
 def frozen(parameter: Any) -> bool:
     """Whether this parameter is kept in FP8 only."""
     from fp8compile.ir.frozen import FrozenWeight
