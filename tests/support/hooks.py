@@ -90,6 +90,23 @@ def calls() -> Iterator[Counter]:
         yield seen
 
 
+@contextlib.contextmanager
+def sent(name: str) -> Iterator[list[tuple[torch.dtype, int]]]:
+    """The dtype and bytes of each tensor that interpreted graphs send by this collective of `_c10d_functional`."""
+    from fp8compile.runtime.interpreter import Eager
+
+    target, found = getattr(torch.ops._c10d_functional, name).default, list[tuple[torch.dtype, int]]()
+    stock = Eager.call_function
+
+    def call(self: Eager, called: Any, args: tuple, kwargs: dict) -> Any:
+        if called == target:
+            found.append((args[0].dtype, args[0].nbytes))
+        return stock(self, called, args, kwargs)
+
+    with mock.patch.object(Eager, "call_function", call):
+        yield found
+
+
 # -- graphs --------------------------------------------------------------------------------------------------------------
 
 
