@@ -67,6 +67,13 @@ def lowered() -> Patched:
     return _inner(INTERPRETER)
 
 
+def run_by(interpreter: Any) -> Patched:
+    """Inside, lowered graphs and cold calls are run by `interpreter(graph module)`, which has `env` and `boxed_run`."""
+    from fp8compile.runtime import inner
+
+    return mock.patch.object(inner, "Eager", interpreter)
+
+
 def traced() -> Patched:
     """Inside, `backend="fp8"` decides and reports, but runs nothing: outputs are placeholders."""
     from fp8compile.dryrun.placeholders import PLACEHOLDERS
