@@ -14,6 +14,7 @@ traced         no half is run: what the passes decide and report
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -163,6 +164,18 @@ def slots_of(model: nn.Module) -> dict[tuple[str, str, int], Any]:
     return slots_of(model)
 
 
+def cold(model: nn.Module) -> dict[tuple[str, str, int], bool]:
+    """For each slot, whether the next call takes the current amax of its tensor."""
+    return {key: bool(slot.numbers.cold) for key, slot in slots_of(model).items()}
+
+
+def overflow_lines() -> Patched:
+    """Inside, no line about overflows was logged yet. Gives what has `missed`: overflows since the last line."""
+    from fp8compile.runtime import overflow
+
+    return mock.patch.object(overflow, "_Said", type("Said", (), {"at": float("-inf"), "missed": 0}))
+
+
 @contextlib.contextmanager
 def weight_casts() -> Iterator[list[int]]:
     """How often `cache_weights` casts: an entry a cast, the number of its weights."""
@@ -193,11 +206,90 @@ def steps_noticed() -> int:
     return _STEPS.changes
 
 
+@contextlib.contextmanager
+def weights_kept_in_fp8() -> Iterator[list[int]]:
+    """An entry for each weight that a call keeps in FP8 only, as it does so: how many of them are still alive in high
+    precision."""
+    from fp8compile.runtime import frozen
+
+    found: list[int] = []
+    before: list[weakref.ref] = []
+    stock = frozen._frozen
+
+    def counting(module: nn.Module, name: str, form: Any) -> tuple[int, int]:
+        before.append(weakref.ref(module._parameters[name]))  # type: ignore[arg-type]
+        sizes = stock(module, name, form)
+        found.append(sum(reference() is not None for reference in before))
+        return sizes
+
+    with mock.patch.object(frozen, "_frozen", counting):
+        yield found
+
+
+@contextlib.contextmanager
+def frozen_values() -> Iterator[list[torch.Tensor]]:
+    """The FP8 values of weights that are put into modules inside."""
+    from fp8compile.runtime import frozen
+
+    found: list[torch.Tensor] = []
+    stock = frozen._replace
+
+    def replace(module: Any, name: str, weight: Any, *rest: Any) -> Any:
+        found.append(weight.data_)
+        return stock(module, name, weight, *rest)
+
+    with mock.patch.object(frozen, "_replace", replace):
+        yield found
+
+
 def frozen(parameter: Any) -> bool:
     """Whether this parameter is kept in FP8 only."""
     from fp8compile.ir.frozen import FrozenWeight
 
     return isinstance(parameter, FrozenWeight)
+
+
+# -- phases --------------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def phases_afresh() -> Iterator[None]:
+    """Inside, no optimizer has stepped and no phase, step or callback was set. Behind it, all is as before."""
+    from fp8compile.runtime import phases
+
+    before, state = phases._state, phases._State()
+    state.hook = before.hook  # the hook finds the state through the module; a second hook would count each step twice
+    with mock.patch.object(phases, "_state", state):
+        state.listen()
+        yield
+    if before.hook is None:
+        state.hook.remove()
+
+
+@contextlib.contextmanager
+def phases_of_calls() -> Iterator[list[str]]:
+    """The phase of each call of a graph with a schedule."""
+    from fp8compile.runtime.phases import ScheduledGraph
+
+    seen: list[str] = []
+    choose = ScheduledGraph.phase
+
+    def phase(self: ScheduledGraph, parameter: torch.Tensor) -> str:
+        seen.append(choose(self, parameter))
+        return seen[-1]
+
+    with mock.patch.object(ScheduledGraph, "phase", phase):
+        yield seen
+
+
+def steps_of(model: nn.Module) -> int:
+    """The steps that a schedule counts for a model."""
+    from fp8compile.runtime.phases import steps_of
+
+    return steps_of(model)
+
+
+# -- other passes --------------------------------------------------------------------------------------------------------
 
 
 def saving_small_tensors() -> Patched:
