@@ -1,0 +1,79 @@
+"""The command line: see the package."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+
+from . import HERE, ROOT, mutants, problems
+from .table import Row, read, summary, write
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.mutants", description="Plant faults, and see which tests find them.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("check", help="is each place there, exactly once?")
+    for command in (
+        commands.add_parser("list", help="the mutants, and what found each of them last"),
+        run := commands.add_parser("run", help="plant each mutant in a copy of the tree, and look for a test that finds it"),
+    ):
+        command.add_argument("ids", nargs="*", metavar="ID", help="all, if none is given")
+        command.add_argument("--table", type=Path, default=HERE / "results.txt", help="the table of results")
+    run.add_argument("--root", type=Path, default=ROOT, help="the tree that is copied")
+    far = "how far to look: the test of last time, those that are named, the room, make test, and make slow (all)"
+    run.add_argument("--to", choices=("killer", "named", "room", "tier", "all"), default="tier", help=far)
+    run.add_argument("--tier", choices=("check", "test", "slow"), default="slow", help="the slowest tests that count")
+    run.add_argument("--limit", type=float, default=1200.0, metavar="SECONDS", help="of one run of pytest")
+    run.add_argument("--show", action="store_true", help="print what pytest printed")
+    given = parser.parse_args()
+    if given.command == "check":
+        found = problems()
+        print("\n".join(found) or f"{len(mutants())} mutants: each place is there once")
+        return int(bool(found))
+    try:
+        chosen = mutants(*given.ids)
+    except ValueError as error:
+        parser.error(str(error))
+    return plant(given, chosen) if given.command == "run" else show(given, chosen)
+
+
+def show(given: argparse.Namespace, chosen: list) -> int:
+    rows = read(given.table)
+    for mutant in chosen:
+        row = rows.get(mutant.id, Row(mutant.id, "not run"))
+        print(f"{mutant.id:3}  {mutant.area:12} {mutant.fault}\n     {mutant.file}; {row.tier}  {row.test}")
+    return 0
+
+
+def plant(given: argparse.Namespace, chosen: list) -> int:
+    """The exit status is 1 if a mutant survives."""
+    os.environ |= {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    from .search import Search
+    from .tree import Tree
+
+    tree = Tree(given.root.resolve(), given.limit, given.show)
+    done = []
+    try:
+        search = Search(tree, given.to, given.tier)
+        for mutant in chosen:
+            if mutant.places(tree.folder) != 1:
+                print(f"{mutant.id:3} its line is not in {given.root}", flush=True)
+                continue
+            start = time.monotonic()
+            row = search(mutant, read(given.table).get(mutant.id))
+            done.append(row)
+            write(given.table, {**read(given.table), row.id: row}, mutants())
+            print(f"{row.id:3} {row.tier:5} {time.monotonic() - start:5.0f} s  {row.test or mutant.fault}", flush=True)
+        for test in search.broken:
+            print(f"fails without any fault, and was left out: {test}")
+    finally:
+        tree.close()
+    print(summary(done))
+    return int(any(row.tier == "none" for row in done))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
