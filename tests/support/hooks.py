@@ -169,6 +169,24 @@ def cold(model: nn.Module) -> dict[tuple[str, str, int], bool]:
     return {key: bool(slot.numbers.cold) for key, slot in slots_of(model).items()}
 
 
+@contextlib.contextmanager
+def pages_of_forwards() -> Iterator[list[tuple[torch.Tensor, bool]]]:
+    """The page of state that each forward is given, and whether it is a recomputation. Keeps them alive: no two share memory
+    by chance."""
+    from fp8compile.runtime.calls import Calls
+
+    found: list[tuple[torch.Tensor, bool]] = []
+    stock = Calls.open
+
+    def opened(self: Calls, *args: Any) -> Any:
+        call, forward, backward = stock(self, *args)
+        found.append((forward, call.again))
+        return call, forward, backward
+
+    with mock.patch.object(Calls, "open", opened):
+        yield found
+
+
 def overflow_lines() -> Patched:
     """Inside, no line about overflows was logged yet. Gives what has `missed`: overflows since the last line."""
     from fp8compile.runtime import overflow
