@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -382,3 +382,160 @@ def generated() -> Iterator[tuple[list[Any], list[dict[str, Any]]]]:
 
     with mock.patch.object(launch, "configurations", configured), mock.patch.object(compat, "launch", call):
         yield kernels, arguments
+
+
+@contextlib.contextmanager
+def failing_passes(when: Callable[[], bool]) -> Iterator[None]:
+    """Inside, our passes raise `ZeroDivisionError("ours")` for a graph at which `when()`."""
+    from fp8compile import backend
+
+    run = backend.run_joint
+
+    def fail(*args: Any) -> Any:
+        if when():
+            raise ZeroDivisionError("ours")
+        return run(*args)
+
+    with mock.patch.object(backend, "run_joint", fail):
+        yield
+
+
+# -- measured calls ------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def measured_casts() -> Iterator[list[str]]:
+    """The roles of the tensors that are measured inside: an entry for each cast."""
+    from fp8compile.runtime.probe import Look
+
+    seen: list[str] = []
+    stock = Look.__call__
+
+    def look(self: Look, node: torch.fx.Node, args: tuple, result: Any) -> None:
+        if self.measurements:
+            seen.append(node.meta["fp8_operand"].role)
+        stock(self, node, args, result)
+
+    with mock.patch.object(Look, "__call__", look):
+        yield seen
+
+
+@contextlib.contextmanager
+def slow_calls() -> Iterator[list[bool]]:
+    """For each call of a half inside, whether it runs operator by operator for a measurement."""
+    from fp8compile.runtime.probe import Looking
+
+    found: list[bool] = []
+    stock = Looking.at
+
+    def at(self: Looking, *args: Any) -> Any:
+        look = stock(self, *args)
+        found.append(look is not None)
+        return look
+
+    with mock.patch.object(Looking, "at", at):
+        yield found
+
+
+def measuring() -> bool:
+    """Whether a measurement waits for a call."""
+    from fp8compile.runtime import probe
+
+    return bool(probe.ACTIVE)
+
+
+def measured_in_parts(elements: int) -> Patched:
+    """Inside, so many elements of a tensor are measured at a time."""
+    from fp8compile.runtime import probe
+
+    return mock.patch.object(probe, "CHUNK", elements)
+
+
+def remembered(parameter: torch.Tensor) -> tuple[int, int]:
+    """Of the graph that has run with this parameter: the sets of weights that it knows, and the tensors in its report."""
+    import gc
+
+    from fp8compile.runtime.compiled_graph import CompiledGraph
+    from fp8compile.runtime.ledger import LEDGER
+
+    graphs = [x for x in gc.get_objects() if type(x) is CompiledGraph and x.owners.casts]
+    (graph,) = [graph for graph in graphs if any(id(parameter) in key for key in graph.owners.met)]
+    return len(graph.owners.met), len(LEDGER.graphs()[graph.record][1])
+
+
+# -- steps that are compared, estimated, tuned ---------------------------------------------------------------------------
+
+
+def comparing(model: Any, **options: Any) -> Callable[..., Any]:
+    """`fp8compile.compare` of one model, with its options: graphs are compiled once for all calls."""
+    from fp8compile.dryrun.compare import Session
+
+    session = Session(model, options or None)
+
+    def compare(*args: Any, loss: Callable[[Any], torch.Tensor] | None = None, **kwargs: Any) -> Any:
+        return session.run(args, kwargs, loss)
+
+    return compare
+
+
+@contextlib.contextmanager
+def wrong_scale(model: nn.Module, name: str, role: str, factor: float) -> Iterator[None]:
+    """Inside, the scale of one tensor is the right one times a factor."""
+    slot = slots_of(model)[name, role, 0]
+    row = slot.page.tensor[slot.row]
+    before = row.clone()
+    row[0] *= factor
+    row[1] /= factor
+    try:
+        yield
+    finally:
+        row.copy_(before)
+
+
+@contextlib.contextmanager
+def compared_steps(fails: bool = False) -> Iterator[list[Any]]:
+    """What comparisons take inside: (args, loss) of a comparison, then the phase of each run. `fails`: they divide by zero
+    before the first run."""
+    from fp8compile.dryrun.compare import Session
+
+    found: list[Any] = []
+    run, step = Session.run, Session._step
+
+    def compare(self: Session, args: Any, kwargs: Any, loss: Any = None, repeat: bool = True) -> Any:
+        found.append((args, loss))
+        return 1 / 0 if fails else run(self, args, kwargs, loss, repeat)
+
+    def taken(self: Session, phase: str, *rest: Any) -> Any:
+        found.append(phase)
+        return step(self, phase, *rest)
+
+    with mock.patch.object(Session, "run", compare), mock.patch.object(Session, "_step", taken):
+        yield found
+
+
+@contextlib.contextmanager
+def described_once() -> Iterator[None]:
+    """Inside, `estimate` compiles a model once for each device, options and backend; all else is computed from that."""
+    from fp8compile.dryrun.estimate import Compiler
+
+    made: dict[tuple, tuple[Any, Any]] = {}
+    stock = Compiler._compiled
+
+    def compiled(self: Compiler, backend: Callable, container: Any, blocks: int) -> Any:
+        cast = torch.is_autocast_enabled("cpu")
+        key = (id(self.model), backend.__name__, repr(self.options), self.device.gpu, id(container), blocks, cast)
+        if key not in made:
+            made[key] = self, stock(self, backend, container, blocks)  # the model stays alive, and its id its own
+        return made[key][1]
+
+    with mock.patch.object(Compiler, "_compiled", compiled):
+        yield
+
+
+@contextlib.contextmanager
+def tuning(times: type, candidates: Sequence[Any]) -> Iterator[None]:
+    """Inside, `tune` takes its times from `times`, and has few candidates: each takes a trace."""
+    from fp8compile.dryrun import tune
+
+    with mock.patch.object(tune, "Times", times), mock.patch.object(tune, "candidates", lambda gpu: candidates):
+        yield
