@@ -1,48 +1,38 @@
-"""Several processes on a CPU, by gloo, each under a time limit: what goes wrong among processes hangs."""
+"""Several processes on a CPU, by gloo, each under a time limit: what goes wrong among processes hangs.
+
+Processes wait for the next work, so that loading torch and compiling for the first time are paid once. After an error or a
+hang, new ones take their place.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
+import gc
+import io
+import itertools
 import logging
 import multiprocessing
 import os
+import random
+import tempfile
+import time
 import traceback
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from multiprocessing.connection import Connection, wait
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from fp8compile.runtime.interpreter import Eager
-from tests.support.harness import interpreted
+from tests.support import hooks
 
 TIME_LIMIT = 300  # seconds
-# Processes are forked from one that has imported these. It has no threads, and has computed nothing.
-IMPORTED = [
-    "torch._inductor.compile_fx",
-    "torch.distributed.checkpoint",
-    "torch.distributed.fsdp",
-    "torch.distributed.pipelining",
-]
-IMPORTED += ["torch.distributed.tensor.parallel", "fp8compile.backend", "fp8compile.distributed", "tests.support.harness"]
-
-
-@contextlib.contextmanager
-def sent(targets: tuple[Any, ...]) -> Iterator[list[tuple[torch.dtype, int]]]:
-    """The dtype and bytes of each tensor that these collectives of compiled graphs send."""
-    found: list[tuple[torch.dtype, int]] = []
-    stock = Eager.call_function
-
-    def call(self: Eager, target: Any, args: tuple, kwargs: dict) -> Any:
-        if target in targets:
-            found.append((args[0].dtype, args[0].nbytes))
-        return stock(self, target, args, kwargs)
-
-    with mock.patch.object(Eager, "call_function", call):
-        yield found
+SEEN = "fp8compile"
+# Forked from this process, which has loaded what they need. With a GPU, autograd's threads would be missing there.
+START = "forkserver" if torch.cuda.is_available() else "fork"
 
 
 def warnings() -> list[str]:
@@ -53,51 +43,114 @@ def warnings() -> list[str]:
         def emit(self, record: logging.LogRecord) -> None:
             found.append(record.getMessage())
 
-    logging.getLogger("fp8compile").addHandler(Keep(logging.WARNING))
+    logging.getLogger(SEEN).addHandler(Keep(logging.WARNING))
     return found
 
 
-def _process(
-    work: Callable[..., Any],
-    rank: int,
-    ranks: int,
-    folder: str,
-    args: tuple[Any, ...],
-    inductor: bool,
-    environment: dict[str, str],
-) -> None:
+# -- in a process --------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _afresh(environment: dict[str, str], inductor: bool) -> Iterator[None]:
+    """As the fixture `fresh` for tests: nothing is left from the work before."""
+    before, handlers = dict(os.environ), [*logging.getLogger(SEEN).handlers]
     os.environ.clear()
     os.environ.update(environment)
+    hooks.forget()
+    random.seed(0)
+    torch.manual_seed(0)
+    strict = {"fail_on_recompile_limit_hit": True, "suppress_errors": False, "run_gc_after_compile": False}
+    with torch._dynamo.config.patch(strict), torch._functorch.config.patch(enable_autograd_cache=False):
+        with contextlib.nullcontext() if inductor else hooks.interpreted():
+            yield
+    os.environ.clear()
+    os.environ.update(before)
+    logging.getLogger(SEEN).handlers[:] = handlers
+    hooks.forget()
+    gc.collect()
+
+
+def _process(rank: int, ranks: int, store: str, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    gc.freeze()
+    limit = datetime.timedelta(seconds=TIME_LIMIT)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=limit)
+    while True:
+        work, args, inductor, environment = pipe.recv()
+        try:
+            with _afresh(environment, inductor):
+                result = work(rank, *args)
+                made = io.BytesIO()
+                torch.save(result, made)
+                del result
+            dist.barrier()
+            pipe.send((True, made.getvalue()))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
+            os._exit(1)  # which ends what the others wait for
+
+
+# -- here ----------------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _loaded() -> None:
+    """Compile once, so that each process does not load what that needs."""
+    with hooks.interpreted():
+        model = nn.Sequential(nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 128))
+        torch.compile(model, backend="fp8", dynamic=False)(torch.ones(16, 128)).sum().backward()
+    hooks.forget()
+
+
+class _Pool:
+    """Processes that share a process group of all of them."""
+
+    def __init__(self, ranks: int) -> None:
+        _loaded()
+        context = multiprocessing.get_context(START)
+        store = tempfile.mktemp(prefix="fp8compile-store-")
+        pairs = [context.Pipe() for _ in range(ranks)]
+        self.pipes = [ours for ours, _ in pairs]
+        self.processes = [
+            context.Process(target=_process, args=(rank, ranks, store, theirs), daemon=True)
+            for rank, (_, theirs) in enumerate(pairs)
+        ]
+        for process, (_, theirs) in zip(self.processes, pairs, strict=True):
+            process.start()
+            theirs.close()
+
+    def run(self, work: Callable[..., Any], args: tuple[Any, ...], inductor: bool, limit: float) -> list[Any]:
+        for pipe in self.pipes:
+            pipe.send((work, args, inductor, dict(os.environ)))
+        deadline, done, failed = time.monotonic() + limit, dict[int, bytes](), dict[int, str]()
+        left = dict(zip(self.pipes, itertools.count()))
+        while left and (seconds := deadline - time.monotonic()) > 0:
+            for pipe in wait(list(left), seconds):
+                rank = left.pop(pipe)  # type: ignore[call-overload]
+                try:
+                    fine, result = pipe.recv()  # type: ignore[union-attr]
+                except (EOFError, OSError):
+                    fine, result = False, f"rank {rank} ended without a word"
+                (done if fine else failed)[rank] = result
+        assert not left and not failed, f"{len(left)} of {len(self.pipes)} processes hang\n" + "\n".join(failed.values())
+        return [torch.load(io.BytesIO(done[rank]), weights_only=False) for rank in range(len(self.pipes))]
+
+    def end(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+
+_pools: dict[int, _Pool] = {}
+
+
+def on_ranks(ranks: int, work: Callable[..., Any], *args: Any, inductor: bool = False, limit: float = TIME_LIMIT) -> list[Any]:
+    """`work(rank, *args)` in as many processes; what it returned on each. Graphs are interpreted, or compiled by Inductor."""
+    pool = _pools.pop(ranks, None) or _Pool(ranks)
     try:
-        torch.set_num_threads(1)
-        limit = datetime.timedelta(seconds=TIME_LIMIT)
-        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks, timeout=limit)
-        with contextlib.nullcontext() if inductor else interpreted():
-            result = work(rank, *args)
-        dist.barrier()
-        dist.destroy_process_group()
+        found = pool.run(work, args, inductor, limit)
     except BaseException:
-        result = traceback.format_exc()
-    torch.save(result, f"{folder}/{rank}")
-
-
-def on_ranks(ranks: int, folder: Path, work: Callable[..., Any], *args: Any, inductor: bool = False) -> list[Any]:
-    """`work(rank, *args)` in as many processes; what it returned on each. Graphs are interpreted, or compiled by Inductor.
-    `folder` is empty before."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(IMPORTED)
-    given = [(work, rank, ranks, str(folder), args, inductor, dict(os.environ)) for rank in range(ranks)]
-    processes = [context.Process(target=_process, args=one) for one in given]
-    deadline = datetime.datetime.now() + datetime.timedelta(seconds=TIME_LIMIT)
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(max(1.0, (deadline - datetime.datetime.now()).total_seconds()))
-    late = [process for process in processes if process.is_alive()]
-    for process in late:
-        process.kill()
-    done = {rank: torch.load(folder / str(rank)) for rank in range(ranks) if (folder / str(rank)).exists()}
-    failed = "\n".join(result for result in done.values() if isinstance(result, str))
-    ended = [process.exitcode for process in processes]
-    assert not late and not failed and len(done) == ranks, f"{len(late)} of {ranks} processes hang; status {ended}\n{failed}"
-    return [done[rank] for rank in range(ranks)]
+        pool.end()
+        raise
+    _pools[ranks] = pool
+    return found

@@ -1,0 +1,335 @@
+"""Training on several ranks: sharded, it is that of replicas whose gradients are averaged; with a feature, it is that without.
+
+A case is two trainings by one protocol (tests/equivalence/protocols.py, and ranks.py for a few more events), on each rank:
+outputs, gradients, weights and scaling state have to be the same to the bit, or as near as promised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.ranks import OnRanks, Way, facts, train
+from tests.support import hooks
+from tests.support.harness import sqnr
+from tests.support.processes import on_ranks
+
+BITWISE = float("inf")
+Facts = dict[str, Any]
+BF16 = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Case:
+    """`ours` and `theirs` train `model`; `promise`: in dB. `check(ours, theirs, rank)`: what each rank shows beside."""
+
+    ours: Way
+    theirs: Way
+    protocol: str
+    model: str = "mlps"
+    ranks: int = 2
+    promise: float = BITWISE
+    check: Callable[[Facts, Facts, int], None] = lambda ours, theirs, rank: None
+    other: str = ""  # the protocol of `theirs`, if it is another one
+
+
+# -- sharded, and replicas -----------------------------------------------------------------------------------------------
+
+
+def same_decisions(ours: Facts, theirs: Facts, rank: int) -> None:
+    assert ours["fp8"] == theirs["fp8"] and ours["fp8"]
+    assert ours["state"] == theirs["state"]
+
+
+def with_replicas(way: Way, protocol: str, **more: Any) -> Case:
+    options = {name: value for name, value in way.options.items() if name != "reduce_amax"}
+    mesh = way.mesh if len(way.mesh) == 2 else ()
+    twin = Way("replica", options, checkpoint=way.checkpoint, mesh=mesh)
+    return Case(way, twin, protocol, more.pop("model", "gated"), check=more.pop("check", same_decisions), **more)
+
+
+def recipe(name: str, **more: Any) -> dict[str, Any]:
+    return {"recipe": name, **more}
+
+
+CURRENT_WEIGHTS = recipe("delayed", current_scaling=(False, True, False))
+REPLICAS = {
+    "blocks, delayed": with_replicas(Way(options=recipe("delayed")), "fbs fbs fbs"),
+    "kept": with_replicas(
+        Way(options=recipe("tensorwise"), compiled="after", reshard=False, checkpoint="outside"), "afbs afbs"
+    ),
+    "wrapped, cast again": with_replicas(Way(options=recipe("rowwise", recast_weights=True), compiled="wrapped"), "fbs fbs"),
+    "whole": with_replicas(Way(options=recipe("blockwise"), compiled="whole"), "fbs fbs"),
+    "mxfp8": with_replicas(Way(options=recipe("mxfp8"), compiled="after", reshard=True), "fbs fbs"),
+    "checkpoint inside": with_replicas(Way(options=recipe("delayed"), checkpoint="inside"), "fbs afbs"),
+    "cached weights": with_replicas(Way(options=recipe("tensorwise", cache_weights=True), compiled="after"), "fbs afbs"),
+    "over 2 x 2": with_replicas(Way(options=recipe("delayed"), mesh=(2, 2)), "afbs fbs", ranks=4),
+    "to fewer ranks": with_replicas(
+        Way(options=recipe("rowwise_with_gw_hp"), mesh=(4,), reshard=2), "fbs fbs", ranks=4, promise=100.0
+    ),
+    "ddp": with_replicas(
+        Way("ddp", options=recipe("delayed")), "fbs fbs afbs", model="over buckets", check=lambda ours, theirs, rank: None
+    ),
+}
+# -- fp8_all_gather, and none ----------------------------------------------------------------------------------------------
+
+MLPS = {f"blocks.{i}.{linear}.weight" for i in range(2) for linear in ("up", "down")}
+ELEMENTS = {"mlps": 4 * 128 * 256, "square": 4 * 256 * 256}  # of the weights of blocks
+
+
+def spares(*gathers: int, elements: int = ELEMENTS["mlps"] // 2, width: int = 1, blocks: int = 0, agrees: bool = True) -> Any:
+    """In each word of the protocol, so many gathers are in FP8: each saves `width` bytes for each of a rank's elements, but for
+    the scales of blocks. One all-reduce serves all weights before a forward with gradients."""
+
+    def check(ours: Facts, theirs: Facts, rank: int) -> None:
+        pairs = list(zip(ours["words"], theirs["words"], strict=True))
+        assert [b["sent"] - a["sent"] for a, b in pairs] == [n * (elements * width - 4 * blocks) for n in gathers]
+        assert {a["reduced"] - b["reduced"] for a, b in pairs} <= {0, 1} or not agrees
+        said = ours["words"][-1]["said"]
+        assert {name for name, (dtype, _) in said.items() if dtype == "e4m3"} == (MLPS if any(gathers) else set())
+        assert ours["graphs"] == theirs["graphs"]
+
+    return check
+
+
+def nothing_kept(check: Any) -> Any:
+    """FSDP2 frees the weights that it has gathered in FP8, although backward reads them."""
+
+    def both(ours: Facts, theirs: Facts, rank: int) -> None:
+        check(ours, theirs, rank)
+        assert [word["alive"] for word in ours["words"][1:]] == [0] * (len(ours["words"]) - 1)
+
+    return both
+
+
+def said_in(steps: tuple[int, ...], first: str = "") -> Any:
+    """Weights are gathered in FP8 in these words alone, and why not in the others."""
+
+    def check(ours: Facts, theirs: Facts, rank: int) -> None:
+        spares(*(2 * (step in steps) for step in range(len(ours["words"]))))(ours, theirs, rank)
+        for step, word in enumerate(ours["words"]):
+            dtype, reason = word["said"]["blocks.0.up.weight"]
+            assert (dtype, reason) == ("e4m3", "") if step in steps else dtype == "bfloat16" and reason, step
+        assert ours["words"][0]["said"]["blocks.0.up.weight"][1] == first or not first
+
+    return check
+
+
+def overlapping(ours: Facts, theirs: Facts, rank: int) -> None:
+    """What is gathered does not change while a backward is due: its graph has saved the weight as its forward got it."""
+    spares(*[0] * 8, 2)(ours, theirs, rank)
+    said = [word["said"]["blocks.0.up.weight"] for word in ours["words"]]
+    assert "no backward has run" in said[4][1] and said[8] == ("e4m3", "")
+
+
+def partly(why: str, dtype: str = "bfloat16") -> Any:
+    """The first weight of each block has whole blocks on all ranks; the second one, not."""
+
+    def check(ours: Facts, theirs: Facts, rank: int) -> None:
+        said = ours["words"][-1]["said"]
+        assert said["blocks.0.up.weight"] == ("e4m3", "")
+        assert said["blocks.1.down.weight"] == ((dtype, why) if why else ("e4m3", ""))
+
+    return check
+
+
+def tensor_parallel(ours: Facts, theirs: Facts, rank: int) -> None:
+    assert [word["sent"] for word in ours["words"]] == [word["sent"] for word in theirs["words"]]
+    said = ours["words"][-1]["said"]
+    assert {name: said[name] for name in MLPS} == dict.fromkeys(MLPS, ("bfloat16", "a tensor-parallel parameter"))
+    assert "all-gather: 0 of 5 matrices in FP8" in ours["text"] and "a tensor-parallel parameter" in ours["text"]
+
+
+def gathered(protocol: str, check: Any, model: str = "mlps", ranks: int = 2, other: str = "", **way: Any) -> Case:
+    ours = Way(**{"options": recipe("tensorwise"), "dtype": BF16, "gather": True, **way})
+    return Case(ours, replace(ours, gather=False), protocol, model, ranks, check=check, other=other)
+
+
+def scheduled(given: dict[str, int], **more: Any) -> dict[str, Any]:
+    return {"policy": {"schedule": given}, "strict": True, **more}
+
+
+FOREACH, FUSED = {"foreach": True}, {"fused": True}
+ALL_GATHERS = {
+    # evaluations, writes by hand, loaded weights, also behind a forward that has no backward
+    "gathered": gathered("fbs fbsw fbs l fxl e fbs", nothing_kept(spares(0, 2, 2, 0, 1, 0, 2)), adam=FOREACH),
+    "gathered, kept": gathered(
+        "fbs fbs fbs", spares(0, 1, 1, width=3), options=CURRENT_WEIGHTS, dtype=torch.float32, reshard=False, adam=FUSED
+    ),
+    "gathered, accumulated": gathered("afbs afbs", spares(0, 4), options=CURRENT_WEIGHTS, adam=FOREACH),
+    "gathered, checkpoint": gathered(
+        "fbs fbs fbs", nothing_kept(spares(0, 2, 2)), checkpoint="outside", adam=FUSED,
+        options=recipe("tensorwise", power_of_2_scale=True, margin=(0, 1, 0)),
+    ),
+    "gathered in blocks": gathered(
+        "fbs fbs e l fbs", nothing_kept(spares(0, 2, 0, 0, 2, elements=ELEMENTS["square"] // 2, blocks=8)), "square",
+        options=recipe("blockwise"), adam=FOREACH,
+    ),
+    "gathered in blocks, checkpoint": gathered(
+        "fbs fbs fbs", spares(0, 2, 2, elements=ELEMENTS["square"] // 2, width=3, blocks=8), "square", dtype=torch.float32,
+        checkpoint="around", options=recipe("blockwise", power_of_2_scale=False, margin=(0, 1, 0)),
+    ),
+    "gathered in tiles": gathered(
+        "afbs afbs", spares(0, 2, elements=ELEMENTS["square"] // 2, blocks=4 * 64 // 2), "square", reshard=False,
+        options=recipe("mxfp8", weight_tiles=True),
+    ),
+    "gathered, whole": gathered("fbs fbs fbs", spares(0, 2, 2), compiled="whole"),
+    "gathered, around": gathered("fbs fbs fbs", spares(0, 2, 2), compiled="around"),
+    "gathered over 2 x 2": gathered("fbs fbs fbs", spares(0, 2, 2, agrees=False), ranks=4, mesh=(2, 2)),
+    "gathered by one": gathered("fbs fbs", spares(0, 2, elements=ELEMENTS["mlps"]), ranks=1),
+    "gathered by three": gathered("fbs fbs fbs", partly(""), ranks=3),  # 128 rows are 43, 43 and 42: the last one is padded
+    "no whole blocks on two": gathered(
+        "fbs fbs fbs", partly("blockwise: shards of 64 rows are no multiple of 128"), options=recipe("blockwise")
+    ),
+    "no whole blocks on three": gathered(
+        "fbs fbs fbs", partly("blockwise: shards are of different sizes, or by columns"), "wide", 3, options=recipe("blockwise")
+    ),
+    "all rows on one": gathered("fbs fbs fbs", partly(""), "odd", 1, options=recipe("blockwise")),
+    "tensor parallel": gathered("fbs fbs fbs", tensor_parallel, ranks=4, kind="fsdp x tp", mesh=(2, 2)),
+    "faults over 2 x 2": gathered(
+        "fbs fbsB fbs jbs fbs k fbs fbs", partly(""), ranks=4, mesh=(2, 2), options=CURRENT_WEIGHTS, dtype=torch.float32
+    ),
+    "between": gathered("fbs fbs A efeb fbs M efeb Gfb Gefb", partly("")),
+    "forward alone, kept": gathered("fbs fbs fx efeb fbs", partly(""), reshard=False),
+    "warm-up and cool-down": gathered(
+        "fbs fbs fbs fbs fbs fbs fbs", said_in((2, 3, 4), "a phase of high precision"),
+        options=scheduled({"warmup_steps": 2, "cooldown_at": 5}, **CURRENT_WEIGHTS),
+    ),
+    "long warm-up": gathered(
+        "fbs fbs fbs fbs fbs fbs fbs fbs", said_in((6, 7), "a phase of high precision"), options=scheduled({"warmup_steps": 5})
+        | recipe("tensorwise"),
+    ),
+    # where weights have arrived in FP8, a phase of high precision that is set by hand begins a step later
+    "phases by hand": gathered(
+        "fbs fbs fbs fbs Hfbs fbs Sfbs fbs", said_in((1, 2, 3, 4, 7)), options=scheduled({}) | recipe("tensorwise"),
+        other="fbs fbs fbs fbs fbs Hfbs Sfbs fbs",
+    ),
+    "overlapping": gathered("f fbz fbz fbz fbz bz fbz fbz fbz", overlapping),
+}  # fmt: skip
+
+# -- all-gathers inside of graphs, and without the pass ----------------------------------------------------------------------
+
+
+def on_the_wire(names: list[str], count: int, size: int = 4) -> Any:
+    """A byte an element, of the tensors of these names; state and reports name them."""
+
+    def check(ours: Facts, theirs: Facts, rank: int) -> None:
+        sent, before = ours["wire"], theirs["wire"]
+        assert [n for dtype, n in sent if dtype == torch.uint8] == [n // size for n in [n for _, n in before][:count]]
+        assert len(sent) == len(before) and [r[0] for r in ours["collectives"]] == names
+        assert all(a == b // size and not why for _, a, b, why in ours["collectives"]) and theirs["collectives"] == []
+        assert ours["state"] == theirs["state"]
+
+    return check
+
+
+def in_graph(check: Any, protocol: str = "fbs fbs jbs fbs", **way: Any) -> Case:
+    ours = Way("sequence", **way)
+    return Case(ours, replace(ours, skip="all_gathers"), protocol, "gated block", check=check)
+
+
+def sequence(ours: Facts, theirs: Facts, rank: int) -> None:
+    """The input of the column-parallel linears in forward, and the gradient of the row-parallel one in backward."""
+    part, size = 2 * 12 * 128, ours["collectives"][0][2] // (2 * 12 * 128)
+    assert {n for _, n in theirs["wire"]} == {part * size} and {n for _, n in ours["wire"]} == {part}
+    assert len(ours["wire"]) == len(theirs["wire"]) >= 2 * 4
+    names = ["mlp.gate (input)", "mlp.down (gradient)"]
+    assert ours["collectives"] == [(name, part, part * size, "") for name in names] and theirs["collectives"] == []
+
+
+def weights_in_graph(ours: Facts, theirs: Facts, rank: int) -> None:
+    """Weights that the model gathers are weights: three of each block in FP8, its norm not."""
+    assert ours["fp8"] == sorted((f"mlp.{x}", gemm) for x in ("gate", "up", "down") for gemm in ("fprop", "dgrad", "wgrad"))
+    assert [r[0] for r in ours["collectives"]] == [f"mlp.{x} (weight)" for x in ("gate", "up", "down")]
+    assert not any(reason for *_, reason in ours["collectives"]) and len(ours["wire"]) == len(theirs["wire"]) == 4 * 3
+    assert sum(dtype == torch.uint8 for dtype, _ in ours["wire"]) == 3 * 3
+
+
+def simple(ranks: int, **way: Any) -> Case:
+    ours = Way("simple fsdp", **way)
+    return Case(ours, replace(ours, skip="all_gathers"), "fbs fbs fbs", "gated block", ranks, check=weights_in_graph)
+
+
+IN_GRAPHS = {
+    "sequence": in_graph(sequence, options=recipe("delayed")),
+    "sequence, checkpoint": in_graph(sequence, "cbs cbs cbs cbs", options=recipe("delayed", reduce_amax=True)),
+    "sequence, group": in_graph(sequence, options=recipe("tensorwise", amax_group="tp")),
+    "sequence, bf16, group": in_graph(sequence, options=recipe("delayed", amax_group="tp"), dtype=BF16),
+    "simple fsdp": simple(2, options=recipe("delayed")),
+    "simple fsdp by three": simple(3, options=recipe("delayed")),
+    "simple fsdp by three, tensorwise": simple(3, options=recipe("tensorwise"), dtype=BF16),
+    "simple fsdp by columns": simple(2, options=recipe("delayed"), dtype=BF16, dim=1),
+}
+
+# -- what else may be on ---------------------------------------------------------------------------------------------------
+
+
+def frozen(reason: str) -> Any:
+    def check(ours: Facts, theirs: Facts, rank: int) -> None:
+        bases = {why for name, why in ours["frozen"].items() if name.startswith("blocks")}
+        assert not theirs["frozen"] and len(bases) == 1 and all(why.startswith(reason) for why in bases)
+        assert bool(reason) is bool(bases.pop())
+
+    return check
+
+
+def with_frozen(way: Way, reason: str, model: str = "adapted") -> Case:
+    options = {"policy": {"rules": [{"where": "n >= 128 and k >= 128", "fp8": "on"}]}, **recipe("tensorwise")}
+    ours = replace(way, options={**options, "frozen": "fp8"})
+    return Case(ours, replace(way, options=options), "fbs fbs fbs", model, check=frozen(reason))
+
+
+def smaller(ours: Facts, theirs: Facts, rank: int) -> None:
+    assert [row["role"] for row in ours["stats"]].count("reduced") >= 1
+    assert not [row for row in theirs["stats"] if row["role"] == "reduced"]
+
+
+def compressed(way: Way) -> Case:
+    """Twelve steps of small learning rates: as near as gradients of 28 dB are."""
+    return Case(replace(way, compress=True), way, "fbs fbs afbs", "over buckets", promise=18.0, check=smaller)
+
+
+OTHERS = {
+    "frozen, ddp": with_frozen(Way("ddp"), ""),
+    "frozen, ddp cuts": with_frozen(Way("ddp"), "DDP has cut the graph", "adapted over buckets"),
+    "frozen, fsdp": with_frozen(Way(), "sharded by FSDP2"),
+    "frozen, tp": with_frozen(Way("tp"), "of another type: DTensor"),
+    "compressed, ddp": compressed(Way("ddp", recipe("delayed"))),
+    "compressed, fsdp": compressed(Way(options=recipe("delayed"))),
+}
+CASES = {**REPLICAS, **ALL_GATHERS, **IN_GRAPHS, **OTHERS}
+
+
+def compared(ours: OnRanks, theirs: OnRanks, promise: float) -> list[str]:
+    """What is not the same, or nearly."""
+    if ours.seen.keys() != theirs.seen.keys():
+        return [f"on one side only: {sorted(ours.seen.keys() ^ theirs.seen.keys())[:4]}"]
+    found = {name: sqnr(x, ours.seen[name]) for name, x in theirs.seen.items()}
+    wrong = {name: ratio for name, ratio in found.items() if not ratio >= promise}
+    return [f"{name}: {ratio:.1f} dB" for name, ratio in wrong.items()][:4]
+
+
+def _case(rank: int, name: str) -> Facts:
+    case, found, runs = CASES[name], [], []
+    for way in (case.ours, case.theirs):
+        with hooks.sent("all_gather_into_tensor") as sent:
+            runs.append(train(case.model, way, case.other if runs and case.other else case.protocol))
+        found.append(facts(runs[-1], sent))
+    return {"wrong": compared(*runs, case.promise), "ours": found[0], "theirs": found[1]}
+
+
+def check(name: str) -> None:
+    case = CASES[name]
+    for rank, found in enumerate(on_ranks(case.ranks, _case, name)):
+        assert not found["wrong"], (rank, found["wrong"])
+        case.check(found["ours"], found["theirs"], rank)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_training_is_the_same(name: str) -> None:
+    check(name)
