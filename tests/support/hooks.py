@@ -539,3 +539,22 @@ def tuning(times: type, candidates: Sequence[Any]) -> Iterator[None]:
 
     with mock.patch.object(tune, "Times", times), mock.patch.object(tune, "candidates", lambda gpu: candidates):
         yield
+
+
+@contextlib.contextmanager
+def weighed() -> Iterator[dict[tuple[str, str], tuple[Any, str]]]:
+    """The matmuls with weights of the last graph that was weighed inside, by (name, gemm), each with its reason before."""
+    from fp8compile.passes import pipeline
+
+    found: dict[tuple[str, str], tuple[Any, str]] = {}
+    weigh = pipeline.weigh
+
+    def noted(matmuls: Sequence[Any], *rest: Any) -> int:
+        before = {matmul: matmul.reason for matmul in matmuls}
+        result = weigh(matmuls, *rest)
+        found.clear()
+        found.update({(m.fqn, m.gemm): (m, before[m]) for m in matmuls if m.weight is not None})
+        return result
+
+    with mock.patch.object(pipeline, "weigh", noted):
+        yield found
