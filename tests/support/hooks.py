@@ -210,11 +210,42 @@ def weight_casts() -> Iterator[list[int]]:
         yield found
 
 
+@contextlib.contextmanager
+def casts_by_place() -> Iterator[list[tuple[str, int]]]:
+    """Each cast of `cache_weights`: "forward" or "step", with a "+" if the update has given the amaxes; and how many copies
+    its cache held then."""
+    from fp8compile.runtime.weight_cache import WeightCache
+
+    found: list[tuple[str, int]] = []
+    cast, now = WeightCache._cast, WeightCache.cast_now
+    where = ["forward"]
+
+    def noted(self: WeightCache, weights: Any, amaxes: Any = ()) -> Any:
+        held = sum(len(kept.copies) for kept in self.kept.values())
+        found.append((where[-1] + ("+" if len(amaxes) else ""), held))
+        return cast(self, weights, amaxes)
+
+    def inside(self: WeightCache, *args: Any) -> None:
+        where.append("step")
+        now(self, *args)
+        where.pop()
+
+    with mock.patch.object(WeightCache, "_cast", noted), mock.patch.object(WeightCache, "cast_now", inside):
+        yield found
+
+
 def kept_copies() -> int:
     """For how many sets of weights `cache_weights` keeps copies."""
     from fp8compile.runtime.weight_cache import _STEPS
 
     return sum(len(cache.kept) for cache in _STEPS.caches.values())
+
+
+def weights_written() -> int:
+    """How many weights wait for an optimizer that casts them."""
+    from fp8compile.runtime.weight_cache import _STEPS
+
+    return len(_STEPS.written)
 
 
 def steps_noticed() -> int:
