@@ -468,6 +468,14 @@ def slow_calls() -> Iterator[list[bool]]:
         yield found
 
 
+def measured(parameter: torch.Tensor) -> dict[str, dict[str, float]]:
+    """What was measured of a linear with this weight: role -> numbers by name."""
+    from fp8compile.runtime import parameters, probe
+
+    vectors = parameters.find(parameter).measured
+    return {name[0]: dict(zip(probe.COLUMNS, vector.tolist(), strict=True)) for name, vector in vectors.items()}
+
+
 def measuring() -> bool:
     """Whether a measurement waits for a call."""
     from fp8compile.runtime import probe
