@@ -386,11 +386,11 @@ def forwards_of(parameter: Any) -> list[str]:
 # -- other passes --------------------------------------------------------------------------------------------------------
 
 
-def saving_small_tensors() -> Patched:
-    """Inside, `save="fp8"` keeps tensors of any size in FP8."""
+def saving_small_tensors(least: int = 0) -> Patched:
+    """Inside, `save="fp8"` keeps tensors of any size in FP8, or of at least so many bytes."""
     from fp8compile.passes import save
 
-    return mock.patch.object(save, "LEAST", 0)
+    return mock.patch.object(save, "LEAST", least)
 
 
 @contextlib.contextmanager
