@@ -82,20 +82,29 @@ def traced() -> Patched:
     return _inner(PLACEHOLDERS)
 
 
+def through(see: Callable[..., Any]) -> Patched:
+    """Inside, interpreted graphs have `see(call, operator, args, kwargs)` where each `call(operator, args, kwargs)` was."""
+    from fp8compile.runtime.interpreter import Eager
+
+    stock = Eager.call_function
+
+    def seen(self: Eager, target: Any, args: tuple, kwargs: dict) -> Any:
+        return see(lambda *given: stock(self, *given), target, args, kwargs)
+
+    return mock.patch.object(Eager, "call_function", seen)
+
+
 @contextlib.contextmanager
 def calls() -> Iterator[Counter]:
     """How often interpreted graphs call each operator."""
-    from fp8compile.runtime.interpreter import Eager
+    found: Counter = Counter()
 
-    seen: Counter = Counter()
-    stock = Eager.call_function
+    def see(call: Callable[..., Any], target: Any, *given: Any) -> Any:
+        found[target] += 1
+        return call(target, *given)
 
-    def call(self: Eager, target: Any, args: tuple, kwargs: dict) -> Any:
-        seen[target] += 1
-        return stock(self, target, args, kwargs)
-
-    with mock.patch.object(Eager, "call_function", call):
-        yield seen
+    with through(see):
+        yield found
 
 
 @contextlib.contextmanager
