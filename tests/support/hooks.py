@@ -300,6 +300,13 @@ def frozen_values() -> Iterator[list[torch.Tensor]]:
         yield found
 
 
+def refresh_gathered_scales(parameter: Any) -> None:
+    """What `fp8_all_gather` does before a forward, for the weights that are gathered with this one."""
+    from fp8compile.runtime.parameters import find
+
+    find(parameter).gathered.scales.refresh(False, True)
+
+
 def frozen(parameter: Any) -> bool:
     """Whether this parameter is kept in FP8 only."""
     from fp8compile.ir.frozen import FrozenWeight
