@@ -613,3 +613,99 @@ def weighed() -> Iterator[dict[tuple[str, str], tuple[Any, str]]]:
 
     with mock.patch.object(pipeline, "weigh", noted):
         yield found
+
+
+# -- kernels -------------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def launching(tuned: Callable[..., Any], choose: Callable[[Any], Any] | None = None, **limits: int) -> Iterator[None]:
+    """Inside, graphs for a CPU get generated kernels: `tuned(function, configurations)` is launched, with the configuration
+    that `choose(kernel)` names, or with the default one. `limits`: other values of constants of `codegen.launch`."""
+    from fp8compile.codegen import launch
+
+    configurations = launch.configurations
+
+    def chosen(kernel: Any) -> Any:
+        return (choose(kernel) if choose else configurations(kernel)[0],)
+
+    with mock.patch.multiple(launch, DEVICES=("cpu", "cuda"), tuned=tuned, configurations=chosen, **limits):
+        yield
+
+
+@contextlib.contextmanager
+def launched(see: Callable[..., Any], amd: bool = False) -> Iterator[None]:
+    """`see(function, arguments, constants)` gets each launch that is written inside. `amd`: with an AMD GPU's conversions."""
+    from fp8compile import compat
+    from fp8compile.codegen import kernel
+
+    launch = compat.launch
+
+    def noted(emit: Any, function: Any, grids: Any, arguments: dict[str, Any], constants: Any = None) -> Any:
+        see(function, arguments, constants or {})
+        return launch(emit, function, grids, arguments, constants)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(compat, "launch", noted))
+        if amd:
+            stack.enter_context(mock.patch.object(kernel, "saturates", lambda dtype: False))
+        yield
+
+
+def cuda_version(*version: int) -> Patched:
+    """Inside, torch was built with this CUDA."""
+    from fp8compile.devices import support
+
+    return mock.patch.object(support, "cuda_version", lambda: version)
+
+
+def fnuz() -> Patched:
+    """Inside, the GPU has the fnuz encodings."""
+    from fp8compile.devices import formats
+
+    return mock.patch.object(formats, "fnuz", lambda: True)
+
+
+def block_mm_by(way: str, tile: tuple[int, ...] = (64, 32, 4, 1)) -> Patched:
+    """Inside, a matmul of blocks is lowered in this way, and our kernel has this tile."""
+    from fp8compile.codegen import block_gemm, scaled_mm_kind
+
+    stack = contextlib.ExitStack()
+    stack.enter_context(mock.patch.object(scaled_mm_kind, "how", lambda *_: way))
+    stack.enter_context(mock.patch.object(block_gemm, "configurations", lambda *_: (tile,)))
+    return stack
+
+
+def matmuls_for(gpu: Any, tile: tuple[int, ...] | None = None) -> Patched:
+    """Inside, matmuls are lowered for this GPU; those of groups have this tile."""
+    from fp8compile.codegen import grouped_gemm, scaled_grouped, scaled_mm
+
+    stack = contextlib.ExitStack()
+    for module in (scaled_grouped, scaled_mm):
+        stack.enter_context(mock.patch.object(module, "gpu_of", lambda _: gpu))
+    if tile is not None:
+        stack.enter_context(mock.patch.object(grouped_gemm, "configurations", lambda *_: (tile,)))
+    return stack
+
+
+@contextlib.contextmanager
+def traffic(answer: tuple[int, int] | None = None) -> Iterator[list[tuple[int, int]]]:
+    """The bytes that a fused kernel and Inductor would move, for each group that is compared inside; or `answer` for all."""
+    from fp8compile.passes import fuse
+
+    found: list[tuple[int, int]] = []
+    compare = fuse.compare
+
+    def noted(*given: Any) -> tuple[int, int]:
+        found.append(answer or compare(*given))
+        return found[-1]
+
+    with mock.patch.object(fuse, "compare", noted):
+        yield found
+
+
+def matmuls_unread() -> Patched:
+    """Inside, a described step does not read Inductor's matmuls: on NVIDIA it falls back for fnuz operands."""
+    from fp8compile.dryrun.fake_gpu.record import _Reader
+
+    return mock.patch.object(_Reader, "matmul", lambda *_: None)
