@@ -243,6 +243,16 @@ def casts_by_place() -> Iterator[list[tuple[str, int]]]:
         yield found
 
 
+@contextlib.contextmanager
+def bytes_of_copies() -> Iterator[list[int]]:
+    """The bytes of the copies that each graph compiled inside keeps between its calls, as its report's remarks count them."""
+    from fp8compile.reporting import findings
+
+    found: list[int] = []
+    with mock.patch.object(findings, "remarks", lambda matmuls, sharded, copies=0: found.append(copies) or ()):
+        yield found
+
+
 def kept_copies() -> int:
     """For how many sets of weights `cache_weights` keeps copies."""
     from fp8compile.runtime.weight_cache import _STEPS
@@ -666,26 +676,25 @@ def fnuz() -> Patched:
     return mock.patch.object(formats, "fnuz", lambda: True)
 
 
-def block_mm_by(way: str, tile: tuple[int, ...] = (64, 32, 4, 1)) -> Patched:
+@contextlib.contextmanager
+def block_mm_by(way: str, tile: tuple[int, ...] = (64, 32, 4, 1)) -> Iterator[None]:
     """Inside, a matmul of blocks is lowered in this way, and our kernel has this tile."""
     from fp8compile.codegen import block_gemm, scaled_mm_kind
 
-    stack = contextlib.ExitStack()
-    stack.enter_context(mock.patch.object(scaled_mm_kind, "how", lambda *_: way))
-    stack.enter_context(mock.patch.object(block_gemm, "configurations", lambda *_: (tile,)))
-    return stack
+    tiles = mock.patch.object(block_gemm, "configurations", lambda *_: (tile,))
+    with mock.patch.object(scaled_mm_kind, "how", lambda *_: way), tiles:
+        yield
 
 
-def matmuls_for(gpu: Any, tile: tuple[int, ...] | None = None) -> Patched:
+@contextlib.contextmanager
+def matmuls_for(gpu: Any, tile: tuple[int, ...] = (64, 32, 4, 1)) -> Iterator[None]:
     """Inside, matmuls are lowered for this GPU; those of groups have this tile."""
     from fp8compile.codegen import grouped_gemm, scaled_grouped, scaled_mm
 
-    stack = contextlib.ExitStack()
-    for module in (scaled_grouped, scaled_mm):
-        stack.enter_context(mock.patch.object(module, "gpu_of", lambda _: gpu))
-    if tile is not None:
-        stack.enter_context(mock.patch.object(grouped_gemm, "configurations", lambda *_: (tile,)))
-    return stack
+    tiles = mock.patch.object(grouped_gemm, "configurations", lambda *_: (tile,))
+    one, other = (mock.patch.object(module, "gpu_of", lambda _: gpu) for module in (scaled_grouped, scaled_mm))
+    with one, other, tiles:
+        yield
 
 
 @contextlib.contextmanager
@@ -709,3 +718,10 @@ def matmuls_unread() -> Patched:
     from fp8compile.dryrun.fake_gpu.record import _Reader
 
     return mock.patch.object(_Reader, "matmul", lambda *_: None)
+
+
+def groups_to_tune(model: nn.Module, args: tuple, loss: Callable[[Any], torch.Tensor] | None) -> Any:
+    """What `tune` measures of a model: `groups`, `alone(candidate)`, `error(choice, name)`; `whole` where one graph tells all."""
+    from fp8compile.dryrun.tune import _Measured
+
+    return _Measured(model, args, {}, loss, "default", 0.5, lambda *_: None)
