@@ -721,7 +721,7 @@ def matmuls_unread() -> Patched:
 
 
 def groups_to_tune(model: nn.Module, args: tuple, loss: Callable[[Any], torch.Tensor] | None) -> Any:
-    """What `tune` measures of a model: `groups`, `alone(candidate)`, `error(choice, name)`; `whole` where one graph tells all."""
+    """What `tune` measures: `groups`, `alone(candidate)`, `error(choice, name)`, and `whole` where one graph tells all."""
     from fp8compile.dryrun.tune import _Measured
 
     return _Measured(model, args, {}, loss, "default", 0.5, lambda *_: None)
