@@ -204,6 +204,23 @@ def overflow_lines() -> Patched:
 
 
 @contextlib.contextmanager
+def cold_calls() -> Iterator[list[bool]]:
+    """Of each forward of compiled graphs: whether it is cold."""
+    from fp8compile.runtime.calls import Calls
+
+    found: list[bool] = []
+    stock = Calls.forward
+
+    def forward(self: Calls, call: Any) -> Any:
+        how = stock(self, call)
+        found.append(how is not None and how.cold)
+        return how
+
+    with mock.patch.object(Calls, "forward", forward):
+        yield found
+
+
+@contextlib.contextmanager
 def weight_casts() -> Iterator[list[int]]:
     """How often `cache_weights` casts: an entry a cast, the number of its weights."""
     from fp8compile.runtime.weight_cache import WeightCache
