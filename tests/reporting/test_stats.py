@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -14,14 +15,12 @@ import fp8compile
 from fp8compile.ir import ops
 from fp8compile.reporting.stats import COSTLY, STATE, Stats
 from fp8compile.runtime import probe
-from fp8compile.runtime.compiled_graph import CompiledGraph
-from fp8compile.runtime.ledger import LEDGER
-from fp8compile.runtime.parameters import find
+from tests.support import hooks
 from tests.support.harness import compiled, grads_of, histories, leaf, like, noise
 from tests.support.models import Attention, Block, Broken, Checkpointed, Mlp, Parallel, Stack, Twice, linear, make
 from tests.support.reference_casts import scale_of
 
-pytestmark = pytest.mark.usefixtures("interpreted")
+pytestmark = [pytest.mark.usefixtures("interpreted"), pytest.mark.shares_graphs]
 
 
 def train(run, x: Tensor) -> Tensor:
@@ -31,24 +30,19 @@ def train(run, x: Tensor) -> Tensor:
 
 
 @pytest.fixture
-def looked(monkeypatch) -> list[str]:
+def looked() -> Iterator[list[str]]:
     """A list of the roles of all measured casts."""
-    seen: list[str] = []
-    call = probe.Look.__call__
-
-    def look(self, node, args, result) -> None:
-        if self.measurements:
-            seen.append(node.meta["fp8_operand"].role)
-        call(self, node, args, result)
-
-    monkeypatch.setattr(probe.Look, "__call__", look)
-    return seen
+    with hooks.measured_casts() as seen:
+        yield seen
 
 
-@pytest.fixture(autouse=True)
-def nothing_asked():
-    yield
-    probe.ACTIVE.clear()
+def all_measured(model: nn.Module) -> bool:
+    rows = fp8compile.stats(model).rows()
+    return bool(rows) and all(row["mse"] is not None for row in rows)
+
+
+def none_measured(model: nn.Module) -> bool:
+    return all(row["mse"] is None for row in fp8compile.stats(model))
 
 
 # numbers
@@ -63,12 +57,10 @@ def expected(x: Tensor, scale: Tensor, copy: Tensor, fp8_max: float) -> list[flo
     return [beyond.item(), ((a != 0) & (c == 0)).sum().item(), error.item(), a[finite].square().sum().item()]
 
 
-@pytest.mark.parametrize("chunk", [probe.CHUNK, 1 << 14])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("block", [(0, 0), (1, 0), (1, 128), (128, 128), (1, 32)])
-def test_measured(monkeypatch, block: tuple[int, int], transposed: bool, chunk: int) -> None:
-    """Random values with outliers, tiny values and an infinity; some scales are too large."""
-    monkeypatch.setattr(probe, "CHUNK", chunk)
+def test_measured(block: tuple[int, int], transposed: bool) -> None:
+    """Random values with outliers, tiny values and an infinity; some scales are too large. In parts, and at once."""
     x = noise(300, 272, seed=3).bfloat16()
     x[::7, ::5] *= 1e-6
     x[5, 7], x[9, 11], x[17, 0] = 3000.0, 0.0, math.inf
@@ -79,7 +71,9 @@ def test_measured(monkeypatch, block: tuple[int, int], transposed: bool, chunk: 
         scale = ops.current_scale(amax, 448.0, 0)
         scale[0, 0] *= 8
     copy = ops.quantize(x, scale, torch.float8_e4m3fn, 448.0, transposed, block)
-    vector = probe.measured(x, scale, copy, 448.0, transposed, block).tolist()
+    with hooks.measured_in_parts(1 << 14):
+        vector = probe.measured(x, scale, copy, 448.0, transposed, block).tolist()
+    assert vector == pytest.approx(probe.measured(x, scale, copy, 448.0, transposed, block).tolist(), rel=1e-6)
     seen = dict(zip(probe.COLUMNS, vector, strict=True))
     source = x.t() if transposed else x
     values = copy[:, : source.shape[1]].float()
@@ -191,7 +185,6 @@ def test_nothing_compiled() -> None:
     [
         *((Mlp, recipe) for recipe in ("delayed", "tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8")),
         (Block, "delayed"),
-        (lambda: Checkpointed(Mlp(), Mlp()), "delayed"),
         (lambda: Checkpointed(Mlp(), Mlp()), "rowwise"),
         (Twice, "tensorwise"),
     ],
@@ -199,25 +192,24 @@ def test_nothing_compiled() -> None:
 def test_a_measured_call_is_an_ordinary_one(build, recipe: str) -> None:
     """Outputs, gradients and state have the same bits as those of a twin without measurement; every tensor has numbers."""
     models = [make(build) for _ in range(2)]
+    ends = []
     for model in models:
-        torch._dynamo.reset()
         run, results = compiled(model, recipe), []
-        for step in range(4):
-            if step == 2 and model is models[0]:
+        for step in range(3):
+            if step == 1 and model is models[0]:
                 fp8compile.stats(model, measure=True)
             model.zero_grad()
-            x = leaf(noise(2, 16, 128, seed=step))
+            x = leaf(noise(1, 16, 128, seed=step))
             y = train(run, x)
             results.append({"y": y.detach(), **grads_of(model, [x])})
-        if model is models[0]:
-            first, state = results, histories(model)
-        else:
-            assert all(torch.equal(a[name], b[name]) for a, b in zip(first, results, strict=True) for name in a)
-            assert histories(model) == state
+        ends.append((results, histories(model)))
+    (first, state), (second, other) = ends
+    assert all(torch.equal(a[name], b[name]) for a, b in zip(first, second, strict=True) for name in a)
+    assert state == other
     rows = fp8compile.stats(models[0]).rows()
     low = [(row["name"], row["role"], row["sqnr"], row["overflows%"]) for row in rows if not row["sqnr"] > 12]
     assert not low and {row["role"] for row in rows} == {"input", "weight", "gradient"}
-    assert all(row["mse"] is None for row in fp8compile.stats(models[1]))
+    assert none_measured(models[1])
 
 
 def test_one_call_is_measured(looked) -> None:
@@ -235,22 +227,20 @@ def test_one_call_is_measured(looked) -> None:
     assert len(looked) == 2 * count
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize(("recipe", "reentrant"), [("delayed", True), ("tensorwise", False)])
 def test_eager_checkpoint_around_a_compiled_block(recipe: str, reentrant: bool, looked) -> None:
     models = [make(Mlp) for _ in range(2)]
     results = []
     for model in models:
-        torch._dynamo.reset()
         run = compiled(model, recipe)
-        for step in range(4):
-            if step == 2 and model is models[0]:
+        for step in range(3):
+            if step == 1 and model is models[0]:
                 fp8compile.stats(model, measure=True)
             model.zero_grad()
             x = leaf(noise(16, 128, seed=step))
             train(lambda x, run=run: checkpoint(run, x, use_reentrant=reentrant), x)
         results.append({**grads_of(model, [x])})
-        assert all(row["mse"] is not None for row in fp8compile.stats(model)) == (model is models[0])
+    assert all_measured(models[0]) and none_measured(models[1])
     assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
     assert histories(models[0]) == histories(models[1])
     assert looked.count("weight") == 2  # the recomputation is not measured again
@@ -266,7 +256,7 @@ def test_a_checkpointed_block_that_is_called_twice(recipe: str) -> None:
             fp8compile.stats(model, measure=True)
         a, b = (checkpoint(run, leaf(noise(16, 128, seed=step + i)), use_reentrant=False) for i in range(2))
         (a.sum() + 2 * b.sum()).backward()
-    assert all(row["mse"] is not None for row in fp8compile.stats(model))
+    assert all_measured(model)
 
 
 def test_asked_between_forward_and_recomputation(looked) -> None:
@@ -292,28 +282,19 @@ def test_two_forwards_then_two_backwards(recipe: str) -> None:
         outputs = [run(torch.full((16, 128), value)) for value in (3.0, 5.0)]
         for i in order:
             outputs[i].backward(torch.full((16, 128), 7.0 + i))
-        vectors = find(model.weight).measured
-        amaxes = {name[0]: vector[probe.COLUMNS.index("amax")].item() for name, vector in vectors.items()}
+        amaxes = {role: numbers["amax"] for role, numbers in hooks.measured(model.weight).items()}
         assert amaxes == {"input": 3.0, "weight": 0.5, "gradient": 7.0}
 
 
 def test_a_forward_whose_backward_never_comes(looked) -> None:
     """Later calls do not run operator by operator for ever."""
-    others = set(map(id, _graphs()))  # of tests before this one, whose backward never came either
     model = linear()
     run = compiled(model, "tensorwise")
     fp8compile.stats(model, measure=True)
-    for _ in range(40):
-        run(torch.ones(16, 128))
-    graphs = [graph for graph in _graphs() if id(graph) not in others]
-    assert graphs and not any(graph.calls.looking.open for graph in graphs)
-    assert set(looked) <= {"input", "weight"}
-
-
-def _graphs() -> list[CompiledGraph]:
-    import gc
-
-    return [x for x in gc.get_objects() if type(x) is CompiledGraph]
+    with hooks.slow_calls() as slow:
+        for _ in range(40):
+            run(torch.ones(16, 128))
+    assert slow[0] and not slow[-1] and set(looked) <= {"input", "weight"}
 
 
 def test_models_of_one_class(looked) -> None:
@@ -325,21 +306,20 @@ def test_models_of_one_class(looked) -> None:
     fp8compile.stats(second, measure=True)
     for run in runs:
         train(run, noise(16, 128))
-    assert all(row["mse"] is None for row in fp8compile.stats(first))
-    assert all(row["mse"] is not None for row in fp8compile.stats(second)) and looked
+    assert none_measured(first) and all_measured(second) and looked
 
 
 def test_block_by_block() -> None:
     """The next call of each block is measured; all blocks share one piece of code."""
-    model = make(lambda: Parallel(*(Mlp() for _ in range(3))))
+    model = make(lambda: Parallel(Mlp(), Mlp()))
     for block in model.inner:
         block.compile(backend="fp8", options={"recipe": "rowwise"})
     for step in range(2):
         fp8compile.stats(model, measure=True)
         train(model, noise(16, 128, seed=step))
     rows = fp8compile.stats(model).rows()
-    assert {row["name"] for row in rows} == {f"inner.{i}.{part}.weight" for i in range(3) for part in ("up", "down")}
-    assert all(row["mse"] is not None for row in rows)
+    assert all_measured(model)
+    assert {row["name"] for row in rows} == {f"inner.{i}.{part}.weight" for i in range(2) for part in ("up", "down")}
 
 
 def test_graph_breaks_and_attention() -> None:
@@ -348,9 +328,8 @@ def test_graph_breaks_and_attention() -> None:
     train(run, noise(2, 16, 128))
     fp8compile.stats(model, measure=True)
     train(run, noise(2, 16, 128))
-    rows = fp8compile.stats(model).rows()
-    assert all(row["mse"] is not None for row in rows)
-    assert {row["name"].rpartition(".")[0] for row in rows} >= {"first", "second.o", "third"}
+    assert all_measured(model)
+    assert {row["name"].rpartition(".")[0] for row in fp8compile.stats(model)} >= {"first", "second.o", "third"}
 
 
 @pytest.mark.parametrize("evaluated", ["high_precision", "fp8"])
@@ -379,7 +358,7 @@ def test_a_phase_of_high_precision_is_not_measured(looked) -> None:
     assert not looked and all(row["amax"] > 0 and row["mse"] is None for row in fp8compile.stats(model))
     fp8compile.set_phase("fp8", model)
     train(run, noise(16, 128))
-    assert all(row["mse"] is not None for row in fp8compile.stats(model))
+    assert all_measured(model)
 
 
 def test_names_are_those_of_the_bare_model() -> None:
@@ -394,7 +373,7 @@ def test_a_split_graph_with_a_lazy_backward(tmp_path) -> None:
 
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        model = make(lambda: Stack(*(Mlp(256, 1024) for _ in range(3))))
+        model = make(lambda: Stack(Mlp(256, 1024)))
         wrapped = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=1)
         run = torch.compile(wrapped, backend="fp8", options={"recipe": "rowwise"})
         fp8compile.stats(run, measure=True)
@@ -402,13 +381,14 @@ def test_a_split_graph_with_a_lazy_backward(tmp_path) -> None:
     finally:
         dist.destroy_process_group()
     assert len(fp8compile.report(model).graphs) > 1
-    rows = fp8compile.stats(wrapped).rows()
-    assert rows and all(row["mse"] is not None for row in rows)
+    assert all_measured(wrapped)
 
 
+@pytest.mark.slow
 @pytest.mark.compiled
 def test_inductor() -> None:
     """A measured call of a compiled graph, and the calls around it, with the layouts chosen by Inductor."""
+    torch._dynamo.reset()  # no graph of an interpreted test
     model = make(Mlp)
     run = compiled(model, "tensorwise")
     results = []
@@ -423,10 +403,11 @@ def test_inductor() -> None:
         assert torch.equal(tensor, results[2][name])
         torch.testing.assert_close(results[1][name], tensor, rtol=0.1, atol=0.02 * tensor.abs().max().item())
     assert all(row["sqnr"] > 20 for row in fp8compile.stats(model))
+    torch._dynamo.reset()
 
 
 def test_after_a_reset_a_new_graph_replaces_what_was_known() -> None:
-    model, x = make(Mlp), noise(32, 128)
+    model, x = make(Mlp), noise(16, 128)
     compiled(model, "delayed")(x).sum().backward()
     assert {row["recipe"] for row in fp8compile.stats(model).rows()} == {"delayed"}
     torch._dynamo.reset()
@@ -441,14 +422,14 @@ def fresh(model: nn.Module, name: str) -> None:
     module.weight = nn.Parameter(module.weight.detach().clone())
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
-@pytest.mark.parametrize("name", ["up", "down"])
+@pytest.mark.parametrize(("recipe", "name"), [("delayed", "up"), ("tensorwise", "down")])
 def test_an_assigned_weight(recipe: str, name: str) -> None:
     """A new parameter, for the first weight or another one, replaces the old one in statistics and reports, each time."""
     model = make(Mlp)
     run = compiled(model, recipe)
     train(run, noise(16, 128))
     before = [(row["name"], row["role"], row["recipe"], row["format"]) for row in fp8compile.stats(model)]
+    known = hooks.remembered(model.up.weight)
     for _ in range(3):
         fresh(model, name)
         fp8compile.stats(model, measure=True)
@@ -456,10 +437,8 @@ def test_an_assigned_weight(recipe: str, name: str) -> None:
         rows = fp8compile.stats(model).rows()
         assert [(row["name"], row["role"], row["recipe"], row["format"]) for row in rows] == before
         assert all(row["mse"] is not None and row["amax"] for row in rows)
-        weight = id(model.up.weight)  # graphs of other tests may be alive
-        (graph,) = [graph for graph in _graphs() if graph.owners.casts and any(weight in key for key in graph.owners.met)]
-        assert len(graph.owners.met) == 1  # the replaced ones are gone
-    assert len(LEDGER.graphs()[graph.record][1]) == len(graph.interface.weights)
+        now = hooks.remembered(model.up.weight)
+        assert now[0] <= known[0] and now[1] <= known[1]  # the replaced ones are gone, and perhaps models of other tests
     for part in (model.up, model.down):
         assert len(fp8compile.report(part).graphs) == 1
 
