@@ -42,5 +42,12 @@ class Model(nn.Module):
         return self.function(self, x)
 
 
+class Several(nn.ModuleList):
+    """Models side by side, in one graph, each with an input of its own."""
+
+    def forward(self, *inputs: Tensor) -> list[Tensor]:
+        return [part(x) for part, x in zip(self, inputs, strict=True)]
+
+
 def parameter(*shape: int, seed: int = 1) -> nn.Parameter:
     return nn.Parameter(signs(*shape, seed=seed))
