@@ -1,12 +1,11 @@
 """`cache_weights` with `recast_weights=True`: one FP8 copy of a weight is kept between calls, where both layouts share scales.
-Backward transposes it. The bits are those of two copies."""
+Backward transposes it. (tests/equivalence: the bits are those of two copies.)"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -14,11 +13,10 @@ from torch import Tensor, nn
 
 from fp8compile.devices import catalog
 from fp8compile.dryrun import fake_gpu
-from fp8compile.optim import AdamW
-from fp8compile.reporting import findings
-from tests.runtime.test_weight_cache import Checkpointed, Fused, compiled, executed_steps, layer, same, trained
+from tests.support import hooks
+from tests.support.cached import Checkpointed, Fused, compiled, executed_steps, layer, same, trained
 from tests.support.gpu_steps import unallocated
-from tests.support.harness import ALL_FP8, assert_close
+from tests.support.harness import ALL_FP8, assert_close, noise
 from tests.support.models import LlamaLayer, Moe, make
 
 needs_description = pytest.mark.skipif(fake_gpu.unavailable() is not None, reason=fake_gpu.unavailable() or "")
@@ -48,58 +46,68 @@ class Uneven(nn.Module):
         return self.down(self.up(x * 1.5))
 
 
-def run(build: Callable[[], nn.Module], recast: bool, recipe: str, optimizer: Any = None, **options: Any) -> tuple[Any, int]:
-    """What a training computes, and the bytes of the copies that it keeps between calls."""
-    kept: list[int] = []
+def kept(build: Callable[[], nn.Module], recast: bool | str, recipe: str, **options: Any) -> int:
+    """The bytes of the copies that are kept between calls."""
     model = build()
-    given = optimizer(model.parameters()) if optimizer else torch.optim.SGD(model.parameters(), lr=1e-2)
-    with mock.patch.object(findings, "remarks", lambda matmuls, sharded, copies=0: kept.append(copies) or ()):
-        found = trained(model, compiled(model, True, recipe, recast_weights=recast, **options), given, 2, 2)
-    return found, sum(kept)
+    call = compiled(model, True, recipe, recast_weights=recast, **options)
+    with hooks.traced(), hooks.bytes_of_copies() as found:
+        call(noise(1, 48, 128, dtype=next(model.parameters()).dtype)).sum().backward()
+    return sum(found)
+
+
+def both(build: Callable[[], nn.Module], recipe: str, **options: Any) -> tuple[int, int]:
+    """The bytes of two copies and of one."""
+    return kept(build, False, recipe, **options), kept(build, True, recipe, **options)
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
-    "a layer": (layer, {"recipe": "tensorwise"}),
     "merged": (layer, {"recipe": "delayed", "merge_matmuls": True}),
     "checkpointed": (Checkpointed, {"recipe": "blockwise"}),
     "tiles": (layer, {"recipe": "mxfp8", "weight_tiles": True}),
-    "kept in fp8": (layer, {"recipe": "tensorwise", "save": "fp8"}),
     "experts": (lambda: make(Moe, BF16), {"recipe": "tensorwise"}),
     "experts, turned": (lambda: make(lambda: Moe(turned=True), BF16), {"recipe": "blockwise"}),
     "turned": (Turned, {"recipe": "blockwise"}),
     "tiles of uneven sides": (lambda: make(Uneven), {"recipe": "mxfp8", "weight_tiles": True}),
-    "casts of the step": (layer, {"recipe": "tensorwise", "optimizer": lambda p: AdamW(p, lr=1e-2, fp8_weights=True)}),
+    "kept in fp8": (layer, {"recipe": "tensorwise", "save": "fp8"}),
 }
-FAST = ("merged", "tiles", "experts", "turned")
+SLOW = ("experts", "kept in fp8")
 
 
-@pytest.mark.parametrize("name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in CASES])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in CASES])
 @pytest.mark.compat
-def test_the_same_bits_from_half_the_memory(name: str) -> None:
+def test_half_the_memory(name: str) -> None:
     build, options = CASES[name]
-    (expected, two), (found, one) = (run(build, recast, **options) for recast in (False, True))
-    assert same(expected, found)
+    two, one = both(build, **options)
     weights = sum(p.numel() for p in build().parameters() if p.dim() > 1)
     assert weights <= one <= 1.01 * weights
     assert 0.3 * weights < two - one <= 1.01 * weights  # of weights with dgrad: behind a batch, there is none
 
 
-@pytest.mark.parametrize("recipe", ["rowwise", pytest.param("mxfp8", marks=pytest.mark.slow)])
-def test_layouts_with_scales_of_their_own_are_both_kept(recipe: str) -> None:
-    (expected, two), (found, one) = (run(layer, recast, recipe) for recast in (False, True))
-    assert same(expected, found) and one == two
+def test_layouts_with_scales_of_their_own_are_both_kept() -> None:
+    """To transpose what fprop reads would multiply dgrad by values of another scale."""
+    two, one = both(lambda: make(Uneven), "rowwise")
+    assert one == two > 0
+    policy = {"rules": [{"gemm": "dgrad", "margin": 1, "fp8": "on"}, *ALL_FP8["rules"]]}
+    two, one = both(lambda: make(Uneven), "tensorwise", policy=policy)
+    assert one == two > 0
+    found = []
+    for recast in (False, True):
+        model = make(Uneven)
+        call = compiled(model, True, "tensorwise", recast_weights=recast, policy=policy)
+        found.append(trained(model, call, torch.optim.SGD(model.parameters(), lr=1e-2), 1, 2))
+    assert same(*found)
 
 
 def test_a_weight_that_forward_reads_in_both_layouts() -> None:
     """Three slices of one parameter; one is multiplied in both layouts by fprops, which no backward can transpose for."""
-    (expected, two), (found, one) = (run(lambda: make(Fused), recast, "tensorwise") for recast in (False, True))
-    assert same(expected, found) and one < two
+    two, one = both(lambda: make(Fused), "tensorwise")
+    assert 0 < one < two
 
 
 def test_what_auto_means() -> None:
     """Who keeps copies between calls, and does not say otherwise, keeps both."""
-    sizes = [run(layer, recast, "tensorwise", device="h200")[1] for recast in ("auto", False, True)]  # type: ignore[arg-type]
-    assert sizes[0] == sizes[1] > 1.9 * sizes[2]
+    auto, two, one = (kept(lambda: make(Uneven), recast, "tensorwise", device="h200") for recast in ("auto", False, True))
+    assert auto == two > 1.5 * one > 0
 
 
 def static(key: str, recast: bool, recipe: str, **options: Any) -> tuple[fake_gpu.Step, int]:
@@ -117,7 +125,6 @@ def static(key: str, recast: bool, recipe: str, **options: Any) -> tuple[fake_gp
     ("key", "recipe", "options", "count"),
     [
         ("h100", "delayed", {"merge_matmuls": True}, 4),
-        pytest.param("h100", "tensorwise", {"merge_matmuls": False}, 7, marks=pytest.mark.slow),
         pytest.param("h100", "blockwise", {}, 7, marks=pytest.mark.slow),
         pytest.param("b200", "mxfp8", {"weight_tiles": True}, 7, marks=pytest.mark.slow),
     ],
@@ -148,11 +155,10 @@ def test_one_kernel_that_moves_2_bytes_an_element(key: str, recipe: str, options
 
 @needs_description
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
-def test_the_plan_of_a_gpu_executed(recipe: str) -> None:
+def test_the_plan_of_a_gpu_executed() -> None:
     """On a CPU: what the plan with two copies computes, of one cast a step."""
-    both = ({"cache_weights": True, "recast_weights": recast} for recast in (False, True))
-    (expected, two), (found, one) = (executed_steps(recipe, **options) for options in both)
+    how = ({"cache_weights": True, "recast_weights": recast} for recast in (False, True))
+    (expected, two), (found, one) = (executed_steps("blockwise", **options) for options in how)
     assert two == one == 2 + 1 + 1
     for step, pair in enumerate(zip(expected, found, strict=True)):
         assert_close(*pair, 61.0, f"step {step}")
