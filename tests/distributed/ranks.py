@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import hashlib
+import io
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -99,9 +101,9 @@ def build(model: str) -> nn.Module:
 
 @dataclass(frozen=True)
 class Way:
-    """`kind`: "replica", whose gradients are averaged; "ddp", "fsdp", "tp", "fsdp x tp", "sequence" (tensor and sequence
-    parallel) or "simple fsdp". `compiled`: the blocks "before" they are sharded, "after" it, or "wrapped"; the root "whole" or
-    "around"; or "not". `mesh`: FSDP2's; of two dimensions, it shards over the second one."""
+    """`kind`: "one" device; "replica", whose gradients are averaged; "ddp", "fsdp", "tp", "fsdp x tp", "sequence" (tensor and
+    sequence parallel) or "simple fsdp". `compiled`: the blocks "before" they are sharded, "after" it, or "wrapped"; the root
+    "whole" or "around"; or "not". `mesh`: FSDP2's; of two dimensions, it shards over the second one."""
 
     kind: str = "fsdp"
     options: dict[str, Any] = field(default_factory=dict)
@@ -115,6 +117,7 @@ class Way:
     skip: str = ""  # passes
     dim: int = 0  # along which "simple fsdp" shards
     adam: dict[str, Any] | None = None
+    same: bool = False  # batches on all ranks
 
 
 class Gathered(nn.Module):
@@ -217,7 +220,7 @@ def parallel(model: Any, way: Way) -> tuple[Callable[..., Tensor], int]:
             call = lambda x: local(model(DTensor.from_local(x.chunk(ranks, 1)[rank], mesh, [Shard(1)])))  # noqa: E731
     if way.compress:
         compress_gradients(root)
-    return call, data
+    return call, 0 if way.same else data
 
 
 # -- what is watched -----------------------------------------------------------------------------------------------------
@@ -393,23 +396,31 @@ class OnRanks(Run):
         fp8compile.load_scaling_state(self.model, scaling)
 
 
+def prepared(model: str, way: Way) -> OnRanks:
+    of = way.dtype if way.kind == "sequence" else torch.float32
+    return OnRanks(lambda: build(model).to(of), lambda m: m, lambda m: m, way=way, width=WIDTHS.get(model, 128))  # type: ignore[arg-type]
+
+
 def train(model: str, way: Way, protocol: str) -> OnRanks:
     torch._dynamo.reset()
     with mock.patch.dict(os.environ, {"FP8COMPILE_SKIP": way.skip}):
-        of = way.dtype if way.kind == "sequence" else torch.float32
-        run = OnRanks(lambda: build(model).to(of), lambda m: m, lambda m: m, way=way, width=WIDTHS.get(model, 128))  # type: ignore[arg-type]
+        run = prepared(model, way)
         run(protocol)
     return run
 
 
 def facts(run: OnRanks, sent: list[tuple[torch.dtype, int]]) -> dict[str, Any]:
     """What a training leaves to look at."""
-    report = fp8compile.report(run.model)
+    report, saved = fp8compile.report(run.model), io.BytesIO()
+    torch.save(run.model.state_dict(), saved)
     return {
         "words": run.words,
         "text": str(report),
         "summary": report.summary(),
+        "remarks": [graph["remarks"] for graph in report.to_dict()["graphs"]],
+        "saved": hashlib.sha256(saved.getvalue()).hexdigest(),
         "graphs": [graph.name for graph in report.graphs if graph.matmuls],
+        "sizes": [r.m * r.n * r.k for r in sorted(report.matmuls, key=lambda r: (r.fqn, r.gemm))],
         "fp8": sorted({(plain(r.fqn), r.gemm) for r in report.matmuls if r.decision == "fp8"}),
         "outside": [(record.parameter, record.reason) for record in report.outside],
         "collectives": [(r.tensor, r.bytes, r.before, r.reason) for graph in report.graphs for r in graph.collectives],

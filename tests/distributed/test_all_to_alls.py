@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -11,16 +10,16 @@ import torch
 from torch import Tensor
 
 import fp8compile
-from fp8compile import compat
 from fp8compile.devices.gpu import Gpu
 from fp8compile.dryrun.fake_gpu import unavailable
 from fp8compile.ir.records import CollectiveRecord
 from tests.distributed.test_expert_parallel import BF16, TOKENS, TOP, WIDTH, Masked, Moved, steps
+from tests.support import hooks
 from tests.support.executed import executed
-from tests.support.harness import ALL_FP8, interpreted, sqnr
-from tests.support.processes import on_ranks, sent
+from tests.support.harness import ALL_FP8, sqnr
+from tests.support.processes import on_ranks
 
-pytestmark = [pytest.mark.usefixtures("one_graph"), pytest.mark.timeout(300)]
+pytestmark = pytest.mark.usefixtures("one_graph")
 BYTES = TOKENS * TOP * WIDTH
 
 
@@ -51,14 +50,14 @@ def train(layer: Any, rank: int = 0, **options: Any) -> list[dict[str, Tensor]]:
     return steps(layer, torch.compile(layer, backend="fp8", options={"policy": ALL_FP8, **options}, fullgraph=True), rank)
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
-@pytest.mark.parametrize("cls", [Moved, Padded])
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize(("cls", "recipe"), [(Moved, "delayed"), pytest.param(Padded, "tensorwise", marks=pytest.mark.slow)])
 def test_the_same_bits_on_one_process(cls: type[Moved], recipe: str, one_process: str) -> None:
     """There the scale of what is sent is that of what comes. One byte a feature travels, in both directions."""
     found = []
     for on in (False, True):
         layer = cls().to(BF16)
-        with interpreted(), sent(compat.ALL_TO_ALL) as tensors:
+        with hooks.sent("all_to_all_single") as tensors:
             found.append(train(layer, recipe=recipe, fp8_all_to_all=on))
         rows = [dtype for dtype, size in tensors if size > 1000]
         wide = {torch.bfloat16, torch.float32}
@@ -74,6 +73,8 @@ def test_the_same_bits_on_one_process(cls: type[Moved], recipe: str, one_process
         assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize(
     ("cls", "options", "reason"),
     [
@@ -84,8 +85,7 @@ def test_the_same_bits_on_one_process(cls: type[Moved], recipe: str, one_process
 )
 def test_why_not(cls: type[Moved], options: dict[str, Any], reason: str | None, one_process: str) -> None:
     layer = cls().to(BF16)
-    with interpreted():
-        train(layer, fp8_all_to_all=True, **options)
+    train(layer, fp8_all_to_all=True, **options)
     found = {record.tensor: record.reason for record in records(layer)}
     if reason is None:
         assert found == {"experts.down_proj (gradient)": ""}
@@ -95,15 +95,14 @@ def test_why_not(cls: type[Moved], options: dict[str, Any], reason: str | None, 
 
 @pytest.mark.slow
 @pytest.mark.skipif(unavailable() is not None, reason=unavailable() or "")
-@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
-def test_the_plan_for_a_gpu(recipe: str, one_process: str) -> None:
+def test_the_plan_for_a_gpu(one_process: str) -> None:
     """Inductor's code for an RTX 4090, run on a CPU: the kernels that cast read what came as FP8. (For an H200, Inductor
     adds up bf16 by atomics, which Triton's interpreter has not.)"""
     whole = Masked().to(BF16)
     exact = steps(whole, whole, 0)
     with executed(0, Gpu("NVIDIA GeForce RTX 4090", 8, 9, 128, 24 << 30)):
         layer = Moved().to(BF16)
-        found = train(layer, recipe=recipe, fp8_all_to_all=True)
+        found = train(layer, recipe="delayed", fp8_all_to_all=True)
         assert [record.reason for record in records(layer)] == ["", ""]
     for one, other in zip(exact, found, strict=True):
         for name in one:
@@ -111,9 +110,8 @@ def test_the_plan_for_a_gpu(recipe: str, one_process: str) -> None:
 
 
 def _two(rank: int, recipe: str) -> dict[str, Any]:
-    torch._dynamo.config.capture_scalar_outputs = True
     layer = Moved(rank, 2).to(BF16)
-    with sent(compat.ALL_TO_ALL) as tensors:
+    with torch._dynamo.config.patch(capture_scalar_outputs=True), hooks.sent("all_to_all_single") as tensors:
         found = train(layer, rank, recipe=recipe, fp8_all_to_all=True)
     reasons = [record.reason for record in records(layer)]
     return {"steps": found, "sent": [dtype for dtype, size in tensors if size > 1000], "reasons": reasons}
@@ -121,9 +119,9 @@ def _two(rank: int, recipe: str) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
-def test_two_ranks(recipe: str, tmp_path: Path) -> None:
+def test_two_ranks(recipe: str) -> None:
     """Each rank has half of the experts; outputs and gradients against all experts in high precision."""
-    results = on_ranks(2, tmp_path, _two, recipe)
+    results = on_ranks(2, _two, recipe)
     whole = Masked().to(BF16)
     exact = [steps(whole, whole, rank) for rank in (0, 1)]
     for rank, result in enumerate(results):

@@ -13,12 +13,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fp8compile
 from fp8compile.errors import OptionError
-from fp8compile.runtime.state import slots_of
-from tests.support.harness import interpreted
+from tests.support.hooks import slots_of
 from tests.support.models import Mlp
 from tests.support.processes import on_ranks, warnings
 
-WAYS = [(how, False) for how in ("module", "ddp", "compiled", "function")] + [("ddp", True), ("function", True)]
+WAYS = [("module", False), ("compiled", False), ("function", False), ("ddp", True)]
 STEPS = 3
 
 
@@ -97,12 +96,11 @@ def _compare(rank: int) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def compared(tmp_path_factory) -> list[dict[str, Any]]:
-    return on_ranks(2, tmp_path_factory.mktemp("compared"), _compare)
+def compared() -> list[dict[str, Any]]:
+    return on_ranks(2, _compare)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(320)
 @pytest.mark.parametrize(("how", "alone"), WAYS)
 def test_a_rank_compares_its_own_batch(compared, how: str, alone: bool) -> None:
     for rank, ran in enumerate(compared):
@@ -125,17 +123,19 @@ def test_on_one_rank_before_the_first_call(compared) -> None:
     assert compared[0]["first"] is not None and all(ran["then"] for ran in compared)
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("interpreted")
 def test_numbers_are_those_of_one_process(one_process) -> None:
     """Under DDP and not: the same losses and rows. The group has one rank, so no rank is named."""
-    with interpreted():
-        run = Run(0)
-        run.train(steps=1)
-        one, other = run.compared("function", 1), run.compared("module", 1)
-        assert {**one.to_dict(), "model": ""} == {**other.to_dict(), "model": ""} and one.rank is None
-        assert "on rank" not in str(one) and "forward" not in vars(run.ddp)
-        assert to_one(run.compiled(batch(1, 0))).item() == pytest.approx(other.loss_fp8, rel=1e-6)
+    run = Run(0)
+    run.train(steps=1)
+    one, other = run.compared("function", 1), run.compared("module", 1)
+    assert {**one.to_dict(), "model": ""} == {**other.to_dict(), "model": ""} and one.rank is None
+    assert "on rank" not in str(one) and "forward" not in vars(run.ddp)
+    assert to_one(run.compiled(batch(1, 0))).item() == pytest.approx(other.loss_fp8, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_explain_passes_ddp_by(one_process, monkeypatch) -> None:
     """Its own forward does not run. Names, and so the rules of policies, are those of the model inside."""
     ddp = DistributedDataParallel(Net())
@@ -168,10 +168,8 @@ def _monitored(rank: int, folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(320)
 def test_a_monitor_compares_on_each_rank(tmp_path) -> None:
-    (folder := tmp_path / "ranks").mkdir()
-    ranks = on_ranks(2, folder, _monitored, str(tmp_path))
+    ranks = on_ranks(2, _monitored, str(tmp_path))
     for found in ranks:
         assert found["same"] and found["steps"] == [2, 4] and found["healthy"] == []
     assert ranks[0]["rows"][0]["loss"] != ranks[1]["rows"][0]["loss"]
@@ -207,10 +205,9 @@ def _sharded(rank: int) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(320)
-def test_a_sharded_model_is_refused_in_one_line(tmp_path) -> None:
+def test_a_sharded_model_is_refused_in_one_line() -> None:
     """On one rank alone, which waits for none; a monitor warns once, and the training goes on."""
-    ranks = on_ranks(2, tmp_path, _sharded)
+    ranks = on_ranks(2, _sharded)
     fix = "compare the model on one device, before it is sharded"
     assert ranks[0]["error"] is None and "is a DTensor (fully_shard" in ranks[1]["error"] and fix in ranks[1]["error"]
     assert "\n" not in ranks[1]["error"]

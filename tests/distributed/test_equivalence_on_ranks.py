@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from fp8compile.reporting.outside import WHY_OUTSIDE
 from tests.distributed.ranks import OnRanks, Way, facts, train
 from tests.support import hooks
 from tests.support.harness import sqnr
@@ -20,6 +21,8 @@ from tests.support.processes import on_ranks
 
 BITWISE = float("inf")
 Facts = dict[str, Any]
+RESHARDED = "weights are cast again in backward: FSDP2 reshards them after forward"
+BROKEN = "FSDP2's hooks break the graph of Net, and what is left of it runs eagerly"
 BF16 = torch.bfloat16
 
 
@@ -42,7 +45,21 @@ class Case:
 
 def same_decisions(ours: Facts, theirs: Facts, rank: int) -> None:
     assert ours["fp8"] == theirs["fp8"] and ours["fp8"]
-    assert ours["state"] == theirs["state"]
+    assert ours["state"] == theirs["state"] and ours["stats"] == theirs["stats"] and len(ours["stats"]) > 10
+
+
+def outside(keeps: bool, why: str = WHY_OUTSIDE) -> Any:
+    """No weight is kept in FP8 where FSDP2 reshards: a copy would hold the whole weight. And what is in no graph."""
+
+    def check(ours: Facts, theirs: Facts, rank: int) -> None:
+        same_decisions(ours, theirs, rank)
+        assert ours["words"][-1]["alive"] == (6 * 128 * 256 if keeps else 0)
+        assert (RESHARDED in ours["text"]) is not keeps and (RESHARDED in str(ours["remarks"])) is not keeps
+        assert ours["outside"] == [("out.weight", why)]
+        said = f"100.0% of matmul FLOPs of what was compiled; in no compiled graph: 1 linear (out): {why}"
+        assert said in ours["summary"] and f"* {why}" in ours["text"]
+
+    return check
 
 
 def with_replicas(way: Way, protocol: str, **more: Any) -> Case:
@@ -58,12 +75,14 @@ def recipe(name: str, **more: Any) -> dict[str, Any]:
 
 CURRENT_WEIGHTS = recipe("delayed", current_scaling=(False, True, False))
 REPLICAS = {
-    "blocks, delayed": with_replicas(Way(options=recipe("delayed")), "fbs fbs fbs"),
-    "kept": with_replicas(
+    "blocks, delayed": with_replicas(Way(options=recipe("delayed")), "fbs fbs fbs", check=outside(False)),
+    "kept": with_replicas(Way(options=recipe("tensorwise"), reshard=False), "afbs fbs", check=outside(True)),
+    "kept, checkpoint": with_replicas(
         Way(options=recipe("tensorwise"), compiled="after", reshard=False, checkpoint="outside"), "afbs afbs"
     ),
     "wrapped, cast again": with_replicas(Way(options=recipe("rowwise", recast_weights=True), compiled="wrapped"), "fbs fbs"),
-    "whole": with_replicas(Way(options=recipe("blockwise"), compiled="whole"), "fbs fbs"),
+    "whole": with_replicas(Way(options=recipe("blockwise"), compiled="whole"), "fbs fbs", check=outside(False, BROKEN)),
+    "around": with_replicas(Way(options=recipe("tensorwise"), compiled="around"), "fbs fbs", check=outside(False, BROKEN)),
     "mxfp8": with_replicas(Way(options=recipe("mxfp8"), compiled="after", reshard=True), "fbs fbs"),
     "checkpoint inside": with_replicas(Way(options=recipe("delayed"), checkpoint="inside"), "fbs afbs"),
     "cached weights": with_replicas(Way(options=recipe("tensorwise", cache_weights=True), compiled="after"), "fbs afbs"),
@@ -90,7 +109,8 @@ def spares(*gathers: int, elements: int = ELEMENTS["mlps"] // 2, width: int = 1,
         assert [b["sent"] - a["sent"] for a, b in pairs] == [n * (elements * width - 4 * blocks) for n in gathers]
         assert {a["reduced"] - b["reduced"] for a, b in pairs} <= {0, 1} or not agrees
         said = ours["words"][-1]["said"]
-        assert {name for name, (dtype, _) in said.items() if dtype == "e4m3"} == (MLPS if any(gathers) else set())
+        assert {name for name, (dtype, _) in said.items() if dtype == "e4m3"} == (MLPS if gathers[-1] else set())
+        assert ours["saved"] == theirs["saved"]
         assert ours["graphs"] == theirs["graphs"]
 
     return check
@@ -102,6 +122,21 @@ def nothing_kept(check: Any) -> Any:
     def both(ours: Facts, theirs: Facts, rank: int) -> None:
         check(ours, theirs, rank)
         assert [word["alive"] for word in ours["words"][1:]] == [0] * (len(ours["words"]) - 1)
+
+    return both
+
+
+def reported(check: Any) -> Any:
+    def both(ours: Facts, theirs: Facts, rank: int) -> None:
+        check(ours, theirs, rank)
+        said = ours["words"][-1]["said"]
+        assert len(said) == 12
+        for name, (dtype, reason) in said.items():
+            assert dtype == "bfloat16" and reason or name in MLPS, name
+        assert said["norm.bias"][1] == "not a matrix"
+        assert said["out.weight"][1] == "no compiled training graph has multiplied it yet"
+        assert "all-gather: 4 of 5 matrices in FP8" in ours["text"] and "blocks.0-1.up.weight (x2)" in ours["text"]
+        assert "dequantize" not in ours["text"]
 
     return both
 
@@ -156,7 +191,7 @@ def scheduled(given: dict[str, int], **more: Any) -> dict[str, Any]:
 FOREACH, FUSED = {"foreach": True}, {"fused": True}
 ALL_GATHERS = {
     # evaluations, writes by hand, loaded weights, also behind a forward that has no backward
-    "gathered": gathered("fbs fbsw fbs l fxl e fbs", nothing_kept(spares(0, 2, 2, 0, 1, 0, 2)), adam=FOREACH),
+    "gathered": gathered("fbs fbsw fbs l fxl e fbs", reported(nothing_kept(spares(0, 2, 2, 0, 1, 0, 2))), adam=FOREACH),
     "gathered, kept": gathered(
         "fbs fbs fbs", spares(0, 1, 1, width=3), options=CURRENT_WEIGHTS, dtype=torch.float32, reshard=False, adam=FUSED
     ),

@@ -120,8 +120,8 @@ def _train(rank: int) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory) -> list[dict[str, Any]]:
-    return on_ranks(2, tmp_path_factory.mktemp("lightning"), _train)
+def trained() -> list[dict[str, Any]]:
+    return on_ranks(2, _train, once=True)
 
 
 @pytest.mark.parametrize("how", WAYS)

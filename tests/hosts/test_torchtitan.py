@@ -151,7 +151,7 @@ def _train(rank: int, folder: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory) -> list[dict[str, Any]]:
-    return on_ranks(2, tmp_path_factory.mktemp("results"), _train, str(tmp_path_factory.mktemp("titan")))
+    return on_ranks(2, _train, str(tmp_path_factory.mktemp("titan")), once=True)
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])

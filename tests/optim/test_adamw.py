@@ -75,6 +75,7 @@ def test_the_update_is_right_for_any_spread_of_gradients(decades):
     assert update_error(lambda p: AdamW(p, lr=1.0, weight_decay=0, compiled=False), decades) <= 0.06
 
 
+@pytest.mark.slow
 def test_a_second_moment_in_e4m3_is_not():
     """The measure sees the fault that FP16 is there for: torchao's AdamWFp8 keeps both moments in E4M3."""
     low_bit = pytest.importorskip("torchao.optim")
@@ -130,6 +131,7 @@ def test_a_weight_that_somebody_changes_is_what_he_made_it():
         assert not any(p.any() for p in weights)
 
 
+@pytest.mark.slow
 @pytest.mark.compiled
 @pytest.mark.compat
 @pytest.mark.parametrize(("dtype", "master"), MASTERS)

@@ -1,14 +1,15 @@
-"""`AdamW(.., fp8_weights=True)`: the step makes the FP8 weights of the next step, to the bit as the next forward would."""
+"""`AdamW(.., fp8_weights=True)`: the step makes the FP8 weights of the next step, to the bit as the next forward would.
+
+tests/equivalence trains with it and without; here is when weights are cast.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import gc
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -18,34 +19,15 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import fp8compile
 from fp8compile.optim import AdamW
-from fp8compile.runtime.weight_cache import WeightCache
 from tests.optim.test_adamw import MASTERS
-from tests.runtime.test_weight_cache import BF16, RECIPES, Checkpointed, Fused, compiled, layer, same, trained
-from tests.support.harness import grads_of, interpreted, noise
+from tests.support import hooks
+from tests.support.cached import BF16, compiled, layer, same, trained
+from tests.support.harness import grads_of, noise
 from tests.support.models import Mlp, make
 
-ONE_SCALE = ("delayed", "tensorwise")
-EVERYWHERE: dict[str, Any] = {"cache_weights": True, "policy": {"rules": [{"fp8": "on"}]}}
-
-
-@contextlib.contextmanager
-def casts(optimizer: torch.optim.Optimizer | None = None) -> Iterator[list[str]]:
-    """How weights are cast: "forward" or "step" where it happens, "+" where amaxes are given."""
-    found: list[str] = []
-    cast, now = WeightCache._cast, WeightCache.cast_now
-    where = ["forward"]
-
-    def noted(self: WeightCache, weights: Any, amaxes: Any = ()) -> Any:
-        found.append(where[-1] + ("+" if len(amaxes) else ""))
-        return cast(self, weights, amaxes)
-
-    def inside(self: WeightCache, *args: Any) -> None:
-        where.append("step")
-        now(self, *args)
-        where.pop()
-
-    with mock.patch.object(WeightCache, "_cast", noted), mock.patch.object(WeightCache, "cast_now", inside):
-        yield found
+pytestmark = [pytest.mark.usefixtures("interpreted"), pytest.mark.shares_graphs]
+Run = Callable[[Any, AdamW], list[dict[str, Tensor]]]
+EVERYWHERE = {"recipe": "tensorwise", "cache_weights": True, "policy": {"rules": [{"fp8": "on"}]}}
 
 
 def ours(model: nn.Module, early: bool, **more: Any) -> AdamW:
@@ -59,49 +41,49 @@ def ends(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
     return {**{name: x.clone() for name, x in model.state_dict().items()}, **kept}
 
 
-def both(
-    build: Callable[[], nn.Module], run: Callable[[nn.Module, AdamW], list[dict[str, Tensor]]], **more: Any
-) -> list[str]:
+def both(build: Callable[[], nn.Module], run: Run, **more: Any) -> list[str]:
     """The same training without and with `fp8_weights` has the same bits. Returns the casts of the second."""
     results = []
     for early in (False, True):
         model = build()
         optimizer = ours(model, early, **more)
-        with casts() as found, interpreted():
+        with hooks.casts_by_place() as found:
             results.append([*run(model, optimizer), ends(model, optimizer)])
-        assert early or not any(where.startswith("step") for where in found)
+        assert early or not any(where.startswith("step") for where, _ in found)
     assert same(*results)
-    return found
+    return [where for where, _ in found]
 
 
-def steps(recipe: str, count: int = 3, **options: Any) -> Callable[[nn.Module, AdamW], list[dict[str, Tensor]]]:
-    return lambda model, optimizer: trained(model, compiled(model, True, recipe, **options), optimizer, count)
+def steps(recipe: str, count: int = 3, micro: int = 3, **options: Any) -> Run:
+    return lambda model, optimizer: trained(model, compiled(model, True, recipe, **options), optimizer, count, micro)
+
+
+def step(call: Callable[..., Tensor], model: nn.Module, seed: int, dtype: torch.dtype = BF16) -> list[dict[str, Tensor]]:
+    y = call(noise(1, 48, 128, seed=seed, dtype=dtype))
+    y.sum().backward()
+    return [{"y": y.detach()}, grads_of(model)]
 
 
 def mlp(dtype: torch.dtype = BF16) -> nn.Module:
     return make(lambda: Mlp(128, 256), dtype)
 
 
-BUILDS: dict[str, Callable[[], nn.Module]] = {
-    "mlp": mlp, "layer": layer, "checkpointed": Checkpointed, "fused": lambda: make(Fused)
-}
-CASES = [*((recipe, "mlp") for recipe in RECIPES), ("delayed", "layer"), ("tensorwise", "checkpointed"), ("delayed", "fused")]
-
-
-@pytest.mark.parametrize(("recipe", "build"), CASES)
-def test_the_same_bits_and_no_cast_in_a_forward(recipe: str, build: str) -> None:
-    found = both(BUILDS[build], steps(recipe))
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "rowwise_with_gw_hp", "blockwise"])
+def test_the_same_bits_and_no_cast_in_a_forward(recipe: str) -> None:
+    found = both(mlp, steps(recipe))
     # three micro-batches before the first step, when nobody knows that there is an optimizer
-    given = "+" if recipe in (*ONE_SCALE, "rowwise_with_gw_hp") else ""  # the latter has one scale a weight in dgrad
+    given = "+" if recipe != "blockwise" else ""  # rowwise_with_gw_hp has one scale a weight in dgrad
     assert found == ["forward"] * 3 + [f"step{given}"] * 3
 
 
-@pytest.mark.parametrize(
-    ("dtype", "master", "recipe"), [(*one, ONE_SCALE[i % len(ONE_SCALE)]) for i, one in enumerate(MASTERS)]
-)
-def test_masters_and_merged_matmuls(dtype: torch.dtype, master: str | None, recipe: str) -> None:
-    found = both(lambda: layer().to(dtype), steps(recipe, 4, merge_matmuls=True), master=master)
-    assert found == ["forward"] * 3 + ["step+"] * 4
+@pytest.mark.parametrize("master", [master for dtype, master in MASTERS if dtype == BF16 and master])
+def test_masters(master: str) -> None:
+    assert both(mlp, steps("tensorwise"), master=master) == ["forward"] * 3 + ["step+"] * 3
+
+
+def test_merged_matmuls_of_a_master() -> None:
+    found = both(layer, steps("delayed", 2, 1, merge_matmuls=True), master="bf16+remainder")
+    assert found == ["forward"] + ["step+"] * 2
 
 
 @pytest.mark.slow
@@ -112,10 +94,9 @@ def test_the_compiled_update(dtype: torch.dtype, master: str | None) -> None:
     assert found == ["forward"] * 3 + ["step+"] * 3
 
 
-@pytest.mark.parametrize("recipe", ONE_SCALE)
-def test_float32_weights_under_autocast(recipe: str) -> None:
+def test_float32_weights_under_autocast() -> None:
     def run(model: nn.Module, optimizer: AdamW) -> list[dict[str, Tensor]]:
-        call = compiled(model, True, recipe)
+        call = compiled(model)
 
         def autocast(x: Tensor) -> Tensor:
             with torch.autocast("cpu", BF16):
@@ -123,7 +104,7 @@ def test_float32_weights_under_autocast(recipe: str) -> None:
 
         return trained(model, autocast, optimizer)
 
-    assert both(lambda: make(lambda: Mlp(128, 256)), run) == ["forward"] * 3 + ["step+"] * 3
+    assert both(lambda: mlp(torch.float32), run) == ["forward"] * 3 + ["step+"] * 3
 
 
 class Odd(nn.Module):
@@ -156,27 +137,19 @@ class Tied(nn.Module):
         return self.two(self.one(x).sin())
 
 
-def test_tied_weights_of_two_graphs() -> None:
+def layers() -> nn.Module:
+    return nn.Sequential(*(make(lambda: Mlp(128, 256), seed=i) for i in range(3)))
+
+
+@pytest.mark.parametrize("build", [lambda: make(Tied), layers], ids=["a weight of two graphs", "layers that share a graph"])
+def test_several_graphs(build: Callable[[], nn.Module]) -> None:
     def run(model: Any, optimizer: AdamW) -> list[dict[str, Tensor]]:
-        compiled(model)  # Dynamo begins afresh
-        for part in (model.one, model.two):
-            part.compile(backend="fp8", options={"recipe": "tensorwise", **EVERYWHERE})
-        return trained(model, model, optimizer)
-
-    assert both(lambda: make(Tied), run) == ["forward"] * 6 + ["step+"] * 6
-
-
-def test_layers_that_share_a_graph() -> None:
-    def run(model: Any, optimizer: AdamW) -> list[dict[str, Tensor]]:
-        compiled(model)
-        for part in model:
-            part.compile(backend="fp8", options={"recipe": "delayed", **EVERYWHERE})
+        for part in model.children():
+            part.compile(backend="fp8", options=EVERYWHERE)
         return trained(model, model, optimizer, 3, 2)
 
-    def build() -> nn.Module:
-        return nn.Sequential(*(make(lambda: Mlp(128, 256), seed=i) for i in range(3)))
-
-    assert both(build, run) == ["forward"] * 6 + ["step+"] * 9
+    count = len(list(build().children()))
+    assert both(build, run) == ["forward"] * 2 * count + ["step+"] * 3 * count
 
 
 # -- weights that others change ----------------------------------------------------------------------------------------
@@ -247,20 +220,21 @@ def test_a_hook_behind_all_steps() -> None:
     assert both(mlp, run) == ["forward", "step+", "forward"]
 
 
-def test_a_class_whose_step_does_more() -> None:
-    class Clamped(AdamW):
-        def step(self, closure: Any = None) -> None:
-            super().step()
-            for p in self.param_groups[0]["params"]:
-                p.data.clamp_(-0.01, 0.01)
+class Clamped(AdamW):
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for p in self.param_groups[0]["params"]:
+            p.data.clamp_(-0.01, 0.01)
 
+
+def test_a_class_whose_step_does_more() -> None:
     results = []
     for early in (False, True):
         model = mlp()
-        with casts() as found:
+        with hooks.casts_by_place() as found:
             optimizer = Clamped(model.parameters(), lr=1e-2, compiled=False, fp8_weights=early)
             results.append(trained(model, compiled(model), optimizer, 3, 2))
-    assert same(*results) and found == ["forward"] * 4
+    assert same(*results) and [where for where, _ in found] == ["forward"] * 4
 
 
 def test_without_some_gradients() -> None:
@@ -268,12 +242,10 @@ def test_without_some_gradients() -> None:
 
     def run(model: Any, optimizer: AdamW) -> list[dict[str, Tensor]]:
         call, found = compiled(model), []
-        for step in range(3):
-            y = call(noise(1, 48, 128, seed=step, dtype=BF16))
-            y.sum().backward()
-            if step == 1:
+        for number in range(3):
+            found += step(call, model, number)
+            if number == 1:
                 model.down.weight.grad = None
-            found += [{"y": y.detach()}, grads_of(model)]
             optimizer.step()
             optimizer.zero_grad()
         return found
@@ -289,9 +261,8 @@ def test_frozen_weights() -> None:
     assert both(mlp, run) == ["forward"] * 2 + ["step"] * 3
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("recipe", ONE_SCALE)
-def test_a_step_on_nan(recipe: str, value: float) -> None:
+@pytest.mark.parametrize(("value", "recipe"), [(float("nan"), "delayed"), (float("inf"), "tensorwise")])
+def test_a_step_on_nan(value: float, recipe: str) -> None:
     """A weight becomes NaN or infinite, and is what it would be without."""
     results = []
     for early in (False, True):
@@ -299,9 +270,9 @@ def test_a_step_on_nan(recipe: str, value: float) -> None:
         optimizer = ours(model, early)
         call = compiled(model, True, recipe)
         trained(model, call, optimizer, 1, 1)
-        with interpreted(), casts() as found:
+        with hooks.casts_by_place() as found:
             for seed in range(2):
-                call(noise(1, 48, 128, seed=seed, dtype=BF16)).sum().backward()
+                step(call, model, seed)
             if value == value:
                 with torch.no_grad():
                     model.up.weight[3, 5] = value
@@ -310,53 +281,38 @@ def test_a_step_on_nan(recipe: str, value: float) -> None:
             optimizer.step()
             assert not model.up.weight[3, 5].isfinite()
             optimizer.zero_grad()
-            y = call(noise(1, 48, 128, seed=7, dtype=BF16))
-            y.sum().backward()
-        results.append([{name: x.nan_to_num(7, 8, 9) for name, x in {"y": y.detach(), **grads_of(model)}.items()}])
-    assert same(*results) and found == ["step+"]
+            after = step(call, model, 7)
+        results.append([{name: x.nan_to_num(7, 8, 9) for name, x in one.items()} for one in after])
+    assert same(*results) and [where for where, _ in found] == ["step+"]
 
 
-def test_two_optimizers_take_turns() -> None:
-    """What the first one casts is old behind the second one's step. It stops to cast."""
-    results = []
-    for early in (False, True):
-        model = mlp()
-        matrices = [p for p in model.parameters() if p.ndim == 2]
-        optimizer = AdamW(matrices, lr=1e-2, compiled=False, fp8_weights=early)
-        other = torch.optim.SGD([p for p in model.parameters() if p.ndim != 2], lr=1e-2)
-        call = compiled(model)
-        with casts() as found, interpreted():
-            results.append([])
-            for step in range(5):
-                y = call(noise(1, 48, 128, seed=step, dtype=BF16))
-                y.sum().backward()
-                results[-1] += [{"y": y.detach()}, grads_of(model)]
-                optimizer.step()
-                other.step()
-                optimizer.zero_grad()
-                other.zero_grad()
-    assert same(*results)
-    assert found == ["forward", "step+", "forward", "step+", "forward", "forward", "forward"]
-
-
-def test_each_optimizer_has_its_model() -> None:
-    """A weight that the optimizer lacks is cast in forward; so are all of its graph's."""
+@pytest.mark.parametrize("split", ["by kind", "by layer"])
+def test_two_optimizers(split: str) -> None:
+    """By kind: what the first one casts is old behind the second one's step, so it stops to cast. By layer: a weight that an
+    optimizer lacks is cast in forward, and so are all of its graph's."""
     results = []
     for early in (False, True):
         model = mlp()
         every = list(model.parameters())
-        optimizers = [AdamW(part, lr=1e-2, compiled=False, fp8_weights=early) for part in (every[:2], every[2:])]
-        call = compiled(model)
-        with casts() as found, interpreted():
-            results.append([])
-            for step in range(3):
-                y = call(noise(1, 48, 128, seed=step, dtype=BF16))
-                y.sum().backward()
-                results[-1] += [{"y": y.detach()}, grads_of(model)]
+        first = [p for p in every if p.ndim == 2] if split == "by kind" else every[:2]
+        second = [p for p in every if not any(p is one for one in first)]
+        optimizers: list[Any] = [AdamW(first, lr=1e-2, compiled=False, fp8_weights=early)]
+        if split == "by kind":
+            optimizers.append(torch.optim.SGD(second, lr=1e-2))
+        else:
+            optimizers.append(AdamW(second, lr=1e-2, compiled=False, fp8_weights=early))
+        call, made = compiled(model), []
+        with hooks.casts_by_place() as found:
+            for number in range(5):
+                made += step(call, model, number)
                 for optimizer in optimizers:
                     optimizer.step()
+                for optimizer in optimizers:
                     optimizer.zero_grad()
-    assert same(*results) and found == ["forward"] * 3
+        results.append(made)
+    assert same(*results)
+    by_kind = ["forward", "step+", "forward", "step+", "forward", "forward", "forward"]
+    assert [where for where, _ in found] == (by_kind if split == "by kind" else ["forward"] * 5)
 
 
 # -- what is called, kept and said -------------------------------------------------------------------------------------
@@ -366,9 +322,8 @@ def test_a_graph_that_is_not_called_is_not_cast() -> None:
     """Nor are its copies kept: another graph, for other sizes, may have taken its place."""
     model = mlp()
     optimizer = ours(model, True)
-    call = compiled(model)
-    trained(model, call, optimizer, 1, 1)
-    with interpreted(), casts() as found:
+    trained(model, compiled(model), optimizer, 1, 1)
+    with hooks.casts_by_place() as found:
         for _ in range(2):
             for p in model.parameters():
                 p.grad = torch.ones_like(p)
@@ -381,29 +336,9 @@ def test_old_copies_are_gone_before_new_ones_are_made() -> None:
     optimizer = ours(model, True)
     call = compiled(model)
     trained(model, call, optimizer, 2, 1)
-    held: list[int] = []
-    cast = WeightCache._cast
-
-    def noted(self: WeightCache, *args: Any) -> Any:
-        held.append(sum(len(kept.copies) for kept in self.kept.values()))
-        return cast(self, *args)
-
-    with mock.patch.object(WeightCache, "_cast", noted):
+    with hooks.casts_by_place() as found:
         trained(model, call, optimizer, 2, 1)
-    assert held == [0, 0]
-
-
-def test_copies_and_optimizers_go() -> None:
-    model: Any = mlp()
-    optimizer: Any = ours(model, True)
-    call: Any = compiled(model)
-    trained(model, call, optimizer, 2, 1)
-    from fp8compile.runtime.weight_cache import _STEPS
-
-    del model, optimizer, call
-    torch._dynamo.reset()
-    gc.collect()
-    assert not _STEPS.written and not any(cache.kept for cache in _STEPS.caches.values())
+    assert found == [("step+", 0)] * 2
 
 
 def test_without_cache_weights_it_warns_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -449,8 +384,7 @@ def test_phases() -> None:
             found += trained(model, call, optimizer, 2, 2)
         return found
 
-    found = both(lambda: mlp(torch.float32), run)
-    assert found == ["forward", "step+", "step+", "forward", "step+", "step+"]
+    assert both(mlp, run) == ["forward", "step+", "step+", "forward", "step+", "step+"]
 
 
 def test_with_a_gradient_scaler_that_skips() -> None:
@@ -460,10 +394,10 @@ def test_with_a_gradient_scaler_that_skips() -> None:
         call = compiled(model)
         scaler, found = torch.amp.GradScaler("cpu", init_scale=2.0), []
         trained(model, call, optimizer, 1, 1)
-        for step in range(3):
-            y = call(noise(1, 48, 128, seed=step, dtype=torch.float32))
+        for number in range(3):
+            y = call(noise(1, 48, 128, seed=number, dtype=torch.float32))
             scaler.scale(y.sum()).backward()
-            if step == 1:
+            if number == 1:
                 next(model.parameters()).grad.view(-1)[0] = float("inf")  # type: ignore[union-attr]
             found += [{"y": y.detach()}, grads_of(model)]
             scaler.step(optimizer)
@@ -472,3 +406,14 @@ def test_with_a_gradient_scaler_that_skips() -> None:
         return found
 
     assert both(lambda: mlp(torch.float32), run) == ["forward", "step+", "step+", "step+"]
+
+
+def test_copies_and_optimizers_go() -> None:
+    model: Any = mlp()
+    optimizer: Any = ours(model, True)
+    call: Any = compiled(model)
+    trained(model, call, optimizer, 2, 1)
+    del model, optimizer, call
+    torch._dynamo.reset()
+    gc.collect()
+    assert not hooks.weights_written() and not hooks.kept_copies()

@@ -15,8 +15,8 @@ from fp8compile.optim import AdamW, adamw
 from fp8compile.optim.update import compiled
 from fp8compile.runtime.weight_cache import WeightCache
 from tests.optim.test_adamw import MASTERS
-from tests.optim.test_fp8_weights import casts
-from tests.runtime.test_weight_cache import layer
+from tests.support import hooks
+from tests.support.cached import layer
 from tests.support.executed import executed
 from tests.support.gpu_steps import unallocated
 from tests.support.harness import ALL_FP8, grads_of, noise
@@ -97,7 +97,7 @@ def test_the_plan_of_a_gpu(dtype: torch.dtype, master: str | None) -> None:
         model, found = layer().to(dtype), []
         optimizer = AdamW(model.parameters(), lr=1e-2, master=master, fp8_weights=early)
         options = {"policy": ALL_FP8, "recipe": "tensorwise", "cache_weights": True}
-        with executed(0), casts() as made:
+        with executed(0), hooks.casts_by_place() as made:
             call = torch.compile(model, backend="fp8", options=options)
             for seed in range(2):
                 x = noise(1, 64, 128, seed=seed, dtype=dtype)
@@ -106,7 +106,7 @@ def test_the_plan_of_a_gpu(dtype: torch.dtype, master: str | None) -> None:
                 found += [y.detach().clone(), *grads_of(model).values()]
                 optimizer.step()
                 optimizer.zero_grad()
-        assert made == (["forward", "step+", "step+"] if early else ["forward", "forward"])
+        assert [where for where, _ in made] == (["forward", "step+", "step+"] if early else ["forward", "forward"])
         results.append([*found, *(p.detach() for p in model.parameters())])
     compiled.cache_clear()
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

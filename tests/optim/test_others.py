@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from fp8compile.optim import AdamW
-from tests.support.harness import ALL_FP8, interpreted, noise
+from tests.support.harness import ALL_FP8, noise
 from tests.support.models import ResidualMlp, make
+
+pytestmark = [pytest.mark.usefixtures("interpreted"), pytest.mark.shares_graphs]
 
 
 class Both:
@@ -55,22 +57,20 @@ OTHERS: dict[str, Callable[[nn.Module], Any]] = {
 
 def losses(optimizer: Callable[[nn.Module], Any], options: dict[str, Any] | None) -> list[float]:
     """Of 12 steps of two micro-batches; in high precision without `options`."""
-    torch._dynamo.reset()
     model = make(lambda: ResidualMlp(128))
     steps, found = optimizer(model), []
     target = make(lambda: nn.Linear(128, 128), seed=7)
-    with interpreted():
-        call: Callable[[Tensor], Tensor] = torch.compile(model, backend="fp8", options=options) if options else model
-        for step in range(12):
-            total = 0.0
-            for micro in range(2):
-                x = noise(64, 128, seed=2 * step + micro)
-                loss = (call(x) - target(x).detach()).square().mean() / 2
-                loss.backward()
-                total += loss.item()
-            steps.step()
-            steps.zero_grad()
-            found.append(total)
+    call: Callable[[Tensor], Tensor] = torch.compile(model, backend="fp8", options=options) if options else model
+    for step in range(12):
+        total = 0.0
+        for micro in range(2):
+            x = noise(64, 128, seed=2 * step + micro)
+            loss = (call(x) - target(x).detach()).square().mean() / 2
+            loss.backward()
+            total += loss.item()
+        steps.step()
+        steps.zero_grad()
+        found.append(total)
     return found
 
 
