@@ -715,6 +715,21 @@ def matmuls_for(gpu: Any, tile: tuple[int, ...] = (64, 32, 4, 1)) -> Iterator[No
 
 
 @contextlib.contextmanager
+def scales_of_products() -> Iterator[list[torch.Tensor]]:
+    """The scales that ATen's matmul gets inside; no matmul runs."""
+    from fp8compile.codegen import scaled_mm
+
+    found: list[torch.Tensor] = []
+    with mock.patch.object(scaled_mm, "scaled", lambda a, b, a_scale, b_scale, *_: found.extend((a_scale, b_scale))):
+        yield found
+
+
+def files_apart() -> Patched:
+    """Inside, each C++ kernel is compiled in a file of its own."""
+    return mock.patch("fp8compile.compat.inductor.few_files", contextlib.nullcontext)
+
+
+@contextlib.contextmanager
 def traffic(answer: tuple[int, int] | None = None) -> Iterator[list[tuple[int, int]]]:
     """The bytes that a fused kernel and Inductor would move, for each group that is compared inside; or `answer` for all."""
     from fp8compile.passes import fuse
