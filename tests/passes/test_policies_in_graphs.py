@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import fp8compile
-from fp8compile.runtime.state import slots_of
+from tests.support import hooks
 from tests.support.harness import Pair, compiled, noise
 from tests.support.models import Attention, Block, Branches, Mlp, SwiGlu, make
 
@@ -24,8 +25,9 @@ def rules(*given: dict[str, Any], **rest: Any) -> dict[str, Any]:
 
 
 def decisions(model: nn.Module, rows: int = 32, width: int = 128, **options: Any) -> dict[tuple[str, str], Any]:
-    """(module, gemm) -> the matmul's record, after one training step."""
-    torch.compile(model, backend="fp8", options=options)(noise(2, rows, width).requires_grad_()).sum().backward()
+    """(module, gemm) -> the matmul's record of a training step, which is not run."""
+    with hooks.traced():
+        torch.compile(model, backend="fp8", options=options)(noise(2, rows, width).requires_grad_()).sum().backward()
     return {(record.fqn, record.gemm): record for record in fp8compile.report(model).matmuls if record.gemm != "matmul"}
 
 
@@ -41,7 +43,7 @@ def test_recipes_side_by_side(default: str) -> None:
     for step in range(6):
         pair.step(noise(40, 128, seed=step, scale=1.0 + step))
     pair.finish()
-    assert {key[0] for key in slots_of(pair.model)} == {"up.weight", *(["down.weight"] if default == "delayed" else [])}
+    assert {key[0] for key in hooks.slots_of(pair.model)} == {"up.weight", *(["down.weight"] if default == "delayed" else [])}
 
 
 def test_settings_of_slots_that_share_a_page() -> None:
@@ -76,9 +78,9 @@ def test_gradients_where_one_gemm_is_kept() -> None:
 
 
 class Blocks(nn.Module):
-    def __init__(self, count: int = 4) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Block(gated=True) for _ in range(count))
+        self.layers = nn.ModuleList(Block(gated=True) for _ in range(3))
         self.head = nn.Linear(128, 256)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -102,7 +104,7 @@ def test_conditions_see_the_model() -> None:
     for (module, _), record in found.items():
         if module == "head":
             assert (record.decision, record.rule) == ("fp8", "wide")
-        elif module.startswith(("layers.0.", "layers.3.")):
+        elif module.startswith(("layers.0.", "layers.2.")):
             assert (record.decision, record.rule) == ("high_precision", "edge")
         elif module.endswith(".o"):
             assert (record.decision, record.rule) == ("high_precision", "attention")
@@ -110,36 +112,32 @@ def test_conditions_see_the_model() -> None:
             assert (record.decision, record.rule) == ("fp8", "wide")
         else:
             assert (record.decision, record.rule) == ("fp8", "down projection" if module.endswith(".down") else "")
-    assert len({module for module, _ in found}) == 29
-
-
-def test_layers_by_position() -> None:
-    policy = rules(
-        {"name": "first", "layers": "first 1", "fp8": "off"}, {"name": "last", "layers": "last 1", "fp8": "off"}, extends="none"
-    )
-    found = decisions(make(Blocks), policy=policy)
-    kept = {module: record.rule for (module, _), record in found.items() if record.decision != "fp8"}
-    assert kept == {"layers.0.attention.q": "first", "head": "last"}
+    assert len({module for module, _ in found}) == 22
 
 
 class Broken(nn.Module):
-    def __init__(self) -> None:
+    """Layers, with a graph break between them or without."""
+
+    def __init__(self, broken: bool) -> None:
         super().__init__()
-        self.inner = Blocks(2)
+        self.broken, self.first, self.second = broken, Mlp(), Mlp()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.inner.layers[0](x)
-        torch._dynamo.graph_break()
-        return self.inner.head(self.inner.layers[1](x))
+        x = self.first(x)
+        if self.broken:
+            torch._dynamo.graph_break()
+        return self.second(x)
 
 
-def test_layers_by_position_in_parts_of_a_model() -> None:
-    """A graph break leaves two graphs of the model: the first layer is in one, and the last in the other."""
+@pytest.mark.parametrize("broken", [False, True])
+def test_layers_by_position(broken: bool) -> None:
+    """Also in parts: a graph break leaves two graphs of the model, the first layer is in one, and the last in the other."""
     edge = [{"name": side, "layers": f"{side} 1", "fp8": "off"} for side in ("first", "last")]
-    found = decisions(make(Broken), policy=rules(*edge, extends="none"))
+    model = make(lambda: Broken(broken))
+    found = decisions(model, policy=rules(*edge, extends="none"))
     kept = {module: record.rule for (module, _), record in found.items() if record.decision != "fp8"}
-    assert len(fp8compile.report().graphs) == 2
-    assert kept == {"inner.layers.0.attention.q": "first", "inner.head": "last"}
+    assert len(fp8compile.report(model).graphs) == 1 + broken
+    assert kept == {"first.up": "first", "second.down": "last"}
 
 
 def test_blocks_of_what_has_none(caplog: pytest.LogCaptureFixture) -> None:
@@ -183,20 +181,15 @@ def test_strict_and_what_is_kept_on_purpose() -> None:
     decisions(make(Mlp), policy=wanted, strict=True)
 
 
-def test_names_without_wrappers() -> None:
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-
+def test_names_without_wrappers_and_a_rule_that_wants_an_output_head() -> None:
     model = make(Blocks)
     model.layers[1] = checkpoint_wrapper(model.layers[1])
-    found = decisions(model, policy=rules({"module": "layers.1.mlp.*", "name": "one", "fp8": "off"}), strict=True)
+    policy = rules({"module": "layers.1.mlp.*", "name": "one", "fp8": "off"}, {"module": "head", "name": "two", "fp8": "on"})
+    found = decisions(model, policy=policy, strict=True)
     assert {module for (module, _), record in found.items() if record.rule == "one"} == {
         f"layers.1.mlp.{name}" for name in ("gate", "up", "down")
     }
-
-
-def test_a_rule_may_want_an_output_head() -> None:
-    found = decisions(make(Blocks), policy=rules({"module": "head", "fp8": "on"}))
-    assert found["head", "fprop"].decision == "fp8" and found["head", "fprop"].rule == "rule 1"
+    assert (found["head", "fprop"].decision, found["head", "fprop"].rule) == ("fp8", "two")
 
 
 def test_a_rule_that_matches_nothing(caplog: pytest.LogCaptureFixture) -> None:
@@ -206,6 +199,12 @@ def test_a_rule_that_matches_nothing(caplog: pytest.LogCaptureFixture) -> None:
     assert "mlp.*" in message and "rule 1" in message
     with pytest.raises(fp8compile.StrictError, match="mlp"):
         decisions(make(Attention), policy=policy, strict=True)
+
+
+def test_near_names_do_match(caplog: pytest.LogCaptureFixture) -> None:
+    decisions(nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128)), policy=rules({"module": "*.mlp.*", "fp8": "off"}))
+    (message,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert "*.mlp.*" in message and "'*.*'" not in message
 
 
 def test_what_a_rule_wants_and_cannot_have() -> None:
@@ -249,7 +248,7 @@ def test_evaluation_in_fp8() -> None:
         torch._dynamo.reset()
         run = compiled(model, **settings)
         run(x.requires_grad_()).sum().backward()
-        before = {key: slot.history() for key, slot in slots_of(model).items()}
+        before = {key: slot.history() for key, slot in hooks.slots_of(model).items()}
         for switch in (torch.no_grad, torch.enable_grad):
             model.train(switch is torch.no_grad)
             with switch():
@@ -257,7 +256,7 @@ def test_evaluation_in_fp8() -> None:
             error = float((y.detach() - expected).norm() / expected.norm())
             assert (error < 1e-5) is close and error < 0.1
         model.train()
-        assert before == {key: slot.history() for key, slot in slots_of(model).items()}
+        assert before == {key: slot.history() for key, slot in hooks.slots_of(model).items()}
         evaluated = [graph for graph in fp8compile.report(model).graphs if graph.note]
         recipes = {record.recipe for graph in evaluated for record in graph.matmuls}
         assert len(evaluated) == 2 and recipes == ({""} if close else {"tensorwise"})
@@ -306,9 +305,3 @@ def test_operands_of_two_dtypes_are_an_error_as_everywhere() -> None:
     model = nn.Linear(128, 128).bfloat16()
     with pytest.raises(Exception, match="dtype"):
         compiled(nn.Sequential(model))(noise(32, 128)).sum().backward()
-
-
-def test_near_names_do_match(caplog: pytest.LogCaptureFixture) -> None:
-    decisions(nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128)), policy=rules({"module": "*.mlp.*", "fp8": "off"}))
-    (message,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
-    assert "*.mlp.*" in message and "'*.*'" not in message
