@@ -419,6 +419,38 @@ def other_facts() -> dict[str, Patched]:
     }
 
 
+@contextlib.contextmanager
+def keys_of_passes() -> Iterator[set[Any]]:
+    """The cache keys of our graph passes that compilations make inside."""
+    from fp8compile import compat
+
+    found: set[Any] = set()
+    made = compat.GraphPass.__init__
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        made(self, *args, **kwargs)
+        found.add(self.uuid())
+
+    with mock.patch.object(compat.GraphPass, "__init__", init):
+        yield found
+
+
+@contextlib.contextmanager
+def cached_by_aotautograd() -> Iterator[list[bool]]:
+    """Whether AOTAutograd's cache is on where a half is compiled, for each half."""
+    from fp8compile.runtime.halves import Halves
+
+    seen: list[bool] = []
+    compile = Halves.compile
+
+    def compiled(self: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append(torch._functorch.config.enable_autograd_cache)
+        return compile(self, *args, **kwargs)
+
+    with mock.patch.object(Halves, "compile", compiled):
+        yield seen
+
+
 def forwards_of(parameter: Any) -> list[str]:
     """What an export asks for: the forward matmuls of a parameter."""
     from fp8compile.runtime import forwards
@@ -764,3 +796,27 @@ def without_ptxas() -> Patched:
     from fp8compile.dryrun.fake_gpu import machine_code
 
     return mock.patch.object(machine_code, "_path", mock.Mock(side_effect=RuntimeError))
+
+
+def losing_updates() -> Patched:
+    """Inside, graphs lose the writes of their scaling state before the check for them."""
+    from fp8compile.runtime import halves
+
+    check = halves._check_update
+
+    def without_writes(gm: Any, page: str, slots: Any) -> None:
+        for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
+            gm.graph.erase_node(node)
+        check(gm, page, slots)
+
+    return mock.patch.object(halves, "_check_update", without_writes)
+
+
+def without_lowerings() -> Patched:
+    """Inside, no operator of ours is lowered."""
+    return mock.patch("fp8compile.passes.lower.LOWERED", ())
+
+
+def ranks_agree() -> Patched:
+    """Inside, the other ranks, which are not there, have said what this one says."""
+    return mock.patch("fp8compile.compat.different", return_value={})
