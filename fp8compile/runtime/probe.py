@@ -108,8 +108,10 @@ class Look:
     measurements: Sequence[Measurement]
 
     def __call__(self, node: Node, args: tuple, result: Any) -> None:
-        """Measure what a cast made of its arguments."""
-        operand = node.meta["fp8_operand"]
+        """Measure what a cast made of its arguments. What `save` casts is no operand of a matmul."""
+        operand = node.meta.get("fp8_operand")
+        if operand is None:
+            return
         owner = self.owners[operand.input]()
         if owner is None or not self.measurements:
             return
