@@ -2,7 +2,8 @@
 
 The floors in dB are this project's, for the hybrid format: E4M3 keeps 3 mantissa bits (a relative error of about 2.6%, 31.5 dB)
 for activations and weights, E5M2 2 bits (25.5 dB) for gradients. The errors of a matmul's operands add: 28.5 dB for an output,
-24.5 dB for a gradient; through a block they add up further.
+24.5 dB for a gradient. Through several layers they add up further: test_reference.py has the oracle's floors, and
+test_agreement.py shows that the package computes what the oracle does.
 """
 
 from __future__ import annotations
@@ -15,80 +16,66 @@ from torch import Tensor, nn
 
 from fp8compile.ir import ops
 from fp8compile.ir.scale import inverse_of, scale_of
-from tests.support.harness import assert_close, assert_fp8, compiled, grads_of, histories, leaf, like, noise, sqnr
-from tests.support.models import Attention, SwiGlu, make
+from tests.support.harness import assert_close, assert_fp8, compiled, grads_of, histories, leaf, noise, sqnr
+from tests.support.models import make
 from tests.support.reference_casts import FLT_MAX, FNUZ, FORMATS, cast
 from tests.support.reference_settings import RECIPES as EVERY
 
-pytestmark = pytest.mark.usefixtures("interpreted")
+pytestmark = [pytest.mark.usefixtures("interpreted"), pytest.mark.shares_graphs]
 
 RECIPES = ("delayed", "tensorwise")  # one scale a tensor, E5M2 for gradients; others of EVERY: many, E4M3
 E4M3, E5M2 = FORMATS["hybrid"]
+FP32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+ROWS = 16
 
 
-def sides(model: nn.Module, recipe: str, shape: tuple[int, ...], steps: int, **options) -> list[tuple[dict, dict, dict, dict]]:
-    """Outputs and gradients in high precision and in FP8, one tuple (y, grads, y8, grads8) a step."""
-    run = compiled(model, recipe, **options)
-    dtype = next(model.parameters()).dtype
-    results = []
-    for step in range(steps):
-        both = []
-        for call in (model, run):
-            model.zero_grad()
-            x = leaf(noise(*shape, seed=step, dtype=dtype))
-            y = call(x)
-            y.backward(like(y, step))
-            both += [{"y": y.detach()}, grads_of(model, [x])]
-        results.append(tuple(both))
+def linear(dtype: torch.dtype = FP32) -> nn.Linear:
+    return make(lambda: nn.Linear(128, 128), dtype)  # type: ignore[return-value]
+
+
+def stepped(model: nn.Module, call, x: Tensor, dy: Tensor) -> dict[str, Tensor]:
+    """The output and all gradients of a step."""
+    model.zero_grad()
+    x = leaf(x)
+    y = call(x)
+    y.backward(dy)
+    return {"y": y.detach(), **grads_of(model, [x])}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "dtype", "options"),
+    [
+        *((recipe, FP32, {}) for recipe in EVERY),
+        ("delayed", F16, {"fp8_encoding": "fnuz"}),
+        ("tensorwise", BF16, {"fp8_format": "e4m3"}),
+        ("rowwise", BF16, {"fp8_encoding": "fnuz"}),
+        ("blockwise", F16, {}),
+    ],
+    ids=str,
+)
+def test_linear(recipe: str, dtype: torch.dtype, options: dict) -> None:
+    model = linear(dtype)
+    run = compiled(model, recipe, dynamic=False, **options)
+    for step in range(3):
+        x, dy = (noise(ROWS, 128, seed=seed, dtype=dtype) for seed in (step, 100 + step))
+        high, got = stepped(model, model, x, dy), stepped(model, run, x, dy)
+        assert sqnr(high["y"], got["y"]) < 40.0  # it ran in FP8
+        # the bias gradient is a sum of the unquantized gradient (in bf16: in float32 or rounded once)
+        assert sqnr(high.pop("bias"), got.pop("bias")) > (100.0 if dtype == FP32 else 45.0)
+        assert_close({"y": high.pop("y")}, {"y": got.pop("y")}, 28.0, f"output {step}")
+        coarse = recipe in RECIPES and options.get("fp8_format") != "e4m3"
+        assert_close(high, got, 24.0 if coarse else 28.0, f"gradients {step}")
     assert_fp8(model)
-    return results
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("recipe", EVERY)
-def test_linear(recipe: str, dtype: torch.dtype) -> None:
-    model = make(lambda: nn.Linear(256, 256), dtype)
-    for step, (y, grads, y8, grads8) in enumerate(sides(model, recipe, (256, 256), 4)):
-        assert_close(y, y8, 28.0, f"output {step}")
-        assert_close(grads, grads8, 24.0 if recipe in RECIPES else 28.0, f"gradients {step}")
-        assert sqnr(y["y"], y8["y"]) < 40.0  # it ran in FP8
-        # the bias gradient is a sum of the unquantized gradient (bf16: in float32 or rounded once)
-        assert sqnr(grads["bias"], grads8["bias"]) > (100.0 if dtype == torch.float32 else 45.0)
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_e4m3_gradients_are_finer(recipe: str) -> None:
-    model = make(lambda: nn.Linear(256, 256, bias=False))
-    for y, grads, y8, grads8 in sides(model, recipe, (256, 256), 2, fp8_format="e4m3"):
-        assert_close(y, y8, 28.0, "output")
-        assert_close(grads, grads8, 28.0, "gradients")
 
 
 @pytest.mark.parametrize("recipe", EVERY)
-def test_swiglu(recipe: str) -> None:
-    for step, (_, grads, _, grads8) in enumerate(sides(make(SwiGlu), recipe, (128, 128), 4)):
-        assert_close(grads, grads8, 20.0 if recipe in RECIPES else 22.5, f"gradients {step}")
-
-
-@pytest.mark.parametrize("recipe", EVERY)
-def test_attention(recipe: str) -> None:
-    for step, (_, grads, _, grads8) in enumerate(sides(make(Attention), recipe, (4, 64, 128), 4)):
-        assert_close(grads, grads8, 17.0, f"gradients {step}")
-
-
-@pytest.mark.parametrize("scale", [1e-12, 1e-7, 1e4])
-@pytest.mark.parametrize("recipe", EVERY)
-def test_first_step_of_small_and_large_gradients(recipe: str, scale: float) -> None:
+def test_first_step_of_small_and_large_gradients(recipe: str) -> None:
     """Scale 1 would lose E5M2 gradients under 7.6e-6; a cold slot uses the scale of the current amax."""
-    model = make(lambda: nn.Linear(256, 256))
-    run = compiled(model, recipe)
-    grads = []
-    for call in (model, run):
-        model.zero_grad()
-        x = leaf(noise(256, 256) / scale)
-        call(x).backward(like(x, 1) * scale)
-        grads.append(grads_of(model, [x]))
-    assert_close(*grads, 24.0, "gradients")
+    for scale in (1e-12, 1e-7, 1e4):
+        model = linear()
+        x, dy = noise(ROWS, 128) / scale, noise(ROWS, 128, seed=1) * scale
+        sides = [stepped(model, call, x, dy) for call in (model, compiled(model, recipe, dynamic=False))]
+        assert_close(*sides, 24.0, f"scale {scale}")
 
 
 # These tests see the cast through a linear whose weight is 1.75 times the identity. 448 = 1.75 * 2**8 and 57344 = 1.75 * 2**15,
@@ -123,8 +110,8 @@ def through(run, x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
 
 def check_edges(recipe: str) -> None:
     x, dy = edges(*E4M3), edges(*E5M2)
-    run = compiled(identity(), recipe, margin=0)  # scales of 1, for gradients, too
-    for _ in range(3):  # delayed: cold, then with the scale of the first call, which is the same
+    run = compiled(identity(), recipe, dynamic=False, margin=0)  # scales of 1, for gradients, too
+    for _ in range(2):  # delayed: cold, then with the scale of the first call, which is the same
         got, got_grad = through(run, x, dy)
         torch.testing.assert_close(got, cast(x, 1.0, *E4M3).float(), rtol=0, atol=0)
         torch.testing.assert_close(got_grad, cast(dy, 1.0, *E5M2).float(), rtol=0, atol=0)
@@ -136,14 +123,16 @@ def test_cast_of_every_value_tie_and_subnormal(recipe: str) -> None:
     check_edges(recipe)
 
 
+@pytest.mark.slow
 @pytest.mark.compiled
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_cast_of_every_value_tie_and_subnormal_inductor(recipe: str) -> None:
-    check_edges(recipe)
+def test_cast_of_every_value_tie_and_subnormal_inductor() -> None:
+    torch._dynamo.reset()  # not the graph that the test above has interpreted
+    check_edges("delayed")
+    torch._dynamo.reset()
 
 
 def test_values_over_the_scale_saturate() -> None:
-    run = compiled(identity(), margin=0)
+    run = compiled(identity(), dynamic=False, margin=0)
     one = torch.full((16, 128), 1.75)
     through(run, one, one)
     x = one.clone()
@@ -154,52 +143,33 @@ def test_values_over_the_scale_saturate() -> None:
 
 
 @pytest.mark.parametrize("recipe", EVERY)
-@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-def test_infinity_and_nan_show(recipe: str, bad: float) -> None:
+def test_infinity_and_nan_show(recipe: str) -> None:
     """As in bf16: rows that contain one are not finite. All other rows are unchanged (delayed), or at least finite."""
-    model = make(lambda: nn.Linear(128, 128))
-    run = compiled(model, recipe)
-    x = noise(16, 128)
-    run(x).sum().backward()
-    x[3, 5] = bad
-    model.zero_grad()
-    x = leaf(x)
-    y = run(x)
-    assert not y[3].isfinite().any()
-    assert y[:3].isfinite().all() and y[4:].isfinite().all()
-    dy = like(y, 0)
-    dy[7, 9] = bad
-    y.backward(dy)
-    assert not x.grad[7].isfinite().any()
-    assert x.grad[:7].isfinite().all() and x.grad[8:].isfinite().all()
-    grad = model.weight.grad
-    assert not grad[:, 5].isfinite().any() and not grad[9].isfinite().any()
-    rest = torch.ones_like(grad, dtype=torch.bool)
-    rest[:, 5], rest[9] = False, False
-    assert grad[rest].isfinite().all()
+    for bad in (math.inf, -math.inf, math.nan):
+        model = linear()
+        run = compiled(model, recipe, dynamic=False)
+        x, dy = noise(ROWS, 128), noise(ROWS, 128, seed=1)
+        stepped(model, run, x, dy)
+        x[3, 5] = dy[7, 9] = bad
+        got = stepped(model, run, x, dy)
+        for name, rows, columns in (("y", [3], []), ("input 0", [7], []), ("weight", [9], [5])):
+            rest = torch.ones_like(got[name], dtype=torch.bool)
+            rest[rows], rest[:, columns] = False, False
+            assert got[name][rest].isfinite().all() and not got[name][~rest].isfinite().any(), (bad, name)
 
 
 @pytest.mark.parametrize("recipe", EVERY)
 def test_zeros_and_the_smallest_numbers(recipe: str) -> None:
     """An amax of 0 gives scale 1, not 448 / 0; an amax of 1e-45 gives the largest scale, FLT_MAX, not infinity."""
-    model = make(lambda: nn.Linear(128, 128))
-    run = compiled(model, recipe)
+    model = linear()
+    run = compiled(model, recipe, dynamic=False)
     for value in (0.0, 1e-45, 1e-38, 0.0):
-        x = leaf(torch.full((16, 128), value))
-        y = run(x)
-        y.backward(torch.full_like(y, value))
-        torch.testing.assert_close(y, model.bias.expand_as(y), rtol=1e-6, atol=1e-6)
-        assert x.grad.isfinite().all() and model.weight.grad.isfinite().all()
+        x = torch.full((ROWS, 128), value)
+        got = stepped(model, run, x, x)
+        torch.testing.assert_close(got["y"], model.bias.expand(ROWS, -1), rtol=1e-6, atol=1e-6)
+        assert got["input 0"].isfinite().all() and got["weight"].isfinite().all()
     for _, scale in histories(model).values():
         assert 0.0 < scale <= FLT_MAX
-
-
-@pytest.mark.parametrize("recipe", EVERY)
-def test_float16(recipe: str) -> None:
-    model = make(lambda: nn.Linear(256, 256), torch.float16)
-    for y, grads, y8, grads8 in sides(model, recipe, (64, 256), 2):
-        assert_close(y, y8, 28.0, "output")
-        assert_close(grads, grads8, 24.0, "gradients")
 
 
 # fnuz, AMD's encodings on MI300: no infinities, no negative zero (its code is NaN), exponents one lower.
@@ -242,14 +212,6 @@ def test_fnuz_cast(form: tuple[torch.dtype, float], mantissa_bits: int, bias: in
         assert torch.equal(bytes_of(-x.float()).long(), negative)
     edges = torch.tensor([0.0, -0.0, -1e-30, 1.01 * fp8_max, -3e38, math.inf, -math.inf, math.nan])
     assert bytes_of(edges).tolist() == [0x00, 0x00, 0x00, 0x7F, 0xFF, 0x80, 0x80, 0x80]
-
-
-@pytest.mark.parametrize("recipe", EVERY)
-def test_fnuz_is_as_good(recipe: str) -> None:
-    model = make(lambda: nn.Linear(256, 256))
-    for y, grads, y8, grads8 in sides(model, recipe, (64, 256), 2, fp8_encoding="fnuz"):
-        assert_close(y, y8, 28.0, "output")
-        assert_close(grads, grads8, 24.0 if recipe in RECIPES else 28.0, "gradients")
 
 
 @pytest.mark.parametrize("power_of_2", [False, True])

@@ -11,22 +11,24 @@ from __future__ import annotations
 
 import dataclasses
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from fp8compile.config.recipe import ROW, WHOLE, Block, Recipe
+from fp8compile.config.recipe import ROW, WHOLE, Block
 from fp8compile.ir import ops
-from fp8compile.runtime import inner
-from fp8compile.runtime.interpreter import Eager
-from tests.support.harness import assert_fp8, compiled, interpreted, leaf, noise, sqnr
+from tests.support import hooks
+from tests.support.harness import assert_fp8, compiled, leaf, noise, sqnr
 
 torchao = pytest.importorskip("torchao")
 from torchao.float8 import Float8LinearConfig, float8_linear  # noqa: E402
 from torchao.float8.config import ScalingGranularity  # noqa: E402
 from torchao.float8.float8_linear import Float8Linear  # noqa: E402
 from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic  # noqa: E402
+
+pytestmark = [pytest.mark.usefixtures("interpreted"), pytest.mark.shares_graphs]
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 MAX = {E4M3: 448.0, E5M2: 57344.0}
@@ -95,9 +97,12 @@ def untransposed(copy: Tensor, x: Tensor) -> Tensor:
 
 @every_dtype
 @every_case
-@pytest.mark.parametrize("shape", [(80, 160), (37, 144), (1, 16)], ids=str)
-def test_casts_of_tensors_and_rows(shape: tuple[int, int], case: str, dtype: torch.dtype) -> None:
-    x = CASES[case](*shape).to(dtype)
+def test_casts_of_tensors_and_rows(case: str, dtype: torch.dtype) -> None:
+    for shape in ((80, 160), (37, 144), (1, 16)):
+        check_tensors_and_rows(CASES[case](*shape).to(dtype))
+
+
+def check_tensors_and_rows(x: Tensor) -> None:
     for power_of_2 in (False, True):
         for form in (E4M3, E5M2):
             expected, scale = theirs(x, None, power_of_2, form)
@@ -172,22 +177,6 @@ def test_casts_of_microscaling_tiles(case: str, dtype: torch.dtype) -> None:
 # -- a linear ----------------------------------------------------------------------------------------------------------
 
 
-class Recorder(Eager):
-    """Records the FP8 tensors of a graph, and its float32 tensors, which include scales."""
-
-    fp8: list[Tensor] = []
-    numbers: list[Tensor] = []
-
-    def run_node(self, n: Any) -> Any:
-        result = super().run_node(n)
-        if isinstance(result, Tensor) and n.op == "call_function":
-            if result.dtype in MAX:
-                self.fp8.append(result.clone())
-            elif result.dtype == torch.float32:
-                self.numbers.append(result.clone().flatten())
-        return result
-
-
 def float8_linear_of(linear: nn.Linear, recipe: str) -> Float8Linear:
     config = dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), emulate=True)
     return Float8Linear.from_float(linear, config)
@@ -198,33 +187,45 @@ def like_torchao(recipe: str) -> dict[str, Any]:
     return {"power_of_2_scale": True} if recipe != "tensorwise" else {}
 
 
-def both(
-    monkeypatch: pytest.MonkeyPatch, recipe: str, x: Tensor, dy: Tensor, w: Tensor, bias: bool
-) -> tuple[dict[str, Tensor], dict[str, Tensor], list[Any]]:
-    """One step of torchao's linear and of ours. -> output and gradients of both, torchao's operands; `Recorder` has ours."""
+@dataclasses.dataclass
+class Step:
+    """One step of torchao's linear and of ours: output and gradients of both, torchao's operands, and the tensors that our
+    graph has made, FP8 and float32."""
+
+    expected: dict[str, Tensor]
+    got: dict[str, Tensor]
+    operands: list[Any]
+    made: list[Tensor]
+
+
+def both(recipe: str, x: Tensor, dy: Tensor, w: Tensor, bias: bool = False) -> Step:
     linear = nn.Linear(w.shape[1], w.shape[0], bias=bias).to(x.dtype)
     with torch.no_grad():
         linear.weight.copy_(w)
     operands: list[Any] = []
+    made: list[Tensor] = []
 
     def recorded(*args: Any, **kwargs: Any) -> Any:
         operands.append(hp_tensor_to_float8_dynamic(*args, **kwargs))
         return operands[-1]
 
+    def see(call: Any, *given: Any) -> Any:
+        result = call(*given)
+        if isinstance(result, Tensor) and result.dtype in (*MAX, torch.float32):
+            made.append(result.clone())
+        return result
+
     results = []
-    with monkeypatch.context() as patch, interpreted():
-        patch.setattr(float8_linear, "hp_tensor_to_float8_dynamic", recorded)
-        patch.setattr(inner, "Eager", Recorder)
-        Recorder.fp8, Recorder.numbers = [], []
-        for run in (float8_linear_of(linear, recipe), compiled(linear, recipe, **like_torchao(recipe))):
+    with mock.patch.object(float8_linear, "hp_tensor_to_float8_dynamic", recorded), hooks.through(see):
+        for run in (float8_linear_of(linear, recipe), compiled(linear, recipe, dynamic=False, **like_torchao(recipe))):
             linear.zero_grad()
             leaf_x = leaf(x)
             y = run(leaf_x)
             y.backward(dy)
-            made = {"y": y.detach(), "dx": leaf_x.grad, "dw": linear.weight.grad.clone()}
-            results.append(made | ({"db": linear.bias.grad.clone()} if bias else {}))
+            named = {"y": y.detach(), "dx": leaf_x.grad, "dw": linear.weight.grad.clone()}
+            results.append(named | ({"db": linear.bias.grad.clone()} if bias else {}))
     assert_fp8(linear)
-    return results[0], results[1], operands
+    return Step(*results, operands, made)
 
 
 def contracted_last(operand: Tensor, transposed: bool) -> Tensor:
@@ -237,20 +238,19 @@ def contracted_last(operand: Tensor, transposed: bool) -> Tensor:
     return padded.view(copy.dtype)
 
 
-def assert_made(operands: list[Any], recipe: str) -> None:
+def assert_made(step: Step, recipe: str) -> None:
     """Our graph computed each of torchao's operands, with the same scales."""
     # x and w^T of fprop; dy and w^T of dgrad; dy and x of wgrad: which dimension is contracted
-    transposed = (False, True, False, False, True, True)[: len(operands)]
-    assert len(operands) == (4 if recipe == "rowwise_with_gw_hp" else 6)
-    for number, (operand, flip) in enumerate(zip(operands, transposed, strict=True)):
+    transposed = (False, True, False, False, True, True)[: len(step.operands)]
+    assert len(step.operands) == (4 if recipe == "rowwise_with_gw_hp" else 6)
+    for number, (operand, flip) in enumerate(zip(step.operands, transposed, strict=True)):
         weight = number in (1, 3)
         copy = operand._data.t().contiguous() if weight and flip else contracted_last(operand._data, flip)
-        assert any(x.dtype == copy.dtype and x.shape == copy.shape and torch.equal(raw(x), raw(copy)) for x in Recorder.fp8), (
-            f"operand {number}"
-        )
+        same = (x for x in step.made if x.dtype == copy.dtype and x.shape == copy.shape)
+        assert any(torch.equal(raw(x), raw(copy)) for x in same), f"operand {number}"
         scale = operand._scale.flatten()
         if operand._data.any(dim=None) and (scale < 448.0 / EPS / 2).all():
-            found = (x for x in Recorder.numbers if x.numel() == scale.numel())
+            found = (x.flatten() for x in step.made if x.dtype == torch.float32 and x.numel() == scale.numel())
             assert any(torch.equal(x, scale) for x in found), f"scales of operand {number}"
 
 
@@ -265,51 +265,43 @@ def assert_bf16(expected: dict[str, Tensor], got: dict[str, Tensor]) -> None:
         assert (error <= last * size + 1e-6 * size.max()).all(), f"{name}: {sqnr(tensor, got[name]):.1f} dB"
 
 
-@every_case
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_linear(monkeypatch: pytest.MonkeyPatch, recipe: str, case: str) -> None:
-    x = CASES[case](48, 160).bfloat16()
-    dy = CASES[case](48, 144).bfloat16() * (1e-3 if case != "huge" else 1e-20)
-    if case == "tiny":
-        dy = dy * 1e3
+def test_linear(recipe: str) -> None:
     w = noise(144, 160, seed=7, scale=0.05).bfloat16()
-    expected, got, operands = both(monkeypatch, recipe, x, dy, w, bias=False)
-    assert_bf16(expected, got)
-    assert_made(operands, recipe)
+    for case, size in (("normal", 1e-3), ("zero rows", 1e-3), ("huge", 1e-20), ("one outlier", 1e-3), ("wide", 1e-3)):
+        x, dy = CASES[case](48, 160).bfloat16(), CASES[case](48, 144).bfloat16() * size
+        step = both(recipe, x, dy, w)
+        assert_bf16(step.expected, step.got)
+        assert_made(step, recipe)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_linear_of_odd_sizes_and_adversarial_weights(monkeypatch: pytest.MonkeyPatch, recipe: str) -> None:
+def test_linear_of_odd_sizes_and_adversarial_weights(recipe: str) -> None:
     """37 tokens; output features from 1e-4 to 1e4; a bias, which torchao adds after rounding to bf16."""
     w = noise(176, 128, seed=8) * torch.logspace(-4, 4, 176).unsqueeze(1)
     x, dy = noise(37, 128, seed=9).bfloat16(), ramp(37, 176, -6.0, 0.0).bfloat16()
-    expected, got, operands = both(monkeypatch, recipe, x, dy, w.bfloat16(), bias=True)
-    assert_made(operands, recipe)
-    for name in ("dx", "dw"):
-        assert_bf16({name: expected[name]}, {name: got[name]})
-    assert sqnr(expected["y"], got["y"]) > 48.0 and sqnr(expected["db"], got["db"]) > 45.0
+    step = both(recipe, x, dy, w.bfloat16(), bias=True)
+    assert_made(step, recipe)
+    assert_bf16({name: step.expected[name] for name in ("dx", "dw")}, {name: step.got[name] for name in ("dx", "dw")})
+    assert sqnr(step.expected["y"], step.got["y"]) > 48.0 and sqnr(step.expected["db"], step.got["db"]) > 45.0
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_linear_float32(monkeypatch: pytest.MonkeyPatch, recipe: str) -> None:
-    x, dy, w = noise(64, 256, seed=1), noise(64, 128, seed=2, scale=1e-5), noise(128, 256, seed=3)
-    expected, got, operands = both(monkeypatch, recipe, x, dy, w, bias=False)
-    assert_made(operands, recipe)
-    for name, tensor in expected.items():
-        assert sqnr(tensor, got[name]) > 110.0
+def test_linear_float32(recipe: str) -> None:
+    step = both(recipe, noise(64, 256, seed=1), noise(64, 128, seed=2, scale=1e-5), noise(128, 256, seed=3))
+    assert_made(step, recipe)
+    for name, tensor in step.expected.items():
+        assert sqnr(tensor, step.got[name]) > 110.0
 
 
-def test_the_comparison_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, dy, w = (noise(32, 128, seed=seed).bfloat16() for seed in (1, 2, 3))
-    w = noise(128, 128, seed=3).bfloat16()
-    expected, got, _ = both(monkeypatch, "rowwise", x, dy, w, bias=False)
-    _, other, operands = both(monkeypatch, "tensorwise", x, dy, w, bias=False)
+def test_the_comparison_can_fail() -> None:
+    x, dy, w = (noise(*shape, seed=3).bfloat16() for shape in ((48, 160), (48, 144), (144, 160)))
+    one, other = both("rowwise", x, dy, w), both("tensorwise", x, dy, w)
     with pytest.raises(AssertionError):
-        assert_bf16(expected, other)
-    Recorder.fp8 = [x for x in Recorder.fp8 if x.dtype == E4M3]
+        assert_bf16(one.expected, other.got)
+    other.made = [x for x in other.made if x.dtype == E4M3]
     with pytest.raises(AssertionError, match="operand"):
-        assert_made(operands, "tensorwise")
-    assert Recipe("tensorwise").fp8_format == "hybrid" and got
+        assert_made(other, "tensorwise")
 
 
 # -- where we differ ---------------------------------------------------------------------------------------------------
