@@ -264,8 +264,9 @@ def run(arm: str, study: Study) -> Row:
 
 def _attempt(arm: str, study: Study, attempt: int, folder: str, deadline: float) -> list[int]:
     """The exit codes. As torchrun does, it ends all processes when one has died."""
-    spawn = multiprocessing.get_context("spawn")
-    processes = [spawn.Process(target=_process, args=(rank, arm, study, attempt, folder)) for rank in range(RANKS)]
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload([__name__])  # torch is imported once
+    processes = [server.Process(target=_process, args=(rank, arm, study, attempt, folder)) for rank in range(RANKS)]
     for process in processes:
         process.start()
     try:

@@ -109,7 +109,6 @@ def ratio(reference: Tensor, test: Tensor) -> float:
 def measure(point: Point, seed: int = 0) -> dict[str, float]:
     """dB by role, at the last of `STEPS` steps."""
     model = built(point.model)
-    torch.compiler.reset()
     ratios: dict[str, float] = {}
     with interpreted():
         fp8 = torch.compile(model, backend="fp8", options=ARMS[point.arm])
@@ -186,6 +185,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     lines = read(given.out)
     for point in points:
         progress(" ".join(point), 0)
+        torch.compiler.reset()
         runs = [measure(point, seed) for seed in range(given.seeds)]
         db = {role: [round(run[role], 3) for run in runs] for role in runs[0]}
         about = {"tokens": TOKENS, "date": machine.now(), **machine.commit(), "versions": machine.versions()}

@@ -1,0 +1,262 @@
+"""`python -m benchmarks.kernels`: which kernel is what, each family against eager operators, and what is measured of it."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import json
+
+import pytest
+import torch
+from triton.runtime.interpreter import InterpretedFunction
+
+from benchmarks import classify, families, kernels, results, tables, torchao_casts
+from tests.support import interpreter
+
+NAMES = {
+    "fp8_gemm": [
+        "nvjet_qqtst_128x256_128x6_2x1_2cta_v_bz_TNT",
+        "nvjet_qqhsh_128x256_128x4_2x1_v_bz_coopA_TNT",
+        "nvjet_sm100_qqtst_128x256_128x6_2x1_2cta_v_bz_TNT",
+        "sm89_xmma_gemm_e4m3bf16_e4m3f32_f32_tn_n_tilesize128x128x64_stage3_warpsize2x2x1_tensor16x8x32_kernel",
+        "sm90_xmma_gemm_e5m2bf16_e4m3f32_f32_tn_n_tilesize64x128x128_execute_kernel__5x_cublas",
+        "Cijk_Alik_Bljk_F8B8BS_BH_Bias_HA_S_SAB_SAV_UserArgs_MT256x256x128_MI16x16x1",
+        "Custom_Cijk_Alik_Bljk_F8BS_BH_MT256x256x128",
+        "void cutlass::device_kernel<at::cuda::detail::enable_3x_kernel_for_sm9x<cutlass::gemm::kernel::GemmUniversal<"
+        "cute::tuple<int, int, int>, cutlass::float_e4m3_t>>>",
+        "triton_tem_fused__scaled_mm_3",
+        "fp8_gemm_0",  # fp8compile's own
+        "nvjet_sm90_qqtst_128x128_128x6_1x2_h_bz_ovscale_bias_TNT",
+    ],
+    "bf16_gemm": [
+        "nvjet_tst_256x128_64x4_1x2_h_bz_coopA_NNT",
+        "nvjet_sm100_tst_128x256_64x6_2x1_2cta_v_bz_TNT",
+        "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_warpgroupsize1x1x1_execute_kernel__5x_cublas",
+        "ampere_bf16_s16816gemm_bf16_128x256_ldg8_f2f_stages_64x3_nn",
+        "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_relu_bf16_256x128_32x3_nn_align8>",
+        "Cijk_Ailk_Bljk_BBS_BH_MT256x256x32_MI16x16x1",
+        "triton_tem_fused_addmm_7",
+        "void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16>",
+    ],
+    "attention": [
+        "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128, 128, 64, 4>>",
+        "void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<Flash_bwd_kernel_traits<128>>",
+        "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128_4x1x1_kernel0_0",
+        "fmha_cutlassF_bf16_aligned_64x128_rf_sm80(PyTorchMemEffAttention::AttentionKernel<cutlass::bfloat16_t>::Params)",
+    ],
+    "cast": [
+        "triton_red_fused_abs_amax_0",
+        "void at::native::float8_copy_kernel_cuda",
+        "triton_poi_fused_mul_9",
+        "fp8_gelu_cast_transpose_amax",
+        "fp8_cast_transpose_amax_0",
+        "fp8_softmax_attention_gemm_cast",  # a generated kernel is an FP8 cast, whatever words its name contains
+        "fp8_softmax_attention_scale_0",
+        "fp8_amax",
+        "fp8_update_0",
+    ],
+    "other": [
+        "triton_poi_fused_add_mul_native_layer_norm_2",
+        "triton_red_fused_addmm_native_layer_norm_4",
+        "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<at::native::FusedAdamMathFunctor<float>>",
+        "Memcpy DtoD (Device -> Device)",
+        "Memset (Device)",
+        "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<c10::BFloat16>>",
+    ],
+}
+
+
+@pytest.mark.parametrize("kind", NAMES)
+def test_kernel_class(kind):
+    found = {name: classify.classify(name, casts={"triton_poi_fused_mul_9"}) for name in NAMES[kind]}
+    assert found == dict.fromkeys(NAMES[kind], kind)
+
+
+def test_products_of_two_formats_have_one_e4m3_operand():
+    """True whatever letter cuBLAS uses for E5M2."""
+    for name in ("nvjet_rqtst_128x160_128x6_2x1_v_bz_TNN", "nvjet_qrtst_128x160_128x6_2x1_v_bz_TNN"):
+        assert classify.classify(name) == "fp8_gemm"
+
+
+def test_casts_are_known_by_their_signature(tmp_path):
+    source = """
+triton_poi_fused_mul_0 = async_compile.triton('triton_poi_fused_mul_0', '''
+@triton_heuristics.pointwise(triton_meta={'signature': {'in_ptr0': '*bf16', 'out_ptr0': '*fp8e4nv', 'xnumel': 'i32'}})
+def triton_poi_fused_mul_0(in_ptr0, out_ptr0, xnumel, XBLOCK): pass
+''', device_str='cuda')
+triton_poi_fused_mul_1 = async_compile.triton('triton_poi_fused_mul_1', '''
+@triton_heuristics.pointwise(triton_meta={'signature': {'in_ptr0': '*bf16', 'out_ptr0': '*bf16', 'xnumel': 'i32'}})
+def triton_poi_fused_mul_1(in_ptr0, out_ptr0, xnumel, XBLOCK): pass
+''', device_str='cuda')
+"""
+    (tmp_path / "ab").mkdir()
+    (tmp_path / "ab" / "cab.py").write_text(source)
+    assert classify.cast_kernels(tmp_path) == {"triton_poi_fused_mul_0"}
+
+
+def test_kernel_times_are_per_step():
+    events = [("nvjet_qqtst_1", 100.0), ("nvjet_qqtst_1", 300.0), ("flash_fwd_kernel", 50.0), ("flash_fwd_kernel", 50.0)]
+    found = classify.summarise(events, (), steps=2)
+    assert found["classes"]["fp8_gemm"] == {"count": 1.0, "ms": 0.2}
+    assert found["classes"]["attention"] == {"count": 1.0, "ms": 0.05}
+    assert found["count"] == 2.0 and found["busy_ms"] == 0.25
+    assert found["longest"][0]["name"] == "nvjet_qqtst_1"
+
+
+# -- the benchmark -----------------------------------------------------------------------------------------------------
+
+TWICE = ("tensorwise", "gelu-backward", "layer-norm-backward")  # an amax or a column sum is a kernel of its own
+FEW = ("weight",)
+
+
+@pytest.mark.parametrize("names", [FEW, pytest.param([*{*families.FAMILIES} - {*FEW}], marks=pytest.mark.slow)])
+def test_families(names, tmp_path):
+    """A family's kernel and Inductor's plan agree with the eager operators; a CPU gives no speeds."""
+    path, printed = tmp_path / "r.json", io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        assert kernels.main(["--device", "cpu", "--shape", "33x40", "--json", str(path), "--family", *names]) == 0
+    (result,) = results.read([path])
+    for name in names:
+        fp8, inductor = (row for row in result["rows"] if row["family"] == name)
+        assert (fp8["arm"], inductor["arm"]) == ("fp8", "inductor") and fp8["point"] == f"{name} 33x40"
+        assert fp8["error"] is None and inductor["error"] is None and fp8["checked"] and inductor["checked"]
+        assert len(fp8["generated"]) == (2 if name in TWICE else 1) and inductor["generated"] == []
+        assert {classify.classify(kernel) for kernel in fp8["generated"]} == {"cast"}
+        assert all(row[key] is None for row in (fp8, inductor) for key in ("ms", "gb_per_s", "copy_gb_per_s", "share"))
+    text = printed.getvalue()
+    assert result["device"]["name"] == "cpu" and result["size"] == "tiny" and result["name"] == "kernels:part"
+    assert "GB/s" not in text and " ms" not in text and "this is no device" in text
+
+
+def test_bytes_that_must_move():
+    rows, columns, padded = 33, 40, 48
+    casts = rows * columns + columns * padded + 4  # both layouts and the amax
+    must = {}
+    for name in ("weight", "gelu", "swiglu", "gelu-backward", "rms-norm", "tensorwise"):
+        family = families.FAMILIES[name]
+        inputs = family.inputs(families.Source(rows, columns, "cpu"))
+        must[name] = families.must_move(family, inputs, family.function(*inputs))
+    matrix = 2 * rows * columns
+    assert must["weight"] == must["gelu"] == matrix + 4 + casts
+    assert must["swiglu"] == 2 * matrix + 4 + casts
+    assert must["gelu-backward"] == 2 * matrix + 4 + casts + 2 * columns
+    assert must["rms-norm"] == matrix + 2 * columns + 4 + 4 * rows + casts
+    assert must["tensorwise"] == 2 * matrix + casts
+
+
+def test_other_outputs_are_found():
+    x = torch.randn(64, 64).bfloat16()
+    cast = x.to(torch.float8_e4m3fn)
+    kernels.compare([x, cast], [x.clone(), None])
+    wrong = x.clone()
+    wrong[3, 5] = -2 * x[3, 5]
+    infinite = x.clone()
+    infinite[0, 0] = float("inf")
+    for got in (wrong, infinite, x.t(), x.float(), x[:32], 1.05 * x, torch.full_like(x, float("nan"))):
+        with pytest.raises(kernels.Wrong):
+            kernels.compare([cast, x], [cast, got])
+
+
+def test_a_plan_that_is_wrong_is_not_timed(monkeypatch, tmp_path, capsys):
+    first = kernels.Plan.first
+    monkeypatch.setattr(kernels.Plan, "first", lambda self, *inputs: tuple(-x.float() for x in first(self, *inputs)))
+    path = tmp_path / "r.json"
+    assert kernels.main(["--device", "cpu", "--family", "gelu", "--shape", "16x16", "--json", str(path)]) == 1
+    assert [row["error"][:17] for row in json.loads(path.read_text())["rows"]] == ["Wrong: output 0 i"] * 2
+    assert "gelu 16x16 inductor: Wrong" in capsys.readouterr().out
+
+
+def test_speed_is_bytes_over_the_median_time(monkeypatch):
+    """On a stand-in for a device, whose runs, and copies, take 2, 3, .. ms."""
+    clock = [1.0]
+
+    class Event:
+        def __init__(self, enable_timing):
+            self.at = 0.0
+
+        def record(self):
+            self.at, clock[0] = clock[0], clock[0] * 2
+
+        def elapsed_time(self, end):
+            return 1.0 + len(str(int(end.at / self.at)))
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
+    seen = iter([[("Memset (Device)", 9.0)], [("Memset (Device)", 9.0), ("fp8_amax", 3.0), ("fp8_amax", 5.0)]])
+    monkeypatch.setattr(kernels.Device, "profiled", lambda self, call: next(seen))
+    calls: list[int] = []
+    found = kernels.Device(30, "cpu", 16).timed(lambda: calls.append(1), size=10**7)
+    assert len(calls) == 35  # five of them untimed
+    assert found["ms"] == {"median": 2.0, "min": 2.0, "max": 2.0, "runs": 30}
+    assert found["gb_per_s"] == pytest.approx(5.0) and found["share"] == pytest.approx(1.0)
+    assert found["kernels"] == [{"name": "fp8_amax", "us": 4.0, "times": 2}]
+
+
+def test_torchao_casts(monkeypatch):
+    """torchao's kernels give the results of ours. The interpreter runs them, with their first configuration."""
+    if torchao_casts.missing():
+        pytest.skip(f"torchao: {torchao_casts.missing()}")
+
+    class StandIn:
+        def __init__(self, kernel):
+            tuned = hasattr(kernel, "configs")
+            self.block, self.function = kernel.configs[0].kwargs if tuned else {}, (kernel.fn if tuned else kernel).fn
+
+        def __getitem__(self, grid):
+            def run(*args, **kwargs):
+                with interpreter.interpreting():
+                    blocks = grid(self.block) if callable(grid) else grid
+                    InterpretedFunction(self.function)[blocks](*args, **kwargs, **self.block)
+
+            return run
+
+    module = importlib.import_module(torchao_casts.MODULE)
+    for name in ("_amax_atomic", "_scale_atomic", "_to_fp8_row_major_t_and_non_t"):
+        monkeypatch.setattr(module, name, StandIn(getattr(module, name)))
+    for name, peer in torchao_casts.CASTS.items():
+        family = families.FAMILIES[name]
+        inputs = family.inputs(families.Source(48, 64, "cpu"))
+        got = peer.call(*inputs)
+        assert sum(x is None for x in got) <= 1
+        kernels.compare(family.function(*inputs), got)
+
+
+@pytest.mark.slow
+def test_counted_bytes_of_kernels(tmp_path, capsys):
+    if kernels.fake_gpu.unavailable():
+        pytest.skip(kernels.fake_gpu.unavailable())
+    path = tmp_path / "r.json"
+    assert kernels.main(["--static", "--family", "gelu-backward", "--shape", "4096x1024", "--json", str(path)]) == 0
+    fp8, inductor = results.read([path])[0]["rows"]
+    assert fp8["generated"] and not inductor["generated"]
+    must = fp8["bytes"] / 1e9
+    assert must <= fp8["static"]["gb"] < 1.05 * must < 1.5 * must < inductor["static"]["gb"]  # Inductor reads both inputs twice
+    assert "| gelu-backward 4096x1024 |" in tables.markdown(results.read([path]))
+    assert "estimate" not in capsys.readouterr().out
+
+
+def test_out_of_time():
+    bench = kernels.Bench(kernels.parse(["--device", "cpu", "--family", "gelu", "swiglu", "--budget", "1"]))
+    bench.deadline = 0.0
+    result = bench.run(lambda so_far: None)
+    assert result["rows"] == [] and "out of time: 4 points were not begun" in tables.text(result)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--family", "gelu", "softmax"], "no family 'softmax'"),
+        (["--shape", "4096"], "written 32768x4096"),
+        (["--shape", "0x16"], "written 32768x4096"),
+        (["--runs", "29"], "at least 30"),
+        (["--torchao", "nowhere"], "no such file or folder"),
+    ],
+)
+def test_errors_of_the_kernel_benchmark_are_one_line(arguments, message, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        kernels.main(["--device", "cpu", *arguments])
+    captured = capsys.readouterr()
+    assert stopped.value.code == 2
+    assert message in captured.err and captured.err.count("\n") == 1 and not captured.out

@@ -1,0 +1,244 @@
+"""Results of benchmarks: files, ratios, tables and pictures; estimates, and the matmuls that the cost model knows."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from benchmarks import arms, classify, matmuls, plot, results, static, tables, train
+from benchmarks.cases import CASES
+from benchmarks.cases.base import Fit, parse_case
+from fp8compile.devices import catalog, cost
+
+FP8 = {"fp8": 6, "high_precision": 3, "fp8_flop_fraction": 0.9, "summary": ""}
+
+
+def kernel_row(plan: str, point: str, ms: float) -> dict:
+    family, shape = point.split()
+    found = {"arm": plan, "kind": "kernels", "point": point, "error": None, "family": family, "bytes": 10**9, "checked": True}
+    found |= {"shape": [*map(int, shape.split("x"))], "generated": [], "what": "its_cast" if plan == "torchao" else ""}
+    return {**found, "ms": {"median": ms}, "gb_per_s": 1e3 / ms, "copy_gb_per_s": 4000.0, "share": 0.25 / ms, "kernels": []}
+
+
+def kernel_result() -> dict:
+    rows = [kernel_row(plan, "gelu 8x8", ms) for plan, ms in (("fp8", 0.26), ("inductor", 0.52), ("torchao", 0.39))]
+    rows += [kernel_row("fp8", "swiglu 8x8", 0.5), {**failed("bf16"), "arm": "inductor", "point": "swiglu 8x8"}]
+    made = dict.fromkeys(results.TOP) | {"schema": 1, "case": "kernels", "name": "kernels", "size": "full", "static": False}
+    made |= {"date": "2026-01-01T00:00:00", "device": {"name": "NVIDIA H200"}, "settings": {}, "variant": {}, "goal": 0.9}
+    return {**made, "rows": rows}
+
+
+def test_table_of_kernels():
+    lines = tables.text(kernel_result()).splitlines()
+    gelu, swiglu = (next(line.split() for line in lines if line.startswith(name)) for name in ("gelu", "swiglu"))
+    assert gelu == "gelu 8x8 1,000 4,000 3,846 96% 1,923 2,564 2.00 1.50".split()
+    assert swiglu == "swiglu 8x8 1,000 4,000 2,000 below: 50%".split()  # no numbers for missing plans
+    assert "swiglu 8x8 inductor: OutOfMemoryError: too much" in lines
+    assert any("torchao: its_cast" in line for line in lines)
+
+
+TABLES = ("static", "ceilings", "measured", "kernels", "instructions")
+
+
+def test_kernels_are_checked_and_have_a_place_of_their_own(tmp_path):
+    made = kernel_result()
+    del made["rows"][0]["share"]
+    with pytest.raises(ValueError, match="row 'fp8' lacks share"):
+        results.check(made)
+    results.write(kernel_result(), tmp_path / "k.json")
+    page = tmp_path / "page.md"
+    page.write_text("".join(f"<!-- table: {name} -->\n<!-- end -->\n" for name in TABLES))
+    assert tables.main([str(tmp_path / "k.json"), "--update", str(page)]) == 0
+    before, _, after = page.read_text().partition("<!-- table: kernels -->")
+    assert "gelu" not in before and "| gelu 8x8" in after
+    pytest.importorskip("matplotlib")
+    assert plot.draw(results.read([tmp_path / "k.json"]), tmp_path / "out") == []
+
+
+# -- results, tables and pictures --------------------------------------------------------------------------------------
+
+
+def row(arm: str, rate: float, point: str = "", **more) -> dict:
+    """A measured row of an arm with `rate` tokens/s."""
+    classes = {kind: {"count": 1.0, "ms": 1000 / rate} for kind in classify.CLASSES}
+    steps = {part: 1e3 / rate for part in ("total", "forward", "backward", "optimizer")}
+    made = train.ArmRun(arms.ARMS[arm], how="inductor", warmups=[9.0, 4.0])
+    made.profile = {"kernels": {"classes": classes, "count": 5.0, "busy_ms": 5000 / rate, "longest": []}, "decisions": FP8}
+    memory = {"allocated": 10**9, "reserved": 2 * 10**9}
+    turn = {"tokens": 100, "span_ms": 1e5 / rate, "steps": [steps], "memory": memory, "losses": [2.0, 1.0], "validation": None}
+    made.turns = [turn, {**turn, "validation": [2, 1.5]}]
+    case = CASES["ffn-half"]
+    found = train.row_of(made, case.points("tiny", case.variant({}), Fit(0, 1))[0], warmup=1)
+    return {**found, "point": point, **more}
+
+
+def result(name: str, rows: list[dict], **more) -> dict:
+    case, variant, name = parse_case(name, CASES)
+    results.add_ratios(rows)
+    made = dict.fromkeys(results.TOP) | {"schema": 1, "case": case.name, "name": name, "size": "full", "static": False}
+    made |= {"date": "2026-01-01T00:00:00", "device": {"name": "NVIDIA H200"}, "variant": variant, "settings": {}, "rows": rows}
+    return {**made, "title": case.title, "goal": case.goal(variant), **more}
+
+
+def failed(arm: str) -> dict:
+    return {"arm": arm, "kind": arms.ARMS[arm].kind, "point": "", "error": "OutOfMemoryError: too much"}
+
+
+def test_ratios_are_over_the_faster_compiled_bf16():
+    rows = [row("bf16", 100), row("bf16-max-autotune", 125), row("eager-bf16", 50), row("fp8-delayed", 150)]
+    results.add_ratios(rows)
+    assert [r["ratio"]["compiled_bf16"] for r in rows] == pytest.approx([0.8, 1.0, 0.4, 1.2])
+    assert [r["ratio"]["eager_bf16"] for r in rows] == pytest.approx([2.0, 2.5, 1.0, 3.0])
+    assert rows[3]["ratio"]["over"] == "bf16-max-autotune" and rows[3]["ratio"]["busy"] == pytest.approx(1.2)
+    assert rows[3]["fp8"]["proof"] == "1 FP8 GEMM kernels a step seen by the profiler"
+    assert rows[0]["compile_s"] == {"cold": pytest.approx(8.99), "warm": pytest.approx(3.99)}
+
+
+def test_results_are_checked(tmp_path):
+    good = result("dit", [row("bf16", 100), failed("torchao-rowwise")])
+    results.write(good, tmp_path / "good.json")
+    assert results.read([tmp_path]) == [json.loads(json.dumps(good))]
+    with pytest.raises(ValueError, match="row 'bf16' lacks how, tokens_per_s"):
+        results.check({**good, "rows": [{**failed("bf16"), "error": None}]})
+    (tmp_path / "bad.json").write_text("{}")
+    with pytest.raises(ValueError, match="bad.json: not a result"):
+        results.read([tmp_path])
+
+
+def test_tables(tmp_path):
+    made = result("dit", [row("bf16", 100), row("fp8-delayed", 140), failed("torchao-rowwise")])
+    text = tables.text(made)
+    assert "goal 1.4" in text and "1.40" in text and "torchao-rowwise: OutOfMemoryError: too much" in text
+    page = tmp_path / "page.md"
+    page.write_text(
+        "a\n<!-- table: measured -->\nold\n<!-- end -->\n<!-- table: static -->\n<!-- end -->\n"
+        "<!-- table: kernels -->\n<!-- end -->\n<!-- table: ceilings -->\n<!-- end -->\n"
+        "<!-- table: instructions -->\n<!-- end -->\nz\n"
+    )
+    results.write(made, tmp_path / "r.json")
+    assert tables.main([str(tmp_path / "r.json"), "--update", str(page)]) == 0
+    assert "| fp8-delayed |" in page.read_text() and "old" not in page.read_text() and page.read_text().endswith("z\n")
+
+
+def test_table_of_instructions():
+    """Estimates with instructions are apart from those without, and their ratios are to bf16 by the same rule."""
+
+    def row(arm, ms, longer, sustained):
+        counts = {f"count.{x}": 2.0 for x in ("generated", "counted", "issue_bound")}
+        times = {"roofline_ms": ms, "longer_ms": longer, "longer_ms_sustained": sustained, "issue_ms": 3.0, "bytes_ms": 2.0}
+        return {"arm": arm, "kind": arm.split("-")[0], "point": "", "error": None, "static": {**counts, **times}}
+
+    made = {"name": "ffn", "rows": [row("bf16", 30.0, 0.0, 3.0), row("fp8-delayed", 20.0, 4.0, 10.0)]}
+    *_, last = tables.instructions([made]).splitlines()
+    cells = [cell.strip() for cell in last.strip("|").split("|")]
+    assert cells == ["ffn fp8-delayed", "2", "2", "2", "1.50", "20.00", "24.00", "30.00", "1.50", "1.25", "1.10"]
+
+    def of(counted, date):
+        same = {"name": "ffn", "case": "ffn-half", "size": "full", "static": True, "device": {"name": "x"}}
+        return {**same, "date": date, "settings": {"instructions": counted}}
+
+    found = [of(False, "1"), of(False, "2"), of(True, "3")]
+    assert results.latest(found) == found[1:]
+
+
+@pytest.mark.slow
+def test_pictures(tmp_path):
+    pytest.importorskip("matplotlib")
+    cells = [(m, n, k) for m in (1024, 4096) for n in (512, 2048) for k in (512, 2048)]
+    grid = [
+        row(arm, rate * (1 + n / 8192), f"{m}x{n}x{k}", meta={"m": m, "n": n, "k": k})
+        for m, n, k in cells
+        for arm, rate in (("eager-bf16", 100), ("fp8-delayed", 60 + m / 40))
+    ]
+    for made in (
+        result("dit", [row("bf16", 100), row("fp8-delayed", 140), failed("torchao-rowwise")]),
+        result("llama-8b-layers:seq=2048", [row("bf16", 100), row("torchao-rowwise", 110), row("fp8-tensorwise", 130)]),
+        result("linear:grid=6", grid),
+        result("loss", [row("bf16", 100), row("fp8-delayed", 140)]),
+    ):
+        results.write(made, tmp_path / f"{made['case']}.json")
+    assert plot.main([str(tmp_path), "--out", str(tmp_path / "out")]) == 0
+    names = {"speed-nvidia-h200", "memory-nvidia-h200", "never-slower-nvidia-h200-fp8-delayed", "loss-nvidia-h200"}
+    assert {path.stem for path in (tmp_path / "out").iterdir()} == names
+    assert all(path.stat().st_size > 10_000 for path in (tmp_path / "out").iterdir())
+
+
+# -- the estimate ------------------------------------------------------------------------------------------------------
+
+
+def test_extrapolation():
+    one, two = {"kernels": 10, "tflop.fp8": 2.0}, {"kernels": 14, "tflop.fp8": 4.0, "count.cast": 1}
+    assert static.extrapolated(one, two, 12) == {"kernels": 54, "tflop.fp8": 24.0, "count.cast": 11}
+
+
+@pytest.mark.slow
+def test_estimate_of_a_linear():
+    if static.fake_gpu.unavailable():
+        pytest.skip(static.fake_gpu.unavailable())
+    case, variant, _ = parse_case("linear", CASES)
+    qkv = case.static(variant)[0]
+    bf16, fp8 = (static.estimate(qkv, arms.ARMS[arm])["figures"] for arm in ("bf16", "fp8-delayed"))
+    assert bf16["count.bf16_gemm"] == fp8["count.fp8_gemm"] == 3
+    assert bf16["tflop.bfloat16"] == fp8["tflop.fp8"] == pytest.approx(3 * 2 * 15872 * 4096 * 12288 / 1e12)
+    assert bf16["roofline_ms"] > fp8["roofline_ms"]
+    assert bf16["ms.bf16_gemm"] == pytest.approx(bf16["roofline_ms"]) and bf16["optimizer_ms"] == 0  # a linear has no optimizer
+    assert 0 < bf16["roofline_ms_without_waves"] < bf16["roofline_ms"]
+    with pytest.raises(ValueError, match="eager kernels are not compiled"):
+        static.estimate(qkv, arms.ARMS["eager-bf16"])
+
+
+def test_bytes_of_the_optimizer():
+    """The bytes are those of the tensors that the benchmark's optimizer has after a step."""
+    for dtype, each in ((torch.bfloat16, 14), (torch.float32, 28)):
+        model = torch.nn.Linear(48, 32, dtype=dtype)
+        model(torch.zeros(1, 48, dtype=dtype)).sum().backward()
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        optimizer.step()
+        moments = [x for state in optimizer.state.values() for x in (state["exp_avg"], state["exp_avg_sq"])]
+        changed = sum(x.nbytes for x in (*model.parameters(), *moments))
+        assert static.optimizer_bytes(model) == 2 * changed + sum(p.grad.nbytes for p in model.parameters())
+        assert static.optimizer_bytes(model) == each * (48 * 32 + 32)
+
+
+def test_the_ceiling_of_free_casts():
+    def row(arm, total, outside):
+        static = {"roofline_ms": total, "roofline_ms_outside_matmuls": outside}
+        static |= {"roofline_ms_without_waves": total, "kept_mb": 1}
+        return {"arm": arm, "kind": arm.split("-")[0], "point": "", "error": None, "static": static}
+
+    rows = [row("bf16", 30.0, 10.0), row("fp8-delayed", 24.0, 14.0), row("fp8-tensorwise", 19.0, 9.0)]
+    results.add_ratios(rows)
+    # 10 ms of matmuls, and the other kernels of bf16 or its own, whichever are faster
+    assert [r["ratio"]["free_casts"] for r in rows] == [1.0, 30 / 20, 30 / 19]
+    made = tables.ceilings([{"name": "ffn", "goal": 1.55, "rows": rows}])
+    assert made.splitlines()[-1].split("|")[1].strip() == "ffn" and " 1.25 " in made and made.rstrip().endswith("1.50 |")
+
+
+def test_the_matmuls_that_the_cost_model_knows(tmp_path, capsys):
+    """Every gemm in three ways, and what attention runs; nothing here is a measurement."""
+    assert matmuls.main(["--device", "cpu", "--json", str(tmp_path / "out" / "matmuls.json")]) == 0
+    found = json.loads((tmp_path / "out" / "matmuls.json").read_text())
+    assert len(found["matmuls"]) == 18 and all(row[way] > 0 for row in found["matmuls"] for way in matmuls.WAYS)
+    assert {(row["m"], row["n"], row["k"]) for row in found["matmuls"] if row["layer"] == "gate+up"} == {
+        (64, 448, 64),
+        (64, 64, 448),
+        (448, 64, 64),
+    }
+    assert any("scaled_dot_product" in name for name in found["attention"]["kernels"])
+    printed = capsys.readouterr().out
+    assert "q+k+v" in printed and "attention: cuDNN" in printed
+
+
+def test_times_of_the_model_stand_beside_the_measured_ones():
+    class Fixed:
+        def seconds(self, function):
+            function()
+            return 1e-3
+
+    h200 = catalog.find("h200")
+    row = matmuls.row(Fixed(), torch.device("cpu"), h200, (64, 64, 64))
+    assert [row[way] for way in matmuls.WAYS] == pytest.approx([1000] * 3)
+    assert row["model fp8"] == pytest.approx(1e6 * cost.gemm(h200, 64, 64, 64, "fp8"), rel=0.2)
+    assert row["model fp8"] > row["model bf16"]  # so small a matmul only starts later
