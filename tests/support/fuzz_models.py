@@ -75,79 +75,60 @@ def power(rng: random.Random) -> float:
     return 2.0 ** rng.randint(-4, 3)
 
 
+# how a weight [out, in] is computed from what is stored
+COMPUTED: dict[str, Callable[[Any], Tensor]] = {
+    "turned": lambda s: s.w.t(),
+    "half": lambda s: s.w[s.out :],
+    "wide": lambda s: s.w[:, 16:-16],
+    "stack": lambda s: s.w[1],
+    "scaled": lambda s: s.w * s.scale,
+    "by row": lambda s: s.w * s.scale,
+    "by column": lambda s: s.w * s.scale,
+    "masked": lambda s: s.w * s.mask,
+    "cat": lambda s: torch.cat([s.second, s.w]),
+    "norm": lambda s: s.scale * (s.w / s.w.norm(dim=1, keepdim=True).detach()),
+    "merged": lambda s: residue(Quantized.apply(s.w @ s.second)),
+    "times": lambda s: s.w * 4,
+    "copied": lambda s: s.w.t().contiguous().t(),
+    "detached": lambda s: s.w.detach(),
+}
+
+
 class Weight(nn.Module):
     """A matrix [out, in] of -1, 0 and 1 times `size`; `stored` says how it is stored or computed."""
 
     def __init__(self, rng: random.Random, out: int, into: int, stored: str = "") -> None:
         super().__init__()
         self.stored, self.out, self.size = stored or rng.choice(STORED), out, power(rng)
-        values = ternary(rng, out, into)
-        if self.stored == "permutation":
-            values = permutation(rng, out)
-        match self.stored:
-            case "turned":
-                values = values.t().contiguous()
-            case "half":
-                values = ternary(rng, 2 * out, into)
-            case "wide":
-                values = ternary(rng, out, into + 32)
-            case "stack":
-                values = ternary(rng, 3, out, into)
-            case "merged":
-                values = values[:, :64]
-                self.second = nn.Parameter(ternary(rng, values.shape[1], into))
-            case "scaled" | "norm":
-                self.scale = nn.Parameter(torch.tensor(power(rng)))
-                self.size = self.scale.item()
-            case "by row" | "by column":
-                self.scale = nn.Parameter(torch.full((out, 1) if self.stored == "by row" else (into,), power(rng)))
-                self.size = self.scale.flatten()[0].item()
-            case "masked":
-                self.register_buffer("mask", ternary(rng, out, into).abs())
-            case "cat":
-                self.second = nn.Parameter(ternary(rng, out // 2, into) * self.size)
-                values = values[out // 2 :]
-        unscaled = 1.0 if self.stored in ("scaled", "by row", "by column", "merged") else self.size
-        if self.stored == "norm":
-            rows = torch.zeros(out, into)  # four non-zeros a row, so the norm of a row is 2
-            for i in range(out):
-                rows[i, rng.sample(range(into), 4)] = torch.tensor([rng.choice((-1.0, 1.0)) for _ in range(4)])
-            values, unscaled = rows, 1.0
-            self.size /= 2
-        elif self.stored == "times":
-            self.size *= 4
-        elif self.stored == "merged":
-            self.size = 1.0
-        values = values * unscaled
-        self.w = nn.Parameter(values.t().contiguous().t() if self.stored == "strided" else values, self.stored != "frozen")
+        kind, size = self.stored, self.size
+        shapes = {"turned": (into, out), "half": (2 * out, into), "wide": (out, into + 32), "stack": (3, out, into)}
+        shapes |= {"merged": (out, 64), "cat": (out - out // 2, into)}
+        values = ternary(rng, *shapes.get(kind, (out, into)))
+        values = values if kind in ("scaled", "by row", "by column", "merged") else values * size
+        if kind in ("scaled", "by row", "by column", "norm"):
+            shape = {"by row": (out, 1), "by column": (into,)}.get(kind, ())
+            self.scale = nn.Parameter(torch.full(shape, size))
+        if kind == "permutation":
+            values = permutation(rng, out) * size
+        elif kind == "masked":
+            self.register_buffer("mask", ternary(rng, out, into).abs())
+        elif kind == "cat":
+            self.second = nn.Parameter(ternary(rng, out // 2, into) * size)
+        elif kind == "merged":
+            self.second, self.size = nn.Parameter(ternary(rng, 64, into)), 1.0
+        elif kind == "times":
+            self.size = 4 * size
+        elif kind == "norm":
+            self.size = size / 2
+            values = torch.zeros(out, into)  # four non-zeros a row, so the norm of a row is 2
+            for row in values:
+                row[rng.sample(range(into), 4)] = torch.tensor([rng.choice((-1.0, 1.0)) for _ in range(4)])
+        elif kind == "strided":
+            values = values.t().contiguous().t()
+        self.w = nn.Parameter(values, kind != "frozen")
 
     def forward(self) -> Tensor:
-        match self.stored:
-            case "turned":
-                return self.w.t()
-            case "half":
-                return self.w[self.out :]
-            case "wide":
-                return self.w[:, 16:-16]
-            case "stack":
-                return self.w[1]
-            case "scaled" | "by row" | "by column":
-                return self.w * self.scale
-            case "masked":
-                return self.w * self.mask
-            case "cat":
-                return torch.cat([self.second, self.w])
-            case "norm":
-                return self.scale * (self.w / self.w.norm(dim=1, keepdim=True).detach())
-            case "merged":
-                return residue(Quantized.apply(self.w @ self.second))
-            case "times":
-                return self.w * 4
-            case "copied":
-                return self.w.t().contiguous().t()
-            case "detached":
-                return self.w.detach()
-        return self.w
+        return COMPUTED[self.stored](self) if self.stored in COMPUTED else self.w
 
 
 def multiply(how: str, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
@@ -236,25 +217,17 @@ def _contexts() -> Any:
 # -- ways to wire layers: a constructor and a forward each ---------------------------------------------------------------
 
 
-def _one(b: Block, rng: random.Random, d: int) -> None:
-    b.layers(rng, (d, d))
+def _layers(*sizes: tuple[int, int], stored: str = "") -> Callable[[Block, random.Random, int], None]:
+    """A constructor of layers [into, out], in widths of the model."""
+    return lambda b, rng, d: b.layers(rng, *((into * d, out * d) for into, out in sizes), stored=stored)
 
 
-def _two(b: Block, rng: random.Random, d: int) -> None:
-    b.layers(rng, (d, d), (d, d))
+_one, _two, _fused = _layers((1, 1)), _layers((1, 1), (1, 1)), _layers((1, 3), (1, 1))
 
 
 def _mlp(b: Block, rng: random.Random, d: int) -> None:
     hidden = rng.choice((128, 256, 176))
     b.layers(rng, (d, hidden), (hidden, d), (d, hidden))
-
-
-def _fused(b: Block, rng: random.Random, d: int) -> None:
-    b.layers(rng, (d, 3 * d), (d, d))
-
-
-def _permuted(b: Block, rng: random.Random, d: int) -> None:
-    b.layers(rng, (d, d), (d, d), stored="permutation")
 
 
 def _low(b: Block, rng: random.Random, d: int) -> None:
@@ -382,7 +355,7 @@ KINDS: dict[str, Wired] = {
     "low rank": (_low, lambda b, x: b.each[0](x) + b.each[2](b.each[1](x))),
     "hooked": (_one, hooked),
     "weight hook": (_one, weight_hooked),
-    "bare": (_permuted, bare),
+    "bare": (_layers((1, 1), (1, 1), stored="permutation"), bare),
     "normed": (_norm, lambda b, x: Quantized.apply(b.normed(residue(x)))),
     "partial rows": (_one, partial_rows),
     "turned": (_one, turned),

@@ -3,7 +3,7 @@
     python -m tests.support.fuzz_training 500 [first seed [seconds]]
 
 So a wrong operand, layout, scale or slot, and a gradient that is lost or counted twice, shows in the first step. Rounding never
-shows. Graphs run in an FX interpreter (`harness.interpreted`).
+shows. Graphs are interpreted.
 """
 
 from __future__ import annotations
@@ -19,25 +19,20 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
 import fp8compile
-from fp8compile import logs
 from fp8compile.ir import ops
-from fp8compile.runtime.interpreter import Eager
-from fp8compile.runtime.ledger import LEDGER
+from tests.support import hooks
 from tests.support.fuzz_models import Model
 from tests.support.fuzz_protocols import PROTOCOLS, Results, Side
-from tests.support.harness import histories, interpreted, sqnr
+from tests.support.harness import histories, sqnr
 
 FLOOR_DB = 80.0
 RECIPES = ("delayed", "delayed", "tensorwise", "rowwise", "blockwise", "mxfp8")
 COMPILED = ("whole", "whole", "whole", "in place", "blocks", "function")
-FP8 = {x for x in vars(torch).values() if isinstance(x, torch.dtype) and "float8" in str(x)}
-CONVERSIONS = (torch.ops.prims.convert_element_type.default, torch.ops.aten._to_copy.default)
 
 
 @dataclass
@@ -109,42 +104,25 @@ def _shape(rng: random.Random, rank: int, width: int) -> tuple[int, ...]:
     return 2, rng.choice((1, 3)), rng.choice((5, 8)), width
 
 
-@contextlib.contextmanager
-def counted(seen: Counter) -> Iterator[None]:
-    """Counts the FP8 operands of gemms, two each. A gemm lowered for a CPU begins by converting its operands."""
-    call = Eager.call_function
-
-    def counting(self: Eager, target: Any, args: tuple, kwargs: dict) -> Any:
-        whole = target in (ops.scaled_mm, ops.block_mm)
-        converted = target in CONVERSIONS and args[0].dtype in FP8 and args[-1] not in FP8
-        seen["FP8 operands"] += 2 * whole + converted
-        return call(self, target, args, kwargs)
-
-    with mock.patch.object(Eager, "call_function", counting):
-        yield
-
-
 def check(case: Case, seen: Counter) -> None:
     """AssertionError if the two sides differ."""
-    torch._dynamo.reset()
-    LEDGER.clear()
-    logs.forget()
+    hooks.forget_trainings()
     torch._functorch.config.donated_buffer = "retained" not in case.protocols
     sides = [Side(case, copy.deepcopy(case.model), fp8) for fp8 in (False, True)]
-    for i, name in enumerate(case.protocols):
-        results = []
-        for side in sides:
-            side.rng, side.shape = random.Random(f"{case.seed} {i}"), case.shapes[i]
-            side.model.zero_grad()
-            results.append(PROTOCOLS[name](side))
-        compare(*results, f"step {i}, {name}")
-        if case.recipe == "delayed":
-            moved_once(sides[1], f"step {i}, {name}")
-        seen[name] += 1
-    done = [r for r in fp8compile.report().matmuls if r.decision == "fp8"]
+    with hooks.calls() as calls:
+        for i, name in enumerate(case.protocols):
+            results = []
+            for side in sides:
+                side.rng, side.shape = random.Random(f"{case.seed} {i}"), case.shapes[i]
+                side.model.zero_grad()
+                results.append(side.train(PROTOCOLS[name]))
+            compare(*results, f"step {i}, {name}")
+            if case.recipe == "delayed":
+                moved_once(sides[1], f"step {i}, {name}")
+            seen[name] += 1
     seen["models"] += 1
-    seen["models in FP8"] += bool(done)
-    seen["compiled gemms in FP8"] += len(done)
+    seen["models in FP8"] += any(r.decision == "fp8" for r in fp8compile.report(sides[1].model).matmuls)
+    seen["gemms in FP8"] += calls[ops.scaled_mm] + calls[ops.block_mm]
 
 
 def compare(expected: Results, got: Results, where: str) -> None:
@@ -172,7 +150,12 @@ def moved_once(side: Side, where: str) -> None:
 
 def one(seed: int, seen: Counter) -> str:
     """Runs one seed; returns the case and its error, or "" if all is equal."""
-    case = Case.of(seed)
+    torch._dynamo.reset()
+    return wrong(Case.of(seed), seen)
+
+
+def wrong(case: Case, seen: Counter) -> str:
+    """The case and its error, or "". Code that Dynamo has compiled for an equal model is used again."""
     try:
         check(case, seen)
     except Exception as error:
@@ -194,21 +177,28 @@ def quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def run(count: int, first: int = 0, limit_s: float = float("inf")) -> tuple[Counter, list[str]]:
-    """Runs `count` seeds from `first` on, for limit_s seconds at most. Returns counts, and the failures."""
-    seen: Counter = Counter()
-    failed = []
-    begun = time.perf_counter()
+@contextlib.contextmanager
+def fuzzing() -> Iterator[None]:
+    """The settings of torch that random models need; graphs are interpreted."""
     settings = {"recompile_limit": 64, "fail_on_recompile_limit_hit": True, "specialize_float": True, "suppress_errors": False}
     # torch 2.11 drops the placeholder of a size that an autograd.Function reads, and every backend fails
     settings["automatic_dynamic_shapes"] = torch.__version__ >= "2.12"
     config = torch._dynamo.config.patch(**settings)
     donated = torch._functorch.config.patch(donated_buffer=True)
-    with config, donated, interpreted(), counted(seen), quiet():
+    with config, donated, hooks.interpreted(), quiet():
+        yield
+
+
+def run(count: int, first: int = 0, limit_s: float = float("inf")) -> tuple[Counter, list[str]]:
+    """Runs `count` seeds from `first` on, for limit_s seconds at most. Returns counts, and the failures."""
+    seen: Counter = Counter()
+    failed = []
+    begun = time.perf_counter()
+    with fuzzing():
         for seed in range(first, first + count):
-            if (wrong := one(seed, seen)):
-                failed.append(wrong)
-                print(wrong, flush=True)
+            if error := one(seed, seen):
+                failed.append(error)
+                print(error, flush=True)
             if time.perf_counter() - begun > limit_s:
                 print(f"seeds {first} to {seed}", flush=True)
                 break
@@ -218,6 +208,6 @@ def run(count: int, first: int = 0, limit_s: float = float("inf")) -> tuple[Coun
 if __name__ == "__main__":
     start = time.perf_counter()
     count, first, limit = (int(x) for x in (*sys.argv[1:], *("500", "0", "1000000")[len(sys.argv) - 1 :]))
-    found, wrong = run(count, first, limit)
+    found, errors = run(count, first, limit)
     print(", ".join(f"{name} {number}" for name, number in found.items() if number))
-    print(f"{len(wrong)} of {found['models'] + len(wrong)} models fail; {time.perf_counter() - start:.0f} s")
+    print(f"{len(errors)} of {found['models'] + len(errors)} models fail; {time.perf_counter() - start:.0f} s")
