@@ -114,16 +114,17 @@ def test_rows():
     assert sum(row.flops for row in rows.values()) == sum(record.flops for record in gpt().matmuls)
 
 
-def test_blocks_that_differ_have_rows_of_their_own():
+def row_names(records: list[MatmulRecord]) -> list[str]:
+    return [row.name for row in section(GraphReport(0, "f", tuple(records))).rows]
+
+
+def test_what_shares_a_row():
+    """Blocks that differ do not; experts do, and gaps in their numbers are said."""
     records = [r for b in range(6) for r in linear(f"h.{b}.fc", 256, 256, 256, reason="rule: ends" if b in (0, 5) else "")]
     rows = section(GraphReport(0, "f", tuple(records))).rows
     assert [(row.name, len(row.layers), row.first.css) for row in rows] == [("h.0,5.fc", 2, "high"), ("h.1-4.fc", 4, "fp8")]
-
-
-def test_experts_are_one_row_and_gaps_are_said():
     grid = [r for b in range(3) for e in range(4) for r in linear(f"h.{b}.experts.{e}.up", 256, 256, 256)]
-    assert [row.name for row in section(GraphReport(0, "f", tuple(grid))).rows] == ["h.0-2.experts.0-3.up"]
-    assert [row.name for row in section(GraphReport(0, "f", tuple(grid[3:]))).rows] == ["h.*.experts.*.up"]
+    assert row_names(grid) == ["h.0-2.experts.0-3.up"] and row_names(grid[3:]) == ["h.*.experts.*.up"]
 
 
 def test_times():
@@ -139,14 +140,9 @@ def test_times():
     assert section(gpt(2)).splits == ()
 
 
-@pytest.mark.parametrize(
-    "us, text", [(0, "0 µs"), (1.234, "1.23 µs"), (12.34, "12.3 µs"), (999.4, "999 µs"), (999.6, "1.00 ms"), (2.5e6, "2.50 s")]
-)
-def test_microseconds(us, text):
-    assert microseconds(us) == text
-
-
-def test_flops():
+def test_numbers_for_people():
+    times = {0: "0 µs", 1.234: "1.23 µs", 12.34: "12.3 µs", 999.4: "999 µs", 999.6: "1.00 ms", 2.5e6: "2.50 s"}
+    assert {us: microseconds(us) for us in times} == times
     assert [flops(x) for x in (0, 9.66e9, 1.2e12, 3e18)] == ["0 kFLOP", "9.66 GFLOP", "1.20 TFLOP", "3000 PFLOP"]
 
 
@@ -237,19 +233,15 @@ def test_blocks_that_differ_are_drawn_apart():
     assert [box.chips[0][1] for box in picture.boxes] == ["high", "fp8"]
 
 
-def test_parallel_experts_are_one():
+def test_experts_are_one_box():
+    """Beside each other; and in two blocks, below a router each."""
     names = ["gate", *(f"experts.{e}.{x}" for e in range(8) for x in ("up", "down")), "head"]
     edges = [e for i in range(8) for e in ((0, 1 + 2 * i), (1 + 2 * i, 2 + 2 * i), (2 + 2 * i, 17))]
     picture = drawn(names, edges)
     assert labels(picture) == ["gate", "experts.0-7.up ×8", "experts.0-7.down ×8", "head"] and len(picture.arrows) == 3
-
-
-def test_experts_in_blocks_are_one():
-    """Each of two blocks: a router, and three experts below it."""
     names = [f"h.{b}.{x}" for b in range(2) for x in ("router", *(f"experts.{e}.fc" for e in range(3)))]
     edges = [e for b in (0, 4) for i in range(1, 4) for e in ((b, b + i), *([(i, 4)] if b else []))]
-    picture = drawn(names, edges)
-    assert ends(picture) == [("h.0-1.router ×2", "h.0-1.experts.0-2.fc ×6", False)]
+    assert ends(drawn(names, edges)) == [("h.0-1.router ×2", "h.0-1.experts.0-2.fc ×6", False)]
 
 
 def test_blocks_around_a_shared_layer_are_drawn_as_they_are():
@@ -266,14 +258,11 @@ def test_products_of_backward_are_not_drawn():
     assert [chip[0] for box in picture.boxes for chip in box.chips] == ["F", "D", "W", "M"]
 
 
-def test_limit_and_nothing():
+def test_limits():
     many = [f"layer_{i}" for i in range(diagram.LIMIT + 5)]
     picture = drawn(many, [(i, i + 1) for i in range(len(many) - 1)])
     assert labels(picture) == many[: diagram.LIMIT] and picture.note == "the first 80 of 85 boxes are drawn"
     assert drawn(many, []) is None and drawn([], []) is None and drawn(many, [(0, 1), (1, 0)]) is None
-
-
-def test_long_names_keep_their_end():
     picture = drawn(["a" * 40 + ".proj", "b"], [(0, 1)])
     assert labels(picture)[0] == "…" + "a" * 24 + ".proj" and len(labels(picture)[0]) == diagram.MOST
 
@@ -458,6 +447,10 @@ def test_hover_text_says_why(browser):
     assert "fprop: FP8, delayed" not in title and "4096 × 8192 × 512" in title
     # the row itself also says why, without hovering
     assert "output head: by its name" in browser.find(ROW % 8).text
+    # names are text, and run nothing
+    assert browser("document.title") == "fp8compile report: GPT, training" and browser("document.images.length") == 0
+    assert HOSTILE in browser.find(ROW % 9 + " .name").text
+    assert browser.errors() == []
 
 
 @pytest.mark.browser
@@ -502,15 +495,15 @@ def test_nothing_overflows(browser, width):
     outside = """Array.from(document.querySelectorAll('main *')).filter(e => !e.closest('.scroll')
         && e.getBoundingClientRect().right > arguments[0] + 0.5).map(e => e.className)"""
     assert browser(outside, room) == []
-    assert browser.errors() == []
-
-
-@pytest.mark.browser
-def test_names_are_text_and_nothing_is_reported(browser):
-    browser.open()
-    assert browser("document.title") == "fp8compile report: GPT, training" and browser("document.images.length") == 0
-    assert HOSTILE in browser.find(ROW % 9 + " .name").text
-    assert browser("document.querySelectorAll('svg.graph').length") == 2
+    # every box of the graph is within the drawing, and every text within its box
+    beyond = """(() => { const svg = document.querySelector('#graph-0 svg').getBoundingClientRect();
+        const within = (a, b) => a.left >= b.left && a.right <= b.right && a.top >= b.top && a.bottom <= b.bottom;
+        return Array.from(document.querySelectorAll('#graph-0 svg .node')).filter(n => {
+            const box = n.querySelector('rect').getBoundingClientRect();
+            const texts = Array.from(n.querySelectorAll('text')).map(t => t.getBoundingClientRect());
+            return !within(box, svg) || texts.some(text => !within(text, box));
+        }).map(n => n.textContent) })()"""
+    assert browser("document.querySelectorAll('svg.graph').length") == 2 and browser(beyond) == []
     assert browser.errors() == []
 
 
@@ -530,20 +523,6 @@ def test_estimate_in_the_browser(chromium, tmp_path, width):
     assert mlp == pytest.approx([1, 0.625], abs=0.01) and attention == pytest.approx([0.25, 0.25], abs=0.01)
     assert browser("document.documentElement.scrollWidth - document.documentElement.clientWidth") == 0
     assert browser.errors() == []
-
-
-@pytest.mark.browser
-def test_graph_is_in_its_frame(browser):
-    """Every box of the graph is within the drawing, and every text within its box."""
-    browser.open()
-    outside = """(() => { const svg = document.querySelector('#graph-0 svg').getBoundingClientRect();
-        const within = (a, b) => a.left >= b.left && a.right <= b.right && a.top >= b.top && a.bottom <= b.bottom;
-        return Array.from(document.querySelectorAll('#graph-0 svg .node')).filter(n => {
-            const box = n.querySelector('rect').getBoundingClientRect();
-            const texts = Array.from(n.querySelectorAll('text')).map(t => t.getBoundingClientRect());
-            return !within(box, svg) || texts.some(text => !within(text, box));
-        }).map(n => n.textContent) })()"""
-    assert browser(outside) == []
 
 
 @pytest.mark.browser

@@ -64,40 +64,29 @@ def test_fraction_and_lists():
     assert report.fp8_flop_fraction == pytest.approx(fp8 / (fp8 + kept), rel=1e-12)
     assert report.matmuls == [*graph.matmuls, *linear("x", 16, 16, 16, "not a weight")]
     assert report.opaque == list(graph.opaque)
+    for matmuls in ((), tuple(linear("a", 0, 128, 128))):
+        nothing = Report([GraphReport(0, "f", matmuls)])
+        assert nothing.fp8_flop_fraction == 0.0 and isinstance(nothing.fp8_flop_fraction, float) and str(nothing)
 
 
-@pytest.mark.parametrize("matmuls", [(), tuple(linear("a", 0, 128, 128))])
-def test_fraction_of_nothing(matmuls):
-    report = Report([GraphReport(0, "f", matmuls)])
-    assert report.fp8_flop_fraction == 0.0 and isinstance(report.fp8_flop_fraction, float) and str(report)
+def summary(records, note="") -> str:
+    return Report([GraphReport(0, "GPT", tuple(records), note=note)]).summary()
 
 
-def test_summary_line():
+def test_summaries():
     records = [r for i in range(28) for r in linear(f"h.{i}", 128, 128, 128)]
     records += linear("head", 128, 128, 85, "output head")[:2] + linear("gate", 128, 85, 128, "under 128 wide: 85")[:1]
-    assert Report([GraphReport(0, "GPT", tuple(records))]).summary() == (
-        "84 of 87 matmuls, 97.7% of matmul FLOPs; 3 kept: 2 output head, 1 under 128 wide"
-    )
-
-
-def test_summary_of_everything_and_nothing():
-    graph = GraphReport(0, "f", tuple(linear("a", 128, 128, 128)))
-    assert Report([graph]).summary() == "3 of 3 matmuls, 100.0% of matmul FLOPs"
+    assert summary(records) == "84 of 87 matmuls, 97.7% of matmul FLOPs; 3 kept: 2 output head, 1 under 128 wide"
+    assert summary(linear("a", 128, 128, 128)) == "3 of 3 matmuls, 100.0% of matmul FLOPs"
     note = "inference: compiled in high precision"
-    assert Report([GraphReport(0, "f", (), note=note)] * 2).summary() == f"no matmuls; {note}"
+    assert summary((), note) == f"no matmuls; {note}" == Report([GraphReport(0, "f", (), note=note)] * 2).summary()
     assert "not rewritten: 2 attention" in Report([gpt(2)]).summary()
-
-
-@pytest.mark.parametrize("big, small, shown", [("fp8", "high_precision", "99.9%"), ("high_precision", "fp8", "0.1%")])
-def test_nearly_all_is_not_all(big, small, shown):
-    records = (MatmulRecord("a", "fprop", 9999, 9999, 9999, big), MatmulRecord("b", "fprop", 16, 16, 16, small))
-    assert f"1 of 2 matmuls, {shown} of" in Report([GraphReport(0, "f", records)]).summary()
-
-
-def test_reasons_are_counted_by_rule():
     reasons = ["dtype: float64", "dtype (complex64)", "dtype; int8", "not a weight"]
     records = [MatmulRecord("a", "matmul", 2, 2, 2, "high_precision", reason) for reason in reasons]
-    assert Report([GraphReport(0, "f", tuple(records))]).summary().endswith("4 kept: 3 dtype, 1 not a weight")
+    assert summary(records).endswith("4 kept: 3 dtype, 1 not a weight")
+    for big, small, shown in (("fp8", "high_precision", "99.9%"), ("high_precision", "fp8", "0.1%")):  # nearly all is not all
+        records = MatmulRecord("a", "fprop", 9999, 9999, 9999, big), MatmulRecord("b", "fprop", 16, 16, 16, small)
+        assert f"1 of 2 matmuls, {shown} of" in summary(records)
 
 
 def test_to_dict_is_json():
@@ -127,21 +116,20 @@ def test_table_has_every_matmul_once():
     assert text.startswith("fp8: 72 of 76 matmuls") and "graph 7: GPT, training" in text
 
 
-def test_table_sizes_are_the_forward_gemms():
-    for record in linear("a", 48, 32, 16):
-        assert rows(str(Report([GraphReport(0, "f", (record,))])), "a")[0][1:5] == [record.gemm, "48", "32", "16"]
+def table(*records) -> str:
+    return str(Report([GraphReport(0, "f", records)]))
 
 
-def test_table_splits_by_decision_and_counts_uses():
+def test_cells_of_a_table():
+    """Sizes are those of the forward; uses are counted; a decision, a batch and a dynamic shape are shown."""
     fprop, dgrad, wgrad = linear("a", 48, 32, 16)
+    for record in (fprop, dgrad, wgrad):
+        assert rows(table(record), "a")[0][1:5] == [record.gemm, "48", "32", "16"]
     kept = linear("a", 48, 32, 16, "not a multiple of 16")[2]
-    text = str(Report([GraphReport(0, "f", (fprop, dgrad, kept, fprop, dgrad, kept))]))
+    text = table(fprop, dgrad, kept, fprop, dgrad, kept)
     assert [row[1] for row in rows(text, "a")] == ["fprop (x2), dgrad (x2)", "wgrad (x2)"]
-
-
-def test_table_marks_batches_dynamic_shapes_and_the_root():
     attention = MatmulRecord("", "matmul", 64, 64, 16, "high_precision", "not a weight", batch=8, op="bmm", dynamic=True)
-    text = str(Report([GraphReport(0, "f", (attention, attention))]))
+    text = table(attention, attention)
     assert rows(text, "(root)")[0][1:5] == ["matmul (x2)", "8 x 64", "64", "16*"] and "* dynamic shape" in text
     assert "dynamic" not in str(Report([gpt()]))
 
@@ -151,7 +139,7 @@ def test_equal_layers_share_a_line():
     assert len(rows(text, "h.0-11.mlp.fc (x12)")) == len(rows(text, "h.0-11.attn (x12)")) == len(rows(text, "lm_head")) == 1
     assert len(text.splitlines()) < 16
     odd = [*linear("h.0.a", 32, 32, 32), *linear("h.1.a", 32, 64, 32), *linear("h.2.a", 32, 32, 32), *linear("7", 32, 32, 32)]
-    text = str(Report([GraphReport(0, "f", tuple(odd))]))
+    text = table(*odd)
     assert rows(text, "h.0,2.a (x2)") and rows(text, "h.1.a") and rows(text, "7")
 
 
@@ -169,7 +157,7 @@ def test_a_line_has_the_work_of_all_its_layers():
 
 def test_layers_with_parts_kept_have_a_line_for_each_decision():
     blocks = [(*linear(f"h.{i}.a", 64, 64, 64)[:2], linear(f"h.{i}.a", 64, 64, 64, "kept")[2]) for i in range(3)]
-    text = str(Report([GraphReport(0, "f", tuple(record for block in blocks for record in block))]))
+    text = table(*(record for block in blocks for record in block))
     assert [(row[1], row[-1]) for row in rows(text, "h.0-2.a (x3)")] == [("fprop, dgrad", "delayed"), ("wgrad", "kept")]
 
 
@@ -217,6 +205,11 @@ def test_ledger_finds_a_models_graphs():
     assert names(report_of(ledger, two)) == names(report_of(ledger, torch.compile(two, backend="eager"))) == [(1, "two")]
     assert names(report_of(ledger, one[0])) == [(0, "one")]
     assert names(report_of(ledger, nn.Sequential(one, two))) == [(0, "one"), (1, "two"), (3, "buffer")]
+    equal = nn.Linear(2, 2)
+    equal.load_state_dict(two.state_dict())
+    assert not report_of(ledger, equal).graphs
+    with pytest.raises(TypeError, match="nn.Module or None, not function"):
+        report_of(ledger, lambda x: x)
 
 
 def test_ledger_attach_and_clear():
@@ -228,20 +221,6 @@ def test_ledger_attach_and_clear():
     ledger.clear()
     ledger.attach(index, [model.weight])
     assert not report_of(ledger).graphs and ledger.add(gpt(), []) != index
-
-
-def test_ledger_compares_by_identity():
-    ledger, model, equal = Ledger(), nn.Linear(2, 2), nn.Linear(2, 2)
-    equal.load_state_dict(model.state_dict())
-    ledger.add(gpt(), model.parameters())
-    assert report_of(ledger, model).graphs and not report_of(ledger, equal).graphs
-
-
-def test_ledger_takes_modules_only():
-    ledger = Ledger()
-    ledger.add(gpt(), [])
-    with pytest.raises(TypeError, match="nn.Module or None, not function"):
-        report_of(ledger, lambda x: x)
 
 
 # --- logs and dumps -------------------------------------------------------------------------------
@@ -264,47 +243,31 @@ log.debug("THE detail"), log.info("fp8: THE line"), log.warning("THE trouble")
 """
 
 
-def test_info_is_shown_by_default():
-    assert stderr_of(SAY) == ["fp8: THE line", "warning: THE trouble"]
-
-
-@pytest.mark.parametrize("order", ["before", "after"])
-def test_configured_logging_is_not_doubled(order):
-    configure = "logging.basicConfig(format='mine %(message)s')\n"
+def test_lines_on_stderr():
+    """Information by default, the level that the user chose, and no line twice where logging is configured."""
+    everything = ["fp8: THE line", "warning: THE trouble"]
     start = SAY.index("log.debug")
-    code = configure + SAY if order == "before" else SAY[:start] + configure + SAY[start:]
-    assert stderr_of(code) == ["mine fp8: THE line", "mine THE trouble"]
+    chosen = SAY[:start] + "logging.getLogger('fp8compile').setLevel('ERROR'); " + SAY[start:]
+    configure = "logging.basicConfig(format='mine %(message)s')\n"
+    assert stderr_of(SAY) == stderr_of(SAY, RANK="0") == everything
+    assert stderr_of(SAY, RANK="1") == everything[1:]  # one rank says it
+    assert stderr_of("logging.getLogger('fp8compile').setLevel('WARNING')\n" + SAY) == everything[1:]
+    assert stderr_of(chosen) == []
+    for code in (configure + SAY, SAY[:start] + configure + SAY[start:]):
+        assert stderr_of(code) == ["mine fp8: THE line", "mine THE trouble"]
 
 
-def test_a_level_that_the_user_chose_stays():
-    assert stderr_of("logging.getLogger('fp8compile').setLevel('WARNING')\n" + SAY) == ["warning: THE trouble"]
-    assert stderr_of(SAY.replace("log.debug", "logging.getLogger('fp8compile').setLevel('ERROR'); log.debug")) == []
-
-
-def test_one_rank_says_it():
-    assert stderr_of(SAY, RANK="0") == ["fp8: THE line", "warning: THE trouble"]
-    assert stderr_of(SAY, RANK="1") == ["warning: THE trouble"]
-
-
-@pytest.mark.parametrize(
-    "setting, shown",
-    [
-        ("+fp8compile", ["detail", "line", "trouble"]),
-        ("fp8compile", ["line", "trouble"]),
-        ("-fp8compile", []),
-    ],
-)
-def test_torch_logs(setting, shown):
-    # torch imports the package while torch itself is being imported; this tests that, too
-    lines = stderr_of("import torch\n" + SAY, TORCH_LOGS=setting)
-    assert [line.split("THE ")[1] for line in lines] == shown
-    assert all(re.match(r"[VIW]\d{4} ", line) for line in lines)
-
-
-def test_torch_logs_leaves_the_backend_importable():
-    # torch imports our packages before it is complete itself, and ignores errors: nothing may stay half registered
-    code = "import torch, fp8compile.backend\nprint('THE', fp8compile.backend.fp8.__name__, file=sys.stderr)"
-    assert stderr_of(code, TORCH_LOGS="+fp8compile")[-1:] == ["THE fp8"]
+def test_torch_logs():
+    """torch imports our packages while it is being imported, and ignores errors: nothing may stay half registered. The other
+    settings are given to the same process, as at its start."""
+    again = "import os\nfrom torch._logging import _internal\n" + "".join(
+        f"print('THE next', file=sys.stderr)\nos.environ['TORCH_LOGS'] = {setting!r}\n_internal._init_logs()\n{SAY}"
+        for setting in ("fp8compile", "-fp8compile")
+    )
+    imported = "import fp8compile.backend\nprint('THE', fp8compile.backend.fp8.__name__, file=sys.stderr)\n"
+    lines = stderr_of("import torch\n" + SAY + again + imported, TORCH_LOGS="+fp8compile")
+    assert [line.split("THE ")[1] for line in lines] == ["detail", "line", "trouble", "next", "line", "trouble", "next", "fp8"]
+    assert all(re.match(r"[VIW]\d{4} ", line) for line in lines if line.endswith(("detail", "line", "trouble")))
 
 
 def test_loggers_are_ours():
@@ -343,16 +306,13 @@ def test_dump_writes_numbered_files(tmp_path, monkeypatch):
     assert logs.dump_dir() == directory / "rank3"
 
 
-def test_dump_without_a_directory_does_nothing(tmp_path, monkeypatch):
+def test_dump_without_a_directory_does_nothing_and_one_that_cannot_be_written_is_a_warning(tmp_path, monkeypatch, caplog):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("FP8COMPILE_DUMP", raising=False)
     monkeypatch.setattr("torch._logging.trace_structured", lambda *args, **kwargs: None)
     assert logs.dump_dir() is None
     logs.dump("graph", lambda: pytest.fail("nobody reads it"))
     assert list(tmp_path.iterdir()) == []
-
-
-def test_dump_that_cannot_be_written_is_a_warning(tmp_path, monkeypatch, caplog):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("FP8COMPILE_DUMP", str(tmp_path / "file"))
     with caplog.at_level(logging.WARNING, logger="fp8compile"):
@@ -370,10 +330,3 @@ def test_dump_is_a_trace_artifact(monkeypatch):
     logs.dump("decide", lambda: "text")
     assert seen == [("artifact", {"name": "fp8compile_decide", "encoding": "string"}, "text")]
 
-
-def test_importing_is_light():
-    code = "import torch\nbefore = set(sys.modules)\n"
-    code += "import fp8compile.reporting.report, fp8compile.logs, fp8compile.config.options\n"
-    code += "heavy = ('torch._inductor', 'torch._dynamo', 'triton', 'tabulate')\n"
-    code += "new = {m for m in set(sys.modules) - before if m.startswith(heavy)}\n"
-    assert stderr_of(code + "print('THE', sorted(new), file=sys.stderr)") == ["THE []"]
