@@ -7,14 +7,12 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.fx import Graph
 
-from fp8compile.ir.fx_utils import aten
-from fp8compile.passes import pipeline
-from fp8compile.passes.scatters import scatters
+from tests.support import hooks
 from tests.support.harness import ALL_FP8
 from tests.support.models import Moe
 
+pytestmark = pytest.mark.usefixtures("interpreted")
 BF16 = torch.bfloat16
 
 
@@ -44,46 +42,38 @@ def twice(order: Tensor) -> Tensor:
     return made
 
 
-def train(model: nn.Module, monkeypatch: pytest.MonkeyPatch, skip: bool) -> tuple[dict[str, Tensor], list[int]]:
-    """The gradients of a step, and how many scatters of matrices were left in each joint graph."""
+def train(model: nn.Module) -> tuple[dict[str, Tensor], int]:
+    """The gradients of a step, and how many scatters of matrices are in the joint graph."""
     torch._dynamo.reset()
-    left = []
-
-    def counted(graph: Graph) -> int:
-        found = 0 if skip else scatters(graph)
-        nodes = graph.find_nodes(op="call_function", target=aten.index_put.default)
-        left.append(sum(node.meta["val"].dim() == 2 for node in nodes))
-        return found
-
-    monkeypatch.setattr(pipeline, "scatters", counted)
     model.zero_grad()
     x = torch.randn(40, 128, generator=torch.Generator().manual_seed(1)).to(BF16).requires_grad_()
-    options = {"recipe": "tensorwise", "policy": ALL_FP8}
-    y = torch.compile(model, backend="fp8", options=options)(x)
+    with hooks.joint_graphs() as graphs:
+        y = torch.compile(model, backend="fp8", options={"recipe": "tensorwise", "policy": ALL_FP8})(x)
     y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(BF16))
+    (graph,) = graphs
+    nodes = graph.find_nodes(op="call_function", target=torch.ops.aten.index_put.default)
+    left = sum(node.meta["val"].dim() == 2 for node in nodes)
     return {"dx": x.grad, **{name: p.grad.clone() for name, p in model.named_parameters()}}, left  # type: ignore[dict-item]
 
 
-def test_a_layer_of_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+# of a layer of experts: the gather of tokens reads rows more than once, so its backward stays a scatter
+CASES: dict[str, tuple[Callable[[], nn.Module], int]] = {
+    "a layer of experts": (Moe, 1),
+    "the inverse": (lambda: Sorted(inverse), 1),
+    "each row twice": (lambda: Sorted(twice), 0),
+    "neighbours": (lambda: Sorted(lambda order: order // 2), 0),
+    "the permutation itself": (lambda: Sorted(lambda order: order), 0),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_only_the_inverse_of_a_permutation_is_replaced(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    build, replaced = CASES[name]
     torch.manual_seed(0)
-    model = Moe().to(BF16)
-    expected, before = train(model, monkeypatch, True)
-    got, left = train(model, monkeypatch, False)
-    assert left == [before[0] - 1]  # the gather of tokens reads rows more than once: its backward stays a scatter
-    for name, grad in expected.items():
-        assert torch.equal(got[name], grad), name
-
-
-BACK = [(inverse, 1), (twice, 0), (lambda order: order // 2, 0), (lambda order: order, 0)]
-
-
-@pytest.mark.parametrize(("back", "replaced"), BACK)
-def test_only_the_inverse_of_a_permutation_is_replaced(
-    back: Callable[[Tensor], Tensor], replaced: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = Sorted(back)
-    expected, before = train(model, monkeypatch, True)
-    got, left = train(model, monkeypatch, False)
-    assert left[0] == before[0] - replaced
-    for name, grad in expected.items():
-        assert torch.equal(got[name], grad), name
+    model = build().to(BF16)
+    got, left = train(model)
+    monkeypatch.setenv("FP8COMPILE_SKIP", "scatters")
+    expected, before = train(model)
+    assert left == before - replaced
+    for key, grad in expected.items():
+        assert torch.equal(got[key], grad), key
