@@ -13,6 +13,7 @@ from torch import nn
 
 import fp8compile
 from fp8compile.ir.inputs import readable, readable_module
+from tests.support import hooks
 from tests.support.harness import noise
 
 
@@ -86,8 +87,14 @@ def _as_a_method(module: nn.Module) -> None:
     module.forward = types.MethodType(forward, module)  # Accelerate
 
 
-@pytest.mark.parametrize("replace", [_as_a_closure, _as_a_partial, _as_a_method])
-@pytest.mark.usefixtures("interpreted")
+@pytest.fixture
+def traced():
+    with hooks.traced():
+        yield
+
+
+@pytest.mark.parametrize("replace", [_as_a_closure, pytest.param(_as_a_partial, marks=pytest.mark.slow), _as_a_method])
+@pytest.mark.usefixtures("traced")
 def test_a_replaced_forward_is_no_part_of_a_name(replace: Callable[[nn.Module], None]) -> None:
     """A policy names modules as `named_modules` does, whatever a host has put in the place of their `forward`."""
     model = nn.Sequential(Net(), Net())
@@ -107,7 +114,7 @@ def _decorated(forward: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-@pytest.mark.usefixtures("interpreted")
+@pytest.mark.usefixtures("traced")
 def test_a_decorated_forward_is_no_part_of_a_name() -> None:
     """As in transformers, where a report had "0.model.layers", and a rule for "model.layers.*" held for nothing."""
 
@@ -156,8 +163,11 @@ CALLS: dict[str, tuple[str, Callable[[torch.Tensor], Any]]] = {
 }
 
 
-@pytest.mark.parametrize("how", CALLS)
-@pytest.mark.usefixtures("interpreted")
+QUICK = ("global", "list", "closure", "functional_call", "partial")
+
+
+@pytest.mark.parametrize("how", [how if how in QUICK else pytest.param(how, marks=pytest.mark.slow) for how in CALLS])
+@pytest.mark.usefixtures("traced")
 def test_rows_of_a_report(how: str) -> None:
     name, call = CALLS[how]
     torch.compile(call, backend="fp8")(noise(16, 128)).sum().backward()

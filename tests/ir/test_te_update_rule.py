@@ -8,8 +8,8 @@ into entry 0. The update reads the amax: the largest of all entries for "max" (b
     scale = FLT_MAX                           if the quotient is infinite
     scale_inv = 1 / scale
 
-all in float32. Scales begin at 1. Our scales have the same bits for every sequence of finite amaxes. We differ only on purpose;
-the tests at the end show where.
+all in float32. Scales begin at 1. Ours have the same bits for every sequence of finite amaxes. We differ only on purpose;
+the tests at the end show where. A trained model's scales follow this rule in test_agreement.py: the oracle has it, too.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fp8compile.ir import ops, state_page
-from tests.support.harness import MOVING, compiled, histories, like, noise
-from tests.support.models import Mlp, make
+from tests.support.harness import MOVING
 
 FLT_MAX = torch.finfo(torch.float32).max
 E4M3, E5M2 = 448.0, 57344.0
@@ -107,7 +106,7 @@ SEQUENCES = {
     "tiny": [1e-45, 1e-40, 1.3e-36, 0.0, 1e-45, 1e-45, 1e-45, 1e-45, 1e-45],
     "largest": [FLT_MAX, 1.0, FLT_MAX, 1e30, 1e-30, 1e-38],
     "falling": [2.0**-i for i in range(60)],
-    "long": [abs(math.sin(i * i)) * 10.0 ** (i % 7 - 3) for i in range(3000)],
+    "long": [abs(math.sin(i * i)) * 10.0 ** (i % 7 - 3) for i in range(100)],
 }
 every_rule = pytest.mark.parametrize(
     ("length", "algo"), [(1, "max"), (1, "most_recent"), (2, "max"), (4, "max"), (5, "most_recent"), (1024, "max")]
@@ -119,7 +118,7 @@ every_rule = pytest.mark.parametrize(
 def test_equal_on_finite_amaxes(name: str, length: int, algo: str) -> None:
     for fp8_max, margin in ((E4M3, 0), (E5M2, 0), (E4M3, 3)):
         theirs, mine = pair(length, algo, fp8_max, margin)
-        for step, amax in enumerate(SEQUENCES[name][: 300 if margin or fp8_max == E5M2 else None]):
+        for step, amax in enumerate(SEQUENCES[name][: 40 if margin or fp8_max == E5M2 else None]):
             amax = float32(amax)
             was_cold = mine.cold
             used = theirs.step(amax), mine.step(amax)
@@ -130,7 +129,7 @@ def test_equal_on_finite_amaxes(name: str, length: int, algo: str) -> None:
 finite = st.one_of(st.just(0.0), st.floats(0.0, FLT_MAX, width=32), st.floats(2.0**-6, 1024.0, width=32))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.lists(finite, max_size=24), st.integers(1, 9), st.sampled_from(["max", "most_recent"]), st.integers(0, 8))
 def test_equal_on_any_finite_amaxes(amaxes: list[float], length: int, algo: str, margin: int) -> None:
     theirs, mine = pair(length, algo, E5M2, margin)
@@ -138,30 +137,6 @@ def test_equal_on_any_finite_amaxes(amaxes: list[float], length: int, algo: str,
         theirs.step(amax)
         mine.step(amax)
         assert_equal(theirs, mine, amaxes)
-
-
-@pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize("algo", ["max", "most_recent"])
-def test_a_trained_models_scales_are_transformer_engines(algo: str) -> None:
-    """Replays the amaxes that a training recorded: the state of every tensor is TransformerEngine's."""
-    model, length = make(Mlp), 4
-    run = compiled(model, amax_history_len=length, amax_compute_algo=algo, margin=0)  # as in TransformerEngine
-    recorded: dict[tuple[str, str, int], list[float]] = {}
-    replayed = {}
-    for step, factor in enumerate(MOVING):
-        model.zero_grad()
-        y = run(noise(32, 128, seed=step, scale=factor).requires_grad_())
-        y.backward(like(y, step) / factor)
-        for key, (history, scale) in histories(model).items():
-            recorded.setdefault(key, []).append(history[0])
-            fp8_max = E5M2 if key[1] == "gradient" else E4M3
-            theirs = replayed.setdefault(key, TransformerEngine(length, algo, fp8_max))
-            theirs.step(history[0])
-            assert scale == theirs.scale, (step, key)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(1.0 + 0.3 * factor)
-    assert len(recorded) == 6 and all(len(set(amaxes)) == len(MOVING) for amaxes in recorded.values())
 
 
 # -- where we differ ---------------------------------------------------------------------------------------------------
@@ -185,37 +160,26 @@ def test_zeros_are_waited_for() -> None:
 @pytest.mark.parametrize("algo", ["max", "most_recent"])
 def test_an_infinity_leaves_no_trace(algo: str) -> None:
     """TransformerEngine keeps an infinity in its history, and "max" cannot change meanwhile; ours continues at once."""
-    length = 4
-    theirs, mine = pair(length, algo)
-    for amax in (1.0, INF):
-        theirs.step(amax)
-        mine.step(amax)
-    assert theirs.scale == mine.scale == 448.0
-    assert INF in theirs.history and mine.history == [1.0, 0.0, 0.0, 0.0]
+    theirs, mine = pair(4, algo)
     stuck = 0
-    for amax in (2.0,) * 6:
+    for amax, scale in ((1.0, 448.0), (INF, 448.0), *[(2.0, 224.0)] * 6):
         theirs.step(amax)
         mine.step(amax)
-        assert mine.scale == 224.0
-        stuck += theirs.scale == 448.0
-    assert stuck == (length - 1 if algo == "max" else 0)
-    assert theirs.scale == 224.0
+        assert mine.scale == scale and INF not in mine.history
+        stuck += theirs.scale != scale
+    assert stuck == (3 if algo == "max" else 0) and theirs.scale == 224.0
 
 
 @pytest.mark.parametrize("algo", ["max", "most_recent"])
 def test_nan_leaves_no_trace(algo: str) -> None:
     """TransformerEngine shifts its history and ignores the NaN; ours does not count the step."""
     theirs, mine = pair(3, algo)
-    for amax in (4.0, 1.0):
+    for amax in (4.0, 1.0, NAN):
+        before = mine.page
         theirs.step(amax)
         mine.step(amax)
-    assert_equal(theirs, mine)
-    before = mine.page.clone()
-    theirs.step(NAN)
-    mine.step(NAN)
-    assert torch.equal(mine.page, before)
-    assert theirs.scale == mine.scale == (112.0 if algo == "max" else 448.0)
-    assert math.isnan(theirs.history[-1])
+        assert torch.equal(mine.page, before) == math.isnan(amax)
+        assert theirs.scale == mine.scale
     theirs.step(1.0)
     mine.step(1.0)
     assert theirs.scale == 448.0  # the 4 is no longer in TransformerEngine's window of three steps
