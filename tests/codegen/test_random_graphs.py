@@ -6,46 +6,36 @@ graph that Inductor would pass to `lower`. It runs once operator by operator, an
 
 All results are compared bit by bit (every NaN equals every NaN). The last bit of some operators is not specified (a sum, an
 exponential, the larger of two zeros). Both sides compute these as a kernel does, and compare them with ATen's to a tolerance;
-see `Exact`. Kernels may touch only their own tensors: each load and store is checked, and memory that is not written shows.
+see `Exact`. Kernels may touch only their own tensors (`support/interpreter.py`), and memory that is not written shows.
 
-`FUZZ_CASES=2000` runs more cases, the same ones each time.
+Case n is the same in each run. `FUZZ_CASES=2000` runs more of them. A case that fails is made shorter before it is shown.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import gc
 import operator
 import os
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-import triton.language as tl
-from hypothesis import HealthCheck, Phase, given, note, seed, settings
-from hypothesis import strategies as st
-from hypothesis.internal.conjecture import providers
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Interpreter, Node
-from triton.runtime import interpreter as triton_interpreter
 
 from fp8compile import compat
-from fp8compile.codegen import launch
-from fp8compile.codegen.inline import Inliner
 from fp8compile.ir import ops
 from fp8compile.passes.pipeline import run_post_grad
-from tests.support import interpreter as kernels
+from tests.support.interpreter import Interpreted, kernels_on_cpu
 
 aten = torch.ops.aten
 prims = torch.ops.prims
 
-CASES, PARTS = int(os.environ.get("FUZZ_CASES", "400")), 2
+CASES, FAST = int(os.environ.get("FUZZ_CASES", "400")), 80  # `make test` runs the first ones
 BLOCKS = ((16, 16, 1), (16, 32, 1), (32, 16, 1), (32, 32, 1), (64, 64, 1))
 WIDE, STRIPS = (128, 128, 1), (128, 32, 1)  # tiles of cases whose scales are of 128 elements
 PROGRAMS = 3  # most tiles a case: the interpreter's time depends on the number of programs
@@ -53,32 +43,14 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 FP8 = ((torch.float8_e4m3fn, 448.0), (torch.float8_e5m2, 57344.0), (torch.float8_e4m3fn, 224.0))
 NUMBERS = (0.5, -1.5, 2, 3.0, -1, 0.1, 0.0)
 
-UNARY = (
-    aten.neg.default,
-    aten.abs.default,
-    aten.relu.default,
-    aten.square.default,
-    aten.sign.default,
-    aten.sqrt.default,
-    aten.rsqrt.default,
-    aten.reciprocal.default,
-    aten.exp.default,
-    aten.sigmoid.default,
-    aten.tanh.default,
-    aten.log.default,
-    aten.sin.default,
-    aten.clone.default,
-)
-BINARY = (
-    aten.add.Tensor,
-    aten.mul.Tensor,
-    aten.sub.Tensor,
-    aten.div.Tensor,
-    aten.maximum.default,
-    aten.minimum.default,
-)
-COMPARISONS = (aten.gt.Tensor, aten.le.Tensor, aten.eq.Tensor, aten.ne.Tensor, aten.ge.Tensor, aten.lt.Tensor)
-SCALAR_COMPARISONS = (aten.gt.Scalar, aten.le.Scalar, aten.eq.Scalar, aten.ne.Scalar, aten.ge.Scalar, aten.lt.Scalar)
+
+def _ops(names: str, overload: str = "default") -> list[Any]:
+    return [getattr(getattr(aten, name), overload) for name in names.split()]
+
+
+UNARY = _ops("neg abs relu square sign sqrt rsqrt reciprocal exp sigmoid tanh log sin clone")
+BINARY = _ops("add mul sub div", "Tensor") + _ops("maximum minimum")
+COMPARISONS, SCALAR_COMPARISONS = _ops("gt le eq ne ge lt", "Tensor"), _ops("gt le eq ne ge lt", "Scalar")
 POWERS: dict[float, Callable[[torch.Tensor], torch.Tensor]] = {
     2: lambda x: x * x,
     3: lambda x: x * x * x,
@@ -90,9 +62,6 @@ POWERS: dict[float, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 MODE = FakeTensorMode()  # one for all cases: it caches the results of operators
-TRACES: dict[Any, GraphModule] = {}  # a cache of the lowering's traces
-
-Code = tuple[int, ...]
 
 
 # -- cases -------------------------------------------------------------------------------------------------------------
@@ -165,21 +134,8 @@ class Program:
 
     @staticmethod
     def value(target: Any, args: Any, kwargs: Any) -> Any:
-        """The fake result. For our own operators the shape is known, which saves a millisecond each."""
-        if target in (ops.quantize, ops.quantize_both):
-            x, dtype = args[0].meta["val"], args[2]
-            rows, columns = x.shape
-            with MODE:
-                copy = torch.empty(rows, columns, dtype=dtype)
-                transposed = torch.empty(columns, ops.padded_rows(rows), dtype=dtype)
-            return (copy, transposed) if target is ops.quantize_both else transposed if args[4] else copy
-        if target in (ops.amax, ops.gather):
-            with MODE:
-                return torch.empty(len(args[0]) if target is ops.gather else 1)
         given, given_kwargs = torch.fx.map_arg((args, kwargs), lambda n: n.meta["val"])
         with MODE:
-            if target in (ops.current_scale, ops.inverse):
-                return torch.empty(given[0].shape)
             return target(*given, **given_kwargs)
 
     def keep(self, node: Node) -> None:
@@ -494,38 +450,11 @@ class Program:
         return GraphModule(torch.nn.Module(), self.graph)
 
 
-INSTRUCTIONS: tuple[Callable[[Program, int, int, int], None], ...] = (
-    *[Program.unary, Program.binary, Program.number] * 2,
-    Program.quantize,
-    Program.quantize_both,
-    Program.current,
-    Program.two_scales,
-    Program.blocks,
-    Program.blocks,
-    Program.power,
-    Program.gated,
-    Program.broadcast,
-    Program.fresh,
-    Program.where,
-    Program.compare,
-    Program.mask,
-    Program.cast,
-    Program.reshape,
-    Program.permute,
-    Program.row_sum,
-    Program.norm,
-    Program.norm,
-    Program.column_sum,
-    Program.column_sum,
-    Program.opaque,
-    Program.amax,
-    Program.result,
-    Program.back,
-    Program.gather,
-)
-
-
-MAKING = (Program.gated, Program.binary, Program.unary, Program.norm)  # producers of casts with scales of blocks
+INSTRUCTIONS = 2 * ["unary", "binary", "number", "blocks", "norm", "column_sum"]
+INSTRUCTIONS += """quantize quantize_both current two_scales power gated broadcast fresh where compare mask cast reshape permute
+row_sum opaque amax result back gather""".split()
+MAKING = ["gated", "binary", "unary", "norm"]  # producers of casts with scales of blocks
+PAIRS = [(a, b) for a in range(1, 41) for b in range(1, 41) if a * b <= 40]
 
 
 def _broadcasts(shape: torch.Size, to: torch.Size) -> bool:
@@ -539,9 +468,25 @@ class Case:
     dtype: int
     layout: int
     seed: int
-    code: tuple[Code, ...]
-    last: Code
+    code: tuple[tuple[str, int, int, int], ...]  # instructions, each with three numbers
+    last: tuple[int, ...]
     block: int
+
+    @classmethod
+    def of(cls, number: int, scaled: bool = False) -> Case:
+        """The case with this number. `scaled`: casts with scales of blocks follow chains and norms, half in wide tiles."""
+        draw = random.Random(2 * number + scaled)
+
+        def numbers() -> tuple[int, int, int]:
+            return draw.randrange(64), draw.randrange(64), draw.randrange(64)
+
+        if scaled:
+            code = [(draw.choice(MAKING), *numbers()), (draw.choice(MAKING), *numbers()), ("blocks", *numbers())]
+        else:
+            code = [(draw.choice(INSTRUCTIONS), *numbers()) for _ in range(draw.randint(1, 8))]
+        block = draw.randint(0, 2 * len(BLOCKS) if scaled else len(BLOCKS))
+        sides = draw.choice(PAIRS), draw.choice(PAIRS)
+        return cls(*sides, draw.randrange(3), draw.randrange(16), draw.randrange(2**20), tuple(code), numbers(), block)
 
     @property
     def wide(self) -> bool:
@@ -564,35 +509,13 @@ class Case:
         rows, columns = (self.rows[0], self.rows[1] * stretch), (self.columns[0], self.columns[1] * stretch)
         program = Program(rows, columns, self.seed, 128 if self.wide else 16)
         program.fresh(self.layout, self.dtype + 3 * (self.layout // 4), self.layout)
-        for what, a, b, c in self.code:
-            INSTRUCTIONS[what](program, a, b, c)
+        for what, *given in self.code:
+            getattr(program, what)(*given)
         return program.finish(*self.last), program.inputs
 
-
-numbers = st.integers(0, 63)
-PAIRS = [(a, b) for a in range(1, 41) for b in range(1, 41) if a * b <= 40]
-steps = st.tuples(st.integers(0, len(INSTRUCTIONS) - 1), numbers, numbers, numbers)
-making = st.tuples(st.sampled_from([INSTRUCTIONS.index(x) for x in MAKING]), numbers, numbers, numbers)
-
-
-def cases_of(code: st.SearchStrategy[tuple[Code, ...]], most: int) -> st.SearchStrategy[Case]:
-    """Cases of such programs. Tiles are numbered from 0 to `most`; from len(BLOCKS) on they are wide."""
-    return st.builds(
-        Case,
-        rows=st.sampled_from(PAIRS),
-        columns=st.sampled_from(PAIRS),
-        dtype=st.integers(0, 2),
-        layout=st.integers(0, 15),
-        seed=st.integers(0, 2**20),
-        code=code,
-        last=st.tuples(numbers, numbers, numbers),
-        block=st.integers(0, most),
-    )
-
-
-cases = cases_of(st.lists(steps, min_size=1, max_size=8).map(tuple), len(BLOCKS))
-casting = st.tuples(st.just(INSTRUCTIONS.index(Program.blocks)), numbers, numbers, numbers)
-scaled_cases = cases_of(st.tuples(making, making, casting), 2 * len(BLOCKS))  # half of them are wide
+    def shorter(self) -> list[Case]:
+        """The cases with one instruction less."""
+        return [dataclasses.replace(self, code=self.code[:i] + self.code[i + 1 :]) for i in range(len(self.code))]
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
@@ -612,62 +535,6 @@ def room(shape: list[int], strides: list[int], dtype: torch.dtype) -> torch.Tens
     extent = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) if all(shape) else 0
     memory = torch.full(((extent + 2 * FENCE) * dtype.itemsize,), GARBAGE, dtype=torch.uint8)
     return memory.view(dtype).as_strided(shape, strides, FENCE)
-
-
-class Memory:
-    """The addresses that kernels may touch: those of their arguments."""
-
-    def __init__(self) -> None:
-        self.ranges: list[tuple[int, int]] = []
-
-    def allow(self, tensors: Any) -> None:
-        self.ranges = []
-        for x in tensors:
-            if isinstance(x, torch.Tensor) and x.numel():
-                extent = 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
-                self.ranges.append((x.data_ptr(), x.data_ptr() + extent * x.element_size()))
-
-    def check(self, pointers: np.ndarray, mask: np.ndarray) -> None:
-        if self.ranges and mask.any():
-            touched = pointers[np.broadcast_to(mask, pointers.shape)]
-            low, high = int(touched.min()), int(touched.max())
-            assert any(first <= low and high < end for first, end in self.ranges), "a kernel touches what is not its own"
-
-
-@contextlib.contextmanager
-def guarded() -> Iterator[None]:
-    """Inside, loads and stores of interpreted kernels are checked. Triton's library is replaced once, not for each launch."""
-    memory = Memory()
-    builder = triton_interpreter.InterpreterBuilder
-    load, store, binary = builder.create_masked_load, builder.create_masked_store, builder.binary_op
-    run = triton_interpreter.GridExecutor.__call__
-
-    def checked_load(self: Any, ptrs: Any, mask: Any, *args: Any) -> Any:
-        memory.check(ptrs.data, mask.data)
-        return load(self, ptrs, mask, *args)
-
-    def checked_store(self: Any, ptrs: Any, value: Any, mask: Any, *args: Any) -> Any:
-        memory.check(ptrs.data, mask.data)
-        return store(self, ptrs, value, mask, *args)
-
-    def compared(self: Any, *args: Any) -> Any:
-        """The interpreter loses the boolean dtype of a comparison of two scalars when the result is broadcast: restores it."""
-        made = binary(self, *args)
-        return triton_interpreter.TensorHandle(made.data, tl.int1) if made.data.dtype == np.bool_ else made
-
-    def launched(self: Any, *args: Any, **kwargs: Any) -> Any:
-        memory.allow([*args, *kwargs.values()])
-        return run(self, *args, **kwargs)
-
-    with (
-        kernels.interpreting(),
-        mock.patch.object(kernels, "interpreting", contextlib.nullcontext),
-        mock.patch.object(triton_interpreter.GridExecutor, "__call__", launched),
-        mock.patch.object(builder, "create_masked_load", checked_load),
-        mock.patch.object(builder, "create_masked_store", checked_store),
-        mock.patch.object(builder, "binary_op", compared),
-    ):
-        yield
 
 
 # -- running -----------------------------------------------------------------------------------------------------------
@@ -824,7 +691,7 @@ def check(case: Case, seen: Counter) -> None:
         copy.meta = dict(node.meta)
     before = [x.clone() for x in inputs]
     expected = Exact(module, block).run(*inputs)
-    with kernels.kernels_on_cpu(block) as made, mock.patch.multiple(launch, **tiles(case)):
+    with kernels_on_cpu(**tiles(case)) as made:
         run_post_grad(fused.graph)
         got = Exact(fused, block).run(*inputs)
     count(made, seen)
@@ -844,11 +711,11 @@ def check(case: Case, seen: Counter) -> None:
 def tiles(case: Case) -> dict[str, Any]:
     """In half of the cases, sums over rows are in their own kernel for blocks of 16 rows, too."""
     if case.wide:
-        return {"configurations": lambda kernel: (STRIPS if kernel.span else WIDE,)}
-    return {"MOST_ROWS": (8, 32)[case.seed % 2]}
+        return {"choose": lambda kernel: STRIPS if kernel.span else WIDE}
+    return {"config": case.blocks, "MOST_ROWS": (8, 32)[case.seed % 2]}
 
 
-def count(made: list[kernels.Interpreted], seen: Counter) -> None:
+def count(made: list[Interpreted], seen: Counter) -> None:
     seen["cases"] += 1
     seen["fused"] += bool(made)
     for kernel in made:
@@ -865,78 +732,42 @@ def count(made: list[kernels.Interpreted], seen: Counter) -> None:
             seen[name] += any(f": {kind} " in x for x in lines)
 
 
-@contextlib.contextmanager
-def uncollected() -> Iterator[None]:
-    """Inside, garbage collection is off: it would take a third of the time, and a case leaves little garbage."""
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
-@contextlib.contextmanager
-def own_numbers() -> Iterator[None]:
-    """Hypothesis prefers numbers that it finds in the sources of loaded modules. This turns that off: generated kernels are
-    such modules, so cases would depend on the tests before."""
-    with contextlib.ExitStack() as stack:
-        if hasattr(providers, "_get_local_constants"):
-            none = providers.Constants()
-            stack.enter_context(mock.patch.object(providers, "_get_local_constants", lambda: none))
-            stack.enter_context(mock.patch.object(providers, "CONSTANTS_CACHE", providers.LRUCache(1024)))
-        yield
-
-
-@contextlib.contextmanager
-def shared_traces() -> Iterator[None]:
-    """One cache of the lowering's traces for all cases."""
-
-    def start(self: Inliner) -> None:
-        self.traces = TRACES
-
-    with mock.patch.object(Inliner, "__init__", start):
-        yield
-
-
-def explore(start: int, examples: int, cases: st.SearchStrategy[Case] = cases) -> Counter:
-    """Checks `examples` cases, the same ones for the same `start`; counts the features of their kernels."""
+def explore(numbers: range, scaled: bool = False) -> Counter:
+    """Checks the cases with these numbers; counts the features of their kernels."""
     seen: Counter = Counter()
-
-    @seed(start)
-    @settings(
-        max_examples=examples,
-        derandomize=True,
-        deadline=None,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-        phases=(Phase.generate, Phase.shrink),
-    )
-    @given(cases)
-    def run(case: Case) -> None:
-        note(str(case))
-        check(case, seen)
-
-    with guarded(), shared_traces(), uncollected(), own_numbers():
-        run()
+    for number in numbers:
+        case = Case.of(number, scaled)
+        try:
+            check(case, seen)
+        except Exception as error:
+            raise AssertionError(shortest(case, error)) from error
+    print(", ".join(f"{name} {number}" for name, number in seen.items()))
     return seen
 
 
-@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, PARTS))])
-def test_fused_and_unfused_agree(part: int) -> None:
-    seen = explore(part, CASES // PARTS)
-    print(", ".join(f"{name} {number}" for name, number in seen.items()))
-    assert seen["cases"] >= CASES // PARTS
-    assert seen["fused"] > 0.9 * seen["cases"], seen
+def shortest(case: Case, error: Exception) -> str:
+    """The shortest program that fails, as far as leaving out one instruction after the other finds it, and its error."""
+    for other in case.shorter():
+        try:
+            check(other, Counter())
+        except Exception as found:
+            return shortest(other, found)
+    return f"{case}\n{type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize("numbers", [range(FAST), pytest.param(range(FAST, CASES), marks=pytest.mark.slow)], ids=str)
+def test_fused_and_unfused_agree(numbers: range) -> None:
+    seen = explore(numbers)
+    assert seen["fused"] > 0.9 * seen["cases"] == 0.9 * len(numbers), seen
     assert seen["several casts"] > 0.1 * seen["kernels"], seen
     for what in ("row passes", "column sums", "values", "rows", "amaxes", "transposed", "blocks"):
         assert seen[what], (what, seen)
 
 
-@pytest.mark.slow
-def test_scales_of_rows_and_blocks_agree() -> None:
+@pytest.mark.parametrize("numbers", [range(10), pytest.param(range(10, CASES // 4), marks=pytest.mark.slow)], ids=str)
+def test_scales_of_rows_and_blocks_agree(numbers: range) -> None:
     """Casts follow chains and norms; in half of the cases blocks are as large as in training."""
-    seen = explore(0, CASES // 4, scaled_cases)
-    assert seen["fused"] > 0.9 * seen["cases"] >= 0.9 * (CASES // 4), seen
+    seen = explore(numbers, scaled=True)
+    assert seen["fused"] > 0.9 * seen["cases"] == 0.9 * len(numbers), seen
     for what in ("blocks", "amaxes of columns", "strips", "sums alone", "row passes", "transposed"):
-        assert seen[what] > 0.02 * seen["cases"], (what, seen)
+        assert seen[what] > 0.02 * seen["cases"] or len(numbers) < 50, (what, seen)

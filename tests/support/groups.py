@@ -12,11 +12,11 @@ of each of its results:
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -26,10 +26,9 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fp8compile import compat
-from fp8compile.codegen import launch
-from fp8compile.codegen.kernel import Kernel
 from fp8compile.ir import ops
 from fp8compile.passes.pipeline import run_post_grad
+from tests.support import hooks
 from tests.support.interpreter import kernels_on_cpu
 
 aten = torch.ops.aten
@@ -458,12 +457,6 @@ class Made:
     kinds: tuple[tuple[str, ...], ...]  # the roles that each kernel writes
     sources: tuple[str, ...]
 
-    def unfused(self) -> GraphModule:
-        copy = compat.copy_graph(self.oracle)
-        run_post_grad(copy.graph)
-        copy.recompile()
-        return copy
-
 
 def trace(function: Callable, inputs: tuple, mode: str = "fake") -> GraphModule:
     """The ATen graph as it leaves the partitioner: with Inductor's decompositions and fake values."""
@@ -472,24 +465,39 @@ def trace(function: Callable, inputs: tuple, mode: str = "fake") -> GraphModule:
 
 def fused(gm: GraphModule, config: tuple[int, int, int] | None = None) -> Made:
     copy = compat.copy_graph(gm)
-    kernels: dict[int, Kernel] = {}
-    with kernels_on_cpu(config):
-        choose = launch.configurations
-
-        def configurations(kernel: Kernel) -> Any:
-            kernels[id(kernel)] = kernel  # called for each kernel that is launched
-            return choose(kernel)
-
-        with mock.patch.object(launch, "configurations", configurations):
-            run_post_grad(copy.graph)
+    with kernels_on_cpu(config), hooks.generated() as (noted, _):
+        run_post_grad(copy.graph)
     copy.recompile()
-    written = [[output.content for output in (*k.outputs, *k.sums, *k.amaxes, *k.column_amaxes)] for k in kernels.values()]
-    return Made(gm, copy, tuple(tuple(sorted(kinds)) for kinds in written), tuple(k.source for k in kernels.values()))
+    kernels = {id(kernel): kernel for kernel in noted}.values()  # some are noted twice
+    written = [[output.content for output in (*k.outputs, *k.sums, *k.amaxes, *k.column_amaxes)] for k in kernels]
+    return Made(gm, copy, tuple(tuple(sorted(kinds)) for kinds in written), tuple(k.source for k in kernels))
+
+
+def unfused(gm: GraphModule) -> GraphModule:
+    """The graph lowered without generated kernels."""
+    copy = compat.copy_graph(gm)
+    run_post_grad(copy.graph)
+    copy.recompile()
+    return copy
 
 
 def made(
     case: Case, source: Source, cast: str, config: tuple[int, int, int] | None = None, mode: str = "fake"
 ) -> tuple[Made, tuple]:
     """A case traced and fused for the sizes and dtype of `source`, and its inputs."""
-    inputs = case.inputs(source)
-    return fused(trace(lambda *x: case.call(Cast(cast), *x), inputs, mode), config), inputs
+    return _made(case, source.rows, source.columns, source.dtype, cast, config, mode), case.inputs(source)
+
+
+def traced(case: Case, source: Source, cast: str, mode: str = "fake") -> GraphModule:
+    """A case traced for the sizes and dtype of `source`; once for all tests."""
+    return _traced(case, source.rows, source.columns, source.dtype, cast, mode)
+
+
+@functools.lru_cache(2)  # tests that ask for several kinds of data do so one after the other
+def _made(case: Case, rows: int, columns: int, dtype: torch.dtype, cast: str, config: Any, mode: str) -> Made:
+    return fused(_traced(case, rows, columns, dtype, cast, mode), config)
+
+
+@functools.lru_cache(64)
+def _traced(case: Case, rows: int, columns: int, dtype: torch.dtype, cast: str, mode: str) -> GraphModule:
+    return trace(lambda *x: case.call(Cast(cast), *x), case.inputs(Source(rows, columns, dtype)), mode)

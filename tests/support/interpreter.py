@@ -3,6 +3,8 @@
 Triton decides at import whether it compiles or interprets. Tests do both in one process, so Triton's library of functions
 (`tl.max`, `tl.sum`) is replaced while an interpreted kernel runs. The interpreter's conversions truncate to bfloat16 and differ
 from torch for FP8: they are replaced by torch's, which round to nearest even, and saturate as NVIDIA's do (cvt.rn.satfinite).
+
+A kernel may touch only its own tensors: each load, store and atomic operation is checked.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import linecache
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 from unittest import mock
 
@@ -29,9 +31,9 @@ with contextlib.suppress(ImportError):
     import triton.experimental.gluon  # noqa: F401  # the interpreter imports it later, and it copies Triton's functions
 
 from fp8compile import compat
-from fp8compile.codegen import launch
 from fp8compile.codegen.inline import Inliner
 from fp8compile.codegen.kernel import saturates
+from tests.support import hooks
 
 TORCH = {
     tl.float32: torch.float32,
@@ -58,7 +60,9 @@ def _convert(data: np.ndarray, source: Any, target: Any, _rounding: Any = None) 
     return result.view({1: np.uint8, 2: np.uint16, 4: np.uint32}[made.element_size()])
 
 
-_dot = interpreter.InterpreterBuilder.create_dot
+BUILDER = interpreter.InterpreterBuilder
+_dot, _binary, _block_type = BUILDER.create_dot, BUILDER.binary_op, tl.block_type.__init__
+_types: dict[Any, dict[str, Any]] = {}
 
 
 def _bf16_dot(self: Any, a: Any, b: Any, *more: Any) -> Any:
@@ -67,6 +71,60 @@ def _bf16_dot(self: Any, a: Any, b: Any, *more: Any) -> Any:
         wide = [_convert(x.data, tl.bfloat16, tl.float32).view(np.float32) for x in (a, b)]
         a, b = (interpreter.TensorHandle(data, tl.float32) for data in wide)
     return _dot(self, a, b, *more)
+
+
+def _compared(self: Any, *args: Any) -> Any:
+    """The interpreter loses the boolean dtype of a comparison of two scalars when the result is broadcast: restores it."""
+    made = _binary(self, *args)
+    return TensorHandle(made.data, tl.int1) if made.data.dtype == np.bool_ else made
+
+
+def _known_type(self: Any, element: Any, shape: Any) -> None:
+    """A type is made for each value of each program, and few of them differ."""
+    key = element.name, *(getattr(size, "value", size) for size in shape)
+    if key not in _types:
+        _block_type(self, element, shape)
+        _types[key] = vars(self)
+    vars(self).update(_types[key])
+
+
+class Memory:
+    """The addresses that a kernel may touch: those of its arguments."""
+
+    def __init__(self, tensors: Iterable[Any]):
+        self.ranges: list[tuple[int, int]] = []
+        for x in tensors:
+            if isinstance(x, torch.Tensor) and x.numel():
+                extent = 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
+                self.ranges.append((x.data_ptr(), x.data_ptr() + extent * x.element_size()))
+
+    def check(self, pointers: np.ndarray, mask: np.ndarray) -> None:
+        touched = pointers[np.broadcast_to(mask, pointers.shape)]
+        if touched.size:
+            low, high = int(touched.min()), int(touched.max())
+            assert any(first <= low and high < end for first, end in self.ranges), "a kernel touches what is not its own"
+
+
+@contextlib.contextmanager
+def _guarded(memory: Memory):
+    """Inside, interpreted kernels may touch only this memory."""
+    load, store, atomic = BUILDER.create_masked_load, BUILDER.create_masked_store, BUILDER.create_atomic_rmw
+
+    def checked_load(self: Any, pointers: Any, mask: Any, *more: Any) -> Any:
+        memory.check(pointers.data, mask.data)
+        return load(self, pointers, mask, *more)
+
+    def checked_store(self: Any, pointers: Any, value: Any, mask: Any, *more: Any) -> Any:
+        memory.check(pointers.data, mask.data)
+        return store(self, pointers, value, mask, *more)
+
+    def checked_atomic(self: Any, what: Any, pointers: Any, value: Any, mask: Any, *more: Any) -> Any:
+        memory.check(pointers.data, mask.data)
+        return atomic(self, what, pointers, value, mask, *more)
+
+    checked = {"create_masked_load": checked_load, "create_masked_store": checked_store, "create_atomic_rmw": checked_atomic}
+    with mock.patch.multiple(BUILDER, **checked):
+        yield
 
 
 def tensor_of(data: Any, dtype: tl.dtype) -> tl.tensor:
@@ -130,7 +188,8 @@ class Interpreted:
 
     def __getitem__(self, grid: Any) -> Any:
         def run(*args: Any, **kwargs: Any) -> None:
-            with interpreting(), _with_libdevice(self.jitted.fn.__globals__):
+            memory = Memory([*args, *kwargs.values()])
+            with interpreting(), _guarded(memory), _with_libdevice(self.jitted.fn.__globals__):
                 InterpretedFunction(self.jitted.fn)[grid(self.block) if callable(grid) else grid](*args, **kwargs, **self.block)
 
         return run
@@ -143,7 +202,8 @@ def interpreting(*modules: Any):
         for (module, name), function in _library(*modules).items():
             stack.enter_context(mock.patch.object(module, name, function))
         stack.enter_context(mock.patch.object(interpreter, "_convert_float", _convert))
-        stack.enter_context(mock.patch.object(interpreter.InterpreterBuilder, "create_dot", _bf16_dot))
+        stack.enter_context(mock.patch.multiple(BUILDER, create_dot=_bf16_dot, binary_op=_compared))
+        stack.enter_context(mock.patch.object(tl.block_type, "__init__", _known_type))
         stack.enter_context(mock.patch.object(InterpretedFunction, "__call__", _caller()))
         stack.enter_context(mock.patch.object(interpreter, "_patch_lang_tensor", _patch_tensor))
         stack.enter_context(_restored())
@@ -195,9 +255,10 @@ def launched(call: Any, given: Any, target: Any, lower: Any, dynamic: bool) -> G
     """The graph of `call`, in which `lower` makes a launch of the one call of `target`. The interpreter runs it on the CPU."""
     traced = make_fx(call, tracing_mode="symbolic" if dynamic else "fake")(*given)
     (node,) = traced.graph.find_nodes(op="call_function", target=target)
-    with mock.patch.object(launch, "tuned", lambda kernel, tiles: Interpreted(kernel, tiles[0])):
+    with hooks.launching(lambda kernel, tiles: Interpreted(kernel, tiles[0])):
         result = lower(node, Inliner())
-    node.replace_all_uses_with(result)
+    if result is not None:  # else `lower` has replaced the node's results
+        node.replace_all_uses_with(result)
     traced.graph.erase_node(node)
     traced.graph.lint()
     traced.recompile()
@@ -206,18 +267,29 @@ def launched(call: Any, given: Any, target: Any, lower: Any, dynamic: bool) -> G
 
 
 @contextlib.contextmanager
-def kernels_on_cpu(config: tuple[int, int, int] | None = None):
-    """Inside, CPU graphs get generated kernels, and the interpreter runs them. Yields the list of the kernels made."""
+def kernels_on_cpu(config: tuple[int, int, int] | None = None, choose: Callable[[Any], Any] | None = None, **limits: int):
+    """Inside, CPU graphs get generated kernels, and the interpreter runs them. Yields the list of the kernels made. `config`:
+    the tile of each; `choose` and `limits`: see `hooks.launching`."""
     made: list[Interpreted] = []
-    choose = launch.configurations
 
     def tuned(kernel: JITFunction, configs: Any, restore: Any = ()) -> Interpreted:
         made.append(Interpreted(kernel, configs[0]))
         return made[-1]
 
-    with (
-        mock.patch.object(launch, "DEVICES", ("cpu", "cuda")),
-        mock.patch.object(launch, "tuned", tuned),
-        mock.patch.object(launch, "configurations", lambda kernel: (config or choose(kernel)[0],)),
-    ):
+    with hooks.launching(tuned, (lambda kernel: config) if config else choose, **limits):
         yield made
+
+
+@contextlib.contextmanager
+def offsets():
+    """The bytes of each element of the offsets that interpreted kernels add to pointers inside, but for single numbers."""
+    widths: set[int] = set()
+    add = BUILDER.create_addptr
+
+    def recorded(self: Any, pointer: Any, offset: Any) -> Any:
+        if offset.data.size > 1:
+            widths.add(offset.data.dtype.itemsize)
+        return add(self, pointer, offset)
+
+    with mock.patch.object(BUILDER, "create_addptr", recorded):
+        yield widths
