@@ -10,8 +10,7 @@ import pytest
 import torch
 
 import fp8compile
-from tests.support.grouped_reference import GroupedReference
-from tests.support.harness import ALL_FP8, interpreted, sqnr
+from tests.support.harness import ALL_FP8, Pair, interpreted, sqnr
 from tests.support.models import Experts
 from tests.support.operands import ends
 from tests.support.reference_settings import RECIPES
@@ -45,7 +44,7 @@ MODELS: dict[str, dict[str, Any]] = {
 QUICK = "Qwen3Moe"
 
 
-def make(name: str, dtype: torch.dtype = BF16, layers: int = 2) -> torch.nn.Module:
+def make(name: str, dtype: torch.dtype = BF16, layers: int = 1) -> torch.nn.Module:
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(**{**COMMON, **MODELS[name], "num_hidden_layers": layers})
     return getattr(transformers, f"{name}ForCausalLM")(config).to(dtype)  # type: ignore[no-any-return]
@@ -82,42 +81,34 @@ def test_each_layer_has_six_matmuls_in_fp8_and_learns(name: str, inductor: bool)
             optimizer.step()
             optimizer.zero_grad()
     decisions = experts_of(model)
-    assert len(decisions) == 2 * 6 and set(decisions.values()) == {"fp8"}
+    assert len(decisions) == 6 and set(decisions.values()) == {"fp8"}
     assert losses[-1] < losses[0] - 0.5
     assert list(model.state_dict()) == keys
 
 
-@pytest.mark.parametrize(
-    ("policy", "inductor"),
-    [
-        *((policy, False) for policy in ("fp8", "wgrad kept", "high precision")),
-        pytest.param("wgrad kept", True, marks=pytest.mark.slow),
-    ],
-)
-def test_float32_experts(policy: str, inductor: bool) -> None:
-    """transformers calls operators of its own, which loop over the experts. What stays in high precision stays that loop."""
-    options: dict[str, Any] = {
-        "fp8": {"policy": ALL_FP8},
-        "wgrad kept": {"policy": ALL_FP8, "recipe": "rowwise_with_gw_hp"},
-        "high precision": {"policy": {"rules": [{"module": "*", "fp8": "off"}]}},
-    }[policy]
-    plain, model = make("Mixtral", torch.float32, 1), make("Mixtral", torch.float32, 1)
+@pytest.mark.slow
+@pytest.mark.parametrize("inductor", [False, True])
+def test_float32_experts(inductor: bool) -> None:
+    """transformers calls operators of its own, which loop over the experts."""
+    plain, model = make("Mixtral", torch.float32), make("Mixtral", torch.float32)
     expected = step(plain, plain)
+    options = {"policy": ALL_FP8, "recipe": "rowwise_with_gw_hp" if inductor else "delayed"}
     with contextlib.nullcontext() if inductor else interpreted():
         got = step(model, torch.compile(model, backend="fp8", options=options))
-    decisions = experts_of(model)
-    kept = {"fp8": set(), "wgrad kept": {"wgrad"}, "high precision": {"fprop", "dgrad", "wgrad"}}[policy]
-    assert {gemm for (_, gemm), decision in decisions.items() if decision != "fp8"} == kept and len(decisions) == 6
-    assert got == pytest.approx(expected, rel=1e-5 if policy == "high precision" else 1e-2)
-    assert ("would multiply in float32" in str(fp8compile.report(model))) == (policy != "high precision")
-    floor = 80 if policy == "high precision" else 10
+    assert kept(model) == ({"wgrad"} if inductor else set()) and len(experts_of(model)) == 6
+    assert got == pytest.approx(expected, rel=1e-2)
     for (name, p), (_, q) in zip(plain.named_parameters(), model.named_parameters(), strict=True):
         if "experts" in name:
-            assert sqnr(p.grad, q.grad) > floor, name
+            assert sqnr(p.grad, q.grad) > 10, name
+
+
+def kept(model: torch.nn.Module) -> set[str]:
+    """The gemms of experts in high precision."""
+    return {gemm for (_, gemm), decision in experts_of(model).items() if decision != "fp8"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["Qwen3Moe", "Mixtral", "GptOss"])
+@pytest.mark.parametrize("name", ["Qwen3Moe", "GptOss"])
 def test_checkpointing_accumulation_and_evaluation(name: str) -> None:
     """With checkpoints, an accumulation of two batches and an evaluation between them, the gradients are those without."""
     with interpreted():
@@ -129,7 +120,7 @@ def test_checkpointing_accumulation_and_evaluation(name: str) -> None:
 
 def _gradients(name: str, checkpointed: bool) -> dict[str, torch.Tensor]:
     torch._dynamo.reset()
-    model = make(name, layers=1).train()
+    model = make(name).train()
     if checkpointed:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     call = torch.compile(model, backend="fp8", options={"policy": ALL_FP8, "recipe": "delayed"})
@@ -147,43 +138,49 @@ def _gradients(name: str, checkpointed: bool) -> dict[str, torch.Tensor]:
 
 
 class Float32(torch.nn.Module):
-    """Gated experts in float32 by transformers' own operator, or by `multiply`."""
+    """Gated experts in float32 by transformers' own operator."""
 
-    def __init__(self, multiply: Any = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.experts, self.multiply = Experts(128, 128, 6), multiply
+        self.experts = Experts(128, 128, 6)
 
     def forward(self, x: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
-        multiply = self.multiply or torch.ops.transformers.grouped_mm_fallback
+        multiply = torch.ops.transformers.grouped_mm_fallback
         gate, value = multiply(x, self.experts.gate_up_proj.transpose(-2, -1), offs).chunk(2, -1)
         return multiply(torch.nn.functional.silu(gate) * value, self.experts.down_proj.transpose(-2, -1), offs)
 
 
-@pytest.mark.parametrize("recipe", [x if x == "delayed" else pytest.param(x, marks=pytest.mark.slow) for x in RECIPES])
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize(
+    "recipe", [x if x in ("delayed", "rowwise_with_gw_hp") else pytest.param(x, marks=pytest.mark.slow) for x in RECIPES]
+)
 def test_float32_experts_are_those_of_an_eager_loop(recipe: str) -> None:
-    """Ten steps of changing routes: outputs and all gradients over 40 dB."""
+    """Steps of changing routes: outputs, all gradients and state. What stays in high precision stays that loop."""
     from transformers.integrations import moe  # noqa: F401  # registers the operator
 
-    reference = GroupedReference(recipe)
-    model, plain = Float32(), Float32(reference)
-    call = torch.compile(model, backend="fp8", options={"recipe": recipe, "policy": ALL_FP8})
-    for number in range(10):
+    pair = Pair(Float32(), recipe, policy=ALL_FP8)
+    for number in range(5):
         generator = torch.Generator().manual_seed(number)
-        sizes = [0, 1, 15, 16, 17, 257]
-        sizes = [sizes[i] for i in torch.randperm(6, generator=generator)]
-        offs = ends(sizes)
+        sizes = [[0, 1, 15, 16, 17, 257][i] for i in torch.randperm(6, generator=generator)]
         x, dy = (torch.randn(306, 128, generator=generator) for _ in range(2))
-        found = []
-        for module, run in ((plain, plain), (model, call)):
-            given = x.clone().requires_grad_()
-            module.zero_grad()
-            reference.calls = 0
-            y = run(given, offs)
-            y.backward(dy)
-            found.append({"y": y.detach(), "dx": given.grad, **{n: p.grad.clone() for n, p in module.named_parameters()}})
-        for name, expected in found[0].items():
-            assert sqnr(expected, found[1][name]) > 40, f"step {number}: {name}"
-        empty = sizes.index(0)
-        assert not found[1]["experts.gate_up_proj"][empty].any()
-    assert set(experts_of(model).values()) <= {"fp8", "high_precision"} and "fp8" in experts_of(model).values()
+        pair.step(x, ends(sizes), grad=dy)
+        assert not pair.model.experts.gate_up_proj.grad[sizes.index(0)].any()
+    assert kept(pair.model) == ({"wgrad"} if recipe == "rowwise_with_gw_hp" else set())
+    assert "would multiply in float32" in str(fp8compile.report(pair.model))
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_float32_experts_in_high_precision() -> None:
+    from transformers.integrations import moe  # noqa: F401  # registers the operator
+
+    model, plain, offs = Float32(), Float32(), ends([0, 1, 15, 16, 17, 257])
+    x, dy = (torch.randn(306, 128, generator=torch.Generator().manual_seed(number)) for number in range(2))
+    call = torch.compile(model, backend="fp8", options={"policy": {"rules": [{"module": "*", "fp8": "off"}]}})
+    (y, expected) = call(x, offs), plain(x, offs)
+    y.backward(dy)
+    expected.backward(dy)
+    assert sqnr(expected, y) > 80
+    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+        assert sqnr(p.grad, q.grad) > 80
+    assert kept(model) == {"fprop", "dgrad", "wgrad"} and "would multiply in float32" not in str(fp8compile.report(model))

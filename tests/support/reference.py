@@ -14,7 +14,8 @@ a tensor, each with a copy of its own; each copy is quantized from the tensor wi
 
 `Reference(model)` deep-copies a vanilla model and replaces its eligible weights by `Weight`, a Parameter that runs its own
 matmuls in FP8. `Weight` is a subclass and not a mode: a mode entered around the forward is no longer active when activation
-checkpointing recomputes in the backward.
+checkpointing recomputes in the backward. A stack of weights, as experts have, is a Weight of three dimensions: each matrix
+multiplies its own rows, all formats are E4M3, and "one scale" is one for the stack, or for the rows of all groups.
 
 Delayed state belongs to a slot (parameter name, role, use). Here every reader has its own slot: if q, k and v read one tensor,
 the oracle keeps three equal histories and the package keeps one.
@@ -132,12 +133,14 @@ class Reference:
         weights: dict[int, Weight] = {}
         for name, parameter in list(self.model.named_parameters()):
             module = name.split(".")[-2] if "." in name else ""
-            if name in exclude or module in HEADS or id(parameter) in tied or parameter.dim() != 2:
+            if name in exclude or module in HEADS or id(parameter) in tied or parameter.dim() not in (2, 3):
                 continue
-            if min(parameter.shape) < 128 or any(size % 16 for size in parameter.shape):
+            if min(parameter.shape[-2:]) < 128 or any(size % 16 for size in parameter.shape[-2:]):
                 continue
             if parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
                 continue
+            if parameter.dim() == 3:
+                self.settings[name] = replace(self.of(name), fp8_format="e4m3")
             weight = torch.Tensor._make_subclass(Weight, parameter.detach(), parameter.requires_grad)
             weight.owner, weight.key = self, name
             weights[id(parameter)] = weight
@@ -222,8 +225,11 @@ class Reference:
 
     # the matmuls of one reader of a weight
 
-    def _begin(self, name: str, x: Tensor, w: Tensor) -> tuple[Call, int, float | None, float | None]:
-        """-> the call, the number of this use of the weight, the scales of x and w. Records amaxes, except in a recompute."""
+    def _begin(
+        self, name: str, x: Tensor, w: Tensor, needs: tuple[bool, ...]
+    ) -> tuple[Call, int, float | None, float | None]:
+        """-> the call, the number of this use of the weight, the scales of x and w. Records amaxes, except in a recompute.
+        `needs`: whether x and w need gradients."""
         x_amax = amax_of(x)
         settings = self.of(name)
         if self.call is None:  # a recompute: a node of an earlier call needs its saved tensors; take the scales of that call
@@ -239,8 +245,8 @@ class Reference:
         x_scale = self._scale((name, "input", use), x_amax, call)
         w_scale = self._scale((name, "weight", use), w_amax, call)
         call.scales[name, use] = x_amax, x_scale, w_scale
-        fp8_dgrad = x.requires_grad and not settings.high_dgrad
-        fp8_wgrad = w.requires_grad and not settings.high_wgrad
+        fp8_dgrad = needs[0] and not settings.high_dgrad
+        fp8_wgrad = needs[1] and not settings.high_wgrad
         if not settings.high_fprop or fp8_wgrad:
             call.forward[name, "input", use] = x_amax
         if not settings.high_fprop or fp8_dgrad:
@@ -266,13 +272,16 @@ class Reference:
             call.gradient = {}
             self._update(amaxes, call)
 
-    def matmul(self, weight: Weight, x: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
-        """x w^T + bias for a weight [n, k], or x w + bias for one [k, n] (`transposed`); x: [..., k] -> [..., n]."""
+    def matmul(self, weight: Weight, x: Tensor, other: Tensor | None, transposed: bool) -> Tensor:
+        """x w^T + bias for a weight [n, k], or x w + bias for one [k, n] (`transposed`); x: [..., k] -> [..., n].
+
+        `other` is the bias, or for a stack of weights the end of each one's rows."""
         dtype = x.dtype
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
         with torch._C.DisableTorchFunctionSubclass(), torch.autocast(x.device.type, enabled=False):
-            return _Linear.apply(x, weight, bias, self, weight.key, transposed, dtype)
+            kind = _Linear if weight.dim() == 2 else _Grouped
+            return kind.apply(x, weight, other, self, weight.key, transposed, dtype)
 
 
 class _Linear(torch.autograd.Function):
@@ -282,7 +291,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx, x, w, bias, owner, name, transposed, dtype):  # noqa: PLR0913
         ctx.owner, ctx.name, ctx.transposed, ctx.dtype, ctx.x_dtype = owner, name, transposed, dtype, x.dtype
         ctx.w_dtype, ctx.bias_dtype, ctx.x_shape = w.dtype, None if bias is None else bias.dtype, x.shape
-        ctx.call, use, x_scale, w_scale = owner._begin(name, x, w)
+        ctx.call, use, x_scale, w_scale = owner._begin(name, x, w, ctx.needs_input_grad)
         ctx.key = (name, "gradient", use)
         rows = x.reshape(-1, x.shape[-1])
         w_nk = w.t() if transposed else w
@@ -333,12 +342,62 @@ class _Linear(torch.autograd.Function):
         return dx, dw, db, None, None, None, None
 
 
+class _Grouped(torch.autograd.Function):
+    """The three matmuls of one reader of a stack of weights: a loop over the groups of rows. Rows of no group are zeros."""
+
+    @staticmethod
+    def forward(ctx, x, w, offs, owner, name, transposed, dtype):  # noqa: PLR0913
+        ctx.owner, ctx.settings, ctx.transposed, ctx.dtype = owner, owner.of(name), transposed, dtype
+        ends = offs.tolist()
+        ctx.groups = [slice(*each) for each in zip([0, *ends], ends, strict=False)]
+        ctx.inside = slice(0, ends[-1])
+        ctx.call, use, *ctx.scales = owner._begin(name, x[ctx.inside], w, ctx.needs_input_grad)
+        ctx.key = (name, "gradient", use)
+        ctx.save_for_backward(x, w)
+        w_nk = w.mT if transposed else w
+        y = torch.zeros(x.shape[0], w_nk.shape[1], dtype=dtype)
+        made = _each(ctx, "fprop", x, "input"), _each(ctx, "fprop", w_nk, "weight")
+        for group, a, b in zip(ctx.groups, *made, strict=True):
+            if a is not None:
+                y[group] = scaled_mm(a, b, dtype)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, w = ctx.saved_tensors
+        w_kn = w if ctx.transposed else w.mT
+        ctx.scales.append(ctx.owner._gradient(ctx.call, ctx.key, dy[ctx.inside]) if ctx.key in ctx.call.expected else None)
+        dx, dw = torch.zeros_like(x), torch.zeros_like(w)
+        made = _each(ctx, "dgrad", dy, "gradient"), _each(ctx, "dgrad", w_kn, "weight")
+        wgrad = _each(ctx, "wgrad", dy, "gradient"), _each(ctx, "wgrad", x, "input")
+        for i, (group, a, b, c, d) in enumerate(zip(ctx.groups, *made, *wgrad, strict=True)):
+            if a is not None:
+                dx[group] = scaled_mm(a, b, ctx.dtype)
+                high = ctx.settings.high_wgrad
+                dw_nk = dy[group].t() @ x[group].to(dy.dtype) if high else scaled_mm(c, d, ctx.dtype)
+                dw[i] = dw_nk.t() if ctx.transposed else dw_nk
+        return dx, dw, None, None, None, None, None
+
+
+def _each(ctx: Any, gemm: str, tensor: Tensor, role: str) -> list[Quantized | None]:
+    """The FP8 copies of each group's rows, or of each matrix of a stack, for one gemm. None for a group without rows."""
+    stack, settings = tensor.dim() == 3, ctx.settings
+    scale = ctx.scales[ROLES.index(role)]
+    if scale is None and settings.block(role, gemm) == (0, 0):
+        amax, fp8_max = amax_of(tensor if stack else tensor[ctx.inside]), settings.format(role)[1]
+        scale = scale_of(amax, fp8_max, settings.margin_of(role), settings.rounded)
+    parts = list(tensor) if stack else [tensor[group] for group in ctx.groups]
+    parts = [part.t() for part in parts] if gemm == "wgrad" else parts
+    return [settings.quantize(part, role, gemm, scale) if part.numel() else None for part in parts]
+
+
 class Weight(nn.Parameter):
     """A parameter whose matmuls with activations run in FP8 in a training call of its owner, and in recomputes of that call."""
 
     owner: Reference
     key: str
-    source: Weight | None = None  # a transposed view refers to its weight here
+    source: Weight | None = None  # a transposed view or a cast refers to its weight here
+    turned: bool = False
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -347,24 +406,28 @@ class Weight(nn.Parameter):
         if name == "__get__":
             name = getattr(func.__self__, "__name__", "")
         first = args[0] if args else None
-        if name in ("t", "T", "mT") and isinstance(first, Weight):
+        if name in ("t", "T", "mT", "transpose", "to") and isinstance(first, Weight):
             with torch._C.DisableTorchFunctionSubclass():
                 view = func(*args, **kwargs).as_subclass(Weight)
-            view.owner, view.key, view.source = first.owner, first.key, first
+            view.owner, view.key = first.owner, first.key
+            view.source = first if first.source is None else first.source
+            view.turned = first.turned != (name != "to")
             return view
         product = None
         if name == "linear":
             product = (first, args[1], args[2] if len(args) > 2 else kwargs.get("bias"), False)
         elif name in ("matmul", "__matmul__", "mm"):
             product = (first, args[1], None, True)
+        elif name in ("_grouped_mm", "grouped_mm_fallback"):  # torch's, transformers'
+            product = (first, args[1], args[2], True)
         elif name == "addmm" and not kwargs:
             product = (args[1], args[2], first, True)
         if product is not None and isinstance(product[1], Weight) and not isinstance(product[0], Weight):
-            x, weight, bias, transposed = product
-            if weight.source is not None:
-                weight, transposed = weight.source, not transposed
+            x, weight, other, transposed = product
+            transposed = transposed != weight.turned
+            weight = weight if weight.source is None else weight.source
             recompute = torch._C._current_graph_task_id() != -1
             if weight.owner.call is not None or (recompute and torch.is_grad_enabled()):
-                return weight.owner.matmul(weight, x, bias, transposed)
+                return weight.owner.matmul(weight, x, other, transposed)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
