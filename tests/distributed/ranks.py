@@ -349,10 +349,10 @@ class OnRanks(Run):
         self.keep("gradient", grads_of(self.model, [x]))
 
     def accumulate(self) -> None:
-        fsdp, wraps = self.way.kind.startswith("fsdp"), isinstance(self.call, DistributedDataParallel)
+        fsdp, call = self.way.kind.startswith("fsdp"), getattr(self.call, "_orig_mod", self.call)
         if fsdp:
             self.model.set_requires_gradient_sync(False)
-        with self.call.no_sync() if wraps else contextlib.nullcontext():
+        with call.no_sync() if isinstance(call, DistributedDataParallel) else contextlib.nullcontext():
             y = self.call(self.batch())
             y.backward(noise(*y.shape, seed=1000 + self.batches, dtype=y.dtype))
         if fsdp:

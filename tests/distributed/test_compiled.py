@@ -44,7 +44,7 @@ def test_ddp_is_its_replicas_and_tensor_parallel_as_exact_as_one_device() -> Non
     for found in on_ranks(2, _trained, inductor=True):
         assert found["differs"] == []
         one, ours = found["ratios"]["one"], found["ratios"]["sequence"]
-        assert len(ours) == 6 and min(ours) > 18.0 and all(x > y - 2.0 for x, y in zip(ours, one, strict=True)), (ours, one)
+        assert len(ours) == 6 and min(ours) > 18.0 and all(x >= y - 2.0 for x, y in zip(ours, one, strict=True)), (ours, one)
         assert found["one"] == found["sequence"] and len(found["one"]) > 8
 
 

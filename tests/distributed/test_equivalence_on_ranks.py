@@ -77,23 +77,23 @@ CURRENT_WEIGHTS = recipe("delayed", current_scaling=(False, True, False))
 REPLICAS = {
     "blocks, delayed": with_replicas(Way(options=recipe("delayed")), "fbs fbs fbs", check=outside(False)),
     "kept": with_replicas(Way(options=recipe("tensorwise"), reshard=False), "afbs fbs", check=outside(True)),
-    "kept, checkpoint": with_replicas(
-        Way(options=recipe("tensorwise"), compiled="after", reshard=False, checkpoint="outside"), "afbs afbs"
-    ),
     "wrapped, cast again": with_replicas(Way(options=recipe("rowwise", recast_weights=True), compiled="wrapped"), "fbs fbs"),
-    "whole": with_replicas(Way(options=recipe("blockwise"), compiled="whole"), "fbs fbs", check=outside(False, BROKEN)),
-    "around": with_replicas(Way(options=recipe("tensorwise"), compiled="around"), "fbs fbs", check=outside(False, BROKEN)),
-    "mxfp8": with_replicas(Way(options=recipe("mxfp8"), compiled="after", reshard=True), "fbs fbs"),
+    "around": with_replicas(
+        Way(options=recipe("blockwise"), compiled="around"), "fbs fbs", check=outside(False, BROKEN)
+    ),
+    "mxfp8": with_replicas(
+        Way(options=recipe("mxfp8"), compiled="after", reshard=True, checkpoint="outside"), "fbs afbs"
+    ),
     "checkpoint inside": with_replicas(Way(options=recipe("delayed"), checkpoint="inside"), "fbs afbs"),
     "cached weights": with_replicas(Way(options=recipe("tensorwise", cache_weights=True), compiled="after"), "fbs afbs"),
     "over 2 x 2": with_replicas(Way(options=recipe("delayed"), mesh=(2, 2)), "afbs fbs", ranks=4),
     "to fewer ranks": with_replicas(
         Way(options=recipe("rowwise_with_gw_hp"), mesh=(4,), reshard=2), "fbs fbs", ranks=4, promise=100.0
     ),
-    "ddp": with_replicas(
-        Way("ddp", options=recipe("delayed")), "fbs fbs afbs", model="over buckets", check=lambda ours, theirs, rank: None
+    "ddp": Case(
+        Way("ddp", recipe("delayed")), Way("replica", recipe("delayed"), compiled="around"), "fbs afbs", check=same_decisions
     ),
-}
+}  # fmt: skip
 # -- fp8_all_gather, and none ----------------------------------------------------------------------------------------------
 
 MLPS = {f"blocks.{i}.{linear}.weight" for i in range(2) for linear in ("up", "down")}
@@ -106,7 +106,8 @@ def spares(*gathers: int, elements: int = ELEMENTS["mlps"] // 2, width: int = 1,
 
     def check(ours: Facts, theirs: Facts, rank: int) -> None:
         pairs = list(zip(ours["words"], theirs["words"], strict=True))
-        assert [b["sent"] - a["sent"] for a, b in pairs] == [n * (elements * width - 4 * blocks) for n in gathers]
+        spared = [b["sent"] - a["sent"] for a, b in pairs]
+        assert all(n in (..., x / (elements * width - 4 * blocks)) for n, x in zip(gathers, spared, strict=True)), spared
         assert {a["reduced"] - b["reduced"] for a, b in pairs} <= {0, 1} or not agrees
         said = ours["words"][-1]["said"]
         assert {name for name, (dtype, _) in said.items() if dtype == "e4m3"} == (MLPS if gathers[-1] else set())
@@ -190,10 +191,13 @@ def scheduled(given: dict[str, int], **more: Any) -> dict[str, Any]:
 
 FOREACH, FUSED = {"foreach": True}, {"fused": True}
 ALL_GATHERS = {
-    # evaluations, writes by hand, loaded weights, also behind a forward that has no backward
-    "gathered": gathered("fbs fbsw fbs l fxl e fbs", reported(nothing_kept(spares(0, 2, 2, 0, 1, 0, 2))), adam=FOREACH),
+    # evaluations, writes by hand, loaded weights, also behind a forward that has no backward; other tensors of shards
+    "gathered": gathered(
+        "fbs fbsw fbs l fxl e fbs A efeb fbs M efeb Gfb Gefb fbs",
+        reported(spares(0, 2, 2, 0, 1, 0, 2, 0, *[...] * 6, 2)), adam=FOREACH,
+    ),
     "gathered, kept": gathered(
-        "fbs fbs fbs", spares(0, 1, 1, width=3), options=CURRENT_WEIGHTS, dtype=torch.float32, reshard=False, adam=FUSED
+        "fbs fbs fx efeb fbs", partly(""), options=CURRENT_WEIGHTS, dtype=torch.float32, reshard=False, adam=FUSED
     ),
     "gathered, accumulated": gathered("afbs afbs", spares(0, 4), options=CURRENT_WEIGHTS, adam=FOREACH),
     "gathered, checkpoint": gathered(
@@ -212,10 +216,8 @@ ALL_GATHERS = {
         "afbs afbs", spares(0, 2, elements=ELEMENTS["square"] // 2, blocks=4 * 64 // 2), "square", reshard=False,
         options=recipe("mxfp8", weight_tiles=True),
     ),
-    "gathered, whole": gathered("fbs fbs fbs", spares(0, 2, 2), compiled="whole"),
     "gathered, around": gathered("fbs fbs fbs", spares(0, 2, 2), compiled="around"),
-    "gathered over 2 x 2": gathered("fbs fbs fbs", spares(0, 2, 2, agrees=False), ranks=4, mesh=(2, 2)),
-    "gathered by one": gathered("fbs fbs", spares(0, 2, elements=ELEMENTS["mlps"]), ranks=1),
+    "gathered by one": gathered("fbs fbs", partly(""), ranks=1),
     "gathered by three": gathered("fbs fbs fbs", partly(""), ranks=3),  # 128 rows are 43, 43 and 42: the last one is padded
     "no whole blocks on two": gathered(
         "fbs fbs fbs", partly("blockwise: shards of 64 rows are no multiple of 128"), options=recipe("blockwise")
@@ -228,15 +230,9 @@ ALL_GATHERS = {
     "faults over 2 x 2": gathered(
         "fbs fbsB fbs jbs fbs k fbs fbs", partly(""), ranks=4, mesh=(2, 2), options=CURRENT_WEIGHTS, dtype=torch.float32
     ),
-    "between": gathered("fbs fbs A efeb fbs M efeb Gfb Gefb", partly("")),
-    "forward alone, kept": gathered("fbs fbs fx efeb fbs", partly(""), reshard=False),
-    "warm-up and cool-down": gathered(
-        "fbs fbs fbs fbs fbs fbs fbs", said_in((2, 3, 4), "a phase of high precision"),
-        options=scheduled({"warmup_steps": 2, "cooldown_at": 5}, **CURRENT_WEIGHTS),
-    ),
-    "long warm-up": gathered(
-        "fbs fbs fbs fbs fbs fbs fbs fbs", said_in((6, 7), "a phase of high precision"), options=scheduled({"warmup_steps": 5})
-        | recipe("tensorwise"),
+    "schedule": gathered(
+        "fbs fbs fbs fbs fbs fbs fbs fbs fbs fbs", said_in((6, 7, 8), "a phase of high precision"),
+        options=scheduled({"warmup_steps": 5, "cooldown_at": 9}, **CURRENT_WEIGHTS),
     ),
     # where weights have arrived in FP8, a phase of high precision that is set by hand begins a step later
     "phases by hand": gathered(
@@ -290,11 +286,9 @@ def simple(ranks: int, **way: Any) -> Case:
 
 
 IN_GRAPHS = {
-    "sequence": in_graph(sequence, options=recipe("delayed")),
-    "sequence, checkpoint": in_graph(sequence, "cbs cbs cbs cbs", options=recipe("delayed", reduce_amax=True)),
+    "sequence": in_graph(sequence, "fbs cbs jbs fbs", options=recipe("delayed", reduce_amax=True)),
     "sequence, group": in_graph(sequence, options=recipe("tensorwise", amax_group="tp")),
     "sequence, bf16, group": in_graph(sequence, options=recipe("delayed", amax_group="tp"), dtype=BF16),
-    "simple fsdp": simple(2, options=recipe("delayed")),
     "simple fsdp by three": simple(3, options=recipe("delayed")),
     "simple fsdp by three, tensorwise": simple(3, options=recipe("tensorwise"), dtype=BF16),
     "simple fsdp by columns": simple(2, options=recipe("delayed"), dtype=BF16, dim=1),

@@ -38,10 +38,14 @@ def _exact(rank: int, name: str) -> dict[str, Any]:
     """In dB to high precision, of each gradient of two steps: on these ranks, and on one device."""
     way = WAYS[name][1]
     options = {key: value for key, value in way.options.items() if key != "amax_group"}
-    runs = [train("gated", one, "fbs fb") for one in (Way("one", compiled="not"), Way("one", options), way)]
-    high, one, ours = map(gradients, runs)
-    ratios = [[sqnr(x, found[key]) for key, x in high.items()] for found in (one, ours)]
-    return {"ratios": ratios, "facts": [facts(run, []) for run in runs[1:]], "slots": [histories(run) for run in runs[1:]]}
+    high = gradients(train("gated", Way("one", compiled="not"), "fbs fb"))
+    found: dict[str, Any] = {"ratios": [], "facts": [], "slots": []}
+    for one in (Way("one", options), way):
+        run = train("gated", one, "fbs fb")
+        found["ratios"].append([sqnr(x, gradients(run)[key]) for key, x in high.items()])
+        found["facts"].append(facts(run, []))
+        found["slots"].append(histories(run))
+    return found
 
 
 def histories(run: OnRanks) -> dict[str, list[float]]:
@@ -58,7 +62,7 @@ def test_as_exact_as_one_device(name: str) -> None:
     for found in results:
         (one, ours), (theirs, mine), (expected, got) = found["ratios"], found["facts"], found["slots"]
         assert min(ours) > 18.0 and median(ours) > 20.0
-        assert way.dtype == torch.bfloat16 or all(x > y - 2.0 for x, y in zip(ours, one, strict=True))
+        assert way.dtype == torch.bfloat16 or all(x >= y - 2.0 for x, y in zip(ours, one, strict=True))
         assert mine["fp8"] == theirs["fp8"] and mine["state"] == theirs["state"]
         keys = ("name", "role", "use", "layout", "recipe", "format")
         assert [[row[key] for key in keys] for row in mine["stats"]] == [[row[key] for key in keys] for row in theirs["stats"]]

@@ -18,7 +18,7 @@ from fp8compile.runtime.wire import WIRE, dequantize, quantize, to_rows
 ANY = st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=300)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(values=ANY)
 def test_the_error_of_any_block(values: list[float]) -> None:
     """A sixteenth of a value, or half of E4M3's smallest step, as far as float32's own smallest numbers reach."""
