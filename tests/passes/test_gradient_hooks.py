@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fp8compile
-from tests.support.exact import EXACT, Model, linear, parameter, signs, ternary
+from tests.support import hooks
+from tests.support.exact import EXACT, Model, Several, linear, parameter, signs, ternary
 from tests.support.fuzz_models import Product
 from tests.support.harness import sqnr
 
@@ -30,11 +31,6 @@ def projected(g: Tensor, q: Tensor) -> Tensor:
     return g - (g @ q) @ q.t()
 
 
-def gathered(g: Tensor, m: nn.Module) -> Tensor:
-    """Projects into a small space and back, as some optimizers do."""
-    return (g @ m.q) @ m.q.t()
-
-
 def orthogonalized(g: Tensor) -> Tensor:
     """A Newton-Schulz step, as in Muon."""
     return 1.5 * g - 0.5 * (g @ g.t()) @ g
@@ -44,62 +40,24 @@ def of_output(m: nn.Module, x: Tensor) -> Tensor:
     return hooked(x @ m.w, lambda g: projected(g, m.q))
 
 
-def of_output_and_activation(m: nn.Module, x: Tensor) -> Tensor:
-    return hooked(F.relu(x @ m.w), lambda g: projected(g, m.q))
-
-
-def of_input(m: nn.Module, x: Tensor) -> Tensor:
-    return hooked(x * 1, lambda g: projected(g, m.q)) @ m.w
-
-
-def of_weight(m: nn.Module, x: Tensor) -> Tensor:
-    return x @ hooked(m.w * 1, lambda g: gathered(g, m))
-
-
-def of_weight_there_and_back(m: nn.Module, x: Tensor) -> Tensor:
-    return x @ hooked(m.w.t(), orthogonalized).t()
-
-
-def preconditioned(m: nn.Module, x: Tensor) -> Tensor:
-    return x @ hooked(m.w * 1, lambda g: m.q @ g @ m.q)
-
-
-def by_the_weight(m: nn.Module, x: Tensor) -> Tensor:
-    """A projection on the weight itself: one of its matmuls looks like a dgrad."""
-    return hooked(x @ m.w, lambda g: g - (g @ m.w.t()) @ m.w / 128)
-
-
-def by_the_input(m: nn.Module, x: Tensor) -> Tensor:
-    """A projection on the input: one of its matmuls looks like a wgrad."""
-    return hooked(x @ m.w, lambda g: g - x @ (x.t() @ g) / 128)
-
-
-def in_a_checkpoint(m: nn.Module, x: Tensor) -> Tensor:
-    return checkpoint(lambda x: of_output(m, x), x, use_reentrant=False)
-
-
-def one_of_two(m: nn.Module, x: Tensor) -> Tensor:
-    """Matmuls of one input with two weights; only one has a hook."""
-    return of_output(m, x) + x @ m.v
-
-
-def of_a_buffer_that_multiplies(m: nn.Module, x: Tensor) -> Tensor:
-    """The hook's matrix is also the weight of a matmul."""
-    return of_output(m, x) + x.flip(0) @ m.q
-
-
-HOOKS: dict[Callable, list[str]] = {
-    of_output: [HOOK, HOOK, *TRAINED],
-    of_output_and_activation: [HOOK, HOOK, *TRAINED],
-    of_input: [HOOK, HOOK, *TRAINED],
-    of_weight: [HOOK, HOOK, *TRAINED],
-    of_weight_there_and_back: [HOOK, HOOK, *TRAINED],
-    preconditioned: [HOOK, HOOK, *TRAINED],
-    by_the_weight: [HOOK, HOOK, *TRAINED],
-    by_the_input: [HOOK, HOOK, *TRAINED],
-    in_a_checkpoint: [HOOK, HOOK, *TRAINED],
-    one_of_two: [HOOK, HOOK, *TRAINED, *TRAINED],
-    of_a_buffer_that_multiplies: [HOOK, HOOK, *TRAINED, "fprop fp8", "dgrad fp8"],
+# two matmuls of each hook, and these
+HOOKS: dict[str, tuple[Callable[[nn.Module, Tensor], Tensor], list[str]]] = {
+    "of the output": (of_output, TRAINED),
+    "of the output and an activation": (lambda m, x: hooked(F.relu(x @ m.w), lambda g: projected(g, m.q)), TRAINED),
+    "of the input": (lambda m, x: hooked(x * 1, lambda g: projected(g, m.q)) @ m.w, TRAINED),
+    # into a small space and back, as some optimizers do
+    "of the weight": (lambda m, x: x @ hooked(m.w * 1, lambda g: (g @ m.q) @ m.q.t()), TRAINED),
+    "of the weight, there and back": (lambda m, x: x @ hooked(m.w.t(), orthogonalized).t(), TRAINED),
+    "preconditioned": (lambda m, x: x @ hooked(m.w * 1, lambda g: m.q @ g @ m.q), TRAINED),
+    # one of the hook's matmuls looks like a dgrad
+    "by the weight": (lambda m, x: hooked(x @ m.w, lambda g: g - (g @ m.w.t()) @ m.w / 128), TRAINED),
+    # one of them looks like a wgrad
+    "by the input": (lambda m, x: hooked(x @ m.w, lambda g: g - x @ (x.t() @ g) / 128), TRAINED),
+    "in a checkpoint": (lambda m, x: checkpoint(lambda x: of_output(m, x), x, use_reentrant=False), TRAINED),
+    # matmuls of one input with two weights; only one has a hook
+    "one of two": (lambda m, x: of_output(m, x) + x @ m.v, [*TRAINED, *TRAINED]),
+    # the hook's matrix is also the weight of a matmul
+    "of a buffer that multiplies": (lambda m, x: of_output(m, x) + x.flip(0) @ m.q, [*TRAINED, "fprop fp8", "dgrad fp8"]),
 }
 
 
@@ -107,15 +65,20 @@ def build(function: Callable) -> nn.Module:
     return Model(function, w=parameter(128, 128), v=parameter(128, 128, seed=2), q=signs(128, 128, seed=3) / 16)
 
 
-@pytest.mark.parametrize("function", HOOKS, ids=lambda f: f.__name__)
-def test_hooks(function: Callable) -> None:
+def test_hooks() -> None:
     """Gemms are identified by the tensors that they read: their sizes are all equal."""
-    if torch.__version__ < "2.12" and function in (by_the_weight, by_the_input):
-        pytest.skip("Dynamo of torch 2.11 puts an input that a hook reads behind its first use: no backend takes that")
-    model = build(function)
-    torch.compile(model, backend="fp8")(ternary(128, 128).requires_grad_()).sum().backward()
-    found = sorted(f"{r.gemm} {r.reason or r.decision}" for r in fp8compile.report(model).matmuls)
-    assert found == sorted(HOOKS[function])
+    cases = dict(HOOKS)
+    if torch.__version__ < "2.12":  # Dynamo of torch 2.11 puts an input that a hook reads behind its first use
+        del cases["by the weight"], cases["by the input"]
+    model = Several(build(function) for function, _ in cases.values())
+    outputs = torch.compile(model, backend="fp8")(*(ternary(128, 128).requires_grad_() for _ in cases))
+    sum(y.sum() for y in outputs).backward()
+    matmuls = fp8compile.report(model).matmuls
+    for i, (name, (_, expected)) in enumerate(cases.items()):
+        found = sorted(f"{r.gemm} {r.decision}" for r in matmuls if r.parameter.startswith(f"{i}."))
+        assert found == sorted(expected), name
+    others = [f"{r.gemm} {r.reason}" for r in matmuls if not r.parameter]
+    assert others == [HOOK] * 2 * len(cases)
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
@@ -175,22 +138,22 @@ class Norming(torch.autograd.Function):
         return (g @ w) * (x > 0) * 2, g.t() @ (2 * x).relu()
 
 
-@pytest.mark.parametrize("function", [Copying, Rounding, Norming])
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
-def test_custom_functions(function: type[torch.autograd.Function], recipe: str) -> None:
+def test_custom_functions(recipe: str) -> None:
     """The weight is cast as a weight in the backward, too: its numbers from 8 to 15 are exact in E4M3, but not in E5M2."""
-    w = nn.Parameter(torch.randint(8, 16, (128, 128), generator=torch.Generator().manual_seed(0)).float() * signs(128, 128))
-    x, results = ternary(32, 128), []
-    model = Model(lambda m, x: function.apply(x, m.w), w=w)
+    drawn = torch.randint(8, 16, (128, 128), generator=torch.Generator().manual_seed(0)).float() * signs(128, 128)
+    functions, x = (Copying, Rounding, Norming), ternary(32, 128)
+    model = Several(Model(lambda m, x, f=f: f.apply(x, m.w), w=nn.Parameter(drawn.clone())) for f in functions)
     options: dict[str, Any] = {"recipe": recipe} | ({"power_of_2_scale": True} if recipe == "tensorwise" else {})
-    floor = EXACT if recipe == "tensorwise" else 28
+    floor, results = EXACT if recipe == "tensorwise" else 28, []
     for f in (model, torch.compile(model, backend="fp8", options=options)):
         model.zero_grad()
-        given = x.clone().requires_grad_()
-        (f(given) * ternary(32, 128, seed=5)).sum().backward()
-        results.append((given.grad, model.w.grad))
+        given = [x.clone().requires_grad_() for _ in functions]
+        sum((y * ternary(32, 128, seed=5)).sum() for y in f(*given)).backward()
+        results.append([*(x.grad for x in given), *(part.w.grad for part in model)])
     assert all(sqnr(a, b) > floor for a, b in zip(*results, strict=True)), [sqnr(a, b) for a, b in zip(*results, strict=True)]
-    assert sorted(r.gemm for r in fp8compile.report(model).matmuls if r.decision == "fp8") == ["dgrad", "fprop", "wgrad"]
+    found = sorted(r.gemm for r in fp8compile.report(model).matmuls if r.decision == "fp8")
+    assert found == sorted(["dgrad", "fprop", "wgrad"] * len(functions))
 
 
 def test_a_product_of_two_weights() -> None:
@@ -201,9 +164,9 @@ def test_a_product_of_two_weights() -> None:
 
     policy = {"rules": [{"gemm": "wgrad", "fp8": "off", "name": "no wgrads"}]}
     for options, why in (({"recipe": "rowwise_with_gw_hp"}, "recipe"), ({"policy": policy}, "no wgrads"), ({}, "")):
-        torch._dynamo.reset()
         model = Model(product, a=parameter(128, 128), b=parameter(128, 128, seed=2))
-        torch.compile(model, backend="fp8", options=options)(ternary(32, 128)).sum().backward()
+        with hooks.traced():
+            torch.compile(model, backend="fp8", options=options)(ternary(32, 128)).sum().backward()
         weights = [r for r in fp8compile.report(model).matmuls if r.gemm != "matmul"]
         assert sorted(r.gemm for r in weights) == ["fprop", "wgrad", "wgrad"]
         assert all(r.reason.startswith(why) and bool(r.reason) == bool(why) for r in weights if r.gemm == "wgrad")
@@ -219,35 +182,39 @@ def test_both_gradients_of_a_product() -> None:
     assert all(r.decision == "fp8" for r in fp8compile.report(model).matmuls)
 
 
-def spelled(name: str) -> Callable[[nn.Module, Tensor], Tensor]:
-    """A matmul that adds another FP8 matmul's result, or whose operands are such results."""
-    return {
-        "addmm": lambda m, x: torch.addmm(torch.mm(x, m.w), x, m.v),
-        "addmm with factors": lambda m, x: torch.addmm(torch.mm(x, m.w), x, m.v, beta=2.0, alpha=0.5),
-        "addmm of addmm": lambda m, x: torch.addmm(torch.addmm(x, x, m.w), x, m.v),
-        "baddbmm": lambda m, x: torch.baddbmm(torch.mm(x, m.w)[None], x[None], m.v[None])[0],
-        "a row": lambda m, x: torch.addmm((x @ m.w)[0], x, m.v),
-        "chain": lambda m, x: torch.addmm(x @ m.w, x @ m.w @ m.v, m.v),
-    }[name]
+ADDED: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "addmm": lambda m, x: torch.addmm(torch.mm(x, m.w), x, m.v),
+    "addmm with factors": lambda m, x: torch.addmm(torch.mm(x, m.w), x, m.v, beta=2.0, alpha=0.5),
+    "addmm of addmm": lambda m, x: torch.addmm(torch.addmm(x, x, m.w), x, m.v),
+    "baddbmm": lambda m, x: torch.baddbmm(torch.mm(x, m.w)[None], x[None], m.v[None])[0],
+    "a row": lambda m, x: torch.addmm((x @ m.w)[0], x, m.v),
+    "chain": lambda m, x: torch.addmm(x @ m.w, x @ m.w @ m.v, m.v),
+}
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
-@pytest.mark.parametrize("name", ["addmm", "addmm with factors", "addmm of addmm", "baddbmm", "a row", "chain"])
-def test_what_is_added_to_a_product(name: str, recipe: str) -> None:
-    models = [Model(spelled(name), w=parameter(128, 128), v=parameter(128, 128, seed=2)) for _ in "12"]
+def test_what_is_added_to_a_product(recipe: str) -> None:
+    """A matmul that adds another FP8 matmul's result, or whose operands are such results, which are not exact in FP8."""
+
+    def models() -> nn.Module:
+        return Several(Model(f, w=parameter(128, 128), v=parameter(128, 128, seed=2)) for f in ADDED.values())
+
+    plain, model = models(), models()
     results = []
-    for model, f in zip(models, (models[0], torch.compile(models[1], backend="fp8", options={"recipe": recipe})), strict=True):
-        x = ternary(32, 128).requires_grad_()
-        y = f(x)
-        (y * ternary(32, 128, seed=5)).sum().backward()
-        results.append([y.detach(), x.grad, model.w.grad, model.v.grad])
-    floor = 20 if name in ("chain", "a row") else EXACT  # operands that are results of matmuls are not exact in FP8
-    assert min(sqnr(a, b) for a, b in zip(*results, strict=True)) > floor
-    assert fp8compile.report(models[1]).fp8_flop_fraction == 1.0
+    for each, call in ((plain, plain), (model, torch.compile(model, backend="fp8", options={"recipe": recipe}))):
+        given = [ternary(32, 128).requires_grad_() for _ in ADDED]
+        outputs = call(*given)
+        sum((y * ternary(32, 128, seed=5)).sum() for y in outputs).backward()
+        results.append([(y.detach(), x.grad, m.w.grad, m.v.grad) for y, x, m in zip(outputs, given, each, strict=True)])
+    for name, expected, got in zip(ADDED, *results, strict=True):
+        floor = 20 if name in ("chain", "a row") else EXACT
+        assert min(sqnr(a, b) for a, b in zip(expected, got, strict=True)) > floor, name
+    assert fp8compile.report(model).fp8_flop_fraction == 1.0
 
 
 def test_linear_stays_what_it_is() -> None:
     """A hook without a matmul changes no gemm."""
     model = Model(lambda m, x: hooked(m.l(x), lambda g: g * 2), l=linear())
-    torch.compile(model, backend="fp8")(ternary(32, 128).requires_grad_()).sum().backward()
+    with hooks.traced():
+        torch.compile(model, backend="fp8")(ternary(32, 128).requires_grad_()).sum().backward()
     assert sorted(r.gemm for r in fp8compile.report(model).matmuls if r.decision == "fp8") == ["dgrad", "fprop", "wgrad"]
