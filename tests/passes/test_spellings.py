@@ -10,6 +10,7 @@ import copy
 import logging
 import warnings
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,10 +20,11 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fp8compile
-from fp8compile import logs
 from fp8compile.errors import StrictError
 from fp8compile.ir.records import MatmulRecord
 from fp8compile.reporting.report import Report
+from tests.support import hooks
+from tests.support.exact import Model, Several
 from tests.support.harness import noise, sqnr
 from tests.support.models import Mlp
 
@@ -42,9 +44,9 @@ def one_step(model: nn.Module, *inputs: torch.Tensor, floor: float = FLOOR, auto
         leaves = [x.detach().clone().requires_grad_(x.is_floating_point() or x.is_complex()) for x in inputs]
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             out = run(*leaves)
-        weights = noise(*out.shape, seed=7)
-        ((out.real if out.is_complex() else out).float() * weights).sum().backward()
-        found = {"output": out, **{f"input {i}": x.grad for i, x in enumerate(leaves)}}
+        outputs = out if isinstance(out, list) else [out]
+        sum(((x.real if x.is_complex() else x).float() * noise(*x.shape, seed=7)).sum() for x in outputs).backward()
+        found = {f"output {i}": x for i, x in enumerate(outputs)} | {f"input {i}": x.grad for i, x in enumerate(leaves)}
         found |= {name: p.grad for name, p in module.named_parameters()}
         results.append({k: torch.view_as_real(v) if v.is_complex() else v for k, v in found.items() if v is not None})
     expected, got = results
@@ -84,15 +86,13 @@ def weight(*shape: int, seed: int = 1) -> nn.Parameter:
     return nn.Parameter(noise(*shape, seed=seed, scale=shape[-1] ** -0.5))
 
 
-class Root(nn.Module):
-    """`function(self, x)` with a parameter `w` and a bias `b`."""
+def root(function: Callable[[Any, torch.Tensor], torch.Tensor], *shape: int) -> nn.Module:
+    """A parameter `w` of this shape, and a bias `b`."""
+    return Model(function, w=weight(*shape), b=nn.Parameter(noise(256, seed=2)))
 
-    def __init__(self, function: Any, *shape: int, bias: int = 256) -> None:
-        super().__init__()
-        self.w, self.b, self.function = weight(*shape), nn.Parameter(noise(bias, seed=2)), function
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.function(self, x)
+def linear(into: int = 128, out: int = 128, bias: bool = True) -> nn.Linear:
+    return nn.Linear(into, out, bias=bias)
 
 
 X = (8, 32, 128)  # batch, tokens, features
@@ -110,6 +110,7 @@ SPELLINGS = {
     "torch.mm": (lambda m, x: torch.mm(x.flatten(0, 1), m.w) + m.b, (128, 256)),
     "addmm": (lambda m, x: torch.addmm(m.b, x.flatten(0, 1), m.w), (128, 256)),
     "addmm with factors": (lambda m, x: torch.addmm(m.b, x.flatten(0, 1), m.w, beta=0.5, alpha=2.0), (128, 256)),
+    "Conv1D of GPT-2": (lambda m, x: torch.addmm(m.b, x.view(-1, x.size(-1)), m.w).view(*x.shape[:-1], -1), (128, 256)),
     "einsum": (lambda m, x: torch.einsum("btk,nk->btn", x, m.w) + m.b, (256, 128)),
     "einsum, in x out": (lambda m, x: torch.einsum("btk,kn->btn", x, m.w) + m.b, (128, 256)),
     "einsum, heads": (lambda m, x: torch.einsum("btk,khd->bthd", x, m.w).flatten(-2) + m.b, (128, 4, 64)),
@@ -118,40 +119,19 @@ SPELLINGS = {
 }
 
 
-@pytest.mark.parametrize("spelling", SPELLINGS)
-def test_one_weight(spelling):
-    function, shape = SPELLINGS[spelling]
-    report = one_step(Root(function, *shape), noise(*X))
-    check(report, {"w": "fp8"})
-    sizes = {r.gemm: (r.m, r.n, r.k) for r in report.matmuls}
-    # autograd chooses which side is m, but not the contracted dimension: features, features, and 256 tokens
-    assert sizes["fprop"] == (256, 256, 128)
-    assert sorted(sizes["dgrad"][:2]) == [128, 256] and sizes["dgrad"][2] == 256
-    assert sorted(sizes["wgrad"][:2]) == [128, 256] and sizes["wgrad"][2] == 256
+def test_one_weight() -> None:
+    model = Several([root(function, *shape) for function, shape in SPELLINGS.values()])
+    report = one_step(model, *(noise(*X, seed=i) for i in range(len(model))))
+    check(report, {f"{i}.w": "fp8" for i in range(len(model))})
+    for i, spelling in enumerate(SPELLINGS):
+        sizes = {r.gemm: (r.m, r.n, r.k) for r in report.matmuls if r.fqn == f"{i}.w"}
+        # autograd chooses which side is m, but not the contracted dimension: features, features, and 256 tokens
+        assert sizes["fprop"] == (256, 256, 128), spelling
+        assert sorted(sizes["dgrad"][:2]) == [128, 256] and sizes["dgrad"][2] == 256, spelling
+        assert sorted(sizes["wgrad"][:2]) == [128, 256] and sizes["wgrad"][2] == 256, spelling
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
-@pytest.mark.parametrize("bias", [True, False])
-def test_linear(bias, recipe):
-    model = nn.Sequential(nn.Linear(128, 256, bias=bias), nn.GELU(), nn.Linear(256, 128, bias=bias))
-    report = one_step(model, noise(*X), recipe=recipe)
-    check(report, {"0": "fp8", "2": "fp8"})
-    assert {r.recipe for r in report.matmuls} == {recipe}
-
-
-def test_functional_linear_inside_a_submodule():
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.block = Root(lambda m, x: F.linear(x, m.w), 256, 128)
-
-        def forward(self, x):
-            return self.block(x)
-
-    check(one_step(Model(), noise(*X)), {"block.w": "fp8"})
-
-
-def test_a_compiled_function_names_its_arguments():
+def test_a_compiled_function_names_its_arguments() -> None:
     w, x = weight(256, 128), noise(*X).requires_grad_()
     compiled = torch.compile(lambda x, w: torch.tanh(x @ w.t()), backend="fp8")
     compiled(x, w).sum().backward()
@@ -159,132 +139,29 @@ def test_a_compiled_function_names_its_arguments():
     check(fp8compile.report(), {"w": "fp8"})
 
 
-def test_conv1d_of_gpt2():
-    """Hugging Face's Conv1D: addmm with an [in, out] weight."""
-
-    class Conv1D(nn.Module):
-        def __init__(self, out: int, into: int) -> None:
-            super().__init__()
-            self.weight, self.bias = weight(into, out), nn.Parameter(noise(out, seed=2))
-
-        def forward(self, x):
-            return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(*x.shape[:-1], -1)
-
-    check(one_step(nn.Sequential(Conv1D(256, 128), nn.GELU(), Conv1D(128, 256)), noise(*X)), {"0": "fp8", "2": "fp8"})
-
-
 # -- modules that use their weights in other ways -----------------------------------------------------------------------
 
 
-class Wrapped(nn.Module):
-    """nn.MultiheadAttention as self-attention, or as cross-attention to a memory."""
-
-    def __init__(self, cross: bool = False, weights: bool = False) -> None:
-        super().__init__()
-        self.attn, self.cross, self.weights = nn.MultiheadAttention(256, 4, batch_first=True), cross, weights
-
-    def forward(self, x: torch.Tensor, memory: torch.Tensor | None = None) -> torch.Tensor:
-        keys = memory if self.cross else x
-        return self.attn(x, keys, keys, need_weights=self.weights)[0]
+def self_attention(weights: bool = False) -> nn.Module:
+    """nn.MultiheadAttention, with or without its weights as a result."""
+    attention = nn.MultiheadAttention(128, 2, batch_first=True)
+    return Model(lambda m, x: m.attn(x, x, x, need_weights=weights)[0], attn=attention)
 
 
-def test_multihead_attention():
-    report = one_step(Wrapped(), noise(2, 32, 256))
-    check(report, {"attn.in_proj_weight": "fp8", "attn.out_proj": "fp8"})
-    assert [(r.fqn, r.reason) for r in report.opaque][0][0] == "attn"
-    assert any("attention" in f"{r.op} {r.reason}" for r in report.opaque)
+def cross_attention() -> nn.Module:
+    """To a part of its input. q uses one part of in_proj_weight, k and v the other: two fprops of one parameter."""
+    attention = nn.MultiheadAttention(128, 2, batch_first=True)
+    return Model(lambda m, x: m.attn(x, y := x[:, 8:].tanh(), y, need_weights=False)[0], attn=attention)
 
 
-def test_multihead_attention_with_its_weights():
-    """The scores, and their matmul with v, are matmuls without a weight."""
-    report = one_step(Wrapped(weights=True), noise(2, 32, 256))
-    check(report, {"attn.in_proj_weight": "fp8", "attn.out_proj": "fp8", "attn": (["matmul"] * 6, "not a weight")})
-    assert not report.opaque
-
-
-def test_multihead_cross_attention():
-    """q uses one part of in_proj_weight, k and v the other: two fprops of one parameter."""
-    report = one_step(Wrapped(cross=True), noise(2, 32, 256), noise(2, 48, 256, seed=3))
-    check(report, {"attn.in_proj_weight": (TRAINED * 2, "fp8"), "attn.out_proj": "fp8"})
-
-
-class Tied(nn.Module):
-    """An embedding whose weight is also that of the output projection."""
-
-    def __init__(self, module: bool) -> None:
-        super().__init__()
-        self.embed, self.mlp = nn.Embedding(512, 128), nn.Linear(128, 128)
-        if module:
-            self.project = nn.Linear(128, 512, bias=False)
-            self.project.weight = self.embed.weight
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        h = self.mlp(self.embed(tokens))
-        return self.project(h) if hasattr(self, "project") else F.linear(h, self.embed.weight)
-
-
-@pytest.mark.parametrize("module", [True, False])
-def test_tied_embedding(module):
-    report = one_step(Tied(module), torch.arange(64).view(2, 32))
-    (head,) = {r.fqn for r in report.matmuls} - {"mlp"}
-    assert head in ("embed", "project")
-    check(report, {"mlp": "fp8", head: "output head"})
-
-
-def test_head_before_cross_entropy():
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body, self.to_words = nn.Linear(128, 128), nn.Linear(128, 512, bias=False)
-
-        def forward(self, x):
-            logits = self.to_words(torch.tanh(self.body(x)))
-            return F.cross_entropy(logits.float().flatten(0, 1), torch.arange(256) % 512)
-
-    check(one_step(Model(), noise(*X)), {"body": "fp8", "to_words": "output head"})
-
-
-@pytest.mark.parametrize("name", ["lm_head", "head", "embed_out", "unembed", "score", "classifier", "output_projection"])
-def test_head_by_its_name(name):
-    model = nn.Sequential()
-    model.add_module("body", nn.Linear(128, 128))
-    model.add_module(name, nn.Linear(128, 256))
-    check(one_step(model, noise(*X)), {"body": "fp8", name: "output head"})
-
-
-class Lora(nn.Module):
+def lora() -> nn.Module:
     """A frozen linear and a pair of rank 16."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base = nn.Linear(128, 256).requires_grad_(False)
-        self.lora_A, self.lora_B = nn.Linear(128, 16, bias=False), nn.Linear(16, 256, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.base(x) + 2.0 * self.lora_B(self.lora_A(x))
+    parts = {"base": linear(128, 256).requires_grad_(False), "down": linear(128, 16, False), "up": linear(16, 256, False)}
+    return Model(lambda m, x: m.base(x) + 2.0 * m.up(m.down(x)), **parts)
 
 
-def test_lora():
-    check(
-        one_step(nn.Sequential(Lora()), noise(*X)),
-        {"0.base": (FROZEN, "fp8"), "0.lora_A": "under 128 wide", "0.lora_B": "under 128 wide"},
-    )
-
-
-def test_checkpointed_mlp():
-    """A matmul that the backward recomputes is listed once in the report, under its own name."""
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 128)) for _ in range(2))
-
-        def forward(self, x):
-            for block in self.blocks:
-                x = x + checkpoint(block, x, use_reentrant=False)
-            return x
-
-    check(one_step(Model(), noise(*X)), {f"blocks.{i}.{j}": "fp8" for i in (0, 1) for j in (0, 2)})
+def checkpointed(x: torch.Tensor, module: nn.Module) -> torch.Tensor:
+    return x + checkpoint(module, x, use_reentrant=False)
 
 
 class Attention(nn.Module):
@@ -304,177 +181,160 @@ class Attention(nn.Module):
         return self.o(y.transpose(1, 2).flatten(2))
 
 
-@pytest.mark.parametrize("written_out", [True, False])
-def test_attention(written_out):
-    report = one_step(nn.Sequential(Attention(written_out)), noise(*X))
-    expected: dict[str, Any] = {f"0.{name}": "fp8" for name in "qkvo"}
-    if written_out:
-        expected["0"] = (["matmul"] * 6, "not a weight")
-        assert {r.batch for r in report.matmuls if r.gemm == "matmul"} == {16}
-    check(report, expected)
-    assert bool(report.opaque) != written_out
+def patches() -> nn.Module:
+    """Attention behind a convolution. A residual: otherwise it would be the model's output head."""
+
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        x = m.patches(x[:, :24].reshape(-1, 3, 32, 32)).flatten(2).transpose(1, 2)
+        return x + m.attention(x)
+
+    return Model(forward, patches=nn.Conv2d(3, 128, 8, 8), attention=Attention(written_out=False))
 
 
-def test_convolution_and_attention_are_listed():
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.patches = nn.Conv2d(3, 128, 8, 8)
-            self.attention = Attention(written_out=False)
+def moe() -> nn.Module:
+    """A router and a loop over dense experts; each token is the sum of its best two."""
 
-        def forward(self, x):
-            x = self.patches(x).flatten(2).transpose(1, 2)
-            return x + self.attention(x)  # otherwise it would be the model's output head
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        probabilities, chosen = m.gate(x).softmax(-1).topk(2, -1)
+        weights = torch.zeros(*x.shape[:-1], 4).scatter(-1, chosen, probabilities)
+        return sum(weights[..., i, None] * expert(x) for i, expert in enumerate(m.experts))
 
-    report = one_step(Model(), noise(2, 3, 32, 32))
-    check(report, {f"attention.{name}": "fp8" for name in "qkvo"})
-    listed = {(r.fqn, "conv" if "conv" in r.op else "attention" if "attention" in r.op else r.op) for r in report.opaque}
-    assert listed == {("patches", "conv"), ("attention", "attention")}
+    return Model(forward, gate=linear(128, 4, False), experts=nn.ModuleList(Mlp() for _ in range(3)))
+
+
+def views() -> nn.Module:
+    """Views and indices of a stack of weights."""
+
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        x = m.parts["it's"](x)
+        x = x @ m.fused.view(2, 128, 128)[1] + x @ m.fused.unflatten(0, (2, 128)).unbind(0)[0]
+        return x @ m.stack[0] + x @ m.stack[torch.tensor([1, 2])].sum(0)
+
+    return Model(forward, fused=weight(256, 128), stack=weight(3, 128, 128), parts=nn.ModuleDict({"it's": linear()}))
+
+
+TWICE = (TRAINED * 2, "fp8")
+PRODUCTS = (["matmul"] * 6, "not a weight")  # of scores and of their product with v
+MODULES: list[tuple[nn.Module, dict[str, Any]]] = [
+    (self_attention(), {"attn.in_proj_weight": "fp8", "attn.out_proj": "fp8"}),
+    (self_attention(weights=True), {"attn.in_proj_weight": "fp8", "attn.out_proj": "fp8", "attn": PRODUCTS}),
+    (cross_attention(), {"attn.in_proj_weight": TWICE, "attn.out_proj": "fp8"}),
+    (lora(), {"base": (FROZEN, "fp8"), "down": "under 128 wide", "up": "under 128 wide"}),
+    # a matmul that the backward recomputes is listed once, under its own name
+    (Model(lambda m, x: checkpointed(checkpointed(x, m.a), m.b), a=Mlp(), b=Mlp()),
+     {"a.up": "fp8", "a.down": "fp8", "b.up": "fp8", "b.down": "fp8"}),
+    (Attention(written_out=True), {"q": "fp8", "k": "fp8", "v": "fp8", "o": "fp8", "": PRODUCTS}),
+    (patches(), {f"attention.{name}": "fp8" for name in "qkvo"}),
+    (moe(), {f"experts.{i}.{name}": "fp8" for i in range(3) for name in ("up", "down")} | {"gate": "router gate"}),
+    # a router is recognised by the operators that read its output, not by its size
+    (Model(lambda m, x: m.choose(x).softmax(-1) * m.values(x), choose=linear(128, 256), values=linear(128, 256)),
+     {"choose": "router gate", "values": "fp8"}),
+    (root(lambda m, x: torch.bmm(x, m.w), 8, 128, 256), {"w": "batched"}),
+    (views(), {"parts.it's": "fp8", "fused": TWICE, "stack": "fp8", "": (["matmul"] * 3, "not a weight: computed from")}),
+    (Model(lambda m, x: m.linear(torch.tanh(m.linear(x))), linear=linear()), {"linear": TWICE}),
+]  # fmt: skip
+
+
+def test_modules() -> None:
+    model = Several([module for module, _ in MODULES])
+    report = one_step(model, *(noise(*X, seed=i) for i in range(len(MODULES))))
+    check(report, {f"{i}.{name}".rstrip("."): want for i, (_, wanted) in enumerate(MODULES) for name, want in wanted.items()})
+    assert {r.batch for r in report.matmuls if r.fqn == "5"} == {16}  # of the products, two heads of eight sequences
+    assert {r.parameter for r in report.matmuls if r.fqn.endswith("it's")} == {"10.parts.it's.weight"}
+    opaque = {(r.fqn, "conv" if "conv" in r.op else "attention" if "attention" in r.op else r.op) for r in report.opaque}
+    assert opaque == {("0.attn", "attention"), ("2.attn", "attention"), ("6.patches", "conv"), ("6.attention", "attention")}
     assert all(r.reason for r in report.opaque)
 
 
-class Moe(nn.Module):
-    """A router and a loop over dense experts; each token is the sum of its best two."""
+class Tied(nn.Module):
+    """An embedding whose weight is also that of the output projection."""
 
-    def __init__(self) -> None:
+    def __init__(self, module: bool) -> None:
         super().__init__()
-        self.gate = nn.Linear(128, 4, bias=False)
-        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(128, 256), nn.SiLU(), nn.Linear(256, 128)) for _ in range(4))
+        self.embed, self.mlp = nn.Embedding(512, 128), nn.Linear(128, 128)
+        if module:
+            self.project = nn.Linear(128, 512, bias=False)
+            self.project.weight = self.embed.weight
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        probabilities, chosen = self.gate(x).softmax(-1).topk(2, -1)
-        weights = torch.zeros(*x.shape[:-1], 4).scatter(-1, chosen, probabilities)
-        return sum(weights[..., i, None] * expert(x) for i, expert in enumerate(self.experts))
-
-
-def test_router_and_experts():
-    expected = {f"0.experts.{i}.{j}": "fp8" for i in range(4) for j in (0, 2)}
-    check(one_step(nn.Sequential(Moe()), noise(*X)), expected | {"0.gate": "router gate"})
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        h = self.mlp(self.embed(tokens))
+        return self.project(h) if hasattr(self, "project") else F.linear(h, self.embed.weight)
 
 
-def test_wide_router():
-    """A router is recognised by the operators that read its output, not by its size."""
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.choose, self.values = nn.Linear(128, 256), nn.Linear(128, 256)
-
-        def forward(self, x):
-            return self.choose(x).softmax(-1) * self.values(x)
-
-    check(one_step(Model(), noise(*X)), {"choose": "router gate", "values": "fp8"})
+@pytest.mark.parametrize("module", [True, False])
+def test_tied_embedding(module: bool) -> None:
+    report = one_step(Tied(module), torch.arange(64).view(2, 32))
+    (head,) = {r.fqn for r in report.matmuls} - {"mlp"}
+    assert head in ("embed", "project")
+    check(report, {"mlp": "fp8", head: "output head: the weight is tied"})
 
 
-def test_batched_experts():
-    model = Root(lambda m, x: torch.bmm(x, m.w), 8, 128, 256)
-    check(one_step(model, noise(*X)), {"w": "batched"})
+HEADS = ["lm_head", "head", "embed_out", "unembed", "score", "classifier", "output_projection"]
 
 
-class Gram(nn.Module):
+def every_head(m: Any, x: torch.Tensor) -> list[torch.Tensor]:
+    """A loss's logits, and heads that only their names tell."""
+    h = torch.tanh(m.body(x))
+    loss = F.cross_entropy(m.to_words(h).float().flatten(0, 1), torch.arange(256) % 512)
+    return [loss, *(m.get_submodule(name)(h) for name in HEADS)]
+
+
+def test_heads_by_their_names_and_before_cross_entropy() -> None:
+    expected = {"body": "fp8", "to_words": "output head: its output is the loss's logits"}
+    model = Model(every_head, body=linear(), to_words=linear(128, 512), **{name: linear(128, 256) for name in HEADS})
+    check(one_step(model, noise(*X)), expected | dict.fromkeys(HEADS, "output head: by its name"))
+
+
+def gram(m: Any, x: torch.Tensor) -> torch.Tensor:
     """A matmul of two activations; a linear reads one of them, too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.out = nn.Linear(128, 128, bias=False), nn.Linear(128, 128, bias=False)
-
-    def forward(self, x):
-        h = self.up(x)
-        return self.out(h).sum() + (h @ h.t()).square().sum()
+    h = m.up(x)
+    return m.out(h).sum() + (h @ h.t()).square().sum()
 
 
-class DenseAttention(nn.Module):
+def dense_attention(m: Any, x: torch.Tensor) -> torch.Tensor:
     """Attention over one sequence without a batch: its values are the tensor that q and k read."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.q, self.k = (nn.Linear(128, 128, bias=False) for _ in range(3))
-
-    def forward(self, x):
-        h = self.up(x)
-        return (self.q(h) @ self.k(h).t() / 11).softmax(-1) @ h
+    h = m.up(x)
+    return (m.q(h) @ m.k(h).t() / 11).softmax(-1) @ h
 
 
-class Computed(nn.Module):
-    """A computed weight, beside a linear that reads the same input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k = nn.utils.parametrizations.weight_norm(nn.Linear(128, 128, bias=False)), nn.Linear(128, 128, bias=False)
-
-    def forward(self, x):
-        return self.q(x) * self.k(x)
-
-
-class Detached(nn.Module):
+def detached(m: Any, x: torch.Tensor) -> torch.Tensor:
     """A frozen linear, which has no autograd node, behind a matmul that has one."""
+    a, b = m.a(x).t(), m.b(x)
+    return torch.mm(a, b) * torch.mm(x, m.frozen.weight).sum()
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.frozen = (nn.Linear(128, 128, bias=False) for _ in range(3))
-        self.frozen.requires_grad_(False)
 
-    def forward(self, x):
-        a, b = self.a(x).t(), self.b(x)
-        return torch.mm(a, b) * torch.mm(x, self.frozen.weight).sum()
+def square(frozen: bool = False) -> nn.Linear:
+    return linear(bias=False).requires_grad_(not frozen)
 
 
 ROOT = {"fprop": 1, "wgrad": 1}
 
 
-@pytest.mark.parametrize(
-    ("build", "expected"),
-    [
-        (Gram, {"up": (ROOT, "fp8"), "out": "fp8", "": ({"matmul": 3}, "not a weight")}),
-        (DenseAttention, {"up": (ROOT, "fp8"), "q": "fp8", "k": "fp8", "": ({"matmul": 6}, "not a weight")}),
-        (Computed, {"k": (ROOT, "fp8"), "q": (ROOT, "fp8")}),
-        (
-            Detached,
-            {"a": (ROOT, "fp8"), "b": (ROOT, "fp8"), "frozen": ({"fprop": 1}, "fp8"), "": ({"matmul": 3}, "not a weight")},
-        ),
-    ],
-)
-def test_gradients_of_products_are_no_ones_wgrad(build, expected):
+PRODUCT = "not a weight"
+# a computed weight is beside a linear that reads the same input
+SQUARES: list[tuple[nn.Module, dict[str, Any]]] = [
+    (Model(gram, up=square(), out=square()), {"up": (ROOT, "fp8"), "out": "fp8", "": ({"matmul": 3}, PRODUCT)}),
+    (Model(dense_attention, up=square(), q=square(), k=square()),
+     {"up": (ROOT, "fp8"), "q": "fp8", "k": "fp8", "": ({"matmul": 6}, PRODUCT)}),
+    (Model(lambda m, x: m.q(x) * m.k(x), q=nn.utils.parametrizations.weight_norm(square()), k=square()),
+     {"k": (ROOT, "fp8"), "q": (ROOT, "fp8")}),
+    (Model(detached, a=square(), b=square(), frozen=square(frozen=True)),
+     {"a": (ROOT, "fp8"), "b": (ROOT, "fp8"), "frozen": ({"fprop": 1}, "fp8"), "": ({"matmul": 3}, PRODUCT)}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "expected"), SQUARES)
+def test_gradients_of_products_are_no_ones_wgrad(model: nn.Module, expected: dict[str, Any]) -> None:
     """All tensors are 128 x 128: neither the sizes nor the operands of these matmuls distinguish them from a linear's gemms."""
-    model = build()
-    torch.compile(model, backend="fp8")(noise(128, 128)).sum().backward()
+    with hooks.traced():
+        torch.compile(model, backend="fp8")(noise(128, 128)).sum().backward()
     check(fp8compile.report(model), expected)
-
-
-def test_views_and_indices_of_a_stack_of_weights():
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fused, self.stack = weight(256, 128), weight(3, 128, 128)
-            self.parts = nn.ModuleDict({"it's": nn.Linear(128, 128)})
-
-        def forward(self, x):
-            x = self.parts["it's"](x)
-            x = x @ self.fused.view(2, 128, 128)[1] + x @ self.fused.unflatten(0, (2, 128)).unbind(0)[0]
-            return x @ self.stack[0] + x @ self.stack[torch.tensor([1, 2])].sum(0)
-
-    twice = ({"fprop": 2, "dgrad": 2, "wgrad": 2}, "fp8")
-    report = one_step(Model(), noise(32, 128))
-    check(report, {"parts.it's": "fp8", "fused": twice, "stack": "fp8"})
-    assert {record.parameter for record in report.matmuls if record.fqn == "parts.it's"} == {"parts.it's.weight"}
-
-
-def test_one_weight_used_twice():
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.shared = nn.Linear(128, 128)
-
-        def forward(self, x):
-            return self.shared(torch.tanh(self.shared(x)))
-
-    check(one_step(Model(), noise(*X)), {"shared": (TRAINED * 2, "fp8")})
 
 
 def test_no_dgrad_for_data_and_no_wgrad_when_frozen():
     model = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128).requires_grad_(False), nn.Linear(128, 128))
-    compiled = torch.compile(model, backend="fp8")
-    compiled(noise(*X)).sum().backward()
+    with hooks.traced():
+        torch.compile(model, backend="fp8")(noise(*X)).sum().backward()
     check(fp8compile.report(model), {"0": (("fprop", "wgrad"), "fp8"), "1": (FROZEN, "fp8"), "2": "fp8"})
 
 
@@ -485,9 +345,9 @@ def test_narrow_and_odd_sizes():
     check(one_step(nn.Sequential(*model, *wide), noise(*X)), expected | {"4": "fp8", "5": "not a multiple of 16"})
 
 
-@pytest.mark.parametrize("rows", [1, 7, 17])
-def test_any_number_of_rows(rows):
-    check(one_step(nn.Sequential(nn.Linear(128, 128)), noise(rows, 128)), {"0": "fp8"})
+def test_any_number_of_rows():
+    model = Several([nn.Linear(128, 128) for _ in range(3)])
+    check(one_step(model, *(noise(rows, 128) for rows in (1, 7, 17))), {"0": "fp8", "1": "fp8", "2": "fp8"})
 
 
 def test_no_rows():
@@ -499,19 +359,24 @@ def test_no_rows():
         assert all(record.startswith("no rows") for gemm in records.values() for record in gemm)
 
 
-# -- dtypes ----------------------------------------------------------------------------------------------------------------
+# -- dtypes and options ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_low_precision_model(dtype):
-    check(one_step(Mlp().to(dtype), noise(*X, dtype=dtype)), {"up": "fp8", "down": "fp8"})
-
-
-def test_autocast():
-    model = Mlp()
-    report = one_step(model, noise(*X), autocast=True)
+@pytest.mark.parametrize(
+    ("dtype", "bias", "options"),
+    [
+        (torch.float32, False, {"recipe": "tensorwise"}),
+        (torch.bfloat16, True, {"recipe": "delayed", "strict": True}),
+        (torch.float16, True, {}),
+        (torch.float32, True, {"autocast": True}),
+    ],
+)
+def test_an_mlp(dtype: torch.dtype, bias: bool, options: dict[str, Any]) -> None:
+    model = Mlp(bias=bias).to(dtype)
+    report = one_step(model, noise(*X, dtype=dtype), **options)
     check(report, {"up": "fp8", "down": "fp8"})
-    assert all(p.dtype == p.grad.dtype == torch.float32 for p in model.parameters())
+    assert {r.recipe for r in report.matmuls} == {options.get("recipe", "delayed")}
+    assert all(p.dtype == p.grad.dtype == dtype for p in model.parameters())
 
 
 def test_a_matmul_into_another_dtype_is_left_alone():
@@ -542,15 +407,8 @@ def test_complex_is_left_alone():
 
 
 def test_a_float64_part_does_not_touch_the_rest():
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.low, self.high = nn.Linear(128, 128), nn.Linear(128, 128).double()
-
-        def forward(self, x):
-            return self.high(self.low(x).double())
-
-    check(one_step(Model(), noise(*X)), {"low": "fp8", "high": "dtype"})
+    model = Model(lambda m, x: m.high(m.low(x).double()), low=linear(), high=linear().double())
+    check(one_step(model, noise(*X)), {"low": "fp8", "high": "dtype"})
 
 
 class SparseBuffer(nn.Module):
@@ -582,33 +440,21 @@ def test_sparse_tensors_are_left_alone(layout):
 
 @pytest.mark.filterwarnings("ignore")
 def test_quantized_tensors_are_left_alone():
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(128, 128)
-            self.register_buffer("levels", torch.quantize_per_tensor(noise(128, 128) * 0.1, 0.01, 0, torch.qint8))
-
-        def forward(self, x):
-            return F.linear(self.linear(x), self.levels.dequantize())
-
-    report = one_step(Model(), noise(32, 128))
+    levels = torch.quantize_per_tensor(noise(128, 128) * 0.1, 0.01, 0, torch.qint8)
+    model = Model(lambda m, x: F.linear(m.linear(x), m.levels.dequantize()), linear=linear(), levels=levels)
+    report = one_step(model, noise(32, 128))
     assert not [r for r in report.matmuls if r.decision == "fp8" and r.fqn != "linear"], str(report)
 
 
 def test_a_graph_break_in_between():
     """Dynamo compiles the parts around code that it cannot trace; each matmul is in the report once."""
 
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.before, self.after = nn.Linear(128, 128), nn.Linear(128, 128)
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(m.before(x))
+        torch._dynamo.graph_break()
+        return m.after(x)
 
-        def forward(self, x):
-            x = torch.tanh(self.before(x))
-            torch._dynamo.graph_break()
-            return self.after(x)
-
-    check(one_step(Model(), noise(*X)), {"before": "fp8", "after": "fp8"})
+    check(one_step(Model(forward, before=linear(), after=linear()), noise(*X)), {"before": "fp8", "after": "fp8"})
 
 
 # -- nothing to do -----------------------------------------------------------------------------------------------------------
@@ -639,10 +485,6 @@ def test_a_model_without_an_eligible_matmul_is_an_error_in_strict_mode():
     with pytest.raises(Exception, match="(?i)matmul") as raised:
         compiled(noise(32, 64)).sum().backward()
     assert isinstance(raised.value, StrictError) or isinstance(getattr(raised.value, "inner_exception", None), StrictError)
-
-
-def test_strict_mode_takes_a_model_with_eligible_matmuls():
-    check(one_step(Mlp(), noise(*X), strict=True), {"up": "fp8", "down": "fp8"})
 
 
 class Convolutions(nn.Module):
@@ -686,7 +528,7 @@ def test_a_part_without_matmuls_is_as_it_should_be(caplog):
             assert not caplog.records and len(fp8compile.report(model).graphs) == 2
         for compile_it in (lambda m: torch.compile(m, backend="fp8"), lambda m: m.compile(backend="fp8") or m):
             torch._dynamo.reset()
-            logs.forget()
+            hooks.forget_trainings()
             compile_it(Convolutions())(x).sum().backward()
             assert "no matmul of Convolutions becomes FP8" in caplog.text
             caplog.clear()
@@ -695,12 +537,5 @@ def test_a_part_without_matmuls_is_as_it_should_be(caplog):
 
 
 def test_a_graph_without_any_matmul_trains():
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(128))
-
-        def forward(self, x):
-            return torch.tanh(x * self.scale)
-
-    assert one_step(Model(), noise(*X), floor=100.0).matmuls == []
+    model = Model(lambda m, x: torch.tanh(x * m.scale), scale=nn.Parameter(torch.ones(128)))
+    assert one_step(model, noise(*X), floor=100.0).matmuls == []
