@@ -39,71 +39,51 @@ def pruned() -> nn.Module:
     return made
 
 
-def dora() -> nn.Module:
-    """A direction and a magnitude for each row."""
-    return Model(
-        lambda m, x: F.linear(x, m.magnitude[:, None] * (m.v / m.v.norm(dim=1, keepdim=True).detach())),
-        v=parameter(256, 128),
-        magnitude=nn.Parameter(torch.full((256,), 2.0)),
-    )
-
-
-def fused() -> nn.Module:
-    """One matmul with three parameters."""
-    q, k, v = (parameter(128, 128, seed=i) for i in range(3))
-    return Model(lambda m, x: F.linear(x, torch.cat([m.q, m.k, m.v])), q=q, k=k, v=v)
-
-
-def half() -> nn.Module:
-    return Model(lambda m, x: F.linear(x, m.w * 0.5), w=parameter(256, 128))
-
-
-def stacked() -> nn.Module:
-    return Model(lambda m, x: torch.einsum("td,edf->etf", x, m.w).sum(0), w=parameter(4, 128, 64))
-
-
-def by_input() -> nn.Module:
-    """A weight with one scale for each input feature, and a mask in a buffer."""
-    return Model(
-        lambda m, x: x @ (m.w * m.mask * m.s).t(),
-        w=parameter(256, 128),
-        s=nn.Parameter(torch.full((128,), 4.0)),
-        mask=ternary(256, 128, seed=4).abs(),
-    )
-
-
-def twice() -> nn.Module:
-    """Two matmuls with one computed weight."""
-
-    def function(m: nn.Module, x: Tensor) -> Tensor:
-        w = m.w * m.s
-        return F.linear(x, w) + F.linear(x.flip(0), w)
-
-    return Model(function, w=parameter(256, 128), s=nn.Parameter(torch.tensor(0.5)))
-
-
-def checkpointed() -> nn.Module:
-    return Model(lambda m, x: checkpoint(m.inner, x, use_reentrant=False), inner=parametrizations.weight_norm(linear()))
-
-
 def spectral() -> nn.Module:
     torch.manual_seed(0)
     return parametrizations.spectral_norm(linear())
 
 
+def dora(m: nn.Module, x: Tensor) -> Tensor:
+    """A direction and a magnitude for each row."""
+    return F.linear(x, m.magnitude[:, None] * (m.v / m.v.norm(dim=1, keepdim=True).detach()))
+
+
+def twice(m: nn.Module, x: Tensor) -> Tensor:
+    """Two matmuls with one computed weight."""
+    w = m.w * m.s
+    return F.linear(x, w) + F.linear(x.flip(0), w)
+
+
+def full(*shape: int, value: float) -> nn.Parameter:
+    return nn.Parameter(torch.full(shape, value))
+
+
 BUILDS: dict[str, Callable[[], nn.Module]] = {
     "weight_norm": lambda: parametrizations.weight_norm(linear(bias=True)),
     "weight_norm by hooks": lambda: nn.utils.weight_norm(linear()),
-    "weight_norm, checkpointed": checkpointed,
+    "weight_norm, checkpointed": lambda: Model(
+        lambda m, x: checkpoint(m.inner, x, use_reentrant=False), inner=parametrizations.weight_norm(linear())
+    ),
     "spectral_norm": spectral,
     "softplus": softplus,
     "pruned": pruned,
-    "dora": dora,
-    "fused": fused,
-    "half": half,
-    "stacked": stacked,
-    "by_input": by_input,
-    "twice": twice,
+    "dora": lambda: Model(dora, v=parameter(256, 128), magnitude=full(256, value=2.0)),
+    # one matmul with three parameters
+    "fused": lambda: Model(
+        lambda m, x: F.linear(x, torch.cat([m.q, m.k, m.v])),
+        **{name: parameter(128, 128, seed=i) for i, name in enumerate("qkv")},
+    ),
+    "half": lambda: Model(lambda m, x: F.linear(x, m.w * 0.5), w=parameter(256, 128)),
+    "stacked": lambda: Model(lambda m, x: torch.einsum("td,edf->etf", x, m.w).sum(0), w=parameter(4, 128, 64)),
+    # one scale for each input feature, and a mask in a buffer
+    "by_input": lambda: Model(
+        lambda m, x: x @ (m.w * m.mask * m.s).t(),
+        w=parameter(256, 128),
+        s=full(128, value=4.0),
+        mask=ternary(256, 128, seed=4).abs(),
+    ),
+    "twice": lambda: Model(twice, w=parameter(256, 128), s=full(value=0.5)),
 }
 
 
