@@ -193,7 +193,8 @@ def test_experts_whose_sides_do_not_fit(size, how):
 
 def test_explain_and_compare_take_it():
     model, x = make(lambda: Mlp(1024, 4096), dtype=torch.bfloat16), noise(8192, 1024, dtype=torch.bfloat16)
-    for key, (recipe, where) in DEVICES.items():
+    for key in ("h100", "b200"):
+        recipe, where = DEVICES[key]
         records = fp8compile.explain(model, x, options={"recipe": "auto"}, device=key).matmuls
         assert {r.how for r in records if r.decision == "fp8"} == {f"{recipe} (auto on {where})"}, key
     given = {"options": {"recipe": "auto", "policy": ALL_FP8}, "loss": lambda y: y.square().mean()}
