@@ -32,18 +32,19 @@ from torch.distributed.fsdp import fully_shard
 
 import fp8compile
 import fp8compile.distributed
-from benchmarks.interpreted import interpreted
-from benchmarks.models import Llama, LlamaShape
-from fp8compile.config.policy import load
-from fp8compile.runtime import phases
-from tests.support.models import ResidualMlp
+from tests.support import hooks
+from tests.support.models import LlamaLayer, ResidualMlp
+from tests.support.policies import load
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 NOT_RUN = re.compile(r"# Not run by a test( of this page)?: \w+")
 COMPLETE = ("index.md", "tutorial.md", "how-to")  # pages whose code needs no names from here
 COMPILED = ("README.md", "docs/index.md")  # also run as users run them, through Inductor
-SLOW = ("docs/estimates.md",)
+COSTLY = (  # each takes seconds to compile: slow
+    *("docs/estimates.md", "docs/export.md", "docs/compare.md", "docs/telemetry.md", "docs/how-to/accumulate.md"),
+    *(f"docs/how-to/{name}.md" for name in ("bf16-first", "lora", "nan", "not-faster", "resume", "save-memory")),
+)
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,11 @@ def name(page: Path) -> str:
 
 
 def is_slow(page: Path) -> bool:
-    return name(page) in SLOW or any(block.language == "bash" and block.runs for block in blocks(page))
+    return name(page) in (*COSTLY, *COMPILED) or has_commands(page)
+
+
+def has_commands(page: Path) -> bool:
+    return any(block.language == "bash" and block.runs for block in blocks(page))
 
 
 WITH_PYTHON = [page for page in PAGES if any(block.language in ("python", "bash") for block in blocks(page))]
@@ -112,6 +117,22 @@ class Blocks(nn.Module):
         return x.square().mean()
 
 
+class Llama(nn.Module):
+    """Three layers of these sizes, with tied embeddings: tokens, targets -> loss."""
+
+    def __init__(self, sizes: tuple[int, int, int, int], length: int) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(1024, sizes[0]), nn.Linear(sizes[0], 1024, bias=False)
+        self.layers = nn.ModuleList(LlamaLayer(*sizes) for _ in range(3))
+        self.head.weight = self.tokens.weight
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1).float(), targets.flatten())
+
+
 def given(page: Path, folder: Path) -> dict[str, Any]:
     """The names that the fragments of a page take for granted."""
     if page.parent.name in COMPLETE or name(page) in ("docs/index.md", "docs/tutorial.md"):
@@ -122,8 +143,7 @@ def given(page: Path, folder: Path) -> dict[str, Any]:
         model = Blocks()
         return {"fp8compile": fp8compile, "fully_shard": fully_shard, "dcp": dcp, "model": model, "path": folder / "saved"}
     if page.name == "estimates.md":
-        small = LlamaShape(layers=3, width=1024, heads=8, kv_heads=8, hidden=2048, vocabulary=1024)
-        return {"torch": torch, "fp8compile": fp8compile, "Llama": Llama, "LLAMA_8B": small}
+        return {"torch": torch, "fp8compile": fp8compile, "Llama": Llama, "LLAMA_8B": (1024, 8, 8, 2048)}
     model, x = Blocks(), torch.randn(64, 128)
     torch.save(model.state_dict(), "model.pt")
 
@@ -199,10 +219,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty working folder, from which modules can be imported. One process is a process group."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(phases._state, "offset", phases._state.offset)  # put back: a page sets the step of all models
     before = set(sys.modules)
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    yield tmp_path
+    with hooks.phases_afresh():  # a page sets the step of all models
+        yield tmp_path
     dist.destroy_process_group()
     fp8compile.set_phase(None)
     for module in set(sys.modules) - before:
@@ -210,16 +230,18 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
             del sys.modules[module]
 
 
-@pytest.mark.parametrize("page", [page for page in WITH_PYTHON if not is_slow(page)], ids=name)
-def test_the_code_of_a_page_runs(page: Path, folder: Path) -> None:
-    with interpreted():
-        run(page, folder)
+INTERPRETED = [page for page in WITH_PYTHON if name(page) not in ("docs/estimates.md", *COMPILED) and not has_commands(page)]
+
+
+@pytest.mark.parametrize("page", [pytest.param(x, marks=[pytest.mark.slow] * is_slow(x)) for x in INTERPRETED], ids=name)
+def test_the_code_of_a_page_runs(page: Path, folder: Path, interpreted: None) -> None:
+    run(page, folder)
 
 
 @pytest.mark.slow
 @pytest.mark.compiled
 @pytest.mark.timeout(1800)  # a loaded machine compiles the tutorial's model for minutes
-@pytest.mark.parametrize("page", [page for page in WITH_PYTHON if is_slow(page) or name(page) in COMPILED], ids=name)
+@pytest.mark.parametrize("page", [page for page in WITH_PYTHON if page not in INTERPRETED], ids=name)
 def test_the_code_of_a_page_runs_through_inductor(page: Path, folder: Path) -> None:
     run(page, folder)
 

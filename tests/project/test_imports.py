@@ -1,24 +1,28 @@
-"""The contracts of the architecture: imports go downwards, folders have no cycles, private torch stays in compat."""
+"""The contracts of the architecture: imports go downwards, folders have no cycles, private torch stays in compat; and those of
+the tests: they enter by public names and by `support/hooks.py`, and know nothing of benchmarks."""
 
 from __future__ import annotations
 
+import ast
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+import fp8compile
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture(scope="module")
-def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
     """A copy of the package and its settings in a temporary folder."""
-    folder = tmp_path_factory.mktemp("copy")
-    shutil.copytree(ROOT / "fp8compile", folder / "fp8compile", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "pyproject.toml", folder)
-    return folder
+    shutil.copytree(ROOT / "fp8compile", tmp_path / "fp8compile", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    return tmp_path
 
 
 def imports(folder: Path) -> subprocess.CompletedProcess[str]:
@@ -32,51 +36,188 @@ def ruff(folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
 
 
-def planted(folder: Path, file: str, line: str) -> Path:
-    """A copy with one line added at the end of a file."""
+def plant(folder: Path, file: str, line: str) -> None:
+    """Add one line at the end of a file."""
     path = folder / "fp8compile" / file
     path.write_text(path.read_text() + f"\n{line}\n")
-    return path
 
 
 def test_the_package_keeps_its_contracts(copy: Path) -> None:
-    assert imports(copy).returncode == 0, imports(copy).stdout
-    assert ruff(copy).returncode == 0, ruff(copy).stdout
+    done, checked = imports(copy), ruff(copy)
+    assert done.returncode == 0, done.stdout
+    assert checked.returncode == 0, checked.stdout
 
 
-@pytest.mark.parametrize(
-    "file, line, why",
-    [
-        ("ir/ops.py", "from ..runtime import state", "fp8compile.ir is not allowed to import fp8compile.runtime"),
-        ("devices/gpu.py", "from ..config import recipe", "fp8compile.devices is not allowed to import fp8compile.config"),
-        ("passes/legality.py", "from . import decide", "No cycles are allowed in fp8compile.passes"),
-    ],
-)
-def test_an_import_upwards_or_in_a_circle_is_refused(copy: Path, file: str, line: str, why: str) -> None:
-    before = (copy / "fp8compile" / file).read_text()
-    path = planted(copy, file, line)
-    try:
-        done = imports(copy)
-    finally:
-        path.write_text(before)
-    assert done.returncode != 0 and why in done.stdout, done.stdout
+def test_imports_upwards_and_in_a_circle_are_refused(copy: Path) -> None:
+    plant(copy, "ir/ops.py", "from ..runtime import state")
+    plant(copy, "devices/gpu.py", "from ..config import recipe")
+    plant(copy, "passes/legality.py", "from . import decide")
+    done = imports(copy)
+    assert done.returncode != 0
+    assert "fp8compile.ir is not allowed to import fp8compile.runtime" in done.stdout
+    assert "fp8compile.devices is not allowed to import fp8compile.config" in done.stdout
+    assert "No cycles are allowed in fp8compile.passes" in done.stdout
 
 
 def test_a_file_at_the_root_is_refused(copy: Path) -> None:
-    path = copy / "fp8compile" / "helpers.py"
-    path.write_text("")
-    try:
-        done = imports(copy)
-    finally:
-        path.unlink()
+    (copy / "fp8compile" / "helpers.py").write_text("")
+    done = imports(copy)
     assert done.returncode != 0 and "helpers" in done.stdout + done.stderr, done.stdout
 
 
 def test_private_torch_is_refused_outside_of_compat(copy: Path) -> None:
-    before = (copy / "fp8compile" / "ir/ops.py").read_text()
-    path = planted(copy, "ir/ops.py", "import torch._dynamo")
-    try:
-        done = ruff(copy)
-    finally:
-        path.write_text(before)
+    plant(copy, "ir/ops.py", "import torch._dynamo")
+    done = ruff(copy)
     assert done.returncode != 0 and "TID251" in done.stdout and "fp8compile/compat" in done.stdout, done.stdout
+
+
+# -- what tests import -------------------------------------------------------------------------------------------------
+
+PUBLIC = ("distributed", "optim", "errors", "integrations")  # modules that users import
+HOOKS = "support/hooks.py"
+ROOMS = ("codegen", "ir", "config", "devices", "compat")  # whose tests have the room's own modules as their subject
+# These still reach inside. The list only shrinks: what a file does not import any more goes from here.
+EXCEPTIONS: dict[str, str] = {
+    "backend/test_demo.py": "backend config",
+    "backend/test_executed.py": "compat devices dryrun",
+    "backend/test_experts.py": "compat devices dryrun",
+    "backend/test_gpu.py": "compat passes",
+    "backend/test_gpu_graph.py": "backend devices dryrun ir",
+    "backend/test_random_training.py": "ir",
+    "backend/test_transformers.py": "reporting",
+    "cli/test_cli.py": "cli config devices dryrun logs",
+    "codegen/test_block_gemm.py": "config devices ir",
+    "codegen/test_block_kernels.py": "ir passes",
+    "codegen/test_expressions.py": "ir",
+    "codegen/test_grouped_gemm.py": "config ir",
+    "codegen/test_grouped_kernels.py": "ir",
+    "codegen/test_kernels.py": "compat",
+    "codegen/test_machine_code.py": "dryrun",
+    "codegen/test_random_graphs.py": "compat ir passes",
+    "codegen/test_scaled_mm.py": "config devices dryrun ir",
+    "codegen/test_small_kernels.py": "ir",
+    "config/test_options.py": "devices",
+    "config/test_policy.py": "devices",
+    "config/test_shipped_policies.py": "passes",
+    "devices/test_catalog.py": "logs",
+    "devices/test_cost.py": "config",
+    "distributed/test_all_to_alls.py": "devices dryrun ir",
+    "distributed/test_amax_groups.py": "compat runtime",
+    "distributed/test_checkpoints.py": "ir",
+    "distributed/test_ddp.py": "compat",
+    "distributed/test_equivalence_on_ranks.py": "reporting",
+    "distributed/test_parallelism.py": "ir",
+    "distributed/test_wire.py": "devices runtime",
+    "dryrun/test_compare.py": "dryrun",
+    "dryrun/test_estimate.py": "devices dryrun",
+    "dryrun/test_explain.py": "reporting",
+    "dryrun/test_fake_gpu.py": "devices dryrun",
+    "dryrun/test_instructions.py": "devices dryrun",
+    "dryrun/test_mesh.py": "devices dryrun ir",
+    "dryrun/test_tune.py": "config devices dryrun ir",
+    "dryrun/test_watch.py": "reporting",
+    "exporting/test_mxfp8.py": "config exporting",
+    "hosts/test_lightning_callback.py": "ir runtime",
+    "hosts/test_lightning_ranks.py": "runtime",
+    "hosts/test_trainer.py": "ir",
+    "hosts/test_trainer_ranks.py": "runtime",
+    "ir/test_torchao.py": "config",
+    "optim/test_kernels.py": "devices dryrun runtime",
+    "passes/test_all_gathers.py": "dryrun ir",
+    "passes/test_auto.py": "config devices",
+    "passes/test_flatten.py": "dryrun",
+    "passes/test_fusion.py": "codegen compat ir",
+    "passes/test_gathered.py": "devices dryrun ir passes",
+    "passes/test_invariants.py": "compat ir passes",
+    "passes/test_merge.py": "dryrun ir",
+    "passes/test_profitability.py": "devices ir passes",
+    "passes/test_recast.py": "devices dryrun passes",
+    "passes/test_recipes.py": "ir",
+    "passes/test_save.py": "dryrun ir",
+    "passes/test_spellings.py": "ir reporting",
+    "passes/test_turned.py": "devices dryrun",
+    "passes/test_weight_tiles.py": "config ir",
+    "project/test_docs.py": "config",
+    "reporting/test_html.py": "dryrun ir reporting",
+    "reporting/test_monitor.py": "cli reporting",
+    "reporting/test_outside.py": "reporting",
+    "reporting/test_report.py": "ir logs reporting runtime",
+    "reporting/test_reports_of_training.py": "reporting",
+    "reporting/test_stats.py": "ir reporting runtime",
+    "runtime/test_frozen.py": "devices dryrun",
+    "runtime/test_functional.py": "ir",
+    "runtime/test_headroom.py": "config devices ir",
+    "runtime/test_warm_start.py": "compat ir runtime",
+    "runtime/test_weight_cache.py": "dryrun",
+    "support/executed.py": "compat devices dryrun runtime",
+    "support/fuzz_policies.py": "config devices",
+    "support/fuzz_training.py": "ir",
+    "support/gpu_steps.py": "devices dryrun",
+    "support/groups.py": "compat ir passes",
+    "support/interpreter.py": "codegen compat",
+    "support/machine_code.py": "codegen compat devices dryrun",
+    "support/operands.py": "devices ir",
+    "support/policies.py": "config",
+    "support/regenerate.py": "codegen ir passes",
+    "support/times.py": "config dryrun",
+}
+
+
+def inside(path: Path) -> set[str]:
+    """The rooms of the package that a file imports, or patches by name: not public names, and not the modules of PUBLIC."""
+    found = set()
+    for name in names(ast.parse(path.read_text())):
+        _, _, rest = name.partition(".")
+        first = rest.partition(".")[0]
+        if rest and first not in PUBLIC and (rest not in fp8compile.__all__ and not first.startswith("__")):
+            found.add(first)
+    return found
+
+
+def names(tree: ast.AST) -> Iterator[str]:
+    """What is imported from fp8compile, as dotted names, and names in strings that are patched."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.partition(".")[0] == "fp8compile")
+        elif isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] == "fp8compile":
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            function = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if function in ("patch", "setattr") and str(node.args[0].value).startswith("fp8compile."):
+                yield str(node.args[0].value)
+
+
+def test_tests_enter_by_public_names_and_hooks() -> None:
+    found = {}
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        file = path.relative_to(ROOT / "tests").as_posix()
+        own = {file.partition("/")[0]} & {*ROOMS}
+        if file != HOOKS and "expected/" not in file and (rooms := inside(path) - own):
+            found[file] = " ".join(sorted(rooms))
+    more = {file: rooms for file, rooms in found.items() if not {*rooms.split()} <= {*EXCEPTIONS.get(file, "").split()}}
+    assert not more, f"these need a function in tests/{HOOKS}: {more}"
+    assert found == EXCEPTIONS, "these reach inside no more: take them out of the list"
+
+
+def test_tests_know_nothing_of_benchmarks() -> None:
+    for path in (ROOT / "tests").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            modules += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert "benchmarks" not in {module.partition(".")[0] for module in modules}, path
+
+
+def test_what_reaches_inside_is_noticed(tmp_path: Path) -> None:
+    lines = {
+        "import fp8compile": set(),
+        "from fp8compile import report, errors": set(),
+        "from fp8compile.errors import OptionError": set(),
+        "from fp8compile.optim import AdamW": set(),
+        "from fp8compile import compat": {"compat"},
+        "def f():\n    from fp8compile.runtime import state": {"runtime"},
+        "import fp8compile.passes.save": {"passes"},
+        "mock.patch('fp8compile.backend.run_joint')": {"backend"},
+    }
+    for line, rooms in lines.items():
+        (tmp_path / "a.py").write_text(line)
+        assert inside(tmp_path / "a.py") == rooms, line
