@@ -19,6 +19,7 @@ The mutants are in `compiler.toml` (what happens to a graph) and `training.toml`
 from __future__ import annotations
 
 import ast
+import functools
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,6 +67,11 @@ def _read(path: Path) -> list[dict]:
     return tomllib.loads(path.read_text())["mutants"]
 
 
+@functools.cache
+def _meaning(text: str) -> str:
+    return ast.dump(ast.parse(text))
+
+
 def problems(root: Path = ROOT) -> list[str]:
     """What is wrong with the list itself: a place that is not there once, a fault that is none, a test file that is gone."""
     found = []
@@ -79,7 +85,7 @@ def problems(root: Path = ROOT) -> list[str]:
             continue
         text = (root / "fp8compile" / mutant.file).read_text()
         try:
-            same = ast.dump(ast.parse(text)) == ast.dump(ast.parse(mutant.planted(text)))
+            same = _meaning(text) == _meaning.__wrapped__(mutant.planted(text))
         except SyntaxError as error:
             found.append(f"{where}: with the fault it cannot be parsed: {error}")
             continue

@@ -27,6 +27,8 @@ def main() -> int:
     run.add_argument("--to", choices=("killer", "named", "room", "tier", "all"), default="tier", help=far)
     run.add_argument("--tier", choices=("check", "test", "slow"), default="slow", help="the slowest tests that count")
     run.add_argument("--limit", type=float, default=1200.0, metavar="SECONDS", help="of one run of pytest")
+    run.add_argument("--missing", action="store_true", help="leave out what the table has")
+    run.add_argument("--unproved", action="store_true", help="do not ask whether a test passes without the fault")
     run.add_argument("--show", action="store_true", help="print what pytest printed")
     given = parser.parse_args()
     if given.command == "check":
@@ -54,10 +56,12 @@ def plant(given: argparse.Namespace, chosen: list) -> int:
     from .search import Search
     from .tree import Tree
 
+    if given.missing:
+        chosen = [mutant for mutant in chosen if mutant.id not in read(given.table)]
     tree = Tree(given.root.resolve(), given.limit, given.show)
     done = []
     try:
-        search = Search(tree, given.to, given.tier)
+        search = Search(tree, given.to, given.tier, not given.unproved)
         for mutant in chosen:
             if mutant.places(tree.folder) != 1:
                 print(f"{mutant.id:3} its line is not in {given.root}", flush=True)

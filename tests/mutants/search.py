@@ -28,10 +28,11 @@ PROCESSES = ("all_gather", "gathered_scales", "compression", "wire", "checkpoint
 
 
 class Search:
-    """`to`: how far to look. `tier`: the slowest tier whose tests count, "check", "test" or "slow"."""
+    """`to`: how far to look. `tier`: the slowest tier whose tests count, "check", "test" or "slow". `prove`: a new
+    killer has to pass without the fault."""
 
-    def __init__(self, tree: Tree, to: str = "tier", tier: str = "slow"):
-        self.tree, self.to, self.tier = tree, to, tier
+    def __init__(self, tree: Tree, to: str = "tier", tier: str = "slow", prove: bool = True):
+        self.tree, self.to, self.tier, self.prove = tree, to, tier, prove
         self.broken: list[str] = []  # tests that fail without any fault
         self.proved: set[str] = set()  # tests that pass without one
         self.check = files_of_check(tree.folder)
@@ -46,7 +47,7 @@ class Search:
                 if not found:
                     break
                 test = found.removeprefix("tests/")
-                if test == killer or self._passes(found):
+                if not self.prove or test == killer or self._passes(found):
                     return Row(mutant.id, self._tier(found, run), test, run.seconds)
                 if found not in run.failed:
                     break  # a whole file that cannot be imported, with or without the fault

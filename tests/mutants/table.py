@@ -27,8 +27,12 @@ def read(path: Path) -> dict[str, Row]:
     """The rows of a table by id; {} if there is none."""
     if not path.exists():
         return {}
-    lines = [[cell.strip() for cell in line.split(" | ", 5)] for line in path.read_text().splitlines()[1:]]
-    return {id_: Row(id_, tier, test, float(seconds)) for id_, _, _, tier, test, seconds in lines}
+    rows = {}
+    for line in path.read_text().splitlines()[1:]:
+        cells, _, seconds = line.rpartition(" | ")  # a test's name may have a bar
+        id_, _, _, tier, test = (cell.strip() for cell in cells.split(" | ", 4))
+        rows[id_] = Row(id_, tier, test, float(seconds))
+    return rows
 
 
 def write(path: Path, rows: Mapping[str, Row], mutants: Iterable[Mutant]) -> None:
