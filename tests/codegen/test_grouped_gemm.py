@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -13,21 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.fx import GraphModule
-from torch.fx.experimental.proxy_tensor import make_fx
 
-from fp8compile.codegen import grouped_gemm, launch, scaled_grouped, triton_grouped
-from fp8compile.codegen.inline import Inliner
+from fp8compile.codegen import grouped_gemm, scaled_grouped, triton_grouped
 from fp8compile.codegen.scaled_mm_kind import EMULATED, GROUPED, LINE, MX_BLOCK, MX_TILE, REFERENCE, SQUARE, TRITON, how_grouped
 from fp8compile.config.recipe import ROW, WHOLE, Block
-from fp8compile.devices import support
 from fp8compile.ir import grouped
 from tests.codegen.test_block_gemm import INSTRUCTION, gpu
-from tests.support import interpreter
-from tests.support.interpreter import OLD_INTERPRETER, Interpreted
+from tests.support import hooks, interpreter
+from tests.support.interpreter import OLD_INTERPRETER
 from tests.support.machine_code import SHARED, TARGETS, compile_function, resources
 from tests.support.operands import B200, BF16, E4M3, F32, FNUZ, H100, MI300X, RTX4090, RTX5090, ends
 
-SIZES = [0, 130, 0, 257, 1, 16, 15, 17, 0]
+SIZES = [0, 70, 0, 129, 1, 16, 15, 17, 0]
 # (a's block, b's block, one scale a matrix of b)
 OF_ROWS = [
     (WHOLE, WHOLE, False), (WHOLE, WHOLE, True), (ROW, ROW, False), (ROW, WHOLE, True), (WHOLE, ROW, False),
@@ -37,8 +33,9 @@ OF_COLUMNS = [(WHOLE, WHOLE), (ROW, ROW), (ROW, WHOLE), (LINE, LINE), (MX_BLOCK,
 
 
 @pytest.fixture(autouse=True)
-def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(support, "cuda_version", lambda: (13, 0))
+def cuda() -> Iterator[None]:
+    with hooks.cuda_version(13, 0):
+        yield
 
 
 def test_the_choice() -> None:
@@ -110,10 +107,7 @@ def launched(
     call: Any, given: Sequence[Tensor], gpu: Any = RTX4090, tile: tuple = (64, 32, 4, 1), dynamic: bool = False
 ) -> GraphModule:
     """A graph with one `grouped_mm`, lowered to a launch that the interpreter runs on the CPU."""
-    with (
-        mock.patch.object(scaled_grouped, "gpu_of", lambda _: gpu),
-        mock.patch.object(grouped_gemm, "configurations", lambda *_: (tile,)),
-    ):
+    with hooks.matmuls_for(gpu, tile):
         return interpreter.launched(call, given, grouped.grouped_mm, scaled_grouped.lower_grouped_mm, dynamic)
 
 
@@ -121,21 +115,24 @@ def assert_kernel(arguments: tuple[Any, ...], rows: int | None = None, **how: An
     """Bit for bit. `rows`: as many are compared; others belong to no group."""
     tensors, rest = arguments[:5], arguments[5:]
     expected = grouped.grouped_mm(*arguments)
-    got = launched(lambda *x: grouped.grouped_mm(*x, *rest), tensors, **how)(*tensors)
+    got = launched(functools.partial(_call, rest=rest), tensors, **how)(*tensors)
     assert expected.any() or not expected.numel()
     assert torch.equal(expected[:rows], got[:rows]), (expected[:rows] - got[:rows]).abs().max()
 
 
+def _call(*given: Tensor, rest: tuple[Any, ...]) -> Tensor:
+    return grouped.grouped_mm(*given, *rest)
+
+
 @pytest.mark.parametrize("kinds", OF_ROWS, ids=str)
-@pytest.mark.parametrize("nk", [(48, 144), (144, 256), (32, 16)], ids=str)
-def test_rows(kinds: tuple, nk: tuple[int, int]) -> None:
-    if kinds[0] == MX_BLOCK:
-        nk = nk[0] + (nk[0] % 32 if kinds[1] == MX_TILE else 0), nk[1] + nk[1] % 32
-    assert_kernel(operands(SIZES, *nk, *kinds, beyond=5), rows=sum(SIZES))
+def test_rows(kinds: tuple) -> None:
+    for n, k in ((48, 144), ((80, 256), (32, 16))[OF_ROWS.index(kinds) % 2]):
+        n, k = n + (n % 32 if kinds[1] == MX_TILE else 0), k + (k % 32 if kinds[0] == MX_BLOCK else 0)
+        assert_kernel(operands(SIZES, n, k, *kinds, beyond=5), rows=sum(SIZES))
 
 
 @pytest.mark.parametrize("kinds", OF_COLUMNS, ids=str)
-@pytest.mark.parametrize("rc", [(48, 144), (16, 32)], ids=str)
+@pytest.mark.parametrize("rc", [(48, 80), (16, 32)], ids=str)
 def test_columns(kinds: tuple, rc: tuple[int, int]) -> None:
     """An empty group's result is zeros; numbers behind the last group are NaN."""
     arguments = columns(SIZES, *rc, *kinds)
@@ -148,13 +145,13 @@ def test_columns(kinds: tuple, rc: tuple[int, int]) -> None:
 def test_native_mx() -> None:
     assert_kernel(operands(SIZES, 48, 160, MX_BLOCK, MX_BLOCK, beyond=5), rows=sum(SIZES), gpu=B200)
     assert_kernel(operands(SIZES, 96, 160, MX_BLOCK, MX_TILE, beyond=5), rows=sum(SIZES), gpu=B200)
-    assert_kernel(columns(SIZES, 48, 144, MX_BLOCK, MX_BLOCK), gpu=B200)
+    assert_kernel(columns(SIZES, 48, 80, MX_BLOCK, MX_BLOCK), gpu=B200)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None, derandomize=True, database=None)
 @given(
-    sizes=st.lists(st.integers(0, 70) | st.sampled_from([0, 15, 16, 17, 64, 65, 128]), min_size=1, max_size=20),
-    nk=st.tuples(st.integers(1, 9), st.integers(1, 20)), which=st.sampled_from(OF_ROWS + [(*x, None) for x in OF_COLUMNS]),
+    sizes=st.lists(st.integers(0, 70) | st.sampled_from([0, 15, 16, 17, 64, 65, 128]), min_size=1, max_size=8),
+    nk=st.tuples(st.integers(1, 5), st.integers(1, 20)), which=st.sampled_from(OF_ROWS + [(*x, None) for x in OF_COLUMNS]),
     tile=st.sampled_from([(16, 32), (64, 32), (128, 128)]), beyond=st.integers(0, 20), seed=st.integers(0, 9),
 )  # fmt: skip
 def test_any_groups(sizes: list[int], nk: tuple[int, int], which: tuple, tile: tuple, beyond: int, seed: int) -> None:
@@ -171,7 +168,7 @@ def test_any_groups(sizes: list[int], nk: tuple[int, int], which: tuple, tile: t
 
 def assert_any(arguments: tuple[Any, ...], rows: int | None = None, **how: Any) -> None:
     tensors, rest = arguments[:5], arguments[5:]
-    got = launched(lambda *x: grouped.grouped_mm(*x, *rest), tensors, **how)(*tensors)
+    got = launched(functools.partial(_call, rest=rest), tensors, **how)(*tensors)
     assert torch.equal(grouped.grouped_mm(*arguments)[:rows], got[:rows])
 
 
@@ -210,8 +207,7 @@ def test_ends_that_make_no_sense_lead_nowhere_outside(bad: list[int]) -> None:
     assert not graph(*given)[known].isnan().any()
 
 
-@pytest.mark.parametrize("fast", [False, True])
-@pytest.mark.parametrize("out", [BF16, torch.float16])
+@pytest.mark.parametrize(("out", "fast"), [(BF16, False), (torch.float16, True)])
 def test_dtypes_and_fast_accumulation(out: torch.dtype, fast: bool) -> None:
     *given, _, _, a_block, b_block = operands(SIZES, 48, 144, ROW, ROW)
     assert_any((*given, out, fast, a_block, b_block))
@@ -221,7 +217,7 @@ def test_dtypes_and_fast_accumulation(out: torch.dtype, fast: bool) -> None:
 @pytest.mark.parametrize("kinds", [(WHOLE, WHOLE), (MX_BLOCK, MX_BLOCK)], ids=str)
 def test_fnuz(kinds: tuple) -> None:
     assert_any(operands(SIZES, 48, 160, *kinds, dtype=FNUZ, beyond=5), sum(SIZES), gpu=MI300X)
-    assert_any(columns(SIZES, 48, 144, *kinds, dtype=FNUZ), gpu=MI300X)
+    assert_any(columns(SIZES, 48, 80, *kinds, dtype=FNUZ), gpu=MI300X)
 
 
 @pytest.mark.skipif(OLD_INTERPRETER, reason="Triton's interpreter takes no argument as the end of a range before 3.7")
@@ -231,18 +227,16 @@ def test_numbers_of_tokens_that_only_a_run_knows(blocks: tuple) -> None:
     for make, pair in ((operands, blocks), (columns, (LINE, LINE) if blocks[0] == LINE else blocks)):
         first = make(SIZES, 48, 128, *pair)
         graph = launched(functools.partial(_call, rest=first[5:]), first[:5], dynamic=True)
-        for sizes in (SIZES, [3, 0, 0, 77, 1, 0, 0, 200, 30]):
+        for sizes in (SIZES, [3, 0, 0, 77, 1, 0, 0, 100, 30]):
             arguments = make(sizes, 48, 128, *pair)
             assert torch.equal(grouped.grouped_mm(*arguments), graph(*arguments[:5]))
 
 
-def _call(*given: Tensor, rest: tuple[Any, ...]) -> Tensor:
-    return grouped.grouped_mm(*given, *rest)
-
-
-@pytest.mark.parametrize("nk", [(96, 160), (32, 288), (160, 32)], ids=str)
-@pytest.mark.parametrize("tile", [(64, 32, 4, 1), (16, 128, 4, 1)], ids=str)
-@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize(
+    ("nk", "tile", "native"),
+    [((96, 160), (64, 32), False), ((32, 288), (16, 128), False), ((160, 32), (64, 32), True), ((96, 160), (16, 128), True)],
+    ids=str,
+)
 def test_one_copy_along_either_dimension(nk: tuple[int, int], tile: tuple, native: bool) -> None:
     """The copy of a stack that lies as [E, K, N], and its scales [E, K / 32, N / 32], read as [E, N, K]."""
     if native and OLD_INTERPRETER:
@@ -251,7 +245,7 @@ def test_one_copy_along_either_dimension(nk: tuple[int, int], tile: tuple, nativ
     expected = grouped.grouped_mm(a, b, a_inv, b_inv, offs, *rest)
     given = (a, b.transpose(1, 2).contiguous(), a_inv, b_inv.transpose(1, 2).contiguous(), offs)
     call = lambda a, b, a_inv, b_inv, offs: grouped.grouped_mm(a, b.transpose(1, 2), a_inv, b_inv.transpose(1, 2), offs, *rest)  # noqa: E731
-    got = launched(call, given, gpu=B200 if native else RTX4090, tile=tile)(*given)
+    got = launched(call, given, gpu=B200 if native else RTX4090, tile=(*tile, 4, 1))(*given)
     assert expected.any() and torch.equal(expected[: sum(SIZES)], got[: sum(SIZES)])
 
 
@@ -270,7 +264,7 @@ def test_stacks_in_another_order(blocks: tuple) -> None:
 # -- the padded order ---------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None, derandomize=True, database=None)
 @given(
     sizes=st.lists(st.integers(0, 40) | st.sampled_from([0, 15, 16, 17, 128]), min_size=1, max_size=40),
     beyond=st.integers(0, 40), align=st.sampled_from([16, 32, 128]),
@@ -278,12 +272,9 @@ def test_stacks_in_another_order(blocks: tuple) -> None:
 def test_the_order_of_groups(sizes: list[int], beyond: int, align: int) -> None:
     offs, m = ends(sizes), sum(sizes) + beyond
     expected = grouped.order_of_groups(offs, m, align)
-    made = make_fx(lambda offs: grouped.group_order(offs, m, align), tracing_mode="fake")(offs)
-    (node,) = made.graph.find_nodes(op="call_function", target=grouped.group_order)
-    with mock.patch.object(launch, "tuned", lambda kernel, tiles: Interpreted(kernel, tiles[0])):
-        scaled_grouped.lower_order(node, Inliner())
-    made.graph.erase_node(node)
-    made.recompile()
+    made = interpreter.launched(
+        lambda offs: grouped.group_order(offs, m, align), (offs,), grouped.group_order, scaled_grouped.lower_order, False
+    )
     for one, other in zip(expected, made(offs), strict=True):
         assert torch.equal(one, other)
     rows, last, groups = expected
@@ -330,7 +321,7 @@ CASES = [
 @pytest.mark.parametrize("target", TARGETS)
 def test_machine_code(target: str) -> None:
     """On each GPU: FP8 tensor cores (bf16 ones for MX where there are none), shared memory that fits, and no spills."""
-    for of_rows, m, kinds in CASES:
+    for of_rows, m, kinds in CASES if target == "sm_90" else [CASES[i] for i in (0, 2, 3, 5, 7)]:
         tile = grouped_gemm.configurations(gpu(target), SHARED[target], kinds[1])[0]
         made = compiled(target, tile, of_rows, m, kinds)
         took = resources(made)

@@ -27,6 +27,7 @@ from fp8compile.devices.formats import fnuz
 from fp8compile.devices.gpu import Gpu, gpu_of
 from fp8compile.dryrun.fake_gpu import unavailable
 from fp8compile.ir import ops
+from tests.support import hooks
 from tests.support.gpu_steps import compile_mlp
 from tests.support.operands import B200, BF16, E4M3, F16, F32, FNUZ, H100, LINE, MI300X, MX_BLOCK, MX_TILE, SQUARE, operand
 
@@ -98,10 +99,7 @@ def graph_of(
         traced = make_fx(call)(*map(moved, given))
         (node,) = traced.graph.find_nodes(op="call_function", target=ops.block_mm)
         properties = mock.Mock(shared_memory_per_block_optin=227 << 10)
-        with (
-            mock.patch.object(scaled_mm, "gpu_of", lambda _: gpu),
-            mock.patch("torch.cuda.get_device_properties", lambda *_: properties),
-        ):
+        with hooks.matmuls_for(gpu), mock.patch("torch.cuda.get_device_properties", lambda *_: properties):
             result = scaled_mm.lower_block_mm(node, Inliner())
     node.replace_all_uses_with(result)
     traced.graph.erase_node(node)
@@ -131,8 +129,8 @@ def test_rowwise_graph(pair: tuple) -> None:
 def test_the_scale_of_one_row_is_found_in_its_vector() -> None:
     """`as_strided` counts from the beginning of the storage, so a view of one of many scales is copied first."""
     inverses = torch.tensor([8.0, 0.5, 2.0])
-    with mock.patch.object(scaled_mm, "scaled", lambda a, b, a_scale, b_scale, *_: (a_scale, b_scale)):
-        scales: Any = scaled_mm.rowwise(torch.zeros(1, 32), torch.zeros(1, 32), inverses[1:2], inverses[2:3], None, BF16, False)
+    with hooks.scales_of_products() as scales:
+        scaled_mm.rowwise(torch.zeros(1, 32), torch.zeros(1, 32), inverses[1:2], inverses[2:3], None, BF16, False)
     assert [x.item() for x in scales] == [0.5, 2.0]
 
 
@@ -215,12 +213,12 @@ def test_scales_of_sizes_that_are_symbols(form: Callable, flipped: bool) -> None
 @pytest.mark.parametrize(
     ("gpu", "recipe", "dynamic", "expected"),
     [
-        ("h200", "rowwise", False, {"_scaled_mm": 6}),
+        pytest.param("h200", "rowwise", False, {"_scaled_mm": 6}, marks=pytest.mark.slow),
         ("h200", "blockwise", False, {"_scaled_mm": 4, "fp8_gemm": 2}),
-        ("b200", "blockwise", True, {"fp8_gemm": 6}),
+        pytest.param("b200", "blockwise", True, {"fp8_gemm": 6}, marks=pytest.mark.slow),
         ("b200", "mxfp8", True, {"_scaled_mm": 6}),
-        ("b200", "mxfp8 tiles", False, {"_scaled_mm": 6}),
-        ("h200", "mxfp8", False, {"mm": 6}),
+        pytest.param("b200", "mxfp8 tiles", False, {"_scaled_mm": 6}, marks=pytest.mark.slow),
+        pytest.param("h200", "mxfp8", False, {"mm": 6}, marks=pytest.mark.slow),
     ],
 )
 def test_training_step(gpu: str, recipe: str, dynamic: bool, expected: dict[str, int]) -> None:
@@ -265,7 +263,7 @@ def test_on_a_device(pair: tuple, sizes: tuple[int, int, int], out_dtype: torch.
     for way in dict.fromkeys((first, *OTHER_WAYS[pair[0]])):
         graph = make_fx(call, tracing_mode="fake")(*given)
         (node,) = graph.graph.find_nodes(op="call_function", target=ops.block_mm)
-        with mock.patch.object(scaled_mm_kind, "how", lambda *_, way=way: way):
+        with hooks.block_mm_by(way):
             node.replace_all_uses_with(scaled_mm.lower_block_mm(node, Inliner()))
         graph.graph.erase_node(node)
         graph.recompile()
