@@ -56,8 +56,10 @@ def names(report: Report) -> list[str]:
 
 def test_what_dynamo_leaves_to_eager() -> None:
     model = Net(False, True, True)
+    explained = fp8compile.explain(model, TOKENS)
     torch.compile(model, backend="fp8")(TOKENS).sum().backward()
     report = fp8compile.report(model)
+    assert names(explained) == names(report) and "of what was compiled" in explained.summary()
     assert names(report) == [f"layers.{i}.{last}.weight" for i in (1, 2) for last in ("up", "down")]
     assert report.outside[0] == OutsideRecord("layers.1.up", "Linear", "layers.1.up.weight", 256, 128)
     why = "outside of what was compiled, left to eager by Dynamo, or not called yet"
@@ -101,14 +103,11 @@ def test_a_branch_that_was_not_called_yet() -> None:
 
 def test_evaluation_and_frozen_parts() -> None:
     """A graph for evaluation reads the weights, too. So does one of a part that has no gradients."""
-    model = Net(False, False)
-    run = torch.compile(model, backend="fp8")
+    model, frozen = Net(False), Net(False)
     with torch.no_grad():
-        run(TOKENS)
+        torch.compile(model, backend="fp8")(TOKENS)
     assert names(fp8compile.report(model)) == []
-    frozen = Net(False, False)
     frozen.layers[0].requires_grad_(False)
-    torch._dynamo.reset()
     torch.compile(frozen, backend="fp8")(TOKENS).sum().backward()
     assert names(fp8compile.report(frozen)) == []
 
@@ -122,12 +121,6 @@ def test_tied_weights_are_one() -> None:
     model.layers[1].up.weight = model.layers[0].up.weight
     torch.compile(model, backend="fp8")(TOKENS).sum().backward()
     assert names(fp8compile.report(model)) == ["layers.1.down.weight"]
-
-
-def test_before_compiling() -> None:
-    report = fp8compile.explain(Net(False, True), TOKENS)
-    assert names(report) == ["layers.1.up.weight", "layers.1.down.weight"]
-    assert "of what was compiled" in report.summary()
 
 
 def test_weights_of_other_modules() -> None:
