@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import re
 from collections.abc import Callable, Iterator
@@ -17,7 +18,8 @@ from torch import Tensor, nn
 import fp8compile
 from fp8compile.dryrun.fake_gpu import Step, trace, unavailable
 from fp8compile.ir.records import CollectiveRecord
-from tests.support.harness import ALL_FP8, interpreted
+from tests.support import hooks
+from tests.support.harness import ALL_FP8
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
 needs_fake_gpu = pytest.mark.skipif(unavailable() is not None, reason=unavailable() or "")
@@ -30,7 +32,7 @@ def ranks() -> Iterator[None]:
     """Two ranks, of which this is the first; the other one is not there."""
     importlib.import_module("torch.testing._internal.distributed.fake_pg")  # registers the backend
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=RANKS)
-    with mock.patch("fp8compile.compat.different", return_value={}):
+    with hooks.ranks_agree():
         yield
     dist.destroy_process_group()
 
@@ -101,15 +103,23 @@ def cast(recipe: str) -> tuple[str, str]:
     return "fp8_mul_cast", "fp8_cast"
 
 
-every = pytest.mark.parametrize(("recipe", "dim"), [("delayed", 0), ("delayed", 1), ("tensorwise", 0), ("tensorwise", 1)])
+def cases(*fast: tuple[str, int]) -> Any:
+    every = [(recipe, dim) for recipe in ("delayed", "tensorwise") for dim in (0, 1)]
+    marked = [pytest.param(*case, marks=() if case in fast else pytest.mark.slow) for case in every]
+    return pytest.mark.parametrize(("recipe", "dim"), marked)
+
+
+@functools.cache
+def made_by(recipe: str, dim: int) -> Step:
+    return step(SequenceParallel(dim).bfloat16(), shard(dim), recipe=recipe)
 
 
 @needs_fake_gpu
-@every
+@cases(("delayed", 1))
 def test_what_a_gpu_sends(recipe: str, dim: int) -> None:
     """FP8 itself, which NCCL can send. The part is cast in the kernel of its producer, right before it is gathered; nothing of
     the whole tensor is cast, and all matmuls are FP8."""
-    made = step(SequenceParallel(dim).bfloat16(), shard(dim), recipe=recipe)
+    made = made_by(recipe, dim)
     shape = str(tuple(shard(dim).shape))
     for graph, order, kernel, dtype in zip(made.graphs, launches(made), cast(recipe), ("e4m3fn", "e5m2"), strict=True):
         gather = order.index("all_gather_into_tensor")
@@ -125,7 +135,7 @@ def test_what_a_gpu_sends(recipe: str, dim: int) -> None:
 @needs_fake_gpu
 def test_an_all_reduce_of_amaxes_is_waited_for_at_the_end() -> None:
     """The first all-reduce agrees on scales, the second one is for the state: kernels run between its start and its wait."""
-    for order in launches(step(SequenceParallel().bfloat16(), shard(1))):
+    for order in launches(made_by("delayed", 1)):
         last = len(order) - 1 - order[::-1].index("all_reduce_")
         behind = order[last + 1 :]
         assert order.count("all_reduce_") == 2
@@ -133,7 +143,7 @@ def test_an_all_reduce_of_amaxes_is_waited_for_at_the_end() -> None:
 
 
 @needs_fake_gpu
-@every
+@cases(("delayed", 0))
 def test_async_tensor_parallelism_finds_the_matmuls(recipe: str, dim: int) -> None:
     """With `_micro_pipeline_tp`, Inductor fuses each gather with the FP8 matmul behind it, and a matmul with the reduce-scatter
     behind it. (These run on NCCL and symmetric memory only. Here Inductor is told that there are both.)"""
@@ -153,10 +163,8 @@ def test_async_tensor_parallelism_finds_the_matmuls(recipe: str, dim: int) -> No
 
 
 def records(model: nn.Module, x: Tensor, **options: Any) -> list[CollectiveRecord]:
-    torch._dynamo.reset()
-    compiled = torch.compile(model, backend="fp8", options=options)
-    with interpreted():
-        compiled(x).sum().backward()
+    with hooks.traced():
+        torch.compile(model, backend="fp8", options=options)(x).sum().backward()
     return [record for graph in fp8compile.report(model).graphs for record in graph.collectives]
 
 
@@ -200,19 +208,17 @@ def test_why_not(how: dict[str, Any], options: dict[str, Any], reasons: list[str
 
 def test_evaluation_gathers_in_high_precision() -> None:
     model, x = small()
-    torch._dynamo.reset()
-    with interpreted(), torch.no_grad():
+    with hooks.traced(), torch.no_grad():
         torch.compile(model.eval(), backend="fp8")(x)
     assert not [record for graph in fp8compile.report(model).graphs for record in graph.collectives]
 
 
-@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("dim", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_dynamic_shapes(dim: int) -> None:
     """Also with a number of tokens that is not known, and not divisible by 16: wgrad's copy is padded."""
     model = SequenceParallel(dim)
-    torch._dynamo.reset()
     compiled = torch.compile(model, backend="fp8", dynamic=True)
-    with interpreted():
+    with hooks.interpreted():
         for tokens in (33, 47):
             x = torch.randn((2, tokens, DIM) if dim else (tokens, 2, DIM), requires_grad=True)
             compiled(x).sum().backward()

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 import fp8compile
 from fp8compile.dryrun import fake_gpu
+from tests.support import hooks
 from tests.support.gpu_steps import unallocated
-from tests.support.harness import ALL_FP8, grads_of, interpreted, sqnr
+from tests.support.harness import ALL_FP8, grads_of, sqnr
 from tests.support.models import make
 
 needs_description = pytest.mark.skipif(fake_gpu.unavailable() is not None, reason=fake_gpu.unavailable() or "")
@@ -23,7 +24,8 @@ WORDS, TOKENS = 2048, 256
 CHUNKED = {"auto_chunker.enable": True, "auto_chunker.amplify_ratio_threshold": 1, "auto_chunker.output_size_threshold": 1024}
 HEAD_OFF = {"rules": [{"module": "*head*", "fp8": "off"}, *ALL_FP8["rules"]]}
 IN_BF16 = ("float", "transformers", "returned", "two losses")
-LOSSES = ("plain", "ignored", "float", "capped", "transformers", "tied", "autocast")
+LOSSES = ("plain", "transformers")
+SLOW = ("ignored", "float", "capped", "tied", "autocast")
 
 
 class Words(nn.Module):
@@ -55,18 +57,18 @@ class Words(nn.Module):
 
 
 def trained(loss: str, policy: Any = HEAD_OFF, **options: Any) -> tuple[list[dict[str, Tensor]], int, int]:
-    """Losses and gradients of three steps, how many graphs were chunked, and how large a tensor is kept for backward."""
+    """Losses and gradients of two steps, how many graphs were chunked, and how large a tensor is kept for backward."""
     torch._dynamo.reset()
     metrics.num_auto_chunking = 0
     model = make(lambda: Words(loss), BF16 if loss in IN_BF16 else torch.float32)
     call = torch.compile(model, backend="fp8", options={"policy": policy, **options})
     found, largest = [], 0
-    for step in range(3):
+    for step in range(2):
         generator = torch.Generator().manual_seed(step)
         tokens, targets = (torch.randint(0, WORDS, (2, TOKENS // 2), generator=generator) for _ in range(2))
         if loss == "ignored":
             targets[:, ::3] = -100
-        with interpreted(), torch.autocast("cpu", BF16, enabled=loss == "autocast"):
+        with hooks.interpreted(), torch.autocast("cpu", BF16, enabled=loss == "autocast"):
             y = call(tokens, targets)
         y = y[0] if isinstance(y, tuple) else y
         largest = max([largest, *(x.numel() for x in y.grad_fn.saved_tensors if isinstance(x, Tensor))])
@@ -77,7 +79,7 @@ def trained(loss: str, policy: Any = HEAD_OFF, **options: Any) -> tuple[list[dic
     return found, metrics.num_auto_chunking, largest
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", [*LOSSES, *(pytest.param(loss, marks=pytest.mark.slow) for loss in SLOW)])
 def test_the_same_training_without_the_logits(loss: str) -> None:
     """Sums over chunks are rounded otherwise. In bf16, FP8 casts behind the head see other last bits, and round some values in
     the other direction."""
@@ -96,7 +98,7 @@ def test_the_same_training_without_the_logits(loss: str) -> None:
             assert sqnr(value, got[name]) > floor, f"step {step}: {name}"
 
 
-@pytest.mark.parametrize("loss", ["returned", "two losses"])
+@pytest.mark.parametrize("loss", ["returned", pytest.param("two losses", marks=pytest.mark.slow)])
 def test_logits_with_other_readers_stay_whole(loss: str) -> None:
     whole, _, kept = trained(loss)
     chunked, count, kept_too = trained(loss, **CHUNKED)
@@ -129,6 +131,7 @@ def test_with_inductors_code() -> None:
         assert sqnr(value, results[1][name]) > 30, name
 
 
+@pytest.mark.slow
 @needs_description
 def test_what_a_gpu_keeps() -> None:
     kept = {}

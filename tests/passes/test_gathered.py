@@ -3,9 +3,7 @@ all-gather itself.)"""
 
 from __future__ import annotations
 
-import contextlib
 import re
-from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +16,10 @@ from fp8compile.ir import ops
 from fp8compile.ir.gathered import GatheredWeight
 from fp8compile.ir.scale import inverse_of, scale_of
 from fp8compile.passes import profitability
-from tests.support.harness import ALL_FP8, interpreted
+from tests.support import hooks
+from tests.support.harness import ALL_FP8
+
+pytestmark = pytest.mark.usefixtures("interpreted")
 
 E4M3, MAX = torch.float8_e4m3fn, 448.0
 
@@ -63,12 +64,10 @@ def test_fp8_matmuls_read_what_was_gathered(recast: bool) -> None:
     weight, data, inverse = gathered()
     layer = Layer(weight)
     x = torch.randn(64, 256, requires_grad=True)
-    torch._dynamo.reset()
-    with interpreted():
-        layer.compile(backend="fp8", options={"recipe": "tensorwise", "recast_weights": recast, "strict": True})
-        y = layer(x)
-        dy = torch.randn_like(y)
-        y.backward(dy)
+    layer.compile(backend="fp8", options={"recipe": "tensorwise", "recast_weights": recast, "strict": True})
+    y = layer(x)
+    dy = torch.randn_like(y)
+    y.backward(dy)
     x8, x_inverse = cast(x.detach(), E4M3, MAX)
     assert torch.equal(y, ops.scaled_mm(x8, data, x_inverse, inverse, None, torch.float32, True))
     dy8, dy_inverse = cast(dy, torch.float8_e5m2, 57344.0)
@@ -85,20 +84,20 @@ def in_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return ops.quantize(x, scale, E4M3, MAX, False, block), inverse_of(scale)
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.compiled)], ids=["interpreted", "compiled"])
-@pytest.mark.parametrize("columns", [256, 320])  # the last block of a row may be a part
-def test_matmuls_with_block_scales_read_what_was_gathered(columns: int, compiled: bool) -> None:
+COMPILED = pytest.param(320, marks=[pytest.mark.compiled, pytest.mark.slow], id="320, compiled")
+
+
+@pytest.mark.parametrize("columns", [256, 320, COMPILED])  # the last block of a row may be a part
+def test_matmuls_with_block_scales_read_what_was_gathered(columns: int) -> None:
     """fprop and dgrad, to the bit. dgrad reads the transposed bytes with the transposed scales."""
     weight = of_blocks(384, columns)
     data, inverse = weight.data_, weight.inv_
     layer = Layer(weight)
     x = torch.randn(64, columns, requires_grad=True)
-    torch._dynamo.reset()
-    with contextlib.nullcontext() if compiled else interpreted():
-        layer.compile(backend="fp8", options={"recipe": "blockwise", "strict": True})
-        y = layer(x)
-        dy = torch.randn_like(y)
-        y.backward(dy)
+    layer.compile(backend="fp8", options={"recipe": "blockwise", "strict": True})
+    y = layer(x)
+    dy = torch.randn_like(y)
+    y.backward(dy)
     (x8, x_inverse), (dy8, dy_inverse) = in_rows(x.detach()), in_rows(dy)
     last = (torch.float32, False, [1, 128], [128, 128])
     assert inverse.shape == (3, -(-columns // 128)) and inverse.unique().numel() > 2
@@ -112,13 +111,11 @@ def test_matmuls_with_block_scales_read_what_was_gathered(columns: int, compiled
 def trained(weight: torch.Tensor, recipe: str) -> tuple[torch.Tensor, ...]:
     """A step: the output, and the gradients of the input and of the weight."""
     layer = Layer(weight)
-    torch._dynamo.reset()
     torch.manual_seed(1)
     x = torch.randn(64, 256, requires_grad=True)
-    with interpreted():
-        layer.compile(backend="fp8", options={"recipe": recipe, "strict": True})
-        y = layer(x)
-        y.square().mean().backward()
+    layer.compile(backend="fp8", options={"recipe": recipe, "strict": True})
+    y = layer(x)
+    y.square().mean().backward()
     assert fp8compile.report(layer).fp8_flop_fraction == 1
     return y.detach(), x.grad, layer.weight.grad
 
@@ -131,14 +128,14 @@ def test_a_matmul_with_one_scale_casts_what_blocks_left() -> None:
 
 
 @pytest.mark.skipif(unavailable() is not None, reason=unavailable() or "")
-@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+@pytest.mark.compiled
+@pytest.mark.parametrize("recipe", ["tensorwise", pytest.param("blockwise", marks=pytest.mark.slow)])
 def test_kernels_of_an_h200(recipe: str) -> None:
     """The forward launches nothing for a weight but its matmul. The backward copies the bytes once, transposed."""
     dtype = torch.bfloat16
     sizes = ((1024, 512), (512, 1024))
     weights = [gathered(*size, dtype)[0] if recipe == "tensorwise" else of_blocks(*size, dtype) for size in sizes]
     model = nn.Sequential(Layer(weights[0]), nn.GELU(), Layer(weights[1]))
-    torch._dynamo.reset()
     compiled = torch.compile(model, backend="fp8", options={"recipe": recipe, "policy": ALL_FP8, "recast_weights": True})
     x = torch.randn(256, 512, dtype=dtype, requires_grad=True)
     step = trace(lambda: compiled(x).sum().backward())
@@ -161,19 +158,14 @@ def test_kernels_of_an_h200(recipe: str) -> None:
 def test_the_cost_of_a_gathered_weight(recipe: str, other: bool) -> None:
     """fprop is charged nothing for the weight, dgrad the transposition. A cast with other scales is charged as any other."""
     device = catalog.find("h200")
-    modelled: list[profitability.Gemm] = []
-    original = profitability._model
     whole = (recipe == "tensorwise") is not other
     weight = gathered(1024, 512, torch.bfloat16)[0] if whole else of_blocks(1024, 512, torch.bfloat16)
-    torch._dynamo.reset()
     x = torch.randn(64, 512, dtype=torch.bfloat16, requires_grad=True)
-
-    def noted(*given):
-        modelled.extend(original(*given))
-        return modelled
-
-    with interpreted(), mock.patch.object(profitability, "_model", noted):
+    with hooks.traced(), hooks.weighed() as weighed:
         torch.compile(Layer(weight), backend="fp8", options={"recipe": recipe, "device": "h200"})(x).sum().backward()
+    for matmul, reason in weighed.values():
+        matmul.reason = reason
+    modelled = profitability._model([matmul for matmul, _ in weighed.values()])
     gemms = {gemm.matmul.gemm: gemm for gemm in modelled}
     (base,) = {cast.base for gemm in modelled for cast, _ in gemm.reads if cast.base.weight}
     assert {*gemms} == {"fprop", "dgrad", "wgrad"} and [cast.gathered for cast in base.casts] == [not other]
@@ -196,12 +188,10 @@ def test_everything_else_reads_what_fp8_left_of_it() -> None:
     said: list[str] = []
     told = nn.Parameter(GatheredWeight(data, inverse, torch.float32, said.append))
     x = torch.randn(16, 256)
-    torch._dynamo.reset()
     assert said == [] and torch.equal(told + 1, values + 1) and said == ["aten.add.Tensor"]
-    with interpreted():
-        linear = torch.compile(nn.functional.linear, backend="fp8")
-        with torch.no_grad():
-            assert torch.equal(linear(x, told), nn.functional.linear(x, values))
+    linear = torch.compile(nn.functional.linear, backend="fp8")
+    with torch.no_grad():
+        assert torch.equal(linear(x, told), nn.functional.linear(x, values))
     eager = torch.compile(nn.functional.linear, backend="aot_eager")
     assert torch.equal(eager(x, told), nn.functional.linear(x, values))
     assert said == ["aten.add.Tensor"]
