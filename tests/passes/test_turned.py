@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from fp8compile.devices import catalog
 from fp8compile.dryrun import fake_gpu
 from tests.support import hooks
-from tests.support.cached import Checkpointed, Fused, compiled, executed_steps, layer, same, trained
+from tests.support.cached import Fused, compiled, executed_steps, layer, same, trained
 from tests.support.gpu_steps import unallocated
 from tests.support.harness import ALL_FP8, assert_close, noise
-from tests.support.models import LlamaLayer, Moe, make
+from tests.support.models import Checkpointed, LlamaLayer, Moe, SwiGlu, make
 
 needs_description = pytest.mark.skipif(fake_gpu.unavailable() is not None, reason=fake_gpu.unavailable() or "")
 BF16 = torch.bfloat16
@@ -46,6 +46,10 @@ class Uneven(nn.Module):
         return self.down(self.up(x * 1.5))
 
 
+def gated() -> nn.Module:
+    return make(SwiGlu, BF16)
+
+
 def kept(build: Callable[[], nn.Module], recast: bool | str, recipe: str, **options: Any) -> int:
     """The bytes of the copies that are kept between calls."""
     model = build()
@@ -61,9 +65,9 @@ def both(build: Callable[[], nn.Module], recipe: str, **options: Any) -> tuple[i
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
-    "merged": (layer, {"recipe": "delayed", "merge_matmuls": True}),
-    "checkpointed": (Checkpointed, {"recipe": "blockwise"}),
-    "tiles": (layer, {"recipe": "mxfp8", "weight_tiles": True}),
+    "merged": (gated, {"recipe": "delayed", "merge_matmuls": True}),
+    "checkpointed": (lambda: make(lambda: Checkpointed(SwiGlu()), BF16), {"recipe": "blockwise"}),
+    "tiles": (gated, {"recipe": "mxfp8", "weight_tiles": True}),
     "experts": (lambda: make(Moe, BF16), {"recipe": "tensorwise"}),
     "experts, turned": (lambda: make(lambda: Moe(turned=True), BF16), {"recipe": "blockwise"}),
     "turned": (Turned, {"recipe": "blockwise"}),
@@ -110,9 +114,9 @@ def test_what_auto_means() -> None:
     assert auto == two > 1.5 * one > 0
 
 
-def static(key: str, recast: bool, recipe: str, **options: Any) -> tuple[fake_gpu.Step, int]:
+def static(build: Callable[[], nn.Module], key: str, recast: bool, recipe: str, **options: Any) -> tuple[fake_gpu.Step, int]:
     torch._dynamo.reset()
-    model = unallocated(lambda: LlamaLayer(1024, 8, 2, 2048), BF16)
+    model = unallocated(build, BF16)
     given = {"policy": ALL_FP8, "recipe": recipe, "device": key, "cache_weights": True, "recast_weights": recast, **options}
     call = torch.compile(model, backend="fp8", options=given)
     x = torch.empty((1, 2048, 1024), dtype=BF16, requires_grad=True)
@@ -120,19 +124,26 @@ def static(key: str, recast: bool, recipe: str, **options: Any) -> tuple[fake_gp
     return step, sum(p.numel() for p in model.parameters() if p.dim() == 2)
 
 
+def large() -> nn.Module:
+    return LlamaLayer(1024, 8, 2, 2048)
+
+
 @needs_description
 @pytest.mark.parametrize(
-    ("key", "recipe", "options", "count"),
+    ("build", "key", "recipe", "options", "count"),
     [
-        ("h100", "delayed", {"merge_matmuls": True}, 4),
-        pytest.param("h100", "blockwise", {}, 7, marks=pytest.mark.slow),
-        pytest.param("b200", "mxfp8", {"weight_tiles": True}, 7, marks=pytest.mark.slow),
+        (lambda: SwiGlu(1024, 2048), "h100", "delayed", {"merge_matmuls": True}, 2),
+        pytest.param(large, "h100", "tensorwise", {"merge_matmuls": True}, 4, marks=pytest.mark.slow),
+        pytest.param(large, "h100", "blockwise", {}, 7, marks=pytest.mark.slow),
+        pytest.param(large, "b200", "mxfp8", {"weight_tiles": True}, 7, marks=pytest.mark.slow),
     ],
 )
-def test_one_kernel_that_moves_2_bytes_an_element(key: str, recipe: str, options: dict[str, Any], count: int) -> None:
+def test_one_kernel_that_moves_2_bytes_an_element(
+    build: Callable[[], nn.Module], key: str, recipe: str, options: dict[str, Any], count: int
+) -> None:
     """In backward, for each weight (for each group of merged ones), right before dgrad reads it. The casts write one byte a
     parameter less."""
-    (two, weights), (one, _) = (static(key, recast, recipe, **options) for recast in (False, True))
+    (two, weights), (one, _) = (static(build, key, recast, recipe, **options) for recast in (False, True))
 
     def sizes(step: fake_gpu.Step) -> tuple[int, int]:
         casts = [graph for graph in step.graphs if not any(x.matmul is not None for x in graph.kernels)]
