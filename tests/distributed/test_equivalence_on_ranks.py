@@ -74,7 +74,17 @@ def recipe(name: str, **more: Any) -> dict[str, Any]:
 
 
 CURRENT_WEIGHTS = recipe("delayed", current_scaling=(False, True, False))
+
+
+def in_fp8(ours: Facts, theirs: Facts, rank: int) -> None:
+    assert {name for name, (dtype, _) in ours["words"][-1]["said"].items() if dtype == "e4m3"} == MLPS
+    assert ours["fp8"] == theirs["fp8"] and ours["fp8"]
+
+
 REPLICAS = {
+    "gathered beside replicas": with_replicas(
+        Way(options=recipe("tensorwise"), gather=True), "fbs fbs fxl fbs", model="mlps", check=in_fp8
+    ),
     "blocks, delayed": with_replicas(Way(options=recipe("delayed")), "fbs fbs fbs", check=outside(False)),
     "kept": with_replicas(Way(options=recipe("tensorwise"), reshard=False), "afbs fbs", check=outside(True)),
     "wrapped, cast again": with_replicas(Way(options=recipe("rowwise", recast_weights=True), compiled="wrapped"), "fbs fbs"),
@@ -351,14 +361,12 @@ def _case(rank: int, name: str) -> Facts:
     return {"wrong": compared(*runs, case.promise), "ours": found[0], "theirs": found[1]}
 
 
-def check(name: str) -> None:
+FAST = ("gathered beside replicas", "sequence")
+
+
+@pytest.mark.parametrize("name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in CASES])
+def test_training_is_the_same(name: str) -> None:
     case = CASES[name]
     for rank, found in enumerate(on_ranks(case.ranks, _case, name)):
         assert not found["wrong"], (rank, found["wrong"])
         case.check(found["ours"], found["theirs"], rank)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
-def test_training_is_the_same(name: str) -> None:
-    check(name)
