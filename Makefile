@@ -1,9 +1,10 @@
 # make demo    train a small GPT in bf16 and in FP8 and compare them (under 4 minutes on 2 CPU cores)
-# make check   before each commit: lint, and the tests that need no model
-# make test    lint, and the tests but for the slow ones
+# make check   before each commit: lint, and the tests that need no model (45 s)
+# make test    lint, and the tests but for the slow ones (5 minutes)
 # make slow    the slow tests: machine code for every architecture, training to a loss, several processes
 # make compat  the tests that run on the oldest and the newest torch, too: make compat TORCH=2.11.0
 # make hosts   the tests with Trainer, TRL, Accelerate, Lightning, Axolotl and torchtitan, in an environment of their own
+# make mutants plant known faults one by one, and say which tests find them: make mutants ARGS="S1 S2"
 # make axolotl the tests with `axolotl train` itself and the versions that it pins, in an environment of 4 GB
 # make docs    the documentation site, into out/site; a link that leads nowhere is an error
 # make dist    the wheel and the sdist, into out/dist
@@ -17,7 +18,7 @@
 TORCH  ?= 2.13.0
 PYTHON ?= $(shell command -v python3 || command -v python)
 JOBS   ?= $(shell $(PYTHON) -c "import os; print(min(4, os.cpu_count() or 1))")
-TESTS  ?= tests
+TESTS  ?= tests benchmarks/tests
 ARGS   ?=
 FAST   := config devices cli compat project/test_docs.py project/test_imports.py codegen/test_expected_kernels.py \
           codegen/test_scaled_mm.py ir/test_te_update_rule.py reporting/test_report.py reporting/test_html.py
@@ -31,24 +32,28 @@ STAMP := $(VENV)/installed
 PY    := $(VENV)/bin/python
 PIP   := $(PY) -m pip --disable-pip-version-check
 
-PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) -q --durations=15
+# By file: the tests of a file share what they have compiled or started. Budgets are in seconds, on two cores.
+PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile -q --durations=10
 
-.PHONY: demo check test slow compat hosts hosts-venv axolotl docs docs-venv dist lint venv clean
+.PHONY: demo check test slow compat hosts hosts-venv mutants axolotl docs docs-venv dist lint venv clean
 
 demo: $(STAMP)
 	$(PY) examples/train_gpt.py $(ARGS)
 
 check: lint
-	$(PYTEST) -m "not slow and not compiled" $(addprefix tests/,$(FAST))
+	$(PYTEST) --budget 30 -m "not slow and not compiled" $(addprefix tests/,$(FAST))
 
 test: lint
-	$(PYTEST) -m "not slow" $(TESTS)
+	$(PYTEST) --budget 270 -m "not slow" $(TESTS)
 
-slow: $(STAMP)  # by file: what starts processes is shared by the tests of a module
-	$(PYTEST) --dist loadfile -m slow $(TESTS)
+slow: $(STAMP)
+	$(PYTEST) --budget 600 -m slow $(TESTS)
 
 compat: $(STAMP)
-	$(PYTEST) -m "compat and not slow" $(TESTS)
+	$(PYTEST) --budget 60 -m "compat and not slow" $(TESTS)
+
+mutants: $(STAMP)
+	$(PY) -m tests.mutants run $(ARGS)
 
 hosts: hosts-venv  # Exports are loaded with the help of Accelerate
 	$(MAKE) slow $(HOSTS) JOBS=2 TESTS="tests/hosts tests/exporting"
@@ -94,8 +99,8 @@ $(STAMP): pyproject.toml
 	    echo "note: no C++ compiler found; torch.compile needs one (g++ or clang++) to compile for a CPU" >&2
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	echo "torch==$(TORCH)" > $(VENV)/constraints.txt
-	$(PIP) install -q "torch==$(TORCH)"
-	$(PIP) install -q -c $(VENV)/constraints.txt -e ".[$(EXTRAS)]"
+	$(PIP) install -q --no-compile "torch==$(TORCH)"
+	$(PIP) install -q --no-compile -c $(VENV)/constraints.txt -e ".[$(EXTRAS)]"
 	touch $(STAMP)
 
 clean:
