@@ -12,41 +12,28 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fp8compile
-from fp8compile.runtime import phases as schedule
-from fp8compile.runtime.state import slots_of
-from tests.support.harness import noise
-from tests.support.models import Block, Mlp, SwiGlu, make
+from tests.support import hooks
+from tests.support.harness import histories, noise
+from tests.support.models import Mlp, SwiGlu, linear, make
 
-pytestmark = pytest.mark.usefixtures("interpreted")
+pytestmark = [pytest.mark.usefixtures("interpreted"), pytest.mark.shares_graphs]
 
 
 @pytest.fixture(autouse=True)
-def counting(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Steps are counted from 0, whatever optimizers other tests left behind."""
-    before, state = schedule._state, schedule._State()
-    state.hook = before.hook  # the hook finds the state through the module; a second hook would count each step twice
-    monkeypatch.setattr(schedule, "_state", state)
-    state.listen()
-    yield
-    if before.hook is None:
-        state.hook.remove()
+def afresh() -> Iterator[None]:
+    with hooks.phases_afresh():
+        yield
+
+
+@pytest.fixture
+def seen() -> Iterator[list[str]]:
+    """The phase of each call of a scheduled graph."""
+    with hooks.phases_of_calls() as found:
+        yield found
 
 
 def scheduled(model: nn.Module, recipe: str = "delayed", **times: Any):
     return torch.compile(model, backend="fp8", options={"recipe": recipe, "policy": {"schedule": times}})
-
-
-def phases(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A list that records the phase of each call of a scheduled graph."""
-    seen: list[str] = []
-    choose = schedule.ScheduledGraph.phase
-
-    def phase(self, parameter):
-        seen.append(choose(self, parameter))
-        return seen[-1]
-
-    monkeypatch.setattr(schedule.ScheduledGraph, "phase", phase)
-    return seen
 
 
 def step(run, optimizer, seed: int = 0, micro: int = 1, scale: float = 1.0) -> None:
@@ -57,8 +44,7 @@ def step(run, optimizer, seed: int = 0, micro: int = 1, scale: float = 1.0) -> N
 
 
 @pytest.mark.parametrize("micro", [1, 3])
-def test_steps_not_calls_are_counted(monkeypatch, micro: int) -> None:
-    seen = phases(monkeypatch)
+def test_steps_not_calls_are_counted(seen: list[str], micro: int) -> None:
     model = make(Mlp)
     run = scheduled(model, warmup_steps=2, cooldown_at=4)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -90,48 +76,44 @@ def test_weights_are_continuous(recipe: str) -> None:
 
 def test_fp8_begins_with_the_histories_of_the_warm_up() -> None:
     """The first FP8 step quantizes with the warm-up's scale, so it saturates at the largest amax of the warm-up."""
-    model = make(Mlp)
+    model = linear(1.0)
     run = scheduled(model, warmup_steps=2)
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
-    for i in range(2):
-        step(run, optimizer, i)
-    state = slots_of(model)
-    assert {key[1] for key in state} == {"input", "weight", "gradient"}
-    for (name, role, _), slot in state.items():
-        assert sum(amax > 0 for amax in slot.history()) == 2, (name, role)
-    amax = max(state["up.weight", "input", 0].history())
-    run(torch.full((32, 128), 1e3))
-    graph = next(iter(schedule._state.scheduled)).graphs["fp8"]
-    (pages,) = graph.calls.book.sets.values()
-    assert not pages.cold  # so the call ran the compiled graph, with the stored scale
-    assert amax < 1e3 and slots_of(model)["up.weight", "input", 0].history()[0] == 1e3
+
+    def seen(value: float) -> float:
+        y = run(torch.full((16, 128), value, requires_grad=True))
+        y.backward(torch.ones_like(y))
+        optimizer.step()
+        return y[0, 0].item() / 128
+
+    assert [seen(value) for value in (2.0, 1.0)] == [2.0, 1.0]
+    found = {role: history[:3] for (_, role, _), (history, _) in histories(model).items()}
+    assert found == {"input": [1.0, 2.0, 0.0], "weight": [1.0, 1.0, 0.0], "gradient": [1.0, 1.0, 0.0]}
+    assert seen(100.0) == pytest.approx(2.0)
+    assert histories(model)["weight", "input", 0][0][:3] == [100.0, 1.0, 2.0]
 
 
 def test_two_compilations_and_no_more() -> None:
-    before = len(fp8compile.report().graphs)
+    torch._dynamo.reset()
     model = make(Mlp)
-    run = scheduled(model, warmup_steps=1, cooldown_at=2)
+    run = scheduled(model, warmup_steps=1, cooldown_at=3)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    compiled: list[Any] = []
-    from fp8compile import backend
-
-    original = backend._compile_once
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backend, "_compile_once", lambda *a, **k: compiled.append(1) or original(*a, **k))
+    with hooks.halves() as compiled:
         for i in range(5):
             step(run, optimizer, i)
-    assert len(compiled) == 2
-    assert len(fp8compile.report().graphs) in (before + 1, 1)  # listed once
+    assert [backward for _, backward in compiled] == [False, True] * 2
+    assert len(fp8compile.report(model).graphs) == 1  # listed once
+    assert fp8compile.report(model).fp8_flop_fraction == 1.0
 
 
-def test_no_schedule_is_one_compilation() -> None:
-    model = make(Mlp)
-    torch.compile(model, backend="fp8")(noise(32, 128)).sum().backward()
-    assert not len(schedule._state.scheduled)
+def test_no_schedule_is_one_compilation(seen: list[str]) -> None:
+    torch._dynamo.reset()
+    with hooks.halves() as compiled:
+        torch.compile(make(Mlp), backend="fp8")(noise(32, 128)).sum().backward()
+    assert len(compiled) == 2 and not seen
 
 
-def test_set_phase_and_set_step(monkeypatch) -> None:
-    seen = phases(monkeypatch)
+def test_set_phase_and_set_step(seen: list[str]) -> None:
     model, other = make(Mlp), make(SwiGlu)
     run, run_other = scheduled(model, warmup_steps=10), scheduled(other)
     optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()], 0.1)
@@ -163,12 +145,12 @@ def test_set_step_before_an_optimizer_has_the_model() -> None:
     for _ in range(3):
         before.step()
     fp8compile.set_step(5, model)
-    assert schedule.steps_of(model) == 5
+    assert hooks.steps_of(model) == 5
     optimizer.step()
-    assert schedule.steps_of(model) == 6 and schedule.steps_of(other) == 3
+    assert hooks.steps_of(model) == 6 and hooks.steps_of(other) == 3
     fp8compile.set_step(0, model)
     optimizer.step()
-    assert schedule.steps_of(model) == 1
+    assert hooks.steps_of(model) == 1
 
 
 def test_the_steps_of_a_model_whose_first_layer_is_frozen() -> None:
@@ -177,7 +159,7 @@ def test_the_steps_of_a_model_whose_first_layer_is_frozen() -> None:
     for _ in range(3):
         before.step()
     optimizer.step()
-    assert schedule.steps_of(model) == 1
+    assert hooks.steps_of(model) == 1
 
 
 def test_set_phase_without_a_schedule(caplog) -> None:
@@ -200,7 +182,7 @@ def test_errors(call, message: str) -> None:
         call()
 
 
-def test_a_callback_on_the_loss(monkeypatch) -> None:
+def test_a_callback_on_the_loss(seen: list[str]) -> None:
     class WithLoss(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -209,7 +191,6 @@ def test_a_callback_on_the_loss(monkeypatch) -> None:
         def forward(self, x):
             return (self.body(x) - x).square().mean()
 
-    seen = phases(monkeypatch)
     model = make(WithLoss)
     run = scheduled(model)
     optimizer = torch.optim.SGD(model.parameters(), 0.5)
@@ -235,9 +216,8 @@ def test_a_callback_on_the_loss(monkeypatch) -> None:
     assert len(losses) == step_count
 
 
-def test_a_graph_that_is_met_late(monkeypatch) -> None:
+def test_a_graph_that_is_met_late(seen: list[str]) -> None:
     """A new shape recompiles in the middle of the run; the new graph knows the step."""
-    seen = phases(monkeypatch)
     model = make(Mlp)
     run = torch.compile(model, backend="fp8", dynamic=False, options={"policy": {"schedule": {"warmup_steps": 2}}})
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -247,46 +227,36 @@ def test_a_graph_that_is_met_late(monkeypatch) -> None:
     assert seen == ["high_precision"] * 2 + ["fp8"] * 2
 
 
-def test_checkpointed_blocks() -> None:
-    """A recomputation runs in the phase of its forward, and moves no history."""
-    block = make(Block)
-    run = scheduled(block, warmup_steps=1)
-    optimizer = torch.optim.SGD(block.parameters(), 0.1)
-    for i in range(3):
-        x = noise(2, 16, 128, seed=i).requires_grad_()
-        checkpoint(run, x, use_reentrant=False).sum().backward()
-        optimizer.step()
-        histories = {key: sum(a > 0 for a in slot.history()) for key, slot in slots_of(block).items()}
-        assert set(histories.values()) == {i + 1}, histories
-
-
-def test_reentrant_checkpoint(monkeypatch) -> None:
-    """A forward inside a backward runs in the phase of its step, since the step's first forward was an evaluation."""
-    seen = phases(monkeypatch)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_blocks(seen: list[str], reentrant: bool) -> None:
+    """A recomputation runs in the phase of its forward, and moves no history. A reentrant checkpoint's forward inside of the
+    backward runs in the phase of its step: the first forward was an evaluation."""
     block = make(Mlp)
     run = scheduled(block, warmup_steps=2)
     optimizer = torch.optim.SGD(block.parameters(), 0.1)
     for i in range(4):
-        checkpoint(run, noise(16, 128, seed=i).requires_grad_(), use_reentrant=True).sum().backward()
+        checkpoint(run, noise(32, 128, seed=i).requires_grad_(), use_reentrant=reentrant).sum().backward()
         optimizer.step()
-        assert {sum(a > 0 for a in slot.history()) for slot in slots_of(block).values()} == {i + 1}
-    assert seen == ["high_precision"] * 2 + ["fp8"] * 2
+        assert {sum(a > 0 for a in history) for history, _ in histories(block).values()} == {i + 1}
+    assert seen == [phase for phase in ["high_precision"] * 2 + ["fp8"] * 2 for _ in range(1 if reentrant else 2)]
 
 
 @pytest.mark.parametrize(("before", "after"), [("high_precision", "fp8"), ("fp8", "high_precision")])
-def test_a_switch_before_a_recomputation(before: str, after: str) -> None:
+def test_a_switch_before_a_recomputation(seen: list[str], before: str, after: str) -> None:
     """A recomputation runs in the phase of its forward, whatever phase was set in between."""
-    block = make(Block)
+    block = make(Mlp)
     run = scheduled(block)
     fp8compile.set_phase(before)
-    out = checkpoint(run, noise(2, 16, 128).requires_grad_(), use_reentrant=False)
+    out = checkpoint(run, noise(32, 128).requires_grad_(), use_reentrant=False)
     fp8compile.set_phase(after)
     out.sum().backward()
+    assert seen == [before] * 2
     assert all(p.grad is not None for p in block.parameters())
 
 
-@pytest.mark.parametrize("make_model", [lambda: nn.Sequential(nn.Linear(128, 128)), lambda: make(Mlp)])
-@pytest.mark.parametrize("options", [{}, {"device": "h100"}])
+@pytest.mark.parametrize(
+    ("make_model", "options"), [(lambda: nn.Sequential(nn.Linear(128, 128)), {}), (lambda: make(Mlp), {"device": "h100"})]
+)
 def test_small_graphs(make_model, options) -> None:
     """One slot a direction, or none: both phases compile and run."""
     model = make_model()
@@ -296,9 +266,8 @@ def test_small_graphs(make_model, options) -> None:
         step(run, optimizer, i)
 
 
-def test_a_second_model_begins_at_zero(monkeypatch) -> None:
+def test_a_second_model_begins_at_zero(seen: list[str]) -> None:
     """A model does not count the steps of another model's optimizer, even before its own optimizer has taken a step."""
-    seen = phases(monkeypatch)
     first, second = make(Mlp), make(SwiGlu)
     run, run_second = scheduled(first, warmup_steps=2), scheduled(second, warmup_steps=2)
     optimizer, optimizer_second = (torch.optim.SGD(m.parameters(), 0.1) for m in (first, second))
@@ -310,8 +279,7 @@ def test_a_second_model_begins_at_zero(monkeypatch) -> None:
     assert seen == ["high_precision"] * 2 + ["fp8"] * 2
 
 
-def test_a_new_optimizer_goes_on(monkeypatch) -> None:
-    seen = phases(monkeypatch)
+def test_a_new_optimizer_goes_on(seen: list[str]) -> None:
     model = make(Mlp)
     run = scheduled(model, warmup_steps=2)
     for _ in range(3):
@@ -321,15 +289,8 @@ def test_a_new_optimizer_goes_on(monkeypatch) -> None:
     assert seen == ["high_precision"] * 2 + ["fp8"] * 4
 
 
-def test_the_report_during_the_warm_up() -> None:
-    model = make(Mlp)
-    scheduled(model, warmup_steps=5)(noise(32, 128)).sum().backward()
-    assert fp8compile.report(model).fp8_flop_fraction == 1.0
-
-
-def test_a_callback_and_frozen_weights(monkeypatch) -> None:
+def test_a_callback_and_frozen_weights(seen: list[str]) -> None:
     """The callback sets the phase of the whole model, and is called once a step, however many optimizers there are."""
-    seen = phases(monkeypatch)
     model = make(Mlp)
     model.up.weight.requires_grad_(False)
     run = scheduled(model)
@@ -343,22 +304,8 @@ def test_a_callback_and_frozen_weights(monkeypatch) -> None:
     assert asked == [2, 4] and seen == ["fp8"] * 2 + ["high_precision"] * 2
 
 
-def test_an_optimizer_for_each_parameter(monkeypatch) -> None:
-    """As with optimizers that run in the backward: each of many optimizers steps once a training step."""
-    seen = phases(monkeypatch)
-    model = make(Mlp)
-    run = scheduled(model, warmup_steps=2)
-    optimizers = [torch.optim.SGD([p], 0.1) for p in model.parameters()]
-    for i in range(4):
-        run(noise(32, 128, seed=i)).sum().backward()
-        for optimizer in optimizers:
-            optimizer.step()
-    assert seen == ["high_precision"] * 2 + ["fp8"] * 2
-
-
-def test_parameters_that_no_optimizer_has(monkeypatch) -> None:
+def test_parameters_that_no_optimizer_has(seen: list[str]) -> None:
     """Frozen parameters, and the full parameters that a sharded model passes to its graphs, count the training's steps."""
-    seen = phases(monkeypatch)
     model, elsewhere = make(Mlp), nn.Parameter(torch.zeros(3))
     run = scheduled(model, warmup_steps=2)
     elsewhere.grad = torch.ones(3)
@@ -369,9 +316,7 @@ def test_parameters_that_no_optimizer_has(monkeypatch) -> None:
     assert seen == ["high_precision"] * 2 + ["fp8"] * 2
 
 
-@pytest.mark.compiled
-def test_a_compiled_optimizer(monkeypatch) -> None:
-    seen = phases(monkeypatch)
+def test_a_compiled_optimizer(seen: list[str]) -> None:
     model = make(Mlp)
     run = scheduled(model, warmup_steps=2)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
