@@ -242,21 +242,3 @@ def test_out_of_time():
     bench.deadline = 0.0
     result = bench.run(lambda so_far: None)
     assert result["rows"] == [] and "out of time: 4 points were not begun" in tables.text(result)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--family", "gelu", "softmax"], "no family 'softmax'"),
-        (["--shape", "4096"], "written 32768x4096"),
-        (["--shape", "0x16"], "written 32768x4096"),
-        (["--runs", "29"], "at least 30"),
-        (["--torchao", "nowhere"], "no such file or folder"),
-    ],
-)
-def test_errors_of_the_kernel_benchmark_are_one_line(arguments, message, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        kernels.main(["--device", "cpu", *arguments])
-    captured = capsys.readouterr()
-    assert stopped.value.code == 2
-    assert message in captured.err and captured.err.count("\n") == 1 and not captured.out

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import arms, results, train
+from benchmarks import arms, kernels, results, train
 from benchmarks.cases import CASES
 from benchmarks.cases.base import Fit, parse_case
 
@@ -96,38 +96,45 @@ def test_transformer_engine_is_measured_where_it_can_be_imported(tmp_path):
     assert row["error"] is None and row["kind"] == "te" and row["tokens_per_s"]["median"] > 0
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--case", "gpt5"], "no case 'gpt5'"),
-        (["--case", "dit", "--arms", "bf16,fp4"], "no arm 'fp4'"),
-        (["--case", "dit:depth=3"], "case dit has no variant 'depth'"),
-        (["--case", "dit:batch=many"], "dit:batch=many is not a whole number"),
-        (["--case", "dit:compile=twice"], "one of whole, block"),
-        (["--case", "dit:batch"], "a variant is written key=value"),
-        (["--case", "dit", "--rounds", "0"], "not a whole number of at least 1"),
-        (["--case", "dit", "--torchao", "nowhere"], "no such file or folder"),
-        (["--case", "loss", "--rebuild"], "goes on training"),
-        (["--case", "all", "--json", "one.json"], "several cases need a folder"),
-    ],
-)
-def test_errors_are_one_line(arguments, message, capsys):
+TRAIN = {
+    "--case gpt5": "no case 'gpt5'",
+    "--case dit --arms bf16,fp4": "no arm 'fp4'",
+    "--case dit:depth=3": "case dit has no variant 'depth'",
+    "--case dit:batch=many": "dit:batch=many is not a whole number",
+    "--case dit:compile=twice": "one of whole, block",
+    "--case dit:batch": "a variant is written key=value",
+    "--case dit --rounds 0": "not a whole number of at least 1",
+    "--case dit --torchao nowhere": "no such file or folder",
+    "--case loss --rebuild": "goes on training",
+    "--case all --json one.json": "several cases need a folder",
+}
+KERNELS = {
+    "--family gelu softmax": "no family 'softmax'",
+    "--shape 4096": "written 32768x4096",
+    "--shape 0x16": "written 32768x4096",
+    "--runs 29": "at least 30",
+    "--torchao nowhere": "no such file or folder",
+}
+
+
+@pytest.mark.parametrize("arguments", [*TRAIN, *KERNELS])
+def test_errors_are_one_line(arguments, capsys):
+    main = train.main if arguments in TRAIN else kernels.main
     with pytest.raises(SystemExit) as stopped:
-        train.main([*arguments, "--device", "cpu"])
+        main([*arguments.split(), "--device", "cpu"])
     captured = capsys.readouterr()
     assert stopped.value.code == 2
-    assert message in captured.err and captured.err.count("\n") == 1 and not captured.out
+    assert (TRAIN | KERNELS)[arguments] in captured.err and captured.err.count("\n") == 1 and not captured.out
 
 
 # -- cases and arms ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_full_points(name):
+def test_full_points():
     """Full sizes can be listed anywhere: nothing is allocated before a point is built."""
-    case = CASES[name]
-    points = case.points("full", case.variant({}), Fit(141 << 30, 7))
-    assert points and all(point.tokens >= 8192 for point in points)
+    for name, case in CASES.items():
+        points = case.points("full", case.variant({}), Fit(141 << 30, 7))
+        assert points and all(point.tokens >= 8192 for point in points), name
 
 
 def test_as_many_layers_as_fit():

@@ -24,7 +24,7 @@ def main() -> int:
         command.add_argument("--table", type=Path, default=HERE / "results.txt", help="the table of results")
     run.add_argument("--root", type=Path, default=ROOT, help="the tree that is copied")
     far = "how far to look: the test of last time, those that are named, the room, make test, and make slow (all)"
-    run.add_argument("--to", choices=("killer", "named", "room", "tier", "all"), default="tier", help=far)
+    run.add_argument("--to", choices=("killer", "named", "room", "tier", "all"), default="room", help=far)
     run.add_argument("--tier", choices=("check", "test", "slow"), default="slow", help="the slowest tests that count")
     run.add_argument("--limit", type=float, default=1200.0, metavar="SECONDS", help="of one run of pytest")
     run.add_argument("--missing", action="store_true", help="leave out what the table has")
