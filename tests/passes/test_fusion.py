@@ -109,11 +109,10 @@ def of(name: str, recipe: str) -> Trained:
     return compared(build, [shape] * 2, recipe=recipe)
 
 
-EACH = [("mlps", "delayed"), ("rms norm, swiglu", "delayed"), ("block", "tensorwise"), ("checkpointed", "tensorwise")]
-EACH += [("rms norm, swiglu", "rowwise_with_gw_hp"), ("rms norm, swiglu", "mxfp8"), ("checkpointed", "rowwise")]
-EACH += [("experts", "delayed"), ("experts", "blockwise")]
-SLOW = [("block", "delayed"), ("checkpointed", "delayed"), ("rms norm, swiglu", "rowwise"), ("rms norm, swiglu", "blockwise")]
-SLOW += [("experts", recipe) for recipe in ("tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8")]
+EACH = [("mlps", "delayed"), ("rms norm, swiglu", "delayed"), ("rms norm, swiglu", "mxfp8"), ("experts", "delayed")]
+SLOW = [("block", "tensorwise"), ("checkpointed", "delayed"), ("checkpointed", "rowwise")]
+SLOW += [("rms norm, swiglu", recipe) for recipe in ("rowwise", "rowwise_with_gw_hp", "blockwise")]
+SLOW += [("experts", recipe) for recipe in ("rowwise_with_gw_hp", "blockwise", "mxfp8")]
 
 
 @pytest.mark.parametrize(("name", "recipe"), [*EACH, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)])
@@ -121,14 +120,15 @@ def test_fused_training_is_training(name: str, recipe: str) -> None:
     assert any("update" in kernel for kernel in of(name, recipe).names) == (recipe == "delayed")
 
 
+@pytest.mark.slow
 def test_dynamic_rows() -> None:
-    made = compared(RmsBlock, [(2, 20, 128), (3, 7, 128), (2, 20, 128)]).names
+    made = compared(RmsBlock, [(2, 20, 128), (3, 7, 128)]).names
     assert len(set(made)) <= 14, "kernels take sizes as arguments: one compilation serves all"
 
 
 def test_blocks_of_128_rows_behind_sums_over_rows_are_two_kernels() -> None:
     """With 128 whole rows a program, 8192 tokens would give only 64 programs."""
-    found = compared(lambda: nn.Sequential(RmsBlock(), RmsBlock()), [(2, 100, 128)], recipe="blockwise")
+    found = compared(lambda: nn.Sequential(RmsBlock(), RmsBlock()), [(130, 128)], recipe="blockwise")
     over_rows = [kernel for kernel in found.kernels if kernel.row_blocks]
     assert all(kernel.block[0] == 1 for kernel in over_rows)
     assert any("value" in [x.content for x in kernel.outputs] for kernel in over_rows), "a gradient that the residual reads"
@@ -182,8 +182,9 @@ def thousand(x: Tensor) -> Tensor:
     return x
 
 
+@pytest.mark.slow
 def test_a_chain_of_a_thousand_operators() -> None:
-    found = train(lambda: Alone(lambda x: thousand(x.detach())).requires_grad_(), [(16, 128)])
+    found = train(lambda: Alone(thousand), [(16, 128)])
     assert found.made and found.steps[0]["y"].isfinite().all()
 
 
