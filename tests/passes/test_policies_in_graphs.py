@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 import fp8compile
 from tests.support import hooks
 from tests.support.harness import Pair, compiled, noise
-from tests.support.models import Attention, Block, Branches, Mlp, SwiGlu, make
+from tests.support.models import Attention, Branches, Mlp, Stack, SwiGlu, make
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 
@@ -77,10 +78,28 @@ def test_gradients_where_one_gemm_is_kept() -> None:
     pair.finish()
 
 
+class Mixer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.v, self.o = nn.Linear(128, 128), nn.Linear(128, 128)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.o(self.v(x))
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixer, self.mlp = Mixer(), SwiGlu()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.mlp(x + self.mixer(x))
+
+
 class Blocks(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Block(gated=True) for _ in range(3))
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
         self.head = nn.Linear(128, 256)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -96,7 +115,7 @@ def test_conditions_see_the_model() -> None:
         policy=rules(
             {"name": "edge", "blocks": "first 1", "fp8": "off"},
             {"name": "edge", "blocks": "last 1", "fp8": "off"},
-            {"name": "attention", "module_class": "Attention", "parameter": "*.o.weight", "fp8": "off"},
+            {"name": "mixer", "module_class": "Mixer", "parameter": "*.o.weight", "fp8": "off"},
             {"name": "wide", "where": "n > k and m >= 64", "kind": "output head", "fp8": "on"},
             {"name": "wide", "where": "n > k and m >= 64", "module": "*.mlp.*", "margin": 2},
         ),
@@ -107,12 +126,12 @@ def test_conditions_see_the_model() -> None:
         elif module.startswith(("layers.0.", "layers.2.")):
             assert (record.decision, record.rule) == ("high_precision", "edge")
         elif module.endswith(".o"):
-            assert (record.decision, record.rule) == ("high_precision", "attention")
+            assert (record.decision, record.rule) == ("high_precision", "mixer")
         elif module.endswith((".gate", ".up")):
             assert (record.decision, record.rule) == ("fp8", "wide")
         else:
             assert (record.decision, record.rule) == ("fp8", "down projection" if module.endswith(".down") else "")
-    assert len({module for module, _ in found}) == 22
+    assert len({module for module, _ in found}) == 16
 
 
 class Broken(nn.Module):
@@ -148,23 +167,11 @@ def test_blocks_of_what_has_none(caplog: pytest.LogCaptureFixture) -> None:
         decisions(make(Mlp), policy=policy, strict=True)
 
 
-class Mixed(nn.Module):
-    """A dense layer, then two with experts: the layers are the blocks, not the experts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        experts = [nn.Sequential(Mlp(), Mlp()) for _ in range(2)]
-        self.layers = nn.ModuleList([Mlp(), *experts])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
 def test_blocks_are_the_outermost() -> None:
-    found = decisions(make(Mixed), policy=rules({"name": "edge", "blocks": "first 1", "fp8": "off"}))
-    assert {module for (module, _), record in found.items() if record.rule == "edge"} == {"layers.0.up", "layers.0.down"}
+    """A dense layer, then two with experts: the layers are the blocks, not the experts."""
+    model = make(lambda: Stack(Mlp(), *(nn.Sequential(Mlp(), Mlp()) for _ in range(2))))
+    found = decisions(model, policy=rules({"name": "edge", "blocks": "first 1", "fp8": "off"}))
+    assert {module for (module, _), record in found.items() if record.rule == "edge"} == {"inner.0.up", "inner.0.down"}
 
 
 def test_strict_and_what_is_kept_on_purpose() -> None:
@@ -208,19 +215,14 @@ def test_near_names_do_match(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_what_a_rule_wants_and_cannot_have() -> None:
-    class Odd(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up, self.odd = nn.Linear(128, 128), nn.Linear(128, 136)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.odd(self.up(x))
+    def odd() -> nn.Module:
+        return make(lambda: nn.Sequential(OrderedDict(up=nn.Linear(128, 128), odd=nn.Linear(128, 136))))
 
     policy = rules({"module": "odd", "fp8": "on"})
-    assert decisions(make(Odd), policy=policy)["odd", "fprop"].reason.startswith("not a multiple of 16")
+    assert decisions(odd(), policy=policy)["odd", "fprop"].reason.startswith("not a multiple of 16")
     with pytest.raises(fp8compile.StrictError, match="odd.*not a multiple of 16"):
-        decisions(make(Odd), policy=policy, strict=True)
-    decisions(make(Odd), policy=rules({"module": "odd"}), strict=True)  # "auto" does not insist on FP8
+        decisions(odd(), policy=policy, strict=True)
+    decisions(odd(), policy=rules({"module": "odd"}), strict=True)  # "auto" does not insist on FP8
 
 
 def test_the_device_decides() -> None:
