@@ -17,12 +17,11 @@ from fp8compile.config.recipe import Block
 from fp8compile.devices.formats import E4M3, E5M2, FORMATS, Format
 from fp8compile.ir import ops, state_page
 from fp8compile.ir.scale import scale_of
-from fp8compile.runtime import overflow
-from fp8compile.runtime.state import slots_of
+from tests.support import hooks
 from tests.support.harness import compiled, noise
 from tests.support.models import Mlp, make
 
-pytestmark = pytest.mark.usefixtures("interpreted")
+pytestmark = [pytest.mark.usefixtures("interpreted"), pytest.mark.shares_graphs]
 
 
 def cosine(a: Tensor, b: Tensor) -> float:
@@ -109,14 +108,13 @@ def overflows(caplog: pytest.LogCaptureFixture) -> list[str]:
     ids=["default", "margin 2", "margin 0"],
 )
 def test_the_line_about_an_overflow(
-    options: dict[str, Any], fits: float, covered: float, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], fits: float, covered: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     """No line if a gradient grows within its headroom, or by less than a jump; one line if a gradient saturates."""
-    monkeypatch.setattr(overflow, "_Said", type("Said", (), {"at": float("-inf"), "missed": 0}))
     model = make(lambda: nn.Linear(128, 128, bias=False))
     run = compiled(model, **options)
     x = noise(16, 128, seed=3)
-    with caplog.at_level(logging.INFO, "fp8compile"):
+    with caplog.at_level(logging.INFO, "fp8compile"), hooks.overflow_lines():
         for factor in (1.0, fits, 1.0):
             run(x).backward(torch.full((16, 128), factor))
         assert not overflows(caplog)
@@ -162,8 +160,7 @@ def test_a_state_with_another_margin_is_adapted() -> None:
     """With `strict=False`, a loaded scale changes by the difference of the margins, and the next gradient fits."""
     model = make(Mlp)
     compiled(model, margin=0)(noise(16, 128)).sum().backward()
-    state, before = fp8compile.scaling_state(model), {key: slot.scale() for key, slot in slots_of(model).items()}
-    torch._dynamo.reset()
+    state, before = fp8compile.scaling_state(model), {key: slot.scale() for key, slot in hooks.slots_of(model).items()}
     other = make(Mlp)
     run = compiled(other)
     with pytest.raises(fp8compile.StateError, match="FP8 maximum / 2..margin 57344, here 28"):
@@ -171,7 +168,7 @@ def test_a_state_with_another_margin_is_adapted() -> None:
         run(noise(16, 128))
     fp8compile.load_scaling_state(other, state, strict=False)
     used = run(noise(16, 128))
-    for key, slot in slots_of(other).items():
+    for key, slot in hooks.slots_of(other).items():
         assert slot.scale() == before[key] / (2048.0 if key[1] == "gradient" else 1.0)
     (1000.0 * used.sum()).backward()
     exact = make(Mlp)
