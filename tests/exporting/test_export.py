@@ -11,14 +11,14 @@ import torch
 from torch import nn
 
 import fp8compile
-from fp8compile.runtime.state import slots_of
 from tests.exporting.small import Small, evaluated, next_forward, tokens, trained
 from tests.support.harness import sqnr
+from tests.support.hooks import slots_of
 from tests.support.reference_casts import OCP, Quantized, block_amaxes, quantize
 from tests.support.served import config_of, serve, tensors_of
 
 pytest.importorskip("safetensors")
-pytestmark = pytest.mark.usefixtures("interpreted")
+pytestmark = [pytest.mark.usefixtures("interpreted"), pytest.mark.shares_graphs]
 
 E4M3 = OCP[0]
 FP8 = ("up", "down")
@@ -45,11 +45,13 @@ def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.dtype == other.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("recipe", CURRENT)
+@pytest.mark.parametrize(
+    ("recipe", "dtype"), [*((recipe, torch.float32) for recipe in CURRENT), ("rowwise", torch.bfloat16)], ids=str
+)
 def test_bytes_and_scales_of_current_scaling(recipe: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """A server computes with them what evaluation computes."""
     model = Small().to(dtype)
-    trained(model, 2, recipe)
+    compiled = trained(model, 2, recipe)
     made = fp8compile.export(model, tmp_path / "out")
     block, rounded = CURRENT[recipe]
     for name in FP8:
@@ -58,6 +60,27 @@ def test_bytes_and_scales_of_current_scaling(recipe: str, dtype: torch.dtype, tm
         assert same_bytes(found.values, expected.values), name
         assert found.scale_inv.dtype == torch.float32
         assert torch.equal(found.scale_inv.reshape(expected.scale_inv.shape), expected.scale_inv), name
+    if dtype == torch.float32:
+        theirs = serve(Small(), made.directory, rounded=rounded)(tokens(9))
+        assert sqnr(evaluated(compiled, tokens(9)), theirs) > CLOSE_DB
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
+def test_the_decompressor_of_compressed_tensors(recipe: str, tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationConfig
+
+    model = Small()
+    trained(model, 1, recipe)
+    made = fp8compile.export(model, tmp_path / "out", format="compressed-tensors")
+    (scheme,) = QuantizationConfig.model_validate(config_of(made.directory)).config_groups.values()
+    tensors, (block, rounded) = tensors_of(made.directory), CURRENT[recipe]
+    for name in FP8:
+        own = {last: tensors[f"{name}.{last}"] for last in ("weight", "weight_scale")}
+        found = BaseCompressor.get_value_from_registry(scheme.format).decompress(own, scheme)["weight"]
+        expected = quantize(model.get_submodule(name).weight, E4M3, block, rounded=rounded).exact().float()
+        assert found.dtype == torch.float32 and torch.equal(found, expected), name
 
 
 def test_margin_and_power_of_2_are_in_the_scale(tmp_path: Path) -> None:
@@ -105,13 +128,23 @@ def test_delayed_without_a_history_takes_the_current_amax(tmp_path: Path) -> Non
     assert stored(made.directory, "down").scale_inv.item() == slots_of(trained_)["down.weight", "weight", 0].scale_inv()
 
 
-@pytest.mark.parametrize("recipe", CURRENT)
-def test_a_server_computes_what_evaluation_computes(recipe: str, tmp_path: Path) -> None:
-    model = Small()
-    compiled = trained(model, 2, recipe)
+class UsedTwice(nn.Module):
+    """One layer, first on small inputs, then on larger ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layer, self.head = nn.Embedding(96, 128), nn.Linear(128, 128), nn.Linear(128, 96)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layer(50.0 * torch.tanh(self.layer(self.embed(ids)))))
+
+
+def test_a_layer_that_is_used_twice_takes_the_range_of_both_inputs(tmp_path: Path) -> None:
+    model = UsedTwice()
+    trained(model, 2)
     made = fp8compile.export(model, tmp_path / "out")
-    theirs = serve(Small(), made.directory, rounded=CURRENT[recipe][1])(tokens(9))
-    assert sqnr(evaluated(compiled, tokens(9)), theirs) > CLOSE_DB
+    small, large = (slots_of(model)["layer.weight", "input", use].scale_inv() for use in (0, 1))
+    assert small < large and tensors_of(made.directory)["layer.input_scale"].tolist() == [large]
 
 
 def test_merged_weights_share_a_scale(tmp_path: Path) -> None:
@@ -166,7 +199,6 @@ def test_layers_are_those_whose_fprop_the_report_says_is_fp8(tmp_path: Path) -> 
 
 def test_configurations(tmp_path: Path) -> None:
     def config(recipe: str, **given: Any) -> dict[str, Any]:
-        torch._dynamo.reset()
         model = Small()
         trained(model, 2, recipe, **given.pop("options", {}))
         return config_of(fp8compile.export(model, tmp_path / f"{recipe}{len(list(tmp_path.iterdir()))}", **given).directory)

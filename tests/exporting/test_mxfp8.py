@@ -18,7 +18,7 @@ from tests.support.reference_casts import OCP, Quantized, quantize
 from tests.support.served import config_of, serve, tensors_of
 
 pytest.importorskip("safetensors")
-pytestmark = pytest.mark.usefixtures("interpreted")
+pytestmark = [pytest.mark.usefixtures("interpreted"), pytest.mark.shares_graphs]
 
 E4M3 = OCP[0]
 ROW_OF_32, TILE = (1, 32), (32, 32)
@@ -51,8 +51,7 @@ def assert_as_expected(directory: Path, name: str, weight: Tensor, block: tuple[
     assert torch.equal(tensors[f"{name}.weight_scale"], scales)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@every_block
+@pytest.mark.parametrize(("block", "dtype"), [(ROW_OF_32, torch.float32), (TILE, torch.bfloat16)], ids=str)
 def test_bytes_and_scales(block: tuple[int, int], dtype: torch.dtype, tmp_path: Path) -> None:
     model, _, made = exported(tmp_path / "out", block, Small(hidden=160).to(dtype))
     assert made.format == "compressed-tensors" and made.layers == {"up": "mxfp8", "down": "mxfp8"} and not made.left
@@ -63,10 +62,11 @@ def test_bytes_and_scales(block: tuple[int, int], dtype: torch.dtype, tmp_path: 
 
 
 @every_block
-def test_bytes_and_scales_are_those_of_torchao(block: tuple[int, int], tmp_path: Path) -> None:
+def test_a_server_computes_what_evaluation_computes_with_bytes_of_torchao(block: tuple[int, int], tmp_path: Path) -> None:
     """torchao scales runs of elements: the elements of a tile are put in a row."""
+    model, compiled, made = exported(tmp_path / "out", block)
+    assert sqnr(evaluated(compiled, tokens(9)), serve(Small(), made.directory)(tokens(9))) > 60.0
     mx = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
-    model, _, made = exported(tmp_path / "out", block)
     tensors, (rows, columns) = tensors_of(made.directory), block
     for name in made.layers:
         weight = model.get_submodule(name).weight.detach()
@@ -78,8 +78,7 @@ def test_bytes_and_scales_are_those_of_torchao(block: tuple[int, int], tmp_path:
         assert torch.equal(tensors[f"{name}.weight_scale"], scale), name
 
 
-@every_block
-@pytest.mark.parametrize("margin", [0, 12])
+@pytest.mark.parametrize(("block", "margin"), [(ROW_OF_32, 12), (TILE, 0)])
 def test_the_ends_of_the_range(block: tuple[int, int], margin: int, tmp_path: Path) -> None:
     """Blocks of zeros, of the least and the largest numbers, and of 448 times a power of two, which becomes exactly 448."""
     model, _, made = exported(tmp_path / "out", block, margin=(0, margin, 0))
@@ -108,12 +107,6 @@ def test_a_layer_whose_rows_are_no_multiple_of_32(block: tuple[int, int], tmp_pa
     assert "down" in made.ignored
     assert_as_expected(made.directory, "up", model.up.weight, block)
     assert torch.equal(tensors_of(made.directory)["down.weight"], model.down.weight)
-
-
-@every_block
-def test_a_server_computes_what_evaluation_computes(block: tuple[int, int], tmp_path: Path) -> None:
-    _, compiled, made = exported(tmp_path / "out", block)
-    assert sqnr(evaluated(compiled, tokens(9)), serve(Small(), made.directory)(tokens(9))) > 60.0
 
 
 @every_block

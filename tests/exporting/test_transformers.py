@@ -22,7 +22,7 @@ from tests.support.reference_casts import OCP, quantize
 from tests.support.served import config_of, serve, tensors_of
 
 transformers = pytest.importorskip("transformers")
-pytestmark = pytest.mark.usefixtures("interpreted")
+pytestmark = [pytest.mark.usefixtures("interpreted"), pytest.mark.shares_graphs]
 
 BATCHES = 5
 # Two implementations that order sums differently, or divide where the other multiplies by an inverse, agree to 2**-22 (over
@@ -45,7 +45,7 @@ class Logits(nn.Module):
 
 
 def llama(**changes: Any) -> Any:
-    sizes = dict(vocab_size=WORDS, hidden_size=128, intermediate_size=256, num_hidden_layers=2, max_position_embeddings=64)
+    sizes = dict(vocab_size=WORDS, hidden_size=128, intermediate_size=256, num_hidden_layers=1, max_position_embeddings=64)
     heads = dict(num_attention_heads=4, num_key_value_heads=4, use_cache=False, attn_implementation="eager")
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**sizes, **heads, **changes}))
 
@@ -85,18 +85,11 @@ def test_the_configuration_is_the_models_own(tmp_path: Path) -> None:
     read, own = transformers.LlamaConfig.from_dict(written).to_dict(), model.config.to_dict()
     assert {key for key in {*read, *own} if read.get(key) != own.get(key)} <= {"architectures", "dtype"}
     assert getattr(model.config, "quantization_config", None) is None
-    assert made.ignored == ("model.embed_tokens", "lm_head") and len(made.layers) == 14
-
-
-def test_tied_embeddings(tmp_path: Path) -> None:
-    model = llama(tie_word_embeddings=True)
-    trained(Logits(model), 1, "rowwise")
-    tensors = tensors_of(fp8compile.export(model, tmp_path / "out").directory)
-    assert "lm_head.weight" not in tensors and torch.equal(tensors["model.embed_tokens.weight"], model.lm_head.weight)
+    assert made.ignored == ("model.embed_tokens", "lm_head") and len(made.layers) == 7
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("recipe", "options"), [("delayed", {}), ("rowwise", {}), ("mxfp8", {}), ("mxfp8", TILES)])
+@pytest.mark.parametrize(("recipe", "options"), [("delayed", {}), ("rowwise", {}), ("mxfp8", TILES)])
 def test_a_server_in_eager_in_bf16(recipe: str, options: dict[str, Any], tmp_path: Path) -> None:
     """Both sides round to bf16 at the same places, which hides the order of float32 sums."""
     model = llama().bfloat16()
@@ -108,30 +101,31 @@ def test_a_server_in_eager_in_bf16(recipe: str, options: dict[str, Any], tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("recipe", "options"), [("delayed", {}), ("rowwise", {}), ("blockwise", {}), ("mxfp8", {}), ("mxfp8", TILES)]
-)
+@pytest.mark.parametrize(("recipe", "options"), [("blockwise", {}), ("mxfp8", {}), ("mxfp8", TILES)])
 def test_a_server_in_eager(recipe: str, options: dict[str, Any], tmp_path: Path) -> None:
-    """Without any other library. With `delayed`, training reads the same scales; evaluation has current ones."""
+    """Without any other library."""
     _, compiled, made = exported(recipe, tmp_path / "out", **options)
     theirs = Logits(serve(llama(), made.directory, rounded=recipe == "blockwise"))
-    assert_alike(outputs(compiled, training=recipe == "delayed"), outputs(theirs))
+    assert_alike(outputs(compiled), outputs(theirs))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "rowwise", "blockwise"])
 def test_loaded_with_compressed_tensors(recipe: str, tmp_path: Path) -> None:
+    """And by a server in eager. With `delayed`, training reads the same scales; evaluation has current ones."""
     pytest.importorskip("compressed_tensors")
     options = {"power_of_2_scale": False} if recipe == "blockwise" else {}  # compressed-tensors rounds no scales of inputs
     model, compiled, made = exported(recipe, tmp_path / "out", "compressed-tensors", **options)
     theirs = loaded(made.directory)
     held = dict(theirs.inner.named_parameters())
-    assert sum(tensor.dtype == torch.float8_e4m3fn for tensor in held.values()) == len(made.layers) == 14
+    assert sum(tensor.dtype == torch.float8_e4m3fn for tensor in held.values()) == len(made.layers) == 7
     for name, tensor in tensors_of(made.directory).items():
         assert torch.equal(held[name].float(), tensor.float()), name
     for name in ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"):
         assert torch.equal(held[name], model.get_parameter(name)), name
-    assert_alike(outputs(compiled, training=recipe == "delayed"), outputs(theirs))
+    ours = outputs(compiled, training=recipe == "delayed")
+    assert_alike(ours, outputs(theirs))
+    assert_alike(ours, outputs(Logits(serve(llama(), made.directory))))
 
 
 @pytest.mark.slow
@@ -172,23 +166,6 @@ def test_mxfp8_loaded_with_compressed_tensors_in_bf16(mixed: bool, tmp_path: Pat
             exact = quantize(model.get_submodule(name).weight, E4M3, (1, 32), rounded=True).exact()
             assert torch.equal(theirs.inner.get_submodule(name).weight.double(), exact), name
     assert len(set(made.layers.values())) == (2 if mixed else 1) and median(ratios) > (20.0 if mixed else 34.0), ratios
-
-
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
-def test_the_decompressor_of_compressed_tensors(recipe: str, tmp_path: Path) -> None:
-    pytest.importorskip("compressed_tensors")
-    from compressed_tensors.compressors import BaseCompressor
-    from compressed_tensors.quantization import QuantizationConfig
-
-    model, _, made = exported(recipe, tmp_path / "out", "compressed-tensors")
-    (scheme,) = QuantizationConfig.model_validate(config_of(made.directory)).config_groups.values()
-    tensors = tensors_of(made.directory)
-    blocks = {"tensorwise": (0, 0), "rowwise": (1, 0), "blockwise": (128, 128)}[recipe]
-    for name in made.layers:
-        own = {last: tensors[f"{name}.{last}"] for last in ("weight", "weight_scale")}
-        found = BaseCompressor.get_value_from_registry(scheme.format).decompress(own, scheme)["weight"]
-        expected = quantize(model.get_submodule(name).weight, E4M3, blocks, rounded=recipe == "blockwise").exact().float()
-        assert found.dtype == torch.float32 and torch.equal(found, expected), name
 
 
 @pytest.mark.slow
