@@ -328,8 +328,8 @@ def smaller(ours: Facts, theirs: Facts, rank: int) -> None:
 
 
 def compressed(way: Way) -> Case:
-    """Twelve steps of small learning rates: as near as gradients of 28 dB are."""
-    return Case(replace(way, compress=True), way, "fbs fbs afbs", "over buckets", promise=18.0, check=smaller)
+    """Gradients of 28 dB, and what a few steps make of them. A wrong mean is at 6 dB."""
+    return Case(replace(way, compress=True), way, "fbs fbs afbs", "over buckets", promise=14.0, check=smaller)
 
 
 OTHERS = {
