@@ -65,14 +65,14 @@ def exact(text: str, m: int, n: int, k: int) -> bool:
         return False
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(conditions(1), SIZES, SIZES, SIZES)
 def test_whole_numbers_are_exact(text, m, n, k):
     assume(len(text) <= 500)
     assert Where(text).holds(m, n, k) is exact(text, m, n, k), text
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.text(max_size=60))
 def test_any_text_is_a_condition_or_an_error(text):
     try:
@@ -192,9 +192,9 @@ def test_errors(text, says):
     ],
 )
 def test_the_largest_expressions_are_quick(text):
-    start = time.perf_counter()
+    start = time.process_time()
     assert Where(text).holds(2**62 - 1, 2**62 - 3, 2**62 - 5) in (True, False)
-    assert time.perf_counter() - start < 0.5
+    assert time.process_time() - start < 0.5
 
 
 def test_a_fraction_that_is_too_large_makes_it_false():

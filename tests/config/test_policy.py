@@ -21,17 +21,6 @@ from fp8compile.devices.toml import tomllib
 from fp8compile.errors import OptionError
 from tests.support.policies import UP, fp8, refusal, site
 
-
-@pytest.fixture
-def write(tmp_path):
-    def write(text: str | bytes, name: str = "mine.toml"):
-        path = tmp_path / name
-        path.write_bytes(text if isinstance(text, bytes) else text.encode())
-        return path
-
-    return write
-
-
 # --- conditions -------------------------------------------------------------------------------------------------------
 
 
@@ -278,6 +267,7 @@ def test_circles(write, tmp_path):
     assert message.startswith(f"policy {broken}, line 2, rule 1: unknown key 'role'")
 
 
+@pytest.mark.slow
 def test_importing_the_package_does_not_import_pydantic():
     code = "import sys, fp8compile, fp8compile.errors; sys.exit(any(name.startswith('pydantic') for name in sys.modules))"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
@@ -348,5 +338,5 @@ def test_shipped_policies_are_all_listed():
 def test_fuzzed():
     from tests.support.fuzz_policies import run
 
-    outcomes, _ = run(1000, seed=1, limit_s=10)
-    assert outcomes["loaded"] > 50 and len(outcomes) > 100
+    outcomes, _ = run(300, seed=1, limit_s=10)
+    assert outcomes["loaded"] > 15 and len(outcomes) > 40

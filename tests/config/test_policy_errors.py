@@ -10,17 +10,6 @@ from fp8compile.config.policy import load
 from fp8compile.config.recipe import NAMES
 from tests.support.policies import fp8, refusal, site
 
-
-@pytest.fixture
-def write(tmp_path):
-    def write(text: str):
-        path = tmp_path / "mine.toml"
-        path.write_text(text, encoding="utf-8")
-        return path
-
-    return write
-
-
 # --- errors -----------------------------------------------------------------------------------------------------------
 
 LINES = """\
@@ -228,8 +217,8 @@ def test_messages_stay_readable():
     ids=range(7),
 )
 def test_hostile_files_are_refused_quickly(write, text, says):
-    path, start = write(text), time.perf_counter()
-    assert says in refusal(path) and time.perf_counter() - start < 5
+    path, start = write(text), time.process_time()
+    assert says in refusal(path) and time.process_time() - start < 5
 
 
 def test_dots_in_strings_and_comments_are_no_keys(write):
