@@ -109,7 +109,7 @@ HEADS: dict[str, tuple[Net, Tensor]] = {
         Net(lambda m, x: m.fc(m.norm(F.gelu(m.body(x)))), body=linear(WIDTH), norm=norm(), fc=linear()),
         FEATURES,
     ),
-    "back to the width of the input": (Net(lambda m, x: m.fc(m.block(x)), block=Block(), fc=linear(WIDTH)), FEATURES),
+    "back to the width of the input": (Net(lambda m, x: m.fc(m.block(x)), block=ResidualMlp(), fc=linear(WIDTH)), FEATURES),
 }
 
 
@@ -200,7 +200,7 @@ def reasons(model: nn.Module) -> dict[str, str]:
     return {record.fqn: record.reason for record in fp8compile.report(model).matmuls if record.gemm == "fprop"}
 
 
-@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("wrapped", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_parts_that_are_compiled_by_themselves(wrapped: bool) -> None:
     """Two parts that would each end in a head as a model of their own. The first takes tokens, the second features. If an
     eager module calls the parts, the backend knows which modules follow a part."""
@@ -236,13 +236,11 @@ TRANSFORMERS = {
     "BertModel": ("BertConfig", {}, set()),
     "LlamaModel": ("LlamaConfig", {"use_cache": False}, set()),
     "CLIPTextModelWithProjection": ("CLIPTextConfig", {"projection_dim": WIDTH}, {"text_projection"}),
-    "MusicgenForCausalLM": ("MusicgenDecoderConfig", {"num_codebooks": 2, "ffn_dim": 256}, {"lm_heads.0", "lm_heads.1"}),
 }
 
 
-@pytest.mark.parametrize(
-    "name", ["LlamaModel", *(pytest.param(name, marks=pytest.mark.slow) for name in TRANSFORMERS if name != "LlamaModel")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TRANSFORMERS)
 def test_transformers(name: str) -> None:
     transformers = pytest.importorskip("transformers")
     config, settings, heads = TRANSFORMERS[name]
