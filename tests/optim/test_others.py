@@ -74,7 +74,10 @@ def losses(optimizer: Callable[[nn.Module], Any], options: dict[str, Any] | None
     return found
 
 
-@pytest.mark.parametrize("name", [x if x not in ("torchao", "muon") else pytest.param(x, marks=pytest.mark.slow) for x in OTHERS])
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("torchao", "muon")]
+
+
+@pytest.mark.parametrize("name", [*(name for name in OTHERS if name not in ("torchao", "muon")), *SLOW])
 def test_it_learns_and_no_copy_is_stale(name: str) -> None:
     fp8 = {"policy": ALL_FP8, "recipe": "tensorwise"}
     plain = losses(OTHERS[name], None)
