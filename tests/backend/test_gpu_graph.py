@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections import Counter
 
@@ -23,6 +24,7 @@ from tests.support.machine_code import TARGETS
 from tests.support.models import LlamaLayer
 
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=unavailable() or "")
+RECIPES = pytest.mark.parametrize("recipe", ["delayed", pytest.param("tensorwise", marks=pytest.mark.slow)])
 
 BF16 = torch.bfloat16
 DIM, KV, HIDDEN, TOKENS = 4096, 1024, 14336, 8192  # Llama-3-8B
@@ -50,18 +52,21 @@ def layer_step(**how) -> Step:
     return trace(lambda: layer(x).sum().backward())
 
 
-@pytest.fixture(scope="module")
-def llama() -> dict[str, Step]:
-    """bf16 Inductor and both recipes."""
-    return {"bf16": layer_step()} | {
-        recipe: layer_step(backend="fp8", options={"recipe": recipe, "policy": ALL_FP8}) for recipe in ("delayed", "tensorwise")
-    }
+@functools.cache
+def llama(recipe: str = "") -> Step:
+    """By bf16 Inductor, or in FP8."""
+    return layer_step(backend="fp8", options={"recipe": recipe, "policy": ALL_FP8}) if recipe else layer_step()
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
-def test_all_21_matmuls_of_a_llama_layer_are_fp8(llama, recipe):
+@functools.cache
+def mlp_step() -> Step:
+    return compile_mlp(64)
+
+
+@RECIPES
+def test_all_21_matmuls_of_a_llama_layer_are_fp8(recipe):
     """As 12, because q, k and v are merged, and gate and up."""
-    step = llama[recipe]
+    step = llama(recipe)
     check_matmuls(step)
     linears = [(DIM, DIM + 2 * KV), (DIM, DIM), (DIM, 2 * HIDDEN), (HIDDEN, DIM)]  # in, out
     expected = Counter(
@@ -70,10 +75,10 @@ def test_all_21_matmuls_of_a_llama_layer_are_fp8(llama, recipe):
         for size in ((TOKENS, n, k), (TOKENS, k, n), (n, k, TOKENS))  # fprop, dgrad, wgrad
     )
     assert sizes(step.matmuls) == expected and expected.total() == 12
-    assert step.flops == {"fp8": llama["bf16"].flops["bfloat16"]}
+    assert step.flops == {"fp8": llama().flops["bfloat16"]}
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
+@RECIPES
 def test_matmuls_of_a_llama_layer_share_their_operands(recipe):
     """Not merged, q, k and v read one FP8 copy of their input, gate and up another. Their wgrads share copies in the same
     way."""
@@ -84,23 +89,22 @@ def test_matmuls_of_a_llama_layer_share_their_operands(recipe):
     assert len(wgrads) == 7 and len({m.b.buffer for m in wgrads}) == 4
 
 
-def test_bytes_outside_matmuls_of_a_llama_layer(llama):
-    bf16 = llama["bf16"].bytes_outside_matmuls
-    ratio = {recipe: llama[recipe].bytes_outside_matmuls / bf16 for recipe in ("delayed", "tensorwise")}
-    print(f"\nbytes outside matmuls: bf16 {bf16 / 1e9:.2f} GB, " + ", ".join(f"{k} {v:.3f}x" for k, v in ratio.items()))
-    # weights are cast again in backward; torchao's tensorwise recipe, with every tensor read twice: 2.04
-    assert ratio["delayed"] <= 1.4 and ratio["tensorwise"] <= 1.9
+@RECIPES
+def test_bytes_outside_matmuls_of_a_llama_layer(recipe):
+    """Weights are cast again in backward. torchao's tensorwise recipe, with every tensor read twice: 2.04."""
+    ratio = llama(recipe).bytes_outside_matmuls / llama().bytes_outside_matmuls
+    assert ratio <= {"delayed": 1.4, "tensorwise": 1.9}[recipe]
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
-def test_bytes_kept_for_backward(llama, recipe):
+@RECIPES
+def test_bytes_kept_for_backward(recipe):
     """FP8 copies replace the bf16 activations. If both were kept, the bytes would be 1.29 times those of bf16."""
-    assert llama[recipe].kept_for_backward <= 0.75 * llama["bf16"].kept_for_backward
+    assert llama(recipe).kept_for_backward <= 0.75 * llama().kept_for_backward
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
+@RECIPES
 def test_bias(recipe):
-    step = compile_mlp(64, recipe=recipe)
+    step = mlp_step() if recipe == "delayed" else compile_mlp(64, recipe=recipe)
     check_matmuls(step)
     assert sizes(step.matmuls) == Counter([(64, 512, 256), (64, 256, 512)] * 2 + [(512, 256, 64), (256, 512, 64)])
     assert {m.out.dtype for m in step.matmuls} == {BF16}
@@ -109,19 +113,25 @@ def test_bias(recipe):
 def test_scales_are_read_from_where_they_are():
     """Four tensors, four slots: each matmul of the forward reads the inverses of its own slots. (In torch 2.11, `as_strided`
     without an offset becomes the first number of the snapshot: pytorch#175325.)"""
-    calls = [line for line in compile_mlp(64).graphs[0].code.splitlines() if "extern_kernels._scaled_mm(" in line]
+    calls = [line for line in mlp_step().graphs[0].code.splitlines() if "extern_kernels._scaled_mm(" in line]
     offsets = [int(offset) for line in calls for offset in re.findall(r"\(1, 1\), \(1, 1\), (\d+)\)", line)]
     assert len(calls) == 2 and len(set(offsets)) == len(offsets) == 4
     assert {offset % state_page.SNAPSHOT for offset in offsets} == {state_page.SCALE_INV}
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "blockwise"])
-def test_a_weight_is_cast_where_it_is_read(recipe):
-    """Casting all weights at the beginning would keep all FP8 copies of a model in memory at once."""
+@functools.cache
+def four_linears(recipe: str) -> Step:
+    """100 tokens: cuBLASLt does not support these sizes."""
     model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(4))).to(BF16)
     compiled = torch.compile(model, backend="fp8", options={"policy": ALL_FP8, "recipe": recipe})
-    x = torch.randn(64, 512, dtype=BF16, requires_grad=True)
-    forward = trace(lambda: compiled(x).sum().backward()).graphs[0]
+    x = torch.randn(100, 512, dtype=BF16, requires_grad=True)
+    return trace(lambda: compiled(x).sum().backward())
+
+
+@pytest.mark.parametrize("recipe", ["delayed", pytest.param("blockwise", marks=pytest.mark.slow)])
+def test_a_weight_is_cast_where_it_is_read(recipe):
+    """Casting all weights at the beginning would keep all FP8 copies of a model in memory at once."""
+    forward = four_linears(recipe).graphs[0]
     lines = [line for line in forward.code.splitlines() if re.search(r"fp8_(cast|gemm)\w*\.run\(|_scaled_mm\(", line)]
     what = "".join("w" if "fp8_cast" in line and "primals" in line else "x" if "fp8_cast" in line else "m" for line in lines)
     assert what.count("m") == 4 and what.count("w") == 5, what  # casts of the weights and, at first, the input
@@ -133,16 +143,13 @@ def test_a_weight_is_cast_where_it_is_read(recipe):
     [
         ("delayed", "fp8_begin", (1, 1), (1, 1)),
         ("delayed", "fp8_update", (1, 1), (1, 1)),
-        ("blockwise", "fp8_gemm", (1, 2), (4, 8)),
+        pytest.param("blockwise", "fp8_gemm", (1, 2), (4, 8), marks=pytest.mark.slow),
     ],
 )
 def test_kernels_that_are_no_text(recipe, name, kernels, launches):
     """Inductor copies each kernel into its code with the globals that it reads, once for all launches of one signature. The
-    copy compiles. (100 tokens: cuBLASLt does not support the sizes. In the backward, dgrad and wgrad have different blocks.)"""
-    model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(4))).to(BF16)
-    compiled = torch.compile(model, backend="fp8", options={"policy": ALL_FP8, "recipe": recipe})
-    x = torch.randn(100, 512, dtype=BF16, requires_grad=True)
-    codes = [graph.code for graph in trace(lambda: compiled(x).sum().backward()).graphs]
+    copy compiles. (In the backward, dgrad and wgrad have different blocks.)"""
+    codes = [graph.code for graph in four_linears(recipe).graphs]
     copies = [re.findall(rf"= async_compile\.triton\('{name}', '''(.*?)''', device_str='cuda'\)", code, re.S) for code in codes]
     assert tuple(map(len, copies)) == kernels
     assert tuple(len(re.findall(rf"{name}_\d+\.run\(", code)) for code in codes) == launches
@@ -157,6 +164,7 @@ def test_kernels_that_are_no_text(recipe, name, kernels, launches):
         assert triton.compile(copied, target=TARGETS["sm_90"], options=options).asm["cubin"][:4] == b"\x7fELF"
 
 
+@pytest.mark.slow
 def test_copies_that_inductor_writes_have_no_gaps():
     """Inductor would pad rows of 1040 bytes to 1152, and ATen's row-wise kernel for sm_89 ignores strides. Inductor writes the
     copies in graphs whose nodes it reorders to bucket collectives: such graphs get no generated kernels."""
@@ -170,7 +178,7 @@ def test_copies_that_inductor_writes_have_no_gaps():
         assert m.a.stride == (m.a.shape[1], 1) and m.b.stride == (1, m.b.shape[0]), m
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
+@RECIPES
 def test_fp32_weights_under_autocast(recipe):
     step = compile_mlp(64, torch.float32, recipe=recipe)
     check_matmuls(step)
@@ -179,7 +187,7 @@ def test_fp32_weights_under_autocast(recipe):
     assert fprop_and_dgrad == [BF16] * 4  # as autocast does; the weights' gradients are cast back to fp32 at the end
 
 
-@pytest.mark.parametrize("rows", [1, 40, 100])
+@pytest.mark.parametrize("rows", [1, pytest.param(100, marks=pytest.mark.slow)])
 def test_rows_that_are_no_multiple_of_16(rows):
     """wgrad contracts over the rows: its FP8 operands are padded with zeros to the next multiple of 16."""
     step = compile_mlp(rows)
@@ -194,23 +202,19 @@ def test_symbolic_rows():
     assert len(step.matmuls) == 6 and sum(m.a.shape[-1] == 48 for m in step.matmuls) == 2
 
 
-def test_e4m3_gradients():
-    step = compile_mlp(64, fp8_format="e4m3")
-    check_matmuls(step)
-    assert {t.dtype for m in step.matmuls for t in (m.a, m.b)} == {torch.float8_e4m3fn}
-
-
 def test_hybrid_gradients():
-    step = compile_mlp(64)
+    step = mlp_step()
     dtypes = Counter((m.a.dtype, m.b.dtype) for m in step.matmuls)
     assert dtypes.pop((torch.float8_e4m3fn, torch.float8_e4m3fn)) == 2  # fprop
     assert dtypes.total() == 4 and all(torch.float8_e5m2 in pair for pair in dtypes)
 
 
-def test_overridden_matmuls_stay_in_bf16():
-    step = compile_mlp(64, override_linear_precision=(False, False, True))
+def test_overridden_matmuls_stay_in_bf16_and_gradients_can_be_e4m3():
+    step = compile_mlp(64, override_linear_precision=(False, False, True), fp8_format="e4m3")
     flops = 2 * 64 * 256 * 512
     assert step.flops == {"fp8": 4 * flops, "bfloat16": 2 * flops}
+    scaled = [m for m in step.matmuls if m.op == "_scaled_mm"]
+    assert len(scaled) == 4 and {t.dtype for m in scaled for t in (m.a, m.b)} == {torch.float8_e4m3fn}
 
 
 def test_a_gpu_without_fp8_gets_high_precision(monkeypatch):
