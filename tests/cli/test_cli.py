@@ -24,6 +24,7 @@ from fp8compile.config.policy import BUILTIN
 from fp8compile.devices import catalog
 from fp8compile.dryrun.candidates import Candidate
 from fp8compile.logs import VARIABLES
+from tests.support import hooks
 from tests.support.times import Times
 
 env = importlib.import_module("fp8compile.cli.env")  # `cli.env` is the command
@@ -33,6 +34,7 @@ MODEL = """
 from __future__ import annotations
 
 import dataclasses
+import os
 import torch
 from torch import nn
 
@@ -113,6 +115,16 @@ def unknown_key():
 def misshapen():
     return Net(), (torch.zeros(64, 255),)
 
+def tiny():
+    torch.manual_seed(0)
+    return Net(128, 1), (torch.ones(64, 128),)
+
+def half(loss):
+    return loss / 2
+
+def hidden():
+    raise ValueError(repr([os.environ.get(x) for x in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")]))
+
 net = Net()
 limit = 5
 """
@@ -137,27 +149,20 @@ def shapes(loaded: target.Target) -> tuple:
 
 
 @pytest.mark.parametrize(
-    "name, args, kwargs",
+    "spec, args, kwargs",
     [
-        ("build", ((64, 256),), {}),
-        ("mapping", ((32, 256),), {"scale": 2.0}),
-        ("three", ((32, 256),), {"scale": 2.0}),
-        ("tokenized", (), {"x": (32, 256)}),
+        ("my_model.py:build", ((64, 256),), {}),
+        ("my_model.py:mapping", ((32, 256),), {"scale": 2.0}),
+        ("my_model.py:three", ((32, 256),), {"scale": 2.0}),
+        ("my_model.py:tokenized", (), {"x": (32, 256)}),
+        ("my_model:build", ((64, 256),), {}),
+        ("./my_model.py:build", ((64, 256),), {}),
+        ("{}:build", ((64, 256),), {}),
     ],
 )
-def test_what_a_target_may_return(model, name, args, kwargs):
-    loaded = target.load(f"my_model.py:{name}")
+def test_what_a_target_may_be_and_return(model, spec, args, kwargs):
+    loaded = target.load(spec.format(model))
     assert type(loaded.model).__name__ == "Net" and shapes(loaded) == (args, kwargs)
-
-
-@pytest.mark.parametrize("spec", ["my_model:build", "./my_model.py:build", "{}:build"])
-def test_files_and_modules(model, spec):
-    assert shapes(target.load(spec.format(model))) == (((64, 256),), {})
-
-
-def test_a_module_may_be_there_already(model):
-    loaded = target.load("my_model.py:net", ["8x256"])
-    assert loaded.model is sys.modules["my_model"].net and shapes(loaded) == (((8, 256),), {})
 
 
 def test_packages_and_dotted_names(tmp_path, monkeypatch):
@@ -180,6 +185,8 @@ def test_a_file_called_as_a_library(tmp_path, monkeypatch):
 
 
 def test_inputs(model):
+    loaded = target.load("my_model.py:net", ["8x256"])  # the module is there already
+    assert loaded.model is sys.modules["my_model"].net and shapes(loaded) == (((8, 256),), {})
     loaded = target.load("my_model.py:alone", ["8x256:bfloat16", "scale=1:float32"])
     assert loaded.args[0].dtype == torch.bfloat16 and loaded.kwargs["scale"].shape == (1,)
     args, kwargs = target.parse_inputs(["4x5:int64", "7", "mask=2x3x4:torch.bool", "0x16"])
@@ -232,26 +239,21 @@ def test_bad_targets(model, spec, says):
 
 
 def test_a_target_that_raises_shows_its_own_traceback(model):
+    """From the user's first frame on, and with the cause."""
     with pytest.raises(TargetError, match=r"fails\(\) of my_model.py raised ZeroDivisionError: ") as caught:
         target.load("my_model.py:fails")
     files = re.findall(r'File "([^"]*)", line \d+, in (\w+)', caught.value.details)
     assert [(Path(file).name, function) for file, function in files] == [("my_model.py", "fails"), ("my_model.py", "helper")]
-
-
-def test_the_cause_of_an_error_is_shown(model):
     with pytest.raises(TargetError, match="raised ValueError: no width") as caught:
         target.load("my_model.py:chained")
     assert "ZeroDivisionError" in caught.value.details and "direct cause" in caught.value.details
 
 
-def test_a_module_that_imports_what_is_not_there(model):
-    """The error names the missing module, not the user's module, which exists."""
+def test_a_module_that_cannot_be_loaded(model):
+    """An import that fails names the missing module, not the user's module, which exists."""
     model.write_text("import no_such_library\n")
     with pytest.raises(TargetError, match="loading my_model raised ModuleNotFoundError: No module named 'no_such_library'"):
         target.load("my_model:build")
-
-
-def test_a_file_that_does_not_parse(model):
     model.write_text("def build(:\n")
     with pytest.raises(TargetError, match="loading my_model.py raised SyntaxError") as caught:
         target.load("my_model.py:build")
@@ -267,15 +269,22 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, timeout=300, env={**variables, "PYTHONPATH": str(ROOT)})
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [["--help"], ["explain", "--help"], ["compare", "--help"], ["tune", "--help"], ["devices"], ["policy", "show"],
-     ["policy", "schema"]],  # fmt: skip
-)
-def test_quick_commands_do_not_import_torch(arguments):
-    code = "import sys; from fp8compile.cli import main; s = main(sys.argv[1:]); sys.exit(s or 10 * ('torch' in sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60, cwd=ROOT)
-    assert done.returncode == 0 and done.stdout
+QUICK = [["--help"], ["explain", "--help"], ["compare", "--help"], ["tune", "--help"], ["devices"], ["policy", "show"],
+         ["policy", "schema"]]  # fmt: skip
+
+
+def test_quick_commands_do_not_import_torch():
+    """In one process, each command after the other."""
+    code = f"""
+import contextlib, io, sys
+from fp8compile.cli import main
+for arguments in {QUICK}:
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        status = main(arguments)
+    assert status == 0 and out.getvalue() and "torch" not in sys.modules, arguments
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(
@@ -393,32 +402,29 @@ def test_env(machine, monkeypatch, capsys):
     assert "SECRET" not in rows
 
 
-def test_env_as_json(machine, monkeypatch, capsys):
+def test_env_as_json_and_with_a_policy_that_is_not_valid(machine, monkeypatch, capsys):
     monkeypatch.setenv("FP8COMPILE_POLICY", "~/fp8.toml")
     (machine / "fp8.toml").write_text('device = "h100"')
     assert cli.main(["env", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["policy"] == "~/fp8.toml, for the device 'h100'" and found["gpus"] == []
     assert found["environment"] == {"FP8COMPILE_POLICY": "~/fp8.toml"} and found["versions"]["torch"] == torch.__version__
-
-
-def test_env_with_a_policy_that_is_not_valid(machine, monkeypatch, capsys):
-    monkeypatch.setenv("FP8COMPILE_POLICY", str(machine / "gone.toml"))
+    (machine / "fp8.toml").unlink()
     assert cli.main(["env"]) == 0
     out = capsys.readouterr().out
-    assert re.search(r"^policy +not valid: .*~/gone.toml.* does not exist", out, re.MULTILINE) and str(machine) not in out
+    assert re.search(r"^policy +not valid: .*~/fp8.toml.* does not exist", out, re.MULTILINE) and str(machine) not in out
 
 
 @pytest.mark.parametrize(
     "key, says",
     [
         ("h200", ["NVIDIA H200, compute capability 9.0, 141 GiB", "blockwise; mxfp8 is emulated in bf16", "'h200', shipped"]),
-        ("b200", ["compute capability 10.0", "FP8: delayed, tensorwise, rowwise, rowwise_with_gw_hp, blockwise, mxfp8; "]),
-        ("b200", ["blockwise, mxfp8; 'auto' is mxfp8\n"]),
+        ("b200", ["compute capability 10.0", "FP8: delayed, tensorwise, rowwise, rowwise_with_gw_hp, blockwise, mxfp8; ",
+                  "blockwise, mxfp8; 'auto' is mxfp8\n"]),
         ("a100", ["compute capability 8.0", "no FP8: models are compiled in high precision"]),
         ("mi300x", ["architecture gfx942", "FP8: delayed", "mxfp8 is emulated in bf16; 'auto' is delayed"]),
     ],
-)
+)  # fmt: skip
 def test_env_of_gpus(machine, monkeypatch, capsys, key, says):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -451,16 +457,14 @@ def test_every_variable_is_in_the_list_and_in_the_documentation():
 
 def test_compare(model, capsys):
     pytest.importorskip("matplotlib")
-    more = ("def half(loss):", "    return loss / 2", "def seeded():", "    torch.manual_seed(0)", "    return build()")
-    model.write_text("\n".join([MODEL, *more]))
     arguments = ["--json", "--plot", "compare.png", "--strict", "--option", "recipe=tensorwise"]
-    assert cli.main(["compare", "my_model.py:seeded", *arguments]) == 0
+    assert cli.main(["compare", "my_model.py:tiny", *arguments]) == 0
     out, err = capsys.readouterr()
     found = json.loads(out)
-    assert {row["name"] for row in found["rows"] if row["kind"] == "layer"} >= {"blocks.0.up.weight", "blocks.1.down.weight"}
+    assert {row["name"] for row in found["rows"] if row["kind"] == "layer"} >= {"blocks.0.up.weight", "blocks.0.down.weight"}
     assert "wrote compare.png" in err and Path("compare.png").read_bytes()[:4] == b"\x89PNG"
     sys.modules.pop("my_model")
-    assert cli.main(["compare", "my_model.py:seeded", "--loss", "half"]) == 0
+    assert cli.main(["compare", "my_model.py:tiny", "--loss", "half"]) == 0
     out = capsys.readouterr().out
     assert f"loss {found['loss'] / 2:.6g} in high precision" in out and "blocks.0.up.weight" in out
 
@@ -475,22 +479,20 @@ def test_compare_with_a_batch_that_the_model_refuses(model, capsys):
 # --- tune -----------------------------------------------------------------------------------------
 
 
-def test_tune(model, capsys, monkeypatch):
+def test_tune(model, capsys):
     """The file, the picture, JSON on stdout, progress on stderr; an answer of no is one line and status 1."""
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr("fp8compile.dryrun.tune.Times", Times)
-    monkeypatch.setattr("fp8compile.dryrun.tune.candidates", lambda gpu: (Candidate("delayed"), Candidate("rowwise")))
-    model.write_text("\n".join([MODEL, "def seeded():", "    torch.manual_seed(0)", "    return build()"]))
-    arguments = ["tune", "my_model.py:seeded", "--device", "h100", "--like", "my_model.py:build"]
-    assert cli.main([*arguments, "--loss-budget", "20%", "--json", "--out", "tuned.toml", "--plot", "frontier.png"]) == 0
-    out, err = capsys.readouterr()
+    arguments = ["tune", "my_model.py:tiny", "--device", "h100", "--like", "my_model.py:tiny"]
+    with hooks.tuning(Times, [Candidate("rowwise")]):
+        assert cli.main([*arguments, "--loss-budget", "20%", "--json", "--out", "tuned.toml", "--plot", "frontier.png"]) == 0
+        out, err = capsys.readouterr()
+        sys.modules.pop("my_model")
+        assert cli.main([*arguments, "--loss-budget", "0.00001%"]) == 1
+        assert "no FP8 policy fits" in capsys.readouterr().err.splitlines()[-1]
     found = json.loads(out)
     assert set(found["choice"]) == {"blocks.*.up", "blocks.*.down"} and found["gap"] <= 0.2
     assert Path("tuned.toml").read_text() == found["toml"] and Path("frontier.png").read_bytes()[:4] == b"\x89PNG"
     assert "wrote tuned.toml" in err and ": done" in err and "in high precision" in err
-    sys.modules.pop("my_model")
-    assert cli.main([*arguments, "--loss-budget", "0.00001%"]) == 1
-    assert "no FP8 policy fits" in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.parametrize("terminal", [True, False])
@@ -536,12 +538,10 @@ def test_explain_as_json_with_options(model, capsys):
 
 def test_explain_for_a_device(model, capsys):
     """With 64 tokens, FP8 is slower for all layers of this size on an H100; the default policy lets the description decide."""
-    assert cli.main(["explain", "my_model.py:build", "--device", "h100", "--full"]) == 0
-    out = capsys.readouterr().out
-    assert out.startswith("fp8: 0 of 14 matmuls") and "slower in FP8" in out and "blocks.1.down" in out
-    assert cli.main(["explain", "my_model.py:build", "--device", "h100", "--strict"]) == 1
+    assert cli.main(["explain", "my_model.py:build", "--device", "h100", "--full", "--strict"]) == 1
     out, err = capsys.readouterr()
-    assert "strict: no matmul of my_model.py:build becomes FP8" in err and out.startswith("fp8: 0 of 14")
+    assert out.startswith("fp8: 0 of 14 matmuls") and "slower in FP8" in out and "blocks.1.down" in out
+    assert "strict: no matmul of my_model.py:build becomes FP8" in err
 
 
 def test_a_model_that_cannot_be_traced(model, capsys):
@@ -562,16 +562,13 @@ def test_a_model_that_cannot_be_traced(model, capsys):
 
 
 @pytest.mark.compiled
-def test_estimate(model):
-    """The command runs in its own process, which must see no GPU."""
-    done = run(
-        "estimate", "my_model.py:build", "--device", "h100", "--mesh", "dp=4", "--dp", "ddp", "--json", "--html",
-        "estimate.html", CUDA_VISIBLE_DEVICES="0",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+def test_estimate(model, capsys):
+    arguments = ["--device", "h100", "--mesh", "dp=4", "--dp", "ddp", "--json", "--html", "estimate.html"]
+    assert cli.main(["estimate", "my_model.py:tiny", *arguments]) == 0
+    out, err = capsys.readouterr()
+    found = json.loads(out)
     assert found["device"].startswith("NVIDIA H100") and found["bf16"]["seconds"] > 0 and found["fp8"]["kernels"] > 0
-    assert "said while building" in done.stderr and "Traceback" not in done.stderr
+    assert "said while loading" in err and "Traceback" not in err
     page = Path("estimate.html").read_text(encoding="utf-8")
     assert "H100" in page and "all-reduce of gradients" in page
     assert found["mesh"]["dp"] == 4 and [each["name"] for each in found["mesh"]["collectives"]] == ["all-reduce of gradients"]
@@ -579,11 +576,7 @@ def test_estimate(model):
 
 def test_estimate_hides_the_gpus(model):
     """GPUs are hidden before torch is imported, so that a GPU can be described on a machine with a GPU."""
-    model.write_text(
-        "import os, torch\ndef build():\n    raise ValueError(repr([os.environ.get(x) for x in "
-        "('CUDA_VISIBLE_DEVICES', 'HIP_VISIBLE_DEVICES')]))\n"
-    )
-    done = run("estimate", "my_model.py:build", CUDA_VISIBLE_DEVICES="0")
+    done = run("estimate", "my_model.py:hidden", CUDA_VISIBLE_DEVICES="0")
     assert done.returncode == 2 and "raised ValueError: ['', '']" in done.stderr
 
 
@@ -608,22 +601,15 @@ def test_policy_check(model, capsys):
     assert cli.main(["policy", "check", "fp8.toml", "--model", "my_model.py:build"]) == 0
     rows = {line.split("  ")[0]: line.split()[-4:] for line in capsys.readouterr().out.splitlines()}
     assert rows["ups"][:3] == ["5", "2", "5"] and rows["rule 2"][:3] == ["3", "1", "0"]
-
-
-def test_a_rule_that_matches_nothing(model, capsys):
     Path("fp8.toml").write_text(POLICY.replace("blocks.0.*", "layers.0.*"))
     assert cli.main(["policy", "check", "fp8.toml", "--model", "my_model.py:build"]) == 1
     assert "fp8.toml: 'rule 2' decides about no matmul of my_model.py:build" in capsys.readouterr().err
     assert cli.main(["explain", "my_model.py:build", "--policy", "fp8.toml", "--strict"]) == 1
     assert "strict: 'rule 2' decides about no matmul" in capsys.readouterr().err
-
-
-def test_a_shipped_policy_may_have_rules_for_other_models(model, capsys):
-    assert cli.main(["policy", "check", "llama", "--model", "my_model.py:build"]) == 0
+    assert cli.main(["policy", "check", "llama", "--model", "my_model.py:build"]) == 0  # may have rules for other models
     out = capsys.readouterr().out
-    assert re.search(r"^down projection +0 +0 +0 ", out, re.MULTILINE) and re.search(
-        r"^output head +3 +1 +0 ", out, re.MULTILINE
-    )
+    assert re.search(r"^down projection +0 +0 +0 ", out, re.MULTILINE)
+    assert re.search(r"^output head +3 +1 +0 ", out, re.MULTILINE)
 
 
 def test_a_policy_that_is_not_valid(model, capsys):
@@ -635,14 +621,12 @@ def test_a_policy_that_is_not_valid(model, capsys):
     assert "fp8.toml, line 5" in capsys.readouterr().err
 
 
-def test_policy_show(tmp_path, capsys):
+def test_policy_show_and_schema(tmp_path, capsys):
     """The shown text is a valid policy file."""
     assert cli.main(["policy", "show", "llama"]) == 0
     (tmp_path / "own.toml").write_text(capsys.readouterr().out)
     assert cli.main(["policy", "check", str(tmp_path / "own.toml")]) == 0
-
-
-def test_policy_names_and_schema(capsys):
+    capsys.readouterr()
     assert cli.main(["policy", "show"]) == 0
     assert capsys.readouterr().out.split() == sorted(BUILTIN)
     assert cli.main(["policy", "schema"]) == 0
