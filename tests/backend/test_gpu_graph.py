@@ -78,7 +78,8 @@ def test_all_21_matmuls_of_a_llama_layer_are_fp8(recipe):
     assert step.flops == {"fp8": llama().flops["bfloat16"]}
 
 
-@RECIPES
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
 def test_matmuls_of_a_llama_layer_share_their_operands(recipe):
     """Not merged, q, k and v read one FP8 copy of their input, gate and up another. Their wgrads share copies in the same
     way."""
@@ -196,6 +197,7 @@ def test_rows_that_are_no_multiple_of_16(rows):
     assert sizes(step.matmuls) == Counter([(rows, 512, 256), (rows, 256, 512)] * 2 + [(512, 256, padded), (256, 512, padded)])
 
 
+@pytest.mark.slow
 def test_symbolic_rows():
     step = compile_mlp(40, dynamic=True)
     check_matmuls(step)
