@@ -628,8 +628,9 @@ def compared_steps(fails: bool = False) -> Iterator[list[Any]]:
 
 
 @contextlib.contextmanager
-def described_once() -> Iterator[None]:
-    """Inside, `estimate` compiles a model once for each device, options and backend; all else is computed from that."""
+def described_once() -> Iterator[dict[tuple, tuple[Any, Any]]]:
+    """Inside, `estimate` compiles a model once for each device, options and backend; all else is computed from that. Gives
+    (compiler, (step on the described GPU, report)) of each compilation."""
     from fp8compile.dryrun.estimate import Compiler
 
     made: dict[tuple, tuple[Any, Any]] = {}
@@ -643,7 +644,7 @@ def described_once() -> Iterator[None]:
         return made[key][1]
 
     with mock.patch.object(Compiler, "_compiled", compiled):
-        yield
+        yield made
 
 
 @contextlib.contextmanager
