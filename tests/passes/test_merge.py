@@ -289,18 +289,14 @@ def on_a_gpu(build: Callable[[], nn.Module]) -> tuple[fake_gpu.Step, fake_gpu.St
 
 
 @needs_description
-@pytest.mark.parametrize(
-    ("build", "matmuls", "fewer"),
-    [(lambda: SwiGlu(1024, 2048), 6, 3), pytest.param(lambda: LlamaLayer(1024, 8, 8, 2048), 12, 8, marks=pytest.mark.slow)],
-    ids=["an MLP with a gate", "a layer"],
-)
-def test_copies_are_written_where_they_belong(build: Callable[[], nn.Module], matmuls: int, fewer: int) -> None:
+@pytest.mark.slow
+def test_copies_are_written_where_they_belong() -> None:
     """No kernel puts copies side by side, and less is kept than apart."""
-    apart, together = on_a_gpu(build)
-    assert sum(x.matmul is not None for x in together.kernels) == matmuls
+    apart, together = on_a_gpu(lambda: LlamaLayer(1024, 8, 8, 2048))
+    assert sum(x.matmul is not None for x in together.kernels) == 12
     assert together.bytes_outside_matmuls <= apart.bytes_outside_matmuls
     assert together.kept_for_backward <= apart.kept_for_backward
-    assert len(together.kernels) <= len(apart.kernels) - fewer
+    assert len(together.kernels) <= len(apart.kernels) - 8
     assert not any("cat" in line for graph in together.graphs for line in graph.code.splitlines() if "def triton" in line)
 
 

@@ -22,7 +22,7 @@ from tests.support import hooks
 from tests.support.executed import executed
 from tests.support.gpu_steps import unallocated
 from tests.support.harness import ALL_FP8, assert_close, compiled, grads_of, histories, leaf, noise
-from tests.support.models import Block, Checkpointed, Ffn, GptLayer, LlamaLayer, Mlp, Stack, SwiGlu, make
+from tests.support.models import Checkpointed, Ffn, GptLayer, LlamaLayer, Mlp, Stack, SwiGlu, make
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 for_a_gpu = pytest.mark.compiled  # nothing is interpreted
@@ -82,7 +82,6 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "llama": lambda: LlamaLayer(128, 2, 2, 256),
     "gpt": lambda: GptLayer(128, 4, causal=True),
     "vit": lambda: GptLayer(128, 4, causal=False),
-    "block": lambda: Block(gated=True),
     "ffn": lambda: Ffn(128),
     "half": lambda: Stack(SwiGlu(), Checkpointed(Mlp())),
     "gate and up": SwiGlu,
@@ -201,8 +200,7 @@ def test_beside_a_checkpointed_layer_in_any_order() -> None:
     [
         ("llama, merged", "delayed", BF16),
         ("gpt", "delayed", torch.float32),
-        ("block", "blockwise", BF16),
-        ("ffn", "rowwise", BF16),
+        ("ffn", "blockwise", BF16),
     ],
 )
 @for_a_gpu
@@ -418,7 +416,6 @@ LARGE: dict[str, tuple[Callable[[], nn.Module], float]] = {  # how much is kept,
     "llama": (LlamaLayer, 0.62),
     "ffn": (Ffn, 0.60),
     "chunked": (lambda: Chunked(4096, 14336), 0.36),
-    "q and k": (lambda: NormalHeads(4096), 0.725),
 }
 
 

@@ -74,7 +74,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "tiles of uneven sides": (lambda: make(Uneven), {"recipe": "mxfp8", "weight_tiles": True}),
     "kept in fp8": (layer, {"recipe": "tensorwise", "save": "fp8"}),
 }
-SLOW = ("experts", "kept in fp8")
+SLOW = ("experts", "tiles of uneven sides", "kept in fp8")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in CASES])
@@ -124,18 +124,14 @@ def static(build: Callable[[], nn.Module], key: str, recast: bool, recipe: str, 
     return step, sum(p.numel() for p in model.parameters() if p.dim() == 2)
 
 
-def large() -> nn.Module:
-    return LlamaLayer(1024, 8, 2, 2048)
-
-
 @needs_description
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("build", "key", "recipe", "options", "count"),
     [
         (lambda: SwiGlu(1024, 2048), "h100", "delayed", {"merge_matmuls": True}, 2),
-        pytest.param(large, "h100", "tensorwise", {"merge_matmuls": True}, 4, marks=pytest.mark.slow),
-        pytest.param(large, "h100", "blockwise", {}, 7, marks=pytest.mark.slow),
-        pytest.param(large, "b200", "mxfp8", {"weight_tiles": True}, 7, marks=pytest.mark.slow),
+        (lambda: LlamaLayer(1024, 8, 2, 2048), "h100", "blockwise", {}, 7),
+        (lambda: SwiGlu(1024, 2048), "b200", "mxfp8", {"weight_tiles": True}, 3),
     ],
 )
 def test_one_kernel_that_moves_2_bytes_an_element(
