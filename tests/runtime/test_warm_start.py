@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
@@ -9,7 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,45 +19,111 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from fp8compile import compat
-from fp8compile.backend import fp8
-from fp8compile.devices import catalog
 from fp8compile.errors import StrictError, Unfrozen, Unusable
+from fp8compile.ir import ops
 from fp8compile.ir.frozen_graph import freeze, thaw
 from fp8compile.runtime import warm_start
-from fp8compile.runtime.halves import Halves
-from fp8compile.runtime.inner import INTERPRETER
-from fp8compile.runtime.interpreter import Eager, boxed
+from tests.support import hooks, warm
 from tests.support.models import Mlp
 
 by_thread = pytest.mark.skipif(not compat.options_by_thread(), reason="torch's options are those of the process")
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def process(cache: Path, *arguments: str, **environment: str) -> dict[str, Any]:
-    """What `tests.support.warm` prints, with its caches in a folder."""
-    ours = {"TORCHINDUCTOR_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.support.warm", *arguments]
-    done = subprocess.run(command, env={**os.environ, **ours, **environment}, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+@contextlib.contextmanager
+def caches(folder: Path) -> Iterator[None]:
+    """Inside, AOTAutograd's cache is on, and all caches are in this folder."""
+    with (
+        mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=str(folder)),
+        torch._functorch.config.patch(enable_autograd_cache=True),
+    ):
+        yield
+
+
+def again(kind: type[nn.Module], recipe: str = "delayed") -> tuple[dict[str, Any], dict[str, int]]:
+    """What a compilation from nothing but the caches gives, and what it takes from them."""
+    hooks.forget()
+    counters.clear()
+    return warm.scene(kind, recipe), warm.counts()
 
 
 def entries(cache: Path) -> list[Path]:
     return sorted(path for path in (cache / "aotautograd").rglob("*") if path.is_file())
 
 
+COLD, WARM = {"hit": 0, "miss": 2, "saved": 2, "bypass": 0}, {"hit": 2, "miss": 0, "saved": 0, "bypass": 0}
+
+
 @by_thread
 @pytest.mark.compat
 @pytest.mark.compiled
-def test_a_warm_start_is_the_cold_one_to_the_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("recipe", ["delayed", pytest.param("blockwise", marks=pytest.mark.slow)])
+def test_a_warm_start_is_the_cold_one_to_the_bit(recipe: str, tmp_path: Path) -> None:
     """Losses, gradients, scaling state, measured casts, statistics, the report and what an export asks for."""
-    cold, warm = (process(tmp_path, "delayed", "Model") for _ in range(2))
-    assert cold["cache"] == {"hit": 0, "miss": 2, "saved": 2, "bypass": 0}
-    assert warm["cache"] == {"hit": 2, "miss": 0, "saved": 0, "bypass": 0}
-    assert warm["found"] == cold["found"]
-    assert cold["found"]["Model"]["measured"] and cold["found"]["Model"]["losses"]
+    with caches(tmp_path):
+        (cold, first), (found, second) = (again(warm.Small, recipe) for _ in range(2))
+    assert (first, second) == (COLD, WARM)
+    assert found == cold
+    assert cold["measured"] and cold["losses"] and any(cold["forwards"])
+
+
+@by_thread
+@pytest.mark.compat
+@pytest.mark.slow
+@pytest.mark.compiled
+def test_processes_that_write_at_once_and_one_that_reads(tmp_path: Path) -> None:
+    def process(_: int) -> dict[str, Any]:
+        ours = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        command = [sys.executable, "-m", "tests.support.warm", "delayed", "Small"]
+        done = subprocess.run(command, env={**os.environ, **ours}, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return json.loads(done.stdout.splitlines()[-1])
+
+    with ThreadPoolExecutor(2) as both:
+        one, other = both.map(process, range(2))
+    with caches(tmp_path):
+        found, counted = again(warm.Small)
+    assert counted == WARM
+    assert one["found"] == other["found"] == json.loads(json.dumps(found))
+
+
+@by_thread
+@pytest.mark.slow
+@pytest.mark.compiled
+def test_an_entry_that_cannot_be_used_is_compiled_again(tmp_path: Path) -> None:
+    """The model has dropout in a checkpoint."""
+    with caches(tmp_path):
+        cold, first = again(warm.Checkpointed)
+        found, second = again(warm.Checkpointed)
+        assert (first, second, found) == (COLD, WARM, cold)
+        with torch._functorch.config.patch(enable_autograd_cache=False):
+            found, counted = again(warm.Checkpointed)
+        assert found == cold and not any(counted.values())
+        good = {path: path.read_bytes() for path in entries(tmp_path)}
+        for damage in (cut, flipped, Path.unlink):
+            for path in entries(tmp_path):
+                path.unlink()
+            for path, content in good.items():
+                path.write_bytes(content)
+            damage(min(good))
+            found, counted = again(warm.Checkpointed)
+            assert found == cold and counted["hit"] == counted["miss"] == 1, damage
+        shutil.rmtree(tmp_path / "fxgraph")
+        found, counted = again(warm.Checkpointed)
+        assert found == cold and counted["hit"] == 0
+
+
+def cut(entry: Path) -> None:
+    entry.write_bytes(entry.read_bytes()[:1000])
+
+
+def flipped(entry: Path) -> None:
+    content = entry.read_bytes()
+    at = content.index(b"fp8compile.runtime.warm_start")
+    entry.write_bytes(content[:at] + b"X" + content[at + 1 :])
 
 
 @by_thread
@@ -64,113 +131,29 @@ def test_a_warm_start_is_the_cold_one_to_the_bit(tmp_path: Path) -> None:
 def test_strict_raises_for_a_graph_that_was_compiled_without(tmp_path: Path) -> None:
     model, x = nn.Linear(8, 8), torch.randn(8, 8)
     counters.clear()
-    with (
-        mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=str(tmp_path)),
-        torch._functorch.config.patch(enable_autograd_cache=True),
-    ):
-        torch.compile(model, backend=fp8)(x).sum().backward()
+    with caches(tmp_path):
+        torch.compile(model, backend="fp8")(x).sum().backward()
         assert counters["aot_autograd"]["autograd_cache_saved"] == 1
         torch._dynamo.reset()
         with pytest.raises(StrictError, match="no matmul of Linear becomes FP8"):
-            torch.compile(model, backend=fp8, options={"strict": True})(x)
+            torch.compile(model, backend="fp8", options={"strict": True})(x)
     assert counters["aot_autograd"]["autograd_cache_hit"] == 1
-
-
-@pytest.mark.slow
-@pytest.mark.compiled
-def test_an_entry_that_cannot_be_used_is_compiled_again(tmp_path: Path) -> None:
-    cold = process(tmp_path, "delayed", "Model,Checkpointed")
-    off = process(tmp_path, "delayed", "Model,Checkpointed", TORCHINDUCTOR_AUTOGRAD_CACHE="0")
-    assert off["found"] == cold["found"] and not any(off["cache"].values())
-    cut, flipped, gone, _ = entries(tmp_path)
-    cut.write_bytes(cut.read_bytes()[:1000])
-    content = flipped.read_bytes()
-    at = content.index(b"fp8compile.runtime.warm_start")
-    flipped.write_bytes(content[:at] + b"X" + content[at + 1 :])
-    gone.unlink()
-    again = process(tmp_path, "delayed", "Model,Checkpointed")
-    assert again["found"] == cold["found"]
-    assert again["cache"]["hit"] == 1 and again["cache"]["miss"] == 3
-    shutil.rmtree(tmp_path / "fxgraph")
-    without_code = process(tmp_path, "delayed", "Model,Checkpointed")
-    assert without_code["found"] == cold["found"] and without_code["cache"]["hit"] == 0
-
-
-@pytest.mark.slow
-@pytest.mark.compiled
-@pytest.mark.parametrize("recipe", ["rowwise", "blockwise", "mxfp8"])
-def test_every_recipe_starts_warm(recipe: str, tmp_path: Path) -> None:
-    cold, warm = (process(tmp_path, recipe, "Model,Checkpointed") for _ in range(2))
-    assert warm["cache"]["hit"] == cold["cache"]["saved"] == 4
-    assert warm["found"] == cold["found"]
-
-
-@pytest.mark.slow
-@pytest.mark.compiled
-def test_two_processes_that_write_at_once(tmp_path: Path) -> None:
-    from concurrent.futures import ThreadPoolExecutor
-
-    with ThreadPoolExecutor(2) as both:
-        one, other = both.map(lambda _: process(tmp_path, "delayed", "Model"), range(2))
-    assert one["found"] == other["found"] == process(tmp_path, "delayed", "Model")["found"]
-
-
-@pytest.fixture(scope="module")
-def caches(tmp_path_factory) -> Path:
-    """The caches of a process. A second one takes its graphs from a copy of them."""
-    folder = tmp_path_factory.mktemp("caches")
-    cold = process(folder / "cold", "tensorwise", "Model,Checkpointed")
-    warm = process(shutil.copytree(folder / "cold", folder / "warm"), "tensorwise", "Model,Checkpointed")
-    assert warm["cache"]["hit"] == cold["cache"]["saved"] == 4 and warm["found"] == cold["found"]
-    return folder / "cold"
-
-
-@pytest.mark.slow
-@pytest.mark.compiled
-@pytest.mark.parametrize(
-    "change",
-    [
-        "import torch; Mlp.forward = lambda self, x: self.down(torch.relu(self.up(x)))",  # another graph
-        "import fp8compile.compat.inductor as i; i.sources_hash = lambda: 'another'",
-        "Mlp.__name__ = Mlp.__qualname__ = 'Other'",
-        "import os; os.environ['FP8COMPILE_SKIP'] = 'fuse'",
-    ],
-)
-def test_a_process_with_another_fact_compiles(change: str, caches: Path, tmp_path: Path) -> None:
-    assert process(shutil.copytree(caches, tmp_path / "copy"), "tensorwise", "Model", change)["cache"]["hit"] == 0
 
 
 # -- the key, without Inductor's code generation --------------------------------------------------------------------------
 
 
-class Enough(BaseException):
-    """Ends a compilation."""
-
-
 @pytest.fixture
 def asked(tmp_path: Path) -> Iterator[list[str]]:
     """The keys that AOTAutograd's cache is asked for, in the order of compilations, which end there or at our passes."""
-    from torch._functorch._aot_autograd import autograd_cache
-
-    made, keys = autograd_cache.autograd_cache_key, []
-
-    def noted(*args: Any, **kwargs: Any) -> Any:
-        keys.append(made(*args, **kwargs)[0])
-        raise Enough
-
-    with (
-        mock.patch.object(Halves, "joint_pass", mock.Mock(side_effect=Enough)),
-        mock.patch.object(autograd_cache, "autograd_cache_key", noted),
-        mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=str(tmp_path)),
-        torch._functorch.config.patch(enable_autograd_cache=True),
-    ):
+    with caches(tmp_path), hooks.cache_keys() as keys:
         yield keys
 
 
-def compile_until_enough(model: nn.Module, tokens: int = 32, **options: Any) -> None:
+def compile_until_enough(model: nn.Module, **how: Any) -> None:
     torch._dynamo.reset()
-    with pytest.raises(Enough):
-        torch.compile(model, backend=fp8, options=options)(torch.randn(tokens, 128))
+    with pytest.raises(hooks.Enough):
+        torch.compile(model, backend="fp8", **how)(torch.randn(32, 128))
 
 
 class Other(nn.Module):
@@ -205,7 +188,7 @@ def hooked() -> Mlp:
 def test_the_key_has_all_that_our_passes_read(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def key(model: nn.Module, **options: Any) -> str:
         asked.clear()
-        compile_until_enough(model, **options)
+        compile_until_enough(model, options=options)
         assert len(asked) == 1
         return asked[0]
 
@@ -226,20 +209,17 @@ def test_the_key_has_all_that_our_passes_read(asked: list[str], monkeypatch: pyt
     monkeypatch.setenv("FP8COMPILE_SKIP", "fuse")
     others["skipped"] = key(Mlp())
     monkeypatch.delenv("FP8COMPILE_SKIP")
-    with mock.patch("fp8compile.compat.inductor.sources_hash", lambda: "another"):
-        others["sources"] = key(Mlp())
-    with mock.patch("fp8compile.devices.formats.fnuz", lambda: True):
-        others["encoding"] = key(Mlp())
-    with mock.patch("fp8compile.devices.catalog.of", lambda _: catalog.find("h100")):
-        others["description"] = key(Mlp())
+    for name, fact in hooks.other_facts().items():
+        with fact:
+            others[name] = key(Mlp())
     assert len({usual, *others.values()}) == 1 + len(others), (usual, others)
 
 
 @pytest.mark.compat
 def test_graphs_that_do_not_use_the_cache(asked: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def uses(model: nn.Module, **options: Any) -> bool:
+    def uses(model: nn.Module, dynamic: bool | None = None, **options: Any) -> bool:
         asked.clear()
-        compile_until_enough(model, **options)
+        compile_until_enough(model, dynamic=dynamic, options=options)
         return bool(asked)
 
     assert uses(Mlp()) == compat.options_by_thread()
@@ -255,28 +235,19 @@ def test_graphs_that_do_not_use_the_cache(asked: list[str], monkeypatch: pytest.
     monkeypatch.setenv("FP8COMPILE_DUMP", str(tmp_path / "dump"))
     assert not uses(Mlp())
     monkeypatch.delenv("FP8COMPILE_DUMP")
-    asked.clear()
-    torch._dynamo.reset()
-    with pytest.raises(Enough):
-        torch.compile(Mlp(), backend=fp8, dynamic=True)(torch.randn(32, 128))
-    assert not asked
-    with pytest.raises(Enough):
-        torch.compile(Mlp(), backend=partial(fp8, inner=INTERPRETER))(torch.randn(32, 128))
-    assert not asked
+    assert not uses(Mlp(), dynamic=True)
+    with hooks.lowered():
+        assert not uses(Mlp())
 
 
 # -- what is kept -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_graph_of_plain_data_computes_the_same() -> None:
-    from fp8compile.ir import ops
-
     def function(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
         q = ops.quantize(x, ops.amax(x).reciprocal(), torch.float8_e4m3fn, 448.0, False)
         values, _ = torch.max(x[:, 1:3], dim=1)
         return q.float() @ w, values, x.to(torch.bfloat16).view(-1)
-
-    from torch.fx.experimental.proxy_tensor import make_fx
 
     x, w = torch.randn(16, 16), torch.randn(16, 16)
     graph = make_fx(function)(x, w)
@@ -285,7 +256,7 @@ def test_a_graph_of_plain_data_computes_the_same() -> None:
     made = thaw(steps)
     assert [node.name for node in made.graph.nodes] == [node.name for node in graph.graph.nodes]
     assert made.graph.find_nodes(op="placeholder")[0].meta["fp8_operand"] == ("kept", 1)
-    for one, other in zip(boxed(Eager(made))([x, w]), graph(x, w), strict=True):
+    for one, other in zip(torch.fx.Interpreter(made).run(x, w), graph(x, w), strict=True):
         assert torch.equal(one, other) and one.dtype == other.dtype
 
 

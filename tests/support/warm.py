@@ -1,43 +1,43 @@
-"""One process of the tests of warm starts: it trains a small model and prints, as JSON, all that a second process must repeat.
+"""The tests of warm starts: `scene` trains a small model and gives all that a second compilation of it must repeat.
 
-    python -m tests.support.warm RECIPE MODELS [CHANGE]
+    python -m tests.support.warm RECIPE MODEL
 
-MODELS are classes below, separated by commas. CHANGE is Python that runs before they are compiled: a fact that differs from
-that of another process.
+does so in a process of its own, and prints it as JSON. MODEL is a class below.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 import sys
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 import fp8compile
-from fp8compile.runtime import forwards
-from fp8compile.runtime.probe import Measurement
-from tests.support.models import Mlp
+from tests.support import hooks
 
 
-class Model(nn.Module):
-    """An MLP with dropout and a residual; [tokens, width] -> the same."""
+class Small(nn.Linear):
+    """One layer: compiling it for a CPU takes few kernels."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.mlp, self.drop = nn.LayerNorm(128), Mlp(), nn.Dropout(0.1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.drop(self.mlp(self.norm(x)))
+        super().__init__(128, 128, bias=False)
 
 
-class Checkpointed(Model):
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(super().forward, x, use_reentrant=False)
+class Checkpointed(Small):
+    """With dropout and a residual, in a checkpoint."""
+
+    def inner(self, x: Tensor) -> Tensor:
+        return x + F.dropout(super().forward(x), 0.1, self.training)
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.inner, x, use_reentrant=False)
 
 
 def digest(tensors: Any) -> str:
@@ -48,11 +48,16 @@ def digest(tensors: Any) -> str:
     return found.hexdigest()[:16]
 
 
-def scene(kind: type[Model], options: dict[str, Any], steps: int = 3) -> dict[str, Any]:
+def counts() -> dict[str, int]:
+    """What AOTAutograd's cache has counted."""
+    return {name: counters["aot_autograd"][f"autograd_cache_{name}"] for name in ("hit", "miss", "saved", "bypass")}
+
+
+def scene(kind: type[nn.Module], recipe: str, steps: int = 3) -> dict[str, Any]:
     """Train, evaluate and measure a new model."""
     torch.manual_seed(0)
     model = kind()
-    compiled = torch.compile(model, backend="fp8", options=options)
+    compiled = torch.compile(model, backend="fp8", options={"recipe": recipe})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     seen: dict[str, Any] = {"losses": [], "gradients": [], "state": []}
 
@@ -80,25 +85,22 @@ def scene(kind: type[Model], options: dict[str, Any], steps: int = 3) -> dict[st
     with torch.no_grad():
         seen["evaluation"] = [loss().item().hex() for _ in range(2)]
     model.train()
-    measured = Measurement(model).begin()
+    fp8compile.stats(model, measure=True)
     made = loss()
     made.backward()
-    measured.end()
     note(made)
-    records = [pair for record in measured.records.values() for pair in record.items()]
-    seen["measured"] = sorted((str(name), digest([numbers])) for name, numbers in records)
+    seen["measured"] = [repr(row) for row in fp8compile.stats(model).rows()]
     seen["stats"] = str(fp8compile.stats(model))
-    seen["report"] = [str(fp8compile.report(model)), fp8compile.report(model).summary()]
-    seen["forwards"] = [[str(known.forward) for known in forwards.of(p)] for p in model.parameters()]
+    report = fp8compile.report(model)
+    seen["report"] = [re.sub(r"(?m)^graph \d+:", "graph:", str(report)), report.summary()]  # a process numbers its graphs
+    seen["forwards"] = [hooks.forwards_of(p) for p in model.parameters()]
     return seen
 
 
-def main(recipe: str, models: str, change: str = "") -> None:
+def main(recipe: str, model: str) -> None:
     torch.set_num_threads(1)
-    exec(change)
-    found = {name: scene(globals()[name], {"recipe": recipe}) for name in models.split(",")}
-    cache = {name: counters["aot_autograd"][f"autograd_cache_{name}"] for name in ("hit", "miss", "saved", "bypass")}
-    print(json.dumps({"found": found, "cache": cache}))
+    found = scene(globals()[model], recipe)
+    print(json.dumps({"found": found, "cache": counts()}))
 
 
 if __name__ == "__main__":
