@@ -14,19 +14,14 @@ import torch
 from torch import nn
 
 import fp8compile
-from tests.support.harness import interpreted
 
 ROOT = Path(__file__).parents[2]
-
-
-def net() -> nn.Module:
-    return nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 128))
 
 
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.net = net()
+        self.net = nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 128))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.net(x)
@@ -60,7 +55,7 @@ def in_threads(count: int, work: Callable[[int], None]) -> None:
 @pytest.mark.timeout(300)
 def test_models_of_their_own(interpreted) -> None:
     """One thread compiles while another one runs compiled code."""
-    for _ in range(3):
+    for _ in range(2):
         torch._dynamo.reset()
         start = threading.Barrier(3)
 
@@ -99,6 +94,7 @@ def test_one_model_cold_and_warm(interpreted) -> None:
     in_threads(2, work)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_first_lookup_of_the_backend() -> None:
     """Two threads load the entry point at the same time."""
@@ -121,14 +117,13 @@ torch.compile(nn.Linear(128, 128), backend="fp8")
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=240)
 
 
-def test_a_thread_that_is_not_the_main_one() -> None:
+def test_a_thread_that_is_not_the_main_one(interpreted) -> None:
     """Names, state and reports also work in a thread other than the main one."""
 
     def work(_: int) -> None:
         model = Net()
-        with interpreted():
-            torch.compile(model, backend="fp8")(torch.randn(16, 128)).square().mean().backward()
-        assert {r.fqn for r in fp8compile.report(model).matmuls} == {"net.0", "net.2", "net.4"}
-        assert len(fp8compile.scaling_state(model)) > 8
+        torch.compile(model, backend="fp8")(torch.randn(16, 128)).square().mean().backward()
+        assert {r.fqn for r in fp8compile.report(model).matmuls} == {"net.0", "net.2"}
+        assert len(fp8compile.scaling_state(model)) > 5
 
     in_threads(1, work)
