@@ -271,7 +271,7 @@ def test_all_reduces_of_a_graph(one_process: str, options: dict[str, Any], forwa
 
 
 @pytest.mark.slow
-@pytest.mark.compiled
+@pytest.mark.usefixtures("interpreted")
 def test_a_group_of_one_changes_nothing(one_process: str) -> None:
     found = []
     for options in ({}, {"amax_group": one_process}):

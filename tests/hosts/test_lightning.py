@@ -1,4 +1,4 @@
-"""PyTorch Lightning with ModelParallelStrategy (FSDP2) and DDP, two steps, against replicas."""
+"""PyTorch Lightning with ModelParallelStrategy (FSDP2), two steps, against replicas. (test_lightning_ranks.py has DDP.)"""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.processes import on_ranks
 lightning = pytest.importorskip("lightning")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
-WAYS = ("fsdp2, net", "fsdp2, blocks", "fsdp2, wrapped", "fsdp2, callback", "ddp, blocks")
+WAYS = ("blocks", "wrapped", "callback")
 
 
 class Net(nn.Module):
@@ -34,11 +34,9 @@ class Net(nn.Module):
 def build(how: str) -> nn.Module:
     torch.manual_seed(0)
     net = Net()
-    if how.endswith("net"):
-        net.compile(backend="fp8")
-    for block in net.blocks if how.endswith("blocks") else ():
+    for block in net.blocks if how == "blocks" else ():
         block.compile(backend="fp8")
-    return torch.compile(net, backend="fp8") if how.endswith("wrapped") else net
+    return torch.compile(net, backend="fp8") if how == "wrapped" else net
 
 
 def batches(rank: int) -> list[torch.Tensor]:
@@ -48,13 +46,11 @@ def batches(rank: int) -> list[torch.Tensor]:
 class Lit(lightning.LightningModule):
     def __init__(self, how: str) -> None:
         super().__init__()
-        self.how, self.net = how, build(how)
+        self.net = build(how)
         self.losses: list[float] = []
         self.seen: list[dict[str, torch.Tensor]] = []
 
     def configure_model(self) -> None:
-        if not self.how.startswith("fsdp2"):
-            return
         from torch.distributed.fsdp import fully_shard
 
         net = getattr(self.net, "_orig_mod", self.net)
@@ -74,17 +70,16 @@ class Lit(lightning.LightningModule):
 
 
 def trainer(how: str) -> Any:
-    from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+    from lightning.pytorch.strategies import ModelParallelStrategy
 
-    strategy = ModelParallelStrategy(2, 1) if how.startswith("fsdp2") else DDPStrategy()
     quiet = {name: False for name in ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")}
     how_many = {"devices": 2, "max_steps": 2, "use_distributed_sampler": False}
     callbacks = []
-    if how.endswith("callback"):
+    if how == "callback":
         from fp8compile.integrations.lightning import FP8Callback
 
         callbacks.append(FP8Callback(network="net"))
-    return lightning.Trainer(accelerator="cpu", strategy=strategy, callbacks=callbacks, **how_many, **quiet)
+    return lightning.Trainer(accelerator="cpu", strategy=ModelParallelStrategy(2, 1), callbacks=callbacks, **how_many, **quiet)
 
 
 def facts(model: nn.Module, losses: list[float], seen: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
