@@ -115,8 +115,8 @@ def records(name: str, tokens: int, width: int, **options: Any) -> Records:
 
 
 def test_copies_of_weights_that_are_kept_cost_nothing_and_one_kept_copy_costs_its_transposition() -> None:
-    """With few tokens, casts of weights are most of what FP8 costs. A transposition, of the weight with dgrad, costs less than a
-    cast and more than nothing."""
+    """With few tokens, casts of weights are most of what FP8 costs. A transposition, of the weight with dgrad, costs less than
+    a cast and more than nothing."""
     how: tuple[dict[str, bool], ...] = ({}, {"cache_weights": True, "recast_weights": True}, {"cache_weights": True})
     cast, turned, kept = (records("mlp", 256, 4096, **options) for options in how)
     assert all(kept[key].cast_us < record.cast_us for key, record in cast.items() if key[1] != "wgrad")
