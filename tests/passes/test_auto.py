@@ -191,12 +191,16 @@ def test_experts_whose_sides_do_not_fit(size, how):
     assert not hooks.slots_of(model)
 
 
-def test_explain_and_compare_take_it():
+def test_explain_takes_it():
     model, x = make(lambda: Mlp(1024, 4096), dtype=torch.bfloat16), noise(8192, 1024, dtype=torch.bfloat16)
     for key in ("h100", "b200"):
         recipe, where = DEVICES[key]
         records = fp8compile.explain(model, x, options={"recipe": "auto"}, device=key).matmuls
         assert {r.how for r in records if r.decision == "fp8"} == {f"{recipe} (auto on {where})"}, key
+
+
+@pytest.mark.slow
+def test_compare_takes_it():
     given = {"options": {"recipe": "auto", "policy": ALL_FP8}, "loss": lambda y: y.square().mean()}
     model = make(Mlp)
     found = fp8compile.compare(model, noise(128, 128), device="b200", **given).to_dict()

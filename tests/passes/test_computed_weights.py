@@ -115,7 +115,7 @@ def gemms(model: nn.Module, part: str = "") -> list[str]:
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
+@pytest.mark.parametrize("recipe", ["delayed", pytest.param("rowwise", marks=pytest.mark.slow)])
 def test_exact(recipe: str) -> None:
     inputs = [ternary(32, 128, seed=i) for i in range(len(BUILDS))]
     model = train(lambda: Several(build() for build in BUILDS.values()), *inputs, recipe=recipe, strict=True)
@@ -127,7 +127,7 @@ def test_exact(recipe: str) -> None:
             assert roles == ["gradient", *count * ["input"]], name
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise_with_gw_hp", "blockwise", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8"])
 def test_other_recipes(recipe: str) -> None:
     parts, inputs = [BUILDS[name] for name in ("weight_norm", "fused")], [ternary(32, 128, seed=i) for i in (1, 2)]
     model = train(lambda: Several(part() for part in parts), *inputs, steps=1, recipe=recipe)

@@ -24,8 +24,8 @@ WORDS, TOKENS = 2048, 256
 CHUNKED = {"auto_chunker.enable": True, "auto_chunker.amplify_ratio_threshold": 1, "auto_chunker.output_size_threshold": 1024}
 HEAD_OFF = {"rules": [{"module": "*head*", "fp8": "off"}, *ALL_FP8["rules"]]}
 IN_BF16 = ("float", "transformers", "returned", "two losses")
-LOSSES = ("plain", "transformers")
-SLOW = ("ignored", "float", "capped", "tied", "autocast")
+LOSSES = ("plain",)
+SLOW = ("transformers", "ignored", "float", "capped", "tied", "autocast")
 
 
 class Words(nn.Module):

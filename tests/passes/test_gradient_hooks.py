@@ -192,7 +192,7 @@ ADDED: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
+@pytest.mark.parametrize("recipe", ["delayed", pytest.param("rowwise", marks=pytest.mark.slow)])
 def test_what_is_added_to_a_product(recipe: str) -> None:
     """A matmul that adds another FP8 matmul's result, or whose operands are such results, which are not exact in FP8."""
 
