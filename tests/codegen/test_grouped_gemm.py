@@ -12,8 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from fp8compile.codegen import grouped_gemm, scaled_grouped, triton_grouped
+from fp8compile.codegen.inline import Inliner
 from fp8compile.codegen.scaled_mm_kind import EMULATED, GROUPED, LINE, MX_BLOCK, MX_TILE, REFERENCE, SQUARE, TRITON, how_grouped
 from fp8compile.config.recipe import ROW, WHOLE, Block
 from fp8compile.ir import grouped
@@ -148,7 +150,7 @@ def test_native_mx() -> None:
     assert_kernel(columns(SIZES, 48, 80, MX_BLOCK, MX_BLOCK), gpu=B200)
 
 
-@settings(max_examples=12, deadline=None, derandomize=True, database=None)
+@settings(max_examples=8, deadline=None, derandomize=True, database=None)
 @given(
     sizes=st.lists(st.integers(0, 70) | st.sampled_from([0, 15, 16, 17, 64, 65, 128]), min_size=1, max_size=8),
     nk=st.tuples(st.integers(1, 5), st.integers(1, 20)), which=st.sampled_from(OF_ROWS + [(*x, None) for x in OF_COLUMNS]),
@@ -221,15 +223,21 @@ def test_fnuz(kinds: tuple) -> None:
 
 
 @pytest.mark.skipif(OLD_INTERPRETER, reason="Triton's interpreter takes no argument as the end of a range before 3.7")
-@pytest.mark.parametrize("blocks", [(WHOLE, WHOLE), (ROW, ROW), (LINE, SQUARE), (MX_BLOCK, MX_BLOCK)], ids=str)
-def test_numbers_of_tokens_that_only_a_run_knows(blocks: tuple) -> None:
+@pytest.mark.parametrize(
+    ("make", "blocks"),
+    [
+        *((operands, blocks) for blocks in ((WHOLE, WHOLE), (ROW, ROW), (LINE, SQUARE), (MX_BLOCK, MX_BLOCK))),
+        *((columns, blocks) for blocks in ((ROW, ROW), (LINE, LINE))),
+    ],
+    ids=lambda x: getattr(x, "__name__", str(x)),
+)
+def test_numbers_of_tokens_that_only_a_run_knows(make: Any, blocks: tuple) -> None:
     """Traced for one number of tokens, and run with others."""
-    for make, pair in ((operands, blocks), (columns, (LINE, LINE) if blocks[0] == LINE else blocks)):
-        first = make(SIZES, 48, 128, *pair)
-        graph = launched(functools.partial(_call, rest=first[5:]), first[:5], dynamic=True)
-        for sizes in (SIZES, [3, 0, 0, 77, 1, 0, 0, 100, 30]):
-            arguments = make(sizes, 48, 128, *pair)
-            assert torch.equal(grouped.grouped_mm(*arguments), graph(*arguments[:5]))
+    first = make(SIZES, 48, 128, *blocks)
+    graph = launched(functools.partial(_call, rest=first[5:]), first[:5], dynamic=True)
+    for sizes in (SIZES, [3, 0, 0, 77, 1, 0, 0, 100, 30]):
+        arguments = make(sizes, 48, 128, *blocks)
+        assert torch.equal(grouped.grouped_mm(*arguments), graph(*arguments[:5]))
 
 
 @pytest.mark.parametrize(
@@ -259,6 +267,20 @@ def test_stacks_in_another_order(blocks: tuple) -> None:
     call = lambda a, b, a_inv, b_inv, offs: grouped.grouped_mm(a, b.transpose(0, 1), a_inv, b_inv.transpose(0, 1), offs, *rest)  # noqa: E731
     given = (a, turned.transpose(0, 1), a_inv, scales.transpose(0, 1), offs)
     assert torch.equal(expected, launched(call, given)(*given))
+
+
+def test_scales_for_atens_matmul_are_spread_over_rows_and_columns() -> None:
+    *tensors, dtype, fast, a_block, b_block = operands(SIZES, 48, 144, WHOLE, WHOLE)
+    call = lambda *x: grouped.grouped_mm(*x, dtype, fast, a_block, b_block)  # noqa: E731
+    graph = make_fx(call, tracing_mode="fake")(*tensors)
+    (node,) = graph.graph.find_nodes(op="call_function", target=grouped.grouped_mm)
+    with hooks.matmuls_for(H100):
+        scales = scaled_grouped.spread_scales(graph.graph, Inliner())[node]
+    (output,) = graph.graph.find_nodes(op="output")
+    output.args = (scales,)
+    graph.recompile()
+    for got, shape, inverse in zip(graph(*tensors), ((sum(SIZES),), (len(SIZES), 48)), tensors[2:4], strict=True):
+        assert torch.equal(got, inverse.expand(shape))
 
 
 # -- the padded order ---------------------------------------------------------------------------------------------------

@@ -11,10 +11,11 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.fx import GraphModule
 
 from fp8compile.ir import grouped, ops
 from tests.codegen.test_block_kernels import E4M3, assert_kernels, made_of, scales
-from tests.support.groups import Made, Source
+from tests.support.groups import Made, Source, unfused
 from tests.support.kernel_checks import assert_bits
 from tests.support.operands import ends
 
@@ -63,10 +64,10 @@ def inputs(sizes: list[int], seed: int = 0) -> tuple[Tensor, ...]:
     return x, gate, token, ends(sizes), torch.tensor([3.0])
 
 
-def compare(made: Made, sizes: list[int], seed: int = 0) -> None:
+def compare(made: Made, sizes: list[int], seed: int = 0, other: GraphModule | None = None) -> None:
     given, inside = inputs(sizes, seed), sum(sizes)
     with torch.no_grad():
-        expected, got = made.oracle(*given), made.fused(*given)
+        expected, got = made.oracle(*given), (other or made.fused)(*given)
     for i, (a, b) in enumerate(zip(expected, got, strict=True)):
         if a.shape[0] == ROWS:  # rows of no group hold any value
             a, b = a[:inside], b[:inside]
@@ -82,6 +83,13 @@ def test_groups(recipe: str, producer: str) -> None:
     of_no_rows = ([0] * 6, [0, 0, ROWS, 0, 0, 0]) if producer == "memory" else ()
     for sizes in (*of_no_rows, [1, 15, 16, 17, 181, 0], [129, 0, 63, 1, 0, 32]):
         compare(made, sizes)
+
+
+@pytest.mark.parametrize("recipe", KERNELS)
+def test_without_kernels(recipe: str) -> None:
+    """The same graph lowered without generated kernels gives the oracle's bits, too."""
+    made = kernel(recipe, "memory")
+    compare(made, [129, 0, 63, 1, 0, 32], other=unfused(made.oracle))
 
 
 TILES = {"delayed": (32, 128, 4), "rowwise": (128, 32, 8), "blockwise": None, "mxfp8": (32, 128, 4)}

@@ -74,9 +74,9 @@ def by_label(choices: dict[str, Choice]) -> dict[str, set[str]]:
 
 @pytest.fixture(scope="module")
 def models() -> dict[str, nn.Module]:
-    sizes = dict(vocab_size=1024, hidden_size=256, intermediate_size=512, num_hidden_layers=4)
+    sizes = dict(vocab_size=1024, hidden_size=256, intermediate_size=512, num_hidden_layers=3)
     heads = dict(num_attention_heads=4, num_key_value_heads=2)
-    narrow = dict(n_embd=256, n_layer=4, n_head=4, vocab_size=1024)
+    narrow = dict(n_embd=256, n_layer=3, n_head=4, vocab_size=1024)
     with torch.device("meta"):
         return {
             "llama": transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads)),
@@ -84,7 +84,7 @@ def models() -> dict[str, nn.Module]:
             "gpt2-xl": transformers.GPT2LMHeadModel(transformers.GPT2Config(**{**narrow, "n_embd": 1600, "n_head": 25})),
             "vit": transformers.ViTForImageClassification(
                 transformers.ViTConfig(
-                    hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4, num_labels=1000
+                    hidden_size=256, intermediate_size=512, num_hidden_layers=3, num_attention_heads=4, num_labels=1000
                 )
             ),
             "moe": transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, **heads, num_local_experts=8)),
@@ -154,7 +154,7 @@ def test_moe(models):
 def test_conservative(models):
     choices = decided("conservative", models["llama"])
     for name, choice in choices.items():
-        first_or_last = name.startswith(("model.layers.0.", "model.layers.3."))
+        first_or_last = name.startswith(("model.layers.0.", "model.layers.2."))
         kept = first_or_last or name.endswith("o_proj.weight") or name == "lm_head.weight"
         assert choice.fp8 == ("off" if kept else "auto"), name
         current = name.endswith("down_proj.weight") and not first_or_last
@@ -197,18 +197,12 @@ def test_every_recipe_goes_with_every_policy(recipe, policy):
 # -- compiled, as a user would -----------------------------------------------------------------------------------------
 
 
+GRAPHS = [(policy, "llama") for policy in ("conservative", "default", "fast", "llama", "accelerate-defaults")]
+GRAPHS += [("gpt2", "gpt2"), ("fast", "gpt2"), ("vit", "vit")]
+
+
 @pytest.mark.parametrize(
-    ("policy", "name"),
-    [
-        ("default", "llama"),
-        ("fast", "llama"),
-        ("fast", "gpt2"),
-        ("llama", "llama"),
-        ("gpt2", "gpt2"),
-        ("vit", "vit"),
-        ("conservative", "llama"),
-        ("accelerate-defaults", "llama"),
-    ],
+    ("policy", "name"), [GRAPHS[0], *(pytest.param(*given, marks=pytest.mark.slow) for given in GRAPHS[1:])]
 )
 def test_the_graph_decides_as_the_names_do(models, policy, name):
     """Compares the report of a training step with `decided`, rule by rule; every rule of the shipped file decides something."""
@@ -218,7 +212,7 @@ def test_the_graph_decides_as_the_names_do(models, policy, name):
     expected = decided(policy, model)
     records = [record for record in report.matmuls if record.parameter]
     found = {(record.parameter, record.rule, record.recipe or "high precision") for record in records}
-    assert len(found) >= 16
+    assert len(found) >= 13
     for parameter, rule, recipe in found:
         choice = expected.get(parameter) or expected["lm_head.weight"]  # tied to an embedding
         assert rule == choice.label, parameter

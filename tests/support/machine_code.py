@@ -10,7 +10,6 @@ element) of each kernel of a model in each of its configurations.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import importlib
 import pathlib
@@ -20,7 +19,6 @@ import sys
 import tempfile
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.nn as nn
@@ -29,12 +27,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from fp8compile import compat
-from fp8compile.codegen import kernel as kernels
 from fp8compile.codegen import triton_grouped, triton_kernels
 from fp8compile.codegen.expressions import TRITON_DTYPE
 from fp8compile.devices.formats import pick
 from fp8compile.dryrun.fake_gpu import trace
 from fp8compile.dryrun.fake_gpu.machine_code import disassembled
+from tests.support import hooks
 from tests.support.gpu_steps import unallocated
 from tests.support.harness import ALL_FP8
 from tests.support.models import Ffn, GptLayer, LlamaLayer, Moe, Rotary
@@ -95,6 +93,15 @@ class Generated:
         return f"{self.source}{self.constants or ''}"
 
     @property
+    def title(self) -> str:
+        """What it computes: its name, without the hash of a generated source."""
+        return self.name if self.name in HANDWRITTEN else self.name.rpartition("_")[0]
+
+    @property
+    def recipe(self) -> str:
+        return self.model.partition(" ")[2]
+
+    @property
     def form(self) -> str:
         """The text without its name, its comments and numbers of two or more digits, which differ between sizes."""
         text = re.sub(r"#.*", "", self.source.replace(self.name, "kernel")) + str(self.constants)
@@ -116,21 +123,17 @@ def traced(name: str, recipe: str, dynamic: bool = False, amd: bool = False) -> 
     compiled = torch.compile(model, backend="fp8", dynamic=dynamic, options=options)
     x = torch.empty(shape, dtype=BF16, requires_grad=True)
     found: dict[str, Generated] = {}
-    launch = compat.launch
 
-    def noted(emit: Any, function: Any, grids: Any, arguments: dict[str, Any], constants: dict[str, Any] | None = None) -> Any:
+    def noted(function: Any, arguments: dict[str, Any], constants: dict[str, Any]) -> None:
         jitted = function.fn
         written = jitted.fn.__name__ not in HANDWRITTEN
         source = pathlib.Path(jitted.fn.__code__.co_filename).read_text() if written else jitted.src
         configs = tuple((c.kwargs["BLOCK_R"], c.kwargs["BLOCK_C"], c.num_warps) for c in function.configs)
         types = tuple((key, _type(value)) for key, value in arguments.items())
-        fixed = tuple((constants or {}).items())
-        kernel = Generated(f"{name} {recipe}", jitted.fn.__name__, source, configs, types, fixed)
+        kernel = Generated(f"{name} {recipe}", jitted.fn.__name__, source, configs, types, tuple(constants.items()))
         found.setdefault(kernel.text, kernel)
-        return launch(emit, function, grids, arguments, constants)
 
-    conversions = mock.patch.object(kernels, "saturates", lambda dtype: False) if amd else contextlib.nullcontext()
-    with mock.patch.object(compat, "launch", noted), conversions:
+    with hooks.launched(noted, amd):
         trace(lambda: compiled(x).sum().backward())
     return list(found.values())
 
