@@ -19,7 +19,7 @@ transformers = pytest.importorskip("transformers")
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 
-STEPS = 10
+STEPS = 6
 WORDS, LENGTH = 512, 32
 
 
@@ -28,28 +28,28 @@ def tokens(seed: int = 0) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
-def gpt2(attention: str, layers: int = 2) -> nn.Module:
+def gpt2(attention: str, layers: int = 1) -> nn.Module:
     sizes = dict(vocab_size=WORDS, n_positions=64, n_embd=128, n_layer=layers, n_head=4, bos_token_id=0, eos_token_id=0)
     off = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
     config = transformers.GPT2Config(**sizes, **off, use_cache=False, attn_implementation=attention)
     return transformers.GPT2LMHeadModel(config)
 
 
-def llama(attention: str, layers: int = 2) -> nn.Module:
+def llama(attention: str, layers: int = 1) -> nn.Module:
     sizes = dict(vocab_size=WORDS, hidden_size=256, intermediate_size=512, num_hidden_layers=layers, max_position_embeddings=64)
     heads = dict(num_attention_heads=4, num_key_value_heads=2)
     config = transformers.LlamaConfig(**sizes, **heads, use_cache=False, attn_implementation=attention)
     return transformers.LlamaForCausalLM(config)
 
 
-def bert(attention: str, layers: int = 2) -> nn.Module:
+def bert(attention: str, layers: int = 1) -> nn.Module:
     sizes = dict(vocab_size=WORDS, hidden_size=128, intermediate_size=256, num_hidden_layers=layers, max_position_embeddings=64)
     off = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
     config = transformers.BertConfig(**sizes, **off, num_attention_heads=4, attn_implementation=attention)
     return transformers.BertForMaskedLM(config)
 
 
-def vit(attention: str, layers: int = 2) -> nn.Module:
+def vit(attention: str, layers: int = 1) -> nn.Module:
     sizes = dict(hidden_size=128, intermediate_size=256, num_hidden_layers=layers, image_size=32, patch_size=8, num_labels=16)
     off = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
     off |= dict(problem_type="single_label_classification")  # else the model finds and sets it in the first call
@@ -85,7 +85,7 @@ class CountMatmuls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def t5(attention: str, layers: int = 2) -> nn.Module:
+def t5(attention: str, layers: int = 1) -> nn.Module:
     sizes = dict(vocab_size=WORDS, d_model=256, d_kv=64, d_ff=512, num_layers=layers, num_heads=4, dropout_rate=0.0)
     gated = dict(feed_forward_proj="gated-gelu", decoder_start_token_id=0, use_cache=False)
     return transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, **gated))
@@ -111,8 +111,8 @@ CASES = {
 }
 
 
-def train(name: str, attention: str, layers: int = 2, evaluate: bool = True) -> None:
-    """Ten AdamW steps; then checks the loss, the report and the checkpoint."""
+def train(name: str, attention: str, layers: int = 1, *, evaluate: bool) -> None:
+    """AdamW steps; then checks the loss, the report and the checkpoint."""
     build, make_batch, head = CASES[name]
     torch.manual_seed(0)
     model, batch = build(attention, layers).train(), make_batch()
@@ -153,23 +153,32 @@ def train(name: str, attention: str, layers: int = 2, evaluate: bool = True) -> 
             torch.testing.assert_close(compiled(**batch).loss, loss, rtol=1e-4, atol=1e-5)  # in high precision
 
 
-@pytest.mark.parametrize("name, attention", [("gpt2", "sdpa"), ("llama", "eager"), ("bert", "eager"), ("vit", "sdpa")])
-def test_ten_steps(name, attention):
-    train(name, attention)
+@pytest.mark.parametrize(
+    ("name", "attention", "layers"),
+    [
+        ("llama", "eager", 1),
+        pytest.param("gpt2", "sdpa", 1, marks=pytest.mark.slow),
+        pytest.param("bert", "eager", 2, marks=pytest.mark.slow),
+        pytest.param("vit", "sdpa", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_steps(name: str, attention: str, layers: int) -> None:
+    train(name, attention, layers, evaluate=True)
 
 
+@pytest.mark.slow
 @pytest.mark.compiled
-def test_ten_steps_through_inductor():
-    train("bert", "sdpa", layers=1, evaluate=False)  # an evaluation would be one more graph to compile
+def test_steps_through_inductor() -> None:
+    train("bert", "sdpa", evaluate=False)  # an evaluation would be one more graph to compile
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("build", "groups"),
     [
-        (llama, {"q_proj k_proj v_proj": 2, "gate_proj up_proj": 2}),
-        (bert, {"query key value": 2}),
-        (t5, {"q k v": 4, "k v": 2, "wi_0 wi_1": 4}),  # cross-attention: k and v of each block by themselves
+        (llama, {"q_proj k_proj v_proj": 1, "gate_proj up_proj": 1}),
+        (bert, {"query key value": 1}),
+        (t5, {"q k v": 2, "k v": 1, "wi_0 wi_1": 2}),  # cross-attention: k and v of each block by themselves
     ],
 )
 def test_projections_of_one_tensor_are_merged(build, groups) -> None:
