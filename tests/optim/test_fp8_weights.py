@@ -81,6 +81,7 @@ def test_masters(master: str) -> None:
     assert both(mlp, steps("tensorwise"), master=master) == ["forward"] * 3 + ["step+"] * 3
 
 
+@pytest.mark.slow
 def test_merged_matmuls_of_a_master() -> None:
     found = both(layer, steps("delayed", 2, 1, merge_matmuls=True), master="bf16+remainder")
     assert found == ["forward"] + ["step+"] * 2
