@@ -14,6 +14,7 @@ from torch._inductor.codecache import CppPythonBindingsCodeCache
 from torch._inductor.utils import fresh_cache
 
 from fp8compile.compat import cpp
+from tests.support import hooks
 from tests.support.harness import noise
 from tests.support.models import Mlp, make
 
@@ -36,7 +37,7 @@ def counted(cache: Path) -> Iterator[list[int]]:
         files.append(len(list(cache.rglob("*.main.cpp"))))
 
 
-def trained(rows: int = 64, **how: bool) -> list[Tensor]:
+def trained(**how: bool) -> list[Tensor]:
     """Outputs and gradients of three steps: cold, and two warm ones."""
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -45,45 +46,31 @@ def trained(rows: int = 64, **how: bool) -> list[Tensor]:
     found = []
     for step in range(3):
         model.zero_grad()
-        out = compiled(noise(rows + 16 * step if how.get("dynamic") else rows, 128))
+        out = compiled(noise(64 + 16 * step if how.get("dynamic") else 64, 128))
         out.square().sum().backward()
         found += [out.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.compiled
 @pytest.mark.compat
-@pytest.mark.parametrize("dynamic", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("dynamic", [False, True])
 def test_shared_files_are_fewer_and_compute_the_same(tmp_path: Path, dynamic: bool) -> None:
-    """With symbolic sizes, kernels take numbers beside their tensors."""
-    with counted(tmp_path / "shared") as shared:
+    """With symbolic sizes, kernels take numbers beside their tensors. As in a second process, all is loaded from the cache
+    then. What is compiled for other backends has a file for each kernel, also after one of our compilations."""
+    with counted(tmp_path / "shared") as shared, torch._inductor.config.patch(compile_threads=2):
         together = trained(dynamic=dynamic)
-    with counted(tmp_path / "apart") as apart, mock.patch("fp8compile.compat.inductor.few_files", contextlib.nullcontext):
-        alone = trained(dynamic=dynamic)
-    assert apart[0] >= 6 and shared[0] <= apart[0] // cpp.MOST + 2, (apart, shared)  # each half has a file that is not full
-    assert len(together) == len(alone) == 15
-    assert all(torch.equal(a, b) for a, b in zip(together, alone, strict=True))
-
-
-@pytest.mark.compiled
-@pytest.mark.compat
-def test_a_second_process_finds_the_files(tmp_path: Path) -> None:
-    """As in a second process: everything is loaded from the cache, nothing is compiled."""
-    with torch._inductor.config.patch(compile_threads=2), counted(tmp_path) as files:
-        first = trained()
         CppPythonBindingsCodeCache.cache_clear()
         before = len(list(tmp_path.rglob("*.so")))
         with mock.patch("torch._inductor.cpp_builder.run_compile_cmd", side_effect=AssertionError("compiles")):
-            again = trained()
+            again = trained(dynamic=dynamic)
         assert before and before == len(list(tmp_path.rglob("*.so")))
-    assert files[0] and all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-
-
-@pytest.mark.compiled
-def test_other_backends_are_left_alone(tmp_path: Path) -> None:
-    """What is compiled for others has a file for each kernel, also after one of our compilations."""
-    with counted(tmp_path / "ours"):
-        trained()
+    with counted(tmp_path / "apart") as apart, hooks.files_apart():
+        alone = trained(dynamic=dynamic)
+    assert apart[0] >= 6 and shared[0] <= apart[0] // cpp.MOST + 2, (apart, shared)  # each half has a file that is not full
+    assert len(together) == len(alone) == len(again) == 15
+    assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(together, alone, again, strict=True))
     with counted(tmp_path / "theirs"):
         torch._dynamo.reset()
         torch.compile(lambda x: (x.sin().sum(1), x.cos().sum(0).exp()))(torch.randn(32, 48))
@@ -124,7 +111,7 @@ def as_an_array(template: str) -> str:
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("array", [False, True])
+@pytest.mark.parametrize("array", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_errors_of_a_kernel_are_those_of_python(tmp_path: Path, array: bool) -> None:
     """A call with too few arguments, and an exception in a kernel."""
     throws = KERNEL.replace("#pragma GCC ivdep", 'if (in_ptr0 != nullptr) throw std::runtime_error("by zero");')
