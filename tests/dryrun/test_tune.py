@@ -1,11 +1,13 @@
-"""tune(): groups, the frontier, measured errors, and the policy that it writes. Times are those of a stand-in."""
+"""tune(): groups, the frontier, measured errors, and the policy that it writes. Most times are those of a stand-in."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,34 +17,41 @@ from torch import Tensor, nn
 import fp8compile
 from fp8compile.config.policy import Policy, load
 from fp8compile.devices import catalog
-from fp8compile.dryrun import tune
+from fp8compile.dryrun import fake_gpu, times, tune
 from fp8compile.dryrun.candidates import Candidate, candidates, frontier, groups_of, policy_of, tables
 from fp8compile.errors import Fp8CompileError, OptionError
 from fp8compile.ir.records import MatmulRecord
-from tests.support import models
-from tests.support.compared import HEALTHY, TOKENS, WIDTH, LanguageModel
-from tests.support.harness import compiled
+from tests.support import hooks, models
+from tests.support.compared import HEALTHY, TOKENS, WIDTH, Case, LanguageModel
+from tests.support.harness import compiled, noise
 from tests.support.times import FACTORS, Times
 
-pytestmark = pytest.mark.usefixtures("interpreted")
+pytestmark = [pytest.mark.usefixtures("interpreted"), pytest.mark.shares_graphs]
 
 FEW = (Candidate("delayed", "hybrid"), Candidate("delayed", "e4m3"), Candidate("rowwise"))
 BUDGET = 0.002  # each group alone is within it, and no uniform recipe
 
 
-def quick(patch: pytest.MonkeyPatch, few: tuple[Candidate, ...] = FEW[2:]) -> None:
-    """Times of a stand-in, and few candidates: each takes a trace."""
-    patch.setattr(tune, "Times", Times)
-    patch.setattr(tune, "candidates", lambda gpu: few)
+def an_mlp() -> Case:
+    return Case(models.make(models.Mlp), (noise(64, WIDTH),), lambda y: (y - 1).square().mean())
+
+
+def tuned_mlp(budget: Any = 0.5, case: Case | None = None, **given: Any) -> fp8compile.Tuned:
+    case = case or an_mlp()
+    return fp8compile.tune(case.model, *case.args, device="h100", loss_budget=budget, **{"loss": case.loss, **given})
+
+
+Progress = tuple[int, int, str]
 
 
 @pytest.fixture(autouse=True)
-def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    quick(monkeypatch)
+def stand_in() -> Iterator[None]:
+    with hooks.tuning(Times, FEW[2:]):
+        yield
 
 
 class Steps:
-    """A language model of two residual MLPs and its batch."""
+    """A language model of residual MLPs and its batch."""
 
     def __init__(self) -> None:
         self.model = models.make(lambda: LanguageModel(models.ResidualMlp(), models.ResidualMlp()))
@@ -52,11 +61,21 @@ class Steps:
         return fp8compile.tune(self.model, self.tokens, device="h100", loss_budget=budget, **given)
 
 
-@pytest.fixture(scope="module")
+def tuned(few: tuple[Candidate, ...], budget: float) -> tuple[fp8compile.Tuned, list[Progress]]:
+    """The result with these candidates, and what was said meanwhile."""
+    seen: list[Progress] = []
+    with hooks.tuning(Times, few):
+        return Steps().tuned(budget, progress=lambda *it: seen.append(it)), seen
+
+
+@functools.cache
+def result() -> tuple[fp8compile.Tuned, list[Progress]]:
+    return tuned(FEW, BUDGET)
+
+
+@pytest.fixture
 def found() -> fp8compile.Tuned:
-    with pytest.MonkeyPatch.context() as patch:
-        quick(patch, FEW)
-        return Steps().tuned(BUDGET)
+    return result()[0]
 
 
 # -- parts -------------------------------------------------------------------------------------------------------------
@@ -111,21 +130,34 @@ def test_budgets(given: Any, value: float) -> None:
 @pytest.mark.parametrize("given", ["0.1 percent", "", "-1%", 0, "100%", 1, True, None, math.nan, math.inf])
 def test_bad_budgets(given: Any) -> None:
     with pytest.raises(OptionError, match="loss_budget.*such as '0.1%'"):
-        Steps().tuned(given)
+        tuned_mlp(given)
 
 
 # -- errors of groups --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["tied", "moe"])
-def test_a_group_alone_is_as_with_a_policy_of_its_own(name: str) -> None:
+def experts() -> Case:
+    x = noise(2, 16, WIDTH).bfloat16()
+    return Case(models.make(lambda: models.Stack(models.Moe()), torch.bfloat16), (x,), lambda y: (y - 1).square().mean())
+
+
+@pytest.mark.parametrize(
+    ("build", "one_graph"),
+    [
+        (an_mlp, True),
+        pytest.param(experts, False, marks=pytest.mark.slow),
+        pytest.param(HEALTHY["tied"], True, marks=pytest.mark.slow),
+        pytest.param(HEALTHY["moe"], False, marks=pytest.mark.slow),
+    ],
+)
+def test_a_group_alone_is_as_with_a_policy_of_its_own(build: Any, one_graph: bool) -> None:
     """One graph with all groups in FP8, of which all but one are replaced, has the gradients of a graph with one in FP8, up to
     rounding and the order of sums. Experts are in graphs of their own anyway."""
-    case = HEALTHY[name]()
-    measured = tune._Measured(case.model, case.args, {}, case.loss, "default", 0.5, lambda *_: None)
+    case = build()
+    measured = hooks.groups_to_tune(case.model, case.args, case.loss)
     candidate = Candidate("rowwise")
     alone = measured.alone(candidate)
-    assert measured.whole is (name != "moe")
+    assert measured.whole is one_graph
     for i, error in list(enumerate(alone))[:: len(alone) - 1]:
         choice = tuple(candidate if i == j else None for j in range(len(measured.groups)))
         assert 0 < error < 0.1 and error == pytest.approx(measured.error(choice, ""), rel=0.02), measured.groups[i].name
@@ -135,17 +167,17 @@ def test_nothing_is_left_behind() -> None:
     """A training goes on to the bit as without it, and gradients are as before."""
     results = []
     for tuning in (False, True):
-        steps = Steps()
+        case = an_mlp()
         torch.manual_seed(3)
-        run = compiled(steps.model)
-        optimizer = torch.optim.SGD(steps.model.parameters(), 0.1)
+        run = compiled(case.model)
+        optimizer = torch.optim.SGD(case.model.parameters(), 0.1)
         for step in range(3):
-            run(steps.tokens)["loss"].backward()
+            case.loss(run(*case.args)).backward()
             if tuning and step == 1:
-                steps.tuned()
+                tuned_mlp(case=case)
             optimizer.step()
             optimizer.zero_grad()
-        results.append([*(p.detach() for p in steps.model.parameters()), torch.rand(3)])
+        results.append([*(p.detach() for p in case.model.parameters()), torch.rand(3)])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
@@ -192,15 +224,16 @@ def test_a_policy_with_a_relative_path_is_extended_from_elsewhere(tmp_path, monk
     assert 'extends = "../mine.toml"' in (tmp_path / "out" / "policy.toml").read_text()
 
 
-def test_the_result_depends_on_the_arguments_alone(found: fp8compile.Tuned, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And progress is shown step by step."""
-    quick(monkeypatch, FEW)
-    torch.manual_seed(99)
-    seen: list[tuple[int, int, str]] = []
-    again = Steps().tuned(found.budget, progress=lambda *it: seen.append(it))
-    assert again.to_dict() == found.to_dict()
+def test_progress_is_shown_step_by_step() -> None:
+    _, seen = result()
     assert [done for done, _, _ in seen[:-1]] == list(range(len(seen) - 1)) and seen[-1][0] == seen[-1][1]
     assert any("rowwise: layers.*.up" in what for _, _, what in seen)
+
+
+@pytest.mark.slow
+def test_the_result_of_all_recipes_depends_on_the_arguments_alone(found: fp8compile.Tuned) -> None:
+    torch.manual_seed(99)
+    assert tuned(FEW, found.budget)[0].to_dict() == found.to_dict()
 
 
 def test_tables_dict_and_picture(found: fp8compile.Tuned, tmp_path) -> None:
@@ -226,26 +259,25 @@ def one_line(error: pytest.ExceptionInfo[Any]) -> str:
 
 def test_a_budget_that_nothing_meets() -> None:
     with pytest.raises(Fp8CompileError) as error:
-        Steps().tuned(1e-7)
+        tuned_mlp(1e-7)
     assert "no FP8 policy fits a loss budget of 1e-05%" in one_line(error) and "raise the budget" in str(error.value)
 
 
 def test_where_fp8_is_not_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Times, "factors", dict.fromkeys(FACTORS, 1.5))
     with pytest.raises(Fp8CompileError) as error:
-        Steps().tuned(0.5)
-    assert "does not make LanguageModel faster on NVIDIA H100" in one_line(error) and "like=" in str(error.value)
+        tuned_mlp(0.5)
+    assert "does not make Mlp faster on NVIDIA H100" in one_line(error) and "like=" in str(error.value)
 
 
 def test_a_batch_or_a_loss_that_is_of_no_use() -> None:
-    steps = Steps()
-    with pytest.raises(Fp8CompileError, match="tune: LanguageModel refuses this batch"):
-        fp8compile.tune(steps.model, torch.full((4, 16), TOKENS), device="h100")
-    with pytest.raises(Fp8CompileError, match="the loss of LanguageModel is nan in high precision.*take a batch") as error:
-        steps.tuned(loss=lambda y: y["loss"] * math.nan)
+    with pytest.raises(Fp8CompileError, match="tune: Mlp refuses this batch"):
+        fp8compile.tune(models.Mlp(), noise(64, WIDTH + 1), device="h100")
+    with pytest.raises(Fp8CompileError, match="the loss of Mlp is nan in high precision.*take a batch") as error:
+        tuned_mlp(loss=lambda y: y.sum() * math.nan)
     one_line(error)
     with pytest.raises(OptionError, match="tune: loss"):
-        steps.tuned(loss=lambda y: y["logits"])
+        tuned_mlp(loss=lambda y: y)
 
 
 class Random(nn.Module):
@@ -271,14 +303,41 @@ def test_a_model_that_is_not_deterministic() -> None:
 
 
 def test_wrong_options() -> None:
-    steps = Steps()
     with pytest.raises(OptionError, match="'recipe' cannot be given"):
-        steps.tuned(options={"recipe": "rowwise"})
+        tuned_mlp(options={"recipe": "rowwise"})
     with pytest.raises(OptionError, match="a name or path"):
-        steps.tuned(options={"policy": Policy()})
+        tuned_mlp(options={"policy": Policy()})
     with pytest.raises(OptionError, match="FP8 tensor cores"):
-        fp8compile.tune(steps.model, steps.tokens, device="a100")
+        fp8compile.tune(models.Mlp(), noise(64, WIDTH), device="a100")
     with pytest.raises(OptionError, match="like has no module with a name"):
-        steps.tuned(like=(nn.Sequential(nn.Linear(256, 256)), torch.ones(64, 256)))
+        tuned_mlp(like=(nn.Sequential(nn.Linear(256, 256)), torch.ones(64, 256)))
     with pytest.raises(OptionError, match="like has to be"):
-        steps.tuned(like=(steps.model, steps.tokens, 3))
+        tuned_mlp(like=(models.Mlp(), noise(64, WIDTH), 3))
+
+
+@pytest.mark.slow
+@pytest.mark.compiled
+@pytest.mark.skipif(fake_gpu.unavailable() is not None, reason=fake_gpu.unavailable() or "")
+def test_with_the_times_of_larger_sizes() -> None:
+    """With the times of a described GPU. A batch of 64 tokens for the errors; 16384 tokens, 2048 wide, for the times."""
+
+    class Net(nn.Module):
+        def __init__(self, width: int, blocks: int) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(models.SwiGlu(width, 2 * width) for _ in range(blocks))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = x + block(x)
+            return x.float().square().mean()
+
+    small, x = models.make(lambda: Net(128, 2)), noise(64, 128)
+    with torch.device("meta"):
+        like = Net(2048, 4).bfloat16(), (torch.empty(16384, 2048, dtype=torch.bfloat16),)
+    with hooks.tuning(times.Times, candidates(catalog.find("h100").gpu)):
+        with pytest.raises(Fp8CompileError, match="faster on NVIDIA H100"):
+            fp8compile.tune(small, x, device="h100", loss_budget=0.3)
+        found = fp8compile.tune(small, x, device="h100", loss_budget=0.3, like=like)
+    whole = fp8compile.estimate(like[0], *like[1], device="h100", options={"policy": found.policy}, extrapolate=True)
+    assert found.seconds == pytest.approx(whole.fp8.seconds, rel=1e-6) and found.bf16 == pytest.approx(whole.bf16.seconds)
+    assert found.speedup > 1.1

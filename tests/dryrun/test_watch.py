@@ -5,20 +5,20 @@ from __future__ import annotations
 import io
 import json
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 import fp8compile
-from fp8compile.dryrun import compare
 from fp8compile.errors import OptionError
 from fp8compile.reporting import monitor, plots
-from fp8compile.runtime.state import slots_of
+from tests.support import hooks
 from tests.support.harness import compiled, noise
 from tests.support.models import Mlp, Parallel, make
 
-pytestmark = pytest.mark.usefixtures("interpreted")
+pytestmark = [pytest.mark.usefixtures("interpreted"), pytest.mark.shares_graphs]
 
 
 class Restless(Mlp):
@@ -32,15 +32,14 @@ class Restless(Mlp):
         return super().forward(self.drop(self.norm(x)))
 
 
-def train(run, model: nn.Module, steps: int = 4, accumulate: int = 1, to: Any = None, **settings: Any) -> list[float]:
+def train(run, model: nn.Module, steps: int = 4, to: Any = None, **settings: Any) -> list[float]:
     """Losses of a training, with a monitor if there are `settings`."""
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     watched = fp8compile.monitor(run, 1000, to, **settings) if settings else None
     losses = []
     for step in range(steps):
-        for micro in range(accumulate):
-            loss = (run(noise(16, 128, seed=2 * step + micro)) - 1).square().mean()
-            loss.backward()
+        loss = (run(noise(16, 128, seed=step)) - 1).square().mean()
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
@@ -57,7 +56,6 @@ def comparisons(rows: list[dict[str, Any]]) -> list[int]:
 def test_it_changes_nothing_to_the_bit(in_place: bool) -> None:
     ends = []
     for settings in ({}, {"compare_every": 2}):
-        torch._dynamo.reset()
         torch.manual_seed(0)
         model = make(Restless)
         if in_place:
@@ -73,14 +71,25 @@ def test_it_changes_nothing_to_the_bit(in_place: bool) -> None:
     assert state.keys() == other.keys() and all(torch.equal(state[name], other[name]) for name in state)
 
 
-def test_rows_and_steps(monkeypatch) -> None:
+def test_rows_and_steps() -> None:
     """A step of three runs; rows that `fp8compile plot` leaves out; the batch and the gradients are those of the step."""
-    runs: list[str] = []
-    step = compare.Session._step
-    monkeypatch.setattr(compare.Session, "_step", lambda self, phase, *rest: (runs.append(phase), step(self, phase, *rest))[1])
     model = make(Mlp)
     run, file = compiled(model), io.StringIO()
-    train(run, model, 4, accumulate=2, to=file, compare_every=3)
+    optimizer, calls = torch.optim.SGD(model.parameters(), 0.1), []
+    with hooks.compared_steps() as seen, fp8compile.monitor(run, 1000, file, compare_every=3):
+        for step in range(6):
+            x = noise(16, 128, seed=step)
+            y = run(x)
+            y.retain_grad()
+            (3 * y).square().mean().backward()
+            calls.append((x, y))
+            if step % 2:  # each step has two batches
+                optimizer.step()
+    ((args, loss), *runs) = seen
+    x, y = calls[4]  # the first one of the third step
+    assert torch.equal(args[0], x) and args[0] is not x
+    output = torch.zeros_like(y, requires_grad=True)
+    assert torch.equal(torch.autograd.grad(loss(output), output)[0], y.grad)
     rows = [json.loads(line) for line in file.getvalue().splitlines()]
     assert runs == ["high_precision", "high_precision", "fp8"] and comparisons(rows) == [3]
     whole, *others = rows
@@ -91,25 +100,6 @@ def test_rows_and_steps(monkeypatch) -> None:
     assert plots._row("run.jsonl", 1, json.dumps(whole)) is None
 
 
-def test_it_compares_what_the_model_has_just_seen(monkeypatch) -> None:
-    seen: list[Any] = []
-    monkeypatch.setattr(compare.Session, "run", lambda self, args, kwargs, loss, repeat: seen.append((args, loss)) or 1 / 0)
-    model = make(Mlp)
-    run = compiled(model)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with fp8compile.monitor(run, 1000, print, compare_every=2):
-        for step in range(2):
-            x = noise(16, 128, seed=step)
-            y = run(x)
-            y.retain_grad()
-            (3 * y).square().mean().backward()
-            optimizer.step()
-    ((args, loss),) = seen
-    assert torch.equal(args[0], noise(16, 128, seed=1)) and args[0] is not x
-    output = torch.zeros_like(y, requires_grad=True)
-    assert torch.equal(torch.autograd.grad(loss(output), output)[0], y.grad)
-
-
 def test_it_warns_of_a_layer_that_leaves_its_band(caplog) -> None:
     model = make(Mlp)
     run, rows = compiled(model), []
@@ -118,43 +108,34 @@ def test_it_warns_of_a_layer_that_leaves_its_band(caplog) -> None:
     with fp8compile.monitor(run, 1000, rows.extend, compare_every=1):
         fp8compile.set_step(0, model)
         run(noise(16, 128)).sum().backward()
-        slot = slots_of(model)["down.weight", "input", 0]
-        slot.page.tensor[slot.row, 0] *= 2.0**10
-        slot.page.tensor[slot.row, 1] /= 2.0**10
-        optimizer.step()
+        with hooks.wrong_scale(model, "down.weight", "input", 2.0**10):
+            optimizer.step()
     assert "out of their band in FP8: down.weight: " in caplog.text and "saturate" in caplog.text
     assert rows[0]["flag"] == "down.weight" and rows[1]["name"] == "down.weight" and rows[1]["compare"] == "layer"
 
 
-def test_an_error_ends_the_comparisons_and_not_the_training(caplog, monkeypatch) -> None:
-    monkeypatch.setattr(compare.Session, "run", lambda *_, **__: 1 / 0)
+def test_an_error_ends_the_comparisons_and_not_the_training(caplog) -> None:
+    """And where no call was seen, there is nothing to compare."""
     model = make(Mlp)
     run = compiled(model)
-    assert len(train(run, model, 3, to=print, compare_every=1)) == 3
-    assert caplog.text.count("compares Mlp no more: ZeroDivisionError") == 1
+    with hooks.compared_steps(fails=True) as seen:
+        assert len(train(run, model, 3, to=print, compare_every=1)) == 3
+    assert len(seen) == 1 and caplog.text.count("compares Mlp no more: ZeroDivisionError") == 1
+    other = make(Mlp)
+    run = compiled(other)
+    run(noise(16, 128)).sum().backward()
+    with fp8compile.monitor(run, 1000, print, compare_every=1):
+        torch.optim.SGD(other.parameters(), 0.1).step()
+    assert "nothing to compare at step 1: no call of the model was seen" in caplog.text
 
 
 def test_a_summary_writer_gets_numbers() -> None:
     """Of the whole step and of each row; texts and what is unknown are left out."""
     row = {"step": 5, "compare": "layer", "name": "up.weight", "fprop": 28.5, "dgrad": None, "flag": ""}
-    scalars: dict[str, tuple[float, int]] = {}
-
-    class Writer:
-        def add_scalar(self, name: str, value: float, step: int) -> None:
-            scalars[name] = (value, step)
-
-    write, _ = monitor._sink(Writer())
+    writer = mock.Mock(spec=["add_scalar"])
+    write, _ = monitor._sink(writer)
     write([row])
-    assert scalars == {"fp8/up.weight/compare/fprop": (28.5, 5)}
-
-
-def test_nothing_seen(caplog) -> None:
-    model = make(Mlp)
-    run = compiled(model)
-    run(noise(16, 128)).sum().backward()
-    with fp8compile.monitor(run, 1000, print, compare_every=1):
-        torch.optim.SGD(model.parameters(), 0.1).step()
-    assert "nothing to compare at step 1: no call of the model was seen" in caplog.text
+    writer.add_scalar.assert_called_once_with("fp8/up.weight/compare/fprop", 28.5, 5)
 
 
 def test_block_by_block() -> None:
