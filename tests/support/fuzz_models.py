@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 UNIT = 2.0**-6  # gradients are integers times this
@@ -185,7 +184,7 @@ class Block(nn.Module):
         super().__init__()
         self.kind = kind or rng.choice(list(KINDS))
         self.residual, self.checkpoint = rng.random() < 0.3, rng.choice(CHECKPOINTS)
-        if self.kind in ("hooked", "weight hook", "normed"):
+        if self.kind == "hooked":
             self.register_buffer("turn", permutation(rng, width))
         self.width = width
         KINDS[self.kind][0](self, rng, width)
@@ -236,12 +235,6 @@ def _low(b: Block, rng: random.Random, d: int) -> None:
     b.each[0].weight.w.requires_grad_(False)
 
 
-def _norm(b: Block, rng: random.Random, d: int) -> None:
-    layer = nn.Linear(d, d, bias=False)
-    layer.weight.data = Weight(rng, d, d, "norm").w.data
-    b.normed = parametrizations.weight_norm(layer)
-
-
 def _table(b: Block, rng: random.Random, d: int) -> None:
     b.table = nn.Parameter(ternary(rng, 4, d, 128))
 
@@ -290,20 +283,6 @@ def added(b: Block, x: Tensor) -> Tensor:
     return one.after(y)
 
 
-def added_in_a_batch(b: Block, x: Tensor) -> Tensor:
-    one, two = b.each
-    flat = residue(x).reshape(1, -1, b.width)
-    w = two.weight() / two.weight.size
-    y = torch.baddbmm((flat[0] @ one.weight().t() / one.weight.size)[None], flat, w.t()[None])
-    return two.after(y.view(x.shape))
-
-
-def partial_rows(b: Block, x: Tensor) -> Tensor:
-    flat = x.reshape(-1, b.width)
-    half = (flat.shape[0] + 1) // 2
-    return torch.cat([b.each[0](flat[:half]), flat[half:]]).view(x.shape)
-
-
 def turned(b: Block, x: Tensor) -> Tensor:
     """A matmul of a tensor that is not contiguous."""
     return b.each[0](x.transpose(0, -2) if x.dim() > 2 else x.flip(0)).reshape(x.shape)
@@ -315,14 +294,6 @@ def hooked(b: Block, x: Tensor) -> Tensor:
     if y.requires_grad:
         y.register_hook(lambda g: (residue(g, 2.0**-6) @ b.turn.to(g.dtype)).to(g.dtype))
     return y
-
-
-def weight_hooked(b: Block, x: Tensor) -> Tensor:
-    """A hook multiplies the gradient of a weight."""
-    w = b.each[0].weight() * 1
-    if w.requires_grad:
-        w.register_hook(lambda g: (b.turn.to(g.dtype) @ g).to(g.dtype))
-    return b.each[0](x, w)
 
 
 def experts(b: Block, x: Tensor) -> Tensor:
@@ -351,13 +322,9 @@ KINDS: dict[str, Wired] = {
     "attention": (_fused, attention),
     "sliced": (_fused, sliced),
     "added": (_two, lambda b, x: added(b, x).view(x.shape)),
-    "added in a batch": (_two, added_in_a_batch),
     "low rank": (_low, lambda b, x: b.each[0](x) + b.each[2](b.each[1](x))),
     "hooked": (_one, hooked),
-    "weight hook": (_one, weight_hooked),
     "bare": (_layers((1, 1), (1, 1), stored="permutation"), bare),
-    "normed": (_norm, lambda b, x: Quantized.apply(b.normed(residue(x)))),
-    "partial rows": (_one, partial_rows),
     "turned": (_one, turned),
     "experts": (_table, experts),
 }

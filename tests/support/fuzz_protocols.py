@@ -221,7 +221,7 @@ class Side:
         with torch.no_grad():
             for name, p in self.model.named_parameters():
                 normed = getattr(self.model.get_submodule(name.rpartition(".")[0]), "stored", "") == "norm"
-                if p.dim() > 1 and not name.endswith(("scale", "original0", "original1")) and not normed:
+                if p.dim() > 1 and not name.endswith("scale") and not normed:
                     values = p.roll(self.rng.randint(1, 9), self.rng.choice((0, 1)))
                     if self.rng.random() < 0.3:
                         p.data = values
@@ -231,7 +231,7 @@ class Side:
     def replace(self) -> None:
         for module in self.model.modules():
             for name, p in list(module._parameters.items()):
-                if p is not None and name not in ("original0", "original1") and self.rng.random() < 0.5:
+                if p is not None and self.rng.random() < 0.5:
                     setattr(module, name, nn.Parameter(p.detach().clone(), p.requires_grad))
 
     def rescale(self) -> None:
