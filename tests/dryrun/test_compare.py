@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import math
 import random
@@ -18,18 +19,14 @@ import fp8compile
 from fp8compile.dryrun.comparison import BAND, EXPECTED, OUTLIERS
 from fp8compile.dryrun.observe import Likeness, dithered, peak_of, sums
 from fp8compile.errors import Fp8CompileError, OptionError
-from fp8compile.runtime.state import slots_of
-from tests.support import models
+from tests.support import hooks, models
 from tests.support.compared import HEALTHY, WIDTH, Case, LanguageModel
 from tests.support.harness import ALL_FP8, compiled, noise, sqnr
 
-pytestmark = pytest.mark.usefixtures("interpreted")
+pytestmark = [pytest.mark.usefixtures("interpreted"), pytest.mark.shares_graphs]
 
-
-def small() -> Case:
-    """Two MLPs between an embedding and a head."""
-    tokens = torch.randint(0, 160, (4, 16), generator=torch.Generator().manual_seed(1))
-    return Case(models.make(lambda: LanguageModel(models.ResidualMlp(), models.ResidualMlp())), (tokens,))
+ROWS = 64
+Compare = Callable[..., fp8compile.Comparison]
 
 
 def loss_of(case: Case, run: Callable[..., Any]) -> Tensor:
@@ -52,8 +49,27 @@ def to_one(y: Tensor) -> Tensor:
     return (y - 1).square().mean()
 
 
-def compared(case: Case, model: Any = None, **options: Any) -> fp8compile.Comparison:
-    return fp8compile.compare(model if model is not None else case.model, *case.args, loss=case.loss, **options)
+def mlp() -> Case:
+    return Case(models.make(models.Mlp), (noise(ROWS, WIDTH),), to_one)
+
+
+@functools.cache
+def an_mlp() -> tuple[Case, Compare]:
+    """An MLP that was never trained. All comparisons have the same graphs."""
+    case = mlp()
+    return case, functools.partial(hooks.comparing(case.model), loss=to_one)
+
+
+@functools.cache
+def trained() -> tuple[Case, Compare]:
+    """Two MLPs between an embedding and a head, after two steps. All comparisons have the same graphs."""
+    tokens = torch.randint(0, 160, (4, 16), generator=torch.Generator().manual_seed(1))
+    case = Case(models.make(lambda: LanguageModel(models.ResidualMlp(), models.ResidualMlp())), (tokens,))
+    return case, hooks.comparing(train(case))
+
+
+def by_name(found: fp8compile.Comparison) -> dict[str, dict[str, Any]]:
+    return {row["name"]: row for row in found.rows()}
 
 
 # -- numbers -----------------------------------------------------------------------------------------------------------
@@ -61,15 +77,15 @@ def compared(case: Case, model: Any = None, **options: Any) -> fp8compile.Compar
 
 def test_numbers_are_those_of_the_runs() -> None:
     """Losses, gradients and outputs agree with the eager model in float32 and with a compiled step in FP8."""
-    case = Case(models.make(models.Mlp), (noise(64, WIDTH),), to_one)
-    found = compared(case)
+    case, compare = an_mlp()
+    found = compare(*case.args)
     exact, fp8 = copy.deepcopy(case.model), copy.deepcopy(case.model)
     loss = loss_of(case, exact)
     loss.backward()
     ours = loss_of(case, compiled(fp8))
     ours.backward()
     assert found.loss == pytest.approx(loss.item(), rel=1e-6) and found.loss_fp8 == pytest.approx(ours.item(), rel=1e-6)
-    rows = {row["name"]: row for row in found.rows()}
+    rows = by_name(found)
     for name, parameter in exact.named_parameters():
         a, b = parameter.grad, fp8.get_parameter(name).grad
         assert rows[name]["gradient"] == pytest.approx(sqnr(a, b), abs=0.05), name
@@ -81,18 +97,18 @@ def test_numbers_are_those_of_the_runs() -> None:
     assert rows["up.weight"]["fprop"] == pytest.approx(sqnr(up - bias, in_fp8 - bias), abs=0.1)
     assert rows["up.weight"]["dgrad"] is None and rows["down.weight"]["dgrad"] > 20
     assert rows["up.bias"]["kind"] == "parameter" and rows["up.bias"]["output"] is None
-    assert found.deterministic is True
+    assert found.deterministic is True and found.flagged == []
 
 
 def test_experts() -> None:
     """Both layouts of a stack of weights are measured, also where each column of each expert has a scale."""
     model = models.make(lambda: models.Moe(WIDTH, WIDTH, 4, 2)).to(torch.bfloat16)
-    case = Case(model, (noise(1, 64, WIDTH).to(torch.bfloat16),), lambda y: y.float().square().mean())
-    rows = {row["name"]: row for row in compared(case, options={"recipe": "rowwise", "policy": ALL_FP8}).rows()}
+    options = {"recipe": "rowwise", "policy": ALL_FP8}
+    x = noise(1, 64, WIDTH).to(torch.bfloat16)
+    rows = by_name(fp8compile.compare(model, x, loss=lambda y: y.float().square().mean(), options=options))
     for name in ("experts.gate_up_proj", "experts.down_proj"):
         gemms = ("fprop", "dgrad", "wgrad") if name == "experts.down_proj" else ("fprop", "wgrad")  # the input has no gradient
         assert all(26 < rows[name][gemm] < 34 for gemm in gemms), rows[name]
-
 
 
 def fp8_linear(linear: nn.Linear, x: Tensor) -> Tensor:
@@ -125,7 +141,8 @@ def test_likeness_and_peaks() -> None:
 
 
 def test_table_dict_and_picture(tmp_path) -> None:
-    found = compared(small())
+    case, compare = trained()
+    found = compare(*case.args)
     text = str(found)
     assert "nothing has left its band" in text and text.index("layers.0.up.weight") < text.index("norm.weight")
     assert len(found.rows()) == len(found) == len(list(found)) and found.flagged == []
@@ -142,15 +159,18 @@ def test_table_dict_and_picture(tmp_path) -> None:
 
 # -- healthy models, and faults ----------------------------------------------------------------------------------------
 
-SLOW = ("gpt", "llama", "vit", "tied", "moe", "normed")
+FAST = ("lora",)
 
 
-@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.slow] if x in SLOW else []) for x in HEALTHY])
+@pytest.mark.parametrize("name", [pytest.param(x, marks=[] if x in FAST else [pytest.mark.slow]) for x in HEALTHY])
 def test_nothing_is_flagged_on_healthy_models(name: str) -> None:
     """At the first step, and with the scales of a training."""
     case = HEALTHY[name]()
-    for model in (case.model, train(case)):
-        found = compared(case, model)
+    compare = hooks.comparing(case.model)
+    for train_first in (False, True):
+        if train_first:
+            train(case)
+        found = compare(*case.args, loss=case.loss)
         assert found.flagged == [], str(found)
         layers = [row for row in found.rows() if row["kind"] == "layer"]
         assert layers and found.deterministic
@@ -162,93 +182,83 @@ def test_nothing_is_flagged_on_healthy_models(name: str) -> None:
 @pytest.mark.parametrize("factor", [2.0**10, 2.0**-16])
 @pytest.mark.parametrize("role", ["input", "weight", "gradient"])
 def test_a_scale_frozen_at_a_wrong_value(role: str, factor: float) -> None:
-    case = small()
-    run = train(case)
-    freeze(case.model, "layers.1.up.weight", role, factor if role != "gradient" else factor**1.5)
-    found = compared(case, run)
+    case, compare = trained()
+    with hooks.wrong_scale(case.model, "layers.1.up.weight", role, factor if role != "gradient" else factor**1.5):
+        found = compare(*case.args)
     first, *_ = found.rows()
     assert first["name"] == "layers.1.up.weight" and found.to_dict()["flagged"] == ["layers.1.up.weight"], str(found)
     assert f"% of its {role} " + ("saturate" if factor > 1 else "become 0") in first["flag"]
 
 
-def freeze(model: nn.Module, name: str, role: str, factor: float) -> None:
-    slot = slots_of(model)[name, role, 0]
-    slot.page.tensor[slot.row, 0] *= factor
-    slot.page.tensor[slot.row, 1] /= factor
-
-
-@pytest.mark.parametrize("trained", [False, True])
-def test_outliers(trained: bool) -> None:
+@pytest.mark.parametrize(("build", "name", "is_trained"), [(an_mlp, "up.weight", 0), (trained, "layers.0.up.weight", 1)])
+def test_outliers(build: Callable[[], tuple[Case, Compare]], name: str, is_trained: bool) -> None:
     """1000 times as large: a scale of before saturates them; with a current scale E4M3 resolves the rest, too."""
-    case = small()
-    run = train(case) if trained else case.model
-    with torch.no_grad():
-        case.model.layers[0].up.weight.view(-1)[::4099] *= 1000
-    found = compared(case, run)
+    case, compare = build()
+    weight = case.model.get_parameter(name).data
+    before = weight.clone()
+    weight.view(-1)[::4099] *= 1000
+    found = compare(*case.args)
+    weight.copy_(before)
     first = found.rows()[0]
-    assert first["name"] == "layers.0.up.weight" and first["flag"], str(found)
-    assert first["peak"] > OUTLIERS and (first["fprop"] < 1 if trained else first["fprop"] > 25)
+    assert first["name"] == name and first["flag"], str(found)
+    assert first["peak"] > OUTLIERS and (first["fprop"] < 1 if is_trained else first["fprop"] > 25)
 
 
-def test_a_head_with_a_tiny_initialisation() -> None:
+def test_a_layer_with_a_tiny_initialisation() -> None:
     """Its weights grow by a multiple in a step, and the scale of the step before saturates them."""
-    case = small()
-    nn.init.normal_(case.model.head.weight, std=1e-6)
-    run = train(case, 1, policy="fast")
-    found = compared(case, run)
-    assert found.to_dict()["flagged"] == ["head.weight"] and "100% of its weight saturate" in found.rows()[0]["flag"]
+    case = mlp()
+    nn.init.normal_(case.model.down.weight, std=1e-6)
+    found = fp8compile.compare(train(case, 1), *case.args, loss=to_one)
+    assert found.to_dict()["flagged"] == ["down.weight"] and "100% of its weight saturate" in found.rows()[0]["flag"]
 
 
 # -- what it compares ----------------------------------------------------------------------------------------------------
 
 
 def test_options_and_scales_are_those_of_the_training() -> None:
-    case = small()
+    case = mlp()
     run = train(case, recipe="rowwise", override_linear_precision=(False, True, False))
-    rows = {row["name"]: row for row in compared(case, run).rows()}
-    assert rows["layers.0.up.weight"]["dgrad"] is None and rows["layers.0.up.weight"]["wgrad"] is not None
-    found = compared(case, run, options={"recipe": "tensorwise"})
-    assert {row["name"]: row for row in found.rows()}["layers.0.up.weight"]["dgrad"] is not None
+    row = by_name(fp8compile.compare(run, *case.args, loss=to_one))["down.weight"]
+    assert row["dgrad"] is None and row["wgrad"] is not None
+    found = fp8compile.compare(run, *case.args, loss=to_one, options={"recipe": "tensorwise"})
+    assert by_name(found)["down.weight"]["dgrad"] is not None
 
 
-def test_one_graph_for_several_layers_and_a_compiled_block_each() -> None:
-    """Rows have the names of the parameters, whichever graph computes them; parts that are compiled one by one count."""
-    model = models.make(lambda: models.Broken(models.Mlp(), models.Mlp(), models.Mlp()))
-    found = fp8compile.compare(model, noise(32, WIDTH), loss=to_one)
-    names = {f"{part}.{layer}.weight" for part in ("first", "second", "third") for layer in ("up", "down")}
-    layers = {row["name"]: row for row in found.rows() if row["kind"] == "layer"}
-    assert layers.keys() == names and all(row["output"] for row in layers.values())
-    for part in (model.first, model.second, model.third):
-        part.compile(backend="fp8")
-    again = fp8compile.compare(model, noise(32, WIDTH), loss=to_one)
-    assert {row["name"] for row in again.rows() if row["kind"] == "layer"} == names
-    assert model.first._compiled_call_impl is not None
-
-
-def test_dropout_has_one_mask_in_all_runs() -> None:
+def test_dropout_has_one_mask_in_all_runs_and_hooks_of_optimizers_do_not_run() -> None:
     model = models.make(lambda: nn.Sequential(models.Mlp(), nn.Dropout(0.5), models.Mlp()))
-    found = fp8compile.compare(model, noise(32, WIDTH), loss=to_one)
+    ran: list[Any] = []
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(ran.append)
+    found = fp8compile.compare(model, noise(ROWS, WIDTH), loss=to_one)
     assert found.deterministic and found.gradient.sqnr > 20
+    assert not ran and all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_autocast_is_that_of_the_caller() -> None:
     model = models.make(models.Mlp)
     with torch.autocast("cpu", torch.bfloat16):
-        found = fp8compile.compare(model, noise(32, WIDTH), loss=lambda y: to_one(y.float()))
-        exact = to_one(model(noise(32, WIDTH)).float())
+        found = fp8compile.compare(model, noise(ROWS, WIDTH), loss=lambda y: to_one(y.float()))
+        exact = to_one(model(noise(ROWS, WIDTH)).float())
     assert found.loss == exact.item() and found.gradient.sqnr > 20
+
+
+def test_one_graph_for_several_layers_and_a_compiled_block_each() -> None:
+    """Rows have the names of the parameters, whichever graph computes them; parts that are compiled one by one count."""
+    model = models.make(lambda: models.Broken(models.Mlp(), models.Mlp(), models.Mlp()))
+    for part in (model.first, model.second, model.third):
+        part.compile(backend="fp8")
+    found = fp8compile.compare(model, noise(ROWS, WIDTH), loss=to_one)
+    layers = {row["name"]: row for row in found.rows() if row["kind"] == "layer"}
+    assert layers.keys() == {f"{part}.{layer}.weight" for part in ("first", "second", "third") for layer in ("up", "down")}
+    assert all(row["output"] for row in layers.values()) and model.first._compiled_call_impl is not None
 
 
 def test_a_model_that_is_not_deterministic() -> None:
     """Its number comes from outside of torch's random numbers."""
 
-    class Restless(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.mlp = models.Mlp()
-
+    class Restless(models.Mlp):
         def forward(self, x: Tensor) -> Tensor:
-            return self.mlp(x) * drawn(x)
+            return super().forward(x) * drawn(x)
 
     numbers = iter(range(1, 100))
 
@@ -256,7 +266,7 @@ def test_a_model_that_is_not_deterministic() -> None:
     def drawn(x: Tensor) -> Tensor:
         return torch.full((), 1 + 0.01 * next(numbers))
 
-    found = fp8compile.compare(models.make(Restless), noise(32, WIDTH), loss=to_one)
+    found = fp8compile.compare(models.make(Restless), noise(ROWS, WIDTH), loss=to_one)
     assert found.deterministic is False and "is not deterministic" in str(found) and " dB in a second run" in str(found)
 
 
@@ -268,7 +278,7 @@ class Everything(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.first, self.second = nn.BatchNorm1d(WIDTH), models.Mlp(), models.Mlp()
+        self.norm, self.first, self.second = nn.BatchNorm1d(WIDTH), models.Mlp(), nn.Linear(WIDTH, WIDTH)
         self.calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
@@ -282,7 +292,9 @@ class Everything(nn.Module):
 
 
 def everything_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """All that a training step reads or writes, as plain values."""
+    """All that a training step reads or writes, as plain values, and what Dynamo has compiled."""
+    from torch._dynamo.eval_frame import _debug_get_cache_entry_list as entries
+
     tensors = {**model.state_dict(), **{f"{name}.grad": p.grad for name, p in model.named_parameters()}}
     tensors |= {f"scaling {name}": row for name, row in fp8compile.scaling_state(model).items()}
     tensors |= {f"{i}.{key}": x for i, state in enumerate(optimizer.state.values()) for key, x in state.items()}
@@ -292,6 +304,9 @@ def everything_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
     found["calls"], found["training"] = getattr(model, "calls", None), model.training
     found["versions"] = [p._version for p in (*model.parameters(), *model.buffers())]
     found["ids"] = [id(x) for x in (*model.parameters(), *model.buffers())]
+    codes = [Everything.forward.__code__, models.Mlp.forward.__code__]
+    found["code"] = [id(code) for code in codes], [len(entries(code)) for code in codes]
+    assert found["code"][1][0]
     return found
 
 
@@ -299,87 +314,64 @@ def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) if isinstance(a[k], Tensor) else a[k] == b[k] for k in a)
 
 
-def trained(compare: bool, fails: bool = False) -> tuple[list[float], dict[str, Any]]:
-    """Losses and the final state of a training, with or without comparisons between forward, backward and step."""
-    torch._dynamo.reset()
+def training(look: Callable[..., None]) -> tuple[list[float], dict[str, Any]]:
+    """Losses and the final state of a training, with `look` behind a step, between forward and backward, and before a step.
+    After the first step, nothing is compiled any more."""
     torch.manual_seed(0)
     random.seed(0)
     model = models.make(Everything)
     run = compiled(model)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     losses = []
-
-    def look(step: int) -> None:
-        if not compare:
-            return
-        before = everything_of(model, optimizer)
-        if fails:
-            with pytest.raises(Fp8CompileError):
-                fp8compile.compare(run, noise(16, WIDTH + 1), loss=to_one)
-        else:
-            fp8compile.compare(run, noise(16, WIDTH, seed=step), loss=to_one)
-        assert same(before, everything_of(model, optimizer))
-
     for step in range(4):
         x = noise(16, WIDTH, seed=step, scale=30.0 if step == 2 else 1.0)  # an overflow: the next call is cold
-        loss = to_one(run(x))
-        if step in (1, 2):
-            look(step)  # between forward and backward
+        with torch.compiler.set_stance("fail_on_recompile" if step else "default"):
+            loss = to_one(run(x))
+        if step == 2:
+            look(run, model, optimizer)
         loss.backward()
         if step == 3:
-            look(step)
+            look(run, model, optimizer)
         optimizer.step()
         optimizer.zero_grad(set_to_none=step != 1)
-        if step in (0, 2):
-            look(step)
+        if step == 0:
+            look(run, model, optimizer)
         losses.append(loss.item())
     return losses, everything_of(model, optimizer)
 
 
 def test_a_training_is_the_same_to_the_bit() -> None:
-    without, end = trained(False)
-    for fails in (False, True):
-        losses, found = trained(True, fails)
-        assert losses == without
-        for of_the_run in ("ids", "versions", "report"):  # two runs have other tensors, and other numbers of graphs
-            found.pop(of_the_run), end.pop(of_the_run, None)
-        assert same(found, end)
+    """Also beside a comparison that fails. Neither the user's frames nor the counts of compilations change, also not for frames
+    behind a graph break."""
+    compares: list[Compare] = []
+    looks = []
 
+    def look(run: Callable[..., Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        before = everything_of(model, optimizer)
+        if not looks:
+            compares.append(hooks.comparing(run))
+        compares[0](noise(16, WIDTH), loss=to_one)
+        assert same(before, everything_of(model, optimizer))
+        if not looks:
+            with pytest.raises(Fp8CompileError):
+                fp8compile.compare(run, noise(16, WIDTH + 1), loss=to_one)
+            assert same(before, everything_of(model, optimizer))
+        looks.append(run)
 
-def test_compiled_code_is_left_as_it_was() -> None:
-    """Neither the user's frames nor the counts of compilations change: also not for frames behind a graph break."""
-    from torch._dynamo.eval_frame import _debug_get_cache_entry_list as entries
-
-    case = Case(models.make(Everything), (noise(16, WIDTH),), to_one)
-    run = train(case)
-    codes = [Everything.forward.__code__, models.Mlp.forward.__code__]
-    before = [len(entries(code)) for code in codes]
-    assert before[0]
-    for _ in range(2):
-        compared(case, run)
-    assert Everything.forward.__code__ is codes[0] and [len(entries(code)) for code in codes] == before
-    with torch.compiler.set_stance("fail_on_recompile"):
-        run(*case.args)
-
-
-def test_hooks_of_optimizers_in_the_backward_do_not_run() -> None:
-    model = models.make(models.Mlp)
-    ran: list[Any] = []
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(ran.append)
-    fp8compile.compare(model, noise(32, WIDTH), loss=to_one)
-    assert not ran and all(parameter.grad is None for parameter in model.parameters())
+    losses, end = training(lambda *_: None)
+    again, found = training(look)
+    assert losses == again and len(looks) == 3
+    for of_the_run in ("ids", "versions", "report"):  # two runs have other tensors, and other numbers of graphs
+        found.pop(of_the_run), end.pop(of_the_run)
+    assert same(found, end)
 
 
 def test_a_second_comparison_compiles_nothing() -> None:
     """And has the numbers of the first one, which left no state."""
-    from fp8compile.dryrun.compare import Session
-
-    case = small()
-    session = Session(case.model)
-    first = session.run(case.args, {}).to_dict()
+    case, compare = trained()
+    first = compare(*case.args).to_dict()
     with torch.compiler.set_stance("fail_on_recompile"):
-        assert session.run(case.args, {}).to_dict() == first
+        assert compare(*case.args).to_dict() == first
 
 
 # -- bad input ---------------------------------------------------------------------------------------------------------
@@ -394,10 +386,6 @@ def one_line(error: BaseException) -> bool:
     [
         (models.Mlp, {"args": (noise(16, 100),)}, Fp8CompileError, "Mlp refuses this batch: RuntimeError: .*models.py"),
         (models.Mlp, {"args": ()}, Fp8CompileError, "Mlp refuses this batch: TypeError"),
-        (models.Mlp, {"args": (noise(16, WIDTH) / 0,)}, Fp8CompileError, "loss of Mlp is nan in high precision"),
-        (models.Mlp, {"loss": None}, OptionError, r"Mlp returned a tensor \[16, 128\], which is no loss: give loss="),
-        (models.Mlp, {"loss": lambda y: y}, OptionError, r"loss\(output\) returned a tensor \[16, 128\].* has to be a scalar"),
-        (models.Mlp, {"loss": lambda y: 1.0}, OptionError, "returned float"),
         (models.Mlp, {"options": {"recipe": "tensor"}}, OptionError, "recipe"),
         (lambda: nn.Linear(WIDTH, 8), {}, Fp8CompileError, "no matmul of Linear becomes FP8 .*explain says why"),
         (lambda: models.Mlp().requires_grad_(False), {}, OptionError, "no parameter of Mlp requires gradients"),
@@ -406,43 +394,58 @@ def one_line(error: BaseException) -> bool:
 )  # fmt: skip
 def test_bad_input_gets_one_line(build, arguments, error, message) -> None:
     model = build()
-    given = {"args": (noise(16, WIDTH),), "loss": to_one, **arguments}
+    given = {"args": (noise(ROWS, WIDTH),), "loss": to_one, **arguments}
     with pytest.raises(error, match=message) as caught:
         fp8compile.compare(model, *given.pop("args"), **given)
     assert one_line(caught.value)
 
 
-def test_sharded_parameters_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("batch", "loss", "error", "message"),
+    [
+        (noise(ROWS, WIDTH) / 0, to_one, Fp8CompileError, "loss of Mlp is nan in high precision"),
+        (noise(ROWS, WIDTH), None, OptionError, r"Mlp returned a tensor \[64, 128\], which is no loss: give loss="),
+        (noise(ROWS, WIDTH), lambda y: y, OptionError, r"loss\(output\) returned a tensor \[64, 128\].* has to be a scalar"),
+        (noise(ROWS, WIDTH), lambda y: 1.0, OptionError, "returned float"),
+    ],
+)
+def test_bad_losses_get_one_line(batch, loss, error, message) -> None:
+    _, compare = an_mlp()
+    with pytest.raises(error, match=message) as caught:
+        compare(batch, loss=loss)
+    assert one_line(caught.value)
+
+
+def test_what_cannot_be_compared() -> None:
     model = models.make(models.Mlp)
     model.up.weight.placements = ("Shard(0)",)  # as a DTensor has
     with pytest.raises(OptionError, match="up.weight is a DTensor .*on one device"):
         fp8compile.compare(model, noise(16, WIDTH), loss=to_one)
-
-
-def test_what_is_no_model() -> None:
     with pytest.raises(TypeError, match="expected a torch.nn.Module"):
         fp8compile.compare(models.Mlp, noise(16, WIDTH))
 
 
 def test_a_loss_that_only_fp8_breaks() -> None:
     """NaN in FP8 alone is a finding, not an error."""
-    case = small()
-    run = train(case)
-    freeze(case.model, "layers.1.up.weight", "input", math.nan)
-    found = compared(case, run)
+    case, compare = trained()
+    with hooks.wrong_scale(case.model, "layers.1.up.weight", "input", math.nan):
+        found = compare(*case.args)
     assert found.to_dict()["flagged"] == ["layers.1.up.weight"] and "fprop is not finite" in found.rows()[0]["flag"]
     assert "nan in FP8; gradient - dB" in str(found)
     json.dumps(found.to_dict(), allow_nan=False)
 
 
+@pytest.mark.slow
 @pytest.mark.compiled
 def test_inductors_code_has_the_same_errors() -> None:
     """What runs operator by operator here is, but for roundings, what Inductor compiles."""
-    case = Case(models.make(models.Mlp), (noise(64, WIDTH),), to_one)
-    found = {row["name"]: row for row in compared(case).rows()}
+    torch._dynamo.reset()  # no graph of an interpreted test
+    case = mlp()
+    found = by_name(fp8compile.compare(case.model, *case.args, loss=to_one))
     exact, fp8 = copy.deepcopy(case.model), copy.deepcopy(case.model)
     loss_of(case, exact).backward()
     run = compiled(fp8, "tensorwise")  # scaled as the first call of any recipe
     loss_of(case, run).backward()
     for name, parameter in exact.named_parameters():
         assert found[name]["gradient"] == pytest.approx(sqnr(parameter.grad, fp8.get_parameter(name).grad), abs=1.0), name
+    torch._dynamo.reset()

@@ -1,4 +1,4 @@
-"""Ten healthy models for `fp8compile.compare`, each with a batch and a loss, and three faults to plant in them."""
+"""Nine healthy models for `fp8compile.compare`, each with a batch and a loss."""
 
 from __future__ import annotations
 
@@ -120,7 +120,6 @@ def _llama() -> nn.Module:
 
 
 HEALTHY: dict[str, Callable[[], Case]] = {
-    "mlp": lambda: Case(models.make(models.Mlp), (_noise(64, WIDTH),), _to_one),
     "gpt": lambda: Case(models.make(lambda: LanguageModel(_gpt(), _gpt())), (_tokens(),)),
     "llama": lambda: Case(models.make(lambda: LanguageModel(_llama(), _llama(), rms=True)), (_tokens(),)),
     "vit": lambda: Case(models.make(lambda: Classifier(_gpt(False), _gpt(False))), (_noise(8, 3, 32, 32),), _labels),
