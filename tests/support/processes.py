@@ -60,8 +60,9 @@ def _afresh(environment: dict[str, str], inductor: bool) -> Iterator[None]:
     random.seed(0)
     torch.manual_seed(0)
     strict = {"fail_on_recompile_limit_hit": True, "suppress_errors": False, "run_gc_after_compile": False}
+    alone = torch._inductor.config.patch(compile_threads=1)  # a fork has not the threads that wait for compile workers
     with torch._dynamo.config.patch(strict), torch._functorch.config.patch(enable_autograd_cache=False):
-        with contextlib.nullcontext() if inductor else hooks.interpreted():
+        with alone if inductor else hooks.interpreted():
             yield
     os.environ.clear()
     os.environ.update(before)
