@@ -82,6 +82,7 @@ def test_with_parameters(name: str) -> None:
 @pytest.mark.parametrize("name", ["vjp", "jvp", "vmap of grad"])
 def test_with_other_tensors(name: str) -> None:
     """Without a parameter no matmul has a weight. The model's report says where such graphs are."""
+    torch._dynamo.reset()  # the report of all graphs is asked for
     model = Net()
     tensors, x, y = {name: p.detach().clone() for name, p in model.named_parameters()}, noise(32, 128), noise(32, 128, seed=1)
     function = functions(model)[name]
