@@ -26,16 +26,6 @@ def refused(model: nn.Module, path: Path, match: str, **options: Any) -> None:
     assert not path.exists() or not list(path.iterdir())
 
 
-def test_no_fp8_layer(tmp_path: Path) -> None:
-    refused(Small(), tmp_path / "out", "no layer of this Small is known to be FP8: compile it")
-    model = Small()
-    trained(model, 1, policy={"rules": [{"module": "*", "fp8": "off"}]})
-    refused(model, tmp_path / "out", "no layer of this Small is known to be FP8")
-    trained(model, 1, "rowwise")
-    torch._dynamo.reset()
-    refused(model, tmp_path / "out", "no layer")
-
-
 def test_encodings_without_a_layout(tmp_path: Path) -> None:
     model = Small()
     trained(model, 1, "tensorwise", fp8_encoding="fnuz")
@@ -197,3 +187,13 @@ def test_one_file_without_huggingface_hub(tmp_path: Path, monkeypatch: pytest.Mo
     made = fp8compile.export(model, tmp_path / "out", max_shard_size=1000)
     assert made.files == ("model.safetensors", "config.json")
     assert model(tokens()).isfinite().all()
+
+
+def test_no_fp8_layer(tmp_path: Path) -> None:
+    refused(Small(), tmp_path / "out", "no layer of this Small is known to be FP8: compile it")
+    model = Small()
+    trained(model, 1, policy={"rules": [{"module": "*", "fp8": "off"}]})
+    refused(model, tmp_path / "out", "no layer of this Small is known to be FP8")
+    trained(model, 1, "rowwise")
+    torch._dynamo.reset()
+    refused(model, tmp_path / "out", "no layer")

@@ -77,6 +77,7 @@ def loaded(path: Path) -> nn.Module:
     return Logits(transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager"))
 
 
+@pytest.mark.slow
 def test_the_configuration_is_the_models_own(tmp_path: Path) -> None:
     model, _, made = exported("rowwise", tmp_path / "out")
     written = json.loads((made.directory / "config.json").read_text())
