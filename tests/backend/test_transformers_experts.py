@@ -68,6 +68,7 @@ def step(model: torch.nn.Module, call: Any, seed: int = 0) -> float:
 SLOW = [pytest.param(x, x == QUICK, marks=pytest.mark.slow) for x in MODELS]  # one of them through Inductor
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "inductor"), [(QUICK, False), *SLOW])
 def test_each_layer_has_six_matmuls_in_fp8_and_learns(name: str, inductor: bool) -> None:
     model = make(name)

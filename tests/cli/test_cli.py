@@ -455,6 +455,7 @@ def test_every_variable_is_in_the_list_and_in_the_documentation():
 # --- compare --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_compare(model, capsys):
     pytest.importorskip("matplotlib")
     arguments = ["--json", "--plot", "compare.png", "--strict", "--option", "recipe=tensorwise"]
@@ -479,6 +480,7 @@ def test_compare_with_a_batch_that_the_model_refuses(model, capsys):
 # --- tune -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_tune(model, capsys):
     """The file, the picture, JSON on stdout, progress on stderr; an answer of no is one line and status 1."""
     pytest.importorskip("matplotlib")
@@ -574,6 +576,7 @@ def test_estimate(model, capsys):
     assert found["mesh"]["dp"] == 4 and [each["name"] for each in found["mesh"]["collectives"]] == ["all-reduce of gradients"]
 
 
+@pytest.mark.slow
 def test_estimate_hides_the_gpus(model):
     """GPUs are hidden before torch is imported, so that a GPU can be described on a machine with a GPU."""
     done = run("estimate", "my_model.py:hidden", CUDA_VISIBLE_DEVICES="0")

@@ -110,6 +110,7 @@ def as_an_array(template: str) -> str:
     return template
 
 
+@pytest.mark.slow
 @pytest.mark.compat
 @pytest.mark.parametrize("array", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_errors_of_a_kernel_are_those_of_python(tmp_path: Path, array: bool) -> None:

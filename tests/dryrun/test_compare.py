@@ -140,6 +140,7 @@ def test_likeness_and_peaks() -> None:
     assert peak_of(torch.tensor([0.0, 0.0, 1.0, -2.0, 2.0, 2000.0])).item() == 1000.0 and peak_of(torch.zeros(3)).item() == 0.0
 
 
+@pytest.mark.slow
 def test_table_dict_and_picture(tmp_path) -> None:
     case, compare = trained()
     found = compare(*case.args)
@@ -242,6 +243,7 @@ def test_autocast_is_that_of_the_caller() -> None:
     assert found.loss == exact.item() and found.gradient.sqnr > 20
 
 
+@pytest.mark.slow
 def test_one_graph_for_several_layers_and_a_compiled_block_each() -> None:
     """Rows have the names of the parameters, whichever graph computes them; parts that are compiled one by one count."""
     model = models.make(lambda: models.Broken(models.Mlp(), models.Mlp(), models.Mlp()))

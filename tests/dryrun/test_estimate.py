@@ -119,6 +119,7 @@ def test_text_and_json(made):
     assert json.loads(json.dumps(made.to_dict()))["speedup"] == made.speedup
 
 
+@pytest.mark.slow
 def test_graph_breaks_are_counted_float32_is_autocast_and_nothing_changes():
     with torch.device("meta"):
         model = models.Broken(*(nn.Linear(WIDTH, WIDTH) for _ in range(3))).eval()
@@ -154,6 +155,7 @@ class OneAttention(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout, is_causal=True).float().mean()
 
 
+@pytest.mark.slow
 def test_attention_is_counted_and_takes_over():
     with torch.device("meta"):
         model = OneAttention(dropout=0.1).to(BF16)

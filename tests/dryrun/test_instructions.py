@@ -111,6 +111,7 @@ def looping():
     return looping
 
 
+@pytest.mark.slow
 @compiles
 @pytest.mark.parametrize(
     ("target", "trips"), [("sm_89", 19), ("sm_90", 2), ("sm_90", 64), ("sm_120", 19)]
@@ -152,6 +153,7 @@ def only_kernel(steps: int, dynamic: bool = False) -> Launch:
     return kernel
 
 
+@pytest.mark.slow
 @compiles
 def test_a_kernel_of_many_instructions_is_limited_by_them_and_a_copy_is_not():
     copy, long = only_kernel(1), only_kernel(80)
@@ -164,6 +166,7 @@ def test_a_kernel_of_many_instructions_is_limited_by_them_and_a_copy_is_not():
     assert least < took - H200.launch < 2 * least and took > 1.5 * by_bytes
 
 
+@pytest.mark.slow
 @compiles
 def test_a_grid_that_is_not_in_the_code_is_not_counted():
     kernel = only_kernel(80, dynamic=True)
@@ -171,6 +174,7 @@ def test_a_grid_that_is_not_in_the_code_is_not_counted():
     assert roofline.seconds(kernel, H200, instructions=True) == roofline.seconds(kernel, H200)
 
 
+@pytest.mark.slow
 @compiles
 def test_every_generated_kernel_gets_its_call():
     """Inductor's kernels and ours, forward and backward, in the order of the code."""
@@ -204,6 +208,7 @@ def test_no_bound_for_devices_that_are_not_described():
     assert "no clock" in (issue.unavailable(dataclasses.replace(H200, clock_mhz=0.0)) or "")
 
 
+@pytest.mark.slow
 @compiles
 def test_an_estimate_says_what_was_counted(monkeypatch):
     monkeypatch.setattr(catalog, "find", lambda key: dataclasses.replace(H200, clock_mhz=1.0))

@@ -184,6 +184,7 @@ def test_nothing_is_left_behind() -> None:
 # -- the choice --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_chosen_policy_fits_and_no_fitting_recipe_is_faster(found: fp8compile.Tuned) -> None:
     assert 0 < found.gap <= found.budget and found.seconds < found.bf16
     timed = [whole for whole in found.wholes if whole.fits]
@@ -194,6 +195,7 @@ def test_the_chosen_policy_fits_and_no_fitting_recipe_is_faster(found: fp8compil
     assert all(whole.gap <= found.budget for whole in timed)
 
 
+@pytest.mark.slow
 def test_the_file_says_what_was_chosen_and_loads_back(found: fp8compile.Tuned, tmp_path) -> None:
     found.write(tmp_path / "policy.toml")
     text = (tmp_path / "policy.toml").read_text()
@@ -212,6 +214,7 @@ def _split(name: str) -> list[str]:
     return list(itertools.chain.from_iterable((part, ".") for part in name.split(".")))[:-1]
 
 
+@pytest.mark.slow
 def test_a_policy_with_a_relative_path_is_extended_from_elsewhere(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "out").mkdir()
@@ -236,6 +239,7 @@ def test_the_result_of_all_recipes_depends_on_the_arguments_alone(found: fp8comp
     assert tuned(FEW, found.budget)[0].to_dict() == found.to_dict()
 
 
+@pytest.mark.slow
 def test_tables_dict_and_picture(found: fp8compile.Tuned, tmp_path) -> None:
     text = str(found)
     assert found.summary() in text and "layers.*.up" in text and "delayed, e4m3" in text

@@ -70,7 +70,8 @@ def covering(features: Sequence[Feature], most: int = 4, protocols: int = 4, see
     arguments."""
     draw, left, cases = random.Random(seed), possible(features), list[Case]()
     while left:
-        best = max((_random(draw, features, most, protocols, left) for _ in range(TRIES)), key=lambda c: len(left & set(c.pairs())))
+        tried = [_random(draw, features, most, protocols, left) for _ in range(TRIES)]
+        best = max(tried, key=lambda case: len(left & set(case.pairs())))
         left -= set(best.pairs())
         cases.append(best)
     return cases

@@ -94,7 +94,7 @@ class Feature:
     feature changes a setting, the side without it has this setting, too. `forward`, `backward`: outputs and gradients are
     equal, or differ by so many dB. `around`: a context of compilation and calls. `compiled(model, how)`: compiles the model in
     its own way. `called(model, call)`: wraps what is called. `optimizer(model, on)`: of both sides. `acted`: whether it did
-    anything; one that is ignored would pass every comparison.
+    anything; one that is ignored would pass every comparison. `dear`: it compiles slowly, and is left to the slow tests.
     """
 
     name: str
@@ -110,6 +110,7 @@ class Feature:
     called: Callable[[nn.Module, Callable[..., Tensor]], Callable[..., Tensor]] | None = None
     optimizer: Callable[[nn.Module, bool], torch.optim.Optimizer] | None = None
     acted: Callable[[Run], bool] = lambda run: True
+    dear: bool = False
 
     @property
     def bitwise(self) -> bool:
@@ -197,14 +198,19 @@ FEATURES = (
         acted=lambda run: any(record.merged for record in _report(run).matmuls),
     ),
     Feature(
-        "weight_tiles", {"weight_tiles": True}, forward=18.0, backward=14.0, recipes=("mxfp8",), models=("mlp", "gated", "blocks")
+        "weight_tiles",
+        {"weight_tiles": True},
+        forward=18.0,
+        backward=14.0,
+        recipes=("mxfp8",),
+        models=("mlp", "gated", "blocks"),
     ),
     Feature("schedule", {"policy": {**ALL_FP8, "schedule": {"warmup_steps": 0}}}, refuses=frozenset({"compiled in blocks"})),
-    Feature("dynamic", {"dynamic": True}, models=("mlp", "gated", "lora")),
+    Feature("dynamic", {"dynamic": True}, models=("mlp", "gated", "lora"), dear=True),
     Feature("compiled in place", compiled=_in_place, refuses=frozenset({"compiled in blocks"})),
     Feature("compiled in blocks", compiled=_by_blocks, models=("blocks",)),
     Feature("without optional passes", around=_skipping("recast", "scatters", "flatten", "all_gathers", "all_to_alls")),
-    Feature("lowered", around=hooks.lowered, models=("mlp", "gated", "blocks", "lora")),
+    Feature("lowered", around=hooks.lowered, models=("mlp", "gated", "blocks", "lora"), dear=True),
     Feature(
         "measured calls",
         called=_measured,

@@ -16,7 +16,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -72,7 +71,7 @@ class Run:
             self.events(protocol)
         self.keep("weight", {name: p for name, p in self.model.named_parameters() if p.requires_grad})
         for key, (history, scale) in histories(self.model).items():
-            self.keep("gradient-state" if key[1] == "gradient" else "state", {" ".join(map(str, key)): torch.tensor([*history, scale])})
+            self.keep("state", {" ".join(map(str, key)): torch.tensor([*history, scale])})
         return self
 
     def events(self, protocol: str) -> None:

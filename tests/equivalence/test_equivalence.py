@@ -92,7 +92,10 @@ def compared(got: dict[str, Tensor], expected: dict[str, Tensor], promises: Sequ
     return "; ".join(low[:4])
 
 
-CASES = covering(FEATURES)
+CASES = [
+    *covering([f for f in FEATURES if not f.dear]),
+    *(pytest.param(case, marks=pytest.mark.slow) for case in covering(FEATURES, seed=1) if any(f.dear for f in case.features)),
+]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -142,6 +142,7 @@ def test_an_all_reduce_of_amaxes_is_waited_for_at_the_end() -> None:
         assert "_scaled_mm" in behind[: behind.index("wait_tensor")] or "reduce_scatter_tensor" in behind
 
 
+@pytest.mark.slow
 @needs_fake_gpu
 @cases(("delayed", 0))
 def test_async_tensor_parallelism_finds_the_matmuls(recipe: str, dim: int) -> None:
@@ -213,6 +214,7 @@ def test_evaluation_gathers_in_high_precision() -> None:
     assert not [record for graph in fp8compile.report(model).graphs for record in graph.collectives]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dim", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_dynamic_shapes(dim: int) -> None:
     """Also with a number of tokens that is not known, and not divisible by 16: wgrad's copy is padded."""

@@ -98,6 +98,7 @@ def test_the_same_training_without_the_logits(loss: str) -> None:
             assert sqnr(value, got[name]) > floor, f"step {step}: {name}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", ["returned", pytest.param("two losses", marks=pytest.mark.slow)])
 def test_logits_with_other_readers_stay_whole(loss: str) -> None:
     whole, _, kept = trained(loss)
@@ -107,6 +108,7 @@ def test_logits_with_other_readers_stay_whole(loss: str) -> None:
         assert all(sqnr(value, got[name]) > 40 for name, value in expected.items())
 
 
+@pytest.mark.slow
 def test_a_head_in_fp8_stays_whole() -> None:
     whole, _, _ = trained("plain", ALL_FP8)
     chunked, count, _ = trained("plain", ALL_FP8, **CHUNKED)

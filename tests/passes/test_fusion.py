@@ -126,6 +126,7 @@ def test_dynamic_rows() -> None:
     assert len(set(made)) <= 14, "kernels take sizes as arguments: one compilation serves all"
 
 
+@pytest.mark.slow
 def test_blocks_of_128_rows_behind_sums_over_rows_are_two_kernels() -> None:
     """With 128 whole rows a program, 8192 tokens would give only 64 programs."""
     found = compared(lambda: nn.Sequential(RmsBlock(), RmsBlock()), [(130, 128)], recipe="blockwise")

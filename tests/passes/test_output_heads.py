@@ -158,6 +158,7 @@ OF_FEATURES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("models", "x"), [(OF_TOKENS, TOKENS), (OF_FEATURES, FEATURES)], ids=["of tokens", "of features"])
 def test_what_is_no_head(models: dict[str, nn.Module], x: Tensor) -> None:
     """Each of them ends in a matmul, and none of these is a head."""

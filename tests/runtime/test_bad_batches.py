@@ -139,6 +139,7 @@ def test_no_bad_batch_leaves_a_trace(name: str) -> None:
     assert bool(histories(model)) is name.startswith("delayed")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

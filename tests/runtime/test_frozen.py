@@ -124,6 +124,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "recipe"),
     [
@@ -540,6 +541,7 @@ def test_explain_and_compare_change_nothing() -> None:
     assert not model.blocks[0].up.base._state_dict_hooks  # type: ignore[index, union-attr]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["blockwise", pytest.param("delayed", marks=pytest.mark.slow)])
 def test_an_export_is_the_one_without_it(recipe: str, tmp_path: Any) -> None:
     safetensors = pytest.importorskip("safetensors.torch")

@@ -57,6 +57,7 @@ def entries(cache: Path) -> list[Path]:
 COLD, WARM = {"hit": 0, "miss": 2, "saved": 2, "bypass": 0}, {"hit": 2, "miss": 0, "saved": 0, "bypass": 0}
 
 
+@pytest.mark.slow
 @by_thread
 @pytest.mark.compat
 @pytest.mark.compiled
