@@ -26,7 +26,7 @@ def main() -> int:
     far = "how far to look: the test of last time, those that are named, the room, make test, and make slow (all)"
     run.add_argument("--to", choices=("killer", "named", "room", "tier", "all"), default="room", help=far)
     run.add_argument("--tier", choices=("check", "test", "slow"), default="slow", help="the slowest tests that count")
-    run.add_argument("--limit", type=float, default=1200.0, metavar="SECONDS", help="of one run of pytest")
+    run.add_argument("--limit", type=float, default=900.0, metavar="SECONDS", help="for one test; a longer one hangs")
     run.add_argument("--missing", action="store_true", help="leave out what the table has")
     run.add_argument("--unproved", action="store_true", help="do not ask whether a test passes without the fault")
     run.add_argument("--show", action="store_true", help="print what pytest printed")
