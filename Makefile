@@ -41,16 +41,16 @@ demo: $(STAMP)
 	$(PY) examples/train_gpt.py $(ARGS)
 
 check: lint
-	$(PYTEST) --budget 30 -m "not slow and not compiled" $(addprefix tests/,$(FAST))
+	$(PYTEST) --budget 60 -m "not slow and not compiled" $(addprefix tests/,$(FAST))
 
 test: lint
-	$(PYTEST) --budget 270 -m "not slow" $(TESTS)
+	$(PYTEST) --budget 540 -m "not slow" $(TESTS)
 
 slow: $(STAMP)
-	$(PYTEST) --budget 600 -m slow $(TESTS)
+	$(PYTEST) --budget 1200 -m slow $(TESTS)
 
 compat: $(STAMP)
-	$(PYTEST) --budget 60 -m "compat and not slow" $(TESTS)
+	$(PYTEST) --budget 120 -m "compat and not slow" $(TESTS)
 
 mutants: $(STAMP)
 	$(PY) -m tests.mutants run $(ARGS)
