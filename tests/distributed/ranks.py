@@ -338,14 +338,18 @@ class OnRanks(Run):
             super().forward(scale, call)
         self.alive += sum({id(storage): storage.nbytes() for storage in kept}.values())
 
+    def dy(self, y: Tensor) -> Tensor:
+        """The same for a tensor that is whole and for its parts."""
+        ranks, rank, sequence = dist.get_world_size(), dist.get_rank(), self.way.kind == "sequence"
+        shape = (y.shape[0], y.shape[1] * (ranks if sequence else 1), y.shape[2])
+        whole = noise(*shape, seed=1000 + self.batches, dtype=y.dtype)
+        return whole.chunk(ranks, 1)[rank] if sequence else whole
+
     def backward(self, which: int = 0) -> None:
-        if self.way.kind != "replica":
-            super().backward(which)
-            return
         x, y = self.open.pop(which)
-        y.backward(noise(*y.shape, seed=1000 + self.batches, dtype=y.dtype))
-        for p in self.model.parameters():
-            p.grad = averaged(p.grad, self.way.mesh)
+        y.backward(self.dy(y))
+        for p in self.model.parameters() if self.way.kind == "replica" else ():
+            p.grad = averaged(p.grad, self.way.mesh)  # type: ignore[arg-type]
         self.keep("gradient", grads_of(self.model, [x]))
 
     def accumulate(self) -> None:
@@ -354,7 +358,7 @@ class OnRanks(Run):
             self.model.set_requires_gradient_sync(False)
         with call.no_sync() if isinstance(call, DistributedDataParallel) else contextlib.nullcontext():
             y = self.call(self.batch())
-            y.backward(noise(*y.shape, seed=1000 + self.batches, dtype=y.dtype))
+            y.backward(self.dy(y))
         if fsdp:
             self.model.set_requires_gradient_sync(True)
 

@@ -309,7 +309,7 @@ IN_GRAPHS = {
 
 def frozen(reason: str) -> Any:
     def check(ours: Facts, theirs: Facts, rank: int) -> None:
-        bases = {why for name, why in ours["frozen"].items() if name.startswith("blocks")}
+        bases = {why for name, why in ours["frozen"].items() if name.endswith(("up.weight", "down.weight"))}
         assert not theirs["frozen"] and len(bases) == 1 and all(why.startswith(reason) for why in bases)
         assert bool(reason) is bool(bases.pop())
 
