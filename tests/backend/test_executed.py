@@ -207,7 +207,7 @@ def test_computed_weights(recipe: str) -> None:
 def test_other_gpus(gpu: Gpu, device: str, recipe: str) -> None:
     with executed(gpu=gpu) as plan:
         steps(pair_of(make(Mlp), recipe, inductor={"device": device}), (48, 128), 2)
-    assert plan.scaled == 2 * 6
+    assert plan.scaled == 3 * 6  # the second step has two forwards
 
 
 @pytest.mark.slow
