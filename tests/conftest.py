@@ -57,11 +57,11 @@ def fresh(request: pytest.FixtureRequest) -> Iterator[None]:
     hooks.forget_trainings()
     random.seed(0)
     torch.manual_seed(0)
-    many = {"recompile_limit": 1000, "accumulated_recompile_limit": 10_000} if shares else {}
+    settings = {"fail_on_recompile_limit_hit": True, "suppress_errors": False, "run_gc_after_compile": False}
+    if shares:
+        settings |= {"recompile_limit": 1000, "accumulated_recompile_limit": 10_000}
     with (
-        torch._dynamo.config.patch(
-            fail_on_recompile_limit_hit=True, suppress_errors=False, run_gc_after_compile=False, **many
-        ),
+        torch._dynamo.config.patch({name: value for name, value in settings.items() if hasattr(torch._dynamo.config, name)}),
         torch._functorch.config.patch(enable_autograd_cache=bool(os.environ.get("FP8COMPILE_TEST_CACHE"))),
     ):
         yield
