@@ -160,12 +160,10 @@ def test_table_dict_and_picture(tmp_path) -> None:
 
 # -- healthy models, and faults ----------------------------------------------------------------------------------------
 
-FAST = ("lora",)
-
-
-@pytest.mark.parametrize("name", [pytest.param(x, marks=[] if x in FAST else [pytest.mark.slow]) for x in HEALTHY])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HEALTHY)
 def test_nothing_is_flagged_on_healthy_models(name: str) -> None:
-    """At the first step, and with the scales of a training."""
+    """At the first step, and with the scales of a training. (Quick tests ask the same of `an_mlp` and `trained`.)"""
     case = HEALTHY[name]()
     compare = hooks.comparing(case.model)
     for train_first in (False, True):
@@ -244,6 +242,7 @@ def test_autocast_is_that_of_the_caller() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_one_graph_for_several_layers_and_a_compiled_block_each() -> None:
     """Rows have the names of the parameters, whichever graph computes them; parts that are compiled one by one count."""
     model = models.make(lambda: models.Broken(models.Mlp(), models.Mlp(), models.Mlp()))
@@ -316,9 +315,9 @@ def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) if isinstance(a[k], Tensor) else a[k] == b[k] for k in a)
 
 
-def training(look: Callable[..., None]) -> tuple[list[float], dict[str, Any]]:
-    """Losses and the final state of a training, with `look` behind a step, between forward and backward, and before a step.
-    After the first step, nothing is compiled any more."""
+def training(look: Callable[..., None], places: str = "") -> tuple[list[float], dict[str, Any]]:
+    """Losses and the final state of a training, with `look` at some `places`: (b)ehind a step, (m)idst forward and backward,
+    (a)head of a step. After the first step, nothing is compiled any more."""
     torch.manual_seed(0)
     random.seed(0)
     model = models.make(Everything)
@@ -329,20 +328,21 @@ def training(look: Callable[..., None]) -> tuple[list[float], dict[str, Any]]:
         x = noise(16, WIDTH, seed=step, scale=30.0 if step == 2 else 1.0)  # an overflow: the next call is cold
         with torch.compiler.set_stance("fail_on_recompile" if step else "default"):
             loss = to_one(run(x))
-        if step == 2:
+        if step == 2 and "m" in places:
             look(run, model, optimizer)
         loss.backward()
-        if step == 3:
+        if step == 3 and "a" in places:
             look(run, model, optimizer)
         optimizer.step()
         optimizer.zero_grad(set_to_none=step != 1)
-        if step == 0:
+        if step == 0 and "b" in places:
             look(run, model, optimizer)
         losses.append(loss.item())
     return losses, everything_of(model, optimizer)
 
 
-def test_a_training_is_the_same_to_the_bit() -> None:
+@pytest.mark.parametrize("places", ["m", pytest.param("ba", marks=pytest.mark.slow)])
+def test_a_training_is_the_same_to_the_bit(places: str) -> None:
     """Also beside a comparison that fails. Neither the user's frames nor the counts of compilations change, also not for frames
     behind a graph break."""
     compares: list[Compare] = []
@@ -361,8 +361,8 @@ def test_a_training_is_the_same_to_the_bit() -> None:
         looks.append(run)
 
     losses, end = training(lambda *_: None)
-    again, found = training(look)
-    assert losses == again and len(looks) == 3
+    again, found = training(look, places)
+    assert losses == again and len(looks) == len(places)
     for of_the_run in ("ids", "versions", "report"):  # two runs have other tensors, and other numbers of graphs
         found.pop(of_the_run), end.pop(of_the_run)
     assert same(found, end)

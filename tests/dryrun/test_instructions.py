@@ -114,7 +114,13 @@ def looping():
 @pytest.mark.slow
 @compiles
 @pytest.mark.parametrize(
-    ("target", "trips"), [("sm_89", 19), ("sm_90", 2), ("sm_90", 64), ("sm_120", 19)]
+    ("target", "trips"),
+    [
+        ("sm_90", 2),
+        ("sm_90", 64),
+        pytest.param("sm_89", 19, marks=pytest.mark.slow),
+        pytest.param("sm_120", 19, marks=pytest.mark.slow),
+    ],
 )
 def test_loops_that_ptxas_unrolls(looping, target, trips):
     """The instructions that move memory are those of the source, however the loops were unrolled: a thread moves four numbers
@@ -166,6 +172,7 @@ def test_a_kernel_of_many_instructions_is_limited_by_them_and_a_copy_is_not():
     assert least < took - H200.launch < 2 * least and took > 1.5 * by_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 @compiles
 def test_a_grid_that_is_not_in_the_code_is_not_counted():

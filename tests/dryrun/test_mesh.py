@@ -259,6 +259,7 @@ def made() -> Estimate:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_text_json_and_page(made) -> None:
     text, page = str(made), made.to_html()
     for words in (
@@ -273,6 +274,7 @@ def test_text_json_and_page(made) -> None:
     assert len(given["collectives"]) == 5
 
 
+@pytest.mark.slow
 def test_kernels_are_found_by_the_names_of_their_linears(made) -> None:
     """All matmuls but the head's are divided: three times two for each block."""
     kernels = made.communication.bf16_kernels

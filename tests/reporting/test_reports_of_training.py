@@ -204,6 +204,7 @@ def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_the_line_is_on_stderr_without_any_setup_and_importing_is_light():
     done = run_python(
         """
