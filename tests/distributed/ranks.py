@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import hashlib
 import io
 import os
@@ -307,7 +308,7 @@ class OnRanks(Run):
     def events(self, protocol: str) -> None:
         own: dict[str, Callable[[], None]] = {
             "a": self.accumulate, "w": self.write, "B": self.bad_on_one, "x": self.open.clear, "A": self.assign,
-            "M": self.move, "G": self.write_and_tell,
+            "M": self.move, "G": self.write_and_tell, "N": self.without_optimizer,
         }  # fmt: skip
         for word in protocol.split():
             self.alive = 0
@@ -320,6 +321,11 @@ class OnRanks(Run):
                     else:
                         super().events(event)
             self.words.append({"sent": sum(sent), "reduced": len(reduced), "alive": self.alive, "said": gathered(self.model)})
+
+    def without_optimizer(self) -> None:
+        """No optimizer has the weights: none says when a step ends."""
+        self.steps = None  # type: ignore[assignment]
+        gc.collect()
 
     def batch(self, scale: float = 1.0) -> Tensor:
         self.batches += 1
@@ -415,7 +421,8 @@ def train(model: str, way: Way, protocol: str) -> OnRanks:
 
 def facts(run: OnRanks, sent: list[tuple[torch.dtype, int]]) -> dict[str, Any]:
     """What a training leaves to look at."""
-    report, saved = fp8compile.report(run.model), io.BytesIO()
+    compiled = isinstance(run.call, torch._dynamo.OptimizedModule)  # the model does not know of a wrapper
+    report, saved = fp8compile.report(run.call if compiled else run.model), io.BytesIO()
     torch.save(run.model.state_dict(), saved)
     return {
         "words": run.words,

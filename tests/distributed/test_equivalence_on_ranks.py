@@ -167,7 +167,7 @@ def said_in(steps: tuple[int, ...], first: str = "") -> Any:
 
 def overlapping(ours: Facts, theirs: Facts, rank: int) -> None:
     """What is gathered does not change while a backward is due: its graph has saved the weight as its forward got it."""
-    spares(*[0] * 8, 2)(ours, theirs, rank)
+    spares(*[0] * 6, 2, 2, 2)(ours, theirs, rank)
     said = [word["said"]["blocks.0.up.weight"] for word in ours["words"]]
     assert "no backward has run" in said[4][1] and said[8] == ("e4m3", "")
 
@@ -249,7 +249,7 @@ ALL_GATHERS = {
         "fbs fbs fbs fbs Hfbs fbs Sfbs fbs", said_in((1, 2, 3, 4, 7)), options=scheduled({}) | recipe("tensorwise"),
         other="fbs fbs fbs fbs fbs Hfbs Sfbs fbs",
     ),
-    "overlapping": gathered("f fbz fbz fbz fbz bz fbz fbz fbz", overlapping),
+    "overlapping": gathered("Nf fbz fbz fbz fbz bz fbz fbz fbz", overlapping),
 }  # fmt: skip
 
 # -- all-gathers inside of graphs, and without the pass ----------------------------------------------------------------------
@@ -310,7 +310,8 @@ IN_GRAPHS = {
 def frozen(reason: str) -> Any:
     def check(ours: Facts, theirs: Facts, rank: int) -> None:
         bases = {why for name, why in ours["frozen"].items() if name.endswith(("up.weight", "down.weight"))}
-        assert not theirs["frozen"] and len(bases) == 1 and all(why.startswith(reason) for why in bases)
+        assert not theirs["frozen"], theirs["frozen"]
+        assert len(bases) == 1 and all(why.startswith(reason) for why in bases), ours["frozen"]
         assert bool(reason) is bool(bases.pop())
 
     return check
