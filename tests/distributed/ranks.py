@@ -428,6 +428,7 @@ def facts(run: OnRanks, sent: list[tuple[torch.dtype, int]]) -> dict[str, Any]:
         "words": run.words,
         "text": str(report),
         "summary": report.summary(),
+        "wrapper": fp8compile.report(run.call).summary() if run.way.compiled == "around" else "",
         "remarks": [graph["remarks"] for graph in report.to_dict()["graphs"]],
         "saved": hashlib.sha256(saved.getvalue()).hexdigest(),
         "graphs": [graph.name for graph in report.graphs if graph.matmuls],
