@@ -309,7 +309,7 @@ IN_GRAPHS = {
     "sequence, bf16, group": in_graph(sequence, options=recipe("delayed", amax_group="tp"), dtype=BF16),
     "simple fsdp by three": simple(3, options=recipe("delayed")),
     "simple fsdp by three, tensorwise": simple(3, options=recipe("tensorwise"), dtype=BF16),
-    "simple fsdp by columns": simple(2, options=recipe("delayed"), dtype=BF16, dim=1),
+    "simple fsdp by columns": simple(3, options=recipe("delayed"), dtype=BF16, dim=1),
 }
 
 # -- what else may be on ---------------------------------------------------------------------------------------------------
