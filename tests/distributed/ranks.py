@@ -368,6 +368,10 @@ class OnRanks(Run):
         if fsdp:
             self.model.set_requires_gradient_sync(True)
 
+    def load(self) -> None:
+        """By no power of two, which hides a scale that is stale."""
+        self.model.load_state_dict({name: x * 0.3 for name, x in self.model.state_dict().items()})
+
     def write(self) -> None:
         for p in self.model.parameters():
             p.data.mul_(1.5)
