@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
-import random
 from collections.abc import Iterator
 
 import pytest
@@ -51,19 +49,12 @@ def fresh(request: pytest.FixtureRequest) -> Iterator[None]:
     trace.handlers.clear()
     shares = request.node.get_closest_marker("shares_graphs") is not None
     file = request.node.nodeid.partition("::")[0]
-    if not shares or _compiled_for != [file]:
+    if shares and _compiled_for == [file]:
+        hooks.forget_trainings()
+    else:
         hooks.forget()
     _compiled_for[:] = [file] if shares else []
-    hooks.forget_trainings()
-    random.seed(0)
-    torch.manual_seed(0)
-    settings = {"fail_on_recompile_limit_hit": True, "suppress_errors": False, "run_gc_after_compile": False}
-    if shares:
-        settings |= {"recompile_limit": 1000, "accumulated_recompile_limit": 10_000}
-    with (
-        torch._dynamo.config.patch({name: value for name, value in settings.items() if hasattr(torch._dynamo.config, name)}),
-        torch._functorch.config.patch(enable_autograd_cache=bool(os.environ.get("FP8COMPILE_TEST_CACHE"))),
-    ):
+    with hooks.strictly(shares):
         yield
     if not shares:
         torch._dynamo.reset()

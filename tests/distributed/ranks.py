@@ -8,7 +8,7 @@ import gc
 import hashlib
 import io
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -33,6 +33,7 @@ from torch.nn.utils import parametrize
 import fp8compile
 from fp8compile.distributed import compress_gradients, fp8_all_gather
 from tests.equivalence.protocols import Run
+from tests.support import hooks
 from tests.support.harness import grads_of, noise
 from tests.support.models import ResidualMlp, SwiGlu
 
@@ -227,34 +228,19 @@ def parallel(model: Any, way: Way) -> tuple[Callable[..., Tensor], int]:
 # -- what is watched -----------------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def all_gathers() -> Iterator[list[int]]:
+def all_gathers() -> contextlib.AbstractContextManager[list[int]]:
     """The bytes that this rank puts into each all-gather of FSDP2."""
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 
-    sent: list[int] = []
-    original = DefaultAllGather.__call__
+    def sent(done: Any, self: Any, output_tensor: Tensor, input_tensor: Tensor, *_: Any, **__: Any) -> int:
+        return input_tensor.nbytes
 
-    def call(self: Any, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        sent.append(input_tensor.nbytes)
-        return original(self, output_tensor, input_tensor, *args, **kwargs)
-
-    with mock.patch.object(DefaultAllGather, "__call__", call):
-        yield sent
+    return hooks.noting(DefaultAllGather, "__call__", sent)
 
 
-@contextlib.contextmanager
-def all_reduces() -> Iterator[list[int]]:
+def all_reduces() -> contextlib.AbstractContextManager[list[int]]:
     """The sizes of all-reduces."""
-    sizes: list[int] = []
-    original = dist.all_reduce
-
-    def call(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        sizes.append(tensor.numel())
-        return original(tensor, *args, **kwargs)
-
-    with mock.patch.object(dist, "all_reduce", call):
-        yield sizes
+    return hooks.noting(dist, "all_reduce", lambda done, tensor, *_, **__: tensor.numel())
 
 
 def gathered(model: nn.Module) -> dict[str, tuple[str, str]]:
@@ -367,10 +353,6 @@ class OnRanks(Run):
             y.backward(self.dy(y))
         if fsdp:
             self.model.set_requires_gradient_sync(True)
-
-    def load(self) -> None:
-        """By no power of two, which hides a scale that is stale."""
-        self.model.load_state_dict({name: x * 0.3 for name, x in self.model.state_dict().items()})
 
     def write(self) -> None:
         for p in self.model.parameters():

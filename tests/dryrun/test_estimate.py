@@ -123,14 +123,14 @@ def test_text_and_json(made):
 def test_graph_breaks_are_counted_float32_is_autocast_and_nothing_changes():
     with torch.device("meta"):
         model = models.Broken(*(nn.Linear(WIDTH, WIDTH) for _ in range(3))).eval()
-    fp8compile.explain(model, tokens(torch.float32))
     ledger = fp8compile.report().graphs
     before = {name: id(p) for name, p in model.named_parameters()}
+    fp8compile.explain(model, tokens(torch.float32))
     made = estimate(model, tokens(torch.float32))
     assert made.bf16.flops == {"bfloat16": (2 + 3 + 3) * 2 * TOKENS * WIDTH**2} and "autocast" in made.notes[0]
     assert {name: id(p) for name, p in model.named_parameters()} == before and not model.first.training
     assert all(p.is_meta and p.grad is None for p in model.parameters())
-    assert fp8compile.report().graphs == ledger == () and not torch.cuda.is_available()
+    assert fp8compile.report().graphs == ledger and not torch.cuda.is_available()
 
 
 @pytest.mark.slow

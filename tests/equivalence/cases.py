@@ -8,8 +8,9 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-from tests.equivalence.features import RECIPES, Feature
+from tests.equivalence.features import Feature
 from tests.equivalence.protocols import PROTOCOLS
+from tests.support.reference_settings import RECIPES
 
 Pair = tuple[str, str]
 TRIES = 30  # random cases, of which the one with the most new pairs is taken
@@ -42,16 +43,12 @@ def compatible(features: Collection[Feature]) -> bool:
 
 
 @functools.cache
-def _choices(features: tuple[Feature, ...]) -> tuple[list[str], list[str], list[str]]:
+def choices(features: tuple[Feature, ...]) -> tuple[list[str], list[str], list[str]]:
+    """The models, protocols and recipes that all of these features take."""
     models = [name for name in features[0].models if all(name in f.models for f in features)]
     protocols = [name for name in PROTOCOLS if not any(name in f.refuses for f in features)]
     recipes = [name for name in RECIPES if all(name in f.recipes for f in features)]
     return models, protocols, recipes
-
-
-def choices(features: Sequence[Feature]) -> tuple[list[str], list[str], list[str]]:
-    """The models, protocols and recipes that all of these features take."""
-    return _choices(tuple(features))
 
 
 def possible(features: Sequence[Feature]) -> set[Pair]:
@@ -87,7 +84,7 @@ def _random(draw: random.Random, features: Sequence[Feature], most: int, protoco
         if len(chosen) < most and feature not in chosen and compatible(more) and all(choices(more)):
             if pair[1] in names or any(pair[1] in kind for kind in choices(more)):
                 chosen.append(feature)
-    models, loops, recipes = choices(chosen)
+    models, loops, recipes = choices(tuple(chosen))
     model, recipe = (pair[1] if pair[1] in kind else draw.choice(kind) for kind in (models, recipes))
     new = [name for name in loops if any((f.name, name) in left for f in chosen)]
     picked = sorted(draw.sample(new, len(new)), key=lambda name: -sum((f.name, name) in left for f in chosen))[:protocols]

@@ -25,7 +25,8 @@ from fp8compile.optim import AdamW
 from tests.equivalence.protocols import Run
 from tests.support import hooks
 from tests.support.harness import ALL_FP8
-from tests.support.models import Checkpointed, Mlp, Moe, ResidualMlp, Stack, SwiGlu, make
+from tests.support.models import Checkpointed, Mlp, Moe, ResidualMlp, Stack, SwiGlu, Uses, make
+from tests.support.reference_settings import RECIPES
 
 BITWISE = math.inf
 BF16 = torch.bfloat16
@@ -43,18 +44,6 @@ class Gated(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.mlp(self.norm(x))
-
-
-class Uses(nn.Module):
-    """One parameter as three weights, and as the weight of a fourth matmul."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv = nn.Linear(128, 384, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).chunk(3, -1)
-        return (q * k + v) @ self.qkv.weight[:128]
 
 
 class Lora(nn.Module):
@@ -83,7 +72,6 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 # -- features ------------------------------------------------------------------------------------------------------------
 
-RECIPES = ("delayed", "tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8")
 ONE_SCALE = ("delayed", "tensorwise")
 CURRENT_WEIGHTS = {"current_scaling": (False, True, False)}  # how weights are scaled that are cast between calls
 

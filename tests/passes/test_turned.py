@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from fp8compile.devices import catalog
 from fp8compile.dryrun import fake_gpu
 from tests.support import hooks
-from tests.support.cached import Fused, compiled, executed_steps, layer, same, trained
+from tests.support.cached import compiled, executed_steps, layer, same, trained
 from tests.support.gpu_steps import unallocated
 from tests.support.harness import ALL_FP8, assert_close, noise
-from tests.support.models import Checkpointed, LlamaLayer, Moe, SwiGlu, make
+from tests.support.models import Checkpointed, LlamaLayer, Moe, SwiGlu, Uses, make
 
 needs_description = pytest.mark.skipif(fake_gpu.unavailable() is not None, reason=fake_gpu.unavailable() or "")
 BF16 = torch.bfloat16
@@ -104,7 +104,7 @@ def test_layouts_with_scales_of_their_own_are_both_kept() -> None:
 
 def test_a_weight_that_forward_reads_in_both_layouts() -> None:
     """Three slices of one parameter; one is multiplied in both layouts by fprops, which no backward can transpose for."""
-    two, one = both(lambda: make(Fused), "tensorwise")
+    two, one = both(lambda: make(Uses), "tensorwise")
     assert 0 < one < two
 
 

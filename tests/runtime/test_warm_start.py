@@ -78,7 +78,7 @@ def test_a_warm_start_is_the_cold_one_to_the_bit(recipe: str, tmp_path: Path) ->
 def test_processes_that_write_at_once_and_one_that_reads(tmp_path: Path) -> None:
     def process(_: int) -> dict[str, Any]:
         ours = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-        command = [sys.executable, "-m", "tests.support.warm", "delayed", "Small"]
+        command = [sys.executable, "-c", "from tests.support import warm; warm.main('delayed', 'Small')"]
         done = subprocess.run(command, env={**os.environ, **ours}, cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-3000:]
         return json.loads(done.stdout.splitlines()[-1])

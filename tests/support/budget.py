@@ -40,7 +40,7 @@ def slowness() -> float:
 
 class Budget:
     def __init__(self, budget: float | None) -> None:
-        self.budget, self.start, self.slowness = budget, time.monotonic(), 1.0
+        self.budget, self.start, self.took, self.slowness = budget, time.monotonic(), 0.0, 1.0
         self.files: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -50,11 +50,12 @@ class Budget:
 
     @property
     def late(self) -> bool:
-        took = time.monotonic() - self.start
-        return self.budget is not None and bool(os.environ.get("CI")) and took > ALLOWED * self.slowness * self.budget
+        return self.budget is not None and bool(os.environ.get("CI")) and self.took > ALLOWED * self.slowness * self.budget
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        self.slowness = slowness()
+        self.took = time.monotonic() - self.start
+        if self.budget is not None:
+            self.slowness = slowness()
         if self.late and session.exitstatus == 0:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
@@ -66,10 +67,9 @@ class Budget:
         terminalreporter.section("slowest files")
         for name, (seconds, tests) in sorted(self.files.items(), key=lambda item: -item[1][0])[:SHOWN]:
             write(f"{seconds:7.1f} s  {tests:4} tests  {name}")
-        took = time.monotonic() - self.start
         of = f" of a budget of {self.budget:.0f} s" if self.budget is not None else ""
-        if self.budget is not None and self.slowness > 1.05:
+        if self.slowness > 1.05:
             of += f", on a machine that is {self.slowness:.1f} times as slow as that of the budget"
-        write(f"{total:7.1f} s  in all tests, by the processes that ran them; {took:.0f} s on the clock{of}")
+        write(f"{total:7.1f} s  in all tests, by the processes that ran them; {self.took:.0f} s on the clock{of}")
         if self.late:
             write(f"error: more than {ALLOWED:g} times the budget", red=True)

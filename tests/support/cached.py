@@ -19,7 +19,6 @@ from tests.support.harness import ALL_FP8, grads_of, interpreted, noise
 from tests.support.models import LlamaLayer, make
 
 BF16 = torch.bfloat16
-RECIPES = ("delayed", "tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8")
 
 
 def options_of(recipe: str, **options: Any) -> dict[str, Any]:
@@ -85,15 +84,3 @@ class Checkpointed(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         return checkpoint(self.inner, x, use_reentrant=False)
-
-
-class Fused(nn.Module):
-    """One parameter, used as three weights and tied to a fourth matmul."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv = nn.Linear(128, 384, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).chunk(3, -1)
-        return (q * k + v) @ self.qkv.weight[:128]

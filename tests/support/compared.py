@@ -121,18 +121,18 @@ def _llama() -> nn.Module:
 
 HEALTHY: dict[str, Callable[[], Case]] = {
     "gpt": lambda: Case(models.make(lambda: LanguageModel(_gpt(), _gpt())), (_tokens(),)),
-    "llama": lambda: Case(models.make(lambda: LanguageModel(_llama(), _llama(), rms=True)), (_tokens(),)),
-    "vit": lambda: Case(models.make(lambda: Classifier(_gpt(False), _gpt(False))), (_noise(8, 3, 32, 32),), _labels),
+    "llama": lambda: Case(models.make(lambda: LanguageModel(_llama(), rms=True)), (_tokens(),)),
+    "vit": lambda: Case(models.make(lambda: Classifier(_gpt(False))), (_noise(8, 3, 32, 32),), _labels),
     "conv": lambda: Case(
         models.make(lambda: Classifier(models.Mlp(), nn.ReLU(), norm=True)), (_noise(8, 3, 32, 32),), _labels
     ),
     "tied": lambda: Case(models.make(lambda: LanguageModel(_gpt(), tied=True)), (_tokens(),)),
-    "lora": lambda: Case(models.make(lambda: nn.Sequential(Lora(), Lora(), Lora())), (_noise(64, WIDTH),), _to_one),
+    "lora": lambda: Case(models.make(lambda: nn.Sequential(Lora(), Lora())), (_noise(64, WIDTH),), _to_one),
     "moe": lambda: Case(
         models.make(lambda: models.Stack(models.ResidualMlp(), models.Moe(), models.ResidualMlp()), torch.bfloat16),
         (_noise(2, TIME, WIDTH).bfloat16(),),
         _to_one,
     ),
     "frozen": lambda: Case(models.make(Frozen), (_noise(64, WIDTH),), _to_one),
-    "normed": lambda: Case(models.make(lambda: nn.Sequential(Normed(), Normed())), (_noise(64, WIDTH),), _to_one),
+    "normed": lambda: Case(models.make(lambda: Normed()), (_noise(64, WIDTH),), _to_one),
 }

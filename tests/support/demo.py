@@ -16,7 +16,7 @@ import train_gpt
 
 from tests.support.harness import interpreted
 
-TINY = train_gpt.Config(layers=2, width=256, heads=2, context=32, vocabulary=256, steps=10, batch_size=8)
+TINY = train_gpt.Config(layers=1, width=256, heads=2, context=32, vocabulary=256, steps=10, batch_size=8)
 
 
 def main(file: str, arguments: list[str]) -> None:

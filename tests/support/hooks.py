@@ -14,9 +14,14 @@ traced         no half is run: what the passes decide and report
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import gc
+import os
+import random
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -24,6 +29,22 @@ import torch
 from torch import nn
 
 Patched = contextlib.AbstractContextManager[Any]
+
+
+@contextlib.contextmanager
+def noting(owner: Any, name: str, note: Callable[..., Any]) -> Iterator[list[Any]]:
+    """`note(result, *args, **kwargs)` of each call of `owner.name` inside; `self` is the first argument of a method."""
+    found: list[Any] = []
+    stock = getattr(owner, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = stock(*args, **kwargs)
+        found.append(note(result, *args, **kwargs))
+        return result
+
+    with mock.patch.object(owner, name, call):
+        yield found
+
 
 # -- the process ---------------------------------------------------------------------------------------------------------
 
@@ -42,6 +63,21 @@ def forget_trainings() -> None:
     probe.ACTIVE.clear()  # measurements that were asked for, and whose models no collection has freed yet
     phases._state.steps.clear()  # optimizers that no collection has freed yet: a model that had none follows the others
     logs.forget()  # messages that are logged once a process
+
+
+@contextlib.contextmanager
+def strictly(shares: bool = False) -> Iterator[None]:
+    """Inside, random numbers are fixed, a fall back to eager is an error, AOTAutograd's cache is off (`FP8COMPILE_TEST_CACHE=1`
+    leaves it on), and Dynamo collects no garbage after each compilation. `shares`: code stays for many tests."""
+    settings = {"fail_on_recompile_limit_hit": True, "suppress_errors": False, "run_gc_after_compile": False}
+    if shares:
+        settings |= {"recompile_limit": 1000, "accumulated_recompile_limit": 10_000}
+    settings = {name: value for name, value in settings.items() if hasattr(torch._dynamo.config, name)}
+    random.seed(0)
+    torch.manual_seed(0)
+    cache = torch._functorch.config.patch(enable_autograd_cache=bool(os.environ.get("FP8COMPILE_TEST_CACHE")))
+    with torch._dynamo.config.patch(settings), cache:
+        yield
 
 
 # -- how graphs run ------------------------------------------------------------------------------------------------------
@@ -110,38 +146,25 @@ def calls() -> Iterator[Counter]:
 @contextlib.contextmanager
 def sent(name: str) -> Iterator[list[tuple[torch.dtype, int]]]:
     """The dtype and bytes of each tensor that interpreted graphs send by this collective of `_c10d_functional`."""
-    from fp8compile.runtime.interpreter import Eager
-
     target, found = getattr(torch.ops._c10d_functional, name).default, list[tuple[torch.dtype, int]]()
-    stock = Eager.call_function
 
-    def call(self: Eager, called: Any, args: tuple, kwargs: dict) -> Any:
+    def see(call: Callable[..., Any], called: Any, args: tuple, kwargs: dict) -> Any:
         if called == target:
             found.append((args[0].dtype, args[0].nbytes))
-        return stock(self, called, args, kwargs)
+        return call(called, args, kwargs)
 
-    with mock.patch.object(Eager, "call_function", call):
+    with through(see):
         yield found
 
 
 # -- graphs --------------------------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def joint_graphs() -> Iterator[list[torch.fx.Graph]]:
+def joint_graphs() -> Patched:
     """The joint graphs that our passes make inside."""
     from fp8compile import backend
 
-    found: list[torch.fx.Graph] = []
-    run = backend.run_joint
-
-    def kept(graph: torch.fx.Graph, *args: Any) -> Any:
-        done = run(graph, *args)
-        found.append(graph)
-        return done
-
-    with mock.patch.object(backend, "run_joint", kept):
-        yield found
+    return noting(backend, "run_joint", lambda done, graph, *_, **__: graph)
 
 
 @contextlib.contextmanager
@@ -178,22 +201,12 @@ def cold(model: nn.Module) -> dict[tuple[str, str, int], bool]:
     return {key: bool(slot.numbers.cold) for key, slot in slots_of(model).items()}
 
 
-@contextlib.contextmanager
-def pages_of_forwards() -> Iterator[list[tuple[torch.Tensor, bool]]]:
+def pages_of_forwards() -> Patched:
     """The page of state that each forward is given, and whether it is a recomputation. Keeps them alive: no two share memory
     by chance."""
     from fp8compile.runtime.calls import Calls
 
-    found: list[tuple[torch.Tensor, bool]] = []
-    stock = Calls.open
-
-    def opened(self: Calls, *args: Any) -> Any:
-        call, forward, backward = stock(self, *args)
-        found.append((forward, call.again))
-        return call, forward, backward
-
-    with mock.patch.object(Calls, "open", opened):
-        yield found
+    return noting(Calls, "open", lambda opened, *_, **__: (opened[1], opened[0].again))
 
 
 def overflow_lines() -> Patched:
@@ -203,37 +216,18 @@ def overflow_lines() -> Patched:
     return mock.patch.object(overflow, "_Said", type("Said", (), {"at": float("-inf"), "missed": 0}))
 
 
-@contextlib.contextmanager
-def cold_calls() -> Iterator[list[bool]]:
+def cold_calls() -> Patched:
     """Of each forward of compiled graphs: whether it is cold."""
     from fp8compile.runtime.calls import Calls
 
-    found: list[bool] = []
-    stock = Calls.forward
-
-    def forward(self: Calls, call: Any) -> Any:
-        how = stock(self, call)
-        found.append(how is not None and how.cold)
-        return how
-
-    with mock.patch.object(Calls, "forward", forward):
-        yield found
+    return noting(Calls, "forward", lambda how, *_, **__: how is not None and how.cold)
 
 
-@contextlib.contextmanager
-def weight_casts() -> Iterator[list[int]]:
+def weight_casts() -> Patched:
     """How often `cache_weights` casts: an entry a cast, the number of its weights."""
     from fp8compile.runtime.weight_cache import WeightCache
 
-    found: list[int] = []
-    cast = WeightCache._cast
-
-    def counting(self: WeightCache, weights: Any, *rest: Any) -> Any:
-        found.append(len(weights))
-        return cast(self, weights, *rest)
-
-    with mock.patch.object(WeightCache, "_cast", counting):
-        yield found
+    return noting(WeightCache, "_cast", lambda done, cache, weights, *_, **__: len(weights))
 
 
 @contextlib.contextmanager
@@ -358,20 +352,11 @@ def phases_afresh() -> Iterator[None]:
         state.hook.remove()
 
 
-@contextlib.contextmanager
-def phases_of_calls() -> Iterator[list[str]]:
+def phases_of_calls() -> Patched:
     """The phase of each call of a graph with a schedule."""
     from fp8compile.runtime.phases import ScheduledGraph
 
-    seen: list[str] = []
-    choose = ScheduledGraph.phase
-
-    def phase(self: ScheduledGraph, parameter: torch.Tensor) -> str:
-        seen.append(choose(self, parameter))
-        return seen[-1]
-
-    with mock.patch.object(ScheduledGraph, "phase", phase):
-        yield seen
+    return noting(ScheduledGraph, "phase", lambda phase, *_, **__: phase)
 
 
 def steps_of(model: nn.Module) -> int:
@@ -435,20 +420,11 @@ def keys_of_passes() -> Iterator[set[Any]]:
         yield found
 
 
-@contextlib.contextmanager
-def cached_by_aotautograd() -> Iterator[list[bool]]:
+def cached_by_aotautograd() -> Patched:
     """Whether AOTAutograd's cache is on where a half is compiled, for each half."""
     from fp8compile.runtime.halves import Halves
 
-    seen: list[bool] = []
-    compile = Halves.compile
-
-    def compiled(self: Any, *args: Any, **kwargs: Any) -> Any:
-        seen.append(torch._functorch.config.enable_autograd_cache)
-        return compile(self, *args, **kwargs)
-
-    with mock.patch.object(Halves, "compile", compiled):
-        yield seen
+    return noting(Halves, "compile", lambda *_, **__: torch._functorch.config.enable_autograd_cache)
 
 
 def forwards_of(parameter: Any) -> list[str]:
@@ -518,7 +494,7 @@ def measured_casts() -> Iterator[list[str]]:
     stock = Look.__call__
 
     def look(self: Look, node: torch.fx.Node, args: tuple, result: Any) -> None:
-        if self.measurements:
+        if self.measurements and "fp8_operand" in node.meta:
             seen.append(node.meta["fp8_operand"].role)
         stock(self, node, args, result)
 
@@ -526,21 +502,11 @@ def measured_casts() -> Iterator[list[str]]:
         yield seen
 
 
-@contextlib.contextmanager
-def slow_calls() -> Iterator[list[bool]]:
+def slow_calls() -> Patched:
     """For each call of a half inside, whether it runs operator by operator for a measurement."""
     from fp8compile.runtime.probe import Looking
 
-    found: list[bool] = []
-    stock = Looking.at
-
-    def at(self: Looking, *args: Any) -> Any:
-        look = stock(self, *args)
-        found.append(look is not None)
-        return look
-
-    with mock.patch.object(Looking, "at", at):
-        yield found
+    return noting(Looking, "at", lambda look, *_, **__: look is not None)
 
 
 def measured(parameter: torch.Tensor) -> dict[str, dict[str, float]]:
@@ -567,14 +533,26 @@ def measured_in_parts(elements: int) -> Patched:
 
 def remembered(parameter: torch.Tensor) -> tuple[int, int]:
     """Of the graph that has run with this parameter: the sets of weights that it knows, and the tensors in its report."""
-    import gc
-
     from fp8compile.runtime.compiled_graph import CompiledGraph
     from fp8compile.runtime.ledger import LEDGER
 
     graphs = [x for x in gc.get_objects() if type(x) is CompiledGraph and x.owners.casts]
     (graph,) = [graph for graph in graphs if any(id(parameter) in key for key in graph.owners.met)]
     return len(graph.owners.met), len(LEDGER.graphs()[graph.record][1])
+
+
+@contextlib.contextmanager
+def slow_gpu(folder: Path) -> Iterator[str]:
+    """The name of a GPU with slow matmuls, described in this folder: small ones gain there, too."""
+    from fp8compile.devices import catalog
+    from fp8compile.logs import DEVICES_VARIABLE
+
+    h200 = catalog.find("h200")
+    rates = catalog.Rates(bf16=1e12, fp16=1e12, fp32=1e12, fp8=2e12, bandwidth=h200.bandwidth)
+    slow = dataclasses.replace(h200, key="slow", name="Slow GPU", sustained=rates, launch=1e-9, origin="calibrated")
+    with mock.patch.dict(os.environ, {DEVICES_VARIABLE: str(folder / "devices.toml")}):
+        catalog.store(slow)
+        yield slow.name
 
 
 # -- steps that are compared, estimated, tuned ---------------------------------------------------------------------------

@@ -213,6 +213,18 @@ class Twice(nn.Module):
         return self.linear(3.0 * torch.tanh(self.linear(x)))
 
 
+class Uses(nn.Module):
+    """One parameter as three weights, and as the weight of a fourth matmul."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(128, 384, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return (q * k + v) @ self.qkv.weight[:128]
+
+
 class Spelled(nn.Module):
     """The same product written as F.linear, x @ w, x @ w.t() and addmm; [rows, width] -> [rows, width]."""
 

@@ -15,7 +15,6 @@ import itertools
 import logging
 import multiprocessing
 import os
-import random
 import tempfile
 import time
 import traceback
@@ -26,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from tests.support import hooks
 
@@ -52,18 +52,16 @@ def warnings() -> list[str]:
 
 @contextlib.contextmanager
 def _afresh(environment: dict[str, str], inductor: bool) -> Iterator[None]:
-    """As the fixture `fresh` for tests: nothing is left from the work before."""
+    """As the fixture `fresh` for tests: nothing is left from the work before. (DTensor's cache would hold meshes that equal
+    ours and are other objects, which torch's tracing cannot always tell apart.)"""
     before, handlers = dict(os.environ), [*logging.getLogger(SEEN).handlers]
     os.environ.clear()
     os.environ.update(environment)
     hooks.forget()
-    random.seed(0)
-    torch.manual_seed(0)
-    strict = {"fail_on_recompile_limit_hit": True, "suppress_errors": False, "run_gc_after_compile": False}
+    _clear_sharding_prop_cache()
     alone = torch._inductor.config.patch(compile_threads=1)  # a fork has not the threads that wait for compile workers
-    with torch._dynamo.config.patch(strict), torch._functorch.config.patch(enable_autograd_cache=False):
-        with alone if inductor else hooks.interpreted():
-            yield
+    with hooks.strictly(), alone if inductor else hooks.interpreted():
+        yield
     os.environ.clear()
     os.environ.update(before)
     logging.getLogger(SEEN).handlers[:] = handlers

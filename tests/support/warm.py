@@ -1,16 +1,11 @@
-"""The tests of warm starts: `scene` trains a small model and gives all that a second compilation of it must repeat.
-
-    python -m tests.support.warm RECIPE MODEL
-
-does so in a process of its own, and prints it as JSON. MODEL is a class below.
-"""
+"""The tests of warm starts: `scene` trains a small model and gives all that a second compilation of it must repeat; `main`
+prints that as JSON. (Not for `python -m`: the cache would know the models of another module, `__main__`.)"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import re
-import sys
 from typing import Any
 
 import torch
@@ -101,7 +96,3 @@ def main(recipe: str, model: str) -> None:
     torch.set_num_threads(1)
     found = scene(globals()[model], recipe)
     print(json.dumps({"found": found, "cache": counts()}))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
