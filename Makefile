@@ -2,6 +2,7 @@
 # make check   before each commit: lint, and the tests that need no model
 # make test    lint, and the tests but for the slow ones
 # make slow    the slow tests: machine code for every architecture, training to a loss, several processes
+# make studies a few trainings and soaks that take minutes each: before a release
 # make compat  the tests that run on the oldest and the newest torch, too: make compat TORCH=2.11.0
 # make hosts   the tests with Trainer, TRL, Accelerate, Lightning, Axolotl and torchtitan, in an environment of their own
 # make mutants plant known faults one by one, and say which tests find them: make mutants ARGS="S1 S2"
@@ -36,7 +37,7 @@ PIP   := $(PY) -m pip --disable-pip-version-check
 # seconds; the aims are 45, 270 and 600.
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile -q --durations=10
 
-.PHONY: demo check test slow compat hosts hosts-venv mutants axolotl docs docs-venv dist lint venv clean
+.PHONY: demo check test slow studies compat hosts hosts-venv mutants axolotl docs docs-venv dist lint venv clean
 
 demo: $(STAMP)
 	$(PY) examples/train_gpt.py $(ARGS)
@@ -48,7 +49,10 @@ test: lint
 	$(PYTEST) --budget 720 -m "not slow" $(TESTS)
 
 slow: $(STAMP)
-	$(PYTEST) --budget 1800 -m slow $(TESTS)
+	$(PYTEST) --budget 1800 -m "slow and not study" $(TESTS)
+
+studies: $(STAMP)
+	$(PYTEST) -m study $(TESTS)
 
 compat: $(STAMP)
 	$(PYTEST) --budget 300 -m "compat and not slow" $(TESTS)
@@ -56,8 +60,8 @@ compat: $(STAMP)
 mutants: $(STAMP)
 	$(PY) -m tests.mutants run $(ARGS)
 
-hosts: hosts-venv  # Exports are loaded with the help of Accelerate
-	$(MAKE) slow $(HOSTS) JOBS=2 TESTS="tests/hosts tests/exporting"
+hosts: hosts-venv  # one kind of export is loaded with the help of Accelerate
+	$(MAKE) slow $(HOSTS) JOBS=2 TESTS="tests/hosts tests/exporting/test_transformers.py::test_loaded_with_fine_grained_fp8"
 
 hosts-venv:  # axolotl pins older versions of the other hosts: without its requirements
 	$(MAKE) venv $(HOSTS)

@@ -157,6 +157,7 @@ def test_never_slower(seed: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.study
 @pytest.mark.timeout(600)
 def test_a_short_soak() -> None:
     row = soak.run("delayed, fp8 all-gather", soak.Study(steps=20, nan=6, loss=9, kill=14, weight=17, save=4))

@@ -54,6 +54,7 @@ def test_fp8_trains_to_the_same_loss_as_bf16(text: Tensor) -> None:
     assert run.train_losses != bf16.train_losses  # the run was not bf16
 
 
+@pytest.mark.study
 def test_experts_train_to_the_same_loss_as_in_bf16(text: Tensor) -> None:
     config = dataclasses.replace(TINY, experts=4)
     bf16 = train_gpt.train(config, text, evaluations=1)
@@ -165,7 +166,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]
     return printed, losses
 
 
-@pytest.mark.parametrize("kind", parallel.KINDS)
+@pytest.mark.parametrize("kind", [pytest.param(x, marks=[pytest.mark.study] * (x != "fsdp")) for x in parallel.KINDS])
 def test_two_processes_train_as_one(kind: str, alone: tuple[str, dict[str, Any]], tmp_path: Path) -> None:
     """Losses of every step, what is printed, and the checkpoint, which is that of one process."""
     printed, found = run_demo(tmp_path, kind, "--parallel", kind, processes=2)

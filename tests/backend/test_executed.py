@@ -120,13 +120,10 @@ def steps(pair: Pair, shape: tuple[int, ...], count: int = 4) -> None:
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
                 ("mlp", "mxfp8", FP32, 1),
-                ("odd", "delayed", BF16, 1),
                 ("rotary", "delayed", BF16, 0),
                 ("gated", "tensorwise", FP32, 0),
-                ("spelled", "tensorwise", FP32, 1),
                 ("twice", "rowwise_with_gw_hp", FP32, 0),
                 ("checkpointed_blocks", "rowwise", FP32, 1),
-                ("rotary", "blockwise", FP32, 0),
                 ("post_norm", "blockwise", BF16, 1),
                 ("odd", "blockwise", BF16, 0),
             )

@@ -65,11 +65,11 @@ def step(model: torch.nn.Module, call: Any, seed: int = 0) -> float:
     return float(loss)
 
 
-SLOW = [pytest.param(x, x == QUICK, marks=pytest.mark.slow) for x in MODELS]  # one of them through Inductor
+THROUGH_INDUCTOR = pytest.param(QUICK, True, marks=pytest.mark.study)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "inductor"), [(QUICK, False), *SLOW])
+@pytest.mark.parametrize(("name", "inductor"), [*((x, False) for x in MODELS), THROUGH_INDUCTOR])
 def test_each_layer_has_six_matmuls_in_fp8_and_learns(name: str, inductor: bool) -> None:
     model = make(name)
     keys = list(model.state_dict())
@@ -88,7 +88,7 @@ def test_each_layer_has_six_matmuls_in_fp8_and_learns(name: str, inductor: bool)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("inductor", [False, True])
+@pytest.mark.parametrize("inductor", [False, pytest.param(True, marks=pytest.mark.study)])
 def test_float32_experts(inductor: bool) -> None:
     """transformers calls operators of its own, which loop over the experts."""
     plain, model = make("Mixtral", torch.float32), make("Mixtral", torch.float32)

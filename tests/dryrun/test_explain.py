@@ -325,7 +325,7 @@ def test_nothing_to_compile():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["Llama", "GPT2"])
+@pytest.mark.parametrize("name", ["Llama", pytest.param("GPT2", marks=pytest.mark.study)])
 def test_transformers(name):
     transformers = pytest.importorskip("transformers")
     sizes = dict(hidden_size=128, intermediate_size=256, num_hidden_layers=1, num_attention_heads=2, vocab_size=256)

@@ -162,6 +162,7 @@ def test_one_kernel_that_moves_2_bytes_an_element(
 
 @needs_description
 @pytest.mark.slow
+@pytest.mark.study
 def test_the_plan_of_a_gpu_executed() -> None:
     """On a CPU: what the plan with two copies computes, of one cast a step."""
     how = ({"cache_weights": True, "recast_weights": recast} for recast in (False, True))

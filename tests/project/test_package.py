@@ -70,7 +70,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {"wheel": next(dist.glob("*.whl")), "sdist": next(dist.glob("*.tar.gz")), "builder": builder}
 
 
-@pytest.fixture(scope="module", params=["wheel", "sdist"])
+@pytest.fixture(scope="module", params=["wheel", pytest.param("sdist", marks=pytest.mark.study)])
 def python(request: pytest.FixtureRequest, built: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The Python of an empty environment into which one of them was installed."""
     folder = tmp_path_factory.mktemp(request.param)
