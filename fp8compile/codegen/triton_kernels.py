@@ -24,6 +24,10 @@ WINDOW = tl.constexpr(state_page.WINDOW)
 INTERVAL = tl.constexpr(state_page.INTERVAL)
 LIMIT = tl.constexpr(state_page.LIMIT)
 HISTORY = tl.constexpr(state_page.HISTORY)
+DROP = tl.constexpr(state_page.DROP)
+E4M3_LEAST = tl.constexpr(state_page.E4M3_LEAST)
+E5M2_LEAST = tl.constexpr(state_page.E5M2_LEAST)
+E5M2_LIMIT = tl.constexpr(state_page.E5M2_LIMIT)
 SNAPSHOT = tl.constexpr(state_page.SNAPSHOT)
 LARGEST = tl.constexpr(scale.LARGEST)
 SMALLEST = tl.constexpr(scale.SMALLEST)
@@ -213,15 +217,19 @@ def fp8_update(
             reach = tl.load(row + REACH, mask=inside, other=1.0)
             interval = tl.load(row + INTERVAL, mask=inside, other=1.0)
             limit = tl.load(row + LIMIT, mask=inside, other=float("inf"))
+            newest = tl.load(row + HISTORY, mask=inside, other=0.0)
             tl.debug_barrier()  # all threads read the history before it is shifted
+            cold = age < 0
+            overflow = (age >= 0) & (amax * scale > limit)
+            floor = tl.minimum(tl.where(limit < E5M2_LIMIT, E4M3_LEAST, E5M2_LEAST), reach / DROP)
+            underflow = (amax > 0) & (limit < float("inf")) & (amax * scale < floor)
+            recent = tl.where((underflow & cold & (newest > 0))[:, None], 0.0, recent)
             if LENGTH == 1:
                 peak = amax
             else:
                 window = tl.load(row + WINDOW, mask=inside, other=1.0)
                 counts = column[None, :] + 1 < window[:, None]
                 peak = tl.maximum(amax, tl.max(tl.where(counts, recent, 0.0), 1))
-            cold = age < 0
-            overflow = (age >= 0) & (amax * scale > limit)
             due = tl.where(cold, amax > 0, age + 1 >= interval)
             fresh = (due | overflow) & (peak > 0)
             wide = reach.to(tl.float64) / tl.where(fresh, peak, 1.0).to(tl.float64)
@@ -229,7 +237,7 @@ def fp8_update(
             new_scale = tl.where(fresh, wide.to(tl.float32), scale)
             new_inverse = tl.where(fresh, (1.0 / new_scale.to(tl.float64)).to(tl.float32), inverse)
             new_age = tl.where(due, 0.0, tl.where(cold, age, age + 1))
-            new_age = tl.where(overflow, -1.0, new_age)
+            new_age = tl.where(overflow | (underflow & (age >= 0)), -1.0, new_age)
             tl.store(row + SCALE, new_scale, mask=inside)
             tl.store(row + SCALE_INV, new_inverse, mask=inside)
             tl.store(row + AGE, new_age, mask=inside)

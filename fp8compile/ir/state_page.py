@@ -12,7 +12,8 @@ One direction (forward or backward) of one set of parameters keeps its delayed s
 
              9
              limit: an amax that is scaled to more than this is an overflow, after which the slot is cold for a call:
-             fp8_max, or JUMP times the reach where that is more
+             fp8_max, or JUMP times the reach where that is more. One that is scaled to less than `floor_of` is an underflow,
+             after which the slot is cold, too
 
 Columns 6 to 9 are the slot's own constants (`SlotSettings`), so that slots of different recipes share a page.
 
@@ -32,7 +33,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..devices.formats import FORMATS
+from ..devices.formats import E5M2, FORMATS
 from .scale import inverse_of, scale_to
 
 SCALE, SCALE_INV, AGE, BEFORE, REACH, WINDOW, INTERVAL, LIMIT, HISTORY = 0, 1, 2, 3, 6, 7, 8, 9, 10
@@ -46,6 +47,18 @@ def limit_of(fp8_max: float, margin: int, gradient: bool) -> float:
     """The limit of a slot: an overflow is an amax that the scale does not cover and that is a jump, too. If the margin leaves
     more headroom than a jump needs, every amax that saturates is an overflow."""
     return max(fp8_max, (JUMP_OF_GRADIENTS if gradient else JUMP) * fp8_max / 2.0**margin)
+
+
+# An underflow is this many times less than the amax that its scale was computed from, and is scaled to less than this: 1024
+# times the smallest number of the format, so that whatever is 2048 times smaller than the amax becomes zero.
+DROP, E4M3_LEAST, E5M2_LEAST = 64.0, 2.0, 2.0**-6
+E5M2_LIMIT = E5M2.max  # the least limit of E5M2; those of E4M3 are below
+
+
+def floor_of(reach: Tensor, limit: Tensor) -> Tensor:
+    """An amax above zero that is scaled to less than this is an underflow. 0 without a limit: the slot is not watched."""
+    least = torch.where(limit < E5M2_LIMIT, E4M3_LEAST, E5M2_LEAST)
+    return torch.where(limit < float("inf"), torch.minimum(least, reach / DROP), 0.0)
 
 
 class SlotSettings(NamedTuple):
@@ -76,8 +89,8 @@ class Rows:
     length = property(lambda rows: rows.tensor.shape[-1] - HISTORY)  # amaxes that are kept
     history = property(lambda rows: rows.tensor.narrow(-1, HISTORY, rows.length))
     before = property(lambda rows: Rows(rows.tensor.narrow(-1, BEFORE, REACH - BEFORE)))  # the columns of the call before
-    cold = property(lambda rows: rows.age < 0)  # no scale yet, or an overflow in the last call
-    overflowed = property(lambda rows: rows.cold & (rows.newest > 0))  # an overflow in the last call
+    cold = property(lambda rows: rows.age < 0)  # no scale yet, or an overflow or underflow in the last call
+    overflowed = property(lambda rows: rows.cold & (rows.newest > 0))  # an overflow or underflow in the last call
 
     def settings(self) -> SlotSettings:
         """The settings of a single row. Reads the device."""
@@ -168,7 +181,9 @@ def next_page(page: Tensor, snapshot: Tensor, amax: Tensor) -> Tensor:
     The history shifts by one. A slot's scale is recomputed at its first non-zero amax and at every interval-th call
     from there, unless the amax to compute it from is 0. If an amax times the old scale exceeds the slot's limit, the
     scale is recomputed at once, and the slot becomes cold: the next call uses its current amax, if it can (`runtime.calls`),
-    else the new scale. If any amax is not finite, nothing moves: one bad batch leaves no trace (TransformerEngine keeps the
+    else the new scale. If it is below the slot's floor, the slot becomes cold. If the next one is below the floor, too, or the
+    one after an overflow, the slot forgets what is older: that would flush the tensor for the length of the window (after a
+    rollback, say, to weights from before a spike). One odd batch alone changes no scale. If any amax is not finite, nothing moves: one bad batch leaves no trace (TransformerEngine keeps the
     infinity in the window for its whole length).
     """
     # Unused slots see zeros: with one shape for all rows and a single concatenation, Inductor makes one kernel of all this.
@@ -177,18 +192,22 @@ def next_page(page: Tensor, snapshot: Tensor, amax: Tensor) -> Tensor:
     old_scale, old_inverse, age = old.scale, old.scale_inv, old.age
     recent = page.narrow(1, HISTORY, rows.length - 1)
     reach, window, interval, limit = rows.reach, rows.window, rows.interval, rows.limit
+    cold = age < 0
+    overflow = ~cold & (amax * old_scale > limit)
+    underflow = (amax > 0) & (amax * old_scale < floor_of(reach, limit))
+    again = underflow & cold & (rows.newest > 0)
+    underflow = underflow & ~cold
+    recent = torch.where(again.unsqueeze(1), 0.0, recent)
     peak = amax
     if recent.shape[1]:
         counts = torch.arange(1, recent.shape[1] + 1, device=page.device) < window.unsqueeze(1)
         peak = torch.maximum(amax, torch.where(counts, recent, 0.0).amax(1))
-    cold = age < 0
-    overflow = ~cold & (amax * old_scale > limit)
     due = torch.where(cold, amax > 0, age + 1 >= interval)
     fresh = (due | overflow) & (peak > 0)
     scale = torch.where(fresh, scale_to(peak, reach.to(torch.float64)), old_scale)
     inverse = torch.where(fresh, inverse_of(scale), old_inverse)
     age = torch.where(due, torch.zeros_like(age), torch.where(cold, age, age + 1))
-    age = torch.where(overflow, torch.full_like(age, -1.0), age)
+    age = torch.where(overflow | underflow, torch.full_like(age, -1.0), age)
     columns = [x.unsqueeze(1) for x in (scale, inverse, age)]
     constants = page.narrow(1, REACH, HISTORY - REACH)
     moved = torch.cat([*columns, snapshot.narrow(1, 0, BEFORE), constants, amax.unsqueeze(1), recent], 1)

@@ -1,8 +1,9 @@
 """How the host learns which tensors overflowed, without waiting for a GPU.
 
-The update of a page makes a slot cold when an amax saturated and was a jump, too (it exceeded the slot's limit). Such a slot
-has an age below zero and a newest amax above zero. A slot that never saw anything has a newest amax of zero. So age * amax is
-negative only after an overflow. On a CPU the host reads the pages before each call. On a GPU that would wait for all queued
+The update of a page makes a slot cold when an amax saturated and was a jump, too (it exceeded the slot's limit), or when it was
+so small that the scale flushed a good part of the tensor to zero (an underflow). Such a slot has an age below zero and a newest
+amax above zero. A slot that never saw anything has a newest amax of zero. So age * amax is negative only after an overflow or
+an underflow. Both are overflows below: what the stored scale was not fit for. On a CPU the host reads the pages before each call. On a GPU that would wait for all queued
 work. There the products age * amax are copied to pinned memory behind a call's backward. The host looks at them before a later
 call, once they have arrived. Until then calls are warm, with the scale that the update computed from the amax that overflowed.
 """
@@ -27,12 +28,17 @@ SHOWN = 3  # tensors in a line
 
 
 class Overflow(NamedTuple):
-    """Slot `row` of the forward's or the backward's page saw `amax` when its scale covered no more than `covered`."""
+    """Slot `row` of the forward's or the backward's page saw `amax` when its scale covered no more than `covered`, or far more."""
 
     backward: bool
     row: int
     amax: float
     covered: float
+
+    @property
+    def apart(self) -> float:
+        """How many times too large, or too small."""
+        return max(self.covered / self.amax, self.amax / self.covered)
 
 
 class Watch:
@@ -95,9 +101,10 @@ def say(overflows: Sequence[Overflow], name: Callable[[Overflow], str]) -> None:
     if now - _Said.at < QUIET or not logger.isEnabledFor(logging.INFO):
         _Said.missed += len(overflows)
         return
-    worst = sorted(overflows, key=lambda x: x.covered / x.amax)
+    worst = sorted(overflows, key=lambda x: -x.apart)
+    what = " and ".join(dict.fromkeys("overflow" if x.amax > x.covered else "underflow" for x in worst))
     text = "; ".join(f"{name(x)}: amax {x.amax:.4g}, its scale covered {x.covered:.4g}" for x in worst[:SHOWN])
     more = f"; and {len(worst) - SHOWN} more" if len(worst) > SHOWN else ""
     missed = f" ({_Said.missed} overflows since the last such line)" if _Said.missed else ""
-    logger.info("fp8: overflow, next scaled by the current amax: %s%s%s", text, more, missed)
+    logger.info("fp8: %s, next scaled by the current amax: %s%s%s", what, text, more, missed)
     _Said.at, _Said.missed = now, 0

@@ -99,7 +99,7 @@ def test_forwards_without_backward() -> None:
         seen(run, value)
     assert seen(run, 100.0, None) == 2.0
     assert seen(run, 900.0, None) == 900.0
-    seen(run, 1.0)
+    seen(run, 100.0)
     assert seen(run, 1000.0) == 900.0  # a warm call
 
 
@@ -308,3 +308,84 @@ def test_an_infinity_behind_an_overflow() -> None:
     assert not y[3].isfinite().any() and y[0, 0].item() / 128 == pytest.approx(500.0)
     y.sum().backward()
     assert seen(run, 3000.0) == 3000.0  # nothing moved: this is the call after the overflow
+
+
+# -- tensors that become much smaller than their history
+
+
+def smaller_weights(model: Any) -> None:
+    load(model, 1e-3)
+
+
+def smaller_layer(model: Any) -> None:
+    """One that is initialised again."""
+    model.layers[1].weight.data.mul_(1e-4)
+
+
+def smaller_batch(model: Any) -> None:
+    model.inputs = 1e-5
+
+
+def smaller_loss(model: Any) -> None:
+    model.grads = 1e-6
+
+
+@pytest.mark.parametrize("change", [smaller_weights, smaller_layer, smaller_batch, smaller_loss])
+@pytest.mark.parametrize("options", [{}, {"amax_history_len": 64}, {"interval": 4, "margin": 2}, {"fp8_format": "e4m3"}], ids=str)
+def test_what_a_spike_leaves(change: Any, options: dict[str, Any]) -> None:
+    """The call after the first one that is smaller is exact, whatever the histories remember."""
+    model, plain = Chain(), Chain()
+    run = compiled(model, **options)
+
+    def errors() -> list[float]:
+        found = []
+        for side, net in ((plain, plain), (run, model)):
+            x = (noise(32, 128, seed=1).abs() * getattr(net, "inputs", 1.0)).requires_grad_()
+            net.zero_grad()
+            y = side(x)
+            y.backward(noise(32, 128, seed=2).abs() * getattr(net, "grads", 1.0))
+            found.append([y.detach(), x.grad, *grads_of(net).values()])
+        return [sqnr(*pair) for pair in zip(*found, strict=True)]
+
+    before = [min(errors()) for _ in range(4)]
+    for net in (model, plain):
+        change(net)
+    after = [min(errors()) for _ in range(6)]
+    assert before[-1] > 24 and min(after[1:]) > before[-1] - 6, (before, after)
+    assert not any(hooks.cold(model).values())
+
+
+def test_an_underflow_is_left_alone_where_overflows_are() -> None:
+    model = linear(1.0)
+    run = compiled(model, on_overflow="saturate")
+    seen(run, 1.0)
+    assert [seen(run, 2.0**-30) for _ in range(3)] == [0.0] * 3 and not any(cold(model).values())
+
+
+def test_nothing_at_all_is_no_underflow() -> None:
+    """A tensor of zeros has an amax of zero: the history stays."""
+    model = linear(1.0)
+    run = compiled(model)
+    seen(run, 1.0)
+    seen(run, 0.0)
+    assert not any(cold(model).values()) and seen(run, 1.0) == 1.0
+
+
+def test_one_odd_batch_changes_no_scale() -> None:
+    """Where the host does not know yet (on a GPU, it learns later), the batch after it is as exact as ever."""
+    model = linear(1.0)
+    run = compiled(model)
+    seen(run, 1.0)
+    (before,) = (slot.scale() for (_, role, _), slot in hooks.slots_of(model).items() if role == "input")
+    seen(run, 1e-7)
+    (after,) = (slot.scale() for (_, role, _), slot in hooks.slots_of(model).items() if role == "input")
+    assert before == after and cold(model)["input"]
+    assert seen(run, 1.0) == 1.0 and not cold(model)["input"]
+
+
+def test_a_spike_of_one_batch_is_forgotten() -> None:
+    """The call after it is cold, and the next one has the scale of before."""
+    model = linear(1.0)
+    run = compiled(model)
+    assert [seen(run, value) for value in (1.0, 1e6, 1.0, 1.0)] == [1.0, 1.0, 1.0, 1.0]
+    assert not cold(model)["input"]

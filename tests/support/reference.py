@@ -20,9 +20,9 @@ multiplies its own rows, all formats are E4M3, and "one scale" is one for the st
 Delayed state belongs to a slot (parameter name, role, use). Here every reader has its own slot: if q, k and v read one tensor,
 the oracle keeps three equal histories and the package keeps one.
 
-A call is cold while some slot has seen only zeros (for 16 such calls at most), and after a call in which an amax overflowed.
-In a cold call, a tensor is cast with the scale of its own amax if its slot is cold, or if the scale of the slot would saturate
-it. Each path through a model is a graph of its own with its own cold calls. The arguments that are not tensors determine the
+A call is cold while some slot has seen only zeros (for 16 such calls at most), and after a call in which an amax overflowed or
+underflowed. In a cold call, a tensor is cast with the scale of its own amax if its slot is cold, or if the scale of the slot
+would saturate or flush it. Each path through a model is a graph of its own with its own cold calls. The arguments that are not tensors determine the
 path of a call.
 """
 
@@ -53,7 +53,7 @@ class Slot:
     length: int
     history: list[float] = field(default_factory=list)
     scale: float | None = None
-    calls: int = 0  # since the first non-zero amax; an overflow sets it to 0 until the next non-zero amax
+    calls: int = 0  # since the first non-zero amax; an overflow or underflow sets it to 0 until the next non-zero amax
 
     @property
     def cold(self) -> bool:
@@ -181,17 +181,26 @@ class Reference:
         """The scale with which this training call quantizes a tensor with this amax. None: current scaling.
 
         The scale comes from earlier calls. In a cold call it comes from `amax`, if `amax` is finite, and the slot is cold or
-        its scale would saturate the tensor.
+        its scale would saturate the tensor, or flush it.
         """
         settings, role = self.of(key[0]), key[1]
         if not settings.delayed(role):
             return None
         slot = self.slots.setdefault(key, Slot(self.length))
         stored, fp8_max = slot.scale or 1.0, settings.format(role)[1]
-        saturates = settings.on_overflow == "current" and float32(amax * stored) > fp8_max
-        if call.cold and (slot.cold or saturates) and math.isfinite(amax):
+        unfit = settings.on_overflow == "current" and float32(amax * stored) > fp8_max
+        unfit = unfit or self._flushes(settings, role, amax, stored)
+        if call.cold and (slot.cold or unfit) and math.isfinite(amax):
             return scale_of(amax, fp8_max, settings.margin_of(role))
         return stored
+
+    @staticmethod
+    def _flushes(settings: Settings, role: str, amax: float, scale: float) -> bool:
+        """An underflow: 64 times less than what the scale is for, and within 2**10 of the least number of the format."""
+        fp8_max = settings.format(role)[1]
+        least = 1024 * (2.0**-9 if fp8_max < 1000.0 else 2.0**-16)
+        least = min(least, fp8_max / 2 ** settings.margin_of(role) / 64)
+        return settings.on_overflow == "current" and 0.0 < float32(amax * scale) < least
 
     def _update(self, amaxes: dict[Key, float], call: Call, last: bool = True) -> None:
         """Moves the state at the end of one direction of a call. After the `last` one, decides if the path stays cold."""
@@ -216,12 +225,15 @@ class Reference:
             # an overflow saturates, and is more than 2 (gradients: 8) times the largest amax in the history
             limit = max(fp8_max, (8.0 if key[1] == "gradient" else 2.0) * fp8_max / 2**margin)
             overflow = settings.on_overflow == "current" and not slot.cold and float32(amax * slot.scale) > limit
+            underflow = slot.scale is not None and self._flushes(settings, key[1], amax, slot.scale)
+            if underflow and slot.cold:  # the second one, or after an overflow
+                slot.history = [amax] + [0.0] * (self.length - 1)
             if slot.calls % settings.interval == 0 or overflow:
                 length = 1 if settings.amax_compute_algo == "most_recent" else settings.amax_history_len
                 window = max(slot.history[:length])
                 if window > 0.0:
                     slot.scale = scale_of(window, fp8_max, margin)
-            slot.calls = 0 if overflow else slot.calls + 1
+            slot.calls = 0 if overflow or (underflow and not slot.cold) else slot.calls + 1
 
     # the matmuls of one reader of a weight
 
