@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .backend import fp8 as fp8
+    from . import distributed as distributed
+    from . import optim as optim
     from .config.policy import Policy as Policy
     from .config.policy import Rule as Rule
     from .config.policy import Schedule as Schedule
@@ -71,17 +73,20 @@ _MODULES = {
     "runtime.weight_cache": ("refresh",),
     "runtime.state_dict": ("load_scaling_state", "scaling_state"),
 }
+_SUBMODULES = ("distributed", "optim")
 _PUBLIC = {name: module for module, names in _MODULES.items() for name in names}
-__all__ = sorted(_PUBLIC)  # noqa: PLE0605
+__all__ = sorted((*_PUBLIC, *_SUBMODULES))  # noqa: PLE0605
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _PUBLIC:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib
 
+    if name in _SUBMODULES:
+        return importlib.import_module(f".{name}", __name__)
     return getattr(importlib.import_module(f".{_PUBLIC[name]}", __name__), name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_PUBLIC})
+    return sorted({*globals(), *__all__})

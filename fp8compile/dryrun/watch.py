@@ -11,6 +11,7 @@ Hooks see the call from outside of what Dynamo compiles, so nothing is compiled 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import weakref
 from collections.abc import Callable
@@ -22,8 +23,8 @@ from torch import Tensor, nn
 
 from .. import compat
 from ..config.recipe import integer
-from ..errors import OptionError, one_line
-from ..logs import get_logger, say_once
+from ..errors import OptionError
+from ..logs import ending, get_logger, say_once
 from ..reporting import monitor as reporting
 from ..reporting.monitor import Monitor
 from .compare import Session
@@ -83,48 +84,62 @@ class Comparing:
     def __init__(self, model: nn.Module, every: int):
         self.every = every
         self.model, self.session = weakref.ref(model), Session(model)
+        self.ends = f"the monitor compares {self.session.name} no more"
         self.seen: Seen | None = None
         self.waiting = False  # for the first call of a step that ends with a comparison
+        self.closed = False
         self.stop = _listen(model, self._called)
 
     def arm(self, step: int) -> None:
         """After `step` steps: is the next one to be compared?"""
-        self.waiting = (step + 1) % self.every == 0
+        self.waiting = (step + 1) % self.every == 0 and not self.closed
         self.seen = None
 
     def rows(self, step: int) -> list[dict[str, Any]]:
         """The rows of a comparison, if one is due after this step. An error of it is a warning, and ends all comparisons."""
         seen, self.seen = self.seen, None
-        if step % self.every:
+        if step % self.every or self.closed:
             return []
         if seen is None or not seen.gradients:
             what = "no call of the model was seen in this step" if seen is None else "no gradient came back to its outputs"
             say_once(logger, logging.WARNING, f"monitor: nothing to compare at step {step}: {what}")
             return []
         self.stop()  # the comparison calls the model, too
-        try:
+        rows: list[dict[str, Any]] = []
+        with ending(self.ends, self.close):
             with seen.autocast():
                 found = self.session.run(seen.args, seen.kwargs, seen.loss, repeat=False)
-        except Exception as error:  # must not stop a training
-            logger.warning("fp8: the monitor compares %s no more: %s", self.session.name, one_line(error))
-            self.close()
-            return []
-        if (model := self.model()) is not None:
-            self.stop = _listen(model, self._called)
-        _warn(step, found)
-        return rows_of(step, found)
+            rows = rows_of(step, found)
+            _warn(step, found)
+            if (model := self.model()) is not None:
+                self.stop = _listen(model, self._called)
+        return rows
 
     def close(self) -> None:
         self.stop()
-        self.waiting, self.seen = False, None
+        self.waiting, self.seen, self.closed = False, None, True
 
     def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[Any], None] | None:
         """A call of the model begins. Returns what to do with its output."""
         if not self.waiting or not torch.is_grad_enabled() or compat.in_backward():
             return None
         self.waiting = False
-        self.seen = Seen(_copied(args), _copied(kwargs))
-        return self.seen.watch
+        with ending(self.ends, self.close):
+            self.seen = Seen(_copied(args), _copied(kwargs))
+            return self._watch
+        return None
+
+    def _watch(self, output: Any) -> None:
+        """Note the gradients that come back to an output."""
+        with ending(self.ends, self.close):
+            for i, leaf in enumerate(pytree.tree_leaves(output)):
+                if isinstance(leaf, Tensor) and leaf.requires_grad:
+                    leaf.register_hook(functools.partial(self._came_back, self.seen, i))
+
+    def _came_back(self, seen: Seen, i: int, grad: Tensor | None) -> None:
+        with ending(self.ends, self.close):
+            if grad is not None:  # of one of several outputs, which the loss does not read
+                seen.gradients[i] = grad.detach().clone()
 
 
 class Seen:
@@ -136,11 +151,6 @@ class Seen:
         self.autocasts = {
             device: torch.get_autocast_dtype(device) for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)
         }
-
-    def watch(self, output: Any) -> None:
-        for i, leaf in enumerate(pytree.tree_leaves(output)):
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
-                leaf.register_hook(lambda grad, i=i: self.gradients.__setitem__(i, grad.detach().clone()))
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         stack = contextlib.ExitStack()

@@ -80,8 +80,9 @@ class Hoisted:
         return sum(math.prod(layout.shape) * layout.dtype.itemsize for layout in self.copies)
 
 
-def hoist(graph: Graph, matmuls: Collection[Matmul], cache: Cache) -> Hoisted | None:
-    """Move the casts; None if there are none to move. Raises CopiesMissing, before the graph is changed, if it lacks inputs."""
+def hoist(graph: Graph, matmuls: Collection[Matmul], cache: Cache, amaxes: Collection[Node] = ()) -> Hoisted | None:
+    """Move the casts; None if there are none to move. `amaxes` stay: the state will read them (that of a weight, too, where it is
+    the input of another matmul). Raises CopiesMissing, before the graph is changed, if it lacks inputs."""
     placeholders = {compat.input_index(node): node for node in graph.find_nodes(op="placeholder")}
     wanted = {matmul.parameter for matmul in matmuls if matmul.fp8 and matmul.recipe.cache_weights}
     weights = {node: i for i, node in placeholders.items() if i in cache.inputs and node in wanted and compat.is_whole(node)}
@@ -104,7 +105,7 @@ def hoist(graph: Graph, matmuls: Collection[Matmul], cache: Cache) -> Hoisted | 
     for node, other in spared.items():
         turn(graph, node, placeholders[cache.first + copies.index(other)])
     for node in reversed(moving):
-        if node not in weights and not node.users:
+        if node not in weights and not node.users and node not in amaxes:
             graph.erase_node(node)
     return Hoisted(made, used, layouts)
 

@@ -175,7 +175,8 @@ class Joint:
 
     def hoist(self) -> int:
         asked = not self.inference and not self.high_precision
-        self.hoisted = hoist(self.graph, self.matmuls, self.cache if asked else NO_CACHE)
+        amaxes = self.written.amaxes.values() if self.written is not None else ()
+        self.hoisted = hoist(self.graph, self.matmuls, self.cache if asked else NO_CACHE, amaxes)
         return 0 if self.hoisted is None else len(self.hoisted.copies)
 
     def unspell(self) -> int:

@@ -20,7 +20,7 @@ from torch import nn
 from .. import compat
 from ..config.recipe import integer
 from ..errors import OptionError
-from ..logs import get_logger, rank, say_once
+from ..logs import ending, get_logger, rank, say_once
 from ..runtime import phases
 from ..runtime.parameters import find
 from ..runtime.probe import Measurement
@@ -98,10 +98,17 @@ class Monitor:
 
     def _at(self, step: int) -> None:
         """Called after the `step`-th optimizer step."""
-        model, measurement = self._model(), self._measurement
+        model = self._model()
         if model is None or self._forget is None:
             return self.close()
         self._count = step
+        with ending(f"the monitor of {type(model).__name__} stops", self.close):
+            self._look(model, step)
+
+    def _look(self, model: nn.Module, step: int) -> None:
+        measurement = self._measurement
+        if measurement is not None and measurement.failed:
+            return self.close()
         due = step % self.every == 0  # else counted from another model's steps, or changed by `set_step`
         if measurement is not None and due and not measurement.records:
             idle = not any(find(weight).casts for weight in named_weights(model).values())
@@ -111,23 +118,19 @@ class Monitor:
             measurement.end()
             self._measurement = None
             if due:
-                self._put(model, [{"step": step, **row} for row in table(model, measurement)])
+                self._put([{"step": step, **row} for row in table(model, measurement)])
         for addition in self._additions:
             rows = addition.rows(step) if self._forget is not None else []
             if rows:
-                self._put(model, rows)
+                self._put(rows)
         if self._forget is not None:
             self._arm(step)
             for addition in self._additions:
                 addition.arm(step)
 
-    def _put(self, model: nn.Module, rows: list[Row]) -> None:
-        try:
-            self._write(rows)
-            self.written += 1
-        except OSError as error:  # a log that cannot be written must not stop the training
-            logger.warning("fp8: the monitor of %s stops: %s", type(model).__name__, error)
-            self.close()
+    def _put(self, rows: list[Row]) -> None:
+        self._write(rows)
+        self.written += 1
 
 
 def monitor(model: nn.Module, every: int = 100, to: Any = "fp8compile.jsonl") -> Monitor:

@@ -24,6 +24,7 @@ from torch.fx import Graph, Node
 from ..config.recipe import WHOLE, recipe_of
 from ..ir import ops
 from ..ir.scale import inverse_of
+from ..logs import ending
 from .parameters import ParameterRecord, all_records, ids_of, record_of
 from .state import named_weights
 
@@ -50,6 +51,7 @@ class Cast(NamedTuple):
 
 
 ACTIVE: list[Measurement] = []
+ENDS = "measures no more"
 
 
 @contextlib.contextmanager
@@ -79,6 +81,7 @@ class Measurement:
         self.done: set[tuple[int, ...]] = set()
         self.others: set[tuple[int, ...]] = set()  # graphs of other models
         self.records: dict[ParameterRecord, dict[Name, Tensor]] = {}
+        self.failed = False
 
     def begin(self) -> Measurement:
         ACTIVE.append(self)
@@ -99,6 +102,12 @@ class Measurement:
         return key not in self.done and not self.members.isdisjoint(key)
 
 
+def _fail(measurements: Sequence[Measurement]) -> None:
+    for measurement in list(measurements):
+        measurement.failed = True
+        measurement.end()
+
+
 @dataclass(eq=False)
 class Look:
     """One call that runs operator by operator: to be measured or, if `measurements` is empty, because a call beside it is."""
@@ -109,6 +118,14 @@ class Look:
 
     def __call__(self, node: Node, args: tuple, result: Any) -> None:
         """Measure what a cast made of its arguments. What `save` casts is no operand of a matmul."""
+        with ending(ENDS, self.end):
+            self._measure(node, args, result)
+
+    def end(self) -> None:
+        _fail(self.measurements)
+        self.measurements = ()
+
+    def _measure(self, node: Node, args: tuple, result: Any) -> None:
         operand = node.meta.get("fp8_operand")
         if operand is None:
             return
@@ -145,6 +162,12 @@ class Looking:
 
     def at(self, args: Sequence[Any], weights: Sequence[int], in_backward: bool, may_begin: bool) -> Look | None:
         """The `Look` of a call that runs operator by operator, else None. `may_begin`: the call may begin a measurement."""
+        look = None
+        with ending(ENDS, lambda: _fail(ACTIVE)):
+            look = self._at(args, weights, in_backward, may_begin)
+        return look
+
+    def _at(self, args: Sequence[Any], weights: Sequence[int], in_backward: bool, may_begin: bool) -> Look | None:
         key = tuple(id(args[i]) for i in weights)
         opened = self.open.get(key)
         wanting: list[Measurement] = []

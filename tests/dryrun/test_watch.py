@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 from typing import Any
@@ -35,7 +36,7 @@ class Restless(Mlp):
 def train(run, model: nn.Module, steps: int = 4, to: Any = None, **settings: Any) -> list[float]:
     """Losses of a training, with a monitor if there are `settings`."""
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    watched = fp8compile.monitor(run, 1000, to, **settings) if settings else None
+    watched = fp8compile.monitor(run, **{"every": 1000, "to": to, **settings}) if settings else None
     losses = []
     for step in range(steps):
         loss = (run(noise(16, 128, seed=step)) - 1).square().mean()
@@ -127,6 +128,33 @@ def test_an_error_ends_the_comparisons_and_not_the_training(caplog) -> None:
     with fp8compile.monitor(run, 1000, print, compare_every=1):
         torch.optim.SGD(other.parameters(), 0.1).step()
     assert "nothing to compare at step 1: no call of the model was seen" in caplog.text
+
+
+@pytest.mark.parametrize("place", [*hooks.failing_measurements(), "the user's"])
+def test_no_error_of_a_measurement_ends_a_training(place: str, caplog) -> None:
+    """It is one warning, and the training is the one without a monitor."""
+    plain, model = make(Mlp), make(Mlp)
+    expected = train(compiled(plain), plain)
+    run, watched = compiled(model), dict(every=1, compare_every=1, to=lambda rows: 1 / int(place != "the user's"))
+    with hooks.failing_measurements().get(place, contextlib.nullcontext()):
+        assert train(run, model, **watched) == expected
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(said) == 1 and ("planted" in said[0] or "division by zero" in said[0]), said
+
+
+def test_outputs_that_the_loss_does_not_read(caplog) -> None:
+    class Both(Mlp):
+        def forward(self, x: torch.Tensor) -> Any:
+            y = super().forward(x)
+            return {"unused": y * 2, "loss": y.square().mean()}
+
+    model, rows = make(Both), []
+    run, optimizer = compiled(model), torch.optim.SGD(model.parameters(), 0.1)
+    with fp8compile.monitor(run, 1000, rows.extend, compare_every=1):
+        for _ in range(2):
+            run(noise(16, 128))["loss"].backward()
+            optimizer.step()
+    assert comparisons(rows) == [1, 2] and "WARNING" not in {record.levelname for record in caplog.records}
 
 
 def test_a_summary_writer_gets_numbers() -> None:

@@ -390,6 +390,21 @@ def test_weights_that_are_computed_are_cast_in_the_graph() -> None:
     assert same(*results)
 
 
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
+def test_a_product_of_two_weights(recipe: str) -> None:
+    """The first one is the input of a matmul, too: it is cast in the graph for that, with a history of its own."""
+
+    class Penalty(Mlp):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + (self.up.weight.t() @ self.up.weight).square().mean()
+
+    results = []
+    for cache in (False, True):
+        model = make(lambda: Penalty(128, 256))
+        results.append(trained(model, compiled(model, cache, recipe), fused(model)))
+    assert same(*results)
+
+
 def test_hooks_are_registered_once() -> None:
     for _ in range(2):
         model = mlp()

@@ -531,6 +531,18 @@ def measured_in_parts(elements: int) -> Patched:
     return mock.patch.object(probe, "CHUNK", elements)
 
 
+def failing_measurements() -> dict[str, Patched]:
+    """Contexts in each of which another part of a measurement fails."""
+    from fp8compile.dryrun import watch
+    from fp8compile.reporting import monitor
+    from fp8compile.runtime import probe
+
+    parts = [(watch, "_copied"), (watch, "rows_of"), (watch.Session, "run"), (monitor, "table")]
+    parts += [(probe, "measured"), (probe.Measurement, "wants")]
+    error = MemoryError("planted")
+    return {f"{owner.__name__}.{name}": mock.patch.object(owner, name, side_effect=error) for owner, name in parts}
+
+
 def remembered(parameter: torch.Tensor) -> tuple[int, int]:
     """Of the graph that has run with this parameter: the sets of weights that it knows, and the tensors in its report."""
     from fp8compile.runtime.compiled_graph import CompiledGraph
