@@ -10,9 +10,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .backend import fp8 as fp8
     from . import distributed as distributed
     from . import optim as optim
+    from .backend import fp8 as fp8
     from .config.policy import Policy as Policy
     from .config.policy import Rule as Rule
     from .config.policy import Schedule as Schedule
@@ -75,11 +75,11 @@ _MODULES = {
 }
 _SUBMODULES = ("distributed", "optim")
 _PUBLIC = {name: module for module, names in _MODULES.items() for name in names}
-__all__ = sorted((*_PUBLIC, *_SUBMODULES))  # noqa: PLE0605
+__all__ = sorted(_PUBLIC)  # noqa: PLE0605
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name not in _PUBLIC and name not in _SUBMODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib
 
@@ -89,4 +89,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *_PUBLIC, *_SUBMODULES})

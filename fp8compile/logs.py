@@ -17,8 +17,6 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from .errors import one_line
-
 ROOT = "fp8compile"
 DUMP_VARIABLE = "FP8COMPILE_DUMP"
 POLICY_VARIABLE = "FP8COMPILE_POLICY"
@@ -72,17 +70,6 @@ def say_once(logger: logging.Logger, level: int, message: str) -> bool:
     _said.add(key)
     logger.log(level, "%s", message)
     return True
-
-
-@contextlib.contextmanager
-def ending(what: str, end: Callable[[], object]) -> Iterator[None]:
-    """For whatever measures: an error inside must not end a training. It is one warning, `what` with the error, and calls `end`."""
-    try:
-        yield
-    except Exception as error:
-        get_logger().warning("fp8: %s: %s", what, one_line(error))
-        with contextlib.suppress(Exception):
-            end()
 
 
 def forget() -> None:

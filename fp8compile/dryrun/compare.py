@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from .. import compat
@@ -63,7 +64,8 @@ def compare(
     device. A model in eval mode is compared as in training. Call `compare` in the context of your step, such as autocast.
 
     `loss` takes what the model returns, and returns a scalar tensor. By default the model returns it itself: as a scalar
-    tensor, as the attribute `loss` or as the key "loss". What `loss` itself changes is not restored.
+    tensor, as the attribute `loss`, as the key "loss", or as the only scalar in a tuple, a list or a dict. What `loss` itself
+    changes is not restored.
 
     `options` are those of the backend (`strict` is ignored). By default they are those that the model was compiled with, if it
     has trained in FP8. Then FP8 has its scales, too; a model that has not is scaled by its current amaxes. `device` names the
@@ -270,6 +272,10 @@ def _check_places(tensors: Mapping[str, Tensor], who: str) -> None:
             )
 
 
+def _is_loss(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.numel() == 1 and x.requires_grad
+
+
 def _loss(result: Any, loss: Loss | None, name: str, who: str) -> Tensor:
     """The loss of what a model returned; OptionError if that is none."""
     found: Any
@@ -281,7 +287,9 @@ def _loss(result: Any, loss: Loss | None, name: str, who: str) -> Tensor:
         found = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", None)
         source = f"{name} returned {type(result).__name__} whose loss is" if found is not None else f"{name} returned"
         found = result if found is None else found
-    if isinstance(found, Tensor) and found.numel() == 1 and found.requires_grad:
+        scalars = [leaf for leaf in pytree.tree_leaves(found) if _is_loss(leaf)]
+        found = scalars[0] if len(scalars) == 1 else found
+    if _is_loss(found):
         return found.reshape(())
     what = type(found).__name__
     if isinstance(found, Tensor):

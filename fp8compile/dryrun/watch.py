@@ -24,9 +24,10 @@ from torch import Tensor, nn
 from .. import compat
 from ..config.recipe import integer
 from ..errors import OptionError
-from ..logs import ending, get_logger, say_once
+from ..logs import get_logger, say_once
 from ..reporting import monitor as reporting
 from ..reporting.monitor import Monitor
+from ..runtime.probe import ending
 from .compare import Session
 from .comparison import Comparison
 
@@ -125,16 +126,16 @@ class Comparing:
             return None
         self.waiting = False
         with ending(self.ends, self.close):
-            self.seen = Seen(_copied(args), _copied(kwargs))
-            return self._watch
+            self.seen = seen = Seen(_copied(args), _copied(kwargs))
+            return functools.partial(self._watch, seen)
         return None
 
-    def _watch(self, output: Any) -> None:
+    def _watch(self, seen: Seen, output: Any) -> None:
         """Note the gradients that come back to an output."""
         with ending(self.ends, self.close):
             for i, leaf in enumerate(pytree.tree_leaves(output)):
                 if isinstance(leaf, Tensor) and leaf.requires_grad:
-                    leaf.register_hook(functools.partial(self._came_back, self.seen, i))
+                    leaf.register_hook(functools.partial(self._came_back, seen, i))
 
     def _came_back(self, seen: Seen, i: int, grad: Tensor | None) -> None:
         with ending(self.ends, self.close):

@@ -191,8 +191,8 @@ def snapshot(page: Tensor) -> Tensor:
 
 @define_op("(Tensor scales, Tensor amax, int slot, float fp8_max, int margin, bool covers=False) -> Tensor", _number)
 def delayed_scale(scales: Tensor, amax: Tensor, slot: int, fp8_max: float, margin: int, covers: bool = False) -> Tensor:
-    """The slot's scale. While the slot is cold, and with `covers` also where the slot's scale would saturate or flush the tensor,
-    the scale of the current amax, if that is finite. (The lowering always takes the slot's scale.)"""
+    """The slot's scale. While the slot is cold, and with `covers` also where the slot's scale would saturate or flush the
+    tensor, the scale of the current amax, if that is finite. (The lowering always takes the slot's scale.)"""
     row = state_page.Rows(scales[slot])
     return _stored_or_current(row.scale.reshape(1), row.cold, amax, fp8_max, margin, covers)
 

@@ -49,9 +49,9 @@ def limit_of(fp8_max: float, margin: int, gradient: bool) -> float:
     return max(fp8_max, (JUMP_OF_GRADIENTS if gradient else JUMP) * fp8_max / 2.0**margin)
 
 
-# An underflow is this many times less than the amax that its scale was computed from, and is scaled to less than this: 1024
-# times the smallest number of the format, so that whatever is 2048 times smaller than the amax becomes zero.
-DROP, E4M3_LEAST, E5M2_LEAST = 64.0, 2.0, 2.0**-6
+# An underflow is this many times less than the amax that its scale was computed from, and is scaled to less than 4096 times the
+# smallest number of the format. There, a tensor whose amax is 500 times its root mean square begins to lose precision.
+DROP, E4M3_LEAST, E5M2_LEAST = 64.0, 8.0, 2.0**-4
 E5M2_LIMIT = E5M2.max  # the least limit of E5M2; those of E4M3 are below
 
 
@@ -183,8 +183,8 @@ def next_page(page: Tensor, snapshot: Tensor, amax: Tensor) -> Tensor:
     scale is recomputed at once, and the slot becomes cold: the next call uses its current amax, if it can (`runtime.calls`),
     else the new scale. If it is below the slot's floor, the slot becomes cold. If the next one is below the floor, too, or the
     one after an overflow, the slot forgets what is older: that would flush the tensor for the length of the window (after a
-    rollback, say, to weights from before a spike). One odd batch alone changes no scale. If any amax is not finite, nothing moves: one bad batch leaves no trace (TransformerEngine keeps the
-    infinity in the window for its whole length).
+    rollback, say, to weights from before a spike). One odd batch alone changes no scale. If any amax is not finite, nothing
+    moves: one bad batch leaves no trace (TransformerEngine keeps the infinity in the window for its whole length).
     """
     # Unused slots see zeros: with one shape for all rows and a single concatenation, Inductor makes one kernel of all this.
     amax = torch.nn.functional.pad(amax, (0, page.shape[0] - amax.shape[0]))

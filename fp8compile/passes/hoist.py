@@ -81,8 +81,8 @@ class Hoisted:
 
 
 def hoist(graph: Graph, matmuls: Collection[Matmul], cache: Cache, amaxes: Collection[Node] = ()) -> Hoisted | None:
-    """Move the casts; None if there are none to move. `amaxes` stay: the state will read them (that of a weight, too, where it is
-    the input of another matmul). Raises CopiesMissing, before the graph is changed, if it lacks inputs."""
+    """Move the casts; None if there are none to move. `amaxes` stay: the state will read them (that of a weight, too, where it
+    is the input of another matmul). Raises CopiesMissing, before the graph is changed, if it lacks inputs."""
     placeholders = {compat.input_index(node): node for node in graph.find_nodes(op="placeholder")}
     wanted = {matmul.parameter for matmul in matmuls if matmul.fp8 and matmul.recipe.cache_weights}
     weights = {node: i for i, node in placeholders.items() if i in cache.inputs and node in wanted and compat.is_whole(node)}

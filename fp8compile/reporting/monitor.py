@@ -20,10 +20,10 @@ from torch import nn
 from .. import compat
 from ..config.recipe import integer
 from ..errors import OptionError
-from ..logs import ending, get_logger, rank, say_once
+from ..logs import get_logger, rank, say_once
 from ..runtime import phases
 from ..runtime.parameters import find
-from ..runtime.probe import Measurement
+from ..runtime.probe import Measurement, ending
 from ..runtime.state import named_weights, unwrapped
 from .stats import COSTLY, STATE, table, tensor_of
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -22,9 +22,10 @@ from torch import Tensor, nn
 from torch.fx import Graph, Node
 
 from ..config.recipe import WHOLE, recipe_of
+from ..errors import one_line
 from ..ir import ops
 from ..ir.scale import inverse_of
-from ..logs import ending
+from ..logs import get_logger
 from .parameters import ParameterRecord, all_records, ids_of, record_of
 from .state import named_weights
 
@@ -50,8 +51,22 @@ class Cast(NamedTuple):
         return cls(recipe, str(dtype).removeprefix("torch.float8_"))
 
 
+logger = get_logger(__name__)
+
 ACTIVE: list[Measurement] = []
 ENDS = "measures no more"
+
+
+@contextlib.contextmanager
+def ending(what: str, end: Callable[[], object]) -> Iterator[None]:
+    """For whatever measures: an error inside must not end a training. It is one warning, `what` with the error, and calls
+    `end`."""
+    try:
+        yield
+    except Exception as error:
+        logger.warning("fp8: %s: %s", what, one_line(error))
+        with contextlib.suppress(Exception):
+            end()
 
 
 @contextlib.contextmanager

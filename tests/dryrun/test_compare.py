@@ -418,6 +418,17 @@ def test_bad_losses_get_one_line(batch, loss, error, message) -> None:
     assert one_line(caught.value)
 
 
+def test_the_only_scalar_of_a_tuple_is_the_loss() -> None:
+    class Both(models.Mlp):
+        def forward(self, x: torch.Tensor) -> Any:
+            y = super().forward(x)
+            return y, {"mean": to_one(y), "greatest": y.detach().max()}
+
+    expected = fp8compile.compare(models.make(models.Mlp), noise(16, WIDTH), loss=to_one)
+    found = fp8compile.compare(models.make(Both), noise(16, WIDTH))
+    assert found.loss == expected.loss and found.to_dict()["gradient"] == expected.to_dict()["gradient"]
+
+
 def test_what_cannot_be_compared() -> None:
     model = models.make(models.Mlp)
     model.up.weight.placements = ("Shard(0)",)  # as a DTensor has

@@ -217,14 +217,18 @@ def test_blocks_are_chosen_by_what_a_kernel_does() -> None:
 def test_the_update_kernel_is_next_page(
     slots: int, history: int, count: int, interval: int, most_recent: bool, margin: int, bits: bool
 ) -> None:
-    """Equal bit by bit, over steps with zeros, a NaN and an infinity; some slots without an amax; more slots than a block."""
-    settings = [state_page.SlotSettings(448.0 / 2**margin, 1 if most_recent else history, interval)] * slots
-    settings[::3] = [state_page.SlotSettings(57344.0, max(1, history - 1), 2)] * len(settings[::3])  # recipes may share a page
+    """Equal bit by bit, over steps with zeros, a NaN and an infinity, overflows and underflows; some slots without an amax; more
+    slots than a block."""
+    watched = state_page.limit_of(448.0, margin, False), state_page.limit_of(57344.0, 11, True)
+    settings = [state_page.SlotSettings(448.0 / 2**margin, 1 if most_recent else history, interval, watched[0])] * slots
+    recipes = state_page.SlotSettings(28.0, max(1, history - 1), 2, watched[1]), state_page.SlotSettings(57344.0, 1, 1)
+    for i, other in enumerate(recipes):  # recipes may share a page
+        settings[i::3] = [other] * len(settings[i::3])
     kernel = Interpreted(triton_kernels.fp8_update, state_kernels.configuration(history))
     sizes = {"SLOTS": slots, "LENGTH": history, "COUNT": count, "STRIDE": launch.AMAX_STRIDE if bits else 1}
     generator = torch.Generator().manual_seed(0)
     expected = state_page.new_page(slots, history, torch.device("cpu"), settings)
-    page = expected.clone()
+    page, forgotten = expected.clone(), 0
     for step in range(9):
         amax = torch.rand(count, generator=generator) * 10.0 ** torch.randint(-6, 6, (count,), generator=generator)
         amax[torch.rand(count, generator=generator) < 0.2] = 0
@@ -235,6 +239,8 @@ def test_the_update_kernel_is_next_page(
         vector[:, 0] = amax
         kernel[(1, 1, 1)](page=page, scales=snapshot, amaxes=vector.view(torch.int32) if bits else amax, **sizes)
         assert torch.equal(page, expected), step
+        forgotten += int((state_page.Rows(snapshot).cold & (state_page.Rows(page).history > 0).sum(1).eq(1)).sum())
+    assert forgotten or history == 1
 
 
 def test_a_long_history_takes_fewer_slots_at_a_time() -> None:

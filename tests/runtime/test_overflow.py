@@ -331,7 +331,9 @@ def smaller_loss(model: Any) -> None:
 
 
 @pytest.mark.parametrize("change", [smaller_weights, smaller_layer, smaller_batch, smaller_loss])
-@pytest.mark.parametrize("options", [{}, {"amax_history_len": 64}, {"interval": 4, "margin": 2}, {"fp8_format": "e4m3"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"amax_history_len": 64}, {"interval": 4, "margin": 2}, {"fp8_format": "e4m3"}], ids=str
+)
 def test_what_a_spike_leaves(change: Any, options: dict[str, Any]) -> None:
     """The call after the first one that is smaller is exact, whatever the histories remember."""
     model, plain = Chain(), Chain()

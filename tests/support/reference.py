@@ -22,9 +22,8 @@ the oracle keeps three equal histories and the package keeps one.
 
 A call is cold while some slot has seen only zeros (for 16 such calls at most), and after a call in which an amax overflowed or
 underflowed. In a cold call, a tensor is cast with the scale of its own amax if its slot is cold, or if the scale of the slot
-would saturate or flush it. Each path through a model is a graph of its own with its own cold calls. The arguments that are not tensors determine the
-path of a call.
-"""
+would saturate or flush it. Each path through a model is a graph of its own with its own cold calls. The arguments that are not
+tensors determine the path of a call. """
 
 from __future__ import annotations
 
@@ -196,9 +195,9 @@ class Reference:
 
     @staticmethod
     def _flushes(settings: Settings, role: str, amax: float, scale: float) -> bool:
-        """An underflow: 64 times less than what the scale is for, and within 2**10 of the least number of the format."""
+        """An underflow: 64 times less than what the scale is for, and within 2**12 of the least number of the format."""
         fp8_max = settings.format(role)[1]
-        least = 1024 * (2.0**-9 if fp8_max < 1000.0 else 2.0**-16)
+        least = 4096 * (2.0**-9 if fp8_max < 1000.0 else 2.0**-16)
         least = min(least, fp8_max / 2 ** settings.margin_of(role) / 64)
         return settings.on_overflow == "current" and 0.0 < float32(amax * scale) < least
 
