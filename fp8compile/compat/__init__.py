@@ -27,8 +27,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from .aot_cache import Saved, cache_is_on, has_hooks, modes, modules_of_nodes, options_by_thread, saved
 from .autograd import (
+    Checkpoint,
     TensorMarks,
     capturing,
+    checkpoint,
     compiled_autograd,
     hooks_behind_step,
     in_backward,

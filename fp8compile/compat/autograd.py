@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -108,6 +109,29 @@ def repeating() -> bool:
     are the topmost ones. If the user sets hooks inside of the checkpointed region, this cannot be told: the answer is no."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks is not None and "_recomputation_hook" in getattr(hooks[0], "__qualname__", "")
+
+
+class Checkpoint(NamedTuple):
+    """The non-reentrant checkpoint that a forward runs in: torch's frame of it, which is one object for a region and its
+    recomputations, and the hook, which is another one for each recomputation."""
+
+    frame: Any
+    hook: Any
+    repeats: bool  # it is recomputed
+
+
+def checkpoint() -> Checkpoint | None:
+    """The innermost checkpoint, unless the user has set saved-tensor hooks inside of it."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is None:
+        return None
+    hook = inspect.unwrap(getattr(hooks[0], "_torchdynamo_orig_callable", hooks[0]))
+    name = getattr(hook, "__qualname__", "")
+    if "_checkpoint_hook" not in name and "_recomputation_hook" not in name:
+        return None
+    cells = {name: cell.cell_contents for name, cell in zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=True)}
+    frame = cells["frame"] if "frame" in cells else cells["target_frame_ref"]()
+    return None if frame is None else Checkpoint(frame, hooks[0], "frame" not in cells)
 
 
 def compiled_autograd() -> bool:

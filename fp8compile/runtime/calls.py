@@ -40,6 +40,7 @@ from ..passes.pipeline import Rewritten
 from . import probe, state
 from .interpreter import How
 from .overflow import Overflow, say
+from .repeats import Ran
 from .state import Book, PageSet
 
 logger = get_logger(__name__)
@@ -74,12 +75,14 @@ class Interface:
 
 
 class Call(NamedTuple):
-    """A call in progress. `pages`: its state. `again`: it is a recomputation. `dry`: it leaves the state as it is."""
+    """A call in progress. `pages`: its state. `again`: it is a recomputation. `dry`: it leaves the state as it is. `ran`: how its
+    forward runs."""
 
     pages: PageSet | None
     look: probe.Look | None  # set if the call is measured
     again: bool = False
     dry: bool = False
+    ran: Ran | None = None
 
 
 NO_CALL = Call(None, None)
@@ -132,19 +135,20 @@ class Calls:
         if not self.agreed:
             self.agree()
         again = (pages.pending > 0 and compat.recomputing()) or compat.repeating()
-        if again:  # a recomputation uses the scales of the first forward, and leaves the state as it is
-            forward = pages.before()
+        if again:  # a recomputation uses the scales of its original, and leaves the state as it is
+            ran = pages.repeats.original()
+            forward = pages.before(ran)
             if not pages.backward.homes:  # no slots in backward, so it has no page by which `backward` could count it
                 pages.pending = max(0, pages.pending - 1)
         else:
-            pages.pending += 1
+            ran = pages.begin()
             if pages.cold and pages.pending > state.PATIENCE:  # the backwards of these forwards do not come
                 pages.after_cold_call()
             if pages.watch is not None and not pages.cold and not self.interface.observes:
                 overflows = pages.watch.before_call()
                 if overflows:
                     self._overflowed(pages, overflows)
-        return Call(pages, look, again), forward, backward
+        return Call(pages, look, again, ran=ran), forward, backward
 
     def agree(self) -> None:
         """Fp8CompileError if ranks of the groups have other slots, or decided otherwise, or do not come to compare. Checked
@@ -207,13 +211,15 @@ class Calls:
 
     def forward(self, call: Call) -> How | None:
         """How to run the forward of a call operator by operator; None: run the compiled code."""
-        pages, look, again, dry = call
+        pages, look, again, _, ran = call
         cold, eagerly = False, look is not None
-        if pages is not None:
-            cold = (self._cold(pages) or (again and pages.was_cold)) and not self.interface.observes
-            eagerly = eagerly or cold or (again and pages.was_eager)
-            if not dry:
-                pages.was_cold, pages.was_eager = cold, eagerly
+        if again and ran is not None:
+            cold, eagerly = ran.cold, eagerly or ran.eager
+        elif pages is not None:
+            cold = self._cold(pages) and not self.interface.observes
+            eagerly = eagerly or cold
+            if ran is not None:
+                ran.cold, ran.eager, pages.was_cold = cold, eagerly, cold
         return How(cold, look) if eagerly else None
 
     def forward_done(self, call: Call) -> None:

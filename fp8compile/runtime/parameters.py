@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .forwards import KnownForward
     from .phases import Steps
     from .probe import Cast, Name
+    from .repeats import Repeats
     from .state import Slot
 
 
@@ -32,6 +33,7 @@ class ParameterRecord:
     graphs: set[int] = field(default_factory=set)  # indices in the ledger of the graphs that read it
     # scaling state: see `state` and `state_dict`
     slots: dict[tuple[str, int], Slot] = field(default_factory=dict)  # by role and use
+    repeats: dict[frozenset[int], Repeats] = field(default_factory=dict)  # by the records of the weights of a graph
     loaded: str | None = None  # its name in a loaded state that graphs have to fit
     # what compiled graphs quantize with it, and what the last measurements found: see `probe`
     casts: dict[Name, Cast] = field(default_factory=dict)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from ..ir.inputs import plain
 from ..ir.state_page import Rows, SlotKey, SlotSettings
 from .overflow import Watch
 from .parameters import find, record_of, share_records
+from .repeats import Ran, Repeats, repeats_of
 
 LOCK = threading.RLock()  # guards which page has which slots: several threads may train
 PATIENCE = 16  # cold calls; afterwards a slot that saw only zeros is used with scale 1
@@ -139,21 +140,27 @@ class PageSet:
     forward: Page
     backward: Page
     owners: tuple[weakref.ref, ...]
+    repeats: Repeats
     cold: bool = True
-    was_eager: bool = True  # the last forward ran operator by operator
-    was_cold: bool = True  # the last forward was cold, not only measured
+    was_cold: bool = True  # the last forward was cold
     pending: int = 0  # training forwards whose backward has not run
     watch: Watch | None = None  # for overflows, if some slot has a limit
-    copy: torch.Tensor | None = None  # the page of the last forward, for recomputations of it
+    copies: dict[int, torch.Tensor] = field(default_factory=dict)  # pages of forwards, for their recomputations
 
-    def before(self) -> torch.Tensor:
-        """A page with the scales of the last forward. Always at one address, because a CUDA graph is recorded for addresses."""
-        page = state_page.page_before(self.forward.tensor)
-        if self.copy is None:
-            self.copy = page
-        else:
-            self.copy.data.copy_(page)
-        return self.copy
+    def begin(self) -> Ran:
+        """A forward begins, which will move the page."""
+        self.pending += 1
+        return self.repeats.begin(self)
+
+    def before(self, ran: Ran | None) -> torch.Tensor:
+        """A page with the scales of a forward, for its recomputation: another page for each call of a checkpoint, since their
+        backwards read them, but always at one address, because a CUDA graph is recorded for addresses."""
+        kept = ran.page if ran is not None else None
+        page = kept if kept is not None else state_page.page_before(self.forward.tensor)
+        number = self.repeats.number
+        if number in self.copies:
+            self.copies[number].data.copy_(page)
+        return self.copies.setdefault(number, page)
 
     def after_cold_call(self) -> None:
         """Count a cold call, and find out whether it was the last."""
@@ -233,7 +240,7 @@ class Book:
                 alive.by_pointer.pop(gone.backward.tensor.data_ptr(), None)
 
         refs = tuple(weakref.ref(owner, forget) for owner in owners)
-        made = PageSet(forward, backward, refs)
+        made = PageSet(forward, backward, refs, repeats_of(owners))
         made.cold = forward.cold() or backward.cold()
         if any(setting.limit < float("inf") for page in made.pages for setting in page.settings):
             made.watch = Watch(forward.tensor, len(forward.homes), backward.tensor, len(backward.homes))

@@ -1,0 +1,96 @@
+"""Recomputations run as their forwards did: checkpoints change nothing, whatever forwards wait for their backwards."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.support.harness import grads_of, noise
+from tests.support.models import ResidualMlp, make
+
+pytestmark = [pytest.mark.usefixtures("interpreted"), pytest.mark.shares_graphs]
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "delayed": {},
+    "current gradients": {"current_scaling": (False, False, True)},
+    "saturate": {"on_overflow": "saturate"},
+    "interval": {"interval": 3},
+    "cached weights": {"cache_weights": True},
+    "tensorwise": {"recipe": "tensorwise"},
+    "rowwise": {"recipe": "rowwise"},
+    "blockwise": {"recipe": "blockwise"},
+}
+SIZES = (1.0, 1.0, 300.0, 1.0, 1e-5, 1.0, 1.0)  # of micro-batches: some overflow, some underflow
+SCHEDULES = {  # micro-batches: n goes forward, ~n backward
+    "one by one": (0, ~0, 1, ~1, 2, ~2, 3, ~3, 4, ~4, 5, ~5, 6, ~6),
+    "all forward": (0, 1, 2, 3, 4, 5, 6, ~0, ~1, ~2, ~3, ~4, ~5, ~6),
+    "1F1B": (0, 1, 2, ~0, 3, ~1, 4, ~2, 5, ~3, 6, ~4, ~5, ~6),
+    "last first": (0, 1, 2, ~2, ~1, ~0, 3, 4, ~4, 5, 6, ~6, ~3, ~5),
+}
+
+
+class Blocks(nn.Module):
+    """Two blocks, compiled one by one; each runs `loops` times in a row, in one checkpoint."""
+
+    def __init__(self, loops: int, checkpointed: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(make(ResidualMlp) for _ in range(2))
+        self.loops, self.checkpointed = loops, checkpointed
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(self.loop, block, x, use_reentrant=False) if self.checkpointed else self.loop(block, x)
+        return x
+
+    def loop(self, block: nn.Module, x: Tensor) -> Tensor:
+        for _ in range(self.loops):
+            x = block(x)
+        return x
+
+
+def trained(loops: int, checkpointed: bool, schedule: str, options: dict[str, Any]) -> list[Tensor]:
+    """Outputs and gradients, step by step. Weights grow four-fold at one step, as in a spike, and are as before at another."""
+    model, seen = Blocks(loops, checkpointed), []
+    for block in model.blocks:
+        block.compile(backend="fp8", options=copy.deepcopy(options))
+    for step in range(4):
+        if step:
+            for weight in model.parameters():
+                weight.data.mul_((4.0, 0.25, 1.0)[step - 1])
+        waiting: dict[int, Tensor] = {}
+        for n in SCHEDULES[schedule]:
+            if n >= 0:
+                waiting[n] = model(noise(16, 128, seed=10 * step + n) * SIZES[n])
+                seen.append(waiting[n].detach())
+            else:
+                waiting.pop(~n).square().mean().backward()
+        seen += [grad.clone() for grad in grads_of(model).values()]
+        model.zero_grad()
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("schedule", "loops", "options"),
+    [
+        ("one by one", 1, "delayed"),
+        ("1F1B", 1, "delayed"),
+        ("all forward", 2, "delayed"),
+        ("last first", 1, "current gradients"),
+        ("one by one", 3, "current gradients"),
+        ("1F1B", 2, "interval"),
+        ("all forward", 1, "saturate"),
+        ("1F1B", 1, "cached weights"),
+        ("1F1B", 2, "tensorwise"),
+        ("last first", 2, "rowwise"),
+        ("all forward", 1, "blockwise"),
+    ],
+)
+def test_checkpoints_change_nothing(schedule: str, loops: int, options: str) -> None:
+    """To the bit."""
+    expected, found = (trained(loops, checkpointed, schedule, OPTIONS[options]) for checkpointed in (False, True))
+    assert len(expected) == len(found) and all(map(torch.equal, expected, found))
