@@ -75,8 +75,8 @@ class Interface:
 
 
 class Call(NamedTuple):
-    """A call in progress. `pages`: its state. `again`: it is a recomputation. `dry`: it leaves the state as it is. `ran`: how its
-    forward runs."""
+    """A call in progress. `pages`: its state. `again`: it is a recomputation. `dry`: it leaves the state as it is. `ran`: how
+    its forward runs."""
 
     pages: PageSet | None
     look: probe.Look | None  # set if the call is measured

@@ -38,7 +38,8 @@ class Ran:
 
 @dataclass(eq=False)
 class Region:
-    """The forwards of one set of weights within one checkpoint, and how far the recomputation that `hook` belongs to has come."""
+    """The forwards of one set of weights within one checkpoint, and how far the recomputation that `hook` belongs to has
+    come."""
 
     forwards: list[Ran] = field(default_factory=list)
     hook: Any = None

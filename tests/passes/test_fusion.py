@@ -217,8 +217,8 @@ def test_blocks_are_chosen_by_what_a_kernel_does() -> None:
 def test_the_update_kernel_is_next_page(
     slots: int, history: int, count: int, interval: int, most_recent: bool, margin: int, bits: bool
 ) -> None:
-    """Equal bit by bit, over steps with zeros, a NaN and an infinity, overflows and underflows; some slots without an amax; more
-    slots than a block."""
+    """Equal bit by bit, over steps with zeros, a NaN and an infinity, overflows and underflows; some slots without an amax;
+    more slots than a block."""
     watched = state_page.limit_of(448.0, margin, False), state_page.limit_of(57344.0, 11, True)
     settings = [state_page.SlotSettings(448.0 / 2**margin, 1 if most_recent else history, interval, watched[0])] * slots
     recipes = state_page.SlotSettings(28.0, max(1, history - 1), 2, watched[1]), state_page.SlotSettings(57344.0, 1, 1)
