@@ -117,6 +117,7 @@ from .inductor import (
     inductor_type,
     is_checkpointed,
     keep_instead,
+    keep_saved_tensors,
     no_version_check,
     random_prims,
     sources_hash,

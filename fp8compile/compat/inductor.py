@@ -14,6 +14,7 @@ import torch
 import torch._functorch.config as functorch_config
 import torch._functorch.partitioners as partitioners
 from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput
+from torch._guards import TracingContext
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
@@ -46,6 +47,16 @@ def compile_fx(
     if hit and restore is not None:
         restore(hit)
     return function
+
+
+def keep_saved_tensors() -> None:
+    """For a backward that is compiled now: if that is with the forward, its code leaves the saved tensors as they are. torch knows
+    whether a graph is to be retained when its backward is called, and donates the memory of saved tensors to backwards that it
+    compiles then; one that was compiled before would refuse `retain_graph=True`."""
+    context = TracingContext.try_get()
+    donated = getattr(context.fw_metadata, "bw_donated_idxs", None) if context is not None else None
+    if donated and functorch_config.force_non_lazy_backward_lowering:
+        donated.clear()  # in place: torch has the list twice
 
 
 def compile_inner(gm: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Callable:

@@ -15,11 +15,11 @@ from typing import Any, get_args, get_origin
 from ..devices import catalog
 from ..errors import OptionError, did_you_mean, near, one_of
 from ..logs import get_logger, say_once
-from .policy import Policy, load
+from .policy import Policy, Rule, load
 from .recipe import Recipe, boolean
 
 _RECIPE_FIELDS = {"recipe": "name", **{f.name: f.name for f in dataclasses.fields(Recipe) if f.name != "name"}}  # by option
-OURS = ("policy", "device", "eval", "save", *_RECIPE_FIELDS, "strict")
+OURS = ("policy", "exclude", "device", "eval", "save", *_RECIPE_FIELDS, "strict")
 _DELAYED_ONLY = ("amax_history_len", "amax_compute_algo", "interval", "reduce_amax")
 # Inductor's switches of the passes that do our work
 _PASSES = ("use_joint_graph_passes", "use_post_grad_passes")
@@ -55,10 +55,14 @@ def parse(options: Mapping[str, Any] | None = None, mode: str | None = None) -> 
         if name in ours or name in theirs:
             raise OptionError(f"fp8 option {name!r} is given twice, with {key!r}.")
         (ours if name in OURS else theirs)[name] = value
-    strict = ours.pop("strict", False)
+    ours = {**_spelled(ours.pop("recipe"), ours), **ours} if isinstance(ours.get("recipe"), Recipe) else ours
+    strict, excluded = ours.pop("strict", False), _exclusions(ours.pop("exclude", ()))
     boolean("strict", strict)
     settings = {name: ours.pop(name) for name in ("device", "eval", "save") if name in ours}
     policy = load(ours.pop("policy", None))
+    labels = tuple(str(rule.name) for rule in excluded)
+    own = None if policy.own is None else policy.own + len(excluded)
+    policy = dataclasses.replace(policy, rules=(*excluded, *policy.rules), own=own, labels=(*labels, *policy.labels))
     inductor = {**_mode_patches(mode), **_inductor_patches(theirs)}
     named = isinstance(ours.get("recipe"), str) and ours["recipe"] in policy.recipes
     given = {name: value for name, value in ours.items() if not (named and name == "recipe")}
@@ -77,6 +81,28 @@ def parse(options: Mapping[str, Any] | None = None, mode: str | None = None) -> 
             f"fp8 option {', '.join(map(repr, unused))}: no effect with recipe={policy.recipe.name!r}, which keeps no history",
         )
     return Options(policy, strict, inductor)
+
+
+def _spelled(recipe: Recipe, beside: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that a Recipe stands for: its name, and what differs from the defaults of that name."""
+    default = Recipe(recipe.name)
+    fields = {option: name for option, name in _RECIPE_FIELDS.items() if getattr(recipe, name) != getattr(default, name)}
+    twice = [option for option in fields if option in beside]
+    if twice:
+        raise OptionError(f"fp8 option {twice[0]!r} is given twice, in the recipe and beside it.")
+    return {"recipe": recipe.name, **{option: getattr(recipe, name) for option, name in fields.items()}}
+
+
+def _exclusions(given: Any) -> tuple[Rule, ...]:
+    """Rules that come before all others: modules of these names, and all in them, stay in high precision."""
+    names = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, (list, tuple, set, frozenset)) else None
+    if names is None or not all(isinstance(name, str) and name for name in names):
+        raise OptionError.of("exclude", given, "a list of names of modules, such as ['lm_head', 'layers.0', '*.router']")
+    rules = []
+    for name in dict.fromkeys(names):
+        globs = (name,) if name.startswith("re:") else (name, f"*.{name}", f"{name}.*", f"*.{name}.*")
+        rules.append(Rule(name=f"exclude {name}"[:60], module=globs, fp8="off"))
+    return tuple(rules)
 
 
 def _mode_patches(mode: str | None) -> dict[str, Any]:

@@ -55,6 +55,8 @@ class Halves:
     def compile(self, gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         """Compile one half, and keep a copy of its graph as it was before."""
         done, trains, backward = self.rewritten, self.calls.interface.trains, bool(kwargs.get("is_backward"))
+        if backward:
+            compat.keep_saved_tensors()
         if not self.inner.computes or done is None or not (done.pages or (self.converts and trains)):
             compiled = self.inner.compile(gm, example_inputs, **kwargs)
             return self._kept(compiled, compiled, Half(), None, backward)

@@ -66,19 +66,34 @@ def test_every_option_reaches_its_field():
         "fp8_encoding": "fnuz",
         "weight_tiles": True,
         "policy": "conservative",
+        "exclude": ["lm_head", "re:.*router"],
         "device": "h100",
         "eval": "fp8",
         "save": "fp8",
         "strict": True,
     }
     parsed = parse(given)
-    beside = ("policy", "device", "eval", "save", "strict")
+    beside = ("policy", "exclude", "device", "eval", "save", "strict")
     settings = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items() if name not in beside}
     assert dataclasses.asdict(parsed.recipe) == {"name": settings.pop("recipe"), **settings}
     assert (parsed.policy.device, parsed.policy.eval, parsed.policy.save) == ("h100", "fp8", "fp8")
-    assert parsed.policy.rules == load("conservative").rules
+    assert parsed.policy.rules[2:] == load("conservative").rules
+    first, second = parsed.policy.rules[:2]
+    assert (first.module, second.module) == (("lm_head", "*.lm_head", "lm_head.*", "*.lm_head.*"), ("re:.*router",))
+    assert first.fp8 == second.fp8 == "off" and parsed.policy.labels[:2] == ("exclude lm_head", "exclude re:.*router")
     assert parsed.strict and parsed.inductor == {}
     assert set(given) == set(options.OURS)
+
+
+def test_a_recipe_made_in_python():
+    made = Recipe("tensorwise", margin=2, use_fast_accum=(False, False, False))
+    assert parse({"recipe": made, "fp8_format": "e4m3"}).recipe == dataclasses.replace(made, fp8_format="e4m3")
+    assert "'margin' is given twice" in error_of({"recipe": made, "margin": 2})
+
+
+@pytest.mark.parametrize("given", [3, [3], [""], {"lm_head": True}])
+def test_what_cannot_be_excluded(given):
+    assert "'exclude' must be a list of names of modules" in error_of({"exclude": given})
 
 
 def test_recipe_is_frozen_and_hashable():

@@ -205,7 +205,7 @@ def test_an_overflow_uses_the_current_amax_next() -> None:
     assert mine.cold and theirs.scale == mine.scale
     assert (theirs.step(90.0), mine.step(90.0)) == (divided(E4M3, 9.0), divided(E4M3, 90.0))
     assert not mine.cold
-    for amax in (1.0, 1.0, 1.0, 1.0, 1.0):
+    for amax in (2.0, 2.0, 2.0, 2.0, 2.0):
         assert theirs.step(amax) == mine.step(amax)
         assert_equal(theirs, mine)
 

@@ -94,6 +94,31 @@ def test_processes_that_write_at_once_and_one_that_reads(tmp_path: Path) -> None
 @by_thread
 @pytest.mark.slow
 @pytest.mark.compiled
+def test_a_graph_is_retained_at_its_first_backward(tmp_path: Path) -> None:
+    """Two losses of one forward, as the stock backend allows it, also where the backward is compiled with the forward. A second
+    derivative is refused with torch's words."""
+    gradients = []
+    for retain in (False, True):
+        hooks.forget()
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 128))
+        call = torch.compile(model, backend="fp8", options={"recipe": "tensorwise"})
+        x = torch.randn(32, 128)
+        with caches(tmp_path / str(retain)):
+            y = call(x)
+            y[:16].square().mean().backward(retain_graph=retain)
+            (y if retain else call(x))[16:].square().mean().backward()
+        gradients.append([p.grad for p in model.parameters()])
+    assert all(map(torch.equal, *gradients))
+    with caches(tmp_path), pytest.raises(RuntimeError, match="double backward"):
+        x.requires_grad_()
+        (grad,) = torch.autograd.grad(call(x).sum(), x, create_graph=True)
+        grad.sum().backward()
+
+
+@by_thread
+@pytest.mark.slow
+@pytest.mark.compiled
 def test_an_entry_that_cannot_be_used_is_compiled_again(tmp_path: Path) -> None:
     """The model has dropout in a checkpoint."""
     with caches(tmp_path):
