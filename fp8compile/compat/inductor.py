@@ -50,9 +50,9 @@ def compile_fx(
 
 
 def keep_saved_tensors() -> None:
-    """For a backward that is compiled now: if that is with the forward, its code leaves the saved tensors as they are. torch knows
-    whether a graph is to be retained when its backward is called, and donates the memory of saved tensors to backwards that it
-    compiles then; one that was compiled before would refuse `retain_graph=True`."""
+    """For a backward that is compiled now: if that is with the forward, its code leaves the saved tensors as they are. torch
+    knows whether a graph is to be retained when its backward is called, and donates the memory of saved tensors to backwards
+    that it compiles then; one that was compiled before would refuse `retain_graph=True`."""
     context = TracingContext.try_get()
     donated = getattr(context.fw_metadata, "bw_donated_idxs", None) if context is not None else None
     if donated and functorch_config.force_non_lazy_backward_lowering:
