@@ -197,6 +197,7 @@ class Matmul:
             groups=self.groups,
             op=self.op,
             dynamic=not all(isinstance(size, int) for size in sizes),
+            symbolic="".join(name for name, size in zip("mnkb", sizes, strict=True) if not isinstance(size, int)),
             parameter=self.name,
             rule=self.rule,
             emulated=self.fp8 and self.emulated,

@@ -17,14 +17,13 @@ class MatmulRecord:
     So for a linear on M tokens, from K to N features: fprop is (M, N, K), dgrad (M, K, N), wgrad (N, K, M).
     `groups`: the experts that the tokens are divided between; M counts the tokens of all of them, N and K are those of one.
     `gemm` is "matmul" for one without a weight, as in attention. `reason` is "" for fp8, `recipe` is "" for high precision.
-    `dynamic`: some size is symbolic, and the number here is that of the call that was compiled.
-    `parameter` is the name of the weight, `rule` that of the policy's rule that decided.
-    Where a device's description decided: `bf16_us` and `fp8_us` are this gemm's estimated times in either precision, `cast_us`
-    its share of the casts (all in microseconds), `break_even_m` the number of tokens from which its layer gains.
-    `emulated`: the device has no tensor cores for the recipe; FP8 values are multiplied in bf16, which is exact and not faster.
-    `merged`: the layers, itself among them, for whose gemms of this kind there is one matmul.
-    `why`: why the recipe "auto" became `recipe`, "" if `recipe` was named.
-    """
+    `dynamic`: some size is symbolic, and the number here is that of the call that was compiled. `symbolic`: which ones, letters
+    of "mnkb" (b: the batch). `parameter` is the name of the weight, `rule` that of the policy's rule that decided. Where a
+    device's description decided: `bf16_us` and `fp8_us` are this gemm's estimated times in either precision, `cast_us` its
+    share of the casts (all in microseconds), `break_even_m` the number of tokens from which its layer gains. `emulated`: the
+    device has no tensor cores for the recipe; FP8 values are multiplied in bf16, which is exact and not faster. `merged`: the
+    layers, itself among them, for whose gemms of this kind there is one matmul. `why`: why the recipe "auto" became `recipe`,
+    "" if `recipe` was named. """
 
     fqn: str
     gemm: Literal["fprop", "dgrad", "wgrad", "matmul"]
@@ -47,6 +46,7 @@ class MatmulRecord:
     emulated: bool = False
     merged: tuple[str, ...] = ()
     why: str = ""
+    symbolic: str = ""
 
     @property
     def how(self) -> str:
@@ -166,10 +166,10 @@ class Findings:
     behind: tuple[str, ...] = ()
 
 
+FORWARD = {"dgrad": "mkn", "wgrad": "kmn"}  # which of a gemm's own sizes are m, n and k of the forward
+
+
 def forward_sizes(record: MatmulRecord) -> tuple[int, int, int]:
     """(m, n, k) of the forward gemm that `record` is the dgrad or wgrad of."""
-    if record.gemm == "dgrad":
-        return record.m, record.k, record.n
-    if record.gemm == "wgrad":
-        return record.k, record.m, record.n
-    return record.m, record.n, record.k
+    m, n, k = (getattr(record, name) for name in FORWARD.get(record.gemm, "mnk"))
+    return m, n, k

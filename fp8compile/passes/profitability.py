@@ -165,7 +165,7 @@ def weigh(
     if not device.has_fp8:
         left_open = [matmul for matmul in candidates if matmul.auto]
         for matmul in left_open:
-            matmul.reason = f"{SLOWER}: {device.name} has no FP8"
+            matmul.reason = f"no FP8 on this device: {device.name}"
         return len(left_open)
     gemms = _model(candidates, kept, frozen)
     known: dict[tuple, int | None] = {}

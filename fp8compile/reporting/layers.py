@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
 
-from ..ir.records import FP8, MatmulRecord, OpaqueRecord, forward_sizes
+from ..ir.records import FORWARD, FP8, MatmulRecord, OpaqueRecord, forward_sizes
 
 T = TypeVar("T")
 
@@ -285,11 +285,18 @@ def words(record: MatmulRecord) -> str:
     return record.how if record.decision == FP8 else record.reason
 
 
+def sizes_of(record: MatmulRecord) -> tuple[str, str, str, str]:
+    """m, n and k of the forward matmul, and the batch ("" if there is none); with * those that are dynamic."""
+    names = FORWARD.get(record.gemm, "mnk")
+    m, n, k = (f"{size}{'*' * (name in record.symbolic)}" for name, size in zip(names, forward_sizes(record), strict=True))
+    batch = f"{record.batch}{'*' * ('b' in record.symbolic)}" if record.batch > 1 or "b" in record.symbolic else ""
+    return m, n, k, batch
+
+
 def size_of(record: MatmulRecord) -> str:
-    """ "8 · 512 × 768 × 256": the batch, if there is one, and m, n and k of the forward matmul; * if one is dynamic."""
-    m, n, k = forward_sizes(record)
-    batch = f"{record.batch} · " if record.batch > 1 else ""
-    return f"{batch}{m} × {n} × {k}{'*' if record.dynamic else ''}"
+    """ "8 · 512* × 768 × 256": the batch, if there is one, and m, n and k of the forward matmul; * behind what is dynamic."""
+    m, n, k, batch = sizes_of(record)
+    return f"{batch} · {m} × {n} × {k}" if batch else f"{m} × {n} × {k}"
 
 
 def gemms(records: Iterable[MatmulRecord]) -> str:

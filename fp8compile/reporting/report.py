@@ -22,11 +22,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..ir.records import FP8, GatherRecord, GraphReport, MatmulRecord, OpaqueRecord, forward_sizes
+from ..ir.records import FP8, GatherRecord, GraphReport, MatmulRecord, OpaqueRecord
 from ..runtime.ledger import LEDGER
 from ..runtime.parameters import share_records
 from . import gathered, html, kept, outside
-from .layers import Row, fraction, gemms, hidden_rows, layers_of, percent, repeated, rows_of, share, words
+from .layers import Row, fraction, gemms, hidden_rows, layers_of, percent, repeated, rows_of, share, sizes_of, words
 from .outside import OutsideRecord
 
 if TYPE_CHECKING:
@@ -234,14 +234,14 @@ def _graph_text(graph: GraphReport, collapse: bool) -> str:
 def _cells(row: Row, line: Sequence[MatmulRecord]) -> tuple[str, ...]:
     """The cells of a line of the table. Sizes are those of one forward gemm, FLOPs those of all layers of the row."""
     first, layers = line[0], len(row.layers)
-    m, n, k = forward_sizes(first)
+    m, n, k, batch = sizes_of(first)
     flops = layers * sum(record.flops for record in line)
     return (
         row.name + repeated(layers),
         gemms(line),
-        (f"{first.batch} x " if first.batch > 1 else "") + str(m),
-        str(n),
-        str(k) + ("*" if first.dynamic else ""),
+        f"{batch} x {m}" if batch else m,
+        n,
+        k,
         f"{flops / 1e9:.3g}",
         percent(flops / row.total if row.total else 0.0),
         first.decision.replace("_", " "),

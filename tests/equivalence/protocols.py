@@ -33,7 +33,7 @@ PROTOCOLS = {
     "a bad batch": "fbs n fbs",
     "an overflow": "fbs fbs jbs fbs fbs",
     "other sizes": "fbs 2fbs 3fbs 1fbs",
-    "checkpoints and hooks": "fbs cbs obs",
+    "checkpoints and hooks": "fbs cbs obs ccbbs cfrrs",
     "dry runs": "d fbs d fb s",
     "loaded weights": "fbs l fbs fbs",
     "resumed": "fbs fbs k fbs fbs",

@@ -210,7 +210,7 @@ def test_what_the_policy_insists_on_stays_and_pays_for_others() -> None:
 
 def test_a_device_without_fp8() -> None:
     found = records("mlp", 8192, 4096, device="a100")
-    assert {record.reason for record in found.values()} == {"slower in FP8: NVIDIA A100-SXM4-80GB has no FP8"}
+    assert {record.reason for record in found.values()} == {"no FP8 on this device: NVIDIA A100-SXM4-80GB"}
 
 
 def test_nothing_is_weighed_without_a_description() -> None:

@@ -128,9 +128,10 @@ def test_cells_of_a_table():
     kept = linear("a", 48, 32, 16, "not a multiple of 16")[2]
     text = table(fprop, dgrad, kept, fprop, dgrad, kept)
     assert [row[1] for row in rows(text, "a")] == ["fprop (x2), dgrad (x2)", "wgrad (x2)"]
-    attention = MatmulRecord("", "matmul", 64, 64, 16, "high_precision", "not a weight", batch=8, op="bmm", dynamic=True)
+    sizes = dict(batch=8, dynamic=True, symbolic="mb")
+    attention = MatmulRecord("", "matmul", 64, 64, 16, "high_precision", "not a weight", op="bmm", **sizes)
     text = table(attention, attention)
-    assert rows(text, "(root)")[0][1:5] == ["matmul (x2)", "8 x 64", "64", "16*"] and "* dynamic shape" in text
+    assert rows(text, "(root)")[0][1:5] == ["matmul (x2)", "8* x 64*", "64", "16"] and "* dynamic shape" in text
     assert "dynamic" not in str(Report([gpt()]))
 
 

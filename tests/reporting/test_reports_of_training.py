@@ -130,6 +130,7 @@ def test_dynamic_shape():
         train(compiled, tokens, 128)
     report = fp8compile.report(model)
     assert len(report.graphs) == 1 and all(r.dynamic for r in report.matmuls)
+    assert {r.gemm: r.symbolic for r in report.matmuls} == {"fprop": "m", "dgrad": "m", "wgrad": "k"}
     assert rows(report) == sorted(
         (fqn, gemm, *size, "fp8", "", "delayed")
         for fqn, n, k in (("up", 256, 128), ("down", 128, 256))
