@@ -18,12 +18,14 @@ class MatmulRecord:
     `groups`: the experts that the tokens are divided between; M counts the tokens of all of them, N and K are those of one.
     `gemm` is "matmul" for one without a weight, as in attention. `reason` is "" for fp8, `recipe` is "" for high precision.
     `dynamic`: some size is symbolic, and the number here is that of the call that was compiled. `symbolic`: which ones, letters
-    of "mnkb" (b: the batch). `parameter` is the name of the weight, `rule` that of the policy's rule that decided. Where a
-    device's description decided: `bf16_us` and `fp8_us` are this gemm's estimated times in either precision, `cast_us` its
-    share of the casts (all in microseconds), `break_even_m` the number of tokens from which its layer gains. `emulated`: the
-    device has no tensor cores for the recipe; FP8 values are multiplied in bf16, which is exact and not faster. `merged`: the
-    layers, itself among them, for whose gemms of this kind there is one matmul. `why`: why the recipe "auto" became `recipe`,
-    "" if `recipe` was named. """
+    of "mnkb" (b: the batch).
+    `parameter` is the name of the weight, `rule` that of the policy's rule that decided.
+    Where a device's description decided: `bf16_us` and `fp8_us` are this gemm's estimated times in either precision, `cast_us`
+    its share of the casts (all in microseconds), `break_even_m` the number of tokens from which its layer gains.
+    `emulated`: the device has no tensor cores for the recipe; FP8 values are multiplied in bf16, which is exact and not faster.
+    `merged`: the layers, itself among them, for whose gemms of this kind there is one matmul.
+    `why`: why the recipe "auto" became `recipe`, "" if `recipe` was named.
+    """
 
     fqn: str
     gemm: Literal["fprop", "dgrad", "wgrad", "matmul"]
