@@ -6,7 +6,8 @@ amax above zero. A slot that never saw anything has a newest amax of zero. So ag
 an underflow. Both are overflows below: what the stored scale was not fit for. On a CPU the host reads the pages before each
 call. On a GPU that would wait for all queued work. There the products age * amax are copied to pinned memory behind a call's
 backward. The host looks at them before a later call, once they have arrived. Until then calls are warm, with the scale that the
-update computed from the amax that overflowed. """
+update computed from the amax that overflowed.
+"""
 
 from __future__ import annotations
 
