@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
 
 import fp8compile
 from fp8compile.errors import StateError
@@ -112,3 +113,45 @@ def test_a_policy_names_classes_as_the_user_does() -> None:
         assert plain[0] == {("up", "high_precision"), ("down", "fp8")}
         assert blocks[0] == whole[0] == plain[0]
         assert {*plain[1], *whole[1]} == {"Net, training"} and {*blocks[1]} == {"ResidualMlp, training"}
+
+
+class Stem(nn.Module):
+    """A convolution, then blocks in checkpoints: with a batch of one, the stride of its dimension is not that of a linear's."""
+
+    def __init__(self, checkpointed: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Conv1d(128, 128, 3, padding=1)
+        self.blocks = nn.ModuleList(ResidualMlp() for _ in range(2))
+        self.checkpointed = checkpointed
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x.transpose(1, 2)).transpose(1, 2)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
+        return x
+
+
+def _recomputed_by_another_graph(rank: int) -> list[bool]:
+    """Dynamo compiles a block twice, and a recomputation may get the other graph."""
+    ends = []
+    for checkpointed in (False, True):
+        torch._dynamo.reset()
+        model, seen = Stem(checkpointed), []
+        for block in model.blocks:
+            block.compile(backend="fp8")
+            fully_shard(block)
+        fully_shard(model)
+        for number in range(5):
+            x = noise(1, 32, 128, seed=10 * number + rank) * (100.0 if number == 3 else 1.0)
+            model(x).square().mean().backward()
+            seen += [p.grad.to_local().clone() for p in model.parameters()]
+            model.zero_grad()
+        ends.append(seen)
+    return [torch.equal(*pair) for pair in zip(*ends, strict=True)]
+
+
+def test_a_batch_of_one_in_checkpoints() -> None:
+    """Gradients are those without checkpoints, to the bit."""
+    for found in on_ranks(2, _recomputed_by_another_graph):
+        assert len(found) == 50 and all(found), found

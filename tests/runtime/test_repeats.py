@@ -74,6 +74,7 @@ def trained(loops: int, checkpointed: bool, schedule: str, options: dict[str, An
     return seen
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize(
     ("schedule", "loops", "options"),
     [
