@@ -201,6 +201,9 @@ def _compile_once(job: Job, phase: str, cache: Cache, record: int | None) -> Com
         trains=inputs.training and inputs.grad,
     )
     sharded = all_gather.asked(example_inputs)
+    inputs = dataclasses.replace(inputs, gathered=frozenset(sharded))
+    if sharded and {recipe.name for recipe in policy.possible} & {"delayed", "mxfp8", "auto"}:
+        say_once(logger, logging.INFO, "fp8: all-gather: gathered weights are scaled by their current amax, with mxfp8 by tiles")
     gatherable: dict[int, Gatherable] = {}
     gm = compat.copy_graph(job.gm)  # compile_fx takes ownership, and Dynamo still reads the original's placeholders
     if capacity is not None:
@@ -242,7 +245,7 @@ def _compile_once(job: Job, phase: str, cache: Cache, record: int | None) -> Com
         **_lowering(chosen),
         "joint_custom_pre_pass": compat.GraphPass(
             halves.joint_pass,
-            f"{policy.key}-{capacity}-{phase}-{inputs.inlined}-{skipped()}",
+            f"{policy.key}-{capacity}-{phase}-{inputs.inlined}-{sorted(sharded)}-{skipped()}",
             chosen.inductor.get("joint_custom_pre_pass"),
             job.facts or "",
         ),

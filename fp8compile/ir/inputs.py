@@ -94,6 +94,7 @@ class Inputs:
     part: bool  # the roots are inside of a compiled module whose own graph breaks
     inlined: bool = False  # compiled autograd takes over the backward
     resharded: frozenset[int] = frozenset()  # parameters that FSDP2 frees after forward, and gathers again in backward
+    gathered: frozenset[int] = frozenset()  # parameters that FSDP2 is to gather in FP8, if it can
     frozen: frozenset[int] = frozenset()  # parameters that are kept in FP8 only, or that the graph may have kept so
     groups: Mapping[str, str] = field(default_factory=dict)  # process groups by dimension of the meshes that weights live on
     kinds: Mapping[str, tuple[str, ...]] | None = None  # of each weight's matmuls, in the graph that DDP has cut into parts

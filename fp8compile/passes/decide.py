@@ -55,10 +55,12 @@ def decide(
             # its values never change, and both layouts come from its one FP8 copy: the other layout is made where it is read
             inputs_too, _, gradients_too = matmul.recipe.current_scaling
             matmul.recipe = replace(matmul.recipe, current_scaling=(inputs_too, True, gradients_too), recast_weights=True)
-        if matmul.computed and matmul.recipe.delayed:  # each call computes the weight anew, so its own amax scales it
+        gathered = matmul.weight_among(inputs.gathered)  # what is cast before it is sent has scales of its own amaxes
+        if (matmul.computed or gathered) and matmul.recipe.delayed:  # a computed weight is another one in each call
             inputs_too, _, gradients_too = matmul.recipe.current_scaling
-            current = (inputs_too, True, gradients_too)
-            matmul.recipe = replace(matmul.recipe, current_scaling=current)
+            matmul.recipe = replace(matmul.recipe, current_scaling=(inputs_too, True, gradients_too))
+        if gathered and matmul.recipe.built_in.tile:  # and both layouts of a weight come from what was sent
+            matmul.recipe = replace(matmul.recipe, weight_tiles=True)
         matmul.emulated = not matmul.recipe.built_in.native(gpu)
         if matmul.offs is not None:
             a, b = (matmul.recipe.scaling(role, matmul.gemm).block for _, role in matmul.roles)

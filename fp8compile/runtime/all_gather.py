@@ -139,8 +139,8 @@ def fp8_all_gather(model: nn.Module) -> None:
 
     ShardingError, a ValueError, names the parameter and the fix where this cannot work: nothing is sharded, parameters are
     offloaded to the CPU or have an all-gather extension, `reshard_after_forward` is a number; and later, when a graph is
-    compiled, for a recipe whose weights have no scale of their current amax.
-    """
+    compiled, for a recipe whose weights have no square scales (`rowwise`). Weights are scaled by their current amax with
+    `delayed`, too, and `mxfp8` has `weight_tiles`. """
     if not isinstance(model, nn.Module):
         raise TypeError(f"fp8_all_gather() takes a torch.nn.Module, not {type(model).__name__}")
     parameters = compat.sharded_parameters(model)
@@ -303,8 +303,8 @@ def of_graph(
     for i, verdict in said.items():
         if verdict.refused:
             fix = (
-                'take recipe "tensorwise", "blockwise", "mxfp8" with options={"weight_tiles": True}, or "delayed" with '
-                'options={"current_scaling": (False, True, False)}'
+                'take recipe "delayed", "tensorwise", "blockwise" or "mxfp8"; a graph that was compiled before fp8_all_gather '
+                "was called keeps its scales"
             )
             raise ShardingError(f"fp8_all_gather: {sharded[i]} cannot be gathered in FP8: {verdict.reason}; {fix}")
         if verdict.shared:
