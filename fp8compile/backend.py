@@ -203,7 +203,7 @@ def _compile_once(job: Job, phase: str, cache: Cache, record: int | None) -> Com
     sharded = all_gather.asked(example_inputs)
     inputs = dataclasses.replace(inputs, gathered=frozenset(sharded))
     if sharded and {recipe.name for recipe in policy.possible} & {"delayed", "mxfp8", "auto"}:
-        say_once(logger, logging.INFO, "fp8: all-gather: gathered weights are scaled by their current amax, with mxfp8 by tiles")
+        say_once(logger, logging.INFO, "fp8: all-gather: gathered weights are scaled by their current amax (mxfp8: tiles)")
     gatherable: dict[int, Gatherable] = {}
     gm = compat.copy_graph(job.gm)  # compile_fx takes ownership, and Dynamo still reads the original's placeholders
     if capacity is not None:

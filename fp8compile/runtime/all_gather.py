@@ -140,7 +140,8 @@ def fp8_all_gather(model: nn.Module) -> None:
     ShardingError, a ValueError, names the parameter and the fix where this cannot work: nothing is sharded, parameters are
     offloaded to the CPU or have an all-gather extension, `reshard_after_forward` is a number; and later, when a graph is
     compiled, for a recipe whose weights have no square scales (`rowwise`). Weights are scaled by their current amax with
-    `delayed`, too, and `mxfp8` has `weight_tiles`. """
+    `delayed`, too, and `mxfp8` has `weight_tiles`.
+    """
     if not isinstance(model, nn.Module):
         raise TypeError(f"fp8_all_gather() takes a torch.nn.Module, not {type(model).__name__}")
     parameters = compat.sharded_parameters(model)
