@@ -49,13 +49,13 @@ test: lint
 	$(PYTEST) --budget 720 -m "not slow" $(TESTS)
 
 slow: $(STAMP)
-	$(PYTEST) --budget 1800 -m "slow and not study" $(TESTS)
+	$(PYTEST) --budget 2400 -m "slow and not study" $(TESTS)
 
 studies: $(STAMP)
 	$(PYTEST) -m study $(TESTS)
 
 compat: $(STAMP)
-	$(PYTEST) --budget 300 -m "compat and not slow" $(TESTS)
+	$(PYTEST) --budget 400 -m "compat and not slow" $(TESTS)
 
 mutants: $(STAMP)
 	$(PY) -m tests.mutants run $(ARGS)

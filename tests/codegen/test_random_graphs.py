@@ -35,7 +35,7 @@ from tests.support.interpreter import Interpreted, kernels_on_cpu
 aten = torch.ops.aten
 prims = torch.ops.prims
 
-CASES, FAST = int(os.environ.get("FUZZ_CASES", "400")), 40  # `make test` runs the first ones
+CASES, FAST = int(os.environ.get("FUZZ_CASES", "160")), 40  # `make test` runs the first ones
 BLOCKS = ((16, 16, 1), (16, 32, 1), (32, 16, 1), (32, 32, 1), (64, 64, 1))
 WIDE, STRIPS = (128, 128, 1), (128, 32, 1)  # tiles of cases whose scales are of 128 elements
 PROGRAMS = 3  # most tiles a case: the interpreter's time depends on the number of programs

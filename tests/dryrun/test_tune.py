@@ -323,7 +323,7 @@ def test_with_the_times_of_larger_sizes() -> None:
 
     small, x = models.make(lambda: Net(128, 1)), noise(64, 128)
     with torch.device("meta"):
-        like = Net(2048, 2).bfloat16(), (torch.empty(16384, 2048, dtype=torch.bfloat16),)
+        like = Net(2048, 3).bfloat16(), (torch.empty(16384, 2048, dtype=torch.bfloat16),)
     with hooks.tuning(times.Times, FEW[1:]):
         with pytest.raises(Fp8CompileError, match="faster on NVIDIA H100"):
             fp8compile.tune(small, x, device="h100", loss_budget=0.3)
