@@ -107,8 +107,8 @@ def recomputing() -> bool:
 def repeating() -> bool:
     """Is a forward that runs now certainly the recomputation of a checkpoint, whatever ran before? Then the checkpoint's hooks
     are the topmost ones. If the user sets hooks inside of the checkpointed region, this cannot be told: the answer is no."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks is not None and "_recomputation_hook" in getattr(hooks[0], "__qualname__", "")
+    found = checkpoint()
+    return found is not None and found.repeats
 
 
 class Checkpoint(NamedTuple):
