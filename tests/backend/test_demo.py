@@ -39,18 +39,19 @@ def text() -> Tensor:
     return train_gpt.load_text()
 
 
-def test_fp8_trains_to_the_same_loss_as_bf16(text: Tensor) -> None:
-    bf16 = train_gpt.train(TINY, text, evaluations=1)
+@pytest.mark.parametrize(("recipe", "seed"), [("delayed", 0), pytest.param("tensorwise", 1, marks=pytest.mark.study)])
+def test_fp8_trains_to_the_same_loss_as_bf16(text: Tensor, recipe: str, seed: int) -> None:
+    bf16 = train_gpt.train(TINY, text, seed=seed, evaluations=1)
     assert bf16.val_loss < 0.6 * bf16.train_losses[0], "the baseline has not learned enough to compare with"
     torch._dynamo.reset()
     with interpreted():
-        run = train_gpt.train(TINY, text, backend=fp8, evaluations=1)
+        run = train_gpt.train(TINY, text, backend=fp8, options={"recipe": recipe}, seed=seed, evaluations=1)
     training = fp8compile.report(run.model).graphs[0].matmuls
     kept = [m.reason for m in training if m.decision != "fp8"]
     assert len(training) == 3 * (4 * TINY.layers + 1) and len(kept) == 3
     assert all(reason.startswith("output head") for reason in kept)
     gap = run.val_loss / bf16.val_loss - 1
-    assert abs(gap) < 0.01, f"{run.val_loss:.4f} against bf16's {bf16.val_loss:.4f}, {gap:+.2%}"
+    assert abs(gap) < 0.01, f"{recipe}: {run.val_loss:.4f} against bf16's {bf16.val_loss:.4f}, {gap:+.2%}"
     assert run.train_losses != bf16.train_losses  # the run was not bf16
 
 

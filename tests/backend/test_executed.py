@@ -128,6 +128,10 @@ def steps(pair: Pair, shape: tuple[int, ...], count: int = 4) -> None:
                 ("odd", "blockwise", BF16, 0),
             )
         ),
+        *(
+            pytest.param(*case, marks=[pytest.mark.slow, pytest.mark.study])
+            for case in (("odd", "delayed", BF16, 1), ("spelled", "tensorwise", FP32, 1), ("rotary", "blockwise", FP32, 0))
+        ),
     ],
 )
 def test_training_steps(name: str, recipe: str, dtype: torch.dtype, choice: int) -> None:

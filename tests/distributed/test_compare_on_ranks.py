@@ -17,7 +17,7 @@ from tests.support.hooks import slots_of
 from tests.support.models import Mlp
 from tests.support.processes import on_ranks, warnings
 
-WAYS = [("module", False), ("ddp", True)]
+WAYS = [("module", False), ("function", False), ("ddp", True)]
 STEPS = 3
 
 

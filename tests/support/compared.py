@@ -134,5 +134,5 @@ HEALTHY: dict[str, Callable[[], Case]] = {
         _to_one,
     ),
     "frozen": lambda: Case(models.make(Frozen), (_noise(64, WIDTH),), _to_one),
-    "normed": lambda: Case(models.make(lambda: Normed()), (_noise(64, WIDTH),), _to_one),
+    "normed": lambda: Case(models.make(Normed), (_noise(64, WIDTH),), _to_one),
 }
