@@ -191,7 +191,7 @@ def train(arm: str, seed: int, study: Study, text: Tensor) -> Row:
         "evaluations": evaluated,
         "training": [round(statistics.fmean(losses[i : i + 25]), 5) for i in range(0, len(losses), 25)],
         "ms_per_step": 1e3 * seconds / max(1, study.steps - 10),
-        "fp8_matmuls": converted(arm, study) if options else 0,
+        "fp8_matmuls": converted(model, arm, study) if options else 0,
         "options": options,
         "date": machine.now(),
         **machine.commit(),
@@ -232,18 +232,19 @@ def evaluate(model: nn.Module, text: Tensor, study: Study, arm: str) -> float:
     return statistics.fmean(losses)
 
 
-def converted(arm: str, study: Study) -> int:
+def converted(model: nn.Module, arm: str, study: Study) -> int:
     """The number of FP8 matmuls in the training graph. RuntimeError if a matmul of a block is not FP8 (except wgrad, if the
     recipe keeps it in high precision)."""
     import fp8compile
 
-    graphs = [graph for graph in fp8compile.report().graphs if graph.name.endswith("training")]
+    report = fp8compile.report(model)  # of this model: tests train others in the same process
+    graphs = [graph for graph in report.graphs if graph.name.endswith("training")]
     last = {(record.fqn, record.gemm): record for graph in graphs for record in graph.matmuls}  # DDP has cut the graph in parts
     fp8 = [record for record in last.values() if record.decision == "fp8"]
     gemms = 2 if arm == "rowwise_with_gw_hp" else 3
     expected = 4 * gemms * study.layers + (3 if arm == "fast" else 0)  # with the head's
     if len(fp8) != expected and arm not in TUNED:
-        raise RuntimeError(f"{arm}: {len(fp8)} matmuls in FP8, expected {expected}:\n{fp8compile.report()}")
+        raise RuntimeError(f"{arm}: {len(fp8)} matmuls in FP8, expected {expected}:\n{report}")
     return len(fp8)
 
 
