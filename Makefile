@@ -1,8 +1,8 @@
 # make demo    train a small GPT in bf16 and in FP8 and compare them (under 4 minutes on 2 CPU cores)
 # make check   before each commit: lint, and the tests that need no model
 # make test    lint, and the tests but for the slow ones
-# make slow    the slow tests: machine code for every architecture, training to a loss, several processes
-# make studies a few trainings and soaks that take minutes each: before a release
+# make slow    the slow tests: machine code, several processes, training to a loss
+# make weekly  the same at more sizes, models, recipes and GPUs, and soaks: hours, before a release
 # make compat  the tests that run on the oldest and the newest torch, too: make compat TORCH=2.11.0
 # make hosts   the tests with Trainer, TRL, Accelerate, Lightning, Axolotl and torchtitan, in an environment of their own
 # make mutants plant known faults one by one, and say which tests find them: make mutants ARGS="S1 S2"
@@ -37,25 +37,25 @@ PIP   := $(PY) -m pip --disable-pip-version-check
 # seconds; the aims are 45, 270 and 600.
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile -q --durations=10
 
-.PHONY: demo check test slow studies compat hosts hosts-venv mutants axolotl docs docs-venv dist lint venv clean
+.PHONY: demo check test slow weekly compat hosts hosts-venv mutants axolotl docs docs-venv dist lint venv clean
 
 demo: $(STAMP)
 	$(PY) examples/train_gpt.py $(ARGS)
 
 check: lint
-	$(PYTEST) --budget 90 -m "not slow and not compiled" $(addprefix tests/,$(FAST))
+	$(PYTEST) --budget 90 -m "not slow and not weekly and not compiled" $(addprefix tests/,$(FAST))
 
 test: lint
-	$(PYTEST) --budget 720 -m "not slow" $(TESTS)
+	$(PYTEST) --budget 720 -m "not slow and not weekly" $(TESTS)
 
 slow: $(STAMP)
-	$(PYTEST) --budget 2400 -m "slow and not study" $(TESTS)
+	$(PYTEST) --budget 2400 -m "slow and not weekly" $(TESTS)
 
-studies: $(STAMP)
-	$(PYTEST) -m study $(TESTS)
+weekly: $(STAMP)
+	$(PYTEST) -m weekly $(TESTS)
 
 compat: $(STAMP)
-	$(PYTEST) --budget 400 -m "compat and not slow" $(TESTS)
+	$(PYTEST) --budget 400 -m "compat and not slow and not weekly" $(TESTS)
 
 mutants: $(STAMP)
 	$(PY) -m tests.mutants run $(ARGS)

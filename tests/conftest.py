@@ -11,7 +11,7 @@ import torch
 
 from tests.support import hooks
 
-pytest_plugins = ["tests.support.budget"]
+pytest_plugins = ["tests.support.budget", "tests.support.tiers"]
 
 gc.set_threshold(20_000, 20, 20)  # a compilation makes millions of objects: with Python's 700, a tenth of the time goes there
 

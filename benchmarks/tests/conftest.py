@@ -2,4 +2,4 @@
 
 from tests.conftest import fresh, interpreted, pytest_collection_modifyitems  # noqa: F401  # fixtures and a hook of pytest
 
-pytest_plugins = ["tests.support.budget"]
+pytest_plugins = ["tests.support.budget", "tests.support.tiers"]

@@ -31,6 +31,7 @@ def measured(model: str, data: str, arm: str) -> dict[str, float]:
     return sqnr.measure(Point(model, data, arm))
 
 
+@pytest.mark.cases(slow=3)
 @pytest.mark.parametrize("arm", [arm if arm == "delayed" else pytest.param(arm, marks=slow) for arm in sqnr.ARMS])
 def test_linear(arm: str) -> None:
     db = measured("linear", "normal", arm)
@@ -42,6 +43,7 @@ def test_linear(arm: str) -> None:
             assert (24.0 if arm in HYBRID else 28.0) <= db[role] < 32.0
 
 
+@pytest.mark.cases(slow=2)
 @slow
 @pytest.mark.parametrize("arm", sqnr.ARMS)
 def test_swiglu(arm: str) -> None:

@@ -88,7 +88,7 @@ def test_a_run(study: recipes.Study) -> None:
     json.dumps(made)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_a_run_that_is_not_in_fp8(study: recipes.Study, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(recipes.ARMS, "delayed", {"policy": {"rules": [{"module": "*.down", "fp8": "off"}]}})
     with pytest.raises(RuntimeError, match="matmuls in FP8, expected"):
@@ -126,7 +126,7 @@ def test_an_arm_without_its_library_is_left_out(monkeypatch: pytest.MonkeyPatch,
     assert "bitsandbytes-AdamW8bit: left out: no such thing" in told.err and "bitsandbytes" not in told.out
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @needs_description
 def test_whole_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A layer of Llama-3-8B has 7 weights: one cast each, that reads 2 bytes a parameter and writes 2."""
@@ -144,7 +144,7 @@ def test_whole_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 # -- random models -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=1)
 @needs_description
 @pytest.mark.parametrize("seed", [1, 20])
 def test_never_slower(seed: int) -> None:
@@ -157,7 +157,7 @@ def test_never_slower(seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.study
+@pytest.mark.weekly
 @pytest.mark.timeout(600)
 def test_a_short_soak() -> None:
     row = soak.run("delayed, fp8 all-gather", soak.Study(steps=20, nan=6, loss=9, kill=14, weight=17, save=4))

@@ -39,7 +39,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
     return {result["name"]: result for result in results.read([folder])}
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("name", CASES)
 def test_case(measured, name):
     result = measured[name]
@@ -69,7 +69,7 @@ def test_training_goes_on_in_the_loss_case(measured):
     assert after < before
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_arms_in_turn_and_one_that_cannot_be_imported(tmp_path):
     """One arm runs at a time; an arm whose package cannot be imported becomes a row with an error."""
     broken = tmp_path / "broken" / "torchao"

@@ -130,6 +130,7 @@ MORE = [
 ]
 
 
+@pytest.mark.cases(test=5, slow=10)
 @pytest.mark.parametrize(
     ("name", "recipe", "dtype", "options", "loop"),
     [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)],
@@ -253,7 +254,7 @@ def apart():
     torch._dynamo.reset()
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=1)
 @pytest.mark.usefixtures("apart")
 @pytest.mark.parametrize(("name", "recipe"), [("checkpointed_mlp", "delayed"), ("mlp", "tensorwise"), ("block", "delayed")])
 def test_after_a_recompile_for_another_shape(name: str, recipe: str) -> None:
@@ -272,6 +273,7 @@ def different_rows(pair: Pair) -> None:
     pair.finish()
 
 
+@pytest.mark.cases(test=1, slow=2)
 @pytest.mark.usefixtures("apart")
 @pytest.mark.parametrize(
     ("recipe", "dynamic"),
@@ -288,14 +290,14 @@ def test_dynamic(recipe: str, dynamic: bool) -> None:
 # Through Inductor: the graphs that differ most from each other. None that an earlier test has interpreted.
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.compiled
 @pytest.mark.usefixtures("apart")
 def test_inductor_block_delayed() -> None:
     train(Pair(make(Block), deep=True), "ss2sssssss")
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.compiled
 @pytest.mark.usefixtures("apart")
 @pytest.mark.skipif(torch.__version__.startswith("2.11"), reason="emulate_precision_casts does not reach 2.11's CPU kernels")
@@ -312,7 +314,7 @@ def test_inductor_dynamic_delayed() -> None:
     different_rows(Pair(make(Mlp), dynamic=True))
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=1)
 @pytest.mark.compiled
 @pytest.mark.usefixtures("apart")
 @pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])

@@ -39,7 +39,8 @@ def text() -> Tensor:
     return train_gpt.load_text()
 
 
-@pytest.mark.parametrize(("recipe", "seed"), [("delayed", 0), pytest.param("tensorwise", 1, marks=pytest.mark.study)])
+@pytest.mark.weekly
+@pytest.mark.parametrize(("recipe", "seed"), [("delayed", 0), ("tensorwise", 1)])
 def test_fp8_trains_to_the_same_loss_as_bf16(text: Tensor, recipe: str, seed: int) -> None:
     bf16 = train_gpt.train(TINY, text, seed=seed, evaluations=1)
     assert bf16.val_loss < 0.6 * bf16.train_losses[0], "the baseline has not learned enough to compare with"
@@ -55,7 +56,7 @@ def test_fp8_trains_to_the_same_loss_as_bf16(text: Tensor, recipe: str, seed: in
     assert run.train_losses != bf16.train_losses  # the run was not bf16
 
 
-@pytest.mark.study
+@pytest.mark.weekly
 def test_experts_train_to_the_same_loss_as_in_bf16(text: Tensor) -> None:
     config = dataclasses.replace(TINY, experts=4)
     bf16 = train_gpt.train(config, text, evaluations=1)
@@ -167,7 +168,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]
     return printed, losses
 
 
-@pytest.mark.parametrize("kind", [pytest.param(x, marks=[pytest.mark.study] * (x != "fsdp")) for x in parallel.KINDS])
+@pytest.mark.weekly
+@pytest.mark.parametrize("kind", parallel.KINDS)
 def test_two_processes_train_as_one(kind: str, alone: tuple[str, dict[str, Any]], tmp_path: Path) -> None:
     """Losses of every step, what is printed, and the checkpoint, which is that of one process."""
     printed, found = run_demo(tmp_path, kind, "--parallel", kind, processes=2)

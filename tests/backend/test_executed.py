@@ -112,6 +112,7 @@ def steps(pair: Pair, shape: tuple[int, ...], count: int = 4) -> None:
     pair.finish()
 
 
+@pytest.mark.cases(test=1, slow=3)
 @pytest.mark.parametrize(
     ("name", "recipe", "dtype", "choice"),
     [
@@ -129,7 +130,7 @@ def steps(pair: Pair, shape: tuple[int, ...], count: int = 4) -> None:
             )
         ),
         *(
-            pytest.param(*case, marks=[pytest.mark.slow, pytest.mark.study])
+            pytest.param(*case, marks=[pytest.mark.slow, pytest.mark.weekly])
             for case in (("odd", "delayed", BF16, 1), ("spelled", "tensorwise", FP32, 1), ("rotary", "blockwise", FP32, 0))
         ),
     ],
@@ -196,7 +197,7 @@ def test_computed_weights(recipe: str) -> None:
     assert any(kernel.ours for kernel in plan.kernels)
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize(
     ("gpu", "device", "recipe"),
     [
@@ -211,7 +212,7 @@ def test_other_gpus(gpu: Gpu, device: str, recipe: str) -> None:
     assert plan.scaled == 3 * 6  # the second step has two forwards
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
 def test_casts_that_inductor_writes(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without generated kernels, operands still have the layout that tensor cores need."""
@@ -256,7 +257,7 @@ def test_float32_weights_under_autocast() -> None:
     assert plan.scaled == 2 * 12  # the first call is cold
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_a_language_model() -> None:
     """Loss and gradients against high precision, and the loss falls. No NaN: no memory is read before it is written."""
     model = make(Gpt, BF16)

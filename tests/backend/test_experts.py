@@ -275,8 +275,8 @@ def planning(test):
     return missing(pytest.mark.compat(pytest.mark.compiled(test)))
 
 
+@pytest.mark.cases(slow=1)
 @planning
-@pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "dynamic"), [("delayed", False), ("tensorwise", True)])
 def test_the_plan_for_a_gpu(recipe: str, dynamic: bool) -> None:
     with executed() as plan:
@@ -285,8 +285,8 @@ def test_the_plan_for_a_gpu(recipe: str, dynamic: bool) -> None:
     assert dynamic or any("transpose" in kernel.name for kernel in plan.kernels if kernel.ours)
 
 
+@pytest.mark.cases(slow=1)
 @planning
-@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["mxfp8 tiles", "delayed", "rowwise"])
 def test_the_plan_for_a_gpu_without_the_matmul(recipe: str, caplog: pytest.LogCaptureFixture) -> None:
     """Blackwell takes a kernel of ours."""
@@ -299,8 +299,8 @@ def test_the_plan_for_a_gpu_without_the_matmul(recipe: str, caplog: pytest.LogCa
     assert plan.scaled == 0 and plan.launches("fp8_grouped") == 6 * warm and "emulated" not in caplog.text
 
 
+@pytest.mark.weekly
 @planning
-@pytest.mark.slow
 def test_the_plan_where_no_kernel_can_be_launched(caplog: pytest.LogCaptureFixture) -> None:
     """Experts are multiplied in bf16, and a warning says so."""
     with mock.patch.object(compat, "reorders", lambda: True), executed(gpu=B200) as plan:
@@ -308,6 +308,7 @@ def test_the_plan_where_no_kernel_can_be_launched(caplog: pytest.LogCaptureFixtu
     assert plan.scaled == plan.launches("fp8_grouped") == 0 and "experts in FP8 are emulated in bf16" in caplog.text
 
 
+@pytest.mark.cases(slow=2)
 @planning
 @pytest.mark.parametrize(
     ("recipe", "gpu"),

@@ -63,6 +63,7 @@ def mlp_step() -> Step:
     return compile_mlp(64)
 
 
+@pytest.mark.cases(test=1)
 @RECIPES
 def test_all_21_matmuls_of_a_llama_layer_are_fp8(recipe):
     """As 12, because q, k and v are merged, and gate and up."""
@@ -78,7 +79,7 @@ def test_all_21_matmuls_of_a_llama_layer_are_fp8(recipe):
     assert step.flops == {"fp8": llama().flops["bfloat16"]}
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
 def test_matmuls_of_a_llama_layer_share_their_operands(recipe):
     """Not merged, q, k and v read one FP8 copy of their input, gate and up another. Their wgrads share copies in the same

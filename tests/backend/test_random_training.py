@@ -1,6 +1,6 @@
 """Random models and protocols on numbers for which FP8 is exact; planted errors show that the comparison finds errors.
 
-`FUZZ_CASES=500` runs more cases, the same ones each time.
+`FUZZ_CASES=500 make weekly` runs more cases, the same ones each time.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ from tests.support.fuzz_training import Case
 
 pytestmark = pytest.mark.shares_graphs  # by the planted errors
 
-CASES = int(os.environ.get("FUZZ_CASES", "2"))
+SLOW, WEEKLY = pytest.mark.slow, pytest.mark.weekly
+MANY = int(os.environ.get("FUZZ_CASES", "40"))
+CASES = [(0, 2), pytest.param(2, 4, marks=SLOW), pytest.param(6, MANY, marks=WEEKLY)]
 
 
-@pytest.mark.parametrize(("first", "count"), [(0, CASES), pytest.param(CASES, 8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("first", "count"), CASES)
 def test_exact_as_in_high_precision(first: int, count: int) -> None:
     seen, failed = fuzz_training.run(count, first)
     assert not failed, "\n\n".join(failed)

@@ -153,6 +153,7 @@ def train(name: str, attention: str, layers: int = 1, *, evaluate: bool) -> None
             torch.testing.assert_close(compiled(**batch).loss, loss, rtol=1e-4, atol=1e-5)  # in high precision
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize(
     ("name", "attention", "layers"),
     [
@@ -166,13 +167,13 @@ def test_steps(name: str, attention: str, layers: int) -> None:
     train(name, attention, layers, evaluate=True)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.compiled
 def test_steps_through_inductor() -> None:
     train("bert", "sdpa", evaluate=False)  # an evaluation would be one more graph to compile
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize(
     ("build", "groups"),
     [

@@ -65,10 +65,10 @@ def step(model: torch.nn.Module, call: Any, seed: int = 0) -> float:
     return float(loss)
 
 
-THROUGH_INDUCTOR = pytest.param(QUICK, True, marks=pytest.mark.study)
+THROUGH_INDUCTOR = pytest.param(QUICK, True, marks=pytest.mark.weekly)
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=2)
 @pytest.mark.parametrize(("name", "inductor"), [*((x, False) for x in MODELS), THROUGH_INDUCTOR])
 def test_each_layer_has_six_matmuls_in_fp8_and_learns(name: str, inductor: bool) -> None:
     model = make(name)
@@ -88,7 +88,7 @@ def test_each_layer_has_six_matmuls_in_fp8_and_learns(name: str, inductor: bool)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("inductor", [False, pytest.param(True, marks=pytest.mark.study)])
+@pytest.mark.parametrize("inductor", [False, pytest.param(True, marks=pytest.mark.weekly)])
 def test_float32_experts(inductor: bool) -> None:
     """transformers calls operators of its own, which loop over the experts."""
     plain, model = make("Mixtral", torch.float32), make("Mixtral", torch.float32)
@@ -108,7 +108,7 @@ def kept(model: torch.nn.Module) -> set[str]:
     return {gemm for (_, gemm), decision in experts_of(model).items() if decision != "fp8"}
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("name", ["Qwen3Moe", "GptOss"])
 def test_checkpointing_accumulation_and_evaluation(name: str) -> None:
     """With checkpoints, an accumulation of two batches and an evaluation between them, the gradients are those without."""

@@ -480,7 +480,7 @@ def test_compare_with_a_batch_that_the_model_refuses(model, capsys):
 # --- tune -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_tune(model, capsys):
     """The file, the picture, JSON on stdout, progress on stderr; an answer of no is one line and status 1."""
     pytest.importorskip("matplotlib")

@@ -96,6 +96,7 @@ TILES = {"delayed": (32, 128, 4), "rowwise": (128, 32, 8), "blockwise": None, "m
 OTHER_TILES = [("delayed", None), ("delayed", (128, 32, 8)), ("rowwise", None), ("rowwise", (32, 128, 4)), ("mxfp8", None)]
 
 
+@pytest.mark.cases(test=2, slow=2)
 @pytest.mark.parametrize(
     ("recipe", "tile", "examples"),
     [*((*x, 6) for x in TILES.items()), *(pytest.param(*x, 20, marks=pytest.mark.slow) for x in OTHER_TILES)],

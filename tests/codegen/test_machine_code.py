@@ -48,6 +48,7 @@ def compiled(target: str) -> list[tuple[Generated, Any]]:
     return made
 
 
+@pytest.mark.weekly
 def test_the_models_get_kernels_of_every_kind():
     """The tests below compile many kernels: of norms, activations and their gradients, under both recipes."""
     names = [kernel.name for kernel in kernels("form")]
@@ -58,6 +59,7 @@ def test_the_models_get_kernels_of_every_kind():
     assert len(kernels("text")) >= 60 and len({kernel.title for kernel in kernels("text")}) >= 15
 
 
+@pytest.mark.cases(slow=2)
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_kernel_compiles_to_machine_code(target):
     failed = [(kernel, made) for kernel, made in compiled(target) if isinstance(made, Exception)]
@@ -110,6 +112,7 @@ def finer(model: str, amd: bool = False) -> tuple[Generated, ...]:
     return tuple(found.values())
 
 
+@pytest.mark.weekly
 def test_the_finer_recipes_get_kernels_of_every_kind():
     sources = [kernel.source for model in FINER for kernel in finer(model)]
     assert len(sources) >= 25
@@ -125,6 +128,7 @@ def test_kernels_of_the_finer_recipes_do_not_spill(model):
     assert not spilled, f"{len(spilled)} of {len(took)} kernels spill on sm_90:\n" + "\n".join(spilled)
 
 
+@pytest.mark.cases(slow=2)
 @pytest.mark.parametrize("target", [target for target in TARGETS if target != "sm_90"])
 def test_kernels_of_the_finer_recipes_compile_to_machine_code(target):
     """Of each recipe, one kernel of each title. For AMD, those of one model."""

@@ -8,7 +8,8 @@ All results are compared bit by bit (every NaN equals every NaN). The last bit o
 exponential, the larger of two zeros). Both sides compute these as a kernel does, and compare them with ATen's to a tolerance;
 see `Exact`. Kernels may touch only their own tensors (`support/interpreter.py`), and memory that is not written shows.
 
-Case n is the same in each run. `FUZZ_CASES=2000` runs more of them. A case that fails is made shorter before it is shown.
+Case n is the same in each run. `FUZZ_CASES=2000 make weekly` runs more of them. A case that fails is made shorter before it
+is shown.
 """
 
 from __future__ import annotations
@@ -35,7 +36,15 @@ from tests.support.interpreter import Interpreted, kernels_on_cpu
 aten = torch.ops.aten
 prims = torch.ops.prims
 
-CASES, FAST = int(os.environ.get("FUZZ_CASES", "160")), 40  # `make test` runs the first ones
+CASES = int(os.environ.get("FUZZ_CASES", "400"))  # of `make weekly`
+
+
+def tiers(test: int, slow: int, weekly: int) -> list[Any]:
+    """The numbers of the cases that `make test`, `make slow` and `make weekly` run."""
+    later = [(range(test, slow), pytest.mark.slow), (range(slow, weekly), pytest.mark.weekly)]
+    return [range(test), *(pytest.param(numbers, marks=mark) for numbers, mark in later)]
+
+
 BLOCKS = ((16, 16, 1), (16, 32, 1), (32, 16, 1), (32, 32, 1), (64, 64, 1))
 WIDE, STRIPS = (128, 128, 1), (128, 32, 1)  # tiles of cases whose scales are of 128 elements
 PROGRAMS = 3  # most tiles a case: the interpreter's time depends on the number of programs
@@ -755,7 +764,7 @@ def shortest(case: Case, error: Exception) -> str:
     return f"{case}\n{type(error).__name__}: {error}"
 
 
-@pytest.mark.parametrize("numbers", [range(FAST), pytest.param(range(FAST, CASES), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("numbers", tiers(25, 70, CASES), ids=str)
 def test_fused_and_unfused_agree(numbers: range) -> None:
     seen = explore(numbers)
     assert seen["fused"] > 0.9 * seen["cases"] == 0.9 * len(numbers), seen
@@ -764,7 +773,7 @@ def test_fused_and_unfused_agree(numbers: range) -> None:
         assert seen[what], (what, seen)
 
 
-@pytest.mark.parametrize("numbers", [range(10), pytest.param(range(10, CASES // 4), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("numbers", tiers(8, 20, CASES // 4), ids=str)
 def test_scales_of_rows_and_blocks_agree(numbers: range) -> None:
     """Casts follow chains and norms; in half of the cases blocks are as large as in training."""
     seen = explore(numbers, scaled=True)

@@ -52,7 +52,7 @@ def trained(**how: bool) -> list[Tensor]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.compiled
 @pytest.mark.compat
 @pytest.mark.parametrize("dynamic", [False, True])

@@ -146,7 +146,7 @@ def _refused(rank: int) -> dict[str, str]:
     return said
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_what_graphs_say_is_told() -> None:
     for said in on_ranks(2, _refused):
         for recipe in ("rowwise", "rowwise_with_gw_hp"):  # at the first call
@@ -200,7 +200,7 @@ def numbers(row: dict[str, Any]) -> dict[str, float]:
     return {key: value for key, value in row.items() if isinstance(value, float)}
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=2)
 @pytest.mark.parametrize(("ranks", "recipe"), [(1, "tensorwise"), (2, "tensorwise"), (1, "blockwise"), (2, "blockwise")])
 def test_statistics(ranks: int, recipe: str) -> None:
     """A weight has the rows that it has without it. What is measured is of the rank's own rows; amax and scale are those of the

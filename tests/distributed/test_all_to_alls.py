@@ -73,7 +73,7 @@ def test_the_same_bits_on_one_process(cls: type[Moved], recipe: str, one_process
         assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=2)
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize(
     ("cls", "options", "reason"),
@@ -93,7 +93,7 @@ def test_why_not(cls: type[Moved], options: dict[str, Any], reason: str | None, 
         assert len(found) == 2 and all(reason in one for one in found.values())
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.skipif(unavailable() is not None, reason=unavailable() or "")
 def test_the_plan_for_a_gpu(one_process: str) -> None:
     """Inductor's code for an RTX 4090, run on a CPU: the kernels that cast read what came as FP8. (For an H200, Inductor
@@ -117,7 +117,7 @@ def _two(rank: int, recipe: str) -> dict[str, Any]:
     return {"steps": found, "sent": [dtype for dtype, size in tensors if size > 1000], "reasons": reasons}
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
 def test_two_ranks(recipe: str) -> None:
     """Each rank has half of the experts; outputs and gradients against all experts in high precision."""

@@ -169,7 +169,7 @@ def _alone(rank: int) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_a_rank_that_compiles_other_slots_alone() -> None:
     """It cannot know whether the others come: it says for whom it waits, and gives up before they do."""
     first, second = on_ranks(2, _alone)
@@ -223,7 +223,7 @@ def _shards(rank: int, name: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("name", RECIPES)
 def test_shards_have_the_amaxes_of_one_device(name: str) -> None:
     """Histories of inputs and weights of the first layer to the bit; behind a first layer in FP8, products may be rounded
@@ -261,7 +261,7 @@ ALL_REDUCES = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=2)
 @pytest.mark.parametrize(("options", "forward", "backward"), ALL_REDUCES, ids=str)
 def test_all_reduces_of_a_graph(one_process: str, options: dict[str, Any], forward: int, backward: int) -> None:
     """One for all amaxes with a history of a direction; one for each tensor that is scaled by its current amax, never again."""

@@ -169,7 +169,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]
     return on_ranks(4, _on_four, str(folder)), on_ranks(2, _on_two, str(folder))
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_goes_on_to_the_bit(found, kind: str) -> None:
     """Also before the first call, where a rank has no slots yet. Ranks have states of their own."""

@@ -100,7 +100,7 @@ def compared() -> list[dict[str, Any]]:
     return on_ranks(2, _compare)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize(("how", "alone"), WAYS)
 def test_a_rank_compares_its_own_batch(compared, how: str, alone: bool) -> None:
     for rank, ran in enumerate(compared):
@@ -168,7 +168,7 @@ def _monitored(rank: int, folder: str) -> dict[str, Any]:
     return {"same": unchanged, "steps": [row["step"] for row in whole], "rows": whole, "healthy": healthy, "warned": warned}
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_a_monitor_compares_on_each_rank(tmp_path) -> None:
     ranks = on_ranks(2, _monitored, str(tmp_path))
     for found in ranks:

@@ -40,6 +40,7 @@ def _trained(rank: int) -> dict[str, Any]:
 WEIGHTS = [["gradient", f"mlp.{name}.weight"] for name in ("gate", "up", "down")]
 
 
+@pytest.mark.weekly
 def test_ddp_is_its_replicas_and_tensor_parallel_as_exact_as_one_device() -> None:
     for found in on_ranks(2, _trained, inductor=True):
         assert found["differs"] == []
@@ -72,6 +73,7 @@ def _gathering(rank: int) -> dict[str, Any]:
     return {"same": all(map(torch.equal, *runs)), "gathered": fp8}
 
 
+@pytest.mark.weekly
 def test_the_fp8_all_gather_changes_nothing() -> None:
     """To the bit."""
     for found in on_ranks(2, _gathering, inductor=True):

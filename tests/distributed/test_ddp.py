@@ -115,6 +115,7 @@ def both(kind: type[nn.Module], steps: int = 3) -> tuple[Trained, Trained]:
     return whole, cut
 
 
+@pytest.mark.cases(test=1, slow=1)
 @pytest.mark.parametrize("kind", [Net, *(pytest.param(kind, marks=pytest.mark.slow) for kind in (Llama, Tied, Routed))])
 def test_a_graph_that_ddp_splits(one_process: str, kind: type[nn.Module]) -> None:
     """Decisions, reasons, recipes and state of the parts are those of the whole. So gradients have the same bits. (After an

@@ -370,10 +370,8 @@ def _case(rank: int, name: str) -> Facts:
     return {"wrong": compared(*runs, case.promise), "ours": found[0], "theirs": found[1]}
 
 
-FAST = ("gathered beside replicas", "sequence")
-
-
-@pytest.mark.parametrize("name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in CASES])
+@pytest.mark.cases(test=1, slow=9)
+@pytest.mark.parametrize("name", CASES)
 def test_training_is_the_same(name: str) -> None:
     case = CASES[name]
     for rank, found in enumerate(on_ranks(case.ranks, _case, name)):

@@ -116,6 +116,7 @@ def trained(rank: int, kind: str, recipe: str) -> dict[str, Any]:
     return {"steps": found, "decisions": {r.decision for r in fp8compile.report(layer).matmuls if r.groups}}
 
 
+@pytest.mark.cases(slow=2)
 @pytest.mark.parametrize(("kind", "recipe"), CASES)
 def test_ranks_compute_what_one_computes(kind: str, recipe: str) -> None:
     """Outputs and gradients of two ranks, each with half of the experts, against all experts in high precision."""

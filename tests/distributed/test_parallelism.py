@@ -53,6 +53,7 @@ def histories(run: OnRanks) -> dict[str, list[float]]:
     return {name: row[HISTORY:-1].tolist() for name, row in state.items() if "version" not in name}
 
 
+@pytest.mark.cases(slow=2)
 @pytest.mark.parametrize("name", WAYS)
 def test_as_exact_as_one_device(name: str) -> None:
     """Reports, statistics and states have the names of one device. A weight's amax is the larger of its shards', and each
@@ -94,6 +95,7 @@ def _from_one(rank: int) -> dict[str, list[float]]:
     return found
 
 
+@pytest.mark.weekly
 def test_ranks_go_on_from_the_state_of_one_process() -> None:
     """The losses differ by rounding from those of one process: less than a lost state changes them."""
     first, second = on_ranks(2, _from_one)

@@ -212,6 +212,7 @@ def check(found: dict[str, Any], case: Case) -> None:
     assert all(sum(amax > 0 for amax in history) == STEPS * MICROBATCHES for history in found["histories"])
 
 
+@pytest.mark.cases(slow=3)
 @pytest.mark.parametrize("case", [*ON_TWO, *ON_FOUR], ids=str)
 def test_a_pipeline_is_its_stages_by_hand(case: Case) -> None:
     """From the first step on. A pipeline infers shapes by running each stage on uninitialised memory: these runs do not move

@@ -140,7 +140,7 @@ def test_likeness_and_peaks() -> None:
     assert peak_of(torch.tensor([0.0, 0.0, 1.0, -2.0, 2.0, 2000.0])).item() == 1000.0 and peak_of(torch.zeros(3)).item() == 0.0
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_table_dict_and_picture(tmp_path) -> None:
     case, compare = trained()
     found = compare(*case.args)
@@ -160,7 +160,7 @@ def test_table_dict_and_picture(tmp_path) -> None:
 
 # -- healthy models, and faults ----------------------------------------------------------------------------------------
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("name", HEALTHY)
 def test_nothing_is_flagged_on_healthy_models(name: str) -> None:
     """At the first step, and with the scales of a training. (Quick tests ask the same of `an_mlp` and `trained`.)"""
@@ -241,8 +241,7 @@ def test_autocast_is_that_of_the_caller() -> None:
     assert found.loss == exact.item() and found.gradient.sqnr > 20
 
 
-@pytest.mark.slow
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_one_graph_for_several_layers_and_a_compiled_block_each() -> None:
     """Rows have the names of the parameters, whichever graph computes them; parts that are compiled one by one count."""
     model = models.make(lambda: models.Broken(models.Mlp(), models.Mlp(), models.Mlp()))
@@ -341,6 +340,7 @@ def training(look: Callable[..., None], places: str = "") -> tuple[list[float], 
     return losses, everything_of(model, optimizer)
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("places", ["m", pytest.param("ba", marks=pytest.mark.slow)])
 def test_a_training_is_the_same_to_the_bit(places: str) -> None:
     """Also beside a comparison that fails. Neither the user's frames nor the counts of compilations change, also not for frames
@@ -448,7 +448,7 @@ def test_a_loss_that_only_fp8_breaks() -> None:
     json.dumps(found.to_dict(), allow_nan=False)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.compiled
 def test_inductors_code_has_the_same_errors() -> None:
     """What runs operator by operator here is, but for roundings, what Inductor compiles."""

@@ -80,7 +80,7 @@ def test_the_totals_are_those_of_the_described_steps(made, described):
         assert cost.matmul_seconds == pytest.approx(sum(roofline.seconds(k, H200) for k in step.kernels if k.matmul))
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_steps_are_those_of_torch_compile(made):
     model, x = Net().to(BF16), torch.zeros(TOKENS, WIDTH, dtype=BF16)
     plain, fp8 = torch.compile(model), torch.compile(model, backend="fp8", options={"device": "h200"})
@@ -119,7 +119,7 @@ def test_text_and_json(made):
     assert json.loads(json.dumps(made.to_dict()))["speedup"] == made.speedup
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_graph_breaks_are_counted_float32_is_autocast_and_nothing_changes():
     with torch.device("meta"):
         model = models.Broken(*(nn.Linear(WIDTH, WIDTH) for _ in range(3))).eval()
@@ -257,7 +257,7 @@ def test_an_optimizer_counts_the_same_in_both_and_without_waves_all_is_shorter(m
 # -- other devices -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_devices_differ_in_their_rates():
     h200, h100, amd = (estimated(1, device=device) for device in ("h200", "H100", "mi300x"))
     assert h100.bf16.flops == h200.bf16.flops and h100.fp8.seconds > h200.fp8.seconds
@@ -265,7 +265,7 @@ def test_devices_differ_in_their_rates():
     assert amd.bf16.flops == h200.bf16.flops and amd.bf16.seconds > h200.bf16.seconds
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_the_recipe_and_the_device_of_the_options():
     """`auto` is the device's recipe. The argument comes before the option, and the option before the policy."""
     made = estimated(1, options={"recipe": "auto"}, device="b200")
@@ -278,7 +278,7 @@ def test_the_recipe_and_the_device_of_the_options():
 # -- repeated blocks ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_extrapolation_of_equal_blocks():
     whole, carried = estimated(3), estimated(3, extrapolate=True)
     assert len(net(3).layers) == 3 and carried.notes == ("3 of layers, carried on from 1 and 2",)

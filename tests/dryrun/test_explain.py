@@ -279,6 +279,7 @@ class Sliced(nn.Module):
         return self.second(y[: int(length)].view(2, int(length) // 2, -1))
 
 
+@pytest.mark.cases(test=1, slow=1)
 @pytest.mark.parametrize(
     "read",
     [
@@ -324,8 +325,8 @@ def test_nothing_to_compile():
 # -- transformers ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["Llama", pytest.param("GPT2", marks=pytest.mark.study)])
+@pytest.mark.cases(slow=1)
+@pytest.mark.parametrize("name", ["Llama", pytest.param("GPT2", marks=pytest.mark.weekly)])
 def test_transformers(name):
     transformers = pytest.importorskip("transformers")
     sizes = dict(hidden_size=128, intermediate_size=256, num_hidden_layers=1, num_attention_heads=2, vocab_size=256)
@@ -340,7 +341,7 @@ def test_transformers(name):
     assert all(p.device.type == "meta" for p in model.parameters())
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_lengths_that_a_model_makes_itself():
     """DeBERTa slices by a tensor made from a size, in a scripted function after a graph break."""
     transformers = pytest.importorskip("transformers")

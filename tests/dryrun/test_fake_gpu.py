@@ -244,7 +244,7 @@ def test_all_of_large_logits_counts():
     assert sum(others[:-2]) < 1e7
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_all_of_a_large_tensor_counts_in_a_kernel_of_ours():
     class Head(nn.Module):
         def __init__(self):

@@ -130,6 +130,7 @@ def experts() -> Case:
     return Case(models.make(lambda: models.Stack(models.Moe()), torch.bfloat16), (x,), lambda y: (y - 1).square().mean())
 
 
+@pytest.mark.cases(test=1, slow=1)
 @pytest.mark.parametrize(
     ("build", "one_graph"),
     [
@@ -305,7 +306,7 @@ def test_wrong_options() -> None:
         tuned_mlp(like=(models.Mlp(), noise(64, WIDTH), 3))
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.compiled
 @pytest.mark.skipif(fake_gpu.unavailable() is not None, reason=fake_gpu.unavailable() or "")
 def test_with_the_times_of_larger_sizes() -> None:

@@ -89,7 +89,7 @@ def test_the_configuration_is_the_models_own(tmp_path: Path) -> None:
     assert made.ignored == ("model.embed_tokens", "lm_head") and len(made.layers) == 7
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize(("recipe", "options"), [("delayed", {}), ("rowwise", {}), ("mxfp8", TILES)])
 def test_a_server_in_eager_in_bf16(recipe: str, options: dict[str, Any], tmp_path: Path) -> None:
     """Both sides round to bf16 at the same places, which hides the order of float32 sums."""
@@ -101,7 +101,7 @@ def test_a_server_in_eager_in_bf16(recipe: str, options: dict[str, Any], tmp_pat
     assert median(ratios) > MEDIAN_DB, ratios
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize(("recipe", "options"), [("blockwise", {}), ("mxfp8", {}), ("mxfp8", TILES)])
 def test_a_server_in_eager(recipe: str, options: dict[str, Any], tmp_path: Path) -> None:
     """Without any other library."""
@@ -110,7 +110,7 @@ def test_a_server_in_eager(recipe: str, options: dict[str, Any], tmp_path: Path)
     assert_alike(outputs(compiled), outputs(theirs))
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "rowwise", "blockwise"])
 def test_loaded_with_compressed_tensors(recipe: str, tmp_path: Path) -> None:
     """And by a server in eager. With `delayed`, training reads the same scales; evaluation has current ones."""
@@ -149,7 +149,7 @@ def test_mxfp8_loaded_with_compressed_tensors(tmp_path: Path) -> None:
     assert_alike(outputs(compiled), outputs(theirs))
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("mixed", [False, True])
 def test_mxfp8_loaded_with_compressed_tensors_in_bf16(mixed: bool, tmp_path: Path) -> None:
     """As it is. Sums that are rounded to bf16 differ in a bit now and then, and so do FP8 values behind them: about 40 dB.

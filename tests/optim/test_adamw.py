@@ -131,7 +131,7 @@ def test_a_weight_that_somebody_changes_is_what_he_made_it():
         assert not any(p.any() for p in weights)
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=2)
 @pytest.mark.compiled
 @pytest.mark.compat
 @pytest.mark.parametrize(("dtype", "master"), MASTERS)

@@ -87,7 +87,7 @@ def test_merged_matmuls_of_a_master() -> None:
     assert found == ["forward"] + ["step+"] * 2
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.compiled
 @pytest.mark.parametrize(("dtype", "master"), [MASTERS[0], MASTERS[2]])
 def test_the_compiled_update(dtype: torch.dtype, master: str | None) -> None:

@@ -25,6 +25,7 @@ from tests.support.models import LlamaLayer
 pytestmark = pytest.mark.skipif(fake_gpu.unavailable() is not None, reason=fake_gpu.unavailable() or "")
 
 
+@pytest.mark.cases(test=1, slow=1)
 @pytest.mark.compat
 @pytest.mark.parametrize(
     ("dtype", "master", "most", "with_amax"),
@@ -62,7 +63,7 @@ def test_before_ada_the_update_is_not_compiled() -> None:
     assert not step.kernels
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("recipe", ["delayed", pytest.param("tensorwise", marks=pytest.mark.slow)])
 def test_casts_with_given_amaxes_read_each_weight_once(recipe: str) -> None:
     """One kernel a weight: it reads 2 bytes an element and writes two copies. Also where weights are merged."""
@@ -87,8 +88,8 @@ def test_casts_with_given_amaxes_read_each_weight_once(recipe: str) -> None:
     assert sum(kernel.bytes for kernel in step.kernels) <= 4.001 * sum(weight.numel() for weight in weights)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "master"), [pytest.param(*MASTERS[0], marks=pytest.mark.study), MASTERS[2]])
+@pytest.mark.weekly
+@pytest.mark.parametrize(("dtype", "master"), [MASTERS[0], MASTERS[2]])
 def test_the_plan_of_a_gpu(dtype: torch.dtype, master: str | None) -> None:
     """Executed on a CPU, the update with its amaxes and the casts that take them: to the bit as without."""
     results = []

@@ -77,6 +77,7 @@ def losses(optimizer: Callable[[nn.Module], Any], options: dict[str, Any] | None
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("torchao", "muon")]
 
 
+@pytest.mark.cases(test=2, slow=1)
 @pytest.mark.parametrize("name", [*(name for name in OTHERS if name not in ("torchao", "muon")), *SLOW])
 def test_it_learns_and_no_copy_is_stale(name: str) -> None:
     fp8 = {"policy": ALL_FP8, "recipe": "tensorwise"}

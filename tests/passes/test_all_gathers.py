@@ -114,6 +114,7 @@ def made_by(recipe: str, dim: int) -> Step:
     return step(SequenceParallel(dim).bfloat16(), shard(dim), recipe=recipe)
 
 
+@pytest.mark.cases(test=0, slow=2)
 @needs_fake_gpu
 @cases(("delayed", 1))
 def test_what_a_gpu_sends(recipe: str, dim: int) -> None:
@@ -142,7 +143,7 @@ def test_an_all_reduce_of_amaxes_is_waited_for_at_the_end() -> None:
         assert "_scaled_mm" in behind[: behind.index("wait_tensor")] or "reduce_scatter_tensor" in behind
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=2)
 @needs_fake_gpu
 @cases(("delayed", 0))
 def test_async_tensor_parallelism_finds_the_matmuls(recipe: str, dim: int) -> None:

@@ -79,6 +79,7 @@ def trained(loss: str, policy: Any = HEAD_OFF, **options: Any) -> tuple[list[dic
     return found, metrics.num_auto_chunking, largest
 
 
+@pytest.mark.cases(test=1, slow=2)
 @pytest.mark.parametrize("loss", [*LOSSES, *(pytest.param(loss, marks=pytest.mark.slow) for loss in SLOW)])
 def test_the_same_training_without_the_logits(loss: str) -> None:
     """Sums over chunks are rounded otherwise. In bf16, FP8 casts behind the head see other last bits, and round some values in
@@ -116,7 +117,7 @@ def test_a_head_in_fp8_stays_whole() -> None:
     assert all(torch.equal(value, got[name]) for a, got in zip(whole, chunked, strict=True) for name, value in a.items())
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_with_inductors_code() -> None:
     """Not interpreted: forward, backward, and a cold call first."""
     model = make(lambda: Words("float"), BF16)

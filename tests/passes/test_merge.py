@@ -235,8 +235,8 @@ def test_what_depends_on_each_other_stays_apart() -> None:
 # -- for a GPU ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(slow=1)
 @needs_description
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("build", "recipe", "choice", "sizes", "matmuls"),
     [
@@ -288,8 +288,8 @@ def on_a_gpu(build: Callable[[], nn.Module]) -> tuple[fake_gpu.Step, fake_gpu.St
     return found[0], found[1]
 
 
+@pytest.mark.weekly
 @needs_description
-@pytest.mark.slow
 def test_copies_are_written_where_they_belong() -> None:
     """No kernel puts copies side by side, and less is kept than apart."""
     apart, together = on_a_gpu(lambda: LlamaLayer(1024, 8, 8, 2048))
@@ -314,7 +314,7 @@ class NormalHeads(nn.Module):
         return self.o(nn.functional.scaled_dot_product_attention(*parts, is_causal=True).transpose(1, 2).flatten(-2))
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @needs_description
 def test_behind_norms_of_q_and_k_no_more_is_kept() -> None:
     """Backward reads q and k, and attention a copy of v: a buffer of all three would keep v twice."""

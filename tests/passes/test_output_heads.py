@@ -158,7 +158,7 @@ OF_FEATURES = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.cases(test=0, slow=1)
 @pytest.mark.parametrize(("models", "x"), [(OF_TOKENS, TOKENS), (OF_FEATURES, FEATURES)], ids=["of tokens", "of features"])
 def test_what_is_no_head(models: dict[str, nn.Module], x: Tensor) -> None:
     """Each of them ends in a matmul, and none of these is a head."""
@@ -240,7 +240,7 @@ TRANSFORMERS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=2)
 @pytest.mark.parametrize("name", TRANSFORMERS)
 def test_transformers(name: str) -> None:
     transformers = pytest.importorskip("transformers")

@@ -234,6 +234,7 @@ SLOW = [("attention", "delayed", 0), ("fused", "tensorwise", 0), ("attention", "
 SLOW += [("mlp", "delayed", 3), ("fused", "delayed", 3), ("attention", "tensorwise", 4), ("fused", "tensorwise", 4)]
 
 
+@pytest.mark.cases(test=3, slow=4)
 @pytest.mark.parametrize(
     ("name", "recipe", "size"), [*CHOICES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 )

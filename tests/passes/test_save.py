@@ -195,6 +195,7 @@ def test_beside_a_checkpointed_layer_in_any_order() -> None:
     assert all(2 in sizes for sizes in twins.merged())
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize(
     ("name", "recipe", "dtype"),
     [
@@ -205,7 +206,6 @@ def test_beside_a_checkpointed_layer_in_any_order() -> None:
 )
 @for_a_gpu
 @needs_description
-@pytest.mark.slow
 def test_the_plan_for_a_gpu(name: str, recipe: str, dtype: torch.dtype) -> None:
     """The kernels for an H200 compute what the operators do one by one."""
     name, _, merge = name.partition(", ")
@@ -227,9 +227,9 @@ def test_the_plan_for_a_gpu(name: str, recipe: str, dtype: torch.dtype) -> None:
     assert_close(*found, 30.0 if dtype == torch.float32 else 24.0, "a gradient")
 
 
+@pytest.mark.weekly
 @for_a_gpu
 @needs_description
-@pytest.mark.slow
 def test_the_bits_of_a_plan_for_a_gpu() -> None:
     """Where Inductor rounds each bf16 result, forward is to the bit what it is without. (Otherwise it rounds what it stores,
     and without `save` it stores some more.)"""
@@ -419,10 +419,10 @@ LARGE: dict[str, tuple[Callable[[], nn.Module], float]] = {  # how much is kept,
 }
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("name", LARGE)
 @for_a_gpu
 @needs_description
-@pytest.mark.slow
 def test_bytes_kept_on_a_gpu(name: str) -> None:
     """Casts and reads are parts of kernels that were there before, and merged matmuls keep no more."""
     build, most = LARGE[name]

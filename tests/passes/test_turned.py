@@ -77,6 +77,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
 SLOW = ("experts", "tiles of uneven sides", "kept in fp8")
 
 
+@pytest.mark.cases(test=1, slow=2)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in CASES])
 @pytest.mark.compat
 def test_half_the_memory(name: str) -> None:
@@ -124,8 +125,8 @@ def static(build: Callable[[], nn.Module], key: str, recast: bool, recipe: str, 
     return step, sum(p.numel() for p in model.parameters() if p.dim() == 2)
 
 
+@pytest.mark.cases(slow=1)
 @needs_description
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("build", "key", "recipe", "options", "count"),
     [
@@ -162,7 +163,7 @@ def test_one_kernel_that_moves_2_bytes_an_element(
 
 @needs_description
 @pytest.mark.slow
-@pytest.mark.study
+@pytest.mark.weekly
 def test_the_plan_of_a_gpu_executed() -> None:
     """On a CPU: what the plan with two copies computes, of one cast a step."""
     how = ({"cache_weights": True, "recast_weights": recast} for recast in (False, True))

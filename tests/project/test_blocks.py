@@ -238,7 +238,7 @@ def test_the_code_of_a_page_runs(page: Path, folder: Path, interpreted: None) ->
     run(page, folder)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.compiled
 @pytest.mark.timeout(1800)  # a loaded machine compiles the tutorial's model for minutes
 @pytest.mark.parametrize("page", [page for page in WITH_PYTHON if page not in INTERPRETED], ids=name)

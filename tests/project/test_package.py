@@ -70,7 +70,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {"wheel": next(dist.glob("*.whl")), "sdist": next(dist.glob("*.tar.gz")), "builder": builder}
 
 
-@pytest.fixture(scope="module", params=["wheel", pytest.param("sdist", marks=pytest.mark.study)])
+@pytest.fixture(scope="module", params=["wheel", pytest.param("sdist", marks=pytest.mark.weekly)])
 def python(request: pytest.FixtureRequest, built: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The Python of an empty environment into which one of them was installed."""
     folder = tmp_path_factory.mktemp(request.param)
@@ -111,6 +111,7 @@ def test_the_versions_agree(built: dict[str, Path]) -> None:
     assert f"## [{fp8compile.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
 
 
+@pytest.mark.weekly
 def test_the_command_line_is_installed(python: Path, tmp_path: Path) -> None:
     program = python.with_name("fp8compile")
     assert f"fp8compile {fp8compile.__version__}" in call(program, "--version", cwd=tmp_path)
@@ -118,11 +119,13 @@ def test_the_command_line_is_installed(python: Path, tmp_path: Path) -> None:
     assert "[[rules]]" in call(program, "policy", "show", "llama", cwd=tmp_path)
 
 
+@pytest.mark.slow
 def test_three_lines_train(python: Path, tmp_path: Path) -> None:
     file, summary = call(python, "-c", NOTEBOOK, cwd=tmp_path).splitlines()
     assert Path(file).is_relative_to(python.parents[1]) and "100.0% of matmul FLOPs" in summary
 
 
+@pytest.mark.weekly
 def test_the_start_page_is_what_is_installed(python: Path, tmp_path: Path) -> None:
     """The example of the first page of the documentation."""
     first = next(block for block in blocks(ROOT / "docs" / "index.md") if block.language == "python")

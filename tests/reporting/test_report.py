@@ -258,7 +258,7 @@ def test_lines_on_stderr():
         assert stderr_of(code) == ["mine fp8: THE line", "mine THE trouble"]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_torch_logs():
     """torch imports our packages while it is being imported, and ignores errors: nothing may stay half registered. The other
     settings are given to the same process, as at its start."""

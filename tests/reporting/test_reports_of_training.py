@@ -257,7 +257,7 @@ WARM = """
 """
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.compiled
 def test_the_report_is_right_when_the_compile_came_from_a_warm_cache(tmp_path):
     """Compiles twice in one process, then in another one: cache misses, then only hits; equal reports; the state moves."""
@@ -278,7 +278,7 @@ def test_the_report_is_right_when_the_compile_came_from_a_warm_cache(tmp_path):
     assert moved_twice == "[6, 6, 6]" and moved_once == "[3, 3, 3]"
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.compiled
 def test_a_mode_of_torch_compile():
     """mode= replaces options=, and has the same meaning as for Inductor."""

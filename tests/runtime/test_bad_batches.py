@@ -119,6 +119,7 @@ def random_faults(seed: int) -> dict[int, str]:
     return {i * stretch + generator.randrange(stretch): kind for i, kind in enumerate(kinds)}
 
 
+@pytest.mark.cases(test=1, slow=1)
 @pytest.mark.parametrize(
     "name", [name if name == "delayed" else pytest.param(name, marks=pytest.mark.slow) for name in RECIPES]
 )
@@ -139,7 +140,7 @@ def test_no_bad_batch_leaves_a_trace(name: str) -> None:
     assert bool(histories(model)) is name.startswith("delayed")
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize(
     "options",
     [

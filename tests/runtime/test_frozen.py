@@ -124,7 +124,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=2)
 @pytest.mark.parametrize(
     ("case", "recipe"),
     [
@@ -153,7 +153,7 @@ def test_the_training_is_the_one_without_it(case: str, recipe: str) -> None:
     assert [(x.parameter, x.bytes, x.reason) for x in records] == [(name, p.nbytes, "") for name, p in bases(model).items()]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.compiled
 def test_the_same_bits_compiled() -> None:
     torch._dynamo.reset()
@@ -165,7 +165,7 @@ def test_the_same_bits_compiled() -> None:
     assert stored(model) == {True} and same(*found)
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_blocks_that_are_compiled_one_by_one(wrapped: bool) -> None:
     """What one block says holds for all that are compiled: more blocks than Dynamo compiles code for, and two pieces of code,
@@ -227,6 +227,7 @@ def static(recipe: str, frozen: str, dtype: torch.dtype = BF16) -> tuple[fake_gp
     return fake_gpu.trace(step, catalog.find(key).gpu), model
 
 
+@pytest.mark.cases(test=0, slow=1)
 @pytest.mark.compiled
 @needs_description
 @pytest.mark.parametrize("recipe", ["delayed", pytest.param("mxfp8, tiles", marks=pytest.mark.slow)])

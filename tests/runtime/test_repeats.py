@@ -73,6 +73,7 @@ def trained(loops: int, checkpointed: bool, schedule: str, options: dict[str, An
     return seen
 
 
+@pytest.mark.cases(test=1, slow=3)
 @pytest.mark.compat
 @pytest.mark.parametrize(
     ("schedule", "loops", "options"),

@@ -89,8 +89,8 @@ def test_processes_that_write_at_once_and_one_that_reads(tmp_path: Path) -> None
     assert last["cache"] == WARM and one["found"] == other["found"] == last["found"]
 
 
-@by_thread
 @pytest.mark.slow
+@by_thread
 @pytest.mark.compiled
 def test_a_graph_is_retained_at_its_first_backward(tmp_path: Path) -> None:
     """Two losses of one forward, as the stock backend allows it, also where the backward is compiled with the forward. A second
@@ -114,8 +114,8 @@ def test_a_graph_is_retained_at_its_first_backward(tmp_path: Path) -> None:
         grad.sum().backward()
 
 
+@pytest.mark.weekly
 @by_thread
-@pytest.mark.slow
 @pytest.mark.compiled
 def test_an_entry_that_cannot_be_used_is_compiled_again(tmp_path: Path) -> None:
     """The model has dropout in a checkpoint."""

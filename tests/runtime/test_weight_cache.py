@@ -418,9 +418,9 @@ def test_hooks_are_registered_once() -> None:
 # -- for a GPU ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.weekly
 @pytest.mark.compiled
 @needs_description
-@pytest.mark.slow
 def test_the_plan_of_a_gpu() -> None:
     """Executed on a CPU: what the plan computes without. In the first call no weight was rounded otherwise."""
     (expected, never), (found, casts) = (executed_steps("delayed", cache_weights=cache) for cache in (False, True))
