@@ -99,6 +99,7 @@ def test_table() -> None:
 # -- headroom ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_casts_are_measured_continued_and_shown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,6 +23,7 @@ needs_description = pytest.mark.skipif(fake_gpu.unavailable() is not None, reaso
 # -- the training study ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_interval_and_welch_by_hand() -> None:
     mean, half = recipes.mean_interval([1.0, 2.0, 3.0, 4.0, 5.0])
     assert mean == 3.0 and half == pytest.approx(2.776 * math.sqrt(2.5 / 5), rel=1e-3)  # Student's t for 4 degrees of freedom
@@ -38,6 +39,7 @@ def row(arm: str, seed: int, late: float) -> dict[str, Any]:
     return {"arm": arm, "seed": seed, **settings, "loss": late, "late": late, "evaluations": [[100, 3.0], [1500, late]]}
 
 
+@pytest.mark.slow
 def test_summary_table_and_plot(tmp_path: Path) -> None:
     rows = [row("bf16", seed, 2.0 + seed) for seed in range(3)]
     rows += [row("rowwise", seed, (2.0 + seed) * (1.001 + 0.0001 * seed)) for seed in range(4)]  # seed 3 has no partner

@@ -47,6 +47,7 @@ def kinds(model: nn.Module) -> dict[str, str]:
     return {name: kind.__name__ for name, kind in {**ours, **theirs}.items()}
 
 
+@pytest.mark.slow
 def test_linears_and_norms_of_a_gpt_are_replaced(te):
     model = prepared("gpt2-124m").model
     found = kinds(model)

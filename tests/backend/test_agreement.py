@@ -150,6 +150,7 @@ def test_training(name: str, recipe: str, dtype: torch.dtype | str, options: dic
                 assert state[parameter, "weight", 0][0][0] == weight.abs().max().item()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "frozen"), [("delayed", "up"), ("rowwise_with_gw_hp", "down")])
 def test_frozen_weight(recipe: str, frozen: str) -> None:
     model = make(Mlp)
@@ -157,6 +158,7 @@ def test_frozen_weight(recipe: str, frozen: str) -> None:
     train(Pair(model, recipe), "ss2s")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "first"),
     [
@@ -182,6 +184,7 @@ def test_non_contiguous_input(recipe: str, first: bool) -> None:
     assert dgrads == ({"down"} if first else {"up", "down"})
 
 
+@pytest.mark.cases(slow=2)
 @pytest.mark.parametrize(
     ("shape", "recipe"),
     [
@@ -207,6 +210,7 @@ def test_blocks_that_do_not_fit(shape: tuple[int, int, int], recipe: str) -> Non
     pair.finish()
 
 
+@pytest.mark.slow
 def test_graph_break() -> None:
     train(Pair(make(lambda: Broken(*(nn.Linear(128, 128) for _ in "123"))), deep=True), "sssss")
 

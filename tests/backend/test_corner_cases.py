@@ -26,6 +26,7 @@ def grads(model: nn.Module) -> list[torch.Tensor]:
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
+@pytest.mark.slow
 def test_saved_tensor_hooks_that_copy() -> None:
     """Activation offloading returns copies of saved tensors. The state still moves, and cold calls are still recognised."""
     model, plain = mlp(), mlp()
@@ -63,6 +64,7 @@ class Mixed(nn.Module):
         return HandWritten.apply(F.gelu(self.first(x)), self.second.weight)
 
 
+@pytest.mark.slow
 def test_a_custom_autograd_function() -> None:
     """Autograd does not tag the nodes of such a function's backward; its dgrad and wgrad are recognised all the same."""
     model, plain = Mixed(), Mixed()
@@ -101,6 +103,7 @@ def test_a_gemm_without_an_autograd_node() -> None:
     ]
 
 
+@pytest.mark.cases(test=1, slow=2)
 @pytest.mark.parametrize("options", [{"fp8_format": "e4m3"}, {"margin": 3}, {"fp8_format": "e4m3", "margin": 0}])
 def test_compiled_again_with_another_range(options) -> None:
     """The second compilation has another FP8 maximum or margin, so it converts the scales of the first: 57344 is not 448."""
@@ -142,6 +145,7 @@ def test_a_graph_without_inputs() -> None:
     torch.testing.assert_close(torch.compile(lambda: torch.ones(4, 4).tril() + 1, backend="fp8")(), torch.ones(4, 4).tril() + 1)
 
 
+@pytest.mark.slow
 def test_a_teacher_in_eval_mode() -> None:
     """Only the teacher is in high precision."""
     student, teacher = mlp(), mlp().eval()

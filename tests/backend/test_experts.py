@@ -48,6 +48,7 @@ def train(pair: Pair, number: int, sizes: list[int], tokens: int = TOKENS) -> No
         assert pair.model.down_proj.grad[group].any() == pair.model.gate_up_proj.grad[group].any() == (size > 0)
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize(("recipe", "turned"), [(recipe, i % 2 == 1) for i, recipe in enumerate(RECIPES)])
 def test_steps_of_changing_routes(recipe: str, turned: bool) -> None:
     pair = Pair(made(turned), recipe, policy=ALL_FP8)
@@ -59,6 +60,7 @@ def test_steps_of_changing_routes(recipe: str, turned: bool) -> None:
     assert kept == ({"wgrad"} if recipe == "rowwise_with_gw_hp" else set())
 
 
+@pytest.mark.cases(slow=2)
 @pytest.mark.parametrize("recipe", ["delayed", "rowwise", "mxfp8"])
 def test_all_tokens_to_one_expert_and_none_to_any(recipe: str) -> None:
     pair = Pair(made(recipe == "mxfp8"), recipe, policy=ALL_FP8)
@@ -66,6 +68,7 @@ def test_all_tokens_to_one_expert_and_none_to_any(recipe: str) -> None:
         train(pair, number, sizes)
 
 
+@pytest.mark.cases(test=1, slow=2)
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "rowwise"])
 def test_what_stands_in_rows_of_no_expert_does_not_matter(recipe: str) -> None:
     """Under expert parallelism these rows are never written: they may be NaN."""
@@ -117,6 +120,7 @@ def test_frozen_experts_have_no_wgrad() -> None:
     assert all(record.decision == "fp8" and record.groups == len(SIZES) for record in records)
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize(("given", "turned"), [({}, False), ({"device": "b200", "recast_weights": True}, True)], ids=str)
 def test_tiles_of_weights(given: dict, turned: bool) -> None:
     """One scale for 32 x 32 elements, with two copies of a weight and with one."""
@@ -147,6 +151,7 @@ class LowRank(torch.nn.Module):
         return torch._grouped_mm(torch.nn.functional.silu(gate) * value, down.transpose(-2, -1), offs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "added"), [("delayed", False), ("rowwise", True)], ids=["beside", "added"])
 def test_low_rank_updates_of_experts(added: bool, recipe: str) -> None:
     """Frozen stacks have fprop and dgrad in FP8 and no wgrad; the updates learn."""
@@ -165,6 +170,7 @@ def test_low_rank_updates_of_experts(added: bool, recipe: str) -> None:
     assert added or {("experts.gate_up_proj", "fprop"), ("experts.gate_up_proj", "dgrad")} <= found
 
 
+@pytest.mark.slow
 def test_float32_weights_are_quantized_as_they_are() -> None:
     """A model that casts its float32 weights for the matmul, as torchtitan's experts do."""
     torch.manual_seed(0)
@@ -178,6 +184,7 @@ def test_float32_weights_are_quantized_as_they_are() -> None:
         assert state[name, "weight", 0][0][0] == weight.abs().max().item()
 
 
+@pytest.mark.cases(test=1, slow=1)
 @pytest.mark.parametrize("bad", [[100, 50, 60, 70, 80, 120], [0, 0, 0, 100, 200, TOKENS + 1]], ids=["decreasing", "too many"])
 def test_ends_that_make_no_sense_are_an_error(bad: list[int]) -> None:
     call = torch.compile(made(), backend="fp8", options={"merge_matmuls": False, "policy": ALL_FP8})
@@ -185,6 +192,7 @@ def test_ends_that_make_no_sense_are_an_error(bad: list[int]) -> None:
         call(batch(0)[0].requires_grad_(), torch.tensor(bad, dtype=torch.int32))
 
 
+@pytest.mark.slow
 def test_any_number_of_tokens() -> None:
     """Dynamic shapes: one compilation serves all."""
     pair = Pair(made(count=4), "tensorwise", policy=ALL_FP8, dynamic=True)
@@ -192,6 +200,7 @@ def test_any_number_of_tokens() -> None:
         train(pair, number, sizes, sum(sizes))
 
 
+@pytest.mark.slow
 def test_a_layer_of_experts_between_training_and_evaluation() -> None:
     """Checkpointing, accumulation over two batches, an evaluation in between: as without them."""
     grads = []

@@ -104,6 +104,7 @@ def test_bytes_kept_for_backward(recipe):
     assert llama(recipe).kept_for_backward <= 0.75 * llama().kept_for_backward
 
 
+@pytest.mark.slow
 @RECIPES
 def test_bias(recipe):
     step = mlp_step() if recipe == "delayed" else compile_mlp(64, recipe=recipe)
@@ -130,6 +131,7 @@ def four_linears(recipe: str) -> Step:
     return trace(lambda: compiled(x).sum().backward())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["delayed", pytest.param("blockwise", marks=pytest.mark.slow)])
 def test_a_weight_is_cast_where_it_is_read(recipe):
     """Casting all weights at the beginning would keep all FP8 copies of a model in memory at once."""
@@ -180,6 +182,7 @@ def test_copies_that_inductor_writes_have_no_gaps():
         assert m.a.stride == (m.a.shape[1], 1) and m.b.stride == (1, m.b.shape[0]), m
 
 
+@pytest.mark.slow
 @RECIPES
 def test_fp32_weights_under_autocast(recipe):
     step = compile_mlp(64, torch.float32, recipe=recipe)
@@ -189,6 +192,7 @@ def test_fp32_weights_under_autocast(recipe):
     assert fprop_and_dgrad == [BF16] * 4  # as autocast does; the weights' gradients are cast back to fp32 at the end
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, pytest.param(100, marks=pytest.mark.slow)])
 def test_rows_that_are_no_multiple_of_16(rows):
     """wgrad contracts over the rows: its FP8 operands are padded with zeros to the next multiple of 16."""
@@ -212,6 +216,7 @@ def test_hybrid_gradients():
     assert dtypes.total() == 4 and all(torch.float8_e5m2 in pair for pair in dtypes)
 
 
+@pytest.mark.slow
 def test_overridden_matmuls_stay_in_bf16_and_gradients_can_be_e4m3():
     step = compile_mlp(64, override_linear_precision=(False, False, True), fp8_format="e4m3")
     flops = 2 * 64 * 256 * 512

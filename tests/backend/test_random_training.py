@@ -28,6 +28,7 @@ MANY = int(os.environ.get("FUZZ_CASES", "40"))
 CASES = [(0, 2), pytest.param(2, 4, marks=SLOW), pytest.param(6, MANY, marks=WEEKLY)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("first", "count"), CASES)
 def test_exact_as_in_high_precision(first: int, count: int) -> None:
     seen, failed = fuzz_training.run(count, first)
@@ -69,6 +70,7 @@ PLANTS = {
 }
 
 
+@pytest.mark.cases(test=35, slow=1)
 @pytest.mark.usefixtures("fuzzing")
 @pytest.mark.parametrize("number", range(6))
 @pytest.mark.parametrize("plant", PLANTS)
@@ -87,6 +89,7 @@ def test_a_planted_error_is_seen(plant: str, number: int) -> None:
     assert gemms["all"] == 6
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fuzzing")
 def test_errors_of_the_state_are_seen() -> None:
     """In a warm call, a scale is read from the next slot; a history moves twice."""

@@ -152,6 +152,7 @@ class Float32(torch.nn.Module):
         return multiply(torch.nn.functional.silu(gate) * value, self.experts.down_proj.transpose(-2, -1), offs)
 
 
+@pytest.mark.cases(test=1, slow=1)
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize(
     "recipe", [x if x in ("delayed", "rowwise_with_gw_hp") else pytest.param(x, marks=pytest.mark.slow) for x in RECIPES]

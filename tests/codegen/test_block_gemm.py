@@ -165,6 +165,7 @@ def constants(sizes: Sequence[int | None], blocks: Sequence[Sequence[int]]) -> d
     return dict(zip("MNK", sizes, strict=True)) | squares
 
 
+@pytest.mark.cases(test=12, slow=2)
 @pytest.mark.parametrize("blocks", PAIRS, ids=str)
 @pytest.mark.parametrize("sizes", [(33, 48, 272), (1, 16, 16), (70, 48, 128), (130, 80, 400)], ids=str)
 def test_kernel(blocks: tuple, sizes: tuple[int, int, int]) -> None:
@@ -204,6 +205,7 @@ def test_kernel_keeps_nan_and_its_place() -> None:
     assert got[7].isnan().all() and got.isnan().sum() == 48
 
 
+@pytest.mark.cases(test=1, slow=2)
 @pytest.mark.parametrize("blocks", PAIRS, ids=str)
 def test_tiles_change_nothing_but_order(blocks: tuple) -> None:
     """Operands are signs times powers of two, whose sums are exact in any order: a BLAS library orders a tile's sum."""
@@ -230,6 +232,7 @@ def launched(call: Any, given: Sequence[Tensor], dynamic: bool) -> GraphModule:
         return interpreter.launched(call, given, ops.block_mm, scaled_mm.lower_block_mm, dynamic)
 
 
+@pytest.mark.cases(test=4, slow=2)
 @pytest.mark.parametrize("blocks", PAIRS, ids=str)
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_launch(blocks: tuple, dynamic: bool) -> None:

@@ -91,6 +91,7 @@ def assert_kernels(made: Made, *kernels: str) -> None:
 # -- plain tensors -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(test=6, slow=2)
 @pytest.mark.parametrize(("recipe", "shape"), pairs(SHAPES, lambda i, j: j in (1, 2)), ids=str)
 def test_a_tensor_in_memory(recipe: str, shape: tuple[int, int]) -> None:
     dtype = list(DTYPES.values())[(SHAPES.index(shape) + list(BLOCKS).index(recipe)) % 3]
@@ -102,6 +103,7 @@ def test_a_tensor_in_memory(recipe: str, shape: tuple[int, int]) -> None:
     assert not got[1][:, rows:].view(torch.uint8).any(), "padding"
 
 
+@pytest.mark.cases(test=1, slow=2)
 @every_recipe
 def test_blocks_of_one_number(recipe: str) -> None:
     """Zeros, denormals, values whose scale would overflow, infinities and NaN: alone in a block, and beside other numbers."""
@@ -133,6 +135,7 @@ def test_a_scale_is_that_of_the_state_for_every_amax(fp8_max: float, margin: int
     check(made, (x,))
 
 
+@pytest.mark.cases(test=1, slow=2)
 @pytest.mark.parametrize(
     ("recipe", "config"), pairs([(128, 128, 8), (256, 128, 8), (128, 256, 8)], lambda i, j: j == i % 3), ids=str
 )
@@ -179,6 +182,7 @@ def test_no_rows(recipe: str) -> None:
     check(made_of(lambda x: both(x, recipe), (x,)), (x,))
 
 
+@pytest.mark.cases(test=2, slow=2)
 @every_recipe
 def test_sizes_as_arguments(recipe: str) -> None:
     """One kernel, traced for 27 rows of 140 columns, serves any numbers of rows and columns."""
@@ -224,6 +228,7 @@ def apart(recipe: str, name: str) -> bool:
     return BLOCKS[recipe][1] == 128 and name.endswith("norm")
 
 
+@pytest.mark.cases(test=1, slow=2)
 @pytest.mark.parametrize(("recipe", "name"), pairs(list(PRODUCERS), lambda i, j: (i + j) % 3 == 0))
 def test_behind_a_producer(recipe: str, name: str) -> None:
     """The kernel casts the producer's value, and that value equals the operators' up to a rounding."""
@@ -250,6 +255,7 @@ def test_behind_a_producer(recipe: str, name: str) -> None:
         assert_close(a, b, 32.0 * max(shape), f"result {i}")
 
 
+@pytest.mark.cases(test=2, slow=2)
 @pytest.mark.parametrize(("recipe", "name"), pairs(["swiglu", "rms_norm"], lambda i, j: (i + j) % 2 == 0))
 def test_nobody_else_reads_the_producer(recipe: str, name: str) -> None:
     """The value is not written. A cast that waits for the amaxes of columns recomputes it, with the same bits."""
@@ -401,6 +407,7 @@ def test_more_bytes_than_inductor_would_move_stay_with_it() -> None:
     check(made, (x,))
 
 
+@pytest.mark.slow
 def test_tiles_hold_whole_blocks() -> None:
     """True of every configuration that autotuning may choose. None is larger than what masks are made for."""
     made = 0

@@ -24,6 +24,7 @@ def test_expected_files_are_of_groups_that_there_are():
     assert {path.stem for path in EXPECTED.glob("*.py")} == {function.__name__ for function in GROUPS}
 
 
+@pytest.mark.slow
 def test_a_source_does_not_depend_on_the_run():
     """Names of values, kernels and symbols depend only on the group: here the groups come in the opposite order."""
     for function in reversed(GROUPS):

@@ -126,6 +126,7 @@ def _call(*given: Tensor, rest: tuple[Any, ...]) -> Tensor:
     return grouped.grouped_mm(*given, *rest)
 
 
+@pytest.mark.cases(test=3, slow=2)
 @pytest.mark.parametrize("kinds", OF_ROWS, ids=str)
 def test_rows(kinds: tuple) -> None:
     for n, k in ((48, 144), ((80, 256), (32, 16))[OF_ROWS.index(kinds) % 2]):
@@ -133,6 +134,7 @@ def test_rows(kinds: tuple) -> None:
         assert_kernel(operands(SIZES, n, k, *kinds, beyond=5), rows=sum(SIZES))
 
 
+@pytest.mark.cases(test=5, slow=2)
 @pytest.mark.parametrize("kinds", OF_COLUMNS, ids=str)
 @pytest.mark.parametrize("rc", [(48, 80), (16, 32)], ids=str)
 def test_columns(kinds: tuple, rc: tuple[int, int]) -> None:
@@ -143,6 +145,7 @@ def test_columns(kinds: tuple, rc: tuple[int, int]) -> None:
     assert not empty.any()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(OLD_INTERPRETER, reason="Triton's interpreter has no `dot_scaled` before 3.7")
 def test_native_mx() -> None:
     assert_kernel(operands(SIZES, 48, 160, MX_BLOCK, MX_BLOCK, beyond=5), rows=sum(SIZES), gpu=B200)
@@ -150,6 +153,7 @@ def test_native_mx() -> None:
     assert_kernel(columns(SIZES, 48, 80, MX_BLOCK, MX_BLOCK), gpu=B200)
 
 
+@pytest.mark.slow
 @settings(max_examples=8, deadline=None, derandomize=True, database=None)
 @given(
     sizes=st.lists(st.integers(0, 70) | st.sampled_from([0, 15, 16, 17, 64, 65, 128]), min_size=1, max_size=8),
@@ -174,6 +178,7 @@ def assert_any(arguments: tuple[Any, ...], rows: int | None = None, **how: Any) 
     assert torch.equal(grouped.grouped_mm(*arguments)[:rows], got[:rows])
 
 
+@pytest.mark.slow
 def test_ends_with_gaps() -> None:
     a, b, a_inv, b_inv, offs, *rest = operands(SIZES, 48, 144, ROW, ROW)
     wide = offs.repeat_interleave(2)
@@ -182,6 +187,7 @@ def test_ends_with_gaps() -> None:
     assert torch.equal(grouped.grouped_mm(a, b, a_inv, b_inv, offs, *rest), launched(call, given)(*given))
 
 
+@pytest.mark.slow
 def test_nan_stays_in_its_row_and_group() -> None:
     arguments = operands(SIZES, 48, 144, ROW, ROW)
     tensors, rest = arguments[:5], arguments[5:]
@@ -191,6 +197,7 @@ def test_nan_stays_in_its_row_and_group() -> None:
     assert got.isnan().sum() == 48 and got[200].isnan().all() and torch.equal(got.nan_to_num(), expected.nan_to_num())
 
 
+@pytest.mark.cases(test=1, slow=2)
 @pytest.mark.parametrize("bad", [[100, 50, 60, 120], [-40, 10, 200, 100], [10, 20, 5000, 90]], ids=str)
 def test_ends_that_make_no_sense_lead_nowhere_outside(bad: list[int]) -> None:
     """Operands lie amid NaN: a read outside would show, and so would a write."""
@@ -209,12 +216,14 @@ def test_ends_that_make_no_sense_lead_nowhere_outside(bad: list[int]) -> None:
     assert not graph(*given)[known].isnan().any()
 
 
+@pytest.mark.cases(test=1, slow=1)
 @pytest.mark.parametrize(("out", "fast"), [(BF16, False), (torch.float16, True)])
 def test_dtypes_and_fast_accumulation(out: torch.dtype, fast: bool) -> None:
     *given, _, _, a_block, b_block = operands(SIZES, 48, 144, ROW, ROW)
     assert_any((*given, out, fast, a_block, b_block))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(OLD_INTERPRETER, reason="Triton's interpreter has no fnuz dtypes before 3.7")
 @pytest.mark.parametrize("kinds", [(WHOLE, WHOLE), (MX_BLOCK, MX_BLOCK)], ids=str)
 def test_fnuz(kinds: tuple) -> None:
@@ -222,6 +231,7 @@ def test_fnuz(kinds: tuple) -> None:
     assert_any(columns(SIZES, 48, 80, *kinds, dtype=FNUZ), gpu=MI300X)
 
 
+@pytest.mark.cases(test=1, slow=2)
 @pytest.mark.skipif(OLD_INTERPRETER, reason="Triton's interpreter takes no argument as the end of a range before 3.7")
 @pytest.mark.parametrize(
     ("make", "blocks"),
@@ -240,6 +250,7 @@ def test_numbers_of_tokens_that_only_a_run_knows(make: Any, blocks: tuple) -> No
         assert torch.equal(grouped.grouped_mm(*arguments), graph(*arguments[:5]))
 
 
+@pytest.mark.cases(test=1, slow=2)
 @pytest.mark.parametrize(
     ("nk", "tile", "native"),
     [((96, 160), (64, 32), False), ((32, 288), (16, 128), False), ((160, 32), (64, 32), True), ((96, 160), (16, 128), True)],
@@ -257,6 +268,7 @@ def test_one_copy_along_either_dimension(nk: tuple[int, int], tile: tuple, nativ
     assert expected.any() and torch.equal(expected[: sum(SIZES)], got[: sum(SIZES)])
 
 
+@pytest.mark.cases(slow=2)
 @pytest.mark.parametrize("blocks", [(ROW, ROW), (LINE, SQUARE), (MX_BLOCK, MX_BLOCK), (MX_BLOCK, MX_TILE)], ids=str)
 def test_stacks_in_another_order(blocks: tuple) -> None:
     """The transposed copy of a stack, [N, E * K] in memory, and its scales, which are a permuted view."""

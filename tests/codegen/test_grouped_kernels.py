@@ -74,6 +74,7 @@ def compare(made: Made, sizes: list[int], seed: int = 0, other: GraphModule | No
         assert_bits(a, b, f"{sizes}, result {i}")
 
 
+@pytest.mark.cases(test=5, slow=2)
 @pytest.mark.parametrize("producer", ["memory", "silu", "gather"])
 @pytest.mark.parametrize("recipe", KERNELS)
 def test_groups(recipe: str, producer: str) -> None:
@@ -85,6 +86,7 @@ def test_groups(recipe: str, producer: str) -> None:
         compare(made, sizes)
 
 
+@pytest.mark.cases(test=2, slow=2)
 @pytest.mark.parametrize("recipe", KERNELS)
 def test_without_kernels(recipe: str) -> None:
     """The same graph lowered without generated kernels gives the oracle's bits, too."""
@@ -125,6 +127,7 @@ def test_nan_and_infinity_stay_in_their_group() -> None:
     assert got[3].shape == (COUNT, COLUMNS) and got[3].isfinite().all()  # the inverse of no number: 1
 
 
+@pytest.mark.cases(test=1, slow=2)
 @pytest.mark.parametrize(("rows", "dtype"), [(48, torch.bfloat16), (144, torch.float32), (256, torch.bfloat16)])
 def test_stacks(rows: int, dtype: torch.dtype) -> None:
     """[E * R, C]: scales of rows, and of the columns of each matrix."""

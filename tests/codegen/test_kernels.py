@@ -123,6 +123,7 @@ def test_without_kernels(case: Case) -> None:
         assert_bits(a, b, f"result {i} ({case.roles[i]})")
 
 
+@pytest.mark.cases(test=29, slow=2)
 @every_case
 def test_other_tiles(case: Case) -> None:
     """No result depends on the tiles, so autotuning changes only the time. Every offset that is added to a pointer is 64-bit,
@@ -136,6 +137,7 @@ def test_other_tiles(case: Case) -> None:
     assert widths == ({8} if case.kernels else set())
 
 
+@pytest.mark.cases(slow=2)
 @pytest.mark.parametrize("name", ["weight", "residual", "rms_norm", "gelu_backward"])
 def test_no_tile_reaches_beyond_its_matrix(name: str) -> None:
     """Of sizes that all smaller tiles divide. A tile without a mask would touch memory beside the matrix."""
@@ -149,6 +151,7 @@ def test_no_tile_reaches_beyond_its_matrix(name: str) -> None:
         check(case, graph, inputs, "normal")
 
 
+@pytest.mark.cases(test=6, slow=2)
 @pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.slow) if x in PLAIN else x for x in CASES])
 def test_sizes_as_arguments(name: str) -> None:
     """One kernel, traced for 27 rows of 40 columns, serves any numbers of rows and columns."""

@@ -773,6 +773,7 @@ def test_fused_and_unfused_agree(numbers: range) -> None:
         assert seen[what], (what, seen)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("numbers", tiers(8, 20, CASES // 4), ids=str)
 def test_scales_of_rows_and_blocks_agree(numbers: range) -> None:
     """Casts follow chains and norms; in half of the cases blocks are as large as in training."""

@@ -189,6 +189,7 @@ def swizzled_tiles(inverse: Tensor) -> Tensor:
     return scale_layouts.swizzled(inverse, 32 * inverse.shape[0], 32)
 
 
+@pytest.mark.cases(test=4, slow=2)
 @pytest.mark.parametrize("form", [swizzled, swizzled_tiles, scale_layouts.columns_first, scale_layouts.rows_first])
 @pytest.mark.parametrize("flipped", [False, True])
 def test_scales_of_sizes_that_are_symbols(form: Callable, flipped: bool) -> None:

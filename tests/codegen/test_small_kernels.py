@@ -71,6 +71,7 @@ def test_raised_amaxes(tensors, count, known):
     assert not vector.view(tensors, -1)[:, 1:].any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", [x if x == "sm_90" else pytest.param(x, marks=pytest.mark.slow) for x in TARGETS])
 def test_they_compile_to_machine_code(target):
     """Nothing spills."""

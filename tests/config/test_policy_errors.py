@@ -203,6 +203,7 @@ def test_messages_stay_readable():
         assert len(refusal(data)) < 2500
 
 
+@pytest.mark.cases(test=4, slow=2)
 @pytest.mark.parametrize(
     "text, says",
     [

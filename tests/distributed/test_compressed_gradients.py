@@ -107,6 +107,7 @@ def reduced(rank: int, dtype: torch.dtype, kind: str, options: dict[str, Any]) -
 RANKS = [("ddp", 2), ("ddp", 4), ("fsdp", 2), ("hsdp", 4)]
 
 
+@pytest.mark.cases(test=1, slow=2)
 @pytest.mark.parametrize(("kind", "ranks"), RANKS)
 def test_each_parameter_arrives(kind: str, ranks: int) -> None:
     results = on_ranks(ranks, reduced, torch.float32, kind, {})

@@ -75,6 +75,7 @@ def by_name(found: fp8compile.Comparison) -> dict[str, dict[str, Any]]:
 # -- numbers -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_numbers_are_those_of_the_runs() -> None:
     """Losses, gradients and outputs agree with the eager model in float32 and with a compiled step in FP8."""
     case, compare = an_mlp()
@@ -178,6 +179,7 @@ def test_nothing_is_flagged_on_healthy_models(name: str) -> None:
                 assert row[gemm] is None or row[gemm] > expected - BAND / 2, (row["name"], gemm, row[gemm])
 
 
+@pytest.mark.cases(test=5, slow=1)
 @pytest.mark.parametrize("factor", [2.0**10, 2.0**-16])
 @pytest.mark.parametrize("role", ["input", "weight", "gradient"])
 def test_a_scale_frozen_at_a_wrong_value(role: str, factor: float) -> None:
@@ -203,6 +205,7 @@ def test_outliers(build: Callable[[], tuple[Case, Compare]], name: str, is_train
     assert first["peak"] > OUTLIERS and (first["fprop"] < 1 if is_trained else first["fprop"] > 25)
 
 
+@pytest.mark.slow
 def test_a_layer_with_a_tiny_initialisation() -> None:
     """Its weights grow by a multiple in a step, and the scale of the step before saturates them."""
     case = mlp()
@@ -214,6 +217,7 @@ def test_a_layer_with_a_tiny_initialisation() -> None:
 # -- what it compares ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_options_and_scales_are_those_of_the_training() -> None:
     case = mlp()
     run = train(case, recipe="rowwise", override_linear_precision=(False, True, False))
@@ -223,6 +227,7 @@ def test_options_and_scales_are_those_of_the_training() -> None:
     assert by_name(found)["down.weight"]["dgrad"] is not None
 
 
+@pytest.mark.slow
 def test_dropout_has_one_mask_in_all_runs_and_hooks_of_optimizers_do_not_run() -> None:
     model = models.make(lambda: nn.Sequential(models.Mlp(), nn.Dropout(0.5), models.Mlp()))
     ran: list[Any] = []
@@ -233,6 +238,7 @@ def test_dropout_has_one_mask_in_all_runs_and_hooks_of_optimizers_do_not_run() -
     assert not ran and all(parameter.grad is None for parameter in model.parameters())
 
 
+@pytest.mark.slow
 def test_autocast_is_that_of_the_caller() -> None:
     model = models.make(models.Mlp)
     with torch.autocast("cpu", torch.bfloat16):
@@ -418,6 +424,7 @@ def test_bad_losses_get_one_line(batch, loss, error, message) -> None:
     assert one_line(caught.value)
 
 
+@pytest.mark.slow
 def test_the_only_scalar_of_a_tuple_is_the_loss() -> None:
     class Both(models.Mlp):
         def forward(self, x: torch.Tensor) -> Any:

@@ -47,6 +47,7 @@ def x(*shape: int) -> torch.Tensor:
 # -- the same report ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -63,12 +64,14 @@ def test_the_decisions_of_a_real_step(options):
     assert explained.graphs[0].edges == real.graphs[0].edges
 
 
+@pytest.mark.slow
 def test_every_graph_of_a_broken_model():
     model = models.make(lambda: models.Broken(models.Mlp(), nn.BatchNorm1d(WIDTH), models.Mlp()))
     explained = fp8compile.explain(model, x())
     assert len(explained.graphs) == 3 and decisions(explained) == decisions(reported(model, x()))
 
 
+@pytest.mark.slow
 def test_a_compiled_module_and_a_function_of_modules():
     model = models.make(models.Mlp)
     expected = decisions(fp8compile.explain(torch.compile(model, backend="fp8"), x()))
@@ -97,6 +100,7 @@ def test_a_function_that_calls_backward_on_a_model_in_eval_mode():
     assert all(torch.equal(p.grad, torch.ones_like(p)) for p in model.parameters())
 
 
+@pytest.mark.slow
 def test_for_a_device_and_a_frozen_part_stays_in_eval_mode():
     model = models.make(lambda: models.Stack(models.Mlp(), models.Mlp()))
     model.inner[0].eval()
@@ -130,6 +134,7 @@ class Deep(nn.Module):
         return self.head(self.last(inputs * self.scale))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["meta", pytest.param("cpu", marks=pytest.mark.slow)])
 def test_a_model_on_the_meta_device(where):
     with torch.device("meta"):
@@ -185,6 +190,7 @@ class Restless(nn.Module):
         return self.mlp(y)
 
 
+@pytest.mark.slow
 def test_the_model_and_its_inputs_are_left_as_they_were():
     model, inputs = models.make(Restless), x()
     state = {name: t.clone() for name, t in model.state_dict().items()}
@@ -201,6 +207,7 @@ def test_the_model_and_its_inputs_are_left_as_they_were():
     assert not model.training and model.calls == 0 and model.steps.item() == 0
 
 
+@pytest.mark.slow
 def test_reports_and_compiled_code_are_left_as_they_were():
     """Also more often than Dynamo's recompile limit, and for frames behind a graph break, which explain compiles, too."""
     from torch._dynamo.eval_frame import _debug_get_cache_entry_list as entries
@@ -222,6 +229,7 @@ def test_reports_and_compiled_code_are_left_as_they_were():
     assert str(fp8compile.report(first)) == first_real and str(fp8compile.report(other)) == real
 
 
+@pytest.mark.slow
 def test_state_and_measurements_are_left_as_they_were():
     """explain does not complain about a loaded state that no graph has taken yet; a requested measurement stays pending."""
     model, twin = models.make(models.Mlp), models.make(models.Mlp)
@@ -239,6 +247,7 @@ def test_state_and_measurements_are_left_as_they_were():
         assert all(row["mse"] is not None for row in fp8compile.stats(model))
 
 
+@pytest.mark.slow
 def test_a_warning_is_said_again_when_the_model_is_trained(caplog):
     """`strict` is for training."""
     model = models.make(lambda: models.Stack(models.Mlp(8, 8)))
@@ -308,6 +317,7 @@ def test_what_follows_from_a_matmul_is_zero(caplog):
     assert report.to_dict()["summary"] == report.summary() and model.second.up.weight.grad is None
 
 
+@pytest.mark.slow
 def test_an_error_of_the_passes_is_one():
     model = models.make(lambda: models.Broken(models.Mlp(), nn.Tanh(), models.Mlp()))
 

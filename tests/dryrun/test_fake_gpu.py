@@ -16,6 +16,7 @@ pytestmark = pytest.mark.skipif(unavailable() is not None, reason=unavailable() 
 BF16 = torch.bfloat16
 
 
+@pytest.mark.slow
 def test_an_mlp_counted_by_hand():
     """x [64, 256] -> [64, 512] -> GELU -> [64, 256]; the second linear has a bias; all in bf16, all with gradients."""
     model = nn.Sequential(nn.Linear(256, 512, bias=False), nn.GELU(), nn.Linear(512, 256)).to(BF16)
@@ -59,6 +60,7 @@ def test_two_stage_amax_and_cast_read_their_input_once():
     assert 3 * x.numel() < moved < 3.01 * x.numel()  # 2 bytes read, 1 written, and the row maxima
 
 
+@pytest.mark.slow
 def test_scaled_matmul_is_fp8_and_its_layout_is_seen():
     """A layout that the CPU accepts and Hopper does not fails here: a row-major second operand."""
     one = torch.ones(())
@@ -125,6 +127,7 @@ class Named(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
+@pytest.mark.slow
 def test_kernels_know_their_modules():
     """(test_layers_add_up in test_estimate.py asks the same of Inductor alone.)"""
     compiled = torch.compile(nn.Sequential(Named(), Named()).to(BF16), backend="fp8", options={"policy": ALL_FP8})
@@ -142,6 +145,7 @@ def test_kernels_know_their_modules():
     assert sum(step.kept.values()) == step.kept_for_backward and set(step.kept) <= modules
 
 
+@pytest.mark.slow
 def test_gradient_of_an_unpacked_tensor():
     linear = nn.Linear(128, 384, bias=False).to(BF16)
 
@@ -154,6 +158,7 @@ def test_gradient_of_an_unpacked_tensor():
     assert len(step.matmuls) == 3 and len(step.graphs) == 2
 
 
+@pytest.mark.slow
 def test_several_graphs():
     layers = [nn.Linear(128, 128, bias=False).to(BF16) for _ in range(3)]
 
@@ -170,6 +175,7 @@ def test_several_graphs():
     assert step.flops == {"bfloat16": (2 + 3 + 3) * 2 * 64 * 128 * 128}
 
 
+@pytest.mark.slow
 def test_symbolic_outputs_have_the_sizes_of_the_call():
     seen = []
 
@@ -227,6 +233,7 @@ def test_nothing_of_the_described_device_is_left():
 ROWS, COLUMNS = 65536, 50304  # GPT-2's logits: 3.3e9
 
 
+@pytest.mark.slow
 def test_all_of_large_logits_counts():
     """A fused kernel, matmuls of the library, and the gather of cross-entropy, which touches one element a row."""
 
@@ -277,6 +284,7 @@ def test_a_slice_counts_as_much_as_is_read():
 # -- accumulation of FP8 matmuls -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(test=1, slow=1)
 @pytest.mark.parametrize("recipe, sums", [("tensorwise", ["fast", "precise", "precise"]), ("blockwise", ["blocks"] * 3)])
 def test_how_matmuls_accumulate(recipe, sums):
     model = nn.Linear(512, 512, bias=False).bfloat16()

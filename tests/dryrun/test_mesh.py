@@ -107,6 +107,7 @@ def counted(step: Callable[[], torch.Tensor]) -> dict[str, list[int]]:
     return mode.found
 
 
+@pytest.mark.cases(test=1, slow=1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_fsdp_sends_what_fsdp2_sends(eight_ranks, dtype) -> None:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -156,6 +157,7 @@ def test_tp_sends_what_torch_sends(eight_ranks) -> None:
 # -- which linears tensor parallelism divides --------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_pairs_of_a_llama() -> None:
     """Attention's and the MLP's linears of each layer, and not the head behind them."""
     model = nn.Sequential(*(models.LlamaLayer(256, 4, 2, 512) for _ in range(2)), nn.Linear(256, 512))
@@ -234,6 +236,7 @@ def test_weights_of_two_kinds_of_parallelism_are_not_gathered_in_fp8() -> None:
     assert sent("dp=8").with_fp8_all_gather and not sent("dp=8,tp=2").with_fp8_all_gather
 
 
+@pytest.mark.cases(test=2, slow=1)
 @pytest.mark.parametrize("recipe, possible", [("tensorwise", 1), ("delayed", 1), ("blockwise", 1), ("rowwise", 0)])
 def test_only_weights_in_fp8_are_gathered_in_fp8(recipe, possible) -> None:
     """One byte an element of the four linears of the blocks, and no other parameter. FP8's own column does not count on it.

@@ -53,6 +53,7 @@ def comparisons(rows: list[dict[str, Any]]) -> list[int]:
     return [row["step"] for row in rows if row.get("compare") == "step"]
 
 
+@pytest.mark.cases(test=1, slow=1)
 @pytest.mark.parametrize("in_place", [False, True])
 def test_it_changes_nothing_to_the_bit(in_place: bool) -> None:
     ends = []
@@ -130,6 +131,7 @@ def test_an_error_ends_the_comparisons_and_not_the_training(caplog) -> None:
     assert "nothing to compare at step 1: no call of the model was seen" in caplog.text
 
 
+@pytest.mark.cases(test=6, slow=1)
 @pytest.mark.parametrize("place", [*hooks.failing_measurements(), "the user's"])
 def test_no_error_of_a_measurement_ends_a_training(place: str, caplog) -> None:
     """It is one warning, and the training is the one without a monitor."""
@@ -142,6 +144,7 @@ def test_no_error_of_a_measurement_ends_a_training(place: str, caplog) -> None:
     assert len(said) == 1 and ("planted" in said[0] or "division by zero" in said[0]), said
 
 
+@pytest.mark.slow
 def test_outputs_that_the_loss_does_not_read(caplog) -> None:
     class Both(Mlp):
         def forward(self, x: torch.Tensor) -> Any:
@@ -166,6 +169,7 @@ def test_a_summary_writer_gets_numbers() -> None:
     writer.add_scalar.assert_called_once_with("fp8/up.weight/compare/fprop", 28.5, 5)
 
 
+@pytest.mark.slow
 def test_block_by_block() -> None:
     model = make(lambda: Parallel(Mlp(), Mlp()))
     for block in model.inner:

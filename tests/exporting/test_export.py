@@ -45,6 +45,7 @@ def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.dtype == other.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize(
     ("recipe", "dtype"),
     [
@@ -90,6 +91,7 @@ def test_the_decompressor_of_compressed_tensors(recipe: str, tmp_path: Path) -> 
         assert found.dtype == torch.float32 and torch.equal(found, expected), name
 
 
+@pytest.mark.slow
 def test_margin_and_power_of_2_are_in_the_scale(tmp_path: Path) -> None:
     model = Small()
     trained(model, 1, "tensorwise", margin=(0, 1, 0), power_of_2_scale=True)
@@ -98,6 +100,7 @@ def test_margin_and_power_of_2_are_in_the_scale(tmp_path: Path) -> None:
     assert same_bytes(found.values, expected.values) and found.scale_inv.item() == expected.scale_inv.item()
 
 
+@pytest.mark.slow
 def test_delayed_takes_the_scales_of_its_state(tmp_path: Path) -> None:
     model = Small()
     compiled = trained(model, 4)
@@ -146,6 +149,7 @@ class UsedTwice(nn.Module):
         return self.head(self.layer(50.0 * torch.tanh(self.layer(self.embed(ids)))))
 
 
+@pytest.mark.slow
 def test_a_layer_that_is_used_twice_takes_the_range_of_both_inputs(tmp_path: Path) -> None:
     model = UsedTwice()
     trained(model, 2)
@@ -154,6 +158,7 @@ def test_a_layer_that_is_used_twice_takes_the_range_of_both_inputs(tmp_path: Pat
     assert small < large and tensors_of(made.directory)["layer.input_scale"].tolist() == [large]
 
 
+@pytest.mark.slow
 def test_merged_weights_share_a_scale(tmp_path: Path) -> None:
     class Two(nn.Module):
         def __init__(self) -> None:
@@ -193,6 +198,7 @@ def test_what_is_not_fp8_is_written_as_it_is(tmp_path: Path) -> None:
     assert sorted(tensors) == ["down.weight", "down.weight_scale", "up.weight", "up.weight_scale"]
 
 
+@pytest.mark.slow
 def test_layers_are_those_whose_fprop_the_report_says_is_fp8(tmp_path: Path) -> None:
     model = Small()
     rules = {"rules": [{"module": "down", "override_linear_precision": [True, False, False]}]}
@@ -204,6 +210,7 @@ def test_layers_are_those_whose_fprop_the_report_says_is_fp8(tmp_path: Path) -> 
     assert "down" in made.ignored and tensors_of(made.directory)["down.weight"].dtype == torch.float32
 
 
+@pytest.mark.slow
 def test_configurations(tmp_path: Path) -> None:
     def config(recipe: str, **given: Any) -> dict[str, Any]:
         model = Small()
@@ -265,6 +272,7 @@ def test_tied_and_overlapping_tensors_have_their_own_memory(tmp_path: Path) -> N
     assert tensors["first"].tolist() == [0, 1, 2, 3] and tensors["second"].tolist() == [2, 3, 4, 5]
 
 
+@pytest.mark.slow
 def test_an_evaluation_in_fp8_is_enough(tmp_path: Path) -> None:
     model = Small()
     evaluated(trained(model, 0, "delayed"), tokens())
@@ -285,6 +293,7 @@ class Block(nn.Module):
         return x + self.gate(x) + torch.tanh(self.up(x))
 
 
+@pytest.mark.slow
 def test_blocks_that_are_compiled_one_by_one(tmp_path: Path) -> None:
     """All blocks run the code of one graph; each has scales of its own."""
     model = nn.Sequential(nn.Embedding(96, 128), Block(), Block(), Block(), nn.Linear(128, 96))
@@ -305,6 +314,7 @@ def test_blocks_that_are_compiled_one_by_one(tmp_path: Path) -> None:
     assert sqnr(next_forward(model, tokens(9)), server(tokens(9))) > CLOSE_DB
 
 
+@pytest.mark.slow
 def test_float32_weights_under_autocast(tmp_path: Path) -> None:
     """They are cast from float32, not from the bf16 copy that autocast would multiply with."""
     model = Small()

@@ -51,6 +51,7 @@ def assert_as_expected(directory: Path, name: str, weight: Tensor, block: tuple[
     assert torch.equal(tensors[f"{name}.weight_scale"], scales)
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize(("block", "dtype"), [(TILE, torch.bfloat16), (ROW_OF_32, torch.float32)], ids=str)
 def test_bytes_and_scales(block: tuple[int, int], dtype: torch.dtype, tmp_path: Path) -> None:
     model, _, made = exported(tmp_path / "out", block, Small(hidden=160 if block == TILE else 256).to(dtype))
@@ -61,6 +62,7 @@ def test_bytes_and_scales(block: tuple[int, int], dtype: torch.dtype, tmp_path: 
     assert bool((scales == scales[:, :1]).all()) == (block == TILE) and len(scales.unique()) > 2
 
 
+@pytest.mark.slow
 @every_block
 def test_a_server_computes_what_evaluation_computes_with_bytes_of_torchao(block: tuple[int, int], tmp_path: Path) -> None:
     """torchao scales runs of elements: the elements of a tile are put in a row."""
@@ -78,6 +80,7 @@ def test_a_server_computes_what_evaluation_computes_with_bytes_of_torchao(block:
         assert torch.equal(tensors[f"{name}.weight_scale"], scale), name
 
 
+@pytest.mark.cases(test=1, slow=1)
 @pytest.mark.parametrize(("block", "margin"), [(ROW_OF_32, 12), (TILE, 0)])
 def test_the_ends_of_the_range(block: tuple[int, int], margin: int, tmp_path: Path) -> None:
     """Blocks of zeros, of the least and the largest numbers, and of 448 times a power of two, which becomes exactly 448."""
@@ -109,6 +112,7 @@ def test_a_layer_whose_rows_are_no_multiple_of_32(block: tuple[int, int], tmp_pa
     assert torch.equal(tensors_of(made.directory)["down.weight"], model.down.weight)
 
 
+@pytest.mark.cases(test=1, slow=1)
 @every_block
 def test_compressed_tensors_reads_the_files(block: tuple[int, int], tmp_path: Path) -> None:
     """The configuration is that of its own preset, the compressor that it picks is the one we name, and decompressed weights

@@ -166,6 +166,7 @@ CALLS: dict[str, tuple[str, Callable[[torch.Tensor], Any]]] = {
 QUICK = ("global", "list", "closure", "functional_call", "partial")
 
 
+@pytest.mark.cases(slow=2)
 @pytest.mark.parametrize("how", [how if how in QUICK else pytest.param(how, marks=pytest.mark.slow) for how in CALLS])
 @pytest.mark.usefixtures("traced")
 def test_rows_of_a_report(how: str) -> None:

@@ -42,6 +42,7 @@ def stepped(model: nn.Module, call, x: Tensor, dy: Tensor) -> dict[str, Tensor]:
     return {"y": y.detach(), **grads_of(model, [x])}
 
 
+@pytest.mark.cases(test=1, slow=2)
 @pytest.mark.parametrize(
     ("recipe", "dtype", "options"),
     [

@@ -116,6 +116,7 @@ def check_tensors_and_rows(x: Tensor) -> None:
             assert torch.equal(got_scale.flatten()[seen], scale.flatten()[seen])
 
 
+@pytest.mark.cases(test=17, slow=1)
 @every_dtype
 @every_case
 def test_casts_of_blocks(case: str, dtype: torch.dtype) -> None:
@@ -212,6 +213,7 @@ def assert_bf16(expected: dict[str, Tensor], got: dict[str, Tensor]) -> None:
         assert (error <= last * size + 1e-6 * size.max()).all(), f"{name}: {sqnr(tensor, got[name]):.1f} dB"
 
 
+@pytest.mark.cases(slow=2)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_linear(recipe: str) -> None:
     w = noise(144, 160, seed=7, scale=0.05).bfloat16()
@@ -222,6 +224,7 @@ def test_linear(recipe: str) -> None:
         assert sqnr(tensor, got[name]) > 110.0
 
 
+@pytest.mark.cases(test=1, slow=2)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_linear_of_odd_sizes_and_adversarial_weights(recipe: str) -> None:
     """37 tokens; output features from 1e-4 to 1e4; a bias, which torchao adds after rounding to bf16."""

@@ -2,7 +2,7 @@
 
 1. the test that found it last time, if a quick tier has it
 2. the tests that its entry names, of the quick tiers
-3. the test that found it last time, if only the slow tier has it
+3. the test that found it last time, if the slow tier has it
 4. the files of the same room, those with similar names first, of the quick tiers
 5. the tests that its entry names, of the slow tier
 6. the whole of `make test`
@@ -22,7 +22,8 @@ from . import Mutant
 from .table import Row
 from .tree import NOT_FOUND, TIMEOUT, Run, Tree
 
-FAST, SLOW = ("-m", "not slow"), ("-m", "slow")
+MARKS = {"test": "not slow and not weekly", "slow": "slow and not weekly", "weekly": "weekly"}
+FAST, SLOW = ("-m", MARKS["test"]), ("-m", MARKS["slow"])
 STEPS = ("killer", "named", "room", "tier", "all")
 PROCESSES = ("all_gather", "gathered_scales", "compression", "wire", "checkpoint", "amax_groups", "collectives", "all_to_alls")
 
@@ -36,6 +37,7 @@ class Search:
         self.broken: list[str] = []  # tests that fail without any fault
         self.proved: set[str] = set()  # tests that pass without one
         self.check = files_of_check(tree.folder)
+        self.tiers = {test: name for name, marks in MARKS.items() for test in tree.collected(marks)}
 
     def __call__(self, mutant: Mutant, known: Row | None = None) -> Row:
         killer = known.test if known is not None else ""
@@ -58,14 +60,15 @@ class Search:
         steps = STEPS[: STEPS.index(self.to) + 1]
         slow, quick = self.tier == "slow", [*FAST]
         if self.tier == "check":
-            quick = ["-m", "not slow and not compiled", *self.check]
+            quick = ["-m", f"{MARKS['test']} and not compiled", *self.check]
         last = list(self._again(known.test)) if known is not None and known.test else []
-        if known is not None and known.tier in ("check", "test"):
+        now = self.tiers.get(last[0], known.tier) if last else ""  # it may have gone to another tier
+        if now in ("check", "test"):
             yield from last
         named = [self._named(test) for test in mutant.tests if (self.tree.folder / "tests" / test.split(" -k ")[0]).exists()]
         if "named" in steps and self.tier != "check":
             yield from ([*quick, *test] for test in named)
-        if known is not None and known.tier == "slow" and slow:
+        if now == "slow" and slow:
             yield from last
         room = self._room(mutant)
         if "room" in steps and self.tier != "check" and room:
@@ -119,8 +122,9 @@ class Search:
         return True
 
     def _tier(self, test: str, run: Run) -> str:
-        if "slow" in run.marks:
-            return "slow"
+        tier = self.tiers.get(test, "test")  # a file that cannot be imported is in each
+        if tier != "test":
+            return tier
         file = test.partition("::")[0]
         inside = any(file == part or file.startswith(part.rstrip("/") + "/") for part in self.check)
         return "check" if inside and "compiled" not in run.marks else "test"

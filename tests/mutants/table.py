@@ -9,7 +9,7 @@ from pathlib import Path
 from . import Mutant
 
 HEAD = ("id", "area", "fault", "tier", "test", "seconds")
-TIERS = ("check", "test", "slow", "none")
+TIERS = ("check", "test", "slow", "weekly", "none")
 
 
 @dataclass(frozen=True)

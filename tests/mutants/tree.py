@@ -96,6 +96,11 @@ class Tree:
             os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
             _forget(path)
 
+    def collected(self, marks: str) -> list[str]:
+        """The node ids of the tests with these marks."""
+        output = self.run(["-m", marks, "--collect-only", "tests"]).output
+        return [line for line in output.splitlines() if line.startswith("tests/") and "::" in line]
+
     def run(self, arguments: Sequence[str]) -> Run:
         """`pytest -x` with these arguments, from the folder of the copy."""
         told, output = self.work / "told", self.work / "output"

@@ -70,6 +70,7 @@ def update_error(make, decades):
     return (wrong / right) ** 0.5
 
 
+@pytest.mark.cases(test=1, slow=2)
 @pytest.mark.parametrize("decades", range(5))
 def test_the_update_is_right_for_any_spread_of_gradients(decades):
     assert update_error(lambda p: AdamW(p, lr=1.0, weight_decay=0, compiled=False), decades) <= 0.06
@@ -364,6 +365,7 @@ def test_hooks_of_others_see_torchs_keys():
     assert seen == [{"step", "exp_avg", "exp_avg_sq"}, 3]
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     shapes=st.lists(st.sampled_from([(1,), (4095,), (4096,), (64, 65), (3, 40, 50), (4097,)]), min_size=1, max_size=4),

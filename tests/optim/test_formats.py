@@ -24,6 +24,7 @@ FLOATS = st.lists(st.floats(-(2.0**127), 2.0**127, width=32), min_size=1, max_si
 BITS = st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=300)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [FIRST, SECOND])
 @settings(max_examples=200, deadline=None)
 @given(values=FLOATS)
@@ -67,6 +68,7 @@ def test_a_second_moment_never_becomes_zero():
     assert not found[0, 2:].any()
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(bits=BITS)
 def test_any_master_weight_comes_back(bits):
@@ -88,6 +90,7 @@ def test_a_weight_that_was_set_to_zero_is_zero():
     assert not join(torch.zeros_like(weight), remainder).abs().gt(0).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @settings(max_examples=200, deadline=None)
 @given(values=st.lists(st.floats(-60000, 60000, width=32), min_size=1, max_size=50))

@@ -68,6 +68,7 @@ def mlp(dtype: torch.dtype = BF16) -> nn.Module:
     return make(lambda: Mlp(128, 256), dtype)
 
 
+@pytest.mark.cases(test=1, slow=2)
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "rowwise_with_gw_hp", "blockwise"])
 def test_the_same_bits_and_no_cast_in_a_forward(recipe: str) -> None:
     found = both(mlp, steps(recipe))
@@ -76,6 +77,7 @@ def test_the_same_bits_and_no_cast_in_a_forward(recipe: str) -> None:
     assert found == ["forward"] * 3 + [f"step{given}"] * 3
 
 
+@pytest.mark.cases(test=1, slow=1)
 @pytest.mark.parametrize("master", [master for dtype, master in MASTERS if dtype == BF16 and master])
 def test_masters(master: str) -> None:
     assert both(mlp, steps("tensorwise"), master=master) == ["forward"] * 3 + ["step+"] * 3
@@ -95,6 +97,7 @@ def test_the_compiled_update(dtype: torch.dtype, master: str | None) -> None:
     assert found == ["forward"] * 3 + ["step+"] * 3
 
 
+@pytest.mark.slow
 def test_float32_weights_under_autocast() -> None:
     def run(model: nn.Module, optimizer: AdamW) -> list[dict[str, Tensor]]:
         call = compiled(model)
@@ -121,6 +124,7 @@ class Odd(nn.Module):
         return F.linear(x, self.d[:128]) + F.linear(x, self.d[128:])
 
 
+@pytest.mark.slow
 def test_small_transposed_and_sliced_weights() -> None:
     found = both(lambda: make(Odd), steps("tensorwise", policy={"rules": [{"fp8": "on"}]}))
     assert found == ["forward"] * 3 + ["step+"] * 3
@@ -142,6 +146,7 @@ def layers() -> nn.Module:
     return nn.Sequential(*(make(lambda: Mlp(128, 256), seed=i) for i in range(3)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", [lambda: make(Tied), layers], ids=["a weight of two graphs", "layers that share a graph"])
 def test_several_graphs(build: Callable[[], nn.Module]) -> None:
     def run(model: Any, optimizer: AdamW) -> list[dict[str, Tensor]]:
@@ -254,6 +259,7 @@ def test_without_some_gradients() -> None:
     assert both(mlp, run) == ["forward", "step+", "step", "step+"]
 
 
+@pytest.mark.slow
 def test_frozen_weights() -> None:
     def run(model: Any, optimizer: AdamW) -> list[dict[str, Tensor]]:
         model.down.weight.requires_grad_(False)
@@ -377,6 +383,7 @@ def test_checkpoints_are_those_without() -> None:
         assert same(expected, found)
 
 
+@pytest.mark.slow
 def test_phases() -> None:
     def run(model: nn.Module, optimizer: AdamW) -> list[dict[str, Tensor]]:
         call, found = compiled(model, True, "delayed", policy={"rules": [{"fp8": "on"}], "schedule": {}}), []
@@ -388,6 +395,7 @@ def test_phases() -> None:
     assert both(mlp, run) == ["forward", "step+", "step+", "forward", "step+", "step+"]
 
 
+@pytest.mark.slow
 def test_with_a_gradient_scaler_that_skips() -> None:
     """A step that is left out changes nothing, and the copies serve on."""
 
@@ -409,6 +417,7 @@ def test_with_a_gradient_scaler_that_skips() -> None:
     assert both(lambda: mlp(torch.float32), run) == ["forward", "step+", "step+", "step+"]
 
 
+@pytest.mark.slow
 def test_copies_and_optimizers_go() -> None:
     model: Any = mlp()
     optimizer: Any = ours(model, True)

@@ -185,6 +185,7 @@ def test_bytes_and_names() -> None:
     assert "Read from other ranks" in page and f"<td class=\"n\">{4 * part:,}</td><td class=\"n\">{part:,}</td>" in page
 
 
+@pytest.mark.cases(test=3, slow=1)
 @pytest.mark.parametrize(
     ("how", "options", "reasons"),
     [

@@ -110,6 +110,7 @@ def test_auto_in_policies():
 # -- in a graph ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(slow=2)
 @pytest.mark.parametrize(("key", "expected"), DEVICES.items())
 def test_the_report_says_what_was_chosen_and_why(key, expected):
     recipe, where = expected
@@ -119,6 +120,7 @@ def test_the_report_says_what_was_chosen_and_why(key, expected):
     assert report.to_dict()["graphs"][-1]["matmuls"][0]["why"] == f"auto on {where}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("options", "named"), [({}, "delayed"), ({"device": "b200"}, "mxfp8")])
 def test_it_computes_what_the_named_recipe_computes(options, named):
     grads = []
@@ -134,6 +136,7 @@ def test_it_computes_what_the_named_recipe_computes(options, named):
     assert bool(slots) is (named == "delayed")
 
 
+@pytest.mark.slow
 def test_a_graph_of_blackwell_has_no_state_but_for_what_a_rule_names():
     model = make(Mlp)
     step(model, noise(128, 128), recipe="auto", policy=ALL_FP8, device="b200")
@@ -145,6 +148,7 @@ def test_a_graph_of_blackwell_has_no_state_but_for_what_a_rule_names():
     assert {name for name, *_ in hooks.slots_of(model)} == {"down.weight"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("before", [True, False], ids=["loaded before", "loaded after"])
 def test_a_run_goes_on_on_another_device(before):
     """A run on Hopper has a scaling state, which a Blackwell has no use for; what it leaves out starts cold on a Hopper."""
@@ -179,6 +183,7 @@ class Experts(nn.Module):
         return nn.functional.grouped_mm(x, self.up.transpose(1, 2), offs=ends)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "how"), [(64, "mxfp8 (auto on sm_100)"),
                                            (48, "tensorwise (auto on sm_100, as mxfp8 needs other sizes)")])
 def test_experts_whose_sides_do_not_fit(size, how):
@@ -191,6 +196,7 @@ def test_experts_whose_sides_do_not_fit(size, how):
     assert not hooks.slots_of(model)
 
 
+@pytest.mark.slow
 def test_explain_takes_it():
     model, x = make(lambda: Mlp(1024, 4096), dtype=torch.bfloat16), noise(8192, 1024, dtype=torch.bfloat16)
     for key in ("h100", "b200"):

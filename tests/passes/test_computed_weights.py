@@ -114,6 +114,7 @@ def gemms(model: nn.Module, part: str = "") -> list[str]:
     return sorted(f"{r.gemm} {r.reason or r.decision}" for r in matmuls if r.parameter.startswith(part))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("recipe", ["delayed", pytest.param("rowwise", marks=pytest.mark.slow)])
 def test_exact(recipe: str) -> None:
@@ -127,6 +128,7 @@ def test_exact(recipe: str) -> None:
             assert roles == ["gradient", *count * ["input"]], name
 
 
+@pytest.mark.cases(slow=2)
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8"])
 def test_other_recipes(recipe: str) -> None:
     parts, inputs = [BUILDS[name] for name in ("weight_norm", "fused")], [ternary(32, 128, seed=i) for i in (1, 2)]
@@ -135,6 +137,7 @@ def test_other_recipes(recipe: str) -> None:
     assert gemms(model) == sorted(2 * ["dgrad fp8", "fprop fp8", kept])
 
 
+@pytest.mark.slow
 def test_names() -> None:
     """A layer keeps its name if its weight is computed."""
     model = nn.Sequential(parametrizations.weight_norm(linear()), nn.Sequential(pruned()))
@@ -181,6 +184,7 @@ def of_tokens(m: nn.Module, x: Tensor) -> Tensor:
     return x @ F.embedding(x[0].long().abs(), m.w)
 
 
+@pytest.mark.cases(test=1, slow=1)
 @pytest.mark.parametrize("function", [scaled_by_input, of_tokens])
 def test_what_depends_on_an_input_is_no_weight(function: Callable) -> None:
     model = Model(function, w=parameter(128, 128))
@@ -250,6 +254,7 @@ def test_a_dict_of_plain_tensors() -> None:
     assert len(matmuls) == 5 and not hooks.slots_of(model)
 
 
+@pytest.mark.slow
 def test_an_input_in_a_dict_is_an_input() -> None:
     model = Two()
 
@@ -260,6 +265,7 @@ def test_an_input_in_a_dict_is_an_input() -> None:
     assert gemms(model) == sorted(2 * ["fprop fp8", "dgrad fp8", "wgrad fp8"])
 
 
+@pytest.mark.slow
 def test_what_is_computed_from_a_learned_input_is_an_activation() -> None:
     """Layers on latents that are parameters: the gradient of the latents is a weight's gradient."""
     model = Model(lambda m, x: m.two(m.latents * x.abs().amax().detach().clamp(1, 1)), latents=parameter(32, 128), two=Two())

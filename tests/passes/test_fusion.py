@@ -162,6 +162,7 @@ def test_both_gradients_of_a_gated_activation_and_what_backward_needs_of_it_are_
     assert len(stores) == 5 and sum("tl.trans(" in line for line in stores) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("options", "saved"), [({}, 2), ({"recast_weights": True}, 0)])
 def test_a_weight_is_read_once_for_both_layouts(options: dict[str, Any], saved: int) -> None:
     """Two weights, both with a dgrad: their transposed copies are kept from the forward, or made in the backward."""
@@ -205,6 +206,7 @@ def test_blocks_are_chosen_by_what_a_kernel_does() -> None:
             assert len({height for height, _, _ in launch.configurations(kernel(rows, True, heavy))}) == 1
 
 
+@pytest.mark.cases(test=2, slow=2)
 @pytest.mark.parametrize(
     ("slots", "history", "count", "interval", "most_recent", "margin", "bits"),
     [
@@ -256,6 +258,7 @@ def test_a_graph_that_inductor_reorders_gets_no_kernels() -> None:
         assert not train(lambda: nn.Linear(128, 128), [(40, 128)]).made
 
 
+@pytest.mark.slow
 def test_an_operand_without_strides() -> None:
     compared(lambda: Alone(lambda x: x[0, 0].expand(32, 128)), [(2, 2)] * 2)
 

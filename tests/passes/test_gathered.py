@@ -58,6 +58,7 @@ def cast(x: torch.Tensor, dtype: torch.dtype, largest: float) -> tuple[torch.Ten
     return ops.quantize(x, scale, dtype, largest, False), inverse_of(scale)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recast", [False, True])
 def test_fp8_matmuls_read_what_was_gathered(recast: bool) -> None:
     """fprop and dgrad, to the bit, from the gathered bytes: nothing is cast again."""
@@ -87,6 +88,7 @@ def in_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 COMPILED = pytest.param(320, marks=[pytest.mark.compiled, pytest.mark.slow], id="320, compiled")
 
 
+@pytest.mark.cases(test=1, slow=1)
 @pytest.mark.parametrize("columns", [256, 320, COMPILED])  # the last block of a row may be a part
 def test_matmuls_with_block_scales_read_what_was_gathered(columns: int) -> None:
     """fprop and dgrad, to the bit. dgrad reads the transposed bytes with the transposed scales."""
@@ -127,6 +129,7 @@ def test_a_matmul_with_one_scale_casts_what_blocks_left() -> None:
         assert torch.equal(one, other)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(unavailable() is not None, reason=unavailable() or "")
 @pytest.mark.compiled
 @pytest.mark.parametrize("recipe", ["tensorwise", pytest.param("blockwise", marks=pytest.mark.slow)])
@@ -153,6 +156,7 @@ def test_kernels_of_an_h200(recipe: str) -> None:
     assert not read and backward.kept_for_backward < 3 * 256 * (512 + 1024)  # of tokens, not of weights
 
 
+@pytest.mark.cases(test=1, slow=2)
 @pytest.mark.parametrize("other", [False, True], ids=["arrives", "other scales"])
 @pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
 def test_the_cost_of_a_gathered_weight(recipe: str, other: bool) -> None:
@@ -197,6 +201,7 @@ def test_everything_else_reads_what_fp8_left_of_it() -> None:
     assert said == ["aten.add.Tensor"]
 
 
+@pytest.mark.slow
 def test_a_matmul_that_wants_another_cast_casts_what_fp8_left_of_it() -> None:
     """A recipe with a scale a row cannot read bytes that have one scale."""
     weight, data, inverse = gathered()

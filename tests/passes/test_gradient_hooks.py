@@ -138,6 +138,7 @@ class Norming(torch.autograd.Function):
         return (g @ w) * (x > 0) * 2, g.t() @ (2 * x).relu()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
 def test_custom_functions(recipe: str) -> None:
     """The weight is cast as a weight in the backward, too: its numbers from 8 to 15 are exact in E4M3, but not in E5M2."""

@@ -33,6 +33,7 @@ def joint(**options: Any) -> Graph:
     return graphs[-1]
 
 
+@pytest.mark.cases(test=1, slow=2)
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise"])
 def test_scales_and_inverses_are_saved(recipe: str) -> None:
     """On a GPU, a recomputed activation need not have the bits of the one whose amax was taken."""
@@ -56,6 +57,7 @@ def test_a_lost_write_is_an_error() -> None:
         torch.compile(make(Mlp), backend="fp8")(noise(128, 128)).sum().backward()
 
 
+@pytest.mark.slow
 def test_aotautograd_does_not_cache_our_graphs() -> None:
     """A cache hit would skip the joint pass, and with it the state and the report. It is for code of Inductor's alone, which
     `runtime.warm_start` keeps beside both."""
@@ -71,6 +73,7 @@ def keys(**options: Any) -> set[Any]:
     return set(found)
 
 
+@pytest.mark.slow
 def test_a_cache_key_tells_apart_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     usual = keys()
     assert usual == keys() and len(usual) == 2  # of the passes before and after the partitioner
@@ -97,6 +100,7 @@ def test_an_operator_of_ours_that_is_left_is_an_error() -> None:
 # -- passes that are left out --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_optional_passes_are_left_out_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FP8COMPILE_SKIP", "collect")
     model = make(Mlp)
@@ -107,6 +111,7 @@ def test_optional_passes_are_left_out_by_name(monkeypatch: pytest.MonkeyPatch) -
     assert all(record.decision == "fp8" for record in fp8compile.report(model).graphs[-1].matmuls)
 
 
+@pytest.mark.slow
 def test_weighing_is_left_out_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make(Mlp)
     assert {r.decision for r in fp8compile.explain(model, noise(128, 128), device="h100").matmuls} == {"high_precision"}

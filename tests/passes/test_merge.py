@@ -70,6 +70,7 @@ def merged(model: nn.Module) -> set[str]:
 ALL_THREE = {f"{gemm} of q k v" for gemm in ("fprop", "dgrad", "wgrad")}
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize(
     ("recipe", "bias", "dtype"), [("delayed", True, torch.float32), ("tensorwise", False, BF16)]
 )
@@ -183,6 +184,7 @@ GROUPS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.cases(test=2, slow=2)
 @pytest.mark.parametrize("name", GROUPS)
 def test_what_is_merged(name: str) -> None:
     build, options, group = GROUPS[name]
@@ -196,6 +198,7 @@ def test_what_is_merged(name: str) -> None:
     assert found == ({f"{gemm} of {group}" for gemm in ("fprop", "dgrad", "wgrad")} if group else set())
 
 
+@pytest.mark.slow
 def test_gradients_serve_optimizers() -> None:
     """They are contiguous slices of one tensor. Accumulation, clipping and foreach optimizers work on each of them."""
     models = make(Three), make(Three)

@@ -89,6 +89,7 @@ def heads_of_a_trunk(m: Any, tokens: Tensor) -> Any:
     )
 
 
+@pytest.mark.slow
 def test_heads_of_a_trunk() -> None:
     """Of all that becomes of the trunk's output, only the linears before the last ones are no heads."""
     wide, square = (CLASSES, WIDTH), (WIDTH, WIDTH)
@@ -113,6 +114,7 @@ HEADS: dict[str, tuple[Net, Tensor]] = {
 }
 
 
+@pytest.mark.cases(slow=2)
 @pytest.mark.parametrize("case", HEADS)
 def test_heads(case: str) -> None:
     assert kept(*HEADS[case]) == {"fc": LAST}
@@ -187,6 +189,7 @@ def test_a_head_that_begins_small_does_not_turn_gradients_around() -> None:
         optimizer.step()
 
 
+@pytest.mark.slow
 def test_a_rule_of_the_user_wins() -> None:
     heads = {name: linear() for name in ("by_name", "by_kind", "with_a_setting", "without_a_rule")}
     model = Net(lambda m, x: [m.get_submodule(name)(m.body(m.embed(x))) for name in heads],
@@ -216,6 +219,7 @@ def test_parts_that_are_compiled_by_themselves(wrapped: bool) -> None:
     assert reasons(tower)["project"] == "" and reasons(decoder)["out"] == LAST
 
 
+@pytest.mark.slow
 def test_a_model_whose_graph_breaks() -> None:
     """The last matmul of a graph is no head if other matrices of the model follow; the last one of the model is a head."""
 

@@ -32,6 +32,7 @@ def decisions(model: nn.Module, rows: int = 32, width: int = 128, **options: Any
     return {(record.fqn, record.gemm): record for record in fp8compile.report(model).matmuls if record.gemm != "matmul"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("default", ["delayed", "tensorwise"])
 def test_recipes_side_by_side(default: str) -> None:
     """gate and up read one tensor, each with its own recipe; every gradient and every slot equals the reference's."""
@@ -108,6 +109,7 @@ class Blocks(nn.Module):
         return self.head(x)
 
 
+@pytest.mark.slow
 def test_conditions_see_the_model() -> None:
     """Blocks by position, classes of surrounding modules, parameters, positions among the weights, sizes."""
     found = decisions(
@@ -148,6 +150,7 @@ class Broken(nn.Module):
         return self.second(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("broken", [False, True])
 def test_layers_by_position(broken: bool) -> None:
     """Also in parts: a graph break leaves two graphs of the model, the first layer is in one, and the last in the other."""
@@ -167,6 +170,7 @@ def test_blocks_of_what_has_none(caplog: pytest.LogCaptureFixture) -> None:
         decisions(make(Mlp), policy=policy, strict=True)
 
 
+@pytest.mark.slow
 def test_blocks_are_the_outermost() -> None:
     """A dense layer, then two with experts: the layers are the blocks, not the experts."""
     model = make(lambda: Stack(Mlp(), *(nn.Sequential(Mlp(), Mlp()) for _ in range(2))))
@@ -174,6 +178,7 @@ def test_blocks_are_the_outermost() -> None:
     assert {module for (module, _), record in found.items() if record.rule == "edge"} == {"inner.0.up", "inner.0.down"}
 
 
+@pytest.mark.slow
 def test_strict_and_what_is_kept_on_purpose() -> None:
     """With `strict`, a user's rule may keep everything in high precision, and an override is allowed; a model whose sizes leave
     no matmul in FP8 is an error."""
@@ -188,6 +193,7 @@ def test_strict_and_what_is_kept_on_purpose() -> None:
     decisions(make(Mlp), policy=wanted, strict=True)
 
 
+@pytest.mark.slow
 def test_names_without_wrappers_and_a_rule_that_wants_an_output_head() -> None:
     model = make(Blocks)
     model.layers[1] = checkpoint_wrapper(model.layers[1])
@@ -199,6 +205,7 @@ def test_names_without_wrappers_and_a_rule_that_wants_an_output_head() -> None:
     assert (found["head", "fprop"].decision, found["head", "fprop"].rule) == ("fp8", "two")
 
 
+@pytest.mark.slow
 def test_a_rule_that_matches_nothing(caplog: pytest.LogCaptureFixture) -> None:
     policy = rules({"module": "mlp.*", "fp8": "off"})
     decisions(make(Attention), policy=policy)
@@ -225,6 +232,7 @@ def test_what_a_rule_wants_and_cannot_have() -> None:
     decisions(odd(), policy=rules({"module": "odd"}), strict=True)  # "auto" does not insist on FP8
 
 
+@pytest.mark.slow
 def test_the_device_decides() -> None:
     """On an H100 so small a model would be slower in FP8. A CPU has no cost model, so all becomes FP8, as requested."""
     found = decisions(make(Mlp), rows=16, device="h100")
@@ -241,6 +249,7 @@ def test_an_unknown_device() -> None:
         decisions(make(Mlp), device="h1000")
 
 
+@pytest.mark.slow
 def test_evaluation_in_fp8() -> None:
     """Evaluation in FP8 uses current amaxes; histories neither move nor matter. By default, evaluation is exact."""
     model = make(Mlp)
@@ -264,6 +273,7 @@ def test_evaluation_in_fp8() -> None:
         assert len(evaluated) == 2 and recipes == ({""} if close else {"tensorwise"})
 
 
+@pytest.mark.slow
 def test_edges() -> None:
     """q, k and v feed the scores, and the scores feed the output projection."""
     model = make(Attention)
@@ -283,6 +293,7 @@ def test_branches_keep_their_own_edges() -> None:
     assert graph.edges and not any(names[i] == names[j] for i, j in graph.edges)
 
 
+@pytest.mark.slow
 def test_a_file_that_disappears(tmp_path) -> None:
     """The next compilation raises an error; the model is unchanged, and trains uncompiled."""
     file = tmp_path / "fp8.toml"

@@ -114,6 +114,7 @@ def records(name: str, tokens: int, width: int, **options: Any) -> Records:
 # -- decisions ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_copies_of_weights_that_are_kept_cost_nothing_and_one_kept_copy_costs_its_transposition() -> None:
     """With few tokens, casts of weights are most of what FP8 costs. A transposition, of the weight with dgrad, costs less than
     a cast and more than nothing."""
@@ -137,6 +138,7 @@ class Five(nn.Module):
         return self.e(F.gelu(self.d(F.gelu(self.c(F.gelu(self.b(F.gelu(self.a(F.gelu(x))))))))))
 
 
+@pytest.mark.slow
 def test_equal_layers_whose_casts_cost_otherwise_begin_to_pay_elsewhere() -> None:
     rules = [{"module": "b", "cache_weights": True}, {"module": "c", "cache_weights": True, "recast_weights": True}]
     options = {"recipe": "tensorwise", "recast_weights": False, "policy": {"rules": rules}}
@@ -145,6 +147,7 @@ def test_equal_layers_whose_casts_cost_otherwise_begin_to_pay_elsewhere() -> Non
     assert starts["b"] < starts["c"] < starts["d"]
 
 
+@pytest.mark.slow
 def test_a_small_layer_stays_in_bf16_and_says_from_when_it_gains() -> None:
     found = records("mlp", 512, 1024)
     assert len(found) == 6 and all(record.decision != FP8 for record in found.values())
@@ -155,6 +158,7 @@ def test_a_small_layer_stays_in_bf16_and_says_from_when_it_gains() -> None:
         assert record.bf16_us > 0 and record.fp8_us > 0 and record.cast_us is not None
 
 
+@pytest.mark.slow
 def test_a_large_layer_becomes_fp8() -> None:
     found = records("mlp", 16384, 4096)
     assert all(record.decision == FP8 and record.reason == "" for record in found.values())
@@ -166,6 +170,7 @@ def test_a_large_layer_becomes_fp8() -> None:
     assert found["up", "fprop"].bf16_us == pytest.approx(2783, rel=0.1) and found["up", "fprop"].fp8_us < 0.7 * 2783
 
 
+@pytest.mark.slow
 def test_the_stated_break_even_is_where_the_decision_turns_and_later_with_tensorwise() -> None:
     """One pair of layers, so large that the costs once a graph are small."""
     starts = [16]
@@ -213,11 +218,13 @@ def test_a_device_without_fp8() -> None:
     assert {record.reason for record in found.values()} == {"no FP8 on this device: NVIDIA A100-SXM4-80GB"}
 
 
+@pytest.mark.slow
 def test_nothing_is_weighed_without_a_description() -> None:
     found = records("mlp", 32, 256, device=None)
     assert all(record.decision == FP8 and record.bf16_us is None for record in found.values())
 
 
+@pytest.mark.slow
 def test_dynamic_sizes_are_not_specialised() -> None:
     """`mark_dynamic` raises if a guard specialises the number of tokens."""
     found = step(lambda: Mlp(4096), 8192, 4096, dynamic=True).records
@@ -297,6 +304,7 @@ def test_traffic_of_a_gradient_that_is_put_together() -> None:
     assert not of(found, "qkv", "fprop", "input").fused  # it is an input of the graph
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_put_together_is_read_once() -> None:
     """By one of our kernels; by Inductor's once for each copy and for the amax. Tensorwise scaling takes Inductor's."""
 

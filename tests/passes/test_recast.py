@@ -48,6 +48,7 @@ def kept(made: fake_gpu.Step, shape: tuple[int, ...]) -> int:
     return sum(x.dtype == FP8 and x.shape == shape and not name.startswith("primals") for name, x in graph.inputs.items())
 
 
+@pytest.mark.slow
 def test_many_tokens_cast_again_and_few_keep() -> None:
     """At as many tokens as the rule says, reading a weight takes 1.5% of the time of its matmuls."""
     seconds = 2 / H200.flops.fp8 + 4 / H200.flops.fp8_precise  # of the matmuls, a parameter and token
@@ -66,6 +67,7 @@ def test_fp8_keeps_no_more_than_bf16() -> None:
     assert kept(step(lambda: Deep(2048), 512, 2048), (2048, 2048)) == 2  # casting again would take a fifth of the matmuls' time
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize(("given", "count"), [(True, 0), (False, 2)])
 def test_who_says_so_is_obeyed(given: bool, count: int) -> None:
     """Where "auto" would do the other thing."""

@@ -46,6 +46,7 @@ def count(graph: Graph, op) -> int:
 # -- emulation ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_mxfp8_is_emulated_but_on_blackwell():
     model, x = make(Mlp), noise(128, 128)
     report = traced(model, x, recipe="mxfp8", policy=ALL_FP8)
@@ -60,12 +61,14 @@ def test_mxfp8_is_emulated_but_on_blackwell():
     traced(model, x, recipe="mxfp8", policy=ALL_FP8, strict=True, device="b200")
 
 
+@pytest.mark.cases(slow=2)
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "rowwise", "blockwise"])
 def test_nothing_else_is_called_emulated(recipe):
     report = traced(make(Mlp), noise(128, 128), recipe=recipe, policy=ALL_FP8, strict=True)
     assert not any(record.emulated for record in report.matmuls)
 
 
+@pytest.mark.slow
 def test_emulation_does_not_pay():
     """The cost model keeps mxfp8 in bf16 on a GPU without tensor cores for it."""
     model = make(lambda: Mlp(1024, 4096), dtype=torch.bfloat16)
@@ -79,6 +82,7 @@ def test_emulation_does_not_pay():
 # -- in the graph --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_readers_share_what_is_scaled_alike():
     """q, k and v read one tensor: one amax, one scale and one copy for each layout, shared by their three wgrads, too."""
     forward, backward = graphs(make(Attention), noise(2, 64, 128).requires_grad_(), recipe="rowwise")
@@ -95,6 +99,7 @@ def test_square_blocks_share_their_amax():
     assert blocks.count([128, 128]) == 2  # one a weight, whatever the layout
 
 
+@pytest.mark.slow
 def test_gw_hp_takes_one_scale_for_the_weight_in_dgrad():
     forward, backward = graphs(make(Mlp), noise(128, 128, seed=1).requires_grad_(), recipe="rowwise_with_gw_hp")
     blocks = [node.args[7:9] for node in backward.find_nodes(op="call_function", target=ops.block_mm)]
@@ -103,6 +108,7 @@ def test_gw_hp_takes_one_scale_for_the_weight_in_dgrad():
     assert count(backward, torch.ops.aten.mm.default) == 2
 
 
+@pytest.mark.cases(slow=2)
 @pytest.mark.parametrize("recipe", ["rowwise", "blockwise", "mxfp8"])
 def test_nothing_more_is_kept_for_backward(recipe):
     """Kept are FP8 copies, results of matmuls and scales, but no high-precision activation that can be recomputed."""
@@ -130,6 +136,7 @@ class Two(nn.Module):
         return self.a(x) + self.b(x)
 
 
+@pytest.mark.cases(slow=2)
 @pytest.mark.parametrize(
     ("first", "rule"),
     [("a", {"recipe": "rowwise"}), ("b", {"recipe": "blockwise"}), ("b", {"current_scaling": [True, False, False]})],
@@ -142,6 +149,7 @@ def test_an_input_of_the_graph_that_is_scaled_in_two_ways(rule, first):
     assert (x.grad - expected.grad).norm() < 0.1 * expected.grad.norm()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
 def test_recipes_of_single_gemms(recipe):
     """Forward and backward scale a tensor in different ways; the tangent is an input of the backward graph."""
@@ -232,6 +240,7 @@ def test_down_projections_are_recognised() -> None:
     assert recognised(model) == expected
 
 
+@pytest.mark.slow
 def test_inputs_of_down_projections_have_no_history() -> None:
     """But their weights have one. Under autocast."""
     with torch.autocast("cpu", torch.bfloat16):

@@ -152,6 +152,7 @@ def exact(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
     return grads_of(model, [leaf_])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "merge", "dtype"),
     [
@@ -309,6 +310,7 @@ def test_what_stays_as_it_is() -> None:
     assert kept_by({what: Unkept(what) for what in [*UNKEPT, "square"]}) == {"square"}
 
 
+@pytest.mark.cases(test=1, slow=2)
 @pytest.mark.parametrize(("least", "found"), [(0, {"wide"}), (64 * 256 * 4, {"wide"}), (64 * 256 * 4 + 1, set())])
 def test_96_features_and_small_tensors(least: int, found: set[str]) -> None:
     """Rows of 96 features have no blocks of 128. A tensor below the limit is not worth a copy."""
@@ -316,6 +318,7 @@ def test_96_features_and_small_tensors(least: int, found: set[str]) -> None:
         assert kept_by({"narrow": Unkept("", 96), "wide": Unkept("", 256)}) == found
 
 
+@pytest.mark.cases(test=2, slow=1)
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "rowwise"])
 def test_a_copy_that_a_matmul_made_is_kept(recipe: str) -> None:
     """With one scale for all, the copy of the second linear is kept; with a scale a row, one is made."""
@@ -344,6 +347,7 @@ def test_what_is_kept_and_reported() -> None:
     assert "kept for backward in FP8" in report.to_html()
 
 
+@pytest.mark.slow
 def test_a_schedule_saves_in_its_fp8_phases_only() -> None:
     model = make(SwiGlu)
     run = compiled(model, policy={**ALL_FP8, "schedule": {"warmup_steps": 1}}, save="fp8")
@@ -384,6 +388,7 @@ def test_left_out_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- tensors of which backward reads parts: results of merged matmuls, and what a model splits ----------------------------
 
 
+@pytest.mark.cases(test=2, slow=1)
 @pytest.mark.parametrize(
     ("name", "width", "dtype"), [("gate and up", 128, BF16), ("chunked", 128, torch.float32), ("q and k", 256, torch.float32)]
 )

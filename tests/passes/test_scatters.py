@@ -66,6 +66,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], int]] = {
 }
 
 
+@pytest.mark.cases(test=2, slow=2)
 @pytest.mark.parametrize("name", CASES)
 def test_only_the_inverse_of_a_permutation_is_replaced(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     build, replaced = CASES[name]

@@ -119,6 +119,7 @@ SPELLINGS = {
 }
 
 
+@pytest.mark.slow
 def test_one_weight() -> None:
     model = Several([root(function, *shape) for function, shape in SPELLINGS.values()])
     report = one_step(model, *(noise(*X, seed=i) for i in range(len(model))))
@@ -235,6 +236,7 @@ MODULES: list[tuple[nn.Module, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_modules() -> None:
     model = Several([module for module, _ in MODULES])
     report = one_step(model, *(noise(*X, seed=i) for i in range(len(MODULES))))
@@ -261,6 +263,7 @@ class Tied(nn.Module):
         return self.project(h) if hasattr(self, "project") else F.linear(h, self.embed.weight)
 
 
+@pytest.mark.cases(test=1, slow=1)
 @pytest.mark.parametrize("module", [True, False])
 def test_tied_embedding(module: bool) -> None:
     report = one_step(Tied(module), torch.arange(64).view(2, 32))
@@ -279,6 +282,7 @@ def every_head(m: Any, x: torch.Tensor) -> list[torch.Tensor]:
     return [loss, *(m.get_submodule(name)(h) for name in HEADS)]
 
 
+@pytest.mark.slow
 def test_heads_by_their_names_and_before_cross_entropy() -> None:
     expected = {"body": "fp8", "to_words": "output head: its output is the loss's logits"}
     model = Model(every_head, body=linear(), to_words=linear(128, 512), **{name: linear(128, 256) for name in HEADS})
@@ -323,6 +327,7 @@ SQUARES: list[tuple[nn.Module, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.cases(slow=2)
 @pytest.mark.parametrize(("model", "expected"), SQUARES)
 def test_gradients_of_products_are_no_ones_wgrad(model: nn.Module, expected: dict[str, Any]) -> None:
     """All tensors are 128 x 128: neither the sizes nor the operands of these matmuls distinguish them from a linear's gemms."""
@@ -331,6 +336,7 @@ def test_gradients_of_products_are_no_ones_wgrad(model: nn.Module, expected: dic
     check(fp8compile.report(model), expected)
 
 
+@pytest.mark.slow
 def test_no_dgrad_for_data_and_no_wgrad_when_frozen():
     model = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128).requires_grad_(False), nn.Linear(128, 128))
     with hooks.traced():
@@ -338,6 +344,7 @@ def test_no_dgrad_for_data_and_no_wgrad_when_frozen():
     check(fp8compile.report(model), {"0": (("fprop", "wgrad"), "fp8"), "1": (FROZEN, "fp8"), "2": "fp8"})
 
 
+@pytest.mark.slow
 def test_narrow_and_odd_sizes():
     model = nn.Sequential(nn.Linear(128, 64), nn.Linear(64, 200), nn.Linear(200, 168), nn.Linear(168, 144))
     wide = nn.Sequential(nn.Linear(144, 160), nn.Linear(160, 136))
@@ -345,6 +352,7 @@ def test_narrow_and_odd_sizes():
     check(one_step(nn.Sequential(*model, *wide), noise(*X)), expected | {"4": "fp8", "5": "not a multiple of 16"})
 
 
+@pytest.mark.slow
 def test_any_number_of_rows():
     model = Several([nn.Linear(128, 128) for _ in range(3)])
     check(one_step(model, *(noise(rows, 128) for rows in (1, 7, 17))), {"0": "fp8", "1": "fp8", "2": "fp8"})
@@ -362,6 +370,7 @@ def test_no_rows():
 # -- dtypes and options ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(slow=2)
 @pytest.mark.parametrize(
     ("dtype", "bias", "options"),
     [
@@ -395,6 +404,7 @@ def test_a_matmul_into_another_dtype_is_left_alone():
     assert (record.op, record.reason) == ("mm.dtype", "the overload mm.dtype is not rewritten")
 
 
+@pytest.mark.slow
 def test_float64_is_left_alone():
     check(one_step(Mlp().double(), noise(*X).double(), floor=100.0), {"up": "dtype", "down": "dtype"})
 
@@ -446,6 +456,7 @@ def test_quantized_tensors_are_left_alone():
     assert not [r for r in report.matmuls if r.decision == "fp8" and r.fqn != "linear"], str(report)
 
 
+@pytest.mark.slow
 def test_a_graph_break_in_between():
     """Dynamo compiles the parts around code that it cannot trace; each matmul is in the report once."""
 
@@ -517,6 +528,7 @@ class Stem(nn.Module):
         return self.up(x)
 
 
+@pytest.mark.slow
 def test_a_part_without_matmuls_is_as_it_should_be(caplog):
     """Only a whole model without FP8 matmuls warns, or is an error with `strict`."""
     x = noise(4, 64, 32)

@@ -65,6 +65,7 @@ def test_blocks_of_a_weight():
 # -- a linear -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_one_amax_and_one_read_for_both_layouts():
     with hooks.traced():
         forward, backward = graphs(make(Mlp), noise(128, 128), recast_weights=False, **TILES)
@@ -93,6 +94,7 @@ def test_both_directions_multiply_the_same_values():
     assert (values - model.weight).abs().max() <= model.weight.abs().max() / 16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("build", "options"),
     [(lambda: Mlp(144, 272), {}), (lambda: Stack(*relus()), {"cache_weights": True})],
@@ -136,6 +138,7 @@ def of_experts(**options: Any) -> tuple[dict[str, Tensor], tuple[torch.fx.Graph,
     return {**grads_of(model), "dx": x.grad}, (made[0], made[1])
 
 
+@pytest.mark.slow
 def test_one_copy_of_an_experts_weight_on_blackwell():
     """Tensor cores of sm_100 read it along either dimension. Elsewhere, and with 1 x 32 blocks, there are two."""
     expected, (forward, _) = of_experts(recast_weights=False)

@@ -233,6 +233,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 INTERPRETED = [page for page in WITH_PYTHON if name(page) not in ("docs/estimates.md", *COMPILED) and not has_commands(page)]
 
 
+@pytest.mark.cases(test=9, slow=2)
 @pytest.mark.parametrize("page", [pytest.param(x, marks=[pytest.mark.slow] * is_slow(x)) for x in INTERPRETED], ids=name)
 def test_the_code_of_a_page_runs(page: Path, folder: Path, interpreted: None) -> None:
     run(page, folder)

@@ -413,6 +413,7 @@ def browser(chromium: Any, tmp_path: Path) -> Browser:
 ROW = "#graph-0 .layer[data-order='%d']"
 
 
+@pytest.mark.slow
 @pytest.mark.browser
 def test_bars_are_as_long_as_their_share(browser):
     browser.open()
@@ -427,6 +428,7 @@ def test_bars_are_as_long_as_their_share(browser):
     assert browser(parts, ROW % 1) / browser(bar, ROW % 1) == pytest.approx(2 / 3, abs=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.browser
 def test_decisions_have_colours_in_light_and_dark(browser):
     colour = "getComputedStyle(document.querySelector(arguments[0] + ' .bar')).backgroundColor"
@@ -439,6 +441,7 @@ def test_decisions_have_colours_in_light_and_dark(browser):
     assert not set(seen[0]) & set(seen[1])
 
 
+@pytest.mark.slow
 @pytest.mark.browser
 def test_hover_text_says_why(browser):
     browser.open()
@@ -453,6 +456,7 @@ def test_hover_text_says_why(browser):
     assert browser.errors() == []
 
 
+@pytest.mark.slow
 @pytest.mark.browser
 def test_expander(browser):
     browser.open()
@@ -466,6 +470,7 @@ def test_expander(browser):
     assert not member.is_displayed()
 
 
+@pytest.mark.slow
 @pytest.mark.browser
 def test_sorting(browser):
     browser.open()
@@ -483,6 +488,7 @@ def test_sorting(browser):
     assert browser("document.querySelectorAll('#graph-0 .layer[open]').length") == len(rows)
 
 
+@pytest.mark.slow
 @pytest.mark.browser
 @pytest.mark.parametrize("width", [1280, 400])
 def test_nothing_overflows(browser, width):
@@ -507,6 +513,7 @@ def test_nothing_overflows(browser, width):
     assert browser.errors() == []
 
 
+@pytest.mark.slow
 @pytest.mark.browser
 @pytest.mark.parametrize("width", [1280, 400])
 def test_estimate_in_the_browser(chromium, tmp_path, width):
@@ -525,6 +532,7 @@ def test_estimate_in_the_browser(chromium, tmp_path, width):
     assert browser.errors() == []
 
 
+@pytest.mark.slow
 @pytest.mark.browser
 def test_without_javascript(browser):
     browser.open(javascript=False)

@@ -67,6 +67,7 @@ def test_json_lines(tmp_path: Path) -> None:
     assert len(path.read_text().splitlines()) == 18
 
 
+@pytest.mark.slow
 def test_file_objects_functions_and_writers() -> None:
     class Writer:
         def __init__(self) -> None:
@@ -169,6 +170,7 @@ def test_beside_another_model() -> None:
     assert steps_in(rows) == [2, 4] and monitor.written == 2
 
 
+@pytest.mark.slow
 def test_block_by_block() -> None:
     model = make(lambda: Parallel(Mlp(), Mlp()))
     for block in model.inner:
@@ -199,6 +201,7 @@ def test_what_cannot_be_written(caplog) -> None:
     assert monitor.written == 0 and "No space left" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_model_that_is_gone() -> None:
     model = make(Mlp)
     fp8compile.monitor(torch.compile(model, backend="fp8"), 1, print)

@@ -54,6 +54,7 @@ def names(report: Report) -> list[str]:
     return [record.parameter for record in report.outside]
 
 
+@pytest.mark.slow
 def test_what_dynamo_leaves_to_eager() -> None:
     model = Net(False, True, True)
     explained = fp8compile.explain(model, TOKENS)
@@ -73,6 +74,7 @@ def test_what_dynamo_leaves_to_eager() -> None:
     assert names(fp8compile.report()) == []  # of no model in particular
 
 
+@pytest.mark.slow
 def test_what_is_all_compiled() -> None:
     model = Net(False, False)
     run = torch.compile(model, backend="fp8")
@@ -81,6 +83,7 @@ def test_what_is_all_compiled() -> None:
     assert fp8compile.report(model).summary() == "12 of 12 matmuls, 100.0% of matmul FLOPs"
 
 
+@pytest.mark.slow
 def test_blocks_that_are_compiled_one_by_one() -> None:
     """Their code is one graph, called with the parameters of each."""
     model = Net(False, False, False)
@@ -91,6 +94,7 @@ def test_blocks_that_are_compiled_one_by_one() -> None:
     assert names(fp8compile.report(model.layers[0])) == []
 
 
+@pytest.mark.slow
 def test_a_branch_that_was_not_called_yet() -> None:
     """An expert without tokens is in no graph until it has some."""
     model = nn.ModuleList([nn.Linear(128, 128), nn.Linear(128, 256)])
@@ -101,6 +105,7 @@ def test_a_branch_that_was_not_called_yet() -> None:
     assert names(fp8compile.report(model)) == []
 
 
+@pytest.mark.slow
 def test_evaluation_and_frozen_parts() -> None:
     """A graph for evaluation reads the weights, too. So does one of a part that has no gradients."""
     model, frozen = Net(False), Net(False)
@@ -112,6 +117,7 @@ def test_evaluation_and_frozen_parts() -> None:
     assert names(fp8compile.report(frozen)) == []
 
 
+@pytest.mark.slow
 def test_tied_weights_are_one() -> None:
     """Of a weight with two names nobody can tell which one is not read; where neither is, it is listed once."""
     model = Net(False, True)
@@ -123,6 +129,7 @@ def test_tied_weights_are_one() -> None:
     assert names(fp8compile.report(model)) == ["layers.1.down.weight"]
 
 
+@pytest.mark.slow
 def test_weights_of_other_modules() -> None:
     """What multiplies need not be a linear."""
 

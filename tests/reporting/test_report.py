@@ -244,6 +244,7 @@ log.debug("THE detail"), log.info("fp8: THE line"), log.warning("THE trouble")
 """
 
 
+@pytest.mark.slow
 def test_lines_on_stderr():
     """Information by default, the level that the user chose, and no line twice where logging is configured."""
     everything = ["fp8: THE line", "warning: THE trouble"]

@@ -60,6 +60,7 @@ TINY_ROWS = sorted(
 )
 
 
+@pytest.mark.slow
 def test_every_field_of_a_small_model():
     model = Tiny()
     compiled = torch.compile(model, backend="fp8")
@@ -86,6 +87,7 @@ def test_nothing_compiled_yet():
     assert fp8compile.report(compiled).matmuls == []
 
 
+@pytest.mark.slow
 def test_two_models_have_their_own_reports():
     """One is compiled in place."""
     tiny, mlp = Tiny(), Mlp()
@@ -99,6 +101,7 @@ def test_two_models_have_their_own_reports():
     assert len(fp8compile.report().matmuls) == 12 + 6 and len(fp8compile.report().graphs) == 2
 
 
+@pytest.mark.slow
 def test_two_models_of_one_class():
     """They may share code, but not reports; and a report keeps no model alive."""
     first, model = Mlp(), Mlp()
@@ -112,6 +115,7 @@ def test_two_models_of_one_class():
     assert gone() is None and len(fp8compile.report().matmuls) == known
 
 
+@pytest.mark.slow
 def test_another_shape_is_another_graph():
     model = Mlp()
     compiled = torch.compile(model, backend="fp8", dynamic=False)
@@ -123,6 +127,7 @@ def test_another_shape_is_another_graph():
     assert [{r.k for r in g.matmuls if r.gemm == "wgrad"} for g in report.graphs] == [{16}, {48}]
 
 
+@pytest.mark.slow
 def test_dynamic_shape():
     model = Mlp()
     compiled = torch.compile(model, backend="fp8", dynamic=True)
@@ -138,6 +143,7 @@ def test_dynamic_shape():
     )
 
 
+@pytest.mark.slow
 def test_inference_and_evaluation_are_in_it_with_their_reason():
     model = Mlp()
     compiled = torch.compile(model, backend="fp8")
@@ -156,6 +162,7 @@ def test_inference_and_evaluation_are_in_it_with_their_reason():
         assert bool(graph.note) == (why != ("",))
 
 
+@pytest.mark.slow
 def test_what_autograd_does_not_compute_is_not_there_and_what_is_not_fp8_has_a_reason():
     model = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128).requires_grad_(False))
     torch.compile(model, backend="fp8")(noise(16, 128)).sum().backward()
@@ -186,6 +193,7 @@ def lines() -> Iterator[list[str]]:
     logging.getLogger("fp8compile").removeHandler(handler)
 
 
+@pytest.mark.slow
 def test_one_line_a_compile(lines):
     model = Tiny()
     compiled = torch.compile(model, backend="fp8", dynamic=False)
@@ -289,6 +297,7 @@ def test_a_mode_of_torch_compile():
     assert [r.decision for r in fp8compile.report(model).matmuls] == ["fp8"] * 3
 
 
+@pytest.mark.cases(slow=2)
 @pytest.mark.parametrize("mode", ["default", "max-autotune", "reduce-overhead"])
 def test_modes_are_accepted(mode):
     model = nn.Sequential(nn.Linear(128, 128))

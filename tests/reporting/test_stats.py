@@ -180,6 +180,7 @@ def test_nothing_compiled() -> None:
 # a measured call gives the results of an ordinary one
 
 
+@pytest.mark.cases(slow=2)
 @pytest.mark.parametrize(
     ("build", "recipe"),
     [
@@ -213,6 +214,7 @@ def test_a_measured_call_is_an_ordinary_one(build, recipe: str) -> None:
     assert none_measured(models[1])
 
 
+@pytest.mark.slow
 def test_one_call_is_measured(looked) -> None:
     model = make(Mlp)
     run = compiled(model, "tensorwise")
@@ -228,6 +230,7 @@ def test_one_call_is_measured(looked) -> None:
     assert len(looked) == 2 * count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "reentrant"), [("delayed", True), ("tensorwise", False)])
 def test_eager_checkpoint_around_a_compiled_block(recipe: str, reentrant: bool, looked) -> None:
     models = [make(Mlp) for _ in range(2)]
@@ -309,6 +312,7 @@ def test_models_of_one_class(looked) -> None:
     assert none_measured(first) and all_measured(second) and looked
 
 
+@pytest.mark.slow
 def test_graph_breaks_and_attention() -> None:
     model = make(lambda: Broken(nn.Linear(128, 128), Attention(), nn.Linear(128, 128)))
     run = compiled(model, "blockwise")
@@ -319,6 +323,7 @@ def test_graph_breaks_and_attention() -> None:
     assert {row["name"].rpartition(".")[0] for row in fp8compile.stats(model)} >= {"first", "second.o", "third"}
 
 
+@pytest.mark.slow
 def test_evaluation_is_not_measured(looked) -> None:
     """Also not in FP8."""
     model = make(Mlp)
@@ -335,6 +340,7 @@ def test_evaluation_is_not_measured(looked) -> None:
     assert set(looked) == {"input", "weight", "gradient"}
 
 
+@pytest.mark.slow
 def test_a_phase_of_high_precision_is_not_measured(looked) -> None:
     """The amaxes of the state are shown all the same; the first call in FP8 is measured."""
     model = make(Mlp)
@@ -400,6 +406,7 @@ def test_inductor() -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 def test_after_a_reset_a_new_graph_replaces_what_was_known() -> None:
     model, x = make(Mlp), noise(16, 128)
     compiled(model, "delayed")(x).sum().backward()
@@ -416,6 +423,7 @@ def fresh(model: nn.Module, name: str) -> None:
     module.weight = nn.Parameter(module.weight.detach().clone())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "name"), [("delayed", "up"), ("tensorwise", "down")])
 def test_an_assigned_weight(recipe: str, name: str) -> None:
     """A new parameter, for the first weight or another one, replaces the old one in statistics and reports, each time."""

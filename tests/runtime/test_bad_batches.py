@@ -162,6 +162,7 @@ def test_faults_that_outlast_the_history(options: dict[str, Any]) -> None:
     sound(model, "at the end")
 
 
+@pytest.mark.slow
 def test_a_run_that_starts_with_bad_batches() -> None:
     """Slots are cold then: there is no scale to fall back to."""
     _, clean = clean_run({})

@@ -50,6 +50,7 @@ def train(step: Callable, expected: nn.Module, model: nn.Module, calls: int = 3)
         assert worst_cosine(expected, model) > 0.97
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
 def test_backward_inside_of_the_compiled_step(recipe: str) -> None:
     expected = Net()
@@ -71,6 +72,7 @@ def test_it_as_compiled() -> None:
         train(torch.compile(lambda x: small_loss(model(x)).backward(), backend="fp8"), expected, model)
 
 
+@pytest.mark.slow
 def test_a_whole_train_step() -> None:
     """Forward, backward and optimizer in one compiled function: the parameters are those of the eager step."""
     expected = Net()
@@ -107,6 +109,7 @@ def test_the_backward_alone() -> None:
     train(step, expected, model)
 
 
+@pytest.mark.cases(test=1, slow=1)
 @pytest.mark.parametrize("backend", ["fp8", "aot_eager"])
 def test_a_model_that_was_compiled_before_is_refused(backend: str) -> None:
     """The backward compiled earlier expects state. With either backend, the error comes before any gradient is computed."""
@@ -120,6 +123,7 @@ def test_a_model_that_was_compiled_before_is_refused(backend: str) -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
+@pytest.mark.slow
 def test_without_state_it_is_taken() -> None:
     expected = Net()
     model = copy.deepcopy(expected)
@@ -133,6 +137,7 @@ def test_without_state_it_is_taken() -> None:
     train(step, expected, model)
 
 
+@pytest.mark.slow
 def test_eval_in_fp8_leaves_its_graph_alone() -> None:
     """The copied backward reads parameters and needs no gradients, but it is not an evaluation."""
     expected = Net()

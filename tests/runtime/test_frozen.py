@@ -187,6 +187,7 @@ def test_blocks_that_are_compiled_one_by_one(wrapped: bool) -> None:
     assert [hooks.frozen(p) for p in bases(model).values()] == [True] * 18 + [False] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.compat
 def test_memory_is_free_before_the_next_weight_is_cast(caplog: pytest.LogCaptureFixture) -> None:
     """So the model never takes more than before. An optimizer that was given the frozen weights holds them, and a warning says
@@ -384,6 +385,7 @@ def test_conversions_of_the_model(tmp_path: Any) -> None:
         safetensors.save_file({"weight": weight}, tmp_path / "one.safetensors")
 
 
+@pytest.mark.slow
 def test_thawed_weights_train() -> None:
     model, _ = converted()
     wanted = {name: p.dequantized() for name, p in bases(model).items()}
@@ -398,6 +400,7 @@ def test_thawed_weights_train() -> None:
     assert not fp8compile.report(model).graphs[-1].frozen
 
 
+@pytest.mark.cases(test=1, slow=1)
 @pytest.mark.parametrize("evaluate", ["high_precision", "fp8"])
 def test_evaluation_reads_what_fp8_has_left(evaluate: str) -> None:
     model, call = converted(eval=evaluate)

@@ -61,6 +61,7 @@ def worst(expected: Any, got: Any) -> float:
     return min(200.0 if not error else float(20 * torch.log10(torch.tensor(size / error))) for error, size in errors)
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("name", ["grad", "jvp", "vmap of grad", "jacrev", pytest.param("hvp", marks=pytest.mark.slow)])
 def test_with_parameters(name: str) -> None:
     """Matmuls with a parameter are FP8, also in the inner backward; the inner gradient of a weight is a matmul of two
@@ -79,6 +80,7 @@ def test_with_parameters(name: str) -> None:
     assert ("fprop", FP8) in gemms and ("fprop", "high_precision") not in gemms and ("matmul", FP8) not in gemms
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("name", ["vjp", "jvp", "vmap of grad"])
 def test_with_other_tensors(name: str) -> None:
     """Without a parameter no matmul has a weight. The model's report says where such graphs are."""

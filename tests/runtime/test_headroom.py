@@ -61,6 +61,7 @@ class Residual(nn.Module):
         return self.head(self.out((x + self.scale * self.mlp(self.norm(x))).mean(1)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("scale", "head"), [(1.0, 2e-5), (1e-6, 0.02)], ids=["small head", "LayerScale"])
 def test_gradients_that_grow_in_the_first_steps(scale: float, head: float) -> None:
     """Adam changes every weight by its learning rate, however small the weight is, so gradients grow fast at first."""
@@ -73,6 +74,7 @@ def test_gradients_that_grow_in_the_first_steps(scale: float, head: float) -> No
         optimizer.step()
 
 
+@pytest.mark.slow
 def test_a_small_last_batch() -> None:
     """Under a mean loss a token's gradient grows as the batch shrinks."""
     both = Beside(make(lambda: nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 128))), dynamic=True)
@@ -102,6 +104,7 @@ def overflows(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if "overflow" in record.getMessage()]
 
 
+@pytest.mark.cases(test=1, slow=2)
 @pytest.mark.parametrize(
     ("options", "fits", "covered"),
     [({}, 2000.0, 2048.0), ({"margin": (0, 0, 2)}, 7.5, 4.0), ({"margin": 0}, 7.5, 1.0)],
@@ -139,6 +142,7 @@ def test_a_scale_of_its_own_amax_covers_a_tensor(form: Format, power_of_2: bool)
             assert (amaxes.double() * scales.double()).max() <= form.max * (1 + 2**-23)
 
 
+@pytest.mark.cases(slow=2)
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "rowwise", "blockwise"])
 def test_nothing_saturates_by_its_own_amax(recipe: str) -> None:
     """Nothing saturates in a first call with delayed scaling, nor in a later call with current scaling."""
@@ -156,6 +160,7 @@ def test_nothing_saturates_by_its_own_amax(recipe: str) -> None:
 # -- state from runs without headroom
 
 
+@pytest.mark.slow
 def test_a_state_with_another_margin_is_adapted() -> None:
     """With `strict=False`, a loaded scale changes by the difference of the margins, and the next gradient fits."""
     model = make(Mlp)

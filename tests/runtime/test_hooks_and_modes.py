@@ -89,6 +89,7 @@ def test_a_dispatch_mode_sees_the_same_in_cold_calls_and_in_warm_ones() -> None:
     assert not [op for op in seen[0] if "fp8compile" in op or "clone" in op]
 
 
+@pytest.mark.cases(test=1, slow=1)
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
 def test_a_second_backward_through_a_checkpoint(recipe: str) -> None:
     """The second backward recomputes, too: the forward's history has moved only once, with the scales of the first time."""

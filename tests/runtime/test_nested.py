@@ -20,6 +20,7 @@ def jagged(seed: int) -> torch.Tensor:
     return torch.nested.nested_tensor(rows, layout=torch.jagged)
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("recipe", ["delayed", "rowwise", "blockwise"])
 def test_a_jagged_nested_tensor(recipe: str) -> None:
     model = nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 128))

@@ -31,6 +31,7 @@ def cold(model: nn.Module) -> dict[str, bool]:
     return {role: cold for (_, role, _), cold in hooks.cold(model).items()}
 
 
+@pytest.mark.cases(test=1, slow=1)
 @pytest.mark.parametrize("eager_checkpoint", [False, True])
 def test_the_step_after_a_jump(eager_checkpoint: bool) -> None:
     """100 saturates with the scale of 1. The next step's 300 does not: its scale comes from its own amax, not from 100."""
@@ -62,6 +63,7 @@ def test_headroom(jump: float) -> None:
     assert seen(run, 8 * jump) == pytest.approx(jump if jump < 2 else 8 * jump, abs=0.01)
 
 
+@pytest.mark.cases(test=1, slow=2)
 @pytest.mark.parametrize(("options", "covered"), [({}, 2048.0), ({"margin": 0}, 1.0), ({"fp8_format": "e4m3"}, 8.0)], ids=str)
 def test_a_gradient(options: dict[str, Any], covered: float) -> None:
     """A gradient has headroom. One that saturates all the same, by 100 times here, is scaled by its amax in the next step."""
@@ -126,6 +128,7 @@ def test_a_phase_that_observes() -> None:
     assert seen(run, 300.0) == 300.0
 
 
+@pytest.mark.cases(slow=2)
 @pytest.mark.parametrize("options", [{}, {"interval": 4}, {"amax_history_len": 2, "margin": 2}], ids=str)
 def test_against_the_reference(options: dict[str, Any]) -> None:
     """Outputs, gradients and state when inputs and gradients jump."""
@@ -196,6 +199,7 @@ def trained(run, model: nn.Module, how: str | None = None) -> dict[str, Tensor]:
     return {"output": y.detach(), "input": x.grad, **grads_of(model)}
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("how", [None, "within", "around"], ids=str)
 def test_weights_loaded_later(how: str | None) -> None:
     """The first call saturates; overflows show in the first layers only. The second call is right in all layers, as are first
@@ -220,6 +224,7 @@ def test_weights_loaded_later(how: str | None) -> None:
             assert min(errors().values()) > 24
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize(
     ("options", "factor"),
     [({}, 8.0), ({}, 64.0), ({"interval": 3}, 64.0), ({"margin": 1}, 8.0), ({"on_overflow": "saturate"}, 64.0)],
@@ -279,6 +284,7 @@ def test_a_call_that_is_cold_for_another_reason(on_overflow: str, expected: floa
     assert seen(run, 1000.0, 0.0) == expected
 
 
+@pytest.mark.slow
 def test_forwards_before_the_backwards_of_others() -> None:
     """One call that saturates and two cold calls, before any backward: each backward is cold or warm as its forward was."""
     model, plain = Chain(), Chain()
@@ -330,6 +336,7 @@ def smaller_loss(model: Any) -> None:
     model.grads = 1e-6
 
 
+@pytest.mark.cases(slow=2)
 @pytest.mark.parametrize("change", [smaller_weights, smaller_layer, smaller_batch, smaller_loss])
 @pytest.mark.parametrize(
     "options", [{}, {"amax_history_len": 64}, {"interval": 4, "margin": 2}, {"fp8_format": "e4m3"}], ids=str

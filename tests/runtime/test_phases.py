@@ -57,6 +57,7 @@ def test_steps_not_calls_are_counted(seen: list[str], micro: int) -> None:
     assert seen == [p for p in ["high_precision"] * 2 + ["fp8"] * 2 + ["high_precision"] * 2 for _ in range(micro)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
 def test_weights_are_continuous(recipe: str) -> None:
     """In high-precision phases, results equal those of plain compilation from the same weights bit by bit; in FP8 not."""
@@ -113,6 +114,7 @@ def test_no_schedule_is_one_compilation(seen: list[str]) -> None:
     assert len(compiled) == 2 and not seen
 
 
+@pytest.mark.slow
 def test_set_phase_and_set_step(seen: list[str]) -> None:
     model, other = make(Mlp), make(SwiGlu)
     run, run_other = scheduled(model, warmup_steps=10), scheduled(other)
@@ -216,6 +218,7 @@ def test_a_callback_on_the_loss(seen: list[str]) -> None:
     assert len(losses) == step_count
 
 
+@pytest.mark.slow
 def test_a_graph_that_is_met_late(seen: list[str]) -> None:
     """A new shape recompiles in the middle of the run; the new graph knows the step."""
     model = make(Mlp)
@@ -227,6 +230,7 @@ def test_a_graph_that_is_met_late(seen: list[str]) -> None:
     assert seen == ["high_precision"] * 2 + ["fp8"] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointed_blocks(seen: list[str], reentrant: bool) -> None:
     """A recomputation runs in the phase of its forward, and moves no history. A reentrant checkpoint's forward inside of the
@@ -241,6 +245,7 @@ def test_checkpointed_blocks(seen: list[str], reentrant: bool) -> None:
     assert seen == [phase for phase in ["high_precision"] * 2 + ["fp8"] * 2 for _ in range(1 if reentrant else 2)]
 
 
+@pytest.mark.cases(test=1, slow=1)
 @pytest.mark.parametrize(("before", "after"), [("high_precision", "fp8"), ("fp8", "high_precision")])
 def test_a_switch_before_a_recomputation(seen: list[str], before: str, after: str) -> None:
     """A recomputation runs in the phase of its forward, whatever phase was set in between."""
@@ -254,6 +259,7 @@ def test_a_switch_before_a_recomputation(seen: list[str], before: str, after: st
     assert all(p.grad is not None for p in block.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make_model", "options"), [(lambda: nn.Sequential(nn.Linear(128, 128)), {}), (lambda: make(Mlp), {"device": "h100"})]
 )
@@ -266,6 +272,7 @@ def test_small_graphs(make_model, options) -> None:
         step(run, optimizer, i)
 
 
+@pytest.mark.slow
 def test_a_second_model_begins_at_zero(seen: list[str]) -> None:
     """A model does not count the steps of another model's optimizer, even before its own optimizer has taken a step."""
     first, second = make(Mlp), make(SwiGlu)
@@ -289,6 +296,7 @@ def test_a_new_optimizer_goes_on(seen: list[str]) -> None:
     assert seen == ["high_precision"] * 2 + ["fp8"] * 4
 
 
+@pytest.mark.slow
 def test_a_callback_and_frozen_weights(seen: list[str]) -> None:
     """The callback sets the phase of the whole model, and is called once a step, however many optimizers there are."""
     model = make(Mlp)

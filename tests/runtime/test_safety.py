@@ -116,6 +116,7 @@ def test_an_outlier_behind_a_gated_activation_stalls_naive_delayed_scaling_and_n
     assert slots_of(naive_model).keys() - slots_of(model).keys() == {hidden}, "all else is scaled by its history"
 
 
+@pytest.mark.cases(slow=2)
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "mxfp8"])
 def test_recipes_without_history_do_not_mind_the_outlier(recipe: str) -> None:
     x = batch(PLANTED)[0]

@@ -129,6 +129,7 @@ def test_quantizes_with_the_scale_of_earlier_calls() -> None:
 # cold slots
 
 
+@pytest.mark.cases(test=1, slow=2)
 @pytest.mark.parametrize("zeros", [1, 3, 8])
 def test_a_slot_that_saw_only_zeros_is_cold(zeros: int) -> None:
     """LoRA's B begins as zeros. After any number of calls with zeros, the first non-zero amax gives the scale at once."""
@@ -323,6 +324,7 @@ def test_gradients_taken_twice() -> None:
     assert slots_of(model)[INPUT].history() == padded([1.0])
 
 
+@pytest.mark.cases(test=1, slow=1)
 @pytest.mark.parametrize(("bad", "when"), [(math.inf, 0), (math.nan, 2)])
 def test_a_non_finite_batch_leaves_no_trace(bad: float, when: int) -> None:
     """After the batch, outputs, gradients and state are those of a model that never saw it."""
@@ -481,6 +483,7 @@ def wrapped(model: Parallel) -> nn.Module:
     return Parallel(*(torch.compile(block, backend="fp8") for block in model.inner))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "compile"), [(Mlp, in_place), (lambda: nn.Linear(128, 128), wrapped)], ids=["mlps in place", "linears wrapped"]
 )

@@ -68,6 +68,7 @@ def resumed(build, stop: int, end: int, before: bool = True, **options: Any) -> 
     assert all(torch.equal(mine[name], theirs[name]) for name in mine) and len(mine) == len(theirs)
 
 
+@pytest.mark.cases(test=1, slow=1)
 @pytest.mark.parametrize(
     ("build", "before"), [(lambda: Stack(Mlp(), Mlp()), True), (Twice, False)], ids=["before the first call", "live"]
 )
@@ -75,6 +76,7 @@ def test_a_resumed_run_is_the_same(build, before: bool) -> None:
     resumed(build, 5, 9, before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"amax_history_len": 4, "interval": 3, "on_overflow": "saturate"}, {"recipe": "rowwise"}])
 def test_with_options(options: dict[str, Any]) -> None:
     resumed(Mlp, 4, 8, **options)
@@ -89,12 +91,14 @@ class Zero(Mlp):
         self.down.weight.requires_grad_(False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", [3, 18])
 def test_a_slot_that_has_only_seen_zeros(stop: int) -> None:
     """The slot is cold for 16 calls, wherever the run is stopped; cold and warm calls do not give the same bits."""
     resumed(Zero, stop, 20)
 
 
+@pytest.mark.slow
 def test_it_is_plain_tensors(tmp_path) -> None:
     model = make(Mlp)
     compiled(model)(noise(16, 128)).sum().backward()
@@ -129,6 +133,7 @@ def test_a_checkpoint_without_one_starts_cold() -> None:
         torch.testing.assert_close(run(x), model(x), rtol=0.1, atol=1e-3)  # its own amax scales it; with scale 1 it vanishes
 
 
+@pytest.mark.slow
 def test_names_without_wrappers() -> None:
     model = make(lambda: Stack(Mlp()))
     model.inner[0] = torch.compile(model.inner[0], backend="fp8")
@@ -164,6 +169,7 @@ def test_another_model() -> None:
     assert not slots_of(model)
 
 
+@pytest.mark.cases(test=1, slow=2)
 @pytest.mark.parametrize(
     ("options", "messages"),
     [
@@ -243,6 +249,7 @@ def test_a_graph_that_has_more() -> None:
         fp8compile.load_scaling_state(model, state)
 
 
+@pytest.mark.slow
 def test_a_part_that_had_not_run() -> None:
     """A branch that is first taken after the state was loaded starts cold, as it would have."""
     state, model = state_of(Branches), make(Branches)

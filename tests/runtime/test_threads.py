@@ -74,6 +74,7 @@ def test_models_of_their_own(interpreted) -> None:
         in_threads(3, work)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_one_model_cold_and_warm(interpreted) -> None:
     """Cold calls of one graph in several threads do not mix their values."""

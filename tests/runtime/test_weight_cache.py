@@ -36,6 +36,7 @@ def begun(cache: bool = True, recipe: str = "tensorwise") -> tuple[nn.Module, Ca
     return model, call, optimizer
 
 
+@pytest.mark.cases(test=1, slow=1)
 @pytest.mark.parametrize(("build", "recipe"), [(Checkpointed, "blockwise"), (lambda: make(Uses), "delayed")])
 def test_one_cast_a_step(build: Callable[[], nn.Module], recipe: str) -> None:
     """And two more before the first step, when nobody knows that there is an optimizer."""
@@ -45,6 +46,7 @@ def test_one_cast_a_step(build: Callable[[], nn.Module], recipe: str) -> None:
     assert len(casts) == 3 + 1 + 1
 
 
+@pytest.mark.slow
 def test_blocks_that_share_a_graph() -> None:
     """Compiled one by one, four blocks have the code of two: it keeps the copies of each of them."""
     results = []
@@ -138,6 +140,7 @@ STEPPERS: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
+@pytest.mark.cases(test=6, slow=2)
 @pytest.mark.parametrize("name", STEPPERS)
 def test_every_kind_of_step_is_noticed(name: str) -> None:
     results = []
@@ -326,6 +329,7 @@ def test_copies_go_with_their_weights() -> None:
     assert hooks.kept_copies() == before
 
 
+@pytest.mark.slow
 def test_phases() -> None:
     """In a phase of high precision no weight is cast; FP8 begins with fresh copies."""
     results = []
@@ -343,6 +347,7 @@ def test_phases() -> None:
     assert same(*results)
 
 
+@pytest.mark.slow
 def test_phases_decide_alike(tmp_path: Path) -> None:
     """Also where the cost model decides: the warm-up observes what FP8 will scale."""
     model = make(lambda: Mlp(256, 512), BF16)
@@ -390,6 +395,7 @@ def test_weights_that_are_computed_are_cast_in_the_graph() -> None:
     assert same(*results)
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
 def test_a_product_of_two_weights(recipe: str) -> None:
     """The first one is the input of a matmul, too: it is cast in the graph for that, with a history of its own."""
@@ -429,6 +435,7 @@ def test_the_plan_of_a_gpu() -> None:
         assert_close(*pair, 41.0, f"step {step}")
 
 
+@pytest.mark.slow
 @pytest.mark.compiled
 @needs_description
 def test_a_micro_batch_casts_no_weight() -> None:

@@ -58,7 +58,6 @@ def _afresh(environment: dict[str, str], inductor: bool) -> Iterator[None]:
     os.environ.clear()
     os.environ.update(environment)
     hooks.forget()
-    _clear_sharding_prop_cache()
     alone = torch._inductor.config.patch(compile_threads=1)  # a fork has not the threads that wait for compile workers
     with hooks.strictly(), alone if inductor else hooks.interpreted():
         yield
@@ -66,6 +65,7 @@ def _afresh(environment: dict[str, str], inductor: bool) -> Iterator[None]:
     os.environ.update(before)
     logging.getLogger(SEEN).handlers[:] = handlers
     hooks.forget()
+    _clear_sharding_prop_cache()
     gc.collect()
 
 
@@ -106,6 +106,7 @@ class _Pool:
 
     def __init__(self, ranks: int) -> None:
         _loaded()
+        _clear_sharding_prop_cache()  # a fork that frees a process group of ours waits for threads that it does not have
         context = multiprocessing.get_context(START)
         store = tempfile.mktemp(prefix="fp8compile-store-")
         pairs = [context.Pipe() for _ in range(ranks)]
