@@ -63,7 +63,7 @@ def mlp_step() -> Step:
     return compile_mlp(64)
 
 
-@pytest.mark.cases(test=1)
+@pytest.mark.slow
 @RECIPES
 def test_all_21_matmuls_of_a_llama_layer_are_fp8(recipe):
     """As 12, because q, k and v are merged, and gate and up."""

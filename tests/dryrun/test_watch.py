@@ -53,7 +53,6 @@ def comparisons(rows: list[dict[str, Any]]) -> list[int]:
     return [row["step"] for row in rows if row.get("compare") == "step"]
 
 
-@pytest.mark.cases(test=1, slow=1)
 @pytest.mark.parametrize("in_place", [False, True])
 def test_it_changes_nothing_to_the_bit(in_place: bool) -> None:
     ends = []

@@ -65,6 +65,7 @@ def test_a_file_at_the_root_is_refused(copy: Path) -> None:
     assert done.returncode != 0 and "helpers" in done.stdout + done.stderr, done.stdout
 
 
+@pytest.mark.slow
 def test_public_modules_need_no_import_of_their_own() -> None:
     program = "import fp8compile; fp8compile.distributed.fp8_all_gather; fp8compile.optim.AdamW"
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 0
