@@ -80,7 +80,7 @@ def study() -> Iterator[recipes.Study]:
     torch.set_float32_matmul_precision(precision)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_a_run(study: recipes.Study) -> None:
     """With the weights' gradients in high precision, 16 of 24 matmuls are FP8."""
     made = recipes.train("rowwise_with_gw_hp", 0, study, train_gpt.load_text())
@@ -100,7 +100,7 @@ def test_a_run_that_is_not_in_fp8(study: recipes.Study, monkeypatch: pytest.Monk
 # -- optimizers --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @needs_description
 def test_the_table_of_optimizers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "a.json"
@@ -146,7 +146,7 @@ def test_whole_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 # -- random models -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.cases(slow=1)
+@pytest.mark.weekly
 @needs_description
 @pytest.mark.parametrize("seed", [1, 20])
 def test_never_slower(seed: int) -> None:

@@ -130,7 +130,7 @@ MORE = [
 ]
 
 
-@pytest.mark.cases(test=5, slow=10)
+@pytest.mark.cases(test=5, slow=6)
 @pytest.mark.parametrize(
     ("name", "recipe", "dtype", "options", "loop"),
     [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)],
@@ -258,7 +258,7 @@ def apart():
     torch._dynamo.reset()
 
 
-@pytest.mark.cases(slow=1)
+@pytest.mark.weekly
 @pytest.mark.usefixtures("apart")
 @pytest.mark.parametrize(("name", "recipe"), [("checkpointed_mlp", "delayed"), ("mlp", "tensorwise"), ("block", "delayed")])
 def test_after_a_recompile_for_another_shape(name: str, recipe: str) -> None:
@@ -311,7 +311,7 @@ def test_inductor_checkpointed_bf16_tensorwise() -> None:
     train(Pair(make(lambda: Checkpointed(*relus()), BF16), "tensorwise", deep=True, inductor=emulate), "ssssss")
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.compiled
 @pytest.mark.usefixtures("apart")
 def test_inductor_dynamic_delayed() -> None:

@@ -197,7 +197,7 @@ def test_computed_weights(recipe: str) -> None:
     assert any(kernel.ours for kernel in plan.kernels)
 
 
-@pytest.mark.cases(slow=1)
+@pytest.mark.weekly
 @pytest.mark.parametrize(
     ("gpu", "device", "recipe"),
     [

@@ -317,7 +317,7 @@ def test_the_plan_where_no_kernel_can_be_launched(caplog: pytest.LogCaptureFixtu
     assert plan.scaled == plan.launches("fp8_grouped") == 0 and "experts in FP8 are emulated in bf16" in caplog.text
 
 
-@pytest.mark.cases(slow=2)
+@pytest.mark.cases(slow=1)
 @planning
 @pytest.mark.parametrize(
     ("recipe", "gpu"),

@@ -286,7 +286,7 @@ def compiled(target: str, tile: tuple, sizes: tuple, blocks: tuple) -> Any:
 CASES = [((8192, 4096, 4096), (LINE, SQUARE)), ((None, 4096, None), (LINE, LINE)), ((None, 4096, 1040), (SQUARE, LINE))]
 
 
-@pytest.mark.cases(test=1, slow=2)
+@pytest.mark.cases(test=1, slow=1)
 @pytest.mark.parametrize(
     ("target", "cases"),
     [("sm_90", CASES[:1]), *(pytest.param(target, CASES, marks=pytest.mark.slow) for target in TARGETS)],

@@ -210,7 +210,7 @@ def test_scales_of_sizes_that_are_symbols(form: Callable, flipped: bool) -> None
 # -- as Inductor compiles it -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.cases(slow=2)
+@pytest.mark.cases(slow=1)
 @pytest.mark.skipif(unavailable() is not None, reason=unavailable() or "")
 @pytest.mark.parametrize(
     ("gpu", "recipe", "dynamic", "expected"),

@@ -137,7 +137,7 @@ def gathering() -> list[list[dict[str, Any]]]:
     return on_ranks(2, _gathering)
 
 
-@pytest.mark.cases(slow=1)
+@pytest.mark.weekly
 @pytest.mark.parametrize("case", range(len(CASES)), ids=lambda i: f"{CASES[i][0]} {CASES[i][1]}")
 def test_gathered_keys_are_as_exact_as_one_device(gathering: list[list[dict[str, Any]]], case: int) -> None:
     """Ranks share the weights, and each has its tokens: they are replicas to the backend. With `reduce_amax`, amaxes are those

@@ -335,7 +335,7 @@ def test_nothing_to_compile():
 # -- transformers ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.cases(slow=1)
+@pytest.mark.weekly
 @pytest.mark.parametrize("name", ["Llama", pytest.param("GPT2", marks=pytest.mark.weekly)])
 def test_transformers(name):
     transformers = pytest.importorskip("transformers")

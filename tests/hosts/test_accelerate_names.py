@@ -143,6 +143,7 @@ dynamo_config:
 LAUNCH = ("-m", NAMES, "launch")
 
 
+@pytest.mark.weekly
 def test_launch_with_a_config_file(tmp_path: Path) -> None:
     """The script knows nothing of FP8. It imports a module beside it, as with `python train.py`."""
     (policy := tmp_path / "policy.toml").write_text('[defaults]\nrecipe = "tensorwise"\n')

@@ -188,6 +188,7 @@ def test_peft(tmp_path: Path) -> None:
     assert both[0] == both[1]
 
 
+@pytest.mark.weekly
 def test_peft_on_a_base_in_fp8_only(tmp_path: Path) -> None:
     """To the bit as without `frozen`. A checkpoint has the adapters, and what is merged behind `thaw` is vanilla."""
     peft = pytest.importorskip("peft")

@@ -63,7 +63,7 @@ def test_before_ada_the_update_is_not_compiled() -> None:
     assert not step.kernels
 
 
-@pytest.mark.cases(slow=1)
+@pytest.mark.weekly
 @pytest.mark.parametrize("recipe", ["delayed", pytest.param("tensorwise", marks=pytest.mark.slow)])
 def test_casts_with_given_amaxes_read_each_weight_once(recipe: str) -> None:
     """One kernel a weight: it reads 2 bytes an element and writes two copies. Also where weights are merged."""

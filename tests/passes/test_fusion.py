@@ -115,7 +115,7 @@ SLOW += [("rms norm, swiglu", recipe) for recipe in ("rowwise", "rowwise_with_gw
 SLOW += [("experts", recipe) for recipe in ("rowwise_with_gw_hp", "blockwise", "mxfp8")]
 
 
-@pytest.mark.cases(test=1, slow=2)
+@pytest.mark.cases(test=1, slow=1)
 @pytest.mark.parametrize(("name", "recipe"), [*EACH, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)])
 def test_fused_training_is_training(name: str, recipe: str) -> None:
     assert any("update" in kernel for kernel in of(name, recipe).names) == (recipe == "delayed")

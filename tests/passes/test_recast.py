@@ -75,7 +75,7 @@ def test_who_says_so_is_obeyed(given: bool, count: int) -> None:
     assert kept(step(lambda: Deep(1024), tokens, 1024, recast_weights=given), (1024, 1024)) == count
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_a_llama_layer() -> None:
     """At most 3/4 of bf16's bytes, and attention's output in one form."""
     tokens = 8192

@@ -152,7 +152,7 @@ def exact(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
     return grads_of(model, [leaf_])
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize(
     ("name", "merge", "dtype"),
     [
@@ -424,7 +424,7 @@ LARGE: dict[str, tuple[Callable[[], nn.Module], float]] = {  # how much is kept,
 }
 
 
-@pytest.mark.cases(slow=1)
+@pytest.mark.weekly
 @pytest.mark.parametrize("name", LARGE)
 @for_a_gpu
 @needs_description

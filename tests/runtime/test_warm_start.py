@@ -71,9 +71,9 @@ def test_a_warm_start_is_the_cold_one_to_the_bit(recipe: str, tmp_path: Path) ->
     assert cold["measured"] and cold["losses"] and any(cold["forwards"])
 
 
+@pytest.mark.weekly
 @by_thread
 @pytest.mark.compat
-@pytest.mark.slow
 @pytest.mark.compiled
 def test_processes_that_write_at_once_and_one_that_reads(tmp_path: Path) -> None:
     def process(_: int) -> dict[str, Any]:
