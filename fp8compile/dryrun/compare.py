@@ -40,7 +40,7 @@ from ..reporting.stats import table
 from ..runtime.parameters import find
 from ..runtime.probe import Measurement
 from ..runtime.state import named_weights, unwrapped
-from ..runtime.state_dict import load_scaling_state, scaling_state
+from ..runtime.state_dict import prepare_load, scaling_state
 from .comparison import Comparison, assembled
 from .observe import Tap, Watched
 from .sandbox import entry, inputs, modules_of, taken, untouched
@@ -208,7 +208,7 @@ class Session:
         measurements = []
         if phase == FP8:
             for prefix, root in roots.items():
-                load_scaling_state(root, saved[prefix], strict=False)
+                prepare_load(root, saved[prefix], strict=False, quiet=True)()
                 if watched.only is None:
                     measurements.append((prefix, root, Measurement(root).begin()))
         self.tap.watched = watched

@@ -27,15 +27,15 @@ from ..errors import StateError
 from ..ir import state_page
 from ..ir.state_page import HISTORY, REACH
 from ..logs import get_logger
-from .state import named_weights
+from .state import named_weights, refuse_or_warn
 from .state_dict import VERSION, VERSION_KEY, prepare_load, scaling_state
 
 logger = get_logger(__name__)
 
 ITEM, FORMAT = "ranks", 1
 FIX = (
-    "Load on ranks that divide the parameters as those that saved, or ScalingState(model, strict=False) to take what fits; "
-    "without the scaling state in the dict, the run starts cold."
+    "Load on ranks that divide the parameters as those that saved, or ScalingState(model) without strict=True to take what "
+    "fits; without the scaling state in the dict, the run starts cold."
 )
 
 
@@ -51,15 +51,16 @@ class ScalingState:
     ranks. A scale may be coarser than the rank's own would be, for as many steps as the history is long. With `reduce_amax`
     all ranks have one state, so that nothing changes.
 
-    StateError, on all ranks and before anything is changed, where tensor parallel ranks have other parts than those that saved,
-    and where names, policy or options differ, as in `load_scaling_state`. `strict=False` takes what fits.
+    Where tensor parallel ranks have other parts than those that saved, and where names, policy or options differ, what fits is
+    taken, and a warning lists the rest, as in `load_scaling_state`. With `strict=True` that is a StateError, on all ranks and
+    before anything is changed.
     """
 
     def __init__(
         self,
         model: nn.Module | Sequence[nn.Module],
         process_group: dist.ProcessGroup | None = None,
-        strict: bool = True,
+        strict: bool = False,
     ):
         self.models = [model] if isinstance(model, nn.Module) else list(model)
         self.group, self.strict = process_group, strict
@@ -105,8 +106,8 @@ class ScalingState:
             weights = self._weights()
             lacking = {name for state in saved["states"] for name in state["parts"]} - weights.keys()
             found, different = _chosen(saved, self._rank, self._size, compat.parts(weights))
-            if different and self.strict:
-                raise StateError.of(different, FIX)
+            if different:
+                refuse_or_warn(different, self.strict, FIX, type(self).__name__)
             version = {VERSION_KEY: torch.tensor([VERSION])}
             for model in self.models:
                 names = named_weights(model).keys()
@@ -119,8 +120,9 @@ class ScalingState:
         for rank, (text, _) in enumerate(said):
             errors.setdefault(text, []).append(rank)
         nobody = set.intersection(*(names for _, names in said))
-        if errors.keys() == {""} and nobody and self.strict:
-            raise StateError.of([f"unexpected: {name} (no rank has it)" for name in sorted(nobody)], FIX)
+        if errors.keys() == {""} and nobody:
+            unexpected = [f"unexpected: {name} (no rank has it)" for name in sorted(nobody)]
+            refuse_or_warn(unexpected, self.strict, FIX, type(self).__name__)
         for text in filter(None, errors):
             raise StateError(text if len(said) == 1 else f"on ranks {errors[text]}: {text}")
         for change in changes:

@@ -34,7 +34,7 @@ class ParameterRecord:
     # scaling state: see `state` and `state_dict`
     slots: dict[tuple[str, int], Slot] = field(default_factory=dict)  # by role and use
     repeats: dict[frozenset[int], Repeats] = field(default_factory=dict)  # by the records of the weights of a graph
-    loaded: str | None = None  # its name in a loaded state that graphs have to fit
+    loaded: str | None = None  # its name in a state that was loaded for it
     # what compiled graphs quantize with it, and what the last measurements found: see `probe`
     casts: dict[Name, Cast] = field(default_factory=dict)
     measured: dict[Name, Tensor] = field(default_factory=dict)

@@ -22,12 +22,29 @@ from ..errors import StateError
 from ..ir import state_page
 from ..ir.inputs import plain
 from ..ir.state_page import Rows, SlotKey, SlotSettings
+from ..logs import get_logger
 from .overflow import Watch
 from .parameters import find, record_of, share_records
 from .repeats import Ran, Repeats, repeats_of
 
+logger = get_logger(__name__)
+
 LOCK = threading.RLock()  # guards which page has which slots: several threads may train
 PATIENCE = 16  # cold calls; afterwards a slot that saw only zeros is used with scale 1
+
+
+@dataclass(eq=False)
+class Loading:
+    """A state that was loaded for a model, until its graphs have taken it. `quiet`: nobody has to hear what does not fit."""
+
+    strict: bool
+    quiet: bool = False
+
+    def differs(self, differences: Sequence[str]) -> None:
+        """StateError where `strict` and there is any difference; else one warning, whichever graph meets one first."""
+        if differences and not self.quiet:
+            self.quiet = not self.strict
+            refuse_or_warn(differences, self.strict)
 
 
 @dataclass(eq=False)
@@ -41,7 +58,12 @@ class Page:
     patience: int = PATIENCE  # cold calls left
     loaded: bool = False  # values and patience were loaded, and no call has used them yet
     name: str = ""  # of the only slot of a loaded page, while no graph has taken it over
-    strict: bool = False  # the first graph that takes it over has to fit
+    loading: Loading | None = None  # for the first graph that takes it over
+
+    @property
+    def waits(self) -> bool:
+        """Was it loaded, and may a graph still take it?"""
+        return self.loading is not None and not self.loading.quiet
 
     def cold(self) -> bool:
         """Is there a slot that has not seen a non-zero amax? Reads the device: for cold calls only."""
@@ -250,39 +272,54 @@ class Book:
 
 
 def check_unwanted(weights: Iterable[Any], wanted: Collection[Any]) -> None:
-    """StateError if a state was loaded for weights of a training graph that keep none there. `wanted`: the weights that do."""
+    """Say if a state was loaded for weights of a training graph that keep none there. `wanted`: the weights that do."""
     known = set(map(id, wanted))
-    found = [slot for weight in weights if id(weight) not in known for slot in find(weight).slots.values()]
-    extra = [f"unexpected: {slot.page.name}" for slot in found if slot.page.strict]
-    if extra:
-        raise StateError.of(extra, FIX)
+    found = [slot.page for weight in weights if id(weight) not in known for slot in find(weight).slots.values()]
+    _tell([(page.loading, f"unexpected: {page.name}") for page in found if page.loading is not None])
 
 
 def _check_loaded(wanted: Sequence[tuple[tuple[Any, tuple[str, int]], SlotSettings]], history: int) -> None:
-    """StateError if slots of a new graph were loaded, and differ from the slots that the graph needs."""
+    """Say if slots of a new graph were loaded, and differ from the slots that the graph needs."""
     held = [find(owner).slots.get(name) for (owner, name), _ in wanted]
-    if not any(slot is not None and slot.page.strict for slot in held):
+    loading = next((slot.page.loading for slot in held if slot is not None and slot.page.loading is not None), None)
+    if loading is None:
         return
-    differences = []
+    differences: list[tuple[Loading, str]] = []
     roles: dict[int, set[str]] = {}
     for ((owner, (role, use)), settings), slot in zip(wanted, held, strict=True):
         roles.setdefault(id(owner), set()).add(role)
         if slot is None and find(owner).loaded is not None:
-            differences.append(f"missing: {find(owner).loaded}.{role}.{use}")
-        elif slot is not None and slot.page.strict:
-            differences += differing(slot.page.name, slot.page.settings[0], slot.numbers.length, settings, history)
+            differences.append((loading, f"missing: {find(owner).loaded}.{role}.{use}"))
+        elif slot is not None and (of := slot.page.loading) is not None:
+            found = differing(slot.page.name, slot.page.settings[0], slot.numbers.length, settings, history)
+            differences += [(of, difference) for difference in found]
     for owner in {id(owner): owner for (owner, _), _ in wanted}.values():
         for (role, _), slot in find(owner).slots.items():
-            if slot.page.strict and role not in roles[id(owner)]:
-                differences.append(f"unexpected: {slot.page.name}")
-    if differences:
-        raise StateError.of(differences, FIX)
+            if slot.page.loading is not None and role not in roles[id(owner)]:
+                differences.append((slot.page.loading, f"unexpected: {slot.page.name}"))
+    _tell(differences)
+
+
+def _tell(differences: Sequence[tuple[Loading, str]]) -> None:
+    """What does not fit, by what was loaded: StateError or a warning."""
+    for loading in dict.fromkeys(loading for loading, _ in differences):
+        loading.differs([difference for other, difference in differences if other is loading])
 
 
 FIX = (
-    "Compile with the policy and options that it was saved with, or load_scaling_state(model, state, strict=False) to take "
-    "what fits, or load_scaling_state(model, None) to start cold."
+    "Compile with the policy and options that it was saved with, or load it without strict=True to take what fits, "
+    "or load_scaling_state(model, None) to start cold."
 )
+SHOWN = 5  # differences in a warning
+
+
+def refuse_or_warn(differences: Sequence[str], strict: bool, fix: str = FIX, by: str = "load_scaling_state") -> None:
+    """What does not fit of a state that `by` loads: StateError if `strict`, else a warning."""
+    if strict:
+        raise StateError.of(differences, fix)
+    shown = [*differences[:SHOWN], *([f"and {len(differences) - SHOWN} more"] if len(differences) > SHOWN else [])]
+    what = "this scaling state is of another model, policy or option: what fits is taken, and the rest starts cold"
+    logger.warning("fp8: %s:\n  %s\n%s(..., strict=True) makes this an error", what, "\n  ".join(shown), by)
 
 
 def differing(name: str, saved: SlotSettings, kept: int, settings: SlotSettings, history: int) -> list[str]:

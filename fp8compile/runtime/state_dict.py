@@ -31,7 +31,7 @@ from ..ir import state_page
 from ..ir.state_page import Rows
 from ..logs import get_logger
 from .parameters import record_of
-from .state import FIX, Page, Slot, differing, named_weights, slots_of, unwrapped
+from .state import Loading, Page, Slot, differing, named_weights, slots_of, unwrapped
 
 logger = get_logger(__name__)
 
@@ -60,16 +60,19 @@ def scaling_state(model: nn.Module) -> dict[str, Tensor]:
     return state
 
 
-def load_scaling_state(model: nn.Module, state: Mapping[str, Tensor] | None, strict: bool = True) -> None:
+def load_scaling_state(model: nn.Module, state: Mapping[str, Tensor] | None, strict: bool = False) -> None:
     """Load a state that `scaling_state` returned. The model may be compiled and called before or afterwards.
 
     With None or {} (for a checkpoint without a state) every tensor starts cold.
 
-    StateError (a ValueError) if the state is of another model, or was made with another policy or other options. It is raised
-    before anything is changed, and lists the differences: missing names, unexpected names, other settings (format and margin,
-    history length, interval, overflow limit). Before the first call only the parameters' names can be checked. The rest is
-    checked when a graph is first called with the parameters, and then that call raises. `strict=False` loads what fits,
-    adapted where possible (another margin, another history length); all other tensors start cold.
+    A state that was made with another policy, margin, recipe or other options fits in part, and so does that of another model.
+    What fits is taken, adapted where possible (another margin, another history length); all other tensors start cold. One
+    warning lists the differences: missing names, unexpected names, other settings (format and margin, history length, interval,
+    overflow limit). Before the first call only the parameters' names can be checked. The rest is checked when a graph is first
+    called with the parameters.
+
+    With `strict=True` a difference is a StateError (a ValueError), raised before anything is changed: here, or by the first
+    call. What is no scaling state at all is one without it, too.
 
     The state belongs to the parameters that `model` has now. `fully_shard` and `parallelize_module` make new ones: load after
     them.
@@ -77,8 +80,11 @@ def load_scaling_state(model: nn.Module, state: Mapping[str, Tensor] | None, str
     prepare_load(model, state, strict)()
 
 
-def prepare_load(model: nn.Module, state: Mapping[str, Tensor] | None, strict: bool) -> Callable[[], None]:
-    """What `load_scaling_state` does, in two: the check, which raises, and behind it the change, which is returned."""
+def prepare_load(
+    model: nn.Module, state: Mapping[str, Tensor] | None, strict: bool, quiet: bool = False
+) -> Callable[[], None]:
+    """What `load_scaling_state` does, in two: the check, which raises, and the change, which is returned. `quiet`: what does
+    not fit is not mentioned."""
     model = unwrapped(model)
     weights = named_weights(model)
     if state is not None and not isinstance(state, Mapping):
@@ -87,22 +93,24 @@ def prepare_load(model: nn.Module, state: Mapping[str, Tensor] | None, strict: b
     rows = _parsed(given)
     known = slots_of(model)
     live = {key: slot for key, slot in known.items() if not slot.page.name}
-    waiting = {key for key, slot in known.items() if slot.page.strict}  # loaded before, and no graph has taken them yet
-    differences = [] if not given or not strict else _differences(rows, weights, live, waiting)
-    if differences:
-        raise StateError.of(differences, FIX)
+    waiting = {key for key, slot in known.items() if slot.page.waits}
+    loading = Loading(strict, quiet)
+    differences = _differences(rows, weights, live, waiting) if given else []
+    if strict:
+        loading.differs(differences)
 
     def change() -> None:
+        loading.differs(differences)
         for key, slot in live.items():
             if key not in rows:  # only where `state` is None or {}, or not `strict`
                 _start_cold(slot)
         for name, weight in weights.items():  # drop slots that were loaded before and no graph has taken
             record = record_of(weight)
             record.slots = {key: slot for key, slot in record.slots.items() if not slot.page.name}
-            record.loaded = name if strict and given else None
+            record.loaded = name if given else None
         for (name, role, use), row in rows.items():
             if name in weights:
-                _take(f"{name}.{role}.{use}", weights[name], (role, use), row, live.get((name, role, use)), strict)
+                _take(f"{name}.{role}.{use}", weights[name], (role, use), row, live.get((name, role, use)), loading)
 
     return change
 
@@ -151,13 +159,13 @@ def _differences(
     return found + [f"missing: {name}.{role}.{use}" for name, role, use in live if (name, role, use) not in rows]
 
 
-def _take(name: str, weight: Tensor, key: tuple[str, int], row: Tensor, slot: Slot | None, strict: bool) -> None:
+def _take(name: str, weight: Tensor, key: tuple[str, int], row: Tensor, slot: Slot | None, loading: Loading) -> None:
     """Put a loaded row into a graph's page, or (`slot` is None) into its own page, from which the first graph takes it."""
     values, patience = row[:-1].clone(), int(row[-1])
     settings = (Rows(values).settings(),)
     page = Page(values.unsqueeze(0), [(weakref.ref(weight), key)], settings, patience=patience, loaded=True)
     if slot is None:
-        page.name, page.strict = name, strict
+        page.name, page.loading = name, loading
         record_of(weight).slots[key] = Slot(page, 0)
         return
     slot.page.take(slot.row, page)

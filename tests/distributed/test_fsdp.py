@@ -55,7 +55,7 @@ def _state(rank: int) -> dict[str, Any]:
             p.detach().copy_(weights[name])
         found[when] = step(model, 2, rank)
     try:
-        fp8compile.load_scaling_state(model, {**state, "blocks.7.up.weight.input.0": torch.zeros(40)})
+        fp8compile.load_scaling_state(model, {**state, "blocks.7.up.weight.input.0": torch.zeros(40)}, strict=True)
     except StateError as error:
         found["error"] = str(error)
     return found
