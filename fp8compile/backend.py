@@ -16,6 +16,7 @@ A graph that has nothing to differentiate, or whose model is in eval mode, takes
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from torch.fx import Graph, GraphModule
 
 from . import compat
 from .config.options import Options, parse
+from .config.policy.match import places
 from .config.recipe import Recipe
 from .devices import catalog, formats, support
 from .devices.catalog import Device
@@ -34,6 +36,7 @@ from .devices.gpu import Gpu, gpu_of
 from .errors import CapacityExceeded, CopiesMissing, FrozenFound, OptionError, ShardingError, StrictError, Unusable
 from .ir import merged, ops, state_page
 from .ir.inputs import Inputs, capture
+from .ir.owner import in_owner
 from .ir.records import FP8, HIGH_PRECISION, Gatherable, GraphReport
 from .logs import get_logger, say_once
 from .passes.hoist import Cache
@@ -92,6 +95,8 @@ def fp8(
             return compat.compile_fx(gm, example_inputs, inner.compile, _lowering(chosen))
         _check_encoding(inputs.devices, chosen)
         inputs = dataclasses.replace(inputs, kinds=whole_kinds(gm))
+        if any(rule.counts for rule in chosen.policy.rules):
+            inputs = in_owner(gm, inputs, functools.partial(places, chosen.policy))
         return _compile(gm, example_inputs, inputs, chosen, inner, phase)
     except (OptionError, ShardingError, StrictError) as error:
         raise compat.shown(error) from None

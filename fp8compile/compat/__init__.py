@@ -68,7 +68,7 @@ from .dynamo import (
     compiled_code_goes,
     copy_graph,
     gradient_outputs,
-    guard_training,
+    guard_attribute,
     input_index,
     is_backward,
     is_joint_graph,

@@ -219,15 +219,15 @@ def _scopes() -> dict[str, Any]:
         return {}
 
 
-def guard_training(source: Any) -> None:
-    """Compile again when `training` of the module at `source` changes."""
+def guard_attribute(source: Any, name: str) -> None:
+    """Compile again where this attribute of the module at `source`, a bool or a string, is another one."""
     from torch._dynamo.guards import GuardBuilder
     from torch._dynamo.source import AttrSource
     from torch._guards import TracingContext
 
     context = TracingContext.try_get()
     if context is not None:
-        context.guards_context.dynamo_guards.add(AttrSource(source, "training").make_guard(GuardBuilder.CONSTANT_MATCH))
+        context.guards_context.dynamo_guards.add(AttrSource(source, name).make_guard(GuardBuilder.CONSTANT_MATCH))
 
 
 def symbolic_kernels() -> contextlib.AbstractContextManager[None]:

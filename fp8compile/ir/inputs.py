@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,8 @@ PART = re.compile(rf"\._(?:modules|parameters|buffers){KEY}")
 OWNED = re.compile(rf"\._(?:parameters|buffers){KEY}$")
 MODULES = re.compile(rf"\.(?:_modules|__dict__\['_modules'\]){KEY}")
 ENTRY = re.compile(rf"^[LG]\['\w+'\].*{KEY}$")  # an entry of a dict
+
+Position = tuple[int, int]  # (position, number of them)
 WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_checkpoint_wrapped_module|_fsdp_wrapped_module|_orig_mod)(?:\.|$)")
 ROOT = re.compile(rf"^[LG]{KEY}")
 SELF = re.compile(r"^L\['args'\]\[0\](?=\.|$)")  # of a decorated forward, whose wrapper takes *args: transformers has these
@@ -97,13 +99,14 @@ class Inputs:
     gathered: frozenset[int] = frozenset()  # parameters that FSDP2 is to gather in FP8, if it can
     frozen: frozenset[int] = frozenset()  # parameters that are kept in FP8 only, or that the graph may have kept so
     groups: Mapping[str, str] = field(default_factory=dict)  # process groups by dimension of the meshes that weights live on
+    prefix: str = ""  # "layers.2." of a block by itself: `containers` and `matrices` are then those of its model (see `owner`)
     kinds: Mapping[str, tuple[str, ...]] | None = None  # of each weight's matmuls, in the graph that DDP has cut into parts
 
-    def block(self, name: str) -> tuple[int, int] | None:
+    def block(self, name: str) -> Position | None:
         """(position of the block that `name` is in, number of blocks); None outside of blocks. The blocks are the modules of
         the outermost container that has several, named by number as in `layers.0`, and that is a ModuleList or has modules of
         one class only."""
-        parts = name.split(".")
+        parts = (self.prefix + name).split(".")
         for i, part in enumerate(parts):
             if part.isdecimal():
                 numbers = self.containers.get("".join(f"{x}." for x in parts[:i]), ())
@@ -112,7 +115,7 @@ class Inputs:
         return None
 
 
-def _containers(modules: dict[str, str]) -> dict[str, tuple[int, ...]]:
+def containers(modules: dict[str, str]) -> dict[str, tuple[int, ...]]:
     """The `containers` of an `Inputs`. `modules`: module name -> class name, "" for the root."""
     children: dict[str, dict[int, str]] = {}
     for name, cls in modules.items():
@@ -124,6 +127,18 @@ def _containers(modules: dict[str, str]) -> dict[str, tuple[int, ...]]:
         for owner, classes in children.items()
         if len(classes) > 1 and (len({*classes.values()}) == 1 or modules.get(owner.rstrip(".")) == "ModuleList")
     }
+
+
+def module_classes(modules: Iterable[nn.Module]) -> dict[str, str]:
+    """Name -> class name of all modules inside of these, "" for the modules themselves."""
+    return {plain(name): compat.class_name(type(part)) for module in modules for name, part in module.named_modules()}
+
+
+def matrices(modules: Sequence[nn.Module]) -> tuple[str, ...]:
+    """The names of the 2-D parameters that are no embedding tables."""
+    tables = {id(part.weight) for module in modules for part in module.modules() if isinstance(part, nn.Embedding)}
+    owned = {plain(name): p for module in modules for name, p in module.named_parameters()}
+    return tuple(name for name, p in owned.items() if p.dim() == 2 and id(p) not in tables)
 
 
 def capture(gm: GraphModule, inputs: Sequence[Any]) -> Inputs:
@@ -142,11 +157,10 @@ def capture(gm: GraphModule, inputs: Sequence[Any]) -> Inputs:
     weights |= leaves
     roots = compat.root_modules(gm)
     for source in {id(module): source for module, source in roots.values()}.values():
-        compat.guard_training(source)
+        compat.guard_attribute(source, "training")
     modules = list({id(module): module for module, _ in roots.values()}.values())
     owned = {plain(name): p for module in modules for name, p in module.named_parameters()}
-    tables = {id(part.weight) for module in modules for part in module.modules() if isinstance(part, nn.Embedding)}
-    parts = {plain(name): compat.class_name(type(part)) for module in modules for name, part in module.named_modules()}
+    parts = module_classes(modules)
     classes = list(dict.fromkeys(compat.class_name(type(module)) for module in modules))
     last, rest = _last(roots, names)
     return Inputs(
@@ -161,9 +175,9 @@ def capture(gm: GraphModule, inputs: Sequence[Any]) -> Inputs:
         root=", ".join(classes) or "function",
         root_class=classes[0] if len(classes) == 1 else "",
         modules={name: cls for name, cls in parts.items() if name},
-        containers=_containers(parts),
+        containers=containers(parts),
         parameter_names=frozenset(owned),
-        matrices=tuple(name for name, p in owned.items() if p.dim() == 2 and id(p) not in tables),
+        matrices=matrices(modules),
         last=frozenset(weights - {i for i in roots if i not in last}),
         rest=rest,
         whole=bool(owned) and set(owned) <= set(names),

@@ -131,10 +131,10 @@ def _kinds(matmuls: list[Matmul], inputs: Inputs) -> dict[Matmul, str]:
 
 
 def _layers(matmuls: list[Matmul], inputs: Inputs) -> dict[str, int]:
-    """The position of each weight, by the name of its parameter: in the order of first use in forward if the graph holds the
-    whole model, else in the order of the model."""
-    names = dict.fromkeys(matmul.name for matmul in matmuls if matmul.gemm == "fprop")
-    known = () if inputs.whole else inputs.matrices
+    """The position of each weight, by the name of its parameter in the model: in the order of first use in forward if the graph
+    holds the whole model, else in the order of the model."""
+    names = dict.fromkeys(inputs.prefix + matmul.name for matmul in matmuls if matmul.gemm == "fprop")
+    known = () if inputs.whole and not inputs.prefix else inputs.matrices
     return {name: i for i, name in enumerate(dict.fromkeys((*known, *names)))}
 
 
@@ -154,6 +154,6 @@ def _site(matmul: Matmul, inputs: Inputs, layers: dict[str, int], kind: str) -> 
         n=n,
         k=k,
         block=inputs.block(matmul.fqn),
-        layer=(layers[matmul.name], len(layers)),
+        layer=(layers[inputs.prefix + matmul.name], len(layers)),
         kind=kind,
     )

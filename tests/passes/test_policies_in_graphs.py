@@ -162,6 +162,40 @@ def test_layers_by_position(broken: bool) -> None:
     assert kept == {"first.up": "first", "second.down": "last"}
 
 
+def wrapped(block: nn.Module, how: str, **options: Any) -> nn.Module:
+    """A block that is compiled by itself."""
+    if how == "torch.compile":
+        return torch.compile(block, backend="fp8", options=options)  # type: ignore[return-value]
+    block.compile(backend="fp8", options=options)
+    return checkpoint_wrapper(block) if how == "checkpointed" else block
+
+
+@pytest.mark.cases(test=2, slow=2)
+@pytest.mark.parametrize("edges", [["first 1", "last 2"], ["last 1"]], ids=str)
+@pytest.mark.parametrize("key", ["blocks", "layers"])
+@pytest.mark.parametrize("how", ["in place", "torch.compile", "checkpointed"])
+def test_positions_of_blocks_that_are_compiled_one_by_one(how: str, key: str, edges: list[str]) -> None:
+    """They are those in the model: rules decide as they do when it is compiled whole. Blocks that they treat alike share a
+    graph."""
+    policy = rules({"name": "edge", key: edges, "fp8": "off"})
+    whole = make(lambda: Stack(*(Mlp() for _ in range(5))))
+    expected = {(name, gemm): record.decision for (name, gemm), record in decisions(whole, policy=policy).items()}
+    torch._dynamo.reset()
+    model = make(lambda: Stack(*(Mlp() for _ in range(5))))
+    blocks = list(model.inner)
+    for i, block in enumerate(blocks):
+        model.inner[i] = wrapped(block, how, policy=policy)
+    model(noise(2, 32, 128).requires_grad_()).sum().backward()
+    found = {
+        (f"inner.{i}.{record.fqn}", record.gemm): record.decision
+        for i, block in enumerate(blocks)
+        for record in fp8compile.report(block).matmuls
+    }
+    assert found == expected and len({*expected.values()}) == 2
+    assert len(fp8compile.report(model).graphs) == (2 if key == "blocks" or edges == ["last 1"] else 3)
+    assert not any("place" in name for name in model.state_dict())
+
+
 def test_blocks_of_what_has_none(caplog: pytest.LogCaptureFixture) -> None:
     policy = rules({"name": "edge", "blocks": "first 1", "fp8": "off"})
     decisions(make(Mlp), policy=policy)

@@ -75,6 +75,19 @@ CONDITIONS: dict[str, Callable[[Any, Site], bool]] = {
 }
 
 
+def places(policy: Policy, blocks: Iterable[tuple[int, int] | None], layers: Iterable[tuple[int, int]]) -> str:
+    """What the rules that count blocks or layers make of weights at these positions: "1" where they fit, by rule and weight."""
+    positions = list(zip(blocks, layers, strict=True))
+    counting = [rule for rule in policy.rules if rule.counts]
+    return " ".join(
+        "".join(
+            "01"[(rule.blocks is None or _within(rule.blocks, block)) and (rule.layers is None or _within(rule.layers, layer))]
+            for block, layer in positions
+        )
+        for rule in counting
+    )
+
+
 def matches(rule: Rule, site: Site) -> bool:
     """Whether all of a rule's conditions hold for `site`."""
     return all(getattr(rule, key) is None or holds(rule, site) for key, holds in CONDITIONS.items())
