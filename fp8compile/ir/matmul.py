@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Container, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from torch.fx import Node
@@ -119,6 +119,7 @@ class Matmul:
     why: str = ""  # why "auto" has chosen this recipe; "" if the recipe was named
     rule: str = ""  # the policy's rule that decided
     auto: bool = False  # FP8 only if it pays
+    flipped: bool = False  # it computes the transpose of its node's result
     merged: tuple[str, ...] = ()  # the layers whose matmuls become one with this one
     either: bool = False  # it reads its weight's copy along either dimension: fprop and dgrad share one
     emulated: bool = False  # the device has no such FP8 matmul
@@ -135,6 +136,13 @@ class Matmul:
     @property
     def addend(self) -> Node | None:
         return addend_of(self.node)
+
+    def flip(self) -> None:
+        """Compute the transpose of the result, [n, m] = b^T @ a^T, from the same operands."""
+        a, b = (replace(matrix, transposed=not matrix.transposed) for matrix in (self.b, self.a))
+        if self.weight_operand is not None:
+            self.weight_operand = b if self.weight_operand is self.a else a
+        self.a, self.b, self.m, self.n, self.flipped = a, b, self.n, self.m, not self.flipped
 
     @property
     def other_operand(self) -> Matrix:

@@ -68,6 +68,8 @@ def decide(
             matmul.either = b == matmul.recipe.built_in.tile and support.has_mx_of_either_major(gpu) and not matmul.emulated
         rule = policy.rules[choice.rule] if choice.rule is not None else None
         chosen = _choice(matmul, site, choice, rule)
+        if legality.flippable(matmul):  # the gradient of an input that is the transpose of a tensor
+            matmul.flip()
         matmul.reason = legality.objection(matmul) or chosen or legality.misaligned(matmul)
         # a shipped rule that goes by sizes alone is nobody's choice
         matmul.on_purpose = chosen is not None and (rule is None or rule.where is None or policy.owns(choice.rule))

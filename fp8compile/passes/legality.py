@@ -66,16 +66,26 @@ def _rows(matmul: Matmul) -> str | None:
     return NO_ROWS if any(isinstance(size, int) and size == 0 for size in sizes) else None
 
 
+def flippable(matmul: Matmul) -> bool:
+    """Do the sizes fit if the matmul computes its result's transpose? The number of rows is free, that of columns is not."""
+    plain = matmul.offs is None and matmul.addend is None and value(matmul.node).dim() == 2
+    return plain and not _fits(matmul.n) and _fits(matmul.m)
+
+
+def _fits(size: object) -> bool:
+    return isinstance(size, int) and size % 16 == 0
+
+
 def misaligned(matmul: Matmul) -> str | None:
     """Why the sizes do not fit FP8 tensor cores, None if they do."""
     operand = matmul.weight_operand
     sizes = (operand.rows, operand.shape[1]) if operand is not None else (matmul.m, matmul.n)
-    if any(not isinstance(size, int) or size % 16 for size in sizes):
+    if not all(map(_fits, sizes)):
         return f"not a multiple of 16: {' x '.join(map(str, sizes))}"
-    if not isinstance(matmul.n, int) or matmul.n % 16:
+    if not _fits(matmul.n):
         return f"not a multiple of 16: {matmul.n} columns of output"
     # contracted rows are padded, in both operands; any other size has to fit as it is
-    if not (matmul.a.transposed and not matmul.b.transposed) and (not isinstance(matmul.k, int) or matmul.k % 16):
+    if not (matmul.a.transposed and not matmul.b.transposed) and not _fits(matmul.k):
         return f"not a multiple of 16: contracts over {matmul.k}"
     if size := missed(operand, matmul.recipe):
         return f"not a multiple of {size}: {' x '.join(map(str, sizes))}, the blocks of an expert's weight"

@@ -92,6 +92,8 @@ def _mergeable(matmul: Matmul) -> bool:
     weight, sizes = matmul.weight_operand, (matmul.m, matmul.n, matmul.k)
     if not matmul.fp8 or matmul.offs is not None or value(matmul.node).dim() != 2 or matmul.recipe.merge_matmuls is False:
         return False
+    if matmul.flipped:
+        return False
     if any(matmul.recipe.scaling(role, matmul.gemm).block != WHOLE for _, role in matmul.roles):
         return False
     (_, role), _ = matmul.roles

@@ -167,6 +167,8 @@ class _Writer:
         else:
             out = emit(ops.block_mm, a8, b8, *how, *map(list, blocks))
         out.meta[PRODUCT] = node.meta.get(RESULT)
+        if matmul.flipped:
+            out = emit(aten.permute.default, out, [1, 0])
         if value(node).dim() == 3 and matmul.offs is None:
             out = emit(aten.unsqueeze.default, out, 0)
         if rest is not None:

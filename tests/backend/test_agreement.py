@@ -184,6 +184,24 @@ def test_non_contiguous_input(recipe: str, first: bool) -> None:
     assert dgrads == ({"down"} if first else {"up", "down"})
 
 
+@pytest.mark.cases(test=1, slow=2)
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
+def test_tokens_that_are_columns(recipe: str, dynamic: bool) -> None:
+    """Autograd computes the gradient of a column-major input as a matmul with a column for each token. Their number is free."""
+    model = make(Mlp)
+    pair = Pair(model, recipe, dynamic=dynamic)
+    for step, tokens in enumerate((40, 41, 23) if dynamic else (40, 40)):
+        x, grad = noise(128, tokens, seed=step).t(), noise(tokens, 128, seed=step)
+        leaves = [x.detach().requires_grad_() for _ in "12"]
+        pair.zero_grad()
+        out, expected = pair.compiled(leaves[0]), pair.reference(leaves[1])
+        assert_close({"y": expected}, {"y": out}, pair.floor_db, f"step {step}")
+        pair.backward(out, expected, *([leaf] for leaf in leaves), grad)
+        pair.steps += 1
+    assert all(record.decision == "fp8" for record in fp8compile.report(model).matmuls)
+
+
 @pytest.mark.cases(slow=2)
 @pytest.mark.parametrize(
     ("shape", "recipe"),

@@ -358,6 +358,13 @@ def test_any_number_of_rows():
     check(one_step(model, *(noise(rows, 128) for rows in (1, 7, 17))), {"0": "fp8", "1": "fp8", "2": "fp8"})
 
 
+def test_any_number_of_columns() -> None:
+    """A weight from the left: each token is a column of the output."""
+    model = root(lambda m, x: (m.w @ x.t()).t() + m.b, 256, 128)
+    report = one_step(model, noise(23, 128))
+    assert {r.gemm: r.decision for r in report.matmuls if r.gemm != "wgrad"} == {"fprop": "fp8", "dgrad": "fp8"}
+
+
 def test_no_rows():
     model = nn.Sequential(nn.Linear(128, 128))
     out = torch.compile(model, backend="fp8", dynamic=False)(torch.empty(0, 128, requires_grad=True))
