@@ -55,13 +55,13 @@ def test_case(measured, name):
     assert len(row["losses"]) == {"linear": 0, "loss": 4}.get(name, 5)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_variant(measured):
     result = measured["llama-8b-layers:ckpt=1,accum=8"]
     assert result["variant"]["ckpt"] == 1 and result["rows"][0]["tokens"] == 128  # two micro-batches of 64 when tiny
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_training_goes_on_in_the_loss_case(measured):
     row = measured["loss"]["rows"][0]
     (first, before), (second, after) = row["validation"]

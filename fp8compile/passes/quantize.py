@@ -44,7 +44,7 @@ from ..config.recipe import ROW_OF_GROUP, WHOLE
 from ..ir import merged, ops
 from ..ir.all_gathers import AllGather
 from ..ir.all_to_alls import AllToAll
-from ..ir.fx_utils import Emitter, Matrix, arg, aten, same_shape, value
+from ..ir.fx_utils import Emitter, Matrix, arg, aten, call_function, same_shape, value
 from ..ir.matmul import GEMMS, PRODUCT, RESULT, Matmul
 from .addends import add, split_addend
 from .all_gathers import gathered
@@ -387,8 +387,10 @@ class _Writer:
         if key not in self.matrices:
             emit = self.after(base, operand)
             shape = [-1, columns] if isinstance(columns, int) and columns else [rows, -1]
+            # Inductor's patterns of attention end in a view of a bmm, and take its sizes for those of the heads
+            view = aten._unsafe_view.default if call_function(base, (aten.bmm.default,)) else aten.view.default
             try:
-                self.matrices[key] = emit(aten.view.default, base, shape)
+                self.matrices[key] = emit(view, base, shape)
             except (RuntimeError, ValueError):
                 dense = emit(aten.clone.default, base, memory_format=torch.contiguous_format)
                 self.matrices[key] = emit(aten.view.default, dense, shape)

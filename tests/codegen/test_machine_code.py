@@ -59,7 +59,7 @@ def test_the_models_get_kernels_of_every_kind():
     assert len(kernels("text")) >= 60 and len({kernel.title for kernel in kernels("text")}) >= 15
 
 
-@pytest.mark.cases(slow=2)
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_kernel_compiles_to_machine_code(target):
     failed = [(kernel, made) for kernel, made in compiled(target) if isinstance(made, Exception)]
@@ -121,6 +121,7 @@ def test_the_finer_recipes_get_kernels_of_every_kind():
         assert any(text in source for source in sources), text
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("model", FINER)
 def test_kernels_of_the_finer_recipes_do_not_spill(model):
     took = [(kernel, resources(compile_kernel(kernel, kernel.configs[0], TARGETS["sm_90"]))) for kernel in finer(model)]

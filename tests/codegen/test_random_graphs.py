@@ -770,7 +770,7 @@ def test_fused_and_unfused_agree(numbers: range) -> None:
     assert seen["fused"] > 0.9 * seen["cases"] == 0.9 * len(numbers), seen
     assert seen["several casts"] > 0.1 * seen["kernels"], seen
     for what in ("row passes", "column sums", "values", "rows", "amaxes", "transposed", "blocks"):
-        assert seen[what], (what, seen)
+        assert seen[what] or len(numbers) < 100, (what, seen)
 
 
 @pytest.mark.slow
