@@ -62,7 +62,7 @@ class Search:
         if self.tier == "check":
             quick = ["-m", f"{MARKS['test']} and not compiled", *self.check]
         last = list(self._again(known.test)) if known is not None and known.test else []
-        now = self.tiers.get(last[0], known.tier) if last else ""  # it may have gone to another tier
+        now = self.tiers.get(last[0][0], known.tier) if last else ""  # it may have gone to another tier
         if now in ("check", "test"):
             yield from last
         named = [self._named(test) for test in mutant.tests if (self.tree.folder / "tests" / test.split(" -k ")[0]).exists()]
