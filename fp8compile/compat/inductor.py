@@ -137,7 +137,14 @@ def sources_hash() -> str:
     return digest.hexdigest()
 
 
-class GraphPass(CustomGraphPass):
+class OneObject:
+    """Torch copies Inductor's config, deeply, where it traces a `scan`. What a compilation hands to its passes is in it."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self
+
+
+class GraphPass(OneObject, CustomGraphPass):
     """`run` as one of Inductor's custom passes. `joint_custom_pre_pass` runs over forward and backward in one graph.
     `post_grad_custom_post_pass` runs over a partitioned graph, behind all passes that expect a functional graph.
 
@@ -159,7 +166,7 @@ class GraphPass(CustomGraphPass):
         return None if self.users is not None and theirs is None else f"fp8compile-{sources_hash()}-{self.key}-{theirs}{facts}"
 
 
-class Partitioner(CustomPartitionerFn):
+class Partitioner(OneObject, CustomPartitionerFn):
     """The min-cut partitioner, told that `recomputable` operators fuse like pointwise ones and may run again in backward.
 
     To the stock partitioner a custom operator is opaque, so it would save FP8 copies of whole weights (pytorch#141881).

@@ -133,6 +133,7 @@ class OpaqueRecord:
     fqn: str
     op: str
     reason: str
+    matmuls: tuple[MatmulRecord, ...] = ()  # of a nested graph: those can be listed
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,10 @@ activation, the gradients of these products, and the products of hooks. The grap
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from operator import attrgetter
 
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
 from .. import compat
 from ..config.operators import MATMULS
@@ -20,7 +22,7 @@ from ..ir import ops
 from ..ir.fx_utils import arg, value
 from ..ir.inputs import Inputs, readable_module
 from ..ir.matmul import Matmul, factors, form_of, offs_of, operands
-from ..ir.records import OpaqueRecord
+from ..ir.records import MatmulRecord, OpaqueRecord
 from .attribute import attribute, uncopied
 from .origins import Origins
 
@@ -74,7 +76,7 @@ def collect(graph: Graph, inputs: Inputs) -> tuple[list[Matmul], list[OpaqueReco
             if not compat.is_backward(node):
                 _forward(matmuls[-1], origins, weights)
         elif (hidden := _hidden(node)) is not None:
-            opaque.append(OpaqueRecord(_module_of(node), str(node.target), hidden))
+            opaque.append(OpaqueRecord(_module_of(node), str(node.target), hidden, tuple(_nested(node, graph.owning_module))))
             barriers.update([node] if hidden in HIDDEN.values() else [])
     attribute(graph, matmuls, origins, frozenset(barriers))
     return matmuls, opaque
@@ -154,6 +156,19 @@ def _weight_name(weight: str, module: str) -> str:
 def _module_of(node: Node) -> str:
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     return readable_module(list(stack.values())[-1][0]) if stack else ""
+
+
+def _nested(node: Node, owner: GraphModule | None) -> Iterator[MatmulRecord]:
+    """The matmuls of the graphs that an operator of higher order calls: of each branch, and of one iteration."""
+    for source in node.all_input_nodes if owner is not None else ():
+        inner = attrgetter(str(source.target))(owner) if source.op == "get_attr" else None
+        for part in inner.graph.nodes if isinstance(inner, GraphModule) else ():
+            if form_of(part) is not None and all("val" in x.meta for x in factors(part)):
+                matmul = _matmul(part)
+                matmul.fqn, matmul.reason = _module_of(node), f"in a nested graph: {node.target}"
+                yield matmul.record()
+            elif part.op == "call_function" and _hidden(part) is not None:
+                yield from _nested(part, inner)
 
 
 def _hidden(node: Node) -> str | None:

@@ -31,10 +31,12 @@ def findings(
     note = "" if training else f"compiled in {how}: {why}"
     if not training and evaluates != "fp8" and (stored := sum(not weight.reason for weight in weights)):
         note += f"; {stored} frozen weights have the values that FP8 has left of them"
-    records = tuple(matmul.record() for matmul in done.matmuls)
+    nested = [record for hidden in done.opaque for record in hidden.matmuls]
+    opaque = tuple(hidden for hidden in done.opaque if not hidden.matmuls)
+    records = (*(matmul.record() for matmul in done.matmuls), *nested)
     described = device.name if device else ""
     notes = remarks(done.matmuls, inputs.resharded, done.hoisted.bytes if done.hoisted is not None else 0) if training else ()
-    report = GraphReport(0, name, records, done.opaque, note, done.edges, described, notes, done.collectives, (), weights)
+    report = GraphReport(0, name, records, opaque, note, done.edges, described, notes, done.collectives, (), weights)
     if not training:
         return Findings(report, training)
     behind = []

@@ -1,0 +1,101 @@
+"""Operators of higher order: matmuls in their graphs stay in high precision, with a reason, and count in the share."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._higher_order_ops.scan import scan
+from torch._higher_order_ops.while_loop import while_loop
+
+import fp8compile
+from tests.support.harness import noise
+
+pytestmark = pytest.mark.usefixtures("interpreted")
+
+
+class Net(nn.Module):
+    """A layer, and what `way` makes of another one; [rows, 128] -> the same."""
+
+    def __init__(self, way: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.way, self.first, self.second = way, nn.Linear(128, 128), nn.Linear(128, 128)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.way(self.second, self.first(x))
+
+
+def plain(layer: nn.Module, x: Tensor) -> Tensor:
+    return x + torch.tanh(layer(x))
+
+
+def twice(layer: nn.Module, x: Tensor) -> Tensor:
+    return plain(layer, plain(layer, x))
+
+
+region = torch.compiler.nested_compile_region(plain)
+
+
+def regions(layer: nn.Module, x: Tensor) -> Tensor:
+    return region(layer, region(layer, x))
+
+
+def branches(layer: nn.Module, x: Tensor) -> Tensor:
+    return torch.cond(x.sum() > 0, lambda y: layer(y), lambda y: layer(y).sin(), (x,))
+
+
+def loop(layer: nn.Module, x: Tensor) -> Tensor:
+    start = torch.zeros((), dtype=torch.int64)
+    return while_loop(lambda i, y: i < 3, lambda i, y: (i + 1, torch.tanh(layer(y))), (start, x))[1]
+
+
+def trained(way: Callable[[nn.Module, Tensor], Tensor]) -> fp8compile.Report:
+    torch._dynamo.reset()
+    model, x = Net(way), noise(32, 128)
+    torch.compile(model, backend="fp8", options={"policy": {"extends": "none"}})(x).sum().backward()
+    return fp8compile.report(model)
+
+
+def test_regions_count_in_the_share() -> None:
+    whole, parts = trained(twice), trained(regions)
+    assert sum(record.flops for record in parts.matmuls) == sum(record.flops for record in whole.matmuls)
+    assert len(parts.matmuls) == len(whole.matmuls) == 8
+    kept = [record for record in parts.matmuls if record.decision != "fp8"]
+    assert {record.reason for record in kept} == {"in a nested graph: invoke_subgraph"} and len(kept) == 6
+    assert "fp8: 2 of 8 matmuls, 25.0% of matmul FLOPs; 6 kept: 6 in a nested graph" in str(parts)
+
+
+def test_branches() -> None:
+    """Of both branches, since nobody knows which one runs. (The backward of the sine computes its input again.)"""
+    kept = [record for record in trained(branches).matmuls if record.decision != "fp8"]
+    assert len(kept) >= 6 and {record.reason for record in kept} == {"in a nested graph: cond"}
+
+
+def test_loops() -> None:
+    """Of one iteration, since nobody knows how many there are."""
+    model = Net(loop)
+    with torch.no_grad():
+        torch.compile(model, backend="fp8")(noise(32, 128))
+    reasons = [record.reason.partition(":")[0] for record in fp8compile.report(model).matmuls]
+    assert reasons == ["inference", "in a nested graph"]
+
+
+def test_a_scan_is_traced_as_by_inductor() -> None:
+    """It copies Inductor's config, in which our passes are. (This one raises, with any backend.)"""
+
+    def scanned(layer: nn.Module, x: Tensor) -> Tensor:
+        carry, out = scan(lambda c, u: (torch.tanh(layer(c) + u), u.sin()), noise(8, 128), x.view(4, 8, 128))
+        return carry.sum() + out.sum()
+
+    said = []
+    for backend in ("inductor", "fp8"):
+        torch._dynamo.reset()
+        try:
+            torch.compile(copy.deepcopy(Net(scanned)), backend=backend)(noise(32, 128)).backward()
+            said.append("")
+        except Exception as error:
+            said.append(str(error).partition("raised:")[2].partition("\n\n")[0])
+    assert said[0] == said[1]
