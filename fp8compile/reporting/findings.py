@@ -19,6 +19,12 @@ from .report import Report
 logger: logging.Logger = get_logger(__name__)
 
 
+LEARNS = (
+    "{} is in eval mode, and the gradients of its weights are computed, so that it trains in high precision. To train in FP8, "
+    "call train() on it (a BatchNorm or Dropout inside may stay in eval mode); to evaluate, use torch.no_grad()"
+)
+
+
 def findings(
     done: Rewritten, inputs: Inputs, evaluates: str, device: Device | None, weights: tuple[FrozenRecord, ...]
 ) -> Findings:
@@ -38,7 +44,8 @@ def findings(
     notes = remarks(done.matmuls, inputs.resharded, done.hoisted.bytes if done.hoisted is not None else 0) if training else ()
     report = GraphReport(0, name, records, opaque, note, done.edges, described, notes, done.collectives, (), weights)
     if not training:
-        return Findings(report, training)
+        learns = not inputs.training and evaluates != "fp8" and any(matmul.gemm == "wgrad" for matmul in done.matmuls)
+        return Findings(report, training, (), (LEARNS.format(inputs.root),) if learns else ())
     behind = []
     where = device.name if device is not None else "this device"
     emulated = [matmul for matmul in done.matmuls if matmul.fp8 and matmul.emulated]
@@ -66,6 +73,8 @@ def tell(found: Findings, complain: Callable[[str], None]) -> int:
     index = LEDGER.add(report)
     if not found.training:
         logger.info("fp8: %s: %s", report.name, report.note)
+        for complaint in found.behind:
+            complain(complaint)
         return index
     for complaint in found.before:
         complain(complaint)

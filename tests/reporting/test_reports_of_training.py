@@ -162,6 +162,23 @@ def test_inference_and_evaluation_are_in_it_with_their_reason():
         assert bool(graph.note) == (why != ("",))
 
 
+def test_a_model_that_trains_in_eval_mode(caplog: pytest.LogCaptureFixture) -> None:
+    """It is in high precision, and that is said. An evaluation, and one that only passes gradients on, need no warning."""
+    caplog.set_level("WARNING", "fp8compile")
+    model = Mlp().eval()
+    with torch.no_grad():
+        torch.compile(model, backend="fp8", options={"strict": True})(noise(16, 128))
+    frozen = nn.Sequential(nn.Linear(128, 128)).eval().requires_grad_(False)
+    train(torch.compile(frozen, backend="fp8"), 16, 128)
+    assert not caplog.records
+    train(torch.compile(model, backend="fp8"), 16, 128)
+    (record,) = caplog.records
+    assert "Mlp is in eval mode, and the gradients of its weights are computed" in record.getMessage()
+    torch._dynamo.reset()
+    with pytest.raises(fp8compile.StrictError, match="trains in high precision"):
+        train(torch.compile(model, backend="fp8", options={"strict": True}), 16, 128)
+
+
 @pytest.mark.slow
 def test_what_autograd_does_not_compute_is_not_there_and_what_is_not_fp8_has_a_reason():
     model = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128).requires_grad_(False))
