@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch.fx import Graph, Node, map_arg
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statically_known_true
 
 from .. import compat
 
@@ -60,13 +60,21 @@ def modules_of(node: Node) -> dict[str, Any]:
 
 def same_size(a, b) -> bool:
     """Are two sizes (int or SymInt) known to be equal, without adding a guard?"""
-    if isinstance(a, int) and isinstance(b, int):
-        return a == b
-    return str(a) == str(b)
+    a, b = known(a), known(b)
+    return a == b if isinstance(a, int) and isinstance(b, int) else str(a) == str(b)
 
 
 def same_shape(a, b) -> bool:
     return len(a) == len(b) and all(map(same_size, a, b))
+
+
+def known(size):
+    """An int for a symbolic size that can have one value only, by what was asked when the graph was traced: FSDP2 and
+    `dynamic=True` make the number of heads a symbol, and the features `heads * (128 // heads)`."""
+    if isinstance(size, int) or is_data(size):
+        return size
+    likely = hint(size)
+    return likely if likely and statically_known_true(size == likely) else size
 
 
 def is_data(size) -> bool:
@@ -197,7 +205,7 @@ class Matrix:
 def peel(operand: Node, more: tuple = ()) -> Matrix:
     """The `Matrix` that a 2-D operand (or a 3-D one whose batch is 1) was made from. `more`: further operators that change no
     value, to look through. Always finds one: in the worst case the operand itself."""
-    shape = tuple(value(operand).shape)
+    shape = tuple(map(known, value(operand).shape))
     if len(shape) == 3:
         shape = shape[1:]
     node, flipped = operand, False
@@ -218,7 +226,7 @@ def peel(operand: Node, more: tuple = ()) -> Matrix:
 
 def peel_stack(operand: Node, more: tuple = ()) -> Matrix:
     """The `Matrix` that a 3-D operand was made from: a stack of matrices, each as it is or transposed."""
-    count, *sides = value(operand).shape
+    count, *sides = map(known, value(operand).shape)
     node, flipped = operand, False
     while call_function(node, (*CASTS, *SAME, *VIEWS, *PERMUTES, *more)):
         source = arg(node, 0)

@@ -19,7 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 from .. import compat
 from ..config.operators import MATMULS
 from ..ir import ops
-from ..ir.fx_utils import arg, value
+from ..ir.fx_utils import arg, known, value
 from ..ir.inputs import Inputs, readable_module
 from ..ir.matmul import Matmul, factors, form_of, offs_of, operands
 from ..ir.records import MatmulRecord, OpaqueRecord
@@ -100,7 +100,7 @@ def edges(graph: Graph, matmuls: list[Matmul]) -> tuple[tuple[int, int], ...]:
 
 def _matmul(node: Node) -> Matmul:
     left, right = factors(node)
-    *batch, m, k = value(left).shape
+    *batch, m, k = map(known, value(left).shape)
     a, b = operands(node)
     offs = offs_of(node)
     return Matmul(
@@ -111,7 +111,7 @@ def _matmul(node: Node) -> Matmul:
         b=b,
         batch=batch[0] if batch else 1,
         m=m,
-        n=value(right).shape[-1],
+        n=known(value(right).shape[-1]),
         k=k,
         fqn=_module_of(node),
         offs=offs,

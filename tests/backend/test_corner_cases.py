@@ -160,28 +160,42 @@ def test_a_teacher_in_eval_mode() -> None:
     assert slots_of(student) and not slots_of(teacher)
 
 
-class OneHead(nn.Module):
-    """Attention, written out. Where sizes are symbols, the input of `o` is a view of a bmm."""
+class Heads(nn.Module):
+    """Attention, written out. Of one head and with symbolic sizes, the input of `o` is a view of a bmm."""
 
-    def __init__(self) -> None:
+    def __init__(self, heads: int) -> None:
         super().__init__()
+        self.heads = heads
         self.q, self.k, self.v, self.o = (nn.Linear(128, 128, bias=False) for _ in "qkvo")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, time, width = x.shape
-        q, k, v = (f(x).view(batch, time, 1, width).transpose(1, 2) for f in (self.q, self.k, self.v))
+        q, k, v = (f(x).view(batch, time, self.heads, width // self.heads).transpose(1, 2) for f in (self.q, self.k, self.v))
         return self.o(((q @ k.transpose(-2, -1) * 0.1).softmax(-1) @ v).transpose(1, 2).reshape(batch, time, width))
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", pytest.param("mxfp8", marks=pytest.mark.slow)])
 def test_one_head_of_symbolic_sizes(recipe: str) -> None:
     """Inductor's patterns of attention must not take our view of the last bmm for theirs."""
-    model, x = OneHead(), noise(2, 48, 128)
+    model, x = Heads(1), noise(2, 48, 128)
     y = torch.compile(model, backend="fp8", dynamic=True, options={"recipe": recipe})(x)
     y.square().sum().backward()
     assert sqnr(model(x), y) > 20
     decided = {record.decision for record in fp8compile.report(model).matmuls if record.fqn == "o"}
     assert decided == {"fp8"}
+
+
+def test_features_that_are_expressions() -> None:
+    """Where the number of heads is a symbol (under FSDP2, with dynamic=True), features are `heads * (128 // heads)`: 128."""
+    model, x = Heads(2), noise(2, 48, 128).requires_grad_()
+    with torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True):
+        y = torch.compile(model, backend="fp8", dynamic=True, options={"policy": {"extends": "none"}})(x)
+    y.square().sum().backward()
+    assert sqnr(model(x), y) > 20
+    report = fp8compile.report(model)
+    found = {(record.fqn, record.gemm): record.decision for record in report.matmuls if record.gemm != "matmul"}
+    assert found == {(name, gemm): "fp8" for name in "qkvo" for gemm in ("fprop", "dgrad", "wgrad")}
+    assert any("n" in record.symbolic or "k" in record.symbolic for record in report.matmuls if record.gemm == "matmul")
 
 
 def test_rows_counted_from_data() -> None:
