@@ -91,7 +91,6 @@ def assert_kernels(made: Made, *kernels: str) -> None:
 # -- plain tensors -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.cases(test=6, slow=2)
 @pytest.mark.parametrize(("recipe", "shape"), pairs(SHAPES, lambda i, j: j in (1, 2)), ids=str)
 def test_a_tensor_in_memory(recipe: str, shape: tuple[int, int]) -> None:
     dtype = list(DTYPES.values())[(SHAPES.index(shape) + list(BLOCKS).index(recipe)) % 3]

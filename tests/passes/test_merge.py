@@ -70,7 +70,7 @@ def merged(model: nn.Module) -> set[str]:
 ALL_THREE = {f"{gemm} of q k v" for gemm in ("fprop", "dgrad", "wgrad")}
 
 
-@pytest.mark.cases(slow=1)
+@pytest.mark.cases(test=1, slow=1)
 @pytest.mark.parametrize(
     ("recipe", "bias", "dtype"), [("delayed", True, torch.float32), ("tensorwise", False, BF16)]
 )

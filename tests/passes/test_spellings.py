@@ -119,7 +119,6 @@ SPELLINGS = {
 }
 
 
-@pytest.mark.slow
 def test_one_weight() -> None:
     model = Several([root(function, *shape) for function, shape in SPELLINGS.values()])
     report = one_step(model, *(noise(*X, seed=i) for i in range(len(model))))
@@ -352,7 +351,6 @@ def test_narrow_and_odd_sizes():
     check(one_step(nn.Sequential(*model, *wide), noise(*X)), expected | {"4": "fp8", "5": "not a multiple of 16"})
 
 
-@pytest.mark.slow
 def test_any_number_of_rows():
     model = Several([nn.Linear(128, 128) for _ in range(3)])
     check(one_step(model, *(noise(rows, 128) for rows in (1, 7, 17))), {"0": "fp8", "1": "fp8", "2": "fp8"})
