@@ -94,6 +94,7 @@ from .fsdp import (
     is_fully_sharded,
     listen,
     no_versions,
+    reads_flat_parameters,
     reduce_shards_by,
     resharded,
     shard_ranks,

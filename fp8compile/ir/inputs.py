@@ -96,6 +96,7 @@ class Inputs:
     part: bool  # the roots are inside of a compiled module whose own graph breaks
     inlined: bool = False  # compiled autograd takes over the backward
     resharded: frozenset[int] = frozenset()  # parameters that FSDP2 frees after forward, and gathers again in backward
+    flat: bool = False  # weights are views of a flat parameter of FSDP1
     gathered: frozenset[int] = frozenset()  # parameters that FSDP2 is to gather in FP8, if it can
     frozen: frozenset[int] = frozenset()  # parameters that are kept in FP8 only, or that the graph may have kept so
     groups: Mapping[str, str] = field(default_factory=dict)  # process groups by dimension of the meshes that weights live on
@@ -184,6 +185,7 @@ def capture(gm: GraphModule, inputs: Sequence[Any]) -> Inputs:
         part=any(map(compat.is_part, modules)),
         inlined=compat.compiled_autograd(),
         resharded=compat.resharded(inputs),
+        flat=compat.reads_flat_parameters(inputs),
         groups=compat.mesh_groups(inputs[i] for i in weights),
     )
 

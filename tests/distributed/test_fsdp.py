@@ -1,5 +1,5 @@
-"""Compiled modules with FSDP2's sharded parameters, on two processes: state, phases and policies. (test_equivalence_on_ranks.py
-trains them beside replicas.)"""
+"""Compiled modules with FSDP2's sharded parameters, on two processes: state, phases and policies; and FSDP1.
+(test_equivalence_on_ranks.py trains them beside replicas.)"""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.utils.checkpoint import checkpoint
 
 import fp8compile
@@ -16,7 +17,7 @@ from fp8compile.errors import StateError
 from tests.distributed.ranks import Net, build
 from tests.support.harness import noise, sqnr
 from tests.support.models import ResidualMlp
-from tests.support.processes import on_ranks
+from tests.support.processes import on_ranks, warnings
 
 pytestmark = pytest.mark.slow
 
@@ -155,3 +156,26 @@ def test_a_batch_of_one_in_checkpoints() -> None:
     """Gradients are those without checkpoints, to the bit."""
     for found in on_ranks(2, _recomputed_by_another_graph):
         assert len(found) == 50 and all(found), found
+
+
+def _fsdp1(rank: int) -> list[str]:
+    """What is said of a model under FSDP1, with and without `strict`."""
+    said = []
+    for options in ({}, {"strict": True}):
+        torch._dynamo.reset()
+        policy = ModuleWrapPolicy({ResidualMlp})
+        blocks = nn.Sequential(ResidualMlp(), ResidualMlp())
+        model = FullyShardedDataParallel(blocks, auto_wrap_policy=policy, use_orig_params=True, device_id=torch.device("cpu"))
+        found = warnings()
+        try:
+            torch.compile(model, backend="fp8", options=options)(noise(32, 128, seed=rank)).sum().backward()
+        except fp8compile.StrictError as error:
+            found.append(f"StrictError: {error}")
+        said.append(next(text for text in found if "FSDP1" in text))
+    return said
+
+
+def test_fsdp1_is_named() -> None:
+    for warned, raised in on_ranks(2, _fsdp1):
+        assert "FullyShardedDataParallel (FSDP1)" in warned and "fully_shard" in warned and not warned.startswith("StrictError")
+        assert raised.startswith("StrictError") and "FSDP1" in raised
