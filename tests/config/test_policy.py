@@ -158,11 +158,13 @@ def test_extending():
 
 
 def test_extending_files(write, tmp_path):
-    write('[[rules]]\nmodule = "b"\nfp8 = "off"\nrecipe = "x"\n[recipes.x]\nmargin = 1\n', "base.toml")
+    rule = '[[rules]]\nmodule = "b"\nfp8 = "off"\nrecipe = "x"\n'
+    write(f"{rule}[recipes.x]\nmargin = 1\n[schedule]\nwarmup_steps = 3\n", "base.toml")
     (tmp_path / "sub").mkdir()
     mine = write('extends = "../base.toml"\neval = "fp8"\n[[rules]]\nmodule = "a"\nrecipe = "x"\n', "sub/mine.toml")
     policy = load(mine)
     assert policy.labels[:2] == ("rule 1", f"rule 1 of {tmp_path / 'sub' / '../base.toml'}") and policy.own == 1
+    assert policy.schedule == Schedule(warmup_steps=3)
     assert policy.eval == "fp8" and policy.choose(site("a")).recipe == policy.choose(site("b")).recipe == Recipe(margin=1)
     mine.write_text(mine.read_text() + "[recipes.x]\nmargin = 2\n")  # the nearer of two recipes wins; the file is read again
     assert load(mine).choose(site("b")).recipe == Recipe(margin=2)

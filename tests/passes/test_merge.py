@@ -92,6 +92,22 @@ def test_as_exact_as_apart(recipe: str, bias: bool, dtype: torch.dtype) -> None:
         torch.testing.assert_close(torch.tensor(states[1][key][0]), torch.tensor(amaxes), rtol=0.15, atol=0, msg=str(key))
 
 
+def test_one_scale_covers_the_largest() -> None:
+    """Of three layers that are merged one has weights that are four times as large."""
+    x, ratios = noise(48, 128).requires_grad_(), []
+    for merge in (False, True):
+        model = make(Three)
+        with torch.no_grad():
+            model.k.weight *= 4.0
+        call = run(model, merge, "delayed")
+        with hooks.interpreted():
+            for _ in range(2):
+                call(x).sum().backward()
+            ratios.append(sqnr(model(x), call(x)))
+    apart, together = ratios
+    assert together > apart - 3.0 > 15.0
+
+
 def test_the_same_bits_where_scales_are_equal() -> None:
     """With equal amaxes there is no other arithmetic, except that three gradients of x are one sum, rounded once."""
 
