@@ -18,11 +18,12 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.support.tiers import MARKS
+
 from . import Mutant
 from .table import Row
 from .tree import NOT_FOUND, TIMEOUT, Run, Tree
 
-MARKS = {"test": "not slow and not weekly", "slow": "slow and not weekly", "weekly": "weekly"}
 FAST, SLOW = ("-m", MARKS["test"]), ("-m", MARKS["slow"])
 STEPS = ("killer", "named", "room", "tier", "all")
 PROCESSES = ("all_gather", "gathered_scales", "compression", "wire", "checkpoint", "amax_groups", "collectives", "all_to_alls")

@@ -12,6 +12,7 @@ from collections import defaultdict
 import pytest
 
 Items = list[pytest.Item]
+MARKS = {"test": "not slow and not weekly", "slow": "slow and not weekly", "weekly": "weekly"}  # what `make` gives to `-m`
 
 
 def spread(items: Items, number: int) -> Items:
