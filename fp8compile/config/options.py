@@ -16,11 +16,12 @@ from ..devices import catalog
 from ..errors import OptionError, did_you_mean, near, one_of
 from ..logs import get_logger, say_once
 from .policy import Policy, Rule, load
-from .recipe import Recipe, boolean
+from .recipe import AUTO, WHOLE, Recipe, boolean
 
 _RECIPE_FIELDS = {"recipe": "name", **{f.name: f.name for f in dataclasses.fields(Recipe) if f.name != "name"}}  # by option
 OURS = ("policy", "exclude", "device", "eval", "save", *_RECIPE_FIELDS, "strict")
-_DELAYED_ONLY = ("amax_history_len", "amax_compute_algo", "interval", "reduce_amax")
+_WHOLE_TENSORS = ("merge_matmuls", "fp8_all_to_all")  # they take one scale for a tensor
+_HISTORIES = ("amax_history_len", "amax_compute_algo", "interval", "reduce_amax", "on_overflow")
 # Inductor's switches of the passes that do our work
 _PASSES = ("use_joint_graph_passes", "use_post_grad_passes")
 
@@ -73,14 +74,22 @@ def parse(options: Mapping[str, Any] | None = None, mode: str | None = None) -> 
         raise OptionError.of("frozen", "fp8", "'high_precision' with a [schedule], whose phases read weights in high precision")
     if policy.device is not None:
         catalog.find(policy.device)
-    unused = [name for name in _DELAYED_ONLY if name in ours]
-    if unused and not policy.delayed:
-        say_once(
-            get_logger(__name__),
-            logging.WARNING,
-            f"fp8 option {', '.join(map(repr, unused))}: no effect with recipe={policy.recipe.name!r}, which keeps no history",
-        )
+    asked = [name for name, value in ours.items() if value not in (False, "auto")]
+    if unused := [name for name in asked if not any(_looks_at(recipe, name) for recipe in policy.possible)]:
+        text = f"fp8 option {', '.join(map(repr, unused))}: no effect with recipe={policy.recipe.name!r}"
+        say_once(get_logger(__name__), logging.WARNING, text)
     return Options(policy, strict, inductor)
+
+
+def _looks_at(recipe: Recipe, option: str) -> bool:
+    """Does the option change what this recipe does? (What a recipe cannot do is an error of `Recipe`.)"""
+    if option in _HISTORIES:
+        return recipe.delayed
+    if option == "current_scaling":
+        return recipe.name in ("delayed", AUTO)
+    if option in _WHOLE_TENSORS:
+        return recipe.name == AUTO or recipe.built_in.block == WHOLE
+    return option != "weight_tiles" or recipe.name == AUTO or bool(recipe.built_in.tile)
 
 
 def _spelled(recipe: Recipe, beside: Mapping[str, Any]) -> dict[str, Any]:

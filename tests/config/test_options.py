@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -270,14 +271,28 @@ def test_bad_modes():
     assert "3 (int)" in error_of(None, 3)
 
 
-def test_options_without_effect_are_said_once(caplog):
+@pytest.mark.parametrize(
+    ("options", "unused"),
+    [
+        ({"recipe": "tensorwise", "interval": 2, "amax_history_len": 4}, "'interval', 'amax_history_len'"),
+        ({"recipe": "rowwise", "on_overflow": "saturate"}, "'on_overflow'"),
+        ({"recipe": "blockwise", "current_scaling": (True, True, False)}, "'current_scaling'"),
+        ({"recipe": "rowwise", "merge_matmuls": True, "fp8_all_to_all": True}, "'merge_matmuls', 'fp8_all_to_all'"),
+        ({"recipe": "blockwise", "weight_tiles": True}, "'weight_tiles'"),
+        ({"recipe": "delayed", "current_scaling": (True, True, True), "interval": 2}, "'interval'"),
+        ({"interval": 2, "on_overflow": "saturate", "current_scaling": (True, False, False), "merge_matmuls": True}, ""),
+        ({"recipe": "auto", "weight_tiles": True, "fp8_all_to_all": True, "interval": 2}, ""),
+        ({"recipe": "rowwise", "merge_matmuls": "auto", "fp8_all_to_all": False, "weight_tiles": False}, ""),
+        ({"recipe": "rowwise", "interval": 2, "policy": {"rules": [{"module": "up", "recipe": "delayed"}]}}, ""),
+    ],
+)
+def test_options_without_effect_are_said_once(options: dict[str, Any], unused: str, caplog) -> None:
+    """One rule for all: an option at which no recipe of the policy looks is one warning."""
     with caplog.at_level(logging.WARNING, logger="fp8compile"):
         for _ in range(2):
-            parse({"recipe": "tensorwise", "interval": 2, "amax_history_len": 4})
-        parse({"interval": 2, "amax_history_len": 4})
-    assert [record.getMessage() for record in caplog.records] == [
-        "fp8 option 'amax_history_len', 'interval': no effect with recipe='tensorwise', which keeps no history"
-    ]
+            parse(options)
+    said = [f"fp8 option {unused}: no effect with recipe={options.get('recipe')!r}"] if unused else []
+    assert [record.getMessage() for record in caplog.records] == said
 
 
 # --- formats and errors ---------------------------------------------------------------------------
