@@ -35,7 +35,7 @@ from .devices.catalog import Device
 from .devices.gpu import Gpu, gpu_of
 from .errors import CapacityExceeded, CopiesMissing, FrozenFound, OptionError, ShardingError, StrictError, Unusable
 from .ir import merged, ops, state_page
-from .ir.inputs import Inputs, capture
+from .ir.inputs import Inputs, capture, unchosen
 from .ir.owner import in_owner
 from .ir.records import FP8, HIGH_PRECISION, Gatherable, GraphReport
 from .logs import get_logger, say_once
@@ -84,6 +84,8 @@ def fp8(
     try:
         chosen = parse(options, mode)
         inputs = capture(gm, example_inputs)
+        if chosen.choose is not None:
+            chosen = chosen.without(unchosen(gm, chosen.choose))
         refused = support.refusal(inputs.devices)
         if refused is not None:
             refusal = f"{refused}: compiling in high precision"

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args, get_origin
 
@@ -22,22 +23,34 @@ _RECIPE_FIELDS = {"recipe": "name", **{f.name: f.name for f in dataclasses.field
 OURS = ("policy", "exclude", "device", "eval", "save", *_RECIPE_FIELDS, "strict")
 _WHOLE_TENSORS = ("merge_matmuls", "fp8_all_to_all")  # they take one scale for a tensor
 _HISTORIES = ("amax_history_len", "amax_compute_algo", "interval", "reduce_amax", "on_overflow")
+FUNCTION = "policy function"  # the rule that stands for it in reports
 # Inductor's switches of the passes that do our work
 _PASSES = ("use_joint_graph_passes", "use_post_grad_passes")
 
 
 @dataclass(frozen=True)
 class Options:
-    """`inductor` are config patches for compile_fx: dotted names such as "triton.cudagraphs" -> value."""
+    """`inductor` are config patches for compile_fx: dotted names such as "triton.cudagraphs" -> value. `choose(module, name)`
+    says of each module with parameters of its own whether its matmuls may be FP8."""
 
     policy: Policy
     strict: bool = False
     inductor: dict[str, Any] = field(default_factory=dict)
+    choose: Callable[[Any, str], Any] | None = None
 
     @property
     def recipe(self) -> Recipe:
         """The recipe of every matmul to which no rule gives another."""
         return self.policy.recipe
+
+    def without(self, parameters: Sequence[str]) -> Options:
+        """The same, with the matmuls of these parameters in high precision."""
+        if not parameters:
+            return self
+        policy, own = self.policy, self.policy.own or 0  # this rule is not the user's: nothing is said where it fits none
+        rule = Rule(name=FUNCTION, parameter="re:" + "|".join(map(re.escape, parameters)), fp8="off")
+        rules, labels = ((*given[:own], new, *given[own:]) for given, new in ((policy.rules, rule), (policy.labels, FUNCTION)))
+        return dataclasses.replace(self, policy=dataclasses.replace(policy, rules=rules, labels=labels))
 
 
 def parse(options: Mapping[str, Any] | None = None, mode: str | None = None) -> Options:
@@ -60,7 +73,9 @@ def parse(options: Mapping[str, Any] | None = None, mode: str | None = None) -> 
     strict, excluded = ours.pop("strict", False), _exclusions(ours.pop("exclude", ()))
     boolean("strict", strict)
     settings = {name: ours.pop(name) for name in ("device", "eval", "save") if name in ours}
-    policy = load(ours.pop("policy", None))
+    given_policy = ours.pop("policy", None)
+    choose = given_policy if callable(given_policy) else None
+    policy = load(None if choose is not None else given_policy)
     labels = tuple(str(rule.name) for rule in excluded)
     own = None if policy.own is None else policy.own + len(excluded)
     policy = dataclasses.replace(policy, rules=(*excluded, *policy.rules), own=own, labels=(*labels, *policy.labels))
@@ -78,7 +93,7 @@ def parse(options: Mapping[str, Any] | None = None, mode: str | None = None) -> 
     if unused := [name for name in asked if not any(_looks_at(recipe, name) for recipe in policy.possible)]:
         text = f"fp8 option {', '.join(map(repr, unused))}: no effect with recipe={policy.recipe.name!r}"
         say_once(get_logger(__name__), logging.WARNING, text)
-    return Options(policy, strict, inductor)
+    return Options(policy, strict, inductor, choose)
 
 
 def _looks_at(recipe: Recipe, option: str) -> bool:

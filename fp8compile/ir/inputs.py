@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from .. import compat
+from ..errors import OptionError
 
 TEXT = r"""('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")"""  # a string, as Python writes it
 KEY = rf"\[{TEXT}\]"
@@ -140,6 +141,21 @@ def matrices(modules: Sequence[nn.Module]) -> tuple[str, ...]:
     tables = {id(part.weight) for module in modules for part in module.modules() if isinstance(part, nn.Embedding)}
     owned = {plain(name): p for module in modules for name, p in module.named_parameters()}
     return tuple(name for name, p in owned.items() if p.dim() == 2 and id(p) not in tables)
+
+
+def unchosen(gm: GraphModule, choose: Callable[[nn.Module, str], Any]) -> list[str]:
+    """The matrices of the modules of which `choose(module, name)` is false. OptionError if it raises."""
+    found = []
+    for root in {id(module): module for module, _ in compat.root_modules(gm).values()}.values():
+        for path, module in root.named_modules():
+            name = plain(path)
+            own = [key for key, p in module.named_parameters(recurse=False) if p.dim() > 1]
+            try:
+                kept = bool(own) and not choose(module, name)
+            except Exception as error:
+                raise OptionError(f"the policy function raises {error!r} for {name!r}, a {type(module).__name__}") from error
+            found += [f"{name}.{key}".lstrip(".") for key in own if kept]
+    return found
 
 
 def capture(gm: GraphModule, inputs: Sequence[Any]) -> Inputs:

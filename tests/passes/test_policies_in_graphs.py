@@ -204,6 +204,26 @@ def test_blocks_of_what_has_none(caplog: pytest.LogCaptureFixture) -> None:
         decisions(make(Mlp), policy=policy, strict=True)
 
 
+def test_a_function_as_policy() -> None:
+    """Of modules of which it is false, the matmuls stay in high precision. The rest is as by default."""
+    asked = []
+
+    def wanted(module: nn.Module, name: str) -> bool:
+        asked.append((type(module), name))
+        return name != "inner.1.down"
+
+    found = decisions(make(lambda: Stack(Mlp(), Mlp())), policy=wanted)
+    assert {module for (module, _), record in found.items() if record.reason == "policy function"} == {"inner.1.down"}
+    assert {module for (module, _), record in found.items() if record.decision != "fp8"} == {"inner.1.down"}
+    assert set(asked) == {(nn.Linear, f"inner.{i}.{name}") for i in range(2) for name in ("up", "down")}
+    torch._dynamo.reset()
+    norms = decisions(make(lambda: Stack(Mlp(), Mlp())), policy=lambda module, name: isinstance(module, nn.Linear), strict=True)
+    assert all(record.decision == "fp8" for record in norms.values())
+    torch._dynamo.reset()
+    with pytest.raises(fp8compile.OptionError, match="policy function raises AttributeError.* for 'inner.0.up', a Linear"):
+        decisions(make(lambda: Stack(Mlp())), policy=lambda module, name: module.nothing)
+
+
 @pytest.mark.slow
 def test_blocks_are_the_outermost() -> None:
     """A dense layer, then two with experts: the layers are the blocks, not the experts."""

@@ -53,7 +53,7 @@ def load(source: Any = None) -> Policy:
         return _named(source, None, ())
     if isinstance(source, Mapping):
         return _from_tables(source, "given as a dict")
-    allowed = f"a path, a dict, a Policy, or one of {', '.join(map(repr, BUILTIN))}"
+    allowed = f"a path, a dict, a Policy, a function (module, name) -> bool, or one of {', '.join(map(repr, BUILTIN))}"
     raise PolicyError.of("policy", source, allowed)
 
 
