@@ -329,6 +329,12 @@ def test_eager_copies_and_files() -> None:
     weight = next(iter(bases(model).values()))
     assert repr(weight).startswith("FrozenWeight((256, 128)") and weight.is_leaf and isinstance(weight, nn.Parameter)
     assert type(weight.float()) is type(weight.to(BF16)) is type(weight.t()) is type(weight + 0) is Tensor
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for frozen in bases(twin).values():
+            frozen.copy_(3 * frozen.dequantized())
+    model.load_state_dict(twin.state_dict(keep_vars=True))  # from one that is kept in FP8 to another
+    assert torch.equal(model(batch(7)), twin(batch(7))) and not torch.equal(model(batch(7)), out)
 
 
 def _reloaded(model: nn.Module) -> nn.Module:
