@@ -204,6 +204,15 @@ def test_blocks_of_what_has_none(caplog: pytest.LogCaptureFixture) -> None:
         decisions(make(Mlp), policy=policy, strict=True)
 
 
+def test_what_cannot_be_fp8_is_nobodys_choice() -> None:
+    """The reason is the dtype, not the rule that would keep the layer in high precision, too."""
+    model = make(Mlp).double()
+    options = {"policy": rules({"name": "mine", "module": "up", "fp8": "off"})}
+    with hooks.traced():
+        torch.compile(model, backend="fp8", options=options)(noise(32, 128).double()).sum().backward()
+    assert {record.reason.partition(":")[0] for record in fp8compile.report(model).matmuls} == {"dtype float64"}
+
+
 def test_a_function_as_policy() -> None:
     """Of modules of which it is false, the matmuls stay in high precision. The rest is as by default."""
     asked = []
