@@ -58,7 +58,6 @@ def _disagreeing(rank: int, mesh: tuple[int, ...]) -> dict[str, tuple[str, str]]
     return gathered(model)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [(2,), pytest.param((2, 2), marks=pytest.mark.slow)], ids=str)
 def test_ranks_that_decide_differently_gather_the_same(mesh: tuple[int, ...]) -> None:
     """In FP8 what all of a group allow. None waits for another, nor does another group."""

@@ -158,7 +158,6 @@ def test_a_layer_that_is_used_twice_takes_the_range_of_both_inputs(tmp_path: Pat
     assert small < large and tensors_of(made.directory)["layer.input_scale"].tolist() == [large]
 
 
-@pytest.mark.slow
 def test_merged_weights_share_a_scale(tmp_path: Path) -> None:
     class Two(nn.Module):
         def __init__(self) -> None:
