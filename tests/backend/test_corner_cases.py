@@ -185,6 +185,7 @@ def test_one_head_of_symbolic_sizes(recipe: str) -> None:
     assert decided == {"fp8"}
 
 
+@pytest.mark.slow
 def test_features_that_are_expressions() -> None:
     """Where the number of heads is a symbol (under FSDP2, with dynamic=True), features are `heads * (128 // heads)`: 128."""
     model, x = Heads(2), noise(2, 48, 128).requires_grad_()

@@ -112,7 +112,7 @@ def steps(pair: Pair, shape: tuple[int, ...], count: int = 4) -> None:
     pair.finish()
 
 
-@pytest.mark.cases(test=1, slow=2)
+@pytest.mark.cases(slow=3)
 @pytest.mark.parametrize(
     ("name", "recipe", "dtype", "choice"),
     [

@@ -170,7 +170,7 @@ def wrapped(block: nn.Module, how: str, **options: Any) -> nn.Module:
     return checkpoint_wrapper(block) if how == "checkpointed" else block
 
 
-@pytest.mark.cases(test=2, slow=2)
+@pytest.mark.cases(test=1, slow=3)
 @pytest.mark.parametrize("edges", [["first 1", "last 2"], ["last 1"]], ids=str)
 @pytest.mark.parametrize("key", ["blocks", "layers"])
 @pytest.mark.parametrize("how", ["in place", "torch.compile", "checkpointed"])
