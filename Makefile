@@ -54,7 +54,7 @@ weekly: $(STAMP)
 	$(PYTEST) -m weekly $(TESTS)
 
 compat: $(STAMP)
-	$(PYTEST) --budget 150 -m "compat and not weekly" $(shell grep -rl --include='*.py' mark.compat tests)
+	$(PYTEST) --budget 150 -m "compat and not slow and not weekly" $(shell grep -rl --include='*.py' mark.compat tests)
 
 mutants: $(STAMP)
 	$(PY) -m tests.mutants run $(ARGS)
