@@ -60,7 +60,6 @@ def test_steps_of_changing_routes(recipe: str, turned: bool) -> None:
     assert kept == ({"wgrad"} if recipe == "rowwise_with_gw_hp" else set())
 
 
-@pytest.mark.cases(test=1, slow=1)
 @pytest.mark.parametrize("recipe", ["delayed", "rowwise", "mxfp8"])
 def test_all_tokens_to_one_expert_and_none_to_any(recipe: str) -> None:
     pair = Pair(made(recipe == "mxfp8"), recipe, policy=ALL_FP8)
