@@ -214,6 +214,7 @@ def test_a_policy_with_a_relative_path_is_extended_from_elsewhere(tmp_path, monk
     assert 'extends = "../mine.toml"' in (tmp_path / "out" / "policy.toml").read_text()
 
 
+@pytest.mark.slow
 def test_progress_is_shown_step_by_step() -> None:
     _, seen = result()
     assert [done for done, _, _ in seen[:-1]] == list(range(len(seen) - 1)) and seen[-1][0] == seen[-1][1]

@@ -119,7 +119,7 @@ def random_faults(seed: int) -> dict[int, str]:
     return {i * stretch + generator.randrange(stretch): kind for i, kind in enumerate(kinds)}
 
 
-@pytest.mark.cases(test=1, slow=1)
+@pytest.mark.cases(slow=2)
 @pytest.mark.parametrize(
     "name", [name if name == "delayed" else pytest.param(name, marks=pytest.mark.slow) for name in RECIPES]
 )
