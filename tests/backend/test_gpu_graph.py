@@ -91,6 +91,7 @@ def test_matmuls_of_a_llama_layer_share_their_operands(recipe):
     assert len(wgrads) == 7 and len({m.b.buffer for m in wgrads}) == 4
 
 
+@pytest.mark.slow
 @RECIPES
 def test_bytes_outside_matmuls_of_a_llama_layer(recipe):
     """Weights are cast again in backward. torchao's tensorwise recipe, with every tensor read twice: 2.04."""

@@ -98,7 +98,7 @@ CASES = [
 ]
 
 
-@pytest.mark.cases(test=5, slow=9)
+@pytest.mark.cases(test=4, slow=10)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_training_with_a_feature_is_training_without_it(case: Case) -> None:
     wrong = difference(case, case.features)

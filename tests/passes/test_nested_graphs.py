@@ -83,6 +83,7 @@ def test_loops() -> None:
     assert reasons == ["inference", "in a nested graph"]
 
 
+@pytest.mark.slow
 def test_a_scan_is_traced_as_by_inductor() -> None:
     """It copies Inductor's config, in which our passes are. (This one raises, with any backend.)"""
 
