@@ -21,8 +21,6 @@ PART = re.compile(rf"\._(?:modules|parameters|buffers){KEY}")
 OWNED = re.compile(rf"\._(?:parameters|buffers){KEY}$")
 MODULES = re.compile(rf"\.(?:_modules|__dict__\['_modules'\]){KEY}")
 ENTRY = re.compile(rf"^[LG]\['\w+'\].*{KEY}$")  # an entry of a dict
-
-Position = tuple[int, int]  # (position, number of them)
 WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_checkpoint_wrapped_module|_fsdp_wrapped_module|_orig_mod)(?:\.|$)")
 ROOT = re.compile(rf"^[LG]{KEY}")
 SELF = re.compile(r"^L\['args'\]\[0\](?=\.|$)")  # of a decorated forward, whose wrapper takes *args: transformers has these
@@ -33,6 +31,8 @@ BOUND = re.compile(
     r"\.(?:__self__\b|__closure__\[\d+\]\.cell_contents|__(?:kw)?defaults__\[[^\]]*\])"
 )
 ITEM = re.compile(rf"{KEY}|\[(\d+)\]")
+
+Position = tuple[int, int]  # (position, number of them)
 
 
 def readable(source: str) -> str:

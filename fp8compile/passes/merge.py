@@ -92,8 +92,6 @@ def _mergeable(matmul: Matmul) -> bool:
     weight, sizes = matmul.weight_operand, (matmul.m, matmul.n, matmul.k)
     if not matmul.fp8 or matmul.offs is not None or value(matmul.node).dim() != 2 or matmul.recipe.merge_matmuls is False:
         return False
-    if matmul.flipped:
-        return False
     if any(matmul.recipe.scaling(role, matmul.gemm).block != WHOLE for _, role in matmul.roles):
         return False
     (_, role), _ = matmul.roles
@@ -105,7 +103,7 @@ def _mergeable(matmul: Matmul) -> bool:
         shaped = weight is matmul.b and weight.base is matmul.parameter and weight.transposed is forward  # type: ignore[union-attr]
         shaped = shaped and not matmul.a.transposed and value(weight.base).dim() == 2  # type: ignore[union-attr]
     late = matmul.gemm == "fprop" and compat.is_backward(matmul.node)
-    return shaped and isinstance(n, int) and n % 16 == 0 and not late and _addend(matmul) is not None
+    return shaped and not matmul.flipped and isinstance(n, int) and n % 16 == 0 and not late and _addend(matmul) is not None
 
 
 def _addend(matmul: Matmul) -> str | None:
