@@ -19,7 +19,7 @@ on two processes under DDP, each with half of the batch, and with `compress_grad
 arms. Nor are `bf16-noise-R`, which add noise of R times the gradient's power to bf16's gradients, and `tuned-BUDGET`, which
 have the policies that `fp8compile.tune` chose:
 
-    fp8compile tune benchmarks.recipes:build --autocast --like examples/train_gpt.py:build --device h100 \\
+    fp8compile tune benchmarks.recipes:build --like examples/train_gpt.py:build --device h100 \\
         --loss-budget 0.2% --out benchmarks/tuned-0.2%.toml
 
 and `tuned-demo-0.2%` that of examples/train_gpt.py:build_small, for `--demo`.

@@ -31,6 +31,13 @@ TARGET_HELP = """
     """
 
 
+autocast_option = click.option(
+    "--autocast/--no-autocast",
+    default=None,
+    help="Take the step under bf16 autocast, or as the model is (default: under autocast if a parameter is float32).",
+)
+
+
 def _model_options(function: Callable[..., Any] | None = None, html: bool = True) -> Callable[..., Any]:
     """The arguments that explain, estimate and compare share. `html`: with --html."""
     if function is None:
@@ -48,6 +55,7 @@ def _model_options(function: Callable[..., Any] | None = None, html: bool = True
             metavar="SHAPE[:DTYPE]",
             help="Input of the model, as 8x1024:int64 or name=8x1024:int64; repeatable. Replaces those that TARGET returns.",
         ),
+        autocast_option,
         click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table."),
         *([click.option("--html", metavar="FILE", help="Write an HTML page, too.")] if html else []),
         click.option(
@@ -67,7 +75,7 @@ def _model_options(function: Callable[..., Any] | None = None, html: bool = True
 @click.option("--full", is_flag=True, help="A line for each layer, also of repeated blocks.")
 def explain(target: str, device: str | None, as_json: bool, html: str | None, full: bool, **given: Any) -> None:
     options = prepared(device, html, given)
-    report = explained(target, given["inputs"], options, device)
+    report = explained(target, given["inputs"], options, device, given["autocast"])
     _finish(report, report.table(collapse=not full), as_json, html)
     if given["strict"]:
         _insist(report, options, target)
@@ -98,7 +106,7 @@ def estimate(
         from ..dryrun.estimate import estimate as run
 
         settings: dict[str, Any] = {"device": device, "options": options, "extrapolate": extrapolate}
-        settings |= {"mesh": mesh, "dp": dp or "fsdp", "instructions": instructions}
+        settings |= {"mesh": mesh, "dp": dp or "fsdp", "instructions": instructions, "autocast": given["autocast"]}
         found = traced(loaded, lambda: run(loaded.model, *loaded.args, **settings, **loaded.kwargs))
     _finish(found, str(found), as_json, html)
     if given["strict"]:
@@ -124,7 +132,8 @@ def compare(
         from ..dryrun.compare import compare as run
 
         settings: dict[str, Any] = {"loss": function, "options": options or None, "device": device}
-        found = traced(loaded, lambda: run(loaded.model, *loaded.args, **settings, **loaded.kwargs))
+        with as_trained(loaded, given["autocast"]):
+            found = traced(loaded, lambda: run(loaded.model, *loaded.args, **settings, **loaded.kwargs))
     if image is not None:
         found.plot(image)
         click.echo(f"wrote {image}", err=True)
@@ -134,13 +143,16 @@ def compare(
         raise StrictError(f"strict: out of their band in FP8: {names}")
 
 
-def explained(target: str, inputs: Sequence[str], options: Mapping[str, Any], device: str | None) -> Report:
+def explained(
+    target: str, inputs: Sequence[str], options: Mapping[str, Any], device: str | None, autocast: bool | None = None
+) -> Report:
     """Load TARGET and explain it, with the backend's `options`, for `device`."""
     with talk_on_stderr():
         loaded = load(target, inputs)
         from ..dryrun.explain import explain as run
 
-        return traced(loaded, lambda: run(loaded.model, *loaded.args, options=options, device=device, **loaded.kwargs))
+        settings: dict[str, Any] = {"options": options, "device": device, "autocast": autocast}
+        return traced(loaded, lambda: run(loaded.model, *loaded.args, **settings, **loaded.kwargs))
 
 
 def idle(labels: Sequence[str], report: Report, target: str) -> str:
@@ -233,6 +245,19 @@ def talk_on_stderr() -> Iterator[None]:
     finally:
         os.dup2(kept, 1)
         os.close(kept)
+
+
+@contextlib.contextmanager
+def as_trained(target: Target, asked: bool | None) -> Iterator[None]:
+    """Inside the context, steps run under bf16 autocast if `asked` (--autocast) says so. A line on stderr where it is the
+    default."""
+    from ..dryrun.autocast import autocast
+    from ..dryrun.sandbox import modules_of
+
+    with autocast(modules_of((target.model, target.args, target.kwargs)), asked) as note:
+        yield
+        if note:
+            click.echo(f"note: {note} (--no-autocast takes the step without)", err=True)
 
 
 def traced(target: Target, function: Callable[[], Any]) -> Any:

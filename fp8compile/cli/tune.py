@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .errors import Failed, usage
-from .model import TARGET_HELP, hide_gpus, prepared, talk_on_stderr, traced
+from .model import TARGET_HELP, as_trained, autocast_option, hide_gpus, prepared, talk_on_stderr, traced
 from .target import beside, load
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ EVERY = 15.0  # seconds between lines of progress where there is no terminal
 @click.option("--like", metavar="TARGET", help="What times are estimated for: the same layers in real sizes.")
 @click.option("--loss", metavar="NAME", help="A function beside TARGET that makes the loss of what the model returns.")
 @click.option("--policy", metavar="FILE|NAME", help="Policy that the result extends.")
-@click.option("--autocast", is_flag=True, help="Measure under bf16 autocast.")
+@autocast_option
 @click.option("--out", metavar="FILE", help="Write the policy into this file.")
 @click.option("--plot", "image", metavar="IMAGE", help="Draw time against predicted loss: .png, .svg, .pdf.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
@@ -43,7 +43,7 @@ def tune(
     like: str | None,
     loss: str | None,
     policy: str | None,
-    autocast: bool,
+    autocast: bool | None,
     out: str | None,
     image: str | None,
     as_json: bool,
@@ -57,8 +57,6 @@ def tune(
         loaded = load(target)
         function = None if loss is None else beside(target, loss)
         sizes = None if like is None else load(like)
-        import torch
-
         from ..dryrun.tune import Unmet
         from ..dryrun.tune import tune as run
 
@@ -69,7 +67,7 @@ def tune(
             "loss_budget": loss_budget,
             "like": None if sizes is None else (sizes.model, sizes.args, sizes.kwargs),
         }
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast), _progress() as progress:
+        with as_trained(loaded, autocast), _progress() as progress:
             try:
                 found = traced(loaded, lambda: run(loaded.model, *loaded.args, progress=progress, **settings, **loaded.kwargs))
             except Unmet as error:

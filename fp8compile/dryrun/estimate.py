@@ -80,6 +80,8 @@ def estimate(
     """
     from ..config.options import parse
     from . import fake_gpu
+    from .autocast import autocast as under
+    from .autocast import wanted as autocast_wanted
     from .explain import explain
     from .sandbox import modules_of, taken
 
@@ -106,18 +108,14 @@ def estimate(
     model = taken(model)
     modules = modules_of((model, args, kwargs))
     notes = []
-    if autocast is None:
-        float32 = any(p.dtype == torch.float32 for module in modules for p in module.parameters())
-        autocast = float32 and not torch.is_autocast_enabled("cpu")
-        if autocast:
-            notes.append("under bf16 autocast, since parameters are float32")
     if found.gfx:
         notes.append("compiled as for an NVIDIA GPU, at this device's rates: Inductor's HIP path cannot be described")
     why = issue.unavailable(found) if instructions else None
     counted = instructions and why is None
     if why is not None:
         notes.append(f"generated kernels by their bytes alone: {why}")
-    with torch.autocast("cpu", torch.bfloat16) if autocast else contextlib.nullcontext():
+    with under(modules, autocast) as how:
+        notes[:0] = [how] if how else []
         compiler = Compiler(model, modules, args, kwargs, found, chosen, inductor, attention, waves, counted)
         if not extrapolate:
             bf16, fp8, decided = compiler.costs()
@@ -128,7 +126,7 @@ def estimate(
                 carried_on(one, two, count)
                 for one, two in zip(compiler.costs(container, 1)[:2], compiler.costs(container, 2)[:2], strict=True)
             )
-            decided = explain(model, *args, options=chosen, **kwargs)
+            decided = explain(model, *args, options=chosen, autocast=False, **kwargs)  # as it is on already, where it is
             notes.append(f"{count} of {name or 'the blocks'}, carried on from 1 and 2")
     if counted:
         notes.append(_counted(_sum(bf16, bf16), _sum(fp8, fp8)))
@@ -145,7 +143,7 @@ def estimate(
         check_divisible(divided, wanted.tp)
         kernels = divided_kernels(bf16, divided, wanted.tp), divided_kernels(fp8, divided, wanted.tp)
         narrow = (
-            autocast
+            autocast_wanted(modules, autocast)
             or torch.is_autocast_enabled("cpu")
             or any(p.itemsize < 4 for module in modules for p in module.parameters() if p.is_floating_point())
         )

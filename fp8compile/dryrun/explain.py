@@ -28,13 +28,15 @@ def explain(
     *args: Any,
     options: Mapping[str, Any] | None = None,
     device: str | None = None,
+    autocast: bool | None = None,
     **kwargs: Any,
 ) -> Report:
     """The report that training `model` on `model(*args, **kwargs)` would have.
 
     `model` is a module, a compiled module, or any function that calls modules; tensors may be on the meta device. A model in
     eval mode is explained as in training. `options` are those of the backend (`strict` is ignored, because the report shows
-    what it would complain about). `device` names the described device to decide for, e.g. "h100".
+    what it would complain about). `device` names the described device to decide for, e.g. "h100". `autocast` traces under bf16
+    autocast; None does so if a parameter is float32 and no autocast is on, as `estimate` does.
 
     Code after a graph break (`.item()`, a branch) sees zeros instead of values; only small numbers that follow from sizes,
     constants and integer inputs are real. Attention with dropout is fused on GPUs only. It counts as fused if a device is
@@ -45,6 +47,7 @@ def explain(
     """
     from ..backend import fp8
     from ..config.options import parse
+    from .autocast import autocast as under
     from .placeholders import PLACEHOLDERS
     from .sandbox import entry, fuse_attention, inputs, modules_of, taken, untouched
 
@@ -62,7 +65,7 @@ def explain(
         return fp8(gm, example_inputs, options=chosen, inner=PLACEHOLDERS)
 
     step = entry(model)
-    with untouched(modules), torch.enable_grad():
+    with under(modules, autocast) as how, untouched(modules), torch.enable_grad():
         args, kwargs = inputs(args), inputs(kwargs)
         note = ""
         try:
@@ -74,7 +77,8 @@ def explain(
             note = f"incomplete: behind graph {known - 1} the model raised {one_line_where(error)}"
         inner = {id(part) for module in modules for part in module.modules() if part is not module}
         outside = [record for module in modules if id(module) not in inner for record in report(module).outside]
-        found = Report(report().graphs, "nothing was compiled: Dynamo found no graph in this model", note, outside)
+        said = "; ".join(filter(None, (how, note)))
+        found = Report(report().graphs, "nothing was compiled: Dynamo found no graph in this model", said, outside)
     if note:
         logger.warning("fp8: explain: %s. Values behind a graph break are zeros here, which may be why", note)
     return found

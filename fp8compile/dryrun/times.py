@@ -16,6 +16,7 @@ from torch import nn
 from ..config.policy import Policy
 from ..devices.catalog import Device
 from ..errors import Fp8CompileError, OptionError
+from .autocast import wanted
 from .estimate import Compiler, Costs, carried_on, repeated
 from .sandbox import modules_of, taken
 
@@ -38,8 +39,7 @@ class Times:
         with contextlib.suppress(OptionError):  # nothing repeats
             self.container, _ = repeated(modules)
         self.count = len(list(self.container.children())) if self.container is not None else 0
-        wide = any(p.dtype == torch.float32 for module in modules for p in module.parameters())
-        self.autocast = wide or (here and torch.is_autocast_enabled("cpu"))
+        self.autocast = wanted(modules, None) or (here and torch.is_autocast_enabled("cpu"))
 
     def bf16(self) -> Costs:
         return self._whole(self.compiler.plain)

@@ -20,8 +20,9 @@ class MatmulRecord:
     `dynamic`: some size is symbolic, and the number here is that of the call that was compiled. `symbolic`: which ones, letters
     of "mnkb" (b: the batch).
     `parameter` is the name of the weight, `rule` that of the policy's rule that decided.
-    Where a device's description decided: `bf16_us` and `fp8_us` are this gemm's estimated times in either precision, `cast_us`
-    its share of the casts (all in microseconds), `break_even_m` the number of tokens from which its layer gains.
+    Where a device's description decided: `bf16_us` and `fp8_us` are this gemm's estimated times in high precision (which may
+    be float32) and in FP8, `cast_us` its share of the casts (all in microseconds), `break_even_m` the number of tokens from
+    which its layer gains.
     `emulated`: the device has no tensor cores for the recipe; FP8 values are multiplied in bf16, which is exact and not faster.
     `merged`: the layers, itself among them, for whose gemms of this kind there is one matmul.
     `why`: why the recipe "auto" became `recipe`, "" if `recipe` was named.

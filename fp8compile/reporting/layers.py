@@ -82,7 +82,7 @@ class Layer:
 
     @cached_property
     def times(self) -> tuple[float, float, float] | None:
-        """Estimated microseconds: (all gemms in bf16, gemms as decided, their casts); None if any is unknown."""
+        """Estimated microseconds: (all gemms in high precision, gemms as decided, their casts); None if any is unknown."""
         if any(record.bf16_us is None for record in self.records):
             return None
         before = sum(record.bf16_us or 0.0 for record in self.records)
@@ -163,7 +163,7 @@ class Row:
             lines.append(f"rule: {self.first.rules}")
         if self.times:
             before, after, casts = map(microseconds, self.times)
-            lines.append(f"estimated: {before} in bf16, {after} as decided + {casts} of casts")
+            lines.append(f"estimated: {before} in high precision, {after} as decided + {casts} of casts")
         return "\n".join(lines)
 
     def members(self) -> list[Row]:
@@ -338,14 +338,14 @@ def share(matmuls: Sequence[MatmulRecord]) -> str:
 
 
 def matmul_split(rows: Sequence[Row]) -> tuple[Split, ...]:
-    """The time of the matmuls in bf16, and their time as decided; () if no layer has estimated times."""
+    """The time of the matmuls in high precision, and their time as decided; () if no layer has estimated times."""
     timed = [layer for row in rows if row.times for layer in row.layers]
     if not timed:
         return ()
     before, after, casts = map(sum, zip(*(layer.times or () for layer in timed), strict=True))
     high = sum(record.bf16_us or 0.0 for layer in timed for record in layer.records if record.decision != FP8)
     after_parts = (Part("FP8 matmuls", "fp8", after - high), Part("casts", "casts", casts), Part("other matmuls", "high", high))
-    return scaled([Split("bf16", (Part("matmuls", "high", before),)), Split("FP8", after_parts)])
+    return scaled([Split("high precision", (Part("matmuls", "high", before),)), Split("FP8", after_parts)])
 
 
 def scaled(splits: Sequence[Split], longest: float = 0.0) -> tuple[Split, ...]:

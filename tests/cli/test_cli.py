@@ -22,6 +22,7 @@ from fp8compile.cli.target import TargetError
 from fp8compile.cli.tune import _progress
 from fp8compile.config.policy import BUILTIN
 from fp8compile.devices import catalog
+from fp8compile.dryrun.autocast import NOTE
 from fp8compile.dryrun.candidates import Candidate
 from fp8compile.logs import VARIABLES
 from tests.support import hooks
@@ -466,8 +467,12 @@ def test_compare(model, capsys):
     assert "wrote compare.png" in err and Path("compare.png").read_bytes()[:4] == b"\x89PNG"
     sys.modules.pop("my_model")
     assert cli.main(["compare", "my_model.py:tiny", "--loss", "half"]) == 0
-    out = capsys.readouterr().out
-    assert f"loss {found['loss'] / 2:.6g} in high precision" in out and "blocks.0.up.weight" in out
+    out, err = capsys.readouterr()
+    assert f"loss {found['loss'] / 2:.6g} in high precision" in out and "blocks.0.up.weight" in out and NOTE in err
+    sys.modules.pop("my_model")
+    assert cli.main(["compare", "my_model.py:tiny", "--json", "--no-autocast"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["loss"] != found["loss"] and NOTE not in err
 
 
 def test_compare_with_a_batch_that_the_model_refuses(model, capsys):
@@ -522,7 +527,7 @@ def test_explain(model, capsys):
     assert cli.main(["explain", "my_model.py:build", "--html", "report.html"]) == 0
     out, err = capsys.readouterr()
     lines = out.splitlines()
-    assert lines[0].startswith("fp8: 11 of 14 matmuls, ")
+    assert lines[0].startswith("fp8: 11 of 14 matmuls, ") and lines[0].endswith(NOTE)
     assert "said while" not in out and "said while building" in err and "wrote report.html" in err
     assert re.search(r"^blocks\.0-1\.down \(x2\) +fprop, dgrad, wgrad +64 +256 +1024 ", out, re.MULTILINE)
     written = Path("report.html").read_text(encoding="utf-8")

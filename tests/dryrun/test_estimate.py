@@ -16,6 +16,7 @@ import torch.nn.functional as F
 import fp8compile
 from fp8compile.devices import catalog
 from fp8compile.dryrun import fake_gpu, roofline
+from fp8compile.dryrun.autocast import NOTE
 from fp8compile.dryrun.estimate import Cost, Estimate, _layers, carried_on, estimate
 from fp8compile.dryrun.fake_gpu import Attention, Launch, MatmulLaunch, TensorLayout
 from fp8compile.errors import OptionError
@@ -131,6 +132,19 @@ def test_graph_breaks_are_counted_float32_is_autocast_and_nothing_changes():
     assert {name: id(p) for name, p in model.named_parameters()} == before and not model.first.training
     assert all(p.is_meta and p.grad is None for p in model.parameters())
     assert fp8compile.report().graphs == ledger and not torch.cuda.is_available()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [{}, {"autocast": False}])
+def test_explain_and_estimate_take_one_step(settings):
+    """Float32 weights, at a size where FP8 gains over float32 and loses to bf16."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(2)))
+    x = torch.empty(2048, WIDTH, device="meta")
+    explained, made = fp8compile.explain(model, x, device="h200", **settings), estimate(model, x, device="h200", **settings)
+    assert explained.summary().removesuffix(f"; {NOTE}") == made.report.summary()
+    assert ("slower in FP8" in made.report.summary()) is settings.get("autocast", True)
+    assert (NOTE in explained.summary()) is (NOTE in made.notes) is (not settings)
 
 
 @pytest.mark.slow

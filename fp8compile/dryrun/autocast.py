@@ -1,0 +1,35 @@
+"""How the step of a dry run runs: as it is called, or under bf16 autocast. The same for explain, estimate, compare and tune."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import nn
+
+NOTE = "under bf16 autocast, since parameters are float32"
+
+
+def wanted(modules: Iterable[nn.Module], asked: bool | None) -> bool:
+    """Whether to turn on bf16 autocast. `asked` is what the caller said; None: where parameters are float32, and no autocast
+    is on already."""
+    if asked is not None:
+        return asked
+    parameters = [p for module in modules for p in module.parameters()]
+    return any(p.dtype == torch.float32 for p in parameters) and not torch.is_autocast_enabled(_device(parameters))
+
+
+@contextlib.contextmanager
+def autocast(modules: Iterable[nn.Module], asked: bool | None) -> Iterator[str]:
+    """Inside the context, bf16 autocast is on where it is `wanted`. Gives a note for the reader if nobody asked for it."""
+    modules = list(modules)
+    on = wanted(modules, asked)
+    device = _device([p for module in modules for p in module.parameters()])
+    with torch.autocast(device, torch.bfloat16) if on else contextlib.nullcontext():
+        yield NOTE if on and asked is None else ""
+
+
+def _device(parameters: Iterable[torch.Tensor]) -> str:
+    """The type of the device of the parameters. A dry run takes those on the meta device to the CPU."""
+    return next((p.device.type for p in parameters if p.device.type != "meta"), "cpu")
