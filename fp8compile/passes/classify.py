@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from torch.fx import Node
 
+from .. import compat
 from ..ir.fx_utils import (
     CASTS,
     SAME,
@@ -38,6 +39,10 @@ LOSSES = (aten._log_softmax.default, aten.logsumexp.default, aten.cross_entropy_
 CHOICES: tuple = (aten._softmax.default, aten.topk.default, aten.sort.default)
 CHOICES += (aten._safe_softmax.default,)
 MAXIMA = (aten.amax.default, aten.max.dim)
+# What these return is (or has) the place of an element: other places, once the rounding is another
+PLACES: tuple = (aten.argmax.default, aten.argmin.default, aten.topk.default, aten.kthvalue.default)
+PLACES += (aten.sort.default, aten.sort.stable)
+EXTREMA = (aten.max.dim, aten.min.dim)
 # operators that may stand between a head and its loss, or between a router and its choice
 BETWEEN: tuple = (*CASTS, *SAME, *VIEWS, aten.slice.Tensor, aten.select.int, aten.clone.default, aten.permute.default)
 BETWEEN += (aten.add.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.sigmoid.default, aten.tanh.default)
@@ -81,6 +86,8 @@ def _router(matmul: Matmul) -> str | None:
         return "router gate: its output goes into a softmax or topk"
     if any(map(_chooses_tokens, _downstream(matmul.node))):
         return "router gate: a maximum chooses between its tokens"
+    if any(map(_chooses, _scores(matmul.node))):
+        return "router gate: its output decides which entries are chosen"
     return None
 
 
@@ -91,6 +98,14 @@ def _chooses_tokens(node: Node) -> bool:
         return False
     rank, dims = value(arg(node, 0)).dim(), arg(node, 1)
     return any(dim % rank != rank - 1 for dim in (dims if isinstance(dims, (list, tuple)) else [dims]))
+
+
+def _chooses(node: Node) -> bool:
+    """Does forward use the place that this node finds? A codebook's distances, the keys that are nearest."""
+    if call_function(node, EXTREMA):
+        places = [user for user in node.users if call_function(user, (operator.getitem,)) and arg(user, 1) == 1]
+        return any(not compat.is_backward(user) for place in places for user in place.users)
+    return call_function(node, PLACES)
 
 
 def _down(matmul: Matmul) -> str | None:
@@ -149,7 +164,7 @@ def _downstream(node: Node) -> Iterator[Node]:
     seen, stack, rows = {node}, [node], value(node).numel()
     while stack:
         for user in stack.pop().users:
-            if user in seen or user.op != "call_function" or user.meta.get("partitioner_tag") == "is_backward":
+            if user in seen or user.op != "call_function" or compat.is_backward(user):
                 continue
             seen.add(user)
             yield user
@@ -160,6 +175,22 @@ def _downstream(node: Node) -> Iterator[Node]:
                 and _no_mix(user)
                 and (same_size(value(user).numel(), rows) or _is_slice(user))
             ):
+                stack.append(user)
+
+
+def _scores(node: Node) -> Iterator[Node]:
+    """The nodes of forward that read what is computed element by element from the output of a matmul, and whatever is added to
+    it: `x2 + e2 - 2 * x @ e.T`, or logits with noise."""
+    seen, stack = {node}, [node]
+    while stack:
+        x = stack.pop()
+        for user in x.users:
+            if user in seen or user.op != "call_function" or compat.is_backward(user):
+                continue
+            seen.add(user)
+            yield user
+            same = is_tensor(user) and same_size(value(user).numel(), value(node).numel())
+            if same and len(seen) < MOST and (pointwise(user) or call_function(user, BETWEEN)):
                 stack.append(user)
 
 

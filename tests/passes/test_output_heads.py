@@ -267,3 +267,30 @@ def test_a_maximum_over_tokens_is_a_choice(dim: int, kept: bool) -> None:
     torch.compile(model, backend="fp8")(noise(2, 32, WIDTH)).sum().backward()
     reasons = {r.reason for r in fp8compile.report(model).matmuls if r.fqn == "up"}
     assert ("router gate: a maximum chooses between its tokens" in reasons) == kept, reasons
+
+
+def looked_up(m: Any, places: Tensor) -> Tensor:
+    return F.one_hot(places, m.up.weight.shape[0]).to(m.up.weight) @ m.up.weight
+
+
+CHOICES: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "nearest": lambda m, x: looked_up(
+        m, (x.square().sum(-1, keepdim=True) + m.up.weight.square().sum(-1) - 2 * x @ m.up.weight.t()).argmin(-1)
+    ),
+    "largest": lambda m, x: looked_up(m, m.up(x).max(-1).indices),
+    "with noise": lambda m, x: (m.up(x) + F.softplus(m.spread(x))).topk(4).values,
+    "sorted": lambda m, x: looked_up(m, m.up(x).neg().argsort(-1)[..., 0]),
+}
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_what_chooses_entries_is_in_high_precision(name: str) -> None:
+    """With other rounding a codebook's entry, a key or an expert is another one. Matmuls before and after are FP8."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        h = x + CHOICES[name](m, m.first(x)).sum(-1, keepdim=True)
+        return h + m.last(h)
+
+    model = Net(forward, first=linear(WIDTH), up=linear(256), spread=linear(256), last=Mlp())
+    chooses = {"up", "spread"} if name == "with noise" else {"up"}
+    assert kept(model, FEATURES) == dict.fromkeys(chooses, "router gate: its output decides which entries are chosen")
