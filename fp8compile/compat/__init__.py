@@ -67,6 +67,7 @@ from .dynamo import (
     add_input,
     compiled_code_goes,
     copy_graph,
+    differentiates,
     gradient_outputs,
     guard_attribute,
     input_index,

@@ -145,6 +145,12 @@ def is_backward(node: Node) -> bool:
     return node.meta.get("partitioner_tag") == "is_backward"
 
 
+def differentiates(gm: GraphModule) -> bool:
+    """Does a Dynamo graph compute gradients itself, by torch.func or (from torch 2.15) torch.autograd.grad?"""
+    names = {getattr(node.target, "__name__", "") for node in gm.graph.nodes if node.op == "call_function"}
+    return bool(names & {"_autograd_grad", "grad"})
+
+
 def tag_backward(graph: Graph) -> set[Node]:
     """The nodes that depend on a tangent, each tagged as backward: autograd leaves the nodes of a custom Function untagged."""
     behind: set[Node] = set()

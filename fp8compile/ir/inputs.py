@@ -95,6 +95,7 @@ class Inputs:
     rest: bool  # the model has matrices that this graph does not read
     whole: bool  # the graph reads every parameter of the roots
     part: bool  # the roots are inside of a compiled module whose own graph breaks
+    differentiates: bool = False  # the graph computes gradients itself
     inlined: bool = False  # compiled autograd takes over the backward
     resharded: frozenset[int] = frozenset()  # parameters that FSDP2 frees after forward, and gathers again in backward
     flat: bool = False  # weights are views of a flat parameter of FSDP1
@@ -199,6 +200,7 @@ def capture(gm: GraphModule, inputs: Sequence[Any]) -> Inputs:
         rest=rest,
         whole=bool(owned) and set(owned) <= set(names),
         part=any(map(compat.is_part, modules)),
+        differentiates=compat.differentiates(gm),
         inlined=compat.compiled_autograd(),
         resharded=compat.resharded(inputs),
         flat=compat.reads_flat_parameters(inputs),

@@ -28,6 +28,10 @@ LEARNS = (
     "{} is in eval mode, and the gradients of its weights are computed, so that it trains in high precision. To train in FP8, "
     "call train() on it (a BatchNorm or Dropout inside may stay in eval mode); to evaluate, use torch.no_grad()"
 )
+INSIDE = (
+    "{} computes its gradients inside of the compiled function (torch.func), so that it trains in high precision. To train in "
+    "FP8, compile the model or the loss alone, and call backward() on what it returns"
+)
 
 
 def findings(
@@ -38,6 +42,8 @@ def findings(
     training = inputs.training and not done.inference
     name = f"{inputs.root}, {'training' if training else 'evaluation'}"
     why = "inference" if inputs.training else "the model is in eval mode"
+    inside = inputs.differentiates and done.inference
+    why = "its gradients are computed inside of the graph" if inside else why
     how = "FP8, scaled by current amaxes" if evaluates == "fp8" else "high precision"
     note = "" if training else f"compiled in {how}: {why}"
     if not training and evaluates != "fp8" and (stored := sum(not weight.reason for weight in weights)):
@@ -50,8 +56,9 @@ def findings(
     notes = (*notes, FLAT) if inputs.flat else notes
     report = GraphReport(0, name, records, opaque, note, done.edges, described, notes, done.collectives, (), weights)
     if not training:
-        learns = not inputs.training and evaluates != "fp8" and any(matmul.gemm == "wgrad" for matmul in done.matmuls)
-        return Findings(report, training, (), (LEARNS.format(inputs.root),) if learns else ())
+        learns = inside or (not inputs.training and any(matmul.gemm == "wgrad" for matmul in done.matmuls))
+        text = (INSIDE if inside else LEARNS).format(inputs.root)
+        return Findings(report, training, (), (text,) if learns and evaluates != "fp8" else ())
     behind = []
     where = device.name if device is not None else "this device"
     emulated = [matmul for matmul in done.matmuls if matmul.fp8 and matmul.emulated]

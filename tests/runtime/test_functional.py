@@ -92,3 +92,23 @@ def test_with_other_tensors(name: str) -> None:
     assert {record.decision for record in fp8compile.report().matmuls} == {"high_precision"}
     assert "functional_call" in fp8compile.report(model).summary() and not fp8compile.report(model).outside
     assert {record.fqn for record in fp8compile.report().matmuls} <= {"", "net.0", "net.2"}
+
+
+@pytest.mark.parametrize("parameters", [True, False])
+def test_a_whole_step_in_a_function_says_so(parameters: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """No backward follows the graph, but it is no evaluation, and nobody finds out late that nothing ran in FP8."""
+    model = Net()
+    weights = {name: p if parameters else p.detach() for name, p in model.named_parameters()}
+
+    def step(weights: Weights, x: Tensor) -> Weights:
+        gradients = grad(lambda p, x: functional_call(model, p, (x,)).square().mean())(weights, x)
+        return {name: p - 0.1 * gradients[name] for name, p in weights.items()}
+
+    with torch.no_grad():
+        expected, got = step(weights, noise(32, 128)), torch.compile(step, backend="fp8")(weights, noise(32, 128))
+    assert worst(expected, got) > 100
+    (warning,) = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert "computes its gradients inside of the compiled function" in warning.getMessage()
+    assert "its gradients are computed inside of the graph" in {graph.note.split(": ")[-1] for graph in fp8compile.report().graphs}
+    with torch.no_grad(), pytest.raises(Exception, match="computes its gradients inside"):
+        torch.compile(lambda p, x: step(p, x), backend="fp8", options={"strict": True})(weights, noise(32, 128))
