@@ -162,6 +162,8 @@ def given(page: Path, folder: Path) -> dict[str, Any]:
 
 def run(page: Path, folder: Path) -> None:
     """Run the blocks of a page in a folder."""
+    if page.name == "README.md":
+        (folder / "examples").symlink_to(ROOT / "examples")
     for block in blocks(page):
         if block.title is not None:
             (folder / block.title).write_text(block.code)
@@ -245,6 +247,44 @@ def test_the_code_of_a_page_runs(page: Path, folder: Path, interpreted: None) ->
 @pytest.mark.parametrize("page", [page for page in WITH_PYTHON if page not in INTERPRETED], ids=name)
 def test_the_code_of_a_page_runs_through_inductor(page: Path, folder: Path) -> None:
     run(page, folder)
+
+
+class Called(Exception):
+    """Ends a page at its first compiled call: (model, arguments, options)."""
+
+
+ON_A_GPU = {  # matmuls in FP8, of all
+    "README.md": (5, 5),
+    "docs/index.md": (5, 5),
+    "docs/how-to/which-layers.md": (5, 8),
+    "docs/how-to/lora.md": (3, 14),
+    "docs/how-to/turn-off-a-layer.md": (2, 5),
+    "docs/how-to/several-gpus.md": (11, 11),
+}
+
+
+@pytest.mark.parametrize("page", ON_A_GPU)
+def test_examples_have_sizes_that_gain_on_a_gpu(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An H100 decides for the sizes that a page takes on a GPU as the page shows it for those of a CPU."""
+
+    def compile(model: nn.Module, backend: str = "fp8", options: Any = None) -> Any:
+        def call(*args: torch.Tensor) -> None:
+            raise Called(model, args, options)
+
+        return call
+
+    code = next(block.code for block in blocks(ROOT / page) if "is_available()" in block.code)
+    if page.endswith("several-gpus.md"):  # without processes: its blocks, at its sizes
+        before, model, sizes = code.split("cuda = ")[0], *re.findall(r"^(?:model|tokens, ).*$", code, re.M)[::-1]
+        call = "torch.compile(model)(torch.empty(tokens, width, device=device))"
+        code = "\n".join([before, "cuda, device = True, 'meta'", sizes, model, call])
+    code = code.replace('"cuda" if torch.cuda.is_available() else "cpu"', '"meta"').replace('device == "cuda"', "True")
+    with monkeypatch.context() as patch, torch.device("meta"), pytest.raises(Called) as found:
+        patch.setattr(torch, "compile", compile)
+        exec(code, {})
+    model, args, options = found.value.args
+    matmuls = fp8compile.explain(model, *args, options=options, device="h100", autocast=False).matmuls
+    assert (sum(matmul.decision == "fp8" for matmul in matmuls), len(matmuls)) == ON_A_GPU[page]
 
 
 def test_new_pages_run_all_their_code() -> None:
