@@ -16,11 +16,13 @@ import torch
 
 from .. import compat
 from ..errors import Fp8CompileError, one_line_where
+from ..ir.records import FP8
 from ..logs import get_logger
 from ..reporting.report import Report, report
 from ..runtime.ledger import LEDGER
 
 logger = get_logger(__name__)
+UNWEIGHED = 'no GPU is named: every matmul that can be FP8 is. device="h200" (--device h200) keeps those that gain there'
 
 
 def explain(
@@ -77,8 +79,12 @@ def explain(
             note = f"incomplete: behind graph {known - 1} the model raised {one_line_where(error)}"
         inner = {id(part) for module in modules for part in module.modules() if part is not module}
         outside = [record for module in modules if id(module) not in inner for record in report(module).outside]
-        said = "; ".join(filter(None, (how, note)))
-        found = Report(report().graphs, "nothing was compiled: Dynamo found no graph in this model", said, outside)
+        graphs = report().graphs
+        notes = [how] if how else []
+        if not any(graph.device for graph in graphs) and any(record.decision == FP8 for x in graphs for record in x.matmuls):
+            notes.append(UNWEIGHED)
+        empty = "nothing was compiled: Dynamo found no graph in this model"
+        found = Report(graphs, empty, note, outside, notes=notes)
     if note:
         logger.warning("fp8: explain: %s. Values behind a graph break are zeros here, which may be why", note)
     return found

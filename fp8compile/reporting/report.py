@@ -46,13 +46,15 @@ class Report:
         note: str = "",
         outside: Iterable[OutsideRecord] = (),
         gathered: Iterable[GatherRecord] = (),
+        notes: Iterable[str] = (),
     ) -> None:
-        """`empty` is the text of a report without graphs. `note` is added to the summary."""
+        """`empty` is the text of a report without graphs. `note` is added to the summary, `notes` are lines below it."""
         self.graphs: tuple[GraphReport, ...] = tuple(graphs)
         self.outside: tuple[OutsideRecord, ...] = tuple(outside)
         self.gathered: tuple[GatherRecord, ...] = tuple(gathered)
         self._empty = empty or "nothing was compiled"
         self._note = note
+        self.notes: tuple[str, ...] = tuple(notes)
 
     @property
     def matmuls(self) -> list[MatmulRecord]:
@@ -106,7 +108,8 @@ class Report:
         Equal layers of repeated blocks share a line, "h.0-11.mlp.fc (x12)". A graph for evaluation is one line. With
         ``collapse=False`` every layer of every graph has its own line.
         """
-        parts = [f"fp8: {self.summary()}", *(_graph_text(graph, collapse) for graph in self.graphs)]
+        head = "\n* ".join([f"fp8: {self.summary()}", *self.notes])
+        parts = [head, *(_graph_text(graph, collapse) for graph in self.graphs)]
         parts += [outside.text(self.outside)] if self.outside else []
         return "\n\n".join(parts + ([gathered.text(self.gathered)] if self.gathered else []))
 
@@ -114,6 +117,7 @@ class Report:
         """The report as plain dicts, lists, strings and numbers."""
         return {
             "summary": self.summary(),
+            "notes": list(self.notes),
             "fp8_flop_fraction": self.fp8_flop_fraction,
             "graphs": [
                 {
@@ -147,7 +151,8 @@ class Report:
         title, left_out = html.title("report", self.graphs), tuple(outside.rows(self.outside))
         sections, sent = tuple(map(html.section, self.graphs)), tuple(gathered.rows(self.gathered))
         why = outside.why(self.outside)
-        page = html.Page(title, headline, self.summary(), tuple(facts), sections, None, left_out, why, sent)
+        summary = "; ".join([self.summary(), *self.notes])
+        page = html.Page(title, headline, summary, tuple(facts), sections, None, left_out, why, sent)
         return html.render(page, path)
 
     def __str__(self) -> str:

@@ -24,6 +24,7 @@ from fp8compile.config.policy import BUILTIN
 from fp8compile.devices import catalog
 from fp8compile.dryrun.autocast import NOTE
 from fp8compile.dryrun.candidates import Candidate
+from fp8compile.dryrun.explain import UNWEIGHED
 from fp8compile.logs import VARIABLES
 from tests.support import hooks
 from tests.support.times import Times
@@ -527,7 +528,7 @@ def test_explain(model, capsys):
     assert cli.main(["explain", "my_model.py:build", "--html", "report.html"]) == 0
     out, err = capsys.readouterr()
     lines = out.splitlines()
-    assert lines[0].startswith("fp8: 11 of 14 matmuls, ") and lines[0].endswith(NOTE)
+    assert lines[0].startswith("fp8: 11 of 14 matmuls, ") and lines[1:3] == [f"* {NOTE}", f"* {UNWEIGHED}"]
     assert "said while" not in out and "said while building" in err and "wrote report.html" in err
     assert re.search(r"^blocks\.0-1\.down \(x2\) +fprop, dgrad, wgrad +64 +256 +1024 ", out, re.MULTILINE)
     written = Path("report.html").read_text(encoding="utf-8")

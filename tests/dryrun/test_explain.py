@@ -10,6 +10,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import fp8compile
+from fp8compile.dryrun.autocast import NOTE
+from fp8compile.dryrun.explain import UNWEIGHED
 from fp8compile.reporting.report import Report
 from tests.support import hooks, models
 
@@ -57,9 +59,10 @@ def x(*shape: int) -> torch.Tensor:
 )
 def test_the_decisions_of_a_real_step(options):
     model = models.make(lambda: models.Block(WIDTH, gated=True))
-    explained = fp8compile.explain(model, x(2, ROWS, WIDTH), options=options, autocast=False)
+    explained = fp8compile.explain(model, x(2, ROWS, WIDTH), options=options)
     real = reported(model, x(2, ROWS, WIDTH), options=options)
     assert decisions(explained) == decisions(real) and explained.opaque == real.opaque
+    assert explained.notes == (NOTE, UNWEIGHED) and str(explained).splitlines()[1:3] == [f"* {NOTE}", f"* {UNWEIGHED}"]
     assert explained.summary() == real.summary() and explained.graphs[0].name == real.graphs[0].name
     assert explained.graphs[0].edges == real.graphs[0].edges
 

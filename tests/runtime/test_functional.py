@@ -109,6 +109,6 @@ def test_a_whole_step_in_a_function_says_so(parameters: bool, caplog: pytest.Log
     assert worst(expected, got) > 100
     (warning,) = [record for record in caplog.records if record.levelname == "WARNING"]
     assert "computes its gradients inside of the compiled function" in warning.getMessage()
-    assert "its gradients are computed inside of the graph" in {graph.note.split(": ")[-1] for graph in fp8compile.report().graphs}
+    assert any("its gradients are computed inside of the graph" in graph.note for graph in fp8compile.report().graphs)
     with torch.no_grad(), pytest.raises(Exception, match="computes its gradients inside"):
         torch.compile(lambda p, x: step(p, x), backend="fp8", options={"strict": True})(weights, noise(32, 128))
