@@ -85,7 +85,7 @@ def fp8(
         chosen = parse(options, mode)
         inputs = capture(gm, example_inputs)
         if chosen.choose is not None:
-            chosen = chosen.without(unchosen(gm, chosen.choose))
+            chosen = chosen.without(unchosen(gm, inputs, chosen.choose))
         refused = support.refusal(inputs.devices)
         if refused is not None:
             refusal = f"{refused}: compiling in high precision"
@@ -201,6 +201,7 @@ def _compile_once(job: Job, phase: str, cache: Cache, record: int | None) -> Com
     interface = Interface(
         weights=weights,
         parameters=weights[: len(inputs.parameters)],
+        packed=tuple(sorted(inputs.packed)),
         names=tuple(inputs.names),
         history=job.history,
         capacity=capacity,
@@ -276,7 +277,7 @@ def _compile_once(job: Job, phase: str, cache: Cache, record: int | None) -> Com
 
 
 def _cacheable(example_inputs: Sequence[Any], inputs: Inputs, chosen: Options) -> frozenset[int]:
-    """The parameters whose FP8 copies may be kept between calls, with `cache_weights`. Not those that FSDP2 frees. And none
+    """The parameters whose FP8 copies may be kept between calls, with `cache_weights`. Not those that FSDP frees. And none
     where CUDA graphs would copy the copies in each call, or where compiled autograd makes the calls."""
     if not any(recipe.cache_weights for recipe in chosen.policy.possible) or inputs.inlined:
         return frozenset()
@@ -284,7 +285,7 @@ def _cacheable(example_inputs: Sequence[Any], inputs: Inputs, chosen: Options) -
         say_once(logger, logging.WARNING, "fp8: cache_weights has no effect with CUDA graphs, which copy what they read")
         return frozenset()
     freed = {id(read) for _, read in compat.sharded_pairs()}
-    return frozenset(i for i in inputs.parameters if id(example_inputs[i]) not in freed)
+    return frozenset(i for i in inputs.parameters if id(example_inputs[i]) not in freed and i not in inputs.packed)
 
 
 def _lowering(chosen: Options) -> dict[str, Any]:

@@ -3,6 +3,7 @@
     collectives process groups
     dynamo      what Dynamo and AOTAutograd know about a graph
     fsdp        what FSDP2 manages
+    flat        what FSDP1 manages
     shards      which part of a tensor a rank has, and the groups of its mesh
     inductor    compiling a graph with our passes
     aot_cache   callables of ours in AOTAutograd's cache
@@ -65,6 +66,7 @@ from .collectives import (
 )
 from .dynamo import (
     add_input,
+    as_parameter,
     compiled_code_goes,
     copy_graph,
     differentiates,
@@ -88,6 +90,7 @@ from .dynamo import (
     symbolic_kernels,
     tag_backward,
 )
+from .flat import freed, owners, packed, shapes
 from .fsdp import (
     Shard,
     ShardedParameter,
@@ -95,7 +98,6 @@ from .fsdp import (
     is_fully_sharded,
     listen,
     no_versions,
-    reads_flat_parameters,
     reduce_shards_by,
     resharded,
     shard_ranks,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 import traceback
 import types
@@ -19,6 +20,11 @@ CALLS = ("forward", "__call__", "_call_impl")  # functions of a module that is b
 def source_name(placeholder: Node) -> str:
     """The expression of a Dynamo placeholder in the user's frame, `L['self']._modules['up']._parameters['weight']`; or ''."""
     return _name(getattr(placeholder, "_dynamo_source", None))
+
+
+def as_parameter(source: str) -> str:
+    """`L['self'].weight` -> `L['self']._parameters['weight']`"""
+    return re.sub(r"\.(\w+)$", r"._parameters['\1']", source)
 
 
 def _name(source: Any) -> str:
@@ -162,17 +168,18 @@ def tag_backward(graph: Graph) -> set[Node]:
     return behind
 
 
-def root_modules(gm: GraphModule) -> dict[int, tuple[nn.Module, Any]]:
+def root_modules(gm: GraphModule, attributes: Collection[int] = ()) -> dict[int, tuple[nn.Module, Any]]:
     """For each input of a Dynamo graph that is a parameter or buffer, by position: the module through which the compiled
-    frame reaches it, and that module's Dynamo source."""
+    frame reaches it, and that module's Dynamo source. `attributes`: inputs that are parameters, and plain attributes."""
     scopes = _scopes()
     modules: dict[str, nn.Module] = {}
     found: dict[int, tuple[nn.Module, Any]] = {}
     for position, placeholder in enumerate(gm.graph.find_nodes(op="placeholder") if scopes else ()):
         source, root = getattr(placeholder, "_dynamo_source", None), None
-        if "._parameters[" not in _name(source) and "._buffers[" not in _name(source):
+        name = as_parameter(_name(source)) if position in attributes else _name(source)
+        if "._parameters[" not in name and "._buffers[" not in name:
             continue
-        prefix = _name(source).split("._modules[")[0].split("._parameters[")[0].split("._buffers[")[0]
+        prefix = name.split("._modules[")[0].split("._parameters[")[0].split("._buffers[")[0]
         while source is not None and root is None:
             root = source if _name(source) == prefix else None
             source = getattr(source, "base", None)

@@ -31,14 +31,6 @@ def resharded(inputs: Sequence[Any]) -> frozenset[int]:
     return frozenset(i for i, value in enumerate(inputs) if value is not None and id(value) in freed)
 
 
-def reads_flat_parameters(inputs: Sequence[Any]) -> bool:
-    """Is some input a view of the flat parameter into which FullyShardedDataParallel (FSDP1) has packed a module's own? The
-    views are plain tensors, new ones in each forward. Read in 2.13."""
-    module = sys.modules.get("torch.distributed.fsdp._flat_param")
-    bases = (value._base for value in inputs if isinstance(value, torch.Tensor) and value._is_view()) if module else ()
-    return any(isinstance(base, module.FlatParameter) for base in bases)  # type: ignore[union-attr]
-
-
 def sharded_pairs() -> Iterator[tuple[Any, Any]]:
     """Each parameter that FSDP2 has sharded, with the unsharded one that graphs read, once it exists."""
     for group in _groups():

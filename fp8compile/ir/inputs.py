@@ -97,8 +97,8 @@ class Inputs:
     part: bool  # the roots are inside of a compiled module whose own graph breaks
     differentiates: bool = False  # the graph computes gradients itself
     inlined: bool = False  # compiled autograd takes over the backward
-    resharded: frozenset[int] = frozenset()  # parameters that FSDP2 frees after forward, and gathers again in backward
-    flat: bool = False  # weights are views of a flat parameter of FSDP1
+    resharded: frozenset[int] = frozenset()  # parameters that FSDP frees after forward, and gathers again in backward
+    packed: frozenset[int] = frozenset()  # parameters that are views of a flat one of FSDP1
     gathered: frozenset[int] = frozenset()  # parameters that FSDP2 is to gather in FP8, if it can
     frozen: frozenset[int] = frozenset()  # parameters that are kept in FP8 only, or that the graph may have kept so
     groups: Mapping[str, str] = field(default_factory=dict)  # process groups by dimension of the meshes that weights live on
@@ -141,16 +141,18 @@ def matrices(modules: Sequence[nn.Module]) -> tuple[str, ...]:
     """The names of the 2-D parameters that are no embedding tables."""
     tables = {id(part.weight) for module in modules for part in module.modules() if isinstance(part, nn.Embedding)}
     owned = {plain(name): p for module in modules for name, p in module.named_parameters()}
-    return tuple(name for name, p in owned.items() if p.dim() == 2 and id(p) not in tables)
+    shapes = {key: shape for module in modules for key, shape in compat.shapes(module).items()}
+    return tuple(name for name, p in owned.items() if len(shapes.get(id(p), p.shape)) == 2 and id(p) not in tables)
 
 
-def unchosen(gm: GraphModule, choose: Callable[[nn.Module, str], Any]) -> list[str]:
+def unchosen(gm: GraphModule, inputs: Inputs, choose: Callable[[nn.Module, str], Any]) -> list[str]:
     """The matrices of the modules of which `choose(module, name)` is false. OptionError if it raises."""
     found = []
-    for root in {id(module): module for module, _ in compat.root_modules(gm).values()}.values():
+    for root in {id(module): module for module, _ in compat.root_modules(gm, inputs.packed).values()}.values():
+        shapes = compat.shapes(root)
         for path, module in root.named_modules():
             name = plain(path)
-            own = [key for key, p in module.named_parameters(recurse=False) if p.dim() > 1]
+            own = [key for key, p in module.named_parameters(recurse=False) if len(shapes.get(id(p), p.shape)) > 1]
             try:
                 kept = bool(own) and not choose(module, name)
             except Exception as error:
@@ -162,18 +164,20 @@ def unchosen(gm: GraphModule, choose: Callable[[nn.Module, str], Any]) -> list[s
 def capture(gm: GraphModule, inputs: Sequence[Any]) -> Inputs:
     """Read a Dynamo graph's inputs. Adds a guard on `training` of the modules in it."""
     names, weights, parameters, leaves = [], set(), set(), set()
+    packed = compat.packed(inputs)
     for i, (placeholder, real) in enumerate(zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True)):
         source = compat.source_name(placeholder)
+        source = compat.as_parameter(source) if i in packed else source
         names.append(readable(source) or placeholder.name)
         if isinstance(real, nn.Parameter) or (isinstance(real, torch.Tensor) and OWNED.search(source)):
             weights.add(i)
-        if isinstance(real, nn.Parameter):
+        if isinstance(real, nn.Parameter) or i in packed:
             parameters.add(i)
         elif isinstance(real, torch.Tensor) and real.requires_grad and real.is_leaf and ENTRY.match(source):
             leaves.add(i)
     leaves -= leaves if parameters else weights  # beside parameters, plain tensors are ordinary inputs
     weights |= leaves
-    roots = compat.root_modules(gm)
+    roots = compat.root_modules(gm, packed)
     for source in {id(module): source for module, source in roots.values()}.values():
         compat.guard_attribute(source, "training")
     modules = list({id(module): module for module, _ in roots.values()}.values())
@@ -202,8 +206,8 @@ def capture(gm: GraphModule, inputs: Sequence[Any]) -> Inputs:
         part=any(map(compat.is_part, modules)),
         differentiates=compat.differentiates(gm),
         inlined=compat.compiled_autograd(),
-        resharded=compat.resharded(inputs),
-        flat=compat.reads_flat_parameters(inputs),
+        resharded=compat.resharded(inputs) | compat.freed(inputs),
+        packed=packed,
         groups=compat.mesh_groups(inputs[i] for i in weights),
     )
 
@@ -217,9 +221,10 @@ def _last(roots: Mapping[int, tuple[nn.Module, Any]], names: Sequence[str]) -> t
     for module in {id(module): module for module, _ in roots.values()}.values():
         whole = compat.outermost(module)
         tables = {id(part.weight) for part in whole.modules() if isinstance(part, nn.Embedding)}
+        shapes = compat.shapes(whole)
         for p in whole.parameters():
             order.setdefault(id(p), len(order))
-            if p.dim() == 2 and id(p) not in tables:
+            if len(shapes.get(id(p), p.shape)) == 2 and id(p) not in tables:
                 matrices.add(id(p))
         own = {plain(name): p for name, p in module.named_parameters(remove_duplicate=False)}
         for i in (i for i, (root, _) in roots.items() if root is module and names[i] in own):

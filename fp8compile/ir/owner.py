@@ -29,7 +29,7 @@ Judge = Callable[[Sequence[Position | None], Sequence[Position]], str]
 
 def in_owner(gm: GraphModule, inputs: Inputs, judge: Judge) -> Inputs:
     """`inputs` with the place of the graph's only root module in the model that owns it."""
-    roots = {id(module): (module, source) for module, source in compat.root_modules(gm).values()}
+    roots = {id(module): (module, source) for module, source in compat.root_modules(gm, inputs.packed).values()}
     if len(roots) != 1:
         return inputs
     ((root, source),) = roots.values()

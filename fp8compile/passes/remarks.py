@@ -9,14 +9,14 @@ import torch
 from ..ir.fx_utils import value
 from ..ir.matmul import Matmul
 
-RESHARDED = "weights are cast again in backward: FSDP2 reshards them after forward"
+RESHARDED = "weights are cast again in backward: FSDP reshards them after forward"
 MERGED = "one matmul each: {}"
 CACHED = "FP8 copies of weights are kept between calls (cache_weights): {:.1f} MB"
 FLOAT32 = "without FP8 these experts would multiply in float32{}: grouped matmuls are no part of autocast"
 
 
 def remarks(matmuls: Collection[Matmul], resharded: Collection[int], cached: int = 0) -> tuple[str, ...]:
-    """`resharded`: the inputs of the graph that FSDP2 frees between forward and backward. `cached`: the bytes of the copies of
+    """`resharded`: the inputs of the graph that FSDP frees between forward and backward. `cached`: the bytes of the copies of
     weights that are kept between calls."""
     found = [RESHARDED] if any(matmul.fp8 and matmul.weight_among(resharded) for matmul in matmuls) else []
     merged = dict.fromkeys(" + ".join(name.rpartition(".")[2] for name in matmul.merged) for matmul in matmuls if matmul.merged)

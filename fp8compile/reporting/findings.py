@@ -19,11 +19,6 @@ from .report import Report
 logger: logging.Logger = get_logger(__name__)
 
 
-FLAT = (
-    "FullyShardedDataParallel (FSDP1) packs parameters into flat ones, and a graph reads views of these, not weights. "
-    "Use FSDP2: torch.distributed.fsdp.fully_shard (in Accelerate and Trainer, fsdp_version: 2; in Lightning, "
-    "ModelParallelStrategy)"
-)
 LEARNS = (
     "{} is in eval mode, and the gradients of its weights are computed, so that it trains in high precision. To train in FP8, "
     "call train() on it (a BatchNorm or Dropout inside may stay in eval mode); to evaluate, use torch.no_grad()"
@@ -53,7 +48,6 @@ def findings(
     records = (*(matmul.record() for matmul in done.matmuls), *nested)
     described = device.name if device else ""
     notes = remarks(done.matmuls, inputs.resharded, done.hoisted.bytes if done.hoisted is not None else 0) if training else ()
-    notes = (*notes, FLAT) if inputs.flat else notes
     report = GraphReport(0, name, records, opaque, note, done.edges, described, notes, done.collectives, (), weights)
     if not training:
         learns = inside or (not inputs.training and any(matmul.gemm == "wgrad" for matmul in done.matmuls))
@@ -76,8 +70,7 @@ def findings(
     kept = [matmul.on_purpose or matmul.reason == legality.NO_ROWS for matmul in done.matmuls if matmul.weight is not None]
     nothing = not all(kept) if kept else bool(done.opaque) and inputs.whole and not inputs.part
     if (nothing or wanted) and not any(matmul.fp8 for matmul in done.matmuls):
-        why = FLAT if inputs.flat else Report([report]).summary()
-        behind.append(f"no matmul of {inputs.root} becomes FP8: {why}")
+        behind.append(f"no matmul of {inputs.root} becomes FP8: {Report([report]).summary()}")
     return Findings(report, training, done.complaints, tuple(behind))
 
 

@@ -50,15 +50,16 @@ def find(model: nn.Module, read: set[int]) -> list[OutsideRecord]:
 
     found: dict[int, OutsideRecord] = {}
     root = unwrapped(model)
-    broken = _broken(root, root is not model)
+    broken, shapes = _broken(root, root is not model), compat.shapes(root)
     for name, module in root.named_modules():
         if isinstance(module, (Embedding, EmbeddingBag)) or "Norm" in type(module).__name__:
             continue
         for last, parameter in module.named_parameters(recurse=False):
-            matrix = parameter.dim() == 2 and min(parameter.shape) > 1 and TABLES.search(last) is None
-            if (matrix or (isinstance(module, Linear) and parameter.dim() == 2)) and id(parameter) not in read:
+            shape = shapes.get(id(parameter), parameter.shape)
+            matrix = len(shape) == 2 and min(shape) > 1 and TABLES.search(last) is None
+            if (matrix or (isinstance(module, Linear) and len(shape) == 2)) and id(parameter) not in read:
                 fqn = plain(name)
-                full, (rows, columns) = f"{fqn}.{last}" if fqn else last, parameter.shape
+                full, (rows, columns) = f"{fqn}.{last}" if fqn else last, shape
                 record = OutsideRecord(fqn, compat.class_name(type(module)), full, rows, columns, _why(name, broken))
                 found.setdefault(id(parameter), record)
     return list(found.values())

@@ -67,6 +67,7 @@ class Interface:
 
     weights: tuple[int, ...]  # positions among the graph's inputs, parameters first
     parameters: tuple[int, ...]
+    packed: tuple[int, ...]  # parameters that are views: see `compat.flat`
     names: tuple[str, ...]  # of its inputs
     history: int  # amaxes that a slot keeps
     capacity: tuple[int, int] | None  # rows of the pages of forward and backward; None: no state
@@ -125,10 +126,13 @@ class Calls:
 
     # -- before a call --
 
-    def open(self, args: Sequence[Any], look: probe.Look | None) -> tuple[Call, torch.Tensor, torch.Tensor]:
-        """Begin a call: the `Call`, and the pages of forward and backward to pass to the graph."""
+    def open(
+        self, args: Sequence[Any], device: torch.device, look: probe.Look | None
+    ) -> tuple[Call, torch.Tensor, torch.Tensor]:
+        """Begin a call with these weights among its arguments: the `Call`, and the pages of forward and backward to pass to the
+        graph."""
         assert self.book is not None
-        pages = self.book.open(args, args[self.interface.weights[0]].device)
+        pages = self.book.open(args, device)
         forward, backward = pages.forward.tensor, pages.backward.tensor
         if DRY.get() or compat.inferring_shapes():
             return Call(pages, look, dry=True), forward.clone(), backward.clone()

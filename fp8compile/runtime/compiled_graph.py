@@ -55,21 +55,22 @@ class CompiledGraph:
             with fake_mode_of(first):
                 pages = (state_page.new_page(rows, interface.history, first.device) for rows in interface.capacity or ())
                 return self.function(*args, *pages, *(self.cache.empty(first.device) if self.cache is not None else ()))
-        if isinstance(first, nn.Parameter):
-            key = self.owners.key(args)
+        known = compat.owners(args, interface.packed) if interface.packed else args  # with the parameters that the user holds
+        if isinstance(known[interface.weights[0]], nn.Parameter):
+            key = self.owners.key(known)
             if key not in self.owners.met:
-                self._meet(key, args)
+                self._meet(key, known)
         looked_at = bool(probe.ACTIVE or self.calls.looking.open)
-        look = self._looks(args) if looked_at else None
+        look = self._looks(known) if looked_at else None
         if look is not None:
-            self.gathers.measure(args, look)
+            self.gathers.measure(known, look)
         copies: Sequence[torch.Tensor] = ()
         if self.cache is not None:
             with compat.unseen():
                 copies = self.cache.copies(args, look)
         if self.calls.book is not None:
             with compat.unseen():
-                call, *pages_of_call = self.calls.open(args, look)
+                call, *pages_of_call = self.calls.open(known, first.device, look)
             return self.calls.run(self.function, (*args, *pages_of_call, *copies), call)
         if self.calls.groups and not self.calls.agreed and interface.trains and not (DRY.get() or compat.inferring_shapes()):
             self.calls.agree()

@@ -84,7 +84,7 @@ def candidates(
     matrices = {i: _matrix(x) for i in sorted(inputs.parameters) if (x := example_inputs[i]).dim() == 2 and not x.requires_grad}
     if not asked:
         return Candidates(matrices), {}
-    roots = compat.root_modules(gm)
+    roots = compat.root_modules(gm, inputs.packed)
     places: dict[int, tuple[nn.Module, dict[int, list[tuple[nn.Module, str, str]]]]] = {}
     for root in {id(root): root for root, _ in roots.values()}.values():
         whole = compat.outermost(root)
@@ -101,7 +101,7 @@ def candidates(
         parameter = example_inputs[i]
         known = places[id(roots[i][0])][1] if i in roots else {}
         found = known.get(id(parameter), [])
-        if id(parameter) in sharded:
+        if id(parameter) in sharded or i in inputs.packed:
             refused[i] = SHARDED
         elif cut:
             refused[i] = CUT

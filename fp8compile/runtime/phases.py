@@ -260,7 +260,7 @@ class ScheduledGraph:
         # both, or the first real call of the other one would get them
         if isinstance(args[self.first], compat.FakeTensor):
             return [graph(*args) for graph in self.graphs.values()][0]
-        result = self.graphs[self.phase(args[self.first])](*args)
+        result = self.graphs[self.phase(compat.owners(args, (self.first,))[self.first])](*args)
         if _state.callbacks:
             outputs = result if isinstance(result, (tuple, list)) else (result,)
             scalars = [x for x in outputs if isinstance(x, Tensor) and x.dim() == 0 and x.requires_grad]

@@ -1,0 +1,63 @@
+"""What FSDP1 (`FullyShardedDataParallel`) manages. It packs the parameters of a module into a flat one. In a forward, the
+module has views of the flat one in their place, plain tensors, which are new ones each time. With `use_orig_params=True` the
+optimizer and `parameters()` have the original parameters, whose data are a rank's parts. Read in 2.11, 2.13 and 2.15."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from torch import Size, nn
+
+FREED = ("FULL_SHARD", "HYBRID_SHARD")  # strategies that free parameters after forward, but not the root's
+
+
+def packed(inputs: Sequence[Any]) -> frozenset[int]:
+    """Which of a graph's inputs are views that stand for parameters, by position."""
+    found = owners(inputs, range(len(inputs)))
+    return frozenset(i for i, value in enumerate(inputs) if found[i] is not value)
+
+
+def owners(args: Sequence[Any], positions: Iterable[int]) -> Sequence[Any]:
+    """The arguments of a call, with the original parameters in the place of the views at these positions."""
+    found, known = list(args), dict[int, dict[int, nn.Parameter]]()
+    for i in positions:
+        flat = getattr(args[i], "_base", None)
+        if not getattr(flat, "_is_flat_param", False) or flat._params is None:
+            continue
+        if id(flat) not in known:
+            known[id(flat)] = {id(view): own for view, own in zip(flat._tensors, flat._params, strict=True)}
+        found[i] = known[id(flat)].get(id(args[i]), args[i])
+    return found
+
+
+def freed(inputs: Sequence[Any]) -> frozenset[int]:
+    """Which of a graph's inputs are such views whose memory is freed after forward, and gathered again in backward. To be asked
+    within the backend, while the forward of the module that has packed them is under way."""
+    handles = [(module._handle, module._is_root) for module in _under_way() if module._handle is not None]
+    kept = {id(handle.flat_param) for handle, root in handles if root or handle._sharding_strategy.name not in FREED}
+    return frozenset(i for i in packed(inputs) if id(inputs[i]._base) not in kept)
+
+
+def shapes(model: nn.Module) -> dict[int, Size]:
+    """The shapes of the whole parameters that are packed in a model, by the ids of the original ones."""
+    kind = _kind()
+    flats = [m._handle.flat_param for m in model.modules() if isinstance(m, kind) and m._handle is not None] if kind else []
+    pairs = (zip(flat._params, flat._shapes, strict=True) for flat in flats if flat._params is not None)
+    return {id(parameter): shape for several in pairs for parameter, shape in several}
+
+
+def _under_way() -> Iterator[Any]:
+    """The FSDP1 modules whose forward is under way."""
+    kind = _kind()
+    for frame, _ in traceback.walk_stack(sys._getframe()) if kind else ():
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, kind):
+            yield caller
+
+
+def _kind() -> Any:
+    module = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
+    return getattr(module, "FullyShardedDataParallel", None)
