@@ -258,7 +258,9 @@ def _compile_once(job: Job, phase: str, cache: Cache, record: int | None) -> Com
             job.facts or "",
         ),
         "custom_partitioner_fn": chosen.inductor.get("custom_partitioner_fn")
-        or compat.Partitioner([op.name() for op in RECOMPUTABLE], keep if saves else None, f"-{saves}-{skipped()}"),
+        or compat.Partitioner(
+            [op.name() for op in RECOMPUTABLE], keep if saves else None, f"-{saves}-{skipped()}", inputs.packed
+        ),
     }
     # DDPOptimizer expects one lazy backward for each graph, but with a schedule each graph is compiled twice
     at_once = policy.schedule is not None

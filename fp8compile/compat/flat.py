@@ -41,6 +41,11 @@ def freed(inputs: Sequence[Any]) -> frozenset[int]:
     return frozenset(i for i in packed(inputs) if id(inputs[i]._base) not in kept)
 
 
+def is_packed(module: nn.Module) -> bool:
+    """Is this FSDP1's wrapper of a module?"""
+    return (kind := _kind()) is not None and isinstance(module, kind)
+
+
 def shapes(model: nn.Module) -> dict[int, Size]:
     """The shapes of the whole parameters that are packed in a model, by the ids of the original ones."""
     kind = _kind()

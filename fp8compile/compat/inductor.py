@@ -7,7 +7,7 @@ import functools
 import hashlib
 import importlib
 import pathlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from .aot_cache import Saved, cached, in_inner, inner_options
 from .cpp import few_files
+from .dynamo import input_index
 from .triton import accesses_known
 
 MUST_SAVE, MUST_RECOMPUTE = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE
@@ -172,24 +173,34 @@ class Partitioner(OneObject, CustomPartitionerFn):
     To the stock partitioner a custom operator is opaque, so it would save FP8 copies of whole weights (pytorch#141881).
 
     `after` (forward, backward, number of outputs that the caller sees) may change what the forward keeps for the backward; the
-    forward's other outputs are what it keeps. `key` tells apart partitioners that do different things.
+    forward's other outputs are what it keeps. `key` tells apart partitioners that do different things. `free`: Dynamo inputs
+    that cost no memory if they are kept, as parameters do, although they are none to AOTAutograd.
     """
 
     def __init__(
-        self, recomputable: Sequence[str], after: Callable[[GraphModule, GraphModule, int], None] | None = None, key: str = ""
+        self,
+        recomputable: Sequence[str],
+        after: Callable[[GraphModule, GraphModule, int], None] | None = None,
+        key: str = "",
+        free: Collection[int] = (),
     ):
         self.recomputable = tuple(recomputable)  # names, because this object is pickled for a cache key
-        self.after, self.key = after, key
+        self.after, self.free, self.key = after, frozenset(free), f"{key}-{sorted(free)}"
 
     def __call__(self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any):
+        free = {i: node for i, node in enumerate(gm.graph.find_nodes(op="placeholder")) if input_index(node) in self.free}
+        known = kwargs.get("static_lifetime_input_indices") or ()
         with self._extended():
-            forward, backward = partitioners.min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+            more = {"static_lifetime_input_indices": [*known, *(free.keys() - known)]}
+            forward, backward = partitioners.min_cut_rematerialization_partition(gm, joint_inputs, **{**kwargs, **more})
+        for node in (node for i, node in free.items() if i not in known):  # its address changes (read in 2.15)
+            node.meta["is_static_input"] = False
         if self.after is not None:
             self.after(forward, backward, kwargs["num_fwd_outputs"])
         return forward, backward
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"recomputable": self.recomputable, "after": None, "key": self.key}
+        return {"recomputable": self.recomputable, "after": None, "key": self.key, "free": self.free}
 
     @contextlib.contextmanager
     def _extended(self) -> Iterator[None]:

@@ -66,20 +66,21 @@ def find(model: nn.Module, read: set[int]) -> list[OutsideRecord]:
 
 
 def _broken(root: nn.Module, compiled: bool) -> dict[str, str]:
-    """By the names of modules that `fully_shard` took: why a graph of such a module ends early, or "". Dynamo does not trace
-    the hooks of FSDP2. It compiles the modules inside, and leaves the forward that calls them to eager. `compiled`: `root` is
-    compiled by a wrapper."""
+    """By the names of modules that FSDP took: why a graph of such a module ends early, or "". Dynamo does not trace the hooks of
+    FSDP. It compiles the modules inside, and leaves the forward that calls them to eager. `compiled`: `root` is compiled by a
+    wrapper."""
     from .. import compat
 
-    managed = {name: module for name, module in root.named_modules() if compat.is_fully_sharded(module)}
+    taken = (compat.is_fully_sharded, compat.is_packed)
+    managed = {name: module for name, module in root.named_modules() if any(took(module) for took in taken)}
     every = root.named_modules()
     whole = [name for name, module in every if compat.is_compiled_itself(module) or (compiled and module is root)]
     found = {}
     for name, module in managed.items():
         inner = any(other != name and _within(other, name) for other in managed)
         if inner and any(_within(name, other) for other in whole):
-            kind = compat.class_name(type(module))
-            found[name] = f"FSDP2's hooks break the graph of {kind}, and what is left of it runs eagerly"
+            kind = compat.class_name(type(getattr(module, "_fsdp_wrapped_module", module)))
+            found[name] = f"FSDP's hooks break the graph of {kind}, and what is left of it runs eagerly"
         else:
             found[name] = ""
     return found

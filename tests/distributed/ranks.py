@@ -18,7 +18,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -103,8 +109,8 @@ def build(model: str) -> nn.Module:
 
 @dataclass(frozen=True)
 class Way:
-    """`kind`: "one" device; "replica", whose gradients are averaged; "ddp", "fsdp", "tp", "fsdp x tp", "sequence" (tensor and
-    sequence parallel) or "simple fsdp". `compiled`: the blocks "before" they are sharded, "after" it, or "wrapped"; the root
+    """`kind`: "one" device; "replica", whose gradients are averaged; "ddp", "fsdp", "fsdp1", "tp", "fsdp x tp", "sequence"
+    (tensor and sequence parallel) or "simple fsdp". `compiled`: the blocks "before" they are sharded, "after" it, or "wrapped"; the root
     "whole" or "around"; or "not". `mesh`: FSDP2's; of two dimensions, it shards over the second one."""
 
     kind: str = "fsdp"
@@ -175,7 +181,9 @@ def sharded(model: Any, way: Way, mesh: Any) -> Callable[..., Tensor]:
             block = model.blocks[i] = checkpoint_wrapper(block)
         if way.compiled == "before":
             inner.compile(fullgraph=way.checkpoint != "inside", **how)
-        if way.kind != "replica":
+        if way.kind == "fsdp1":
+            block = model.blocks[i] = flat(block, way, dp)
+        elif way.kind != "replica":
             fully_shard(block, reshard_after_forward=way.reshard, **shards)
         if way.checkpoint == "around":
             model.blocks[i] = checkpoint_wrapper(block)
@@ -183,7 +191,9 @@ def sharded(model: Any, way: Way, mesh: Any) -> Callable[..., Tensor]:
             inner.compile(**how)
         if way.compiled == "wrapped":
             model.blocks[i] = torch.compile(block, **how)
-    if way.kind != "replica":
+    if way.kind == "fsdp1":
+        model = flat(model, way, dp)
+    elif way.kind != "replica":
         fully_shard(model, **shards)
     if way.gather:
         fp8_all_gather(model)
@@ -192,14 +202,24 @@ def sharded(model: Any, way: Way, mesh: Any) -> Callable[..., Tensor]:
     return torch.compile(model, **how) if way.compiled == "around" else model
 
 
+def flat(module: nn.Module, way: Way, mesh: Any) -> nn.Module:
+    """A module in FSDP1."""
+    strategies = ShardingStrategy
+    strategy = strategies.HYBRID_SHARD if mesh is not None and mesh.ndim == 2 else strategies.FULL_SHARD
+    strategy = strategies.SHARD_GRAD_OP if way.reshard is False else strategy
+    policy = MixedPrecision(param_dtype=way.dtype, reduce_dtype=torch.float32) if way.dtype != torch.float32 else None
+    more = {"sharding_strategy": strategy, "device_mesh": mesh, "mixed_precision": policy, "use_orig_params": True}
+    return FullyShardedDataParallel(module, device_id=torch.device("cpu"), **more)
+
+
 def parallel(model: Any, way: Way) -> tuple[Callable[..., Tensor], int]:
     """What to call, and which batches this rank gets."""
     rank, ranks, how = dist.get_rank(), dist.get_world_size(), {"backend": "fp8", "options": way.options}
-    if way.kind in ("fsdp", "fsdp x tp", "replica"):
+    if way.kind in ("fsdp", "fsdp1", "fsdp x tp", "replica"):
         names = ("dp", "tp") if way.kind == "fsdp x tp" else ("replicate", "shard")[-len(way.mesh) :]
         mesh = init_device_mesh("cpu", way.mesh, mesh_dim_names=names) if way.mesh and way.kind != "replica" else None
         data = mesh.get_local_rank("dp") if way.kind == "fsdp x tp" else rank  # type: ignore[union-attr]
-        call, root = sharded(model, way, mesh), model
+        call, root = sharded(model, way, mesh), model  # FSDP1 wraps it
     elif way.kind == "ddp":
         root, data = DistributedDataParallel(model, bucket_cap_mb=1), rank
         call = torch.compile(root, **how) if way.compiled != "not" else root
@@ -249,7 +269,7 @@ def gathered(model: nn.Module) -> dict[str, tuple[str, str]]:
 
 
 PHASES = {"H": "high_precision", "F": "fp8", "S": None}
-WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "module.", "parametrizations.", ".original")
+WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "module.", "parametrizations.", ".original")
 
 
 def averaged(gradient: Tensor, mesh: tuple[int, ...]) -> Tensor:
@@ -280,15 +300,22 @@ class OnRanks(Run):
     data: int = 0
     words: list[dict[str, Any]] = field(default_factory=list)  # of each word of the protocol, what was sent and said
     alive: int = 0  # bytes of FP8 weights that are kept for a backward
+    held: int = 0  # bytes of weights of any dtype
 
     def start(self) -> None:
         self.call, self.data = parallel(self.model, self.way)
+        if self.way.kind == "fsdp1":
+            self.model = getattr(self.call, "_orig_mod", self.call)
         adam = self.way.adam
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         make = torch.optim.SGD if adam is None else torch.optim.AdamW
         self.steps = make(parameters, lr=1e-2, **(adam or {"foreach": False}))
 
     def keep(self, kind: str, tensors: dict[str, Any]) -> None:
+        if self.way.kind == "fsdp1":  # parts of them, until all ranks put them together
+            with FullyShardedDataParallel.summon_full_params(self.model, with_grads=kind == "gradient"):
+                named = {name: p.grad if kind == "gradient" else p for name, p in self.model.named_parameters()}
+                tensors = {name: x.clone() for name, x in (tensors | named).items() if kind in ("gradient", "weight")} or tensors
         super().keep(kind, {plain(name): whole(x) for name, x in tensors.items()})
 
     def events(self, protocol: str) -> None:
@@ -297,7 +324,7 @@ class OnRanks(Run):
             "M": self.move, "G": self.write_and_tell, "N": self.without_optimizer,
         }  # fmt: skip
         for word in protocol.split():
-            self.alive = 0
+            self.alive = self.held = 0
             with all_gathers() as sent, all_reduces() as reduced:
                 for event in word:
                     if event in PHASES:
@@ -306,7 +333,7 @@ class OnRanks(Run):
                         own[event]()
                     else:
                         super().events(event)
-            self.words.append({"sent": sum(sent), "reduced": len(reduced), "alive": self.alive, "said": gathered(self.model)})
+            self.words.append({"sent": sum(sent), "reduced": len(reduced), "alive": self.alive, "held": self.held, "said": gathered(self.model)})
 
     def without_optimizer(self) -> None:
         """No optimizer has the weights: none says when a step ends."""
@@ -319,16 +346,17 @@ class OnRanks(Run):
         return x.to(torch.float32 if self.way.kind.startswith("fsdp") else self.way.dtype).requires_grad_()
 
     def forward(self, scale: float = 1.0, call: Callable[..., Tensor] | None = None) -> None:
-        kept: list[torch.UntypedStorage] = []
+        kept: list[tuple[bool, torch.UntypedStorage]] = []
 
         def pack(x: Tensor) -> Tensor:
-            if x.dtype in FP8 and x.numel() >= 128 * 256:
-                kept.append(x.untyped_storage())
+            if x.numel() >= 128 * 256:
+                kept.append((x.dtype in FP8, x.untyped_storage()))
             return x
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
             super().forward(scale, call)
-        self.alive += sum({id(storage): storage.nbytes() for storage in kept}.values())
+        self.alive += sum({id(storage): storage.nbytes() for fp8, storage in kept if fp8}.values())
+        self.held += sum({id(storage): storage.nbytes() for _, storage in kept}.values())
 
     def dy(self, y: Tensor) -> Tensor:
         """The same for a tensor that is whole and for its parts."""
@@ -345,10 +373,10 @@ class OnRanks(Run):
         self.keep("gradient", grads_of(self.model, [x]))
 
     def accumulate(self) -> None:
-        fsdp, call = self.way.kind.startswith("fsdp"), getattr(self.call, "_orig_mod", self.call)
+        fsdp, call = self.way.kind in ("fsdp", "fsdp x tp"), getattr(self.call, "_orig_mod", self.call)
         if fsdp:
             self.model.set_requires_gradient_sync(False)
-        with call.no_sync() if isinstance(call, DistributedDataParallel) else contextlib.nullcontext():
+        with call.no_sync() if hasattr(call, "no_sync") else contextlib.nullcontext():
             y = self.call(self.batch())
             y.backward(self.dy(y))
         if fsdp:

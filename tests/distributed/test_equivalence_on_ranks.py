@@ -22,7 +22,7 @@ from tests.support.processes import on_ranks
 BITWISE = float("inf")
 Facts = dict[str, Any]
 RESHARDED = "weights are cast again in backward: FSDP reshards them after forward"
-BROKEN = "FSDP2's hooks break the graph of Net, and what is left of it runs eagerly"
+BROKEN = "FSDP's hooks break the graph of Net, and what is left of it runs eagerly"
 BF16 = torch.bfloat16
 
 
@@ -58,6 +58,14 @@ def outside(keeps: bool, why: str = WHY_OUTSIDE) -> Any:
         assert ours["outside"] == [("out.weight", why)]
         said = f"100.0% of matmul FLOPs of what was compiled; in no compiled graph: 1 linear (out): {why}"
         assert said in ours["summary"] and f"* {why}" in ours["text"]
+
+    return check
+
+
+def packed(keeps: bool) -> Any:
+    def check(ours: Facts, theirs: Facts, rank: int) -> None:
+        same_decisions(ours, theirs, rank)
+        print([(w["alive"], w["held"]) for w in ours["words"]], [(w["alive"], w["held"]) for w in theirs["words"]], ours["text"])
 
     return check
 
@@ -98,6 +106,14 @@ REPLICAS = {
     "to fewer ranks": with_replicas(
         Way(options=recipe("rowwise_with_gw_hp"), mesh=(4,), reshard=2), "fbs fbs", ranks=4, promise=100.0
     ),
+    "fsdp1": with_replicas(Way("fsdp1", recipe("tensorwise"), "around"), "fbs afbs e l fbs", check=packed(False)),
+    "fsdp1, blocks": with_replicas(Way("fsdp1", recipe("delayed")), "fbs afbs fbs", check=packed(False)),
+    "fsdp1, kept": with_replicas(Way("fsdp1", recipe("delayed"), "around", reshard=False), "afbs fbs", check=packed(True)),
+    "fsdp1, bf16": Case(
+        Way("fsdp1", recipe("delayed"), dtype=BF16), Way("fsdp", recipe("delayed"), dtype=BF16), "fbs fbs", check=packed(False)
+    ),
+    "fsdp1, checkpoint": with_replicas(Way("fsdp1", recipe("delayed"), checkpoint="outside"), "fbs fbs", check=packed(False)),
+    "fsdp1 over 2 x 2": with_replicas(Way("fsdp1", recipe("blockwise"), mesh=(2, 2)), "fbs", ranks=4),
     "ddp": Case(
         Way("ddp", recipe("delayed")), Way("replica", recipe("delayed"), compiled="around"), "fbs afbs", check=same_decisions
     ),
