@@ -59,6 +59,10 @@ from .runtime.weight_cache import WeightCache
 logger = get_logger(__name__)
 
 RECOMPUTABLE = (ops.quantize, ops.quantize_both, ops.amax_blocks, ops.transposed, merged.side_by_side, merged.both_sides)
+FLAT = (
+    "FullyShardedDataParallel (FSDP1) with use_orig_params=False: Dynamo leaves all of it to eager, so nothing becomes FP8. Wrap "
+    "the model with use_orig_params=True, or use FSDP2: torch.distributed.fsdp.fully_shard"
+)
 INLINED = (
     "compiled autograd takes over the backward, in which delayed scaling cannot keep its state: every tensor is scaled by its "
     "current amax, as with recipe 'tensorwise'"
@@ -112,7 +116,14 @@ def _reset() -> None:
     all_gather.forget()
 
 
-compat.register_again("fp8")
+def _refuse(mode: str | None = None, options: Mapping[str, Any] | None = None, **_: Any) -> None:
+    try:
+        _complain(parse(options, mode), FLAT)
+    except (OptionError, StrictError) as error:
+        raise compat.shown(error) from None
+
+
+compat.register_again("fp8", functools.partial(compat.on_refusal, "fp8", _refuse))
 compat.ask_by_thread()
 fp8.reset = _reset  # type: ignore[attr-defined]  # torch._dynamo.reset() calls it
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Size, nn
@@ -52,6 +52,23 @@ def shapes(model: nn.Module) -> dict[int, Size]:
     flats = [m._handle.flat_param for m in model.modules() if isinstance(m, kind) and m._handle is not None] if kind else []
     pairs = (zip(flat._params, flat._shapes, strict=True) for flat in flats if flat._params is not None)
     return {id(parameter): shape for several in pairs for parameter, shape in several}
+
+
+def on_refusal(backend: str, tell: Callable[..., None]) -> None:
+    """Have `tell(**keywords)`, with those that `torch.compile` passes to a backend of this name, called where Dynamo begins to
+    compile for it, and will leave everything to eager: inside of FSDP1 with `use_orig_params=False`. `torch._dynamo.reset()`
+    forgets this."""
+    from torch._dynamo.callback import callback_handler
+
+    def begins(_: Any) -> None:
+        if any(not module._use_orig_params and module._handle is not None for module in _under_way()):
+            frames = (frame.f_locals.get("compiler_fn") for frame, _ in traceback.walk_stack(sys._getframe()))
+            given = next((getattr(made, "_torchdynamo_orig_backend", made) for made in frames if made is not None), None)
+            if getattr(given, "compiler_name", "") == backend:
+                tell(**given.kwargs)  # type: ignore[union-attr]
+
+    if all(getattr(known, "__qualname__", "") != begins.__qualname__ for known in callback_handler.start_callbacks):
+        callback_handler.register_start_callback(begins)
 
 
 def _under_way() -> Iterator[Any]:

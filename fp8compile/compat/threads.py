@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 _tracing: int | None = None  # the thread that is tracing; Dynamo's lock on compiling admits one at a time
@@ -16,18 +16,23 @@ class _Registered(dict):
     look-up also asks that, and then loads the backend's entry point, if there is one; the first registration removes it."""
 
     again = ""
+    looked_up: Callable[[], None]
 
     def __contains__(self, name: object) -> bool:
+        if name == self.again:
+            self.looked_up()
         return name != self.again and super().__contains__(name)
 
 
-def register_again(name: str) -> None:
+def register_again(name: str, looked_up: Callable[[], None]) -> None:
     """Two threads that look up a backend for the first time both load its entry point and register it, and the second
-    registration fails: let it pass. To be called while the backend is imported, because both threads wait for that."""
+    registration fails: let it pass. To be called while the backend is imported, because both threads wait for that.
+    `looked_up()` is called here, and whenever somebody looks up the backend."""
     registry: Any = importlib.import_module("torch._dynamo.backends.registry")
     if not isinstance(registry._COMPILER_FNS, _Registered):
         registry._COMPILER_FNS = _Registered(registry._COMPILER_FNS)
-        registry._COMPILER_FNS.again = name
+        registry._COMPILER_FNS.again, registry._COMPILER_FNS.looked_up = name, looked_up
+    looked_up()
 
 
 @contextlib.contextmanager
