@@ -37,7 +37,7 @@ from .state import unwrapped
 
 logger = get_logger(__name__)
 
-SHARDED = "sharded by FSDP2"
+SHARDED = "sharded by FSDP"
 CUT = "DDP has cut the graph (torch._dynamo.config.optimize_ddp = False keeps it whole)"
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _pretends: dict[torch.device, Tensor] | None = None  # in `set_aside`: the memory that all weights share, by device
@@ -81,7 +81,9 @@ def candidates(
     gm: GraphModule, example_inputs: Sequence[Any], inputs: Inputs, asked: bool
 ) -> tuple[Candidates, Mapping[int, Home]]:
     """To be asked within the backend. What the graph says of them is not known yet. And where the possible ones live."""
-    matrices = {i: _matrix(x) for i in sorted(inputs.parameters) if (x := example_inputs[i]).dim() == 2 and not x.requires_grad}
+    held = compat.owners(example_inputs, inputs.packed)  # FSDP1's views require gradients where any parameter of theirs does
+    found = [i for i in sorted(inputs.parameters) if example_inputs[i].dim() == 2 and not held[i].requires_grad]
+    matrices = {i: _matrix(example_inputs[i]) for i in found}
     if not asked:
         return Candidates(matrices), {}
     roots = compat.root_modules(gm, inputs.packed)
@@ -100,7 +102,7 @@ def candidates(
     for i in (i for i, matrix in matrices.items() if matrix.block is None):
         parameter = example_inputs[i]
         known = places[id(roots[i][0])][1] if i in roots else {}
-        found = known.get(id(parameter), [])
+        owned = known.get(id(parameter), [])
         if id(parameter) in sharded or i in inputs.packed:
             refused[i] = SHARDED
         elif cut:
@@ -109,12 +111,12 @@ def candidates(
             refused[i] = f"of another type: {type(parameter).__name__}"
         elif parameter.dtype not in FLOATS:
             refused[i] = f"dtype {str(parameter.dtype).removeprefix('torch.')}"
-        elif not found:
+        elif not owned:
             refused[i] = "no module of the compiled model has it"
-        elif len(found) > 1:
-            refused[i] = f"tied: {' and '.join(name for _, _, name in found)}"
+        elif len(owned) > 1:
+            refused[i] = f"tied: {' and '.join(name for _, _, name in owned)}"
         else:
-            homes[i] = Home(*found[0][:2], roots[i][0], places[id(roots[i][0])][0])
+            homes[i] = Home(*owned[0][:2], roots[i][0], places[id(roots[i][0])][0])
     return Candidates(matrices, frozenset(homes), refused, True), homes
 
 

@@ -437,13 +437,16 @@ def facts(run: OnRanks, sent: list[tuple[torch.dtype, int]]) -> dict[str, Any]:
     """What a training leaves to look at."""
     compiled = isinstance(run.call, torch._dynamo.OptimizedModule)  # the model does not know of a wrapper
     report, saved = fp8compile.report(run.call if compiled else run.model), io.BytesIO()
-    torch.save(run.model.state_dict(), saved)
+    weights = run.model.state_dict()
+    torch.save(weights, saved)
     return {
         "words": run.words,
         "text": str(report),
         "summary": report.summary(),
         "wrapper": fp8compile.report(run.call).summary() if run.way.compiled == "around" else "",
         "remarks": [graph["remarks"] for graph in report.to_dict()["graphs"]],
+        "checkpoint": weights if run.way.kind in ("fsdp1", "replica") else {},
+        "names": sorted({r.fqn for r in report.matmuls}),
         "saved": hashlib.sha256(saved.getvalue()).hexdigest(),
         "graphs": [graph.name for graph in report.graphs if graph.matmuls],
         "sizes": [r.m * r.n * r.k for r in sorted(report.matmuls, key=lambda r: (r.fqn, r.gemm))],

@@ -1,4 +1,4 @@
-"""Compiled modules with FSDP2's sharded parameters, on two processes: state, phases and policies; and FSDP1.
+"""Compiled modules with the sharded parameters of FSDP2 and FSDP1, on two processes: state, phases and policies.
 (test_equivalence_on_ranks.py trains them beside replicas.)"""
 
 from __future__ import annotations
@@ -158,14 +158,56 @@ def test_a_batch_of_one_in_checkpoints() -> None:
         assert len(found) == 50 and all(found), found
 
 
+def flat(model: nn.Module, **options: Any) -> nn.Module:
+    """As `shard`, by FSDP1."""
+    how = {"use_orig_params": True, "device_id": torch.device("cpu")}
+    for name, block in list(model.blocks.named_children()):
+        block.compile(backend="fp8", options=options)
+        model.blocks.register_module(name, FullyShardedDataParallel(block, **how))
+    return FullyShardedDataParallel(model, **how)
+
+
+def _as_fsdp2(rank: int) -> list[Any]:
+    """By FSDP2 and by FSDP1: the decisions of rules by position, and of a function that chooses weights; and how far a model is
+    from high precision, in dB, one and two steps after its start: FP8 begins after two."""
+    found = []
+    rules = [{"layers": "last 2", "recipe": "rowwise"}, {"blocks": "first 1", "fp8": "off"}]
+    for way in (shard, flat):
+        torch._dynamo.reset()
+        made = []
+        for options in ({"policy": {"rules": rules}}, {"policy": lambda module, name: name.endswith("up")}):
+            model = way(build("mlps"), **options)
+            model(noise(32, 128, seed=rank)).sum().backward()
+            report = fp8compile.report(model)
+            made.append(sorted((x.fqn, x.gemm, x.decision, x.recipe, x.reason) for x in report.matmuls))
+            made.append([(x.parameter, x.rows, x.columns) for x in report.outside])
+        torch._dynamo.reset()
+        model, plain = way(build("mlps"), policy={"schedule": {"warmup_steps": 2}}), build("mlps")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        for _ in range(3):
+            made.append(sqnr(plain(noise(32, 128, seed=9)), y := model(noise(32, 128, seed=9))) > 100.0)
+            y.sum().backward()
+            optimizer.step()
+        found.append(made)
+    return found
+
+
+def test_fsdp1_decides_as_fsdp2() -> None:
+    """Its parameters are flat parts, so their places in the model are to be found in another way."""
+    for ours, theirs in on_ranks(2, _as_fsdp2):
+        assert ours == theirs and theirs[-3:] == [True, True, False]
+        assert {x[2] for x in theirs[0]} == {x[2] for x in theirs[2]} == {"fp8", "high_precision"}
+        assert {x[3] for x in theirs[0]} >= {"rowwise", "delayed"} and theirs[1] == [("out.weight", 128, 128)]
+
+
 def _fsdp1(rank: int) -> list[str]:
-    """What is said of a model under FSDP1, with and without `strict`."""
+    """What is said of a model under FSDP1 with use_orig_params=False, with and without `strict`."""
     said = []
     for options in ({}, {"strict": True}):
         torch._dynamo.reset()
         policy = ModuleWrapPolicy({ResidualMlp})
         blocks = nn.Sequential(ResidualMlp(), ResidualMlp())
-        model = FullyShardedDataParallel(blocks, auto_wrap_policy=policy, use_orig_params=True, device_id=torch.device("cpu"))
+        model = FullyShardedDataParallel(blocks, auto_wrap_policy=policy, use_orig_params=False, device_id=torch.device("cpu"))
         found = warnings()
         try:
             torch.compile(model, backend="fp8", options=options)(noise(32, 128, seed=rank)).sum().backward()
@@ -175,7 +217,7 @@ def _fsdp1(rank: int) -> list[str]:
     return said
 
 
-def test_fsdp1_is_named() -> None:
+def test_fsdp1_without_original_parameters_is_named() -> None:
     for warned, raised in on_ranks(2, _fsdp1):
-        assert "FullyShardedDataParallel (FSDP1)" in warned and "fully_shard" in warned and not warned.startswith("StrictError")
+        assert "FullyShardedDataParallel (FSDP1)" in warned and "use_orig_params=True" in warned and not warned.startswith("StrictError")
         assert raised.startswith("StrictError") and "FSDP1" in raised
