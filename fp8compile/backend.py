@@ -60,8 +60,9 @@ logger = get_logger(__name__)
 
 RECOMPUTABLE = (ops.quantize, ops.quantize_both, ops.amax_blocks, ops.transposed, merged.side_by_side, merged.both_sides)
 FLAT = (
-    "FullyShardedDataParallel (FSDP1) with use_orig_params=False: Dynamo leaves all of it to eager, so nothing becomes FP8. Wrap "
-    "the model with use_orig_params=True, or use FSDP2: torch.distributed.fsdp.fully_shard"
+    "FullyShardedDataParallel (FSDP1) with use_orig_params=False: Dynamo leaves all of it to eager, so nothing becomes FP8. "
+    "Wrap the model with use_orig_params=True (in Accelerate, fsdp_use_orig_params: true), or use FSDP2: fully_shard (in "
+    "Accelerate, fsdp_version: 2)"
 )
 INLINED = (
     "compiled autograd takes over the backward, in which delayed scaling cannot keep its state: every tensor is scaled by its "

@@ -90,7 +90,7 @@ from .dynamo import (
     symbolic_kernels,
     tag_backward,
 )
-from .flat import freed, is_packed, on_refusal, owners, packed, shapes
+from .flat import freed, is_flattened, is_packed, on_refusal, owners, packed, shapes
 from .fsdp import (
     Shard,
     ShardedParameter,

@@ -24,7 +24,7 @@ def owners(args: Sequence[Any], positions: Iterable[int]) -> Sequence[Any]:
     """The arguments of a call, with the original parameters in the place of the views at these positions."""
     found, known = list(args), dict[int, dict[int, nn.Parameter]]()
     for i in positions:
-        flat = getattr(args[i], "_base", None)
+        flat: Any = getattr(args[i], "_base", None)
         if not getattr(flat, "_is_flat_param", False) or flat._params is None:
             continue
         if id(flat) not in known:
@@ -39,6 +39,11 @@ def freed(inputs: Sequence[Any]) -> frozenset[int]:
     handles = [(module._handle, module._is_root) for module in _under_way() if module._handle is not None]
     kept = {id(handle.flat_param) for handle, root in handles if root or handle._sharding_strategy.name not in FREED}
     return frozenset(i for i in packed(inputs) if id(inputs[i]._base) not in kept)
+
+
+def is_flattened(tensor: Any) -> bool:
+    """Has FSDP1 packed this parameter, or is it the flat one?"""
+    return getattr(tensor, "_fsdp_flattened", False)
 
 
 def is_packed(module: nn.Module) -> bool:

@@ -265,10 +265,11 @@ def _check_places(tensors: Mapping[str, Tensor], who: str) -> None:
     for name, tensor in tensors.items():
         if tensor.device.type == "meta":
             raise OptionError(f"{who}: {name} is on the meta device, and a step needs values; explain works without them")
-        if hasattr(tensor, "placements"):
+        kind = "a DTensor (fully_shard, tensor parallelism)" if hasattr(tensor, "placements") else ""
+        kind = "a part of a flat parameter (FSDP1)" if compat.is_flattened(tensor) else kind
+        if kind:
             raise OptionError(
-                f"{who}: {name} is a DTensor (fully_shard, tensor parallelism), whose step needs all ranks; {who} the "
-                "model on one device, before it is sharded"
+                f"{who}: {name} is {kind}, whose step needs all ranks; {who} the model on one device, before it is sharded"
             )
 
 

@@ -66,9 +66,9 @@ def find(model: nn.Module, read: set[int]) -> list[OutsideRecord]:
 
 
 def _broken(root: nn.Module, compiled: bool) -> dict[str, str]:
-    """By the names of modules that FSDP took: why a graph of such a module ends early, or "". Dynamo does not trace the hooks of
-    FSDP. It compiles the modules inside, and leaves the forward that calls them to eager. `compiled`: `root` is compiled by a
-    wrapper."""
+    """By the names of modules that FSDP took: why a graph of such a module ends early, or "". Dynamo does not trace the hooks
+    of FSDP. It compiles the modules inside, and leaves the forward that calls them to eager. `compiled`: `root` is compiled by
+    a wrapper."""
     from .. import compat
 
     taken = (compat.is_fully_sharded, compat.is_packed)

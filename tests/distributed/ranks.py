@@ -109,9 +109,9 @@ def build(model: str) -> nn.Module:
 
 @dataclass(frozen=True)
 class Way:
-    """`kind`: "one" device; "replica", whose gradients are averaged; "ddp", "fsdp", "fsdp1", "tp", "fsdp x tp", "sequence"
-    (tensor and sequence parallel) or "simple fsdp". `compiled`: the blocks "before" they are sharded, "after" it, or "wrapped"; the root
-    "whole" or "around"; or "not". `mesh`: FSDP2's; of two dimensions, it shards over the second one."""
+    """`kind`: "one" device; "replica", whose gradients are averaged; "ddp", "fsdp", "fsdp1", "tp", "fsdp x tp", "sequence" (tensor
+    and sequence parallel) or "simple fsdp". `compiled`: the blocks "before" they are sharded, "after" it, or "wrapped"; the
+    root "whole" or "around"; or "not". `mesh`: FSDP's; of two dimensions, it shards over the second one."""
 
     kind: str = "fsdp"
     options: dict[str, Any] = field(default_factory=dict)
@@ -315,7 +315,8 @@ class OnRanks(Run):
         if self.way.kind == "fsdp1":  # parts of them, until all ranks put them together
             with FullyShardedDataParallel.summon_full_params(self.model, with_grads=kind == "gradient"):
                 named = {name: p.grad if kind == "gradient" else p for name, p in self.model.named_parameters()}
-                tensors = {name: x.clone() for name, x in (tensors | named).items() if kind in ("gradient", "weight")} or tensors
+                if kind in ("gradient", "weight"):
+                    tensors = {name: x.clone() for name, x in {**tensors, **named}.items()}
         super().keep(kind, {plain(name): whole(x) for name, x in tensors.items()})
 
     def events(self, protocol: str) -> None:
@@ -333,7 +334,8 @@ class OnRanks(Run):
                         own[event]()
                     else:
                         super().events(event)
-            self.words.append({"sent": sum(sent), "reduced": len(reduced), "alive": self.alive, "held": self.held, "said": gathered(self.model)})
+            kept = {"alive": self.alive, "held": self.held}
+            self.words.append({"sent": sum(sent), "reduced": len(reduced), **kept, "said": gathered(self.model)})
 
     def without_optimizer(self) -> None:
         """No optimizer has the weights: none says when a step ends."""
