@@ -109,9 +109,9 @@ def build(model: str) -> nn.Module:
 
 @dataclass(frozen=True)
 class Way:
-    """`kind`: "one" device; "replica", whose gradients are averaged; "ddp", "fsdp", "fsdp1", "tp", "fsdp x tp", "sequence" (tensor
-    and sequence parallel) or "simple fsdp". `compiled`: the blocks "before" they are sharded, "after" it, or "wrapped"; the
-    root "whole" or "around"; or "not". `mesh`: FSDP's; of two dimensions, it shards over the second one."""
+    """`kind`: "one" device; "replica", whose gradients are averaged; "ddp", "fsdp", "fsdp1", "tp", "fsdp x tp", "sequence"
+    (tensor and sequence parallel) or "simple fsdp". `compiled`: the blocks "before" they are sharded, "after" it, or "wrapped";
+    the root "whole" or "around"; or "not". `mesh`: FSDP's; of two dimensions, it shards over the second one."""
 
     kind: str = "fsdp"
     options: dict[str, Any] = field(default_factory=dict)

@@ -13,7 +13,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.utils.checkpoint import checkpoint
 
 import fp8compile
-from fp8compile.errors import StateError
+from fp8compile.errors import OptionError, StateError
 from tests.distributed.ranks import Net, build
 from tests.support.harness import noise, sqnr
 from tests.support.models import ResidualMlp
@@ -181,6 +181,8 @@ def _as_fsdp2(rank: int) -> list[Any]:
             report = fp8compile.report(model)
             made.append(sorted((x.fqn, x.gemm, x.decision, x.recipe, x.reason) for x in report.matmuls))
             made.append([(x.parameter, x.rows, x.columns) for x in report.outside])
+        with pytest.raises(OptionError, match=r"on one device, before it is sharded"):
+            fp8compile.compare(model, noise(32, 128, seed=0), loss=torch.sum)
         torch._dynamo.reset()
         model, plain = way(build("mlps"), policy={"schedule": {"warmup_steps": 2}}), build("mlps")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
