@@ -1,0 +1,268 @@
+"""What the tests of torchao and of TransformerEngine state about FP8 training, asked of `backend="fp8"` in our own words.
+
+Each test names its source: torchao is pytorch/ao at 36027d82d (2026-08), TE is NVIDIA/TransformerEngine at d0067d0da (2026-08).
+What we had already, and what has no counterpart here, is in the table of README.md beside this file.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.support.harness import ALL_FP8, assert_close, assert_fp8, compiled, grads_of, leaf, noise, sqnr
+from tests.support.models import SwiGlu, make
+
+pytestmark = [pytest.mark.usefixtures("interpreted")]
+
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+RECIPES = ("delayed", "tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8")
+
+
+def step(model: nn.Module, call: Callable[..., Tensor], x: Tensor, dy: Tensor | None = None) -> dict[str, Tensor]:
+    """The output and the gradients of a step; `dy` None: of the sum of the output, whose gradient has no strides."""
+    x = x if x.requires_grad else leaf(x)
+    y = call(x)
+    y.sum().backward() if dy is None else y.backward(dy)
+    return {"y": y.detach(), "x": x.grad, **grads_of(model)}
+
+
+def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, x in one.items():
+        assert x.dtype == other[name].dtype and torch.equal(x, other[name]), f"{name}: {sqnr(x, other[name]):.1f} dB"
+
+
+# -- floors ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shape", "recipe", "dtype", "bias", "again"),
+    [
+        ((16, 128), "tensorwise", F16, True, True),
+        ((2, 16, 128), "rowwise", F32, False, True),
+        ((3, 2, 16, 128), "rowwise_with_gw_hp", BF16, True, False),
+        ((2, 16, 128), "delayed", F16, True, True),
+        ((3, 2, 16, 128), "mxfp8", F16, False, True),
+        ((2, 64, 128), "blockwise", BF16, True, False),
+    ],
+    ids=str,
+)
+def test_a_linear(shape: tuple[int, ...], recipe: str, dtype: torch.dtype, bias: bool, again: bool) -> None:
+    """Two accumulated steps of any rank of input, also in a checkpoint: 18 dB for outputs, 17 for gradients of weights, and the
+    gradient of a bias is that of high precision. torchao: test/float8/test_base.py, test_linear_from_config_params and
+    test_linear_from_recipe; test/prototype/moe_training/test_mxfp8_linear.py, test_mxfp8_linear_fwd_bwd_sqnr."""
+    model = make(lambda: nn.Linear(128, 256, bias=bias), dtype)
+    vanilla, run = copy.deepcopy(model), compiled(model, recipe, policy=ALL_FP8)
+    x = noise(*shape, dtype=dtype)
+    for _ in range(2):
+        expected = step(vanilla, vanilla, x)
+        got = step(model, (lambda x: checkpoint(run, x, use_reentrant=False)) if again else run, x)
+    assert got["y"].shape == (*shape[:-1], 256)
+    assert 18.0 <= sqnr(expected["y"], got["y"]) < 60.0 and sqnr(expected["weight"], got["weight"]) >= 17.0
+    if bias:
+        torch.testing.assert_close(expected["bias"], got["bias"])
+    assert_fp8(model)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_second_batch_of_a_feed_forward(recipe: str) -> None:
+    """Its output and each weight's gradient have 20 dB in bf16. torchao: test/float8/test_numerics_integration.py,
+    test_encoder_fw_bw_from_recipe."""
+    model = make(lambda: SwiGlu(128, 256), BF16)
+    vanilla, run = copy.deepcopy(model), compiled(model, recipe, policy=ALL_FP8)
+    for seed in range(2):
+        vanilla.zero_grad()
+        model.zero_grad()
+        x = noise(1, 256, 128, seed=seed, dtype=BF16)
+        expected, got = step(vanilla, vanilla, x), step(model, run, x)
+    for found in (expected, got):
+        found.pop("x")
+    assert_close(expected, got, 20.0, recipe)
+    assert_fp8(model)
+
+
+@pytest.mark.parametrize("encoding", ["ocp", "fnuz"])
+def test_the_smallest_scales_of_float16(encoding: str) -> None:
+    """Tensors whose scale is over the largest float16 are cast with it all the same: scales are float32. torchao:
+    test/float8/test_base.py, test_small_amax_float16."""
+    for peak in (448.0, 57344.0):
+        amax = peak / 65504.0 / 4
+        model = make(lambda: nn.Linear(128, 128, bias=False), F16)
+        vanilla, run = copy.deepcopy(model), compiled(model, "tensorwise", policy=ALL_FP8, fp8_encoding=encoding)
+        x = noise(16, 128)
+        x = (x * (amax / x.abs().max())).to(F16)
+        dy = noise(16, 128, seed=2, dtype=F16)
+        assert_close(step(vanilla, vanilla, x, dy), step(model, run, x, dy), 20.0, f"{encoding} {peak}")
+
+
+# -- dtypes --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("recipe", "dtype"), [("delayed", F16), ("rowwise", F32), ("mxfp8", BF16)], ids=str)
+def test_dtypes_of_outputs_and_gradients(recipe: str, dtype: torch.dtype) -> None:
+    """An output has the dtype of its weights, or that of autocast; gradients have that of their tensors. torchao:
+    test/float8/test_base.py, test_autocast_outputs and test_preserves_dtype."""
+    model = make(lambda: nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128)), dtype)
+    run = compiled(model, recipe, policy=ALL_FP8)
+    for cast in (None, BF16, F16):
+        x = leaf(noise(16, 128, dtype=dtype))
+        with torch.autocast("cpu", cast, enabled=cast is not None):
+            y = run(x)
+        y.sum().backward()
+        assert y.dtype == (cast or dtype) and {p.grad.dtype for p in (x, *model.parameters())} == {dtype}
+        assert_fp8(model)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+def test_a_model_that_is_cast_between_calls(dtype: torch.dtype) -> None:
+    """Behind `model.to(dtype)`, results are those of a model that always had this dtype. TE: tests/pytorch/test_sanity.py,
+    test_model_multiple_cast."""
+    model = make(lambda: nn.Sequential(nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 128)))
+    run, x = compiled(model, "tensorwise", policy=ALL_FP8), noise(16, 128)
+    assert run(x).dtype == F32
+    model.to(dtype)
+    fresh = copy.deepcopy(model)
+    equal(step(fresh, compiled(fresh, "tensorwise", policy=ALL_FP8), x.to(dtype)), step(model, run, x.to(dtype)))
+
+
+# -- layouts -------------------------------------------------------------------------------------------------------------
+
+
+def scratch(x: Tensor, offset: int) -> Tensor:
+    """The same values, as a view that begins at an odd place of a larger tensor."""
+    memory = torch.full((x.numel() + 2 * offset,), float("nan"), dtype=x.dtype)
+    view = memory[offset:-offset].view(x.shape)
+    return view.copy_(x)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "blockwise"])
+def test_tensors_that_begin_anywhere(recipe: str) -> None:
+    """An input and a weight that are views at offsets 1, 3 and 5 of larger tensors: the same bits. TE:
+    tests/pytorch/test_sanity.py, test_sanity_gemm_with_unalignment."""
+    x, w = noise(32, 128, dtype=BF16), noise(128, 128, seed=1, dtype=BF16)
+    found = []
+    for offset in (0, 1, 3, 5):
+        model = nn.Linear(128, 128, bias=False, dtype=BF16)
+        model.weight = nn.Parameter(scratch(w, offset) if offset else w.clone())
+        assert model.weight.storage_offset() == offset
+        found.append(step(model, compiled(model, recipe, policy=ALL_FP8), leaf(x) if offset == 0 else scratch(x, offset).requires_grad_()))
+        assert_fp8(model)
+    for other in found[1:]:
+        equal(found[0], other)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "rowwise", "mxfp8"])
+def test_length_before_batch(recipe: str) -> None:
+    """[length, batch, features], also as a view without copy, has the outputs and gradients of [batch, length, features]: where
+    a token stands decides about no scale of its row. Sums in another order differ in float32. TE: tests/pytorch/test_numerics.py,
+    test_transformer_layer_hidden_states_format, and test_noncontiguous for the view."""
+    model, x, dy = make(lambda: nn.Linear(128, 256)), noise(4, 16, 128), noise(4, 16, 256, seed=1)
+    sides = []
+    for turned in (lambda x: x, lambda x: x.transpose(0, 1), lambda x: x.transpose(0, 1).contiguous()):
+        own = copy.deepcopy(model)
+        found = step(own, compiled(own, recipe, policy=ALL_FP8), turned(x).detach().requires_grad_(), turned(dy))
+        sides.append({name: turned(tensor) if name in ("x", "y") else tensor for name, tensor in found.items()})
+        assert_fp8(own)
+    first, *others = sides
+    for other in others:
+        assert_close(first, other, 100.0, recipe)
+
+
+# -- gradients in high precision, other recipes ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"])
+def test_a_backward_in_high_precision(recipe: str) -> None:
+    """With fprop alone in FP8, outputs have the bits of FP8 training and gradients those of the training without FP8. TE:
+    tests/pytorch/test_backward_override.py, test_linear_like_backward_override_matches_reference ("high_precision")."""
+    model = make(lambda: nn.Linear(128, 256), BF16)
+    x, dy = noise(64, 128, dtype=BF16), noise(64, 256, seed=1, dtype=BF16)
+    fprop = {"override_linear_precision": (False, True, True)}
+    off: dict[str, Any] = {"policy": {"rules": [{"fp8": "off"}]}}
+    found = {}
+    for name, options in {"fp8": {}, "mixed": fprop, "off": off}.items():
+        own = copy.deepcopy(model)
+        options = {"policy": ALL_FP8, **options}
+        found[name] = step(own, compiled(own, recipe, **options), x, dy)
+    assert torch.equal(found["mixed"]["y"], found["fp8"]["y"]) and not torch.equal(found["mixed"]["y"], found["off"]["y"])
+    for name in ("x", "weight", "bias"):
+        assert torch.equal(found["mixed"][name], found["off"][name]), name
+    assert not torch.equal(found["fp8"]["weight"], found["off"]["weight"])
+
+
+@pytest.mark.parametrize("other", ["mxfp8", "blockwise", "rowwise"])
+def test_another_recipe_in_the_middle(other: str) -> None:
+    """Behind steps of `delayed`, a recipe without state computes what it does for a fresh model; back again, `delayed` goes on
+    from its histories. TE: tests/pytorch/test_recipe.py, test_dynamic_recipe_update and test_quantizer_update."""
+    models = [make(lambda: nn.Linear(128, 128), BF16) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    changed, steady = (compiled(model, "delayed", policy=ALL_FP8) for model in models)
+
+    def both(seed: int, call: Callable[..., Tensor], expected: Callable[..., Tensor], twin: nn.Module) -> None:
+        x, dy = noise(32, 128, seed=seed, dtype=BF16), noise(32, 128, seed=9 + seed, dtype=BF16)
+        for model in (*models, twin):
+            model.zero_grad()
+        equal(step(twin, expected, x, dy), step(models[0], call, x, dy))
+
+    for seed in range(2):
+        both(seed, changed, steady, models[1])
+    fresh = copy.deepcopy(models[1])
+    both(5, compiled(models[0], other, policy=ALL_FP8), compiled(fresh, other, policy=ALL_FP8), fresh)
+    for seed in range(2, 4):
+        both(seed, changed, steady, models[1])
+
+
+# -- recomputation -------------------------------------------------------------------------------------------------------
+
+
+class Dropped(nn.Module):
+    """Two linears with dropout, of which a checkpoint has all or the second part; `cast`: it opens an autocast of its own."""
+
+    def __init__(self, how: str, cast: bool) -> None:
+        super().__init__()
+        self.how, self.cast = how, cast
+        self.up, self.down = nn.Linear(128, 256), nn.Linear(256, 128)
+
+    def tail(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", BF16, enabled=self.cast):
+            return F.dropout(self.down(F.gelu(x)), 0.1)
+
+    def whole(self, x: Tensor) -> Tensor:
+        return self.tail(F.dropout(self.up(x), 0.1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "whole":
+            return checkpoint(self.whole, x, use_reentrant=False)
+        if self.how == "part":
+            return checkpoint(self.tail, F.dropout(self.up(x), 0.1), use_reentrant=False)
+        return self.whole(x)
+
+
+@pytest.mark.parametrize(("recipe", "cast"), [("delayed", False), ("delayed", True), ("mxfp8", True)])
+def test_dropout_in_checkpoints(recipe: str, cast: bool) -> None:
+    """A recomputation draws the same masks and has the same scales, also under an autocast that the checkpointed function
+    opens: the gradients have the bits of a training without checkpoints. TE: tests/pytorch/test_numerics.py,
+    test_gpt_full_activation_recompute, test_gpt_selective_activation_recompute and ..._with_inner_autocast."""
+    found: list[list[dict[str, Tensor]]] = []
+    state = make(lambda: Dropped("", cast)).state_dict()
+    for how in ("", "whole", "part", "around"):
+        model = Dropped(how, cast)
+        model.load_state_dict(state)
+        run = compiled(model, recipe, policy=ALL_FP8, fallback_random=True)
+        call = (lambda x: checkpoint(run, x, use_reentrant=False)) if how == "around" else run
+        torch.manual_seed(3)
+        found.append([])
+        for seed in range(3):
+            model.zero_grad()
+            found[-1].append(step(model, call, noise(32, 128, seed=seed), noise(32, 128, seed=7).to(BF16 if cast else F32)))
+        assert_fp8(model)
+    for other in found[1:]:
+        for a, b in zip(found[0], other, strict=True):
+            equal(a, b)
