@@ -27,8 +27,10 @@ from tests.support.harness import sqnr
 DTYPES = (torch.float32, torch.bfloat16)
 EVERY = {"rules": [{"fp8": "on"}]}  # also the smallest matmul
 LOOKED_AT = 200  # of an operator's samples, from which some are taken
+UNDEFINED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided", "resize_", "resize_as_"}
 
-Outcome = list[Tensor | None] | Exception
+Results = list[Tensor | None]  # outputs and gradients of a case
+Way = Callable[[nn.Module], Callable[[], Any]]
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class Case:
     name: str
     make: Callable[[], Any]
     call: Callable[[Any], Any]
+    defined: bool = True  # whether the values of its outputs are
 
 
 class Together(nn.Module):
@@ -58,7 +61,7 @@ class Together(nn.Module):
         return [x for xs in nested for x in xs if x.requires_grad]
 
 
-def run(cases: Sequence[Case], compile: Callable[[nn.Module], Callable[[], Any]]) -> list[list[Tensor | None]]:
+def run(cases: Sequence[Case], compile: Way) -> list[Results]:
     """Outputs and gradients of each case."""
     model = Together(cases)
     torch.manual_seed(0)
@@ -70,10 +73,11 @@ def run(cases: Sequence[Case], compile: Callable[[nn.Module], Callable[[], Any]]
     grads: Iterator[Tensor | None] = iter(())
     if ends and any(leaves):
         grads = iter(torch.autograd.grad(ends, sum(leaves, []), given, allow_unused=True))
-    return [[*out, *(islice(grads, len(own)))] for out, own in zip(outputs, leaves, strict=True)]
+    found = [[*out, *(islice(grads, len(own)))] for out, own in zip(outputs, leaves, strict=True)]
+    return [own if case.defined else [x if x is None else x.new_zeros(x.shape) for x in own] for case, own in zip(cases, found)]
 
 
-def outcome(cases: Sequence[Case], compile: Callable[[nn.Module], Callable[[], Any]]) -> list[list[Tensor | None]] | Exception:
+def outcome(cases: Sequence[Case], compile: Way) -> list[Results] | Exception:
     try:
         torch._dynamo.reset()
         return run(cases, compile)
@@ -138,87 +142,87 @@ def ratio(expected: Tensor | None, got: Tensor | None) -> float:
     return sqnr(plain(expected), plain(got))
 
 
-def converted() -> int:
-    """The FP8 matmuls of what was compiled last."""
-    return sum(record.decision == "fp8" for record in fp8compile.report().matmuls)
+def converted(cases: Sequence[Case]) -> list[int]:
+    """The FP8 matmuls of each of the cases that were compiled last, by the names of their weights."""
+    done = [record.fqn for record in fp8compile.report().matmuls if record.decision == "fp8"]
+    if len(cases) == 1:
+        return [len(done)]
+    return [sum(name.startswith(f"given.{i}.") for name in done) for i in range(len(cases))]
 
 
 @dataclass
 class Found:
-    """What became of cases: how many had the bits of the stock path, or FP8 matmuls, or failed everywhere; `faults` by name."""
+    """What became of cases, by name."""
 
-    cases: int = 0
-    equal: int = 0
-    fp8: int = 0
+    equal: list[str] = field(default_factory=list)  # with the bits of the stock path
+    floors: dict[str, float] = field(default_factory=dict)  # with FP8 matmuls: the least SQNR
     refused: list[str] = field(default_factory=list)  # by the stock path, too
     random: list[str] = field(default_factory=list)  # the stock path does not repeat itself
     faults: dict[str, str] = field(default_factory=dict)
-    floors: dict[str, float] = field(default_factory=dict)  # the least SQNR of what has FP8 matmuls
+
+    @property
+    def cases(self) -> int:
+        return sum(map(len, (self.equal, self.floors, self.refused, self.random, self.faults)))
 
 
-def check(cases: Sequence[Case], floor: float, found: Found, theirs: Callable = stock, mine: Callable = ours) -> Found:
-    """Compare cases, all together and then those that are not equal by themselves."""
-    if not cases:
-        return found
+def check(cases: Sequence[Case], floor: float, found: Found, theirs: Way = stock, mine: Way = ours) -> Found:
+    """Compare cases, all together. Where they fail, each half by itself; what is not as it should be, by itself."""
     expected, got = outcome(cases, theirs), outcome(cases, mine)
-    if isinstance(expected, list) and isinstance(got, list):
-        differing = [case for case, *both in zip(cases, expected, got, strict=True) if not alike(*both)]
-        found.cases += len(cases) - len(differing)
-        found.equal += len(cases) - len(differing)
-        if differing and len(cases) > 1:
-            for case in differing:
-                check([case], floor, found, theirs, mine)
-            return found
-        if not differing:
-            return found
-    elif len(cases) > 1:
+    if len(cases) == 1:
+        return one(cases[0], expected, got, floor, found, theirs)
+    if isinstance(expected, Exception) or isinstance(got, Exception):
         for half in (cases[: len(cases) // 2], cases[len(cases) // 2 :]):
             check(half, floor, found, theirs, mine)
         return found
-    found.cases += 1
-    one(cases[0], expected, got, floor, found, theirs)
+    for case, fp8, *both in zip(cases, converted(cases), expected, got, strict=True):
+        if not right(case, fp8, *both, floor, found):
+            check([case], floor, found, theirs, mine)
     return found
 
 
-def alike(expected: Sequence[Tensor | None], got: Sequence[Tensor | None]) -> bool:
+def right(case: Case, fp8: int, expected: Results, got: Results, floor: float, found: Found) -> bool:
+    """Whether a case has the bits of the stock path or, with FP8 matmuls, a ratio over the floor; then it is counted."""
+    if fp8 and (least := min(map(ratio, expected, got))) >= floor:
+        found.floors[case.name] = least
+    elif alike(expected, got):
+        found.equal.append(case.name)
+    else:
+        return False
+    return True
+
+
+def alike(expected: Results, got: Results) -> bool:
     return len(expected) == len(got) and all(map(same, expected, got))
 
 
-def one(case: Case, expected: Any, got: Any, floor: float, found: Found, theirs: Callable) -> None:
-    """A case by itself that is not equal."""
-    fp8 = converted()
+def one(case: Case, expected: Any, got: Any, floor: float, found: Found, theirs: Way) -> Found:
+    """A case by itself. What the stock path refuses, ours need not do."""
     if isinstance(expected, Exception):
-        if isinstance(got, Exception):
-            found.refused.append(case.name)
-        return
-    if isinstance(got, Exception):
+        found.refused.append(case.name)
+    elif isinstance(got, Exception):
         found.faults[case.name] = f"{type(got).__name__}: {got}"
-        return
-    ratios = [ratio(*both) for both in zip(expected[0], got[0], strict=True)]
-    if fp8:
-        found.fp8 += 1
-        found.floors[case.name] = min(ratios)
-        if not min(ratios) >= floor:
-            found.faults[case.name] = f"{fp8} FP8 matmuls, {', '.join(f'{x:.1f}' for x in ratios)} dB"
-        return
-    again = outcome([case], theirs)
-    if isinstance(again, list) and not alike(expected[0], again[0]):
-        found.random.append(case.name)
-        return
-    found.faults[case.name] = f"no FP8 matmul, and not equal: {', '.join(f'{x:.1f}' for x in ratios)} dB"
+    elif not right(case, fp8 := converted([case])[0], expected[0], got[0], floor, found):
+        again = outcome([case], theirs)
+        if not fp8 and isinstance(again, list) and not alike(expected[0], again[0]):
+            found.random.append(case.name)
+        else:
+            ratios = ", ".join(f"{ratio(*both):.1f}" for both in zip(expected[0], got[0], strict=True))
+            found.faults[case.name] = f"{fp8} FP8 matmuls, {ratios} dB"
+    return found
 
 
 # -- samples -------------------------------------------------------------------------------------------------------------
 
 
-def fresh(given: Any, owned: bool) -> Any:
-    """Copies of the tensors in `given`. Those with gradients are parameters if `owned`, else activations."""
+def fresh(given: Any, owned: bool = True) -> Any:
+    """Copies of the tensors in `given`. If `owned`, those with gradients are parameters, except for the first tensor of all."""
+    first = next((x for x in tree_leaves(given) if isinstance(x, Tensor)), None)
 
     def copy(x: Any) -> Any:
         if not isinstance(x, Tensor):
             return x
         new = x.detach().clone()
-        return nn.Parameter(new) if x.requires_grad and owned else new.requires_grad_(x.requires_grad)
+        return nn.Parameter(new) if x.requires_grad and owned and x is not first else new.requires_grad_(x.requires_grad)
 
     return tree_map(copy, given)
 
@@ -243,17 +247,15 @@ def cases_of(op: Any, dtype: torch.dtype, number: int, change: Callable = lambda
     for i, sample in spread(list(enumerate(samples)), number):
         given = tree_map(
             lambda x: change(x) if isinstance(x, Tensor) and x.is_floating_point() else x,
-            (sample.input, (sample.args, sample.kwargs)),
+            (sample.input, sample.args, sample.kwargs),
         )
 
-        def make(given: Any = given) -> Any:
-            return fresh(given[0], False), fresh(given[1], True)
+        def call(given: Any, run: Callable = op.op, end: Callable = sample.output_process_fn_grad) -> Any:
+            first, args, kwargs = given
+            return end(run(first, *args, **kwargs))
 
-        def call(given: Any, op: Callable = op.op, end: Callable = sample.output_process_fn_grad) -> Any:
-            first, (args, kwargs) = given
-            return end(op(first, *args, **kwargs))
-
-        found += runnable(Case(f"{name_of(op)} {str(dtype)[6:]} {i}", make, call))
+        defined = op.name not in UNDEFINED
+        found += runnable(Case(f"{name_of(op)} {str(dtype)[6:]} {i}", functools.partial(fresh, given), call, defined))
     return found
 
 
