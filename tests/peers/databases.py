@@ -27,7 +27,8 @@ from tests.support.harness import sqnr
 DTYPES = (torch.float32, torch.bfloat16)
 EVERY = {"rules": [{"fp8": "on"}]}  # also the smallest matmul
 LOOKED_AT = 200  # of an operator's samples, from which some are taken
-UNDEFINED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided", "resize_", "resize_as_"}
+UNDEFINED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
+UNDEFINED |= {"resize_", "resize_as_"}
 
 Results = list[Tensor | None]  # outputs and gradients of a case
 Way = Callable[[nn.Module], Callable[[], Any]]
@@ -74,7 +75,8 @@ def run(cases: Sequence[Case], compile: Way) -> list[Results]:
     if ends and any(leaves):
         grads = iter(torch.autograd.grad(ends, sum(leaves, []), given, allow_unused=True))
     found = [[*out, *(islice(grads, len(own)))] for out, own in zip(outputs, leaves, strict=True)]
-    return [own if case.defined else [x if x is None else x.new_zeros(x.shape) for x in own] for case, own in zip(cases, found)]
+    zeros = [[x if x is None else x.new_zeros(x.shape) for x in own] for own in found]
+    return [own if case.defined else zero for case, own, zero in zip(cases, found, zeros, strict=True)]
 
 
 def outcome(cases: Sequence[Case], compile: Way) -> list[Results] | Exception:

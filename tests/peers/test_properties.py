@@ -7,6 +7,7 @@ What we had already, and what has no counterpart here, is in the table of README
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -42,6 +43,7 @@ def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 # -- floors ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize(
     ("shape", "recipe", "dtype", "bias", "again"),
     [
@@ -63,7 +65,7 @@ def test_a_linear(shape: tuple[int, ...], recipe: str, dtype: torch.dtype, bias:
     x = noise(*shape, dtype=dtype)
     for _ in range(2):
         expected = step(vanilla, vanilla, x)
-        got = step(model, (lambda x: checkpoint(run, x, use_reentrant=False)) if again else run, x)
+        got = step(model, functools.partial(checkpoint, run, use_reentrant=False) if again else run, x)
     assert got["y"].shape == (*shape[:-1], 256)
     assert 18.0 <= sqnr(expected["y"], got["y"]) < 60.0 and sqnr(expected["weight"], got["weight"]) >= 17.0
     if bias:
@@ -71,6 +73,7 @@ def test_a_linear(shape: tuple[int, ...], recipe: str, dtype: torch.dtype, bias:
     assert_fp8(model)
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_second_batch_of_a_feed_forward(recipe: str) -> None:
     """Its output and each weight's gradient have 20 dB in bf16. torchao: test/float8/test_numerics_integration.py,
@@ -88,6 +91,7 @@ def test_the_second_batch_of_a_feed_forward(recipe: str) -> None:
     assert_fp8(model)
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("encoding", ["ocp", "fnuz"])
 def test_the_smallest_scales_of_float16(encoding: str) -> None:
     """Tensors whose scale is over the largest float16 are cast with it all the same: scales are float32. torchao:
@@ -105,6 +109,7 @@ def test_the_smallest_scales_of_float16(encoding: str) -> None:
 # -- dtypes --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize(("recipe", "dtype"), [("delayed", F16), ("rowwise", F32), ("mxfp8", BF16)], ids=str)
 def test_dtypes_of_outputs_and_gradients(recipe: str, dtype: torch.dtype) -> None:
     """An output has the dtype of its weights, or that of autocast; gradients have that of their tensors. torchao:
@@ -120,6 +125,7 @@ def test_dtypes_of_outputs_and_gradients(recipe: str, dtype: torch.dtype) -> Non
         assert_fp8(model)
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 def test_a_model_that_is_cast_between_calls(dtype: torch.dtype) -> None:
     """Behind `model.to(dtype)`, results are those of a model that always had this dtype. TE: tests/pytorch/test_sanity.py,
@@ -142,6 +148,7 @@ def scratch(x: Tensor, offset: int) -> Tensor:
     return view.copy_(x)
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("recipe", ["delayed", "blockwise"])
 def test_tensors_that_begin_anywhere(recipe: str) -> None:
     """An input and a weight that are views at offsets 1, 3 and 5 of larger tensors: the same bits. TE:
@@ -152,17 +159,19 @@ def test_tensors_that_begin_anywhere(recipe: str) -> None:
         model = nn.Linear(128, 128, bias=False, dtype=BF16)
         model.weight = nn.Parameter(scratch(w, offset) if offset else w.clone())
         assert model.weight.storage_offset() == offset
-        found.append(step(model, compiled(model, recipe, policy=ALL_FP8), leaf(x) if offset == 0 else scratch(x, offset).requires_grad_()))
+        given = (scratch(x, offset) if offset else x.clone()).requires_grad_()
+        found.append(step(model, compiled(model, recipe, policy=ALL_FP8), given))
         assert_fp8(model)
     for other in found[1:]:
         equal(found[0], other)
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("recipe", ["delayed", "rowwise", "mxfp8"])
 def test_length_before_batch(recipe: str) -> None:
     """[length, batch, features], also as a view without copy, has the outputs and gradients of [batch, length, features]: where
-    a token stands decides about no scale of its row. Sums in another order differ in float32. TE: tests/pytorch/test_numerics.py,
-    test_transformer_layer_hidden_states_format, and test_noncontiguous for the view."""
+    a token stands decides about no scale of its row. Sums in another order differ in float32. TE:
+    tests/pytorch/test_numerics.py, test_transformer_layer_hidden_states_format, and test_noncontiguous for the view."""
     model, x, dy = make(lambda: nn.Linear(128, 256)), noise(4, 16, 128), noise(4, 16, 256, seed=1)
     sides = []
     for turned in (lambda x: x, lambda x: x.transpose(0, 1), lambda x: x.transpose(0, 1).contiguous()):
@@ -178,6 +187,7 @@ def test_length_before_batch(recipe: str) -> None:
 # -- gradients in high precision, other recipes ----------------------------------------------------------------------------
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"])
 def test_a_backward_in_high_precision(recipe: str) -> None:
     """With fprop alone in FP8, outputs have the bits of FP8 training and gradients those of the training without FP8. TE:
@@ -197,6 +207,7 @@ def test_a_backward_in_high_precision(recipe: str) -> None:
     assert not torch.equal(found["fp8"]["weight"], found["off"]["weight"])
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("other", ["mxfp8", "blockwise", "rowwise"])
 def test_another_recipe_in_the_middle(other: str) -> None:
     """Behind steps of `delayed`, a recipe without state computes what it does for a fresh model; back again, `delayed` goes on
@@ -245,6 +256,7 @@ class Dropped(nn.Module):
         return self.whole(x)
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize(("recipe", "cast"), [("delayed", False), ("delayed", True), ("mxfp8", True)])
 def test_dropout_in_checkpoints(recipe: str, cast: bool) -> None:
     """A recomputation draws the same masks and has the same scales, also under an autocast that the checkpointed function
@@ -256,7 +268,7 @@ def test_dropout_in_checkpoints(recipe: str, cast: bool) -> None:
         model = Dropped(how, cast)
         model.load_state_dict(state)
         run = compiled(model, recipe, policy=ALL_FP8, fallback_random=True)
-        call = (lambda x: checkpoint(run, x, use_reentrant=False)) if how == "around" else run
+        call = functools.partial(checkpoint, run, use_reentrant=False) if how == "around" else run
         torch.manual_seed(3)
         found.append([])
         for seed in range(3):
