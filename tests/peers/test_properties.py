@@ -73,7 +73,7 @@ def test_a_linear(shape: tuple[int, ...], recipe: str, dtype: torch.dtype, bias:
     assert_fp8(model)
 
 
-@pytest.mark.cases(slow=1)
+@pytest.mark.weekly
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_second_batch_of_a_feed_forward(recipe: str) -> None:
     """Its output and each weight's gradient have 20 dB in bf16. torchao: test/float8/test_numerics_integration.py,
@@ -109,7 +109,7 @@ def test_the_smallest_scales_of_float16(encoding: str) -> None:
 # -- dtypes --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.cases(slow=1)
+@pytest.mark.weekly
 @pytest.mark.parametrize(("recipe", "dtype"), [("delayed", F16), ("rowwise", F32), ("mxfp8", BF16)], ids=str)
 def test_dtypes_of_outputs_and_gradients(recipe: str, dtype: torch.dtype) -> None:
     """An output has the dtype of its weights, or that of autocast; gradients have that of their tensors. torchao:
@@ -166,7 +166,7 @@ def test_tensors_that_begin_anywhere(recipe: str) -> None:
         equal(found[0], other)
 
 
-@pytest.mark.cases(slow=1)
+@pytest.mark.weekly
 @pytest.mark.parametrize("recipe", ["delayed", "rowwise", "mxfp8"])
 def test_length_before_batch(recipe: str) -> None:
     """[length, batch, features], also as a view without copy, has the outputs and gradients of [batch, length, features]: where
