@@ -1,8 +1,7 @@
 """PyTorch's own databases of operators and modules as an oracle: their samples, run by `backend="fp8"` and by the stock path.
 
 The stock path is Inductor's `compile_fx` without our passes, whose graphs torch's own interpreter runs. It is what our backend
-is built upon, with the same decompositions. So what has no FP8 matmul has the same bits. `aot_eager` has other decompositions,
-which round elsewhere: it says what can be run at all.
+is built upon, with the same decompositions. So what has no FP8 matmul has the same bits. `aot_eager` has other decompositions, which round elsewhere.
 
 Samples are put into one graph, for a compilation costs more than they do. Where such a graph fails or differs, its halves are
 looked at, until one sample is left.
@@ -102,10 +101,6 @@ def stock(model: nn.Module) -> Callable[[], Any]:
         return boxed_nop(gm, inputs)
 
     return torch.compile(model, backend=functools.partial(compile_fx, inner_compile=inner), dynamic=False)
-
-
-def aot_eager(model: nn.Module) -> Callable[[], Any]:
-    return torch.compile(model, backend="aot_eager", dynamic=False)
 
 
 def inductor(model: nn.Module) -> Callable[[], Any]:
