@@ -1,7 +1,8 @@
 """PyTorch's own databases of operators and modules as an oracle: their samples, run by `backend="fp8"` and by the stock path.
 
 The stock path is Inductor's `compile_fx` without our passes, whose graphs torch's own interpreter runs. It is what our backend
-is built upon, with the same decompositions. So what has no FP8 matmul has the same bits. `aot_eager` has other decompositions, which round elsewhere.
+is built upon, with the same decompositions. So what has no FP8 matmul has the same bits. `aot_eager` has other decompositions,
+which round elsewhere.
 
 Samples are put into one graph, for a compilation costs more than they do. Where such a graph fails or differs, its halves are
 looked at, until one sample is left.
