@@ -126,6 +126,7 @@ class Way:
     dim: int = 0  # along which "simple fsdp" shards
     adam: dict[str, Any] | None = None
     same: bool = False  # batches on all ranks
+    how: dict[str, Any] = field(default_factory=dict)  # more arguments of `compile`
 
 
 class Gathered(nn.Module):
@@ -166,7 +167,7 @@ def whole(x: Any) -> Tensor:
 
 def sharded(model: Any, way: Way, mesh: Any) -> Callable[..., Tensor]:
     """What a trainer does to a model: checkpointing, compiling and sharding, in this order."""
-    how = {"backend": "fp8", "options": way.options}
+    how = {"backend": "fp8", "options": way.options, **way.how}
     dp = None if mesh is None else mesh["dp"] if "tp" in mesh.mesh_dim_names else mesh
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     shards: dict[str, Any] = {} if dp is None else {"mesh": dp}
@@ -180,7 +181,7 @@ def sharded(model: Any, way: Way, mesh: Any) -> Callable[..., Tensor]:
         if way.checkpoint == "outside":
             block = model.blocks[i] = checkpoint_wrapper(block)
         if way.compiled == "before":
-            inner.compile(fullgraph=way.checkpoint != "inside", **how)
+            inner.compile(**{"fullgraph": way.checkpoint != "inside", **how})
         if way.kind == "fsdp1":
             block = model.blocks[i] = flat(block, way, dp)
         elif way.kind != "replica":

@@ -115,13 +115,16 @@ class Side:
             if event == "w":
                 handles = self.hook_parameters()
             else:
-                EVENTS[event](self)
+                self.event(event)
         for handle in handles:
             handle.remove()
         for i, (x, outs) in enumerate(self.calls):
             self.seen |= {f"x{i}": x.grad} | {f"y{i} {j}": y for j, y in enumerate(outs)}
         self.seen |= {name: p.grad for name, p in self.model.named_parameters()}
         return {name: tensor.detach().clone() for name, tensor in self.seen.items() if tensor is not None}
+
+    def event(self, letter: str) -> None:
+        EVENTS[letter](self)
 
     # forwards
 

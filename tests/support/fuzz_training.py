@@ -125,11 +125,11 @@ def check(case: Case, seen: Counter) -> None:
     seen["gemms in FP8"] += calls[ops.scaled_mm] + calls[ops.block_mm]
 
 
-def compare(expected: Results, got: Results, where: str) -> None:
+def compare(expected: Results, got: Results, where: str, floor_db: float = FLOOR_DB) -> None:
     got = {name: tensor for name, tensor in got.items() if name in expected or tensor.any()}  # AOTAutograd's zeros
     assert expected.keys() == got.keys(), f"{where}: {sorted(expected.keys() ^ got.keys())} on one side only"
     ratios = {name: sqnr(tensor, got[name]) for name, tensor in expected.items() if not _cancels(name, tensor, got[name])}
-    low = [f"{name}: {ratio:.1f} dB" for name, ratio in ratios.items() if not ratio >= FLOOR_DB]
+    low = [f"{name}: {ratio:.1f} dB" for name, ratio in ratios.items() if not ratio >= floor_db]
     assert not low, f"{where}: {', '.join(low)}"
 
 

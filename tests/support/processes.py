@@ -119,10 +119,10 @@ class _Pool:
             process.start()
             theirs.close()
 
-    def run(self, work: Callable[..., Any], args: tuple[Any, ...], inductor: bool) -> list[Any]:
+    def run(self, work: Callable[..., Any], args: tuple[Any, ...], inductor: bool, limit: float) -> list[Any]:
         for pipe in self.pipes:
             pipe.send((work, args, inductor, dict(os.environ)))
-        deadline, done, failed = time.monotonic() + TIME_LIMIT, dict[int, bytes](), dict[int, str]()
+        deadline, done, failed = time.monotonic() + limit, dict[int, bytes](), dict[int, str]()
         left = dict(zip(self.pipes, itertools.count()))
         while left and (seconds := deadline - time.monotonic()) > 0:
             for pipe in wait(list(left), seconds):
@@ -144,13 +144,15 @@ class _Pool:
 _pools: dict[int, _Pool] = {}
 
 
-def on_ranks(ranks: int, work: Callable[..., Any], *args: Any, inductor: bool = False, once: bool = False) -> list[Any]:
+def on_ranks(
+    ranks: int, work: Callable[..., Any], *args: Any, inductor: bool = False, once: bool = False, limit: float = TIME_LIMIT
+) -> list[Any]:
     """`work(rank, *args)` in as many processes; what it returned on each. Graphs are interpreted, or compiled by Inductor.
-    `once`: no other work has these processes, before or after."""
+    `once`: no other work has these processes, before or after. `limit`: in seconds."""
     pool = None if once else _pools.pop(ranks, None)
     pool, kept = pool or _Pool(ranks), False
     try:
-        found = pool.run(work, args, inductor)
+        found = pool.run(work, args, inductor, limit)
         kept = not once
     finally:
         if not kept:
