@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fp8compile
 from fp8compile.distributed import fp8_all_gather
 from tests.distributed.ranks import Way, averaged, plain, sharded, whole
-from tests.support import fuzz_protocols, fuzz_training, hooks
+from tests.support import fuzz_models, fuzz_protocols, fuzz_training, hooks
 from tests.support.fuzz_models import UNIT
 from tests.support.fuzz_protocols import Results, Side
 from tests.support.harness import ALL_FP8, histories
@@ -69,10 +69,15 @@ class OnRanks(fuzz_training.Case):
     @classmethod
     def of(cls, seed: int, backend: str = "fp8") -> OnRanks:  # type: ignore[override]
         case, rng = cls(**vars(fuzz_training.Case.of(seed)), backend=backend), random.Random(f"ranks {seed}")
+        kind = rng.choice(("ddp", "fsdp"))
+        gather = kind == "fsdp" and rng.random() < 0.5
+        if gather:  # of what is stored as it is multiplied
+            with mock.patch.object(fuzz_models, "STORED", ("plain", "plain", "plain", "frozen", "turned")):
+                case.model = fuzz_models.Model(random.Random(f"gather {seed}")).to(case.dtype)
+            case.shapes = [(*shape[:-1], case.model.width) for shape in case.shapes]
         del case.model.blocks[2:]  # two blocks show what three do, and compile faster
         case.dynamic = case.dynamic if rng.random() < 0.5 else None
-        kind, case.exact, case.uneven = rng.choice(("ddp", "fsdp")), rng.random() < 0.5, rng.random() < 0.15
-        gather = kind == "fsdp" and rng.random() < 0.5
+        case.exact, case.uneven = rng.random() < 0.5, rng.random() < 0.15
         case.mixed = kind == "fsdp" and case.dtype == torch.bfloat16 and rng.random() < 0.5
         case.bucket = rng.choice((SMALL_BUCKET, case.bucket)) if case.exact else case.bucket
         reshard = rng.choice((None, None, True, False))
@@ -92,10 +97,11 @@ class OnRanks(fuzz_training.Case):
             case.options["amax_history_len"] = 2
         if case.recipe == "delayed" and not case.uneven and rng.random() < 0.2:
             case.options["reduce_amax"] = True
-        for module in case.model.modules():  # FSDP2 takes no scalars
+        for module in case.model.modules():  # FSDP2 takes no scalars, and no strides
             for name, p in list(module.named_parameters(recurse=False)):
-                if p.dim() == 0:
-                    setattr(module, name, nn.Parameter(p.detach()[None]))
+                if p.dim() == 0 or (kind == "fsdp" and not p.is_contiguous()):
+                    values = p.detach().contiguous() if p.dim() else p.detach()[None]
+                    setattr(module, name, nn.Parameter(values, p.requires_grad))
         if not case.exact:
             made = torch.Generator().manual_seed(seed)
             for p in case.model.parameters():

@@ -19,7 +19,7 @@ from tests.support import hooks
 from tests.support.processes import on_ranks
 
 MANY = int(os.environ.get("FUZZ_CASES", "40"))
-SMALL = (21, 66, 385)  # models of one block: DDP that cuts graphs, and FP8 gathers of noise and of integers
+SMALL = (71, 72, 85)  # models of one block: DDP that cuts graphs, and FP8 gathers of noise and of integers
 SEEDS = [pytest.param(seed, marks=pytest.mark.slow) for seed in SMALL]
 SEEDS += [pytest.param(seed, marks=pytest.mark.weekly) for seed in range(MANY) if seed not in SMALL]
 
@@ -53,7 +53,7 @@ def _planted(rank: int, seed: int) -> dict[str, list[str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [21, 385], ids=["ddp", "fsdp"])
+@pytest.mark.parametrize("seed", [72, 71], ids=["ddp", "fsdp"])
 def test_a_planted_error_is_seen(seed: int) -> None:
     """A scale is wrong on the second rank alone: so are its outputs, and the gradients of both."""
     one, other = on_ranks(2, _planted, seed, limit=fuzz_ranks.TIME_LIMIT)
