@@ -102,6 +102,8 @@ class OnRanks(fuzz_training.Case):
                 if p.dim() == 0 or (kind == "fsdp" and not p.is_contiguous()):
                     values = p.detach().contiguous() if p.dim() else p.detach()[None]
                     setattr(module, name, nn.Parameter(values, p.requires_grad))
+        if kind == "ddp" and not any(p.requires_grad for p in case.model.parameters()):  # which DDP refuses
+            case.model.requires_grad_()
         if not case.exact:
             made = torch.Generator().manual_seed(seed)
             for p in case.model.parameters():
