@@ -67,7 +67,7 @@ def on_refusal(backend: str, tell: Callable[..., None]) -> None:
 
     def begins(_: Any) -> None:
         if any(not module._use_orig_params and module._handle is not None for module in _under_way()):
-            frames = (frame.f_locals.get("compiler_fn") for frame, _ in traceback.walk_stack(sys._getframe()))
+            frames = (variables.get("compiler_fn") for variables in _variables("torch._dynamo"))
             given = next((getattr(made, "_torchdynamo_orig_backend", made) for made in frames if made is not None), None)
             if getattr(given, "compiler_name", "") == backend:
                 tell(**given.kwargs)  # type: ignore[union-attr]
@@ -78,11 +78,17 @@ def on_refusal(backend: str, tell: Callable[..., None]) -> None:
 
 def _under_way() -> Iterator[Any]:
     """The FSDP1 modules whose forward is under way."""
-    kind = _kind()
-    for frame, _ in traceback.walk_stack(sys._getframe()) if kind else ():
-        caller = frame.f_locals.get("self")
-        if isinstance(caller, kind):
+    for variables in _variables("torch.distributed.fsdp.fully_sharded_data_parallel") if _kind() else ():
+        if isinstance(caller := variables.get("self"), _kind()):
             yield caller
+
+
+def _variables(package: str) -> Iterator[dict[str, Any]]:
+    """The local variables of the frames on the stack that run code of this package. Not of other frames: a frame that was asked
+    keeps what it holds then to its end, also what it deletes (up to Python 3.12)."""
+    for frame, _ in traceback.walk_stack(sys._getframe()):
+        if str(frame.f_globals.get("__name__")).startswith(package):
+            yield frame.f_locals
 
 
 def _kind() -> Any:
