@@ -283,6 +283,7 @@ CHOICES: dict[str, Callable[[Any, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.cases(test=2, slow=2)
 @pytest.mark.parametrize("name", CHOICES)
 def test_what_chooses_entries_is_in_high_precision(name: str) -> None:
     """With other rounding a codebook's entry, a key or an expert is another one. Matmuls before and after are FP8."""

@@ -263,6 +263,7 @@ ON_A_GPU = {  # matmuls in FP8, of all
 }
 
 
+@pytest.mark.cases(test=1, slow=5)
 @pytest.mark.parametrize("page", ON_A_GPU)
 def test_examples_have_sizes_that_gain_on_a_gpu(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An H100 decides for the sizes that a page takes on a GPU as the page shows it for those of a CPU."""

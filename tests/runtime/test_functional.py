@@ -94,6 +94,7 @@ def test_with_other_tensors(name: str) -> None:
     assert {record.fqn for record in fp8compile.report().matmuls} <= {"", "net.0", "net.2"}
 
 
+@pytest.mark.cases(test=1, slow=1)
 @pytest.mark.parametrize("parameters", [True, False])
 def test_a_whole_step_in_a_function_says_so(parameters: bool, caplog: pytest.LogCaptureFixture) -> None:
     """No backward follows the graph, but it is no evaluation, and nobody finds out late that nothing ran in FP8."""
