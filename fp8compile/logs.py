@@ -62,12 +62,13 @@ def get_logger(name: str = ROOT) -> logging.Logger:
     return logging.getLogger(name if name == ROOT or name.startswith(ROOT + ".") else f"{ROOT}.{name}")
 
 
-def say_once(logger: logging.Logger, level: int, message: str) -> bool:
-    """Log `message` unless this process has already logged it with this logger and level; returns whether it was new."""
-    key = (logger.name, level, message)
-    if key in _said:
+def say_once(logger: logging.Logger, level: int, message: str, key: str = "") -> bool:
+    """Log `message` unless this process has already logged it, or another one with this `key`, with this logger and level;
+    returns whether it was new."""
+    known = (logger.name, level, key or message)
+    if known in _said:
         return False
-    _said.add(key)
+    _said.add(known)
     logger.log(level, "%s", message)
     return True
 

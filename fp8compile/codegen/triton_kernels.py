@@ -216,7 +216,7 @@ def fp8_update(
             recent = tl.load(row[:, None] + HISTORY + column[None, :], mask=recent_inside, other=0.0)
             reach = tl.load(row + REACH, mask=inside, other=1.0)
             interval = tl.load(row + INTERVAL, mask=inside, other=1.0)
-            limit = tl.load(row + LIMIT, mask=inside, other=float("inf"))
+            limit = tl.abs(tl.load(row + LIMIT, mask=inside, other=float("inf")))
             newest = tl.load(row + HISTORY, mask=inside, other=0.0)
             tl.debug_barrier()  # all threads read the history before it is shifted
             cold = age < 0
@@ -246,3 +246,10 @@ def fp8_update(
             tl.store(row + BEFORE + AGE, age, mask=inside)
             tl.store(row + HISTORY, amax, mask=inside)
             tl.store(row[:, None] + HISTORY + 1 + column[None, :], recent, mask=recent_inside)
+    else:
+        for start in range(0, COUNT, BLOCK_R):
+            slot = start + tl.arange(0, BLOCK_R)
+            amax = tl.load(amaxes + slot * STRIDE, mask=slot < COUNT, other=0).to(tl.float32, bitcast=True)
+            bad = (slot < COUNT) & ~(tl.abs(amax) < float("inf"))
+            limit = page + slot * (HISTORY + LENGTH) + LIMIT
+            tl.store(limit, -tl.abs(tl.load(limit, mask=bad, other=0.0)), mask=bad)

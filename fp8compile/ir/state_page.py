@@ -13,7 +13,7 @@ One direction (forward or backward) of one set of parameters keeps its delayed s
              9
              limit: an amax that is scaled to more than this is an overflow, after which the slot is cold for a call:
              fp8_max, or JUMP times the reach where that is more. One that is scaled to less than `floor_of` is an underflow,
-             after which the slot is cold, too
+             after which the slot is cold, too. Below zero from an amax that was not finite until the host has seen it
 
 Columns 6 to 9 are the slot's own constants (`SlotSettings`), so that slots of different recipes share a page.
 
@@ -91,11 +91,12 @@ class Rows:
     before = property(lambda rows: Rows(rows.tensor.narrow(-1, BEFORE, REACH - BEFORE)))  # the columns of the call before
     cold = property(lambda rows: rows.age < 0)  # no scale yet, or an overflow or underflow in the last call
     overflowed = property(lambda rows: rows.cold & (rows.newest > 0))  # an overflow or underflow in the last call
+    not_finite = property(lambda rows: rows.limit < 0)  # an amax in some call since the host has last looked
 
     def settings(self) -> SlotSettings:
         """The settings of a single row. Reads the device."""
         reach, window, interval, limit = self.tensor[REACH:HISTORY].tolist()
-        return SlotSettings(reach, int(window), int(interval), limit)
+        return SlotSettings(reach, int(window), int(interval), abs(limit))
 
 
 @dataclass(frozen=True)
@@ -184,14 +185,15 @@ def next_page(page: Tensor, snapshot: Tensor, amax: Tensor) -> Tensor:
     else the new scale. If it is below the slot's floor, the slot becomes cold. If the next one is below the floor, too, or the
     one after an overflow, the slot forgets what is older: that would flush the tensor for the length of the window (after a
     rollback, say, to weights from before a spike). One odd batch alone changes no scale. If any amax is not finite, nothing
-    moves: one bad batch leaves no trace (TransformerEngine keeps the infinity in the window for its whole length).
+    moves: one bad batch leaves no trace (TransformerEngine keeps the infinity in the window for its whole length), but for the
+    sign of the limit, for the host.
     """
     # Unused slots see zeros: with one shape for all rows and a single concatenation, Inductor makes one kernel of all this.
     amax = torch.nn.functional.pad(amax, (0, page.shape[0] - amax.shape[0]))
     old, rows = Rows(snapshot), Rows(page)
     old_scale, old_inverse, age = old.scale, old.scale_inv, old.age
     recent = page.narrow(1, HISTORY, rows.length - 1)
-    reach, window, interval, limit = rows.reach, rows.window, rows.interval, rows.limit
+    reach, window, interval, limit = rows.reach, rows.window, rows.interval, rows.limit.abs()
     cold = age < 0
     overflow = ~cold & (amax * old_scale > limit)
     underflow = (amax > 0) & (amax * old_scale < floor_of(reach, limit))
@@ -211,4 +213,6 @@ def next_page(page: Tensor, snapshot: Tensor, amax: Tensor) -> Tensor:
     columns = [x.unsqueeze(1) for x in (scale, inverse, age)]
     constants = page.narrow(1, REACH, HISTORY - REACH)
     moved = torch.cat([*columns, snapshot.narrow(1, 0, BEFORE), constants, amax.unsqueeze(1), recent], 1)
-    return torch.where(amax.isfinite().all(), moved, page)
+    marked = torch.where(amax.isfinite(), rows.limit, -limit).unsqueeze(1)
+    kept = torch.cat([page.narrow(1, 0, LIMIT), marked, page.narrow(1, HISTORY, rows.length)], 1)
+    return torch.where(amax.isfinite().all(), moved, kept)

@@ -24,6 +24,7 @@ the backward counts as the first one: the forward before it ran without gradient
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
@@ -39,7 +40,7 @@ from ..logs import get_logger
 from ..passes.pipeline import Rewritten
 from . import probe, state
 from .interpreter import How
-from .overflow import Overflow, say
+from .overflow import Overflow, say, say_not_finite
 from .repeats import Ran
 from .state import Book, PageSet
 
@@ -207,9 +208,13 @@ class Calls:
             key = keys[overflow.backward][overflow.row]
             return f"{self.interface.names[key.input] if key.input < len(self.interface.names) else key.input} ({key.role})"
 
-        if not self.together:
-            pages.overflowed()
-        say(overflows, name)
+        for bad in [overflow for overflow in overflows if overflow.amax == math.inf][:1]:
+            say_not_finite(bad, name)
+        overflows = [overflow for overflow in overflows if overflow.amax < math.inf]
+        if overflows:
+            if not self.together:
+                pages.overflowed()
+            say(overflows, name)
 
     # -- in a call --
 

@@ -231,7 +231,7 @@ def test_the_update_kernel_is_next_page(
     sizes = {"SLOTS": slots, "LENGTH": history, "COUNT": count, "STRIDE": launch.AMAX_STRIDE if bits else 1}
     generator = torch.Generator().manual_seed(0)
     expected = state_page.new_page(slots, history, torch.device("cpu"), settings)
-    page, forgotten = expected.clone(), 0
+    page, forgotten, marked = expected.clone(), 0, set()
     for step in range(9):
         amax = torch.rand(count, generator=generator) * 10.0 ** torch.randint(-6, 6, (count,), generator=generator)
         amax[torch.rand(count, generator=generator) < 0.2] = 0
@@ -242,6 +242,8 @@ def test_the_update_kernel_is_next_page(
         vector[:, 0] = amax
         kernel[(1, 1, 1)](page=page, scales=snapshot, amaxes=vector.view(torch.int32) if bits else amax, **sizes)
         assert torch.equal(page, expected), step
+        marked |= set() if amax.isfinite().all() else {step % count}
+        assert {*torch.nonzero(state_page.Rows(page).not_finite).flatten().tolist()} == marked, step
         forgotten += int((state_page.Rows(snapshot).cold & (state_page.Rows(page).history > 0).sum(1).eq(1)).sum())
     assert forgotten or history == 1
 

@@ -170,3 +170,15 @@ def test_a_run_that_starts_with_bad_batches() -> None:
         model, faulty = train({}, dict.fromkeys(range(3), kind), 3 + RECOVERY)
         recovered(clean, faulty, 2, 3)
         sound(model, f"{kind}, at the end")
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize(("fault", "said"), [
+    ("NaN in the input", ["up.weight (input)"]),
+    ("the loss overflows", ["down.weight (gradient)"]),
+    ("1e-30", []),
+])  # fmt: skip
+def test_the_first_tensor_that_is_not_finite_is_named_once(fault: str, said: list[str], caplog: Any) -> None:
+    train({}, {1: fault, 4: fault}, 8)
+    found = [record.getMessage() for record in caplog.records if "infinity or a NaN" in record.getMessage()]
+    assert len(found) == len(said) and all(name in text for name, text in zip(said, found, strict=True)), found
