@@ -159,7 +159,7 @@ def test_one_launch_collects_what_inductor_reduces() -> None:
     assert plan.launches("fp8_raise") == warm
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_one_launch_sums_what_the_blocks_of_rows_have_summed() -> None:
     """The gradients of two norms' weights."""
     with executed() as plan:

@@ -68,7 +68,7 @@ def step(model: torch.nn.Module, call: Any, seed: int = 0) -> float:
 THROUGH_INDUCTOR = pytest.param(QUICK, True, marks=pytest.mark.weekly)
 
 
-@pytest.mark.cases(slow=1)
+@pytest.mark.weekly
 @pytest.mark.parametrize(("name", "inductor"), [*((x, False) for x in MODELS), THROUGH_INDUCTOR])
 def test_each_layer_has_six_matmuls_in_fp8_and_learns(name: str, inductor: bool) -> None:
     model = make(name)

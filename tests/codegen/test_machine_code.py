@@ -121,7 +121,7 @@ def test_the_finer_recipes_get_kernels_of_every_kind():
         assert any(text in source for source in sources), text
 
 
-@pytest.mark.cases(slow=1)
+@pytest.mark.weekly
 @pytest.mark.parametrize("model", FINER)
 def test_kernels_of_the_finer_recipes_do_not_spill(model):
     took = [(kernel, resources(compile_kernel(kernel, kernel.configs[0], TARGETS["sm_90"]))) for kernel in finer(model)]

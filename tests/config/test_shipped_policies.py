@@ -201,7 +201,7 @@ GRAPHS = [(policy, "llama") for policy in ("conservative", "default", "fast", "l
 GRAPHS += [("gpt2", "gpt2"), ("fast", "gpt2"), ("vit", "vit")]
 
 
-@pytest.mark.cases(slow=1)
+@pytest.mark.weekly
 @pytest.mark.parametrize(
     ("policy", "name"), [GRAPHS[0], *(pytest.param(*given, marks=pytest.mark.slow) for given in GRAPHS[1:])]
 )

@@ -118,7 +118,7 @@ def test_a_rank_compares_its_own_batch(compared, how: str, alone: bool) -> None:
     assert all(a["loss"] != b["loss"] for (a, _), (b, _) in zip(first, second, strict=True))
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_on_one_rank_before_the_first_call(compared) -> None:
     assert compared[0]["first"] is not None and all(ran["then"] for ran in compared)
 

@@ -134,7 +134,7 @@ def test_a_graph_that_ddp_splits(one_process: str, kind: type[nn.Module]) -> Non
     assert {key: cut.histories[key] for key in whole.histories} == whole.histories
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_the_whole_is_traced_once_if_it_can_be(one_process: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else each part decides from its own nodes."""
     traced, trace = [], compat.forward_of
@@ -201,7 +201,7 @@ def test_gradients_that_are_slices_of_one_tensor(one_process: str) -> None:
     assert all(map(torch.equal, results[0], results[1])) and all(map(torch.equal, results[0], results[2]))
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_copies_of_weights_of_graphs_that_ddp_splits(one_process: str) -> None:
     """Each part keeps its own. To the bit as without, and one cast a step."""
     results = []

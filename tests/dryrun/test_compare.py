@@ -161,7 +161,7 @@ def test_table_dict_and_picture(tmp_path) -> None:
 
 # -- healthy models, and faults ----------------------------------------------------------------------------------------
 
-@pytest.mark.cases(slow=1)
+@pytest.mark.weekly
 @pytest.mark.parametrize("name", HEALTHY)
 def test_nothing_is_flagged_on_healthy_models(name: str) -> None:
     """At the first step, and with the scales of a training. (Quick tests ask the same of `an_mlp` and `trained`.)"""

@@ -172,8 +172,7 @@ def test_a_kernel_of_many_instructions_is_limited_by_them_and_a_copy_is_not():
     assert least < took - H200.launch < 2 * least and took > 1.5 * by_bytes
 
 
-@pytest.mark.slow
-@pytest.mark.slow
+@pytest.mark.weekly
 @compiles
 def test_a_grid_that_is_not_in_the_code_is_not_counted():
     kernel = only_kernel(80, dynamic=True)
@@ -215,7 +214,7 @@ def test_no_bound_for_devices_that_are_not_described():
     assert "no clock" in (issue.unavailable(dataclasses.replace(H200, clock_mhz=0.0)) or "")
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @compiles
 def test_an_estimate_says_what_was_counted(monkeypatch):
     monkeypatch.setattr(catalog, "find", lambda key: dataclasses.replace(H200, clock_mhz=1.0))

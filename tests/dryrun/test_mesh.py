@@ -261,8 +261,7 @@ def made() -> Estimate:
     return estimate(net(), batch().detach(), mesh={"dp": 8, "tp": 2}, options={"policy": {"rules": [{"fp8": "on"}]}})
 
 
-@pytest.mark.slow
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_text_json_and_page(made) -> None:
     text, page = str(made), made.to_html()
     for words in (

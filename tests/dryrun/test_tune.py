@@ -199,7 +199,7 @@ def test_the_file_says_what_was_chosen_and_loads_back(found: fp8compile.Tuned, t
         assert (row.recipe or "high precision") == found.choice[row.fqn].partition(",")[0], row
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_a_policy_with_a_relative_path_is_extended_from_elsewhere(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "out").mkdir()
@@ -221,7 +221,7 @@ def test_progress_is_shown_step_by_step() -> None:
     assert any("rowwise: up" in what for _, _, what in seen)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_the_result_of_all_recipes_depends_on_the_arguments_alone(found: fp8compile.Tuned) -> None:
     torch.manual_seed(99)
     assert tuned(FEW, found.budget)[0].to_dict() == found.to_dict()

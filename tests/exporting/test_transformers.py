@@ -89,7 +89,7 @@ def test_the_configuration_is_the_models_own(tmp_path: Path) -> None:
     assert made.ignored == ("model.embed_tokens", "lm_head") and len(made.layers) == 7
 
 
-@pytest.mark.cases(slow=1)
+@pytest.mark.weekly
 @pytest.mark.parametrize(("recipe", "options"), [("delayed", {}), ("rowwise", {}), ("mxfp8", TILES)])
 def test_a_server_in_eager_in_bf16(recipe: str, options: dict[str, Any], tmp_path: Path) -> None:
     """Both sides round to bf16 at the same places, which hides the order of float32 sums."""
@@ -129,7 +129,7 @@ def test_loaded_with_compressed_tensors(recipe: str, tmp_path: Path) -> None:
     assert_alike(ours, outputs(Logits(serve(llama(), made.directory))))
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_mxfp8_loaded_with_compressed_tensors(tmp_path: Path) -> None:
     """compressed-tensors decompresses E8M0 weights to bf16, and multiplies inputs of the model's dtype with them: only a bf16
     model runs as it is. A float32 model runs once the weights are float32, which changes no value. Its own scales of inputs

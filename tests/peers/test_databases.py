@@ -71,7 +71,7 @@ def test_operators(part: int, number: int) -> None:
         judge([case for op in operators()[part::PARTS] for case in cases_of(op, dtype, number)])
 
 
-@pytest.mark.cases(slow=1)
+@pytest.mark.weekly
 @pytest.mark.parametrize(("part", "number"), [(0, 1), *((part, 4) for part in range(MODULES))])
 def test_modules(part: int, number: int) -> None:
     from torch.testing._internal.common_modules import module_db

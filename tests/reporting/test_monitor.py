@@ -274,7 +274,7 @@ def test_worst_first(file: Path) -> None:
     assert list(found[1].tensors()) == [("gradient", ""), ("gradient", "transposed")]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_plot(file: Path) -> None:
     pytest.importorskip("matplotlib")
     status, out, err = run_cli("plot", file, "--worst", 3)

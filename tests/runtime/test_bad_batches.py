@@ -140,7 +140,7 @@ def test_no_bad_batch_leaves_a_trace(name: str) -> None:
     assert bool(histories(model)) is name.startswith("delayed")
 
 
-@pytest.mark.cases(slow=1)
+@pytest.mark.weekly
 @pytest.mark.parametrize(
     "options",
     [

@@ -98,7 +98,7 @@ def test_the_planted_token_is_an_outlier_of_the_down_projection_alone() -> None:
     assert spiked.abs().max() < 1.5 * plain.abs().max()
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_an_outlier_behind_a_gated_activation_stalls_naive_delayed_scaling_and_not_the_defaults() -> None:
     _, before, bf16 = train(None)
     naive_model, naive_before, naive = train(NAIVE)
