@@ -1,0 +1,25 @@
+"""What all hooks use."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+Patched = contextlib.AbstractContextManager[Any]
+
+
+@contextlib.contextmanager
+def noting(owner: Any, name: str, note: Callable[..., Any]) -> Iterator[list[Any]]:
+    """`note(result, *args, **kwargs)` of each call of `owner.name` inside; `self` is the first argument of a method."""
+    found: list[Any] = []
+    stock = getattr(owner, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = stock(*args, **kwargs)
+        found.append(note(result, *args, **kwargs))
+        return result
+
+    with mock.patch.object(owner, name, call):
+        yield found

@@ -1,0 +1,152 @@
+"""The process, and how graphs run."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+
+from .base import Patched, noting
+
+
+def forget() -> None:
+    """Forget what this process keeps from one compilation or training to the next, Dynamo's code included."""
+    torch._dynamo.reset()
+    forget_trainings()
+
+
+def forget_trainings() -> None:
+    """The same, but compiled code stays, and so do its reports."""
+    from fp8compile import logs
+    from fp8compile.runtime import phases, probe
+
+    probe.ACTIVE.clear()  # measurements that were asked for, and whose models no collection has freed yet
+    phases._state.steps.clear()  # optimizers that no collection has freed yet: a model that had none follows the others
+    logs.forget()  # messages that are logged once a process
+
+
+@contextlib.contextmanager
+def strictly(shares: bool = False) -> Iterator[None]:
+    """Inside, random numbers are fixed, a fall back to eager is an error, AOTAutograd's cache is off (`FP8COMPILE_TEST_CACHE=1`
+    leaves it on), and Dynamo collects no garbage after each compilation. `shares`: code stays for many tests."""
+    settings = {"fail_on_recompile_limit_hit": True, "suppress_errors": False, "run_gc_after_compile": False}
+    if shares:
+        settings |= {"recompile_limit": 1000, "accumulated_recompile_limit": 10_000}
+    settings = {name: value for name, value in settings.items() if hasattr(torch._dynamo.config, name)}
+    random.seed(0)
+    torch.manual_seed(0)
+    cache = torch._functorch.config.patch(enable_autograd_cache=bool(os.environ.get("FP8COMPILE_TEST_CACHE")))
+    with torch._dynamo.config.patch(settings), cache:
+        yield
+
+
+# -- how graphs run ------------------------------------------------------------------------------------------------------
+
+
+def _inner(inner: Any) -> Patched:
+    from fp8compile.backend import fp8
+
+    return mock.patch.dict(fp8.__kwdefaults__, inner=inner)
+
+
+def interpreted() -> Patched:
+    """Inside, `backend="fp8"` runs the rewritten graph on the reference operators."""
+    from fp8compile.runtime.inner import Inner
+    from fp8compile.runtime.interpreter import Eager, boxed
+
+    return _inner(Inner(lambda gm, example_inputs, **kwargs: boxed(Eager(gm))))
+
+
+def lowered() -> Patched:
+    """Inside, `backend="fp8"` runs the lowered graph operator by operator."""
+    from fp8compile.runtime.inner import INTERPRETER
+
+    return _inner(INTERPRETER)
+
+
+def run_by(interpreter: Any) -> Patched:
+    """Inside, lowered graphs and cold calls are run by `interpreter(graph module)`, which has `env` and `boxed_run`."""
+    from fp8compile.runtime import inner
+
+    return mock.patch.object(inner, "Eager", interpreter)
+
+
+def traced() -> Patched:
+    """Inside, `backend="fp8"` decides and reports, but runs nothing: outputs are placeholders."""
+    from fp8compile.dryrun.placeholders import PLACEHOLDERS
+
+    return _inner(PLACEHOLDERS)
+
+
+def through(see: Callable[..., Any]) -> Patched:
+    """Inside, interpreted graphs have `see(call, operator, args, kwargs)` where each `call(operator, args, kwargs)` was."""
+    from fp8compile.runtime.interpreter import Eager
+
+    stock = Eager.call_function
+
+    def seen(self: Eager, target: Any, args: tuple, kwargs: dict) -> Any:
+        return see(lambda *given: stock(self, *given), target, args, kwargs)
+
+    return mock.patch.object(Eager, "call_function", seen)
+
+
+@contextlib.contextmanager
+def calls() -> Iterator[Counter]:
+    """How often interpreted graphs call each operator."""
+    found: Counter = Counter()
+
+    def see(call: Callable[..., Any], target: Any, *given: Any) -> Any:
+        found[target] += 1
+        return call(target, *given)
+
+    with through(see):
+        yield found
+
+
+@contextlib.contextmanager
+def sent(name: str) -> Iterator[list[tuple[torch.dtype, int]]]:
+    """The dtype and bytes of each tensor that interpreted graphs send by this collective of `_c10d_functional`."""
+    target, found = getattr(torch.ops._c10d_functional, name).default, list[tuple[torch.dtype, int]]()
+
+    def see(call: Callable[..., Any], called: Any, args: tuple, kwargs: dict) -> Any:
+        if called == target:
+            found.append((args[0].dtype, args[0].nbytes))
+        return call(called, args, kwargs)
+
+    with through(see):
+        yield found
+
+
+# -- graphs --------------------------------------------------------------------------------------------------------------
+
+
+def joint_graphs() -> Patched:
+    """The joint graphs that our passes make inside."""
+    from fp8compile import backend
+
+    return noting(backend, "run_joint", lambda done, graph, *_, **__: graph)
+
+
+@contextlib.contextmanager
+def halves() -> Iterator[list[tuple[torch.fx.GraphModule, bool]]]:
+    """The halves that the partitioner makes inside, before they are lowered, and whether each is a backward."""
+    from fp8compile.backend import fp8
+    from fp8compile.runtime.inner import Inner
+
+    found: list[tuple[torch.fx.GraphModule, bool]] = []
+    before = fp8.__kwdefaults__["inner"]
+
+    def compile(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+        from fp8compile import compat
+
+        found.append((compat.copy_graph(gm), bool(kwargs.get("is_backward"))))
+        return before.compile(gm, example_inputs, **kwargs)
+
+    with _inner(Inner(compile, before.computes, before.eager)):
+        yield found

@@ -1,0 +1,158 @@
+"""Generated kernels."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+
+from .base import Patched
+
+
+@contextlib.contextmanager
+def launching(tuned: Callable[..., Any], choose: Callable[[Any], Any] | None = None, **limits: int) -> Iterator[None]:
+    """Inside, graphs for a CPU get generated kernels: `tuned(function, configurations)` is launched, with the configuration
+    that `choose(kernel)` names, or with the default one. `limits`: other values of constants of `codegen.launch`."""
+    from fp8compile.codegen import launch
+
+    configurations = launch.configurations
+
+    def chosen(kernel: Any) -> Any:
+        return (choose(kernel) if choose else configurations(kernel)[0],)
+
+    with mock.patch.multiple(launch, DEVICES=("cpu", "cuda"), tuned=tuned, configurations=chosen, **limits):
+        yield
+
+
+@contextlib.contextmanager
+def launched(see: Callable[..., Any], amd: bool = False) -> Iterator[None]:
+    """`see(function, arguments, constants)` gets each launch that is written inside. `amd`: with an AMD GPU's conversions."""
+    from fp8compile import compat
+    from fp8compile.codegen import kernel
+
+    launch = compat.launch
+
+    def noted(emit: Any, function: Any, grids: Any, arguments: dict[str, Any], constants: Any = None) -> Any:
+        see(function, arguments, constants or {})
+        return launch(emit, function, grids, arguments, constants)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(compat, "launch", noted))
+        if amd:
+            stack.enter_context(mock.patch.object(kernel, "saturates", lambda dtype: False))
+        yield
+
+
+def cuda_version(*version: int) -> Patched:
+    """Inside, torch was built with this CUDA."""
+    from fp8compile.devices import support
+
+    return mock.patch.object(support, "cuda_version", lambda: version)
+
+
+def fnuz() -> Patched:
+    """Inside, the GPU has the fnuz encodings."""
+    from fp8compile.devices import formats
+
+    return mock.patch.object(formats, "fnuz", lambda: True)
+
+
+@contextlib.contextmanager
+def block_mm_by(way: str, tile: tuple[int, ...] = (64, 32, 4, 1)) -> Iterator[None]:
+    """Inside, a matmul of blocks is lowered in this way, and our kernel has this tile."""
+    from fp8compile.codegen import block_gemm, scaled_mm_kind
+
+    tiles = mock.patch.object(block_gemm, "configurations", lambda *_: (tile,))
+    with mock.patch.object(scaled_mm_kind, "how", lambda *_: way), tiles:
+        yield
+
+
+@contextlib.contextmanager
+def matmuls_for(gpu: Any, tile: tuple[int, ...] = (64, 32, 4, 1)) -> Iterator[None]:
+    """Inside, matmuls are lowered for this GPU; those of groups have this tile."""
+    from fp8compile.codegen import grouped_gemm, scaled_grouped, scaled_mm
+
+    tiles = mock.patch.object(grouped_gemm, "configurations", lambda *_: (tile,))
+    one, other = (mock.patch.object(module, "gpu_of", lambda _: gpu) for module in (scaled_grouped, scaled_mm))
+    with one, other, tiles:
+        yield
+
+
+@contextlib.contextmanager
+def scales_of_products() -> Iterator[list[torch.Tensor]]:
+    """The scales that ATen's matmul gets inside; no matmul runs."""
+    from fp8compile.codegen import scaled_mm
+
+    found: list[torch.Tensor] = []
+    with mock.patch.object(scaled_mm, "scaled", lambda a, b, a_scale, b_scale, *_: found.extend((a_scale, b_scale))):
+        yield found
+
+
+def files_apart() -> Patched:
+    """Inside, each C++ kernel is compiled in a file of its own."""
+    return mock.patch("fp8compile.compat.inductor.few_files", contextlib.nullcontext)
+
+
+@contextlib.contextmanager
+def traffic(answer: tuple[int, int] | None = None) -> Iterator[list[tuple[int, int]]]:
+    """The bytes that a fused kernel and Inductor would move, for each group that is compared inside; or `answer` for all."""
+    from fp8compile.passes import fuse
+
+    found: list[tuple[int, int]] = []
+    compare = fuse.compare
+
+    def noted(*given: Any) -> tuple[int, int]:
+        found.append(answer or compare(*given))
+        return found[-1]
+
+    with mock.patch.object(fuse, "compare", noted):
+        yield found
+
+
+def matmuls_unread() -> Patched:
+    """Inside, a described step does not read Inductor's matmuls: on NVIDIA it falls back for fnuz operands."""
+    from fp8compile.dryrun.fake_gpu.record import _Reader
+
+    return mock.patch.object(_Reader, "matmul", lambda *_: None)
+
+
+def groups_to_tune(model: nn.Module, args: tuple, loss: Callable[[Any], torch.Tensor] | None) -> Any:
+    """What `tune` measures: `groups`, `alone(candidate)`, `error(choice, name)`, and `whole` where one graph tells all."""
+    from fp8compile.dryrun.tune import _Measured
+
+    return _Measured(model, args, {}, loss, "default", 0.5, lambda *_: None)
+
+
+def without_ptxas() -> Patched:
+    """Inside, Triton's assembler is not there."""
+    from fp8compile.dryrun.fake_gpu import machine_code
+
+    return mock.patch.object(machine_code, "_path", mock.Mock(side_effect=RuntimeError))
+
+
+def losing_updates() -> Patched:
+    """Inside, graphs lose the writes of their scaling state before the check for them."""
+    from fp8compile.runtime import halves
+
+    check = halves._check_update
+
+    def without_writes(gm: Any, page: str, slots: Any) -> None:
+        for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
+            gm.graph.erase_node(node)
+        check(gm, page, slots)
+
+    return mock.patch.object(halves, "_check_update", without_writes)
+
+
+def without_lowerings() -> Patched:
+    """Inside, no operator of ours is lowered."""
+    return mock.patch("fp8compile.passes.lower.LOWERED", ())
+
+
+def ranks_agree() -> Patched:
+    """Inside, the other ranks, which are not there, have said what this one says."""
+    return mock.patch("fp8compile.compat.different", return_value={})

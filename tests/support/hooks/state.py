@@ -1,0 +1,280 @@
+"""Scaling state, phases, and measured calls."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import os
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+
+from .base import Patched, noting
+
+
+def slots_of(model: nn.Module) -> dict[tuple[str, str, int], Any]:
+    """(parameter name, role, use) -> slot, which has `history()` and `scale()`."""
+    from fp8compile.runtime.state import slots_of
+
+    return slots_of(model)
+
+
+def cold(model: nn.Module) -> dict[tuple[str, str, int], bool]:
+    """For each slot, whether the next call takes the current amax of its tensor."""
+    return {key: bool(slot.numbers.cold) for key, slot in slots_of(model).items()}
+
+
+def pages_of_forwards() -> Patched:
+    """The page of state that each forward is given, and whether it is a recomputation. Keeps them alive: no two share memory
+    by chance."""
+    from fp8compile.runtime.calls import Calls
+
+    return noting(Calls, "open", lambda opened, *_, **__: (opened[1], opened[0].again))
+
+
+def overflow_lines() -> Patched:
+    """Inside, no line about overflows was logged yet. Gives what has `missed`: overflows since the last line."""
+    from fp8compile.runtime import overflow
+
+    return mock.patch.object(overflow, "_Said", type("Said", (), {"at": float("-inf"), "missed": 0}))
+
+
+def cold_calls() -> Patched:
+    """Of each forward of compiled graphs: whether it is cold."""
+    from fp8compile.runtime.calls import Calls
+
+    return noting(Calls, "forward", lambda how, *_, **__: how is not None and how.cold)
+
+
+def weight_casts() -> Patched:
+    """How often `cache_weights` casts: an entry a cast, the number of its weights."""
+    from fp8compile.runtime.weight_cache import WeightCache
+
+    return noting(WeightCache, "_cast", lambda done, cache, weights, *_, **__: len(weights))
+
+
+@contextlib.contextmanager
+def casts_by_place() -> Iterator[list[tuple[str, int]]]:
+    """Each cast of `cache_weights`: "forward" or "step", with a "+" if the update has given the amaxes; and how many copies
+    its cache held then."""
+    from fp8compile.runtime.weight_cache import WeightCache
+
+    found: list[tuple[str, int]] = []
+    cast, now = WeightCache._cast, WeightCache.cast_now
+    where = ["forward"]
+
+    def noted(self: WeightCache, weights: Any, amaxes: Any = ()) -> Any:
+        held = sum(len(kept.copies) for kept in self.kept.values())
+        found.append((where[-1] + ("+" if len(amaxes) else ""), held))
+        return cast(self, weights, amaxes)
+
+    def inside(self: WeightCache, *args: Any) -> None:
+        where.append("step")
+        now(self, *args)
+        where.pop()
+
+    with mock.patch.object(WeightCache, "_cast", noted), mock.patch.object(WeightCache, "cast_now", inside):
+        yield found
+
+
+@contextlib.contextmanager
+def bytes_of_copies() -> Iterator[list[int]]:
+    """The bytes of the copies that each graph compiled inside keeps between its calls, as its report's remarks count them."""
+    from fp8compile.reporting import findings
+
+    found: list[int] = []
+    with mock.patch.object(findings, "remarks", lambda matmuls, sharded, copies=0: found.append(copies) or ()):
+        yield found
+
+
+def kept_copies() -> int:
+    """For how many sets of weights `cache_weights` keeps copies."""
+    from fp8compile.runtime.weight_cache import _STEPS
+
+    return sum(len(cache.kept) for cache in _STEPS.caches.values())
+
+
+def weights_written() -> int:
+    """How many weights wait for an optimizer that casts them."""
+    from fp8compile.runtime.weight_cache import _STEPS
+
+    return len(_STEPS.written)
+
+
+def steps_noticed() -> int:
+    """Steps of optimizers that `cache_weights` has noticed, and calls of `refresh`."""
+    from fp8compile.runtime.weight_cache import _STEPS
+
+    return _STEPS.changes
+
+
+@contextlib.contextmanager
+def weights_kept_in_fp8() -> Iterator[list[int]]:
+    """An entry for each weight that a call keeps in FP8 only, as it does so: how many of them are still alive in high
+    precision."""
+    from fp8compile.runtime import frozen
+
+    found: list[int] = []
+    before: list[weakref.ref] = []
+    stock = frozen._frozen
+
+    def counting(module: nn.Module, name: str, form: Any) -> tuple[int, int]:
+        before.append(weakref.ref(module._parameters[name]))  # type: ignore[arg-type]
+        sizes = stock(module, name, form)
+        found.append(sum(reference() is not None for reference in before))
+        return sizes
+
+    with mock.patch.object(frozen, "_frozen", counting):
+        yield found
+
+
+@contextlib.contextmanager
+def frozen_values() -> Iterator[list[torch.Tensor]]:
+    """The FP8 values of weights that are put into modules inside."""
+    from fp8compile.runtime import frozen
+
+    found: list[torch.Tensor] = []
+    stock = frozen._replace
+
+    def replace(module: Any, name: str, weight: Any, *rest: Any) -> Any:
+        found.append(weight.data_)
+        return stock(module, name, weight, *rest)
+
+    with mock.patch.object(frozen, "_replace", replace):
+        yield found
+
+
+def refresh_gathered_scales(parameter: Any) -> None:
+    """What `fp8_all_gather` does before a forward, for the weights that are gathered with this one."""
+    from fp8compile.runtime.parameters import find
+
+    find(parameter).gathered.scales.refresh(False, True)
+
+
+def frozen(parameter: Any) -> bool:
+    """Whether this parameter is kept in FP8 only."""
+    from fp8compile.ir.frozen import FrozenWeight
+
+    return isinstance(parameter, FrozenWeight)
+
+
+# -- phases --------------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def phases_afresh() -> Iterator[None]:
+    """Inside, no optimizer has stepped and no phase, step or callback was set. Behind it, all is as before."""
+    from fp8compile.runtime import phases
+
+    before, state = phases._state, phases._State()
+    state.hook = before.hook  # the hook finds the state through the module; a second hook would count each step twice
+    with mock.patch.object(phases, "_state", state):
+        state.listen()
+        yield
+    if before.hook is None:
+        state.hook.remove()
+
+
+def phases_of_calls() -> Patched:
+    """The phase of each call of a graph with a schedule."""
+    from fp8compile.runtime.phases import ScheduledGraph
+
+    return noting(ScheduledGraph, "phase", lambda phase, *_, **__: phase)
+
+
+def steps_of(model: nn.Module) -> int:
+    """The steps that a schedule counts for a model."""
+    from fp8compile.runtime.phases import steps_of
+
+    return steps_of(model)
+
+
+# -- measured calls ------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def measured_casts() -> Iterator[list[str]]:
+    """The roles of the tensors that are measured inside: an entry for each cast."""
+    from fp8compile.runtime.probe import Look
+
+    seen: list[str] = []
+    stock = Look.__call__
+
+    def look(self: Look, node: torch.fx.Node, args: tuple, result: Any) -> None:
+        if self.measurements and "fp8_operand" in node.meta:
+            seen.append(node.meta["fp8_operand"].role)
+        stock(self, node, args, result)
+
+    with mock.patch.object(Look, "__call__", look):
+        yield seen
+
+
+def slow_calls() -> Patched:
+    """For each call of a half inside, whether it runs operator by operator for a measurement."""
+    from fp8compile.runtime.probe import Looking
+
+    return noting(Looking, "at", lambda look, *_, **__: look is not None)
+
+
+def measured(parameter: torch.Tensor) -> dict[str, dict[str, float]]:
+    """What was measured of a linear with this weight: role -> numbers by name."""
+    from fp8compile.runtime import parameters, probe
+
+    vectors = parameters.find(parameter).measured
+    return {name[0]: dict(zip(probe.COLUMNS, vector.tolist(), strict=True)) for name, vector in vectors.items()}
+
+
+def measuring() -> bool:
+    """Whether a measurement waits for a call."""
+    from fp8compile.runtime import probe
+
+    return bool(probe.ACTIVE)
+
+
+def measured_in_parts(elements: int) -> Patched:
+    """Inside, so many elements of a tensor are measured at a time."""
+    from fp8compile.runtime import probe
+
+    return mock.patch.object(probe, "CHUNK", elements)
+
+
+def failing_measurements() -> dict[str, Patched]:
+    """Contexts in each of which another part of a measurement fails."""
+    from fp8compile.dryrun import watch
+    from fp8compile.reporting import monitor
+    from fp8compile.runtime import probe
+
+    parts = [(watch, "_copied"), (watch, "rows_of"), (watch.Session, "run"), (monitor, "table")]
+    parts += [(probe, "measured"), (probe.Measurement, "wants")]
+    error = MemoryError("planted")
+    return {f"{owner.__name__}.{name}": mock.patch.object(owner, name, side_effect=error) for owner, name in parts}
+
+
+def remembered(parameter: torch.Tensor) -> tuple[int, int]:
+    """Of the graph that has run with this parameter: the sets of weights that it knows, and the tensors in its report."""
+    from fp8compile.runtime.compiled_graph import CompiledGraph
+    from fp8compile.runtime.ledger import LEDGER
+
+    graphs = [x for x in gc.get_objects() if type(x) is CompiledGraph and x.owners.casts]
+    (graph,) = [graph for graph in graphs if any(id(parameter) in key for key in graph.owners.met)]
+    return len(graph.owners.met), len(LEDGER.graphs()[graph.record][1])
+
+
+@contextlib.contextmanager
+def slow_gpu(folder: Path) -> Iterator[str]:
+    """The name of a GPU with slow matmuls, described in this folder: small ones gain there, too."""
+    from fp8compile.devices import catalog
+    from fp8compile.logs import DEVICES_VARIABLE
+
+    h200 = catalog.find("h200")
+    rates = catalog.Rates(bf16=1e12, fp16=1e12, fp32=1e12, fp8=2e12, bandwidth=h200.bandwidth)
+    slow = dataclasses.replace(h200, key="slow", name="Slow GPU", sustained=rates, launch=1e-9, origin="calibrated")
+    with mock.patch.dict(os.environ, {DEVICES_VARIABLE: str(folder / "devices.toml")}):
+        catalog.store(slow)
+        yield slow.name

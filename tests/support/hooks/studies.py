@@ -1,0 +1,108 @@
+"""Steps that are compared, estimated, tuned."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+
+from .state import slots_of
+
+
+def comparing(model: Any, **options: Any) -> Callable[..., Any]:
+    """`fp8compile.compare` of one model, with its options: graphs are compiled once for all calls."""
+    from fp8compile.dryrun.compare import Session
+
+    session = Session(model, options or None)
+
+    def compare(*args: Any, loss: Callable[[Any], torch.Tensor] | None = None, **kwargs: Any) -> Any:
+        return session.run(args, kwargs, loss)
+
+    return compare
+
+
+@contextlib.contextmanager
+def wrong_scale(model: nn.Module, name: str, role: str, factor: float) -> Iterator[None]:
+    """Inside, the scale of one tensor is the right one times a factor."""
+    slot = slots_of(model)[name, role, 0]
+    row = slot.page.tensor[slot.row]
+    before = row.clone()
+    row[0] *= factor
+    row[1] /= factor
+    try:
+        yield
+    finally:
+        row.copy_(before)
+
+
+@contextlib.contextmanager
+def compared_steps(fails: bool = False) -> Iterator[list[Any]]:
+    """What comparisons take inside: (args, loss) of a comparison, then the phase of each run. `fails`: they divide by zero
+    before the first run."""
+    from fp8compile.dryrun.compare import Session
+
+    found: list[Any] = []
+    run, step = Session.run, Session._step
+
+    def compare(self: Session, args: Any, kwargs: Any, loss: Any = None, repeat: bool = True) -> Any:
+        found.append((args, loss))
+        return 1 / 0 if fails else run(self, args, kwargs, loss, repeat)
+
+    def taken(self: Session, phase: str, *rest: Any) -> Any:
+        found.append(phase)
+        return step(self, phase, *rest)
+
+    with mock.patch.object(Session, "run", compare), mock.patch.object(Session, "_step", taken):
+        yield found
+
+
+@contextlib.contextmanager
+def described_once() -> Iterator[dict[tuple, tuple[Any, Any]]]:
+    """Inside, `estimate` compiles a model once for each device, options and backend; all else is computed from that. Gives
+    (compiler, (step on the described GPU, report)) of each compilation."""
+    from fp8compile.dryrun.estimate import Compiler
+
+    made: dict[tuple, tuple[Any, Any]] = {}
+    stock = Compiler._compiled
+
+    def compiled(self: Compiler, backend: Callable, container: Any, blocks: int) -> Any:
+        cast = torch.is_autocast_enabled("cpu")
+        key = (id(self.model), backend.__name__, repr(self.options), self.device.gpu, id(container), blocks, cast)
+        if key not in made:
+            made[key] = self, stock(self, backend, container, blocks)  # the model stays alive, and its id its own
+        return made[key][1]
+
+    with mock.patch.object(Compiler, "_compiled", compiled):
+        yield made
+
+
+@contextlib.contextmanager
+def tuning(times: type, candidates: Sequence[Any]) -> Iterator[None]:
+    """Inside, `tune` takes its times from `times`, and has few candidates: each takes a trace."""
+    from fp8compile.dryrun import tune
+
+    with mock.patch.object(tune, "Times", times), mock.patch.object(tune, "candidates", lambda gpu: candidates):
+        yield
+
+
+@contextlib.contextmanager
+def weighed() -> Iterator[dict[tuple[str, str], tuple[Any, str]]]:
+    """The matmuls with weights of the last graph that was weighed inside, by (name, gemm), each with its reason before."""
+    from fp8compile.passes import pipeline
+
+    found: dict[tuple[str, str], tuple[Any, str]] = {}
+    weigh = pipeline.weigh
+
+    def noted(matmuls: Sequence[Any], *rest: Any) -> int:
+        before = {matmul: matmul.reason for matmul in matmuls}
+        result = weigh(matmuls, *rest)
+        found.clear()
+        found.update({(m.fqn, m.gemm): (m, before[m]) for m in matmuls if m.weight is not None})
+        return result
+
+    with mock.patch.object(pipeline, "weigh", noted):
+        yield found
