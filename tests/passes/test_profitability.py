@@ -191,6 +191,19 @@ def test_a_graph_that_saves_less_than_its_scales_cost() -> None:
     assert stated and not said and 0 < float(stated[1]) <= 8
 
 
+def test_two_that_save_less_each_pay_for_the_scales_together() -> None:
+    class Beside(nn.Module):
+        def __init__(self, count: int) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList(One(2048) for _ in range(count))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.stack([part(y) for part, y in zip(self.parts, x, strict=True)])
+
+    found = [{r.decision for r in step(lambda: Beside(n), n, 1152, 2048).records.values()} for n in (1, 2)]
+    assert found == [{"high_precision"}, {FP8}]
+
+
 def test_projections_that_share_their_input_are_decided_together() -> None:
     """k and v alone are too narrow to pay for the cast of h; with q, the cast is already paid for."""
     together = records("attention", 2048, 4096, recipe="tensorwise")
