@@ -200,7 +200,7 @@ def test_two_that_save_less_each_pay_for_the_scales_together() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return torch.stack([part(y) for part, y in zip(self.parts, x, strict=True)])
 
-    found = [{r.decision for r in step(lambda: Beside(n), n, 1152, 2048).records.values()} for n in (1, 2)]
+    found = [{r.decision for r in step(functools.partial(Beside, n), n, 1152, 2048).records.values()} for n in (1, 2)]
     assert found == [{"high_precision"}, {FP8}]
 
 
