@@ -569,6 +569,7 @@ def test_a_model_that_cannot_be_traced(model, capsys):
 # --- estimate -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.compiled
 def test_estimate(model, capsys):
     arguments = ["--device", "h100", "--mesh", "dp=4", "--dp", "ddp", "--json", "--html", "estimate.html"]
@@ -603,6 +604,7 @@ fp8 = "off"
 """
 
 
+@pytest.mark.slow
 def test_policy_check(model, capsys):
     Path("fp8.toml").write_text(POLICY)
     assert cli.main(["policy", "check", "fp8.toml"]) == 0

@@ -137,6 +137,7 @@ def test_blocks_of_128_rows_behind_sums_over_rows_are_two_kernels() -> None:
     assert any({x.content for x in kernel.outputs} == {"row"} for kernel in over_rows), "a norm that nobody else reads"
 
 
+@pytest.mark.slow
 def test_recipes_of_one_tensor_that_do_not_go_together() -> None:
     """One gemm needs scales of rows, another gemm scales of blocks of 128 rows."""
     rules = [{"gemm": gemm, "recipe": recipe} for gemm, recipe in (("dgrad", "rowwise"), ("wgrad", "blockwise"))]

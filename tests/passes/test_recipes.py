@@ -234,6 +234,7 @@ def trained(parts: list[tuple[Callable[[], nn.Module], set[str]]]) -> tuple[nn.M
     return model, {f"{i}.{name}" for i, (_, names) in enumerate(parts) for name in names}
 
 
+@pytest.mark.slow
 def test_down_projections_are_recognised() -> None:
     with hooks.traced():
         model, expected = trained(PARTS)

@@ -310,6 +310,7 @@ def test_a_file_that_is_none(tmp_path: Path, text: str, message: str) -> None:
     assert status == 2 and not out and len(err.splitlines()) == 1 and str(path) in err
 
 
+@pytest.mark.slow
 def test_where_it_cannot_be_read_or_written(file: Path, tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "binary").write_bytes(b"\x89PNG\xff\xfe")
     for arguments in ((tmp_path / "none.jsonl",), (tmp_path / "binary",), (tmp_path,)):

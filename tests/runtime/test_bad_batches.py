@@ -172,6 +172,7 @@ def test_a_run_that_starts_with_bad_batches() -> None:
         sound(model, f"{kind}, at the end")
 
 
+@pytest.mark.cases(test=2, slow=1)
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize(("fault", "said"), [
     ("NaN in the input", ["up.weight (input)"]),

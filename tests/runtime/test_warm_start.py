@@ -150,6 +150,7 @@ def flipped(entry: Path) -> None:
     entry.write_bytes(content[:at] + b"X" + content[at + 1 :])
 
 
+@pytest.mark.slow
 @by_thread
 @pytest.mark.compiled
 def test_strict_raises_for_a_graph_that_was_compiled_without(tmp_path: Path) -> None:
