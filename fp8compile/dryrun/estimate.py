@@ -81,7 +81,6 @@ def estimate(
     from ..config.options import parse
     from . import fake_gpu
     from .autocast import autocast as under
-    from .autocast import wanted as autocast_wanted
     from .explain import explain
     from .sandbox import modules_of, taken
 
@@ -116,6 +115,7 @@ def estimate(
         notes.append(f"generated kernels by their bytes alone: {why}")
     with under(modules, autocast) as how:
         notes[:0] = [how] if how else []
+        halved = torch.is_autocast_enabled("cpu")
         compiler = Compiler(model, modules, args, kwargs, found, chosen, inductor, attention, waves, counted)
         if not extrapolate:
             bf16, fp8, decided = compiler.costs()
@@ -142,11 +142,7 @@ def estimate(
         divided = list(pairs(decided.graphs)) if wanted.tp > 1 else []
         check_divisible(divided, wanted.tp)
         kernels = divided_kernels(bf16, divided, wanted.tp), divided_kernels(fp8, divided, wanted.tp)
-        narrow = (
-            autocast_wanted(modules, autocast)
-            or torch.is_autocast_enabled("cpu")
-            or any(p.itemsize < 4 for module in modules for p in module.parameters() if p.is_floating_point())
-        )
+        narrow = halved or any(p.itemsize < 4 for module in modules for p in module.parameters() if p.is_floating_point())
         sent = communication(modules, decided.graphs, divided, wanted, found, links, dp, kernels, 2 if narrow else 4)
     rate = roofline.attention_rate(found) if attention is None else roofline.AttentionRate("given", attention)
     return Estimate(found.name, tuple(_layers(bf16, fp8)), decided, tuple(notes), sent, rate)

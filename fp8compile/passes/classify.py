@@ -7,8 +7,9 @@ errors. A down projection behind a gated activation reads a product of two proje
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from torch.fx import Node
 
@@ -161,36 +162,34 @@ def _readers(node: Node) -> Iterator[Node]:
 
 def _downstream(node: Node) -> Iterator[Node]:
     """The nodes that the output of a matmul reaches with its tokens and features intact, in forward."""
-    seen, stack, rows = {node}, [node], value(node).numel()
+
+    def intact(user: Node) -> bool:
+        kept = not call_function(user, (aten.mm.default,)) and call_function(user, BETWEEN) and _no_mix(user)
+        return kept and (same_size(value(user).numel(), value(node).numel()) or _is_slice(user))
+
+    return _reached(node, intact)
+
+
+def _scores(node: Node) -> Iterator[Node]:
+    """The nodes of forward that read what is computed element by element from the output of a matmul, and whatever is added to
+    it: `x2 + e2 - 2 * x @ e.T`, or logits with noise."""
+
+    def by_element(user: Node) -> bool:
+        return same_size(value(user).numel(), value(node).numel()) and (pointwise(user) or call_function(user, BETWEEN))
+
+    return _reached(node, by_element, MOST)
+
+
+def _reached(node: Node, through: Callable[[Node], bool], most: float = math.inf) -> Iterator[Node]:
+    """The nodes of forward that read a tensor, or what it becomes `through` others; it goes on behind `most` nodes at most."""
+    seen, stack = {node}, [node]
     while stack:
         for user in stack.pop().users:
             if user in seen or user.op != "call_function" or compat.is_backward(user):
                 continue
             seen.add(user)
             yield user
-            kept = is_tensor(user) and not call_function(user, (aten.mm.default,))
-            if (
-                kept
-                and call_function(user, BETWEEN)
-                and _no_mix(user)
-                and (same_size(value(user).numel(), rows) or _is_slice(user))
-            ):
-                stack.append(user)
-
-
-def _scores(node: Node) -> Iterator[Node]:
-    """The nodes of forward that read what is computed element by element from the output of a matmul, and whatever is added to
-    it: `x2 + e2 - 2 * x @ e.T`, or logits with noise."""
-    seen, stack = {node}, [node]
-    while stack:
-        x = stack.pop()
-        for user in x.users:
-            if user in seen or user.op != "call_function" or compat.is_backward(user):
-                continue
-            seen.add(user)
-            yield user
-            same = is_tensor(user) and same_size(value(user).numel(), value(node).numel())
-            if same and len(seen) < MOST and (pointwise(user) or call_function(user, BETWEEN)):
+            if is_tensor(user) and len(seen) < most and through(user):
                 stack.append(user)
 
 

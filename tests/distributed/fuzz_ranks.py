@@ -14,8 +14,6 @@ import contextlib
 import copy
 import dataclasses
 import random
-import sys
-import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -293,22 +291,15 @@ def _short(text: str) -> str:
 
 def run(count: int, first: int = 0, limit_s: float = float("inf")) -> tuple[Counter, list[str]]:
     """Runs `count` seeds from `first` on, for limit_s seconds at most. Returns counts, and the failures."""
-    seen, failed, begun = Counter[str](), list[str](), time.perf_counter()
-    for seed in range(first, first + count):
-        if error := one(seed, seen):
-            stock = one(seed, Counter(), "aot_eager")
-            said = "the same" if stock == error else stock or "as it should be"
-            failed.append(f"{OnRanks.of(seed)}\n{error}\n  with aot_eager: {said}")
-            print(failed[-1], flush=True)
-        if time.perf_counter() - begun > limit_s:
-            print(f"seeds {first} to {seed}", flush=True)
-            break
-    return seen, failed
+
+    def beside_the_stock_path(seed: int, seen: Counter) -> str:
+        error = one(seed, seen)
+        stock = one(seed, Counter(), "aot_eager") if error else ""
+        said = "the same" if stock == error else stock or "as it should be"
+        return error and f"{OnRanks.of(seed)}\n{error}\n  with aot_eager: {said}"
+
+    return fuzz_training.over(beside_the_stock_path, count, first, limit_s)
 
 
 if __name__ == "__main__":
-    start = time.perf_counter()
-    count, first, limit = (int(x) for x in (*sys.argv[1:], *("500", "0", "1000000")[len(sys.argv) - 1 :]))
-    found, errors = run(count, first, limit)
-    print(", ".join(f"{name} {number}" for name, number in found.items() if number))
-    print(f"{len(errors)} of {count} cases fail; {time.perf_counter() - start:.0f} s")
+    fuzz_training.main(run)

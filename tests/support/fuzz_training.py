@@ -16,7 +16,7 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -191,23 +191,31 @@ def fuzzing() -> Iterator[None]:
 
 def run(count: int, first: int = 0, limit_s: float = float("inf")) -> tuple[Counter, list[str]]:
     """Runs `count` seeds from `first` on, for limit_s seconds at most. Returns counts, and the failures."""
-    seen: Counter = Counter()
-    failed = []
-    begun = time.perf_counter()
     with fuzzing():
-        for seed in range(first, first + count):
-            if error := one(seed, seen):
-                failed.append(error)
-                print(error, flush=True)
-            if time.perf_counter() - begun > limit_s:
-                print(f"seeds {first} to {seed}", flush=True)
-                break
+        return over(one, count, first, limit_s)
+
+
+def over(case: Callable[[int, Counter], str], count: int, first: int, limit_s: float) -> tuple[Counter, list[str]]:
+    """As `run`, where `case(seed, counts)` says what fails of a seed."""
+    seen, failed, begun = Counter[str](), list[str](), time.perf_counter()
+    for seed in range(first, first + count):
+        if error := case(seed, seen):
+            failed.append(error)
+            print(error, flush=True)
+        if time.perf_counter() - begun > limit_s:
+            print(f"seeds {first} to {seed}", flush=True)
+            break
     return seen, failed
 
 
-if __name__ == "__main__":
+def main(run: Callable[..., tuple[Counter, list[str]]]) -> None:
+    """COUNT FIRST SECONDS on the command line."""
     start = time.perf_counter()
     count, first, limit = (int(x) for x in (*sys.argv[1:], *("500", "0", "1000000")[len(sys.argv) - 1 :]))
     found, errors = run(count, first, limit)
     print(", ".join(f"{name} {number}" for name, number in found.items() if number))
-    print(f"{len(errors)} of {found['models'] + len(errors)} models fail; {time.perf_counter() - start:.0f} s")
+    print(f"{len(errors)} cases fail; {time.perf_counter() - start:.0f} s")
+
+
+if __name__ == "__main__":
+    main(run)
