@@ -35,7 +35,7 @@ from .devices.catalog import Device
 from .devices.gpu import Gpu, gpu_of
 from .errors import CapacityExceeded, CopiesMissing, FrozenFound, OptionError, ShardingError, StrictError, Unusable
 from .ir import merged, ops, state_page
-from .ir.inputs import Inputs, capture, unchosen
+from .ir.inputs import Inputs, capture, roots, unchosen
 from .ir.owner import in_owner
 from .ir.records import FP8, HIGH_PRECISION, Gatherable, GraphReport
 from .logs import get_logger, say_once
@@ -44,7 +44,7 @@ from .passes.pipeline import Rewritten, run_early_post_grad, run_joint, run_part
 from .passes.whole_model import whole_kinds
 from .reporting.findings import findings, tell
 from .reporting.kept import brief as kept_in_fp8
-from .runtime import all_gather, forwards, frozen, probe, warm_start
+from .runtime import all_gather, forwards, frozen, loads, probe, warm_start
 from .runtime.all_gather import Gathers
 from .runtime.calls import Calls, Interface
 from .runtime.compiled_graph import CompiledGraph
@@ -157,6 +157,8 @@ def _compile(
     guess = 16 * -(-3 * len(inputs.weights) // 16)
     capacity = (guess, guess) if learning and histories and not inputs.inlined else None
     capacity = None if only == HIGH_PRECISION else capacity
+    if capacity is not None:
+        loads.listen(roots(gm, inputs.packed))
     may_move = _cacheable(example_inputs, inputs, chosen) if learning and only is None else frozenset()
     asked = learning and only is None and any(recipe.frozen == "fp8" for recipe in chosen.policy.possible)
     candidates, homes = frozen.candidates(gm, example_inputs, inputs, asked)

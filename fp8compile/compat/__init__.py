@@ -67,6 +67,7 @@ from .collectives import (
 from .dynamo import (
     add_input,
     as_parameter,
+    called,
     compiled_code_goes,
     copy_graph,
     differentiates,

@@ -215,11 +215,18 @@ def outermost(module: nn.Module) -> nn.Module:
     """The outermost module around this one whose forward is under way, or the module itself. To be asked within the backend:
     eager modules around a compiled one are on the stack when it is compiled."""
     found = module
-    for frame, _ in traceback.walk_stack(sys._getframe()):
-        caller = frame.f_locals.get("self") if frame.f_code.co_name in CALLS else None
-        if isinstance(caller, nn.Module) and caller is not found and any(part is found for part in caller.modules()):
+    for caller in called(CALLS):
+        if caller is not found and any(part is found for part in caller.modules()):
             found = caller
     return found
+
+
+def called(functions: Collection[str] = ("__call__", "_wrapped_call_impl")) -> Iterator[nn.Module]:
+    """The modules that are being called, from the inside out. `functions`: those of a module that tell."""
+    for frame, _ in traceback.walk_stack(sys._getframe()):
+        caller = frame.f_locals.get("self") if frame.f_code.co_name in functions else None
+        if isinstance(caller, nn.Module):
+            yield caller
 
 
 def _scopes() -> dict[str, Any]:

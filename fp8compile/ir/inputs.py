@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -145,10 +145,15 @@ def matrices(modules: Sequence[nn.Module]) -> tuple[str, ...]:
     return tuple(name for name, p in owned.items() if len(shapes.get(id(p), p.shape)) == 2 and id(p) not in tables)
 
 
+def roots(gm: GraphModule, packed: Collection[int]) -> list[nn.Module]:
+    """The modules through which a compiled frame reaches its weights."""
+    return list({id(module): module for module, _ in compat.root_modules(gm, packed).values()}.values())
+
+
 def unchosen(gm: GraphModule, inputs: Inputs, choose: Callable[[nn.Module, str], Any]) -> list[str]:
     """The matrices of the modules of which `choose(module, name)` is false. OptionError if it raises."""
     found = []
-    for root in {id(module): module for module, _ in compat.root_modules(gm, inputs.packed).values()}.values():
+    for root in roots(gm, inputs.packed):
         shapes = compat.shapes(root)
         for path, module in root.named_modules():
             name = plain(path)
@@ -177,21 +182,21 @@ def capture(gm: GraphModule, inputs: Sequence[Any]) -> Inputs:
             leaves.add(i)
     leaves -= leaves if parameters else weights  # beside parameters, plain tensors are ordinary inputs
     weights |= leaves
-    roots = compat.root_modules(gm, packed)
-    for source in {id(module): source for module, source in roots.values()}.values():
+    found = compat.root_modules(gm, packed)
+    for source in {id(module): source for module, source in found.values()}.values():
         compat.guard_attribute(source, "training")
-    modules = list({id(module): module for module, _ in roots.values()}.values())
+    modules = list({id(module): module for module, _ in found.values()}.values())
     owned = {plain(name): p for module in modules for name, p in module.named_parameters()}
     parts = module_classes(modules)
     classes = list(dict.fromkeys(compat.class_name(type(module)) for module in modules))
-    last, rest = _last(roots, names)
+    last, rest = _last(found, names)
     return Inputs(
         names=tuple(names),
         weights=frozenset(weights),
         devices=frozenset(x.device for x in inputs if isinstance(x, torch.Tensor)),
         parameters=frozenset(parameters),
         leaves=frozenset(leaves),
-        evaluated=frozenset(i for i, (module, _) in roots.items() if not module.training),
+        evaluated=frozenset(i for i, (module, _) in found.items() if not module.training),
         training=not modules or any(module.training for module in modules),
         grad=torch.is_grad_enabled(),
         root=", ".join(classes) or "function",
@@ -200,7 +205,7 @@ def capture(gm: GraphModule, inputs: Sequence[Any]) -> Inputs:
         containers=containers(parts),
         parameter_names=frozenset(owned),
         matrices=matrices(modules),
-        last=frozenset(weights - {i for i in roots if i not in last}),
+        last=frozenset(weights - {i for i in found if i not in last}),
         rest=rest,
         whole=bool(owned) and set(owned) <= set(names),
         part=any(map(compat.is_part, modules)),

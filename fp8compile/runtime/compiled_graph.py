@@ -12,7 +12,7 @@ from .. import compat
 from ..config.options import Options
 from ..ir import state_page
 from ..ir.fx_utils import fake_mode_of
-from . import probe
+from . import loads, probe
 from .all_gather import Gathers
 from .calls import DRY, Call, Calls, Interface
 from .ledger import LEDGER
@@ -95,6 +95,8 @@ class CompiledGraph:
         """The first call with these parameters."""
         weights = [args[i] for i in self.interface.weights]
         share_records(weights)
+        if self.calls.book is not None:
+            loads.listen_to_callers()
         if self.interface.trains:
             for weight in weights:
                 record_of(weight).options = self.options

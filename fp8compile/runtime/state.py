@@ -57,6 +57,7 @@ class Page:
     stale: bool = False  # another page has taken over some of the slots
     patience: int = PATIENCE  # cold calls left
     loaded: bool = False  # values and patience were loaded, and no call has used them yet
+    outdated: bool = False  # weights were loaded since the last call: see `loads`
     name: str = ""  # of the only slot of a loaded page, while no graph has taken it over
     loading: Loading | None = None  # for the first graph that takes it over
 
@@ -86,6 +87,7 @@ class Page:
             before = named.get(name)
             if before is not None and before.page is not self:
                 loaded += [before.page] if before.page.loaded else []
+                self.outdated |= before.page.outdated
                 self.take(row, before.page, before.row)
                 before.page.stale = True
             named[name] = Slot(self, row)
@@ -196,11 +198,18 @@ class PageSet:
             page.patience = max(1, page.patience)
         self.cold = True
 
+    def other_weights(self) -> None:
+        """Weights were loaded: as after an overflow, where those are watched."""
+        for page in self.pages:
+            page.outdated = False
+        if self.watch is not None:
+            self.overflowed()
+
     def resume(self) -> None:
         """Continue with loaded values."""
         patience = max((page.patience for page in self.pages if page.homes), default=PATIENCE)
         for page in self.pages:
-            page.patience, page.loaded = patience, False
+            page.patience, page.loaded, page.outdated = patience, False, False
         self._is_cold()
 
     def begun(self) -> bool:
@@ -242,6 +251,8 @@ class Book:
                 page.refresh()
             if found.forward.loaded or found.backward.loaded:
                 found.resume()
+            if found.forward.outdated or found.backward.outdated:
+                found.other_weights()
         return found
 
     def _slots(self, keys: Sequence[SlotKey], owners: Sequence[Any]) -> list[tuple[Any, tuple[str, int]]]:

@@ -1,0 +1,52 @@
+"""Weights that were loaded: `load_state_dict` of a module whose weights have scaling state.
+
+The histories are of other weights then (after a rollback from a loss spike, say). So the next call of the graphs that read them
+is cold: each tensor that its stored scale does not fit is scaled by its current amax. State that was loaded with the weights,
+before or after them, stays as it is. Weights that are copied in another way are noticed a call later: see `overflow`. So are
+those of the second model that a compiled function is called with: nothing on the stack tells that it is a model's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import nullcontext
+from typing import Any
+from weakref import WeakSet
+
+from torch import nn
+
+from .. import compat
+from .parameters import find
+from .state import LOCK
+
+_listening: WeakSet[nn.Module] = WeakSet()
+
+
+class _Loaded:
+    """A hook of `load_state_dict`. A model that is saved whole must load where this package is not installed, so there the hook
+    is one of the standard library that takes anything and does nothing."""
+
+    def __call__(self, module: nn.Module, _keys: Any) -> None:
+        with LOCK:
+            for weight in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+                for slot in find(weight).slots.values():
+                    slot.page.outdated = not slot.page.loaded
+
+    def __deepcopy__(self, _memo: Any) -> _Loaded:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (nullcontext(), "__exit__")
+
+
+def listen(modules: Iterable[nn.Module]) -> None:
+    """Notice weights that are loaded into these modules, and into those inside of them."""
+    for module in (part for module in modules for part in module.modules()):
+        if module not in _listening:
+            _listening.add(module)
+            module.register_load_state_dict_post_hook(_Loaded())
+
+
+def listen_to_callers() -> None:
+    """As `listen`, for the modules that are being called: code that was compiled for one module may serve others."""
+    listen(module for module in compat.called() if module not in _listening)

@@ -1,0 +1,154 @@
+"""`load_state_dict` is an event: the call after it scales by the current amax what the histories do not fit."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fp8compile
+from tests.support import hooks
+from tests.support.harness import compiled, grads_of, noise, sqnr
+
+pytestmark = [pytest.mark.usefixtures("interpreted"), pytest.mark.shares_graphs]
+
+
+class Block(nn.Module):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(128, 128, bias=False)
+        self.linear.weight.data = noise(128, 128, seed=seed).abs() / 100
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).relu()
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(map(Block, range(3)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def step(run: Callable[[Tensor], Tensor], model: nn.Module) -> list[Tensor]:
+    """A training call: its output, and all gradients."""
+    x = noise(32, 128, seed=1).abs().requires_grad_()
+    model.zero_grad()
+    y = run(x)
+    y.backward(noise(32, 128, seed=2).abs())
+    return [y.detach(), x.grad, *grads_of(model).values()]
+
+
+def scaled(model: nn.Module, factor: float) -> dict[str, Tensor]:
+    return {name: x * factor for name, x in model.state_dict().items()}
+
+
+def by_itself(model: nn.Module, weights: dict[str, Tensor]) -> None:
+    model.load_state_dict(weights)
+
+
+def in_another(model: nn.Module, weights: dict[str, Tensor]) -> None:
+    nn.ModuleDict({"model": model}).load_state_dict({f"model.{name}": x for name, x in weights.items()})
+
+
+def in_parts(model: nn.Module, weights: dict[str, Tensor]) -> None:
+    for i, block in enumerate(model.blocks):
+        block.linear.load_state_dict({"weight": weights[f"blocks.{i}.linear.weight"]})
+
+
+def together(model: nn.Module, **options: Any) -> Callable[[Tensor], Tensor]:
+    return compiled(model, **options)
+
+
+def block_by_block(model: nn.Module, **options: Any) -> Callable[[Tensor], Tensor]:
+    for block in model.blocks:
+        block.compile(backend="fp8", options={"recipe": "delayed", **options})
+    return model
+
+
+def blocks_in_a_loop(model: nn.Module, **options: Any) -> Callable[[Tensor], Tensor]:
+    block_by_block(model, **options)
+    return lambda x: functools.reduce(lambda x, block: block(x), model.blocks, x)
+
+
+def in_a_function(model: nn.Module, **options: Any) -> Callable[[Tensor], Tensor]:
+    torch._dynamo.reset()  # the code that was compiled for another test's model would serve here, unseen
+    return torch.compile(lambda x: model(x), backend="fp8", options={"recipe": "delayed", **options})
+
+
+@pytest.mark.cases(test=4, slow=8)
+@pytest.mark.parametrize("compile_it", [together, block_by_block, blocks_in_a_loop, in_a_function])
+@pytest.mark.parametrize("load", [by_itself, in_another, in_parts])
+@pytest.mark.parametrize(
+    ("factor", "options"), [(1e-3, {}), (30.0, {}), (1e-3, {"interval": 4, "margin": 2}), (1e-3, {"save": "fp8"})], ids=str
+)
+def test_the_first_call_with_other_weights(compile_it: Any, load: Any, factor: float, options: dict[str, Any]) -> None:
+    """Without the event, that call is noise, and the next one is right: see tests/runtime/test_overflow.py."""
+    model, plain = Net(), Net()
+    run = compile_it(model, **options)
+    for _ in range(3):
+        before = step(run, model)
+    expected = step(plain, plain)
+    usual = min(sqnr(a, b) for a, b in zip(expected, before, strict=True))
+    for net in (model, plain):
+        load(net, scaled(net, factor))
+    for _ in range(3):
+        pairs = zip(step(plain, plain), step(run, model), strict=True)
+        assert min(sqnr(a, b) for a, b in pairs) > usual - 6
+
+
+def test_where_overflows_saturate_loading_changes_nothing() -> None:
+    model = Net()
+    run = compiled(model, on_overflow="saturate")
+    step(run, model)
+    model.load_state_dict(scaled(model, 1e-3))
+    y, *_ = step(run, model)
+    assert not y.any()
+
+
+@pytest.mark.parametrize("state_first", [True, False])
+def test_state_that_is_loaded_with_the_weights_stays(state_first: bool) -> None:
+    """Going back to a checkpoint gives the calls after it to the bit: none of them is cold."""
+    model = Net()
+    run = compiled(model)
+    for _ in range(3):
+        step(run, model)
+    weights, state = copy.deepcopy(model.state_dict()), fp8compile.scaling_state(model)
+    expected = step(run, model)
+    loads = [lambda: fp8compile.load_scaling_state(model, state), lambda: model.load_state_dict(weights)]
+    for load in loads if state_first else reversed(loads):
+        load()
+    with hooks.cold_calls() as cold:
+        found = step(run, model)
+    assert cold == [False] and all(map(torch.equal, found, expected))
+
+
+def test_a_model_that_is_saved_whole_does_not_need_the_package() -> None:
+    model = Net()
+    step(compiled(model), model)
+    content = pickle.dumps(model)
+    assert b"fp8compile" not in content
+    again = pickle.loads(content)
+    again.load_state_dict(scaled(model, 2.0))
+    assert torch.equal(again.blocks[0].linear.weight, 2 * model.blocks[0].linear.weight)
+
+
+def test_a_copy_of_a_model_is_seen_too() -> None:
+    model = copy.deepcopy(Net())
+    step(compiled(model), model)
+    other, plain = copy.deepcopy(model), Net()
+    run = compiled(other)
+    step(run, other)
+    for net in (other, plain):
+        net.load_state_dict(scaled(net, 1e-3))
+    assert min(sqnr(a, b) for a, b in zip(step(plain, plain), step(run, other), strict=True)) > 20
