@@ -101,6 +101,8 @@ def fp8(
             logger.info("fp8: compiled autograd compiles the backwards of the graphs above in a graph of its own")
             return compat.compile_fx(gm, example_inputs, inner.compile, _lowering(chosen))
         _check_encoding(inputs.devices, chosen)
+        if inputs.training and inputs.grad:
+            compat.inline_regions(gm)
         inputs = dataclasses.replace(inputs, kinds=whole_kinds(gm))
         if any(rule.counts for rule in chosen.policy.rules):
             inputs = in_owner(gm, inputs, functools.partial(places, chosen.policy))

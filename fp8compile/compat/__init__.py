@@ -12,6 +12,7 @@
     autograd    while a graph runs
     threads     several threads that compile
     split       the graph that DDP has cut
+    regions     graphs that a graph calls
     versions    which versions of torch these are
 
 Differences between versions are handled here, in `dryrun.fake_gpu` (which stands in for a device), and nowhere else.
@@ -127,6 +128,7 @@ from .inductor import (
     random_prims,
     sources_hash,
 )
+from .regions import inline_regions
 from .shards import mesh_groups, parts
 from .split import forward_of, uncut
 from .threads import ask_by_thread, register_again, tracing

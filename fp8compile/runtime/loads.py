@@ -41,7 +41,7 @@ class _Loaded:
 
 def listen(modules: Iterable[nn.Module]) -> None:
     """Notice weights that are loaded into these modules, and into those inside of them."""
-    for module in (part for module in modules for part in module.modules()):
+    for module in (part for whole in modules for part in whole.modules()):
         if module not in _listening:
             _listening.add(module)
             module.register_load_state_dict_post_hook(_Loaded())

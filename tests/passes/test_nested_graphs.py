@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._higher_order_ops.invoke_subgraph import NestedCompileRegionOptions
 from torch._higher_order_ops.scan import scan
 from torch._higher_order_ops.while_loop import while_loop
+from torch.utils.checkpoint import checkpoint
 
 import fp8compile
-from tests.support.harness import noise
+from tests.support.harness import grads_of, noise
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 
@@ -59,13 +62,80 @@ def trained(way: Callable[[nn.Module, Tensor], Tensor]) -> fp8compile.Report:
     return fp8compile.report(model)
 
 
-def test_regions_count_in_the_share() -> None:
-    whole, parts = trained(twice), trained(regions)
-    assert sum(record.flops for record in parts.matmuls) == sum(record.flops for record in whole.matmuls)
-    assert len(parts.matmuls) == len(whole.matmuls) == 8
-    kept = [record for record in parts.matmuls if record.decision != "fp8"]
+class Attention(nn.Module):
+    """Heads of one token each, so that there are matmuls without a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.out = nn.Linear(128, 256), nn.Linear(128, 128)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k = self.query(x).chunk(2, 1)
+        return x + self.out(torch.softmax(q @ k.t(), -1) @ x)
+
+
+class Deep(nn.Module):
+    """Blocks, each in a region; the last two are one. [rows, 128] -> the same."""
+
+    def __init__(self, region: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Attention() for _ in range(4))
+        one = lambda block, x: block(x)  # noqa: E731
+        self.one = torch.compiler.nested_compile_region(one) if region else one
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in (*self.blocks, self.blocks[3]):
+            x = self.one(block, x)
+        return x
+
+
+def itself(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    return model
+
+
+def checkpointed(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    return lambda x: checkpoint(model, x, use_reentrant=False)
+
+
+@pytest.mark.cases(test=2, slow=6)
+@pytest.mark.parametrize("around", [itself, checkpointed])
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "rowwise"])
+def test_regions(recipe: str, around: Any) -> None:
+    """A model with regions trains as the one without them, to the bit, and has the same report: its share, names and rules."""
+    found = []
+    for region in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model, x = Deep(region), noise(32, 128).requires_grad_()
+        policy = {"extends": "none", "rules": [{"blocks": "first 1", "fp8": "off"}]}
+        run = torch.compile(around(model), backend="fp8", options={"recipe": recipe, "policy": policy})
+        for _ in range(3):
+            y = run(x)
+            y.sum().backward()
+        report = fp8compile.report(model)
+        records = sorted((record.fqn, record.gemm, record.decision, record.reason) for record in report.matmuls)
+        found.append(([y.detach(), x.grad, *grads_of(model).values()], records))
+    (tensors, records), (others, same) = found
+    assert records == same and any(decision == "fp8" for _, _, decision, _ in records)
+    assert all(map(torch.equal, tensors, others))
+
+
+def test_a_region_with_options_of_its_own_stays() -> None:
+    options = NestedCompileRegionOptions(partitioner="default_partition")
+    with torch._dynamo.config.patch(enable_invoke_subgraph_regional_compile=True):
+        own = torch.compiler.nested_compile_region(plain, options=options)
+        report = trained(lambda layer, x: own(layer, own(layer, x)))
+    kept = [record for record in report.matmuls if record.decision != "fp8"]
     assert {record.reason for record in kept} == {"in a nested graph: invoke_subgraph"} and len(kept) == 6
-    assert "fp8: 2 of 8 matmuls, 25.0% of matmul FLOPs; 6 kept: 6 in a nested graph" in str(parts)
+    assert "fp8: 2 of 8 matmuls, 25.0% of matmul FLOPs; 6 kept: 6 in a nested graph" in str(report)
+
+
+def test_an_evaluation_keeps_its_regions() -> None:
+    """It stays in high precision, so nothing is gained by compiling each block."""
+    model = Net(regions)
+    with torch.no_grad():
+        torch.compile(model, backend="fp8")(noise(32, 128))
+    assert {record.reason for record in fp8compile.report(model).matmuls} >= {"in a nested graph: invoke_subgraph"}
 
 
 def test_branches() -> None:
