@@ -33,7 +33,7 @@ from .config.recipe import Recipe
 from .devices import catalog, formats, support
 from .devices.catalog import Device
 from .devices.gpu import Gpu, gpu_of
-from .errors import CapacityExceeded, CopiesMissing, FrozenFound, OptionError, ShardingError, StrictError, Unusable
+from .errors import CapacityExceeded, CopiesMissing, FrozenFound, OptionError, StrictError, Unusable
 from .ir import merged, ops, state_page
 from .ir.inputs import Inputs, capture, roots, unchosen
 from .ir.owner import in_owner
@@ -107,7 +107,7 @@ def fp8(
         if any(rule.counts for rule in chosen.policy.rules):
             inputs = in_owner(gm, inputs, functools.partial(places, chosen.policy))
         return _compile(gm, example_inputs, inputs, chosen, inner, phase)
-    except (OptionError, ShardingError, StrictError) as error:
+    except (OptionError, StrictError) as error:
         raise compat.shown(error) from None
 
 
@@ -226,8 +226,9 @@ def _compile_once(job: Job, phase: str, cache: Cache, record: int | None) -> Com
     )
     sharded = all_gather.asked(example_inputs)
     inputs = dataclasses.replace(inputs, gathered=frozenset(sharded))
-    if sharded and {recipe.name for recipe in policy.possible} & {"delayed", "mxfp8", "auto"}:
-        say_once(logger, logging.INFO, "fp8: all-gather: gathered weights are scaled by their current amax (mxfp8: tiles)")
+    if sharded and any(recipe.name not in ("tensorwise", "blockwise") for recipe in policy.possible):
+        text = "gathered weights are scaled by their current amax (mxfp8, rowwise: with weight_tiles)"
+        say_once(logger, logging.INFO, f"fp8: all-gather: {text}")
     gatherable: dict[int, Gatherable] = {}
     gm = compat.copy_graph(job.gm)  # compile_fx takes ownership, and Dynamo still reads the original's placeholders
     if capacity is not None:

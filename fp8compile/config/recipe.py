@@ -71,8 +71,8 @@ class BuiltIn(NamedTuple):
 BUILT_IN = {
     "delayed": BuiltIn(WHOLE, WHOLE, (False,), ScalingCost(amax_apart=True, once=4)),
     "tensorwise": BuiltIn(WHOLE, WHOLE, (False, True), ScalingCost(walks=2, once=2)),
-    "rowwise": BuiltIn(ROW, ROW, (False, True), ScalingCost(walks=2, for_each_layout=True)),
-    "rowwise_with_gw_hp": BuiltIn(ROW, ROW, (False, True), None),
+    "rowwise": BuiltIn(ROW, ROW, (False, True), ScalingCost(walks=2, for_each_layout=True), tile=WHOLE),
+    "rowwise_with_gw_hp": BuiltIn(ROW, ROW, (False, True), None, tile=WHOLE),
     "blockwise": BuiltIn(
         Block(1, 128), Block(128, 128), (True, False), ScalingCost(copy_bytes=1 + 4 / 128, gemm_rate=0.8, promotes=True)
     ),
@@ -155,8 +155,8 @@ class Recipe:
     one a micro-batch (`passes.hoist`). They are scaled by their current amax. `frozen` is "high_precision" or "fp8": weights
     that do not train are kept in FP8 only, where nothing but FP8 matmuls read them (`runtime.frozen`). They are scaled by their
     current amax. `fp8_all_to_all` sends the rows of experts in FP8 to other ranks, where one graph has the all-to-all and its
-    experts. `weight_tiles` gives a weight one scale for 32 x 32 elements with `mxfp8`: the FP8 values of fprop and dgrad are
-    the same. `use_fast_accum` is (fprop, dgrad, wgrad): the FP8
+    experts. `weight_tiles` gives a weight one scale for 32 x 32 elements with `mxfp8`, and one for all with `rowwise`: the FP8
+    values of fprop and dgrad are the same. `use_fast_accum` is (fprop, dgrad, wgrad): the FP8
     tensor cores' shorter accumulators, faster and less exact.
     """
 

@@ -66,12 +66,11 @@ class MatmulRecord:
 @dataclass(frozen=True)
 class Gatherable:
     """What a training graph says of a weight: whether FSDP2 may gather it in FP8, as its matmuls cast it, with one scale of its
-    own amax, or one for each square block of `block` rows. `reason`: why not, "" if it may. `refused`: it may not because of
-    the recipe. `shared`: it may not, since not only matmuls read it, but an FP8 matmul does."""
+    own amax, or one for each square block of `block` rows. `reason`: why not, "" if it may. `shared`: it may not, since not
+    only matmuls read it, but an FP8 matmul does."""
 
     reason: str = ""
     shared: bool = False
-    refused: bool = False
     margin: int = 0
     power_of_2: bool = False
     fnuz: bool = False

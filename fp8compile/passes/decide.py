@@ -13,7 +13,7 @@ from dataclasses import replace
 from .. import compat
 from ..codegen.scaled_mm_kind import EMULATED, how_grouped
 from ..config.policy import Choice, Policy, Rule, Site
-from ..config.recipe import Chosen
+from ..config.recipe import WHOLE, Chosen
 from ..devices import support
 from ..devices.catalog import Device
 from ..devices.gpu import gpu_of
@@ -46,7 +46,8 @@ def decide(
         matmul.rule, matmul.auto = choice.label, choice.fp8 == "auto"
         _take(matmul, choice.recipe.on(gpu))
         if matmul.offs is not None:  # `aten._scaled_grouped_mm` takes nothing else
-            matmul.recipe = replace(matmul.recipe, fp8_format="e4m3")
+            tiles = matmul.recipe.weight_tiles and matmul.recipe.built_in.tile != WHOLE
+            matmul.recipe = replace(matmul.recipe, fp8_format="e4m3", weight_tiles=tiles)
         if inputs.inlined:  # compiled autograd takes over the backward: nothing can decide there whether a call is cold
             matmul.recipe = matmul.recipe.current
         if matmul.weight_among(inputs.resharded):  # a copy kept until backward would hold the whole weight, on every rank

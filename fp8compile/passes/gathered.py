@@ -115,9 +115,9 @@ def _gatherable(weight: Node, parameter: Node, known: dict[Node, Matmul], fnuz: 
         scalings[matmul.recipe.scaling("weight", matmul.gemm)] = matmul.recipe.name
     for scaling, recipe in scalings.items():
         if scaling.delayed:
-            return Gatherable(f"recipe {recipe!r} scales weights by their history", refused=True)
+            return Gatherable(f"recipe {recipe!r} scales weights by their history")
         if scaling.block.rows != scaling.block.columns:
-            return Gatherable(f"recipe {recipe!r} needs other scales in dgrad than in fprop", refused=True)
+            return Gatherable(f"recipe {recipe!r} needs other scales in dgrad than in fprop")
     if len(scalings) > 1:
         return Gatherable("its matmuls cast it in different ways")
     for scaling in scalings:

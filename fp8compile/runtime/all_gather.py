@@ -138,9 +138,8 @@ def fp8_all_gather(model: nn.Module) -> None:
     forwards by hand, without a backward, an optimizer step or `load_state_dict` in between.
 
     ShardingError, a ValueError, names the parameter and the fix where this cannot work: nothing is sharded, parameters are
-    offloaded to the CPU or have an all-gather extension, `reshard_after_forward` is a number; and later, when a graph is
-    compiled, for a recipe whose weights have no square scales (`rowwise`). Weights are scaled by their current amax with
-    `delayed`, too, and `mxfp8` has `weight_tiles`.
+    offloaded to the CPU or have an all-gather extension, `reshard_after_forward` is a number. Weights
+    are scaled by their current amax with `delayed`, too, and `mxfp8` and `rowwise` have `weight_tiles`.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"fp8_all_gather() takes a torch.nn.Module, not {type(model).__name__}")
@@ -298,16 +297,9 @@ def asked(tensors: Sequence[Any]) -> dict[int, str]:
 def of_graph(
     found: Mapping[int, Gatherable], sharded: Mapping[int, str], complain: Callable[[str], None]
 ) -> dict[int, Gatherable]:
-    """What a graph says of the weights that it was `asked` about. Raises ShardingError for a recipe that the FP8 all-gather
-    does not know."""
+    """What a graph says of the weights that it was `asked` about."""
     said = {i: verdict for i, verdict in found.items() if i in sharded}
     for i, verdict in said.items():
-        if verdict.refused:
-            fix = (
-                'take recipe "delayed", "tensorwise", "blockwise" or "mxfp8"; a graph that was compiled before fp8_all_gather '
-                "was called keeps its scales"
-            )
-            raise ShardingError(f"fp8_all_gather: {sharded[i]} cannot be gathered in FP8: {verdict.reason}; {fix}")
         if verdict.shared:
             complain(f"fp8_all_gather: {sharded[i]} is gathered in high precision: beside FP8 matmuls, it is {verdict.reason}")
     return said

@@ -115,6 +115,7 @@ CASES = [
     ("mlp", "blockwise", FP32, FPROP | {"power_of_2_scale": False}, "ss2"),
     ("linear", "mxfp8", BF16, WGRAD | {"margin": 1}, "sso"),
     ("mlp", "mxfp8", FP32, {"weight_tiles": True}, "ss2"),
+    ("mlp", "rowwise", FP32, {"weight_tiles": True}, "ss2"),
 ]
 MORE = [
     *((name, "delayed", FP32, {}, "ssasss2sr") for name in BUILDS if name not in ("mlp", "gated", "swiglu")),

@@ -85,12 +85,10 @@ class OnRanks(fuzz_training.Case):
         reentrant = any(block.checkpoint == "reentrant" for block in case.model.blocks)
         refused = REFUSED[kind] | ({"no input gradient"} if reentrant else set()) | ({"frozen"} if case.mixed else set())
         case.protocols = rng.choices([name for name in PROTOCOLS if name not in refused], k=3)
-        if case.recipe == "rowwise" and gather:
-            case.recipe = "tensorwise"
         if not case.exact:  # what is merged or gathered has one scale
             case.options["merge_matmuls"] = False
             case.options |= {"current_scaling": (False, True, False)} if gather and case.recipe == "delayed" else {}
-            case.options |= {"weight_tiles": True} if gather and case.recipe == "mxfp8" else {}
+            case.options |= {"weight_tiles": True} if gather and case.recipe in ("mxfp8", "rowwise") else {}
         if case.recipe == "delayed" and "rescale" in case.protocols:
             case.options["amax_history_len"] = 2
         if case.recipe == "delayed" and not case.uneven and rng.random() < 0.2:

@@ -255,6 +255,10 @@ ALL_GATHERS = {
         "afbs afbs", spares(0, 2, elements=ELEMENTS["square"] // 2, blocks=4 * 64 // 2), "square", reshard=False,
         options=recipe("mxfp8", weight_tiles=True),
     ),
+    "gathered by the whole": gathered(
+        "afbs afbs", spares(0, 2, elements=ELEMENTS["square"] // 2), "square", reshard=False,
+        options=recipe("rowwise", weight_tiles=True),
+    ),
     "gathered, around": gathered("fbs fbs fbs", wrapped(spares(0, 2, 2)), compiled="around"),
     "gathered by one": gathered("fbs fbs", partly(""), ranks=1),
     "gathered by three": gathered("fbs fbs fbs", partly(""), ranks=3),  # 128 rows are 43, 43 and 42: the last one is padded

@@ -54,8 +54,12 @@ def test_blocks_of_a_weight():
         assert tiles.scaling("weight", gemm).block == Block(32, 32) and tiles.scaling("weight", gemm).recipe == "mxfp8"
     for role in ("input", "gradient"):
         assert tiles.scaling(role, "wgrad") == Recipe("mxfp8").scaling(role, "wgrad")
-    for name in ("delayed", "tensorwise", "rowwise", "blockwise"):  # it means nothing to them
+    for name in ("delayed", "tensorwise", "blockwise"):  # it means nothing to them
         assert Recipe(name, weight_tiles=True).scaling("weight", "fprop") == Recipe(name).scaling("weight", "fprop")
+    for name in ("rowwise", "rowwise_with_gw_hp"):  # one tile
+        for gemm in ("fprop", "dgrad"):
+            assert Recipe(name, weight_tiles=True).scaling("weight", gemm).block == Block(0, 0)
+        assert Recipe(name, weight_tiles=True).scaling("input", "fprop") == Recipe(name).scaling("input", "fprop")
     with pytest.raises(fp8compile.OptionError, match="weight_tiles.*True or False"):
         Recipe("mxfp8", weight_tiles="32x32")
     chosen = Recipe("auto", weight_tiles=True).on(fp8compile.devices.catalog.find("b200").gpu)[0].recipe

@@ -71,7 +71,7 @@ class Settings:
             return (32, 32) if role == "weight" and self.weight_tiles else (1, 32)
         if self.recipe == "blockwise":
             return (128, 128) if role == "weight" else (1, 128)
-        return 1, 0
+        return (0, 0) if role == "weight" and self.weight_tiles else (1, 0)
 
     def quantize(self, x: Tensor, role: str, gemm: str, scale: float | None) -> Quantized:
         """x [R, C], a tensor in this role, in FP8 for this gemm. `scale`: with delayed scaling its scale, else None."""
