@@ -62,7 +62,7 @@ _MEANINGS = {
     + " and ".join(name for name, made in BUILT_IN.items() if made.power_of_2[0])
     + ".",
     "fp8_encoding": 'FP8 encodings: "auto" (the device\'s), "ocp" (NVIDIA, MI350) or "fnuz" (MI300).',
-    "weight_tiles": "one scale for 32 x 32 elements of a weight (mxfp8), or for all (rowwise): fprop and dgrad share FP8 values.",
+    "weight_tiles": "one scale for 32 x 32 elements of a weight (mxfp8), or for all (rowwise), in both layouts.",
     "use_fast_accum": "(fprop, dgrad, wgrad): the tensor cores' fast accumulation, less exact.",
 }
 _RECIPE_MEANING = (
