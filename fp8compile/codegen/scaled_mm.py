@@ -1,7 +1,7 @@
 """The lowering of FP8 matmuls: the forms that a matmul can take, and the choice between them.
 
-`lower_scaled_mm` and `lower_block_mm` choose the form that an operator of ours becomes. Where operands have several scales, the
-form depends on the device, the blocks and the sizes: `scaled_mm_kind.how`.
+`lower_mm` chooses the form that an operator of ours becomes. Where operands have several scales, it depends on the device, the
+blocks and the sizes: `scaled_mm_kind.how`.
 
 Arguments of all forms: a [M, K] and b [N, K], FP8, row-major; a_inv and b_inv, the inverses of their scales, float32, one a
 block, [rows / block rows, columns / block columns] rounded up, or [1] for one scale; bias, [N] or None. The result is [M, N] of
@@ -25,13 +25,14 @@ from torch import Tensor
 from torch.fx import Node
 
 from .. import compat
+from ..config.recipe import WHOLE
 from ..devices.gpu import gpu_of
 from ..ir import ops
 from ..ir.fx_utils import value
 from . import scaled_mm_kind
 from .block_gemm import launch_gemm
 from .scale_layouts import of_blocks, of_rows, stored, swizzled
-from .scaled_mm_kind import AFTER, BLOCKWISE, EMULATED, MX, REFERENCE, ROWWISE, TRITON
+from .scaled_mm_kind import AFTER, BLOCKWISE, EMULATED, FORM, MX, REFERENCE, ROWWISE, TENSORWISE, TRITON
 
 Inline = Callable[..., Node]  # writes a plain torch function into the graph, before a node
 
@@ -40,32 +41,48 @@ aten = torch.ops.aten
 MX_COLUMNS = 32  # elements that share an E8M0 scale
 
 
-def lower_scaled_mm(node: Node, inline: Inline) -> Node:
-    """Insert the form of an `ops.scaled_mm` (one scale an operand) before its node. Returns the node of the result."""
-    return inline(node, ops.product if value(node).device.type == "cpu" else tensorwise, *node.args)
-
-
-def lower_block_mm(node: Node, inline: Inline) -> Node:
-    """Insert the form of an `ops.block_mm` (an operand has several scales) before its node. Returns the node of the result."""
+def lower_mm(node: Node, inline: Inline) -> Node:
+    """Insert the form of an `ops.scaled_mm` or `ops.block_mm` before its node. Returns the node of the result."""
     args: Any = node.args
-    a, b, a_inv, b_inv, bias, out_dtype, fast_accum, *blocks = args
-    a_block, b_block = map(tuple, blocks)
+    form = form_of(node)
+    if form != TRITON:
+        function, given = call_of(node, form)
+        return inline(node, function, *given)
+    a, b, a_inv, b_inv, bias, out_dtype, _, *blocks = args
+    return launch_gemm(node, inline, gpu_of(value(node).device), a, b, a_inv, b_inv, bias, out_dtype, *map(tuple, blocks))
+
+
+def form_of(node: Node) -> str:
+    """The form of a matmul: one of those of `scaled_mm_kind`, or TENSORWISE, where each operand has one scale."""
+    if FORM in node.meta:
+        return node.meta[FORM]
+    args: Any = node.args
     gpu = gpu_of(value(node).device)
+    if node.target is ops.scaled_mm:
+        return REFERENCE if gpu is None else TENSORWISE
+    a, b, _, _, bias, out_dtype, fast_accum, a_block, b_block = args
     (m, k), n = value(a).shape, value(b).shape[0]
     made = product_dtype(None if bias is None else value(bias), out_dtype)
-    way = scaled_mm_kind.how(gpu, a_block, b_block, m, n, k, made, fast_accum, not compat.reorders())
-    operands = (a, b, a_inv, b_inv, bias, out_dtype)
-    if way == TRITON:
-        return launch_gemm(node, inline, gpu, *operands, a_block, b_block)
-    forms: dict[str, tuple] = {
-        REFERENCE: (ops.block_product, *operands, fast_accum, a_block, b_block),
-        ROWWISE: (rowwise, *operands, fast_accum),
-        AFTER: (rowwise_after, *operands, fast_accum),
-        BLOCKWISE: (blockwise, *operands, a_block, b_block),
-        MX: (mx, *operands, a_block, b_block),
-        EMULATED: (emulated, *operands, a_block, b_block),
+    return scaled_mm_kind.how(gpu, a_block, b_block, m, n, k, made, fast_accum, not compat.reorders())
+
+
+def call_of(node: Node, form: str) -> tuple[Callable[..., Tensor], tuple]:
+    """The function and the arguments (nodes and constants) of a matmul in this form, which is not TRITON."""
+    args: Any = node.args
+    *operands, fast_accum = args[:7]
+    blocks = tuple(map(tuple, args[7:]))
+    if form == REFERENCE:
+        return (ops.block_product if blocks else ops.product), (*operands, fast_accum, *blocks)
+    forms: dict[str, tuple[Callable[..., Tensor], tuple]] = {
+        TENSORWISE: (tensorwise, (fast_accum,)),
+        ROWWISE: (rowwise, (fast_accum,)),
+        AFTER: (rowwise_after, (fast_accum,)),
+        BLOCKWISE: (blockwise, blocks),
+        MX: (mx, blocks),
+        EMULATED: (emulated, blocks or (WHOLE, WHOLE)),
     }
-    return inline(node, *forms[way])
+    function, more = forms[form]
+    return function, (*operands, *more)
 
 
 def fusable(bias: Tensor | None, out_dtype: torch.dtype) -> bool:

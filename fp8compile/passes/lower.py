@@ -225,7 +225,6 @@ class _Lowering:
         return scaled_grouped.lower_grouped_mm(node, self.inline, self.spread.get(node))
 
     def scaled_mm(self, node: Node, *_) -> Node:
-        return scaled_mm.lower_scaled_mm(node, self.inline)
+        return scaled_mm.lower_mm(node, self.inline)
 
-    def block_mm(self, node: Node, *_) -> Node:
-        return scaled_mm.lower_block_mm(node, self.inline)
+    block_mm = scaled_mm

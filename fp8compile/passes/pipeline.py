@@ -47,6 +47,7 @@ from .quantize import Written, observe, quantize
 from .recast import recast
 from .save import Halves, save
 from .scatters import scatters
+from .try_matmuls import try_matmuls
 from .update_state import update_state
 
 logger = get_logger(__name__)
@@ -218,6 +219,7 @@ POST_GRAD: tuple[Pass[Graph], ...] = (
     Pass("complete", complete),  # what Inductor has fused so
     Pass("lower_scales", lower_scales),  # scales of whole tensors; delayed ones become loads from the state
     Pass("split_casts", split_casts),  # a cast into both layouts becomes two
+    Pass("try_matmuls", try_matmuls, optional=True),  # which FP8 matmuls the GPU's libraries refuse
     Pass("fuse", fuse, optional=True),  # casts, with what makes their tensors, become generated kernels
     Pass("lower", lower),  # all other operators of ours become ATen and static kernels
 )

@@ -177,9 +177,11 @@ def report(model: nn.Module | None = None) -> Report:
         why = "torch.compile compiles at the first call, and leaves out what it cannot trace"
         return Report(empty=f"nothing was compiled yet ({why})")
     share_records(tensors)
+    from ..passes.try_matmuls import replaced  # imported late, because it imports Dynamo
+
     graphs = LEDGER.graphs()
     if model is None:
-        return Report(graph for graph, _ in graphs.values())
+        return Report((graph for graph, _ in graphs.values()), notes=replaced)
     mine = set(map(id, tensors))
     chosen = [(graph, reads) for graph, reads in graphs.values() if reads & mine]
     if not chosen:
@@ -187,9 +189,9 @@ def report(model: nn.Module | None = None) -> Report:
         why = "a graph that reads other tensors in their place, as with torch.func.functional_call, is only listed by report()"
         return Report(empty=f"{others} ({why})")
     left_out = outside.find(model, set().union(*(reads for _, reads in chosen)))
-    from ..runtime.all_gather import gather_records  # imported late, because it imports Dynamo
+    from ..runtime.all_gather import gather_records  # late, as above
 
-    return Report((graph for graph, _ in chosen), outside=left_out, gathered=gather_records(tensors))
+    return Report((graph for graph, _ in chosen), outside=left_out, gathered=gather_records(tensors), notes=replaced)
 
 
 # --- text -----------------------------------------------------------------------------------------

@@ -229,7 +229,7 @@ def test_kernel_with_sizes_as_arguments(blocks: tuple) -> None:
 def launched(call: Any, given: Sequence[Tensor], dynamic: bool) -> GraphModule:
     """A graph with one `ops.block_mm`, lowered to a launch that the interpreter runs on the CPU."""
     with hooks.block_mm_by(TRITON):
-        return interpreter.launched(call, given, ops.block_mm, scaled_mm.lower_block_mm, dynamic)
+        return interpreter.launched(call, given, ops.block_mm, scaled_mm.lower_mm, dynamic)
 
 
 @pytest.mark.cases(test=4, slow=2)

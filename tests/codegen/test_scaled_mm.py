@@ -100,7 +100,7 @@ def graph_of(
         (node,) = traced.graph.find_nodes(op="call_function", target=ops.block_mm)
         properties = mock.Mock(shared_memory_per_block_optin=227 << 10)
         with hooks.matmuls_for(gpu), mock.patch("torch.cuda.get_device_properties", lambda *_: properties):
-            result = scaled_mm.lower_block_mm(node, Inliner())
+            result = scaled_mm.lower_mm(node, Inliner())
     node.replace_all_uses_with(result)
     traced.graph.erase_node(node)
     traced.graph.lint()
@@ -266,7 +266,7 @@ def test_on_a_device(pair: tuple, sizes: tuple[int, int, int], out_dtype: torch.
         graph = make_fx(call, tracing_mode="fake")(*given)
         (node,) = graph.graph.find_nodes(op="call_function", target=ops.block_mm)
         with hooks.block_mm_by(way):
-            node.replace_all_uses_with(scaled_mm.lower_block_mm(node, Inliner()))
+            node.replace_all_uses_with(scaled_mm.lower_mm(node, Inliner()))
         graph.graph.erase_node(node)
         graph.recompile()
         got = graph(*given)

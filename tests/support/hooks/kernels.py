@@ -47,6 +47,36 @@ def launched(see: Callable[..., Any], amd: bool = False) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def refusing(*forms: str) -> Iterator[list[str]]:
+    """Inside, a GPU is there whose libraries refuse FP8 matmuls in these forms. Gives the forms that they were asked for."""
+    from fp8compile.passes import try_matmuls
+
+    asked: list[str] = []
+
+    def refusal(node: Any, form: str) -> str:
+        asked.append(form)
+        return "CUBLAS_STATUS_NOT_SUPPORTED" if form in forms else ""
+
+    here = mock.patch.object(try_matmuls, "there", lambda device: True)
+    with here, mock.patch.multiple(try_matmuls, refusal=refusal, replaced={}):
+        yield asked
+
+
+def refusal(form: str, a: tuple[torch.Tensor, torch.Tensor], b: tuple[torch.Tensor, torch.Tensor]) -> str:
+    """What ATen says on a CPU to a matmul in this form. Operands: [M, K] and [N, K] FP8, each with its one inverse of a scale."""
+    from fp8compile.ir import ops
+    from fp8compile.passes import try_matmuls
+
+    graph = torch.fx.Graph()
+    nodes = [graph.placeholder(f"x{i}") for i in range(4)]
+    for node, x in zip(nodes, (a[0], b[0], a[1], b[1]), strict=True):
+        node.meta["val"] = x
+    matmul = graph.call_function(ops.scaled_mm, (*nodes, None, torch.bfloat16, False))
+    matmul.meta["val"] = torch.empty(a[0].shape[0], b[0].shape[0], dtype=torch.bfloat16)
+    return try_matmuls.refusal(matmul, form)
+
+
 def cuda_version(*version: int) -> Patched:
     """Inside, torch was built with this CUDA."""
     from fp8compile.devices import support
