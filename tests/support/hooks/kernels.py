@@ -64,7 +64,7 @@ def refusing(*forms: str) -> Iterator[list[str]]:
 
 
 def refusal(form: str, a: tuple[torch.Tensor, torch.Tensor], b: tuple[torch.Tensor, torch.Tensor]) -> str:
-    """What ATen says on a CPU to a matmul in this form. Operands: [M, K] and [N, K] FP8, each with its one inverse of a scale."""
+    """What ATen says on a CPU to a matmul in this form. a [M, K] and b [N, K] in FP8, each with an inverse scale."""
     from fp8compile.ir import ops
     from fp8compile.passes import try_matmuls
 
