@@ -111,6 +111,8 @@ class Joint:
 
     def collect(self) -> int:
         self.matmuls, self.opaque = collect(self.graph, self.inputs)
+        if self.device is not None:  # the operator that PyTorch takes on a GPU, also where a CPU traces for one
+            self.opaque = [replace(record, op=record.op.replace("_for_cpu", "")) for record in self.opaque]
         self.edges = edges(self.graph, self.matmuls)
         return len(self.matmuls)
 

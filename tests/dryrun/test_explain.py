@@ -161,6 +161,14 @@ class DroppedAttention(nn.Module):
         return F.scaled_dot_product_attention(q, q, q, dropout_p=0.1, is_causal=True)
 
 
+@pytest.mark.parametrize(("device", "op"), [(None, "flash_attention_for_cpu"), ("h100", "flash_attention")])
+def test_attention_has_the_name_that_it_has_on_the_device(device: str | None, op: str) -> None:
+    q = x(1, 2, 16, 64).requires_grad_()
+    report = fp8compile.explain(lambda q: F.scaled_dot_product_attention(q, q, q), q, device=device)
+    expected = [f"aten._scaled_dot_product_{op}{end}.default" for end in ("", "_backward")]
+    assert [record.op for graph in report.graphs for record in graph.opaque] == expected
+
+
 def test_attention_with_dropout_counts_as_fused_on_the_meta_device():
     with torch.device("meta"):
         model = DroppedAttention()
