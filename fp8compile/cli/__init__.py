@@ -26,7 +26,10 @@ import sys
 import warnings
 from collections.abc import Sequence
 
-import click
+try:
+    import click
+except ModuleNotFoundError:
+    sys.exit("fp8compile: error: the command line needs click, which is not installed: pip install click")
 
 from .. import __version__
 from ..errors import Fp8CompileError, StrictError, one_line

@@ -22,8 +22,6 @@ PREFIXES = ("FP8COMPILE_", "TORCHINDUCTOR_", "TORCHDYNAMO_")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def env(as_json: bool) -> None:
     """Versions, GPUs, settings: paste the output into a bug report. The path of the home folder is shown as ~."""
-    from tabulate import tabulate
-
     found: dict[str, Any]
     found = {"versions": versions(), "gpus": gpus(), "policy": policy(), "environment": environment()}
     if as_json:
@@ -37,7 +35,8 @@ def env(as_json: bool) -> None:
     for name, value in found["environment"].items():
         meant = did_you_mean(near(name, VARIABLES)) if name.startswith("FP8COMPILE_") and name not in VARIABLES else None
         rows.append((name, value if meant is None else f"{value} (fp8compile reads no such variable.{meant})"))
-    click.echo(tabulate(rows, tablefmt="plain", disable_numparse=True))
+    width = max(len(name) for name, _ in rows)
+    click.echo("\n".join(f"{name:{width}}  {value}".rstrip() for name, value in rows))
 
 
 def versions() -> dict[str, str | None]:

@@ -82,7 +82,7 @@ def _no(message: str) -> int:
 
 
 def _rules_table(labels: Sequence[str], matmuls: Sequence[MatmulRecord]) -> str:
-    from tabulate import tabulate
+    from ..reporting.columns import aligned
 
     total = sum(record.flops for record in matmuls) or 1
     rows = []
@@ -92,4 +92,4 @@ def _rules_table(labels: Sequence[str], matmuls: Sequence[MatmulRecord]) -> str:
         share = 100 * sum(record.flops for record in mine) / total
         modules = len({record.fqn for record in mine})
         rows.append((label or "(no rule)", len(mine), modules, in_fp8, f"{share:.1f}%"))
-    return tabulate(rows, ("rule", "matmuls", "modules", "in FP8", "FLOPs"), colalign=("left", *["right"] * 4))
+    return aligned(("rule", "matmuls", "modules", "in FP8", "FLOPs"), rows, "<>>>>")

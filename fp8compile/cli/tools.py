@@ -35,9 +35,8 @@ def devices(as_json: bool) -> None:
     """The GPUs that are described, with the rates that decisions are made with."""
     import dataclasses
 
-    from tabulate import tabulate
-
     from ..devices.catalog import shipped, stored
+    from ..reporting.columns import aligned
 
     known = [*stored().values(), *shipped().values()]
     if as_json:
@@ -51,7 +50,7 @@ def devices(as_json: bool) -> None:
         memory = f"{device.memory / 2**30:.0f}"
         rows.append((device.key, device.name, *tflops, ratio, f"{rates.bandwidth / 1e12:.2f}", memory, device.origin))
     head = ("device", "name", "FP8 TFLOP/s", "bf16 TFLOP/s", "ratio", "TB/s", "GiB", "from")
-    click.echo(tabulate(rows, head, colalign=("left", "left", *["right"] * 5, "left"), disable_numparse=True))
+    click.echo(aligned(head, rows, "<<>>>>><"))
     click.echo(
         "Sustained rates of dense matmuls, and of a copy. `fp8compile calibrate` measures a GPU of this machine.", err=True
     )

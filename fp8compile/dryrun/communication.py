@@ -24,6 +24,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ..reporting.columns import aligned
 from ..reporting.layers import alike
 from .mesh import Mesh, Pair, fp8_weights, weight_of
 
@@ -137,13 +138,10 @@ class Communication:
         return f"mesh {self.mesh} ({self.dp}): {self.network}"
 
     def __str__(self) -> str:
-        from tabulate import tabulate
-
         lines = [self.title]
         for rows in self.tables():
-            sides = ["left"] * (2 if "among" in rows[0] else 1)
-            sides += ["right"] * (len(rows[0]) - len(sides))
-            lines += ["", tabulate(rows[1:], rows[0], tablefmt="simple", disable_numparse=True, colalign=sides)]
+            left = 2 if "among" in rows[0] else 1
+            lines += ["", aligned(rows[0], rows[1:], "<" * left + ">" * (len(rows[0]) - left))]
         return "\n".join([*lines, "", *(line for note in self.notes for line in textwrap.wrap(note, 128))])
 
     def to_dict(self) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from dataclasses import dataclass, replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
+from ..reporting.columns import aligned
 from .observe import Likeness, sums
 
 if TYPE_CHECKING:
@@ -165,8 +166,6 @@ class Comparison:
 
     def table(self, worst: int | None = 20) -> str:
         """The table, of the `worst` layers and half as many other parameters at most; None: of all."""
-        from tabulate import tabulate
-
         lines = ["fp8: " + self.summary()]
         lines += [f"{item.name} has left its band: {item.flag}" for item in self.items if item.flag]
         if not any(item.flag for item in self.items):
@@ -182,8 +181,7 @@ class Comparison:
             shown = items if worst is None else items[: worst if layer else worst // 2]
             if shown:
                 head, cells = _cells(shown, layer)
-                sides = ["left"] + ["right"] * (len(head) - 1)
-                lines += ["", tabulate(cells, head, tablefmt="simple", disable_numparse=True, colalign=sides)]
+                lines += ["", aligned(head, cells, "<" + ">" * (len(head) - 1))]
             if len(shown) < len(items):
                 lines.append(f"and {len(items) - len(shown)} more, which are better (table(worst=None) shows all)")
         return "\n".join(lines)

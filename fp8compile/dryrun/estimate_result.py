@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..reporting.columns import aligned
 from ..reporting.html import Extra, Page, TimedPart, Timing, render, section, title
 from ..reporting.layers import Part, Split, microseconds, percent, scaled
 from ..reporting.report import Report
@@ -168,11 +169,8 @@ class Estimate:
         return [_line(layer) for layer in (*self.layers, self._step)]
 
     def __str__(self) -> str:
-        from tabulate import tabulate
-
-        sides = ("left",) + ("right",) * (len(_HEAD) - 1)
-        table = tabulate(self._lines(), _HEAD, tablefmt="simple", disable_numparse=True, colalign=sides)
-        lines = [self.summary(), "", table, "", *self._attention, *self.notes, f"fp8: {self.report.summary()}"]
+        shown = aligned(_HEAD, self._lines(), "<" + ">" * (len(_HEAD) - 1))
+        lines = [self.summary(), "", shown, "", *self._attention, *self.notes, f"fp8: {self.report.summary()}"]
         if self.communication is not None:
             lines += ["", str(self.communication)]
         return "\n".join(lines)

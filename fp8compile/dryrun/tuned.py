@@ -12,6 +12,7 @@ from typing import Any
 
 from ..config.policy import Policy, load
 from ..errors import OptionError
+from ..reporting.columns import aligned
 from .candidates import Candidate, Choice, Group, Point, tables
 
 HIGH = "high precision"
@@ -212,10 +213,8 @@ def _gap(gap: float) -> str:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    from tabulate import tabulate
-
-    sides = ["left" if name in ("", "layers", "policy", "candidate") else "right" for name in head]
-    return tabulate(rows, head, tablefmt="simple", disable_numparse=True, colalign=sides).splitlines()
+    sides = "".join("<" if name in ("", "layers", "policy", "candidate") else ">" for name in head)
+    return aligned(head, rows, sides).splitlines()
 
 
 def _commented(lines: Sequence[str]) -> list[str]:

@@ -14,13 +14,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import BaseModel, field_validator
-
 from .requirement import host
 from .transformers import FP8Callback
 
 with host("axolotl", "0.19", "fp8compile.integrations.axolotl"):
     from axolotl.integrations.base import BasePlugin
+    from pydantic import BaseModel, field_validator
 
 
 class FP8Args(BaseModel):

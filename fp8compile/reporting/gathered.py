@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..ir.records import FP8, CollectiveRecord, GatherRecord
+from .columns import aligned
 from .layers import alike, repeated
 
 
@@ -23,10 +24,8 @@ def rows(records: Sequence[GatherRecord]) -> list[tuple[str, str, str, int]]:
 
 def text(records: Sequence[GatherRecord]) -> str:
     """A table of these rows."""
-    from tabulate import tabulate
-
     body = [(name + repeated(count), dtype, reason) for name, dtype, reason, count in rows(records)]
-    return tabulate(body, ("all-gather in training", "as", "why not FP8"), tablefmt="simple")
+    return aligned(("all-gather in training", "as", "why not FP8"), body)
 
 
 def rows_of_graph(records: Sequence[CollectiveRecord]) -> list[tuple[str, int, str, str, str, str]]:
@@ -40,8 +39,5 @@ def rows_of_graph(records: Sequence[CollectiveRecord]) -> list[tuple[str, int, s
 
 def in_graph(records: Sequence[CollectiveRecord]) -> str:
     """A table of these rows."""
-    from tabulate import tabulate
-
     body = [(name + repeated(count), *cells) for name, count, *cells in rows_of_graph(records)]
-    head = ("read from other ranks", "by", "bytes a rank", "with FP8", "why not FP8")
-    return tabulate(body, head, tablefmt="simple", disable_numparse=True, colalign=("left", "left", "right", "right", "left"))
+    return aligned(("read from other ranks", "by", "bytes a rank", "with FP8", "why not FP8"), body, "<<>><")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..ir.records import FrozenRecord, KeptRecord
+from .columns import aligned
 from .layers import alike, repeated
 
 
@@ -25,11 +26,8 @@ def rows(records: Sequence[KeptRecord]) -> list[tuple[str, int, str, str, str]]:
 
 def text(records: Sequence[KeptRecord]) -> str:
     """A table of these rows."""
-    from tabulate import tabulate
-
     body = [(name + repeated(count), *cells) for name, count, *cells in rows(records)]
-    head = ("kept for backward in FP8", "tensor", "bytes", "in FP8")
-    return tabulate(body, head, tablefmt="simple", disable_numparse=True, colalign=("left", "left", "right", "right"))
+    return aligned(("kept for backward in FP8", "tensor", "bytes", "in FP8"), body, "<<>>")
 
 
 def brief_frozen(records: Sequence[FrozenRecord]) -> str:
@@ -41,11 +39,8 @@ def brief_frozen(records: Sequence[FrozenRecord]) -> str:
 
 def text_frozen(records: Sequence[FrozenRecord]) -> str:
     """A table of the frozen weights; equal ones of repeated blocks share a line."""
-    from tabulate import tabulate
-
     body = []
     for name, of in alike(records, lambda record: record.parameter, lambda record: (record.bytes, record.reason)):
         before, after = sum(record.before for record in of), sum(record.bytes for record in of)
         body.append((name + repeated(len(of)), f"{before:,}", f"{after:,}", of[0].reason or "fp8 only"))
-    head = ("frozen weight", "bytes", "kept", "why")
-    return tabulate(body, head, tablefmt="simple", disable_numparse=True, colalign=("left", "right", "right", "left"))
+    return aligned(("frozen weight", "bytes", "kept", "why"), body, "<>><")

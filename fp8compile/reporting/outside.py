@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from .columns import aligned
 from .layers import alike, repeated
 
 if TYPE_CHECKING:
@@ -116,8 +117,6 @@ def why(records: Sequence[OutsideRecord]) -> str:
 
 
 def text(records: Sequence[OutsideRecord]) -> str:
-    from tabulate import tabulate
-
     body = [(name + repeated(count), module, size) for name, module, size, count in rows(records)]
-    table = tabulate(body, (OUTSIDE, "of", "size"), tablefmt="simple", disable_numparse=True)
-    return "\n".join([table, *(f"* {reason}" for reason in dict.fromkeys(record.reason for record in records))])
+    reasons = dict.fromkeys(record.reason for record in records)
+    return "\n".join([aligned((OUTSIDE, "of", "size"), body), *(f"* {reason}" for reason in reasons)])

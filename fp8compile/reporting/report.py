@@ -26,6 +26,7 @@ from ..ir.records import FP8, GatherRecord, GraphReport, MatmulRecord, OpaqueRec
 from ..runtime.ledger import LEDGER
 from ..runtime.parameters import share_records
 from . import gathered, html, kept, outside
+from .columns import aligned
 from .layers import Row, fraction, gemms, hidden_rows, layers_of, percent, repeated, rows_of, share, sizes_of, words
 from .outside import OutsideRecord
 
@@ -213,8 +214,6 @@ def _counts(what: Iterable[str]) -> str:
 
 
 def _graph_text(graph: GraphReport, collapse: bool) -> str:
-    from tabulate import tabulate
-
     head = f"graph {graph.index}: {graph.name}: "
     if graph.note and collapse:
         count = len(graph.matmuls)
@@ -223,8 +222,7 @@ def _graph_text(graph: GraphReport, collapse: bool) -> str:
     rows = [_cells(row, line) for row in rows_of(layers_of(graph.matmuls), collapse) for line in row.first.lines]
     if rows:
         titles = ("module", "gemm", "m", "n", "k", "GFLOP", "share", "decision", "why / recipe")
-        sides = ("left", "left", "right", "right", "right", "right", "right", "left", "left")
-        text += "\n" + tabulate(rows, titles, tablefmt="simple", colalign=sides, disable_numparse=True)
+        text += "\n" + aligned(titles, rows, "<<>>>>><<")
     if any(record.dynamic for record in graph.matmuls):
         text += "\n* dynamic shape: sizes of the call that was compiled"
     text += "".join(f"\n* {remark}" for remark in graph.remarks)
@@ -234,7 +232,7 @@ def _graph_text(graph: GraphReport, collapse: bool) -> str:
     if graph.opaque:
         hidden = [(name + repeated(count), op, why) for name, op, why, count in hidden_rows(graph.opaque, collapse)]
         text += "\n\n" if graph.kept or graph.frozen else "\n"
-        text += tabulate(hidden, ("not rewritten", "op", "why"), tablefmt="simple", disable_numparse=True)
+        text += aligned(("not rewritten", "op", "why"), hidden)
     return text
 
 

@@ -27,6 +27,7 @@ from ..runtime.compression import rows_of
 from ..runtime.parameters import find
 from ..runtime.probe import COLUMNS, Cast, Measurement
 from ..runtime.state import Page, Slot, named_weights, unwrapped
+from .columns import aligned
 from .layers import alike, repeated
 
 STATE = ("amax", "scale", "scale_inv", "scale_inv_min", "scale_inv_max")
@@ -76,8 +77,6 @@ class Stats:
     def __str__(self) -> str:
         if not self._rows:
             return f"fp8: {self._empty}"
-        from tabulate import tabulate
-
         several = any(row["scale_inv"] is None and row["scale_inv_min"] is not None for row in self._rows)
         columns = ["amax", *(("scale_inv_min", "scale_inv_max") if several else ("scale", "scale_inv"))]
         if any(row["mse"] is not None for row in self._rows):
@@ -89,8 +88,7 @@ class Stats:
             lines.append((row["name"], role, row["recipe"], row["format"] or "-", *numbers))
         equal = alike(lines, lambda line: line[0], lambda line: line[1:])  # equal layers, such as before the first measurement
         lines = [(name + repeated(len(group)), *group[0][1:]) for name, group in equal]
-        sides = ("left",) * 4 + ("right",) * len(columns)
-        return tabulate(lines, ("tensor", "role", "recipe", "format", *columns), colalign=sides, disable_numparse=True)
+        return aligned(("tensor", "role", "recipe", "format", *columns), lines, "<<<<" + ">" * len(columns))
 
     def __repr__(self) -> str:
         return f"<fp8compile.Stats: {len(self._rows)} tensors>"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import random
 import re
 import subprocess
 import sys
@@ -13,11 +14,13 @@ from unittest import mock
 
 import pytest
 import torch
+from tabulate import tabulate
 from torch import nn
 
 from fp8compile import logs
 from fp8compile.ir.records import GraphReport, MatmulRecord, OpaqueRecord
 from fp8compile.reporting import report as report_module
+from fp8compile.reporting.columns import aligned
 from fp8compile.reporting.report import Report
 from fp8compile.runtime.ledger import Ledger
 
@@ -333,3 +336,13 @@ def test_dump_is_a_trace_artifact(monkeypatch):
     logs.dump("decide", lambda: "text")
     assert seen == [("artifact", {"name": "fp8compile_decide", "encoding": "string"}, "text")]
 
+
+def test_tables_are_those_of_tabulate() -> None:
+    text = random.Random(0)
+    for _ in range(200):
+        width = text.randint(1, 5)
+        head, *rows = (["".join(text.choices("ab1., é", k=text.randint(0, 9))) for _ in range(width)] for _ in range(4))
+        sides = "".join(text.choices("<>", k=width))
+        theirs = [{"<": "left", ">": "right"}[side] for side in sides]
+        assert aligned(head, rows, sides) == tabulate(rows, head, disable_numparse=True, colalign=theirs)
+    assert aligned(("one", "two"), [(1, 2.5)]) == "one    two\n-----  -----\n1      2.5"

@@ -1,6 +1,6 @@
 """Policies: which matmuls become FP8 and how, in rules that a file, a dict or Python can hold.
 
-    errors, validation    PolicyError, and the tables that pydantic checks
+    errors, validation    PolicyError, and tables that check their values
     patterns, condition   globs, and the expression language over m, n, k
     match                 the facts that a rule can test, and whether it matches
     model                 Rule, Policy and the other tables
@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from .condition import Where
 from .errors import PolicyError
-from .files import BUILTIN, VARIABLE, load, schema
+from .files import BUILTIN, VARIABLE, load
 from .match import Choice, Site
 from .model import Defaults, NamedRecipe, Policy, Rule, Schedule
+from .validation import schema
 
 __all__ = [
     "BUILTIN",

@@ -48,7 +48,8 @@ class PolicyError(OptionError):
 
     def under(self, *path: str | int) -> PolicyError:
         """The same error, with `path` in front of its own path."""
-        self.path = (*path, *self.path)
+        for error in self.parts or [self]:
+            error.path = (*path, *error.path)
         return self
 
     def found_in(self, source: str, tables: Mapping[str, Any], content: str | None) -> PolicyError:

@@ -14,15 +14,12 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
-from pydantic.json_schema import GenerateJsonSchema
-
 from ...devices.toml import tomllib
 from ...errors import near
 from ...logs import POLICY_VARIABLE as VARIABLE
 from .errors import PolicyError
 from .model import Defaults, Policy, PolicyFile, given, label
-from .validation import validated
+from .validation import made
 
 BUILTIN = ("default", "fast", "llama", "gpt2", "vit", "moe", "conservative", "accelerate-defaults")
 LARGEST_FILE = 256 * 1024  # bytes
@@ -55,23 +52,6 @@ def load(source: Any = None) -> Policy:
         return _from_tables(source, "given as a dict")
     allowed = f"a path, a dict, a Policy, a function (module, name) -> bool, or one of {', '.join(map(repr, BUILTIN))}"
     raise PolicyError.of("policy", source, allowed)
-
-
-class _WithoutNull(GenerateJsonSchema):
-    """TOML has no null: a default of None stands for "not given"."""
-
-    def nullable_schema(self, schema: Any) -> dict[str, Any]:
-        return self.generate_inner(schema["schema"])
-
-    def default_schema(self, schema: Any) -> dict[str, Any]:
-        made = super().default_schema(schema)
-        return {key: value for key, value in made.items() if key != "default" or value is not None}
-
-
-def schema() -> dict[str, Any]:
-    """JSON Schema of a policy file, for editors."""
-    made = TypeAdapter(PolicyFile).json_schema(schema_generator=_WithoutNull)
-    return {"$schema": GenerateJsonSchema.schema_dialect, **made}
 
 
 def shipped(name: str) -> str:
@@ -117,7 +97,7 @@ def _from_tables(
 ) -> Policy:
     """Validate `tables`, and put the rules of the policy that they extend behind theirs. `content` is their TOML text."""
     try:
-        file = validated(PolicyFile, tables)
+        file = made(PolicyFile, tables)
         base = None if file.extends == "none" else _extended(file.extends or "default", beside, chain)
         return _joined(file, base, source)
     except PolicyError as error:

@@ -1,4 +1,4 @@
-"""What a policy is: rules in order, named recipes, defaults. Frozen dataclasses that pydantic checks, see `validation`.
+"""What a policy is: rules in order, named recipes, defaults. Frozen dataclasses that check their values, see `validation`.
 
 The settings of a recipe are read off `Recipe`'s own fields: a field that is added there is also a key of rules,
 `[recipes.NAME]` and `[defaults]`. `PolicyFile` is one file as it is written. `Policy` decides: it has the file's rules, those
@@ -13,11 +13,9 @@ import dataclasses
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_type_hints
-
-from pydantic import Field, StrictBool, StrictInt, StrictStr, ValidationInfo, field_validator
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, get_args, get_type_hints
 
 from ...errors import OptionError, near
 from ..operators import MATMULS
@@ -25,7 +23,7 @@ from ..recipe import AUTO, BUILT_IN, NAMES, RECIPES, Recipe
 from . import match, patterns
 from .condition import Where
 from .errors import PolicyError
-from .validation import FILE, LONGEST_NAME, Name, PathOrName, Several, key, table
+from .validation import FILE, LONGEST_NAME, choice, key, line, named_tables_of, several, table, table_of, tables_of, whole
 
 Gemm = Literal["fprop", "dgrad", "wgrad"]
 Kind = Literal["output head", "router gate", "down projection"]
@@ -36,6 +34,8 @@ if TYPE_CHECKING:
     Op = str
 else:
     Op = Literal[tuple(MATMULS)]
+T = TypeVar("T")
+Several: TypeAlias = T | tuple[T, ...] | None
 SETTINGS = tuple(f.name for f in dataclasses.fields(Recipe) if f.name != "name")
 LONGEST_CHAIN = 32  # recipes, each based on the next
 
@@ -69,104 +69,86 @@ _RECIPE_MEANING = (
     f"A built-in recipe ({', '.join(map(repr, RECIPES))}), {AUTO!r} (one of them, by the device), or the NAME of a "
     "[recipes.NAME] table."
 )
-_RECIPE = (_RECIPE_MEANING, "the name of a recipe")
-_GLOBS = "a glob, or a list of globs"
-_SPANS = "such as 'first 2' or 'last 1', or a list of them"
+_NAME_OF_RECIPE = line("the name of a recipe")
 
 
-def _choice(meaning: str, values: Any, default: Any = None) -> Any:
-    return key(meaning, "one of " + ", ".join(map(repr, get_args(values))), default)
-
-
-def _setting(cls: type, value: Any, info: ValidationInfo) -> Any:
-    """`value` as `Recipe` checks and stores it."""
-    name = str(info.field_name)
+def _setting(name: str, given: Any) -> Any:
+    """As `Recipe` checks and stores it."""
     try:
-        return value if value is None else getattr(Recipe("tensorwise", **{name: value}), name)  # tensorwise takes all settings
+        return given if given is None else getattr(Recipe("tensorwise", **{name: given}), name)  # tensorwise takes all settings
     except OptionError as error:
-        raise PolicyError(str(error).removeprefix("fp8 option "), name, value) from None
+        raise PolicyError(str(error).removeprefix("fp8 option "), name, given) from None
 
 
+def _span(name: str, given: Any) -> str:
+    if not isinstance(given, str) or not match.SPAN.fullmatch(given):
+        meant = re.match(r"\s*(first|last)\s*([1-9]\d{0,4})?", given.lower()) if isinstance(given, str) else None
+        hint = [f"{meant[1]} {meant[2] or 1}"] if meant else []
+        raise PolicyError.of(name, given, "'first N' or 'last N' with N from 1 to 99999, or a list of them", hint)
+    return given
+
+
+def _switch(name: str, given: Any) -> str:
+    return choice(Fp8)(name, {True: "on", False: "off"}[given] if isinstance(given, bool) else given)
+
+
+_GLOBS = several(patterns.check)
 _HINTS = get_type_hints(Recipe)
-_SETTINGS: dict[str, Any] = {
-    "__doc__": "The settings of a recipe, None where not given.",
-    "__module__": __name__,
-    "__annotations__": {name: _HINTS[name] | None for name in SETTINGS},
-    **{name: key(_MEANINGS.get(name, f"{name} of the recipe."), "") for name in SETTINGS},
-    "_spell_setting": field_validator(*SETTINGS, mode="before")(classmethod(_setting)),
-    "settings": cached_property(lambda self: {name: value for name, value in given(self).items() if name in SETTINGS}),
-}
-Settings: Any = table()(type("Settings", (), _SETTINGS))
+# the settings of a recipe, None where not given
+Settings: Any = dataclasses.make_dataclass(
+    "Settings",
+    [(name, _HINTS[name] | None, key(_MEANINGS.get(name, name), _setting)) for name in SETTINGS],
+    namespace={"settings": cached_property(lambda self: {k: v for k, v in given(self).items() if k in SETTINGS})},
+    frozen=True,
+    kw_only=True,
+)
 
 
 @table("[defaults]")
+@dataclass(frozen=True, kw_only=True)
 class Defaults(Settings):
     """`[defaults]`: the settings where no rule gives others."""
 
-    recipe: Name | None = key(*_RECIPE)
+    recipe: str | None = key(_RECIPE_MEANING, _NAME_OF_RECIPE)
 
 
 @table("[recipes.NAME]")
+@dataclass(frozen=True, kw_only=True)
 class NamedRecipe(Settings):
     """`[recipes.NAME]`: a recipe with a name, for rules and `[defaults]`."""
 
-    base: Name | None = key(
-        f"The recipe that this one varies: built-in, or another NAME. Default: {Recipe().name!r}.", "the name of a recipe"
+    base: str | None = key(
+        f"The recipe that this one varies: built-in, or another NAME. Default: {Recipe().name!r}.", _NAME_OF_RECIPE
     )
 
 
 @table("[[rules]]")
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Rule(Settings):
     """One `[[rules]]`: conditions, which all have to hold, and the decision for the gemms for which they do.
 
     If a key takes several values, one of them has to fit. They are kept as tuples of strings, None if not given.
     """
 
-    name: Name | None = key("A label for reports.", f"a line of 1 to {LONGEST_NAME} characters")
-    module: Several[StrictStr] = key('Glob for the module\'s name ("*" matches dots too), or "re:" and a regex.', _GLOBS)
-    parameter: Several[StrictStr] = key('Glob for the name of the weight, or "re:" and a regex.', _GLOBS)
-    module_class: Several[StrictStr] = key("Glob for the class of the module, or of any module around it.", _GLOBS)
-    op: Several[Op] = _choice("The operator of forward: " + ", ".join(MATMULS) + ".", Op)
-    gemm: Several[Gemm] = _choice("fprop (the forward), dgrad (the input's gradient), wgrad (the weight's).", Gemm)
-    where: StrictStr | None = key(
-        "A condition on m, n, k of the forward out[m, n] = a[m, k] @ b[k, n]: 'n < 128 or k < 128'.", "a condition in quotes"
+    name: str | None = key("A label for reports.", line(f"a line of 1 to {LONGEST_NAME} characters"))
+    module: Several[str] = key('Glob for the module\'s name ("*" matches dots too), or "re:" and a regex.', _GLOBS)
+    parameter: Several[str] = key('Glob for the name of the weight, or "re:" and a regex.', _GLOBS)
+    module_class: Several[str] = key("Glob for the class of the module, or of any module around it.", _GLOBS)
+    op: Several[Op] = key(f"The operator of forward: {', '.join(MATMULS)}.", several(choice(Op)))
+    gemm: Several[Gemm] = key("fprop (the forward), dgrad (the input's gradient), wgrad (the weight's).", several(choice(Gemm)))
+    where: str | None = key(
+        "A condition on m, n, k of the forward out[m, n] = a[m, k] @ b[k, n]: 'n < 128 or k < 128'.",
+        lambda name, given: Where(given).text,
     )
-    blocks: Several[StrictStr] = key('"first 2", "last 1": position among the repeated blocks of the model.', _SPANS)
-    layers: Several[StrictStr] = key('"first 1", "last 1": position among the weights, in the order of forward.', _SPANS)
-    kind: Several[Kind] = _choice("What the graph shows it to be: " + ", ".join(map(repr, get_args(Kind))) + ".", Kind)
-    fp8: StrictBool | Fp8 = _choice(
+    blocks: Several[str] = key('"first 2", "last 1": position among the repeated blocks of the model.', several(_span))
+    layers: Several[str] = key('"first 1", "last 1": position among the weights, in the order of forward.', several(_span))
+    kind: Several[Kind] = key(f"What the graph shows it to be: {', '.join(map(repr, get_args(Kind)))}.", several(choice(Kind)))
+    fp8: bool | Fp8 = key(
         "on (or true): FP8. off (or false): high precision. auto: FP8 if it is estimated to be faster on this device.",
-        Fp8,
+        _switch,
         "auto",
     )
-    recipe: Name | None = key(*_RECIPE)
-
-    @field_validator("module", "parameter", "module_class")
-    @classmethod
-    def _check_patterns(cls, given: tuple[str, ...] | None, info: ValidationInfo) -> tuple[str, ...] | None:
-        for pattern in given or ():
-            patterns.check(str(info.field_name), pattern)
-        return given
-
-    @field_validator("blocks", "layers")
-    @classmethod
-    def _check_spans(cls, given: tuple[str, ...] | None, info: ValidationInfo) -> tuple[str, ...] | None:
-        for span in given or ():
-            if not match.SPAN.fullmatch(span):
-                meant = re.match(r"\s*(first|last)\s*([1-9]\d{0,4})?", span.lower())
-                hint = [f"{meant[1]} {meant[2] or 1}"] if meant else []
-                raise PolicyError.of(str(info.field_name), span, "'first N' or 'last N' with N from 1 to 99999", hint)
-        return given
-
-    @field_validator("where")
-    @classmethod
-    def _spell_condition(cls, given: str | None) -> str | None:
-        return None if given is None else Where(given).text
-
-    @field_validator("fp8", mode="before")
-    @classmethod
-    def _spell_switch(cls, given: Any) -> Any:
-        return {True: "on", False: "off"}[given] if isinstance(given, bool) else given
+    recipe: str | None = key(_RECIPE_MEANING, _NAME_OF_RECIPE)
 
     def __repr__(self) -> str:
         return brief(self)
@@ -192,43 +174,46 @@ class Rule(Settings):
 
 
 @table("[schedule]")
+@dataclass(frozen=True, kw_only=True)
 class Schedule:
     """`[schedule]`: steps are optimizer steps. High precision before `warmup_steps` and from `cooldown_at` on."""
 
-    warmup_steps: Annotated[StrictInt, Field(ge=0, lt=2**63)] = key(
-        "Train in high precision for so many steps first.", "an integer >= 0", 0
-    )
-    cooldown_at: Annotated[StrictInt, Field(ge=1, lt=2**63)] | None = key(
-        "The step from which training is in high precision again.", "an integer >= 1"
-    )
+    warmup_steps: int = key("Train in high precision for so many steps first.", whole(0), 0, minimum=0)
+    cooldown_at: int | None = key("The step from which training is in high precision again.", whole(1), minimum=1)
 
     def __post_init__(self) -> None:
         if self.cooldown_at is not None and self.cooldown_at <= self.warmup_steps:
             allowed = f"greater than warmup_steps ({self.warmup_steps}): FP8 is used between the two"
-            raise PolicyError.of("cooldown_at", self.cooldown_at, allowed)
+            raise PolicyError.of("cooldown_at", self.cooldown_at, allowed).under("cooldown_at")
 
 
-@table(kw_only=False)
+@dataclass(frozen=True)
 class _Tables:
     """What a policy has, in a file and in Python."""
 
     rules: tuple[Rule, ...] = key(
-        "The first whose conditions hold decides. Without one: FP8 where it pays.", "a list of tables, each under [[rules]]", ()
+        "The first whose conditions hold decides. Without one: FP8 where it pays.",
+        tables_of(Rule, "a list of tables, each under [[rules]]"),
+        (),
+        minItems=0,
     )
-    recipes: dict[StrictStr, NamedRecipe] = key("Recipes with a name.", "tables, [recipes.NAME]", dict)
-    defaults: Defaults = key("The settings where no rule gives others.", "a table, [defaults]", Defaults())
-    schedule: Schedule | None = key("High precision at the beginning and at the end of training.", "a table, [schedule]")
-    eval: Eval | None = _choice("Precision of evaluation. Default: high_precision.", Eval)
-    save: Save | None = _choice("How large tensors are kept for backward. Default: auto, as they are.", Save)
-    device: PathOrName | None = key('Decide as for this device, such as "h100". Default: the one that is used.', "a name")
+    recipes: dict[str, NamedRecipe] = key("Recipes with a name.", named_tables_of(NamedRecipe, "tables, [recipes.NAME]"), dict)
+    defaults: Defaults = key("The settings where no rule gives others.", table_of(Defaults, "a table, [defaults]"), Defaults())
+    schedule: Schedule | None = key(
+        "High precision at the beginning and at the end of training.", table_of(Schedule, "a table, [schedule]")
+    )
+    eval: Eval | None = key("Precision of evaluation. Default: high_precision.", choice(Eval))
+    save: Save | None = key("How large tensors are kept for backward. Default: auto, as they are.", choice(Save))
+    device: str | None = key('Decide as for this device, such as "h100". Default: the one that is used.', line("a name", 4096))
 
 
-@table(FILE, kw_only=False)
+@table(FILE)
+@dataclass(frozen=True)
 class PolicyFile(_Tables):
     """Which matmuls of a model become FP8, and how."""
 
-    extends: PathOrName | None = key(
-        'The policy whose rules come after these: a shipped one, a path, or "none". Default: "default".', "a name"
+    extends: str | None = key(
+        'The policy whose rules come after these: a shipped one, a path, or "none". Default: "default".', line("a name", 4096)
     )
 
     def __post_init__(self) -> None:
@@ -245,7 +230,8 @@ class PolicyFile(_Tables):
             always = None if rule.conditions else i
 
 
-@table(kw_only=False)
+@table()
+@dataclass(frozen=True, repr=False)
 class Policy(_Tables):
     """Decides about every gemm. Made by `load`, or in Python: ``Policy(rules=(Rule(module="*.mlp.*", fp8="off"),))``.
 
@@ -254,8 +240,8 @@ class Policy(_Tables):
     hash.
     """
 
-    eval: Eval = _choice("Precision of evaluation.", Eval, "high_precision")
-    save: Save = _choice("How large tensors are kept for backward.", Save, "auto")
+    eval: Eval = key("Precision of evaluation.", choice(Eval), "high_precision")
+    save: Save = key("How large tensors are kept for backward.", choice(Save), "auto")
     source: str = field(default="Python", compare=False)
     own: int | None = field(default=None, compare=False)
     labels: tuple[str, ...] = field(default=(), compare=False)

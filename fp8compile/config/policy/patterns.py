@@ -12,6 +12,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable
 from functools import lru_cache
+from typing import Any
 
 from .errors import PolicyError
 
@@ -21,8 +22,10 @@ _SET = re.compile(r"\[!?\]?[^\]]*\]")
 _STRANGE = re.compile(r"[^\w.*?-]")
 
 
-def check(key: str, pattern: str) -> None:
-    """Raise PolicyError for a regular expression with an error, or a glob that cannot fit the name of a `key`."""
+def check(key: str, pattern: Any) -> str:
+    """`pattern`. PolicyError for a regular expression with an error, or a glob that cannot fit the name of a `key`."""
+    if not isinstance(pattern, str):
+        raise PolicyError.of(key, pattern, "a glob, or a list of globs")
     if len(pattern) > LONGEST:
         raise PolicyError.of(key, pattern, f"a pattern of {LONGEST} characters at most")
     if pattern.startswith(PREFIX):
@@ -31,10 +34,11 @@ def check(key: str, pattern: str) -> None:
         except (re.error, RecursionError, OverflowError, MemoryError) as error:
             text = f"{key!r}: {pattern!r} is not a regular expression: {str(error) or type(error).__name__}."
             raise PolicyError(text, key, pattern) from None
-        return
+        return pattern
     why, hint = _impossible(key, pattern)
     if why:
         raise PolicyError(f"{key!r}: the glob {pattern!r} can never match: {why}.{hint and ' ' + hint}", key, pattern)
+    return pattern
 
 
 def fits(patterns: Iterable[str], name: str) -> bool:

@@ -1,8 +1,9 @@
-"""Tables of a policy as pydantic dataclasses, in files and in Python alike, with errors in our own words.
+"""Tables of a policy: frozen dataclasses that check the values of their keys, in files and in Python alike.
 
     @table("[schedule]")
+    @dataclass(frozen=True, kw_only=True)
     class Schedule:
-        warmup_steps: Steps = key("Train in high precision for so many steps first.", "an integer >= 0", 0)
+        warmup_steps: int = key("Train in high precision for so many steps first.", whole(0), 0)
 
 `Schedule(warmup_steps="3")`, and a file that says so, give "'warmup_steps' must be an integer >= 0; got '3' (str)."
 """
@@ -11,29 +12,20 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import re
-from collections.abc import Callable, Mapping
-from typing import Annotated, Any, TypeVar
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from types import NoneType
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-import pydantic.dataclasses
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, StrictStr, TypeAdapter, ValidationError
-from typing_extensions import dataclass_transform
-
-from ...errors import describe, did_you_mean, near
-from .errors import Path, PolicyError
+from ...errors import describe, did_you_mean, near, one_of
+from .errors import PolicyError
 
 T = TypeVar("T")
+Check = Callable[[str, Any], Any]
 LONGEST_NAME = 100  # characters
 FILE = "fp8compile policy"
 MOST_ERRORS = 50  # of one policy; the search for near matches takes time
 _TABLES: dict[str, type] = {}  # by their titles
-# part of a policy -> the length of the path to a key in it, and the title of its table
-_PARTS = {
-    "rules": (3, "[[rules]]"),
-    "recipes": (3, "[recipes.NAME]"),
-    "defaults": (2, "[defaults]"),
-    "schedule": (2, "[schedule]"),
-}
 # what people write -> key
 _MEANT = {
     "role": "gemm", "gemms": "gemm", "pass": "gemm", "class": "module_class", "cls": "module_class", "type": "module_class",
@@ -45,102 +37,111 @@ _MEANT = {
 }  # fmt: skip
 
 
-# --- types and keys ---------------------------------------------------------------------------------------------------
+# --- checks: of a key's name and value; they return the value as it is stored, or raise PolicyError -------------------
 
 
-def _line(longest: int, text: str) -> str:
-    if not text.strip() or len(text) > longest or not text.isprintable():
-        raise ValueError
-    return text
+def fitting(fits: Callable[[Any], object], allowed: str) -> Check:
+    """The values that fit; `allowed` completes "must be ..."."""
+
+    def check(name: str, given: Any) -> Any:
+        if not fits(given):
+            raise PolicyError.of(name, given, allowed)
+        return given
+
+    return check
 
 
-def _several(given: Any) -> Any:
-    if isinstance(given, str):
-        return (given,)
-    if given is not None and not isinstance(given, (list, tuple)):
-        raise ValueError
-    return given
+def line(allowed: str, longest: int = LONGEST_NAME) -> Check:
+    """A line of text."""
+    return fitting(lambda text: isinstance(text, str) and text.strip() and len(text) <= longest and text.isprintable(), allowed)
 
 
-Name = Annotated[StrictStr, AfterValidator(functools.partial(_line, LONGEST_NAME))]
-PathOrName = Annotated[StrictStr, AfterValidator(functools.partial(_line, 4096))]
-# one T or a list of them; kept as a tuple
-Several = Annotated[T | Annotated[tuple[T, ...], Field(min_length=1)] | None, BeforeValidator(_several)]
+def whole(least: int) -> Check:
+    return fitting(lambda number: type(number) is int and least <= number < 2**63, f"an integer >= {least}")
 
 
-def key(meaning: str, allowed: str, default: Any = None) -> Any:
-    """A key of a table: `meaning` is for the JSON Schema, `allowed` completes "must be ...", `default` may be a function.
+def choice(literal: Any) -> Check:
+    return lambda name, given: one_of(name, given, get_args(literal), PolicyError)
 
-    If `allowed` is "", the key's own validator raises all errors about it, as PolicyErrors.
-    """
-    metadata = {"description": meaning, "allowed": allowed}
+
+def several(one: Check) -> Check:
+    """One value, or a list of them; kept as a tuple."""
+    return lambda name, given: tuple(
+        one(name, part) for part in (given if isinstance(given, (list, tuple)) and given else [given])
+    )
+
+
+def table_of(cls: type, allowed: str) -> Check:
+    mine = fitting(lambda given: isinstance(given, cls), allowed)
+    return lambda name, given: made(cls, given) if isinstance(given, Mapping) else mine(name, given)
+
+
+def tables_of(cls: type, allowed: str) -> Check:
+    """A list of tables; kept as a tuple."""
+    one, listed = table_of(cls, allowed), fitting(lambda given: isinstance(given, (list, tuple)), allowed)
+    return lambda name, given: tuple(_each(lambda _, part: one(name, part), enumerate(listed(name, given))).values())
+
+
+def named_tables_of(cls: type, allowed: str) -> Check:
+    one = table_of(cls, allowed)
+    named = fitting(lambda given: isinstance(given, Mapping) and all(isinstance(key, str) for key in given), allowed)
+    return lambda name, given: _each(lambda _, part: one(name, part), named(name, given).items())
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+def key(meaning: str, check: Check, default: Any = None, **schema: Any) -> Any:
+    """A key of a table, whose `default` may be a function. If it is None, None stands for "not given". `meaning` and `schema`
+    are for JSON Schema, beside what the annotation says."""
+    metadata = {"check": check, "schema": {"description": meaning, **schema}}
     return dataclasses.field(**{"default_factory" if callable(default) else "default": default}, metadata=metadata)
 
 
-@dataclass_transform(frozen_default=True, kw_only_default=True)
-def table(title: str = "", *, kw_only: bool = True) -> Callable[[type[T]], type[T]]:
-    """Make a class a frozen pydantic dataclass whose constructor raises PolicyError. A table of a file has a `title`."""
+def table(title: str = "") -> Callable[[type[T]], type[T]]:
+    """For a dataclass: its constructor checks all values, and raises PolicyError. A table of a file has a `title`."""
 
-    def made(cls: type[T]) -> type[T]:
-        config = ConfigDict(extra="forbid", title=title or cls.__name__)
-        checked: Any = pydantic.dataclasses.dataclass(frozen=True, kw_only=kw_only, config=config)(cls)
-        construct = checked.__init__
+    def checked(cls: Any) -> Any:
+        keys = {field.name: field for field in dataclasses.fields(cls)}
+        signature, construct = inspect.signature(cls), cls.__init__
+
+        def value(name: str, given: Any) -> Any:
+            if name not in keys:
+                raise PolicyError(_unknown(name, given, cls), name, given)
+            check, default = keys[name].metadata.get("check"), keys[name].default
+            return given if check is None or given is default is None else check(name, given)
 
         @functools.wraps(construct)
-        def init(self: T, *args: Any, **given: Any) -> None:
-            try:
-                construct(self, *args, **given)
-            except ValidationError as error:
-                raise _translated(error, checked) from None
+        def init(self: Any, /, *args: Any, **given: Any) -> None:
+            positional = signature.bind_partial(*args).arguments
+            construct(self, **_each(value, dict(**positional, **given).items()))
 
-        checked.__init__ = init
+        cls.__init__ = init
         if title:
-            _TABLES[title] = checked
-        return checked
+            _TABLES[title] = cls
+        return cls
 
-    return made
-
-
-def validated(cls: type[T], tables: Mapping[str, Any]) -> T:
-    """The dataclass `cls`, made of tables as TOML gives them. PolicyError with everything that is wrong."""
-    try:
-        return TypeAdapter(cls).validate_python(dict(tables))
-    except ValidationError as error:
-        raise _translated(error, cls) from None
+    return checked
 
 
-# --- errors -----------------------------------------------------------------------------------------------------------
+def made(cls: type[T], given: Mapping[Any, Any]) -> T:
+    """The table `cls`, made of a dict as TOML gives it. PolicyError with everything that is wrong."""
+    return cls(**{key if isinstance(key, str) else describe(key): value for key, value in given.items()})
 
 
-def _translated(error: ValidationError, cls: type) -> PolicyError:
-    """pydantic's errors as ours, one for each key."""
-    details: dict[Path, Mapping[str, Any]] = {}
-    for detail in error.errors(include_url=False):
-        # pydantic's `loc` goes on into lists and the branches of a union; the longest one is in the branch that was meant
-        path = tuple(part for part in detail["loc"] if part != "[key]")
-        path = path[: _PARTS.get(str(path[0]), (1, ""))[0]] if path else ()
-        better = len(detail["loc"]) > len(details[path]["loc"]) if path in details else len(details) < MOST_ERRORS
-        if better:
-            details[path] = detail
-    return PolicyError.joined([_problem(path, detail, cls) for path, detail in details.items()])
-
-
-def _problem(path: Path, detail: Mapping[str, Any], cls: type) -> PolicyError:
-    ours = detail.get("ctx", {}).get("error")
-    if isinstance(ours, PolicyError):
-        own = () if ours.key is None or path[-1:] == (ours.key,) else (ours.key,)
-        return PolicyError(ours.text, ours.key, ours.value, (*path, *(ours.path or own)))
-    depth, title = _PARTS.get(str(path[0]) if path else "", (1, ""))
-    name = str(path[-1] if len(path) == depth else path[0]) if path else "policy"
-    cls = _TABLES[title] if title and len(path) == depth else cls
-    value = detail["input"]
-    if detail["type"] == "unexpected_keyword_argument":
-        return PolicyError(_unknown(name, value, cls), name, value, path)
-    allowed = {f.name: f.metadata.get("allowed") for f in dataclasses.fields(cls)}.get(name)
-    if not allowed:
-        return PolicyError(f"{name!r}: {detail['msg']}; got {describe(value)}.", name, value, path)
-    error = PolicyError.of(name, value, allowed, near(value, re.findall("'([^']+)'", allowed)))
-    return error.under(*path)
+def _each(check: Callable[[Any, Any], Any], items: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
+    """`check(place, value)` of each item, by its place. PolicyError with everything that is wrong."""
+    found, errors = {}, list[PolicyError]()
+    for place, value in items:
+        try:
+            found[place] = check(place, value)
+        except PolicyError as error:
+            errors += error.under(place).parts or [error]
+            if len(errors) >= MOST_ERRORS:
+                break
+    if errors:
+        raise PolicyError.joined(errors[:MOST_ERRORS])
+    return found
 
 
 def _unknown(name: str, value: Any, cls: type) -> str:
@@ -158,3 +159,41 @@ def _unknown(name: str, value: Any, cls: type) -> str:
     else:
         hint = did_you_mean(near(name, keys))
     return f"unknown key {name!r} (value {describe(value, 40)}).{hint} The keys here are {', '.join(keys)}."
+
+
+# --- JSON Schema ------------------------------------------------------------------------------------------------------
+
+
+def schema() -> dict[str, Any]:
+    """JSON Schema of a policy file, for editors."""
+    tables = {title: _described(title, cls) for title, cls in _TABLES.items()}
+    file = tables.pop(FILE)
+    defs = {_TABLES[title].__name__: described for title, described in tables.items()}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "$defs": defs, **file}
+
+
+def _described(title: str, cls: Any) -> dict[str, Any]:
+    hints, properties = get_type_hints(cls), {}
+    for field in dataclasses.fields(cls):
+        default = {"default": field.default} if isinstance(field.default, (str, int)) else {}
+        properties[field.name] = {**_schema_of(hints[field.name]), **default, **field.metadata["schema"]}
+    about = {"title": title, "description": inspect.getdoc(cls), "type": "object"}
+    return {**about, "properties": properties, "additionalProperties": False}
+
+
+def _schema_of(hint: Any) -> dict[str, Any]:
+    """Of a type. TOML has no None."""
+    if dataclasses.is_dataclass(hint):
+        return {"$ref": f"#/$defs/{hint.__name__}"}  # type: ignore[union-attr]
+    if get_origin(hint) is Literal:
+        return {"enum": [*get_args(hint)], "type": "string"}
+    parts = [_schema_of(part) for part in get_args(hint) if part not in (NoneType, ...)]
+    if get_origin(hint) is dict:
+        return {"additionalProperties": parts[1], "type": "object"}
+    if get_origin(hint) is tuple and ... in get_args(hint):
+        return {"items": parts[0], "minItems": 1, "type": "array"}
+    if get_origin(hint) is tuple:
+        return {"maxItems": len(parts), "minItems": len(parts), "prefixItems": parts, "type": "array"}
+    if parts:
+        return parts[0] if len(parts) == 1 else {"anyOf": parts}
+    return {"type": {bool: "boolean", int: "integer", str: "string"}[hint]}
