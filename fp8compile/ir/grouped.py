@@ -30,7 +30,8 @@ from torch.fx import Node
 
 from ..errors import Fp8CompileError
 from . import ops
-from .ops import block_product, define_op
+from .ops import define_op
+from .products import block_product
 
 ALIGN = 16  # rows; tensor cores contract over multiples of it
 

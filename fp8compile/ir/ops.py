@@ -41,6 +41,7 @@ from .. import compat
 from ..errors import Fp8CompileError
 from . import state_page
 from .fx_utils import fakes, is_data
+from .products import block_product, product, spread
 from .scale import inverse_of, scale_of
 
 NAMESPACE = "fp8compile"
@@ -74,16 +75,6 @@ def cast(x: Tensor, scale: Tensor, dtype: torch.dtype, fp8_max: float) -> Tensor
     x = x.to(torch.float32)
     scaled = (x * scale).clamp(-fp8_max, fp8_max)
     return torch.where(x.abs() == float("inf"), float("nan"), scaled).to(dtype)
-
-
-def spread(scale: Tensor, shape: Sequence, block: Sequence[int]) -> Tensor:
-    """Expand one scale a block to one an element of a copy of this `shape` (or to a tensor that broadcasts to it)."""
-    if scale.dim() == 1:  # one for all
-        return scale
-    for dim, size in enumerate(block):
-        if size > 1:
-            scale = scale.repeat_interleave(size, dim).narrow(dim, 0, shape[dim])
-    return scale
 
 
 def blocks(size, block: int):
@@ -308,16 +299,6 @@ def transposition(x: Tensor) -> Tensor:
     return copy.contiguous().view(x.dtype)
 
 
-def product(
-    a: Tensor, b: Tensor, a_inv: Tensor, b_inv: Tensor, bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool
-) -> Tensor:
-    """a @ b^T of FP8 values with float32 sums, times both inverses, plus bias, rounded once. Also runs compiled on CPUs."""
-    out = torch.mm(a.to(torch.float32), b.to(torch.float32).t()) * (a_inv * b_inv)
-    if bias is not None:
-        out = out + bias.to(torch.float32)
-    return out.to(out_dtype)
-
-
 @define_op(
     "(Tensor a, Tensor b, Tensor a_inv, Tensor b_inv, Tensor? bias, ScalarType out_dtype, bool fast_accum) -> Tensor", _product
 )
@@ -325,38 +306,6 @@ def scaled_mm(
     a: Tensor, b: Tensor, a_inv: Tensor, b_inv: Tensor, bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool
 ) -> Tensor:
     return product(a, b, a_inv, b_inv, bias, out_dtype, fast_accum)
-
-
-def block_product(
-    a: Tensor,
-    b: Tensor,
-    a_inv: Tensor,
-    b_inv: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    fast_accum: bool,
-    a_block: Sequence[int],
-    b_block: Sequence[int],
-) -> Tensor:
-    """a @ b^T of FP8 values, each times its block's scale_inv, with float32 sums, plus bias, rounded once.
-
-    A scale_inv for a whole row multiplies the sum. One that changes along the contraction multiplies the values, which is exact
-    in float32 if it is a power of two.
-    """
-    inverses = []
-    values = []
-    for copy, inverse_, block in ((a, a_inv, a_block), (b, b_inv, b_block)):
-        whole = block[1] == 0
-        values.append(copy.to(torch.float32) if whole else copy.to(torch.float32) * spread(inverse_, copy.shape, block))
-        inverses.append(inverse_.reshape(-1) if whole else None)
-    out = torch.mm(values[0], values[1].t())
-    if inverses[0] is not None:
-        out = out * inverses[0].unsqueeze(1)
-    if inverses[1] is not None:
-        out = out * inverses[1]
-    if bias is not None:
-        out = out + bias.to(torch.float32)
-    return out.to(out_dtype)
 
 
 @define_op(

@@ -47,6 +47,9 @@ def test_shipped_figures_are_possible(device):
     assert catalog.find(device.key) == catalog.find(device.name) == device
 
 
+SLOWED = {"h20": 4.2, "h20-3e": 4.2, "l20": 1.9}  # how much less their tensor cores do than their units and clocks say
+
+
 @pytest.mark.parametrize("device", [d for d in catalog.shipped().values() if d.has_fp8], ids=lambda device: device.key)
 def test_peaks_derived_from_properties_are_the_published_ones(device):
     """Checks the table of FLOP a clock and unit against the data. Not exact: published peaks are not at boost clocks."""
@@ -56,7 +59,8 @@ def test_peaks_derived_from_properties_are_the_published_ones(device):
     made = catalog.derived(given)
     assert made.origin == "derived" and made.key not in catalog.shipped()
     for name in ("fp8", "bf16", "bandwidth"):
-        assert getattr(made.peak, name) == pytest.approx(getattr(device.peak, name), rel=0.16), name
+        slowed = SLOWED.get(device.key, 1.0) if name != "bandwidth" else 1.0
+        assert getattr(made.peak, name) == pytest.approx(slowed * getattr(device.peak, name), rel=0.16), name
 
 
 @pytest.mark.parametrize("device", [d for d in catalog.shipped().values() if d.links], ids=lambda device: device.key)
@@ -67,7 +71,7 @@ def test_shipped_links_are_possible(device):
     assert links.gpus == 8 and inside.get(links.inside.name, links.inside.peak) == links.inside.peak
     for link in (links.inside, links.between or links.inside):
         assert 0.4 < link.sustained / link.peak < 0.95 and link.peak < 1e12
-    assert links.between is None or links.between.sustained < links.inside.sustained / 5
+    assert links.between is None or links.between.sustained < links.inside.sustained / 3
 
 
 def test_bandwidth_of_groups():
@@ -103,17 +107,36 @@ def test_the_h200_is_the_one_that_static_estimates_are_made_for():
         ("NVIDIA GeForce RTX 4090", "rtx4090"),
         ("AMD Instinct MI300X OAM", "mi300x"),
         ("NVIDIA A100-PCIE-40GB", "a100"),
+        ("NVIDIA H20", "h20"),
+        ("NVIDIA H20-3e", "h20-3e"),
+        ("NVIDIA H800", "h800"),
+        ("NVIDIA H800 PCIe", "h100-pcie"),
+        ("NVIDIA L20", "l20"),
+        ("NVIDIA GeForce RTX 4090 D", "rtx4090d"),
+        ("NVIDIA GeForce RTX 5090 D", "rtx5090"),
+        ("AMD Instinct MI350X", "mi350x"),
     ],
 )
 def test_find(name, key):
     assert catalog.find(name).key == key
 
 
-@pytest.mark.parametrize("name", ["h20", "", "cpu", 3])
+# other chips, although a name of a described one is a part of theirs; or slower kinds of it, which have tables of their own
+OTHERS = ("H20 NVL", "H200 MIG 1g.18gb", "H100 80GB HBM3 MIG 1g.10gb", "H800 NVL", "A800-SXM4-80GB", "L2", "L40S", "B30A")
+OTHERS += ("GeForce RTX 4090 Laptop GPU", "GeForce RTX 5090 Laptop GPU", "GeForce RTX 5090 D v2", "GeForce RTX 5090 D V2")
+OTHERS += ("RTX PRO 6000 Blackwell Workstation Edition", "RTX 4000 Ada Generation")
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_chips_are_derived(name):
+    assert catalog.unmeasured(properties(f"NVIDIA {name}")).origin == "derived"
+
+
+@pytest.mark.parametrize("name", ["h202", "", "cpu", 3])
 def test_an_unknown_name_lists_what_there_is(name):
     with pytest.raises(OptionError, match="'device' must be one of h200, .*mi300x") as error:
         catalog.find(name)
-    assert name != "h20" or "Did you mean 'h200'" in str(error.value)
+    assert name != "h202" or "'h200'" in str(error.value).partition("Did you mean")[2]
 
 
 def test_a_cpu_has_no_description():
@@ -286,15 +309,15 @@ def test_a_name_with_quotes_is_stored(own_files):
 
 class Clock:
     """A timer of a device with 132 SMs, `RATES` and `LAUNCH` seconds for a launch, whose matmuls take whole waves. It runs the
-    function, and computes the time from the sizes of the function's tensors."""
+    function, and computes the time from the sizes of the function's tensors. Each time has `EVENTS` seconds of its own."""
 
-    BYTES, LAUNCH = 1e11, 1e-6
+    BYTES, LAUNCH, EVENTS = 1e11, 1e-6, 4e-6
     RATES = catalog.Rates(bf16=2e14, fp16=2e14, fp32=2e14, fp8=4e14, fp8_precise=3e14, bandwidth=BYTES)
 
     def __init__(self):
         self.calls = []
 
-    def seconds(self, function):
+    def seconds(self, function, ahead=1):
         result = function()
         cells = {
             name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, function.__closure__, strict=True)
@@ -303,13 +326,23 @@ class Clock:
         if "source" in cells:
             return 2 * cells["source"].nbytes / self.BYTES
         if "number" in cells:
-            return self.LAUNCH
+            assert ahead > cells["count"] / 4 or cells["count"] == 1  # the host has time to launch them
+            return self.EVENTS + cells["count"] * self.LAUNCH
         (m, k), n = cells["a"].shape, cells["b"].shape[0]
         assert result.shape == (m, n)
         fast = {"fp8": cells.get("how", {}).get("use_fast_accum"), "fp8_precise": cells["a"].dtype.itemsize == 1}
         dtype = next((name for name, on in fast.items() if on), "bf16")
         known = dataclasses.replace(catalog.find("h100"), sustained=self.RATES, launch=self.LAUNCH)
-        return cost.compute(known, m, n, k, dtype) + cost.start(known, dtype)
+        return self.EVENTS + cost.compute(known, m, n, k, dtype) + cost.start(known, dtype)
+
+
+def test_the_time_of_a_launch_is_a_slope():
+    """4 us of events and 2 us a launch, with a disturbed time on either side, and a clock that stands still."""
+    usual = 4e-6 + 64 * 2e-6, 4e-6 + 256 * 2e-6
+    assert calibrate.slope([usual], 64) == pytest.approx(2e-6)
+    disturbed = [(usual[0] + 1e-3, usual[1]), usual, (usual[0], usual[1] + 1e-3), usual, usual]
+    assert calibrate.slope(disturbed, 64) == pytest.approx(2e-6)
+    assert calibrate.slope([(5e-6, 5e-6)], 64) == 1e-7
 
 
 def test_measured_with_a_clock_that_is_known():
@@ -319,9 +352,9 @@ def test_measured_with_a_clock_that_is_known():
     )
     assert made.flops.bf16 == pytest.approx(2e14) and made.flops.fp8 == pytest.approx(4e14)
     assert made.flops.fp8_precise == pytest.approx(3e14)
-    assert made.bandwidth == pytest.approx(1e11) and made.launch == 1e-6 and made.origin == "calibrated"
+    assert made.bandwidth == pytest.approx(1e11) and made.launch == pytest.approx(1e-6) and made.origin == "calibrated"
     assert made.sms == 132 and made.peak == catalog.find("h100").peak
-    assert len(clock.calls) == 1 + 5 * 3 + 1
+    assert len(clock.calls) == 1 + 5 * 3 + 1 + 2 * calibrate.PAIRS
 
 
 def test_a_device_without_fp8_is_not_asked_for_it():
