@@ -17,7 +17,7 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -25,6 +25,7 @@ from . import machine, results, tables
 from .arms import ARMS, DEFAULT, Arm, parse_arms, torchao_folder
 from .cases import CASES
 from .cases.base import Case, Fit, Point, parse_case
+from .options import Parser, count, destination
 from .pool import Remote, WorkerFailed
 from .show import Progress
 
@@ -278,20 +279,6 @@ def proof(count: float | None, decided: dict[str, Any] | None) -> str:
 # -- command line ------------------------------------------------------------------------------------------------------
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}\n")
-
-
-def count(least: int):
-    def parse(value: str) -> int:
-        if not (value.isascii() and value.isdecimal() and int(value) >= least):
-            raise argparse.ArgumentTypeError(f"{value!r} is not a whole number of at least {least}")
-        return int(value)
-
-    return parse
-
-
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = Parser(prog="benchmarks.train", description=__doc__.split("\n")[0], allow_abbrev=False)
     add = parser.add_argument
@@ -333,17 +320,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if len(args.case) > 1 and args.json and args.json.suffix == ".json":
         parser.error("--json: several cases need a folder")
     return args
-
-
-def destination(args: argparse.Namespace, result: dict[str, Any]) -> Path:
-    """Where the result goes: the file that was asked for, or one named after case, size and time."""
-    if args.json and args.json.suffix == ".json":
-        return args.json
-    folder = args.json or results.RESULTS / machine.slug(result["device"]["name"])
-    when = result["date"][:19].replace("-", "").replace(":", "").replace("T", "-")
-    size = "" if result["size"] == "full" else f"-{result['size']}"
-    size += "-instructions" if results.counted(result) else ""
-    return folder / f"{machine.slug(result['name'])}{size}-{when}.json"
 
 
 def main(argv: list[str] | None = None) -> int:
