@@ -25,7 +25,7 @@ def count(least: int):
 
 def destination(args: argparse.Namespace, result: dict[str, Any]) -> Path:
     """Where the result goes: the file that was asked for, or one named after case, size and time."""
-    if args.json and args.json.suffix == ".json":
+    if args.json and args.json.suffix in (".json", ".jsonl"):
         return args.json
     folder = args.json or results.RESULTS / machine.slug(result["device"]["name"])
     when = result["date"][:19].replace("-", "").replace(":", "").replace("T", "-")
