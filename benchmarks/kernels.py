@@ -39,8 +39,8 @@ from fp8compile.runtime.interpreter import Eager, boxed
 
 from . import arms, classify, machine, results, tables, torchao_casts
 from .families import FAMILIES, Family, Source, must_move
+from .options import Parser, count, destination
 from .static import DEVICE
-from .train import Parser, count, destination
 from .worker import one_line
 
 SHAPES = {"full": ("32768x4096", "8192x14336"), "tiny": ("48x64", "33x40")}

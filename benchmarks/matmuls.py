@@ -4,14 +4,15 @@ Every matmul of a Llama-3-8B layer at 8192 and at 2048 tokens, apart and merged 
 with and without fast accumulation. Beside each time stands the one that `devices.cost` computes from the device's description.
 Then attention: the backends that torch may take, in their order, cuDNN's version, and the kernels that ran.
 
-    --json PATH    everything as JSON
+    --json PATH    everything as JSON; `.jsonl`: what there is so far in each line, one after each matmul
+    --budget N     begin no matmul after N seconds
     --size tiny    small sizes, to try the command on a CPU, where nothing that it prints means anything
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import math
 import statistics
 import sys
 import time
@@ -26,7 +27,7 @@ from torch.nn.attention import SDPBackend
 from fp8compile.devices import calibrate, catalog, cost
 from fp8compile.devices.catalog import Device
 
-from . import machine, show
+from . import machine, results, show
 
 LAYERS = {"q, o": (1, 1), "k, v": (0.25, 1), "q+k+v": (1.5, 1), "gate, up": (3.5, 1), "gate+up": (7, 1), "down": (1, 3.5)}
 WIDTH = {"full": 4096, "tiny": 64}
@@ -98,20 +99,28 @@ def attention(device: torch.device, size: str) -> dict[str, Any]:
     }
 
 
-def measure(device: torch.device, size: str) -> dict[str, Any]:
+def measure(
+    device: torch.device, size: str, deadline: float = math.inf, ready: Callable[[dict[str, Any]], None] = lambda found: None
+) -> dict[str, Any]:
+    """Everything. `ready` gets what there is so far. No matmul is begun after the deadline."""
     cuda = device.type == "cuda"
     known = catalog.of(device) if cuda else None
     timer: calibrate.Timer = calibrate.EventTimer(device, known.l2 if known is not None else 1 << 26) if cuda else Clock()
-    rows = [{"layer": layer, "gemm": gemm, "m": m, "n": n, "k": k, **row(timer, device, known, (m, n, k))}
-            for layer, gemm, (m, n, k) in matmuls(size)]  # fmt: skip
-    return {
+    found: dict[str, Any] = {
         "device": machine.describe_device(device.type),
         "versions": machine.versions(),
         "described": known.name if known is not None else None,
         "clocks": machine.clocks(),
-        "matmuls": rows,
         "attention": attention(device, size),
+        "matmuls": [],
     }
+    ready(found)
+    for layer, gemm, (m, n, k) in matmuls(size):
+        if time.monotonic() > deadline:
+            break
+        found["matmuls"].append({"layer": layer, "gemm": gemm, "m": m, "n": n, "k": k, **row(timer, device, known, (m, n, k))})
+        ready(found)
+    return found
 
 
 def table(found: dict[str, Any]) -> str:
@@ -143,14 +152,18 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--size", choices=tuple(WIDTH), help="default: full on cuda, tiny on cpu")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write everything there")
+    parser.add_argument("--budget", type=float, default=math.inf, metavar="SECONDS", help="begin no matmul after this time")
     args = parser.parse_args(argv)
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no CUDA device here")
     device = torch.device(args.device, torch.cuda.current_device()) if args.device == "cuda" else torch.device("cpu")
-    found = measure(device, args.size or ("full" if args.device == "cuda" else "tiny"))
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
+
+    def write(found: dict[str, Any]) -> None:
+        if args.json:
+            results.store(found, args.json)
+
+    began = time.monotonic()
+    found = measure(device, args.size or ("full" if args.device == "cuda" else "tiny"), began + args.budget, write)
     print(table(found), flush=True)
     return 0 if any(row["bf16"] for row in found["matmuls"]) else 1
 

@@ -85,8 +85,7 @@ class Runner:
 
     def turn(self, steps: int, lead: int = 1) -> dict[str, Any]:
         """`steps` timed steps after `lead` untimed ones. Times in ms, memory in bytes (None on a CPU), losses of all steps."""
-        if self.cuda:
-            torch.cuda.reset_peak_memory_stats()
+        self.memory()
         began = time.perf_counter()
         for _ in range(lead):
             self.step()
@@ -123,9 +122,12 @@ class Runner:
         }
 
     def memory(self) -> dict[str, int] | None:
+        """The peaks since the last call; None on a CPU."""
         if not self.cuda:
             return None
-        return {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+        peaks = {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+        torch.cuda.reset_peak_memory_stats()
+        return peaks
 
     def profile(self, casts: set[str], steps: int = 2) -> dict[str, Any] | None:
         """Kernels per step by class; None on a CPU."""

@@ -7,6 +7,9 @@ A row of a failed arm has `error` and no measured values. A row of a measurement
 memory, compile_s, kernels, fp8, losses, validation. A row of an estimate has `static` and ratio. Times are in ms, memory in
 bytes. In the case `kernels` (`benchmarks.kernels`), a row is one plan of one family and shape. It has family, shape and bytes,
 and either ms, gb_per_s, copy_gb_per_s and share (null on a CPU), or `static`.
+
+A `.jsonl` has the result so far in each of its lines, so that nothing is lost when a run is stopped: the last line of each
+name counts.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from . import lines
 from .cases import CASES
 
 SCHEMA = 1
@@ -121,8 +125,16 @@ def _over(a: float | None, b: float | None) -> float | None:
 
 def write(result: Mapping[str, Any], path: Path) -> None:
     check(result)
+    store(result, path)
+
+
+def store(result: Mapping[str, Any], path: Path) -> None:
+    """Write a file of its own, or add a line to a `.jsonl`."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    if path.suffix == ".jsonl":
+        lines.add(path, result)
+    else:
+        path.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def read(paths: Iterable[Path]) -> list[dict[str, Any]]:
@@ -131,11 +143,12 @@ def read(paths: Iterable[Path]) -> list[dict[str, Any]]:
     for path in paths:
         for file in sorted(path.rglob("*.json")) if path.is_dir() else [path]:
             try:
-                result = json.loads(file.read_text())
-                check(result)
+                inside = lines.read(file) if file.suffix == ".jsonl" else [json.loads(file.read_text())]
+                for result in inside:
+                    check(result)
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise ValueError(f"{file}: {error}") from None
-            found.append(result)
+            found += {result["name"]: result for result in inside}.values()
     return sorted(found, key=lambda result: result["date"])
 
 

@@ -44,6 +44,7 @@ MEASURED: list[Column] = [
     ("bwd", lambda r: number(get(r, "step_ms", "backward"))),
     ("opt", lambda r: number(get(r, "step_ms", "optimizer"))),
     ("peak GB", lambda r: number(get(r, "memory", "allocated"), ".2f", 1e-9)),
+    ("in step 1", lambda r: number(get(r, "memory", "first"), ".2f", 1e-9)),
     ("reserved", lambda r: number(get(r, "memory", "reserved"), ".2f", 1e-9)),
     ("x mem", lambda r: number(get(r, "ratio", "memory"))),
     ("compile s", lambda r: number(get(r, "compile_s", "cold"), ".1f")),

@@ -3,7 +3,8 @@
 Every arm has its own process, so that compile caches, memory and crashes stay apart. All arms share one device and take turns,
 round by round, so that drifts of clocks and temperature affect all arms equally. Waiting arms keep their weights, gradients and
 optimizer state on the device (the `idle` memory in the results). If that needs too much memory, `--rebuild` rebuilds each arm
-for its turn, and no arm waits on the device. `--static` estimates the same cases without a device.
+for its turn, and no arm waits on the device. The result so far is written after each compilation and turn. `--static` estimates
+the same cases without a device.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -25,6 +26,7 @@ from . import machine, results, tables
 from .arms import ARMS, DEFAULT, Arm, parse_arms, torchao_folder
 from .cases import CASES
 from .cases.base import Case, Fit, Point, parse_case
+from .options import Parser, count, destination
 from .pool import Remote, WorkerFailed
 from .show import Progress
 
@@ -37,6 +39,7 @@ class ArmRun:
     turns: list[dict[str, Any]] = field(default_factory=list)
     warmups: list[float] = field(default_factory=list)  # seconds of the warm-up in each load, in order
     how: str = ""
+    first: dict[str, int] | None = None  # peak memory of the first step
     profile: dict[str, Any] = field(default_factory=dict)
     error: str | None = None
 
@@ -53,6 +56,10 @@ class Bench:
         self.fit = [0, 1]
         self.device: dict[str, Any] = {}
         self.skipped = 0
+        self.rows: list[dict[str, Any]] = []  # of the points that are finished
+        self.runs: list[ArmRun] = []  # of the point that is measured now
+        self.point: Point | None = None
+        self.began, self.clocks, self.date, self.commit = time.monotonic(), machine.clocks(), machine.now(), machine.commit()
 
     # -- workers --
 
@@ -74,6 +81,14 @@ class Bench:
     def late(self) -> bool:
         return time.monotonic() > self.deadline
 
+    def too_late(self, run: ArmRun) -> bool:
+        """Whether an arm is not loaded (again), because the time is over. The first arm of a case is loaded in any case."""
+        if not self.late() or not any(other.warmups for other in self.runs):
+            return False
+        if not run.warmups:
+            run.error = run.error or "out of time: not begun"
+        return True
+
     def attempt(self, run: ArmRun, do: str, **arguments: Any) -> dict[str, Any] | None:
         """Ask the arm's worker. If that fails, the error is recorded, the arm takes no further part, and the answer is None."""
         if run.error is not None:
@@ -90,7 +105,7 @@ class Bench:
 
     # -- measuring --
 
-    def measure(self) -> list[dict[str, Any]]:
+    def measure(self) -> None:
         args = self.args
         if args.device == "cuda":
             self.device = self.worker("probe").ask("probe")
@@ -100,12 +115,12 @@ class Bench:
         self.fit = [self.device["memory"], 1 if self.rebuild else len(args.arms)]
         points = self.case.points(args.size, self.variant, Fit(*self.fit))
         progress = Progress(len(points) * args.rounds * len(args.arms), self.name)
-        rows: list[dict[str, Any]] = []
         for index, point in enumerate(points):
             if index and self.late():
                 self.skipped = len(points) - index
                 break
-            runs = [ArmRun(arm) for arm in args.arms]
+            self.point, self.runs = point, [ArmRun(arm) for arm in args.arms]
+            runs = self.runs
             (self.by_turns if self.rebuild else self.together)(index, runs, progress)
             if args.warm_compile and not self.rebuild and len(points) == 1 and not self.late():
                 for run in runs:
@@ -115,12 +130,14 @@ class Bench:
                         progress(f"{run.arm.name}: warm compilation", 0)
                         self.load(run, index)
                         self.end(run.arm.name)
-            rows += [row_of(run, point, args.warmup) for run in runs]
+            self.rows, self.runs = self.all_rows(), []
         progress.close()
         for arm in args.arms:
             self.end(arm.name)
-        results.add_ratios(rows)
-        return rows
+
+    def all_rows(self) -> list[dict[str, Any]]:
+        """The rows so far, those of the point that is measured now among them."""
+        return [*self.rows, *(row_of(run, self.point, self.args.warmup) for run in self.runs if self.point is not None)]
 
     def load(self, run: ArmRun, index: int) -> None:
         made = self.attempt(
@@ -136,20 +153,25 @@ class Bench:
         if made is not None:
             run.warmups.append(made["warmup_s"])
             run.how = made["how"]
+            run.first = run.first or made["first"]
+        self.write()
 
     def turn(self, run: ArmRun, lead: int) -> None:
         made = self.attempt(run, "turn", steps=self.args.steps, lead=lead)
         if made is not None:
             run.turns.append(made)
+        self.write()
 
     def profile(self, run: ArmRun) -> None:
         run.profile = self.attempt(run, "profile") or {}
+        self.write()
 
     def together(self, index: int, runs: list[ArmRun], progress: Progress) -> None:
         """All arms stay on the device."""
         for run in runs:
-            progress(f"{run.arm.name}: compiling", 0)
-            self.load(run, index)
+            if not self.too_late(run):
+                progress(f"{run.arm.name}: compiling", 0)
+                self.load(run, index)
         for number in range(self.args.rounds):
             if number and self.late():
                 break
@@ -163,9 +185,9 @@ class Bench:
     def by_turns(self, index: int, runs: list[ArmRun], progress: Progress) -> None:
         """One arm on the device at a time."""
         for number in range(self.args.rounds):
-            if number and self.late():
-                break
             for run in runs:
+                if self.too_late(run):
+                    continue
                 progress(run.arm.name)
                 self.load(run, index)
                 self.turn(run, lead=1)
@@ -175,13 +197,12 @@ class Bench:
 
     # -- estimating --
 
-    def estimate(self) -> list[dict[str, Any]]:
+    def estimate(self) -> None:
         from .static import DEVICE
 
         self.device = {"name": DEVICE, "memory": None, "capability": "9.0"}
         statics = self.case.static(self.variant)
         progress = Progress(len(statics) * len(self.args.arms), f"{self.name}, static")
-        rows = []
         for index, static in enumerate(statics):
             if index and self.late():
                 self.skipped = len(statics) - index
@@ -199,17 +220,25 @@ class Bench:
                 except WorkerFailed as failure:
                     row["error"] = str(failure)
                     self.workers.pop("static").kill()
-                rows.append(row)
+                self.rows.append(row)
         progress.close()
         self.end("static")
-        results.add_ratios(rows)
-        return rows
 
-    def run(self) -> dict[str, Any]:
-        before = machine.clocks()
-        began = time.monotonic()
-        rows = self.estimate() if self.args.static else self.measure()
-        args = self.args
+    # -- results --
+
+    def run(self) -> None:
+        """Measure or estimate everything."""
+        (self.estimate if self.args.static else self.measure)()
+        self.write()
+
+    def write(self) -> None:
+        result = self.result()
+        results.write(result, destination(self.args, result))
+
+    def result(self) -> dict[str, Any]:
+        """The result so far."""
+        args, rows = self.args, self.all_rows()
+        results.add_ratios(rows)
         return {
             "schema": results.SCHEMA,
             "case": self.case.name,
@@ -218,12 +247,12 @@ class Bench:
             "variant": self.variant,
             "size": args.size,
             "static": args.static,
-            "date": machine.now(),
+            "date": self.date,
             "command": shlex.join(["python", "-m", "benchmarks.train", *args.given]),
-            **machine.commit(),
+            **self.commit,
             "device": self.device,
             "versions": machine.versions(),
-            "clocks": {"before": before, "after": machine.clocks()},
+            "clocks": {"before": self.clocks, "after": machine.clocks()},
             "settings": {
                 "rounds": args.rounds,
                 "steps": args.steps,
@@ -232,7 +261,7 @@ class Bench:
                 "interpreted": args.interpreted,
                 "skipped_points": self.skipped,
                 "instructions": args.instructions,
-                "seconds": round(time.monotonic() - began, 1),
+                "seconds": round(time.monotonic() - self.began, 1),
             },
             "goal": self.case.goal(self.variant),
             "rows": rows,
@@ -253,6 +282,8 @@ def row_of(run: ArmRun, point: Point, warmup: int) -> dict[str, Any]:
     if row["error"]:
         return row
     row |= results.summarise(run.turns)
+    if row["memory"] is not None and run.first is not None:
+        row["memory"]["first"] = run.first["allocated"]
     steady = warmup * row["step_ms"]["total"] / 1e3
     compiled = [max(0.0, seconds - steady) for seconds in run.warmups] if run.arm.how is not None else []
     row["compile_s"] = {"cold": compiled[0] if compiled else None, "warm": min(compiled[1:], default=None)}
@@ -278,20 +309,6 @@ def proof(count: float | None, decided: dict[str, Any] | None) -> str:
 # -- command line ------------------------------------------------------------------------------------------------------
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}\n")
-
-
-def count(least: int):
-    def parse(value: str) -> int:
-        if not (value.isascii() and value.isdecimal() and int(value) >= least):
-            raise argparse.ArgumentTypeError(f"{value!r} is not a whole number of at least {least}")
-        return int(value)
-
-    return parse
-
-
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = Parser(prog="benchmarks.train", description=__doc__.split("\n")[0], allow_abbrev=False)
     add = parser.add_argument
@@ -304,7 +321,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
     add("--static", action="store_true", help="estimate for a described GPU instead of measuring")
     add("--instructions", action="store_true", help="with --static: count the instructions of generated kernels, too")
-    add("--json", type=Path, metavar="PATH", help="result file, or folder (default: benchmarks/results/<device>/)")
+    add("--json", type=Path, metavar="PATH", help="file, or folder (default: benchmarks/results/<device>/)")
     add("--torchao", type=Path, metavar="PATH", help="torchao's wheel, or a folder that has it, packed or not")
     add("--rebuild", action="store_true", default=None, help="make each arm anew every round: one on the device at a time")
     add("--resident", action="store_false", dest="rebuild", help="keep all arms on the device (default for what fits)")
@@ -335,17 +352,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return args
 
 
-def destination(args: argparse.Namespace, result: dict[str, Any]) -> Path:
-    """Where the result goes: the file that was asked for, or one named after case, size and time."""
-    if args.json and args.json.suffix == ".json":
-        return args.json
-    folder = args.json or results.RESULTS / machine.slug(result["device"]["name"])
-    when = result["date"][:19].replace("-", "").replace(":", "").replace("T", "-")
-    size = "" if result["size"] == "full" else f"-{result['size']}"
-    size += "-instructions" if results.counted(result) else ""
-    return folder / f"{machine.slug(result['name'])}{size}-{when}.json"
-
-
 def main(argv: list[str] | None = None) -> int:
     args = parse(sys.argv[1:] if argv is None else argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
@@ -357,15 +363,18 @@ def main(argv: list[str] | None = None) -> int:
         except ValueError as error:
             sys.exit(f"benchmarks.train: error: {error}")
         for name in args.case:
+            bench = Bench(args, name, torchao, scratch.resolve(), workers)
             try:
-                result = Bench(args, name, torchao, scratch.resolve(), workers).run()
+                bench.run()
             except (WorkerFailed, ValueError) as failure:
                 print(f"{name}: {failure}", file=sys.stderr)
                 kill(workers)
                 continue
-            path = destination(args, result)
-            results.write(result, path)
-            print(f"\n{tables.text(result)}\n{path}", flush=True)
+            except SystemExit:  # stopped: what there is was written
+                print(f"\n{tables.text(bench.result())}", flush=True)
+                raise
+            result = bench.result()
+            print(f"\n{tables.text(result)}\n{destination(args, result)}", flush=True)
             worked = worked or any(not row["error"] for row in result["rows"]) or not result["rows"]
     finally:
         kill(workers)

@@ -37,7 +37,7 @@ class Worker:
 
     def load(self, case: str, size: str, fit: list[int], index: int, arm: str, warmup: int) -> dict[str, Any]:
         """Make the point and run `warmup` steps. Returns times in seconds: `build_s`, and `warmup_s` of these steps, which
-        compile."""
+        compile; and the peak memory of the first step."""
         chosen, variant, _ = parse_case(case, CASES)
         point = chosen.points(size, variant, Fit(*fit))[index]
         began = time.perf_counter()
@@ -48,10 +48,13 @@ class Worker:
         self.runner = Runner(task, arms.ARMS[arm].around)
         self.runner.wait()
         built = time.perf_counter()
-        for _ in range(warmup):
+        self.runner.memory()
+        first = None
+        for number in range(warmup):
             self.runner.step()
-        self.runner.wait()
-        return {"build_s": built - began, "warmup_s": time.perf_counter() - built, "how": arms.describe(how)}
+            self.runner.wait()
+            first = first if number else self.runner.memory()
+        return {"build_s": built - began, "warmup_s": time.perf_counter() - built, "how": arms.describe(how), "first": first}
 
     def turn(self, steps: int, lead: int) -> dict[str, Any]:
         assert self.runner is not None

@@ -1,10 +1,9 @@
-"""`python -m benchmarks.train`: its cases, tiny, on a CPU; its arms, its errors, and the script that runs it on a device."""
+"""`python -m benchmarks.train`: its cases, tiny, on a CPU; its arms, its errors, and what it writes while it runs."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 import zipfile
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import arms, kernels, results, train
+from benchmarks import arms, kernels, lines, results, train
 from benchmarks.cases import CASES
 from benchmarks.cases.base import Fit, parse_case
 
@@ -166,26 +165,53 @@ def test_torchao_from_a_wheel(tmp_path):
         arms.torchao_folder(tmp_path / "unpacked", tmp_path)
 
 
-# -- the script for a device -------------------------------------------------------------------------------------------
+# -- what is written while it runs -------------------------------------------------------------------------------------
 
 
-def test_device_script_usage():
-    script = ROOT / "benchmarks" / "device.sh"
-    done = subprocess.run(["bash", str(script), "everything"], capture_output=True, text=True, timeout=20)
-    assert done.returncode == 2 and done.stderr.startswith("usage:") and done.stderr.count("\n") == 1
+class Answers:
+    """In the place of all workers: each answer takes ten seconds of a clock of its own."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.asked = 0.0, list[str]()
+        monkeypatch.setattr(train.Bench, "attempt", self.attempt)
+        monkeypatch.setattr(train.time, "monotonic", lambda: self.now)
+
+    def attempt(self, run: train.ArmRun, do: str, **_: object) -> dict | None:
+        if run.error is not None:
+            return None
+        self.now += 10
+        self.asked.append(f"{do} {run.arm.name}")
+        step = dict.fromkeys(("total", "forward", "backward", "optimizer"), 1.0)
+        turn = {"tokens": 8, "span_ms": 1.0, "steps": [step], "losses": [], "validation": None}
+        memory = {"allocated": 7, "reserved": 9}
+        made = {"load": {"warmup_s": 1.0, "how": "", "first": {"allocated": 12, "reserved": 20}}}
+        return {**made, "turn": {**turn, "memory": memory}}.get(do, {})
 
 
-def test_device_script_measures_kernels_first(tmp_path):
-    """Runs the script with a stand-in for Python that records its arguments."""
-    python, asked = tmp_path / "python", tmp_path / "asked"
-    python.write_text(f'#!/usr/bin/env bash\necho "$*" >>{asked}\n')
-    python.chmod(0o755)
-    env = {**os.environ, "PYTHON": str(python), "DEVICE": "cpu", "OUT": str(tmp_path / "out")}
-    command = ["bash", str(ROOT / "benchmarks" / "device.sh"), "kernels"]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    _, _, first, *rest = [line for line in asked.read_text().splitlines() if line]
-    assert first.startswith("-m benchmarks.kernels --json ") and first.endswith("--budget 150 --device cpu --size tiny")
-    assert [line.split()[3] for line in rest if "benchmarks.train" in line] == ["linear", "linear:grid=6"]
-    _, at_most, left = re.search(r"benchmarks\.kernels (.*)\(at most (\d+) s, (\d+) s left\)", done.stdout).groups()
-    assert at_most == "200" and 400 < int(left) <= 470  # a slow machine takes seconds to start
+def benched(monkeypatch: pytest.MonkeyPatch, path: Path, *flags: str) -> tuple[list[str], list[dict]]:
+    """What was asked of the workers, and the results that were written, one after the other."""
+    answers = Answers(monkeypatch)
+    flags = (*"--case gpt2-124m --arms bf16,fp8-delayed --rounds 2 --device cpu --no-warm-compile".split(), *flags)
+    assert train.main([*flags, "--json", str(path)]) == 0
+    return answers.asked, lines.read(path)
+
+
+@pytest.mark.parametrize("where", ["--resident", "--rebuild"])
+def test_a_result_after_each_arm_and_round(monkeypatch, tmp_path, where):
+    asked, written = benched(monkeypatch, tmp_path / "r.jsonl", where)
+    assert len(written) == 1 + sum(not line.startswith("unload") for line in asked)  # and one at the end
+    first, last = written[0]["rows"], written[-1]["rows"]
+    assert [row["error"] for row in first] == ["no round was run"] * 2 and [row["error"] for row in last] == [None] * 2
+    assert all(len(row["tokens_per_s"]["rounds"]) == 2 for row in last)
+    assert last[1]["memory"] == {"allocated": 7, "reserved": 9, "idle": 0, "first": 12}
+    (tmp_path / "r.jsonl").open("a").write('{"schema": 1, "cut o')
+    assert results.read([tmp_path / "r.jsonl"]) == [written[-1]]
+
+
+def test_no_arm_is_begun_when_it_is_late(monkeypatch, tmp_path):
+    """The first arm takes the time; it gets its round, and the second arm says why it has none."""
+    for where in ("--resident", "--rebuild"):
+        asked, written = benched(monkeypatch, tmp_path / f"{where}.jsonl", where, "--budget", "5")
+        assert {line.split()[1] for line in asked} == {"bf16"} and asked[:2] == ["load bf16", "turn bf16"]
+        bf16, fp8 = written[-1]["rows"]
+        assert bf16["error"] is None and fp8["error"] == "out of time: not begun"
