@@ -5,15 +5,25 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Iterator
+from importlib.metadata import entry_points
 
 import pytest
 import torch
 
+import fp8compile
 from tests.support import hooks
 
 pytest_plugins = ["tests.support.budget", "tests.support.tiers"]
 
 gc.set_threshold(20_000, 20, 20)  # a compilation makes millions of objects: with Python's 700, a tenth of the time goes there
+
+
+def pytest_configure() -> None:
+    """The name "fp8" is the installed package's. On a machine with a checkout alone, the tests give it."""
+    if not entry_points(group="torch_dynamo_backends", name="fp8"):
+        import torch._dynamo
+
+        torch._dynamo.register_backend(fp8compile.fp8, name="fp8")  # type: ignore[arg-type]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
