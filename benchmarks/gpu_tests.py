@@ -1,0 +1,209 @@
+"""Run tests in several processes within a time limit: `python -m benchmarks.gpu_tests --budget 100`.
+
+Without names, the tests that need a GPU (on a CPU: a few that show that this program works). Each of n processes takes each
+n-th test; the first case of each test comes first, so that a run that is stopped has seen something of each. After a test that
+kills its process, or leaves the device unusable to it, another process goes on. Shortly before the limit pytest is interrupted,
+so that it still writes its summary.
+
+    --json PATH.jsonl    a line when a test begins, and one when it ends
+    --junit PATH.xml     what pytest says of all tests
+
+This module is also the plugin of those processes. It needs no plugin of others, and none that pyproject.toml asks for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from . import lines
+from .pool import ROOT
+
+FILES = {
+    "cuda": ["-m", "gpu", "tests/backend/test_gpu.py", "tests/codegen/test_scaled_mm.py", "tests/devices/test_catalog.py"],
+    "cpu": ["-k", "emulation_is or calibrate_this", "tests/codegen/test_scaled_mm.py", "tests/devices/test_catalog.py"],
+}
+LINES, PART = "FP8COMPILE_TEST_LINES", "FP8COMPILE_TEST_PART"  # variables: the file of lines; "0/8"
+UNUSABLE = 77  # exit status of a process that the device no longer serves
+RESTARTS = 5  # of each process
+GRACE = 10.0  # seconds between an interrupt and the end, at most
+BEGUN = "begun, and did not end"
+
+
+# -- in a process of pytest --------------------------------------------------------------------------------------------
+
+
+def _said(**record: Any) -> None:
+    if LINES in os.environ:
+        lines.add(Path(os.environ[LINES]), record)
+
+
+@pytest.hookimpl(trylast=True)  # behind marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if PART not in os.environ:
+        return
+    part, parts = map(int, os.environ[PART].split("/"))
+    seen: Counter[str] = Counter()
+    order = []
+    for item in items:
+        name = item.nodeid.partition("[")[0]
+        order.append((seen[name], item))
+        seen[name] += 1
+    mine = [item for _, item in sorted(order, key=lambda pair: pair[0])][part::parts]
+    before = outcomes(Path(os.environ[LINES]))
+    _said(part=part, tests=len(mine))
+    items[:] = [item for item in mine if item.nodeid not in before]
+
+
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    if report.failed:  # a file that cannot be imported
+        _said(test=report.nodeid, outcome="failed", why=str(report.longrepr).strip().rpartition("\n")[2])
+
+
+def pytest_runtest_logstart(nodeid: str) -> None:
+    _said(test=nodeid, outcome=BEGUN)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.when != "call" and report.outcome == "passed":
+        return
+    crash = getattr(report.longrepr, "reprcrash", None)
+    why = crash.message if crash else report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr or "")
+    _said(test=report.nodeid, outcome=report.outcome, seconds=round(report.duration, 2), why=why.strip()[:2000])
+    if report.failed and unusable():
+        pytest.exit("the device is unusable to this process", UNUSABLE)
+
+
+def unusable() -> bool:
+    import torch
+
+    try:
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
+
+
+# -- the processes -----------------------------------------------------------------------------------------------------
+
+
+def outcomes(path: Path) -> dict[str, dict[str, Any]]:
+    """The last line of each test."""
+    return {line["test"]: line for line in lines.read(path) if "test" in line} if path.exists() else {}
+
+
+class Part:
+    """The process that takes each n-th test, and those that take its place."""
+
+    def __init__(self, args: argparse.Namespace, number: int, scratch: Path):
+        self.args, self.number, self.scratch, self.starts, self.interrupted = args, number, scratch, 0, False
+        self.start()
+
+    def start(self) -> None:
+        self.starts += 1
+        junit = self.scratch / f"{self.number}-{self.starts}.xml"
+        command = [sys.executable, "-m", "pytest", *"-q --tb=short -o addopts= -W ignore -p no:cacheprovider".split()]
+        command.append("--continue-on-collection-errors")
+        command += ["-p", "benchmarks.gpu_tests", f"--junitxml={junit}", *self.args.tests]
+        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        env = {**os.environ, LINES: str(self.args.json), PART: f"{self.number}/{self.args.processes}", "PYTHONPATH": path}
+        env |= {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}  # parallel are the processes
+        self.process = subprocess.Popen(command, cwd=ROOT, env=env, stdin=subprocess.DEVNULL)
+
+    def running(self) -> bool:
+        code = self.process.poll()
+        if code is not None and (code < 0 or code == UNUSABLE) and not self.interrupted and self.starts <= RESTARTS:
+            print(f"process {self.number} ended with status {code}: another one goes on", flush=True)
+            self.start()
+            return True
+        return code is None
+
+    def interrupt(self) -> None:
+        self.interrupted = True
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
+
+
+def run(args: argparse.Namespace, scratch: Path) -> None:
+    """All tests, until the time is over or SIGTERM comes."""
+    end, grace = time.monotonic() + args.budget, min(GRACE, 0.2 * args.budget)
+    stopped: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: stopped.append(number))
+    parts = [Part(args, number, scratch) for number in range(args.processes)]
+    while any([part.running() for part in parts]):
+        if stopped or time.monotonic() > end - grace:
+            for part in parts:
+                part.interrupt()
+            break
+        time.sleep(0.2)
+    last = time.monotonic() + grace
+    for part in parts:
+        try:
+            part.process.wait(max(0.0, last - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            part.process.kill()
+            part.process.wait()
+
+
+def merge(files: list[Path], target: Path) -> None:
+    """One junit file of several; those of processes that were killed are not there."""
+    root = ElementTree.Element("testsuites")
+    for file in files:
+        with contextlib.suppress(ElementTree.ParseError):  # cut off
+            root.extend(ElementTree.parse(file).getroot())
+    ElementTree.ElementTree(root).write(target)
+
+
+def summary(found: dict[str, dict[str, Any]], of: int) -> str:
+    """Counts, and each different failure once. `of`: how many tests there are."""
+    counts = Counter(line["outcome"] for line in found.values())
+    failures: dict[str, list[str]] = defaultdict(list)
+    for name, line in found.items():
+        if line["outcome"] not in ("passed", "skipped"):
+            first = (line.get("why") or line["outcome"]).splitlines()[0][:200]
+            failures[re.sub(r"\d+", "N", first)].append(f"{name}: {first}")
+    parts = [f"{tests[0]}{f' (and {len(tests) - 1} like it)' if tests[1:] else ''}" for tests in failures.values()]
+    said = {line["why"] for line in found.values() if line["outcome"] == "skipped"}
+    parts += [f"skipped: {why}" for why in sorted(said)]
+    return "\n".join([*parts, ", ".join(f"{count} {outcome}" for outcome, count in counts.items()) + f" of {of} tests"])
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="benchmarks.gpu_tests", description=__doc__.split("\n")[0], allow_abbrev=False)
+    parser.add_argument("tests", nargs="*", help="files or names of tests, as for pytest")
+    parser.add_argument("--device", choices=tuple(FILES), default="cuda", help="whose tests are run without names")
+    parser.add_argument("--processes", type=int, default=max(1, min(8, (os.cpu_count() or 2) // 2)))
+    parser.add_argument("--budget", type=float, default=600.0, metavar="SECONDS", help="for everything (default: 600)")
+    parser.add_argument("--json", type=Path, required=True, metavar="PATH.jsonl")
+    parser.add_argument("--junit", type=Path, metavar="PATH.xml")
+    args = parser.parse_args(argv)
+    args.tests, args.json = args.tests or FILES[args.device], args.json.resolve()
+    with tempfile.TemporaryDirectory(prefix="benchmarks-") as scratch:
+        try:
+            run(args, Path(scratch))
+        finally:
+            if args.junit:
+                merge(sorted(Path(scratch).glob("*.xml")), args.junit)
+    found, written = outcomes(args.json), lines.read(args.json) if args.json.exists() else []
+    of = sum({line["part"]: line["tests"] for line in written if "part" in line}.values())
+    print(summary(found, of), flush=True)
+    fine = [line for line in found.values() if line["outcome"] in ("passed", "skipped")]
+    return 0 if fine and len(fine) == len(found) == of else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
