@@ -38,7 +38,7 @@ from . import lines, show
 ROOT = Path(__file__).resolve().parents[1]
 TRAIN = "benchmarks.train --no-warm-compile --keep {work} --case"
 FP8 = "--arms bf16,fp8-delayed"
-FEW = "--arms eager-bf16,fp8-delayed --steps 1 --warmup 1"
+FEW = "--arms fp8-delayed --steps 1 --warmup 1"
 
 
 class Step(NamedTuple):
@@ -51,7 +51,7 @@ class Step(NamedTuple):
 
 PARTS: dict[str, tuple[Step, ...]] = {
     "probe": (Step(60, "benchmarks.probe {common}"),),
-    "tests": (Step(120, "benchmarks.gpu_tests --device {device} --budget {budget} --json {part}.jsonl --junit {part}.xml"),),
+    "tests": (Step(120, "benchmarks.gpu_tests {common} --junit {results}/tests.xml"),),
     "matmuls": (
         Step(45, "benchmarks.matmuls {common}"),
         Step(35, "fp8compile calibrate", None),
@@ -135,12 +135,11 @@ class Run:
     def command(self, part: str, step: Step, seconds: float) -> list[str]:
         """The arguments of `python -m`, for a step that should end by itself after `seconds`."""
         budget = max(1, int(0.8 * seconds))  # without imports; `train` begins nothing after it, and ends after 1.25 of it
-        common = f"--device {self.device} --json {part}.jsonl --budget {budget}"
+        common = f"--device {self.device} --budget {budget} --json {self.results}/{part}.jsonl"
+        text = step.command.format(common=common, results=self.results, work=self.work)
         if self.device == "cpu":
-            common += " --size tiny --interpreted" if step.command.startswith(TRAIN) else " --size tiny"
-        text = step.command.format(common=common, part=part, device=self.device, budget=budget, work=self.work)
-        more = self.more if text.startswith("benchmarks.") else ()
-        return [*shlex.split(text), *shlex.split(step.cpu or "" if self.device == "cpu" else ""), *more]
+            text += " --interpreted " * text.startswith("benchmarks.train") + f" {step.cpu}"
+        return [*shlex.split(text), *(self.more if text.startswith("benchmarks.") else ())]
 
     def one(self, part: str, step: Step, limit: float, said: dict[str, Any]) -> None:
         """Run a step until it ends or its limit comes. Its output goes into a log, and to the screen."""
@@ -155,7 +154,7 @@ class Run:
         log = self.results / f"{part}.log"
         with log.open("ab") as file:
             shown = file.tell()
-            process = subprocess.Popen([sys.executable, "-m", *command], cwd=self.results, env=env, start_new_session=True,
+            process = subprocess.Popen([sys.executable, "-m", *command], env=env, start_new_session=True,
                                        stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT)  # fmt: skip
         asked = False
         try:

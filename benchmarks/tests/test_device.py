@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tarfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -25,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = str(ROOT / "benchmarks" / "device.sh")
 # What an image with torch 2.11 for CUDA has, by the names that are imported.
 IMAGE = """torch torchgen functorch triton numpy sympy mpmath networkx jinja2 markupsafe tabulate click tqdm matplotlib PIL
-kiwisolver contourpy cycler pyparsing dateutil six fontTools packaging pytest pluggy iniconfig pygments hypothesis
+kiwisolver contourpy cycler pyparsing dateutil six fontTools packaging pytest py pluggy iniconfig pygments hypothesis
 sortedcontainers attr attrs typing_extensions filelock fsspec setuptools pkg_resources transformers tokenizers safetensors
 huggingface_hub httpx anyio yaml regex requests nvidia cuda""".split()
 HIDES = """
@@ -50,7 +51,7 @@ def environment(folder: Path, packages: list[str] = IMAGE, **more: str) -> dict[
     folder.mkdir(exist_ok=True)
     (folder / "sitecustomize.py").write_text(HIDES.format(image=packages))
     made = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "DEVICE": "cpu"}
-    return {**made, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", **more}
+    return {**made, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "HYPOTHESIS_NO_PLUGINS": "1", **more}
 
 
 def unpacked(out: Path, to: Path) -> dict[str, Path]:
@@ -73,14 +74,15 @@ def test_first_with_the_packages_of_a_bare_image(tmp_path: Path) -> None:
     """Every part ends within the limit and has results. `--out` is the folder that the variable OUT names."""
     out = tmp_path / "out"
     out.mkdir()
-    command = f'bash "{SCRIPT}" first --limit 200 --out "$OUT"'
+    command = f'bash "{SCRIPT}" first --limit 540 --out "$OUT"'
     env = environment(tmp_path / "image", OUT=str(out))
-    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=230)
+    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=570)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr
     files = unpacked(out, tmp_path / "got")
     assert set(statuses(files).values()) == {0}
     facts, kernel, *rows = lines.read(files["probe.jsonl"])
-    assert facts["packages"]["torch"] == torch.__version__.partition("+")[0] and facts["packages"]["transformer_engine"]
+    assert facts["packages"]["torch"].startswith(torch.__version__.partition("+")[0])
+    assert facts["packages"]["transformer_engine"].startswith("PackageNotFoundError")
     assert kernel["generated"] and kernel["fine"] and not kernel["wrong"]
     plain = [row for row in rows if row["kind"] == "per-tensor"]
     assert len(plain) == 12 * 3 * 6 and {row["found"] for row in plain} == {"exact"}
@@ -93,29 +95,41 @@ def test_first_with_the_packages_of_a_bare_image(tmp_path: Path) -> None:
     assert len(measured[-1]["matmuls"]) == len(list(matmuls.matmuls("tiny"))) and measured[-1]["attention"]["kernels"]
     kernels, layers = (results.read([files[f"{name}.jsonl"]])[0] for name in ("kernels", "layers"))
     assert {row["arm"]: row["error"] for row in kernels["rows"]} == {"fp8": None, "inductor": None}
-    assert [row["arm"] for row in layers["rows"] if not row["error"]] == ["eager-bf16", "fp8-delayed"]
+    assert [row["arm"] for row in layers["rows"] if not row["error"]] == ["fp8-delayed"]
     assert any(name.startswith("logs/llama") for name in files)
     said = lines.read(files["parts.jsonl"])
     assert [line["status"] for line in said if "calibrate" in line["command"]] == ["needs a GPU: not begun"]
 
 
 @pytest.mark.slow
-def test_layers_that_are_stopped_at_the_limit(tmp_path: Path) -> None:
+def test_layers_that_are_stopped(tmp_path: Path) -> None:
     """Rounds without end, and no deadline that the command itself knows of: what was measured stays, and nothing else."""
     more = "--arms eager-bf16 --rounds 100000 --budget 100000".split()
-    command = ["bash", SCRIPT, "layers", "--limit", "50", "--out", str(tmp_path / "out"), "--", *more]
-    began = time.monotonic()
-    done = subprocess.run(command, env=environment(tmp_path / "image"), capture_output=True, text=True, timeout=100)
-    assert time.monotonic() - began < 60 and done.returncode == 1, done.stdout + done.stderr
+    command = ["bash", SCRIPT, "layers", "--limit", "500", "--out", str(tmp_path / "out"), "--", *more]
+    with subprocess.Popen(command, env=environment(tmp_path / "image"), stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        said = next(line for line in process.stdout if line.startswith("== layers"))
+        work = Path(said.split("--keep ")[1].split()[0])
+        written = work.with_name("results") / "layers.jsonl"
+        waits(process, lambda: written.exists() and len(lines.read(written)) > 3)
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=30)
     files = unpacked(tmp_path / "out", tmp_path / "got")
-    assert statuses(files) == {"layers": "stopped at its limit"}
+    assert process.returncode == 143 and statuses(files) == {"layers": "stopped by SIGTERM"}
     (found,) = results.read([files["layers.jsonl"]])
     (row,) = found["rows"]
     assert row["error"] is None and len(row["tokens_per_s"]["rounds"]) > 1
     assert "eager-bf16  " in files["layers.log"].read_text()  # a table of it
-    work = lines.read(files["parts.jsonl"])[0]["command"].split("--keep ")[1].split()[0]
-    left = [process for process in Path("/proc").glob("[0-9]*") if work in environment_of(process)]
-    assert not left and not Path(work).exists()
+    assert not [process for process in Path("/proc").glob("[0-9]*") if str(work) in environment_of(process)]
+    assert not work.exists()
+
+
+def waits(process: subprocess.Popen[str], until: Callable[[], bool], limit: float = 200) -> None:
+    """Until something is so; meanwhile the process runs."""
+    end = time.monotonic() + limit
+    while not until():
+        assert process.poll() is None and time.monotonic() < end
+        time.sleep(0.1)
 
 
 def environment_of(process: Path) -> str:
@@ -137,7 +151,7 @@ SAYS = """
 import signal, sys, time
 
 def say(i):
-    with open("{name}.jsonl", "a") as file:
+    with open(sys.argv[sys.argv.index("--json") + 1], "a") as file:
         print(i, file=file)
 
 """
@@ -146,7 +160,7 @@ def say(i):
 def started(folder: Path, *arguments: str, **more: str) -> subprocess.Popen[str]:
     """benchmarks.device with `PARTS` in the place of its own; no torch is imported."""
     for name, body in PARTS.items():
-        (folder / f"part_{name}.py").write_text(SAYS.format(name=name) + body)
+        (folder / f"part_{name}.py").write_text(SAYS + body)
     steps = ", ".join(f"{name!r}: (device.Step(1, 'part_{name} {{common}}'),)" for name in PARTS)
     program = "import sys; from benchmarks import device; "
     program += f"device.PARTS = {{{steps}}}; device.FACTS = ''; sys.exit(device.main())"
@@ -201,6 +215,7 @@ def test_what_is_missing_is_named(tmp_path: Path, arguments: str, variables: dic
 
 def test_commands_that_train_are_right(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(device.tempfile, "mkdtemp", lambda prefix: str(tmp_path))
     run = device.Run("x", tmp_path, "cuda", 0.0, ["--torchao", str(tmp_path)])
     for part in ("layers", "gpt2", "memory"):
         for step in device.PARTS[part]:
@@ -236,21 +251,26 @@ def test_short():
 @pytest.mark.slow
 def test_tests_in_several_processes(tmp_path: Path) -> None:
     """One fails, one ends its process, one takes longer than there is time, one file cannot be imported. Of two processes, the
-    first has nothing to wait for, and the second waits for the long one to its end."""
+    first has nothing to wait for, and the second waits for the long one until it is interrupted."""
     (tmp_path / "test_asked.py").write_text(ASKED)
     (tmp_path / "test_broken.py").write_text("import no_such_package")
     path, junit = tmp_path / "tests.jsonl", tmp_path / "tests.xml"
-    command = [sys.executable, "-m", "benchmarks.gpu_tests", str(tmp_path), "--processes", "2", "--budget", "10"]
+    command = [sys.executable, "-m", "benchmarks.gpu_tests", str(tmp_path), "--processes", "2", "--budget", "200"]
     command += ["--json", str(path), "--junit", str(junit)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    found = {name.rpartition("/")[2].rpartition("::")[2]: line for name, line in gpu_tests.outcomes(path).items()}
-    outcomes = {name: line["outcome"] for name, line in found.items()}
+
+    def outcomes() -> dict[str, str]:
+        return {name.rpartition("/")[2].rpartition("::")[2]: line["outcome"] for name, line in gpu_tests.outcomes(path).items()}
+
     passed, failed = ["test_many[0]", "test_after", "test_short"], ["test_many[2]", "test_broken.py"]
     begun = ["test_long", "test_that_ends_its_process"]
-    assert outcomes == dict.fromkeys(passed, "passed") | dict.fromkeys(failed, "failed") | dict.fromkeys(begun, gpu_tests.BEGUN)
-    assert "two is wrong" in found["test_many[2]"]["why"] and "no_such_package" in found["test_broken.py"]["why"]
-    assert done.returncode == 1 and "another one goes on" in done.stdout
-    last = done.stdout.splitlines()[-1]
+    expected = dict.fromkeys(passed, "passed") | dict.fromkeys(failed, "failed") | dict.fromkeys(begun, gpu_tests.BEGUN)
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        waits(process, lambda: outcomes() == expected)
+        process.send_signal(signal.SIGTERM)
+        said = process.communicate(timeout=30)[0]
+    assert outcomes() == expected and process.returncode == 1
+    assert "test_many[2]: AssertionError: two is wrong" in said and "no_such_package" in said and "another one goes on" in said
+    last = said.splitlines()[-1]
     assert "2 failed" in last and f"2 {gpu_tests.BEGUN}" in last and last.endswith(" of 8 tests")
     names = {case.get("name") for case in ElementTree.parse(junit).getroot().iter("testcase")}
     assert {"test_many[2]", "test_after"} <= names  # of processes that were interrupted, too
