@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import fp8compile
 from fp8compile.devices.gpu import Gpu
@@ -26,7 +27,8 @@ from tests.support.operands import B200, E4M3, H100, MI300X, RTX4090, RTX5090, e
 from tests.support.reference_settings import RECIPES
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-E5M2, FNUZ, E8M0 = torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e8m0fnu
+E5M2, E8M0 = torch.float8_e5m2, torch.float8_e8m0fnu
+FNUZ, E5M2_FNUZ = torch.float8_e4m3fnuz, torch.float8_e5m2fnuz
 GPUS = {"sm_89": RTX4090, "sm_90": H100, "sm_100": B200, "sm_120": RTX5090, "gfx942": MI300X}
 
 compiles = pytest.mark.skipif(unavailable() is not None, reason=unavailable() or "")
@@ -78,3 +80,247 @@ def test_layers(recipe: str, dtype: torch.dtype, gpu: str, rows: int, width: int
     with planned(GPUS[gpu]) as plan:
         found = trained(make(lambda: Mlp(width, width), dtype), recipe, rows, plan, dtype)
     assert found == expected(GPUS[gpu], recipe, rows == 64)
+
+
+@compiles
+@pytest.mark.cases(slow=1)
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed"])
+def test_experts(recipe: str) -> None:
+    """Experts without tokens, with one, with odd numbers. Only Hopper calls ATen."""
+    model = make(lambda: Experts(128, 128, 4), BF16)
+    call = torch.compile(model, backend="fp8", options={"recipe": recipe, "policy": ALL_FP8})
+    with planned(H100, kernels=True) as plan:  # they compute where groups end
+        for sizes in ([0, 1, 15, 65], [33, 0, 48, 0]):
+            call(noise(96, 128, dtype=BF16).requires_grad_(), ends(sizes)).sum().backward()
+    assert plan.scaled == (4 if recipe == "rowwise_with_gw_hp" else 6) * (1 if recipe == "delayed" else 2)
+
+
+@compiles
+@pytest.mark.slow
+def test_a_plan_is_refused() -> None:
+    """Where the choice of a form is wrong, and where a library has a known gap."""
+    with planned(B200), hooks.block_mm_by("blockwise"), pytest.raises(Refused) as refused:
+        trained(make(lambda: Mlp(512, 512), BF16), "blockwise", 64, Plan(), BF16)
+    assert refused.value.broken == ("block gpu",) and "sm_100" in str(refused.value)
+    with planned(RTX5090, gaps=True) as plan:
+        plan.library = plan.library._replace(torch=(2, 11))
+        with pytest.raises(Refused, match="pytorch#192707"):
+            trained(make(lambda: Mlp(), BF16), "rowwise", 64, plan, BF16)
+
+
+# -- the rules -------------------------------------------------------------------------------------------------------------
+
+LATEST = (2, 15), (13, 0)
+OLD = (2, 11), (12, 6)
+
+
+def fp8(rows: int, k: int, dtype: torch.dtype = E4M3, leading: int = 0, offset: int = 0) -> Tensor:
+    """[rows, K]; rows begin `leading` bytes apart, and the first at this byte."""
+    leading = leading or k
+    memory = torch.zeros(rows * leading + offset, dtype=torch.uint8)
+    return memory[offset:].view(rows, leading)[:, :k].view(dtype)
+
+
+def product(kind: str, m: int = 64, n: int = 256, k: int = 512, dtype: torch.dtype = E4M3, **changes: Any) -> Product:
+    """A legal call, but for these arguments. `kind`: "square line" has 128 x 128 blocks of a and 1 x 128 ones of b."""
+    a_kind, b_kind = (kind.split() * 2)[:2]
+    call = Product(fp8(m, k, dtype), fp8(n, k, dtype).t(), scales(a_kind, m, k), scales(b_kind, n, k, mirrored=True))
+    return call._replace(**changes)
+
+
+def scales(kind: str, rows: int, k: int, mirrored: bool = False) -> Tensor:
+    """`mirrored`: of b, which is [K, N]."""
+    high, wide = -(-rows // 128), -(-k // 128)
+    if kind == "mx":
+        return torch.zeros(high * 128 * 4 * wide, dtype=torch.uint8).view(E8M0)
+    made = {
+        "tensor": lambda: torch.ones(1, 1),
+        "row": lambda: torch.ones(rows, 1),
+        "line": lambda: torch.ones(wide, rows).t(),
+        "square": lambda: torch.ones(high, wide),
+    }[kind]()
+    return made.t() if mirrored else made
+
+
+def grouped(rows: bool = True, n: int = 256, dtype: torch.dtype = E4M3, **changes: Any) -> Grouped:
+    """A legal call with 4 groups of the rows of a, or of the columns, but for these arguments."""
+    if rows:
+        weights = torch.zeros(4, n, 128, dtype=torch.uint8).view(dtype).transpose(1, 2)
+        call = Grouped(fp8(96, 128, dtype), weights, torch.ones(96), torch.ones(4, n), ends([16, 0, 33, 40]))
+    else:
+        operands = fp8(128, 96, dtype), fp8(n, 96, dtype).t()
+        call = Grouped(*operands, torch.ones(4 * 128), torch.ones(4 * n), ends([16, 32, 0, 40]))
+    return call._replace(**changes)
+
+
+def shifted(x: Tensor) -> Tensor:
+    """x one element behind a multiple of 16 bytes."""
+    memory = torch.zeros(x.numel() + 1, dtype=x.dtype)[1:]
+    return memory.as_strided(x.shape, x.stride(), memory.storage_offset())
+
+
+LEGAL = {
+    "tensor": ("sm_89", "sm_90", "sm_100", "sm_120", "gfx942"),
+    "row": ("sm_89", "sm_90", "sm_100", "sm_120", "gfx942"),
+    "square line": ("sm_90",),
+    "line square": ("sm_90",),
+    "line": ("sm_90",),
+    "mx": ("sm_100", "sm_120"),
+}
+NOT_THERE = {"square line": "block gpu", "line square": "block gpu", "line": "block gpu", "mx": "mx gpu"}
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize("kind", LEGAL)
+def test_what_each_gpu_takes(kind: str, gpu: str) -> None:
+    library = Library(GPUS[gpu], *LATEST)
+    call = product(kind, dtype=FNUZ if gpu == "gfx942" else E4M3)
+    assert scaling(call) == ("square" if " " in kind else kind)
+    if gpu not in LEGAL[kind]:
+        with pytest.raises(Refused) as refused:
+            library.check(call)
+        assert refused.value.broken == (NOT_THERE[kind],)
+        return
+    library.check(call)
+    library.check(call._replace(bias=torch.zeros(256, dtype=BF16), out=torch.zeros(64, 256, dtype=BF16)))
+    library.check(call._replace(a=call.a.view(E5M2_FNUZ if gpu == "gfx942" else E5M2)))
+    if gpu != "gfx942" or kind != "row":
+        for dtype in (FP16, FP32):
+            library.check(call._replace(out_dtype=dtype, bias=None if dtype == FP32 else torch.zeros(256, dtype=dtype)))
+    if " " not in kind:
+        library.check(product(kind, m=36, n=48, dtype=call.a.dtype))
+
+
+def breaking() -> dict[str, list[tuple[Gpu, tuple, Product | Grouped]]]:
+    """For each rule, calls that break it alone: (GPU, versions, call)."""
+    odd, packed = fp8(64, 24, leading=32), fp8(256, 24, leading=32).t()
+    old_rows = product("row", m=1)
+    return {
+        "gpu": [(Gpu("NVIDIA A100", 8, 0), LATEST, product("tensor")), (rdna(11), LATEST, product("tensor"))],
+        "sizes": [(H100, LATEST, product("tensor", b=fp8(256, 256).t()))],
+        "k of 16": [(H100, LATEST, product("tensor", a=odd, b=packed))],
+        "n of 16": [(H100, LATEST, product("tensor", n=24))],
+        "encoding": [(H100, LATEST, product("tensor", dtype=FNUZ)), (MI300X, LATEST, product("tensor"))],
+        "two e5m2": [(gpu, LATEST, product("tensor", dtype=E5M2)) for gpu in (RTX4090, H100, B200)],
+        "scaling": [
+            (H100, LATEST, product("square")),
+            (H100, LATEST, product("line tensor")),
+            (H100, LATEST, product("row", a_scale=torch.ones(64))),
+            (H100, LATEST, product("row", a_scale=torch.ones(64, 2)[:, :1])),
+            (H100, LATEST, product("line", a_scale=torch.ones(64, 4))),
+            (H100, LATEST, product("tensor", a_scale=torch.ones(1, dtype=BF16))),
+            (B200, LATEST, product("mx", a_scale=scales("mx", 129, 512))),
+        ],
+        "out": [
+            (H100, LATEST, product("tensor", out=torch.zeros(64, 256, dtype=FP16))),
+            (H100, LATEST, product("tensor", out=torch.zeros(256, 64, dtype=BF16).t())),
+            (H100, LATEST, product("tensor", out_dtype=torch.float64)),
+        ],
+        "bias size": [
+            (H100, LATEST, product("tensor", bias=torch.zeros(512, dtype=BF16)[::2])),
+            (H100, LATEST, product("tensor", bias=torch.zeros(64, dtype=BF16))),
+        ],
+        "bias of fp32": [(H100, LATEST, product("tensor", bias=torch.zeros(256, dtype=BF16), out_dtype=FP32))],
+        "bias dtype": [
+            (H100, LATEST, product("tensor", bias=torch.zeros(256, dtype=FP16))),
+            (H100, LATEST, product("tensor", bias=torch.zeros(256))),
+        ],
+        "layout": [
+            (H100, LATEST, product("tensor", b=fp8(512, 256))),
+            (RTX5090, LATEST, product("tensor", a=fp8(512, 64).t())),
+            (B200, LATEST, product("row", b=fp8(512, 256))),
+        ],
+        "leading": [
+            (H100, LATEST, product("tensor", a=fp8(64, 512, leading=520))),
+            (H100, LATEST, product("tensor", b=fp8(256, 512, leading=520).t())),
+            (H100, LATEST, product("tensor", a=fp8(1, 512).expand(64, 512))),
+        ],
+        "pointers": [(H100, LATEST, product("tensor", a=fp8(64, 512, offset=8)))],
+        "rowwise gpu": [(rdna(12), LATEST, product("row"))],
+        "rowwise out": [
+            (H100, OLD, product("row", out_dtype=FP32)),
+            (B200, ((2, 14), (13, 0)), product("row", out_dtype=FP32)),
+            (MI300X, LATEST, product("row", dtype=FNUZ, out_dtype=FP16)),
+        ],
+        "rowwise b": [
+            (RTX4090, LATEST, product("row", b=fp8(256, 512, E5M2).t())),
+            (MI300X, LATEST, product("row", dtype=FNUZ, b=fp8(256, 512, E5M2_FNUZ).t())),
+        ],
+        "rowwise scales": [
+            (B200, LATEST, old_rows._replace(a_scale=torch.ones(1, 1).as_strided((1, 1), (33, 1)))),
+            (H100, LATEST, product("row", a_scale=shifted(torch.ones(64, 1)))),
+        ],
+        "rowwise packed": [(RTX4090, LATEST, product("row", a=fp8(64, 512, leading=528)))],
+        "block gpu": [(H100, OLD, product("line")), (B200, LATEST, product("line square"))],
+        "block k": [(H100, LATEST, product(kind, k=640)) for kind in ("line square", "square line")],
+        "block rows": [(H100, LATEST, product("line", m=66))],
+        "block scales": [(H100, LATEST, product("line", a_scale=shifted(scales("line", 64, 512))))],
+        "block accumulation": [(H100, LATEST, product("line", fast_accum=True))],
+        "mx gpu": [(H100, LATEST, product("mx")), (B200, OLD, product("mx")), (RTX5090, ((2, 11), (12, 8)), product("mx"))],
+        "mx k": [(B200, LATEST, product("mx", k=48))],
+        "mx scales": [(B200, LATEST, product("mx", a_scale=shifted(scales("mx", 64, 512))))],
+        "groups gpu": [(RTX4090, LATEST, grouped()), (RTX5090, LATEST, grouped())],
+        "groups sizes": [(H100, LATEST, grouped(n=24)), (H100, LATEST, grouped(a=fp8(96, 144)))],
+        "groups encoding": [(H100, LATEST, grouped(a=fp8(96, 128, E5M2))), (MI300X, LATEST, grouped())],
+        "groups layout": [
+            (H100, LATEST, grouped(a=fp8(96, 128, leading=136))),
+            (H100, LATEST, grouped(a=fp8(96, 128, offset=8))),
+            (H100, LATEST, grouped(False, a=fp8(96, 128).t())),
+            (H100, LATEST, grouped(b=torch.zeros(4, 128, 256, dtype=torch.uint8).view(E4M3))),
+        ],
+        "groups ends": [
+            (H100, LATEST, grouped(offs=ends([16, 0, 33, 40]).long())),
+            (H100, LATEST, grouped(offs=ends([16, 33, 40]))),
+            (H100, LATEST, grouped(False, offs=torch.zeros(1024, dtype=torch.int32))),
+        ],
+        "groups scales": [
+            (H100, LATEST, grouped(a_scale=torch.ones(96, 1))),
+            (H100, LATEST, grouped(b_scale=torch.ones(256, 4).t())),
+            (H100, LATEST, grouped(False, a_scale=torch.ones(128))),
+        ],
+        "groups out": [(H100, LATEST, grouped(out_dtype=FP32)), (H100, LATEST, grouped(bias=torch.zeros(256, dtype=BF16)))],
+        "groups align": [(H100, LATEST, grouped(False, offs=ends([8, 40, 0, 40])))],
+        "groups order": [(H100, LATEST, grouped(offs=ends([16, -16, 33, 40]))), (H100, LATEST, grouped(offs=ends([97, 0, 0, 0])))],
+    }
+
+
+def rdna(generation: int) -> Gpu:
+    return Gpu("AMD Radeon", generation, 0, gcnArchName=f"gfx{generation}01")
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_each_rule_is_enforced(rule: str) -> None:
+    """By itself: calls that break it break no other. They are refused with known gaps, too."""
+    calls = breaking()[rule]
+    for gpu, versions, call in calls:
+        with pytest.raises(Refused) as refused:
+            Library(gpu, *versions).check(call)
+        assert refused.value.broken == (rule,) and RULES[rule] in str(refused.value)
+
+
+def test_legal_groups() -> None:
+    for rows in (True, False):
+        for gpu in (H100, B200):
+            Library(gpu, *LATEST).check(grouped(rows))
+        Library(MI300X, *LATEST).check(grouped(rows, dtype=FNUZ))
+
+
+@pytest.mark.parametrize(
+    ("gap", "gpu", "taken", "refused"),
+    [
+        ("few tiles", H100, product("row", m=257, n=3072, k=9216), product("row", m=127, n=3072, k=9216)),
+        ("few tiles", H100, product("row", m=127, n=3072, k=3072), product("row", m=768, n=768, k=9216)),
+        ("rowwise by cuBLASLt", RTX5090, product("tensor"), product("row")),
+        ("groups on Blackwell", B200, product("row"), grouped()),
+    ],
+)
+def test_known_gaps_are_refused_if_asked(gap: str, gpu: Gpu, taken: Product, refused: Product) -> None:
+    assert gap in GAPS
+    library = Library(gpu, (2, 11), (13, 0))
+    for call in (taken, refused):
+        library.check(call)
+    library = library._replace(gaps=True)
+    library.check(taken)
+    with pytest.raises(Refused) as error:
+        library.check(refused)
+    assert error.value.broken == (gap,)
