@@ -11,13 +11,10 @@ the same files say under USE_ROCM.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-
-from fp8compile.devices import support
-from fp8compile.devices.gpu import Gpu
 
 Version = tuple[int, int]
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -112,18 +109,18 @@ class Grouped(NamedTuple):
 
 
 class Library(NamedTuple):
-    """What a process has: its GPU, the versions of torch and CUDA. `gaps`: known gaps are refused, too."""
+    """What a process has: its GPU (a `Gpu`), the versions of torch and CUDA. `gaps`: known gaps are refused, too."""
 
-    gpu: Gpu
+    gpu: Any
     torch: Version
     cuda: Version
     gaps: bool = False
 
     @classmethod
-    def here(cls, gpu: Gpu, gaps: bool = False) -> Library:
-        """With the versions of this process."""
+    def here(cls, gpu: Any, cuda: Version, gaps: bool = False) -> Library:
+        """With the torch of this process."""
         major, minor = torch.__version__.split(".")[:2]
-        return cls(gpu, (int(major), int(minor)), support.cuda_version(), gaps)
+        return cls(gpu, (int(major), int(minor)), cuda, gaps)
 
     def check(self, call: Product | Grouped) -> None:
         """Raises `Refused`."""

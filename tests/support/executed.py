@@ -1,8 +1,9 @@
 """The plan for a GPU, executed on a CPU: runs the code that Inductor generates for a described device, unchanged.
 
 Inductor's wrapper runs with its order of launches, its reuse of buffers, its strides and its views of views. Its kernels and
-ours run in Triton's interpreter; FP8 matmuls are exact sums, and each call is one that the GPU's libraries take (`aten`). Memory is filled with NaN when it is allocated, so a read of
-memory that was never written shows. Not covered: a device's rounding, its races, and its choice between configurations.
+ours run in Triton's interpreter; FP8 matmuls are exact sums, and each call of one has to be legal on that GPU (`aten`). Memory
+is filled with NaN when it is allocated, so a read of memory that was never written shows. Not covered: a device's rounding, its
+races, and its choice between configurations.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import pytest
 import torch
 import triton.language as tl
 from torch import Tensor
@@ -24,7 +26,9 @@ from torch.fx import GraphModule
 from triton.runtime.interpreter import InterpretedFunction
 
 from fp8compile import compat
+from fp8compile.devices import support
 from fp8compile.devices.gpu import H200, Gpu
+from fp8compile.dryrun.fake_gpu import unavailable
 from fp8compile.dryrun.fake_gpu.device import CUDA, described_gpu
 from fp8compile.dryrun.fake_gpu.record import instead_of_loading, retarget_graphs
 from fp8compile.runtime import halves
@@ -32,6 +36,7 @@ from tests.support.aten import Grouped, Library, Product
 from tests.support.interpreter import interpreting, libdevice, tensor_of
 
 CPU = torch.device("cpu")
+planning = pytest.mark.skipif(unavailable() is not None, reason=unavailable() or "")  # of tests that execute a plan
 
 
 # -- kernels -----------------------------------------------------------------------------------------------------------
@@ -257,7 +262,7 @@ class Plan:
 
     def __init__(self, choice: int = 0, library: Library | None = None):
         self.choice = choice
-        self.library = library or Library.here(H200)
+        self.library = library or Library.here(H200, support.cuda_version())
         self.kernels: list[Launched] = []
         self.scaled = 0  # FP8 matmuls that ran
 
@@ -295,7 +300,7 @@ class Plan:
 @contextlib.contextmanager
 def executed(choice: int = 0, gpu: Gpu = H200, gaps: bool = False) -> Iterator[Plan]:
     """Inside, graphs are compiled for `gpu`, and run on the CPU. `gaps`: known gaps of its libraries are errors, too."""
-    plan = Plan(choice, Library.here(gpu, gaps))
+    plan = Plan(choice, Library.here(gpu, support.cuda_version(), gaps))
     copy = compat.copy_graph
 
     def copy_graph(gm: GraphModule) -> GraphModule:  # the copy that cold calls run, on the CPU

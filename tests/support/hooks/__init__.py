@@ -19,3 +19,4 @@ from .graphs import *  # noqa: F403
 from .kernels import *  # noqa: F403
 from .state import *  # noqa: F403
 from .studies import *  # noqa: F403
+from .waits import *  # noqa: F403
