@@ -66,6 +66,10 @@ def test_selective_checkpoint_around_a_compiled_block(options: dict) -> None:
 
 
 class Seen(TorchDispatchMode):
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:  # else Dynamo leaves the model to eager in this mode
+        return True
+
     def __init__(self) -> None:
         super().__init__()
         self.ops: list[str] = []
@@ -86,7 +90,7 @@ def test_a_dispatch_mode_sees_the_same_in_cold_calls_and_in_warm_ones() -> None:
             run(x * factor).sum()
         seen.append(mode.ops)
     assert seen[0] == seen[1] == seen[2] == seen[3]
-    assert not [op for op in seen[0] if "fp8compile" in op or "clone" in op]
+    assert not [op for op in seen[0] if "fp8compile" in op or "clone" in op or "mm" in op]
 
 
 @pytest.mark.cases(test=1, slow=1)
