@@ -21,7 +21,7 @@ from tests.support import hooks
 from tests.support.aten import GAPS, RULES, Grouped, Library, Product, Refused, scaling
 from tests.support.executed import Launched, Plan, executed, planning
 from tests.support.harness import ALL_FP8, noise
-from tests.support.models import Experts, Mlp, make
+from tests.support.models import Experts, LlamaLayer, Mlp, make
 from tests.support.operands import B200, E4M3, H100, MI300X, RTX4090, RTX5090, ends
 from tests.support.reference_settings import RECIPES
 
@@ -62,7 +62,7 @@ def expected(gpu: Any, recipe: str, whole: bool) -> int:
 
 @planning
 @pytest.mark.compat
-@pytest.mark.cases(test=3, slow=12)
+@pytest.mark.cases(test=2, slow=8)
 @pytest.mark.parametrize(
     ("recipe", "dtype", "gpu", "rows", "width"),
     [
@@ -76,6 +76,33 @@ def test_layers(recipe: str, dtype: torch.dtype, gpu: str, rows: int, width: int
     with planned(GPUS[gpu]) as plan:
         found = trained(make(lambda: Mlp(width, width), dtype), recipe, rows, plan, dtype)
     assert found == expected(GPUS[gpu], recipe, rows == 64)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "one token": {"rows": 1},
+    "any number of tokens": {"dynamic": True},
+    "fast accumulation": {"use_fast_accum": (True, True, True)},
+    "e4m3": {"fp8_format": "e4m3"},
+    "hybrid": {"fp8_format": "hybrid"},
+    "merged": {"merge_matmuls": True},
+}
+
+
+@planning
+@pytest.mark.cases(slow=2)
+@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "mxfp8"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(name: str, recipe: str, gpu: str) -> None:
+    """A layer with attention, whose projections share an input, and a gated feed-forward."""
+    given = dict(OPTIONS[name])
+    rows, dynamic = given.pop("rows", 48), given.pop("dynamic", None)
+    model = make(lambda: LlamaLayer(512, 4, 2, 512), BF16)
+    with planned(GPUS[gpu]) as plan:
+        call = torch.compile(model, backend="fp8", dynamic=dynamic, options={"recipe": recipe, "policy": ALL_FP8, **given})
+        for more in range(2 if dynamic else 1):
+            call(noise(1, rows + more, 512, dtype=BF16).requires_grad_()).sum().backward()
+    assert plan.scaled or not expected(GPUS[gpu], recipe, rows % 16 == 0 and not dynamic)
 
 
 @planning
