@@ -63,8 +63,21 @@ def keep_saved_tensors() -> None:
 def compile_inner(gm: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Callable:
     from torch._inductor.compile_fx import compile_fx_inner
 
+    _make_manager(**kwargs)
     with inner_options(), accesses_known(), contraction_chosen(), few_files():
         return compile_fx_inner(gm, inputs, **kwargs)
+
+
+def _make_manager(is_backward: bool = False, boxed_forward_device_index: Any = None, **_: Any) -> None:
+    """Make the manager of CUDA graphs before the backward of a forward that is recorded. A backward that is not recorded asserts
+    that the forward's first call has made it (`maybe_handle_backward_generation`), and a cold call has not."""
+    from torch._inductor import config
+
+    device = getattr(boxed_forward_device_index, "value", None)
+    if is_backward and device is not None and config.triton.cudagraphs and config.triton.cudagraph_trees:
+        from torch._inductor.cudagraph_trees import get_manager
+
+        get_manager(device)
 
 
 def inductor_modes() -> dict[str, dict[str, Any]]:

@@ -3,9 +3,10 @@
 The plan for a described GPU is executed on a CPU (`executed`), where any call would do. So each call is first held against
 these rules, and `Refused` says which of them it breaks. `RULES` and `GAPS` have the names.
 
-Read in ScaledBlas.cpp, GroupedBlas.cpp, RowwiseScaledMM.cu, GroupMMCommon.cuh, ScaledGroupMM.cu and GroupedMMUtils.h of torch
-2.11 to 2.15, in the section on scaling factors of cuBLASLt's documentation, and in the issues that are named. ROCm's is what
-the same files say under USE_ROCM.
+Read in ScaledBlas.cpp, GroupedBlas.cpp, RowwiseScaledMM.cu, GroupMMCommon.cuh, ScaledGroupMM.cu and GroupedMMUtils.h, in copies
+from before and after float32 came to the rowwise kernel (2.15), not release by release; and in the issues that are named. What
+only cuBLASLt says (alignment and storage of scales) is from its documentation, at second hand. ROCm's rules are those of the
+same files under USE_ROCM.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ RULES = {
 
 GAPS = {
     "few tiles": "cuBLASLt has no row-wise kernel for few tiles and a large K (pytorch/ao#4582)",
-    "rowwise by cuBLASLt": "torch 2.10 hands rows on 12.x to cuBLASLt, which refuses (pytorch#192707); 2.15 does not",
+    "rowwise by cuBLASLt": "torch hands rows on 11.x and 12.x to cuBLASLt, which refuses (2.10: pytorch#192707), not in 2.15",
     "groups on Blackwell": "grouped matmuls are refused, trap or are wrong on 10.x (pytorch#161780, #187095)",
 }
 
