@@ -69,8 +69,8 @@ def compile_inner(gm: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Call
 
 
 def _make_manager(is_backward: bool = False, boxed_forward_device_index: Any = None, **_: Any) -> None:
-    """Make the manager of CUDA graphs before the backward of a forward that is recorded. A backward that is not recorded asserts
-    that the forward's first call has made it (`maybe_handle_backward_generation`), and a cold call has not."""
+    """Make the manager of CUDA graphs before the backward of a recorded forward. A backward that is not recorded asserts that
+    the forward's first call has made it (`maybe_handle_backward_generation`), and a cold call has not."""
     from torch._inductor import config
 
     device = getattr(boxed_forward_device_index, "value", None)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from fp8compile.runtime import leftovers
+from tests.support import hooks
 from tests.support.harness import compiled
 from tests.support.models import linear
 
@@ -16,7 +16,6 @@ pytestmark = [pytest.mark.usefixtures("interpreted"), pytest.mark.shares_graphs]
 def test_once_for_all_graphs_before_the_first_warm_call(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
     capturing = [False]
-    monkeypatch.setattr(leftovers, "_allocates", lambda device: True)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: events.append("given back"))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
     layers = [compiled(linear(1.0)) for _ in range(3)]
@@ -31,14 +30,15 @@ def test_once_for_all_graphs_before_the_first_warm_call(monkeypatch: pytest.Monk
         return [*events, "backward"][: len(events) + 1]
 
     usual = ["layer"] * 3 + ["backward"]
-    assert step(1.0) == usual  # cold
-    capturing[0] = True
-    assert step(1.0) == usual  # warm, but nothing may be freed
-    capturing[0] = False
-    assert step(1.0) == ["given back", *usual]
-    assert step(1.0) == usual
-    assert step(100.0) == usual  # an overflow: the next call is cold, too
-    assert step(100.0) == step(100.0) == usual
+    with hooks.caching_allocator():
+        assert step(1.0) == usual  # cold
+        capturing[0] = True
+        assert step(1.0) == usual  # warm, but nothing may be freed
+        capturing[0] = False
+        assert step(1.0) == ["given back", *usual]
+        assert step(1.0) == usual
+        assert step(100.0) == usual  # an overflow: the next call is cold, too
+        assert step(100.0) == step(100.0) == usual
 
 
 def test_nothing_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

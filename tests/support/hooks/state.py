@@ -45,6 +45,13 @@ def overflow_lines() -> Patched:
     return mock.patch.object(overflow, "_Said", type("Said", (), {"at": float("-inf"), "missed": 0}))
 
 
+def caching_allocator() -> Patched:
+    """Inside, cold calls leave memory in a caching allocator, as on a GPU."""
+    from fp8compile.runtime import leftovers
+
+    return mock.patch.object(leftovers, "_allocates", lambda device: True)
+
+
 def cold_calls() -> Patched:
     """Of each forward of compiled graphs: whether it is cold."""
     from fp8compile.runtime.calls import Calls
