@@ -1,4 +1,13 @@
-"""The products of FP8 values that the reference operators compute, in plain torch."""
+"""The products of FP8 values that the reference operators compute, in plain torch.
+
+    multiplied(a, b)        [M, K], [N, K] -> a @ b^T with float32 sums: every matmul of the reference operators
+    product(...)            times one scale_inv an operand, plus bias, rounded once
+    block_product(...)      the same, where an operand has more than one
+
+On a CPU operands are multiplied in float32. On a GPU float32 has no tensor cores (an H100 has 67 TFLOP/s, in bf16 989), and
+takes 4 bytes an element. There operands are bf16 copies. bf16 has 8 significant bits and the exponents of float32, so it holds
+every FP8 value exactly. Products of two are exact in float32, and only the order of the sums differs.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +15,12 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+NARROW, WIDE = torch.bfloat16, torch.float32
+
+
+def on_tensor_cores(x: Tensor) -> bool:
+    return x.device.type == "cuda"
 
 
 def spread(scale: Tensor, shape: Sequence, block: Sequence[int]) -> Tensor:
@@ -18,14 +33,18 @@ def spread(scale: Tensor, shape: Sequence, block: Sequence[int]) -> Tensor:
     return scale
 
 
+def multiplied(a: Tensor, b: Tensor) -> Tensor:
+    """a [M, K] @ b [N, K]^T in float32. Operands are FP8, or what `scaled_values` returns."""
+    if not on_tensor_cores(a):
+        return torch.mm(a.to(WIDE), b.to(WIDE).t())
+    return torch.ops.aten.mm.dtype(a.to(NARROW), b.to(NARROW).t(), WIDE)
+
+
 def product(
     a: Tensor, b: Tensor, a_inv: Tensor, b_inv: Tensor, bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool
 ) -> Tensor:
     """a @ b^T of FP8 values with float32 sums, times both inverses, plus bias, rounded once. Also runs compiled on CPUs."""
-    out = torch.mm(a.to(torch.float32), b.to(torch.float32).t()) * (a_inv * b_inv)
-    if bias is not None:
-        out = out + bias.to(torch.float32)
-    return out.to(out_dtype)
+    return _finished(multiplied(a, b), [a_inv * b_inv], bias, out_dtype)
 
 
 def block_product(
@@ -42,19 +61,50 @@ def block_product(
     """a @ b^T of FP8 values, each times its block's scale_inv, with float32 sums, plus bias, rounded once.
 
     A scale_inv for a whole row multiplies the sum. One that changes along the contraction multiplies the values, which is exact
-    in float32 if it is a power of two.
+    in float32, and in bf16, if it is a power of two.
     """
-    inverses = []
-    values = []
-    for copy, inverse_, block in ((a, a_inv, a_block), (b, b_inv, b_block)):
+    values, factors = [], []
+    for copy, inverse, block, shape in ((a, a_inv, a_block, (-1, 1)), (b, b_inv, b_block, (-1,))):
         whole = block[1] == 0
-        values.append(copy.to(torch.float32) if whole else copy.to(torch.float32) * spread(inverse_, copy.shape, block))
-        inverses.append(inverse_.reshape(-1) if whole else None)
-    out = torch.mm(values[0], values[1].t())
-    if inverses[0] is not None:
-        out = out * inverses[0].unsqueeze(1)
-    if inverses[1] is not None:
-        out = out * inverses[1]
+        values.append(copy if whole else scaled_values(copy, inverse, block))
+        factors += [inverse.reshape(shape)] if whole else []
+    return _finished(multiplied(*values), factors, bias, out_dtype)
+
+
+def _finished(out: Tensor, factors: Sequence[Tensor], bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    """A float32 product times factors, plus bias, rounded once. On a GPU in place: a copy of logits is gigabytes."""
+    in_place = on_tensor_cores(out)
+    for factor in factors:
+        out = out.mul_(factor) if in_place else out * factor
     if bias is not None:
-        out = out + bias.to(torch.float32)
+        out = out.add_(bias) if in_place else out + bias.to(WIDE)
     return out.to(out_dtype)
+
+
+def scaled_values(copy: Tensor, inverse: Tensor, block: Sequence[int]) -> Tensor:
+    """[R, K] FP8 values times one scale_inv a block: in float32, on a GPU in bf16.
+
+    There, a scale_inv that is no power of two rounds each value to 8 significant bits: as much as a bf16 result is rounded, and
+    a sixteenth of what a cast to E4M3 rounds. Scales multiplied afterwards would be exact, but each block of the contraction
+    would need a matmul of its own, and to add up [M, N] float32 in memory takes as long as to multiply in float32.
+    """
+    if not on_tensor_cores(copy):
+        return copy.to(WIDE) * spread(inverse, copy.shape, block)
+    return _in_place(copy, inverse, block)
+
+
+def _in_place(copy: Tensor, inverse: Tensor, block: Sequence[int]) -> Tensor:
+    """The same in bf16, multiplied in float32 and rounded once, without a float32 copy."""
+    if inverse.dim() == 1:
+        return _narrow(copy).mul_(inverse)
+    (rows, columns), counts = copy.shape, inverse.shape
+    high, wide = (size or whole for size, whole in zip(block, copy.shape, strict=True))
+    missing = counts[1] * wide - columns, counts[0] * high - rows
+    if any(missing):  # in one byte an element; FP8 zeros are zero bytes
+        copy = torch.nn.functional.pad(copy.view(torch.uint8), (0, missing[0], 0, missing[1])).view(copy.dtype)
+    values = _narrow(copy).view(counts[0], high, counts[1], wide).mul_(inverse.unsqueeze(1).unsqueeze(3))
+    return values.view(counts[0] * high, -1).narrow(0, 0, rows).narrow(1, 0, columns)
+
+
+def _narrow(copy: Tensor) -> Tensor:
+    return copy.to(NARROW, memory_format=torch.contiguous_format)
