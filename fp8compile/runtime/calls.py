@@ -38,7 +38,7 @@ from .. import compat
 from ..errors import Fp8CompileError
 from ..logs import get_logger
 from ..passes.pipeline import Rewritten
-from . import probe, state
+from . import leftovers, probe, state
 from .interpreter import How
 from .overflow import Overflow, say, say_not_finite
 from .repeats import Ran
@@ -226,6 +226,8 @@ class Calls:
             cold, eagerly = ran.cold, eagerly or ran.eager
         elif pages is not None:
             cold = self._cold(pages) and not self.interface.observes
+            if pages.first:
+                leftovers.before_call(pages, cold)
             eagerly = eagerly or cold
             if ran is not None:
                 ran.cold, ran.eager, pages.was_cold = cold, eagerly, cold

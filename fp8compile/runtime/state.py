@@ -165,6 +165,7 @@ class PageSet:
     repeats: Repeats
     cold: bool = True
     was_cold: bool = True  # the last forward was cold
+    first: bool = True  # no forward was warm yet
     pending: int = 0  # training forwards whose backward has not run
     watch: Watch | None = None  # for overflows, if some slot has a limit
     copies: dict[int, torch.Tensor] = field(default_factory=dict)  # pages of forwards, for their recomputations
