@@ -40,7 +40,7 @@ class Clock:
     def __init__(self, runs: int = 3):
         self.runs = runs
 
-    def seconds(self, function: Callable[[], Any]) -> float:
+    def seconds(self, function: Callable[[], Any], ahead: int = 1) -> float:
         times = []
         for _ in range(self.runs):
             start = time.perf_counter()

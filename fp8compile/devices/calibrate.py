@@ -1,6 +1,7 @@
 """Measure this machine's GPU for the cost model: `fp8compile calibrate`.
 
-    calibrate() -> Device      matmul rates in bf16, float16, float32 and FP8, copy bandwidth, and the time of an empty kernel
+    calibrate() -> Device      matmul rates in bf16, float16, float32 and FP8, copy bandwidth, and what one more kernel
+                               without work takes
 
 A rate is the median over a few large sizes. For each size, the time is the median of several runs. Each run has a cold cache:
 a buffer larger than L2 is written before it. FP8 matmuls are `torch._scaled_mm` with both operands K-major, as FP8 tensor cores
@@ -8,7 +9,9 @@ require; `fp8` is their rate with fast accumulation, `fp8_precise` without. The 
 architecture) come from its shipped description, or from torch. The result is stored (`catalog.store`). From then on,
 `catalog.of` finds it for devices of this name.
 
-The measuring functions take a timer: `Timer.seconds(function)` is the time of one call.
+The measuring functions take a timer: `Timer.seconds(function)` is the time of one call. It contains a constant: events are
+recorded in a few microseconds. So the time of a launch is a slope, that of many launches over that of fewer, and is measured
+behind work that keeps the device busy: else the host, which launches more slowly than the device runs, would be measured.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -31,6 +34,8 @@ logger = get_logger(__name__)
 # m, n, k of the forward, dgrad and wgrad of large layers; none is a power of two in all sizes
 SIZES = ((8192, 4096, 4096), (8192, 14336, 4096), (8192, 4096, 14336), (4096, 14336, 8192), (16384, 8192, 8192))
 COPY_BYTES = 1 << 30
+LAUNCHES, PAIRS = 64, 5  # of a pair of times, one is of 64 launches, one of 4 * 64
+AHEAD = 100  # buffers that are written meanwhile: at least 30 us each, and 256 launches take 1 to 3 ms of the host
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -39,8 +44,8 @@ class NoDevice(Fp8CompileError, RuntimeError):
 
 
 class Timer(Protocol):
-    def seconds(self, function: Callable[[], Any]) -> float:
-        """The median time of a call, in seconds."""
+    def seconds(self, function: Callable[[], Any], ahead: int = 1) -> float:
+        """The median time of a call, in seconds. `ahead`: how often a large buffer is written before it."""
 
 
 class EventTimer:
@@ -50,13 +55,14 @@ class EventTimer:
         self.device, self.runs, self.warmup = device, runs, warmup
         self.flushed = torch.empty(max(cache_bytes, 1 << 26) * 2, dtype=torch.int8, device=device)
 
-    def seconds(self, function: Callable[[], Any]) -> float:
+    def seconds(self, function: Callable[[], Any], ahead: int = 1) -> float:
         for _ in range(self.warmup):
             function()
         times = []
         for _ in range(self.runs):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            self.flushed.zero_()
+            for _ in range(ahead):
+                self.flushed.zero_()
             start.record()
             function()
             end.record()
@@ -87,21 +93,22 @@ def calibrate(device: torch.device | str | None = None, write: bool = True) -> D
 
 def measured(known: Device, timer: Timer, device: torch.device, sizes=SIZES, copy_bytes: int = COPY_BYTES) -> Device:
     """`known`, with its sustained rates and launch time replaced by those that `timer` measures on `device`."""
-    launch = launch_time(timer, device)
-    rates = {name: matmul_rate(timer, device, name, sizes, launch, known) for name in DTYPES}
+    alone = timer.seconds(_launches(1, device))  # what the time of one kernel has beside its work
+    rates = {name: matmul_rate(timer, device, name, sizes, alone, known) for name in DTYPES}
     for name in cost.FP8:
-        rates[name] = matmul_rate(timer, device, name, sizes, launch, known) if known.has_fp8 else 0.0
+        rates[name] = matmul_rate(timer, device, name, sizes, alone, known) if known.has_fp8 else 0.0
     rates["bandwidth"] = copy_rate(timer, device, copy_bytes)
-    return dataclasses.replace(known, sustained=Rates(**rates), launch=launch, origin="calibrated")
+    return dataclasses.replace(known, sustained=Rates(**rates), launch=launch_time(timer, device), origin="calibrated")
 
 
 def matmul_rate(
-    timer: Timer, device: torch.device, dtype: str, sizes=SIZES, launch: float = 0.0, known: Device | None = None
+    timer: Timer, device: torch.device, dtype: str, sizes=SIZES, alone: float = 0.0, known: Device | None = None
 ) -> float:
     """FLOP/s of matmuls in "bf16", "fp16", "fp32" (under torch.set_float32_matmul_precision("high")), "fp8" or "fp8_precise".
 
     The median over `sizes` (m, n, k). With `known`, a description of the device, it is the rate of whole waves of full tiles,
-    as the cost model counts them. 0.0 for FP8 if the device or its library refuses FP8.
+    as the cost model counts them. `alone`: seconds of a kernel without work, which are taken off. 0.0 for FP8 if the device or
+    its library refuses FP8.
     """
     found = []
     for m, n, k in sizes:
@@ -115,7 +122,7 @@ def matmul_rate(
                 raise
             logger.log(logging.WARNING, "no FP8 matmul here: %s", str(error).splitlines()[0])
             return 0.0
-        seconds = timer.seconds(run) - launch - (cost.FP8_START_S if dtype in cost.FP8 else 0)
+        seconds = timer.seconds(run) - alone - (cost.FP8_START_S if dtype in cost.FP8 else 0)
         found.append(2 * m * n * k / max(seconds, 1e-9) / (1.0 if known is None else _filled(known, m, n, k, dtype)))
     if not found:
         raise NoDevice(f"{device} has not enough free memory to measure a matmul.")
@@ -138,9 +145,25 @@ def copy_rate(timer: Timer, device: torch.device, size: int = COPY_BYTES) -> flo
 
 
 def launch_time(timer: Timer, device: torch.device) -> float:
-    """Seconds of a kernel that does almost no work."""
+    """Seconds that a kernel which does almost no work adds to others of its kind in a stream."""
+    few, many = _launches(LAUNCHES, device), _launches(4 * LAUNCHES, device)
+    return slope([(timer.seconds(few, AHEAD), timer.seconds(many, AHEAD)) for _ in range(PAIRS)], LAUNCHES)
+
+
+def slope(times: Sequence[tuple[float, float]], count: int) -> float:
+    """Seconds of one launch, from pairs of times: of `count` launches, and of four times as many. What each time has beside its
+    launches falls out; the median leaves out pairs in which one was disturbed."""
+    return max(statistics.median((many - few) / (3 * count) for few, many in times), 1e-7)
+
+
+def _launches(count: int, device: torch.device) -> Callable[[], Any]:
     number = torch.zeros(1, device=device)
-    return max(timer.seconds(lambda: number.add_(1.0)), 1e-7)
+
+    def run() -> None:
+        for _ in range(count):
+            number.add_(1.0)
+
+    return run
 
 
 def matmul(m: int, n: int, k: int, dtype: str, device: torch.device) -> Callable[[], Any]:

@@ -286,15 +286,15 @@ def test_a_name_with_quotes_is_stored(own_files):
 
 class Clock:
     """A timer of a device with 132 SMs, `RATES` and `LAUNCH` seconds for a launch, whose matmuls take whole waves. It runs the
-    function, and computes the time from the sizes of the function's tensors."""
+    function, and computes the time from the sizes of the function's tensors. Each time has `EVENTS` seconds of its own."""
 
-    BYTES, LAUNCH = 1e11, 1e-6
+    BYTES, LAUNCH, EVENTS = 1e11, 1e-6, 4e-6
     RATES = catalog.Rates(bf16=2e14, fp16=2e14, fp32=2e14, fp8=4e14, fp8_precise=3e14, bandwidth=BYTES)
 
     def __init__(self):
         self.calls = []
 
-    def seconds(self, function):
+    def seconds(self, function, ahead=1):
         result = function()
         cells = {
             name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, function.__closure__, strict=True)
@@ -303,13 +303,23 @@ class Clock:
         if "source" in cells:
             return 2 * cells["source"].nbytes / self.BYTES
         if "number" in cells:
-            return self.LAUNCH
+            assert ahead > cells["count"] / 4 or cells["count"] == 1  # the host has time to launch them
+            return self.EVENTS + cells["count"] * self.LAUNCH
         (m, k), n = cells["a"].shape, cells["b"].shape[0]
         assert result.shape == (m, n)
         fast = {"fp8": cells.get("how", {}).get("use_fast_accum"), "fp8_precise": cells["a"].dtype.itemsize == 1}
         dtype = next((name for name, on in fast.items() if on), "bf16")
         known = dataclasses.replace(catalog.find("h100"), sustained=self.RATES, launch=self.LAUNCH)
-        return cost.compute(known, m, n, k, dtype) + cost.start(known, dtype)
+        return self.EVENTS + cost.compute(known, m, n, k, dtype) + cost.start(known, dtype)
+
+
+def test_the_time_of_a_launch_is_a_slope():
+    """4 us of events and 2 us a launch, with a disturbed time on either side, and a clock that stands still."""
+    usual = 4e-6 + 64 * 2e-6, 4e-6 + 256 * 2e-6
+    assert calibrate.slope([usual], 64) == pytest.approx(2e-6)
+    disturbed = [(usual[0] + 1e-3, usual[1]), usual, (usual[0], usual[1] + 1e-3), usual, usual]
+    assert calibrate.slope(disturbed, 64) == pytest.approx(2e-6)
+    assert calibrate.slope([(5e-6, 5e-6)], 64) == 1e-7
 
 
 def test_measured_with_a_clock_that_is_known():
@@ -319,9 +329,9 @@ def test_measured_with_a_clock_that_is_known():
     )
     assert made.flops.bf16 == pytest.approx(2e14) and made.flops.fp8 == pytest.approx(4e14)
     assert made.flops.fp8_precise == pytest.approx(3e14)
-    assert made.bandwidth == pytest.approx(1e11) and made.launch == 1e-6 and made.origin == "calibrated"
+    assert made.bandwidth == pytest.approx(1e11) and made.launch == pytest.approx(1e-6) and made.origin == "calibrated"
     assert made.sms == 132 and made.peak == catalog.find("h100").peak
-    assert len(clock.calls) == 1 + 5 * 3 + 1
+    assert len(clock.calls) == 1 + 5 * 3 + 1 + 2 * calibrate.PAIRS
 
 
 def test_a_device_without_fp8_is_not_asked_for_it():
