@@ -195,6 +195,16 @@ class _Extern:
         product = (a.double() * scales[0]) @ (b.double() * scales[1])
         return out.copy_(product + bias.double() if bias is not None else product)
 
+    def _grouped_mm(self, a: Tensor, b: Tensor, offs: Tensor, **how: Any) -> Tensor:
+        """As torch's on a CPU, but what a GPU leaves unwritten is."""
+        out = self.real._grouped_mm(a, b, offs, **how)
+        sizes = offs.diff(prepend=offs.new_zeros(1))
+        if b.dim() == 3:
+            out[offs[-1] :] = float("nan")
+        else:
+            out[sizes == 0] = float("nan")
+        return out
+
     def _scaled_grouped_mm(
         self,
         a: Tensor,
@@ -207,7 +217,7 @@ class _Extern:
         out_dtype: torch.dtype | None = None,
         use_fast_accum: bool = False,
     ) -> Tensor:
-        """Rows of no group stay unwritten, as on a GPU."""
+        """Rows of no group stay unwritten, as on a GPU, and so does the result of a wgrad of no rows (pytorch#172439)."""
         assert scale_result is None and out_dtype is not None
         self.plan.library.check(Grouped(a, b, scale_a, scale_b, offs, bias, out_dtype, use_fast_accum))
         self.plan.scaled += 1
@@ -219,7 +229,7 @@ class _Extern:
             if rows:
                 product = a[start:end].double() @ b[group].double()
                 out[start:end] = product * scale_a[start:end, None].double() * scale_b[group].double()
-            else:
+            elif end > start:
                 product = a[:, start:end].double() @ b[start:end].double()
                 scales = scale_a.view(count, -1)[group, :, None].double() * scale_b.view(count, -1)[group].double()
                 out[group] = product * scales

@@ -45,13 +45,6 @@ def overflow_lines() -> Patched:
     return mock.patch.object(overflow, "_Said", type("Said", (), {"at": float("-inf"), "missed": 0}))
 
 
-def caching_allocator() -> Patched:
-    """Inside, cold calls leave memory in a caching allocator, as on a GPU."""
-    from fp8compile.runtime import leftovers
-
-    return mock.patch.object(leftovers, "_allocates", lambda device: True)
-
-
 def cold_calls() -> Patched:
     """Of each forward of compiled graphs: whether it is cold."""
     from fp8compile.runtime.calls import Calls
@@ -285,3 +278,18 @@ def slow_gpu(folder: Path) -> Iterator[str]:
     with mock.patch.dict(os.environ, {DEVICES_VARIABLE: str(folder / "devices.toml")}):
         catalog.store(slow)
         yield slow.name
+
+
+@contextlib.contextmanager
+def caching_allocator(events: list[str]) -> Iterator[list[bool]]:
+    """Inside, tensors seem to be CUDA's, and memory that is given back to the device is an event. Yields [is a graph being
+    captured?], to be set."""
+    from fp8compile.runtime import leftovers
+
+    capturing = [False]
+    with (
+        mock.patch.object(leftovers, "_allocates", lambda device: True),
+        mock.patch.object(torch.cuda, "empty_cache", lambda: events.append("given back")),
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: capturing[0]),
+    ):
+        yield capturing
