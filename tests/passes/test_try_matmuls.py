@@ -42,8 +42,9 @@ CASES: list[Any] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.compiled
-@pytest.mark.cases(test=1, slow=3)
+@pytest.mark.cases(slow=3)
 @pytest.mark.parametrize(("recipe", "gpu", "forms", "what", "how"), CASES, ids=lambda x: getattr(x, "name", str(x)))
 def test_a_form_that_is_refused(
     recipe: str, gpu: Any, forms: tuple[str, ...], what: str, how: str, caplog: pytest.LogCaptureFixture
@@ -69,4 +70,8 @@ def test_a_form_that_is_refused(
 
 
 def test_a_described_gpu_is_not_tried() -> None:
-    assert compile_mlp(64, recipe="rowwise").matmuls and not fp8compile.report().notes
+    tried = compile_mlp(64, recipe="rowwise")
+    assert {*tried.flops} == {"fp8"} and not fp8compile.report().notes
+    with hooks.refusing("rowwise", "rowwise after"):
+        assert {*compile_mlp(64, recipe="rowwise").flops} == {"bfloat16"}
+        assert len(fp8compile.report().notes) == 4  # of six matmuls, two pairs have the same sizes
