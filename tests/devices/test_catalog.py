@@ -47,6 +47,9 @@ def test_shipped_figures_are_possible(device):
     assert catalog.find(device.key) == catalog.find(device.name) == device
 
 
+SLOWED = {"h20": 4.2, "h20-3e": 4.2, "l20": 1.9}  # how much less their tensor cores do than their units and clocks say
+
+
 @pytest.mark.parametrize("device", [d for d in catalog.shipped().values() if d.has_fp8], ids=lambda device: device.key)
 def test_peaks_derived_from_properties_are_the_published_ones(device):
     """Checks the table of FLOP a clock and unit against the data. Not exact: published peaks are not at boost clocks."""
@@ -56,7 +59,8 @@ def test_peaks_derived_from_properties_are_the_published_ones(device):
     made = catalog.derived(given)
     assert made.origin == "derived" and made.key not in catalog.shipped()
     for name in ("fp8", "bf16", "bandwidth"):
-        assert getattr(made.peak, name) == pytest.approx(getattr(device.peak, name), rel=0.16), name
+        slowed = SLOWED.get(device.key, 1.0) if name != "bandwidth" else 1.0
+        assert getattr(made.peak, name) == pytest.approx(slowed * getattr(device.peak, name), rel=0.16), name
 
 
 @pytest.mark.parametrize("device", [d for d in catalog.shipped().values() if d.links], ids=lambda device: device.key)
@@ -67,7 +71,7 @@ def test_shipped_links_are_possible(device):
     assert links.gpus == 8 and inside.get(links.inside.name, links.inside.peak) == links.inside.peak
     for link in (links.inside, links.between or links.inside):
         assert 0.4 < link.sustained / link.peak < 0.95 and link.peak < 1e12
-    assert links.between is None or links.between.sustained < links.inside.sustained / 5
+    assert links.between is None or links.between.sustained < links.inside.sustained / 3
 
 
 def test_bandwidth_of_groups():
@@ -103,17 +107,36 @@ def test_the_h200_is_the_one_that_static_estimates_are_made_for():
         ("NVIDIA GeForce RTX 4090", "rtx4090"),
         ("AMD Instinct MI300X OAM", "mi300x"),
         ("NVIDIA A100-PCIE-40GB", "a100"),
+        ("NVIDIA H20", "h20"),
+        ("NVIDIA H20-3e", "h20-3e"),
+        ("NVIDIA H800", "h800"),
+        ("NVIDIA H800 PCIe", "h100-pcie"),
+        ("NVIDIA L20", "l20"),
+        ("NVIDIA GeForce RTX 4090 D", "rtx4090d"),
+        ("NVIDIA GeForce RTX 5090 D", "rtx5090"),
+        ("AMD Instinct MI350X", "mi350x"),
     ],
 )
 def test_find(name, key):
     assert catalog.find(name).key == key
 
 
-@pytest.mark.parametrize("name", ["h20", "", "cpu", 3])
+# other chips, although a name of a described one is a part of theirs; or slower kinds of it, which have tables of their own
+OTHERS = ("H20 NVL", "H200 MIG 1g.18gb", "H100 80GB HBM3 MIG 1g.10gb", "H800 NVL", "A800-SXM4-80GB", "L2", "L40S", "B30A")
+OTHERS += ("GeForce RTX 4090 Laptop GPU", "GeForce RTX 5090 Laptop GPU", "GeForce RTX 5090 D v2", "GeForce RTX 5090 D V2")
+OTHERS += ("RTX PRO 6000 Blackwell Workstation Edition", "RTX 4000 Ada Generation")
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_chips_are_derived(name):
+    assert catalog.unmeasured(properties(f"NVIDIA {name}")).origin == "derived"
+
+
+@pytest.mark.parametrize("name", ["h202", "", "cpu", 3])
 def test_an_unknown_name_lists_what_there_is(name):
     with pytest.raises(OptionError, match="'device' must be one of h200, .*mi300x") as error:
         catalog.find(name)
-    assert name != "h20" or "Did you mean 'h200'" in str(error.value)
+    assert name != "h202" or "'h200'" in str(error.value).partition("Did you mean")[2]
 
 
 def test_a_cpu_has_no_description():
