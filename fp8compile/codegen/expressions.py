@@ -46,10 +46,10 @@ _ERF_LARGE = (-0.00385447704, -1.61212287, -0.944228089, -0.127871992, 0.0213202
 
 
 def _horner(coefficients: tuple[float, ...], x: str) -> str:
-    """A polynomial as text, the coefficient of the lowest power first."""
+    """A polynomial as text, the coefficient of the lowest power first. Kernels are not contracted: here it is asked for."""
     text = str(coefficients[-1])
     for coefficient in coefficients[-2::-1]:
-        text = f"({coefficient} + {x} * {text})"
+        text = f"tl.fma({x}, {text}, {coefficient})"
     return text
 
 
@@ -61,8 +61,8 @@ PRELUDES: dict[Any, tuple[str, ...]] = {
     aten.erf.default: (
         "{name}_abs = tl.abs({0})",
         "{name}_2 = {0} * {0}",
-        "{name}_small = {0} + {0} * " + _horner(_ERF_SMALL, "{name}_2"),
-        "{name}_large = 1 - tl.exp2" + _horner(_ERF_LARGE, "{name}_abs"),
+        "{name}_small = tl.fma({0}, " + _horner(_ERF_SMALL, "{name}_2") + ", {0})",
+        "{name}_large = 1 - tl.exp2(" + _horner(_ERF_LARGE, "{name}_abs") + ")",
     ),
 }
 _ERF = "tl.where({name}_abs < 1, {name}_small, tl.where({0} < 0, -{name}_large, {name}_large))"

@@ -108,7 +108,7 @@ def launch_grouped(
     for rows, columns, *_ in tiles:
         tall = quotient(m, rows) + groups if of_rows else groups * quotient(m + rows - 1, rows)
         grids.append((launcher.number(emit, tall * -(-n // columns)), 1, 1))
-    compat.launch(emit, launch.tuned(fp8_grouped, tiles), grids, {**tensors, **numbers}, constants)
+    compat.launch(emit, launch.tuned(fp8_grouped, tiles), grids, {**tensors, **numbers}, constants, contracts=True)
     return out
 
 

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from .aot_cache import Saved, cached, in_inner, inner_options
 from .cpp import few_files
 from .dynamo import input_index
-from .triton import accesses_known
+from .triton import accesses_known, contraction_chosen
 
 MUST_SAVE, MUST_RECOMPUTE = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE
 
@@ -63,7 +63,7 @@ def keep_saved_tensors() -> None:
 def compile_inner(gm: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Callable:
     from torch._inductor.compile_fx import compile_fx_inner
 
-    with inner_options(), accesses_known(), few_files():
+    with inner_options(), accesses_known(), contraction_chosen(), few_files():
         return compile_fx_inner(gm, inputs, **kwargs)
 
 

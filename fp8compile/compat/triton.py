@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-_ours: set[Any] = set()  # the Python functions of the kernels that were launched here
+_ours: dict[Any, bool] = {}  # the Python functions of the kernels that were launched here: may the compiler contract them?
 _accesses: dict[Any, Any] = {}  # by such a function and the arguments that are not given: what it reads and writes
 
 
@@ -43,14 +43,20 @@ def load_kernel(name: str, source: str) -> Any:
 
 
 def launch(
-    emit: Any, function: Any, grids: list[tuple], arguments: dict[str, Any], constants: dict[str, Any] | None = None
+    emit: Any,
+    function: Any,
+    grids: list[tuple],
+    arguments: dict[str, Any],
+    constants: dict[str, Any] | None = None,
+    contracts: bool = False,
 ) -> Node:
     """Insert the launch of a Triton function, with one grid a configuration. `arguments` are tensors, or nodes of numbers.
     `constants` are values of `tl.constexpr` parameters, and None for arguments that are not given. Launches with different
-    constants are tuned apart."""
+    constants are tuned apart. `contracts`: a compiler may make one instruction, which rounds once, of a product and a sum. (An
+    eager step and Triton's interpreter round twice. Triton's own default is to contract, and not to from 3.10 on.)"""
     from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table, triton_kernel_wrapper_mutation
 
-    _ours.add(_python_function(function))
+    _ours[_python_function(function)] = contracts
     with emit.graph.inserting_before(emit.anchor):
         node = emit.graph.call_function(
             triton_kernel_wrapper_mutation,
@@ -126,6 +132,38 @@ def stable_sort(graph: Graph) -> None:
     from torch._inductor.pattern_matcher import stable_topological_sort
 
     stable_topological_sort(graph)
+
+
+@contextlib.contextmanager
+def contraction_chosen() -> Iterator[None]:
+    """Inside, Inductor writes into its code whether the compiler may contract a kernel of ours. (No version takes this from a
+    launch. Read in 2.11, 2.13 and 2.15: CachingAutotuner compiles with `enable_fp_fusion` of `triton_meta`, if that has it.)
+    Kernels of others, and Inductor's own, stay as they are."""
+    from torch._inductor.codegen.wrapper import PythonWrapperCodegen
+
+    define = PythonWrapperCodegen.define_user_defined_triton_kernel
+
+    def defined(self: Any, kernel: Any, *args: Any, **kwargs: Any) -> Any:
+        contracts = _ours.get(_python_function(kernel))
+        if contracts is None:
+            return define(self, kernel, *args, **kwargs)
+        write = self.define_kernel
+
+        def written(name: str, body: str, *more: Any, **others: Any) -> Any:
+            chosen = f"triton_meta={{'enable_fp_fusion': {contracts}, "
+            return write(name, body if chosen in body else body.replace("triton_meta={", chosen, 1), *more, **others)
+
+        self.define_kernel = written
+        try:
+            return define(self, kernel, *args, **kwargs)
+        finally:
+            del self.define_kernel
+
+    PythonWrapperCodegen.define_user_defined_triton_kernel = defined
+    try:
+        yield
+    finally:
+        PythonWrapperCodegen.define_user_defined_triton_kernel = define
 
 
 @contextlib.contextmanager

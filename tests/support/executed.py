@@ -82,7 +82,7 @@ class Launched:
         self.declared = {parameter.name for parameter in self.jitted.params if parameter.is_constexpr}
         self.signature = self.told["triton_meta"]["signature"]
         self.ours = self.kind == "user_autotune"
-        configs = self.told.get("configs", [{}])
+        configs = self.told.get("configs") or [{}]
         self.config = configs[choice % len(configs)]
         self.runs = 0
 

@@ -71,6 +71,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }
 RECIPES = ("delayed", "tensorwise")
 HANDWRITTEN = {**vars(triton_kernels), **vars(triton_grouped)}
+CONTRACTED = ("fp8_gemm", "fp8_grouped")  # whose products and sums may become one instruction
 
 
 # -- which kernels a model gets ----------------------------------------------------------------------------------------
@@ -124,8 +125,9 @@ def traced(name: str, recipe: str, dynamic: bool = False, amd: bool = False) -> 
     x = torch.empty(shape, dtype=BF16, requires_grad=True)
     found: dict[str, Generated] = {}
 
-    def noted(function: Any, arguments: dict[str, Any], constants: dict[str, Any]) -> None:
+    def noted(function: Any, arguments: dict[str, Any], constants: dict[str, Any], contracts: bool) -> None:
         jitted = function.fn
+        assert contracts == (jitted.fn.__name__ in CONTRACTED), jitted.fn.__name__
         written = jitted.fn.__name__ not in HANDWRITTEN
         source = pathlib.Path(jitted.fn.__code__.co_filename).read_text() if written else jitted.src
         configs = tuple((c.kwargs["BLOCK_R"], c.kwargs["BLOCK_C"], c.num_warps) for c in function.configs)
@@ -182,11 +184,12 @@ def compile_kernel(kernel: Generated, config: Config, target: GPUTarget) -> Any:
 
 
 def compile_function(jitted: Any, types: dict[str, str], constants: dict[str, Any], target: GPUTarget, **options: int) -> Any:
-    """Compiles a JIT function whose arguments have these types; all others are constants."""
+    """Compiles a JIT function whose arguments have these types; all others are constants. It is contracted as its launch is."""
     signature = {name: types.get(name, "constexpr") for name in jitted.arg_names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind.startswith("*")}
     source = ASTSource(fn=jitted, signature=signature, constexprs=constants, attrs=aligned)
-    return triton.compile(source, target=target, options=options)
+    chosen = {"enable_fp_fusion": jitted.fn.__name__ in CONTRACTED, **options}
+    return triton.compile(source, target=target, options=chosen)
 
 
 def resources(compiled: Any) -> Resources:

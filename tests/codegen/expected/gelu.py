@@ -3,7 +3,7 @@ import triton.language as tl
 
 
 @triton.jit
-def fp8_gelu_cast_transpose_amax_1b641aba(x0, s0, y0, y1, amax0, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
+def fp8_gelu_cast_transpose_amax_957d0a08(x0, s0, y0, y1, amax0, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
     # x0: bfloat16 [16384, 3072]
     # y0: copy float8_e4m3fn
     # y1: transposed float8_e4m3fn
@@ -19,8 +19,8 @@ def fp8_gelu_cast_transpose_amax_1b641aba(x0, s0, y0, y1, amax0, BLOCK_R: tl.con
     v3 = v1 * 0.7071067811865476
     v4_abs = tl.abs(v3)
     v4_2 = v3 * v3
-    v4_small = v3 + v3 * (0.128379129 + v4_2 * (-0.376123557 + v4_2 * (0.112804116 + v4_2 * (-0.0267177072 + v4_2 * (0.00492478925 + v4_2 * -0.00056601542)))))
-    v4_large = 1 - tl.exp2(-0.00385447704 + v4_abs * (-1.61212287 + v4_abs * (-0.944228089 + v4_abs * (-0.127871992 + v4_abs * (0.0213202889 + v4_abs * -0.00165970404)))))
+    v4_small = tl.fma(v3, tl.fma(v4_2, tl.fma(v4_2, tl.fma(v4_2, tl.fma(v4_2, tl.fma(v4_2, -0.00056601542, 0.00492478925), -0.0267177072), 0.112804116), -0.376123557), 0.128379129), v3)
+    v4_large = 1 - tl.exp2(tl.fma(v4_abs, tl.fma(v4_abs, tl.fma(v4_abs, tl.fma(v4_abs, tl.fma(v4_abs, -0.00165970404, 0.0213202889), -0.127871992), -0.944228089), -1.61212287), -0.00385447704))
     v4 = tl.where(v4_abs < 1, v4_small, tl.where(v3 < 0, -v4_large, v4_large))
     v5 = v4 + 1
     v6 = v2 * v5

@@ -101,9 +101,9 @@ def generated() -> Iterator[tuple[list[Any], list[dict[str, Any]]]]:
         kernels.append(kernel)
         return configurations(kernel)
 
-    def call(emit: Any, function: Any, grids: Any, given: dict[str, Any], *constants: Any) -> Any:
+    def call(emit: Any, function: Any, grids: Any, given: dict[str, Any], *constants: Any, **how: Any) -> Any:
         arguments.append(given)
-        return launched(emit, function, grids, given, *constants)
+        return launched(emit, function, grids, given, *constants, **how)
 
     with mock.patch.object(launch, "configurations", configured), mock.patch.object(compat, "launch", call):
         yield kernels, arguments

@@ -30,15 +30,16 @@ def launching(tuned: Callable[..., Any], choose: Callable[[Any], Any] | None = N
 
 @contextlib.contextmanager
 def launched(see: Callable[..., Any], amd: bool = False) -> Iterator[None]:
-    """`see(function, arguments, constants)` gets each launch that is written inside. `amd`: with an AMD GPU's conversions."""
+    """`see(function, arguments, constants, contracts)` gets each launch that is written inside. `amd`: with an AMD GPU's
+    conversions."""
     from fp8compile import compat
     from fp8compile.codegen import kernel
 
     launch = compat.launch
 
-    def noted(emit: Any, function: Any, grids: Any, arguments: dict[str, Any], constants: Any = None) -> Any:
-        see(function, arguments, constants or {})
-        return launch(emit, function, grids, arguments, constants)
+    def noted(emit: Any, function: Any, grids: Any, arguments: dict[str, Any], constants: Any = None, contracts=False) -> Any:
+        see(function, arguments, constants or {}, contracts)
+        return launch(emit, function, grids, arguments, constants, contracts)
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(compat, "launch", noted))
