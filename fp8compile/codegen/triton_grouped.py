@@ -40,13 +40,14 @@ def fp8_group_order(
     # offs: int32 [E]; rows: [P]; ends: [E]; groups: [P / ALIGN]. LANES: more than E, a power of two; lane E has what belongs to
     # no group. BLOCK_R: places of a program, a multiple of ALIGN
     size = m if M is None else M
-    places = (size + (E + 1) * (ALIGN - 1)) // ALIGN * ALIGN
+    places = (size + ALIGN - 1) // ALIGN * ALIGN + E * ALIGN
     lane = tl.arange(0, LANES)
     last = tl.load(offs + lane, mask=lane < E, other=0)
     last = tl.where(lane < E, last, size)
     first = tl.load(offs + lane - 1, mask=(lane > 0) & (lane <= E), other=0)
     first = tl.where(lane > E, size, first)
     padded = (last - first + ALIGN - 1) // ALIGN * ALIGN
+    padded = tl.where(lane < E, tl.maximum(padded, ALIGN), padded)
     behind = tl.cumsum(padded, 0)
     if tl.program_id(0) == 0:
         tl.store(ends + lane, behind, mask=lane < E)

@@ -15,8 +15,10 @@ reads have an order of their own, the *padded order*, in which each group begins
     rows of x       0 0 0 1 1 | 2 2 ..            offs [3, 5, ..], align 4
     padded order    0 0 0 . 1 1 . . 2 2 ..        rows [0, 1, 2, -1, 3, 4, -1, -1, ..]
 
-Its length P depends on M, E and `align` alone: no size depends on data, and nothing waits for the device. Each row of x has its
-place, also the rows of no group: those come last, as -2 - row.
+A group without rows has `align` zeros there: with nothing to contract, some of ATen's kernels leave the result of its wgrad
+unwritten (pytorch#172439). To mask it afterwards would read and write the gradient of the whole stack. The length P depends on
+M, E and `align` alone: no size depends on data, and nothing waits for the device. Each row of x has its place, also the rows of
+no group: those come last, as -2 - row.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ def taken(x: Tensor, index: Tensor) -> Tensor:
 
 def padded_size(rows, count: int, align: int):
     """P, an upper bound of the length of the padded order. Takes int or SymInt."""
-    return (rows + (count + 1) * (align - 1)) // align * align
+    return (rows + align - 1) // align * align + count * align
 
 
 def _group_order(offs: Tensor, rows, align: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -66,6 +68,7 @@ def order_of_groups(offs: Tensor, rows, align: int) -> tuple[Tensor, Tensor, Ten
     starts = torch.nn.functional.pad(offs, (1, 0))
     sizes = torch.cat([offs, torch.full_like(offs[:1], rows)]) - starts
     padded = (sizes + align - 1) // align * align
+    padded = torch.where(torch.arange(count + 1, device=offs.device) < count, padded.clamp(min=align), padded)
     ends = padded.cumsum(0)
     place = torch.arange(padded_size(rows, count, align), device=offs.device)
     group = (place.unsqueeze(1) >= ends).sum(1).clamp(max=count)
@@ -130,7 +133,8 @@ def grouped_mm(
 
     b `[E, N, K]` (fprop, dgrad): `offs` divides the rows of a `[M, K]`; the rows of group e are multiplied with b[e]^T, and the
     result is `[M, N]`. Rows of no group are zeros here, and hold any value in lowered graphs, as after `aten._grouped_mm`.
-    b `[C, P]` (wgrad): `offs` divides the columns of a `[R, P]` and of b; the result is `[E, R, C]`, zeros for an empty group.
+    b `[C, P]` (wgrad): `offs` divides the columns of a `[R, P]` and of b; the result is `[E, R, C]`, zeros for an empty group
+    (which has columns in the padded order, and in lowered graphs must have).
 
     Inverses of scales: [1] for one; b_inv `[E, N / block rows, K / block columns]`, also `[E, 1, 1]` for one a matrix; a_inv
     `[M, K / block columns]`; in a wgrad `[R, P / block columns]`, or with blocks of (1, 0) one a row of each group, `[E, R]`.

@@ -314,6 +314,7 @@ def test_the_order_of_groups(sizes: list[int], beyond: int, align: int) -> None:
     rows, last, groups = expected
     assert sorted([x for x in rows.tolist() if x >= 0] + [-2 - x for x in rows.tolist() if x < -1]) == list(range(m))
     assert all(x % align == 0 for x in last.tolist()) and len(groups) * align == len(rows)
+    assert (last.diff(prepend=torch.zeros(1, dtype=torch.int32)) >= align).all()  # a wgrad of each group has what to contract
 
 
 # -- machine code -------------------------------------------------------------------------------------------------------

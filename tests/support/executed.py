@@ -186,6 +186,16 @@ class _Extern:
         product = (a.double() * scales[0]) @ (b.double() * scales[1])
         return out.copy_(product + bias.double() if bias is not None else product)
 
+    def _grouped_mm(self, a: Tensor, b: Tensor, offs: Tensor, **how: Any) -> Tensor:
+        """As torch's on a CPU, but what a GPU leaves unwritten is."""
+        out = self.real._grouped_mm(a, b, offs, **how)
+        sizes = offs.diff(prepend=offs.new_zeros(1))
+        if b.dim() == 3:
+            out[offs[-1] :] = float("nan")
+        else:
+            out[sizes == 0] = float("nan")
+        return out
+
     def _scaled_grouped_mm(
         self,
         a: Tensor,
@@ -198,7 +208,7 @@ class _Extern:
         out_dtype: torch.dtype | None = None,
         use_fast_accum: bool = False,
     ) -> Tensor:
-        """Rows of no group stay unwritten, as on a GPU."""
+        """Rows of no group stay unwritten, as on a GPU, and so does the result of a wgrad of no rows (pytorch#172439)."""
         assert bias is None and scale_result is None and out_dtype == torch.bfloat16
         assert a.stride(-1) == 1 and b.stride(-2) == 1 and not (a.stride(0) % 16 or b.stride(-1) % 16)
         assert scale_a.is_contiguous() and scale_b.stride(-1) == 1 and scale_a.dim() == 1
@@ -213,7 +223,7 @@ class _Extern:
                 assert scale_a.shape == a.shape[:1] and scale_b.shape == (count, b.shape[2])
                 product = a[start:end].double() @ b[group].double()
                 out[start:end] = product * scale_a[start:end, None].double() * scale_b[group].double()
-            else:
+            elif end > start:
                 assert start % 16 == end % 16 == 0 and scale_a.shape[0] == count * a.shape[0]
                 product = a[:, start:end].double() @ b[start:end].double()
                 scales = scale_a.view(count, -1)[group, :, None].double() * scale_b.view(count, -1)[group].double()
