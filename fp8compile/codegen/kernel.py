@@ -25,6 +25,8 @@ import sympy
 import torch
 from torch.fx import Node
 
+from .. import compat
+from ..devices.gpu import gpu_of
 from ..ir import ops
 from ..ir.fx_utils import arg
 from .block_scales import Tiles, magnitude
@@ -74,6 +76,19 @@ def saturates(dtype: torch.dtype) -> bool:
     return torch.version.hip is None and dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
+# PTX: four float32 become four FP8 numbers, each rounded once to nearest even, and saturated
+_CONVERT = "{{ .reg .b16 l, h; cvt.{0} l, $2, $1; cvt.{0} h, $4, $3; mov.b32 $0, {{l, h}}; }}"
+_CONVERSIONS = {torch.float8_e4m3fn: "rn.satfinite.e4m3x2.f32", torch.float8_e5m2: "rn.satfinite.e5m2x2.f32"}
+
+
+def converted(value: str, dtype: torch.dtype, by_ptx: bool = False) -> str:
+    """float32 to FP8 as text. `by_ptx`: where Triton's own conversion rounds twice (`compat.converts_through_float16`)."""
+    if not by_ptx or dtype not in _CONVERSIONS:
+        return f"{value}.to({TRITON_DTYPE[dtype]})"
+    bits = f'tl.inline_asm_elementwise("{_CONVERT.format(_CONVERSIONS[dtype])}", "=r,f,f,f,f", [{value}], tl.uint8, True, 4)'
+    return f"{bits}.to({TRITON_DTYPE[dtype]}, bitcast=True)"
+
+
 def write(group: Group) -> Kernel:
     """The kernel of a group. Same group, same source: names do not depend on the graph."""
     return _Writer(group).write()
@@ -82,6 +97,8 @@ def write(group: Group) -> Kernel:
 class _Writer:
     def __init__(self, group: Group):
         self.group, self.domain = group, group.domain
+        gpu = gpu_of(group.outputs[0].node.meta["val"].device)
+        self.by_ptx = gpu is not None and not gpu.gfx and compat.converts_through_float16(gpu.capability)
         self.masks = Masks.of(group.domain)
         self.inputs = {node: f"x{i}" for i, node in enumerate(group.inputs)}
         self.scales: dict[Node, str] = {}
@@ -402,7 +419,7 @@ class _Writer:
             # by comparisons, which let NaN pass: Triton (#11111) miscompiles NaN-propagating min and max next to these stores
             lines.append(f"{name} = tl.where({name} > {largest}, {largest}, tl.where({name} < -{largest}, -{largest}, {name}))")
             lines.append(f'{name} = tl.where(tl.abs({value}) == float("inf"), float("nan"), {name})')
-        lines.append(f"{name} = {self.bracketed(kept(self.masks.counts, name))}.to({TRITON_DTYPE[output.dtype]})")
+        lines.append(f"{name} = {converted(self.bracketed(kept(self.masks.counts, name)), output.dtype, self.by_ptx)}")
         return name
 
     def store_number(self, output: Output) -> str:

@@ -132,5 +132,16 @@ from .regions import inline_regions
 from .shards import mesh_groups, parts
 from .split import forward_of, uncut
 from .threads import ask_by_thread, register_again, tracing
-from .triton import eliminate_dead_code, launch, launched, launches, load_kernel, max_autotune, reorders, size_node, stable_sort
+from .triton import (
+    converts_through_float16,
+    eliminate_dead_code,
+    launch,
+    launched,
+    launches,
+    load_kernel,
+    max_autotune,
+    reorders,
+    size_node,
+    stable_sort,
+)
 from .versions import rowwise_returns_float32

@@ -30,6 +30,14 @@ def max_autotune() -> bool:
     return bool(config.max_autotune or config.max_autotune_pointwise)
 
 
+def converts_through_float16(capability: tuple[int, int]) -> bool:
+    """Does Triton convert float32 to FP8 in two steps on this NVIDIA GPU, which rounds twice? 3.6 does on sm_89, although that
+    has a conversion of one step: `cvt.rz.f16.f32`, then `cvt.rn.satfinite` of float16. (3.9 does not.)"""
+    import triton
+
+    return capability == (8, 9) and tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
+
+
 @functools.cache
 def load_kernel(name: str, source: str) -> Any:
     """The JIT function `name` of `source`, from a file in Inductor's cache (Triton reads its functions' sources from files)."""
