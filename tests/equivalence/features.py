@@ -190,7 +190,7 @@ FEATURES = (
         {"weight_tiles": True},
         forward=18.0,
         backward=14.0,
-        recipes=("mxfp8", "rowwise"),
+        recipes=("mxfp8",),
         models=("mlp", "gated", "blocks"),
     ),
     Feature("schedule", {"policy": {**ALL_FP8, "schedule": {"warmup_steps": 0}}}, refuses=frozenset({"compiled in blocks"})),
