@@ -47,18 +47,19 @@ from .scale import inverse_of, scale_of
 NAMESPACE = "fp8compile"
 
 
-def define_op(schema: str, fake=None):
-    """Define the decorated function as operator `fp8compile::<name>`, with itself as implementation on every device. `fake`
-    returns an empty result of the right shape; given where that is much quicker (a deep model has hundreds of the operator)."""
+def define_op(schema: str, fake=None, name: str = ""):
+    """Define the decorated function as operator `fp8compile::<name>` (its own name if none is given), with itself as
+    implementation on every device. `fake` returns an empty result of the right shape; given where that is much quicker (a deep
+    model has hundreds of the operator)."""
 
     def define(function):
-        name = function.__name__
-        torch.library.define(f"{NAMESPACE}::{name}", schema)
-        torch.library.impl(f"{NAMESPACE}::{name}", "CompositeExplicitAutograd")(function)
+        own = name or function.__name__
+        torch.library.define(f"{NAMESPACE}::{own}", schema)
+        torch.library.impl(f"{NAMESPACE}::{own}", "CompositeExplicitAutograd")(function)
         if fake is not None:
-            torch.library.register_fake(f"{NAMESPACE}::{name}", fake)
-            fakes[getattr(getattr(torch.ops, NAMESPACE), name).default] = fake
-        return getattr(getattr(torch.ops, NAMESPACE), name).default
+            torch.library.register_fake(f"{NAMESPACE}::{own}", fake)
+            fakes[getattr(getattr(torch.ops, NAMESPACE), own).default] = fake
+        return getattr(getattr(torch.ops, NAMESPACE), own).default
 
     return define
 
@@ -299,32 +300,9 @@ def transposition(x: Tensor) -> Tensor:
     return copy.contiguous().view(x.dtype)
 
 
-@define_op(
-    "(Tensor a, Tensor b, Tensor a_inv, Tensor b_inv, Tensor? bias, ScalarType out_dtype, bool fast_accum) -> Tensor", _product
-)
-def scaled_mm(
-    a: Tensor, b: Tensor, a_inv: Tensor, b_inv: Tensor, bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool
-) -> Tensor:
-    return product(a, b, a_inv, b_inv, bias, out_dtype, fast_accum)
-
-
-@define_op(
-    "(Tensor a, Tensor b, Tensor a_inv, Tensor b_inv, Tensor? bias, ScalarType out_dtype, bool fast_accum, int[] a_block, "
-    "int[] b_block) -> Tensor",
-    _product,
-)
-def block_mm(
-    a: Tensor,
-    b: Tensor,
-    a_inv: Tensor,
-    b_inv: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    fast_accum: bool,
-    a_block: Sequence[int],
-    b_block: Sequence[int],
-) -> Tensor:
-    return block_product(a, b, a_inv, b_inv, bias, out_dtype, fast_accum, a_block, b_block)
+_PRODUCT = "Tensor a, Tensor b, Tensor a_inv, Tensor b_inv, Tensor? bias, ScalarType out_dtype, bool fast_accum"
+scaled_mm = define_op(f"({_PRODUCT}) -> Tensor", _product, "scaled_mm")(product)
+block_mm = define_op(f"({_PRODUCT}, int[] a_block, int[] b_block) -> Tensor", _product, "block_mm")(block_product)
 
 
 def _dequantized(data: Tensor, _inv: Tensor, dtype: torch.dtype, *_) -> Tensor:
