@@ -138,8 +138,8 @@ def fp8_all_gather(model: nn.Module) -> None:
     forwards by hand, without a backward, an optimizer step or `load_state_dict` in between.
 
     ShardingError, a ValueError, names the parameter and the fix where this cannot work: nothing is sharded, parameters are
-    offloaded to the CPU or have an all-gather extension, `reshard_after_forward` is a number. Weights
-    are scaled by their current amax with `delayed`, too, and `mxfp8` and `rowwise` have `weight_tiles`.
+    offloaded to the CPU or have an all-gather extension, `reshard_after_forward` is a number.
+    Weights are scaled by their current amax with `delayed`, too, and `mxfp8` and `rowwise` have `weight_tiles`.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"fp8_all_gather() takes a torch.nn.Module, not {type(model).__name__}")

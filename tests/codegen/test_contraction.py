@@ -17,15 +17,14 @@ import triton.language as tl
 from torch import Tensor, nn
 
 from fp8compile.codegen import triton_kernels
-from fp8compile.dryrun.fake_gpu import unavailable
-from tests.support.executed import executed
+from tests.support.executed import executed, planning
 from tests.support.harness import ALL_FP8, noise
 from tests.support.machine_code import TARGETS, compile_function
 from tests.support.models import Mlp
 from tests.support.operands import H100, RTX4090
 from tests.support.regenerate import EXPECTED
 
-pytestmark = [pytest.mark.skipif(unavailable() is not None, reason=unavailable() or ""), pytest.mark.compat]
+pytestmark = [planning, pytest.mark.compat]
 
 
 @triton.jit

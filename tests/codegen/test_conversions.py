@@ -16,14 +16,13 @@ import triton
 from fp8compile import compat
 from fp8compile.codegen.kernel import converted
 from fp8compile.devices.gpu import Gpu
-from fp8compile.dryrun.fake_gpu import unavailable
-from tests.support.executed import Plan, executed
+from tests.support.executed import Plan, executed, planning
 from tests.support.harness import ALL_FP8, Pair, noise
 from tests.support.machine_code import TARGETS, compile_function
 from tests.support.models import Mlp, make
 from tests.support.operands import H100, RTX4090
 
-pytestmark = [pytest.mark.skipif(unavailable() is not None, reason=unavailable() or ""), pytest.mark.compat]
+pytestmark = [planning, pytest.mark.compat]
 
 FORMATS = {"e4m3x2": (torch.float8_e4m3fn, "*fp8e4nv"), "e5m2x2": (torch.float8_e5m2, "*fp8e5")}
 OLD = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
