@@ -1,10 +1,10 @@
-"""A matmul of the joint graph: made by `collect`, filled in by `decide`, consumed by the rewriting passes and the report."""
+"""A matmul of the joint graph: what it is (`collect`), what was decided (`decide`), what it costs (`weigh`)."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Container, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from torch.fx import Node
@@ -80,6 +80,33 @@ class Product(NamedTuple):
 RESULT, PRODUCT = "fp8_result", "fp8_product"
 
 
+@dataclass(frozen=True)
+class Decision:
+    """FP8 or not, and how. `reason`: why the matmul stays in high precision; None: it becomes FP8. `recipe`: the settings that
+    run, `overrides`: what makes them other than those that were chosen. `rule`: the policy's rule that decided."""
+
+    recipe: Recipe = Recipe()
+    overrides: tuple[str, ...] = ()
+    reason: str | None = None
+    rule: str = ""
+    auto: bool = False  # FP8 only if it pays
+    wanted: bool = False  # a rule names this layer and wants it in FP8
+    on_purpose: bool = False  # somebody chose high precision, other than by a shipped rule about sizes
+    emulated: bool = False  # the device has no such FP8 matmul
+    either: bool = False  # the weight's copy is read along either dimension: fprop and dgrad share one
+
+
+@dataclass(frozen=True)
+class Price:
+    """The cost model's estimates. Microseconds of the matmul in each precision, and of its share of the casts; the number of
+    tokens from which its layer gains. None where they are unknown."""
+
+    bf16_us: float | None = None
+    fp8_us: float | None = None
+    cast_us: float | None = None
+    break_even_m: int | None = None
+
+
 @dataclass(eq=False)
 class Matmul:
     """`out[m, n] = a[m, k] @ b[k, n]`, `batch` times; sizes are ints or SymInts.
@@ -113,21 +140,23 @@ class Matmul:
     computed: bool = False  # its weight is computed from parameters in each call, and has no history of its own
     not_a_weight: str = ""  # why it has no weight
     wanted: bool = False  # it has no weight, although the user may well expect one
-    reason: str | None = None  # why it stays in high precision; None: it becomes FP8
     name: str = ""  # of the parameter
-    recipe: Recipe = Recipe()
-    why: str = ""  # why "auto" has chosen this recipe; "" if the recipe was named
-    rule: str = ""  # the policy's rule that decided
-    auto: bool = False  # FP8 only if it pays
     flipped: bool = False  # it computes the transpose of its node's result
     merged: tuple[str, ...] = ()  # the layers whose matmuls become one with this one
-    either: bool = False  # it reads its weight's copy along either dimension: fprop and dgrad share one
-    emulated: bool = False  # the device has no such FP8 matmul
-    on_purpose: bool = False  # somebody chose high precision, other than by a shipped rule about sizes
-    bf16_us: float | None = None  # the cost model's estimates, in microseconds
-    fp8_us: float | None = None
-    cast_us: float | None = None
-    break_even_m: int | None = None
+    decision: Decision = Decision()
+    price: Price = Price()
+
+    @property
+    def reason(self) -> str | None:
+        return self.decision.reason
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.decision.recipe
+
+    def keep(self, reason: str) -> None:
+        """Decide for high precision."""
+        self.decision = replace(self.decision, reason=reason)
 
     @property
     def fp8(self) -> bool:
@@ -200,20 +229,17 @@ class Matmul:
             decision=FP8 if self.fp8 else HIGH_PRECISION,
             reason=self.reason or "",
             recipe=self.recipe.name if self.fp8 else "",
-            why=self.why if self.fp8 else "",
             batch=batch,
             groups=self.groups,
             op=self.op,
             dynamic=not all(isinstance(size, int) for size in sizes),
             symbolic="".join(name for name, size in zip("mnkb", sizes, strict=True) if not isinstance(size, int)),
             parameter=self.name,
-            rule=self.rule,
-            emulated=self.fp8 and self.emulated,
+            rule=self.decision.rule,
+            emulated=self.fp8 and self.decision.emulated,
             merged=self.merged,
-            bf16_us=self.bf16_us,
-            fp8_us=self.fp8_us,
-            cast_us=self.cast_us,
-            break_even_m=self.break_even_m,
+            overrides=self.decision.overrides if self.fp8 else (),
+            **asdict(self.price),
         )
 
 

@@ -165,7 +165,8 @@ def _nested(node: Node, owner: GraphModule | None) -> Iterator[MatmulRecord]:
         for part in inner.graph.nodes if isinstance(inner, GraphModule) else ():
             if form_of(part) is not None and all("val" in x.meta for x in factors(part)):
                 matmul = _matmul(part)
-                matmul.fqn, matmul.reason = _module_of(node), f"in a nested graph: {node.target}"
+                matmul.fqn = _module_of(node)
+                matmul.keep(f"in a nested graph: {node.target}")
                 yield matmul.record()
             elif part.op == "call_function" and _hidden(part) is not None:
                 yield from _nested(part, inner)

@@ -1,35 +1,30 @@
 """decide: give every matmul its decision, FP8 or the reason why not. Changes the records, not the graph.
 
-`legality` says first what is possible, then the policy chooses for the layer. Matmuls that the policy leaves open are for
-`weigh` to decide, where a description of the device is known.
+The facts of each matmul are gathered here. From them and the policy, `resolve` makes the decision. Where a device is described,
+`weigh` decides about the matmuls that the policy leaves open.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import replace
 
 from .. import compat
-from ..codegen.scaled_mm_kind import EMULATED, how_grouped
-from ..config.policy import Choice, Policy, Rule, Site
-from ..config.recipe import WHOLE, Chosen
-from ..devices import support
+from ..config.policy import Policy, Site
 from ..devices.catalog import Device
-from ..devices.gpu import gpu_of
+from ..devices.gpu import Gpu, gpu_of
 from ..ir.fx_utils import hint, value
 from ..ir.inputs import Inputs
-from ..ir.matmul import GEMMS, Matmul
+from ..ir.matmul import Matmul
 from . import legality
 from .classify import kinds
 from .gathered import arrived
+from .resolve import Facts, resolve
 
 
 def decide(
     matmuls: list[Matmul], inputs: Inputs, policy: Policy, device: Device | None, inference: bool
 ) -> list[str]:
     """Fill in the decisions; returns complaints about rules of the policy that do not fit this graph."""
-    evaluation = not inputs.training or inference
     whole = "eval mode" if not inputs.training else "inference: nothing to differentiate" if inference else None
     layers = _layers(matmuls, inputs)
     known = _kinds(matmuls, inputs)
@@ -37,57 +32,18 @@ def decide(
     complaints: dict[str, None] = {}
     for matmul in matmuls:
         if matmul.weight is None:
-            matmul.reason = matmul.not_a_weight
+            matmul.keep(matmul.not_a_weight)
             continue
-        site = _site(matmul, inputs, layers, known[matmul.fprop or matmul])
-        sites.append(site)
-        choice = policy.choose(site)
-        gpu = device.gpu if device is not None else gpu_of(value(matmul.node).device)
-        matmul.rule, matmul.auto = choice.label, choice.fp8 == "auto"
-        _take(matmul, choice.recipe.on(gpu))
-        if matmul.offs is not None:  # `aten._scaled_grouped_mm` takes nothing else
-            tiles = matmul.recipe.weight_tiles and matmul.recipe.built_in.tile != WHOLE
-            matmul.recipe = replace(matmul.recipe, fp8_format="e4m3", weight_tiles=tiles)
-        if inputs.inlined:  # compiled autograd takes over the backward: nothing can decide there whether a call is cold
-            matmul.recipe = matmul.recipe.current
-        if matmul.weight_among(inputs.resharded):  # a copy kept until backward would hold the whole weight, on every rank
-            matmul.recipe = replace(matmul.recipe, recast_weights=True)
-        if matmul.weight_among(inputs.frozen) and (matmul.recipe.frozen == "fp8" or arrived(matmul.weight)):
-            # its values never change, and both layouts come from its one FP8 copy: the other layout is made where it is read
-            inputs_too, _, gradients_too = matmul.recipe.current_scaling
-            matmul.recipe = replace(matmul.recipe, current_scaling=(inputs_too, True, gradients_too), recast_weights=True)
-        gathered = matmul.weight_among(inputs.gathered)  # what is cast before it is sent has scales of its own amaxes
-        if (matmul.computed or gathered) and matmul.recipe.delayed:  # a computed weight is another one in each call
-            inputs_too, _, gradients_too = matmul.recipe.current_scaling
-            matmul.recipe = replace(matmul.recipe, current_scaling=(inputs_too, True, gradients_too))
-        if gathered and matmul.recipe.built_in.tile:  # and both layouts of a weight come from what was sent
-            matmul.recipe = replace(matmul.recipe, weight_tiles=True)
-        matmul.emulated = not matmul.recipe.built_in.native(gpu)
-        if matmul.offs is not None:
-            a, b = (matmul.recipe.scaling(role, matmul.gemm).block for _, role in matmul.roles)
-            matmul.emulated |= how_grouped(gpu, a, b, not compat.reorders()) == EMULATED
-            matmul.either = b == matmul.recipe.built_in.tile and support.has_mx_of_either_major(gpu) and not matmul.emulated
-        rule = policy.rules[choice.rule] if choice.rule is not None else None
-        chosen = _choice(matmul, site, choice, rule)
         if legality.flippable(matmul):  # the gradient of an input that is the transpose of a tensor
             matmul.flip()
-        matmul.reason = legality.objection(matmul) or chosen or legality.misaligned(matmul)
-        # a shipped rule that goes by sizes alone is nobody's choice
-        matmul.on_purpose = chosen is not None and (rule is None or rule.where is None or policy.owns(choice.rule))
-        if matmul.fp8 and any(role != "gradient" and compat.is_backward(matrix.base) for matrix, role in matmul.roles):
-            matmul.reason = "an input that is made in backward"
-        named = rule is not None and (rule.module is not None or rule.parameter is not None)
-        if choice.fp8 == "on" and not matmul.fp8 and chosen is None and named:
-            complaints[f"{choice.label} wants {matmul.fqn} in FP8, but {matmul.gemm} cannot be: {matmul.reason}"] = None
-        evaluated = matmul.parameter is not None and compat.input_index(matmul.parameter) in inputs.evaluated
-        loose = matmul.parameter is not None and compat.input_index(matmul.parameter) in inputs.leaves
-        if evaluation or evaluated or loose:
-            # an evaluation neither reads nor moves a history, and plain tensors (`leaves`) have none, since they may be new in
-            # each call: the tensor's own amax scales it
-            matmul.recipe = matmul.recipe.current
-            if (evaluation or evaluated) and (policy.eval == "high_precision" or not evaluation):
-                matmul.reason = whole or "eval mode"
-    if evaluation:
+        site = _site(matmul, inputs, layers, known[matmul.fprop or matmul])
+        sites.append(site)
+        gpu = device.gpu if device is not None else gpu_of(value(matmul.node).device)
+        facts = _facts(matmul, inputs, gpu, whole, policy.eval == "fp8")
+        made = matmul.decision = resolve(site, facts, policy)
+        if made.wanted and made.reason is not None and facts.off is None:
+            complaints[f"{made.rule} wants {matmul.fqn} in FP8, but {matmul.gemm} cannot be: {made.reason}"] = None
+    if whole is not None:
         return []
     lost = [label for rule, label in zip(policy.rules, policy.labels, strict=True) if rule.blocks is not None]
     if sites and lost and not inputs.containers:
@@ -96,25 +52,30 @@ def decide(
     return [*complaints, *policy.unmatched(sites, inputs.modules, inputs.parameter_names, whole=inputs.whole)]
 
 
-def _take(matmul: Matmul, possible: Sequence[Chosen]) -> None:
-    """The first of these recipes whose blocks fit the layer's weight; the first one if none does."""
-    weight = (matmul.fprop or matmul).weight_operand
-    fitting = (chosen for chosen in possible if not legality.missed(weight, chosen.recipe))
-    matmul.recipe, matmul.why = next(fitting, possible[0])
-
-
-def _choice(matmul: Matmul, site: Site, choice: Choice, rule: Rule | None) -> str | None:
-    """Why the policy keeps a gemm in high precision; None if it does not."""
-    if choice.fp8 == "off":
-        if rule is not None and rule.kind is not None:
-            return site.kind
-        why = choice.label if rule is not None and rule.name else f"policy: {choice.label}"
-        return f"{why}: {site.n} x {site.k}, {site.m} rows" if rule is not None and rule.where is not None else why
-    if matmul.recipe.override_linear_precision[GEMMS.index(matmul.gemm)]:
-        if matmul.recipe.name == "rowwise_with_gw_hp" and matmul.gemm == "wgrad":
-            return f"recipe {matmul.recipe.name} keeps {matmul.gemm}"
-        return f"override_linear_precision keeps {matmul.gemm}"
-    return None
+def _facts(matmul: Matmul, inputs: Inputs, gpu: Gpu | None, evaluation: str | None, in_fp8: bool) -> Facts:
+    """`evaluation`: why the graph is one, if it is; `in_fp8`: whether such graphs are in FP8. A weight of a module in eval mode
+    stays in high precision in a training graph."""
+    assert matmul.weight is not None
+    a, b = (role for _, role in matmul.roles)
+    evaluated = matmul.weight_among(inputs.evaluated)
+    off = evaluation if evaluation is not None and not in_fp8 else "eval mode" if evaluated and evaluation is None else None
+    return Facts(
+        gpu=gpu,
+        roles=(a, b),
+        weight=matmul.weight_operand,
+        objection=legality.objection(matmul),
+        misaligned=legality.misaligned(matmul),
+        late=legality.late(matmul),
+        off=off,
+        grouped=matmul.offs is not None,
+        inlined=inputs.inlined,
+        resharded=matmul.weight_among(inputs.resharded),
+        frozen=matmul.weight_among(inputs.frozen),
+        arrived=arrived(matmul.weight),
+        gathered=matmul.weight_among(inputs.gathered),
+        computed=matmul.computed,
+        stateless=evaluation is not None or evaluated or matmul.weight_among(inputs.leaves),
+    )
 
 
 def _kinds(matmuls: list[Matmul], inputs: Inputs) -> dict[Matmul, str]:

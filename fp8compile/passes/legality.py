@@ -87,16 +87,22 @@ def misaligned(matmul: Matmul) -> str | None:
     # contracted rows are padded, in both operands; any other size has to fit as it is
     if not (matmul.a.transposed and not matmul.b.transposed) and not _fits(matmul.k):
         return f"not a multiple of 16: contracts over {matmul.k}"
-    if size := missed(operand, matmul.recipe):
-        return f"not a multiple of {size}: {' x '.join(map(str, sizes))}, the blocks of an expert's weight"
     return None
 
 
-def missed(weight: Matrix | None, recipe: Recipe) -> int:
-    """What the sides of an expert's weight have to be a multiple of and are not; 0 if they fit. (A block that reaches into the
-    next matrix has no scale of its own.)"""
-    size = max(recipe.weight_block) if weight is not None and weight.stack > 1 else 0
-    return size if weight is not None and size and any(side % size for side in (weight.rows, weight.shape[1])) else 0
+def unfit(weight: Matrix | None, recipe: Recipe) -> str | None:
+    """Why the blocks of a recipe do not fit an expert's weight; None if they do. A block that reaches into the next matrix has
+    no scale of its own."""
+    size = max(recipe.weight_block)
+    if weight is None or weight.stack <= 1 or not size or not (weight.rows % size or weight.shape[1] % size):
+        return None
+    return f"not a multiple of {size}: {weight.rows} x {weight.shape[1]}, the blocks of an expert's weight"
+
+
+def late(matmul: Matmul) -> str | None:
+    """Why the operands of a matmul have no FP8 copies; None if they may have."""
+    made_late = any(role != "gradient" and compat.is_backward(matrix.base) for matrix, role in matmul.roles)
+    return "an input that is made in backward" if made_late else None
 
 
 def fits(matmul: Matmul) -> bool:

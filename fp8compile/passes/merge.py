@@ -201,4 +201,5 @@ def _seconds(matmul: Matmul, sizes: tuple[int, ...], device: Device) -> float:
     """Seconds of an FP8 matmul like this one of other sizes."""
     m, n, k = sizes
     scaling, fast = COSTS[matmul.recipe.name], matmul.recipe.use_fast_accum[GEMMS.index(matmul.gemm)]
-    return cost.block_gemm(device, m, n, k, scaling, value(matmul.node).dtype.itemsize, emulated=matmul.emulated, fast=fast)
+    emulated, itemsize = matmul.decision.emulated, value(matmul.node).dtype.itemsize
+    return cost.block_gemm(device, m, n, k, scaling, itemsize, emulated=emulated, fast=fast)

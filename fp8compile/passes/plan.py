@@ -79,7 +79,7 @@ def plan(matmuls: list[Matmul], fnuz: bool) -> Plan:
                 key = SlotKey(index, role, key.use + 1, key.settings)
             taken.add(key)
             operand = Operand(matrix, key, form, scaling, recipe, matmul.node, operand_key.offs)
-            operand.either = matmul.either and role == "weight"
+            operand.either = matmul.decision.either and role == "weight"
             made.operands[operand_key] = operand
     for backward in (False, True):
         rows: dict[str, list[Operand]] = {}

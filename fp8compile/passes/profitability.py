@@ -27,7 +27,7 @@ from ..config.recipe import COSTS, RECIPES
 from ..devices import cost
 from ..devices.catalog import Device
 from ..ir.fx_utils import hint, value
-from ..ir.matmul import GEMMS, Matmul, OperandKey
+from ..ir.matmul import GEMMS, Matmul, OperandKey, Price
 from .gathered import arrives
 from .tensor_traffic import Source, source
 
@@ -83,7 +83,7 @@ class Gemm:
         grown /= groups
         m, n, k = (max(1, round(size * grown)) if i == self.tokens else size for i, size in enumerate(self.sizes))
         if fp8:
-            scaling, emulated = COSTS[self.recipe], self.matmul.emulated
+            scaling, emulated = COSTS[self.recipe], self.matmul.decision.emulated
             return cost.block_gemm(device, m, n, k, scaling, self.out_bytes, self.dtype, emulated, groups, self.fast)
         return cost.gemm(device, m, n, k, self.dtype, self.out_bytes, groups=groups)
 
@@ -163,9 +163,9 @@ def weigh(
     FP8, where the recipe says so."""
     candidates = [matmul for matmul in matmuls if matmul.fp8 and all(map(hint, (matmul.m, matmul.n, matmul.k)))]
     if not device.has_fp8:
-        left_open = [matmul for matmul in candidates if matmul.auto]
+        left_open = [matmul for matmul in candidates if matmul.decision.auto]
         for matmul in left_open:
-            matmul.reason = f"no FP8 on this device: {device.name}"
+            matmul.keep(f"no FP8 on this device: {device.name}")
         return len(left_open)
     gemms = _model(candidates, kept, frozen)
     known: dict[tuple, int | None] = {}
@@ -176,8 +176,8 @@ def weigh(
     for part in parts:
         part.report(settled)
     for matmul in matmuls:  # also in high precision: then the time of all matmuls of a step is known
-        if matmul.bf16_us is None:
-            matmul.bf16_us = _high_precision(matmul, device)
+        if matmul.price.bf16_us is None:
+            matmul.price = Price(_high_precision(matmul, device))
     return sum(not gemm.matmul.fp8 for gemm in gemms)
 
 
@@ -222,7 +222,7 @@ def _model(candidates: list[Matmul], kept: Container[int | None] = (), frozen: C
         for (matrix, role), transposed in operands:
             # a weight that is recast, or whose region is recomputed, is read once more for its second copy
             again = role == "weight" and (matmul.recipe.recast_weights is True or "recompute" in matmul.node.meta)
-            transposed = transposed and (again or not matmul.either or role != "weight")
+            transposed = transposed and (again or not matmul.decision.either or role != "weight")
             asked = role == "weight" and not matmul.computed and matmul.recipe.frozen == "fp8"
             stored = arrives(matrix.base, matmul.operand_key(matrix, role).scaling) or (asked and matmul.weight_among(frozen))
             if matrix.base not in bases:
@@ -272,7 +272,7 @@ class _Component:
         self.device, self.gemms, self.known = device, gemms, known
         self.bases = list(dict.fromkeys(cast.base for gemm in gemms for cast, _ in gemm.reads))
         self.everything = set(gemms)
-        self.insisted = {gemm for gemm in gemms if not gemm.matmul.auto}
+        self.insisted = {gemm for gemm in gemms if not gemm.matmul.decision.auto}
         self.chosen = set(gemms)
         self.layers: dict[Matmul, set[Gemm]] = defaultdict(set)
         for gemm in gemms:
@@ -319,12 +319,10 @@ class _Component:
         for gemm in self.gemms:
             matmul = gemm.matmul
             state = self.chosen | self.layers[gemm.layer]  # a dropped gemm reports its costs with its layer in FP8
-            matmul.bf16_us = 1e6 * gemm.seconds(self.device, False)
-            matmul.fp8_us = 1e6 * gemm.seconds(self.device, True)
-            matmul.cast_us = 1e6 * self.share(gemm, state)
-            matmul.break_even_m = self.break_even(gemm.layer)
+            bf16, fp8 = (1e6 * gemm.seconds(self.device, it) for it in (False, True))
+            matmul.price = Price(bf16, fp8, 1e6 * self.share(gemm, state), self.break_even(gemm.layer))
             if gemm not in self.chosen:
-                matmul.reason = settled or self.reason(gemm)
+                matmul.keep(settled or self.reason(gemm))
 
     def reason(self, gemm: Gemm) -> str:
         """The reason for dropping a gemm: what its layer would lose in FP8, or the gemm alone if part of the layer is FP8."""
@@ -337,7 +335,7 @@ class _Component:
         groups = gemm.matmul.groups
         count = f"{gemm.m // groups} rows an expert" if groups else f"m {gemm.m}"
         text = f"{SLOWER}: {bf16 / (bf16 + lost):.2f}x at {count}"
-        start = gemm.matmul.break_even_m
+        start = gemm.matmul.price.break_even_m
         if whole and start is None:
             return f"{text}; gains at no {'number' if groups else 'm'}"
         if not whole or start is None or start <= gemm.m:

@@ -49,7 +49,7 @@ def recast(matmuls: Iterable[Matmul], device: Device | None) -> int:
             continue
         again += 1
         for matmul in its:
-            matmul.recipe = replace(matmul.recipe, recast_weights=True)
+            matmul.decision = replace(matmul.decision, recipe=replace(matmul.recipe, recast_weights=True))
     return again
 
 

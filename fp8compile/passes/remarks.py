@@ -9,16 +9,14 @@ import torch
 from ..ir.fx_utils import value
 from ..ir.matmul import Matmul
 
-RESHARDED = "weights are cast again in backward: FSDP reshards them after forward"
 MERGED = "one matmul each: {}"
 CACHED = "FP8 copies of weights are kept between calls (cache_weights): {:.1f} MB"
 FLOAT32 = "without FP8 these experts would multiply in float32{}: grouped matmuls are no part of autocast"
 
 
-def remarks(matmuls: Collection[Matmul], resharded: Collection[int], cached: int = 0) -> tuple[str, ...]:
-    """`resharded`: the inputs of the graph that FSDP frees between forward and backward. `cached`: the bytes of the copies of
-    weights that are kept between calls."""
-    found = [RESHARDED] if any(matmul.fp8 and matmul.weight_among(resharded) for matmul in matmuls) else []
+def remarks(matmuls: Collection[Matmul], cached: int = 0) -> tuple[str, ...]:
+    """`cached`: the bytes of the copies of weights that are kept between calls."""
+    found = _overrides(matmuls)
     merged = dict.fromkeys(" + ".join(name.rpartition(".")[2] for name in matmul.merged) for matmul in matmuls if matmul.merged)
     found += [MERGED.format("; ".join(merged))] if merged else []
     found += [CACHED.format(cached / 1e6)] if cached else []
@@ -28,9 +26,20 @@ def remarks(matmuls: Collection[Matmul], resharded: Collection[int], cached: int
     return tuple(found)
 
 
+def _overrides(matmuls: Collection[Matmul]) -> list[str]:
+    """What makes the settings of layers other than those that were chosen, with the number of layers."""
+    layers: dict[str, set[str]] = {}
+    for matmul in matmuls:
+        for line in matmul.decision.overrides if matmul.fp8 else ():
+            layers.setdefault(line, set()).add(matmul.name)
+    every = len({matmul.name for matmul in matmuls if matmul.fp8})
+    which = {1: "1 FP8 layer", every: "all FP8 layers"}
+    return [f"{which.get(len(names), f'{len(names)} FP8 layers')}: {line}" for line, names in layers.items()]
+
+
 def _gain(matmuls: Collection[Matmul]) -> str:
     """How much faster these are in FP8, if they were weighed."""
-    times = [(x.bf16_us, x.fp8_us, x.cast_us) for x in matmuls]
+    times = [(x.price.bf16_us, x.price.fp8_us, x.price.cast_us) for x in matmuls]
     if any(time is None for row in times for time in row):
         return ""
     high, low = sum(row[0] for row in times), sum(row[1] + row[2] for row in times)  # type: ignore[misc, operator]

@@ -47,7 +47,7 @@ def findings(
     opaque = tuple(hidden for hidden in done.opaque if not hidden.matmuls)
     records = (*(matmul.record() for matmul in done.matmuls), *nested)
     described = device.name if device else ""
-    notes = remarks(done.matmuls, inputs.resharded, done.hoisted.bytes if done.hoisted is not None else 0) if training else ()
+    notes = remarks(done.matmuls, done.hoisted.bytes if done.hoisted is not None else 0) if training else ()
     report = GraphReport(0, name, records, opaque, note, done.edges, described, notes, done.collectives, (), weights)
     if not training:
         learns = inside or (not inputs.training and any(matmul.gemm == "wgrad" for matmul in done.matmuls))
@@ -55,7 +55,7 @@ def findings(
         return Findings(report, training, (), (text,) if learns and evaluates != "fp8" else ())
     behind = []
     where = device.name if device is not None else "this device"
-    emulated = [matmul for matmul in done.matmuls if matmul.fp8 and matmul.emulated]
+    emulated = [matmul for matmul in done.matmuls if matmul.fp8 and matmul.decision.emulated]
     if any(matmul.groups and matmul.recipe.built_in.needs is None for matmul in emulated):
         why = "Inductor's options let it reorder the graph, so no kernel of ours can be launched there"
         behind.append(f"experts in FP8 are emulated in bf16 on {where}, and not faster: {why}")
@@ -67,7 +67,8 @@ def findings(
     wanted = not inputs.part and any(x.wanted and x.weight is None and legality.fits(x) for x in done.matmuls)
     # no complaint about a part of a model that is only an embedding, a norm, convolutions, an output head, or an expert without
     # tokens in this step: such a part has no FP8, as it should be
-    kept = [matmul.on_purpose or matmul.reason == legality.NO_ROWS for matmul in done.matmuls if matmul.weight is not None]
+    weighted = [matmul for matmul in done.matmuls if matmul.weight is not None]
+    kept = [matmul.decision.on_purpose or matmul.reason == legality.NO_ROWS for matmul in weighted]
     nothing = not all(kept) if kept else bool(done.opaque) and inputs.whole and not inputs.part
     if (nothing or wanted) and not any(matmul.fp8 for matmul in done.matmuls):
         behind.append(f"no matmul of {inputs.root} becomes FP8: {Report([report]).summary()}")

@@ -21,7 +21,7 @@ from tests.support.processes import on_ranks
 
 BITWISE = float("inf")
 Facts = dict[str, Any]
-RESHARDED = "weights are cast again in backward: FSDP reshards them after forward"
+RESHARDED = "recast_weights=True: FSDP reshards weights after forward"
 BROKEN = "FSDP's hooks break the graph of Net, and what is left of it runs eagerly"
 BF16 = torch.bfloat16
 

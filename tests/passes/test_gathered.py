@@ -167,8 +167,8 @@ def test_the_cost_of_a_gathered_weight(recipe: str, other: bool) -> None:
     x = torch.randn(64, 512, dtype=torch.bfloat16, requires_grad=True)
     with hooks.traced(), hooks.weighed() as weighed:
         torch.compile(Layer(weight), backend="fp8", options={"recipe": recipe, "device": "h200"})(x).sum().backward()
-    for matmul, reason in weighed.values():
-        matmul.reason = reason
+    for matmul, decision in weighed.values():
+        matmul.decision = decision
     modelled = profitability._model([matmul for matmul, _ in weighed.values()])
     gemms = {gemm.matmul.gemm: gemm for gemm in modelled}
     (base,) = {cast.base for gemm in modelled for cast, _ in gemm.reads if cast.base.weight}

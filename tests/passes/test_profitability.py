@@ -80,7 +80,7 @@ class Fused(nn.Module):
 
 
 class Step(NamedTuple):
-    """A training step's matmuls with weights, by (name, gemm): their records, and what was weighed with the reasons before."""
+    """Matmuls with weights of a training step by (name, gemm): their records; those weighed, with the decisions before."""
 
     records: Records
     weighed: dict[tuple[str, str], tuple[Any, str]]
@@ -262,8 +262,8 @@ def test_no_choice_within_a_component_is_better(name: str, recipe: str, size: in
     """Compares with all 2**n choices, by the cost model's own estimate."""
     weighed = made(name, *SIZES[size], **({} if recipe == "delayed" else {"recipe": recipe})).weighed
     matmuls = [matmul for matmul, _ in weighed.values()]
-    for matmul, reason in weighed.values():
-        matmul.reason = reason
+    for matmul, decision in weighed.values():
+        matmul.decision = decision
     components = profitability._components(profitability._model([m for m in matmuls if m.fp8]))
     parts = [profitability._Component(H200, part, {}) for part in components]
     assert sum(len(part.gemms) for part in parts) == sum(m.fp8 for m in matmuls) >= 6

@@ -140,6 +140,7 @@ EXCEPTIONS: dict[str, str] = {
     "passes/test_profitability.py": "devices ir passes",
     "passes/test_recast.py": "devices dryrun passes",
     "passes/test_recipes.py": "ir",
+    "passes/test_resolve.py": "passes",
     "passes/test_save.py": "dryrun ir",
     "passes/test_spellings.py": "ir reporting",
     "passes/test_turned.py": "devices dryrun",

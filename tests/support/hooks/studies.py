@@ -91,14 +91,14 @@ def tuning(times: type, candidates: Sequence[Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def weighed() -> Iterator[dict[tuple[str, str], tuple[Any, str]]]:
-    """The matmuls with weights of the last graph that was weighed inside, by (name, gemm), each with its reason before."""
+    """The matmuls with weights of the last graph that was weighed inside, by (name, gemm), each with its decision before."""
     from fp8compile.passes import pipeline
 
     found: dict[tuple[str, str], tuple[Any, str]] = {}
     weigh = pipeline.weigh
 
     def noted(matmuls: Sequence[Any], *rest: Any) -> int:
-        before = {matmul: matmul.reason for matmul in matmuls}
+        before = {matmul: matmul.decision for matmul in matmuls}
         result = weigh(matmuls, *rest)
         found.clear()
         found.update({(m.fqn, m.gemm): (m, before[m]) for m in matmuls if m.weight is not None})

@@ -1,0 +1,160 @@
+"""resolve: the decision about one matmul, from what the policy says and the facts of the graph. A pure function.
+
+A policy gives settings to a layer. What a graph does with the layer may rule some of them out; then other settings run.
+`OVERRIDES` lists all such changes: when, what, and why. They apply in this order, and the report prints each one that changed
+something.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from .. import compat
+from ..codegen.scaled_mm_kind import EMULATED, how_grouped
+from ..config.policy import Choice, Policy, Rule, Site
+from ..config.recipe import WHOLE, Recipe
+from ..devices import support
+from ..devices.gpu import Gpu
+from ..ir.fx_utils import Matrix
+from ..ir.matmul import GEMMS, Decision
+from .legality import unfit
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a decision depends on, beside the policy. `objection`, `misaligned`, `late`: why the matmul, its sizes, and its
+    operands cannot be FP8; None if they can. `roles`: those of its operands."""
+
+    gpu: Gpu | None
+    roles: tuple[str, str]
+    weight: Matrix | None = None  # the operand that is a weight; a wgrad has none
+    objection: str | None = None
+    misaligned: str | None = None
+    late: str | None = None
+    off: str | None = None  # why all of the graph, or of this weight, is in high precision: an evaluation
+    grouped: bool = False  # the rows are divided between the matrices of a stack
+    inlined: bool = False  # compiled autograd takes over the backward
+    resharded: bool = False  # FSDP2 frees the gathered weight between forward and backward
+    frozen: bool = False  # the weight does not train, and may be kept in FP8
+    arrived: bool = False  # the weight is kept in FP8
+    gathered: bool = False  # FSDP2 may gather the weight in FP8
+    computed: bool = False  # the weight is computed from parameters in each call
+    stateless: bool = False  # a call that neither reads nor moves a history
+
+
+@dataclass(frozen=True)
+class Override:
+    """A change of settings. `change` returns the settings by name; None: `Recipe.current`, without any history."""
+
+    when: Callable[[Facts, Recipe], Any]
+    change: Callable[[Recipe], dict[str, Any]] | None
+    why: str
+
+
+def _weights_current(recipe: Recipe) -> dict[str, Any]:
+    inputs, _, gradients = recipe.current_scaling
+    return {"current_scaling": (inputs, True, gradients)}
+
+
+OVERRIDES = (
+    Override(
+        lambda facts, recipe: facts.grouped,
+        lambda recipe: {"fp8_format": "e4m3", "weight_tiles": recipe.weight_tiles and recipe.built_in.tile != WHOLE},
+        "grouped matmuls take E4M3, and scales of rows or blocks",
+    ),
+    Override(
+        lambda facts, recipe: facts.inlined,
+        None,
+        "compiled autograd takes over the backward, where nothing can decide whether a call is cold",
+    ),
+    Override(
+        lambda facts, recipe: facts.resharded,
+        lambda recipe: {"recast_weights": True},
+        "FSDP reshards weights after forward: a copy kept until backward would hold the whole weight on every rank",
+    ),
+    Override(
+        lambda facts, recipe: facts.frozen and (recipe.frozen == "fp8" or facts.arrived),
+        lambda recipe: {**_weights_current(recipe), "recast_weights": True},
+        "a frozen weight never changes, and both layouts are made from its one FP8 copy",
+    ),
+    Override(
+        lambda facts, recipe: facts.computed and recipe.delayed,
+        _weights_current,
+        "a weight that is computed in each call has no history",
+    ),
+    Override(
+        lambda facts, recipe: facts.gathered and recipe.delayed,
+        _weights_current,
+        "what is cast before it is gathered has a scale from its own amax",
+    ),
+    Override(
+        lambda facts, recipe: facts.gathered and recipe.built_in.tile,
+        lambda recipe: {"weight_tiles": True},
+        "both layouts of a gathered weight are made from the FP8 values that were sent",
+    ),
+    Override(
+        lambda facts, recipe: facts.stateless,
+        None,
+        "an evaluation, and a tensor that may be new in each call, have no history",
+    ),
+)
+
+
+def settle(recipe: Recipe, facts: Facts) -> tuple[Recipe, tuple[str, ...]]:
+    """The settings that run, and a line for each override: "weight_tiles=True: why"."""
+    lines = []
+    for override in OVERRIDES:
+        if not override.when(facts, recipe):
+            continue
+        changed = recipe.current if override.change is None else replace(recipe, **override.change(recipe))
+        if changed != recipe:
+            lines.append(f"{_difference(recipe, changed)}: {override.why}")
+        recipe = changed
+    return recipe, tuple(lines)
+
+
+def resolve(site: Site, facts: Facts, policy: Policy) -> Decision:
+    """The decision about the matmul at `site`."""
+    choice = policy.choose(site)
+    rule = policy.rules[choice.rule] if choice.rule is not None else None
+    recipe, overrides = settle(choice.recipe, facts)
+    chosen = _kept(site, choice, rule, recipe)
+    either, emulated = False, not recipe.built_in.native(facts.gpu)
+    if facts.grouped:
+        a, b = (recipe.scaling(role, site.gemm).block for role in facts.roles)
+        emulated |= how_grouped(facts.gpu, a, b, not compat.reorders()) == EMULATED
+        either = b == recipe.built_in.tile and support.has_mx_of_either_major(facts.gpu) and not emulated
+    return Decision(
+        recipe=recipe,
+        overrides=overrides,
+        reason=facts.off or facts.objection or chosen or facts.misaligned or unfit(facts.weight, recipe) or facts.late,
+        rule=choice.label,
+        auto=choice.fp8 == "auto",
+        wanted=choice.fp8 == "on" and chosen is None and rule is not None and bool(rule.module or rule.parameter),
+        # a shipped rule that goes by sizes alone is nobody's choice
+        on_purpose=chosen is not None and (rule is None or rule.where is None or policy.owns(choice.rule)),
+        emulated=emulated,
+        either=either,
+    )
+
+
+def _kept(site: Site, choice: Choice, rule: Rule | None, recipe: Recipe) -> str | None:
+    """Why the policy keeps a gemm in high precision; None if it does not."""
+    if choice.fp8 == "off":
+        if rule is not None and rule.kind is not None:
+            return site.kind
+        why = choice.label if rule is not None and rule.name else f"policy: {choice.label}"
+        return f"{why}: {site.n} x {site.k}, {site.m} rows" if rule is not None and rule.where is not None else why
+    if recipe.override_linear_precision[GEMMS.index(site.gemm)]:
+        if recipe.name == "rowwise_with_gw_hp" and site.gemm == "wgrad":
+            return f"recipe {recipe.name} keeps {site.gemm}"
+        return f"override_linear_precision keeps {site.gemm}"
+    return None
+
+
+def _difference(before: Recipe, after: Recipe) -> str:
+    """The settings that `after` has and `before` has not: "current_scaling=(False, True, False)"."""
+    names = [field.name for field in fields(Recipe) if getattr(before, field.name) != getattr(after, field.name)]
+    return ", ".join(f"{'recipe' if name == 'name' else name}={getattr(after, name)!r}" for name in names)
