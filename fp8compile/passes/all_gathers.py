@@ -17,11 +17,13 @@ from collections.abc import Collection, Iterable, Mapping
 import torch
 from torch.fx import Graph, Node
 
+from ..ir import ops
 from ..ir.all_gathers import AllGather, all_gather_of
-from ..ir.fx_utils import CASTS, SAME, Emitter, arg, aten, call_function, value
+from ..ir.fx_utils import CASTS, SAME, Emitter, arg, aten, call_function, same_shape, value
 from ..ir.matmul import Matmul
 from .collectives import LAYOUT, SIZES, Collectives, cast_local, moved_collectives, reason_against
 from .plan import Operand, Plan
+from .written import Written
 
 
 def all_gathers(matmuls: Iterable[Matmul], plan: Plan) -> Collectives:
@@ -39,7 +41,26 @@ def _reason(gather: AllGather, operands: Collection[Operand], matmuls: Mapping[N
     return reason_against(operands, gather.wait, lambda node: node in steps or call_function(node, LAYOUT), matmuls)
 
 
-def gathered(graph: Graph, operand: Operand, gather: AllGather, scale: Node) -> Node:
+def carry(written: Written, operand: Operand, gather: AllGather, scale: Node, _inverse: Node) -> None:
+    """Gather the FP8 values of a tensor whose parts each rank casts."""
+    whole = _gathered(written.graph, operand, gather, scale)
+    matrices: dict[str, Node] = {}
+    for copy in written.copies(operand):
+        cast = written.casts.pop(copy)
+        rows, columns = value(arg(cast, 0)).shape
+        if copy.shape not in matrices:
+            matrices[copy.shape] = whole
+            if not same_shape(value(whole).shape, (rows, columns)):
+                shape = [-1, columns] if isinstance(columns, int) and columns else [rows, -1]
+                matrices[copy.shape] = written.after(whole, operand)(aten.view.default, whole, shape)
+        made = matrices[copy.shape]
+        if copy.transposed:
+            made = written.after(made, operand)(ops.transposed, made)
+        cast.replace_all_uses_with(made)
+        written.erase(cast)
+
+
+def _gathered(graph: Graph, operand: Operand, gather: AllGather, scale: Node) -> Node:
     """Cast this rank's part, gather the bytes, and do with them what is done with the tensor: its FP8 values, in its shape."""
     node, form = gather.node, operand.format
     emit = Emitter(graph, node, node)

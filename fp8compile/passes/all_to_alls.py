@@ -18,13 +18,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from ..ir.all_to_alls import AllToAll, all_to_all_of, moved_from
 from ..ir.fx_utils import CASTS, Emitter, aten, call_function, value
 from ..ir.matmul import Matmul
 from .collectives import SIZES, Collectives, cast_local, moved_collectives, reason_against
 from .plan import Operand, Plan
+from .written import Written
 
 CAST = torch.ops.prims.convert_element_type.default
 OFF = "fp8_all_to_all is off"
@@ -45,8 +46,9 @@ def _moves(node: Node) -> bool:
     return call_function(node, CASTS) or moved_from(node) is not None
 
 
-def exchanged(graph: Graph, operand: Operand, exchange: AllToAll, scale: Node, inverse: Node) -> Node:
-    """Cast what this rank sends, and send the bytes. Returns what came, in the dtype that it had."""
+def carry(written: Written, operand: Operand, exchange: AllToAll, scale: Node, inverse: Node) -> None:
+    """Cast what this rank sends, and send the bytes. The readers of what came get it in the dtype that it had."""
+    graph = written.graph
     emit = Emitter(graph, exchange.node, exchange.node)
     came = emit(exchange.node.target, cast_local(emit, operand, exchange, scale), *exchange.node.args[1:])
     for user in [user for user in exchange.node.users if call_function(user, SIZES)]:
@@ -57,4 +59,4 @@ def exchanged(graph: Graph, operand: Operand, exchange: AllToAll, scale: Node, i
         came = emit(aten.view.dtype, came, operand.format.dtype)
     wide = emit(aten.mul.Tensor, emit(CAST, came, torch.float32), inverse)
     dtype = value(exchange.wait).dtype
-    return wide if dtype == torch.float32 else emit(CAST, wide, dtype)
+    exchange.wait.replace_all_uses_with(wide if dtype == torch.float32 else emit(CAST, wide, dtype))

@@ -13,6 +13,7 @@ from ..config.recipe import WHOLE
 from ..errors import OptionError, near
 from ..ir.fx_utils import Emitter, aten
 from .plan import Operand, Plan
+from .written import Written, whole
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,20 @@ def _unknown(key: str, given: bool | str, dimensions: Mapping[str, str]) -> Opti
         why = "the parameters are on no DeviceMesh: pass (mesh, dimension)"
     allowed = f"the name of a process group that this rank is in, or of a dimension of the parameters' DeviceMesh ({why})"
     return OptionError.of(key, given, allowed, near(str(given), dimensions))
+
+
+def reduce_current(written: Written, groups: AmaxGroups) -> int:
+    """Let tensors that are scaled by their current amax wait for that of their group; returns how many do. What a collective
+    carries has been reduced already."""
+    scales = {}
+    for operand in written.amaxes:
+        if groups.of(operand) is not None and operand not in written.groups:
+            scales[written.scales[whole(operand)][0]] = operand
+    for scale, operand in scales.items():
+        amax, group = scale.args[0], groups.of(operand)
+        assert isinstance(amax, Node) and group is not None
+        scale.update_arg(0, reduced(written.after(amax, operand, recompute=None, ac_graph_id=None), amax, group))
+    return len(scales)
 
 
 def reduced(emit: Emitter, amaxes: Node, group: str, until: Node | None = None) -> Node:

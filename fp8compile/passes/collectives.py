@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from .. import compat
 from ..config.recipe import WHOLE
@@ -26,11 +26,15 @@ from ..ir.all_to_alls import AllToAll
 from ..ir.fx_utils import CASTS, PERMUTES, SAME, VIEWS, Emitter, aten, call_function, hint, value
 from ..ir.matmul import Matmul, factors
 from ..ir.records import CollectiveRecord
+from .amax_groups import AmaxGroups, reduced
 from .plan import Operand, Plan
+from .quantize import current, delayed
+from .written import OPERAND, Written
 
 LAYOUT = (*CASTS, *SAME, *VIEWS, *PERMUTES, aten.clone.default)
 SIZES = (aten.sym_size.int, aten.sym_numel.default)
 Collective = AllGather | AllToAll
+Carry = Callable[[Written, Operand, Any, Node, Node], None]
 
 
 @dataclass(frozen=True)
@@ -123,7 +127,54 @@ def _readers(node: Node, through: Callable[[Node], bool]) -> Iterator[tuple[Node
             yield node, user
 
 
-def local_matrix(emit: Emitter, collective: Collective) -> Node:
+def move(
+    written: Written,
+    collectives: Collectives,
+    groups: AmaxGroups,
+    carry: Mapping[type, Carry],
+) -> int:
+    """Let the chosen collectives carry FP8. `carry`: by the type of a collective, what rewrites it and the casts of the operand
+    that it brings, given the scale that the ranks agree on and its inverse."""
+    agreements: dict[tuple[bool, str], Node] = {}
+    for operand, sent in collectives.moved.items():
+        before = written.amaxes[operand]
+        # all ranks have to call their collectives in one order, and not all ranks have the nodes before a gather in common: the
+        # last ones pad their part
+        emit = written.at(sent.node, operand, recompute=None, ac_graph_id=None)
+        written.amaxes[operand] = amax = emit(ops.amax, _local_matrix(emit, sent))
+        written.groups[operand] = sent.group
+        if operand.scaling.delayed:
+            key = (operand.backward, sent.group)
+            if key not in agreements:
+                agreements[key] = _agreed(written, collectives, *key)
+            number = collectives.delayed(*key).index(operand)
+            emit = written.at(sent.node, operand, recompute=compat.MUST_SAVE, ac_graph_id=None)
+            scale = emit(ops.agreed_scale, agreements[key], amax, number, sent.group, *delayed(operand))
+            inverse = emit(ops.inverse, scale)
+        else:
+            for group in dict.fromkeys(name for name in (sent.group, groups.of(operand)) if name is not None):
+                amax = reduced(written.after(amax, operand, recompute=None, ac_graph_id=None), amax, group)
+            scale, inverse = current(written.after(amax, operand, recompute=compat.MUST_SAVE, ac_graph_id=None), operand, amax)
+        written.replace_scale(operand, scale, inverse)
+        if not before.users:
+            written.erase(before)
+        carry[type(sent)](written, operand, sent, scale, inverse)
+    _erase(written, collectives.moved.values())
+    return len(collectives.moved)
+
+
+def _agreed(written: Written, collectives: Collectives, backward: bool, group: str) -> Node:
+    """What the ranks of a group agree on about the stored scales of one direction."""
+    snapshot, operands = written.snapshots[backward], collectives.delayed(backward, group)
+    tag = "backward" if backward else "forward"
+    emit = Emitter(written.graph, snapshot.next, snapshot, partitioner_tag=f"must_be_in_{tag}", recompute=None)
+    votes = emit(ops.votes, snapshot, [x.slot for x in operands])
+    started = emit(torch.ops._c10d_functional.all_reduce.default, votes, "min", group)
+    emit.anchor = min(collectives.moved[x].node for x in operands)
+    return emit(torch.ops._c10d_functional.wait_tensor.default, started)
+
+
+def _local_matrix(emit: Emitter, collective: Collective) -> Node:
     """What this rank sends, as a matrix, without the padding of an uneven shard: what its amax is taken of."""
     local = collective.local
     kept = None
@@ -148,7 +199,7 @@ def cast_local(emit: Emitter, operand: Operand, collective: Collective, scale: N
     """What this rank sends, in FP8, in its shape, as the collective takes it."""
     local = value(collective.local)
     part = emit(ops.quantize, _matrix(emit, collective.local), scale, operand.format.dtype, operand.format.max, False)
-    part.meta["fp8_operand"] = operand.key
+    part.meta[OPERAND] = operand.key
     if local.dim() != 2:
         part = emit(aten.view.default, part, _sizes(emit, collective.local))
     sent = wire_dtype(local, operand.format.dtype) if isinstance(collective, AllGather) else torch.uint8
@@ -162,7 +213,7 @@ def _sizes(emit: Emitter, node: Node) -> list[int | Node]:
     ]
 
 
-def erase(graph: Graph, moved: Iterable[Collective]) -> None:
+def _erase(written: Written, moved: Iterable[Collective]) -> None:
     """Erase the collectives that nothing reads any more. Their waits have side effects for torch.fx: they are no dead code."""
     stale: dict[Node, None] = {}
     for collective in moved:
@@ -173,4 +224,4 @@ def erase(graph: Graph, moved: Iterable[Collective]) -> None:
             stack += [user for user in node.users if user not in stale and user.op == "call_function"]
     for node in sorted(stale, reverse=True):
         if not node.users:
-            graph.erase_node(node)
+            written.erase(node)

@@ -4,6 +4,8 @@ FP8 only (`ir.frozen`, `runtime.frozen`).
     w = dequantize(data, inv); mm(x, permute(w))          fprop
     w_1 = dequantize(data, inv); mm(dy, w_1)              dgrad     ->  `unite`: w_1 is w
 
+    w8 = quantize(w, ..); w8t = quantize(w, .., True)     ->  `substitute`: w8 = data; w8t = clone(permute(data))
+
 `gatherable` says of each parameter of a training graph whether it could arrive so: only FP8 matmuls read it, and they cast
 it alike, each scale from its own amax. It says so of weights that are gathered in high precision, too: that is how the
 runtime learns which ones need not be. A scale is one of the whole weight or, with blocks, of a square block: both layouts
@@ -15,17 +17,20 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
+import torch
 from torch.fx import Graph, Node
 
 from .. import compat
 from ..config.recipe import WHOLE, Block, Scaling
 from ..ir import ops
-from ..ir.fx_utils import CASTS, PERMUTES, SAME, VIEWS, Matrix, arg, call_function, same_shape, value
+from ..ir.fx_utils import CASTS, PERMUTES, SAME, VIEWS, arg, aten, call_function, same_shape, value
 from ..ir.inputs import Inputs
 from ..ir.matmul import Matmul
 from ..ir.records import Gatherable
+from .layouts import weight_kept
 from .legality import NO_ROWS
 from .plan import Operand
+from .written import Written
 
 ALIKE = (*CASTS, *SAME, *VIEWS, *PERMUTES)
 
@@ -43,13 +48,37 @@ def unite(graph: Graph) -> int:
     return spared
 
 
-def gathered_as(matrix: Matrix, operand: Operand) -> Node | None:
-    """The `dequantize` of a weight whose gathered values are the FP8 copy that this operand wants; None for other tensors."""
-    base = matrix.base
-    if not arrives(base, operand.scaling):
-        return None
-    fits = same_shape(value(base).shape, matrix.shape) and value(base).shape[0] % 16 == 0
-    return base if fits and value(arg(base, 0)).dtype == operand.format.dtype else None
+def substitute(written: Written) -> int:
+    """Let matmuls read the FP8 values that are there, instead of casting them again; returns how many weights that are. The
+    copy that dgrad reads is made of them in forward and kept, or in backward, as for any other weight."""
+    found: dict[Operand, Node] = {}
+    for copy, cast in written.casts.items():
+        source = arg(cast, 0)
+        if arrives(source, copy.operand.scaling) and value(source).shape[0] % 16 == 0:
+            if value(arg(source, 0)).dtype == copy.operand.format.dtype:
+                found[copy.operand] = source
+    for operand, weight in found.items():
+        _substitute(written, operand, *weight.args[:2])  # type: ignore[arg-type]
+    return len(found)
+
+
+def _substitute(written: Written, operand: Operand, data: Node, inverse: Node) -> None:
+    for copy in written.copies(operand):
+        cast = written.casts.pop(copy)
+        made = data
+        if copy.transposed:
+            emit = written.after(data, operand, recompute=compat.MUST_SAVE if weight_kept(operand) else compat.MUST_RECOMPUTE)
+            turned = emit(aten.permute.default, data, [1, 0])
+            made = emit(aten.clone.default, turned, memory_format=torch.contiguous_format)
+        cast.replace_all_uses_with(made)
+        written.erase(cast)
+    for copy in [copy for copy in written.scales if copy.operand is operand]:
+        made = inverse
+        if copy.transposed:  # a view, which backward takes of what it has saved
+            emit = written.after(inverse, operand, recompute=compat.MUST_RECOMPUTE)
+            made = emit(aten.permute.default, inverse, [1, 0])
+        written.scales.pop(copy)[1].replace_all_uses_with(made)
+    written.amaxes.pop(operand, None)
 
 
 def block_of(dequantize: Node) -> Block:

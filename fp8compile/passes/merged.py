@@ -1,143 +1,148 @@
-"""The part of `quantize` that writes merged matmuls (see `merge`).
+"""merged: write the matmuls that `merge` has chosen as one.
 
     w8 = side_by_side([wq8, wk8], 0); y = scaled_mm(x8, w8, inv_x, inv_w); q = slice(y, 1, 0, Nq); k = slice(y, 1, Nq, ..)
     dy8 = side_by_side([dq8, dk8], 1); w8t = side_by_side([wq8t, wk8t], 1); dx = scaled_mm(dy8, w8t, ..)
     dy8t = side_by_side([dq8t, dk8t], 0); dw = scaled_mm(dy8t, x8t, ..); dwq = slice(dw, 0, 0, Nq); ..
 
-The copies are written as without merging, but with a scale for all of them. `place` lets the kernels that cast write into one
-buffer, so that `side_by_side` is no copy.
+The copies stay as they are, but with a scale for all of them. `place` lets the kernels that cast write into one buffer, so that
+`side_by_side` is no copy.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from .. import compat
 from ..ir import merged, ops
-from ..ir.fx_utils import CASTS, SAME, VIEWS, Emitter, Matrix, arg, aten, call_function, modules_of, restride, value
-from ..ir.matmul import GEMMS, RESULT, Gemm, Matmul
+from ..ir.fx_utils import CASTS, SAME, VIEWS, Emitter, arg, aten, call_function, modules_of, restride
+from ..ir.matmul import RESULT, Matmul
+from .layouts import weight_kept
 from .merge import SUMS, Merged
-from .plan import Operand
-
-Copies = tuple[tuple[Operand, Matrix, bool], ...]  # of one operand of all members; or of both operands of one matmul
-
-
-class Writer(Protocol):
-    """The part of `quantize._Writer` that is needed."""
-
-    graph: Graph
-    start: Node
-    replaced: dict[Node, Node]
-    partners: dict[Operand, tuple[Operand, ...]]
-
-    def operands(self, matmul: Matmul) -> list[tuple[Operand, Matrix, bool]]: ...
-    def copy(self, operand: Operand, matrix: Matrix, transposed: bool) -> Node: ...
-    def scale_of(self, operand: Operand, matrix: Matrix, transposed: bool) -> tuple[Node, Node]: ...
-    def at(self, anchor: Node, operand: Operand, **meta) -> Emitter: ...
+from .plan import Operand, Plan
+from .quantize import current
+from .written import Written, whole
 
 
-class Products:
-    """Writes each merged matmul when the first of its members is to be replaced."""
+def write_merged(written: Written, plan: Plan, groups: Sequence[Merged]) -> int:
+    """Returns how many matmuls became part of another one."""
+    for group in groups:
+        _Group(written, plan, group).write()
+    if groups:
+        compat.stable_sort(written.graph)
+    return sum(len(group.every) - len(group.gemms) for group in groups)
 
-    def __init__(self, writer: Writer, groups: Iterable[Merged]):
-        self.writer = writer
-        self.of: dict[Matmul, tuple[Merged, Gemm]] = {}
-        self.written: dict[tuple, Node] = {}
-        for group in groups:
-            for gemm, members in group.gemms.items():
-                self.of.update(dict.fromkeys(members, (group, gemm)))
-                for side in self.sides(members):
-                    partners = tuple(operand for operand, _, _ in side)
-                    if len(set(partners)) > 1:
-                        writer.partners.update(dict.fromkeys(partners, partners))
 
-    def replace(self, matmul: Matmul) -> bool:
-        """Replace a matmul, and all that are merged with it; False if it is merged with none."""
-        if matmul not in self.of:
-            return False
-        group, gemm = self.of[matmul]
-        members = group.gemms[gemm]
-        if matmul is members[0]:
-            {"fprop": self.fprop, "dgrad": self.dgrad, "wgrad": self.wgrad}[gemm](group, members)
-        return True
+class _Group:
+    def __init__(self, written: Written, plan: Plan, group: Merged):
+        self.written, self.graph, self.group = written, written.graph, group
+        self.operands: dict[Matmul, tuple[Operand, ...]] = {
+            matmul: tuple(plan.of(matrix, role, matmul) for matrix, role in matmul.roles) for matmul in group.every
+        }
+        self.operand_of = {node: copy.operand for copy, node in written.casts.items()}
+        self.wholes: dict[tuple[Node, ...], Node] = {}  # buffers, by the copies in them
 
-    def fprop(self, group: Merged, members: Sequence[Matmul]) -> None:
-        first = min(x.node for x in members)
-        emit = Emitter(self.writer.graph, first, first)
-        biases = [addend for x in members if (addend := x.addend) is not None]
-        bias = emit(aten.cat.default, biases) if biases else None
-        if "dgrad" in group.gemms:
-            self.weights(group)
-        made = self.product(emit, members, 0, bias)
+    def write(self) -> None:
+        for members in self.group.gemms.values():
+            for side in (0, 1):
+                self.share_scale(list(dict.fromkeys(self.operands[member][side] for member in members)))
+        if "dgrad" in self.group.gemms:
+            self.weights()
+        for gemm, members in self.group.gemms.items():
+            {"fprop": self.fprop, "dgrad": self.dgrad, "wgrad": self.wgrad}[gemm](members)
+
+    def share_scale(self, operands: list[Operand]) -> None:
+        """Give operands one scale, that of the largest of them."""
+        scales = [self.written.scales[whole(operand)][0] for operand in operands]
+        if len(set(scales)) == 1:
+            return
+        amaxes = [self.written.amaxes[operand] for operand in operands]
+        first = operands[0]
+        meta = {"recompute": compat.MUST_SAVE, "ac_graph_id": None}
+        if first.scaling.delayed:
+            emit = self.written.after(max(scales), first, **meta)
+            scale = emit(merged.least, scales)
+            made = scale, emit(ops.inverse, scale)
+        else:
+            largest = self.written.after(max(amaxes), first, recompute=None, ac_graph_id=None)(merged.largest, amaxes)
+            made = current(self.written.after(largest, first, **meta), first, largest)
+        for operand in operands:
+            self.written.replace_scale(operand, *made)
+
+    def product(self, members: Sequence[Matmul]) -> list[Node]:
+        """The FP8 matmuls of the members."""
+        return [self.written.products[member] for member in members]
+
+    def fprop(self, members: Sequence[Matmul]) -> None:
+        products = self.product(members)
+        first = min(products)
+        emit = Emitter(self.graph, first, first)
+        biases = [bias for product in products if (bias := arg(product, 4)) is not None]
+        made = self.joined(emit, products, 0, emit(aten.cat.default, biases) if biases else None)
         parts = self.slices(emit, made, members, 1)
         dense = {"memory_format": torch.contiguous_format}
-        parts = [emit(aten.clone.default, x, **dense) if m in group.apart else x for m, x in zip(members, parts, strict=True)]
-        for matmul, part in zip(members, parts, strict=True):
-            self.instead(matmul.node, part)
-            restride(self.writer.graph, part)
+        parts = [emit(aten.clone.default, x, **dense) if m in self.group.apart else x for m, x in zip(members, parts, strict=True)]
+        for product, part in zip(products, parts, strict=True):
+            self.instead(product, part)
+            restride(self.graph, part)
 
-    def dgrad(self, group: Merged, members: Sequence[Matmul]) -> None:
-        total = group.total
+    def dgrad(self, members: Sequence[Matmul]) -> None:
+        products, total = self.product(members), self.group.total
         assert total is not None
-        emit = Emitter(self.writer.graph, total, members[0].node)
-        made = self.product(emit, members, 1)
-        ours = {x.node for x in members}
-        node = members[0].node
+        node = products[0]
+        emit = Emitter(self.graph, total, node)
+        made = self.joined(emit, products, 1)
         while node is not total:  # what the sum did with one of them, and what else it adds
             before, (node,) = node, node.users
             if not call_function(node, SUMS):
                 made = emit(node.target, made, *node.args[1:], **node.kwargs)
-            elif (rest := _without(emit, next(x for x in node.args if x is not before), ours)) is not None:  # type: ignore[arg-type]
+            elif (rest := _without(emit, next(x for x in node.args if x is not before), {*products})) is not None:  # type: ignore[arg-type]
                 made = emit(node.target, made, rest)
         total.replace_all_uses_with(made)
-        self.writer.replaced[total] = made
+        self.drop(total)
 
-    def wgrad(self, group: Merged, members: Sequence[Matmul]) -> None:
-        last = max(x.node for x in members)
-        emit = Emitter(self.writer.graph, last, last)
-        made = self.product(emit, members, 0)
-        for matmul, part in zip(members, self.slices(emit, made, members, 0), strict=True):
-            self.instead(matmul.node, part)
+    def wgrad(self, members: Sequence[Matmul]) -> None:
+        products = self.product(members)
+        last = max(products)
+        emit = Emitter(self.graph, last, last)
+        made = self.joined(emit, products, 0)
+        for product, part in zip(products, self.slices(emit, made, members, 0), strict=True):
+            self.instead(product, part)
 
-    def product(self, emit: Emitter, members: Sequence[Matmul], dim: int, bias: Node | None = None) -> Node:
+    def joined(self, emit: Emitter, products: Sequence[Node], dim: int, bias: Node | None = None) -> Node:
         """The FP8 matmul of all members. `dim`: the dimension of K-major copies along which they are side by side."""
-        sides = self.sides(members)
-        copies = [self.side(side, dim) for side in sides]
-        inverses = [self.writer.scale_of(*side[0])[1] for side in sides]
-        first = members[0]
-        fast = first.recipe.use_fast_accum[GEMMS.index(first.gemm)]
-        return emit(ops.scaled_mm, *copies, *inverses, bias, value(first.node).dtype, fast)
+        copies = [self.side([arg(product, side) for product in products], dim) for side in (0, 1)]
+        _, _, *inverses, _, dtype, fast = products[0].args
+        return emit(ops.scaled_mm, *copies, *inverses, bias, dtype, fast)
 
-    def side(self, side: Copies, dim: int) -> Node:
+    def side(self, parts: list[Node], dim: int) -> Node:
         """The copies of one operand of all members: one copy, if they share the tensor, or one buffer."""
-        if _key(side) in self.written:
-            return self.written[_key(side)]
-        parts = [self.writer.copy(*part) for part in side]
-        operand = side[0][0]
         if len(set(parts)) == 1:
             return parts[0]
-        recompute = operand.reader.meta.get("recompute")
-        return self.writer.at(max(parts).next, operand, recompute=recompute)(merged.side_by_side, parts, dim)
+        if (key := tuple(parts)) not in self.wholes:
+            operand = self.operand_of[parts[0]]
+            recompute = operand.reader.meta.get("recompute")
+            emit = self.written.at(max(parts).next, operand, recompute=recompute)
+            self.wholes[key] = emit(merged.side_by_side, parts, dim)
+        return self.wholes[key]
 
-    def weights(self, group: Merged) -> None:
+    def weights(self) -> None:
         """Write the weights' copies in both layouts, if the forward keeps those that dgrad reads."""
-        plain, turned = (self.sides(group.gemms[gemm])[1] for gemm in ("fprop", "dgrad"))
-        operand = plain[0][0]
-        if operand.recipe.recast_weights is True or "recompute" in operand.reader.meta:
+        plain, late = ([arg(product, 1) for product in self.product(self.group.gemms[gemm])] for gemm in ("fprop", "dgrad"))
+        operand = self.operand_of[plain[0]]
+        if not weight_kept(operand):
             return
-        copies = [[self.writer.copy(*part) for part in side] for side in (plain, turned)]
-        emit = self.writer.at(max(x for parts in copies for x in parts).next, operand, recompute=compat.MUST_SAVE)
-        both = emit(merged.both_sides, *copies)
-        for i, side in enumerate((plain, turned)):
-            self.written[_key(side)] = emit(operator.getitem, both, i)
-
-    def sides(self, members: Sequence[Matmul]) -> list[Copies]:
-        return list(zip(*map(self.writer.operands, members), strict=True))
+        for part in (*plain, *late):  # the buffer of all of them is kept instead
+            for node in (part, arg(part, 0)):
+                node.meta.pop("recompute", None)
+        emit = self.written.at(max(*plain, *late).next, operand, recompute=compat.MUST_SAVE)
+        both = emit(merged.both_sides, plain, late)
+        for i, parts in enumerate((plain, late)):
+            self.wholes[tuple(parts)] = emit(operator.getitem, both, i)
 
     def slices(self, emit: Emitter, made: Node, members: Sequence[Matmul], dim: int) -> list[Node]:
         ends = [0]
@@ -148,17 +153,19 @@ class Products:
             part.meta |= modules_of(matmul.node)
         return parts
 
-    def instead(self, node: Node, part: Node) -> None:
-        part.meta[RESULT] = node.meta.get(RESULT)
-        node.replace_all_uses_with(part)
-        self.writer.replaced[node] = part
-        if node is self.writer.start:
-            self.writer.start = node.next
-        self.writer.graph.erase_node(node)
+    def instead(self, product: Node, part: Node) -> None:
+        part.meta[RESULT] = product.meta.get(RESULT)
+        product.replace_all_uses_with(part)
+        self.written.erase(product)
 
-
-def _key(side: Copies) -> tuple:
-    return tuple((operand, transposed) for operand, _, transposed in side)
+    def drop(self, node: Node) -> None:
+        """Erase a sum that nothing reads, and what only it reads."""
+        stack = {node: None}
+        while stack:
+            node, _ = stack.popitem()
+            if not node.users and call_function(node, (*SUMS, *VIEWS, *SAME, *CASTS, ops.scaled_mm)):
+                stack.update(dict.fromkeys(node.all_input_nodes))
+                self.written.erase(node)
 
 
 def _without(emit: Emitter, node: Node, ours: set[Node]) -> Node | None:

@@ -20,6 +20,8 @@ from .. import compat
 from ..config.policy import Policy
 from ..devices.catalog import Device
 from ..errors import CapacityExceeded, FrozenFound, OptionError
+from ..ir.all_gathers import AllGather
+from ..ir.all_to_alls import AllToAll
 from ..ir.forwards import Forward
 from ..ir.inputs import Inputs
 from ..ir.matmul import Matmul, note_products
@@ -27,28 +29,33 @@ from ..ir.records import CollectiveRecord, Findings, Gatherable, KeptRecord, Opa
 from ..ir.state_page import SlotKey
 from ..logs import SKIP_VARIABLE, dump, get_logger
 from .all_gathers import all_gathers
+from .all_gathers import carry as all_gathers_carry
 from .all_to_alls import all_to_alls
-from .amax_groups import NO_GROUPS, AmaxGroups, amax_groups
+from .all_to_alls import carry as all_to_alls_carry
+from .amax_groups import NO_GROUPS, AmaxGroups, amax_groups, reduce_current
 from .async_tp import complete, expose
 from .collect import collect, edges
-from .collectives import NO_COLLECTIVES, Collectives
+from .collectives import NO_COLLECTIVES, Carry, Collectives, move
 from .decide import decide
 from .fallbacks import spell, unspell
 from .flatten import flatten
 from .forwards import forwards
 from .fuse import fuse
-from .gathered import freezable, gatherable, unite
+from .gathered import freezable, gatherable, substitute, unite
 from .hoist import NO_CACHE, Cache, Hoisted, hoist
+from .layouts import layouts
 from .lower import lower, lower_scales, split_casts
 from .merge import Merged, merge
+from .merged import write_merged
 from .plan import Plan, plan
 from .profitability import weigh
-from .quantize import Written, observe, quantize
+from .quantize import observe, quantize
 from .recast import recast
 from .save import Halves, save
 from .scatters import scatters
 from .try_matmuls import try_matmuls
 from .update_state import update_state
+from .written import Written
 
 logger = get_logger(__name__)
 
@@ -91,6 +98,11 @@ class Joint:
     pages: tuple[Node, Node] | None = None  # the state inputs of forward and backward, where some slot needs them
     written: Written | None = None
     forwards: dict[int, tuple[Forward, ...]] = field(default_factory=dict)  # of each weight, by input
+
+    @property
+    def rewritable(self) -> Written | None:
+        """The canonical form; None where the matmuls stay as they are."""
+        return self.written if not self.high_precision else None
 
     @property
     def saves(self) -> bool:
@@ -170,11 +182,28 @@ class Joint:
 
     def quantize(self) -> int:
         if not self.high_precision:
-            given = (self.groups, self.collectives, self.merged, self.saves)
-            self.written = quantize(self.graph, self.matmuls, self.plan, self.pages, *given)
+            self.written = quantize(self.graph, self.matmuls, self.plan, self.pages)
         elif self.pages is not None:
             self.written = observe(self.graph, self.plan, self.pages)
         return 0 if self.written is None else len(self.written.amaxes)
+
+    def substitute(self) -> int:
+        return substitute(self.rewritable) if self.rewritable is not None else 0
+
+    def move(self) -> int:
+        if self.rewritable is None:
+            return 0
+        carry: dict[type, Carry] = {AllGather: all_gathers_carry, AllToAll: all_to_alls_carry}
+        return move(self.rewritable, self.collectives, self.groups, carry)
+
+    def layouts(self) -> int:
+        return layouts(self.rewritable, self.saves) if self.rewritable is not None else 0
+
+    def write_merged(self) -> int:
+        return write_merged(self.rewritable, self.plan, self.merged) if self.rewritable is not None else 0
+
+    def reduce_current(self) -> int:
+        return reduce_current(self.rewritable, self.groups) if self.rewritable is not None else 0
 
     def hoist(self) -> int:
         asked = not self.inference and not self.high_precision
@@ -207,6 +236,11 @@ JOINT: tuple[Pass[Joint], ...] = (
     Pass("merge", Joint.merge, optional=True),  # which matmuls of one input become one
     Pass("forwards", Joint.note_forwards),  # how the fprop of each weight casts, for an export
     Pass("quantize", Joint.quantize),  # casts and FP8 matmuls in the graph
+    Pass("substitute", Joint.substitute),  # weights that arrive in FP8
+    Pass("move", Joint.move),  # the collectives that carry FP8
+    Pass("layouts", Joint.layouts),  # which copies are kept for backward
+    Pass("write_merged", Joint.write_merged),  # the matmuls that become one
+    Pass("reduce_current", Joint.reduce_current),  # current amaxes over the ranks that share a tensor
     Pass("hoist", Joint.hoist),  # casts of weights that are made outside of the graph, with `cache_weights`
     Pass("unspell", Joint.unspell),  # those that stay in high precision as they were
     Pass("update_state", Joint.update_state),  # the next scaling state

@@ -16,7 +16,7 @@ from ..ir import ops
 from ..ir.fx_utils import Emitter, aten
 from .amax_groups import AmaxGroups, reduced
 from .plan import Plan
-from .quantize import Written
+from .written import Written
 
 
 def update_state(graph: Graph, plan: Plan, written: Written, pages: tuple[Node, Node], groups: AmaxGroups) -> int:

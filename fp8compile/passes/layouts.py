@@ -1,0 +1,74 @@
+"""layouts: which FP8 copies are kept for backward, and which are cast again there.
+
+    x8 = quantize(x, scale, False); x8t = quantize(x, scale, True)    ->    x8, x8t = quantize_both(x, scale), in forward
+                                                                      or    x8t tagged MUST_RECOMPUTE: made in backward
+
+The transposed copy of a weight, which dgrad reads, is written in forward and kept (one byte an element), unless the weight is
+cast again in backward (`recast_weights`, the user's checkpointing). The transposed copy of an input, which wgrad reads, is
+written in forward too, and the partitioner decides whether it is kept. It is made in backward where that costs no more bytes:
+where backward keeps the input anyway (the output of attention), or reads what it is made of anyway (GELU, a norm). With
+`save="fp8"`, an input that would be made again from two tensors in FP8 is kept.
+"""
+
+from __future__ import annotations
+
+import operator
+
+from torch.fx import Node
+
+from .. import compat
+from ..ir import ops
+from ..ir.fx_utils import arg
+from .plan import Operand
+from .reread import kept_anyway, read_again
+from .written import OPERAND, Copy, Written
+
+
+def layouts(written: Written, save: bool) -> int:
+    """Tag or join the casts; returns how many pairs were joined. `save`: `save.save` follows."""
+    joined = 0
+    for plain, late in written.pairs():
+        operand, source = plain.operand, arg(written.casts[plain], 0)
+        kept = weight_kept(operand)
+        if not kept and (operand.key.role != "input" or arg(written.casts[plain], 5) != arg(written.casts[late], 5)):
+            continue
+        unasked = operand.reader.meta.get("recompute") is None
+        again = unasked and read_again(source)
+        # made again from two tensors that are kept in FP8, it would have their errors, too
+        kept = kept or again and save and not read_again(source, most=1)
+        if not kept and unasked and (again or kept_anyway(source)):
+            written.casts[late].meta["recompute"] = compat.MUST_RECOMPUTE
+        else:
+            _join(written, plain, late, kept)
+            joined += 1
+    for copy, node in written.casts.items():
+        if copy.operand.either and copy.operand in written.late and copy.operand.reader.meta.get("recompute") is None:
+            node.meta["recompute"] = compat.MUST_SAVE if weight_kept(copy.operand) else compat.MUST_RECOMPUTE
+    return joined
+
+
+def weight_kept(operand: Operand) -> bool:
+    """Whether forward keeps the copy of a weight that backward reads."""
+    recompute = operand.reader.meta.get("recompute")  # the tag of the user's checkpointing, if any
+    return operand.key.role == "weight" and recompute is None and operand.recipe.recast_weights is not True
+
+
+def _join(written: Written, plain: Copy, late: Copy, kept: bool) -> None:
+    """One operator and one read for both layouts: forward writes its own copy and the one that backward reads."""
+    one, other = (written.casts[copy] for copy in (plain, late))
+    source, scale, dtype, most, _, block, *rows = one.args
+    _, scale_late, _, _, _, block_late, *rows_late = other.args
+    operand = plain.operand
+    last = max(x for x in (source, scale, scale_late, *rows, *rows_late) if isinstance(x, Node))
+    recompute = compat.MUST_SAVE if kept else operand.reader.meta.get("recompute")
+    emit = written.after(last, operand, recompute=recompute)
+    row = (rows or rows_late or [None])[0]
+    more = (None if scale_late is scale else scale_late, block, row, None if block == block_late else block_late)
+    both = emit(ops.quantize_both, source, scale, dtype, most, *more)
+    both.meta[OPERAND] = operand.key
+    emit.anchor = both.next
+    parts = [emit(operator.getitem, both, int(copy.transposed)) for copy in (plain, late)]
+    for copy, node, made in zip((plain, late), (one, other), parts, strict=True):
+        node.replace_all_uses_with(made)
+        written.casts[copy] = made
+        written.erase(node)
