@@ -12,7 +12,7 @@ all that read it are FP8 matmuls which cast it alike, with one scale. The scale 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch.fx import Graph, Node
@@ -21,14 +21,19 @@ from ..ir import ops
 from ..ir.all_gathers import AllGather, all_gather_of
 from ..ir.fx_utils import CASTS, SAME, Emitter, arg, aten, call_function, same_shape, value
 from ..ir.matmul import Matmul
-from .collectives import LAYOUT, SIZES, Collectives, cast_local, moved_collectives, reason_against
-from .plan import Operand, Plan
+from .collectives import LAYOUT, SIZES, cast_local, choose, move, reason_against
+from .joint import Joint
+from .plan import Operand
 from .written import Written
 
 
-def all_gathers(matmuls: Iterable[Matmul], plan: Plan) -> Collectives:
-    """Which gathers can carry FP8. Changes nothing."""
-    return moved_collectives(matmuls, plan, all_gather_of, _reason)
+def all_gathers(joint: Joint) -> int:
+    """Choose the gathers that can carry FP8."""
+    return choose(joint, all_gather_of, _reason)
+
+
+def move_all_gathers(joint: Joint) -> int:
+    return move(joint, AllGather, _carry)
 
 
 def _reason(gather: AllGather, operands: Collection[Operand], matmuls: Mapping[Node, Matmul]) -> str:
@@ -41,7 +46,7 @@ def _reason(gather: AllGather, operands: Collection[Operand], matmuls: Mapping[N
     return reason_against(operands, gather.wait, lambda node: node in steps or call_function(node, LAYOUT), matmuls)
 
 
-def carry(written: Written, operand: Operand, gather: AllGather, scale: Node, _inverse: Node) -> None:
+def _carry(written: Written, operand: Operand, gather: AllGather, scale: Node, _inverse: Node) -> None:
     """Gather the FP8 values of a tensor whose parts each rank casts."""
     whole = _gathered(written.graph, operand, gather, scale)
     matrices: dict[str, Node] = {}

@@ -15,7 +15,7 @@ moved if only FP8 matmuls read what it brings, and cast it alike, with one scale
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch.fx import Node
@@ -23,17 +23,22 @@ from torch.fx import Node
 from ..ir.all_to_alls import AllToAll, all_to_all_of, moved_from
 from ..ir.fx_utils import CASTS, Emitter, aten, call_function, value
 from ..ir.matmul import Matmul
-from .collectives import SIZES, Collectives, cast_local, moved_collectives, reason_against
-from .plan import Operand, Plan
+from .collectives import SIZES, cast_local, choose, move, reason_against
+from .joint import Joint
+from .plan import Operand
 from .written import Written
 
 CAST = torch.ops.prims.convert_element_type.default
 OFF = "fp8_all_to_all is off"
 
 
-def all_to_alls(matmuls: Iterable[Matmul], plan: Plan) -> Collectives:
-    """Which all-to-alls can carry FP8. Changes nothing."""
-    return moved_collectives(matmuls, plan, all_to_all_of, _reason)
+def all_to_alls(joint: Joint) -> int:
+    """Choose the all-to-alls that can carry FP8."""
+    return choose(joint, all_to_all_of, _reason)
+
+
+def move_all_to_alls(joint: Joint) -> int:
+    return move(joint, AllToAll, _carry)
 
 
 def _reason(exchange: AllToAll, operands: Collection[Operand], matmuls: Mapping[Node, Matmul]) -> str:
@@ -46,7 +51,7 @@ def _moves(node: Node) -> bool:
     return call_function(node, CASTS) or moved_from(node) is not None
 
 
-def carry(written: Written, operand: Operand, exchange: AllToAll, scale: Node, inverse: Node) -> None:
+def _carry(written: Written, operand: Operand, exchange: AllToAll, scale: Node, inverse: Node) -> None:
     """Cast what this rank sends, and send the bytes. The readers of what came get it in the dtype that it had."""
     graph = written.graph
     emit = Emitter(graph, exchange.node, exchange.node)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch.fx import Node
@@ -12,8 +13,11 @@ from .. import compat
 from ..config.recipe import WHOLE
 from ..errors import OptionError, near
 from ..ir.fx_utils import Emitter, aten
-from .plan import Operand, Plan
-from .written import Written, whole
+from .plan import Operand
+from .written import whole
+
+if TYPE_CHECKING:
+    from .joint import Joint
 
 
 @dataclass(frozen=True)
@@ -34,13 +38,11 @@ class AmaxGroups:
         return tuple(dict.fromkeys((*self.state, *self.shards.values())))
 
 
-def amax_groups(plan: Plan, dimensions: Mapping[str, str]) -> AmaxGroups:
-    """`dimensions`: process groups by dimension of the meshes that the graph's weights live on.
-
-    OptionError where that is impossible: for two groups in one graph, for a name of nothing, and for the group of all ranks in
-    a pipeline, because each stage of a pipeline runs other graphs and waits for the stage before.
+def amax_groups(joint: Joint) -> int:
+    """OptionError where that is impossible: for two groups in one graph, for a name of nothing, and for the group of all
+    ranks in a pipeline, because each stage of a pipeline runs other graphs and waits for the stage before.
     """
-    operands = plan.operands.values()
+    operands, dimensions = joint.plan.operands.values(), joint.inputs.groups
     every = _named("reduce_amax", {x.recipe.reduce_amax for x in operands if x.slot >= 0}, dimensions)
     shards = _named("amax_group", {x.recipe.amax_group for x in operands if x.scaling.block == WHOLE}, dimensions)
     if any(map(compat.is_default_group, every.values())) and compat.in_pipeline():
@@ -48,7 +50,8 @@ def amax_groups(plan: Plan, dimensions: Mapping[str, str]) -> AmaxGroups:
     with_history = {shards[x.recipe.amax_group] for x in operands if x.slot >= 0 and x.recipe.amax_group in shards}
     ranks = {compat.ranks_of(name): name for name in (*every.values(), *with_history)}
     needed = tuple(name for group, name in ranks.items() if not any(group < other for other in ranks))  # max covers its parts
-    return AmaxGroups(needed, shards)
+    joint.groups = AmaxGroups(needed, shards)
+    return len(joint.groups.every)
 
 
 NO_GROUPS = AmaxGroups()
@@ -83,9 +86,12 @@ def _unknown(key: str, given: bool | str, dimensions: Mapping[str, str]) -> Opti
     return OptionError.of(key, given, allowed, near(str(given), dimensions))
 
 
-def reduce_current(written: Written, groups: AmaxGroups) -> int:
+def reduce_current(joint: Joint) -> int:
     """Let tensors that are scaled by their current amax wait for that of their group; returns how many do. What a collective
     carries has been reduced already."""
+    written, groups = joint.form, joint.groups
+    if written is None:
+        return 0
     scales = {}
     for operand in written.amaxes:
         if groups.of(operand) is not None and operand not in written.groups:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from operator import attrgetter
 
 from torch.fx import Graph, GraphModule, Node
@@ -24,6 +25,7 @@ from ..ir.inputs import Inputs, readable_module
 from ..ir.matmul import Matmul, factors, form_of, offs_of, operands
 from ..ir.records import MatmulRecord, OpaqueRecord
 from .attribute import attribute, uncopied
+from .joint import Joint
 from .origins import Origins
 
 # operators that hide matmuls: a part of the operator's name, and what it hides
@@ -52,7 +54,15 @@ OWN_NAMESPACES = "aten prims prim _c10d_functional c10d inductor inductor_prims 
 OWN_NAMESPACES += [ops.NAMESPACE]
 
 
-def collect(graph: Graph, inputs: Inputs) -> tuple[list[Matmul], list[OpaqueRecord]]:
+def collect(joint: Joint) -> int:
+    joint.matmuls, opaque = find(joint.graph, joint.inputs)
+    if joint.device is not None:  # the operator that PyTorch takes on a GPU, also where a CPU traces for one
+        opaque = [replace(record, op=record.op.replace("_for_cpu", "")) for record in opaque]
+    joint.opaque, joint.edges = opaque, edges(joint.graph, joint.matmuls)
+    return len(joint.matmuls)
+
+
+def find(graph: Graph, inputs: Inputs) -> tuple[list[Matmul], list[OpaqueRecord]]:
     """The matmuls in the order of the graph, and the operators that hide matmuls."""
     weights, parameters = {}, []
     for node in graph.find_nodes(op="placeholder"):

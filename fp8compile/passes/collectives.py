@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -26,70 +25,47 @@ from ..ir.all_to_alls import AllToAll
 from ..ir.fx_utils import CASTS, PERMUTES, SAME, VIEWS, Emitter, aten, call_function, hint, value
 from ..ir.matmul import Matmul, factors
 from ..ir.records import CollectiveRecord
-from .amax_groups import AmaxGroups, reduced
-from .plan import Operand, Plan
+from .amax_groups import reduced
+from .joint import Joint
+from .plan import Operand
 from .quantize import current, delayed
 from .written import OPERAND, Written
 
 LAYOUT = (*CASTS, *SAME, *VIEWS, *PERMUTES, aten.clone.default)
 SIZES = (aten.sym_size.int, aten.sym_numel.default)
 Collective = AllGather | AllToAll
-Carry = Callable[[Written, Operand, Any, Node, Node], None]
-
-
-@dataclass(frozen=True)
-class Collectives:
-    """`moved`: the operands that a collective carries in FP8. `records`: all collectives whose result an FP8 matmul reads."""
-
-    moved: Mapping[Operand, Collective] = field(default_factory=dict)
-    records: tuple[CollectiveRecord, ...] = ()
-
-    def __or__(self, other: Collectives) -> Collectives:
-        return Collectives({**self.moved, **other.moved}, self.records + other.records)
-
-    @property
-    def groups(self) -> tuple[str, ...]:
-        """Names of the process groups whose ranks have to do the same."""
-        return tuple(dict.fromkeys(found.group for found in self.moved.values()))
-
-    def delayed(self, backward: bool, group: str) -> list[Operand]:
-        """The operands of one direction whose stored scales a group has to agree on, by slot."""
-        mine = [x for x, found in self.moved.items() if found.group == group and x.backward is backward and x.slot >= 0]
-        return sorted(mine, key=lambda x: x.slot)
-
-
-NO_COLLECTIVES = Collectives()
 
 
 C = TypeVar("C", AllGather, AllToAll)
 
 
-def moved_collectives(
-    matmuls: Iterable[Matmul],
-    plan: Plan,
+def choose(
+    joint: Joint,
     collective_of: Callable[[Node], C | None],
     reason_of: Callable[[C, Collection[Operand], Mapping[Node, Matmul]], str],
-) -> Collectives:
-    """The collectives of one kind that FP8 matmuls read. `collective_of`: the one that brings a tensor. `reason_of`: why it
-    stays in high precision, "" if it can carry FP8."""
-    readers: dict[Node, Matmul] = {matmul.node: matmul for matmul in matmuls}
+) -> int:
+    """Note the collectives of one kind that FP8 matmuls read, and which of them can carry FP8; returns how many can.
+    `collective_of`: the one that brings a tensor. `reason_of`: why it stays in high precision, "" if it can carry FP8."""
+    if joint.high_precision:
+        return 0
+    readers: dict[Node, Matmul] = {matmul.node: matmul for matmul in joint.matmuls}
     found: dict[Node, dict[Operand, C]] = defaultdict(dict)
     names: dict[Node, str] = {}
     for matmul in (x for x in readers.values() if x.fp8):
         for matrix, role in matmul.roles:
             collective = collective_of(matrix.base)
             if collective is not None:
-                found[collective.node][plan.of(matrix, role, matmul)] = collective
+                found[collective.node][joint.plan.of(matrix, role, matmul)] = collective
                 names.setdefault(collective.node, f"{matmul.fqn} ({role})")
-    moved: dict[Operand, Collective] = {}
-    records = []
+    can = 0
     for node, operands in found.items():
         operand, collective = next(iter(operands.items()))
         reason = reason_of(collective, operands.keys(), readers)
         if not reason:
-            moved[operand] = collective
-        records.append(_record(collective, names[node], reason))
-    return Collectives(moved, tuple(records))
+            joint.moved[operand] = collective
+            can += 1
+        joint.collectives.append(_record(collective, names[node], reason))
+    return can
 
 
 def _record(collective: Collective, tensor: str, reason: str) -> CollectiveRecord:
@@ -127,16 +103,14 @@ def _readers(node: Node, through: Callable[[Node], bool]) -> Iterator[tuple[Node
             yield node, user
 
 
-def move(
-    written: Written,
-    collectives: Collectives,
-    groups: AmaxGroups,
-    carry: Mapping[type, Carry],
-) -> int:
-    """Let the chosen collectives carry FP8. `carry`: by the type of a collective, what rewrites it and the casts of the operand
-    that it brings, given the scale that the ranks agree on and its inverse."""
-    agreements: dict[tuple[bool, str], Node] = {}
-    for operand, sent in collectives.moved.items():
+def move(joint: Joint, kind: type[C], carry: Callable[[Written, Operand, C, Node, Node], None]) -> int:
+    """Let the chosen collectives of one kind carry FP8. `carry` rewrites a collective, and the casts of the operand that it
+    brings, given the scale that the ranks agree on, and its inverse."""
+    written = joint.form
+    mine = {operand: sent for operand, sent in joint.moved.items() if isinstance(sent, kind)}
+    if written is None or not mine:
+        return 0
+    for operand, sent in mine.items():
         before = written.amaxes[operand]
         # all ranks have to call their collectives in one order, and not all ranks have the nodes before a gather in common: the
         # last ones pad their part
@@ -144,34 +118,36 @@ def move(
         written.amaxes[operand] = amax = emit(ops.amax, _local_matrix(emit, sent))
         written.groups[operand] = sent.group
         if operand.scaling.delayed:
-            key = (operand.backward, sent.group)
-            if key not in agreements:
-                agreements[key] = _agreed(written, collectives, *key)
-            number = collectives.delayed(*key).index(operand)
+            agreed, number = _agreed(joint, written, operand, sent.group)
             emit = written.at(sent.node, operand, recompute=compat.MUST_SAVE, ac_graph_id=None)
-            scale = emit(ops.agreed_scale, agreements[key], amax, number, sent.group, *delayed(operand))
+            scale = emit(ops.agreed_scale, agreed, amax, number, sent.group, *delayed(operand))
             inverse = emit(ops.inverse, scale)
         else:
-            for group in dict.fromkeys(name for name in (sent.group, groups.of(operand)) if name is not None):
+            for group in dict.fromkeys(name for name in (sent.group, joint.groups.of(operand)) if name is not None):
                 amax = reduced(written.after(amax, operand, recompute=None, ac_graph_id=None), amax, group)
             scale, inverse = current(written.after(amax, operand, recompute=compat.MUST_SAVE, ac_graph_id=None), operand, amax)
         written.replace_scale(operand, scale, inverse)
         if not before.users:
             written.erase(before)
-        carry[type(sent)](written, operand, sent, scale, inverse)
-    _erase(written, collectives.moved.values())
-    return len(collectives.moved)
+        carry(written, operand, sent, scale, inverse)
+    _erase(written, mine.values())
+    return len(mine)
 
 
-def _agreed(written: Written, collectives: Collectives, backward: bool, group: str) -> Node:
-    """What the ranks of a group agree on about the stored scales of one direction."""
-    snapshot, operands = written.snapshots[backward], collectives.delayed(backward, group)
-    tag = "backward" if backward else "forward"
+def _agreed(joint: Joint, written: Written, operand: Operand, group: str) -> tuple[Node, int]:
+    """What the ranks of a group agree on about the stored scales of one direction; and the place of an operand in it."""
+    backward = operand.backward
+    mine = [x for x, found in joint.moved.items() if found.group == group and x.backward is backward and x.slot >= 0]
+    operands = sorted(mine, key=lambda x: x.slot)
+    if (key := (backward, group)) in written.agreements:
+        return written.agreements[key], operands.index(operand)
+    snapshot, tag = written.snapshots[backward], "backward" if backward else "forward"
     emit = Emitter(written.graph, snapshot.next, snapshot, partitioner_tag=f"must_be_in_{tag}", recompute=None)
     votes = emit(ops.votes, snapshot, [x.slot for x in operands])
     started = emit(torch.ops._c10d_functional.all_reduce.default, votes, "min", group)
-    emit.anchor = min(collectives.moved[x].node for x in operands)
-    return emit(torch.ops._c10d_functional.wait_tensor.default, started)
+    emit.anchor = min(joint.moved[x].node for x in operands)
+    written.agreements[key] = emit(torch.ops._c10d_functional.wait_tensor.default, started)
+    return written.agreements[key], operands.index(operand)
 
 
 def _local_matrix(emit: Emitter, collective: Collective) -> Node:

@@ -18,13 +18,19 @@ from ..ir.matmul import Matmul
 from . import legality
 from .classify import kinds
 from .gathered import arrived
+from .joint import Joint
 from .resolve import Facts, resolve
 
 
-def decide(
+def decide(joint: Joint) -> int:
+    """Fill in the decisions, and complain about rules of the policy that do not fit this graph; returns how many are FP8."""
+    joint.complaints = _decide(joint.matmuls, joint.inputs, joint.policy, joint.device, joint.inference)
+    return sum(matmul.fp8 for matmul in joint.matmuls)
+
+
+def _decide(
     matmuls: list[Matmul], inputs: Inputs, policy: Policy, device: Device | None, inference: bool
 ) -> list[str]:
-    """Fill in the decisions; returns complaints about rules of the policy that do not fit this graph."""
     whole = "eval mode" if not inputs.training else "inference: nothing to differentiate" if inference else None
     layers = _layers(matmuls, inputs)
     known = _kinds(matmuls, inputs)

@@ -17,16 +17,18 @@ import operator
 from typing import Any
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from ..ir.fx_utils import Emitter, arg, aten, value
+from .joint import Joint
 
 NAMESPACE, FORWARD, BACKWARD = "transformers", "grouped_mm_fallback", "grouped_mm_fallback_backward"
 SPELLED = "fp8_fallback"  # metadata of a matmul that `spell` wrote
 
 
-def spell(graph: Graph) -> int:
+def spell(joint: Joint) -> int:
     """Returns how many grouped matmuls were written."""
+    graph = joint.graph
     written = 0
     for node in list(graph.nodes):
         name = _name(node)
@@ -47,8 +49,9 @@ def spell(graph: Graph) -> int:
     return written
 
 
-def unspell(graph: Graph) -> int:
+def unspell(joint: Joint) -> int:
     """Returns how many matmuls stay in high precision."""
+    graph = joint.graph
     found = [x for x in graph.find_nodes(op="call_function", target=aten._grouped_mm.default) if SPELLED in x.meta]
     for node in found:
         a, b, offs = (arg(node, i) for i in range(3))

@@ -17,13 +17,18 @@ from __future__ import annotations
 import torch
 from torch.fx import Graph, Node
 
+from .. import compat
 from ..ir.fx_utils import CASTS, SAME, VIEWS, Emitter, arg, aten, behind, call_function, is_tensor, pointwise, same_shape, value
+from .joint import Joint
 
 HEADS = (aten.mm.default, aten.addmm.default)
 
 
-def flatten(graph: Graph) -> int:
+def flatten(joint: Joint) -> int:
     """Let pointwise operators follow the matrix of the largest matmul directly; returns how many were moved before a view."""
+    graph = joint.graph
+    if joint.inference or not compat.chunks():
+        return 0
     outputs = [node for target in HEADS for node in graph.find_nodes(op="call_function", target=target)]
     sizes = {node: value(node).numel() for node in outputs}
     if not all(isinstance(size, int) for size in sizes.values()) or not sizes:

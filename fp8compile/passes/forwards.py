@@ -5,25 +5,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from .. import compat
 from ..ir.forwards import Forward, Slot
 from ..ir.matmul import Matmul
 from .gathered import arrived
+from .joint import Joint
 from .merge import Merged
 from .plan import Operand, Plan
 
 
-def forwards(matmuls: Iterable[Matmul], plan: Plan, merged: Iterable[Merged]) -> dict[int, tuple[Forward, ...]]:
-    """The fprops of each weight, by the graph's input that is the weight, in the order of the graph."""
-    partners = {one: members for group in merged for one, *members in _each(group)}
+def forwards(joint: Joint) -> int:
+    """Note the fprops of each weight, by the graph's input that is the weight, in the order of the graph."""
+    partners = {one: members for group in joint.merged for one, *members in _each(group)}
     found: dict[int, tuple[Forward, ...]] = {}
-    for matmul in matmuls:
+    for matmul in joint.matmuls:
         index = compat.input_index(matmul.parameter) if matmul.parameter is not None else None
         if matmul.gemm == "fprop" and index is not None:
-            found[index] = (*found.get(index, ()), _forward(matmul, plan, partners.get(matmul, [])))
-    return found
+            found[index] = (*found.get(index, ()), _forward(matmul, joint.plan, partners.get(matmul, [])))
+    joint.forwards = found
+    return len(found)
 
 
 def _each(group: Merged) -> list[list[Matmul]]:

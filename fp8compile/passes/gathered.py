@@ -22,11 +22,13 @@ from torch.fx import Graph, Node
 
 from .. import compat
 from ..config.recipe import WHOLE, Block, Scaling
+from ..errors import FrozenFound
 from ..ir import ops
 from ..ir.fx_utils import CASTS, PERMUTES, SAME, VIEWS, arg, aten, call_function, same_shape, value
 from ..ir.inputs import Inputs
 from ..ir.matmul import Matmul
 from ..ir.records import Gatherable
+from .joint import Joint
 from .layouts import weight_kept
 from .legality import NO_ROWS
 from .plan import Operand
@@ -35,8 +37,9 @@ from .written import Written
 ALIKE = (*CASTS, *SAME, *VIEWS, *PERMUTES)
 
 
-def unite(graph: Graph) -> int:
+def unite(joint: Joint) -> int:
     """Let all that read a gathered weight read one node; returns how many nodes that spares."""
+    graph = joint.graph
     first: dict[tuple, Node] = {}
     spared = 0
     for node in graph.find_nodes(op="call_function", target=ops.dequantize):
@@ -48,9 +51,22 @@ def unite(graph: Graph) -> int:
     return spared
 
 
-def substitute(written: Written) -> int:
+def gather(joint: Joint) -> int:
+    """Note which parameters of a training graph may arrive in FP8. Raises FrozenFound, before the graph is changed, if some can
+    be kept in FP8 only."""
+    if not joint.inference and joint.inputs.training:
+        joint.gatherable = gatherable(joint.graph, joint.matmuls, joint.inputs, joint.fnuz)
+        if found := freezable(joint.gatherable, joint.matmuls, joint.freezable):
+            raise FrozenFound(found)
+    return sum(not found.reason for found in joint.gatherable.values())
+
+
+def substitute(joint: Joint) -> int:
     """Let matmuls read the FP8 values that are there, instead of casting them again; returns how many weights that are. The
     copy that dgrad reads is made of them in forward and kept, or in backward, as for any other weight."""
+    written = joint.form
+    if written is None:
+        return 0
     found: dict[Operand, Node] = {}
     for copy, cast in written.casts.items():
         source = arg(cast, 0)

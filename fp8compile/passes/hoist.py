@@ -24,9 +24,9 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch.fx import Graph, Node
@@ -35,8 +35,10 @@ from .. import compat
 from ..errors import CopiesMissing
 from ..ir import merged, ops
 from ..ir.fx_utils import CASTS, PERMUTES, SAME, SLICES, VIEWS, arg, aten, behind, is_tensor, value
-from ..ir.matmul import Matmul
 from .turned import turn, turned
+
+if TYPE_CHECKING:
+    from .joint import Joint
 
 MADE: tuple = (ops.amax, ops.amax_blocks, ops.current_scale, ops.inverse, ops.quantize, ops.quantize_both, ops.transposed)
 MADE += (merged.largest, merged.side_by_side, merged.both_sides)
@@ -80,9 +82,14 @@ class Hoisted:
         return sum(math.prod(layout.shape) * layout.dtype.itemsize for layout in self.copies)
 
 
-def hoist(graph: Graph, matmuls: Collection[Matmul], cache: Cache, amaxes: Collection[Node] = ()) -> Hoisted | None:
-    """Move the casts; None if there are none to move. `amaxes` stay: the state will read them (that of a weight, too, where it
-    is the input of another matmul). Raises CopiesMissing, before the graph is changed, if it lacks inputs."""
+def hoist(joint: Joint) -> int:
+    """Move the casts, if there are any to move; returns how many copies that are. The amaxes that the state reads stay
+    (also that of a weight, where it is the input of another matmul). Raises CopiesMissing, before the graph is changed, if
+    it lacks inputs."""
+    written = joint.form
+    if joint.inference or written is None:
+        return 0
+    graph, matmuls, cache, amaxes = joint.graph, joint.matmuls, joint.cache, written.amaxes.values()
     placeholders = {compat.input_index(node): node for node in graph.find_nodes(op="placeholder")}
     wanted = {matmul.parameter for matmul in matmuls if matmul.fp8 and matmul.recipe.cache_weights}
     weights = {node: i for i, node in placeholders.items() if i in cache.inputs and node in wanted and compat.is_whole(node)}
@@ -98,7 +105,7 @@ def hoist(graph: Graph, matmuls: Collection[Matmul], cache: Cache, amaxes: Colle
     if layouts != cache.copies:
         raise CopiesMissing(layouts)
     if not copies:
-        return None
+        return 0
     made, used = _extracted(copies, weights)
     for i, node in enumerate(copies):
         node.replace_all_uses_with(placeholders[cache.first + i], lambda user: user not in moving)
@@ -107,7 +114,8 @@ def hoist(graph: Graph, matmuls: Collection[Matmul], cache: Cache, amaxes: Colle
     for node in reversed(moving):
         if node not in weights and not node.users and node not in amaxes:
             graph.erase_node(node)
-    return Hoisted(made, used, layouts)
+    joint.hoisted = Hoisted(made, used, layouts)
+    return len(copies)
 
 
 def _from(graph: Graph, weights: Mapping[Node, int]) -> dict[Node, bool]:

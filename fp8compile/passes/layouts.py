@@ -19,14 +19,17 @@ from torch.fx import Node
 from .. import compat
 from ..ir import ops
 from ..ir.fx_utils import arg
+from .joint import Joint
 from .plan import Operand
 from .reread import kept_anyway, read_again
 from .written import OPERAND, Copy, Written
 
 
-def layouts(written: Written, save: bool) -> int:
-    """Tag or join the casts; returns how many pairs were joined. `save`: `save.save` follows."""
-    joined = 0
+def layouts(joint: Joint) -> int:
+    """Tag or join the casts; returns how many pairs were joined."""
+    written, joined = joint.form, 0
+    if written is None:
+        return 0
     for plain, late in written.pairs():
         operand, source = plain.operand, arg(written.casts[plain], 0)
         kept = weight_kept(operand)
@@ -35,7 +38,7 @@ def layouts(written: Written, save: bool) -> int:
         unasked = operand.reader.meta.get("recompute") is None
         again = unasked and read_again(source)
         # made again from two tensors that are kept in FP8, it would have their errors, too
-        kept = kept or again and save and not read_again(source, most=1)
+        kept = kept or again and joint.saves and not read_again(source, most=1)
         if not kept and unasked and (again or kept_anyway(source)):
             written.casts[late].meta["recompute"] = compat.MUST_RECOMPUTE
         else:

@@ -18,7 +18,7 @@ nothing; `quantize` writes what it returns.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch.fx import Node
@@ -30,7 +30,8 @@ from ..devices.catalog import Device
 from ..ir.fx_utils import ALIASES, CASTS, SAME, VIEWS, Ranks, aten, call_function, hint, value
 from ..ir.matmul import GEMMS, Gemm, Matmul
 from .addends import split_addend
-from .plan import Operand, Plan
+from .joint import Joint
+from .plan import Plan
 from .readers import BLOCK, delicate, unreadable
 
 SUMS = (aten.add.Tensor,)
@@ -51,18 +52,12 @@ class Merged:
         return [matmul for members in self.gemms.values() for matmul in members]
 
 
-def merge(
-    matmuls: list[Matmul],
-    plan: Plan,
-    device: Device | None,
-    moved: Collection[Operand] = (),
-    block: Callable[[str], object] = lambda name: None,
-    save: bool = False,
-) -> list[Merged]:
-    """The groups, in the order of the graph. `moved`: operands that a collective carries in FP8. `block`: the block of layers
-    that a layer is in, by its name. Layers of several blocks are not merged: cross-attention reads one tensor in all of them,
-    and the gradients of all blocks would be kept until the last one is there. `save`: `save.save` follows.
-    """
+def merge(joint: Joint) -> int:
+    """Choose the groups, in the order of the graph. Layers of several blocks are not merged: cross-attention reads one
+    tensor in all of them, and the gradients of all blocks would be kept until the last one is there."""
+    if joint.high_precision:
+        return 0
+    matmuls, plan = joint.matmuls, joint.plan
     ranks = Ranks(matmuls[0].node.graph) if matmuls else None
     of_layer: dict[Matmul, list[Matmul]] = defaultdict(list)
     uses: dict[Node, int] = defaultdict(int)
@@ -75,16 +70,15 @@ def merge(
     for fprop, its in of_layer.items():
         if all(map(_mergeable, its)) and uses[fprop.b.base] == 1 + any(x.gemm == "dgrad" for x in its):
             roles = [plan.of(matrix, role, x) for x in its for matrix, role in x.roles]
-            if not any(operand in moved for operand in roles):
-                together[block(fprop.fqn), _key(fprop, its, plan)].append(fprop)
-    found = []
+            if not any(operand in joint.moved for operand in roles):
+                together[joint.inputs.block(fprop.fqn), _key(fprop, its, plan)].append(fprop)
     for fprops in together.values():
-        made = _merged(fprops, of_layer, ranks, save) if ranks is not None and len(fprops) > 1 else None
-        if made is not None and _wanted(made, device):
-            found.append(made)
+        made = _merged(fprops, of_layer, ranks, joint.saves) if ranks is not None and len(fprops) > 1 else None
+        if made is not None and _wanted(made, joint.device):
+            joint.merged.append(made)
             for matmul in made.every:
                 matmul.merged = tuple(x.fqn for x in made.gemms[matmul.gemm])
-    return found
+    return len(joint.merged)
 
 
 def _mergeable(matmul: Matmul) -> bool:

@@ -21,6 +21,7 @@ from .. import compat
 from ..ir import merged, ops
 from ..ir.fx_utils import CASTS, SAME, VIEWS, Emitter, arg, aten, call_function, modules_of, restride
 from ..ir.matmul import RESULT, Matmul
+from .joint import Joint
 from .layouts import weight_kept
 from .merge import SUMS, Merged
 from .plan import Operand, Plan
@@ -28,13 +29,15 @@ from .quantize import current
 from .written import Written, whole
 
 
-def write_merged(written: Written, plan: Plan, groups: Sequence[Merged]) -> int:
+def write_merged(joint: Joint) -> int:
     """Returns how many matmuls became part of another one."""
-    for group in groups:
-        _Group(written, plan, group).write()
-    if groups:
-        compat.stable_sort(written.graph)
-    return sum(len(group.every) - len(group.gemms) for group in groups)
+    if joint.form is None:
+        return 0
+    for group in joint.merged:
+        _Group(joint.form, joint.plan, group).write()
+    if joint.merged:
+        compat.stable_sort(joint.graph)
+    return sum(len(group.every) - len(group.gemms) for group in joint.merged)
 
 
 class _Group:
@@ -84,8 +87,9 @@ class _Group:
         biases = [bias for product in products if (bias := arg(product, 4)) is not None]
         made = self.joined(emit, products, 0, emit(aten.cat.default, biases) if biases else None)
         parts = self.slices(emit, made, members, 1)
-        dense = {"memory_format": torch.contiguous_format}
-        parts = [emit(aten.clone.default, x, **dense) if m in self.group.apart else x for m, x in zip(members, parts, strict=True)]
+        for i, matmul in enumerate(members):
+            if matmul in self.group.apart:
+                parts[i] = emit(aten.clone.default, parts[i], memory_format=torch.contiguous_format)
         for product, part in zip(products, parts, strict=True):
             self.instead(product, part)
             restride(self.graph, part)

@@ -14,48 +14,43 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, GraphModule
 
 from .. import compat
 from ..config.policy import Policy
 from ..devices.catalog import Device
-from ..errors import CapacityExceeded, FrozenFound, OptionError
-from ..ir.all_gathers import AllGather
-from ..ir.all_to_alls import AllToAll
+from ..errors import OptionError
 from ..ir.forwards import Forward
 from ..ir.inputs import Inputs
-from ..ir.matmul import Matmul, note_products
+from ..ir.matmul import Matmul
 from ..ir.records import CollectiveRecord, Findings, Gatherable, KeptRecord, OpaqueRecord
 from ..ir.state_page import SlotKey
 from ..logs import SKIP_VARIABLE, dump, get_logger
-from .all_gathers import all_gathers
-from .all_gathers import carry as all_gathers_carry
-from .all_to_alls import all_to_alls
-from .all_to_alls import carry as all_to_alls_carry
-from .amax_groups import NO_GROUPS, AmaxGroups, amax_groups, reduce_current
+from .all_gathers import all_gathers, move_all_gathers
+from .all_to_alls import all_to_alls, move_all_to_alls
+from .amax_groups import amax_groups, reduce_current
 from .async_tp import complete, expose
-from .collect import collect, edges
-from .collectives import NO_COLLECTIVES, Carry, Collectives, move
+from .collect import collect
 from .decide import decide
 from .fallbacks import spell, unspell
 from .flatten import flatten
 from .forwards import forwards
 from .fuse import fuse
-from .gathered import freezable, gatherable, substitute, unite
+from .gathered import gather, substitute, unite
 from .hoist import NO_CACHE, Cache, Hoisted, hoist
+from .joint import Joint
 from .layouts import layouts
 from .lower import lower, lower_scales, split_casts
-from .merge import Merged, merge
+from .merge import merge
 from .merged import write_merged
-from .plan import Plan, plan
+from .plan import plan
 from .profitability import weigh
-from .quantize import observe, quantize
+from .quantize import quantize
 from .recast import recast
 from .save import Halves, save
 from .scatters import scatters
 from .try_matmuls import try_matmuls
 from .update_state import update_state
-from .written import Written
 
 logger = get_logger(__name__)
 
@@ -71,179 +66,32 @@ class Pass(Generic[T]):
     optional: bool = False
 
 
-@dataclass
-class Joint:
-    """The joint graph of forward and backward, and what the passes have found in it so far."""
-
-    graph: Graph
-    inputs: Inputs
-    policy: Policy
-    device: Device | None  # decides what pays; None: everything pays
-    fnuz: bool  # the device uses the fnuz FP8 encodings
-    capacity: tuple[int, int] | None  # rows of the two state inputs; None: the graph has no state
-    high_precision: bool  # only observe the tensors that would be quantized
-    inference: bool = False  # nothing to differentiate
-    matmuls: list[Matmul] = field(default_factory=list)
-    opaque: list[OpaqueRecord] = field(default_factory=list)
-    edges: tuple[tuple[int, int], ...] = ()  # between matmuls, by position
-    complaints: list[str] = field(default_factory=list)  # what the policy's author should know
-    plan: Plan = field(default_factory=Plan)
-    groups: AmaxGroups = NO_GROUPS
-    gatherable: dict[int, Gatherable] = field(default_factory=dict)  # parameters that FSDP2 may gather in FP8, and others
-    collectives: Collectives = NO_COLLECTIVES
-    merged: list[Merged] = field(default_factory=list)
-    cache: Cache = NO_CACHE
-    freezable: frozenset[int] = frozenset()  # parameters that may be kept in FP8 only
-    hoisted: Hoisted | None = None
-    pages: tuple[Node, Node] | None = None  # the state inputs of forward and backward, where some slot needs them
-    written: Written | None = None
-    forwards: dict[int, tuple[Forward, ...]] = field(default_factory=dict)  # of each weight, by input
-
-    @property
-    def rewritable(self) -> Written | None:
-        """The canonical form; None where the matmuls stay as they are."""
-        return self.written if not self.high_precision else None
-
-    @property
-    def saves(self) -> bool:
-        """Does the pass `save` follow?"""
-        return self.policy.save == "fp8" and self.inputs.training and not self.high_precision and "save" not in skipped()
-
-    def unite(self) -> int:
-        return unite(self.graph)
-
-    def spell(self) -> int:
-        return spell(self.graph)
-
-    def flatten(self) -> int:
-        return flatten(self.graph) if compat.chunks() and not self.inference else 0
-
-    def scatters(self) -> int:
-        return scatters(self.graph)
-
-    def collect(self) -> int:
-        self.matmuls, self.opaque = collect(self.graph, self.inputs)
-        if self.device is not None:  # the operator that PyTorch takes on a GPU, also where a CPU traces for one
-            self.opaque = [replace(record, op=record.op.replace("_for_cpu", "")) for record in self.opaque]
-        self.edges = edges(self.graph, self.matmuls)
-        return len(self.matmuls)
-
-    def decide(self) -> int:
-        self.complaints = decide(self.matmuls, self.inputs, self.policy, self.device, self.inference)
-        return sum(matmul.fp8 for matmul in self.matmuls)
-
-    def recast(self) -> int:
-        return recast(self.matmuls, self.device) if not self.inference else 0
-
-    def weigh(self) -> int:
-        return weigh(self.matmuls, self.device, self.cache.inputs, self.freezable) if self.device is not None else 0
-
-    def gather(self) -> int:
-        if not self.inference and self.inputs.training:
-            self.gatherable = gatherable(self.graph, self.matmuls, self.inputs, self.fnuz)
-            if found := freezable(self.gatherable, self.matmuls, self.freezable):
-                raise FrozenFound(found)
-        return sum(not found.reason for found in self.gatherable.values())
-
-    def make_plan(self) -> int:
-        note_products(self.matmuls)
-        self.plan = plan(self.matmuls, self.fnuz)
-        needed = [len(self.plan.direction(backward)) for backward in (False, True)]
-        if any(needed) and self.capacity is not None:
-            if any(rows > given for rows, given in zip(needed, self.capacity, strict=True)):
-                raise CapacityExceeded({"forward": needed[0], "backward": needed[1]})
-            by_index = {compat.input_index(node): node for node in self.graph.find_nodes(op="placeholder")}
-            first = len(self.inputs.names)
-            self.pages = by_index[first], by_index[first + 1]
-        self.groups = amax_groups(self.plan, self.inputs.groups)
-        return len(self.plan.operands)
-
-    def all_gathers(self) -> int:
-        return self._found(all_gathers(self.matmuls, self.plan))
-
-    def all_to_alls(self) -> int:
-        return self._found(all_to_alls(self.matmuls, self.plan))
-
-    def _found(self, more: Collectives) -> int:
-        if self.high_precision:
-            return 0
-        self.collectives |= more
-        return len(more.moved)
-
-    def merge(self) -> int:
-        if not self.high_precision:
-            moved = self.collectives.moved.keys()
-            self.merged = merge(self.matmuls, self.plan, self.device, moved, self.inputs.block, self.saves)
-        return len(self.merged)
-
-    def note_forwards(self) -> int:
-        self.forwards = forwards(self.matmuls, self.plan, self.merged)
-        return len(self.forwards)
-
-    def quantize(self) -> int:
-        if not self.high_precision:
-            self.written = quantize(self.graph, self.matmuls, self.plan, self.pages)
-        elif self.pages is not None:
-            self.written = observe(self.graph, self.plan, self.pages)
-        return 0 if self.written is None else len(self.written.amaxes)
-
-    def substitute(self) -> int:
-        return substitute(self.rewritable) if self.rewritable is not None else 0
-
-    def move(self) -> int:
-        if self.rewritable is None:
-            return 0
-        carry: dict[type, Carry] = {AllGather: all_gathers_carry, AllToAll: all_to_alls_carry}
-        return move(self.rewritable, self.collectives, self.groups, carry)
-
-    def layouts(self) -> int:
-        return layouts(self.rewritable, self.saves) if self.rewritable is not None else 0
-
-    def write_merged(self) -> int:
-        return write_merged(self.rewritable, self.plan, self.merged) if self.rewritable is not None else 0
-
-    def reduce_current(self) -> int:
-        return reduce_current(self.rewritable, self.groups) if self.rewritable is not None else 0
-
-    def hoist(self) -> int:
-        asked = not self.inference and not self.high_precision
-        amaxes = self.written.amaxes.values() if self.written is not None else ()
-        self.hoisted = hoist(self.graph, self.matmuls, self.cache if asked else NO_CACHE, amaxes)
-        return 0 if self.hoisted is None else len(self.hoisted.copies)
-
-    def unspell(self) -> int:
-        return unspell(self.graph)
-
-    def update_state(self) -> int:
-        if self.pages is None or self.written is None:
-            return 0
-        return update_state(self.graph, self.plan, self.written, self.pages, self.groups)
-
-
 JOINT: tuple[Pass[Joint], ...] = (
-    Pass("unite", Joint.unite),  # a weight that FSDP2 gathered in FP8 is one tensor, however many operators read it
-    Pass("spell", Joint.spell),  # transformers' loops over experts as grouped matmuls
-    Pass("flatten", Joint.flatten, optional=True),  # the logits as a matrix, where Inductor is to compute them by chunks
-    Pass("scatters", Joint.scatters, optional=True),  # the backward of the experts' permutation as a lookup, which fuses
-    Pass("collect", Joint.collect, optional=True),  # every matmul: its name, role and operands
-    Pass("decide", Joint.decide),  # FP8, or the reason why not: what is possible, then what the policy says
-    Pass("recast", Joint.recast, optional=True),  # which weights are cast again in backward, rather than kept
-    Pass("weigh", Joint.weigh, optional=True),  # what FP8 would not make faster stays in high precision
-    Pass("gather", Joint.gather),  # which weights FSDP2 may gather in FP8, and which frozen ones may be kept so
-    Pass("plan", Joint.make_plan),  # which tensors are quantized, and in which slot the scale of each lives
-    Pass("all_gathers", Joint.all_gathers, optional=True),  # which all-gathers of the graph can carry FP8
-    Pass("all_to_alls", Joint.all_to_alls, optional=True),  # which all-to-alls can, with `fp8_all_to_all`
-    Pass("merge", Joint.merge, optional=True),  # which matmuls of one input become one
-    Pass("forwards", Joint.note_forwards),  # how the fprop of each weight casts, for an export
-    Pass("quantize", Joint.quantize),  # casts and FP8 matmuls in the graph
-    Pass("substitute", Joint.substitute),  # weights that arrive in FP8
-    Pass("move", Joint.move),  # the collectives that carry FP8
-    Pass("layouts", Joint.layouts),  # which copies are kept for backward
-    Pass("write_merged", Joint.write_merged),  # the matmuls that become one
-    Pass("reduce_current", Joint.reduce_current),  # current amaxes over the ranks that share a tensor
-    Pass("hoist", Joint.hoist),  # casts of weights that are made outside of the graph, with `cache_weights`
-    Pass("unspell", Joint.unspell),  # those that stay in high precision as they were
-    Pass("update_state", Joint.update_state),  # the next scaling state
+    Pass("unite", unite),  # a weight that FSDP2 gathered in FP8 is one tensor, however many operators read it
+    Pass("spell", spell),  # transformers' loops over experts as grouped matmuls
+    Pass("flatten", flatten, optional=True),  # the logits as a matrix, where Inductor is to compute them by chunks
+    Pass("scatters", scatters, optional=True),  # the backward of the experts' permutation as a lookup, which fuses
+    Pass("collect", collect, optional=True),  # every matmul: its name, role and operands
+    Pass("decide", decide),  # FP8, or the reason why not: what is possible, then what the policy says
+    Pass("recast", recast, optional=True),  # which weights are cast again in backward, rather than kept
+    Pass("weigh", weigh, optional=True),  # what FP8 would not make faster stays in high precision
+    Pass("gather", gather),  # which weights FSDP2 may gather in FP8, and which frozen ones may be kept so
+    Pass("plan", plan),  # which tensors are quantized, and in which slot the scale of each lives
+    Pass("amax_groups", amax_groups),  # over which ranks amaxes are reduced
+    Pass("all_gathers", all_gathers, optional=True),  # which all-gathers of the graph can carry FP8
+    Pass("all_to_alls", all_to_alls, optional=True),  # which all-to-alls can, with `fp8_all_to_all`
+    Pass("merge", merge, optional=True),  # which matmuls of one input become one
+    Pass("forwards", forwards),  # how the fprop of each weight casts, for an export
+    Pass("quantize", quantize),  # casts and FP8 matmuls in the graph: the canonical form, which the following rewrite
+    Pass("substitute", substitute),  # weights that arrive in FP8
+    Pass("move_all_gathers", move_all_gathers),
+    Pass("move_all_to_alls", move_all_to_alls),
+    Pass("layouts", layouts),  # which copies are kept for backward
+    Pass("write_merged", write_merged),
+    Pass("reduce_current", reduce_current),  # current amaxes over the ranks that share a tensor
+    Pass("hoist", hoist),  # casts of weights that are made outside of the graph, with `cache_weights`
+    Pass("unspell", unspell),  # those that stay in high precision as they were
+    Pass("update_state", update_state),  # the next scaling state
 )
 PARTITIONED: tuple[Pass[Halves], ...] = (
     Pass("save", save, optional=True),  # large tensors that forward keeps, in FP8
@@ -299,7 +147,8 @@ def run_joint(
     FrozenFound, before the graph is changed, if some of the `freezable` parameters can be kept in FP8 only.
     """
     inference = not compat.tag_backward(graph)
-    joint = Joint(graph, inputs, policy, device, fnuz, capacity, high_precision, inference, cache=cache, freezable=freezable)
+    saves = policy.save == "fp8" and inputs.training and not high_precision and "save" not in skipped()
+    joint = Joint(graph, inputs, policy, device, fnuz, capacity, high_precision, inference, saves, cache, freezable)
     _run(JOINT, joint, graph)
     graph.eliminate_dead_code()
     done = Rewritten(
@@ -308,8 +157,8 @@ def run_joint(
         joint.inference,
         complaints=tuple(joint.complaints),
         edges=joint.edges,
-        groups=tuple(dict.fromkeys((*joint.groups.every, *joint.collectives.groups))) if joint.written is not None else (),
-        collectives=joint.collectives.records,
+        groups=joint.state_groups() if joint.written is not None else (),
+        collectives=tuple(joint.collectives),
         gatherable=joint.gatherable,
         hoisted=joint.hoisted,
         forwards=joint.forwards if not high_precision else {},

@@ -10,15 +10,20 @@ last reduction is one kernel.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from torch.fx import Node
 
 from .. import compat
 from ..config.recipe import Recipe, Scaling
 from ..devices.formats import Format, pick
+from ..errors import CapacityExceeded
 from ..ir.fx_utils import Matrix
-from ..ir.matmul import Matmul, OperandKey
+from ..ir.matmul import Matmul, OperandKey, note_products
 from ..ir.state_page import SlotKey, SlotSettings, limit_of
+
+if TYPE_CHECKING:
+    from .joint import Joint
 
 
 @dataclass(eq=False)
@@ -53,7 +58,21 @@ class Plan:
         return sorted((x for x in self.operands.values() if x.backward is backward and x.slot >= 0), key=lambda x: x.slot)
 
 
-def plan(matmuls: list[Matmul], fnuz: bool) -> Plan:
+def plan(joint: Joint) -> int:
+    """Raises CapacityExceeded if the slots do not fit into the state inputs."""
+    note_products(joint.matmuls)
+    joint.plan = _plan(joint.matmuls, joint.fnuz)
+    needed = [len(joint.plan.direction(backward)) for backward in (False, True)]
+    if any(needed) and joint.capacity is not None:
+        if any(rows > given for rows, given in zip(needed, joint.capacity, strict=True)):
+            raise CapacityExceeded({"forward": needed[0], "backward": needed[1]})
+        by_index = {compat.input_index(node): node for node in joint.graph.find_nodes(op="placeholder")}
+        first = len(joint.inputs.names)
+        joint.pages = by_index[first], by_index[first + 1]
+    return len(joint.plan.operands)
+
+
+def _plan(matmuls: list[Matmul], fnuz: bool) -> Plan:
     """The operands of all matmuls that become FP8. `fnuz`: the device uses the fnuz encodings. Changes nothing."""
     made = Plan()
     uses: dict[Node, int] = {}  # parameter -> its fprops so far

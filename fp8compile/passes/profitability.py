@@ -29,6 +29,7 @@ from ..devices.catalog import Device
 from ..ir.fx_utils import hint, value
 from ..ir.matmul import GEMMS, Matmul, OperandKey, Price
 from .gathered import arrives
+from .joint import Joint
 from .tensor_traffic import Source, source
 
 SLOWER = "slower in FP8"
@@ -155,19 +156,18 @@ class Cast:
         return cost.casts(device, tensor, scaling, layouts, self.again)
 
 
-def weigh(
-    matmuls: list[Matmul], device: Device, kept: Container[int | None] = (), frozen: Container[int | None] = ()
-) -> int:
-    """Drop the matmuls that do not gain from FP8 on `device`, and fill in the estimates; returns how many were dropped. `kept`:
-    the inputs of the graph whose copies are kept between calls, where the recipe says so; `frozen`: those that will arrive in
-    FP8, where the recipe says so."""
+def weigh(joint: Joint) -> int:
+    """Drop the matmuls that do not gain from FP8 on the device, and fill in the estimates; returns how many were dropped."""
+    matmuls, device = joint.matmuls, joint.device
+    if device is None:
+        return 0
     candidates = [matmul for matmul in matmuls if matmul.fp8 and all(map(hint, (matmul.m, matmul.n, matmul.k)))]
     if not device.has_fp8:
         left_open = [matmul for matmul in candidates if matmul.decision.auto]
         for matmul in left_open:
             matmul.keep(f"no FP8 on this device: {device.name}")
         return len(left_open)
-    gemms = _model(candidates, kept, frozen)
+    gemms = _model(candidates, joint.cache.inputs, joint.freezable)
     known: dict[tuple, int | None] = {}
     parts = [_Component(device, part, known) for part in _components(gemms)]
     for part in parts:
@@ -210,7 +210,9 @@ def _settle(device: Device, parts: list[_Component]) -> str:
 
 
 def _model(candidates: list[Matmul], kept: Container[int | None] = (), frozen: Container[int | None] = ()) -> list[Gemm]:
-    """The gemms with the tensors that they read. Gemms that read the same base with the same scaling share its casts."""
+    """The gemms with the tensors that they read. Gemms that read the same base with the same scaling share its casts.
+    `kept`: the inputs of the graph whose copies are kept between calls, where the recipe says so; `frozen`: those that will
+    arrive in FP8, where the recipe says so."""
     gemms: list[Gemm] = []
     bases: dict[Node, Base] = {}
     casts: dict[OperandKey, Cast] = {}

@@ -32,11 +32,21 @@ from ..ir.fx_utils import Emitter, Matrix, aten, call_function, same_shape, valu
 from ..ir.matmul import GEMMS, PRODUCT, RESULT, Matmul
 from .addends import add, split_addend
 from .grouped import Groups, block_of
+from .joint import Joint
 from .plan import Operand, Plan
 from .written import OPERAND, Copy, Written, whole
 
 
-def observe(graph: Graph, plan: Plan, pages: tuple[Node, Node]) -> Written:
+def quantize(joint: Joint) -> int:
+    """Returns how many tensors have a scale from one amax."""
+    if not joint.high_precision:
+        joint.written = _quantize(joint.graph, joint.matmuls, joint.plan, joint.pages)
+    elif joint.pages is not None:
+        joint.written = _observe(joint.graph, joint.plan, joint.pages)
+    return 0 if joint.written is None else len(joint.written.amaxes)
+
+
+def _observe(graph: Graph, plan: Plan, pages: tuple[Node, Node]) -> Written:
     """Take the amax of each operand that has a slot, and leave the matmuls as they are: a high-precision phase that keeps
     histories."""
     writer = _Writer(graph, plan, pages)
@@ -47,7 +57,7 @@ def observe(graph: Graph, plan: Plan, pages: tuple[Node, Node]) -> Written:
     return writer.written
 
 
-def quantize(graph: Graph, matmuls: list[Matmul], plan: Plan, pages: tuple[Node, Node] | None) -> Written:
+def _quantize(graph: Graph, matmuls: list[Matmul], plan: Plan, pages: tuple[Node, Node] | None) -> Written:
     """Rewrite the decided matmuls; `pages` are the state inputs of forward and backward (None: no state)."""
     writer = _Writer(graph, plan, pages)
     for backward in (False, True):

@@ -13,7 +13,6 @@ which reads the weight once more. bf16 keeps no copy of a weight. So a copy is k
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 
 from torch.fx import Node
@@ -22,13 +21,15 @@ from .. import compat
 from ..devices.catalog import Device
 from ..ir.fx_utils import hint, value
 from ..ir.matmul import Matmul
+from .joint import Joint
 
 CHEAP, DEAR = 0.015, 0.08
 
 
-def recast(matmuls: Iterable[Matmul], device: Device | None) -> int:
+def recast(joint: Joint) -> int:
     """Decide it for each weight that FP8 matmuls read; returns how many weights are cast again."""
-    if device is None or not device.has_fp8:
+    matmuls, device = joint.matmuls, joint.device
+    if joint.inference or device is None or not device.has_fp8:
         return 0
     readers: dict[Node, list[Matmul]] = {}
     inputs: dict[Node, int] = {}

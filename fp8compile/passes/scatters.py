@@ -15,16 +15,18 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from ..ir.fx_utils import SAME, VIEWS, Emitter, arg, aten, behind, call_function, same_shape, value
 from ..ir.matmul import offs_of
+from .joint import Joint
 
 SORTS = (aten.sort.default, aten.sort.stable)
 
 
-def scatters(graph: Graph) -> int:
+def scatters(joint: Joint) -> int:
     """Returns how many scatters were replaced, in a graph with grouped matmuls."""
+    graph = joint.graph
     if not any(offs_of(node) is not None for node in graph.find_nodes(op="call_function", target=aten._grouped_mm.default)):
         return 0
     replaced = 0

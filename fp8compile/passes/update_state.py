@@ -10,20 +10,22 @@ and the update depends on the snapshot, so the partitioner and Inductor may orde
 
 from __future__ import annotations
 
-from torch.fx import Graph, Node
+from torch.fx import Graph
 
 from ..ir import ops
 from ..ir.fx_utils import Emitter, aten
-from .amax_groups import AmaxGroups, reduced
-from .plan import Plan
-from .written import Written
+from .amax_groups import reduced
+from .joint import Joint
 
 
-def update_state(graph: Graph, plan: Plan, written: Written, pages: tuple[Node, Node], groups: AmaxGroups) -> int:
+def update_state(joint: Joint) -> int:
     """Write the next state of both directions; returns how many directions have one.
 
     The amaxes of a graph are reduced over the ranks of a group if the recipe of any of its operands says so.
     """
+    graph, plan, written, pages, groups = joint.graph, joint.plan, joint.written, joint.pages, joint.groups
+    if pages is None or written is None:
+        return 0
     moved, end = 0, graph.output_node()  # there, nothing waits for an all-reduce any more
     for backward in (False, True):
         operands = plan.direction(backward)

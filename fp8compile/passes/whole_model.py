@@ -17,7 +17,7 @@ from .. import compat
 from ..ir.inputs import capture
 from ..logs import get_logger
 from .classify import kinds
-from .collect import collect
+from .collect import find
 
 logger = get_logger(__name__)
 
@@ -42,7 +42,7 @@ def whole_kinds(gm: GraphModule) -> Mapping[str, tuple[str, ...]] | None:
 
 def _kinds(gm: GraphModule, example_inputs: Any) -> dict[str, tuple[str, ...]]:
     inputs = capture(gm, example_inputs)
-    matmuls, _ = collect(compat.forward_of(gm), inputs)
+    matmuls, _ = find(compat.forward_of(gm), inputs)
     found: dict[str, list[str]] = defaultdict(list)
     for matmul, kind in kinds(matmuls, inputs).items():
         found[matmul.name].append(kind)

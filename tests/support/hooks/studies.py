@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
@@ -95,14 +96,15 @@ def weighed() -> Iterator[dict[tuple[str, str], tuple[Any, str]]]:
     from fp8compile.passes import pipeline
 
     found: dict[tuple[str, str], tuple[Any, str]] = {}
-    weigh = pipeline.weigh
+    def noted(step: Any) -> Any:
+        def run(joint: Any) -> int:
+            before = {matmul: matmul.decision for matmul in joint.matmuls}
+            result = step.run(joint)
+            found.clear()
+            found.update({(m.fqn, m.gemm): (m, before[m]) for m in joint.matmuls if m.weight is not None})
+            return result
 
-    def noted(matmuls: Sequence[Any], *rest: Any) -> int:
-        before = {matmul: matmul.decision for matmul in matmuls}
-        result = weigh(matmuls, *rest)
-        found.clear()
-        found.update({(m.fqn, m.gemm): (m, before[m]) for m in matmuls if m.weight is not None})
-        return result
+        return dataclasses.replace(step, run=run)
 
-    with mock.patch.object(pipeline, "weigh", noted):
+    with mock.patch.object(pipeline, "JOINT", [noted(x) if x.name == "weigh" else x for x in pipeline.JOINT]):
         yield found
