@@ -116,7 +116,6 @@ class Matmul:
     reason: str | None = None  # why it stays in high precision; None: it becomes FP8
     name: str = ""  # of the parameter
     recipe: Recipe = Recipe()
-    why: str = ""  # why "auto" has chosen this recipe; "" if the recipe was named
     rule: str = ""  # the policy's rule that decided
     auto: bool = False  # FP8 only if it pays
     flipped: bool = False  # it computes the transpose of its node's result
@@ -200,7 +199,6 @@ class Matmul:
             decision=FP8 if self.fp8 else HIGH_PRECISION,
             reason=self.reason or "",
             recipe=self.recipe.name if self.fp8 else "",
-            why=self.why if self.fp8 else "",
             batch=batch,
             groups=self.groups,
             op=self.op,

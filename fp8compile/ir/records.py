@@ -25,7 +25,6 @@ class MatmulRecord:
     which its layer gains.
     `emulated`: the device has no tensor cores for the recipe; FP8 values are multiplied in bf16, which is exact and not faster.
     `merged`: the layers, itself among them, for whose gemms of this kind there is one matmul.
-    `why`: why the recipe "auto" became `recipe`, "" if `recipe` was named.
     """
 
     fqn: str
@@ -48,13 +47,12 @@ class MatmulRecord:
     break_even_m: int | None = None
     emulated: bool = False
     merged: tuple[str, ...] = ()
-    why: str = ""
     symbolic: str = ""
 
     @property
     def how(self) -> str:
         """The recipe, as reports show it."""
-        notes = [note for note, holds in ((self.why, self.why), ("emulated", self.emulated), ("merged", self.merged)) if holds]
+        notes = [note for note, holds in (("emulated", self.emulated), ("merged", self.merged)) if holds]
         return f"{self.recipe} ({', '.join(notes)})" if notes else self.recipe
 
     @property

@@ -7,13 +7,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import replace
 
 from .. import compat
 from ..codegen.scaled_mm_kind import EMULATED, how_grouped
 from ..config.policy import Choice, Policy, Rule, Site
-from ..config.recipe import WHOLE, Chosen
+from ..config.recipe import WHOLE
 from ..devices import support
 from ..devices.catalog import Device
 from ..devices.gpu import gpu_of
@@ -44,7 +43,7 @@ def decide(
         choice = policy.choose(site)
         gpu = device.gpu if device is not None else gpu_of(value(matmul.node).device)
         matmul.rule, matmul.auto = choice.label, choice.fp8 == "auto"
-        _take(matmul, choice.recipe.on(gpu))
+        matmul.recipe = choice.recipe
         if matmul.offs is not None:  # `aten._scaled_grouped_mm` takes nothing else
             tiles = matmul.recipe.weight_tiles and matmul.recipe.built_in.tile != WHOLE
             matmul.recipe = replace(matmul.recipe, fp8_format="e4m3", weight_tiles=tiles)
@@ -94,13 +93,6 @@ def decide(
         complaint = f"{', '.join(dict.fromkeys(lost))}: what is compiled here, {inputs.root}, has no repeated blocks to count"
         complaints[complaint] = None
     return [*complaints, *policy.unmatched(sites, inputs.modules, inputs.parameter_names, whole=inputs.whole)]
-
-
-def _take(matmul: Matmul, possible: Sequence[Chosen]) -> None:
-    """The first of these recipes whose blocks fit the layer's weight; the first one if none does."""
-    weight = (matmul.fprop or matmul).weight_operand
-    fitting = (chosen for chosen in possible if not legality.missed(weight, chosen.recipe))
-    matmul.recipe, matmul.why = next(fitting, possible[0])
 
 
 def _choice(matmul: Matmul, site: Site, choice: Choice, rule: Rule | None) -> str | None:

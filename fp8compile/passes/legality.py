@@ -9,8 +9,7 @@ from __future__ import annotations
 import torch
 
 from .. import compat
-from ..config.recipe import Recipe
-from ..ir.fx_utils import FLOATS, Matrix, hint, is_data, value
+from ..ir.fx_utils import FLOATS, hint, is_data, value
 from ..ir.matmul import Matmul, factors
 
 NO_ROWS = "no rows"
@@ -87,16 +86,11 @@ def misaligned(matmul: Matmul) -> str | None:
     # contracted rows are padded, in both operands; any other size has to fit as it is
     if not (matmul.a.transposed and not matmul.b.transposed) and not _fits(matmul.k):
         return f"not a multiple of 16: contracts over {matmul.k}"
-    if size := missed(operand, matmul.recipe):
-        return f"not a multiple of {size}: {' x '.join(map(str, sizes))}, the blocks of an expert's weight"
+    block = max(matmul.recipe.weight_block) if operand is not None and operand.stack > 1 else 0
+    if operand is not None and block and any(side % block for side in (operand.rows, operand.shape[1])):
+        # a block that reaches into the next matrix has no scale of its own
+        return f"not a multiple of {block}: {' x '.join(map(str, sizes))}, the blocks of an expert's weight"
     return None
-
-
-def missed(weight: Matrix | None, recipe: Recipe) -> int:
-    """What the sides of an expert's weight have to be a multiple of and are not; 0 if they fit. (A block that reaches into the
-    next matrix has no scale of its own.)"""
-    size = max(recipe.weight_block) if weight is not None and weight.stack > 1 else 0
-    return size if weight is not None and size and any(side % size for side in (weight.rows, weight.shape[1])) else 0
 
 
 def fits(matmul: Matmul) -> bool:
