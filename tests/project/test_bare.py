@@ -62,7 +62,7 @@ Rule(modul="x")
 import fp8compile.cli
 fp8compile.monitor(delayed, 1, to="tensorboard:runs")
 fp8compile.export(delayed, sys.argv[1] + ".out")
-from fp8compile.reporting import plots; plots.plot_frontier({}, "", "x.png")
+from fp8compile.reporting import plots; plots.plot_comparison([], "", "x.png", {}, 1)
 import fp8compile.integrations.lightning
 import fp8compile.integrations.transformers
 '''.strip().splitlines():
