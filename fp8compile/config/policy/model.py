@@ -10,6 +10,7 @@ A setting is looked up in this order: the rule, the named recipe, the options gi
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -257,6 +258,16 @@ class Policy(_Tables):
 
     def __repr__(self) -> str:
         return brief(self)
+
+    @staticmethod
+    def load(source: Any = None) -> Policy:
+        """The policy that `source` names or holds.
+
+        None: the policy that the environment variable FP8COMPILE_POLICY names, else "default". A string that ends in .toml or
+        has a separator, and any Path: a file. Another string: a shipped policy. A dict: the tables of a file. A Policy: itself.
+        Raises PolicyError (a ValueError), also where a file cannot be read.
+        """
+        return importlib.import_module(".files", __package__).load(source)  # which imports this module
 
     def choose(self, site: match.Site) -> match.Choice:
         """The first rule whose conditions hold decides; without one, the default recipe where it pays."""
