@@ -188,7 +188,8 @@ class Trainer:
         return undo
 
     def histories(self) -> dict[str, Tensor]:
-        state = fp8compile.scaling_state(self.model) if fp8compile.report(self.model).graphs else {}
+        scaling = fp8compile.ScalingState(self.model, all_ranks=False)
+        state = scaling.state_dict() if fp8compile.report(self.model).graphs else {}
         return {name: row.clone() for name, row in state.items() if row.numel() > 1}
 
     def overflowed(self, found: Sequence[Any], name: Callable[[Any], str]) -> None:

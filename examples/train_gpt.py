@@ -464,7 +464,7 @@ def parse_arguments(argv: list[str] | None = None) -> tuple[OneLineParser, argpa
     parser.add_argument("--batch-size", type=positive_int, help="sequences a step (default: the configuration's)")
     parser.add_argument("--lr", type=positive_float, default=5e-4, help="peak learning rate (default: 5e-4)")
     parser.add_argument("--seed", type=whole_number, default=0, help="of the weights and the batches (default: 0)")
-    recipes = ("auto", "delayed", "tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8")
+    recipes = ("delayed", "tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8")
     parser.add_argument("--recipe", choices=recipes, default="delayed", help="how scales are found (default: delayed)")
     formats = "hybrid: gradients are E5M2 (default: the recipe's)"
     parser.add_argument("--fp8-format", choices=("hybrid", "e4m3"), help=formats)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from . import optim as optim
     from .backend import fp8 as fp8
     from .config.policy import Policy as Policy
+    from .config.policy import PolicyError as PolicyError
     from .config.policy import Rule as Rule
     from .config.policy import Schedule as Schedule
     from .config.recipe import Recipe as Recipe
@@ -28,8 +29,10 @@ if TYPE_CHECKING:
     from .errors import ExportError as ExportError
     from .errors import Fp8CompileError as Fp8CompileError
     from .errors import OptionError as OptionError
+    from .errors import ShardingError as ShardingError
     from .errors import StateError as StateError
     from .errors import StrictError as StrictError
+    from .errors import TuneError as TuneError
     from .exporting.export import Exported as Exported
     from .exporting.export import export as export
     from .reporting.monitor import Monitor as Monitor
@@ -37,22 +40,20 @@ if TYPE_CHECKING:
     from .reporting.report import report as report
     from .reporting.stats import Stats as Stats
     from .reporting.stats import stats as stats
-    from .runtime.calls import dry_run as dry_run
+    from .runtime.calls import freeze_scaling_state as freeze_scaling_state
     from .runtime.checkpoint import ScalingState as ScalingState
-    from .runtime.frozen import thaw as thaw
+    from .runtime.frozen import restore_frozen_weights as restore_frozen_weights
     from .runtime.phases import on_step as on_step
-    from .runtime.phases import set_phase as set_phase
+    from .runtime.phases import set_precision as set_precision
     from .runtime.phases import set_step as set_step
-    from .runtime.state_dict import load_scaling_state as load_scaling_state
-    from .runtime.state_dict import scaling_state as scaling_state
-    from .runtime.weight_cache import refresh as refresh
+    from .runtime.weight_cache import refresh_weight_cache as refresh_weight_cache
 
 __version__ = "0.2.0"
 
 # Resolved on first use: importing the package costs nothing, even from within `import torch` (TORCH_LOGS)
 _MODULES = {
     "backend": ("fp8",),
-    "config.policy": ("Policy", "Rule", "Schedule"),
+    "config.policy": ("Policy", "PolicyError", "Rule", "Schedule"),
     "config.recipe": ("Recipe",),
     "dryrun.compare": ("compare",),
     "dryrun.comparison": ("Comparison",),
@@ -61,31 +62,36 @@ _MODULES = {
     "dryrun.tune": ("tune",),
     "dryrun.tuned": ("Tuned",),
     "dryrun.watch": ("monitor",),
-    "errors": ("ExportError", "Fp8CompileError", "OptionError", "StateError", "StrictError"),
+    "errors": ("ExportError", "Fp8CompileError", "OptionError", "ShardingError", "StateError", "StrictError", "TuneError"),
     "exporting.export": ("Exported", "export"),
     "reporting.monitor": ("Monitor",),
     "reporting.report": ("Report", "report"),
     "reporting.stats": ("Stats", "stats"),
-    "runtime.calls": ("dry_run",),
+    "runtime.calls": ("freeze_scaling_state",),
     "runtime.checkpoint": ("ScalingState",),
-    "runtime.frozen": ("thaw",),
-    "runtime.phases": ("on_step", "set_phase", "set_step"),
-    "runtime.weight_cache": ("refresh",),
-    "runtime.state_dict": ("load_scaling_state", "scaling_state"),
+    "runtime.frozen": ("restore_frozen_weights",),
+    "runtime.phases": ("on_step", "set_precision", "set_step"),
+    "runtime.weight_cache": ("refresh_weight_cache",),
 }
 _SUBMODULES = ("distributed", "optim")
 _PUBLIC = {name: module for module, names in _MODULES.items() for name in names}
-__all__ = sorted(_PUBLIC)  # noqa: PLE0605
+# what functions return, for annotations; and the backend, which torch finds by its name
+_UNLISTED = {"Comparison", "Estimate", "Exported", "Monitor", "Report", "Stats", "Tuned", "fp8"}
+__all__ = sorted({*_PUBLIC, *_SUBMODULES} - _UNLISTED)  # noqa: PLE0605
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _PUBLIC and name not in _SUBMODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib
 
+    if name in _PUBLIC:
+        return getattr(importlib.import_module(f".{_PUBLIC[name]}", __name__), name)
     if name in _SUBMODULES:
         return importlib.import_module(f".{name}", __name__)
-    return getattr(importlib.import_module(f".{_PUBLIC[name]}", __name__), name)
+    if not name.startswith("_"):
+        renamed = importlib.import_module(".deprecated", __name__)
+        if name in renamed.NAMES:
+            return renamed.find(name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -29,10 +29,8 @@ from torch.fx import Graph, GraphModule
 from . import compat
 from .config.options import Options, parse
 from .config.policy.match import places
-from .config.recipe import Recipe
 from .devices import catalog, formats, support
 from .devices.catalog import Device
-from .devices.gpu import Gpu, gpu_of
 from .errors import CapacityExceeded, CopiesMissing, FrozenFound, OptionError, StrictError, Unusable
 from .ir import merged, ops, state_page
 from .ir.inputs import Inputs, capture, roots, unchosen
@@ -153,7 +151,7 @@ def _compile(
 ) -> Callable:
     example_inputs = list(given)
     learning = inputs.training and inputs.grad and bool(inputs.weights)
-    histories = [recipe.amax_history_len for recipe in _recipes(inputs, chosen) if recipe.delayed]
+    histories = [recipe.amax_history_len for recipe in chosen.policy.possible if recipe.delayed]
     if inputs.inlined and learning and histories:
         say_once(logger, logging.WARNING, f"fp8: {INLINED}")
     guess = 16 * -(-3 * len(inputs.weights) // 16)
@@ -314,15 +312,6 @@ def _lowering(chosen: Options) -> dict[str, Any]:
     if compat.async_tensor_parallel(theirs):
         ours["post_grad_custom_pre_pass"] = run_early_post_grad
     return {**theirs, **{name: compat.GraphPass(run, key, theirs.get(name)) for name, run in ours.items()}}
-
-
-def _recipes(inputs: Inputs, chosen: Options) -> set[Recipe]:
-    """Every recipe that a matmul of this graph may have, with those of its device in the place of "auto"."""
-    policy = chosen.policy
-    gpus: set[Gpu | None] = {gpu_of(device) for device in inputs.devices if device.type == "cuda"} or {None}
-    if policy.device is not None:
-        gpus = {catalog.find(policy.device).gpu}
-    return {possible.recipe for recipe in policy.possible for gpu in gpus for possible in recipe.on(gpu)}
 
 
 def _description(chosen: Options, graph: Graph) -> Device | None:

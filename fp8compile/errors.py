@@ -64,6 +64,10 @@ class ExportError(Fp8CompileError, ValueError):
     """A model that `fp8compile.export` cannot write, or a directory that it may not write into."""
 
 
+class TuneError(Fp8CompileError):
+    """No policy that `fp8compile.tune` tried is exact enough, or none is faster than bf16."""
+
+
 class CapacityExceeded(Fp8CompileError):
     """Internal: a graph needs more scaling slots than were allocated; `needed` says how many of each kind."""
 

@@ -32,7 +32,7 @@ except ModuleNotFoundError:
     sys.exit("fp8compile: error: the command line needs click, which is not installed: pip install click")
 
 from .. import __version__
-from ..errors import Fp8CompileError, StrictError, one_line
+from ..errors import Fp8CompileError, StrictError, TuneError, one_line
 from .env import env
 from .errors import complain
 from .model import compare, estimate, explain
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             click.echo(error.details, err=True)
         return complain(str(error), 2, color=color)
     except Fp8CompileError as error:
-        return complain(str(error), 1 if isinstance(error, StrictError) else 2, color=color)
+        return complain(str(error), 1 if isinstance(error, (StrictError, TuneError)) else 2, color=color)
     except Exception as error:
         if debug:
             raise

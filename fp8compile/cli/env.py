@@ -68,7 +68,7 @@ def gpus() -> list[dict[str, Any]]:
 
 
 def _gpu(device: Any) -> dict[str, Any]:
-    from ..config.recipe import AUTO, BUILT_IN, Recipe
+    from ..config.recipe import BUILT_IN
     from ..devices import catalog
     from ..devices.gpu import gpu_of
 
@@ -85,7 +85,6 @@ def _gpu(device: Any) -> dict[str, Any]:
         "capability": gpu.gfx or "{}.{}".format(*gpu.capability),
         "memory": gpu.total_memory,
         "native": native if gpu.architecture.fp8 else [],
-        "auto": Recipe(AUTO).on(gpu)[0].recipe.name,
         "described_as": described.key,
         "origin": described.origin,
     }
@@ -98,7 +97,7 @@ def _lines(gpu: dict[str, Any]) -> list[str]:
         return [gpu["error"]]
     what = "architecture" if gpu["capability"].startswith("gfx") else "compute capability"
     emulated = "".join(f"; {name} is emulated in bf16" for name in RECIPES if name not in gpu["native"])
-    native = f"FP8: {', '.join(gpu['native'])}{emulated}; 'auto' is {gpu['auto']}"
+    native = f"FP8: {', '.join(gpu['native'])}{emulated}"
     return [
         f"{gpu['name']}, {what} {gpu['capability']}, {gpu['memory'] / 2**30:.0f} GiB",
         native if gpu["native"] else "no FP8: models are compiled in high precision",

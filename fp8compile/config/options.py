@@ -17,7 +17,7 @@ from ..devices import catalog
 from ..errors import OptionError, did_you_mean, near, one_of
 from ..logs import get_logger, say_once
 from .policy import Policy, Rule, load
-from .recipe import AUTO, WHOLE, Recipe, boolean
+from .recipe import WHOLE, Recipe, boolean
 
 _RECIPE_FIELDS = {"recipe": "name", **{f.name: f.name for f in dataclasses.fields(Recipe) if f.name != "name"}}  # by option
 OURS = ("policy", "exclude", "device", "eval", "save", *_RECIPE_FIELDS, "strict")
@@ -101,10 +101,10 @@ def _looks_at(recipe: Recipe, option: str) -> bool:
     if option in _HISTORIES:
         return recipe.delayed
     if option == "current_scaling":
-        return recipe.name in ("delayed", AUTO)
+        return recipe.name == "delayed"
     if option in _WHOLE_TENSORS:
-        return recipe.name == AUTO or recipe.built_in.block == WHOLE
-    return option != "weight_tiles" or recipe.name == AUTO or bool(recipe.built_in.tile)
+        return recipe.built_in.block == WHOLE
+    return option != "weight_tiles" or bool(recipe.built_in.tile)
 
 
 def _spelled(recipe: Recipe, beside: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,6 @@
 ``blockwise``           one scale for 1 x 128 elements along the contraction, or 128 x 128 of a weight; powers of two; E4M3
 ``mxfp8``               one scale for 1 x 32 elements along the contraction, a power of two (E8M0); E4M3 throughout. With
                         `weight_tiles` one for 32 x 32 elements of a weight
-``auto``                the one of these that suits the device: ``mxfp8`` where tensor cores have it, else ``delayed``
 
 In all, ``scale = fp8_max / (amax * 2**margin)`` multiplies into FP8. Names and meanings are TransformerEngine's and torchao's;
 the blocks are those of DeepSeek-V3 and of the OCP Microscaling specification.
@@ -87,9 +86,6 @@ BUILT_IN = {
     ),
 }
 RECIPES = tuple(BUILT_IN)
-AUTO = "auto"
-NAMES = (AUTO, *RECIPES)  # what users may write
-PREFERRED = ("mxfp8", "delayed", "tensorwise")  # by "auto"; the last one takes all settings
 COSTS = {name: made.cost for name, made in BUILT_IN.items() if made.cost is not None}
 
 
@@ -99,13 +95,6 @@ def recipe_of(delayed: bool, block: tuple[int, int]) -> str:
         return "delayed" if delayed else "tensorwise"
     found = (name for name in COSTS if block in (BUILT_IN[name].block, BUILT_IN[name].weight_block, BUILT_IN[name].tile))
     return next(found, "rowwise")  # a scale for a row of one group, or of one matrix of a stack
-
-
-class Chosen(NamedTuple):
-    """A recipe that "auto" stands for. `why`: for the report, "" if the recipe was named."""
-
-    recipe: Recipe
-    why: str = ""
 
 
 class Scaling(NamedTuple):
@@ -129,8 +118,6 @@ class Scaling(NamedTuple):
 class Recipe:
     """Validated on construction: OptionError (a ValueError) names the field, the value and what is allowed.
 
-    A recipe with the name "auto" has no scaling of its own: `on` says which recipes it stands for on a device. Its `fp8_format`
-    and `power_of_2_scale` stay None where they are not given.
     `fp8_format` is taken in any case and stored in lower case; `override_linear_precision` is (fprop, dgrad, wgrad),
     True keeps that gemm in high precision; a list is accepted and stored as a tuple.
     `fp8_format` is "hybrid" or "e4m3"; None stands for the recipe's own. `margin` is one integer, or three: for inputs
@@ -182,7 +169,7 @@ class Recipe:
     weight_tiles: bool = False
 
     def __post_init__(self) -> None:
-        one_of("recipe", self.name, NAMES)
+        one_of("recipe", self.name, RECIPES)
         self._formats()
         integer("amax_history_len", self.amax_history_len, 1, 1 << 20)
         one_of("amax_compute_algo", self.amax_compute_algo, AMAX_ALGOS)
@@ -202,7 +189,7 @@ class Recipe:
         one_of("frozen", self.frozen, FROZEN)
         boolean("fp8_all_to_all", self.fp8_all_to_all)
         boolean("weight_tiles", self.weight_tiles)
-        if self.frozen == "fp8" and self.name != AUTO and len({*self.weight_block}) > 1:
+        if self.frozen == "fp8" and len({*self.weight_block}) > 1:
             why = "whose dgrad needs other scales of a weight than its fprop: one FP8 copy cannot serve both"
             why += "; or set weight_tiles to True" if self.built_in.tile else ""
             raise OptionError.of("frozen", self.frozen, f"'high_precision' with recipe {self.name!r}, {why}")
@@ -211,12 +198,6 @@ class Recipe:
 
     def _formats(self) -> None:
         given = self.fp8_format
-        if self.name == AUTO:  # what the settings mean is checked for each recipe that it stands for
-            if given is not None or self.power_of_2_scale is not None:
-                plain = Recipe("tensorwise", given, power_of_2_scale=self.power_of_2_scale)
-                object.__setattr__(self, "fp8_format", given and plain.fp8_format)
-            one_of("fp8_encoding", self.fp8_encoding, ENCODINGS)
-            return
         if given is None:
             given = "e4m3" if self.fine else "hybrid"
         if isinstance(given, str) and given.lower() in FP8_FORMATS:
@@ -271,36 +252,13 @@ class Recipe:
 
     @property
     def delayed(self) -> bool:
-        """Whether scales come from state (and state must be kept), not from the tensor itself. "auto": whether they may."""
-        return self.name in ("delayed", AUTO) and not all(self.current_scaling)
+        """Whether scales come from state (and state must be kept), not from the tensor itself."""
+        return self.name == "delayed" and not all(self.current_scaling)
 
     @property
     def current(self) -> Recipe:
         """The same recipe without state: tensors are scaled by their current amaxes."""
         return replace(self, name="tensorwise") if self.delayed else self
-
-    def on(self, gpu: Gpu | None) -> tuple[Chosen, ...]:
-        """What this recipe is on a GPU (None: on a CPU): itself or, for "auto", those that a layer takes the first of that its
-        sizes allow. A recipe that the GPU would only emulate, or that refuses the settings, is not among them."""
-        if self.name != AUTO:
-            return (Chosen(self),)
-        where, refused = "a CPU" if gpu is None else gpu.target, ""
-        for name in PREFERRED:
-            if not BUILT_IN[name].native(gpu):
-                continue
-            try:
-                chosen = replace(self, name=name)
-            except OptionError as error:
-                refused = refused or f", as {name} has another {error.key}"
-                continue
-            if BUILT_IN[name].block != WHOLE and (self.fp8_all_to_all or self.merge_matmuls is True):
-                refused = f", as {name} has no {'fp8_all_to_all' if self.fp8_all_to_all else 'merge_matmuls'}"
-                continue
-            found = (Chosen(chosen, f"auto on {where}{refused}"),)
-            if BUILT_IN[name].needs is None:
-                return found
-            return (*found, Chosen(replace(self, name=PREFERRED[-1]), f"auto on {where}, as {name} needs other sizes"))
-        raise AssertionError(self)  # the last one takes all settings
 
     @property
     def built_in(self) -> BuiltIn:
@@ -309,7 +267,7 @@ class Recipe:
     @property
     def fine(self) -> bool:
         """Whether a tensor has more than one scale."""
-        return self.name != AUTO and self.built_in.block != WHOLE
+        return self.built_in.block != WHOLE
 
     @property
     def weight_block(self) -> Block:

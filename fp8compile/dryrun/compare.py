@@ -137,8 +137,9 @@ class Session:
             )
         return assembled(self.name, reference, again, noisy, fp8, _rank())
 
-    def taking(self, args: Any, kwargs: Any, loss: Loss | None = None) -> Callable[[str, Watched], Step]:
-        """A function that takes the step in one phase, with the options in `given`, as often as it is called."""
+    def taking(self, args: Any, kwargs: Any, loss: Loss | None = None) -> Callable[[str, Watched | None], Step]:
+        """A function that takes the step in one phase, with the options in `given`, as often as it is called. Without a
+        `Watched` only loss and gradients are found."""
         modules = modules_of((self.model, args, kwargs))
         roots = _roots(modules)
         weights = {prefix + name: weight for prefix, root in roots.items() for name, weight in named_weights(root).items()}
@@ -150,7 +151,7 @@ class Session:
         self.tap.names = {id(weight): name for name, weight in weights.items()}
         saved = {name: scaling_state(root) for name, root in roots.items()}
 
-        def step(phase: str, watched: Watched) -> Step:
+        def step(phase: str, watched: Watched | None) -> Step:
             with untouched(modules, self.codes), torch.enable_grad():
                 return self._step(phase, watched, (inputs(args), inputs(kwargs), loss), trained, roots, saved)
 
@@ -195,7 +196,7 @@ class Session:
     def _step(
         self,
         phase: str,
-        watched: Watched,
+        watched: Watched | None,
         given: tuple[Any, Any, Loss | None],
         trained: Mapping[str, Tensor],
         roots: Mapping[str, nn.Module],
@@ -209,7 +210,7 @@ class Session:
         if phase == FP8:
             for prefix, root in roots.items():
                 prepare_load(root, saved[prefix], strict=False, quiet=True)()
-                if watched.only is None:
+                if watched is not None:
                     measurements.append((prefix, root, Measurement(root).begin()))
         self.tap.watched = watched
         args, kwargs, loss = given
@@ -231,8 +232,9 @@ class Session:
             for row in table(root, measurement)
         ]
         found = {name: grad.detach() for name, grad in zip(trained, gradients, strict=True) if grad is not None}
-        watched.sources.clear()
-        return Step(float(value.detach()), found, watched, rows)
+        seen = watched or Watched()
+        seen.sources.clear()
+        return Step(float(value.detach()), found, seen, rows)
 
 
 def _of_one_rank(policy: Policy) -> Policy:

@@ -8,9 +8,6 @@ In an FP8 run, each FP8 matmul is also compared with the product of the tensors 
 matmul's *own* error: what it inherits from the layers before it is in both products. So its own error finds the layer that is
 at fault, where errors of results and gradients spread to all layers behind it.
 
-With `only`, an FP8 run goes on with that product in all other layers, as if they were in high precision: `fp8compile.tune` asks
-for each layer alone, and one graph answers.
-
 Noise: `dithered` is what another bf16 kernel might have returned.
 """
 
@@ -18,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -100,15 +97,10 @@ def peak_of(x: Tensor) -> Tensor:
 @dataclass(eq=False)
 class Watched:
     """What was seen in one run. `results` are sums of the results by parameter or layer, `own` those of FP8 matmuls by (the
-    same, gemm), `peaks` those of `peak_of` by (the same, role). `kept`: the results themselves, in a reference run.
-
-    `only`: the modules (for a matmul of the root: the parameters) whose FP8 matmuls stay FP8; None: all, and they are compared.
-    `unknown`: other FP8 matmuls that stayed FP8, because what was cast for them is not known (experts)."""
+    same, gemm), `peaks` those of `peak_of` by (the same, role). `kept`: the results themselves, in a reference run."""
 
     reference: Mapping[Key, Tensor] | None = None
     noise: bool = False
-    only: Collection[str] | None = None
-    unknown: int = 0
     kept: dict[Key, Tensor] = field(default_factory=dict)
     results: dict[str, Tensor] = field(default_factory=dict)
     own: dict[tuple[str, str], Tensor] = field(default_factory=dict)
@@ -162,7 +154,6 @@ class Watched:
         finite = exact.isfinite()
         _add(self.own, (name, what.gemm), sums(torch.where(finite, exact, 0.0), torch.where(finite, made, 0.0)))
 
-
     def _sources(self, args: Sequence[Any]) -> list[Tensor] | None:
         """The operands of an FP8 product before the cast: `[m, k]` and `[n, k]`. None if they are not known."""
         operands = []
@@ -174,18 +165,6 @@ class Watched:
             missing = copy.shape[1] - source.shape[1]  # a transposed copy is padded
             operands.append(torch.nn.functional.pad(source, (0, missing)) if missing else source)
         return operands
-
-    def high_precision(self, what: Product, args: Sequence[Any], result: Tensor) -> Tensor:
-        """The result of an FP8 product; of one that is not among `only`, what high precision would have, if that is known."""
-        if self.only is None or (what.fqn or what.parameter) in self.only:
-            return result
-        operands = None if what.groups else self._sources(args)
-        if operands is None:
-            self.unknown += 1
-            return result
-        a, b = (x.to(result.dtype).to(torch.float32) for x in operands)
-        exact = a @ b.t() if args[4] is None else a @ b.t() + args[4].to(torch.float32)
-        return exact.to(result.dtype)
 
 
 def _add(table: dict[Any, Tensor], key: Any, value: Tensor) -> None:
@@ -232,10 +211,7 @@ class Observing(Eager):
             watched.cast(n, name, self.fetch_args_kwargs_from_env(n)[0], result)
         if (what := n.meta.get(PRODUCT)) is not None and n.target in PRODUCTS:
             args = self.fetch_args_kwargs_from_env(n)[0]
-            if watched.only is None:
-                watched.product(what, self._name(what), args, result)
-            else:
-                result = watched.high_precision(what, args, result)
+            watched.product(what, self._name(what), args, result)
         if (what := n.meta.get(RESULT)) is not None:
             result = watched.result(what, self._name(what), result)
         return result

@@ -22,7 +22,7 @@ from . import ops
 from .gathered import GatheredWeight, same
 
 aten = torch.ops.aten
-FIX = "call fp8compile.thaw(model) first, which gives it back in its own dtype"
+FIX = "call fp8compile.restore_frozen_weights(model) first, which gives it back in its own dtype"
 
 
 class FrozenWeight(GatheredWeight):

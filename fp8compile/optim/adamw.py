@@ -36,7 +36,7 @@ class AdamW(Optimizer):
       float32 need none.
     * `fp8_weights`: the step also makes the FP8 weights of the next step, for models that are compiled with `backend="fp8"` and
       `cache_weights=True`. No forward casts a weight then, and results are the same to the bit. After a write to `weight.data`
-      behind a step, call `fp8compile.refresh()`. Without `cache_weights` it has no effect, and warns once.
+      behind a step, call `fp8compile.refresh_weight_cache()`. Without `cache_weights` it has no effect, and warns once.
     * `compiled`: False runs the update as plain torch operators, slower, without waiting for a compilation. So do NVIDIA's
       GPUs before Ada (A100, RTX 30), for which Triton has no E4M3.
     * `foreach`, `fused`: are accepted and have no effect; the update is always one kernel a parameter.

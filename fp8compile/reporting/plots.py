@@ -160,39 +160,6 @@ def plot_comparison(
     _save(figure, output)
 
 
-def plot_frontier(tuned: Mapping[str, Any], title: str, output: str | PathLike[str]) -> None:
-    """Draw `Tuned.to_dict()` into an image: estimated time of a step against predicted loss gap. Errors as of `plot`."""
-    Figure = _figures()
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axis = figure.subplots()
-    points = tuned["frontier"]
-    gaps, times = [100 * point["gap"] for point in points], [1e3 * point["seconds"] for point in points]
-    axis.step(gaps, times, where="post", color=COLOURS["input"], lw=1.4, label="frontier: sums over groups")
-    axis.axvline(100 * tuned["budget"], color="black", ls=":", lw=1.2, label="budget")
-    axis.plot([0], [1e3 * tuned["bf16_seconds"]], "s", color="black", ms=6, label="bf16")
-    timed = [policy for policy in tuned["policies"] if policy["seconds"] is not None]
-    for policy in timed:
-        at = 100 * policy["gap"], 1e3 * policy["seconds"]
-        if policy["chosen"]:
-            axis.plot(*at, "*", color=COLOURS["gradient"], ms=15, zorder=3, label=f"chosen: {policy['name']}")
-        else:
-            axis.plot(*at, "o", color=COLOURS["weight"], ms=5)
-            axis.annotate(policy["name"], at, xytext=(5, 4), textcoords="offset points", fontsize=7)
-    over = sorted((policy for policy in tuned["policies"] if policy["seconds"] is None), key=lambda policy: policy["gap"])
-    for i, policy in enumerate(over):  # the names as stairs, so that those of close lines can be read
-        at, height = 100 * policy["gap"], 0.98 - 0.04 * i
-        axis.axvline(at, color="#bbbbbb", lw=0.8, zorder=0)
-        axis.annotate(f"{policy['name']} ", (at, height), xycoords=("data", "axes fraction"), fontsize=7, color="#555555",
-                      ha="right", va="top")  # fmt: skip
-    axis.set_xlabel("predicted loss gap, % (grey lines: policies over the budget)")
-    axis.set_ylabel("estimated time of a step, ms")
-    axis.grid(alpha=0.3)
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(frameon=False, fontsize=8)
-    figure.suptitle(title.replace("; ", "\n"), x=0.01, ha="left", fontsize=9)
-    _save(figure, output)
-
-
 def _points(axis: Any, rows: Sequence[Mapping[str, Any]], key: str, at: float, **style: Any) -> None:
     """A point for each row, a little beside the row's line, so that equal numbers are seen."""
     known = [(row[key], i + at) for i, row in enumerate(rows) if row[key] is not None]

@@ -50,7 +50,7 @@ DRY: ContextVar[bool] = ContextVar("fp8compile_dry_run", default=False)
 
 
 @contextlib.contextmanager
-def dry_run() -> Iterator[None]:
+def freeze_scaling_state() -> Iterator[None]:
     """Inside, training calls on this thread leave the scaling state as it is. Use it for batches that are no training data: a
     search for the largest batch that fits, a call that only asks for the shapes of the outputs. Results are the usual ones, and
     the backward of such a call may run outside. Pipeline stages of torch.distributed do not need this: fp8compile recognises

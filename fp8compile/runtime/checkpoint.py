@@ -1,9 +1,13 @@
-"""The scaling state of all ranks in a checkpoint of torch.distributed.checkpoint.
+"""The scaling state of a model in a checkpoint: of one process, or of all ranks.
+
+    torch.save({"model": model.state_dict(), "scaling": fp8compile.ScalingState(model).state_dict()}, "checkpoint.pt")
+
+    saved = torch.load("checkpoint.pt")
+    model.load_state_dict(saved["model"])
+    fp8compile.ScalingState(model).load_state_dict(saved["scaling"])        # before or after the model is compiled
 
     state = {"model": model.state_dict(), "scaling": fp8compile.ScalingState(model)}
-    dcp.save(state, checkpoint_id=path)
-
-    state = {"model": model.state_dict(), "scaling": fp8compile.ScalingState(model)}
+    dcp.save(state, checkpoint_id=path)                     # torch.distributed.checkpoint
     dcp.load(state, checkpoint_id=path)                     # also before the first call, and on another number of ranks
 
 DCP takes plain tensors with one name for replicas, and keeps those of one rank. The state of a rank is its own. So all ranks
@@ -15,7 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,20 +44,32 @@ FIX = (
 
 
 class ScalingState:
-    """The scaling state of a model, or of the stages of a pipeline that this rank has, for `torch.distributed.checkpoint`.
+    """The delayed scaling state of a model, or of the stages of a pipeline that this rank has: ``state_dict()`` to save it,
+    ``load_state_dict(saved)`` to load it. `torch.distributed.checkpoint` takes the object itself.
 
-    `process_group` is that of `dcp.save` and `dcp.load`; None: all ranks. All of its ranks take part in both, as in DCP.
+    Saving the state is optional. Without it, a resumed run starts cold, as in its first step. With it, a run continues as if it
+    had not been stopped: bitwise, if everything else in the run is deterministic. Other recipes keep no state.
 
-    **On as many ranks** each rank takes its own state, and goes on to the bit.
+    A state may be loaded before or after the model is compiled and called, but after `fully_shard` and `parallelize_module`,
+    which make new parameters. ``load_state_dict(None)`` starts every tensor cold.
 
-    **On another number of ranks** each parameter takes over the histories of all ranks that had the same part of it, by the
-    maximum of each amax. Under DDP and FSDP2 these are all ranks. No tensor overflows then that would not have on one of the
-    ranks. A scale may be coarser than the rank's own would be, for as many steps as the history is long. With `reduce_amax`
-    all ranks have one state, so that nothing changes.
+    **What does not fit.** A state that was made with another policy, margin, recipe or other options fits in part, and so does
+    that of another model. What fits is taken, adapted where possible (another margin, another history length); all other
+    tensors start cold. One warning lists the differences. Before the first call only the parameters' names can be checked. The
+    rest is checked when a graph is first called with the parameters. With `strict=True` a difference is a StateError (a
+    ValueError), on all ranks and before anything is changed: here, or by the first call. What is no scaling state at all is one
+    without it, too.
 
-    Where tensor parallel ranks have other parts than those that saved, and where names, policy or options differ, what fits is
-    taken, and a warning lists the rest, as in `load_scaling_state`. With `strict=True` that is a StateError, on all ranks and
-    before anything is changed.
+    **Several ranks.** Each rank has its own state, of the tensors that it has seen. ``state_dict()`` gathers those of
+    `process_group` (None: all ranks), so all of them call it, as in DCP. With `all_ranks=False` it is that of this rank alone,
+    as plain tensors, {"layers.0.up.weight.input.0": float32 vector, ...} and a version, and nothing is communicated.
+    ``load_state_dict`` takes both.
+
+    On as many ranks as saved it, each rank takes its own state, and continues bitwise. On another number of ranks each
+    parameter takes over the histories of all ranks that had the same part of it, by the maximum of each amax. Under DDP and
+    FSDP2 these are all ranks. No tensor overflows then that would not have on one of the ranks. A scale may be coarser than the
+    rank's own would be, for as many steps as the history is long. With `reduce_amax` all ranks have one state, so that nothing
+    changes. Tensor parallel ranks take what fits of ranks that had the same parts.
     """
 
     def __init__(
@@ -61,17 +77,20 @@ class ScalingState:
         model: nn.Module | Sequence[nn.Module],
         process_group: dist.ProcessGroup | None = None,
         strict: bool = False,
+        all_ranks: bool = True,
     ):
         self.models = [model] if isinstance(model, nn.Module) else list(model)
-        self.group, self.strict = process_group, strict
+        self.group, self.strict, self.all_ranks = process_group, strict, all_ranks
         self._made: bytes | None = None
         self._weights()
 
-    def state_dict(self) -> dict[str, bytes]:
-        """The states of all ranks. DCP calls it to save, and to know what to load."""
+    def state_dict(self) -> dict[str, Any]:
+        """The state, for `load_state_dict`. DCP calls it to save, and to know what to load."""
         state: dict[str, Tensor] = {}
         for model in self.models:
             state |= scaling_state(model)
+        if not self.all_ranks:
+            return state
         del state[VERSION_KEY]
         values = torch.cat([torch.empty(0), *state.values()])
         owners = set(map(_owner, state))
@@ -94,25 +113,26 @@ class ScalingState:
         self._made = _bytes({"format": FORMAT, "version": VERSION, "ranks": ranks, "states": states})
         return {ITEM: self._made}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what a checkpoint has."""
+    def load_state_dict(self, state_dict: Mapping[str, Any] | None) -> None:
+        """Take over a state that `state_dict` returned, of all ranks or of one; None: start cold."""
+        if not isinstance(state_dict, Mapping) or ITEM not in state_dict:
+            self._load_own(state_dict)
+            return
         given = state_dict[ITEM]
-        if given is self._made:  # allow_partial_load
+        if given is self._made and self.state_dict()[ITEM] == given:  # allow_partial_load leaves what it was given
             logger.warning("fp8: this checkpoint has no scaling state: the run starts cold")
             return
-        error, lacking, changes = "", set(), []
+        error, lacking = "", set()
+        changes: list[Callable[[], None]] = []
         try:
             saved = _opened(given)
             weights = self._weights()
             lacking = {name for state in saved["states"] for name in state["parts"]} - weights.keys()
             found, different = _chosen(saved, self._rank, self._size, compat.parts(weights))
             if different:
-                refuse_or_warn(different, self.strict, FIX, type(self).__name__)
-            version = {VERSION_KEY: torch.tensor([VERSION])}
-            for model in self.models:
-                names = named_weights(model).keys()
-                own = {slot: row for slot, row in found.items() if _owner(slot) in names}
-                changes.append(prepare_load(model, version | own, self.strict))
+                refuse_or_warn(different, self.strict, FIX)
+            found[VERSION_KEY] = torch.tensor([VERSION])
+            changes = [prepare_load(model, _of(model, found), self.strict) for model in self.models]
         except StateError as problem:
             error = str(problem)
         said = self._gather((error, lacking))
@@ -122,9 +142,22 @@ class ScalingState:
         nobody = set.intersection(*(names for _, names in said))
         if errors.keys() == {""} and nobody:
             unexpected = [f"unexpected: {name} (no rank has it)" for name in sorted(nobody)]
-            refuse_or_warn(unexpected, self.strict, FIX, type(self).__name__)
+            refuse_or_warn(unexpected, self.strict, FIX)
         for text in filter(None, errors):
             raise StateError(text if len(said) == 1 else f"on ranks {errors[text]}: {text}")
+        for change in changes:
+            change()
+
+    def _load_own(self, state: Mapping[str, Any] | None) -> None:
+        """Take over the state of one rank."""
+        if len(self.models) == 1 or not isinstance(state, Mapping):
+            changes = [prepare_load(model, state, self.strict) for model in self.models]
+        else:
+            known = self._weights()
+            unexpected = [f"unexpected: {slot}" for slot in state if slot != VERSION_KEY and _owner(slot) not in known]
+            if unexpected:
+                refuse_or_warn(unexpected, self.strict, FIX)
+            changes = [prepare_load(model, _of(model, state), self.strict) for model in self.models]
         for change in changes:
             change()
 
@@ -176,6 +209,12 @@ def _opened(given: Any) -> dict[str, Any]:
 def _owner(slot: str) -> str:
     """The name of the parameter that a slot belongs to. `slot`: parameter, role and use, as in `scaling_state`."""
     return slot.rsplit(".", 2)[0]
+
+
+def _of(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+    """What a state has for one of several models."""
+    names = named_weights(model).keys()
+    return {slot: row for slot, row in state.items() if slot == VERSION_KEY or _owner(slot) in names}
 
 
 def _rows(state: dict[str, Any]) -> dict[str, Tensor]:

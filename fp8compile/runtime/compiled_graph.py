@@ -101,8 +101,7 @@ class CompiledGraph:
             for weight in weights:
                 record_of(weight).options = self.options
             book = self.calls.book
-            if self.options is None or not self.options.policy.by_device:  # else the state may be that of another device
-                check_unwanted(weights, [args[i] for i in book.inputs] if book else [])
+            check_unwanted(weights, [args[i] for i in book.inputs] if book else [])
         self.owners.meet(key, args)
         if self.record is not None:
             LEDGER.attach(self.record, weights)

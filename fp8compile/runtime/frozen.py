@@ -9,8 +9,8 @@ Where blocks are compiled one by one, one piece of code serves all blocks of a c
 for the same parameters of the others that are compiled so.
 
 A weight stays as it is, with the reason in the report, if it is tied, sharded, in no module of the model that is compiled, or
-read by anything but FP8 matmuls. `state_dict()` gives plain tensors, `load_state_dict` casts what it loads, `thaw` gives plain
-parameters back.
+read by anything but FP8 matmuls. `state_dict()` gives plain tensors, `load_state_dict` casts what it loads,
+`restore_frozen_weights` gives plain parameters back.
 """
 
 from __future__ import annotations
@@ -233,7 +233,7 @@ def _plain_entries(module: nn.Module, state: dict[str, Any], prefix: str, _: Any
 
 
 @torch.no_grad()
-def thaw(model: nn.Module) -> None:
+def restore_frozen_weights(model: nn.Module) -> None:
     """Give the weights of a model that are kept in FP8 only (`frozen="fp8"`) back as plain parameters of their own dtype, with
     the values that FP8 has left of them. To be called before anything that writes to them or trains them: a merge of adapters,
     `requires_grad_()`, `model.to()` another dtype or device.

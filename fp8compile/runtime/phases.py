@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-PHASES = (HIGH_PRECISION, FP8)
+PRECISIONS = {"bf16": HIGH_PRECISION, FP8: FP8, HIGH_PRECISION: HIGH_PRECISION}  # the last one: its name in version 0.2
 Callback = Callable[[int, "float | None"], "str | None"]
 
 
@@ -107,14 +107,14 @@ class _State:
 _state = _State()
 
 
-def set_phase(phase: str | None, model: nn.Module | None = None) -> None:
-    """Run in "fp8" or in "high_precision" from the next call on, whatever the schedule says; None goes back to it.
+def set_precision(precision: str | None, model: nn.Module | None = None) -> None:
+    """Run in "fp8" or in "bf16" from the next call on, whatever the schedule says; None goes back to it.
 
-    For one model, or for all of them. It acts on graphs whose policy has a `[schedule]` (which may be empty); all others were
-    compiled for FP8 alone. OptionError (a ValueError) for another name.
+    "bf16" is what the model computes in without FP8: its own dtype, or that of autocast. For one model, or for all of them. It
+    acts on graphs whose policy has a `[schedule]` (which may be empty); all others were compiled for FP8 alone. OptionError (a
+    ValueError) for another name.
     """
-    if phase is not None and phase not in PHASES:
-        raise OptionError.of("phase", phase, "'fp8', 'high_precision' or None")
+    phase = _checked(precision)
     if model is None:
         _state.phase = phase
         for _, record in all_records():
@@ -123,8 +123,15 @@ def set_phase(phase: str | None, model: nn.Module | None = None) -> None:
         record_of(parameter).phase = phase or ""
     _state.ticks += 1
     if phase is not None and LEDGER and not _state.scheduled:
-        message = 'set_phase: no compiled graph has phases; give its policy a schedule: {"schedule": {}}'
+        message = 'set_precision: no compiled graph has phases; give its policy a schedule: {"schedule": {}}'
         say_once(logger, logging.WARNING, message)
+
+
+def _checked(precision: str | None, of: str = "") -> str | None:
+    """The phase of a precision."""
+    if precision is not None and precision not in PRECISIONS:
+        raise OptionError.of("precision", precision, f"'fp8', 'bf16' or None{of}")
+    return None if precision is None else PRECISIONS[precision]
 
 
 def set_step(step: int, model: nn.Module | None = None) -> None:
@@ -142,8 +149,8 @@ def set_step(step: int, model: nn.Module | None = None) -> None:
 
 
 def on_step(callback: Callback, model: nn.Module | None = None, every: int = 1) -> Callable[[], None]:
-    """Call `callback(step, loss)` after every `every`-th optimizer step (of the model's optimizer). A phase that it returns is
-    set as by `set_phase`; None changes nothing. Returns a function that removes the callback.
+    """Call `callback(step, loss)` after every `every`-th optimizer step (of the model's optimizer). A precision that it returns
+    is set as by `set_precision`; None changes nothing. Returns a function that removes the callback.
 
     `loss` is the last scalar that a graph with phases returned. It is None if no graph did, because the loss is computed
     outside of the compiled code or behind a graph break. Reading it waits for the device. Each rank of a distributed job sees
@@ -156,7 +163,7 @@ def on_step(callback: Callback, model: nn.Module | None = None, every: int = 1) 
 
 
 def each_step(callback: Callable[[int], None], model: nn.Module) -> Callable[[], None]:
-    """As `on_step` for every step, for a callback that needs no loss (reading it waits for the device) and sets no phase."""
+    """As `on_step` for every step, for a callback that needs no loss (reading it waits for the device) and returns nothing."""
 
     def step_only(step: int, _: float | None) -> None:
         callback(step)
@@ -225,11 +232,10 @@ def _stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if not watch.due(step, parameters):
             continue
         watch.last = step  # where several optimizers take one step, the callback is called once
-        phase = watch.callback(step, float(_state.loss) if watch.reads_loss and _state.loss is not None else None)
-        if phase is not None:
-            if phase not in PHASES:
-                raise OptionError.of("phase", phase, "'fp8', 'high_precision' or None (the callback's return value)")
-            set_phase(phase, watch.model() if watch.model is not None else None)
+        precision = watch.callback(step, float(_state.loss) if watch.reads_loss and _state.loss is not None else None)
+        if precision is not None:
+            _checked(precision, " (the callback's return value)")
+            set_precision(precision, watch.model() if watch.model is not None else None)
 
 
 class ScheduledGraph:

@@ -320,18 +320,18 @@ def _tell(differences: Sequence[tuple[Loading, str]]) -> None:
 
 FIX = (
     "Compile with the policy and options that it was saved with, or load it without strict=True to take what fits, "
-    "or load_scaling_state(model, None) to start cold."
+    "or ScalingState(model).load_state_dict(None) to start cold."
 )
 SHOWN = 5  # differences in a warning
 
 
-def refuse_or_warn(differences: Sequence[str], strict: bool, fix: str = FIX, by: str = "load_scaling_state") -> None:
-    """What does not fit of a state that `by` loads: StateError if `strict`, else a warning."""
+def refuse_or_warn(differences: Sequence[str], strict: bool, fix: str = FIX) -> None:
+    """What does not fit of a state that is loaded: StateError if `strict`, else a warning."""
     if strict:
         raise StateError.of(differences, fix)
     shown = [*differences[:SHOWN], *([f"and {len(differences) - SHOWN} more"] if len(differences) > SHOWN else [])]
     what = "this scaling state is of another model, policy or option: what fits is taken, and the rest starts cold"
-    logger.warning("fp8: %s:\n  %s\n%s(..., strict=True) makes this an error", what, "\n  ".join(shown), by)
+    logger.warning("fp8: %s:\n  %s\nScalingState(model, strict=True) makes this an error", what, "\n  ".join(shown))
 
 
 def differing(name: str, saved: SlotSettings, kept: int, settings: SlotSettings, history: int) -> list[str]:

@@ -1,13 +1,4 @@
-"""The scaling state of a model as plain tensors, for a file beside the checkpoint.
-
-    torch.save({"model": model.state_dict(), "scaling": fp8compile.scaling_state(model)}, "checkpoint.pt")
-
-    saved = torch.load("checkpoint.pt")
-    model.load_state_dict(saved["model"])
-    fp8compile.load_scaling_state(model, saved["scaling"])       # before or after the model is compiled
-
-Saving the state is optional. Without it, a resumed run starts cold, as in its first step. With it, a run continues as if it had
-not been stopped: to the bit, if everything else in the run is deterministic.
+"""The scaling state of a model on this rank, as plain tensors. `ScalingState` is the public name.
 
 A slot is saved as the float32 vector "<parameter>.<role>.<use>": its row of a page (see `state_page`), followed by its
 patience, the number of calls that may still be cold because of this slot. "fp8compile.version" is an int64 vector of one
@@ -60,35 +51,16 @@ def scaling_state(model: nn.Module) -> dict[str, Tensor]:
     return state
 
 
-def load_scaling_state(model: nn.Module, state: Mapping[str, Tensor] | None, strict: bool = False) -> None:
-    """Load a state that `scaling_state` returned. The model may be compiled and called before or afterwards.
-
-    With None or {} (for a checkpoint without a state) every tensor starts cold.
-
-    A state that was made with another policy, margin, recipe or other options fits in part, and so does that of another model.
-    What fits is taken, adapted where possible (another margin, another history length); all other tensors start cold. One
-    warning lists the differences: missing names, unexpected names, other settings (format and margin, history length, interval,
-    overflow limit). Before the first call only the parameters' names can be checked. The rest is checked when a graph is first
-    called with the parameters.
-
-    With `strict=True` a difference is a StateError (a ValueError), raised before anything is changed: here, or by the first
-    call. What is no scaling state at all is one without it, too.
-
-    The state belongs to the parameters that `model` has now. `fully_shard` and `parallelize_module` make new ones: load after
-    them.
-    """
-    prepare_load(model, state, strict)()
-
-
 def prepare_load(
     model: nn.Module, state: Mapping[str, Tensor] | None, strict: bool, quiet: bool = False
 ) -> Callable[[], None]:
-    """What `load_scaling_state` does, in two: the check, which raises, and the change, which is returned. `quiet`: what does
-    not fit is not mentioned."""
+    """Load a state that `scaling_state` returned, in two: the check, which raises, and the change, which is returned. None and
+    {} are a cold start. `quiet`: what does not fit is not mentioned."""
     model = unwrapped(model)
     weights = named_weights(model)
     if state is not None and not isinstance(state, Mapping):
-        raise StateError(f"a scaling state is the dict that scaling_state() returns, or None; this is {_kind(state)}")
+        wanted = "the dict that ScalingState(model).state_dict() returns, or None"
+        raise StateError(f"a scaling state is {wanted}; this is {_kind(state)}")
     given = dict(state or {})
     rows = _parsed(given)
     known = slots_of(model)

@@ -8,18 +8,18 @@ what they were. Copies serve a further call if
 * no optimizer has stepped since, and none that has a weight is in its step now (LBFGS calls the model from there);
 * no weight has other memory, or another version: what writes into a weight under `torch.no_grad()` counts its version up, as
   `load_state_dict` does. `torch.optim`'s fused updates do not, and neither does what writes to `weight.data`;
-* `refresh` was not called since.
+* `refresh_weight_cache` was not called since.
 
-So a write to `weight.data` between two micro-batches of one step is the only one that needs `refresh`. Frozen weights are cast
-with the others, and alone after each step of any optimizer. While a CUDA graph is captured, each call casts, because a replay
-runs no code of ours. New copies are new tensors: a backward that has not run yet keeps those of its forward.
+So a write to `weight.data` between two micro-batches of one step is the only one that needs `refresh_weight_cache`. Frozen
+weights are cast with the others, and alone after each step of any optimizer. While a CUDA graph is captured, each call casts,
+because a replay runs no code of ours. New copies are new tensors: a backward that has not run yet keeps those of its forward.
 
 `fp8compile.optim.AdamW(.., fp8_weights=True)` has the casts made at the end of its step (`behind_step`), so that no forward
 casts. It hands over the amaxes of the weights that it wrote, so that the casts read each weight once. The copies are those that
 the next forward would make, to the bit. The forward casts, as ever, where a graph was not called since its last cast, where
 another optimizer has one of its weights or steps between, and where another library has a hook behind all steps. Amaxes are
 computed anew if one of a graph's weights was not updated in this step (no gradient, frozen), was written since, or if a hook of
-the user's ran behind the update. Only a write to `weight.data` behind the step is not noticed: it needs `refresh`.
+the user's ran behind the update. Only a write to `weight.data` behind the step is not noticed: it needs `refresh_weight_cache`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class _Steps:
     """What optimizers of this process do. Held weakly: an optimizer that is gone tells nothing."""
 
     def __init__(self) -> None:
-        self.changes = 0  # steps of all optimizers, and calls of `refresh`
+        self.changes = 0  # steps of all optimizers, and calls of `refresh_weight_cache`
         self.inside: Any = WeakKeyDictionary()  # optimizer that is in its step -> ids of its parameters
         self.parameters: Any = WeakKeyDictionary()  # optimizer -> ids of its parameters, at its last step
         self.written: Any = WeakKeyDictionary()  # optimizer -> what `behind_step` was told in this step
@@ -114,7 +114,7 @@ def _stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             cache.cast_now(ids, {} if theirs else written)
 
 
-def refresh() -> None:
+def refresh_weight_cache() -> None:
     """Cast all weights anew at their next use, where `cache_weights` keeps copies. Only needed after a write to `weight.data`
     between two micro-batches of one optimizer step and, with `AdamW(.., fp8_weights=True)`, between a step and the next
     forward; all other changes are noticed."""

@@ -25,7 +25,7 @@ from torch import Tensor
 
 import fp8compile
 from fp8compile.backend import fp8
-from fp8compile.config.recipe import NAMES
+from fp8compile.config.recipe import RECIPES
 from tests.support.demo import TINY as SMALL
 from tests.support.harness import interpreted
 
@@ -128,7 +128,7 @@ def test_a_bad_flag_gets_one_line(flags: list[str], monkeypatch: pytest.MonkeyPa
 def test_the_demo_takes_every_recipe(capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit):
         train_gpt.main(["--help"])
-    assert f"--recipe {{{','.join(NAMES)}}}" in " ".join(capsys.readouterr().out.split())
+    assert f"--recipe {{{','.join(RECIPES)}}}" in " ".join(capsys.readouterr().out.split())
 
 
 def test_the_model_knows_nothing_of_fp8() -> None:

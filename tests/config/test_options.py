@@ -124,6 +124,7 @@ def test_dashes_are_underscores():
     [
         ("recipe", "columnwise", "'delayed', 'tensorwise'"),
         ("recipe", "Delayed", "'delayed', 'tensorwise'"),
+        ("recipe", "auto", "one of 'delayed', 'tensorwise', 'rowwise', 'rowwise_with_gw_hp', 'blockwise', 'mxfp8'"),
         ("recipe", None, "'delayed', 'tensorwise'"),
         ("recipe", ["delayed"], "'delayed', 'tensorwise'"),
         ("fp8_format", "E5M2", "'hybrid', 'e4m3'"),
@@ -281,7 +282,6 @@ def test_bad_modes():
         ({"recipe": "blockwise", "weight_tiles": True}, "'weight_tiles'"),
         ({"recipe": "delayed", "current_scaling": (True, True, True), "interval": 2}, "'interval'"),
         ({"interval": 2, "on_overflow": "saturate", "current_scaling": (True, False, False), "merge_matmuls": True}, ""),
-        ({"recipe": "auto", "weight_tiles": True, "fp8_all_to_all": True, "interval": 2}, ""),
         ({"recipe": "rowwise", "merge_matmuls": "auto", "fp8_all_to_all": False, "weight_tiles": False}, ""),
         ({"recipe": "rowwise", "interval": 2, "policy": {"rules": [{"module": "up", "recipe": "delayed"}]}}, ""),
     ],

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from fp8compile.config.policy import load
-from fp8compile.config.recipe import NAMES
+from fp8compile.config.recipe import RECIPES
 from tests.support.policies import fp8, refusal, site
 
 # --- errors -----------------------------------------------------------------------------------------------------------
@@ -43,7 +43,7 @@ margin = 2
         (
             "margin = 1",
             "recipe = 'min'",
-            f"line 4, [defaults]: 'recipe' must be one of {', '.join(map(repr, NAMES))}, 'mine'; got 'min'",
+            f"line 4, [defaults]: 'recipe' must be one of {', '.join(map(repr, RECIPES))}, 'mine'; got 'min'",
         ),
         ('base = "delayed"', 'base = "mine"', "line 7, [recipes.mine]: recipes go in a circle: 'mine' -> 'mine'"),
         ('base = "delayed"', 'recipe = "delayed"', "line 7, [recipes.mine]: unknown key 'recipe'"),

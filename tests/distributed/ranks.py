@@ -40,7 +40,7 @@ import fp8compile
 from fp8compile.distributed import compress_gradients, fp8_all_gather
 from tests.equivalence.protocols import Run
 from tests.support import hooks
-from tests.support.harness import grads_of, noise
+from tests.support.harness import grads_of, load_scaling, noise, scaling_tensors
 from tests.support.models import ResidualMlp, SwiGlu
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
@@ -269,7 +269,7 @@ def gathered(model: nn.Module) -> dict[str, tuple[str, str]]:
     return {record.parameter: (record.dtype, record.reason) for record in fp8compile.report(model).gathered}
 
 
-PHASES = {"H": "high_precision", "F": "fp8", "S": None}
+PHASES = {"H": "bf16", "F": "fp8", "S": None}
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "module.", "parametrizations.", ".original")
 
 
@@ -330,7 +330,7 @@ class OnRanks(Run):
             with all_gathers() as sent, all_reduces() as reduced:
                 for event in word:
                     if event in PHASES:
-                        fp8compile.set_phase(PHASES[event], self.model)  # type: ignore[arg-type]
+                        fp8compile.set_precision(PHASES[event], self.model)  # type: ignore[arg-type]
                     elif event in own:
                         own[event]()
                     else:
@@ -415,12 +415,12 @@ class OnRanks(Run):
 
     def resume(self) -> None:
         weights, steps = copy.deepcopy(self.model.state_dict()), copy.deepcopy(self.steps.state_dict())
-        scaling = fp8compile.scaling_state(self.model)
+        scaling = scaling_tensors(self.model)
         self.model = self.build()
         self.start()
         self.model.load_state_dict(weights)
         self.steps.load_state_dict(steps)
-        fp8compile.load_scaling_state(self.model, scaling)
+        load_scaling(self.model, scaling)
 
 
 def prepared(model: str, way: Way) -> OnRanks:
@@ -458,7 +458,7 @@ def facts(run: OnRanks, sent: list[tuple[torch.dtype, int]]) -> dict[str, Any]:
         "collectives": [(r.tensor, r.bytes, r.before, r.reason) for graph in report.graphs for r in graph.collectives],
         "frozen": {x.parameter: x.reason for graph in report.graphs for x in graph.frozen},
         "wire": sent,
-        "state": sorted(fp8compile.scaling_state(run.model)),
+        "state": sorted(scaling_tensors(run.model)),
         "stats": fp8compile.stats(run.model).rows(),
     }
 

@@ -16,7 +16,7 @@ from fp8compile.ir.records import CollectiveRecord
 from tests.distributed.test_expert_parallel import BF16, TOKENS, TOP, WIDTH, Masked, Moved, steps
 from tests.support import hooks
 from tests.support.executed import executed
-from tests.support.harness import ALL_FP8, sqnr
+from tests.support.harness import ALL_FP8, scaling_tensors, sqnr
 from tests.support.processes import on_ranks
 
 pytestmark = pytest.mark.usefixtures("one_graph")
@@ -66,7 +66,7 @@ def test_the_same_bits_on_one_process(cls: type[Moved], recipe: str, one_process
                     for name in ("gate_up_proj (input)", "down_proj (gradient)")]  # fmt: skip
         assert [(r.tensor, r.bytes, r.reason) for r in records(layer)] == expected
         assert {(r.kind, r.before) for r in records(layer)} == {("all-to-all", 2 * BYTES)}
-        state = fp8compile.scaling_state(layer) if recipe == "delayed" else {}
+        state = scaling_tensors(layer) if recipe == "delayed" else {}
         found[-1].append({key: row for key, row in state.items() if isinstance(row, Tensor)})
     assert recipe == "tensorwise" or len(found[0][-1]) == 7  # and the version
     for one, other in zip(*found, strict=True):

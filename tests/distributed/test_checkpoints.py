@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fp8compile
 from fp8compile.errors import StateError
 from fp8compile.ir.state_page import HISTORY, SlotSettings, merged, new_page, next_page, snapshot_of
+from tests.support.harness import scaling_tensors
 from tests.support.models import ResidualMlp
 from tests.support.processes import on_ranks
 
@@ -105,7 +106,7 @@ def resume(rank: int, folder: str, kind: str, whens: tuple[str, ...] = ("before 
     first = Run(kind, rank)
     first.step(0), first.step(1)
     dcp.save(first.checkpoint(), checkpoint_id=f"{folder}/{kind}")
-    state = fp8compile.scaling_state(first.model)
+    state = scaling_tensors(first.model)
     found: dict[str, Any] = {"state": state, "expected": [first.step(2), first.step(3)]}
     for when in whens:
         other = Run(kind, rank)
@@ -117,7 +118,7 @@ def resume(rank: int, folder: str, kind: str, whens: tuple[str, ...] = ("before 
         dcp.load(saved, checkpoint_id=f"{folder}/{kind}")
         other.model.load_state_dict(saved["model"])
         if when == "before the first call":
-            loaded = fp8compile.scaling_state(other.model)
+            loaded = scaling_tensors(other.model)
             found["same"] = [name for name in state if torch.equal(loaded[name], state[name])]
         found[when] = [other.step(2), other.step(3)] if when != "cold" else [other.step(2)]
     return found
@@ -130,7 +131,7 @@ def _on_four(rank: int, folder: str) -> dict[str, Any]:
         run = Run("fsdp", rank, **options)
         run.step(0), run.step(1)
         dcp.save({"scaling": fp8compile.ScalingState(run.model)}, checkpoint_id=f"{folder}/four {name}")
-        found[name] = fp8compile.scaling_state(run.model)
+        found[name] = scaling_tensors(run.model)
     return found
 
 
@@ -143,7 +144,7 @@ def _on_two(rank: int, folder: str) -> dict[str, Any]:
     def load(key: str, name: str, run: Run, strict: bool = True) -> None:
         try:
             dcp.load({"scaling": fp8compile.ScalingState(run.model, strict=strict)}, checkpoint_id=f"{folder}/{name}")
-            found[key] = fp8compile.scaling_state(run.model)
+            found[key] = scaling_tensors(run.model)
         except StateError as error:
             found[key] = str(error)
 
@@ -264,21 +265,28 @@ def test_without_a_process_group(tmp_path: Path, interpreted: None, caplog: pyte
     dcp.save({"scaling": fp8compile.ScalingState(model)}, checkpoint_id=tmp_path / "whole")
     other = Net()
     dcp.load({"scaling": fp8compile.ScalingState(other)}, checkpoint_id=tmp_path / "whole")
-    state, loaded = fp8compile.scaling_state(model), fp8compile.scaling_state(other)
+    state, loaded = scaling_tensors(model), scaling_tensors(other)
     assert state.keys() == loaded.keys() and all(torch.equal(row, loaded[name]) for name, row in state.items())
 
     another = Net((0, 7))
     with pytest.raises(StateError, match=r"unexpected: layers.1.up.weight \(no rank has it\)"):
         dcp.load({"scaling": fp8compile.ScalingState(another, strict=True)}, checkpoint_id=tmp_path / "whole")
-    assert len(fp8compile.scaling_state(another)) == 1
+    assert len(scaling_tensors(another)) == 1
     with caplog.at_level(logging.WARNING, "fp8compile"):
         dcp.load({"scaling": fp8compile.ScalingState(another)}, checkpoint_id=tmp_path / "whole")
-    assert "unexpected: layers.1.up.weight (no rank has it)" in caplog.text and "ScalingState(..., strict=True)" in caplog.text
-    assert len(fp8compile.scaling_state(another)) > 1
+    assert "unexpected: layers.1.up.weight (no rank has it)" in caplog.text and "(model, strict=True)" in caplog.text
+    assert len(scaling_tensors(another)) > 1
+
+    kept = fp8compile.ScalingState(model)
+    saved = kept.state_dict()
+    model(batch(2, 0)).square().mean().backward()
+    assert not all(torch.equal(row, state[name]) for name, row in scaling_tensors(model).items())
+    kept.load_state_dict(saved)  # also by the object that made it
+    assert all(torch.equal(row, state[name]) for name, row in scaling_tensors(model).items())
 
     torch._dynamo.reset()
     model = trained(amax_history_len=4)
-    before = fp8compile.scaling_state(model)
+    before = scaling_tensors(model)
     with pytest.raises(StateError, match=r"layers.0.up.weight.input.0: amaxes that are kept .* 16, here 4"):
         dcp.load({"scaling": fp8compile.ScalingState(model, strict=True)}, checkpoint_id=tmp_path / "whole")
     dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "without")
@@ -288,12 +296,15 @@ def test_without_a_process_group(tmp_path: Path, interpreted: None, caplog: pyte
         planner = DefaultLoadPlanner(allow_partial_load=True)
         dcp.load({"scaling": fp8compile.ScalingState(model)}, checkpoint_id=tmp_path / "without", planner=planner)
     assert "no scaling state" in caplog.text
-    assert all(torch.equal(row, before[name]) for name, row in fp8compile.scaling_state(model).items())
+    assert all(torch.equal(row, before[name]) for name, row in scaling_tensors(model).items())
 
 
 def test_several_modules() -> None:
     """The stages that a rank has in an interleaved pipeline."""
     fp8compile.ScalingState([Net((0,)), Net((3,))])
+    whole = {"fp8compile.version": torch.tensor([1]), "layers.7.up.weight.input.0": torch.ones(28)}
+    with pytest.raises(StateError, match="unexpected: layers.7.up.weight.input.0"):
+        fp8compile.ScalingState([Net((0,)), Net((3,))], strict=True).load_state_dict(whole)
     with pytest.raises(StateError, match=r"two of the modules have a 'layers.0.up.weight'"):
         fp8compile.ScalingState([Net((0,)), Net((0, 3))])
 

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fp8compile
 from fp8compile.errors import OptionError
+from tests.support.harness import scaling_tensors
 from tests.support.hooks import slots_of
 from tests.support.models import Mlp
 from tests.support.processes import on_ranks, warnings
@@ -70,7 +71,7 @@ class Run:
             self.optimizer.zero_grad()
             seen += [self.compared(how, step)] if how and step % 3 == 2 else []
             losses.append(loss.item())
-        return (losses, {**self.net.state_dict(), **fp8compile.scaling_state(self.net)}), seen
+        return (losses, {**self.net.state_dict(), **scaling_tensors(self.net)}), seen
 
 
 def same(ends: Any, others: Any) -> bool:

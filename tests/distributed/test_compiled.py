@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch.distributed.fsdp import fully_shard
 
-import fp8compile
 from fp8compile.distributed import fp8_all_gather
 from tests.distributed.ranks import Way, build, gathered, train
-from tests.support.harness import noise, sqnr
+from tests.support.harness import noise, scaling_tensors, sqnr
 from tests.support.processes import on_ranks
 
 pytestmark = pytest.mark.slow
@@ -33,7 +32,7 @@ def _trained(rank: int) -> dict[str, Any]:
     for name in ("one", "sequence"):
         gradients = {key: x for key, x in runs["high"].seen.items() if key.split()[1:] in WEIGHTS}
         found["ratios"][name] = [sqnr(x, runs[name].seen[key]) for key, x in gradients.items()]
-        found[name] = sorted(fp8compile.scaling_state(runs[name].model))
+        found[name] = sorted(scaling_tensors(runs[name].model))
     return found
 
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import fp8compile
 from fp8compile.errors import OptionError, StateError
 from tests.distributed.ranks import Net, build
-from tests.support.harness import noise, sqnr
+from tests.support.harness import load_scaling, noise, scaling_tensors, sqnr
 from tests.support.models import ResidualMlp
 from tests.support.processes import on_ranks, warnings
 
@@ -42,21 +42,21 @@ def _state(rank: int) -> dict[str, Any]:
     """A model that goes on from a state, which was loaded before it was sharded, behind its first call, or not at all."""
     first = shard(build("mlps"))
     step(first, 0, rank), step(first, 1, rank)
-    state, weights = fp8compile.scaling_state(first), {name: p.detach().clone() for name, p in first.named_parameters()}
+    state, weights = scaling_tensors(first), {name: p.detach().clone() for name, p in first.named_parameters()}
     found: dict[str, Any] = {"expected": step(first, 2, rank)}
     for when in ("before fully_shard", "after a call", "cold"):
         model = build("mlps")
         if when == "before fully_shard":
-            fp8compile.load_scaling_state(model, state)
+            load_scaling(model, state)
         shard(model)
         if when == "after a call":
             step(model, 7, rank)
-            fp8compile.load_scaling_state(model, state)
+            load_scaling(model, state)
         for name, p in model.named_parameters():
             p.detach().copy_(weights[name])
         found[when] = step(model, 2, rank)
     try:
-        fp8compile.load_scaling_state(model, {**state, "blocks.7.up.weight.input.0": torch.zeros(40)}, strict=True)
+        load_scaling(model, {**state, "blocks.7.up.weight.input.0": torch.zeros(40)}, strict=True)
     except StateError as error:
         found["error"] = str(error)
     return found

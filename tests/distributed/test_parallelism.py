@@ -12,10 +12,9 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-import fp8compile
 from fp8compile.ir.state_page import HISTORY
 from tests.distributed.ranks import OnRanks, Way, facts, prepared, train
-from tests.support.harness import sqnr
+from tests.support.harness import load_scaling, scaling_tensors, sqnr
 from tests.support.processes import on_ranks
 
 pytestmark = pytest.mark.slow
@@ -49,7 +48,7 @@ def _exact(rank: int, name: str) -> dict[str, Any]:
 
 
 def histories(run: OnRanks) -> dict[str, list[float]]:
-    state = fp8compile.scaling_state(run.model)
+    state = scaling_tensors(run.model)
     return {name: row[HISTORY:-1].tolist() for name, row in state.items() if "version" not in name}
 
 
@@ -79,7 +78,7 @@ def test_as_exact_as_one_device(name: str) -> None:
 def _from_one(rank: int) -> dict[str, list[float]]:
     """The third loss: on one device; on two that have loaded its state; on two without a state."""
     one = train("gated", Way("one", {"recipe": "delayed"}), "fbs fbs")
-    state, weights = fp8compile.scaling_state(one.model), {k: x.detach().clone() for k, x in one.model.state_dict().items()}
+    state, weights = scaling_tensors(one.model), {k: x.detach().clone() for k, x in one.model.state_dict().items()}
     x = one.batch()
     found = {"one": [one.call(x).square().mean().item()]}
     for kind, options in (("tp", {"amax_group": "tp"}), ("ddp", {})):
@@ -90,7 +89,7 @@ def _from_one(rank: int) -> dict[str, list[float]]:
                 value = weights[name]
                 p.detach().copy_(distribute_tensor(value, p.device_mesh, p.placements) if isinstance(p, DTensor) else value)
             if loads:
-                fp8compile.load_scaling_state(run.model, state)
+                load_scaling(run.model, state)
             found.setdefault(kind, []).append(run.call(x).square().mean().item())
     return found
 

@@ -17,6 +17,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8compile
+from tests.support.harness import scaling_tensors
 from tests.support.hooks import slots_of
 from tests.support.models import ResidualMlp
 from tests.support.processes import on_ranks
@@ -190,7 +191,7 @@ def _pipeline(rank: int, case: Case) -> dict[str, Any]:
                 if not torch.equal(ours, theirs):
                     wrong.append((step, number, name, (ours - theirs).abs().max().item()))
     pairs = [(module, twins[number]) for number, module in mine.items()]
-    states = [[fp8compile.scaling_state(model) for model in pair] for pair in pairs]
+    states = [[scaling_tensors(model) for model in pair] for pair in pairs]
     decisions = [[trained(model) for model in pair] for pair in pairs]
     histories = [slot.history() for module in mine.values() for slot in slots_of(module).values()]
     return {"wrong": wrong, "states": states, "decisions": decisions, "histories": histories, "orders": orders}

@@ -21,7 +21,7 @@ from fp8compile.dryrun.observe import Likeness, dithered, peak_of, sums
 from fp8compile.errors import Fp8CompileError, OptionError
 from tests.support import hooks, models
 from tests.support.compared import HEALTHY, WIDTH, Case, LanguageModel
-from tests.support.harness import ALL_FP8, compiled, noise, sqnr
+from tests.support.harness import ALL_FP8, compiled, noise, scaling_tensors, sqnr
 
 pytestmark = [pytest.mark.usefixtures("interpreted"), pytest.mark.shares_graphs]
 
@@ -302,7 +302,7 @@ def everything_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
     from torch._dynamo.eval_frame import _debug_get_cache_entry_list as entries
 
     tensors = {**model.state_dict(), **{f"{name}.grad": p.grad for name, p in model.named_parameters()}}
-    tensors |= {f"scaling {name}": row for name, row in fp8compile.scaling_state(model).items()}
+    tensors |= {f"scaling {name}": row for name, row in scaling_tensors(model).items()}
     tensors |= {f"{i}.{key}": x for i, state in enumerate(optimizer.state.values()) for key, x in state.items()}
     found: dict[str, Any] = {name: None if x is None else x.clone() for name, x in tensors.items()}
     found["random"], found["torch"] = random.getstate(), torch.get_rng_state().clone()

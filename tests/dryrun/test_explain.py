@@ -12,6 +12,7 @@ import torch.nn.functional as F
 import fp8compile
 from fp8compile.reporting.report import Report
 from tests.support import hooks, models
+from tests.support.harness import load_scaling, scaling_tensors
 
 ROWS, WIDTH = 32, 128
 
@@ -248,11 +249,11 @@ def test_state_and_measurements_are_left_as_they_were():
         run = torch.compile(model, backend="fp8")
         run(x()).sum().backward()
         fp8compile.stats(model, measure=True)
-        state = fp8compile.scaling_state(model)
-        fp8compile.load_scaling_state(twin, state)
+        state = scaling_tensors(model)
+        load_scaling(twin, state)
         for each in (model, twin):
             assert fp8compile.explain(each, x()).fp8_flop_fraction == 1
-        left = fp8compile.scaling_state(twin)
+        left = scaling_tensors(twin)
         assert len(state) > 1 and all(torch.equal(state[name], left[name]) for name in state | left)
         run(x()).sum().backward()
         assert all(row["mse"] is not None for row in fp8compile.stats(model))

@@ -16,7 +16,7 @@ import fp8compile
 from fp8compile.errors import OptionError
 from fp8compile.reporting import monitor, plots
 from tests.support import hooks
-from tests.support.harness import compiled, noise
+from tests.support.harness import compiled, noise, scaling_tensors
 from tests.support.models import Mlp, Parallel, make
 
 pytestmark = [pytest.mark.usefixtures("interpreted"), pytest.mark.shares_graphs]
@@ -63,7 +63,7 @@ def test_it_changes_nothing_to_the_bit(in_place: bool) -> None:
             model.compile(backend="fp8")
         run, rows = model if in_place else compiled(model), []
         losses = train(run, model, to=rows.extend, **settings)
-        state = {**model.state_dict(), **fp8compile.scaling_state(model)}
+        state = {**model.state_dict(), **scaling_tensors(model)}
         ends.append((losses, state, torch.get_rng_state(), fp8compile.report(model).summary()))
         assert comparisons(rows) == ([2, 4] if settings else [])
         assert not model._forward_hooks and not run._forward_hooks and not run._forward_pre_hooks

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8compile
 from tests.support import hooks
-from tests.support.harness import grads_of, histories, noise
+from tests.support.harness import grads_of, histories, load_scaling, noise, scaling_tensors
 
 PROTOCOLS = {
     "steps": "fbs fbs fbs",
@@ -134,7 +134,7 @@ class Run:
         self.zero()
 
     def dry(self) -> None:
-        with fp8compile.dry_run():
+        with fp8compile.freeze_scaling_state():
             y = self.call(self.batch(1e4))
             y.sum().backward()
         self.zero()
@@ -148,10 +148,10 @@ class Run:
 
     def resume(self) -> None:
         weights, steps = copy.deepcopy(self.model.state_dict()), copy.deepcopy(self.steps.state_dict())
-        scaling = fp8compile.scaling_state(self.model) if histories(self.model) else None
+        scaling = scaling_tensors(self.model) if histories(self.model) else None
         self.model = self.build()
         self.model.load_state_dict(weights)
         self.start()
         self.steps.load_state_dict(steps)
         if scaling is not None:
-            fp8compile.load_scaling_state(self.model, scaling)
+            load_scaling(self.model, scaling)

@@ -12,7 +12,7 @@ from torch import nn
 
 import fp8compile
 from tests.exporting.small import Small, evaluated, next_forward, tokens, trained
-from tests.support.harness import sqnr
+from tests.support.harness import load_scaling, sqnr
 from tests.support.hooks import slots_of
 from tests.support.reference_casts import OCP, Quantized, block_amaxes, quantize
 from tests.support.served import config_of, serve, tensors_of
@@ -124,7 +124,7 @@ def test_delayed_without_a_history_takes_the_current_amax(tmp_path: Path) -> Non
     """After an overflow training scales by the current amax, and so does the export."""
     model = Small()
     compiled = trained(model, 2)
-    fp8compile.load_scaling_state(model, None)
+    load_scaling(model, None)
     made = fp8compile.export(compiled, tmp_path / "out")
     assert "up.input_scale" not in tensors_of(made.directory)
     assert same_bytes(stored(made.directory, "up").values, quantize(model.up.weight, E4M3).values)

@@ -64,7 +64,7 @@ def exported(recipe: str, path: Path, format: str | None = None, **options: Any)
 def outputs(model: Any, training: bool = False) -> list[Tensor]:
     """Logits of all batches: in evaluation, or those that the next training call would return."""
     model.train(training)
-    with fp8compile.dry_run(), torch.set_grad_enabled(training):
+    with fp8compile.freeze_scaling_state(), torch.set_grad_enabled(training):
         return [model(batch(seed)).detach() for seed in range(BATCHES)]
 
 

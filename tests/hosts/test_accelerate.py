@@ -11,7 +11,7 @@ import fp8compile
 from fp8compile.errors import OptionError
 from tests.hosts.launched import as_on_gpus, average, gradients, launched, summary
 from tests.hosts.small import llama
-from tests.support.harness import sqnr
+from tests.support.harness import scaling_tensors, sqnr
 from tests.support.processes import on_ranks
 
 pytest.importorskip("accelerate")
@@ -71,7 +71,7 @@ def _train(rank: int) -> dict[str, Any]:
             optimizer.step()
             optimizer.zero_grad()
         report = fp8compile.report(model)
-        found[how] = {"losses": losses, "gradients": grads, "rows": summary(report), "state": fp8compile.scaling_state(model)}
+        found[how] = {"losses": losses, "gradients": grads, "rows": summary(report), "state": scaling_tensors(model)}
         found[how]["graphs"] = {graph.name for graph in report.graphs if graph.matmuls}
         found[how]["outside"] = [record.parameter for record in report.outside]
         if how != "replica":

@@ -10,6 +10,7 @@ from torch import nn
 
 import fp8compile
 from tests.hosts.launched import average, gradients, launched, summary
+from tests.support.harness import scaling_tensors
 from tests.support.models import ResidualMlp
 from tests.support.processes import on_ranks
 
@@ -85,7 +86,7 @@ def trainer(how: str) -> Any:
 def facts(model: nn.Module, losses: list[float], seen: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
     report = fp8compile.report(model)
     graphs = {graph.name for graph in report.graphs if graph.matmuls}
-    names = sorted(fp8compile.scaling_state(model))
+    names = sorted(scaling_tensors(model))
     return {"losses": losses, "gradients": seen, "rows": summary(report), "graphs": graphs, "state": names}
 
 

@@ -13,6 +13,7 @@ from torch import nn
 import fp8compile
 from fp8compile.runtime.phases import steps_of
 from tests.hosts.launched import average, check_gradients, gradients, launched, on_two_ranks, summary
+from tests.support.harness import scaling_tensors
 from tests.support.models import ResidualMlp
 from tests.support.processes import warnings
 
@@ -110,7 +111,7 @@ def facts(lit: Lit) -> dict[str, Any]:
     names = [f"{record.fqn}|{record.parameter}" for record in report.matmuls]
     found = {"rows": summary(report), "names": names, "graphs": sum(bool(graph.matmuls) for graph in report.graphs)}
     found |= {"losses": [*lit.losses], "steps": [*lit.steps], "gradients": [*lit.seen], "weights": lit.state_dict()}
-    return {**found, "state": sorted(fp8compile.scaling_state(lit)), "outside": [x.parameter for x in report.outside]}
+    return {**found, "state": sorted(scaling_tensors(lit)), "outside": [x.parameter for x in report.outside]}
 
 
 def _train(rank: int, folder: str) -> dict[str, Any]:

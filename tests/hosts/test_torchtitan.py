@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 import fp8compile
 from tests.hosts.launched import launched, summary
+from tests.support.harness import scaling_tensors
 from tests.support.processes import on_ranks
 
 pytest.importorskip("torchtitan")
@@ -140,7 +141,7 @@ def _train(rank: int, folder: str) -> dict[str, Any]:
                 facts = {"rows": summary(report), "recipes": {m.recipe for m in report.matmuls}}
                 facts["graphs"] = {graph.name for graph in report.graphs if graph.matmuls}
                 facts["outside"] = [record.parameter for record in report.outside]
-                facts["state"] = sorted(fp8compile.scaling_state(model))
+                facts["state"] = sorted(scaling_tensors(model))
                 found[f"{recipe} report"] = facts
     try:
         configured(Path(folder), *compiled).build()

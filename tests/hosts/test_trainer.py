@@ -190,7 +190,7 @@ def test_peft(tmp_path: Path) -> None:
 
 @pytest.mark.weekly
 def test_peft_on_a_base_in_fp8_only(tmp_path: Path) -> None:
-    """To the bit as without `frozen`. A checkpoint has the adapters, and what is merged behind `thaw` is vanilla."""
+    """To the bit as without `frozen`. A checkpoint has the adapters, and what is merged is vanilla."""
     peft = pytest.importorskip("peft")
     from safetensors.torch import load_file
 
@@ -212,9 +212,9 @@ def test_peft_on_a_base_in_fp8_only(tmp_path: Path) -> None:
     files = [load_file(folder / "adapter_model.safetensors") for folder in folders]
     assert files[0].keys() == files[1].keys() and all(torch.equal(x, files[1][name]) for name, x in files[0].items())
     for safe in (False, True):
-        with pytest.raises(fp8compile.Fp8CompileError, match="thaw"):
+        with pytest.raises(fp8compile.Fp8CompileError, match="restore_frozen_weights"):
             model.merge_and_unload(safe_merge=safe)
-    fp8compile.thaw(model)
+    fp8compile.restore_frozen_weights(model)
     at = "base_model.model.model.layers.0.self_attn.q_proj"
     merged = state[f"{at}.base_layer.weight"] + model.get_submodule(at).get_delta_weight("default")
     found = model.merge_and_unload().state_dict()

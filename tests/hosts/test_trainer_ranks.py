@@ -12,6 +12,7 @@ import fp8compile
 from fp8compile.runtime.phases import steps_of
 from tests.hosts.launched import average, check_gradients, gradients, launched, on_two_ranks, summary
 from tests.hosts.small import examples, llama, logged, saved, tokenizer, training_arguments, vanilla
+from tests.support.harness import scaling_tensors
 from tests.support.processes import warnings
 
 pytest.importorskip("accelerate")
@@ -66,7 +67,7 @@ def watcher() -> Any:
 
 def facts(run: Any, watched: Any) -> dict[str, Any]:
     report = fp8compile.report(run.model)
-    found = {"rows": summary(report), "state": sorted(fp8compile.scaling_state(run.model)), "steps": watched.steps}
+    found = {"rows": summary(report), "state": sorted(scaling_tensors(run.model)), "steps": watched.steps}
     found |= {"wrapper": type(run.model_wrapped).__name__, "graphs": [graph.name for graph in report.graphs if graph.matmuls]}
     found["outside"] = [record.parameter for record in report.outside]
     found |= {"gradients": watched.gradients, "weights": run.model.state_dict(), "log": logged(run), "fed": run.fed}
@@ -96,7 +97,7 @@ def replica(batches: list[dict[str, torch.Tensor]], accumulate: int = 1) -> dict
         optimizer.step()
         optimizer.zero_grad()
     report = fp8compile.report(model)
-    state = sorted(fp8compile.scaling_state(model))
+    state = sorted(scaling_tensors(model))
     return {"gradients": seen, "weights": model.state_dict(), "rows": summary(report), "state": state}
 
 

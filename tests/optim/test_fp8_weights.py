@@ -179,7 +179,7 @@ def replace(model: nn.Module, _: Any) -> None:
 def tell(model: nn.Module, _: Any) -> None:
     for p in model.parameters():
         p.data.mul_(2)
-    fp8compile.refresh()
+    fp8compile.refresh_weight_cache()
 
 
 def another(model: nn.Module, _: Any) -> None:
@@ -387,8 +387,8 @@ def test_checkpoints_are_those_without() -> None:
 def test_phases() -> None:
     def run(model: nn.Module, optimizer: AdamW) -> list[dict[str, Tensor]]:
         call, found = compiled(model, True, "delayed", policy={"rules": [{"fp8": "on"}], "schedule": {}}), []
-        for phase in ("high_precision", "fp8", "high_precision", "fp8"):
-            fp8compile.set_phase(phase, model)
+        for precision in ("bf16", "fp8", "bf16", "fp8"):
+            fp8compile.set_precision(precision, model)
             found += trained(model, call, optimizer, 2, 2)
         return found
 

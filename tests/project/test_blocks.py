@@ -226,7 +226,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     with hooks.phases_afresh():  # a page sets the step of all models
         yield tmp_path
     dist.destroy_process_group()
-    fp8compile.set_phase(None)
+    fp8compile.set_precision(None)
     for module in set(sys.modules) - before:
         if str(getattr(sys.modules[module], "__file__", None)).startswith(str(tmp_path)):
             del sys.modules[module]

@@ -59,7 +59,7 @@ def test_every_option_has_a_row_and_every_row_is_an_option() -> None:
 
 def public_names() -> set[str]:
     """The names that docs/reference/index.md calls public. Modules of other libraries are read, not imported."""
-    names = {f"fp8compile.{name}" for name in fp8compile.__all__}
+    names = {f"fp8compile.{name}" for name in fp8compile._PUBLIC}  # also of results, which `import *` does not bring
     for module in ("distributed", "optim"):
         names |= {f"fp8compile.{module}.{name}" for name in importlib.import_module(f"fp8compile.{module}").__all__}
     shared = ("requirement", "training")  # by the modules that users import

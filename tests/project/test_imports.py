@@ -131,7 +131,6 @@ EXCEPTIONS: dict[str, str] = {
     "ir/test_torchao.py": "config",
     "optim/test_kernels.py": "devices dryrun runtime",
     "passes/test_all_gathers.py": "dryrun ir",
-    "passes/test_auto.py": "config devices",
     "passes/test_flatten.py": "dryrun",
     "passes/test_fusion.py": "codegen compat ir",
     "passes/test_gathered.py": "devices dryrun ir passes",

@@ -345,11 +345,11 @@ def test_a_phase_of_high_precision_is_not_measured(looked) -> None:
     """The amaxes of the state are shown all the same; the first call in FP8 is measured."""
     model = make(Mlp)
     run = compiled(model, policy={"schedule": {}})
-    fp8compile.set_phase("high_precision", model)
+    fp8compile.set_precision("bf16", model)
     fp8compile.stats(model, measure=True)
     train(run, noise(16, 128))
     assert not looked and all(row["amax"] > 0 and row["mse"] is None for row in fp8compile.stats(model))
-    fp8compile.set_phase("fp8", model)
+    fp8compile.set_precision("fp8", model)
     train(run, noise(16, 128))
     assert all_measured(model)
 

@@ -22,7 +22,7 @@ from fp8compile.errors import Fp8CompileError, OptionError, StrictError
 from tests.support import hooks
 from tests.support.executed import executed
 from tests.support.gpu_steps import unallocated
-from tests.support.harness import ALL_FP8, grads_of, sqnr
+from tests.support.harness import ALL_FP8, grads_of, load_scaling, scaling_tensors, sqnr
 
 pytestmark = [pytest.mark.usefixtures("interpreted"), pytest.mark.shares_graphs]
 needs_description = pytest.mark.skipif(fake_gpu.unavailable() is not None, reason=fake_gpu.unavailable() or "")
@@ -368,7 +368,7 @@ def linear() -> nn.Linear:
 def test_writes_are_errors_that_say_what_to_do() -> None:
     weight: Any = linear().weight
     before = weight.dequantized()
-    hint = r"frozen='fp8'.*call fp8compile.thaw\(model\) first"
+    hint = r"frozen='fp8'.*call fp8compile.restore_frozen_weights\(model\) first"
     for name, write in WRITES.items():
         with torch.no_grad(), pytest.raises(Fp8CompileError, match=hint) as error:
             write(weight)
@@ -384,7 +384,7 @@ def test_conversions_of_the_model(tmp_path: Any) -> None:
     model.to("cpu").bfloat16().cpu()
     assert model.weight is weight is alive() and torch.equal(weight.dequantized(), values)  # type: ignore[operator]
     for change in (model.float, model.half, lambda: model.to(torch.float64)):
-        with pytest.raises(Fp8CompileError, match="thaw"):
+        with pytest.raises(Fp8CompileError, match="restore_frozen_weights"):
             change()
     safetensors = pytest.importorskip("safetensors.torch")
     with pytest.raises(RuntimeError):  # not a file of something else
@@ -395,7 +395,7 @@ def test_conversions_of_the_model(tmp_path: Any) -> None:
 def test_thawed_weights_train() -> None:
     model, _ = converted()
     wanted = {name: p.dequantized() for name, p in bases(model).items()}
-    fp8compile.thaw(model)
+    fp8compile.restore_frozen_weights(model)
     assert all(type(p) is nn.Parameter and torch.equal(p, wanted[name]) for name, p in bases(model).items())
     assert model.state_dict().keys() == made().state_dict().keys()
     for p in bases(model).values():
@@ -411,7 +411,7 @@ def test_thawed_weights_train() -> None:
 def test_evaluation_reads_what_fp8_has_left(evaluate: str) -> None:
     model, call = converted(eval=evaluate)
     twin = copy.deepcopy(model)
-    fp8compile.thaw(twin)
+    fp8compile.restore_frozen_weights(twin)
     model.eval()
     twin.eval()
     with torch.no_grad():
@@ -527,12 +527,12 @@ def test_statistics_know_its_scales(recipe: str) -> None:
 def test_scaling_state_goes_on() -> None:
     """The state of inputs and gradients belongs to the weight: it follows, also if it was loaded before the first call."""
     model, call = converted("delayed")
-    saved = {"model": copy.deepcopy(model.state_dict()), "scaling": fp8compile.scaling_state(model)}
+    saved = {"model": copy.deepcopy(model.state_dict()), "scaling": scaling_tensors(model)}
     assert "1.base.weight.input.0" in saved["scaling"]
     on = trained(model, call)
     again = made()
     again.load_state_dict(saved["model"])
-    fp8compile.load_scaling_state(again, saved["scaling"])
+    load_scaling(again, saved["scaling"])
     assert same(on, trained(again, compiled(again, "delayed")))
 
 

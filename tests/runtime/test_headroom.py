@@ -18,7 +18,7 @@ from fp8compile.devices.formats import E4M3, E5M2, FORMATS, Format
 from fp8compile.ir import ops, state_page
 from fp8compile.ir.scale import scale_of
 from tests.support import hooks
-from tests.support.harness import compiled, noise
+from tests.support.harness import compiled, load_scaling, noise, scaling_tensors
 from tests.support.models import Mlp, make
 
 pytestmark = [pytest.mark.usefixtures("interpreted"), pytest.mark.shares_graphs]
@@ -165,13 +165,13 @@ def test_a_state_with_another_margin_is_adapted() -> None:
     """A loaded scale changes by the difference of the margins, and the next gradient fits."""
     model = make(Mlp)
     compiled(model, margin=0)(noise(16, 128)).sum().backward()
-    state, before = fp8compile.scaling_state(model), {key: slot.scale() for key, slot in hooks.slots_of(model).items()}
+    state, before = scaling_tensors(model), {key: slot.scale() for key, slot in hooks.slots_of(model).items()}
     other = make(Mlp)
     run = compiled(other)
     with pytest.raises(fp8compile.StateError, match="FP8 maximum / 2..margin 57344, here 28"):
-        fp8compile.load_scaling_state(other, state, strict=True)
+        load_scaling(other, state, strict=True)
         run(noise(16, 128))
-    fp8compile.load_scaling_state(other, state)
+    load_scaling(other, state)
     used = run(noise(16, 128))
     for key, slot in hooks.slots_of(other).items():
         assert slot.scale() == before[key] / (2048.0 if key[1] == "gradient" else 1.0)

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import fp8compile
+from tests.support.harness import scaling_tensors
 from tests.support.hooks import slots_of
 
 pytestmark = [pytest.mark.usefixtures("interpreted"), pytest.mark.compat]
@@ -127,10 +128,10 @@ def test_a_dry_run_moves_nothing() -> None:
     garbage = torch.full((32, 128), 1e30)
     for step in range(5):
         x = torch.randn(32, 128)
-        with fp8compile.dry_run():
+        with fp8compile.freeze_scaling_state():
             outside = runs[0](garbage if step % 2 else garbage * 0)
         outside.sum().backward()  # the backward after the dry run moves nothing, either
-        with fp8compile.dry_run():
+        with fp8compile.freeze_scaling_state():
             y = runs[0](x)
             y.square().sum().backward()
         model.zero_grad()
@@ -141,13 +142,13 @@ def test_a_dry_run_moves_nothing() -> None:
             y.square().sum().backward()
             results.append((y, m.weight.grad))
         assert all(map(torch.equal, *results))
-    mine, theirs = (fp8compile.scaling_state(m) for m in (model, twin))
+    mine, theirs = (scaling_tensors(m) for m in (model, twin))
     assert mine.keys() == theirs.keys() and all(torch.equal(mine[key], theirs[key]) for key in mine)
 
 
 def test_a_dry_run_computes_what_a_call_would() -> None:
     model = nn.Linear(128, 128)
     run, x = torch.compile(model, backend="fp8"), torch.randn(32, 128)
-    with fp8compile.dry_run():
+    with fp8compile.freeze_scaling_state():
         first = run(x)
     assert torch.equal(first, run(x))

@@ -12,9 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import fp8compile
 from tests.support import hooks
-from tests.support.harness import compiled, grads_of, noise, sqnr
+from tests.support.harness import compiled, grads_of, load_scaling, noise, scaling_tensors, sqnr
 
 pytestmark = [pytest.mark.usefixtures("interpreted"), pytest.mark.shares_graphs]
 
@@ -123,9 +122,9 @@ def test_state_that_is_loaded_with_the_weights_stays(state_first: bool) -> None:
     run = compiled(model)
     for _ in range(3):
         step(run, model)
-    weights, state = copy.deepcopy(model.state_dict()), fp8compile.scaling_state(model)
+    weights, state = copy.deepcopy(model.state_dict()), scaling_tensors(model)
     expected = step(run, model)
-    loads = [lambda: fp8compile.load_scaling_state(model, state), lambda: model.load_state_dict(weights)]
+    loads = [lambda: load_scaling(model, state), lambda: model.load_state_dict(weights)]
     for load in loads if state_first else reversed(loads):
         load()
     with hooks.cold_calls() as cold:

@@ -115,7 +115,7 @@ def test_no_schedule_is_one_compilation(seen: list[str]) -> None:
 
 
 @pytest.mark.slow
-def test_set_phase_and_set_step(seen: list[str]) -> None:
+def test_set_precision_and_set_step(seen: list[str]) -> None:
     model, other = make(Mlp), make(SwiGlu)
     run, run_other = scheduled(model, warmup_steps=10), scheduled(other)
     optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()], 0.1)
@@ -127,11 +127,11 @@ def test_set_phase_and_set_step(seen: list[str]) -> None:
         return list(seen)
 
     assert both() == ["high_precision", "fp8"]
-    fp8compile.set_phase("fp8", model)
+    fp8compile.set_precision("fp8", model)
     assert both() == ["fp8", "fp8"]
-    fp8compile.set_phase("high_precision")
+    fp8compile.set_precision("bf16")
     assert both() == ["high_precision", "high_precision"]
-    fp8compile.set_phase(None)
+    fp8compile.set_precision(None)
     assert both() == ["high_precision", "fp8"]
     fp8compile.set_step(9)
     assert both() == ["high_precision", "fp8"]
@@ -164,16 +164,16 @@ def test_the_steps_of_a_model_whose_first_layer_is_frozen() -> None:
     assert hooks.steps_of(model) == 1
 
 
-def test_set_phase_without_a_schedule(caplog) -> None:
+def test_set_precision_without_a_schedule(caplog) -> None:
     torch.compile(make(Mlp), backend="fp8")(noise(32, 128)).sum().backward()
-    fp8compile.set_phase("high_precision")
+    fp8compile.set_precision("bf16")
     assert any("schedule" in record.message for record in caplog.records if record.levelname == "WARNING")
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: fp8compile.set_phase("bf16"), "high_precision"),
+        (lambda: fp8compile.set_precision("bfloat16"), "'fp8', 'bf16' or None"),
         (lambda: fp8compile.set_step(-1), ">= 0"),
         (lambda: fp8compile.on_step(3), "callable"),
         (lambda: fp8compile.on_step(print, every=0), ">= 1"),
@@ -200,7 +200,7 @@ def test_a_callback_on_the_loss(seen: list[str]) -> None:
 
     def decide(step: int, loss: float | None) -> str | None:
         losses.append(loss)
-        return "high_precision" if step >= 4 else None
+        return "bf16" if step >= 4 else None
 
     remove = fp8compile.on_step(decide, model, every=2)
     mine = []
@@ -246,16 +246,16 @@ def test_checkpointed_blocks(seen: list[str], reentrant: bool) -> None:
 
 
 @pytest.mark.cases(test=1, slow=1)
-@pytest.mark.parametrize(("before", "after"), [("high_precision", "fp8"), ("fp8", "high_precision")])
+@pytest.mark.parametrize(("before", "after"), [("bf16", "fp8"), ("fp8", "bf16")])
 def test_a_switch_before_a_recomputation(seen: list[str], before: str, after: str) -> None:
     """A recomputation runs in the phase of its forward, whatever phase was set in between."""
     block = make(Mlp)
     run = scheduled(block)
-    fp8compile.set_phase(before)
+    fp8compile.set_precision(before)
     out = checkpoint(run, noise(32, 128).requires_grad_(), use_reentrant=False)
-    fp8compile.set_phase(after)
+    fp8compile.set_precision(after)
     out.sum().backward()
-    assert seen == [before] * 2
+    assert seen == [before.replace("bf16", "high_precision")] * 2
     assert all(p.grad is not None for p in block.parameters())
 
 
@@ -304,7 +304,7 @@ def test_a_callback_and_frozen_weights(seen: list[str]) -> None:
     run = scheduled(model)
     optimizers = [torch.optim.SGD([p], 0.1) for p in model.parameters() if p.requires_grad]
     asked: list[int] = []
-    fp8compile.on_step(lambda step, loss: asked.append(step) or "high_precision", model, every=2)
+    fp8compile.on_step(lambda step, loss: asked.append(step) or "bf16", model, every=2)
     for i in range(4):
         run(noise(32, 128, seed=i)).sum().backward()
         for optimizer in optimizers:

@@ -18,9 +18,21 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import fp8compile
 from tests.support import hooks
-from tests.support.harness import MOVING, Pair, assert_close, assert_fp8, compiled, grads_of, histories, leaf, like, noise
+from tests.support.harness import (
+    MOVING,
+    Pair,
+    assert_close,
+    assert_fp8,
+    compiled,
+    grads_of,
+    histories,
+    leaf,
+    like,
+    load_scaling,
+    noise,
+    scaling_tensors,
+)
 from tests.support.hooks import slots_of
 from tests.support.models import (
     Attention,
@@ -65,7 +77,7 @@ def scaling_state() -> dict[str, Tensor]:
     """That of a linear after one call."""
     model = linear()
     call(compiled(model))
-    return fp8compile.scaling_state(model)
+    return scaling_tensors(model)
 
 
 def padded(values: list[float], length: int = 16) -> list[float]:
@@ -531,7 +543,7 @@ def test_a_parameter_with_the_id_of_another_one_begins_anew() -> None:
     for _ in range(100):
         layer = nn.Linear(1, 1, bias=False)
         assert not slots_of(layer)
-        fp8compile.load_scaling_state(layer, scaling_state())
+        load_scaling(layer, scaling_state())
         assert slots_of(layer)
         ids.add(id(layer.weight))
     assert len(ids) < 100

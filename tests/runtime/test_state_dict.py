@@ -12,9 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import fp8compile
 from fp8compile.errors import StateError
-from tests.support.harness import compiled, grads_of, histories, noise
+from tests.support.harness import compiled, grads_of, histories, load_scaling, noise, scaling_tensors
 from tests.support.hooks import slots_of
 from tests.support.models import Branches, Mlp, Parallel, Stack, Twice, make
 
@@ -49,7 +48,7 @@ def resumed(build, stop: int, end: int, before: bool = True, **options: Any) -> 
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
     run = compiled(model, **options)
     losses = train(run, model, optimizer, 0, stop)
-    file = saved((model.state_dict(), optimizer.state_dict(), fp8compile.scaling_state(model)))
+    file = saved((model.state_dict(), optimizer.state_dict(), scaling_tensors(model)))
     losses = train(run, model, optimizer, stop, end)
     other = make(build, seed=99)
     second = torch.optim.Adam(other.parameters(), 1e-2)
@@ -58,13 +57,13 @@ def resumed(build, stop: int, end: int, before: bool = True, **options: Any) -> 
         train(run, other, second, 0, 3)
     other.load_state_dict(file[0])
     second.load_state_dict(file[1])
-    fp8compile.load_scaling_state(other, file[2])
+    load_scaling(other, file[2])
     again = train(run, other, second, stop, end)
     assert all(map(torch.equal, losses, again)), (losses, again)
     expected, got = grads_of(model), grads_of(other)
     assert all(torch.equal(expected[name], got[name]) for name in expected)
     assert histories(model) == histories(other)
-    mine, theirs = fp8compile.scaling_state(model), fp8compile.scaling_state(other)
+    mine, theirs = scaling_tensors(model), scaling_tensors(other)
     assert all(torch.equal(mine[name], theirs[name]) for name in mine) and len(mine) == len(theirs)
 
 
@@ -102,7 +101,7 @@ def test_a_slot_that_has_only_seen_zeros(stop: int) -> None:
 def test_it_is_plain_tensors(tmp_path) -> None:
     model = make(Mlp)
     compiled(model)(noise(16, 128)).sum().backward()
-    state = fp8compile.scaling_state(model)
+    state = scaling_tensors(model)
     assert state.keys() - {VERSION} == {f"{name}.{role}.{use}" for name, role, use in slots_of(model)}
     for (name, role, use), slot in slots_of(model).items():
         row = state[f"{name}.{role}.{use}"]
@@ -115,19 +114,19 @@ def test_it_is_plain_tensors(tmp_path) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
     safetensors.save_file(state, tmp_path / "scaling.safetensors")
     other = make(Mlp)
-    fp8compile.load_scaling_state(other, safetensors.load_file(tmp_path / "scaling.safetensors"))
+    load_scaling(other, safetensors.load_file(tmp_path / "scaling.safetensors"))
     assert histories(other) == expected
 
 
 def test_a_checkpoint_without_one_starts_cold() -> None:
     model = make(Mlp)
     for state in (None, {}):
-        fp8compile.load_scaling_state(model, state)
+        load_scaling(model, state)
         run = compiled(model)
         for step in range(3):
             run(noise(16, 128, seed=step)).sum().backward()
         assert {sum(amax > 0 for amax in history) for history, _ in histories(model).values()} == {3}
-        fp8compile.load_scaling_state(model, state)
+        load_scaling(model, state)
         assert all(not any(history) and scale == 1.0 for history, scale in histories(model).values())
         x = noise(16, 128) * 1e-4
         torch.testing.assert_close(run(x), model(x), rtol=0.1, atol=1e-3)  # its own amax scales it; with scale 1 it vanishes
@@ -138,10 +137,10 @@ def test_names_without_wrappers() -> None:
     model = make(lambda: Stack(Mlp()))
     model.inner[0] = torch.compile(model.inner[0], backend="fp8")
     model(noise(16, 128)).sum().backward()
-    state = fp8compile.scaling_state(model)
+    state = scaling_tensors(model)
     assert "inner.0.up.weight.input.0" in state
     other = torch.compile(make(lambda: Stack(Mlp())), backend="fp8")
-    fp8compile.load_scaling_state(other, state)
+    load_scaling(other, state)
     assert histories(other) == histories(model)
 
 
@@ -149,7 +148,7 @@ def test_names_without_wrappers() -> None:
 def _state_of(build: Callable[[], nn.Module], recipe: str) -> dict[str, Tensor]:
     model = make(build)
     compiled(model, recipe)(noise(16, 128)).sum().backward()
-    return fp8compile.scaling_state(model)
+    return scaling_tensors(model)
 
 
 def state_of(build: Callable[[], nn.Module] = Mlp, recipe: str = "delayed") -> dict[str, Tensor]:
@@ -162,11 +161,11 @@ def state_of(build: Callable[[], nn.Module] = Mlp, recipe: str = "delayed") -> d
 def test_another_model(caplog: pytest.LogCaptureFixture) -> None:
     model = make(Twice)
     with pytest.raises(StateError, match="unexpected: up.weight.input.0 .the model has no up.weight") as caught:
-        fp8compile.load_scaling_state(model, state_of(), strict=True)
+        load_scaling(model, state_of(), strict=True)
     assert len(caught.value.differences) == 6 and isinstance(caught.value, ValueError)
     assert not slots_of(model)
     with caplog.at_level("WARNING", logger="fp8compile"):
-        fp8compile.load_scaling_state(model, state_of())
+        load_scaling(model, state_of())
     assert "unexpected: up.weight.input.0 (the model has no up.weight)" in caplog.text and "and 1 more" in caplog.text
     assert not slots_of(model)
 
@@ -211,20 +210,20 @@ def test_other_options(options: dict[str, Any], messages: list[str], caplog: pyt
             what()
         assert set(messages) <= set(caught.value.differences)
 
-    fp8compile.load_scaling_state(model, state, strict=True)
+    load_scaling(model, state, strict=True)
     for _ in range(2):
         refused(lambda: run(noise(16, 128)))
     with caplog.at_level("WARNING", logger="fp8compile"):
-        fp8compile.load_scaling_state(model, state)
+        load_scaling(model, state)
         run(noise(16, 128)).sum().backward()
         run(noise(16, 128)).sum().backward()
     (said,) = [record.getMessage() for record in caplog.records if "scaling state" in record.getMessage()]
     assert "what fits is taken, and the rest starts cold" in said and "strict=True" in said
     assert any(message in said for message in messages)
     before = histories(model)
-    refused(lambda: fp8compile.load_scaling_state(model, state, strict=True))
+    refused(lambda: load_scaling(model, state, strict=True))
     assert histories(model) == before
-    fp8compile.load_scaling_state(model, None)
+    load_scaling(model, None)
     run(noise(16, 128)).sum().backward()
     assert {sum(amax > 0 for amax in history) for history, _ in histories(model).values()} == {1}
 
@@ -233,10 +232,10 @@ def test_fewer_layers() -> None:
     """What fits is taken all the same if it is asked for."""
     state, model = state_of(), make(Mlp)
     run = compiled(model, policy={"rules": [{"module": "down", "fp8": "off"}]})
-    fp8compile.load_scaling_state(model, state, strict=True)
+    load_scaling(model, state, strict=True)
     with pytest.raises(StateError, match="unexpected: down.weight.gradient.0"):
         run(noise(16, 128))
-    fp8compile.load_scaling_state(model, state)
+    load_scaling(model, state)
     run(noise(16, 128)).sum().backward()
     counts = {key: sum(amax > 0 for amax in history) for key, (history, _) in histories(model).items()}
     assert {count for key, count in counts.items() if key[0] == "up.weight"} == {2}
@@ -246,15 +245,15 @@ def test_a_graph_that_has_more() -> None:
     state = {name: row for name, row in state_of().items() if not name.startswith("down.weight.gradient")}
     model = make(Mlp)
     run = compiled(model)
-    fp8compile.load_scaling_state(model, state, strict=True)
+    load_scaling(model, state, strict=True)
     with pytest.raises(StateError, match="missing: down.weight.gradient.0"):
         run(noise(16, 128))
-    fp8compile.load_scaling_state(model, state)
+    load_scaling(model, state)
     run(noise(16, 128)).sum().backward()
     counts = {key: sum(amax > 0 for amax in history) for key, (history, _) in histories(model).items()}
     assert counts.pop(("down.weight", "gradient", 0)) == 1 and set(counts.values()) == {2}
     with pytest.raises(StateError, match="missing: down.weight.gradient.0"):
-        fp8compile.load_scaling_state(model, state, strict=True)
+        load_scaling(model, state, strict=True)
 
 
 @pytest.mark.slow
@@ -262,7 +261,7 @@ def test_a_part_that_had_not_run() -> None:
     """A branch that is first taken after the state was loaded starts cold, as it would have."""
     state, model = state_of(Branches), make(Branches)
     run = compiled(model)
-    fp8compile.load_scaling_state(model, state)
+    load_scaling(model, state)
     run(noise(16, 128)).sum().backward()
     run(noise(16, 128), True).sum().backward()
     kept = {name: history for (name, role, _), (history, _) in histories(model).items() if role == "input"}
@@ -276,7 +275,7 @@ def test_another_recipe() -> None:
     run = compiled(model)
     run(noise(16, 128)).sum().backward()
     with pytest.raises(StateError, match="missing: down.weight.gradient.0"):
-        fp8compile.load_scaling_state(model, state, strict=True)
+        load_scaling(model, state, strict=True)
 
 
 @pytest.mark.parametrize(
@@ -293,7 +292,7 @@ def test_what_is_no_state(change, message: str) -> None:
     state = state_of()
     change(state)
     with pytest.raises(StateError, match=message):
-        fp8compile.load_scaling_state(make(Mlp), state)
+        load_scaling(make(Mlp), state)
 
 
 def test_block_by_block_and_a_copy() -> None:
@@ -303,11 +302,11 @@ def test_block_by_block_and_a_copy() -> None:
         block.compile(backend="fp8")
     for step in range(2):
         model(noise(16, 128, seed=step)).sum().backward()
-    state = fp8compile.scaling_state(model)
+    state = scaling_tensors(model)
     other = make(lambda: Parallel(Mlp(), Mlp()))
     for block in other.inner:
         block.compile(backend="fp8")
-    fp8compile.load_scaling_state(other, state)
+    load_scaling(other, state)
     assert not slots_of(copy.deepcopy(other))
     for side in (model, other):
         side(noise(16, 128, seed=2)).sum().backward()
@@ -317,11 +316,11 @@ def test_block_by_block_and_a_copy() -> None:
 def test_no_scaling_state_at_all():
     for bad in ([1], "abc", 3):
         with pytest.raises(StateError, match="the dict that scaling_state"):
-            fp8compile.load_scaling_state(nn.Linear(128, 128), bad)
+            load_scaling(nn.Linear(128, 128), bad)
 
 
 def test_a_recipe_without_state_refuses_one() -> None:
     state, model = state_of(), make(Mlp)
-    fp8compile.load_scaling_state(model, state, strict=True)
+    load_scaling(model, state, strict=True)
     with pytest.raises(StateError, match="unexpected: down.weight"):
         compiled(model, "rowwise")(noise(16, 128))

@@ -232,7 +232,7 @@ def of_data(model: nn.Module) -> None:
 def told(model: nn.Module) -> None:
     for p in model.parameters():
         p.data.mul_(2)
-    fp8compile.refresh()
+    fp8compile.refresh_weight_cache()
 
 
 @pytest.mark.parametrize("change", [load, assign, in_place, of_data, told])
@@ -300,7 +300,7 @@ def test_a_backward_keeps_the_copies_of_its_forward() -> None:
         if refreshed:
             for p in model.parameters():
                 p.data.mul_(2)
-            fp8compile.refresh()
+            fp8compile.refresh_weight_cache()
             call(noise(1, 48, 128, seed=1))
         gradients.append(torch.autograd.grad(y.sum(), x)[0])
     assert torch.equal(*gradients)
@@ -338,10 +338,10 @@ def test_phases() -> None:
         call = compiled(model, cache, "delayed", policy={**ALL_FP8, "schedule": {}})
         optimizer = fused(model)
         with counted() as casts:
-            fp8compile.set_phase("high_precision", model)
+            fp8compile.set_precision("bf16", model)
             results.append(trained(model, call, optimizer, 2, 2))
             assert not casts
-            fp8compile.set_phase("fp8", model)
+            fp8compile.set_precision("fp8", model)
             results[-1] += trained(model, call, optimizer, 2, 2)
         assert len(casts) == (2 if cache else 0)
     assert same(*results)

@@ -168,7 +168,7 @@ class Side:
 
     def dry(self) -> None:
         before = self.forwards  # a dry run moves no history
-        with fp8compile.dry_run():
+        with fp8compile.freeze_scaling_state():
             self.forward()
         self.forwards, outs = before, self.open.pop()
         if self.rng.random() < 0.5:

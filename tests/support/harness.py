@@ -36,6 +36,15 @@ DEEP_FLOOR_DB = 14.0
 DEEP_AMAX_RTOL = 0.15
 
 
+def scaling_tensors(model: nn.Module | Sequence[nn.Module]) -> dict[str, Any]:
+    """The scaling state of this rank, as plain tensors."""
+    return fp8compile.ScalingState(model, all_ranks=False).state_dict()
+
+
+def load_scaling(model: nn.Module, state: Mapping[str, Any] | None, strict: bool = False) -> None:
+    fp8compile.ScalingState(model, strict=strict).load_state_dict(state)
+
+
 def sqnr(reference: Tensor, test: Tensor) -> float:
     """10 log10(|reference|^2 / |reference - test|^2) in dB.
 

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8compile
 from tests.support import hooks
+from tests.support.harness import scaling_tensors
 
 
 class Small(nn.Linear):
@@ -59,7 +60,7 @@ def scene(kind: type[nn.Module], recipe: str, steps: int = 3) -> dict[str, Any]:
     def note(*losses: Tensor) -> None:
         seen["losses"] += [loss.item().hex() for loss in losses]
         seen["gradients"].append(digest(p.grad for p in model.parameters()))
-        state = fp8compile.scaling_state(model)
+        state = scaling_tensors(model)
         seen["state"].append([sorted(state), digest(state[name] for name in sorted(state))])
 
     def loss() -> Tensor:

@@ -29,12 +29,7 @@ _STRINGS = re.compile(r"\"[^\"]*\"|'[^']*'|#.*")
 
 
 def load(source: Any = None) -> Policy:
-    """The policy that `source` names or holds.
-
-    None: the policy that the environment variable FP8COMPILE_POLICY names, else "default". A string that ends in .toml or has a
-    separator, and any Path: a file. Another string: a shipped policy. A dict: the tables of a file. A Policy: itself. Raises
-    OptionError, also where a file cannot be read.
-    """
+    """`Policy.load`."""
     if isinstance(source, Policy):
         return source
     if source is None:

@@ -10,6 +10,7 @@ A setting is looked up in this order: the rule, the named recipe, the options gi
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, get_args, ge
 
 from ...errors import OptionError, near
 from ..operators import MATMULS
-from ..recipe import AUTO, BUILT_IN, NAMES, RECIPES, Recipe
+from ..recipe import BUILT_IN, RECIPES, Recipe
 from . import match, patterns
 from .condition import Where
 from .errors import PolicyError
@@ -66,8 +67,7 @@ _MEANINGS = {
     "use_fast_accum": "(fprop, dgrad, wgrad): the tensor cores' fast accumulation, less exact.",
 }
 _RECIPE_MEANING = (
-    f"A built-in recipe ({', '.join(map(repr, RECIPES))}), {AUTO!r} (one of them, by the device), or the NAME of a "
-    "[recipes.NAME] table."
+    f"A built-in recipe ({', '.join(map(repr, RECIPES))}), or the NAME of a [recipes.NAME] table."
 )
 _NAME_OF_RECIPE = line("the name of a recipe")
 
@@ -250,7 +250,7 @@ class Policy(_Tables):
         if len(self.labels) != len(self.rules):
             object.__setattr__(self, "labels", tuple(label(self.rules, i) for i in range(len(self.rules))))
         for name in self.recipes:
-            if name in NAMES:
+            if name in RECIPES:
                 text = f"a recipe called {name!r} is built in; give this one another name."
                 raise PolicyError(text, name).under("recipes", name)
             self._chain(name, ("recipes", name, "base"))
@@ -258,6 +258,16 @@ class Policy(_Tables):
 
     def __repr__(self) -> str:
         return brief(self)
+
+    @staticmethod
+    def load(source: Any = None) -> Policy:
+        """The policy that `source` names or holds.
+
+        None: the policy that the environment variable FP8COMPILE_POLICY names, else "default". A string that ends in .toml or
+        has a separator, and any Path: a file. Another string: a shipped policy. A dict: the tables of a file. A Policy: itself.
+        Raises PolicyError (a ValueError), also where a file cannot be read.
+        """
+        return importlib.import_module(".files", __package__).load(source)  # which imports this module
 
     def choose(self, site: match.Site) -> match.Choice:
         """The first rule whose conditions hold decides; without one, the default recipe where it pays."""
@@ -281,11 +291,6 @@ class Policy(_Tables):
     def delayed(self) -> bool:
         """Whether some choice may need scaling state."""
         return any(recipe.delayed for recipe in self.possible)
-
-    @property
-    def by_device(self) -> bool:
-        """Whether some choice is "auto": a recipe that depends on the device."""
-        return any(recipe.name == AUTO for recipe in self.possible)
 
     def owns(self, rule: int | None) -> bool:
         """Whether a rule, by its position, is the user's own, and does not come from a policy that is extended."""
@@ -351,7 +356,7 @@ class Policy(_Tables):
         """The built-in recipe at the end of a chain of named ones, and the settings on the way, the nearest first."""
         settings: dict[str, Any] = {}
         seen: dict[str, None] = {}
-        while name not in NAMES:
+        while name not in RECIPES:
             if name in seen:
                 circle = " -> ".join(repr(one) for one in (*list(seen)[:8], name))
                 raise PolicyError(f"recipes go in a circle: {circle}.", str(path[-1]), name, path)
@@ -359,7 +364,7 @@ class Policy(_Tables):
                 raise PolicyError(f"a chain of more than {LONGEST_CHAIN} recipes.", str(path[-1]), name, path)
             seen[name] = None
             if name not in self.recipes:
-                known = (*NAMES, *self.recipes)
+                known = (*RECIPES, *self.recipes)
                 where = path if len(seen) == 1 else ("recipes", list(seen)[-2], "base")
                 shown = ", ".join(map(repr, known[:20])) + (", ..." if len(known) > 20 else "")
                 error = PolicyError.of("recipe" if len(seen) == 1 else "base", name, f"one of {shown}", near(name, known))

@@ -8,7 +8,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import nn
 
 from .base import Patched
 
@@ -149,13 +148,6 @@ def matmuls_unread() -> Patched:
     from fp8compile.dryrun.fake_gpu.record import _Reader
 
     return mock.patch.object(_Reader, "matmul", lambda *_: None)
-
-
-def groups_to_tune(model: nn.Module, args: tuple, loss: Callable[[Any], torch.Tensor] | None) -> Any:
-    """What `tune` measures: `groups`, `alone(candidate)`, `error(choice, name)`, and `whole` where one graph tells all."""
-    from fp8compile.dryrun.tune import _Measured
-
-    return _Measured(model, args, {}, loss, "default", 0.5, lambda *_: None)
 
 
 def without_ptxas() -> Patched:

@@ -1,0 +1,83 @@
+"""What version 0.2.0 wrote and called still works: files with a scaling state, and old names, with a warning."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import fp8compile
+from tests.support.harness import compiled, scaling_tensors
+
+SAVED = Path(__file__).parent / "data" / "state-0.2.0.pt"  # "one": scaling_state(model), "all": that of ScalingState(model)
+POLICY = {"rules": [{"fp8": "on"}]}
+RENAMED = {
+    "scaling_state": "ScalingState",
+    "load_scaling_state": "ScalingState",
+    "dry_run": "freeze_scaling_state",
+    "refresh": "refresh_weight_cache",
+    "set_phase": "set_precision",
+    "thaw": "restore_frozen_weights",
+}
+
+pytestmark = [pytest.mark.usefixtures("interpreted"), pytest.mark.shares_graphs]
+
+
+def linears() -> nn.Module:
+    """The model that the file is of."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 32, bias=False), nn.Linear(32, 16, bias=False))
+
+
+@pytest.mark.parametrize("called", [False, True])
+@pytest.mark.parametrize("kind", ["one", "all"])
+def test_a_file_of_0_2_0(kind: str, called: bool) -> None:
+    saved = torch.load(SAVED)
+    model = linears()
+    run = compiled(model, policy=POLICY, amax_history_len=4)
+    if called:
+        run(torch.ones(32, 64)).sum().backward()
+    fp8compile.ScalingState(model, strict=True).load_state_dict(saved[kind])
+    loaded = scaling_tensors(model)
+    assert len(loaded) == 7 and loaded.keys() == saved["one"].keys()
+    assert all(torch.equal(row, saved["one"][name]) for name, row in loaded.items())
+    run(torch.ones(32, 64)).sum().backward()  # strict: every slot fits the graph
+    moved = scaling_tensors(model)
+    assert all(torch.equal(row, moved[name]) is (name == "fp8compile.version") for name, row in loaded.items())
+
+
+def test_a_state_is_what_0_2_0_would_have_written() -> None:
+    model, saved = linears(), torch.load(SAVED)
+    fp8compile.ScalingState(model).load_state_dict(saved["one"])
+    every, own = fp8compile.ScalingState(model).state_dict(), fp8compile.ScalingState(model, all_ranks=False).state_dict()
+    assert own.keys() == saved["one"].keys() and every.keys() == saved["all"].keys() == {"ranks"}
+    other = linears()
+    fp8compile.ScalingState(other).load_state_dict(every)
+    assert all(torch.equal(row, own[name]) for name, row in scaling_tensors(other).items())
+
+
+def test_old_names_warn_and_name_the_new_one() -> None:
+    for name, new in RENAMED.items():
+        with pytest.warns(DeprecationWarning, match=rf"fp8compile.{name} is now fp8compile.{new}\b") as caught:
+            assert callable(getattr(fp8compile, name))
+        assert caught[0].filename == __file__
+        assert new in fp8compile.__all__ and name not in fp8compile.__all__
+    with pytest.raises(AttributeError, match="no attribute 'scaling_stat'"):
+        _ = fp8compile.scaling_stat
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_old_functions_do_what_they_did() -> None:
+    saved, model = torch.load(SAVED), linears()
+    fp8compile.load_scaling_state(model, saved["one"])
+    state = fp8compile.scaling_state(model)
+    assert state.keys() == saved["one"].keys() and all(torch.equal(row, saved["one"][name]) for name, row in state.items())
+    with pytest.raises(fp8compile.StateError, match="unexpected"):
+        fp8compile.load_scaling_state(model, {**saved["one"], "2.weight.input.0": torch.ones(15)}, strict=True)
+    run = compiled(model, policy={**POLICY, "schedule": {}}, amax_history_len=4)
+    with fp8compile.dry_run():
+        run(torch.ones(32, 64)).sum().backward()
+    assert fp8compile.set_phase("high_precision", model) is None and fp8compile.refresh() is None
+    fp8compile.set_phase(None, model)
