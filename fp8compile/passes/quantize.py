@@ -91,7 +91,7 @@ class _Writer:
         operands = self.operands(matmul)
         a8, b8 = (self.cast(*operand) for operand in operands)
         node = matmul.node
-        emit = Emitter(self.graph, node, node)
+        before, emit = node.prev, Emitter(self.graph, node, node)
         bias, rest = split_addend(matmul)
         fast = matmul.recipe.use_fast_accum[GEMMS.index(matmul.gemm)]
         inverses = [self.scale_of(*operand)[1] for operand in operands]
@@ -117,6 +117,8 @@ class _Writer:
         out.meta[RESULT] = node.meta.get(RESULT)
         node.replace_all_uses_with(out)
         self.replaced[node] = out
+        if node is self.written.start:
+            self.written.start = before.next  # casts that are written later go before the product, too
         self.written.erase(node)
 
     def cast(self, operand: Operand, matrix: Matrix, transposed: bool) -> Node:
