@@ -17,12 +17,11 @@ from ..devices import catalog
 from ..errors import OptionError, did_you_mean, near, one_of
 from ..logs import get_logger, say_once
 from .policy import Policy, Rule, load
-from .recipe import WHOLE, Recipe, boolean
+from .recipe import SETTINGS, Recipe
+from .settings import boolean
 
-_RECIPE_FIELDS = {"recipe": "name", **{f.name: f.name for f in dataclasses.fields(Recipe) if f.name != "name"}}  # by option
+_RECIPE_FIELDS = {"recipe": "name", **dict(zip(SETTINGS, SETTINGS, strict=True))}  # by option
 OURS = ("policy", "exclude", "device", "eval", "save", *_RECIPE_FIELDS, "strict")
-_WHOLE_TENSORS = ("merge_matmuls", "fp8_all_to_all")  # they take one scale for a tensor
-_HISTORIES = ("amax_history_len", "amax_compute_algo", "interval", "reduce_amax", "on_overflow")
 FUNCTION = "policy function"  # the rule that stands for it in reports
 # Inductor's switches of the passes that do our work
 _PASSES = ("use_joint_graph_passes", "use_post_grad_passes")
@@ -89,22 +88,17 @@ def parse(options: Mapping[str, Any] | None = None, mode: str | None = None) -> 
         raise OptionError.of("frozen", "fp8", "'high_precision' with a [schedule], whose phases read weights in high precision")
     if policy.device is not None:
         catalog.find(policy.device)
-    asked = [name for name, value in ours.items() if value not in (False, "auto")]
-    if unused := [name for name in asked if not any(_looks_at(recipe, name) for recipe in policy.possible)]:
-        text = f"fp8 option {', '.join(map(repr, unused))}: no effect with recipe={policy.recipe.name!r}"
+    for text in (*_without_effect(policy, ours), *policy.without_effect()):
         say_once(get_logger(__name__), logging.WARNING, text)
     return Options(policy, strict, inductor, choose)
 
 
-def _looks_at(recipe: Recipe, option: str) -> bool:
-    """Does the option change what this recipe does? (What a recipe cannot do is an error of `Recipe`.)"""
-    if option in _HISTORIES:
-        return recipe.delayed
-    if option == "current_scaling":
-        return recipe.name == "delayed"
-    if option in _WHOLE_TENSORS:
-        return recipe.built_in.block == WHOLE
-    return option != "weight_tiles" or bool(recipe.built_in.tile)
+def _without_effect(policy: Policy, options: Mapping[str, Any]) -> list[str]:
+    """A message about options that no recipe of the policy looks at. (What a recipe cannot do is an error of `Recipe`.)"""
+    asked = [name for name, value in options.items() if name in SETTINGS and value not in (False, "auto")]
+    unused = [name for name in asked if not any(map(SETTINGS[name].matters, policy.possible))]
+    names = ", ".join(map(repr, unused))
+    return [f"fp8 option {names}: no effect with recipe={policy.recipe.name!r}"] if unused else []
 
 
 def _spelled(recipe: Recipe, beside: Mapping[str, Any]) -> dict[str, Any]:

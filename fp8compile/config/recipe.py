@@ -16,18 +16,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from ..devices import support
 from ..devices.cost import ScalingCost
 from ..devices.formats import FP8_FORMATS
 from ..devices.gpu import Gpu
 from ..errors import OptionError, one_of
+from .settings import (
+    boolean,
+    group,
+    in_any_case,
+    margins,
+    one,
+    positive,
+    setting,
+    settings_of,
+    switch,
+    three_bools,
+    unless_none,
+)
 
-AMAX_ALGOS = ("max", "most_recent")
-ON_OVERFLOW = ("current", "saturate")
-FROZEN = ("high_precision", "fp8")
-ENCODINGS = ("auto", "ocp", "fnuz")
 ROLES = ("input", "weight", "gradient")
 # Default margins of gradients with a delayed scale, in E5M2 and in E4M3. Gradients outgrow their history: behind a LayerScale
 # of 1e-6, Adam makes them 1,000 times as large in a step. benchmarks/margins.py measures the cost of this headroom.
@@ -114,141 +123,169 @@ class Scaling(NamedTuple):
         return recipe_of(self.delayed, self.block)
 
 
+def _delayed(recipe: Recipe) -> bool:
+    return recipe.delayed
+
+
+def _whole(recipe: Recipe) -> bool:
+    return not recipe.fine
+
+
 @dataclass(frozen=True)
 class Recipe:
-    """Validated on construction: OptionError (a ValueError) names the field, the value and what is allowed.
+    """How tensors are scaled, and what runs in FP8. Each setting is described at its field.
 
-    `fp8_format` is taken in any case and stored in lower case; `override_linear_precision` is (fprop, dgrad, wgrad),
-    True keeps that gemm in high precision; a list is accepted and stored as a tuple.
-    `fp8_format` is "hybrid" or "e4m3"; None stands for the recipe's own. `margin` is one integer, or three: for inputs
-    (activations), weights and gradients; it is stored as three where they differ. None: headroom for gradients with a delayed
-    scale, and 0 for all other tensors. Those stay near their history, or have a scale from their own amax, which covers them.
-    `amax_history_len`, `amax_compute_algo`, `interval`, `reduce_amax`, `current_scaling` and `on_overflow` matter to delayed
-    scaling only. `current_scaling` is (inputs, weights, gradients): True scales that tensor by its current amax.
-    `reduce_amax` takes the maximum of amaxes over ranks that run the same graphs: True for all ranks, or a process group or its
-    name, a DeviceMesh of one dimension, (mesh, dimension), or the name of a dimension of the parameters' mesh. It is stored by
-    its name. `amax_group` is such a group, of the ranks that tensors are sharded over (tensor parallelism): amaxes are those of
-    whole tensors then. Amaxes with a history are reduced together, at the end of forward and of backward; a cast by the current
-    amax waits for an all-reduce of its own. Recipes with scales of rows or blocks refuse it.
-    `on_overflow` says what follows an amax that saturates and is more than twice the amax that its scale was computed from (a
-    gradient's: eight times): "current" (the next step scales the tensor by its current amax) or "saturate" (the amax only
-    enters the history). `power_of_2_scale` rounds scales down to powers of two; None: the recipe's default (`BUILT_IN`).
-    `fp8_encoding` is "auto" (the device's), "ocp" (e4m3fn, e5m2: NVIDIA, MI350) or "fnuz" (MI300). `recast_weights` casts
-    weights again in backward instead of keeping their transposed FP8 copies from the forward: 1 byte a parameter less memory, 2
-    bytes a parameter more traffic a step (4 if it is float32). "auto" does so where that costs little, or where FP8 would
-    otherwise need more memory than bf16 (`passes.recast`). `merge_matmuls` makes one matmul of layers that read the same tensor
-    (q, k and v), with one scale for their weights and one for their gradients; "auto" where a described device is faster so
-    (`passes.merge`). `cache_weights` keeps the FP8 copies of weights until the weights change: one cast an optimizer step, not
-    one a micro-batch (`passes.hoist`). They are scaled by their current amax. `frozen` is "high_precision" or "fp8": weights
-    that do not train are kept in FP8 only, where nothing but FP8 matmuls read them (`runtime.frozen`). They are scaled by their
-    current amax. `fp8_all_to_all` sends the rows of experts in FP8 to other ranks, where one graph has the all-to-all and its
-    experts. `weight_tiles` gives a weight one scale for 32 x 32 elements with `mxfp8`, and one for all with `rowwise`: the FP8
-    values of fprop and dgrad are the same. `use_fast_accum` is (fprop, dgrad, wgrad): the FP8
-    tensor cores' shorter accumulators, faster and less exact.
+    Validated on construction: OptionError (a ValueError) names the field, the value and what is allowed. Lists are stored as
+    tuples, process groups by their names. A setting that is None takes the recipe's own value.
     """
 
     name: str = "delayed"
-    fp8_format: str | None = None
-    margin: int | tuple[int, int, int] | None = None
-    amax_history_len: int = 16
-    amax_compute_algo: str = "max"
-    interval: int = 1
-    override_linear_precision: tuple[bool, bool, bool] = (False, False, False)
-    reduce_amax: bool | str = False
-    amax_group: bool | str = False
-    recast_weights: bool | str = "auto"
-    merge_matmuls: bool | str = "auto"
-    cache_weights: bool = False
-    frozen: str = "high_precision"
-    fp8_all_to_all: bool = False
-    use_fast_accum: tuple[bool, bool, bool] = (True, False, False)
-    current_scaling: tuple[bool, bool, bool] = (False, False, False)
-    on_overflow: str = "current"
-    power_of_2_scale: bool | None = None
-    fp8_encoding: str = "auto"
-    weight_tiles: bool = False
+    fp8_format: str | None = setting(
+        None,
+        "The FP8 formats. hybrid: E4M3 for activations and weights, E5M2 for gradients; e4m3: E4M3 for all "
+        "three. Default: hybrid with one scale a tensor, e4m3 with finer scales, which take nothing else.",
+        unless_none(in_any_case(*FP8_FORMATS)),
+        "'hybrid', 'e4m3'",
+    )
+    margin: int | tuple[int, int, int] | None = setting(
+        None,
+        "Headroom: scale = FP8 maximum / (amax * 2^margin). Three are for (inputs, weights, gradients). "
+        "Default: 0, but 11 for gradients with delayed scaling (3 in E4M3), which may outgrow their "
+        "history.",
+        unless_none(margins),
+        "an integer from 0 to 64, or three",
+    )
+    amax_history_len: int = setting(16, "How many amaxes are remembered.", positive, "an integer >= 1", _delayed)
+    amax_compute_algo: str = setting(
+        "max", "Which of the remembered amaxes gives the scale.", one("max", "most_recent"), "'max', 'most_recent'", _delayed
+    )
+    interval: int = setting(1, "How many steps lie between two updates of a scale.", positive, "an integer >= 1", _delayed)
+    override_linear_precision: tuple[bool, bool, bool] = setting(
+        (False, False, False),
+        "(fprop, dgrad, wgrad): True keeps that gemm in high precision.",
+        three_bools("(fprop, dgrad, wgrad), True = high precision"),
+        "three bools",
+    )
+    reduce_amax: bool | str = setting(
+        False,
+        "Take the maximum of amaxes over ranks that run the same graphs: all ranks, a process group or its "
+        "name, or a dimension of the parameters' DeviceMesh. One all-reduce at the end of each direction.",
+        group(True, False),
+        "bool, a group or its name",
+        _delayed,
+    )
+    amax_group: bool | str = setting(
+        False,
+        "Tensor parallelism: the ranks that share a tensor, so that amaxes are those of whole tensors. A "
+        "tensor that is scaled by its current amax waits for an all-reduce of its own.",
+        group(False),
+        "a group or its name",
+        _whole,
+    )
+    recast_weights: bool | str = setting(
+        "auto",
+        "Cast weights again in backward instead of keeping their transposed FP8 copies: 1 byte of memory a "
+        "parameter less, 2 to 4 bytes of traffic more. auto: where that costs little, or where FP8 would "
+        "need more memory than bf16.",
+        switch,
+        "bool, 'auto'",
+    )
+    merge_matmuls: bool | str = setting(
+        "auto",
+        "One matmul for layers that read the same tensor, such as q, k and v, with one scale for their "
+        "weights and one for their gradients. auto: where the described device is faster so.",
+        switch,
+        "bool, 'auto'",
+        _whole,
+    )
+    cache_weights: bool = setting(
+        False,
+        "Keep the FP8 copies of weights until the weights change: one cast an optimizer step, not one a "
+        "micro-batch. Weights are scaled by their current amax.",
+        boolean,
+        "bool",
+    )
+    frozen: str = setting(
+        "high_precision",
+        "What weights that do not train are kept in. fp8: 1 byte a parameter, where nothing but FP8 matmuls"
+        " read them; they are scaled by their current amax.",
+        one("high_precision", "fp8"),
+        "'high_precision', 'fp8'",
+    )
+    fp8_all_to_all: bool = setting(
+        False, "Experts on several ranks: an all-to-all of the graph sends rows in FP8.", boolean, "bool", _whole
+    )
+    use_fast_accum: tuple[bool, bool, bool] = setting(
+        (True, False, False),
+        "(fprop, dgrad, wgrad): the tensor cores' shorter accumulators, faster and less exact.",
+        three_bools("(fprop, dgrad, wgrad), True = fast accumulation"),
+        "three bools",
+    )
+    current_scaling: tuple[bool, bool, bool] = setting(
+        (False, False, False),
+        "(inputs, weights, gradients): True scales that tensor by its current amax.",
+        three_bools("(inputs, weights, gradients), True = scaled by the current amax"),
+        "three bools",
+        lambda recipe: recipe.name == "delayed",
+    )
+    on_overflow: str = setting(
+        "current",
+        "What follows an amax that saturates and is over twice the amax behind its scale (a gradient's: "
+        "eight times). current: the next step scales the tensor by its current amax; saturate: the amax "
+        "only enters the history.",
+        one("current", "saturate"),
+        "'current', 'saturate'",
+        _delayed,
+    )
+    power_of_2_scale: bool | None = setting(
+        None,
+        "Round scales down to powers of two. Default: True with blockwise and mxfp8 (always there), else "
+        "False (always with delayed).",
+        unless_none(boolean),
+        "bool",
+    )
+    fp8_encoding: str = setting(
+        "auto",
+        "How FP8 numbers are encoded. auto: as the device does; ocp: e4m3fn and e5m2 (NVIDIA, MI350); fnuz:"
+        " MI300.",
+        one("auto", "ocp", "fnuz"),
+        "'auto', 'ocp', 'fnuz'",
+    )
+    weight_tiles: bool = setting(
+        False,
+        "One scale for 32 x 32 elements of a weight (mxfp8), or for all of it (rowwise), so that the FP8 "
+        "values of fprop and dgrad are the same.",
+        boolean,
+        "bool",
+        lambda recipe: bool(recipe.built_in.tile),
+    )
 
     def __post_init__(self) -> None:
         one_of("recipe", self.name, RECIPES)
-        self._formats()
-        integer("amax_history_len", self.amax_history_len, 1, 1 << 20)
-        one_of("amax_compute_algo", self.amax_compute_algo, AMAX_ALGOS)
-        integer("interval", self.interval, 1, 1 << 20)
-        self._three_bools("override_linear_precision", "(fprop, dgrad, wgrad), True = high precision")
-        self._three_bools("use_fast_accum", "(fprop, dgrad, wgrad), True = fast accumulation")
-        self._three_bools("current_scaling", "(inputs, weights, gradients), True = scaled by the current amax")
-        self._margins()
-        one_of("on_overflow", self.on_overflow, ON_OVERFLOW)
-        self._group("reduce_amax", "True (all ranks), False")
-        self._group("amax_group", "False")
-        for name in ("recast_weights", "merge_matmuls"):
-            given = getattr(self, name)
-            if not isinstance(given, bool) and given != "auto":
-                raise OptionError.of(name, given, "True, False or 'auto'")
-        boolean("cache_weights", self.cache_weights)
-        one_of("frozen", self.frozen, FROZEN)
-        boolean("fp8_all_to_all", self.fp8_all_to_all)
-        boolean("weight_tiles", self.weight_tiles)
-        if self.frozen == "fp8" and len({*self.weight_block}) > 1:
-            why = "whose dgrad needs other scales of a weight than its fprop: one FP8 copy cannot serve both"
-            why += "; or set weight_tiles to True" if self.built_in.tile else ""
-            raise OptionError.of("frozen", self.frozen, f"'high_precision' with recipe {self.name!r}, {why}")
-        if self.name == "rowwise_with_gw_hp":
-            object.__setattr__(self, "override_linear_precision", (*self.override_linear_precision[:2], True))
-
-    def _formats(self) -> None:
-        given = self.fp8_format
-        if given is None:
-            given = "e4m3" if self.fine else "hybrid"
-        if isinstance(given, str) and given.lower() in FP8_FORMATS:
-            given = given.lower()
-        one_of("fp8_format", given, FP8_FORMATS)
-        if self.fine and given != "e4m3":
-            raise OptionError.of("fp8_format", given, f"'e4m3' with recipe {self.name!r}, which uses it throughout")
-        object.__setattr__(self, "fp8_format", given)
-        one_of("fp8_encoding", self.fp8_encoding, ENCODINGS)
+        for key, described in SETTINGS.items():
+            self._set(key, described.check(key, getattr(self, key)))
+        if self.fp8_format is None:
+            self._set("fp8_format", "e4m3" if self.fine else "hybrid")
+        elif self.fine and self.fp8_format != "e4m3":
+            self._refuse("fp8_format", "'e4m3'", ", which uses it throughout")
         allowed = self.built_in.power_of_2
-        power_of_2 = allowed[0] if self.power_of_2_scale is None else self.power_of_2_scale
-        boolean("power_of_2_scale", power_of_2)
-        if power_of_2 not in allowed:
-            why = ": its scales are E8M0" if allowed[0] else ""
-            raise OptionError.of("power_of_2_scale", power_of_2, f"{allowed[0]} with recipe {self.name!r}{why}")
-        object.__setattr__(self, "power_of_2_scale", power_of_2)
+        if self.power_of_2_scale is None:
+            self._set("power_of_2_scale", allowed[0])
+        elif self.power_of_2_scale not in allowed:
+            self._refuse("power_of_2_scale", str(allowed[0]), ": its scales are E8M0" if allowed[0] else "")
+        if self.amax_group and self.fine:
+            self._refuse("amax_group", "False", ", whose scales are of rows or blocks of a shard")
+        if self.frozen == "fp8" and len({*self.weight_block}) > 1:
+            why = ", whose dgrad needs other scales of a weight than its fprop: one FP8 copy cannot serve both"
+            self._refuse("frozen", "'high_precision'", why + ("; or set weight_tiles to True" if self.built_in.tile else ""))
+        if self.name == "rowwise_with_gw_hp":
+            self._set("override_linear_precision", (*self.override_linear_precision[:2], True))
 
-    def _group(self, key: str, others: str) -> None:
-        """A process group, also that of a DeviceMesh, is stored by its name."""
-        given = getattr(self, key)
-        allowed = f"{others}, a torch.distributed process group or its name, a dimension of a DeviceMesh: 'dp' or (mesh, 'dp')"
-        mesh, *dimension = given if isinstance(given, (tuple, list)) and len(given) == 2 else (given,)
-        if hasattr(mesh, "get_group"):
-            try:
-                given = mesh.get_group(*dimension)
-            except (RuntimeError, KeyError, ValueError) as error:
-                raise OptionError.of(key, given, f"{allowed} ({error})") from None
-        name = getattr(given, "group_name", given)
-        if not isinstance(name, bool) and not (isinstance(name, str) and name) or (name is True and key == "amax_group"):
-            raise OptionError.of(key, given, allowed)
-        if key == "amax_group" and name and self.fine:
-            raise OptionError.of(key, given, f"False with recipe {self.name!r}, whose scales are of rows or blocks of a shard")
-        object.__setattr__(self, key, name)
+    def _set(self, key: str, value: Any) -> None:
+        object.__setattr__(self, key, value)
 
-    def _margins(self) -> None:
-        margin = self.margin
-        if isinstance(margin, (tuple, list)):
-            if len(margin) != 3:
-                raise OptionError.of("margin", margin, "an integer, or three: for inputs, weights and gradients")
-            for one in margin:
-                integer("margin", one, 0, 64)
-            margin = margin[0] if len(set(margin)) == 1 else (margin[0], margin[1], margin[2])
-        elif margin is not None:
-            integer("margin", margin, 0, 64)
-        object.__setattr__(self, "margin", margin)
-
-    def _three_bools(self, key: str, meaning: str) -> None:
-        three = getattr(self, key)
-        if not (isinstance(three, (tuple, list)) and len(three) == 3 and all(isinstance(x, bool) for x in three)):
-            raise OptionError.of(key, three, f"three bools {meaning}")
-        object.__setattr__(self, key, tuple(three))
+    def _refuse(self, key: str, allowed: str, why: str) -> NoReturn:
+        raise OptionError.of(key, getattr(self, key), f"{allowed} with recipe {self.name!r}{why}")
 
     @property
     def delayed(self) -> bool:
@@ -291,16 +328,4 @@ class Recipe:
         return Scaling(delayed, block, wide, margin, bool(self.power_of_2_scale), self.fp8_encoding, history)
 
 
-def boolean(key: str, value: Any) -> None:
-    """Raise OptionError unless `value` is True or False."""
-    if not isinstance(value, bool):
-        raise OptionError.of(key, value, "True or False")
-
-
-def integer(key: str, value: Any, least: int, most: int | None = None) -> None:
-    """Raise OptionError unless `value` is an integer from `least` to `most`."""
-    # bool is an int to Python; margin=True is a mistake to everybody else
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise OptionError.of(key, value, f"an integer >= {least}")
-    if most is not None and value > most:
-        raise OptionError.of(key, value, f"an integer <= {most}")
+SETTINGS = settings_of(Recipe)

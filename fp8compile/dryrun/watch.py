@@ -22,7 +22,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from .. import compat
-from ..config.recipe import integer
+from ..config.settings import integer
 from ..errors import OptionError
 from ..logs import get_logger, say_once
 from ..reporting import monitor as reporting

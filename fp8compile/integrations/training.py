@@ -14,7 +14,8 @@ from torch import nn
 from .. import compat
 from ..config.options import OURS, parse
 from ..config.policy import Schedule, load
-from ..config.recipe import ROLES, integer
+from ..config.recipe import ROLES
+from ..config.settings import integer
 from ..errors import OptionError, StrictError
 from ..ir.records import FP8
 from ..logs import get_logger

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from .. import compat
-from ..config.recipe import integer
+from ..config.settings import integer
 from ..errors import OptionError
 from ..logs import get_logger, rank, say_once
 from ..runtime import phases

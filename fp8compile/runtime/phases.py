@@ -26,7 +26,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import compat
 from ..config.policy import Schedule
-from ..config.recipe import integer
+from ..config.settings import integer
 from ..errors import OptionError
 from ..ir.records import FP8, HIGH_PRECISION
 from ..logs import get_logger, say_once

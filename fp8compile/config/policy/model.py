@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, get_args, ge
 
 from ...errors import OptionError, near
 from ..operators import MATMULS
-from ..recipe import BUILT_IN, RECIPES, Recipe
+from ..recipe import RECIPES, SETTINGS, Recipe
 from . import match, patterns
 from .condition import Where
 from .errors import PolicyError
@@ -37,35 +37,8 @@ else:
     Op = Literal[tuple(MATMULS)]
 T = TypeVar("T")
 Several: TypeAlias = T | tuple[T, ...] | None
-SETTINGS = tuple(f.name for f in dataclasses.fields(Recipe) if f.name != "name")
 LONGEST_CHAIN = 32  # recipes, each based on the next
 
-_MEANINGS = {
-    "fp8_format": 'Formats: "hybrid" (E4M3 for activations and weights, E5M2 for gradients) or "e4m3" (for all).',
-    "margin": "scale = FP8 maximum / (amax * 2^margin). An integer from 0 up, or three: for inputs, weights, gradients. "
-    "Default: (0, 0, 11) with delayed scaling, (0, 0, 3) with e4m3; 0 for whatever is scaled by its own amax.",
-    "amax_history_len": "Delayed scaling: how many amaxes are remembered. An integer from 1 up.",
-    "amax_compute_algo": 'Delayed scaling: which of the remembered amaxes gives the scale, "max" or "most_recent".',
-    "interval": "Delayed scaling: the scale is computed anew every so many steps. An integer from 1 up.",
-    "override_linear_precision": "(fprop, dgrad, wgrad): true keeps that gemm in high precision.",
-    "reduce_amax": "Delayed scaling: one all-reduce (maximum) of amaxes over all ranks, those of the group of this name, "
-    "or those of this dimension of the parameters' DeviceMesh.",
-    "amax_group": "Tensor parallelism: reduce amaxes (maximum) over the ranks that share a tensor: the name of their group, or "
-    "of a dimension of the parameters' DeviceMesh. Current scaling waits for the all-reduce of each tensor.",
-    "recast_weights": 'Cast weights again in backward instead of keeping their transposed FP8 copies: true, false, or "auto".',
-    "merge_matmuls": 'One matmul for layers that read the same tensor, such as q, k and v: true, false, or "auto".',
-    "cache_weights": "Keep FP8 copies of weights until the weights change: one cast a step, not one a micro-batch.",
-    "frozen": '"fp8" keeps weights that do not train in FP8 only, where nothing but FP8 matmuls read them: 1 byte a parameter.',
-    "fp8_all_to_all": "Experts on several ranks: an all-to-all of the graph sends rows in FP8, one byte a feature.",
-    "current_scaling": "Delayed scaling: (inputs, weights, gradients): true scales that tensor by its current amax.",
-    "on_overflow": 'Delayed scaling, after an amax far beyond its history: "current" (use it in the next step) or "saturate".',
-    "power_of_2_scale": "Round scales down to powers of two. Default: true for "
-    + " and ".join(name for name, made in BUILT_IN.items() if made.power_of_2[0])
-    + ".",
-    "fp8_encoding": 'FP8 encodings: "auto" (the device\'s), "ocp" (NVIDIA, MI350) or "fnuz" (MI300).',
-    "weight_tiles": "one scale for 32 x 32 elements of a weight (mxfp8), or for all (rowwise), in both layouts.",
-    "use_fast_accum": "(fprop, dgrad, wgrad): the tensor cores' fast accumulation, less exact.",
-}
 _RECIPE_MEANING = (
     f"A built-in recipe ({', '.join(map(repr, RECIPES))}), or the NAME of a [recipes.NAME] table."
 )
@@ -75,7 +48,7 @@ _NAME_OF_RECIPE = line("the name of a recipe")
 def _setting(name: str, given: Any) -> Any:
     """As `Recipe` checks and stores it."""
     try:
-        return given if given is None else getattr(Recipe("tensorwise", **{name: given}), name)  # tensorwise takes all settings
+        return given if given is None else SETTINGS[name].check(name, given)
     except OptionError as error:
         raise PolicyError(str(error).removeprefix("fp8 option "), name, given) from None
 
@@ -97,7 +70,7 @@ _HINTS = get_type_hints(Recipe)
 # the settings of a recipe, None where not given
 Settings: Any = dataclasses.make_dataclass(
     "Settings",
-    [(name, _HINTS[name] | None, key(_MEANINGS.get(name, name), _setting)) for name in SETTINGS],
+    [(name, _HINTS[name] | None, key(described.meaning, _setting)) for name, described in SETTINGS.items()],
     namespace={"settings": cached_property(lambda self: {k: v for k, v in given(self).items() if k in SETTINGS})},
     frozen=True,
     kw_only=True,
@@ -308,6 +281,17 @@ class Policy(_Tables):
     ) -> list[str]:
         """A message for each of the user's own rules that decided about none of `sites`; see `match.unmatched`."""
         return match.unmatched(self, sites, modules, parameters, whole)
+
+    def without_effect(self) -> list[str]:
+        """A message about each setting of the user's own rules that the rule's recipe does not look at."""
+        found = []
+        for i, rule in enumerate(self.rules):
+            recipe = self._effective[i]
+            for name, value in rule.settings.items() if self.owns(i) else ():
+                if value not in (False, "auto") and not SETTINGS[name].matters(recipe):
+                    rest = f"{name!r} has no effect with recipe {recipe.name!r}"
+                    found.append(f"policy {self.source}, {self.labels[i]}: {rest}")
+        return found
 
     @cached_property
     def key(self) -> str:

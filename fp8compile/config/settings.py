@@ -1,0 +1,130 @@
+"""The description of a setting of a recipe: what it means, which values it takes, and for which recipes it matters.
+
+    interval: int = setting(1, "How many steps lie between two updates of a scale.", whole, "an integer >= 1", DELAYED)
+
+`Recipe` checks its values with it. Options, keys of policies, the JSON Schema and the reference page come from it, too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import OptionError, one_of
+
+Check = Callable[[str, Any], Any]  # of a key and its value; returns the value as it is stored. Raises OptionError
+MOST = 1 << 20
+
+
+@dataclass(frozen=True)
+class Setting:
+    """`values` completes "takes ..". `matters(recipe)`: whether the setting changes what a recipe does."""
+
+    meaning: str
+    values: str
+    check: Check
+    matters: Callable[[Any], bool]
+
+
+def every(recipe: Any) -> bool:
+    return True
+
+
+def setting(default: Any, meaning: str, check: Check, values: str, matters: Callable[[Any], bool] = every) -> Any:
+    """A field of a recipe."""
+    return dataclasses.field(default=default, metadata={"setting": Setting(meaning, values, check, matters)})
+
+
+def settings_of(recipe: type) -> Mapping[str, Setting]:
+    """The settings of a class of recipes, by name."""
+    return {f.name: f.metadata["setting"] for f in dataclasses.fields(recipe) if "setting" in f.metadata}
+
+
+# --- checks -----------------------------------------------------------------------------------------
+
+
+def boolean(key: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise OptionError.of(key, value, "True or False")
+    return value
+
+
+def integer(key: str, value: Any, least: int, most: int | None = None) -> int:
+    """An integer from `least` to `most`."""
+    # bool is an int to Python; margin=True is a mistake to everybody else
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise OptionError.of(key, value, f"an integer >= {least}")
+    if most is not None and value > most:
+        raise OptionError.of(key, value, f"an integer <= {most}")
+    return value
+
+
+def positive(key: str, value: Any) -> int:
+    return integer(key, value, 1, MOST)
+
+
+def one(*allowed: str) -> Check:
+    return lambda key, value: one_of(key, value, allowed)
+
+
+def in_any_case(*allowed: str) -> Check:
+    """One of some words, stored in lower case."""
+
+    def check(key: str, value: Any) -> str:
+        known = isinstance(value, str) and value.lower() in allowed
+        return one_of(key, value.lower() if known else value, allowed)
+
+    return check
+
+
+def unless_none(check: Check) -> Check:
+    """None stands for the recipe's own value."""
+    return lambda key, value: None if value is None else check(key, value)
+
+
+def switch(key: str, value: Any) -> bool | str:
+    if not isinstance(value, bool) and value != "auto":
+        raise OptionError.of(key, value, "True, False or 'auto'")
+    return value
+
+
+def three_bools(meaning: str) -> Check:
+    def check(key: str, value: Any) -> tuple[bool, bool, bool]:
+        if not (isinstance(value, (tuple, list)) and len(value) == 3 and all(isinstance(x, bool) for x in value)):
+            raise OptionError.of(key, value, f"three bools {meaning}")
+        return value[0], value[1], value[2]
+
+    return check
+
+
+def margins(key: str, value: Any) -> int | tuple[int, int, int]:
+    """One integer, or three where they differ."""
+    if not isinstance(value, (tuple, list)):
+        return integer(key, value, 0, 64)
+    if len(value) != 3:
+        raise OptionError.of(key, value, "an integer, or three: for inputs, weights and gradients")
+    a, b, c = (integer(key, each, 0, 64) for each in value)
+    return a if a == b == c else (a, b, c)
+
+
+def group(*others: bool) -> Check:
+    """A process group, also that of a DeviceMesh, is stored by its name. `others`: what stands for all ranks, or for none."""
+    words = ", ".join({True: "True (all ranks)", False: "False"}[other] for other in others)
+
+    def check(key: str, value: Any) -> bool | str:
+        allowed = f"{words}, a torch.distributed process group or its name, a dimension of a DeviceMesh: 'dp' or (mesh, 'dp')"
+        given = value
+        mesh, *dimension = given if isinstance(given, (tuple, list)) and len(given) == 2 else (given,)
+        if hasattr(mesh, "get_group"):
+            try:
+                given = mesh.get_group(*dimension)
+            except (RuntimeError, KeyError, ValueError) as error:
+                raise OptionError.of(key, given, f"{allowed} ({error})") from None
+        name = getattr(given, "group_name", given)
+        if name in others and isinstance(name, bool) or isinstance(name, str) and name:
+            return name
+        raise OptionError.of(key, given, allowed)
+
+    return check
