@@ -302,6 +302,7 @@ class OnRanks(Run):
     words: list[dict[str, Any]] = field(default_factory=list)  # of each word of the protocol, what was sent and said
     alive: int = 0  # bytes of FP8 weights that are kept for a backward
     held: int = 0  # bytes of weights of any dtype
+    lr: float = 1e-2
 
     def start(self) -> None:
         self.call, self.data = parallel(self.model, self.way)
@@ -310,7 +311,7 @@ class OnRanks(Run):
         adam = self.way.adam
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         make = torch.optim.SGD if adam is None else torch.optim.AdamW
-        self.steps = make(parameters, lr=1e-2, **(adam or {"foreach": False}))
+        self.steps = make(parameters, lr=self.lr, **(adam or {"foreach": False}))
 
     def keep(self, kind: str, tensors: dict[str, Any]) -> None:
         if self.way.kind == "fsdp1":  # parts of them, until all ranks put them together

@@ -20,7 +20,7 @@ def sgd(model: nn.Module, lr: float = 1e-2) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=lr)
 
 
-def trainings(case: Case, on: Sequence[Feature]) -> dict[str, Run]:
+def trainings(case: Case, on: Sequence[Feature], run: type[Run] = Run, lr: float | None = None) -> dict[str, Run]:
     """The trainings of a case, by protocol, with these of its features."""
     options: dict[str, Any] = {"policy": ALL_FP8, "recipe": case.recipe, "merge_matmuls": False, "recast_weights": False}
     for feature in case.features:
@@ -37,7 +37,7 @@ def trainings(case: Case, on: Sequence[Feature]) -> dict[str, Run]:
 
     chosen = next((f for f in case.features if f.optimizer is not None), None)
     # where gradients may differ, weights stay as they are: else forwards differ, too
-    lr = 1e-2 if any(f.bitwise for f in case.features) else 0.0
+    lr = (1e-2 if any(f.bitwise for f in case.features) else 0.0) if lr is None else lr
     optimizer = (lambda m: chosen.optimizer(m, chosen in on)) if chosen is not None else partial(sgd, lr=lr)
     apart = any(f.around is not contextlib.nullcontext for f in on)  # Dynamo does not know what differs
     if apart:
@@ -45,7 +45,7 @@ def trainings(case: Case, on: Sequence[Feature]) -> dict[str, Run]:
     with contextlib.ExitStack() as stack:
         for feature in on:
             stack.enter_context(feature.around())
-        runs = {name: Run(MODELS[case.model], compiled, optimizer)(PROTOCOLS[name]) for name in case.protocols}
+        runs = {name: run(MODELS[case.model], compiled, optimizer)(PROTOCOLS[name]) for name in case.protocols}
         ignored = [f.name for f in on if not any(map(f.acted, runs.values()))]
     if apart:
         torch._dynamo.reset()
