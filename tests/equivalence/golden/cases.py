@@ -45,7 +45,8 @@ class Golden(Run):
     def start(self) -> None:
         for i, (name, p) in enumerate(self.model.named_parameters()):
             if self.batches == 0 and (p.dim() > 1 or name.endswith("bias")):  # not where a training is resumed
-                p.data = bell(*p.shape, seed=7000 + i, scale=2.0 ** -round(math.log2(p.shape[-1]) / 2), dtype=p.dtype)
+                scale = 2.0 ** -round(math.log2(p.shape[-1]) / 2) * (1 + i / 16)  # no two have the same amax
+                p.data = bell(*p.shape, seed=7000 + i, scale=scale, dtype=p.dtype)
         super().start()
 
 

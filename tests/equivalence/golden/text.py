@@ -114,8 +114,10 @@ def differences(made: Made, folder: Path, most: int = 12) -> list[str]:
     """Where these sections are not those of the files: the first lines that differ."""
     found = []
     for file, title, got in [(file, *section) for file, sections in made.items() for section in sections.items()]:
-        lines = [*difflib.unified_diff(read(folder / f"{file}.txt").get(title, []), got, lineterm="", n=0)][2:]
-        lines = [re.sub(r"^@@ -(\d+).*", r"line \1:", line) for line in lines]
+        old = read(folder / f"{file}.txt").get(title, [])
+        lines = [line for pair in zip(old, got, strict=False) if pair[0] != pair[1] for line in map("{}{}".format, "-+", pair)]
+        if len(old) != len(got):
+            lines = [line for line in difflib.unified_diff(old, got, lineterm="", n=0) if line[:2] not in ("--", "++", "@@")]
         more = [f"... {len(lines) - most} more"] if len(lines) > most else []
         found += ["\n".join([f"{file}.txt, {title}:", *lines[:most], *more])] if lines else []
     return found
