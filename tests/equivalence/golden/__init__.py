@@ -2,7 +2,7 @@
 
     python -m tests.equivalence.golden check                  does this tree do what the files say? Prints what differs
     python -m tests.equivalence.golden write                  makes the files anew: read the diff, and commit it
-    ... check trainings --only merged --folder out/golden     a part of them; other files
+    ... check --kind trainings --only merged --folder out/golden     a part of them; other files
 
 The equivalence tests beside this folder compare a feature with its absence, so a change of both sides passes. Here each case
 is compared with what it was when its files were written:
@@ -15,6 +15,6 @@ is compared with what it was when its files were written:
 Bits of ordinary CPU arithmetic differ between machines: sums have other orders, functions and random numbers other
 approximations. So the trainings draw multiples of an eighth, step by a power of two, and run their graphs on reference
 operators in float64, where each operator rounds its result once (`hooks.widely`). What is left of the differences is 2**-29 of
-a float32, and lies on a rounding boundary about once in 10**8 numbers. The files are the same with SSE, AVX2, one and two
-threads, and with torch 2.11, 2.13 and 2.15. What this cannot see: how Inductor's code computes, and eager code around graphs.
+a float32, and lies on a rounding boundary about once in 10**8 numbers: the files hold for any CPU and number of threads, and for
+torch 2.11 to 2.15. What this cannot see: how Inductor's code computes, and eager code around graphs.
 """
