@@ -15,6 +15,6 @@ is compared with what it was when its files were written:
 Bits of ordinary CPU arithmetic differ between machines: sums have other orders, functions and random numbers other
 approximations. So the trainings draw multiples of an eighth, step by a power of two, and run their graphs on reference
 operators in float64, where each operator rounds its result once (`hooks.widely`). What is left of the differences is 2**-29 of
-a float32, and lies on a rounding boundary about once in 10**8 numbers: the files hold for any CPU and number of threads, and for
+a float32, and lies on a rounding boundary about once in 10**8 numbers: the files hold for any CPU, any number of threads, and
 torch 2.11 to 2.15. What this cannot see: how Inductor's code computes, and eager code around graphs.
 """
