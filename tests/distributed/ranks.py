@@ -40,7 +40,7 @@ import fp8compile
 from fp8compile.distributed import compress_gradients, fp8_all_gather
 from tests.equivalence.protocols import Run
 from tests.support import hooks
-from tests.support.harness import grads_of, load_scaling, noise, scaling_tensors
+from tests.support.harness import grads_of, load_scaling, scaling_tensors
 from tests.support.models import ResidualMlp, SwiGlu
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
@@ -302,6 +302,7 @@ class OnRanks(Run):
     words: list[dict[str, Any]] = field(default_factory=list)  # of each word of the protocol, what was sent and said
     alive: int = 0  # bytes of FP8 weights that are kept for a backward
     held: int = 0  # bytes of weights of any dtype
+    lr: float = 1e-2
 
     def start(self) -> None:
         self.call, self.data = parallel(self.model, self.way)
@@ -310,7 +311,7 @@ class OnRanks(Run):
         adam = self.way.adam
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         make = torch.optim.SGD if adam is None else torch.optim.AdamW
-        self.steps = make(parameters, lr=1e-2, **(adam or {"foreach": False}))
+        self.steps = make(parameters, lr=self.lr, **(adam or {"foreach": False}))
 
     def keep(self, kind: str, tensors: dict[str, Any]) -> None:
         if self.way.kind == "fsdp1":  # parts of them, until all ranks put them together
@@ -345,7 +346,7 @@ class OnRanks(Run):
 
     def batch(self, scale: float = 1.0) -> Tensor:
         self.batches += 1
-        x = noise(*self.size, self.width, seed=10 * self.batches + self.data, scale=scale)
+        x = self.noise(*self.size, self.width, seed=10 * self.batches + self.data, scale=scale)
         return x.to(torch.float32 if self.way.kind.startswith("fsdp") else self.way.dtype).requires_grad_()
 
     def forward(self, scale: float = 1.0, call: Callable[..., Tensor] | None = None) -> None:
@@ -365,7 +366,7 @@ class OnRanks(Run):
         """The same for a tensor that is whole and for its parts."""
         ranks, rank, sequence = dist.get_world_size(), dist.get_rank(), self.way.kind == "sequence"
         shape = (y.shape[0], y.shape[1] * (ranks if sequence else 1), y.shape[2])
-        whole = noise(*shape, seed=1000 + self.batches, dtype=y.dtype)
+        whole = self.noise(*shape, seed=1000 + self.batches, dtype=y.dtype)
         return whole.chunk(ranks, 1)[rank] if sequence else whole
 
     def backward(self, which: int = 0) -> None:

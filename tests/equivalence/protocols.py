@@ -57,6 +57,7 @@ class Run:
     size: tuple[int, int] = SIZES["1"]
     batches: int = 0
     casts: list[int] = field(default_factory=list)  # of weights, between calls
+    noise = staticmethod(noise)
 
     def __post_init__(self) -> None:
         self.model = self.build()
@@ -91,7 +92,7 @@ class Run:
 
     def batch(self, scale: float = 1.0) -> Tensor:
         self.batches += 1
-        return noise(*self.size, 128, seed=self.batches, scale=scale, dtype=self.dtype).requires_grad_()
+        return self.noise(*self.size, 128, seed=self.batches, scale=scale, dtype=self.dtype).requires_grad_()
 
     def forward(self, scale: float = 1.0, call: Callable[..., Tensor] | None = None) -> None:
         x = self.batch(scale)
@@ -101,7 +102,7 @@ class Run:
 
     def backward(self, which: int = 0) -> None:
         x, y = self.open.pop(which)
-        y.backward(noise(*y.shape, seed=1000 + self.batches, dtype=y.dtype))
+        y.backward(self.noise(*y.shape, seed=1000 + self.batches, dtype=y.dtype))
         self.keep("gradient", grads_of(self.model, [x]))
 
     def step(self) -> None:

@@ -3,26 +3,19 @@ takes, and beside every other feature. `features.py` has the promises, `protocol
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests.equivalence.cases import Case, covering
-from tests.equivalence.features import FEATURES, MODELS, Feature
-from tests.equivalence.protocols import PROTOCOLS, Run
+from tests.equivalence.features import FEATURES, Feature
+from tests.equivalence.trainings import trainings
 from tests.support import hooks
-from tests.support.harness import ALL_FP8, sqnr
+from tests.support.harness import sqnr
 
 pytestmark = [pytest.mark.usefixtures("interpreted"), pytest.mark.shares_graphs]
-
-
-def sgd(model: nn.Module, lr: float = 1e-2) -> torch.optim.Optimizer:
-    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=lr)
 
 
 @pytest.fixture(autouse=True)
@@ -30,39 +23,6 @@ def small_tensors() -> Iterator[None]:
     """The models are small, and so are the tensors that `save` keeps."""
     with hooks.saving_small_tensors():
         yield
-
-
-def trainings(case: Case, on: Sequence[Feature]) -> dict[str, Run]:
-    """The trainings of a case, by protocol, with these of its features."""
-    options: dict[str, Any] = {"policy": ALL_FP8, "recipe": case.recipe, "merge_matmuls": False, "recast_weights": False}
-    for feature in case.features:
-        options |= feature.both.get(case.recipe, {})
-    for feature in on:
-        options |= feature.options
-    how = {"backend": "fp8", "dynamic": options.pop("dynamic", False), "options": options}
-
-    def compiled(model: nn.Module) -> Callable[..., Tensor]:
-        call: Any = next((f.compiled for f in on if f.compiled is not None), lambda m, how: torch.compile(m, **how))(model, how)
-        for feature in on:
-            call = feature.called(model, call) if feature.called is not None else call
-        return call
-
-    chosen = next((f for f in case.features if f.optimizer is not None), None)
-    # where gradients may differ, weights stay as they are: else forwards differ, too
-    lr = 1e-2 if any(f.bitwise for f in case.features) else 0.0
-    optimizer = (lambda m: chosen.optimizer(m, chosen in on)) if chosen is not None else partial(sgd, lr=lr)
-    apart = any(f.around is not contextlib.nullcontext for f in on)  # Dynamo does not know what differs
-    if apart:
-        torch._dynamo.reset()
-    with contextlib.ExitStack() as stack:
-        for feature in on:
-            stack.enter_context(feature.around())
-        runs = {name: Run(MODELS[case.model], compiled, optimizer)(PROTOCOLS[name]) for name in case.protocols}
-        ignored = [f.name for f in on if not any(map(f.acted, runs.values()))]
-    if apart:
-        torch._dynamo.reset()
-    assert not ignored, f"{ignored} did nothing"
-    return runs
 
 
 def difference(case: Case, on: Sequence[Feature]) -> str:

@@ -15,6 +15,7 @@ import pytest
 import fp8compile
 from fp8compile import errors
 from fp8compile.config.options import OURS
+from tests.project import settings_page
 
 ROOT = next(folder for folder in Path(__file__).parents if (folder / "pyproject.toml").exists())
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -55,6 +56,10 @@ def test_the_readme_is_a_page() -> None:
 def test_every_option_has_a_row_and_every_row_is_an_option() -> None:
     rows = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs" / "options.md").read_text(), re.M)
     assert sorted(rows) == sorted(OURS)
+
+
+def test_the_settings_have_their_page() -> None:
+    assert settings_page.PAGE.read_text() == settings_page.page(), "python -m tests.project.settings_page"
 
 
 def public_names() -> set[str]:

@@ -11,8 +11,11 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map
 
 from .base import Patched, noting
+
+NARROW = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def forget() -> None:
@@ -123,14 +126,39 @@ def sent(name: str) -> Iterator[list[tuple[torch.dtype, int]]]:
         yield found
 
 
+@contextlib.contextmanager
+def widely() -> Iterator[None]:
+    """Inside, interpreted graphs compute in float64, operator by operator, and round each result once. So their bits depend
+    neither on the order of sums nor on approximations of functions, which differ between machines."""
+    from fp8compile.ir import products
+
+    def see(call: Callable[..., Any], target: Any, args: tuple, kwargs: dict) -> Any:
+        made = call(target, args, kwargs)
+        pure = getattr(target, "namespace", "") == "aten" and not any(a.alias_info for a in target._schema.arguments)
+        if not pure or not any(isinstance(x, torch.Tensor) and x.dtype in NARROW for x in tree_leaves((args, kwargs))):
+            return made
+        wide = call(target, *tree_map(_widened, (args, kwargs)))
+        return tree_map(lambda x, y: y.to(x.dtype) if isinstance(x, torch.Tensor) else y, made, wide)
+
+    product = mock.patch.object(products, "multiplied", lambda a, b: (a.double() @ b.double().t()).float())
+    with through(see), product:
+        yield
+
+
+def _widened(x: Any) -> Any:
+    if isinstance(x, torch.Tensor):
+        return x.double() if x.dtype in NARROW else x
+    return torch.float64 if x in NARROW else x
+
+
 # -- graphs --------------------------------------------------------------------------------------------------------------
 
 
-def joint_graphs() -> Patched:
-    """The joint graphs that our passes make inside."""
+def joint_graphs(note: Callable[[torch.fx.Graph], Any] = lambda graph: graph) -> Patched:
+    """The joint graphs that our passes make inside, or what `note` says of each before anything else changes it."""
     from fp8compile import backend
 
-    return noting(backend, "run_joint", lambda done, graph, *_, **__: graph)
+    return noting(backend, "run_joint", lambda done, graph, *_, **__: note(graph))
 
 
 @contextlib.contextmanager
