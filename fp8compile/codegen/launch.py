@@ -25,6 +25,7 @@ from torch.fx import Graph, Node
 
 from .. import compat
 from ..ir.fx_utils import STACKS, Emitter, arg, aten, value
+from ..ir.metadata import AMAX_BITS, AMAX_VECTOR
 from .group import Group, Output
 from .indexing import Domain, product, quotient, size_of, sizes
 from .kernel import Kernel
@@ -32,8 +33,6 @@ from .kernel import Kernel
 DEVICES = ("cuda",)  # where Triton's kernels run
 
 AMAX_STRIDE = 4  # int32 elements from one amax to the next: 16 bytes
-AMAX_VECTOR = "fp8_amax_vector"  # metadata key of the zeros for all amaxes of a graph
-AMAX_BITS = "fp8_amax_bits"  # metadata key of amaxes that are a float32 view of int32, see `amax_bits`
 
 # (BLOCK_R, BLOCK_C, warps), the default first. A kernel with column sums writes a row of partial sums for each block of rows:
 # its blocks are tall, and their height is fixed. Blocks are tall for column amaxes, too: each block of rows costs an atomic

@@ -29,10 +29,11 @@ from ..config.recipe import WHOLE
 from ..devices.gpu import gpu_of
 from ..ir import ops
 from ..ir.fx_utils import value
+from ..ir.metadata import FORM
 from . import scaled_mm_kind
 from .block_gemm import launch_gemm
 from .scale_layouts import of_blocks, of_rows, stored, swizzled
-from .scaled_mm_kind import AFTER, BLOCKWISE, EMULATED, FORM, MX, REFERENCE, ROWWISE, TENSORWISE, TRITON
+from .scaled_mm_kind import AFTER, BLOCKWISE, EMULATED, MX, REFERENCE, ROWWISE, TENSORWISE, TRITON
 
 Inline = Callable[..., Node]  # writes a plain torch function into the graph, before a node
 

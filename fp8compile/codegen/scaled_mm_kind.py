@@ -32,7 +32,6 @@ from ..devices.gpu import Gpu
 ROWWISE, AFTER, BLOCKWISE, TRITON, MX, EMULATED = "rowwise", "rowwise after", "blockwise", "triton", "mx", "emulated"
 TENSORWISE, REFERENCE = "tensorwise", "reference"
 GROUPED = "grouped"
-FORM = "fp8_form"  # in the metadata of a matmul: its form, where the first choice was refused (`passes.try_matmuls`)
 
 LINE, SQUARE, MX_BLOCK, MX_TILE = Block(1, 128), Block(128, 128), Block(1, 32), Block(32, 32)
 BLOCKS, MX_BLOCKS = (LINE, SQUARE), (MX_BLOCK, MX_TILE)

@@ -25,7 +25,9 @@ from torch.fx import GraphModule, Node
 
 from .. import compat
 from ..ir import ops
-from ..ir.matmul import PRODUCT, RESULT, Product
+from ..ir.casts import copies_of
+from ..ir.matmul import Product
+from ..ir.metadata import OPERAND, PRODUCT, RESULT
 from ..runtime.inner import Inner
 from ..runtime.interpreter import Boxed, Eager, boxed
 from ..runtime.probe import CASTS, CHUNK
@@ -134,15 +136,13 @@ class Watched:
 
     def cast(self, node: Node, name: str | None, args: Sequence[Any], result: Any) -> None:
         """Remember of which tensor an FP8 copy is."""
-        role = node.meta["fp8_operand"].role
+        role = node.meta[OPERAND].role
         if name is not None and role != "gradient" and (name, role) not in self.peaks and args[0].numel():
             self.peaks[name, role] = peak_of(args[0])
-        grouped = len(args) > 6 and args[6] is not None
-        if grouped:  # its rows are in another order
-            return
-        layouts = ((result, bool(args[4])),) if node.target is ops.quantize else zip(result, (False, True), strict=True)
-        for copy, transposed in layouts:
-            self.sources[copy.data_ptr()] = (copy, args[0].detach(), transposed)  # the copy: so that its address stays its own
+        for made in copies_of(node.target, args):
+            if made.rows is None:  # else its rows are in another order
+                copy = made.of(result)  # kept, so that its address stays its own
+                self.sources[copy.data_ptr()] = (copy, made.source.detach(), made.transposed)
 
     def product(self, what: Product, name: str, args: Sequence[Any], result: Tensor) -> None:
         """Compare an FP8 product with that of its operands before the cast, where that is finite: else it inherits it."""
@@ -207,7 +207,7 @@ class Observing(Eager):
         if watched is None:
             return result
         if n.target in CASTS:
-            name = self.given.get(n.meta["fp8_operand"].input)
+            name = self.given.get(n.meta[OPERAND].input)
             watched.cast(n, name, self.fetch_args_kwargs_from_env(n)[0], result)
         if (what := n.meta.get(PRODUCT)) is not None and n.target in PRODUCTS:
             args = self.fetch_args_kwargs_from_env(n)[0]

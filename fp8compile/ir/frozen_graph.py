@@ -16,8 +16,8 @@ from torch.fx import Graph, GraphModule, Node
 
 from .. import compat
 from ..errors import Unfrozen
+from .metadata import OPERAND
 
-OPERAND = "fp8_operand"  # metadata of a cast: its slot, which is plain data
 PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 

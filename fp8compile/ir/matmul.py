@@ -13,6 +13,7 @@ from .. import compat
 from ..config.operators import MATMULS, MatmulForm
 from ..config.recipe import Recipe, Scaling
 from .fx_utils import Matrix, arg, aten, hint, peel, peel_stack, value
+from .metadata import RESULT
 from .records import FP8, HIGH_PRECISION, MatmulRecord
 
 Gemm = Literal["fprop", "dgrad", "wgrad", "matmul"]
@@ -77,7 +78,6 @@ class Product(NamedTuple):
     fp8: bool
 
 
-RESULT, PRODUCT = "fp8_result", "fp8_product"
 
 
 @dataclass(frozen=True)

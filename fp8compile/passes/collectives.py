@@ -24,12 +24,13 @@ from ..ir.all_gathers import AllGather, wire_dtype
 from ..ir.all_to_alls import AllToAll
 from ..ir.fx_utils import CASTS, PERMUTES, SAME, VIEWS, Emitter, aten, call_function, hint, value
 from ..ir.matmul import Matmul, factors
+from ..ir.metadata import OPERAND
 from ..ir.records import CollectiveRecord
 from .amax_groups import reduced
 from .joint import Joint
 from .plan import Operand
 from .quantize import current, delayed
-from .written import OPERAND, Written
+from .written import Written
 
 LAYOUT = (*CASTS, *SAME, *VIEWS, *PERMUTES, aten.clone.default)
 SIZES = (aten.sym_size.int, aten.sym_numel.default)

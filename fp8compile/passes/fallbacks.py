@@ -20,10 +20,10 @@ import torch
 from torch.fx import Node
 
 from ..ir.fx_utils import Emitter, arg, aten, value
+from ..ir.metadata import FALLBACK
 from .joint import Joint
 
 NAMESPACE, FORWARD, BACKWARD = "transformers", "grouped_mm_fallback", "grouped_mm_fallback_backward"
-SPELLED = "fp8_fallback"  # metadata of a matmul that `spell` wrote
 
 
 def spell(joint: Joint) -> int:
@@ -52,7 +52,7 @@ def spell(joint: Joint) -> int:
 def unspell(joint: Joint) -> int:
     """Returns how many matmuls stay in high precision."""
     graph = joint.graph
-    found = [x for x in graph.find_nodes(op="call_function", target=aten._grouped_mm.default) if SPELLED in x.meta]
+    found = [x for x in graph.find_nodes(op="call_function", target=aten._grouped_mm.default) if FALLBACK in x.meta]
     for node in found:
         a, b, offs = (arg(node, i) for i in range(3))
         emit = Emitter(graph, node, node)
@@ -73,7 +73,7 @@ def _replace(node: Node, emit: Emitter, a: Any, b: Any, offs: Any) -> None:
     with node.graph.inserting_before(node):
         made = node.graph.call_function(aten._grouped_mm.default, (a, b, offs))
     made.meta.update({k: v for k, v in node.meta.items() if k in Emitter.KEEP} | emit.meta)
-    made.meta.update({"val": value(node), SPELLED: True})
+    made.meta.update({"val": value(node), FALLBACK: True})
     node.replace_all_uses_with(made)
     node.graph.erase_node(node)
 

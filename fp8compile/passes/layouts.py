@@ -14,15 +14,14 @@ from __future__ import annotations
 
 import operator
 
-from torch.fx import Node
-
 from .. import compat
 from ..ir import ops
-from ..ir.fx_utils import arg
+from ..ir.casts import both_args, copies_at
+from ..ir.metadata import OPERAND
 from .joint import Joint
 from .plan import Operand
 from .reread import kept_anyway, read_again
-from .written import OPERAND, Copy, Written
+from .written import Copy, Written
 
 
 def layouts(joint: Joint) -> int:
@@ -31,11 +30,12 @@ def layouts(joint: Joint) -> int:
     if written is None:
         return 0
     for plain, late in written.pairs():
-        operand, source = plain.operand, arg(written.casts[plain], 0)
+        operand = plain.operand
+        one, other = (copies_at(written.casts[copy])[0] for copy in (plain, late))
         kept = weight_kept(operand)
-        if not kept and (operand.key.role != "input" or arg(written.casts[plain], 5) != arg(written.casts[late], 5)):
+        if not kept and (operand.key.role != "input" or one.block != other.block):
             continue
-        unasked = operand.reader.meta.get("recompute") is None
+        source, unasked = one.source, operand.reader.meta.get("recompute") is None
         again = unasked and read_again(source)
         # made again from two tensors that are kept in FP8, it would have their errors, too
         kept = kept or again and joint.saves and not read_again(source, most=1)
@@ -59,15 +59,10 @@ def weight_kept(operand: Operand) -> bool:
 def _join(written: Written, plain: Copy, late: Copy, kept: bool) -> None:
     """One operator and one read for both layouts: forward writes its own copy and the one that backward reads."""
     one, other = (written.casts[copy] for copy in (plain, late))
-    source, scale, dtype, most, _, block, *rows = one.args
-    _, scale_late, _, _, _, block_late, *rows_late = other.args
     operand = plain.operand
-    last = max(x for x in (source, scale, scale_late, *rows, *rows_late) if isinstance(x, Node))
     recompute = compat.MUST_SAVE if kept else operand.reader.meta.get("recompute")
-    emit = written.after(last, operand, recompute=recompute)
-    row = (rows or rows_late or [None])[0]
-    more = (None if scale_late is scale else scale_late, block, row, None if block == block_late else block_late)
-    both = emit(ops.quantize_both, source, scale, dtype, most, *more)
+    emit = written.after(max(*one.all_input_nodes, *other.all_input_nodes), operand, recompute=recompute)
+    both = emit(ops.quantize_both, *both_args(copies_at(one)[0], copies_at(other)[0]))
     both.meta[OPERAND] = operand.key
     emit.anchor = both.next
     parts = [emit(operator.getitem, both, int(copy.transposed)) for copy in (plain, late)]

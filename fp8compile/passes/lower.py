@@ -27,6 +27,7 @@ from ..codegen.inline import Inliner
 from ..codegen.state_kernels import LONGEST, launch_begin, launch_update
 from ..errors import Fp8CompileError
 from ..ir import grouped, merged, ops, state_page
+from ..ir.casts import copies_at
 from ..ir.fx_utils import Emitter, arg, aten, is_data, is_tensor, value
 from ..ir.scale import inverse_of, scale_of
 
@@ -53,17 +54,13 @@ def split_casts(graph: Graph) -> int:
     copies in forward. From here on, a kernel may write only one of the copies."""
     found = graph.find_nodes(op="call_function", target=ops.quantize_both)
     for node in found:
-        given: tuple[Any, ...] = (*node.args, *(None, (0, 0), None, None)[len(node.args) - 4 :])
-        x, scale, dtype, fp8_max, other, block, rows, other_block = given
+        copies = copies_at(node)
         for item in node.users:
             if item.op != "call_function" or item.target is not operator.getitem:
                 raise Fp8CompileError(f"{node.name}: its copies are taken one by one, not by {item.format_node()}")
         for item in sorted(node.users, key=lambda x: arg(x, 1)):
-            transposed = bool(arg(item, 1))
-            own = other if transposed and other is not None else scale
-            how = (transposed, other_block or block if transposed else block, *([] if rows is None else [rows]))
             with graph.inserting_before(node):
-                copy = graph.call_function(ops.quantize, (x, own, dtype, fp8_max, *how))
+                copy = graph.call_function(ops.quantize, copies[arg(item, 1)].args)
             copy.meta.update({**item.meta, **{k: v for k, v in node.meta.items() if k not in item.meta}})
             item.replace_all_uses_with(copy)
             graph.erase_node(item)

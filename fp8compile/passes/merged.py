@@ -20,7 +20,8 @@ from torch.fx import Node
 from .. import compat
 from ..ir import merged, ops
 from ..ir.fx_utils import CASTS, SAME, VIEWS, Emitter, arg, aten, call_function, modules_of, restride
-from ..ir.matmul import RESULT, Matmul
+from ..ir.matmul import Matmul
+from ..ir.metadata import RESULT
 from .joint import Joint
 from .layouts import weight_kept
 from .merge import SUMS, Merged

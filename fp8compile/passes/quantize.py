@@ -29,12 +29,13 @@ from .. import compat
 from ..config.recipe import ROW_OF_GROUP, WHOLE
 from ..ir import ops
 from ..ir.fx_utils import Emitter, Matrix, aten, call_function, same_shape, value
-from ..ir.matmul import GEMMS, PRODUCT, RESULT, Matmul
+from ..ir.matmul import GEMMS, Matmul
+from ..ir.metadata import OPERAND, PRODUCT, RESULT
 from .addends import add, split_addend
 from .grouped import Groups, block_of
 from .joint import Joint
 from .plan import Operand, Plan
-from .written import OPERAND, Copy, Written, whole
+from .written import Copy, Written, whole
 
 
 def quantize(joint: Joint) -> int:

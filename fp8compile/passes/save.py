@@ -36,6 +36,7 @@ from .. import compat
 from ..config.recipe import WHOLE
 from ..devices.formats import Format, pick
 from ..ir import ops
+from ..ir.casts import copies_at
 from ..ir.fx_utils import (
     ALIASES,
     FLOATS,
@@ -203,15 +204,14 @@ def _cast_already(x: Node, form: Format) -> tuple[Node, Node] | None:
     """The copy of a tensor, row by row, that a matmul of forward reads, and its scale, if there is one for the whole tensor."""
     for reader in (x, *(user for user in x.users if call_function(user, VIEWS))):
         for cast in reader.users:
-            if not call_function(cast, (ops.quantize, ops.quantize_both)) or arg(cast, 2) is not form.dtype:
+            plain = next((copy for copy in copies_at(cast) if not copy.transposed and copy.dtype is form.dtype), None)
+            if plain is None or plain.block != WHOLE or plain.rows is not None:
                 continue
-            both = cast.target is ops.quantize_both
-            more: list = [*cast.args[5:7], *(WHOLE, None)[len(cast.args[5:7]) :]]
-            if tuple(more[0]) != WHOLE or more[1] is not None or value(reader).shape[-1] != value(x).shape[-1]:
+            if value(reader).shape[-1] != value(x).shape[-1]:
                 continue
-            copies = [user for user in cast.users if arg(user, 1) == 0] if both else [] if arg(cast, 4) else [cast]
+            copies = [cast] if plain.item is None else [user for user in cast.users if arg(user, 1) == plain.item]
             if copies and not any(user.op == "output" for user in copies[0].users):
-                return copies[0], arg(cast, 1)
+                return copies[0], plain.scale
     return None
 
 

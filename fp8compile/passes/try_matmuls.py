@@ -19,9 +19,10 @@ from torch.fx import Graph, Node, map_arg
 
 from .. import compat
 from ..codegen import scaled_mm
-from ..codegen.scaled_mm_kind import AFTER, BLOCKWISE, EMULATED, FORM, MX, ROWWISE, TENSORWISE, TRITON
+from ..codegen.scaled_mm_kind import AFTER, BLOCKWISE, EMULATED, MX, ROWWISE, TENSORWISE, TRITON
 from ..ir import ops
 from ..ir.fx_utils import hint, value
+from ..ir.metadata import FORM
 from ..logs import get_logger, say_once
 
 logger = get_logger(__name__)

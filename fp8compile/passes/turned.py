@@ -10,13 +10,12 @@ instead of two. With scales of rows, or of 1 x 32 elements, both are kept.
 from __future__ import annotations
 
 from collections.abc import Container, Iterable
-from typing import Any
 
 from torch.fx import Graph, Node
 
 from .. import compat
-from ..config.recipe import WHOLE
 from ..ir import merged, ops
+from ..ir.casts import copies_at
 from ..ir.fx_utils import PERMUTES, Emitter, arg, behind, call_function, same_shape, value
 
 
@@ -57,9 +56,7 @@ def _both_layouts(one: Node, other: Node) -> bool:
     """Are these casts of one tensor in both layouts, with the same scale for each element?"""
     if not (call_function(one, (ops.quantize,)) and call_function(other, (ops.quantize,))):
         return False
-    (x, scale, dtype, largest, layout, *how), (y, scale_y, dtype_y, largest_y, layout_y, *how_y) = one.args, other.args
-    block: Any = how[0] if how else WHOLE
-    if len(how) > 1 or how != how_y or block[0] != block[1]:
-        return False
-    alike = (x, dtype, largest) == (y, dtype_y, largest_y) and layout is not layout_y
-    return alike and behind(scale, PERMUTES) is behind(scale_y, PERMUTES)  # type: ignore[arg-type]
+    (a,), (b,) = copies_at(one), copies_at(other)
+    square = a.rows is b.rows is None and a.block[0] == a.block[1]
+    same = a._replace(scale=None, transposed=True) == b._replace(scale=None, transposed=True)
+    return square and same and a.transposed is not b.transposed and behind(a.scale, PERMUTES) is behind(b.scale, PERMUTES)

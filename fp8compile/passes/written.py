@@ -22,8 +22,6 @@ from ..ir.fx_utils import Emitter
 from ..ir.matmul import Matmul
 from .plan import Operand
 
-OPERAND = "fp8_operand"  # metadata of a cast: the `SlotKey` of what it copies, for telemetry
-
 
 class Copy(NamedTuple):
     """A layout in which matmuls read an operand."""

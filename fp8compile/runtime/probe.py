@@ -21,9 +21,11 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, Node
 
-from ..config.recipe import WHOLE, recipe_of
+from ..config.recipe import recipe_of
 from ..errors import one_line
 from ..ir import ops
+from ..ir.casts import copies_at, copies_of
+from ..ir.metadata import OPERAND
 from ..ir.scale import inverse_of
 from ..logs import get_logger
 from .parameters import ParameterRecord, all_records, ids_of, record_of
@@ -141,25 +143,21 @@ class Look:
         self.measurements = ()
 
     def _measure(self, node: Node, args: tuple, result: Any) -> None:
-        operand = node.meta.get("fp8_operand")
+        operand = node.meta.get(OPERAND)
         if operand is None:
             return
         owner = self.owners[operand.input]()
         if owner is None or not self.measurements:
             return
-        for name, item in names_of(node).items():
+        for name, made in zip(names_of(node), copies_of(node.target, args), strict=False):
             kept = [measurement.records.get(record_of(owner), {}) for measurement in self.measurements]
             if all(name in known for known in kept):
                 continue  # measured in the other layout, which has the same values
-            x, scale, _, fp8_max = args[:4]
-            other = args[4] if node.target is ops.quantize_both and len(args) > 4 else None
-            transposed = args[4] if node.target is ops.quantize else name[2] == "transposed"
-            scale = other if item == 1 and other is not None else scale
-            copy = result if item is None else result[item]
-            given, rows = x.detach(), args[6] if len(args) > 6 else None
-            if transposed and rows is not None:
-                given = ops.ordered(given, rows)
-            self.note(owner, name, measured(given, scale, copy, fp8_max, transposed, block_of(node, item)))
+            given = made.source.detach()
+            if made.transposed and made.rows is not None:
+                given = ops.ordered(given, made.rows)
+            found = measured(given, made.scale, made.of(result), made.fp8_max, made.transposed, made.block)
+            self.note(owner, name, found)
 
     def note(self, owner: Any, name: Name, found: Tensor) -> None:
         """Keep what was measured of a tensor of the weight `owner`."""
@@ -221,22 +219,13 @@ class Open:
     patience: int = 16  # how many more forwards may come before the backwards are given up
 
 
-def names_of(cast: Node) -> dict[Name, int | None]:
-    """The names of a cast's copies, each with the index of the result that is this copy (None: the only result)."""
-    operand, block = cast.meta["fp8_operand"], block_of(cast)
-    alike = block[0] == block[1]
-    if cast.target is ops.quantize:
-        layout = "" if alike else "transposed" if cast.args[4] else "plain"
-        return {(operand.role, operand.use, layout): None}
-    return {(operand.role, operand.use, layout): i for i, layout in enumerate([""] if alike else ["plain", "transposed"])}
-
-
-def block_of(cast: Node, item: int | None = None) -> tuple[int, int]:
-    """The elements that share a scale in a copy: the result `item` of the cast, if it has two."""
-    args: Any = cast.args
-    if item == 1 and len(args) > 7 and args[7] is not None:
-        return tuple(args[7])
-    return tuple(args[5]) if len(args) > 5 else WHOLE
+def names_of(cast: Node) -> list[Name]:
+    """The names of a cast's copies, in the order of its results. Where both layouts have the same values, the first one stands
+    for both."""
+    operand, copies = cast.meta[OPERAND], copies_at(cast)
+    if copies[0].block[0] == copies[0].block[1]:
+        return [(operand.role, operand.use, "")]
+    return [(operand.role, operand.use, "transposed" if copy.transposed else "plain") for copy in copies]
 
 
 def casts_of(graph: Graph) -> dict[tuple[int, Name], Cast]:
@@ -244,10 +233,10 @@ def casts_of(graph: Graph) -> dict[tuple[int, Name], Cast]:
     found = {}
     for op in CASTS:
         for node in graph.find_nodes(op="call_function", target=op):
-            operand = node.meta.get("fp8_operand")
+            operand = node.meta.get(OPERAND)
             if operand is None:
                 continue
-            recipe = recipe_of(bool(operand.settings.window), block_of(node))
+            recipe = recipe_of(bool(operand.settings.window), copies_at(node)[0].block)
             cast = Cast.of(recipe, node.args[2])
             found.update({(operand.input, name): cast for name in names_of(node)})
     return found

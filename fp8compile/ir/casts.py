@@ -1,0 +1,64 @@
+"""A typed view of the operators that cast: nothing else knows the order of their arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch.fx import Node
+
+from . import ops
+
+
+class FP8Copy(NamedTuple):
+    """One FP8 copy of a matrix: nodes, or values while a graph runs. `item`: its place among the results of its operator; None
+    if it is the only one."""
+
+    source: Any
+    scale: Any
+    dtype: Any
+    fp8_max: float
+    transposed: bool
+    block: tuple[int, int]
+    rows: Any = None  # the order of rows that are divided into groups
+    item: int | None = None
+
+    @property
+    def args(self) -> tuple:
+        """The arguments of `quantize`."""
+        return (*self[:5], list(self.block), *([] if self.rows is None else [self.rows]))
+
+    def of(self, result: Any) -> Any:
+        """This copy, in what the operator has returned."""
+        return result if self.item is None else result[self.item]
+
+
+def copies_of(target: Any, args: Sequence[Any]) -> tuple[FP8Copy, ...]:
+    """What an operator makes with these arguments: one copy, or both layouts, the plain one first; () for other operators."""
+    if target is ops.quantize:
+        x, scale, dtype, fp8_max, transposed, *more = args
+        block, rows = _filled(more, (0, 0), None)
+        return (FP8Copy(x, scale, dtype, fp8_max, bool(transposed), tuple(block), rows),)
+    if target is not ops.quantize_both:
+        return ()
+    x, scale, dtype, fp8_max, *more = args
+    other, block, rows, other_block = _filled(more, None, (0, 0), None, None)
+    plain = FP8Copy(x, scale, dtype, fp8_max, False, tuple(block), rows, 0)
+    own = {"scale": scale if other is None else other, "block": tuple(other_block or block)}
+    return plain, plain._replace(transposed=True, item=1, **own)
+
+
+def _filled(given: Sequence[Any], *defaults: Any) -> tuple:
+    return (*given, *defaults[len(given) :])
+
+
+def copies_at(node: Node) -> tuple[FP8Copy, ...]:
+    return copies_of(node.target, node.args)
+
+
+def both_args(plain: FP8Copy, late: FP8Copy) -> tuple:
+    """The arguments of `quantize_both` for two layouts of one matrix."""
+    other = None if late.scale is plain.scale else late.scale
+    block = None if late.block == plain.block else list(late.block)
+    rows = plain.rows if plain.rows is not None else late.rows
+    return (*plain[:4], other, list(plain.block), rows, block)

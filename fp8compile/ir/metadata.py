@@ -1,0 +1,9 @@
+"""The keys under which passes note facts on nodes, in `node.meta`."""
+
+OPERAND = "fp8_operand"  # a cast: the `SlotKey` of what it copies, which is plain data
+RESULT = "fp8_result"  # what has a matmul's result, in either precision: its `Product`
+PRODUCT = "fp8_product"  # an FP8 matmul: its `Product`
+FALLBACK = "fp8_fallback"  # a grouped matmul that `spell` wrote instead of an operator of transformers
+FORM = "fp8_form"  # an FP8 matmul: its form, where the first choice was refused (`passes.try_matmuls`)
+AMAX_VECTOR = "fp8_amax_vector"  # the zeros for all amaxes of a graph
+AMAX_BITS = "fp8_amax_bits"  # amaxes that are a float32 view of int32
