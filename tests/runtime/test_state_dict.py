@@ -315,7 +315,7 @@ def test_block_by_block_and_a_copy() -> None:
 
 def test_no_scaling_state_at_all():
     for bad in ([1], "abc", 3):
-        with pytest.raises(StateError, match="the dict that scaling_state"):
+        with pytest.raises(StateError, match="the dict that ScalingState"):
             load_scaling(nn.Linear(128, 128), bad)
 
 
