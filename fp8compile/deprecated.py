@@ -21,13 +21,17 @@ def _load_scaling_state(model: Any, state: Mapping[str, Any] | None, strict: boo
     _package.ScalingState(model, strict=strict).load_state_dict(state)
 
 
+def _set_phase(phase: str | None, model: Any = None) -> None:
+    _package.set_precision(phase, model)
+
+
 # the new name, and the function if it is another one
 NAMES: dict[str, tuple[str, Callable[..., Any] | None]] = {
     "dry_run": ("freeze_scaling_state", None),
     "load_scaling_state": ("ScalingState(model).load_state_dict(state)", _load_scaling_state),
     "refresh": ("refresh_weight_cache", None),
     "scaling_state": ("ScalingState(model, all_ranks=False).state_dict()", _scaling_state),
-    "set_phase": ("set_precision", None),
+    "set_phase": ("set_precision", _set_phase),
     "thaw": ("restore_frozen_weights", None),
 }
 
