@@ -74,14 +74,15 @@ def tune(
         raise OptionError("tune: 'loss_budget' is gone, since no study supports one; give max_error, such as 0.05")
     if isinstance(max_error, bool) or not isinstance(max_error, (int, float)) or not 0 < max_error < 1:
         raise OptionError.of("max_error", max_error, "a relative error of gradients above 0 and under 1, such as 0.05")
-    timed, its, *rest = (model, args, kwargs) if like is None else like if isinstance(like, tuple) and len(like) > 1 else (0, 0)
-    if not isinstance(its, (tuple, list)) or len(rest) > 1:
+    timed = (model, args, kwargs) if like is None else like
+    if not isinstance(timed, tuple) or not 2 <= len(timed) <= 3 or not isinstance(timed[1], (tuple, list)):
         raise OptionError("tune: like has to be (model, args) or (model, args, kwargs), with args a tuple")
     extends = _extends(options or {})
     found = catalog.find(device or parse({"policy": extends}).policy.device or "h200")
     if not found.has_fp8:
         raise OptionError.of("device", found.key, "a device with FP8 tensor cores", ("h100", "h200"))
-    times = Times(timed, tuple(its), dict(*rest), found, here=like is None)  # before the work: it may not be possible here
+    network, its, *named = timed
+    times = Times(network, tuple(its), dict(*named), found, here=like is None)  # before the work: it may not be possible here
     errors = _Errors(model, (args, kwargs, loss), extends, max_error, progress or (lambda what: None))
     return _Search(errors, times, candidates(found.gpu), max_error).result()
 

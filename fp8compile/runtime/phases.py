@@ -129,7 +129,7 @@ def set_precision(precision: str | None, model: nn.Module | None = None) -> None
 
 def _checked(precision: str | None, of: str = "") -> str | None:
     """The phase of a precision."""
-    if precision is not None and precision not in PRECISIONS:
+    if precision is not None and (not isinstance(precision, str) or precision not in PRECISIONS):
         raise OptionError.of("precision", precision, f"'fp8', 'bf16' or None{of}")
     return None if precision is None else PRECISIONS[precision]
 

@@ -80,4 +80,4 @@ def test_old_functions_do_what_they_did() -> None:
     with fp8compile.dry_run():
         run(torch.ones(32, 64)).sum().backward()
     assert fp8compile.set_phase("high_precision", model) is None and fp8compile.refresh() is None
-    fp8compile.set_phase(None, model)
+    fp8compile.set_phase(phase=None, model=model)

@@ -174,6 +174,7 @@ def test_set_precision_without_a_schedule(caplog) -> None:
     ("call", "message"),
     [
         (lambda: fp8compile.set_precision("bfloat16"), "'fp8', 'bf16' or None"),
+        (lambda: fp8compile.set_precision(["fp8"]), "'fp8', 'bf16' or None"),
         (lambda: fp8compile.set_step(-1), ">= 0"),
         (lambda: fp8compile.on_step(3), "callable"),
         (lambda: fp8compile.on_step(print, every=0), ">= 1"),
