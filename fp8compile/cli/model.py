@@ -84,14 +84,12 @@ def explain(target: str, device: str | None, as_json: bool, html: str | None, fu
 @click.command(help="The estimated time of a training step in bf16 and in FP8, on a GPU that need not be there." + TARGET_HELP)
 @_model_options
 @click.option("--extrapolate", is_flag=True, help="Compile one and two of the repeated blocks, and extrapolate to all.")
-@click.option("--instructions", is_flag=True, help="Also count the instructions of generated kernels; takes minutes.")
 def estimate(
     target: str,
     device: str | None,
     as_json: bool,
     html: str | None,
     extrapolate: bool,
-    instructions: bool,
     **given: Any,
 ) -> None:
     hide_gpus("estimate")
@@ -101,7 +99,7 @@ def estimate(
         from ..dryrun.estimate import estimate as run
 
         settings: dict[str, Any] = {"device": device, "options": options, "extrapolate": extrapolate}
-        settings |= {"instructions": instructions, "autocast": given["autocast"]}
+        settings["autocast"] = given["autocast"]
         found = traced(loaded, lambda: run(loaded.model, *loaded.args, **settings, **loaded.kwargs))
     _finish(found, str(found), as_json, html)
     if given["strict"]:

@@ -28,7 +28,7 @@ from ..devices.gpu import H200, Gpu
 from ..errors import Fp8CompileError, OptionError
 from ..reporting.layers import alike, joined, parts
 from ..reporting.report import Report, report
-from . import issue, roofline
+from . import roofline
 from .estimate_result import Cost, Estimate, LayerCost
 
 if TYPE_CHECKING:
@@ -48,7 +48,6 @@ def estimate(
     attention: float | None = None,
     waves: bool = True,
     optimizer: float = 0.0,
-    instructions: bool = False,
     extrapolate: bool = False,
     **kwargs: Any,
 ) -> Estimate:
@@ -61,9 +60,7 @@ def estimate(
     and no autocast is active. `attention` is the rate of fused attention as a share of the bf16 matmul rate (`roofline` defines
     the default). `waves`: matmuls take whole waves of tiles; False counts their FLOPs at the device's full rate. `optimizer` is
     how many bytes the optimizer moves for each parameter in a step: 14 for AdamW on bf16 parameters, 28 on float32; 0 leaves it
-    out. `instructions`: a generated kernel takes the longer of its bytes and its instructions (`issue`), which are counted in
-    machine code: a second or two for each kernel. `extrapolate`, for deep models, compiles with one and with two of the model's
-    repeated blocks and extrapolates to all of them.
+    out. `extrapolate`, for deep models, compiles with one and with two of the model's repeated blocks and extrapolates to all.
 
     Takes 5 to 60 s for every graph, twice, and resets Dynamo: other compiled models compile again at their next call.
 
@@ -96,13 +93,9 @@ def estimate(
     notes = []
     if found.gfx:
         notes.append("compiled as for an NVIDIA GPU, at this device's rates: Inductor's HIP path cannot be described")
-    why = issue.unavailable(found) if instructions else None
-    counted = instructions and why is None
-    if why is not None:
-        notes.append(f"generated kernels by their bytes alone: {why}")
     with under(modules, autocast) as how:
         notes[:0] = [how] if how else []
-        compiler = Compiler(model, modules, args, kwargs, found, chosen, inductor, attention, waves, counted)
+        compiler = Compiler(model, modules, args, kwargs, found, chosen, inductor, attention, waves)
         if not extrapolate:
             bf16, fp8, decided = compiler.costs()
         else:
@@ -114,8 +107,6 @@ def estimate(
             )
             decided = explain(model, *args, options=chosen, autocast=False, **kwargs)  # as it is on already, where it is
             notes.append(f"{count} of {name or 'the blocks'}, carried on from 1 and 2")
-    if counted:
-        notes.append(_counted(_sum(bf16, bf16), _sum(fp8, fp8)))
     if not waves:
         notes.append("matmuls at the full rate, without waves of tiles")
     if optimizer:
@@ -138,7 +129,6 @@ class Compiler:
     inductor: dict[str, Any]
     attention: float | None
     waves: bool
-    instructions: bool
 
     def costs(self, container: nn.Module | None = None, blocks: int = 0) -> tuple[Costs, Costs, Report]:
         """The costs in bf16 and in FP8, and the report, with only the first `blocks` blocks of `container`."""
@@ -191,18 +181,11 @@ class Compiler:
     def _by_module(self, step: Step) -> Costs:
         costs: Costs = {}
         for kernel in step.kernels:
-            cost = Cost.of(kernel, self.device, self.attention, self.waves, self.instructions)
+            cost = Cost.of(kernel, self.device, self.attention, self.waves)
             costs[kernel.fqn] = costs.get(kernel.fqn, Cost()) + cost
         for fqn, kept in step.kept.items():
             costs[fqn] = costs.get(fqn, Cost()) + Cost(kept_for_backward=kept)
         return costs
-
-
-def _counted(bf16: Cost, fp8: Cost) -> str:
-    """A note about the instructions that were counted."""
-    bound, unknown = (bf16.issue_bound, fp8.issue_bound), (bf16.uncounted, fp8.uncounted)
-    said = f"generated kernels limited by their instructions, not by their bytes: {bound[0]:.0f} in bf16, {bound[1]:.0f} in FP8"
-    return said + (f"; not counted: {unknown[0]:.0f} and {unknown[1]:.0f}" if any(unknown) else "")
 
 
 def _described(device: Device) -> Gpu:

@@ -12,7 +12,7 @@ from ..reporting.columns import aligned
 from ..reporting.html import Page, TimedPart, Timing, render, section, title
 from ..reporting.layers import Part, Split, microseconds, percent, scaled
 from ..reporting.report import Report
-from . import issue, roofline
+from . import roofline
 
 if TYPE_CHECKING:
     from ..devices.catalog import Device
@@ -28,8 +28,7 @@ _METHOD = (
 @dataclass(frozen=True)
 class Cost:
     """The cost of some kernels: counts, bytes, FLOPs and seconds. `flops` are those of matmuls, by dtype ("fp8", "bfloat16",
-    ...), without fused attention. `issue_bound`: generated kernels that take longer by their instructions than by their bytes.
-    `uncounted`: generated kernels whose instructions are not known. Both are 0 unless instructions were asked for."""
+    ...), without fused attention."""
 
     kernels: float = 0
     bytes: float = 0
@@ -41,8 +40,6 @@ class Cost:
     matmul_seconds: float = 0
     fp8_matmul_seconds: float = 0
     attention_seconds: float = 0
-    issue_bound: float = 0
-    uncounted: float = 0
 
     def __add__(self, other: Cost) -> Cost:
         return self.plus(other, 1)
@@ -54,11 +51,8 @@ class Cost:
         return Cost(flops=flops, **numbers)
 
     @classmethod
-    def of(
-        cls, kernel: Launch, device: Device, attention: float | None, waves: bool = True, instructions: bool = False
-    ) -> Cost:
-        matmul, seconds = kernel.matmul, roofline.seconds(kernel, device, attention, waves, instructions)
-        generated = instructions and kernel.origin in ("triton", "user")
+    def of(cls, kernel: Launch, device: Device, attention: float | None, waves: bool = True) -> Cost:
+        matmul, seconds = kernel.matmul, roofline.seconds(kernel, device, attention, waves)
         return cls(
             kernels=1,
             bytes=kernel.bytes,
@@ -69,8 +63,6 @@ class Cost:
             matmul_seconds=seconds if matmul is not None else 0,
             fp8_matmul_seconds=seconds if matmul is not None and matmul.dtype == "fp8" else 0,
             attention_seconds=seconds if kernel.attention is not None else 0,
-            issue_bound=generated and seconds > roofline.seconds(kernel, device, attention, waves),
-            uncounted=generated and issue.seconds(kernel, device) is None,
         )
 
 

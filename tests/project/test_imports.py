@@ -119,7 +119,6 @@ EXCEPTIONS: dict[str, str] = {
     "dryrun/test_estimate.py": "devices dryrun",
     "dryrun/test_explain.py": "reporting",
     "dryrun/test_fake_gpu.py": "devices dryrun",
-    "dryrun/test_instructions.py": "devices dryrun",
     "dryrun/test_tune.py": "config devices dryrun ir",
     "dryrun/test_watch.py": "reporting",
     "exporting/test_mxfp8.py": "config exporting",

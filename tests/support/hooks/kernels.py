@@ -158,13 +158,6 @@ def groups_to_tune(model: nn.Module, args: tuple, loss: Callable[[Any], torch.Te
     return _Measured(model, args, {}, loss, "default", 0.5, lambda *_: None)
 
 
-def without_ptxas() -> Patched:
-    """Inside, Triton's assembler is not there."""
-    from fp8compile.dryrun.fake_gpu import machine_code
-
-    return mock.patch.object(machine_code, "_path", mock.Mock(side_effect=RuntimeError))
-
-
 def losing_updates() -> Patched:
     """Inside, graphs lose the writes of their scaling state before the check for them."""
     from fp8compile.runtime import halves
