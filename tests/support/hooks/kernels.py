@@ -123,11 +123,6 @@ def scales_of_products() -> Iterator[list[torch.Tensor]]:
         yield found
 
 
-def files_apart() -> Patched:
-    """Inside, each C++ kernel is compiled in a file of its own."""
-    return mock.patch("fp8compile.compat.inductor.few_files", contextlib.nullcontext)
-
-
 @contextlib.contextmanager
 def traffic(answer: tuple[int, int] | None = None) -> Iterator[list[tuple[int, int]]]:
     """The bytes that a fused kernel and Inductor would move, for each group that is compared inside; or `answer` for all."""
