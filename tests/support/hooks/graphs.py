@@ -17,7 +17,10 @@ from .base import Patched, noting
 
 def forget() -> None:
     """Forget what this process keeps from one compilation or training to the next, Dynamo's code included."""
+    from fp8compile import backend, compat
+
     torch._dynamo.reset()
+    compat.on_refusal("fp8", backend._refuse)  # as in a process that has just imported the backend
     forget_trainings()
 
 
