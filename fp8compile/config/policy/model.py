@@ -37,7 +37,6 @@ else:
 T = TypeVar("T")
 Several: TypeAlias = T | tuple[T, ...] | None
 SETTINGS = tuple(f.name for f in dataclasses.fields(Recipe) if f.name != "name")
-LONGEST_CHAIN = 32  # recipes, each based on the next
 
 _MEANINGS = {
     "fp8_format": 'Formats: "hybrid" (E4M3 for activations and weights, E5M2 for gradients) or "e4m3" (for all).',
@@ -355,8 +354,6 @@ class Policy(_Tables):
             if name in seen:
                 circle = " -> ".join(repr(one) for one in (*list(seen)[:8], name))
                 raise PolicyError(f"recipes go in a circle: {circle}.", str(path[-1]), name, path)
-            if len(seen) == LONGEST_CHAIN:
-                raise PolicyError(f"a chain of more than {LONGEST_CHAIN} recipes.", str(path[-1]), name, path)
             seen[name] = None
             if name not in self.recipes:
                 known = (*NAMES, *self.recipes)
