@@ -326,7 +326,7 @@ def test_layers_are_joined_by_their_first_number():
 
 
 def test_errors(monkeypatch):
-    with pytest.raises(OptionError, match="Did you mean 'h20' or 'h200'"):
+    with pytest.raises(OptionError, match="Did you mean 'h20', 'h200' or"):
         estimated(1, device="h20o")
     with pytest.raises(OptionError, match="FP8 tensor cores.*a100"):
         estimated(1, device="a100")
