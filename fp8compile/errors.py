@@ -101,10 +101,7 @@ class FrozenFound(Fp8CompileError):
 
 def describe(value: Any, limit: int = 80) -> str:
     """``repr`` with the type, cut to `limit` characters: ``'4' (str)``."""
-    try:
-        text = repr(value)
-    except Exception:  # nested too deep, an integer of thousands of digits, a class with an error in its __repr__
-        text = "something that cannot be shown"
+    text = repr(value)
     return f"{text if len(text) <= limit else text[: limit - 3] + '...'} ({type(value).__name__})"
 
 
