@@ -3,7 +3,7 @@
 Nothing is executed and nothing is measured. The figures compare compilations of one model: kernels, bytes as Inductor's
 schedule has them (each buffer once per kernel), matmul FLOPs by dtype, bytes kept for backward, and a roofline time, in which
 every kernel takes the longer of its bytes and its FLOPs, plus a launch (`dryrun.roofline`). Matmuls count in waves of tiles.
-With `--instructions`, generated kernels also count by the instructions of their machine code (`dryrun.issue`), in figures of
+With `--instructions`, generated kernels also count by the instructions of their machine code (`instructions`), in figures of
 their own. The optimizer of the benchmark counts by its bytes, the same for every arm. Autotuning is ignored. With gradient
 accumulation, the graphs of a micro-batch count as often as it runs. A graph without a matmul (casts of weights that are kept,
 with `cache_weights`) and the optimizer count once.
@@ -19,9 +19,9 @@ import torch
 from torch import nn
 
 from fp8compile.devices import catalog
-from fp8compile.dryrun import fake_gpu, issue, roofline
+from fp8compile.dryrun import fake_gpu, roofline
 
-from . import arms
+from . import arms, instructions
 from .cases.base import Point, Static
 from .models import unallocated
 
@@ -57,16 +57,17 @@ def launches(step: Any, accumulate: int = 1) -> list[Any]:
     return found
 
 
-def by_instructions(kernels: list[Any]) -> dict[str, float]:
-    """Totals of the generated kernels, by their instructions. `longer_ms`: by how much they take longer than by their bytes,
-    also at a part of the highest issue rate (`SUSTAINED`), to see what depends on it."""
+def by_instructions(kernels: list[Any], calls: Mapping[int, instructions.Call]) -> dict[str, float]:
+    """Totals of the generated kernels, by their instructions. `calls`: of a kernel, by its `id`. `longer_ms`: by how much they
+    take longer than by their bytes, also at a part of the highest issue rate (`SUSTAINED`), to see what depends on it."""
     made = dict.fromkeys(("count.generated", "count.counted", "count.issue_bound", "issue_ms", "bytes_ms"), 0.0)
     longer = {share: 0.0 for share in (1.0, SUSTAINED)}
     for kernel in kernels:
         if kernel.origin not in ("triton", "user"):
             continue
         made["count.generated"] += 1
-        took, moving = issue.seconds(kernel, H200), kernel.bytes / H200.bandwidth
+        call, moving = calls.get(id(kernel)), kernel.bytes / H200.bandwidth
+        took = None if call is None else instructions.seconds(call, H200)
         if took is None:
             continue
         made["count.counted"] += 1
@@ -78,9 +79,11 @@ def by_instructions(kernels: list[Any]) -> dict[str, float]:
     return {**made, "longer_ms": longer[1.0], "longer_ms_sustained": longer[SUSTAINED]}
 
 
-def figures(step: Any, optimizer: float = 0.0, accumulate: int = 1, instructions: bool = False) -> dict[str, float]:
+def figures(
+    step: Any, optimizer: float = 0.0, accumulate: int = 1, calls: Mapping[int, instructions.Call] | None = None
+) -> dict[str, float]:
     """Totals of a described step, as a flat dict. All of them add up over layers. `optimizer`: the bytes that it moves, which
-    count in `roofline_ms` and `optimizer_ms` only. `instructions`: also those of `by_instructions`."""
+    count in `roofline_ms` and `optimizer_ms` only. `calls`: also those of `by_instructions`."""
     kernels = launches(step, accumulate)
     outside = [k for k in kernels if k.matmul is None]
     after = 1e3 * optimizer / H200.bandwidth
@@ -99,12 +102,12 @@ def figures(step: Any, optimizer: float = 0.0, accumulate: int = 1, instructions
             made[f"{name}.{kind(k)}"] = made.get(f"{name}.{kind(k)}", 0) + amount
     for dtype, flops in step.flops.items():
         made[f"tflop.{dtype}"] = accumulate * flops / 1e12
-    if instructions:
-        made |= by_instructions(kernels)
+    if calls is not None:
+        made |= by_instructions(kernels, calls)
     return made
 
 
-def compile_point(point: Point, arm: arms.Arm, instructions: bool = False) -> dict[str, float]:
+def compile_point(point: Point, arm: arms.Arm, counted: bool = False) -> dict[str, float]:
     """Compile one training step of `point` the way `arm` does. RuntimeError if nothing was compiled."""
     model = unallocated(point.build, point.dtype)
     arms.apply(arm, model, arms.settings(arm, 1, interpreted=False), each=False)
@@ -116,10 +119,12 @@ def compile_point(point: Point, arm: arms.Arm, instructions: bool = False) -> di
         with autocast:
             model(*batch)  # the backward is compiled with it
 
-    found = fake_gpu.trace(step, H200.gpu)
+    with instructions.noted() as names:
+        found = fake_gpu.trace(step, H200.gpu)
     if not found.kernels:
         raise RuntimeError("nothing was compiled")
-    return figures(found, optimizer_bytes(model) if point.optimizer else 0.0, point.accumulate, instructions)
+    calls = instructions.calls_of(found, names) if counted else None
+    return figures(found, optimizer_bytes(model) if point.optimizer else 0.0, point.accumulate, calls)
 
 
 def extrapolated(one: Mapping[str, float], two: Mapping[str, float], layers: int) -> dict[str, float]:
@@ -127,10 +132,10 @@ def extrapolated(one: Mapping[str, float], two: Mapping[str, float], layers: int
     return {k: one.get(k, 0) + (layers - 1) * (two.get(k, 0) - one.get(k, 0)) for k in {**one, **two}}
 
 
-def estimate(static: Static, arm: arms.Arm, instructions: bool = False) -> dict[str, Any]:
+def estimate(static: Static, arm: arms.Arm, counted: bool = False) -> dict[str, Any]:
     """The row of one arm: its `figures`, and a note that says which layers were compiled. ValueError for an arm that cannot be
     estimated."""
-    unavailable = fake_gpu.unavailable() or (issue.unavailable(H200) if instructions else None)
+    unavailable = fake_gpu.unavailable() or (instructions.unavailable(H200) if counted else None)
     if unavailable:
         raise ValueError(unavailable)
     if arm.how is None:
@@ -140,7 +145,7 @@ def estimate(static: Static, arm: arms.Arm, instructions: bool = False) -> dict[
     if arm.autotunes:
         raise ValueError("no estimate: autotuning needs the device")
     if static.extrapolate:
-        made = extrapolated(*(compile_point(static.point(n), arm, instructions) for n in (1, 2)), static.layers)
+        made = extrapolated(*(compile_point(static.point(n), arm, counted) for n in (1, 2)), static.layers)
         return {"figures": made, "note": f"{static.layers} layers, carried on from 1 and 2"}
     point = static.point(static.layers)
-    return {"figures": compile_point(point, arm, instructions), "note": point.note}
+    return {"figures": compile_point(point, arm, counted), "note": point.note}

@@ -74,7 +74,6 @@ _MODULES = {
     "runtime.weight_cache": ("refresh_weight_cache",),
 }
 _SUBMODULES = ("distributed", "optim")
-_RENAMED = ("dry_run", "load_scaling_state", "refresh", "scaling_state", "set_phase", "thaw")  # see `deprecated`
 _PUBLIC = {name: module for module, names in _MODULES.items() for name in names}
 # what functions return, for annotations; and the backend, which torch finds by its name
 _UNLISTED = {"Comparison", "Estimate", "Exported", "Monitor", "Report", "Stats", "Tuned", "fp8"}
@@ -88,8 +87,10 @@ def __getattr__(name: str) -> Any:
         return getattr(importlib.import_module(f".{_PUBLIC[name]}", __name__), name)
     if name in _SUBMODULES:
         return importlib.import_module(f".{name}", __name__)
-    if name in _RENAMED:
-        return importlib.import_module(".deprecated", __name__).find(name)
+    if not name.startswith("_"):
+        renamed = importlib.import_module(".deprecated", __name__)
+        if name in renamed.NAMES:
+            return renamed.find(name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

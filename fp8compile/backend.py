@@ -124,8 +124,7 @@ def _refuse(mode: str | None = None, options: Mapping[str, Any] | None = None, *
         raise compat.shown(error) from None
 
 
-compat.register_again("fp8", functools.partial(compat.on_refusal, "fp8", _refuse))
-compat.ask_by_thread()
+compat.on_refusal("fp8", _refuse)
 fp8.reset = _reset  # type: ignore[attr-defined]  # torch._dynamo.reset() calls it
 
 

@@ -18,6 +18,7 @@ def compress_gradients(
 
     E4M3 with a float32 scale for each 128 elements of a parameter. What arrives is added up in float32. Under DDP all ranks get
     the same bits; under FSDP2 each rank gets its shard. It needs no FP8 in the model. Infinities and NaN arrive, as NaN.
+    It pays over PCIe and between nodes; inside an NVLink node the reduction hides behind the backward.
 
     * `min_elements`: smaller parameters, norms and biases (one dimension) go as they are.
     * `error_feedback`: DDP only. What a step rounds away is added to the next one; a buffer of the size of the gradients.

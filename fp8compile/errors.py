@@ -105,10 +105,7 @@ class FrozenFound(Fp8CompileError):
 
 def describe(value: Any, limit: int = 80) -> str:
     """``repr`` with the type, cut to `limit` characters: ``'4' (str)``."""
-    try:
-        text = repr(value)
-    except Exception:  # nested too deep, an integer of thousands of digits, a class with an error in its __repr__
-        text = "something that cannot be shown"
+    text = repr(value)
     return f"{text if len(text) <= limit else text[: limit - 3] + '...'} ({type(value).__name__})"
 
 
@@ -128,22 +125,13 @@ def near(given: Any, names: Iterable[str], count: int = 3) -> list[str]:
     """
     if not isinstance(given, str):
         return []
-    wanted = given[:200].lower().translate(_SEPARATORS)
-    matcher = difflib.SequenceMatcher(b=wanted)
-
-    def score(name: str) -> float:
+    compared: dict[str, str] = {}
+    for name in names:
         whole = name.lower().translate(_SEPARATORS)
-        best = 0.0
-        for part in {whole, whole.rpartition(".")[2]}:
-            matcher.set_seq1(part)
-            contained = len(wanted) >= 4 and (wanted in part or (len(part) >= 6 and part in wanted))
-            best = max(best, matcher.ratio(), 0.8 if contained else 0.0)
-        return best
-
-    scores = {name: score(name) for name in names}
-    least = max(0.6, max(scores.values(), default=0.0) - 0.15)  # next to a good match, poor ones only distract
-    good = [name for name, value in scores.items() if value >= least]
-    return sorted(good, key=lambda name: -scores[name])[:count]  # stable: of equals, the first given
+        compared[whole] = name
+        compared.setdefault(whole.rpartition(".")[2], name)
+    close = difflib.get_close_matches(given.lower().translate(_SEPARATORS), compared, count)
+    return list(dict.fromkeys(compared[each] for each in close))
 
 
 def one_of(key: str, value: Any, allowed: Collection[str], error: type[OptionError] = OptionError) -> str:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..errors import Fp8CompileError, StrictError, one_line, one_of
+from ..errors import Fp8CompileError, StrictError, one_line
 from .errors import Failed, usage, user_traceback
 from .target import Target, beside, load
 
@@ -84,29 +84,22 @@ def explain(target: str, device: str | None, as_json: bool, html: str | None, fu
 @click.command(help="The estimated time of a training step in bf16 and in FP8, on a GPU that need not be there." + TARGET_HELP)
 @_model_options
 @click.option("--extrapolate", is_flag=True, help="Compile one and two of the repeated blocks, and extrapolate to all.")
-@click.option("--instructions", is_flag=True, help="Also count the instructions of generated kernels; takes minutes.")
-@click.option("--mesh", metavar="dp=N,tp=M", help="Add what this many GPUs send each other; TARGET's inputs are one dp rank's.")
-@click.option("--dp", metavar="fsdp|ddp", help="With --mesh: how data parallelism works (default: fsdp).")
 def estimate(
     target: str,
     device: str | None,
     as_json: bool,
     html: str | None,
     extrapolate: bool,
-    instructions: bool,
-    mesh: str | None,
-    dp: str | None,
     **given: Any,
 ) -> None:
     hide_gpus("estimate")
     options = prepared(device, html, given)
-    _check_mesh(mesh, dp, device)
     with talk_on_stderr():
         loaded = load(target, given["inputs"])
         from ..dryrun.estimate import estimate as run
 
         settings: dict[str, Any] = {"device": device, "options": options, "extrapolate": extrapolate}
-        settings |= {"mesh": mesh, "dp": dp or "fsdp", "instructions": instructions, "autocast": given["autocast"]}
+        settings["autocast"] = given["autocast"]
         found = traced(loaded, lambda: run(loaded.model, *loaded.args, **settings, **loaded.kwargs))
     _finish(found, str(found), as_json, html)
     if given["strict"]:
@@ -191,22 +184,6 @@ def check_device(name: str | None) -> None:
         from ..devices import catalog
 
         catalog.find(name)
-
-
-def _check_mesh(mesh: str | None, dp: str | None, device: str | None) -> None:
-    """Refuse a wrong mesh, or a device whose links are not known, before torch and the model are loaded."""
-    if mesh is None:
-        if dp is not None:
-            raise usage(f"--dp {dp} needs --mesh, such as --mesh dp=8,tp=2")
-        return
-    from ..devices import catalog
-    from ..dryrun.mesh import DATA_PARALLEL, Mesh, links_for
-
-    if dp is not None:
-        one_of("dp", dp, DATA_PARALLEL)
-    wanted = Mesh.of(mesh)
-    if device is not None:
-        links_for(wanted, catalog.find(device))
 
 
 def parse_option(text: str) -> tuple[str, Any]:

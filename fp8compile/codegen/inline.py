@@ -46,7 +46,7 @@ class Inliner:
                     filled[i] = tensor
                 return function(*pytree.tree_unflatten(filled, spec))
 
-            with fake_mode_of(values), compat.tracing():
+            with fake_mode_of(values), compat.compiling():
                 distinct = list(map(_distinct, values))
                 trace = make_fx(call, decomposition_table=compat.decompositions())(*distinct).graph
             for node in trace.nodes:

@@ -7,10 +7,8 @@
     shards      which part of a tensor a rank has, and the groups of its mesh
     inductor    compiling a graph with our passes
     aot_cache   callables of ours in AOTAutograd's cache
-    cpp         C++ kernels of a graph in few files
     triton      generated kernels in a graph
     autograd    while a graph runs
-    threads     several threads that compile
     split       the graph that DDP has cut
     regions     graphs that a graph calls
     versions    which versions of torch these are
@@ -70,6 +68,7 @@ from .dynamo import (
     as_parameter,
     called,
     compiled_code_goes,
+    compiling,
     copy_graph,
     differentiates,
     gradient_outputs,
@@ -131,7 +130,6 @@ from .inductor import (
 from .regions import inline_regions
 from .shards import mesh_groups, parts
 from .split import forward_of, uncut
-from .threads import ask_by_thread, register_again, tracing
 from .triton import (
     converts_through_float16,
     eliminate_dead_code,

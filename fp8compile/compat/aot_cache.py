@@ -21,7 +21,6 @@ import torch._functorch.config as functorch_config
 from torch._inductor.output_code import OutputCode
 from torch.fx import GraphModule
 
-from .cpp import few_files
 from .triton import accesses_known
 
 TAGS = ("recompute", "ac_graph_id", "partitioner_tag")  # metadata that the user's checkpointing leaves
@@ -62,7 +61,7 @@ class Saved(OutputCode):
             raise FXGraphCacheMiss("fp8compile: an entry that cannot be used")
         key, lines, guards = self.code
         loader = _loader(self.backward)((key, lines), guards)
-        with inner_options(), accesses_known(), few_files():  # few_files: or each C++ kernel has a file again
+        with inner_options(), accesses_known():
             self.compiled = loader.post_compile(loader.load(example_inputs), graph_kwargs)
         self.compiled._fx_graph_cache_key, self.compiled._fx_graph_cache_debug_lines = key, lines
         hit.append(self)

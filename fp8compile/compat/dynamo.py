@@ -60,6 +60,15 @@ def rows_vary(*tensors: torch.Tensor) -> None:
         torch._dynamo.maybe_mark_dynamic(tensor, 0)
 
 
+def compiling() -> contextlib.AbstractContextManager[None]:
+    """For a `make_fx` of ours: inside, `torch.compiler.is_compiling()` is true, as it is in Dynamo's part of a compilation from
+    2.13 on. Up to 2.13, one flag of the process says that fx is tracing, and a compiled function that another thread calls
+    meanwhile would raise. (Dynamo's lock admits one thread at a time.)"""
+    from torch._export.utils import _compiling_state_context
+
+    return _compiling_state_context()
+
+
 def input_index(placeholder: Node) -> int | None:
     """The position of the Dynamo input that a joint-graph placeholder is (or, for a tensor subclass, is a part of). None for a
     tangent, a number (the size of a tensor subclass), and an input that AOTAutograd added."""

@@ -20,7 +20,6 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from .aot_cache import Saved, cached, in_inner, inner_options
-from .cpp import few_files
 from .dynamo import input_index
 from .triton import accesses_known, contraction_chosen
 
@@ -64,7 +63,7 @@ def compile_inner(gm: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Call
     from torch._inductor.compile_fx import compile_fx_inner
 
     _make_manager(**kwargs)
-    with inner_options(), accesses_known(), contraction_chosen(), few_files():
+    with inner_options(), accesses_known(), contraction_chosen():
         return compile_fx_inner(gm, inputs, **kwargs)
 
 

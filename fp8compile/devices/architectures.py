@@ -23,7 +23,7 @@ class Architecture:
     `flop`: dense bf16 FLOP per clock of one compute unit: the published peak / (units * clock). `geforce_flop`: the same for
     GeForce boards, some of which run float32 accumulation at half rate. FP8 is twice as fast as bf16 on all of them. `shared`:
     KiB of shared memory of a unit. `shared_of_block`: the most KiB that one block may use. `threads`: threads of a unit.
-    `warp`: threads of a warp. `schedulers`: warps that a unit issues an instruction of in a clock; 0: not described.
+    `warp`: threads of a warp.
 
     These fields describe FP8 matmuls. A version is the CUDA version that torch was built with; cuBLAS has the same version:
 
@@ -42,7 +42,6 @@ class Architecture:
     shared_of_block: int
     threads: int
     warp: int = 32
-    schedulers: int = 4
     fp8: bool = True
     fnuz: bool = False
     row_dtypes: tuple[str, ...] | None = None
@@ -70,15 +69,15 @@ ARCHITECTURES: dict[Version | str, Architecture] = {
     # RTX PRO 6000, RTX 5090
     (12, 0): Architecture(1024, 512, 100, 99, 1536, mx_from=(12, 9)),
     # MI300X, the first one whose hipBLASLt scales rows ("only supports BFloat16 output")
-    "gfx94": Architecture(2048, 2048, 64, 64, 2048, schedulers=0, warp=64, fnuz=True, row_dtypes=("bfloat16",)),
+    "gfx94": Architecture(2048, 2048, 64, 64, 2048, warp=64, fnuz=True, row_dtypes=("bfloat16",)),
     # MI355X. We do not use its matmuls of 1 x 32 blocks: the layout of their scales differs between ROCm versions, and K has to
     # be a multiple of 128
-    "gfx95": Architecture(4096, 4096, 160, 160, 2048, schedulers=0, warp=64, row_dtypes=("bfloat16",)),
+    "gfx95": Architecture(4096, 4096, 160, 160, 2048, warp=64, row_dtypes=("bfloat16",)),
     # RX 9070
-    "gfx12": Architecture(1024, 1024, 64, 64, 2048, schedulers=0, row_dtypes=()),
+    "gfx12": Architecture(1024, 1024, 64, 64, 2048, row_dtypes=()),
     # other AMD GPUs: no FP8; the other numbers are an MI300X's
-    "gfx9": Architecture(2048, 2048, 64, 64, 2048, schedulers=0, warp=64, fp8=False, row_dtypes=()),
-    "gfx": Architecture(2048, 2048, 64, 64, 2048, schedulers=0, fp8=False, row_dtypes=()),
+    "gfx9": Architecture(2048, 2048, 64, 64, 2048, warp=64, fp8=False, row_dtypes=()),
+    "gfx": Architecture(2048, 2048, 64, 64, 2048, fp8=False, row_dtypes=()),
 }
 WITH_FP8 = tuple(key for key, architecture in ARCHITECTURES.items() if architecture.fp8)
 OLDEST_NVIDIA = min(key for key in WITH_FP8 if isinstance(key, tuple))

@@ -29,9 +29,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import OptionError, near
 from ..logs import DEVICES_VARIABLE, get_logger, say_once
 from . import architectures
-from . import links as link_rates
 from .gpu import Gpu, gfx_of
-from .links import Links
 from .toml import checked_keys, tomllib
 
 if TYPE_CHECKING:
@@ -76,8 +74,8 @@ class Device:
     """One GPU. Decisions use the `sustained` rates; `peak` rates are the published ones (None if unknown).
 
     `launch` is the least time of a kernel in seconds, `sms` the number of SMs or CUs; `l2` and `memory` are bytes. `clock_mhz`
-    is the highest clock, 0 if unknown. `gfx` is AMD's architecture, "" for NVIDIA. `links`: how such GPUs are connected, None
-    if unknown. `origin` says where the rates come from: "shipped", "calibrated" or "derived".
+    is the highest clock, 0 if unknown. `gfx` is AMD's architecture, "" for NVIDIA. `origin` says where the rates come from:
+    "shipped", "calibrated" or "derived".
     """
 
     key: str
@@ -95,7 +93,6 @@ class Device:
     memory_clock_mhz: float = 0.0
     patterns: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
-    links: Links | None = None
     origin: str = "shipped"
 
     @property
@@ -286,8 +283,6 @@ def to_toml(device: Device) -> str:
         if rates is not None:
             parts = (f"{key} = {value:.4g}" for key, value in dataclasses.asdict(rates).items())
             lines.append(f"{name} = {{ {', '.join(parts)} }}")
-    if device.links is not None:
-        lines += ["", f"[{text(device.key)}.links]", *device.links.to_toml()]
     return "\n".join(lines) + "\n"
 
 
@@ -304,8 +299,6 @@ def _device(key: str, table: Any) -> Device:
     given = checked_keys(f"[{key}]", table, names, {"name", "sustained", "sms", "capability", "l2", "memory"})
     for rates in {"peak", "sustained"} & set(given):
         given[rates] = _rates(f"[{key}] {rates}", given[rates])
-    if "links" in given:
-        given["links"] = link_rates.read(f"[{key}.links]", given["links"])
     for name in ("sms", "l2", "memory", "clock_mhz", "launch", "memory_bus", "memory_clock_mhz"):
         if name in given and not _is_number(given[name], least=0 if name.startswith(("memory_", "clock_")) else 1e-9):
             raise ValueError(f"[{key}] {name} = {given[name]!r} is not a positive number")

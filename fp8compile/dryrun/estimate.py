@@ -6,7 +6,7 @@ The step is compiled twice for the described device (see `fake_gpu`): by Inducto
 executed, so weights may be on the meta device. The compilations give the bytes, the FLOPs and the module of each kernel; a
 roofline gives its time (see `roofline`). The result is not a measurement: it compares two compilations of one model by traffic
 and FLOPs. It ignores the host and caches, and how well kernels other than matmuls use the device. The optimizer counts if the
-caller says how many bytes it moves. Communication is counted for a mesh, and beside the kernels (see `communication`).
+caller says how many bytes it moves. Communication is not counted.
 
 For an AMD GPU, both compilations are for an NVIDIA GPU (Inductor's HIP path cannot be described), and times are at AMD's rates.
 """
@@ -25,13 +25,11 @@ from torch import nn
 
 from ..devices import catalog
 from ..devices.gpu import H200, Gpu
-from ..errors import Fp8CompileError, OptionError, one_of
+from ..errors import Fp8CompileError, OptionError
 from ..reporting.layers import alike, joined, parts
 from ..reporting.report import Report, report
-from . import issue, roofline
-from .communication import communication, divided_kernels
+from . import roofline
 from .estimate_result import Cost, Estimate, LayerCost
-from .mesh import DATA_PARALLEL, Mesh, check_divisible, links_for, pairs
 
 if TYPE_CHECKING:
     from ..devices.catalog import Device
@@ -50,10 +48,7 @@ def estimate(
     attention: float | None = None,
     waves: bool = True,
     optimizer: float = 0.0,
-    instructions: bool = False,
     extrapolate: bool = False,
-    mesh: Mesh | Mapping[str, int] | str | None = None,
-    dp: str = "fsdp",
     **kwargs: Any,
 ) -> Estimate:
     """Estimate a training step, forward and backward of `model(*args, **kwargs)`, on `device` in bf16 and in FP8.
@@ -65,18 +60,12 @@ def estimate(
     and no autocast is active. `attention` is the rate of fused attention as a share of the bf16 matmul rate (`roofline` defines
     the default). `waves`: matmuls take whole waves of tiles; False counts their FLOPs at the device's full rate. `optimizer` is
     how many bytes the optimizer moves for each parameter in a step: 14 for AdamW on bf16 parameters, 28 on float32; 0 leaves it
-    out. `instructions`: a generated kernel takes the longer of its bytes and its instructions (`issue`), which are counted in
-    machine code: a second or two for each kernel. `extrapolate`, for deep models, compiles with one and with two of the model's
-    repeated blocks and extrapolates to all of them.
-
-    `mesh`, such as {"dp": 8, "tp": 2}, adds what the GPUs send each other: bytes and time of the collectives of `dp`, "fsdp"
-    (FSDP2) or "ddp", and of tensor parallelism. The model and its inputs are then those of one data-parallel rank. The
-    optimizer cannot be counted then.
+    out. `extrapolate`, for deep models, compiles with one and with two of the model's repeated blocks and extrapolates to all.
 
     Takes 5 to 60 s for every graph, twice, and resets Dynamo: other compiled models compile again at their next call.
 
-    Raises OptionError for an unknown device, a device without FP8 or (for a mesh) without links, or bad options;
-    Fp8CompileError if no GPU can be described (in a process with a CUDA device, or without Triton); and any error of the model.
+    Raises OptionError for an unknown device, a device without FP8, or bad options; Fp8CompileError if no GPU can be described
+    (in a process with a CUDA device, or without Triton); and any error of the model.
     """
     from ..config.options import parse
     from . import fake_gpu
@@ -84,19 +73,14 @@ def estimate(
     from .explain import explain
     from .sandbox import modules_of, taken
 
-    one_of("dp", dp, DATA_PARALLEL)
-    wanted = Mesh.of(mesh) if mesh is not None else None
     if attention is not None and not 0 < attention <= 1:
         raise OptionError.of("attention", attention, "a share of the bf16 matmul rate, above 0 and at most 1")
-    if optimizer and wanted is not None:
-        raise OptionError("optimizer: estimate it without a mesh, which divides parameters among GPUs")
     if optimizer < 0:
         raise OptionError.of("optimizer", optimizer, "bytes a parameter, at least 0")
     chosen = {name: value for name, value in (options or {}).items() if name != "strict"}
     found = catalog.find(device or parse(chosen).policy.device or "h200")
     if not found.has_fp8:
         raise OptionError.of("device", found.key, "a device with FP8 tensor cores", ("h100", "h200"))
-    links = links_for(wanted, found) if wanted is not None else None
     chosen["device"] = found.key
     inductor = parse(chosen).inductor
     if any(inductor.get(name) for name in ("max_autotune", "max_autotune_gemm", "max_autotune_pointwise")):
@@ -109,14 +93,9 @@ def estimate(
     notes = []
     if found.gfx:
         notes.append("compiled as for an NVIDIA GPU, at this device's rates: Inductor's HIP path cannot be described")
-    why = issue.unavailable(found) if instructions else None
-    counted = instructions and why is None
-    if why is not None:
-        notes.append(f"generated kernels by their bytes alone: {why}")
     with under(modules, autocast) as how:
         notes[:0] = [how] if how else []
-        halved = torch.is_autocast_enabled("cpu")
-        compiler = Compiler(model, modules, args, kwargs, found, chosen, inductor, attention, waves, counted)
+        compiler = Compiler(model, modules, args, kwargs, found, chosen, inductor, attention, waves)
         if not extrapolate:
             bf16, fp8, decided = compiler.costs()
         else:
@@ -128,8 +107,6 @@ def estimate(
             )
             decided = explain(model, *args, options=chosen, autocast=False, **kwargs)  # as it is on already, where it is
             notes.append(f"{count} of {name or 'the blocks'}, carried on from 1 and 2")
-    if counted:
-        notes.append(_counted(_sum(bf16, bf16), _sum(fp8, fp8)))
     if not waves:
         notes.append("matmuls at the full rate, without waves of tiles")
     if optimizer:
@@ -137,15 +114,8 @@ def estimate(
         step = {OPTIMIZER: Cost(bytes=moved, bytes_outside_matmuls=moved, seconds=moved / found.bandwidth)}
         bf16, fp8 = {**bf16, **step}, {**fp8, **step}
         notes.append(f"with an optimizer that moves {optimizer:g} bytes a parameter")
-    sent = None
-    if wanted is not None and links is not None:
-        divided = list(pairs(decided.graphs)) if wanted.tp > 1 else []
-        check_divisible(divided, wanted.tp)
-        kernels = divided_kernels(bf16, divided, wanted.tp), divided_kernels(fp8, divided, wanted.tp)
-        narrow = halved or any(p.itemsize < 4 for module in modules for p in module.parameters() if p.is_floating_point())
-        sent = communication(modules, decided.graphs, divided, wanted, found, links, dp, kernels, 2 if narrow else 4)
     rate = roofline.attention_rate(found) if attention is None else roofline.AttentionRate("given", attention)
-    return Estimate(found.name, tuple(_layers(bf16, fp8)), decided, tuple(notes), sent, rate)
+    return Estimate(found.name, tuple(_layers(bf16, fp8)), decided, tuple(notes), rate)
 
 
 @dataclass(frozen=True)
@@ -159,7 +129,6 @@ class Compiler:
     inductor: dict[str, Any]
     attention: float | None
     waves: bool
-    instructions: bool
 
     def costs(self, container: nn.Module | None = None, blocks: int = 0) -> tuple[Costs, Costs, Report]:
         """The costs in bf16 and in FP8, and the report, with only the first `blocks` blocks of `container`."""
@@ -212,18 +181,11 @@ class Compiler:
     def _by_module(self, step: Step) -> Costs:
         costs: Costs = {}
         for kernel in step.kernels:
-            cost = Cost.of(kernel, self.device, self.attention, self.waves, self.instructions)
+            cost = Cost.of(kernel, self.device, self.attention, self.waves)
             costs[kernel.fqn] = costs.get(kernel.fqn, Cost()) + cost
         for fqn, kept in step.kept.items():
             costs[fqn] = costs.get(fqn, Cost()) + Cost(kept_for_backward=kept)
         return costs
-
-
-def _counted(bf16: Cost, fp8: Cost) -> str:
-    """A note about the instructions that were counted."""
-    bound, unknown = (bf16.issue_bound, fp8.issue_bound), (bf16.uncounted, fp8.uncounted)
-    said = f"generated kernels limited by their instructions, not by their bytes: {bound[0]:.0f} in bf16, {bound[1]:.0f} in FP8"
-    return said + (f"; not counted: {unknown[0]:.0f} and {unknown[1]:.0f}" if any(unknown) else "")
 
 
 def _described(device: Device) -> Gpu:

@@ -9,28 +9,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..reporting.columns import aligned
-from ..reporting.html import Extra, Page, TimedPart, Timing, render, section, title
+from ..reporting.html import Page, TimedPart, Timing, render, section, title
 from ..reporting.layers import Part, Split, microseconds, percent, scaled
 from ..reporting.report import Report
-from . import issue, roofline
+from . import roofline
 
 if TYPE_CHECKING:
     from ..devices.catalog import Device
-    from .communication import Communication
     from .fake_gpu import Launch
 
 _METHOD = (
     "A roofline over the kernels that both compilations launch: no measurement. It leaves out the host, the optimizer unless "
-    "it is asked for, and communication, which has a table of its own for a mesh. A kernel that serves several parts of the "
-    "model counts for one of them, and a cast counts where its copy is read: what a part gains may show at its neighbour."
+    "it is asked for, and communication. A kernel that serves several parts of the model counts for one of them, and a cast "
+    "counts where its copy is read: what a part gains may show at its neighbour."
 )
 
 
 @dataclass(frozen=True)
 class Cost:
     """The cost of some kernels: counts, bytes, FLOPs and seconds. `flops` are those of matmuls, by dtype ("fp8", "bfloat16",
-    ...), without fused attention. `issue_bound`: generated kernels that take longer by their instructions than by their bytes.
-    `uncounted`: generated kernels whose instructions are not known. Both are 0 unless instructions were asked for."""
+    ...), without fused attention."""
 
     kernels: float = 0
     bytes: float = 0
@@ -42,8 +40,6 @@ class Cost:
     matmul_seconds: float = 0
     fp8_matmul_seconds: float = 0
     attention_seconds: float = 0
-    issue_bound: float = 0
-    uncounted: float = 0
 
     def __add__(self, other: Cost) -> Cost:
         return self.plus(other, 1)
@@ -55,11 +51,8 @@ class Cost:
         return Cost(flops=flops, **numbers)
 
     @classmethod
-    def of(
-        cls, kernel: Launch, device: Device, attention: float | None, waves: bool = True, instructions: bool = False
-    ) -> Cost:
-        matmul, seconds = kernel.matmul, roofline.seconds(kernel, device, attention, waves, instructions)
-        generated = instructions and kernel.origin in ("triton", "user")
+    def of(cls, kernel: Launch, device: Device, attention: float | None, waves: bool = True) -> Cost:
+        matmul, seconds = kernel.matmul, roofline.seconds(kernel, device, attention, waves)
         return cls(
             kernels=1,
             bytes=kernel.bytes,
@@ -70,8 +63,6 @@ class Cost:
             matmul_seconds=seconds if matmul is not None else 0,
             fp8_matmul_seconds=seconds if matmul is not None and matmul.dtype == "fp8" else 0,
             attention_seconds=seconds if kernel.attention is not None else 0,
-            issue_bound=generated and seconds > roofline.seconds(kernel, device, attention, waves),
-            uncounted=generated and issue.seconds(kernel, device) is None,
         )
 
 
@@ -94,8 +85,7 @@ class LayerCost:
 @dataclass(frozen=True)
 class Estimate:
     """One training step without FP8 (in bf16, or in the model's own dtype) and with FP8. The costs of `layers` add up to `bf16`
-    and `fp8`. `communication` is what the GPUs of a mesh send each other, None without a mesh. `attention` is the rate that
-    fused attention counts at.
+    and `fp8`. `attention` is the rate that fused attention counts at.
 
     A cast counts where its copy is read. A norm that is fused with a cast may therefore look as if it cost nothing in FP8.
     """
@@ -104,7 +94,6 @@ class Estimate:
     layers: tuple[LayerCost, ...]
     report: Report
     notes: tuple[str, ...] = ()
-    communication: Communication | None = None
     attention: roofline.AttentionRate = roofline.CUDNN
 
     @property
@@ -158,11 +147,7 @@ class Estimate:
         timing = Timing(said, _part(self._step).splits, tuple(parts), (_HEAD, *self._lines()))
         headline = f"{self.speedup:.2f}× on {self.device}, estimated"
         sections = tuple(map(section, self.report.graphs))
-        extra = None
-        if self.communication is not None:
-            tables = tuple(tuple(rows) for rows in self.communication.tables())
-            extra = Extra("Communication, estimated", (self.communication.title, *self.communication.notes), tables)
-        page = Page(title("estimate", self.report.graphs), headline, self.summary(), facts, sections, timing, extra=extra)
+        page = Page(title("estimate", self.report.graphs), headline, self.summary(), facts, sections, timing)
         return render(page, path)
 
     def _lines(self) -> list[tuple[str, ...]]:
@@ -171,16 +156,14 @@ class Estimate:
     def __str__(self) -> str:
         shown = aligned(_HEAD, self._lines(), "<" + ">" * (len(_HEAD) - 1))
         lines = [self.summary(), "", shown, "", *self._attention, *self.notes, f"fp8: {self.report.summary()}"]
-        if self.communication is not None:
-            lines += ["", str(self.communication)]
         return "\n".join(lines)
 
     def __repr__(self) -> str:
         return f"<fp8compile.Estimate: {self.summary()}>"
 
     def to_dict(self) -> dict[str, Any]:
-        """The estimate as plain dicts, lists, strings and numbers, in bytes, FLOPs and seconds. "mesh" is there for a mesh."""
-        given = {
+        """The estimate as plain dicts, lists, strings and numbers, in bytes, FLOPs and seconds."""
+        return {
             "summary": self.summary(),
             "device": self.device,
             "speedup": self.speedup,
@@ -191,7 +174,6 @@ class Estimate:
             "notes": list(self.notes),
             "report": self.report.to_dict(),
         }
-        return given if self.communication is None else {**given, "mesh": self.communication.to_dict()}
 
 
 _HEAD = ("layer", "ms bf16", "ms fp8", "speedup", "kernels", "GB outside matmuls", "kept, MB", "TFLOP bf16 / fp8")

@@ -19,10 +19,8 @@ FLOPs, forward and backward, count at a share of the bf16 matmul rate. The share
     Ada, consumer Blackwell  FlashAttention-2; as on the A100, because they share its instructions (assumed)
     others  FlashAttention-2; 0.44, as on the H100 (assumed)
 
-**Generated kernels** are limited by their bytes. With `instructions=True` they take the longer of their bytes and of the time
-to issue their instructions, which are counted in their machine code (`issue`).
-
-Every other kernel is assumed to be limited by its bytes. This includes convolutions, so it is wrong for convolutional networks.
+Every other kernel, generated ones too, is assumed to be limited by its bytes. This includes convolutions, so it is wrong for
+convolutional networks.
 """
 
 from __future__ import annotations
@@ -32,7 +30,6 @@ from typing import TYPE_CHECKING
 
 from ..config.recipe import COSTS
 from ..devices import cost
-from . import issue
 
 if TYPE_CHECKING:
     from ..devices.catalog import Device
@@ -64,9 +61,7 @@ def attention_rate(device: Device) -> AttentionRate:
     return FLASH_ATTENTION_2_ON_AMPERE if device.capability in _AS_AMPERE and not device.gfx else FLASH_ATTENTION_2
 
 
-def seconds(
-    launch: Launch, device: Device, attention: float | None = None, waves: bool = True, instructions: bool = False
-) -> float:
+def seconds(launch: Launch, device: Device, attention: float | None = None, waves: bool = True) -> float:
     """The seconds of one launch. `attention` replaces the share of `attention_rate(device)`."""
     if launch.matmul is not None:
         dtype, rate = _rate(launch.matmul)
@@ -80,8 +75,6 @@ def seconds(
     if launch.attention is not None:
         dtype = str(launch.attention.q.dtype).removeprefix("torch.")
         compute = launch.attention.flops / (device.flops.of(dtype) * (attention or attention_rate(device).share))
-    if instructions:
-        compute = max(compute, issue.seconds(launch, device) or 0.0)
     return max(launch.bytes / device.bandwidth, compute) + device.launch
 
 

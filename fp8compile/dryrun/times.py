@@ -34,7 +34,7 @@ class Times:
             raise Fp8CompileError(f"tune: no GPU can be described here, so no time can be estimated: {why}")
         self.device, self.model = device, taken(model)
         modules = modules_of((self.model, args, kwargs))
-        self.compiler = Compiler(self.model, modules, args, kwargs, device, {}, {}, None, True, False)
+        self.compiler = Compiler(self.model, modules, args, kwargs, device, {}, {}, None, True)
         self.container: nn.Module | None = None
         with contextlib.suppress(OptionError):  # nothing repeats
             self.container, _ = repeated(modules)

@@ -57,6 +57,6 @@ def _both_layouts(one: Node, other: Node) -> bool:
     if not (call_function(one, (ops.quantize,)) and call_function(other, (ops.quantize,))):
         return False
     (a,), (b,) = copies_at(one), copies_at(other)
-    square = a.rows is b.rows is None and a.block[0] == a.block[1]
-    same = a._replace(scale=None, transposed=True) == b._replace(scale=None, transposed=True)
-    return square and same and a.transposed is not b.transposed and behind(a.scale, PERMUTES) is behind(b.scale, PERMUTES)
+    square = a.rows is b.rows is None and a.block[0] == a.block[1] and a.transposed is not b.transposed
+    alike = a._replace(scale=None, transposed=True) == b._replace(scale=None, transposed=True)
+    return square and alike and behind(a.scale, PERMUTES) is behind(b.scale, PERMUTES)

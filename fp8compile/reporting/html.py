@@ -83,17 +83,8 @@ class Timing:
 
 
 @dataclass(frozen=True)
-class Extra:
-    """A section of notes and tables; the first row of a table is its header, and the first cell of a row names it."""
-
-    title: str
-    notes: tuple[str, ...]
-    tables: tuple[tuple[tuple[str, ...], ...], ...]
-
-
-@dataclass(frozen=True)
 class Page:
-    """The data that the template shows. Only an estimate has a `timing`, and only one for a mesh an `extra`."""
+    """The data that the template shows. Only an estimate has a `timing`."""
 
     title: str
     headline: str
@@ -104,7 +95,6 @@ class Page:
     outside: tuple[tuple[str, str, str, int], ...] = ()  # (parameter, class, size, how many)
     why_outside: str = ""
     gathered: tuple[tuple[str, str, str, int], ...] = ()  # (parameter, what FSDP2 gathers, why not FP8, how many)
-    extra: Extra | None = None
 
 
 def title(what: str, graphs: Iterable[GraphReport]) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -16,15 +15,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import compat
-from ..devices import catalog
-from ..devices.links import Links
 from ..logs import get_logger, say_once
 from .wire import all_reduce as all_reduce_fp8
 from .wire import dequantize, reduce_scatter, to_rows
 
 logger = get_logger(__name__)
 
-FAST = 100e9  # bytes/s: NVLink 3 to 5 and Infinity Fabric have 235 to 680, PCIe 5 and a GPU's share of a network up to 50
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -186,10 +182,8 @@ def compress(model: nn.Module, min_elements: int, error_feedback: bool, sqnr_eve
             "fully_shard avoids; it is for DistributedDataParallel"
         )
     ranks = dist.get_world_size(wrapped[0].process_group) if wrapped else max(map(compat.shard_ranks, sharded))
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    found = catalog.of(device)
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", torch.cuda.device_count()))
-    if (why := in_vain(ranks, here, found.links if found is not None and device.type == "cuda" else None)) is not None:
+    if ranks == 1:
+        why = "no gradients are exchanged by DistributedDataParallel, or scattered by fully_shard, so that none is compressed"
         say_once(logger, logging.WARNING, f"compress_gradients: {why}")
     for module in wrapped:
         state = Compression(module.process_group, min_elements, error_feedback, sqnr_every)
@@ -217,15 +211,3 @@ def _of_group(group: Any) -> Compression:
 def rows_of(model: nn.Module) -> list[dict[str, Any]]:
     """The rows of `stats` about reduced gradients of a model, DDP's or FSDP2's."""
     return [row for module in model.modules() if module in _KNOWN for row in _KNOWN[module].rows()]
-
-
-def in_vain(ranks: int, here: int, links: Links | None) -> str | None:
-    """Why FP8 on the wire is not expected to pay for a group of so many ranks, `here` of them in this node; or None."""
-    if ranks == 1:
-        return "no gradients are exchanged by DistributedDataParallel, or scattered by fully_shard, so that none is compressed"
-    if links is None or here < ranks or links.inside.sustained < FAST:
-        return None
-    return (
-        f"all {ranks} ranks are in one node, linked by {links.inside.name}. There a reduction hides behind the backward, and "
-        "the casts may cost more than they save. Expect gains over PCIe, and between nodes"
-    )

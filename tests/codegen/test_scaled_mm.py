@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
 
@@ -107,6 +108,22 @@ def graph_of(
     traced.recompile()
     assert result.meta["val"].dtype == out_dtype and str(result.meta["val"].device) == "cuda:0"
     return traced
+
+
+def test_other_threads_may_call_compiled_functions_meanwhile() -> None:
+    """A lowering is traced by fx. Up to torch 2.13, one flag of the process says so, and compiled functions ask it."""
+    compiled = torch.compile(torch.sin, backend="eager")
+    x, found = torch.ones(3), []
+    compiled(x)
+
+    def function(t: torch.Tensor) -> torch.Tensor:
+        with ThreadPoolExecutor(1) as other:
+            found.append(other.submit(compiled, x).result())
+        return t.cos()
+
+    graph = make_fx(torch.exp, tracing_mode="fake")(x).graph
+    Inliner()(next(iter(graph.find_nodes(op="output"))), function, next(iter(graph.find_nodes(op="placeholder"))))
+    assert torch.equal(found[0], x.sin())
 
 
 def product_of(graph: Graph) -> tuple[Any, ...]:

@@ -215,18 +215,10 @@ def test_keys_are_strings_and_options_a_mapping():
 
 
 def test_near_is_ordered_and_bounded():
-    names = ["alpha_beta", "alpha_bets", "zeta", "a.alpha_beta", "alpha_betas", "alpha_beth"]
-    assert near("alpha_bet", names, count=2) == near("Alpha-Bet", names, count=2) == ["alpha_beta", "alpha_bets"]
-    assert near("alpha_beta", names)[:2] == ["alpha_beta", "a.alpha_beta"]
+    names = ["alpha_beta", "alpha_bets", "zeta", "a.alpha_beta", "alpha_betas"]
+    assert near("Alpha-Betb", names, count=2) == ["alpha_bets", "alpha_beta"]
+    assert near("alpha_beta", names)[0] == "alpha_beta" and near("beta", ["a.beta"]) == ["a.beta"]
     assert near("q", names) == near("q", []) == near(3, names) == []
-
-
-def test_near_drops_poor_matches_next_to_a_good_one():
-    assert near("h1000", ["h200", "h100"]) == ["h100"] and near("h800", ["h200", "h100"]) == ["h200", "h100"]
-
-
-def test_near_reads_the_beginning_of_a_long_text():
-    assert near("x" * 200 + "y" * 10**6, ["x" * 200, "y"]) == ["x" * 200]
 
 
 # --- Inductor's -----------------------------------------------------------------------------------

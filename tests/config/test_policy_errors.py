@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from fp8compile.config.policy import load
@@ -152,7 +150,6 @@ def test_several_errors_are_all_shown(write):
         ("", "it is empty"),
         ("re:(", "is not a regular expression: missing ), unterminated subpattern at position 0"),
         ("re:*", "is not a regular expression: nothing to repeat"),
-        ("x" * 501, "500 characters at most"),
     ],
 )
 def test_globs_that_can_never_match(key, glob, says):
@@ -176,54 +173,11 @@ def test_rules_that_are_never_reached():
 
 def test_dicts_may_hold_what_a_file_cannot():
     assert load({"rules": [{"module": ("a", "b"), "override_linear_precision": (True, False, False)}]}).own == 1
-    for odd in (b"a", {"a"}, object(), 1j, float("nan"), 10**5000, "\ud800", {1: 2}, lambda: 0):
+    for odd in (b"a", {"a"}, object(), 1j, float("nan"), "\ud800", {1: 2}, lambda: 0):
         assert refusal({"rules": [{"module": odd}]}) and refusal({"defaults": {"margin": odd}})
     circle: dict = {"rules": []}
     circle["rules"].append(circle)
     assert "unknown key 'rules'" in refusal(circle)
-    deep: list = []
-    for _ in range(100_000):
-        deep = [deep]
-    assert "got something that cannot be shown (list)" in refusal({"rules": [{"module": deep}]})
-    assert "more than 32 recipes" in refusal({"recipes": {"r0": {}, **{f"r{i}": {"base": f"r{i - 1}"} for i in range(1, 34)}}})
-    assert "and 45 more" in refusal({"rules": [{"x": 1}] * 1200})
-
-
-def test_messages_stay_readable():
-    long = "x" * 30_000
-    for data in (
-        {"rules": [{"name": long}]},
-        {"rules": [{long: 1}]},
-        {"recipes": {long: {"margin": -1}}},
-        {"rules": [{"recipe": long}]},
-        {"extends": long},
-        {"rules": [{"module": "/" + long}]},
-        {"rules": [{"where": "n < " + long}]},
-    ):
-        assert len(refusal(data)) < 2500
-
-
-@pytest.mark.cases(test=4, slow=2)
-@pytest.mark.parametrize(
-    "text, says",
-    [
-        ("a = " + "[" * 5000, "not valid TOML"),
-        ("a = " + "9" * 10_000, "not valid TOML"),
-        ("# a\n" + "a." * 60_000 + "b = 1", "a key is nested too deep (at line 2)"),
-        ("[schedule]\nwarmup_steps = 0x" + "f" * 10_000, "line 2, [schedule]: 'warmup_steps' must be an integer >= 0"),
-        ("[[rules]]\n" + "\n".join(f"x{i} = 1" for i in range(20_000)), "50 errors:\n  line 2, rule 1: unknown key 'x0'"),
-        ("".join(f"[recipes.r{i}]\nbase = 'r{i + 1}'\n" for i in range(7000)), "[recipes.r0]: a chain of more than 32 recipes"),
-        ("[[rules]]\n" * 20_000, "rule 2: this rule is never reached"),
-    ],
-    ids=range(7),
-)
-def test_hostile_files_are_refused_quickly(write, text, says):
-    path, start = write(text), time.process_time()
-    assert says in refusal(path) and time.process_time() - start < 5
-
-
-def test_dots_in_strings_and_comments_are_no_keys(write):
-    assert load(write("# " + "." * 200 + "\n[[rules]]\nmodule = [" + "'a.b.c', " * 200 + ']  # "' + "." * 200)).own == 1
 
 
 # --- rules that match nothing -----------------------------------------------------------------------------------------

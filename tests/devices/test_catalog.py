@@ -63,27 +63,6 @@ def test_peaks_derived_from_properties_are_the_published_ones(device):
         assert getattr(made.peak, name) == pytest.approx(slowed * getattr(device.peak, name), rel=0.16), name
 
 
-@pytest.mark.parametrize("device", [d for d in catalog.shipped().values() if d.links], ids=lambda device: device.key)
-def test_shipped_links_are_possible(device):
-    """Rates of one direction: those of both directions, which data sheets give, would be twice as high."""
-    links = device.links
-    inside = {"NVLink 3": 300e9, "NVLink 4": 450e9, "NVLink 5": 900e9, "PCIe 5": 63e9}
-    assert links.gpus == 8 and inside.get(links.inside.name, links.inside.peak) == links.inside.peak
-    for link in (links.inside, links.between or links.inside):
-        assert 0.4 < link.sustained / link.peak < 0.95 and link.peak < 1e12
-    assert links.between is None or links.between.sustained < links.inside.sustained / 3
-
-
-def test_bandwidth_of_groups():
-    """Against all-reduces measured on 4 nodes of 8 B200, and on 8 and 2 MI300X (devices.toml has the source)."""
-    b200, mi300x = catalog.find("b200").links, catalog.find("mi300x").links
-    assert b200.rate(8, spans_nodes=True) == pytest.approx(377e9, rel=0.01)
-    assert b200.rate(2, spans_nodes=False) == b200.inside.sustained == b200.rate(8, spans_nodes=False)
-    assert b200.rate(1, spans_nodes=True) == b200.between.sustained
-    assert mi300x.rate(8, spans_nodes=False) == pytest.approx(312.9e9, rel=0.01)
-    assert mi300x.rate(2, spans_nodes=False) == pytest.approx(47.7e9, rel=0.1)
-
-
 def test_the_h200_is_the_one_that_static_estimates_are_made_for():
     assert catalog.find("h200").gpu == H200
     rtx4090 = catalog.find("rtx4090").gpu
@@ -248,13 +227,11 @@ def test_stored_and_read_again(own_files):
     assert catalog.of_properties(properties(known.name)).flops.fp8 == 1234e12  # a stored description comes before a shipped one
     assert catalog.find(known.name).flops.fp8 == 1234e12
     assert catalog.find("h100").flops.fp8 == known.flops.fp8  # a key always finds the shipped one
-    assert [device.links for device in found.values()] == [known.links, catalog.find("mi300x").links]
     catalog.store(dataclasses.replace(first, launch=1e-6))
     assert catalog.stored()[known.name].launch == 1e-6 and len(catalog.stored()) == 2
 
 
 A_GPU = '[a]\nname = "a"\nsms = 1\ncapability = [9, 0]\nl2 = 1\nmemory = 1\nsustained = { bf16 = 1.0, bandwidth = 1.0 }\n'
-LINK = '{ name = "wire", peak = 5e9, sustained = 4e9 }'
 
 
 @pytest.mark.parametrize(
@@ -268,13 +245,6 @@ LINK = '{ name = "wire", peak = 5e9, sustained = 4e9 }'
         (A_GPU.replace("bf16 = 1.0", "bf16 = nan"), "bf16"),
         (A_GPU.replace(", bandwidth = 1.0", ""), "bandwidth"),
         ('["a"]\nname = "a"\nspeed = 1\n', "'speed'"),
-        (f"{A_GPU}links = 8", "[a.links] = 8 is not a table"),
-        (f"{A_GPU}links = {{ gpus = 8 }}", "[a.links] lacks inside"),
-        (f"{A_GPU}links = {{ gpus = 1, inside = {LINK} }}", "[a.links] gpus = 1 is not a whole number from 2"),
-        (f"{A_GPU}links = {{ gpus = 8, inside = {LINK}, betwen = {LINK} }}", "Did you mean 'between'"),
-        (f"{A_GPU}links = {{ gpus = 8, inside = {LINK[:-1]}, busbw = 1 }} }}", "[a.links] inside has no key 'busbw'"),
-        (f"{A_GPU}links = {{ gpus = 8, inside = {LINK.replace('= 4e9', '= 9e9')} }}", "more than the peak, 5e+09; both"),
-        (f"{A_GPU}links = {{ gpus = 8, inside = {LINK}, between = {LINK.replace('5e9', '-5e9')} }}", "between: peak = -5"),
         ("\xff\xfe", None),
     ],
 )

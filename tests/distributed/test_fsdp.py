@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import fp8compile
 from fp8compile.errors import OptionError, StateError
 from tests.distributed.ranks import Net, build
+from tests.support import hooks
 from tests.support.harness import load_scaling, noise, scaling_tensors, sqnr
 from tests.support.models import ResidualMlp
 from tests.support.processes import on_ranks, warnings
@@ -206,7 +207,7 @@ def _fsdp1(rank: int) -> list[str]:
     """What is said of a model under FSDP1 with use_orig_params=False, with and without `strict`."""
     said = []
     for options in ({}, {"strict": True}):
-        torch._dynamo.reset()
+        hooks.forget()
         policy = ModuleWrapPolicy({ResidualMlp})
         blocks = nn.Sequential(ResidualMlp(), ResidualMlp())
         model = FullyShardedDataParallel(blocks, auto_wrap_policy=policy, use_orig_params=False, device_id=torch.device("cpu"))

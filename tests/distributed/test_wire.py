@@ -10,9 +10,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8compile
-from fp8compile.devices import catalog
 from fp8compile.distributed import compress_gradients, fp8_hook
-from fp8compile.runtime.compression import Compression, in_vain
+from fp8compile.runtime.compression import Compression
 from fp8compile.runtime.wire import WIRE, dequantize, quantize, to_rows
 
 ANY = st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=300)
@@ -81,11 +80,3 @@ def test_a_hook_by_hand(one_process: str) -> None:
     model.register_comm_hook(None, fp8_hook)
     model(torch.ones(2, 128, dtype=torch.float64)).sum().backward()
     assert (model.module.weight.grad == 2).all()
-
-
-def test_where_it_cannot_pay() -> None:
-    hopper, ada = catalog.find("h100").links, catalog.find("rtx4090").links
-    assert "NVLink" in (in_vain(8, 8, hopper) or "")
-    assert in_vain(16, 8, hopper) is None
-    assert in_vain(8, 8, ada) is None
-    assert in_vain(8, 8, None) is None

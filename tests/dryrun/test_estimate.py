@@ -261,8 +261,6 @@ def test_an_optimizer_counts_the_same_in_both_and_without_waves_all_is_shorter(m
     assert with_it.bf16.seconds - made.bf16.seconds == pytest.approx(after) == with_it.fp8.seconds - made.fp8.seconds
     assert 1 < with_it.speedup < made.speedup
     assert with_it.notes == ("with an optimizer that moves 14 bytes a parameter",) and "optimizer" in with_it.summary()
-    with pytest.raises(OptionError, match="without a mesh"):
-        estimated(optimizer=14, mesh={"dp": 8})
     ideal = estimated(waves=False)
     assert ideal.bf16.matmul_seconds < made.bf16.matmul_seconds and ideal.fp8.matmul_seconds < made.fp8.matmul_seconds
     assert ideal.bf16.bytes == made.bf16.bytes and "without waves" in ideal.notes[0]
@@ -327,7 +325,7 @@ def test_layers_are_joined_by_their_first_number():
 
 
 def test_errors(monkeypatch):
-    with pytest.raises(OptionError, match="Did you mean 'h20' or 'h200'"):
+    with pytest.raises(OptionError, match="Did you mean 'h20', 'h200' or"):
         estimated(1, device="h20o")
     with pytest.raises(OptionError, match="FP8 tensor cores.*a100"):
         estimated(1, device="a100")

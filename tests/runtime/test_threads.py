@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,8 +12,6 @@ from torch import nn
 
 import fp8compile
 from tests.support.harness import scaling_tensors
-
-ROOT = Path(__file__).parents[2]
 
 
 class Net(nn.Module):
@@ -94,29 +89,6 @@ def test_one_model_cold_and_warm(interpreted) -> None:
             assert cosines(torch.autograd.grad(run(x).square().mean(), list(model.parameters())), expected) > 0.97
 
     in_threads(2, work)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_the_first_lookup_of_the_backend() -> None:
-    """Two threads load the entry point at the same time."""
-    code = """
-import threading, torch
-from torch import nn
-failed = []
-def run(start):
-    start.wait(60)
-    try:
-        torch.compile(nn.Linear(128, 128), backend="fp8")
-    except Exception as error:
-        failed.append(error)
-start = threading.Barrier(2)
-threads = [threading.Thread(target=run, args=(start,)) for _ in range(2)]
-[t.start() for t in threads], [t.join() for t in threads]
-assert not failed, failed
-torch.compile(nn.Linear(128, 128), backend="fp8")
-"""
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=240)
 
 
 def test_a_thread_that_is_not_the_main_one(interpreted) -> None:

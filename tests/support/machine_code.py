@@ -31,7 +31,6 @@ from fp8compile.codegen import triton_grouped, triton_kernels
 from fp8compile.codegen.expressions import TRITON_DTYPE
 from fp8compile.devices.formats import pick
 from fp8compile.dryrun.fake_gpu import trace
-from fp8compile.dryrun.fake_gpu.machine_code import disassembled
 from tests.support import hooks
 from tests.support.gpu_steps import unallocated
 from tests.support.harness import ALL_FP8
@@ -204,7 +203,7 @@ def resources(compiled: Any) -> Resources:
             _metadata(data, "vgpr_spill_count") + _metadata(data, "sgpr_spill_count"),
         )
         return Resources(registers, spills, max(_metadata(data, "group_segment_fixed_size"), compiled.metadata.shared))
-    text = _resource_usage(compiled)
+    text = _printed(compiled, "cuobjdump", "--dump-resource-usage")
     counts = {key: int(value) for key, value in re.findall(r"\b(REG|STACK|SHARED|LOCAL):(\d+)", text)}
     return Resources(counts["REG"], counts["STACK"] + counts["LOCAL"], max(counts["SHARED"], compiled.metadata.shared))
 
@@ -212,7 +211,7 @@ def resources(compiled: Any) -> Resources:
 def instructions(compiled: Any) -> list[int]:
     """The instructions in the machine code of a kernel for an NVIDIA GPU: of all of it, then of the body of each loop. Slow
     paths behind its end, such as those of exact divisions, do not count."""
-    text = disassembled(compiled.asm["cubin"])
+    text = _printed(compiled, "nvdisasm", "-ndf", "-c")
     count, labels, loops = 0, {}, []
     for line in text.splitlines():
         if label := re.match(r"(\.L_x_\d+):", line):
@@ -229,14 +228,13 @@ def instructions(compiled: Any) -> list[int]:
     return [count, *loops]
 
 
-def _resource_usage(compiled: Any) -> str:
-    """What cuobjdump prints of a kernel's machine code."""
-    tool = pathlib.Path(importlib.import_module("triton.backends.nvidia").__file__ or "").parent / "bin" / "cuobjdump"
+def _printed(compiled: Any, tool: str, *arguments: str) -> str:
+    """What a tool that comes with Triton prints of a kernel's machine code."""
+    path = pathlib.Path(importlib.import_module("triton.backends.nvidia").__file__ or "").parent / "bin" / tool
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        command = [str(tool), "--dump-resource-usage", file.name]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        return subprocess.run([str(path), *arguments, file.name], check=True, capture_output=True, text=True).stdout
 
 
 def _metadata(data: bytes, key: str) -> int:

@@ -25,7 +25,6 @@ class PolicyError(OptionError):
     """
 
     def __init__(self, text: str, key: str | None = None, value: Any = None, path: Path = ()) -> None:
-        text = _cut(text, 1500)
         super().__init__(text)
         self.text, self.key, self.value, self.path = text, key, value, path
         self.place = self.source = ""
@@ -79,9 +78,9 @@ def place_of(path: Path, tables: Mapping[str, Any] | None = None) -> str:
         rules = (tables or {}).get("rules")
         rule = rules[path[1]] if isinstance(rules, (list, tuple)) and path[1] < len(rules) else None
         name = rule.get("name") if isinstance(rule, Mapping) else None
-        return f"rule {path[1] + 1}" + (f" ({_cut(name, 100)!r})" if isinstance(name, str) and name else "")
+        return f"rule {path[1] + 1}" + (f" ({name!r})" if isinstance(name, str) and name else "")
     if len(path) > 1 and path[0] == "recipes":
-        return f"[recipes.{_cut(str(path[1]), 100)}]"
+        return f"[recipes.{path[1]}]"
     return f"[{path[0]}]" if path and path[0] in ("defaults", "schedule") else ""
 
 
@@ -105,8 +104,3 @@ def line_of(content: str, path: Path) -> int | None:
             if re.match(rf"\s*[\"']?{re.escape(str(path[len(here)]))}[\"']?\s*[=.]", line):
                 return number
     return found
-
-
-def _cut(text: str, limit: int) -> str:
-    """The beginning and the end of a text that is too long to read."""
-    return text if len(text) <= limit else f"{text[: limit // 2]} ... {text[-limit // 4 :]}"

@@ -37,7 +37,6 @@ else:
     Op = Literal[tuple(MATMULS)]
 T = TypeVar("T")
 Several: TypeAlias = T | tuple[T, ...] | None
-LONGEST_CHAIN = 32  # recipes, each based on the next
 
 _RECIPE_MEANING = (
     f"A built-in recipe ({', '.join(map(repr, RECIPES))}), or the NAME of a [recipes.NAME] table."
@@ -344,8 +343,6 @@ class Policy(_Tables):
             if name in seen:
                 circle = " -> ".join(repr(one) for one in (*list(seen)[:8], name))
                 raise PolicyError(f"recipes go in a circle: {circle}.", str(path[-1]), name, path)
-            if len(seen) == LONGEST_CHAIN:
-                raise PolicyError(f"a chain of more than {LONGEST_CHAIN} recipes.", str(path[-1]), name, path)
             seen[name] = None
             if name not in self.recipes:
                 known = (*RECIPES, *self.recipes)

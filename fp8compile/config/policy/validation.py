@@ -24,7 +24,6 @@ T = TypeVar("T")
 Check = Callable[[str, Any], Any]
 LONGEST_NAME = 100  # characters
 FILE = "fp8compile policy"
-MOST_ERRORS = 50  # of one policy; the search for near matches takes time
 _TABLES: dict[str, type] = {}  # by their titles
 # what people write -> key
 _MEANT = {
@@ -137,10 +136,8 @@ def _each(check: Callable[[Any, Any], Any], items: Iterable[tuple[Any, Any]]) ->
             found[place] = check(place, value)
         except PolicyError as error:
             errors += error.under(place).parts or [error]
-            if len(errors) >= MOST_ERRORS:
-                break
     if errors:
-        raise PolicyError.joined(errors[:MOST_ERRORS])
+        raise PolicyError.joined(errors)
     return found
 
 

@@ -20,7 +20,6 @@ from ...ir.inputs import readable_module
 from ..placeholders import placeholder_callable
 from . import traffic
 from .device import CUDA
-from .machine_code import attached, callers
 from .step import BLOCKS, FAST, PRECISE, Attention, Graph, Launch, MatmulLaunch, TensorLayout
 
 Boxed = Callable[[list[Any]], Any]
@@ -229,8 +228,6 @@ def record(graphs: list[Graph]) -> Iterator[None]:
     def load(lowering: Any, code: str) -> Boxed:
         reader = _Reader(lowering)
         kernels = [k for node in lowering.scheduler.nodes if (k := reader.launch(node)) is not None]
-        kernels = attached(kernels, code, list(launching))
-        launching.clear()
         graph = lowering.module.graph
         targets = Counter(str(n.target) for n in graph.nodes if n.op == "call_function")
         names = [n.name for n in graph.nodes if n.op == "placeholder"]
@@ -244,5 +241,5 @@ def record(graphs: list[Graph]) -> Iterator[None]:
         graphs.append(Graph(reader.backward, tuple(kernels), code, targets, inputs, makers))
         return placeholder_callable(graph, torch.device("cpu"))
 
-    with callers() as launching, instead_of_loading(load):
+    with instead_of_loading(load):
         yield

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -83,21 +83,12 @@ class Attention:
 
 
 @dataclass(frozen=True)
-class Call:
-    """How the generated code launches a Triton kernel: its source, and its arguments as far as they are numbers."""
-
-    name: str
-    source: str
-    arguments: tuple[int | None, ...]
-
-
-@dataclass(frozen=True)
 class Launch:
     """One launch. `origin`: "triton" for a kernel that Inductor wrote, "user" for another Triton kernel, "extern" for cuBLAS or
     an ATen op. `bytes` are those that it reads and writes (`traffic`).
 
     `fqn` is the module that the kernel belongs to ("" for none). If it serves several, `fqn` is the one with most of its
-    operators. `call` is there for Triton kernels.
+    operators.
     """
 
     origin: str
@@ -107,7 +98,6 @@ class Launch:
     attention: Attention | None = None
     fqn: str = ""
     backward: bool = False
-    call: Call | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,10 @@ NARROW = (torch.float32, torch.bfloat16, torch.float16)
 
 def forget() -> None:
     """Forget what this process keeps from one compilation or training to the next, Dynamo's code included."""
+    from fp8compile import backend, compat
+
     torch._dynamo.reset()
+    compat.on_refusal("fp8", backend._refuse)  # as in a process that has just imported the backend
     forget_trainings()
 
 

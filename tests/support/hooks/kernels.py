@@ -122,11 +122,6 @@ def scales_of_products() -> Iterator[list[torch.Tensor]]:
         yield found
 
 
-def files_apart() -> Patched:
-    """Inside, each C++ kernel is compiled in a file of its own."""
-    return mock.patch("fp8compile.compat.inductor.few_files", contextlib.nullcontext)
-
-
 @contextlib.contextmanager
 def traffic(answer: tuple[int, int] | None = None) -> Iterator[list[tuple[int, int]]]:
     """The bytes that a fused kernel and Inductor would move, for each group that is compared inside; or `answer` for all."""
@@ -150,11 +145,6 @@ def matmuls_unread() -> Patched:
     return mock.patch.object(_Reader, "matmul", lambda *_: None)
 
 
-def without_ptxas() -> Patched:
-    """Inside, Triton's assembler is not there."""
-    from fp8compile.dryrun.fake_gpu import machine_code
-
-    return mock.patch.object(machine_code, "_path", mock.Mock(side_effect=RuntimeError))
 
 
 def losing_updates() -> Patched:

@@ -13,8 +13,7 @@ from torch import Tensor
 from torch._inductor.codecache import CppPythonBindingsCodeCache
 from torch._inductor.utils import fresh_cache
 
-from fp8compile.compat import cpp
-from tests.support import hooks
+from tests.support import shared_files
 from tests.support.harness import noise
 from tests.support.models import Mlp, make
 
@@ -58,7 +57,7 @@ def trained(**how: bool) -> list[Tensor]:
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_shared_files_are_fewer_and_compute_the_same(tmp_path: Path, dynamic: bool) -> None:
     """With symbolic sizes, kernels take numbers beside their tensors. As in a second process, all is loaded from the cache
-    then. What is compiled for other backends has a file for each kernel, also after one of our compilations."""
+    then."""
     with counted(tmp_path / "shared") as shared, torch._inductor.config.patch(compile_threads=2):
         together = trained(dynamic=dynamic)
         CppPythonBindingsCodeCache.cache_clear()
@@ -66,31 +65,27 @@ def test_shared_files_are_fewer_and_compute_the_same(tmp_path: Path, dynamic: bo
         with mock.patch("torch._inductor.cpp_builder.run_compile_cmd", side_effect=AssertionError("compiles")):
             again = trained(dynamic=dynamic)
         assert before and before == len(list(tmp_path.rglob("*.so")))
-    with counted(tmp_path / "apart") as apart, hooks.files_apart():
+    with counted(tmp_path / "apart") as apart, mock.patch.object(shared_files, "ON", False):
         alone = trained(dynamic=dynamic)
-    assert apart[0] >= 6 and shared[0] <= apart[0] // cpp.MOST + 2, (apart, shared)  # each half has a file that is not full
+    few = apart[0] // shared_files.MOST + 2  # each half has a file that is not full
+    assert apart[0] >= 6 and shared[0] <= few, (apart, shared)
     assert len(together) == len(alone) == len(again) == 15
     assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(together, alone, again, strict=True))
-    with counted(tmp_path / "theirs"):
-        torch._dynamo.reset()
-        torch.compile(lambda x: (x.sin().sum(1), x.cos().sum(0).exp()))(torch.randn(32, 48))
-        sources = [path.read_text() for path in (tmp_path / "theirs").rglob("*.main.cpp")]
-    assert sources and not any("namespace kernel_0" in source for source in sources)
 
 
 def test_what_may_share_a_file() -> None:
-    assert cpp._may_share(KERNEL)
-    assert not cpp._may_share("#define WIDE 1\n" + KERNEL)  # others in the file would see it
-    assert not cpp._may_share("#pragma GCC optimize(\"fast-math\")\n" + KERNEL)
-    assert cpp._may_share(KERNEL.replace("GCC ivdep", "omp simd"))
-    assert not cpp._may_share(KERNEL + KERNEL)
-    assert not cpp._may_share(KERNEL.replace("kernel(", "other("))
-    assert not cpp._may_share(KERNEL + 'extern "C" int helper();\n')
+    assert shared_files._may_share(KERNEL)
+    assert not shared_files._may_share("#define WIDE 1\n" + KERNEL)  # others in the file would see it
+    assert not shared_files._may_share("#pragma GCC optimize(\"fast-math\")\n" + KERNEL)
+    assert shared_files._may_share(KERNEL.replace("GCC ivdep", "omp simd"))
+    assert not shared_files._may_share(KERNEL + KERNEL)
+    assert not shared_files._may_share(KERNEL.replace("kernel(", "other("))
+    assert not shared_files._may_share(KERNEL + 'extern "C" int helper();\n')
 
 
 def test_a_source_of_two_kernels() -> None:
     helper = KERNEL.replace("\nextern", "\n#include <omp.h>\nstatic int helper() { return 1; }\nextern", 1)
-    source, bindings = cpp.together([(("const float*",), KERNEL), (("const float*", "int64_t"), helper)])
+    source, bindings = shared_files.together([(("const float*",), KERNEL), (("const float*", "int64_t"), helper)])
     assert source.count("#include") == 2 and source.index("#include <omp.h>") < source.index("namespace")
     assert source.count("void kernel(") == 2 and 'extern "C"' not in source
     assert "kernel_1::kernel(parse_arg<float*>(args, 0), parse_arg<int64_t>(args, 1))" in bindings
@@ -119,19 +114,11 @@ def test_errors_of_a_kernel_are_those_of_python(tmp_path: Path, array: bool) -> 
     given = CppPythonBindingsCodeCache.suffix_template
     template = mock.patch.object(CppPythonBindingsCodeCache, "suffix_template", as_an_array(given) if array else given)
     with template, fresh_cache(dir=str(tmp_path)):
-        assert array == ("METH_FASTCALL" in cpp.together([((), KERNEL)])[1]) or "METH_FASTCALL" in given
-        kernels = [cpp._Waiting(("const float*",), source) for source in (KERNEL, throws)]
-        one, two = cpp._load(kernels, None)()
+        assert array == ("METH_FASTCALL" in shared_files.together([((), KERNEL)])[1]) or "METH_FASTCALL" in given
+        kernels = [shared_files._Waiting(("const float*",), source) for source in (KERNEL, throws)]
+        one, two = shared_files._load(kernels, None)()
         assert one(torch.ones(1)) is None
         with pytest.raises(RuntimeError, match="requires 1 args"):
             one()
         with pytest.raises(RuntimeError, match="by zero"):
             two(torch.ones(1))
-
-
-def test_sharing_ends() -> None:
-    with cpp.few_files():
-        with cpp.few_files():
-            pass
-        assert cpp._local.on
-    assert not cpp._local.on

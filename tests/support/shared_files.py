@@ -1,7 +1,8 @@
-"""C++ kernels of one graph, several to a file.
+"""C++ kernels of one graph, several to a file: tests that compile for the CPU take half the time.
 
 Inductor gives each C++ kernel a file of its own, of which the compiler spends half a second on the headers and the bindings.
-Here, up to `MOST` kernels of a graph share a file: the same sources, with the same flags, each in a namespace of its own.
+After `install()`, up to `MOST` kernels of a graph share a file: the same sources, with the same flags, each in a namespace of
+its own.
 
     cpp_fused_0 = async_compile.cpp_pybinding([...], source)     namespace kernel_0 { source }  kernels() returns
     cpp_fused_1 = async_compile.cpp_pybinding([...], source)     namespace kernel_1 { source }  (kernel_0, kernel_1)
@@ -9,14 +10,14 @@ Here, up to `MOST` kernels of a graph share a file: the same sources, with the s
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import re
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 MOST = 8  # few, so that several files can be compiled at a time
+ON = True
 
 _ENTRY = re.compile(r'extern\s+"C"\s+void\s+kernel\s*\(')
 _INCLUDE = re.compile(r"^\s*#\s*include\b.*\n", re.MULTILINE)
@@ -49,20 +50,6 @@ class _Waiting:
 
     types: tuple[str, ...]
     source: str
-
-
-_local = threading.local()  # `on`: kernels of the graphs that this thread compiles share files
-
-
-@contextlib.contextmanager
-def few_files() -> Iterator[None]:
-    """Inside, C++ kernels of the graphs that Inductor compiles on this thread share files."""
-    _install()
-    before, _local.on = getattr(_local, "on", False), True
-    try:
-        yield
-    finally:
-        _local.on = before
 
 
 def together(types_and_sources: list[tuple[tuple[str, ...], str]]) -> tuple[str, str]:
@@ -104,15 +91,15 @@ def _load(kernels: list[_Waiting], submit: Callable | None) -> Callable[[], tupl
     return lambda: get()()
 
 
-def _install() -> None:
+@functools.cache
+def install() -> None:
+    """From here on, in this process."""
     from torch._inductor.async_compile import AsyncCompile, get_compile_threads, kernel_code_log
 
-    if getattr(AsyncCompile.cpp_pybinding, "of_fp8compile", False):
-        return
     own_binding, own_wait = AsyncCompile.cpp_pybinding, AsyncCompile.wait
 
     def cpp_pybinding(self: Any, argtypes: list[str], source_code: str) -> Any:
-        if not getattr(_local, "on", False) or not _may_share(source_code):
+        if not ON or not _may_share(source_code):
             return own_binding(self, argtypes, source_code)
         kernel_code_log.info("CPP+Bindings Kernel:\n%s", source_code)
         return _Waiting(tuple(argtypes), source_code)
@@ -126,5 +113,4 @@ def _install() -> None:
             scope.update(zip(group, functions(), strict=True))
         own_wait(self, scope)
 
-    cpp_pybinding.of_fp8compile = True  # type: ignore[attr-defined]
     AsyncCompile.cpp_pybinding, AsyncCompile.wait = cpp_pybinding, wait  # type: ignore[method-assign]

@@ -9,16 +9,14 @@ import pytest
 import torch
 import torch.nn as nn
 
+from benchmarks import instructions, sass, static
+from benchmarks.instructions import Call, Work
 from fp8compile.devices import catalog
-from fp8compile.dryrun import issue, roofline, sass
-from fp8compile.dryrun.estimate import estimate
-from fp8compile.dryrun.fake_gpu import Launch, machine_code, trace, unavailable
-from fp8compile.dryrun.fake_gpu.machine_code import Work
-from tests.support import hooks
+from fp8compile.dryrun.fake_gpu import Launch, trace, unavailable
 
 H200 = catalog.find("h200")
 BF16 = torch.bfloat16
-missing = unavailable() or machine_code.unavailable()
+missing = unavailable() or instructions.unavailable(H200)
 compiles = pytest.mark.skipif(missing is not None, reason=missing or "")
 
 # -- machine code as text ----------------------------------------------------------------------------------------------
@@ -129,7 +127,7 @@ def test_loops_that_ptxas_unrolls(looping, target, trips):
 
     types, constants = {"x": "*fp32", "y": "*fp32"}, {"WIDTH": 512 * trips, "BLOCK": 512}
     made = compile_function(looping, types, constants, TARGETS[target], num_warps=4)
-    found = sass.executed(machine_code.disassembled(made.asm["cubin"]))
+    found = sass.executed(instructions.disassembled(made.asm["cubin"]))
     assert found is not None
     assert (found["LDG"], found["STG"], found["MUFU"]) == (2 * trips, trips, 4 * trips)
 
@@ -150,34 +148,38 @@ class Chain(nn.Module):
 
 
 @functools.cache
-def only_kernel(steps: int, dynamic: bool = False) -> Launch:
+def only_kernel(steps: int, dynamic: bool = False) -> tuple[Launch, Call]:
     x = torch.empty(4096, 4096, dtype=BF16)
     if dynamic:
         torch._dynamo.mark_dynamic(x, 0)
-    with torch.no_grad():
-        (kernel,) = trace(lambda: torch.compile(Chain(steps), dynamic=None)(x)).kernels
-    return kernel
+    with torch.no_grad(), instructions.noted() as names:
+        step = trace(lambda: torch.compile(Chain(steps), dynamic=None)(x))
+    (kernel,), (call,) = step.kernels, instructions.calls_of(step, names).values()
+    return kernel, call
 
 
 @pytest.mark.slow
 @compiles
 def test_a_kernel_of_many_instructions_is_limited_by_them_and_a_copy_is_not():
-    copy, long = only_kernel(1), only_kernel(80)
+    (copy, copied), (long, chained) = only_kernel(1), only_kernel(80)
     assert copy.bytes == long.bytes == 4 * 4096**2
-    by_bytes = roofline.seconds(copy, H200)
-    assert roofline.seconds(copy, H200, instructions=True) == by_bytes == roofline.seconds(long, H200)
-    took = roofline.seconds(long, H200, instructions=True)
+    by_bytes, took = copy.bytes / H200.bandwidth, instructions.seconds(chained, H200)
+    assert (instructions.seconds(copied, H200) or 0.0) < by_bytes
     # at least an instruction for each step and number, and less than two
     least = 80 * 4096**2 / (132 * 4 * 32 * 1.98e9)
-    assert least < took - H200.launch < 2 * least and took > 1.5 * by_bytes
+    assert took is not None and least < took < 2 * least and took > 1.5 * by_bytes
+    made = static.by_instructions([copy, long], {id(copy): copied, id(long): chained})
+    assert made["count.counted"] == 2 and made["count.issue_bound"] == 1
+    assert made["longer_ms"] == pytest.approx(1e3 * (took - by_bytes))
 
 
 @pytest.mark.weekly
 @compiles
 def test_a_grid_that_is_not_in_the_code_is_not_counted():
-    kernel = only_kernel(80, dynamic=True)
-    assert kernel.call is not None and issue.seconds(kernel, H200) is None
-    assert roofline.seconds(kernel, H200, instructions=True) == roofline.seconds(kernel, H200)
+    kernel, call = only_kernel(80, dynamic=True)
+    assert instructions.seconds(call, H200) is None
+    made = static.by_instructions([kernel], {id(kernel): call})
+    assert made["count.generated"] == 1 and made["count.counted"] == 0
 
 
 @pytest.mark.slow
@@ -186,14 +188,15 @@ def test_every_generated_kernel_gets_its_call():
     """Inductor's kernels and ours, forward and backward, in the order of the code."""
     from tests.support.gpu_steps import compile_mlp
 
-    step = compile_mlp(512)
-    generated = [k for k in step.kernels if k.origin in ("triton", "user")]
-    assert len(generated) >= 6 and all(k.call is not None for k in generated)
-    assert all(k.call is None for k in step.kernels if k.origin == "extern")
-    assert all(k.call.name.startswith("fp8_") for k in generated if k.origin == "user")
-    assert all(k.call.name.startswith("triton_") for k in generated if k.origin == "triton")
-    first = {k.origin: k for k in generated}
-    assert all(issue.seconds(k, H200) for k in first.values())  # one of each kind: machine code takes a second a kernel
+    with instructions.noted() as names:
+        step = compile_mlp(512)
+    calls = instructions.calls_of(step, names)
+    generated = {id(k): k.origin for k in step.kernels if k.origin in ("triton", "user")}
+    assert len(generated) >= 6 and calls.keys() == generated.keys()
+    begins = {"user": "fp8_", "triton": "triton_"}
+    assert all(calls[i].name.startswith(begins[origin]) for i, origin in generated.items())
+    first = {origin: calls[i] for i, origin in generated.items()}
+    assert all(instructions.seconds(call, H200) for call in first.values())  # one of each kind: a second a kernel
 
 
 # -- times -------------------------------------------------------------------------------------------------------------
@@ -201,31 +204,14 @@ def test_every_generated_kernel_gets_its_call():
 
 def test_the_time_of_a_launch_is_that_of_its_busiest_sm():
     clock = 1 / 1.98e9
-    assert issue.of(Work(132, 4, 1000, 0), H200) == pytest.approx(1000 * clock)
-    assert issue.of(Work(1, 4, 1000, 0), H200) == pytest.approx(1000 * clock)  # the other SMs do not help
-    assert issue.of(Work(133, 4, 1000, 0), H200) == pytest.approx(2000 * clock)
-    assert issue.of(Work(132, 8, 1000, 0), H200) == pytest.approx(2000 * clock)
-    assert issue.of(Work(132, 1, 1000, 0), H200) == pytest.approx(1000 * clock)  # a warp cannot use four schedulers
-    assert issue.of(Work(132, 4, 1000, 200), H200) == pytest.approx(1600 * clock)
+    assert instructions.time_of(Work(132, 4, 1000, 0), H200) == pytest.approx(1000 * clock)
+    assert instructions.time_of(Work(1, 4, 1000, 0), H200) == pytest.approx(1000 * clock)  # the other SMs do not help
+    assert instructions.time_of(Work(133, 4, 1000, 0), H200) == pytest.approx(2000 * clock)
+    assert instructions.time_of(Work(132, 8, 1000, 0), H200) == pytest.approx(2000 * clock)
+    assert instructions.time_of(Work(132, 1, 1000, 0), H200) == pytest.approx(1000 * clock)  # a warp cannot use four schedulers
+    assert instructions.time_of(Work(132, 4, 1000, 200), H200) == pytest.approx(1600 * clock)
 
 
 def test_no_bound_for_devices_that_are_not_described():
-    assert "NVIDIA" in (issue.unavailable(catalog.find("mi300x")) or "")
-    assert "no clock" in (issue.unavailable(dataclasses.replace(H200, clock_mhz=0.0)) or "")
-
-
-@pytest.mark.weekly
-@compiles
-def test_an_estimate_says_what_was_counted(monkeypatch):
-    monkeypatch.setattr(catalog, "find", lambda key: dataclasses.replace(H200, clock_mhz=1.0))
-    with torch.device("meta"):
-        model, x = nn.Sequential(nn.Linear(256, 256), nn.GELU()).to(BF16), torch.empty(2048, 256, dtype=BF16)
-    with hooks.described_once():
-        plain, counted = estimate(model, x), estimate(model, x, instructions=True)
-        with hooks.without_ptxas():
-            without = estimate(model, x, instructions=True)
-    assert plain.bf16.issue_bound == 0 < counted.bf16.issue_bound and counted.bf16.uncounted == 0
-    assert counted.bf16.seconds > plain.bf16.seconds and counted.bf16.bytes == plain.bf16.bytes
-    assert "limited by their instructions" in str(counted) and "instructions" not in str(plain)
-    assert "by their bytes alone: needs Triton with ptxas" in str(without)
-    assert without.bf16.seconds == plain.bf16.seconds
+    assert "NVIDIA" in (instructions.unavailable(catalog.find("mi300x")) or "")
+    assert "no clock" in (instructions.unavailable(dataclasses.replace(H200, clock_mhz=0.0)) or "")
