@@ -89,7 +89,7 @@ def bytes_of_copies() -> Iterator[list[int]]:
     from fp8compile.reporting import findings
 
     found: list[int] = []
-    with mock.patch.object(findings, "remarks", lambda matmuls, sharded, copies=0: found.append(copies) or ()):
+    with mock.patch.object(findings, "remarks", lambda matmuls, copies=0: found.append(copies) or ()):
         yield found
 
 
