@@ -28,13 +28,14 @@ from torch import Tensor, nn
 from ..errors import Fp8CompileError, OptionError, one_line, one_line_where
 from ..ir.frozen import FrozenWeight
 from ..reporting.columns import aligned
-from ..reporting.layers import Row, layers_of, microseconds, repeated, rows_of
+from ..reporting.layers import layers_of, microseconds, repeated, rows_of
 from ..reporting.report import Report, report
 from .measure import Runner, in_turn, summarise
 
 EMULATED = "FP8 is emulated on a CPU: these times say nothing about a GPU"
-THEIRS = {"rowwise": "rowwise", "rowwise_with_gw_hp": "rowwise_with_gw_hp"}  # torchao's recipes; for all others "tensorwise"
-LAYERS = 12  # lines of the table of layers
+THEIRS = ("rowwise", "rowwise_with_gw_hp")  # recipes that torchao has, too; for all others, its "tensorwise"
+HEAD = ("arm", "ms a step", "spread", "speed", "forward", "backward", "optimizer", "peak GB", "in step 1", "FP8 matmuls")
+NAMED = 5  # layers in the line that says which ones gain
 
 
 @dataclass(frozen=True)
@@ -54,78 +55,60 @@ class Bench:
         return None if fp8["error"] else fp8["tokens_per_s"]["median"] / base["tokens_per_s"]["median"]
 
     @property
-    def layers(self) -> list[tuple[Row, float]]:
+    def layers(self) -> list[tuple[str, float]]:
         """Equal layers, and the microseconds of a step that they are estimated to gain by FP8; the largest gain first."""
         matmuls = [record for graph in self.report.graphs if not graph.note for record in graph.matmuls]
-        timed = [(row, row.times[0] - row.times[1] - row.times[2]) for row in rows_of(layers_of(matmuls)) if row.times]
-        return sorted(timed, key=lambda item: -item[1])
+        timed = [(row, row.times) for row in rows_of(layers_of(matmuls)) if row.times]
+        gains = [(row.name + repeated(len(row.layers)), before - after - casts) for row, (before, after, casts) in timed]
+        return sorted(gains, key=lambda item: -item[1])
 
     @property
     def verdict(self) -> str:
         """Whether it pays, and which layers do."""
-        fp8 = self.rows[-1]
+        base, fp8 = self.rows[0], self.rows[-1]
         if self.ratio is None:
             return f"no answer: FP8 failed: {fp8['error']}"
         if self.emulated:
             return f"no answer: {EMULATED}"
-        kernels = fp8["kernels"]
-        if kernels and not kernels["classes"]["fp8_gemm"]["count"]:
+        if not fp8["kernels"]["classes"]["fp8_gemm"]["count"]:
             return f"FP8 does not pay: no FP8 matmul ran ({self.report.summary()})"
-        rates, before = fp8["tokens_per_s"], self.rows[0]["tokens_per_s"]
-        spread = f"the rounds of an arm differ by up to {max(rates['spread'], before['spread']):.1%}"
-        said = f"{self.ratio:.2f}x as fast as {self.rows[0]['arm']}; {spread}"
-        if rates["min"] > before["max"]:
-            said = f"FP8 pays: {said}"
-        elif rates["max"] < before["min"]:
-            said = f"FP8 does not pay: {said}"
-        else:
-            said = f"no difference that these rounds can show: {said}"
-        gains = [f"{row.name}{repeated(len(row.layers))} {microseconds(us)}" for row, us in self.layers if us > 0]
-        if gains:
-            more = f", and {len(gains) - 3} more" if gains[3:] else ""
-            return f"{said}\nestimated gain a step, by layer: {', '.join(gains[:3])}{more}"
-        none = "the estimate sees no layer that gains" if self.layers else "no estimate for this device says which layers do"
-        return f"{said}\n{none}"
+        rates, before = fp8["tokens_per_s"], base["tokens_per_s"]
+        said = "no difference that these rounds can show"
+        if rates["min"] > before["max"] or rates["max"] < before["min"]:
+            said = "FP8 pays" if self.ratio > 1 else "FP8 does not pay"
+        spread = max(rates["spread"], before["spread"])
+        said += f": {self.ratio:.2f}x as fast as {base['arm']}; the rounds of an arm differ by up to {spread:.1%}"
+        gains = [f"{name} {microseconds(us)}" for name, us in self.layers if us > 0]
+        more = f" and {len(gains) - NAMED} more" if gains[NAMED:] else ""
+        which = f"estimated gain a step: {', '.join(gains[:NAMED])}{more}" if gains else "by the estimate, no layer gains"
+        which = which if self.layers else "no estimate for this device says which layers gain"
+        return f"{said}\n{which}\n{self.report.summary()}"
 
     def to_dict(self) -> dict[str, Any]:
         """The result as plain dicts, lists, strings and numbers."""
-        layers = [{"name": row.name, "layers": len(row.layers), "estimated_gain_us": us} for row, us in self.layers]
+        layers = [{"name": name, "estimated_gain_us": us} for name, us in self.layers]
         found = {"device": self.device, "torch": torch.__version__, "emulated": self.emulated, "ratio": self.ratio}
         found |= {"verdict": self.verdict, "notes": list(self.notes), "rows": list(self.rows), "layers": layers}
         return found | {"report": self.report.to_dict()}
 
     def __str__(self) -> str:
         base = self.rows[0]["tokens_per_s"]["median"]
-        head = ("arm", "ms a step", "spread", "speed", "forward", "backward", "optimizer", "peak GB", "step 1", "FP8 matmuls")
-        shown = [_cells(row, base) for row in self.rows]
+        table = aligned(HEAD, [_cells(row, base) for row in self.rows], "<" + ">" * 9)
         failed = [f"{row['arm']}: {row['error']}" for row in self.rows if row["error"]]
-        parts = ["\n".join([f"{self.device}, torch {torch.__version__}", *(f"* {note}" for note in self.notes)])]
-        parts.append("\n".join([aligned(head, shown, "<" + ">" * 9), *failed]))
-        if self.layers and not self.emulated:
-            cells = [
-                (row.name + repeated(len(row.layers)), *map(microseconds, row.times or ()), _signed(us), row.first.why)
-                for row, us in self.layers[:LAYERS]
-            ]
-            titles = ("layer, estimated", "in bf16", "as decided", "casts", "gain", "decision")
-            left = f"\n({len(self.layers) - LAYERS} more: fp8compile explain)" if self.layers[LAYERS:] else ""
-            parts.append(aligned(titles, cells, "<>>>><") + left)
-        return "\n\n".join([*parts, self.verdict])
-
-
-def _signed(us: float) -> str:
-    return microseconds(us) if us >= 0 else f"-{microseconds(-us)}"
+        notes = [f"* {note}" for note in self.notes]
+        return "\n".join([f"{self.device}, torch {torch.__version__}", *notes, "", table, *failed, "", self.verdict])
 
 
 def _cells(row: Mapping[str, Any], base: float) -> tuple[str, ...]:
     if row["error"]:
         return (row["arm"], "failed", *[""] * 8)
-    rates, step, seen = row["tokens_per_s"], row["step_ms"], row["kernels"]
-    times = [f"{step[part]:.2f}" for part in ("forward", "backward", "optimizer")]
+    rates, seen = row["tokens_per_s"], row["kernels"]
+    times = [f"{row['step_ms'][part]:.2f}" for part in ("forward", "backward", "optimizer")]
     memory = [f"{row[when]['allocated'] / 1e9:.2f}" if row[when] else "-" for when in ("peak", "first")]
     fp8 = seen["classes"]["fp8_gemm"] if seen else {}
-    share = f"{fp8['count']:g}, {fp8['ms'] / seen['busy_ms']:.0%} of busy" if seen and seen["busy_ms"] else "-"
-    speed = f"{rates['median'] / base:.2f}x"
-    return (row["arm"], f"{step['total']:.2f}", f"{rates['spread']:.1%}", speed, *times, *memory, share)
+    share = f"{fp8['count']:g}, {fp8['ms'] / seen['busy_ms']:.0%} of the time" if seen and seen["busy_ms"] else "-"
+    speed = f"{1e3 / rates['median']:.2f}", f"{rates['spread']:.1%}", f"{rates['median'] / base:.2f}x"
+    return (row["arm"], *speed, *times, *memory, share)
 
 
 # -- measuring -----------------------------------------------------------------------------------------------------------
@@ -184,7 +167,7 @@ def bench(
 
         return Runner(place.type, forward, update)
 
-    theirs = THEIRS.get(parsed.recipe.name, "tensorwise")
+    theirs = parsed.recipe.name if parsed.recipe.name in THEIRS else "tensorwise"
 
     def converted() -> Runner:
         part = _sharing(model)

@@ -53,7 +53,7 @@ def made(*rows: dict[str, Any], matmuls: tuple[MatmulRecord, ...] = LAYERS, emul
 
 BF16 = row("bf16", 10.0, 10.2, 9.9, fp8=0.0)
 SPREAD = "the rounds of an arm differ by up to 3.0%"
-GAINS = "\nestimated gain a step, by layer: h.0-1.up (x2) 114 µs"
+GAINS = "\nestimated gain a step: h.0-1.up (x2) 114 µs\n9 of 12 matmuls, "
 
 
 @pytest.mark.parametrize(
@@ -62,8 +62,8 @@ GAINS = "\nestimated gain a step, by layer: h.0-1.up (x2) 114 µs"
         (made(BF16, row("fp8", 8.0, 8.1, 8.0)), f"FP8 pays: 1.25x as fast as bf16; {SPREAD}{GAINS}"),
         (made(BF16, row("fp8", 12.5, 12.6, 12.5)), "FP8 does not pay: 0.80x as fast as bf16"),
         (made(BF16, row("fp8", 9.9, 9.8, 9.7)), "no difference that these rounds can show: 1.02x as fast as bf16"),
-        (made(BF16, row("fp8", 8.0, 8.0), matmuls=(*layer("h", 9.0, 9.0),)), "the estimate sees no layer that gains"),
-        (made(BF16, row("fp8", 8.0, 8.0), matmuls=()), "no estimate for this device says which layers do"),
+        (made(BF16, row("fp8", 8.0, 8.0), matmuls=(*layer("h", 9.0, 9.0),)), "by the estimate, no layer gains"),
+        (made(BF16, row("fp8", 8.0, 8.0), matmuls=()), "no estimate for this device says which layers gain"),
         (made(BF16, row("fp8", 8.0, 8.0, fp8=0.0)), "FP8 does not pay: no FP8 matmul ran (9 of 12 matmuls"),
         (made(BF16, row("fp8", error="OutOfMemoryError: much")), "no answer: FP8 failed: OutOfMemoryError: much"),
         (made(BF16, row("fp8", 8.0, 8.0, fp8=None), emulated=True), "no answer: FP8 is emulated on a CPU"),
@@ -74,18 +74,16 @@ def test_the_verdict(found: bench.Bench, says: str) -> None:
     assert says in found.verdict and str(found).endswith(found.verdict) and found.to_dict()["verdict"] == found.verdict
 
 
-def test_the_tables() -> None:
+def test_the_table() -> None:
     found = made(BF16, row("torchao-tensorwise", error="ImportError: it is broken"), row("fp8", 8.0, 8.1, 7.9))
-    head, arms, layers, _ = str(found).split("\n\n")
+    head, arms, _ = str(found).split("\n\n")
     assert head.splitlines()[1] == "* a note"
-    bf16, torchao, fp8 = arms.splitlines()[2:5]
-    assert bf16.split() == "bf16 10.00 3.0% 1.00x 3.00 6.00 1.00 4.00 5.00 0, 0% of busy".split()
-    assert fp8.split() == "fp8 8.00 2.5% 1.25x 2.40 4.80 0.80 4.00 5.00 8, 25% of busy".split()
-    assert torchao.split() == ["torchao-tensorwise", "failed"] and "torchao-tensorwise: ImportError: it is broken" in arms
-    up, head, down = layers.splitlines()[2:5]
-    assert up.split() == "h.0-1.up (x2) 240 µs 120 µs 6.00 µs 114 µs FP8, delayed".split()
-    assert "0 µs" in head and "output head" in head and "-1.50 µs" in down and "estimated" in layers.splitlines()[0]
-    json.dumps(found.to_dict())
+    bf16, torchao, fp8, why = arms.splitlines()[2:]
+    assert bf16.split() == "bf16 10.00 3.0% 1.00x 3.00 6.00 1.00 4.00 5.00 0, 0% of the time".split()
+    assert fp8.split() == "fp8 8.00 2.5% 1.25x 2.40 4.80 0.80 4.00 5.00 8, 25% of the time".split()
+    assert torchao.split() == ["torchao-tensorwise", "failed"] and why == "torchao-tensorwise: ImportError: it is broken"
+    layers = {one["name"]: one["estimated_gain_us"] for one in json.loads(json.dumps(found.to_dict()))["layers"]}
+    assert layers == {"h.0-1.up (x2)": 114.0, "head": 0.0, "h.0.down": -1.5}
 
 
 class Made:
@@ -241,8 +239,8 @@ def test_a_cpu(target: Any, capsys: pytest.CaptureFixture[str]) -> None:
     for one in found["rows"]:
         assert one["error"] is None and one["step_ms"]["total"] > 0 and one["kernels"] is one["peak"] is None
         assert len(one["tokens_per_s"]["rounds"]) == 2 and 0 < one["step_ms"]["optimizer"] < one["step_ms"]["total"]
-        assert one["losses"][0] == one["losses"][-1]  # the optimizer changes nothing
-    bf16, *fp8 = (one["losses"][0] for one in found["rows"])
+        assert len(set(one["losses"][1:])) == 1  # the optimizer changes nothing; FP8's first call is cold
+    bf16, *fp8 = (one["losses"][-1] for one in found["rows"])
     assert all(loss != bf16 and abs(loss - bf16) < 0.1 * bf16 for loss in fp8)
     decisions = {record["decision"] for graph in found["report"]["graphs"] for record in graph["matmuls"]}
     assert decisions == {"fp8", "high_precision"}  # the output head
