@@ -2,8 +2,8 @@
 
 A cell is what is known of a GPU and a recipe. Nobody writes it by hand:
 
-    ran         a result in benchmarks/results (files of `benchmarks.train`, or an archive of `benchmarks/device.sh` as it is) has
-                a step with this recipe on this GPU, in which the profiler saw FP8 matmuls
+    ran         a result in benchmarks/results (a file of `benchmarks.train`, or an archive of `benchmarks/device.sh` as it is)
+                has steps with this recipe on this GPU, in which the profiler saw FP8 matmuls
     compiled    a test compiles its kernels to machine code for this architecture
     emulated    the GPU has no such matmul (`config.recipe.BUILT_IN`): bf16 matmuls of the FP8 values
     refused     the GPU has no FP8 matmuls (`devices.architectures`)
@@ -35,9 +35,9 @@ RAN, COMPILED, EMULATED, REFUSED, UNKNOWN = "*ran*", "compiled", "emulated", "re
 Ran = Mapping[tuple[str, str], set[str]]  # versions of torch, by the GPU's name and the recipe
 TEXT = """# What runs where
 
-What is known of each GPU and [recipe](recipes.md). A cell holds for torch {versions}, unless it names versions: CI runs
-the tests below with each of them. The page is written by `python -m benchmarks.support`, from the
-[descriptions of GPUs](cli.md#devices-calibrate), the tests that make machine code, and results of devices.
+What is known of each GPU and [recipe](recipes.md). A cell holds for torch {versions},
+unless it names versions: CI runs the tests below with each of them, once a week. `python -m benchmarks.support` writes this
+page, from the [descriptions of GPUs](cli.md#devices-calibrate), the tests that make machine code, and results of devices.
 
 | a cell says | which means |
 |---|---|
@@ -47,24 +47,24 @@ the tests below with each of them. The page is written by `python -m benchmarks.
 | refused | the GPU has no FP8 matmuls. The model is compiled in high precision, with a warning; with `strict`, an error |
 
 {table}
-The columns are the recipes. `auto` is `mxfp8` where that is not emulated, else `delayed`. The names are those that `--device`
-takes. {others}
+**{summary}**
 
-**{summary}** What compiles may still be refused by a library, or be slow. What else stands for a GPU that nobody had: generated
-kernels run in Triton's interpreter, and Inductor's plans for these GPUs are executed on a CPU under the rules of ATen
-([tests](contributing.md#tests)).
+`auto` is `mxfp8` where that is not emulated, else `delayed`. Names are those that `--device` takes.{others}
+What compiles may still be refused by a library, or be slow. Generated kernels also run in Triton's interpreter, and Inductor's
+plans for GPUs are executed on a CPU under the rules of ATen ([how](../CONTRIBUTING.md#tests)).
 
 ## What compiled rests on
 
 | recipe | tests | for |
 |---|---|---|
 {tests}
-`rowwise_with_gw_hp` has the kernels of `rowwise` and `tensorwise`. FP8 matmuls by cuBLASLt, CUTLASS and hipBLASLt are compiled
-by others; the kernel that multiplies blocks, and that of experts, are ours.
+The files are in `tests/codegen/`. Kernels are casts with their producers, the scaling state, and the matmul of 128-blocks.
+Other FP8 matmuls are calls of cuBLASLt, CUTLASS or hipBLASLt, which others have compiled.
 
 ## How a cell becomes *ran*
 
 Run [device.sh](benchmarks.md#on-a-rented-gpu) on the GPU, put the archive into `benchmarks/results/`, and write the page anew.
+Its parts `layers` and `gpt2` train with `delayed` and `tensorwise`; `-- --arms bf16,fp8-rowwise` adds others.
 """
 
 
@@ -93,11 +93,11 @@ def compiled() -> dict[str, dict[str, set[str]]]:
     plain = found(test_machine_code.test_every_kernel_compiles_to_machine_code) | small
     finer = found(test_machine_code.test_kernels_of_the_finer_recipes_compile_to_machine_code)
     spills = test_machine_code.test_kernels_of_the_finer_recipes_do_not_spill.__name__  # whose only target is the other one
-    finer = {f"{test}, {spills}": {*names, "sm_90"} for test, names in finer.items()} | small
+    finer = {f"{test}`, `{spills}": {*names, "sm_90"} for test, names in finer.items()} | small
     made = dict.fromkeys(test_machine_code.RECIPES, plain)
     made |= {name.split()[0]: finer for name in test_machine_code.FINER["ffn"]}
     made["blockwise"] = {**finer, **found(test_block_gemm.test_machine_code)}
-    return {**made, "rowwise_with_gw_hp": {**made["rowwise"], **made["tensorwise"]}}
+    return {**made, "rowwise_with_gw_hp": {**made["rowwise"], **made["tensorwise"]}}  # it has the kernels of both
 
 
 def versions() -> list[str]:
@@ -110,7 +110,7 @@ def versions() -> list[str]:
 
 
 def records(folder: Path) -> Iterator[Any]:
-    """What is in the JSON files of a folder, and in archives there. What is no JSON, such as a line that was cut off, is not."""
+    """What is in the JSON files of a folder, and in archives there, but for lines that were cut off."""
     texts = [(file.suffix, file.read_text()) for file in sorted(folder.rglob("*.json*"))]
     for archive in sorted(folder.rglob("*.tar.gz")):
         with tarfile.open(archive) as tar:
@@ -178,22 +178,24 @@ def page(folder: Path = results.RESULTS) -> str:
     groups: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for title, (key, gpu) in gpus.items():
         cells = [cell(gpu, recipe, tests[recipe], seen.get((key, recipe), set()), checked) for recipe in RECIPES]
-        groups[gpu.target, *cells].append(title)
+        groups[(gpu.target, *cells)].append(title)
     rows = [[", ".join(titles), *cells] for cells, titles in groups.items()]
     same = {gpu.target: target_of(gpu, known) for _, gpu in gpus.values() if gpu.architecture.fp8}
-    apart = [f"For {target}, kernels were compiled as for {other}." for target, other in same.items() if target != other]
-    lines = [f"| `{name}` | {'<br>'.join(sorted(by))} | {', '.join(sorted(set.intersection(*by.values())))} |"
-             for name, by in tests.items() if name != "rowwise_with_gw_hp"]  # fmt: skip
+    apart = [f"\nFor {target}, kernels were compiled as for {other}." for target, other in same.items() if target != other]
+    alike: dict[str, list[str]] = defaultdict(list)
+    for recipe, by in tests.items():
+        alike[f"{'<br>'.join(f'`{test}`' for test in by)} | {', '.join(sorted(set.intersection(*by.values())))}"].append(recipe)
+    lines = [f"| {', '.join(f'`{recipe}`' for recipe in names)} | {rest} |" for rest, names in alike.items()]
     devices = sorted({key for key, _ in seen})
     summary = f"Results are there of: {', '.join(devices)}." if devices else "Nothing has run on a GPU yet: no cell is *ran*."
-    parts = {"versions": f"{', '.join(checked[:-1])} and {checked[-1]}", "others": " ".join(apart), "summary": summary}
+    parts = {"versions": f"{', '.join(checked[:-1])} and {checked[-1]}", "others": "".join(apart), "summary": summary}
     made = table(rows, ["GPU", "architecture", *(f"`{recipe}`" for recipe in RECIPES)], markdown=True) + "\n"
     return TEXT.format(table=made, tests="\n".join(lines) + "\n", **parts)
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.support", description=__doc__.split("\n")[0], allow_abbrev=False)
-    parser.add_argument("folder", nargs="?", type=Path, default=results.RESULTS, help="of results (default: benchmarks/results)")
+    parser.add_argument("folder", nargs="?", type=Path, default=results.RESULTS, help="default: benchmarks/results")
     parser.add_argument("--page", type=Path, default=PAGE, help="what to write (default: docs/support.md)")
     args = parser.parse_args(argv)
     args.page.write_text(page(args.folder))

@@ -70,7 +70,7 @@ class Bench:
             return f"no answer: FP8 failed: {fp8['error']}"
         if self.emulated:
             return f"no answer: {EMULATED}"
-        if not fp8["kernels"]["classes"]["fp8_gemm"]["count"]:
+        if fp8["kernels"]["busy_ms"] and not fp8["kernels"]["classes"]["fp8_gemm"]["count"]:
             return f"FP8 does not pay: no FP8 matmul ran ({self.report.summary()})"
         rates, before = fp8["tokens_per_s"], base["tokens_per_s"]
         said = "no difference that these rounds can show"
@@ -147,8 +147,8 @@ def bench(
     model = unwrapped(model)
     modules = modules_of((model, args, kwargs))
     check_places(dict(model.named_parameters()), "bench")
-    args, kwargs = pytree.tree_map_only(Tensor, lambda x: x.to(place), (args, kwargs))
     model.to(place).train()
+    args, kwargs = pytree.tree_map_only(Tensor, lambda x: x.detach().to(place).requires_grad_(x.requires_grad), (args, kwargs))
     on = under.wanted(modules, autocast)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
@@ -156,7 +156,8 @@ def bench(
     dtypes = {str(p.dtype).removeprefix("torch.") for p in trained}
     name = "bf16" if on or dtypes == {"bfloat16"} else " and ".join(sorted(dtypes))
     notes = [f"{under.NOTE} (--no-autocast times it without)"] if on and autocast is None else []
-    update = _adamw(trained) if optimizer else lambda: _drop(trained)
+    leaves = [*trained, *(x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.requires_grad)]
+    update = _update(trained if optimizer else [], leaves)
 
     def compiled(part: nn.Module, backend: Any, given: Mapping[str, Any] | None) -> Runner:
         step = torch.compile(entry(part), backend=backend, options=dict(given or {}) or None, dynamic=False)
@@ -198,17 +199,17 @@ def _measured(
         progress(f"{name}: compiles, and warms up")
         row = rows[name] = {"arm": name, "error": None}
         try:
-            runner = make()
-            row |= runner.warm_up(warmup)
-            runners[name] = runner
+            runners[name] = make()
+            row |= runners[name].warm_up(warmup)
         except OptionError:
             raise
         except Exception as error:
             fix = " (--no-optimizer leaves out AdamW's states)" if isinstance(error, torch.OutOfMemoryError) else ""
-            if not runners:
+            if len(rows) == 1:
                 raise Fp8CompileError(f"bench: the step fails in {name}: {one_line_where(error)}{fix}") from error
             row["error"] = one_line(error) + fix
-            runner = None
+        if row["error"]:
+            runners.pop(name, None)
             gc.collect()
             torch.cuda.empty_cache()
     turns: dict[str, list[dict[str, Any]]] = {name: [] for name in runners}
@@ -221,23 +222,20 @@ def _measured(
     return [*rows.values()]
 
 
-def _adamw(trained: Sequence[nn.Parameter]) -> Callable[[], None]:
-    """An AdamW that changes nothing, with its states."""
-    made = torch.optim.AdamW(trained, lr=0.0, fused=True)
+def _update(trained: Sequence[nn.Parameter], leaves: Sequence[Tensor]) -> Callable[[], None]:
+    """What follows a backward: an AdamW that changes nothing, with its states, for `trained`; `leaves` lose their gradients."""
+    optimizer = torch.optim.AdamW(trained, lr=0.0, fused=True) if trained else None
 
     def update() -> None:
-        made.step()
-        _drop(trained)
+        if optimizer is not None:
+            optimizer.step()
+        for leaf in leaves:
+            leaf.grad = None
 
     for parameter in trained:
         parameter.grad = torch.zeros_like(parameter)
     update()
     return update
-
-
-def _drop(trained: Sequence[nn.Parameter]) -> None:
-    for parameter in trained:
-        parameter.grad = None
 
 
 def _sharing(model: nn.Module) -> nn.Module:

@@ -26,12 +26,12 @@ def turn(ms: float) -> dict[str, Any]:
     return {"tokens": 2, "span_ms": 2 * ms, "steps": [step, step], "losses": [], "validation": None, "memory": None}
 
 
-def row(arm: str, *times: float, fp8: float | None = 8.0, error: str | None = None) -> dict[str, Any]:
+def row(arm: str, *times: float, fp8: float | None = 8.0, busy: float = 12.0, error: str | None = None) -> dict[str, Any]:
     """`fp8`: how many FP8 matmuls the profiler saw; None without a GPU."""
     if error:
         return {"arm": arm, "error": error}
     classes = {"fp8_gemm": {"count": fp8, "ms": 3.0 if fp8 else 0.0}}
-    kernels = None if fp8 is None else {"classes": classes, "busy_ms": 12.0}
+    kernels = None if fp8 is None else {"classes": classes, "busy_ms": busy}
     peaks = {"first": {"allocated": 5 * 10**9}, "peak": {"allocated": 4 * 10**9}}
     return {"arm": arm, "error": None, **peaks, **measure.summarise([turn(ms) for ms in times]), "kernels": kernels}
 
@@ -65,10 +65,11 @@ GAINS = "\nestimated gain a step: h.0-1.up (x2) 114 µs\n9 of 12 matmuls, "
         (made(BF16, row("fp8", 8.0, 8.0), matmuls=(*layer("h", 9.0, 9.0),)), "by the estimate, no layer gains"),
         (made(BF16, row("fp8", 8.0, 8.0), matmuls=()), "no estimate for this device says which layers gain"),
         (made(BF16, row("fp8", 8.0, 8.0, fp8=0.0)), "FP8 does not pay: no FP8 matmul ran (9 of 12 matmuls"),
+        (made(BF16, row("fp8", 8.0, 8.0, fp8=0.0, busy=0.0)), "FP8 pays"),
         (made(BF16, row("fp8", error="OutOfMemoryError: much")), "no answer: FP8 failed: OutOfMemoryError: much"),
         (made(BF16, row("fp8", 8.0, 8.0, fp8=None), emulated=True), "no answer: FP8 is emulated on a CPU"),
     ],
-    ids=["pays", "costs", "within the spread", "no gain", "not described", "not in FP8", "failed", "a CPU"],
+    ids=["pays", "costs", "within the spread", "no gain", "not described", "not in FP8", "not seen", "failed", "a CPU"],
 )
 def test_the_verdict(found: bench.Bench, says: str) -> None:
     assert says in found.verdict and str(found).endswith(found.verdict) and found.to_dict()["verdict"] == found.verdict
@@ -133,6 +134,7 @@ def test_a_runner_times_the_parts_of_steps() -> None:
     assert runner.profile(steps=1) is None
 
 
+@pytest.mark.slow  # torchao takes seconds to import
 def test_arms_share_weights_and_torchao_gets_modules_of_its_own() -> None:
     pytest.importorskip("torchao")
     model = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 24), nn.BatchNorm1d(24))
@@ -146,12 +148,12 @@ def test_arms_share_weights_and_torchao_gets_modules_of_its_own() -> None:
 
 
 def test_an_adamw_that_changes_nothing() -> None:
-    weight = nn.Parameter(torch.randn(8))
+    weight, x = nn.Parameter(torch.randn(8)), torch.randn(8, requires_grad=True)
     before = weight.detach().clone()
-    update = bench._adamw([weight])
-    weight.grad = torch.randn(8)
+    update = bench._update([weight], [weight, x])
+    (weight * x).sum().backward()
     update()
-    assert torch.equal(weight, before) and weight.grad is None
+    assert torch.equal(weight, before) and weight.grad is x.grad is None
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
