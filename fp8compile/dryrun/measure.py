@@ -68,7 +68,8 @@ class Runner:
     def step(self) -> Marks:
         start, micro = self.mark(), []
         for _ in range(self.accumulate):
-            torch.compiler.cudagraph_mark_step_begin()
+            if self.cuda:
+                torch.compiler.cudagraph_mark_step_begin()
             forward = self.mark()
             out = self.forward()
             backward = self.mark()
