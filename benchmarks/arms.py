@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from fp8compile.config.policy import Policy, Rule
-from fp8compile.dryrun.bench import by_torchao as torchao
+from fp8compile.dryrun.measure import by_torchao as torchao
 
 from . import transformer_engine
 

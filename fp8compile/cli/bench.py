@@ -59,8 +59,6 @@ def _check(name: str) -> None:
         device = torch.device(name)
     except RuntimeError:
         raise usage(f"--device {name!r} is not a device as torch names it, such as cuda:0") from None
-    if device.type not in ("cuda", "cpu"):
-        raise usage(f"--device {name}: a device with FP8 matmuls is cuda, with a number or without; cpu tries the command")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise Failed(f"bench times a GPU, and torch sees no {name} here. --device cpu tries the command: {EMULATED}")
     if why := refusal([device]):

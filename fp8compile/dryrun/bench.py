@@ -30,7 +30,7 @@ from ..ir.frozen import FrozenWeight
 from ..reporting.columns import aligned
 from ..reporting.layers import layers_of, microseconds, repeated, rows_of
 from ..reporting.report import Report, report
-from .measure import Runner, in_turn, summarise
+from .measure import Runner, by_torchao, in_turn, summarise
 
 EMULATED = "FP8 is emulated on a CPU: these times say nothing about a GPU"
 THEIRS = ("rowwise", "rowwise_with_gw_hp")  # recipes that torchao has, too; for all others, its "tensorwise"
@@ -148,6 +148,8 @@ def bench(
     modules = modules_of((model, args, kwargs))
     check_places(dict(model.named_parameters()), "bench")
     model.to(place).train()
+    for part in model.modules():
+        part.__dict__["_compiled_call_impl"] = None  # undo module.compile(), whose backend may be FP8
     args, kwargs = pytree.tree_map_only(Tensor, lambda x: x.detach().to(place).requires_grad_(x.requires_grad), (args, kwargs))
     on = under.wanted(modules, autocast)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -241,25 +243,3 @@ def _update(trained: Sequence[nn.Parameter], leaves: Sequence[Tensor]) -> Callab
 def _sharing(model: nn.Module) -> nn.Module:
     """A copy of the modules, with the same parameters and buffers."""
     return copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
-
-
-def by_torchao(recipe: str, auto: bool = False, heads: Sequence[str] = ("lm_head",)) -> Callable[[nn.Module], None]:
-    """Replace linears by torchao's, except output heads (as torchtitan and our default policy do): those of these names.
-
-    `auto`: use torchao's own filter for the recipe, which does not replace small linears.
-    """
-
-    def prepare(model: nn.Module) -> None:
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
-        if auto:
-            keep = importlib.import_module("torchao.float8.float8_linear_utils")._auto_filter_for_recipe(recipe, list(heads))
-        else:
-
-            def keep(module: nn.Module, name: str) -> bool:
-                sizes = getattr(module, "in_features", 16), getattr(module, "out_features", 16)
-                return name.rpartition(".")[2] not in heads and all(size % 16 == 0 for size in sizes)
-
-        convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name(recipe), module_filter_fn=keep)
-
-    return prepare

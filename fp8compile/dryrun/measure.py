@@ -1,5 +1,5 @@
-"""Times training steps on a device: warm-up, turns, spread, peak memory, and which kernels ran. `bench` and the benchmarks of
-the repository share it.
+"""Times training steps on a device: warm-up, turns, spread, peak memory, which kernels ran; and makes torchao's linears, the
+alternative. `bench` and the benchmarks of the repository share it. It imports no compiler.
 
 On a CUDA device, events time the parts of a step. They cost the device almost nothing, and the host waits for the device only
 at the end of a turn. On a CPU, the clock times the parts.
@@ -7,6 +7,7 @@ at the end of a turn. On a CPU, the clock times the parts.
 
 from __future__ import annotations
 
+import importlib
 import statistics
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from . import kernel_classes
 
@@ -185,3 +186,25 @@ def summarise(turns: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "losses": [loss for turn in turns for loss in turn["losses"]],
         "validation": [turn["validation"] for turn in turns if turn["validation"]],
     }
+
+
+def by_torchao(recipe: str, auto: bool = False, heads: Sequence[str] = ("lm_head",)) -> Callable[[nn.Module], None]:
+    """Replace linears by torchao's, except output heads (as torchtitan and our default policy do): those of these names.
+
+    `auto`: use torchao's own filter for the recipe, which does not replace small linears.
+    """
+
+    def prepare(model: nn.Module) -> None:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        if auto:
+            keep = importlib.import_module("torchao.float8.float8_linear_utils")._auto_filter_for_recipe(recipe, list(heads))
+        else:
+
+            def keep(module: nn.Module, name: str) -> bool:
+                sizes = getattr(module, "in_features", 16), getattr(module, "out_features", 16)
+                return name.rpartition(".")[2] not in heads and all(size % 16 == 0 for size in sizes)
+
+        convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name(recipe), module_filter_fn=keep)
+
+    return prepare
