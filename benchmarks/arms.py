@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from fp8compile.config.policy import Policy, Rule
+from fp8compile.dryrun.measure import by_torchao as torchao
 
 from . import transformer_engine
 
@@ -49,28 +50,6 @@ class Arm:
     @property
     def autotunes(self) -> bool:
         return "max-autotune" in str((self.how or {}).get("mode", ""))
-
-
-def torchao(recipe: str, auto: bool = False) -> Callable[[nn.Module], None]:
-    """Replace linears by torchao's, except output heads (as torchtitan and our default policy do).
-
-    `auto`: use torchao's own filter for the recipe, which does not replace small linears.
-    """
-
-    def prepare(model: nn.Module) -> None:
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
-        if auto:
-            keep = importlib.import_module("torchao.float8.float8_linear_utils")._auto_filter_for_recipe(recipe, list(HEADS))
-        else:
-
-            def keep(module: nn.Module, name: str) -> bool:
-                sizes = getattr(module, "in_features", 16), getattr(module, "out_features", 16)
-                return name not in HEADS and all(size % 16 == 0 for size in sizes)
-
-        convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name(recipe), module_filter_fn=keep)
-
-    return prepare
 
 
 def torchao_experts(model: nn.Module) -> None:

@@ -33,11 +33,11 @@ from torch.fx import Graph, GraphModule
 
 from fp8compile import compat
 from fp8compile.codegen import launch
-from fp8compile.dryrun import fake_gpu
+from fp8compile.dryrun import fake_gpu, kernel_classes
 from fp8compile.passes.pipeline import run_post_grad
 from fp8compile.runtime.interpreter import Eager, boxed
 
-from . import arms, classify, machine, results, tables, torchao_casts
+from . import arms, machine, results, tables, torchao_casts
 from .families import FAMILIES, Family, Source, must_move
 from .options import Parser, count, destination
 from .static import DEVICE
@@ -172,7 +172,7 @@ class Device:
                 self.flush.zero_()
                 call()
             torch.cuda.synchronize()
-        return classify.device_events(profile)
+        return kernel_classes.device_events(profile)
 
     def kernels(self, call: Callable[[], Any]) -> list[dict[str, Any]]:
         """The kernels that a call launches, with the median time of each."""

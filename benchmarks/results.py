@@ -15,7 +15,6 @@ name counts.
 from __future__ import annotations
 
 import json
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -46,33 +45,6 @@ def check(result: Mapping[str, Any]) -> None:
         missing = [key for key in needed if key not in row]
         if missing:
             raise ValueError(f"row {row.get('arm')!r} lacks {', '.join(missing)}")
-
-
-def summarise(turns: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The turns of one arm -> tokens/s over rounds, medians of the step's parts, peak memory, all losses."""
-    rates = [1e3 * turn["tokens"] / turn["span_ms"] for turn in turns]
-    steps = [step for turn in turns for step in turn["steps"]]
-    middle = statistics.median(rates)
-    memory = [turn["memory"] for turn in turns if turn["memory"]]
-    return {
-        "tokens_per_s": {
-            "median": middle,
-            "min": min(rates),
-            "max": max(rates),
-            "spread": (max(rates) - min(rates)) / middle,
-            "rounds": rates,
-        },
-        "step_ms": {part: statistics.median(step[part] for step in steps) for part in steps[0]},
-        "memory": {
-            "allocated": max(m["allocated"] for m in memory),
-            "reserved": max(m["reserved"] for m in memory),
-            "idle": max(turn.get("idle", 0) for turn in turns),
-        }
-        if memory
-        else None,
-        "losses": [loss for turn in turns for loss in turn["losses"]],
-        "validation": [turn["validation"] for turn in turns if turn["validation"]],
-    }
 
 
 def add_ratios(rows: Sequence[dict[str, Any]]) -> None:

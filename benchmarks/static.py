@@ -42,7 +42,7 @@ def optimizer_bytes(model: nn.Module) -> int:
 
 
 def kind(kernel: Any) -> str:
-    """The class of a kernel (see `classify`). Generated kernels count as "other", because nothing tells them apart here."""
+    """The class of a kernel (`kernel_classes`). Generated kernels count as "other", because nothing tells them apart here."""
     if kernel.matmul is not None:
         return "fp8_gemm" if kernel.matmul.dtype == "fp8" else "bf16_gemm"
     return "attention" if kernel.attention is not None else "other"

@@ -22,6 +22,8 @@ from typing import Any
 
 import torch
 
+from fp8compile.dryrun.measure import in_turn, summarise
+
 from . import machine, results, tables
 from .arms import ARMS, DEFAULT, Arm, parse_arms, torchao_folder
 from .cases import CASES
@@ -175,7 +177,7 @@ class Bench:
         for number in range(self.args.rounds):
             if number and self.late():
                 break
-            for run in runs[number % len(runs) :] + runs[: number % len(runs)]:
+            for run in in_turn(runs, number):
                 progress(run.arm.name)
                 self.turn(run, lead=0 if self.case.continues and number == 0 else 1)
         for run in runs:
@@ -281,7 +283,7 @@ def row_of(run: ArmRun, point: Point, warmup: int) -> dict[str, Any]:
         row["error"] = "no round was run"
     if row["error"]:
         return row
-    row |= results.summarise(run.turns)
+    row |= summarise(run.turns)
     if row["memory"] is not None and run.first is not None:
         row["memory"]["first"] = run.first["allocated"]
     steady = warmup * row["step_ms"]["total"] / 1e3

@@ -20,7 +20,9 @@ from typing import Any
 
 import torch
 
-from . import arms, classify, machine
+from fp8compile.dryrun import kernel_classes
+
+from . import arms, machine
 from .cases import CASES
 from .cases.base import Fit, Task, parse_case
 from .measure import Runner
@@ -37,7 +39,7 @@ class Worker:
 
     def load(self, case: str, size: str, fit: list[int], index: int, arm: str, warmup: int) -> dict[str, Any]:
         """Make the point and run `warmup` steps. Returns times in seconds: `build_s`, and `warmup_s` of these steps, which
-        compile; and the peak memory of the first step."""
+        compile; and their peak memory."""
         chosen, variant, _ = parse_case(case, CASES)
         point = chosen.points(size, variant, Fit(*fit))[index]
         began = time.perf_counter()
@@ -47,14 +49,7 @@ class Worker:
         task.start()
         self.runner = Runner(task, arms.ARMS[arm].around)
         self.runner.wait()
-        built = time.perf_counter()
-        self.runner.memory()
-        first = None
-        for number in range(warmup):
-            self.runner.step()
-            self.runner.wait()
-            first = first if number else self.runner.memory()
-        return {"build_s": built - began, "warmup_s": time.perf_counter() - built, "how": arms.describe(how), "first": first}
+        return {"build_s": time.perf_counter() - began, "how": arms.describe(how), **self.runner.warm_up(warmup)}
 
     def turn(self, steps: int, lead: int) -> dict[str, Any]:
         assert self.runner is not None
@@ -63,7 +58,7 @@ class Worker:
     def profile(self) -> dict[str, Any]:
         assert self.runner is not None
         cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-        casts = classify.cast_kernels(Path(cache)) if cache and self.device == "cuda" else set()
+        casts = kernel_classes.cast_kernels(Path(cache)) if cache and self.device == "cuda" else set()
         return {"kernels": self.runner.profile(casts), "decisions": decisions(self.runner.task.model)}
 
     def unload(self) -> dict[str, Any]:

@@ -11,7 +11,8 @@ import pytest
 import torch
 from triton.runtime.interpreter import InterpretedFunction
 
-from benchmarks import classify, families, kernels, results, tables, torchao_casts
+from benchmarks import families, kernels, results, tables, torchao_casts
+from fp8compile.dryrun import kernel_classes
 from tests.support import interpreter
 
 NAMES = {
@@ -69,14 +70,14 @@ NAMES = {
 
 @pytest.mark.parametrize("kind", NAMES)
 def test_kernel_class(kind):
-    found = {name: classify.classify(name, casts={"triton_poi_fused_mul_9"}) for name in NAMES[kind]}
+    found = {name: kernel_classes.classify(name, casts={"triton_poi_fused_mul_9"}) for name in NAMES[kind]}
     assert found == dict.fromkeys(NAMES[kind], kind)
 
 
 def test_products_of_two_formats_have_one_e4m3_operand():
     """True whatever letter cuBLAS uses for E5M2."""
     for name in ("nvjet_rqtst_128x160_128x6_2x1_v_bz_TNN", "nvjet_qrtst_128x160_128x6_2x1_v_bz_TNN"):
-        assert classify.classify(name) == "fp8_gemm"
+        assert kernel_classes.classify(name) == "fp8_gemm"
 
 
 def test_casts_are_known_by_their_signature(tmp_path):
@@ -92,12 +93,12 @@ def triton_poi_fused_mul_1(in_ptr0, out_ptr0, xnumel, XBLOCK): pass
 """
     (tmp_path / "ab").mkdir()
     (tmp_path / "ab" / "cab.py").write_text(source)
-    assert classify.cast_kernels(tmp_path) == {"triton_poi_fused_mul_0"}
+    assert kernel_classes.cast_kernels(tmp_path) == {"triton_poi_fused_mul_0"}
 
 
 def test_kernel_times_are_per_step():
     events = [("nvjet_qqtst_1", 100.0), ("nvjet_qqtst_1", 300.0), ("flash_fwd_kernel", 50.0), ("flash_fwd_kernel", 50.0)]
-    found = classify.summarise(events, (), steps=2)
+    found = kernel_classes.summarise(events, (), steps=2)
     assert found["classes"]["fp8_gemm"] == {"count": 1.0, "ms": 0.2}
     assert found["classes"]["attention"] == {"count": 1.0, "ms": 0.05}
     assert found["count"] == 2.0 and found["busy_ms"] == 0.25
@@ -121,7 +122,7 @@ def test_families(tmp_path):
         assert (fp8["arm"], inductor["arm"]) == ("fp8", "inductor") and fp8["point"] == f"{name} 33x40"
         assert fp8["error"] is None and inductor["error"] is None and fp8["checked"] and inductor["checked"]
         assert len(fp8["generated"]) == (2 if name in TWICE else 1) and inductor["generated"] == []
-        assert {classify.classify(kernel) for kernel in fp8["generated"]} == {"cast"}
+        assert {kernel_classes.classify(kernel) for kernel in fp8["generated"]} == {"cast"}
         assert all(row[key] is None for row in (fp8, inductor) for key in ("ms", "gb_per_s", "copy_gb_per_s", "share"))
     text = printed.getvalue()
     assert result["device"]["name"] == "cpu" and result["size"] == "tiny" and result["name"] == "kernels:part"

@@ -7,10 +7,11 @@ import json
 import pytest
 import torch
 
-from benchmarks import arms, classify, matmuls, plot, results, static, tables, train
+from benchmarks import arms, matmuls, plot, results, static, tables, train
 from benchmarks.cases import CASES
 from benchmarks.cases.base import Fit, parse_case
 from fp8compile.devices import catalog, cost
+from fp8compile.dryrun import kernel_classes
 
 FP8 = {"fp8": 6, "high_precision": 3, "fp8_flop_fraction": 0.9, "summary": ""}
 
@@ -62,7 +63,7 @@ def test_kernels_are_checked_and_have_a_place_of_their_own(tmp_path):
 
 def row(arm: str, rate: float, point: str = "", **more) -> dict:
     """A measured row of an arm with `rate` tokens/s."""
-    classes = {kind: {"count": 1.0, "ms": 1000 / rate} for kind in classify.CLASSES}
+    classes = {kind: {"count": 1.0, "ms": 1000 / rate} for kind in kernel_classes.CLASSES}
     steps = {part: 1e3 / rate for part in ("total", "forward", "backward", "optimizer")}
     made = train.ArmRun(arms.ARMS[arm], how="inductor", warmups=[9.0, 4.0])
     made.profile = {"kernels": {"classes": classes, "count": 5.0, "busy_ms": 5000 / rate, "longest": []}, "decisions": FP8}

@@ -1,9 +1,10 @@
-"""The command line: `fp8compile explain | estimate | compare | tune | policy | plot | calibrate | devices | env`, or
+"""The command line: `fp8compile explain | estimate | compare | bench | tune | policy | plot | calibrate | devices | env`, or
 `python -m fp8compile`.
 
     errors    error messages and tracebacks
     target    loads the model that a command gets as TARGET
     model     explain, estimate, compare
+    bench     bench
     tune      tune
     policy    policy check, policy show, policy schema
     tools     plot, devices, calibrate
@@ -33,6 +34,7 @@ except ModuleNotFoundError:
 
 from .. import __version__
 from ..errors import Fp8CompileError, StrictError, TuneError, one_line
+from .bench import bench
 from .env import env
 from .errors import complain
 from .model import compare, estimate, explain
@@ -85,5 +87,5 @@ def cli(traceback: bool) -> None:
     """What torch.compile(model, backend="fp8") does with a model's matmuls, and what that is worth."""
 
 
-for _command in (explain, estimate, compare, tune, policy, plot, devices, calibrate, env):
+for _command in (explain, estimate, compare, bench, tune, policy, plot, devices, calibrate, env):
     cli.add_command(_command)

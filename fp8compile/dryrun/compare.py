@@ -146,7 +146,7 @@ class Session:
         trained = {name: weight for name, weight in weights.items() if weight.requires_grad}
         if not trained:
             raise OptionError(f"{self.who}: no parameter of {self.name} requires gradients, so there is no step to {self.who}")
-        _check_places(weights, self.who)
+        check_places(weights, self.who)
         self._compile(self._options(weights))
         self.tap.names = {id(weight): name for name, weight in weights.items()}
         saved = {name: scaling_state(root) for name, root in roots.items()}
@@ -216,7 +216,7 @@ class Session:
         args, kwargs, loss = given
         try:
             result = self.steps[phase](*args, **kwargs)
-            value = _loss(result, loss, self.name, self.who)
+            value = loss_of(result, loss, self.name, self.who)
             gradients = torch.autograd.grad(value, list(trained.values()), allow_unused=True)
         except Fp8CompileError:
             raise
@@ -262,7 +262,7 @@ def _roots(modules: list[nn.Module]) -> dict[str, nn.Module]:
     return {"" if len(roots) == 1 else f"{i}.": root for i, root in enumerate(roots)}
 
 
-def _check_places(tensors: Mapping[str, Tensor], who: str) -> None:
+def check_places(tensors: Mapping[str, Tensor], who: str) -> None:
     """OptionError for parameters without values here."""
     for name, tensor in tensors.items():
         if tensor.device.type == "meta":
@@ -279,7 +279,7 @@ def _is_loss(x: Any) -> bool:
     return isinstance(x, Tensor) and x.numel() == 1 and x.requires_grad
 
 
-def _loss(result: Any, loss: Loss | None, name: str, who: str) -> Tensor:
+def loss_of(result: Any, loss: Loss | None, name: str, who: str) -> Tensor:
     """The loss of what a model returned; OptionError if that is none."""
     found: Any
     if loss is not None:

@@ -269,8 +269,8 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, timeout=300, env={**variables, "PYTHONPATH": str(ROOT)})
 
 
-QUICK = [["--help"], ["explain", "--help"], ["compare", "--help"], ["tune", "--help"], ["devices"], ["policy", "show"],
-         ["policy", "schema"]]  # fmt: skip
+QUICK = [["--help"], ["explain", "--help"], ["compare", "--help"], ["bench", "--help"], ["tune", "--help"], ["devices"],
+         ["policy", "show"], ["policy", "schema"]]  # fmt: skip
 
 
 def test_quick_commands_do_not_import_torch():

@@ -115,6 +115,7 @@ EXCEPTIONS: dict[str, str] = {
     "distributed/test_equivalence_on_ranks.py": "reporting",
     "distributed/test_parallelism.py": "ir",
     "distributed/test_wire.py": "runtime",
+    "dryrun/test_bench.py": "cli dryrun ir reporting",
     "dryrun/test_compare.py": "dryrun",
     "dryrun/test_estimate.py": "devices dryrun",
     "dryrun/test_explain.py": "reporting",

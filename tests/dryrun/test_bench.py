@@ -1,0 +1,255 @@
+"""bench: turns, rows, verdict and table on times that are made up; sharing of weights; one run of everything on a CPU."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fp8compile import cli
+from fp8compile.dryrun import bench, measure
+from fp8compile.errors import Fp8CompileError, OptionError
+from fp8compile.ir.records import GraphReport, MatmulRecord
+from fp8compile.reporting.report import Report
+
+GEMMS = (("fprop", 512, 256, 128), ("dgrad", 512, 128, 256), ("wgrad", 256, 128, 512))
+
+
+def turn(ms: float) -> dict[str, Any]:
+    """One of two steps, each of which takes so long."""
+    step = {"total": ms, "forward": 0.3 * ms, "backward": 0.6 * ms, "optimizer": 0.1 * ms}
+    return {"tokens": 2, "span_ms": 2 * ms, "steps": [step, step], "losses": [], "validation": None, "memory": None}
+
+
+def row(arm: str, *times: float, fp8: float | None = 8.0, busy: float = 12.0, error: str | None = None) -> dict[str, Any]:
+    """`fp8`: how many FP8 matmuls the profiler saw; None without a GPU."""
+    if error:
+        return {"arm": arm, "error": error}
+    classes = {"fp8_gemm": {"count": fp8, "ms": 3.0 if fp8 else 0.0}}
+    kernels = None if fp8 is None else {"classes": classes, "busy_ms": busy}
+    peaks = {"first": {"allocated": 5 * 10**9}, "peak": {"allocated": 4 * 10**9}}
+    return {"arm": arm, "error": None, **peaks, **measure.summarise([turn(ms) for ms in times]), "kernels": kernels}
+
+
+def layer(name: str, bf16: float, fp8: float | None, cast: float = 1.0) -> list[MatmulRecord]:
+    """The gemms of a layer, with the estimated microseconds of each; in high precision, if it has none in FP8."""
+    made = {"decision": "high_precision", "reason": "output head"} if fp8 is None else {"decision": "fp8", "recipe": "delayed"}
+    times = {"bf16_us": bf16, "fp8_us": fp8, "cast_us": cast}
+    return [MatmulRecord(name, gemm, m, n, k, **made, **times) for gemm, m, n, k in GEMMS]  # type: ignore[arg-type]
+
+
+UPS = (*layer("h.0.up", 40.0, 20.0), *layer("h.1.up", 40.0, 20.0))
+LAYERS = (*UPS, *layer("h.0.down", 9.0, 9.0, 0.5), *layer("head", 70.0, None))
+
+
+def made(*rows: dict[str, Any], matmuls: tuple[MatmulRecord, ...] = LAYERS, emulated: bool = False) -> bench.Bench:
+    return bench.Bench("NVIDIA H100", rows, Report([GraphReport(0, "Net", matmuls)]), emulated, ("a note",))
+
+
+BF16 = row("bf16", 10.0, 10.2, 9.9, fp8=0.0)
+SPREAD = "the rounds of an arm differ by up to 3.0%"
+GAINS = "\nestimated gain a step: h.0-1.up (x2) 114 µs\n9 of 12 matmuls, "
+
+
+@pytest.mark.parametrize(
+    ("found", "says"),
+    [
+        (made(BF16, row("fp8", 8.0, 8.1, 8.0)), f"FP8 pays: 1.25x as fast as bf16; {SPREAD}{GAINS}"),
+        (made(BF16, row("fp8", 12.5, 12.6, 12.5)), "FP8 does not pay: 0.80x as fast as bf16"),
+        (made(BF16, row("fp8", 9.9, 9.8, 9.7)), "no difference that these rounds can show: 1.02x as fast as bf16"),
+        (made(BF16, row("fp8", 8.0, 8.0), matmuls=(*layer("h", 9.0, 9.0),)), "by the estimate, no layer gains"),
+        (made(BF16, row("fp8", 8.0, 8.0), matmuls=()), "no estimate for this device says which layers gain"),
+        (made(BF16, row("fp8", 8.0, 8.0, fp8=0.0)), "FP8 does not pay: no FP8 matmul ran (9 of 12 matmuls"),
+        (made(BF16, row("fp8", 8.0, 8.0, fp8=0.0, busy=0.0)), "FP8 pays"),
+        (made(BF16, row("fp8", error="OutOfMemoryError: much")), "no answer: FP8 failed: OutOfMemoryError: much"),
+        (made(BF16, row("fp8", 8.0, 8.0, fp8=None), emulated=True), "no answer: FP8 is emulated on a CPU"),
+    ],
+    ids=["pays", "costs", "within the spread", "no gain", "not described", "not in FP8", "not seen", "failed", "a CPU"],
+)
+def test_the_verdict(found: bench.Bench, says: str) -> None:
+    assert says in found.verdict and str(found).endswith(found.verdict) and found.to_dict()["verdict"] == found.verdict
+
+
+def test_the_table() -> None:
+    found = made(BF16, row("torchao-tensorwise", error="ImportError: it is broken"), row("fp8", 8.0, 8.1, 7.9))
+    head, arms, _ = str(found).split("\n\n")
+    assert head.splitlines()[1] == "* a note"
+    bf16, torchao, fp8, why = arms.splitlines()[2:]
+    assert bf16.split() == "bf16 10.00 3.0% 1.00x 3.00 6.00 1.00 4.00 5.00 0, 0% of the time".split()
+    assert fp8.split() == "fp8 8.00 2.5% 1.25x 2.40 4.80 0.80 4.00 5.00 8, 25% of the time".split()
+    assert torchao.split() == ["torchao-tensorwise", "failed"] and why == "torchao-tensorwise: ImportError: it is broken"
+    layers = {one["name"]: one["estimated_gain_us"] for one in json.loads(json.dumps(found.to_dict()))["layers"]}
+    assert layers == {"h.0-1.up (x2)": 114.0, "head": 0.0, "h.0.down": -1.5}
+
+
+class Made:
+    """In the place of an arm's runner."""
+
+    def __init__(self, name: str, seen: list[str], fails: Exception | None = None):
+        self.name, self.seen, self.fails = name, seen, fails
+
+    def warm_up(self, steps: int) -> dict[str, Any]:
+        self.seen.append(f"{self.name} warms up {steps}")
+        if self.fails:
+            raise self.fails
+        return {"first": None, "peak": None}
+
+    def turn(self, steps: int) -> dict[str, Any]:
+        self.seen.append(self.name)
+        return turn(float(len(self.seen)))
+
+    def profile(self, steps: int) -> None:
+        return None
+
+
+def test_arms_take_turns_and_one_that_fails_takes_no_part() -> None:
+    seen: list[str] = []
+    arms = {name: Made(name, seen) for name in ("bf16", "torchao", "fp8")}
+    arms["torchao"].fails = torch.OutOfMemoryError("CUDA out of memory")
+    rows = bench._measured({name: lambda arm=arm: arm for name, arm in arms.items()}, 3, 2, 9, lambda what: None)
+    assert seen[:3] == ["bf16 warms up 9", "torchao warms up 9", "fp8 warms up 9"]
+    assert seen[3:] == ["bf16", "fp8", "fp8", "bf16", "bf16", "fp8"]
+    assert [one["error"] for one in rows][::2] == [None, None] and "--no-optimizer" in rows[1]["error"]
+    assert rows[0]["step_ms"]["total"] == 7.0 and len(rows[2]["tokens_per_s"]["rounds"]) == 3
+    arms["bf16"].fails = ValueError("a bad batch")
+    with pytest.raises(Fp8CompileError, match="the step fails in bf16: ValueError: a bad batch"):
+        bench._measured({"bf16": lambda: arms["bf16"]}, 1, 1, 2, lambda what: None)
+
+
+def test_a_runner_times_the_parts_of_steps() -> None:
+    weight, updates = nn.Parameter(torch.ones(2)), list[torch.Tensor]()
+    runner = measure.Runner("cpu", lambda: weight.sum(), lambda: updates.append(weight.grad.clone()), accumulate=3, tokens=5)
+    warm = runner.warm_up(2)
+    assert warm["first"] is warm["peak"] is None and warm["warmup_s"] > 0 and len(updates) == 2
+    found = runner.turn(4, lead=1)
+    assert len(found["steps"]) == 4 and found["tokens"] == 4 * 3 * 5 and len(found["losses"]) == 3 * 7
+    assert [grads[0].item() for grads in updates] == [3.0 * i for i in range(1, 8)]
+    for step in found["steps"]:
+        assert step["total"] >= step["forward"] + step["backward"] + step["optimizer"] > 0
+    assert runner.profile(steps=1) is None
+
+
+@pytest.mark.slow  # torchao takes seconds to import
+def test_arms_share_weights_and_torchao_gets_modules_of_its_own() -> None:
+    pytest.importorskip("torchao")
+    model = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 24), nn.BatchNorm1d(24))
+    model.lm_head = nn.Linear(24, 32)
+    part = bench._sharing(model)
+    measure.by_torchao("tensorwise", heads=("lm_head",))(part)
+    kinds = [type(module).__name__ for module in (*part, *model)]
+    assert kinds == ["Float8Linear", "Linear", "BatchNorm1d", "Linear", "Linear", "Linear", "BatchNorm1d", "Linear"]
+    assert [*map(id, part.parameters())] == [*map(id, model.parameters())]
+    assert [*map(id, part.buffers())] == [*map(id, model.buffers())]
+
+
+def test_an_adamw_that_changes_nothing() -> None:
+    weight, x = nn.Parameter(torch.randn(8)), torch.randn(8, requires_grad=True)
+    before = weight.detach().clone()
+    update = bench._update([weight], [weight, x])
+    (weight * x).sum().backward()
+    update()
+    assert torch.equal(weight, before) and weight.grad is x.grad is None
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+MODEL = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.lm_head = nn.Linear(128, 256), nn.Linear(256, 128)
+
+    def forward(self, x):
+        return self.lm_head(self.up(x).relu())
+
+def build():
+    torch.manual_seed(0)
+    return net, (torch.randn(32, 128),)
+
+def frozen():
+    return Net().requires_grad_(False), (torch.randn(32, 128),)
+
+def meta():
+    with torch.device("meta"):
+        return Net(), (torch.randn(32, 128),)
+
+def mean(y):
+    return y.float().square().mean()
+
+net = Net()
+net.compile(backend="fp8")
+"""
+
+
+@pytest.fixture
+def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "a_model.py").write_text(MODEL)
+    yield
+    sys.modules.pop("a_model", None)
+
+
+def test_there_is_no_gpu(target: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert cli.main(["bench", "a_model.py:build"]) == 1
+    out, err = capsys.readouterr()
+    assert not out and err.count("\n") == 1 and "torch sees no cuda here. --device cpu tries the command" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "says"),
+    [
+        ("a_model.py:biuld --device cpu", 2, "Did you mean 'build'"),
+        ("a_model.py:build --device gpu0", 2, "'gpu0' is not a device as torch names it"),
+        ("a_model.py:build --device meta", 1, "FP8 cannot pay here: meta devices have no FP8 matmuls"),
+        ("a_model.py:build --device cpu --option recipe=tensorwsie", 2, "Did you mean 'tensorwise'"),
+        ("a_model.py:build --device cpu --loss maen", 2, "Did you mean 'mean'"),
+        ("a_model.py:build --device cpu --rounds 1", 2, "--rounds"),
+        ("a_model.py:frozen --device cpu --loss mean", 2, "no parameter of the model requires gradients"),
+        ("a_model.py:meta --device cpu --loss mean", 2, "up.weight is on the meta device"),
+    ],
+)
+def test_wrong_usage(target: Any, capsys: pytest.CaptureFixture[str], arguments: str, status: int, says: str) -> None:
+    assert cli.main(["bench", *arguments.split()]) == status
+    out, err = capsys.readouterr()
+    assert not out and says in err.splitlines()[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.compiled
+def test_a_cpu(target: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """All arms run; what they say of a CPU; the model is as before."""
+    pytest.importorskip("torchao")
+    flags = "--device cpu --loss mean --rounds 2 --steps 2 --warmup 2 --option recipe=delayed --json".split()
+    from importlib import import_module
+
+    sys.path.insert(0, ".")
+    net = import_module("a_model").net
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    assert cli.main(["bench", "a_model:build", *flags]) == 0
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert [one["arm"] for one in found["rows"]] == ["bf16", "torchao-tensorwise", "fp8"]
+    for one in found["rows"]:
+        assert one["error"] is None and one["step_ms"]["total"] > 0 and one["kernels"] is one["peak"] is None
+        assert len(one["tokens_per_s"]["rounds"]) == 2 and 0 < one["step_ms"]["optimizer"] < one["step_ms"]["total"]
+        assert len(set(one["losses"][1:])) == 1  # the optimizer changes nothing; FP8's first call is cold
+    bf16, *fp8 = (one["losses"][-1] for one in found["rows"])
+    assert all(loss != bf16 and abs(loss - bf16) < 0.1 * bf16 for loss in fp8)
+    decisions = {record["decision"] for graph in found["report"]["graphs"] for record in graph["matmuls"]}
+    assert decisions == {"fp8", "high_precision"}  # the output head
+    assert found["emulated"] and found["verdict"].startswith("no answer: FP8 is emulated") and found["layers"] == []
+    assert err.count("FP8 is emulated on a CPU") == 1 and "round 2 of 2" in err
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+    assert all(parameter.grad is None for parameter in net.parameters())
+    with pytest.raises(OptionError, match="which is no loss: give loss="):
+        bench.bench(net, torch.randn(32, 128), device="cpu", torchao=False)
