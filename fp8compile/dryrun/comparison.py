@@ -8,7 +8,7 @@ Decibels are SQNRs: 10 log10(|reference|^2 / |error|^2), so 20 dB is an error of
 
 The band. What a matmul's own error is in good order follows from its formats, not from the model: rounding to E4M3 leaves 31.5
 dB, to E5M2 25.5 dB, and the errors of both operands add, so 28.5 dB for fprop and 24.5 dB for dgrad and wgrad. Ten healthy
-models (docs/log.md, 2026-11-24) have 28.2 dB or more, 24.1 and 21.6. Sums that cancel lower it, so a layer leaves its band at
+models (notes/log.md, 2026-11-24) have 28.2 dB or more, 24.1 and 21.6. Sums that cancel lower it, so a layer leaves its band at
 `BAND` dB below.
 
 Outliers. In a tensor whose largest element is `OUTLIERS` times the median, a scale that is a little too old saturates what

@@ -18,7 +18,7 @@ from fp8compile.config.options import OURS
 
 ROOT = next(folder for folder in Path(__file__).parents if (folder / "pyproject.toml").exists())
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
-WRITTEN = [page for page in PAGES if page.name != "log.md"]
+NOTES = sorted((ROOT / "notes").glob("*.md"))  # records: no pages of the site
 
 
 def anchors(page: Path) -> set[str]:
@@ -29,7 +29,7 @@ def anchors(page: Path) -> set[str]:
     return {heading.strip().lower().replace(" ", "-") for heading in plain} | set(documented)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+@pytest.mark.parametrize("page", PAGES + NOTES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"```.*?```", "", page.read_text(), flags=re.S)):
         if re.match(r"[a-z]+:", target):
@@ -40,7 +40,7 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(linked), f"{page.name}: {target}"
 
 
-@pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.relative_to(ROOT).as_posix())
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_lines_are_short(page: Path) -> None:
     """Rows of tables may be long, and what a program prints: neither can be broken."""
     text = re.sub(r"^```text.*?^```", "", page.read_text(), flags=re.M | re.S)
