@@ -314,7 +314,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("paths", nargs="*", type=Path, default=[results.RESULTS], help="result files or folders")
     parser.add_argument("--markdown", action="store_true")
     parser.add_argument("--all", action="store_true", help="every result, not only the last of each case")
-    parser.add_argument("--update", type=Path, metavar="PAGE", nargs="+", help="write each table into the page that has its marks")
+    parser.add_argument("--update", type=Path, metavar="PAGE", nargs="+", help="pages: each table goes where its marks are")
     args = parser.parse_args(argv)
     try:
         found = results.read(args.paths)

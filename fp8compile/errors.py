@@ -116,8 +116,9 @@ def did_you_mean(near: Sequence[str]) -> str:
     return " Did you mean " + (f"{', '.join(quoted[:-1])} or {quoted[-1]}" if len(quoted) > 1 else quoted[0]) + "?"
 
 
-def near(given: Any, names: Iterable[str], count: int = 3) -> list[str]:
+def near(given: Any, names: Iterable[str], count: int = 3, least: float = 0.6) -> list[str]:
     """Up to `count` of `names` that somebody who wrote `given` may have meant, best first; [] if `given` is not a str.
+    `least`: how alike they have to be, from 0 to 1.
 
     Case does not matter, and "-" and " " count as "_". Dotted names are compared whole and by their last part: "cudagraphs"
     finds "triton.cudagraphs".
@@ -137,7 +138,7 @@ def near(given: Any, names: Iterable[str], count: int = 3) -> list[str]:
         return best
 
     scores = {name: score(name) for name in names}
-    least = max(0.6, max(scores.values(), default=0.0) - 0.15)  # next to a good match, poor ones only distract
+    least = max(least, max(scores.values(), default=0.0) - 0.15)  # next to a good match, poor ones only distract
     good = [name for name, value in scores.items() if value >= least]
     return sorted(good, key=lambda name: -scores[name])[:count]  # stable: of equals, the first given
 

@@ -24,6 +24,7 @@ from ..devices.cost import ScalingCost
 from ..devices.formats import FP8_FORMATS
 from ..devices.gpu import Gpu
 from ..errors import OptionError, one_of
+from . import peers
 
 AMAX_ALGOS = ("max", "most_recent")
 ON_OVERFLOW = ("current", "saturate")
@@ -182,6 +183,8 @@ class Recipe:
     weight_tiles: bool = False
 
     def __post_init__(self) -> None:
+        if meant := peers.recipe(self.name):
+            raise OptionError.of("recipe", self.name, meant)
         one_of("recipe", self.name, NAMES)
         self._formats()
         integer("amax_history_len", self.amax_history_len, 1, 1 << 20)
