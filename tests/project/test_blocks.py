@@ -162,7 +162,7 @@ def given(page: Path, folder: Path) -> dict[str, Any]:
 
 def run(page: Path, folder: Path) -> None:
     """Run the blocks of a page in a folder."""
-    if page.name == "README.md":
+    if has_commands(page):
         (folder / "examples").symlink_to(ROOT / "examples")
     for block in blocks(page):
         if block.title is not None:
