@@ -52,6 +52,15 @@ def test_the_readme_is_a_page() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120
 
 
+LONG = {"CHANGELOG.md": 1000, "docs/architecture.md": 340, "docs/tutorial.md": 280}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_a_page_answers_one_question(page: Path) -> None:
+    name = page.relative_to(ROOT).as_posix()
+    assert len(page.read_text().splitlines()) <= LONG.get(name, 250), name
+
+
 CASES = {  # of README's table, by the names of the benchmarks
     "Llama-3-8B layers, 8192 tokens": "llama-8b-layers",
     "Llama-3.2-3B": "llama-3b",
