@@ -8,6 +8,7 @@ In the site
 * a folder is a page that lists its files, and any other file (an image, data) is copied,
 
 and each link leads there. A link to something that does not exist stays as it is, and the strict build refuses it.
+llms.txt lists the pages of the navigation with their first sentences, for programs that read (llmstxt.org).
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from __future__ import annotations
 import posixpath
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mkdocs.structure.files import File, Files
+if TYPE_CHECKING:  # imported below: a test, whose environment has no mkdocs, reads llms()
+    from mkdocs.structure.files import File, Files
 
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 LANGUAGES = {".py": "python", ".toml": "toml", ".sh": "bash", ".yml": "yaml", "": "text", ".md": "markdown"}
@@ -29,6 +31,8 @@ LINK = re.compile(r"(?<=\]\()([^()\s#]+)(?=[)#])")
 
 def on_files(files: Files, config: Any) -> Files:
     """Add the pages at the root, and what they and the pages of docs/ link to."""
+    from mkdocs.structure.files import File
+
     root = Path(config.config_file_path).parent
     for site, path in ROOT_PAGES.items():
         files.append(File.generated(config, site, abs_src_path=str(root / path)))
@@ -50,6 +54,36 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         return posixpath.relpath(site, posixpath.dirname(uri) or ".") if site is not None and found else match[1]
 
     return _outside_code(markdown, lambda text: LINK.sub(turned, _pipes(text)))
+
+
+def on_post_build(config: Any) -> None:
+    root = Path(config.config_file_path).parent
+    (Path(config.site_dir) / "llms.txt").write_text(llms(root, config.site_name, config.site_description, config.nav))
+
+
+def llms(root: Path, name: str, description: str, nav: list[Any]) -> str:
+    """llms.txt: a section for each tab of the navigation, a line for each page."""
+    lines = [f"# {name}", "", f"> {description}"]
+    for entry in nav:
+        (title, inside), *_ = entry.items() if isinstance(entry, dict) else [("Start", entry)]
+        lines += ["", f"## {title}", "", *(_line(root, page) for page in _pages(inside))]
+    return "\n".join(lines) + "\n"
+
+
+def _pages(nav: Any) -> list[str]:
+    if isinstance(nav, str):
+        return [nav]
+    return [page for entry in (nav.values() if isinstance(nav, dict) else nav) for page in _pages(entry)]
+
+
+def _line(root: Path, page: str) -> str:
+    """`- [title](page): the first sentence`."""
+    text = FENCE.sub("", (root / ROOT_PAGES.get(page, f"docs/{page}")).read_text())
+    title = re.search(r"^# (.+)$", text, re.M)
+    first = re.search(r"^[A-Za-z`\[](?:.|\n(?!\n))*", text[title.end() :] if title else text, re.M)
+    plain = re.sub(r"\[(.*?)\]\([^)]*\)", r"\1", " ".join(first[0].split())) if first else ""
+    sentence = re.split(r"(?<=[.?!:]) (?=[A-Z`])", plain)[0].rstrip(":")
+    return f"- [{title[1] if title else page}]({page.removesuffix('.md')}.html){': ' + sentence if sentence else ''}"
 
 
 def _outside_code(markdown: str, change: Any) -> str:
@@ -94,6 +128,8 @@ def _targets(text: str, page: File) -> list[str]:
 
 def _add(root: Path, path: str, files: Files, config: Any) -> None:
     """Add a page with that file, or with the list of that folder; nothing if it does not exist."""
+    from mkdocs.structure.files import File
+
     site, source = _site(path), root / path
     if not source.exists() or not source.resolve().is_relative_to(root.resolve()) or files.get_file_from_path(site) is not None:
         return

@@ -2,7 +2,7 @@
 
     python -m benchmarks.recipes                       # the missing runs of 5 seeds, then the table; about an hour of one core
     python -m benchmarks.recipes --arms bf16,rowwise --seeds 10 --jobs 4
-    python -m benchmarks.recipes --show --update docs/recipes.md --plot docs/recipes.png
+    python -m benchmarks.recipes --show --update docs/accuracy.md --plot docs/recipes.png
     python -m benchmarks.recipes --experts 8 --steps 600 --seeds 3 --arms bf16,delayed,rowwise
     python -m benchmarks.recipes --seeds 3 --arms bf16,bf16-noise-0.03,bf16-noise-0.1,bf16-noise-0.3,bf16-noise-1.0
     python -m benchmarks.recipes --seeds 3 --arms bf16,delayed,tuned-0.1%,tuned-0.2%

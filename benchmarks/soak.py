@@ -1,7 +1,7 @@
 """Does training survive what goes wrong in a long run? FSDP2 x TP on 4 processes, with faults planted, beside a clean run.
 
     python -m benchmarks.soak                                 # both arms, 300 steps, 4 processes on a CPU
-    python -m benchmarks.soak --show --update docs/distributed.md --plot docs/soak.png
+    python -m benchmarks.soak --show --update notes/soak.md --plot notes/soak.png
 
 A small Llama trains on 2 x 2 ranks: the MLPs are tensor parallel ("tp"), everything is sharded by FSDP2 ("dp"), each block is
 compiled with backend="fp8". The ranks talk by gloo; graphs are interpreted. The loop does what a trainer does: it clips

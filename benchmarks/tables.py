@@ -1,7 +1,7 @@
 """Results as tables: `python -m benchmarks.tables benchmarks/results`, `--markdown` for the docs.
 
-`--update docs/benchmarks.md` replaces the text between the lines `<!-- table: NAME -->` and `<!-- end -->`; NAME is
-`static`, `ceilings`, `instructions`, `measured` or `kernels`.
+`--update docs/benchmarks.md notes/benchmarks.md` replaces the text between the lines `<!-- table: NAME -->` and `<!-- end -->`,
+in the page that has them; NAME is `static`, `ceilings`, `instructions`, `measured` or `kernels`.
 """
 
 from __future__ import annotations
@@ -298,13 +298,15 @@ def markdown(found: list[dict[str, Any]]) -> str:
     return "\n".join(parts) or "No results.\n"
 
 
-def update(page: Path, name: str, body: str) -> None:
-    """Replace the text between the page's two marks for `name`. ValueError if the page does not have them."""
+def update(pages: Path | Sequence[Path], name: str, body: str) -> None:
+    """Replace the text between the two marks for `name` in the pages that have them. ValueError if none has."""
+    pages = [pages] if isinstance(pages, Path) else pages
     marks = re.compile(rf"(<!-- table: {re.escape(name)} -->\n).*?(<!-- end -->)", re.DOTALL)
-    content, count = marks.subn(lambda found: f"{found[1]}{body}{found[2]}", page.read_text())
-    if not count:
-        raise ValueError(f"{page} has no line <!-- table: {name} -->")
-    page.write_text(content)
+    found = [page for page in pages if marks.search(page.read_text())]
+    if not found:
+        raise ValueError(f"{', '.join(map(str, pages))}: no line <!-- table: {name} -->")
+    for page in found:
+        page.write_text(marks.sub(lambda old: f"{old[1]}{body}{old[2]}", page.read_text()))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -312,7 +314,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("paths", nargs="*", type=Path, default=[results.RESULTS], help="result files or folders")
     parser.add_argument("--markdown", action="store_true")
     parser.add_argument("--all", action="store_true", help="every result, not only the last of each case")
-    parser.add_argument("--update", type=Path, metavar="PAGE", help="write the static and the measured tables into a page")
+    parser.add_argument("--update", type=Path, metavar="PAGE", nargs="+", help="pages: each table goes where its marks are")
     args = parser.parse_args(argv)
     try:
         found = results.read(args.paths)

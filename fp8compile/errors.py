@@ -117,8 +117,9 @@ def did_you_mean(near: Sequence[str]) -> str:
     return " Did you mean " + (f"{', '.join(quoted[:-1])} or {quoted[-1]}" if len(quoted) > 1 else quoted[0]) + "?"
 
 
-def near(given: Any, names: Iterable[str], count: int = 3) -> list[str]:
+def near(given: Any, names: Iterable[str], count: int = 3, least: float = 0.6) -> list[str]:
     """Up to `count` of `names` that somebody who wrote `given` may have meant, best first; [] if `given` is not a str.
+    `least`: how alike they have to be, from 0 to 1.
 
     Case does not matter, and "-" and " " count as "_". Dotted names are compared whole and by their last part: "cudagraphs"
     finds "triton.cudagraphs".
@@ -130,7 +131,7 @@ def near(given: Any, names: Iterable[str], count: int = 3) -> list[str]:
         whole = name.lower().translate(_SEPARATORS)
         compared[whole] = name
         compared.setdefault(whole.rpartition(".")[2], name)
-    close = difflib.get_close_matches(given.lower().translate(_SEPARATORS), compared, count)
+    close = difflib.get_close_matches(given.lower().translate(_SEPARATORS), compared, count, least)
     return list(dict.fromkeys(compared[each] for each in close))
 
 

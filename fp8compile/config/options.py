@@ -9,13 +9,14 @@ from __future__ import annotations
 import dataclasses
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args, get_origin
 
 from ..devices import catalog
 from ..errors import OptionError, did_you_mean, near, one_of
 from ..logs import get_logger, say_once
+from . import peers
 from .policy import Policy, Rule, load
 from .recipe import SETTINGS, Recipe
 from .settings import boolean
@@ -141,11 +142,7 @@ def _inductor_patches(given: dict[str, Any]) -> dict[str, Any]:
     current = compat.inductor_config()
     for key, value in given.items():
         if key not in current:
-            meant = near(key, (*OURS, *current), count=4)
-            error = OptionError(
-                f"unknown fp8 option {key!r} (value {value!r}).{did_you_mean(meant)} fp8compile's options are "
-                f"{', '.join(OURS)}; any option of torch._inductor.config is passed on to Inductor."
-            )
+            error = OptionError(f"unknown fp8 option {key!r} (value {value!r}).{_meant(key, current)}")
             error.key, error.value = key, value
             raise error
         if key in _PASSES and value is False:
@@ -155,6 +152,15 @@ def _inductor_patches(given: dict[str, Any]) -> dict[str, Any]:
             wanted = getattr(expected, "__name__", str(expected))
             raise OptionError.of(key, value, f"{wanted} (an Inductor option, now {current[key]!r})")
     return dict(given)
+
+
+def _meant(key: str, inductor: Collection[str]) -> str:
+    """What somebody who wrote `key` may have meant: another library's option, a near miss among ours, or among Inductor's."""
+    if instead := peers.option(key):
+        return f" Here it is {instead}."
+    if found := near(key, OURS) or near(key, inductor, least=0.85):
+        return did_you_mean(found)
+    return f" fp8compile's options are {', '.join(OURS)}; any option of torch._inductor.config is passed on to Inductor."
 
 
 def _keeps_passes(patches: Mapping[str, Any]) -> bool:

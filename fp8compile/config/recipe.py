@@ -23,6 +23,7 @@ from ..devices.cost import ScalingCost
 from ..devices.formats import FP8_FORMATS
 from ..devices.gpu import Gpu
 from ..errors import OptionError, one_of
+from . import peers
 from .settings import (
     boolean,
     group,
@@ -261,6 +262,8 @@ class Recipe:
     )
 
     def __post_init__(self) -> None:
+        if meant := peers.recipe(self.name):
+            raise OptionError.of("recipe", self.name, meant)
         one_of("recipe", self.name, RECIPES)
         for key, described in SETTINGS.items():
             self._set(key, described.check(key, getattr(self, key)))

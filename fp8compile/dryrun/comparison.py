@@ -8,7 +8,7 @@ Decibels are SQNRs: 10 log10(|reference|^2 / |error|^2), so 20 dB is an error of
 
 The band. What a matmul's own error is in good order follows from its formats, not from the model: rounding to E4M3 leaves 31.5
 dB, to E5M2 25.5 dB, and the errors of both operands add, so 28.5 dB for fprop and 24.5 dB for dgrad and wgrad. Ten healthy
-models (docs/log.md, 2026-11-24) have 28.2 dB or more, 24.1 and 21.6. Sums that cancel lower it, so a layer leaves its band at
+models (notes/log.md, 2026-11-24) have 28.2 dB or more, 24.1 and 21.6. Sums that cancel lower it, so a layer leaves its band at
 `BAND` dB below.
 
 Outliers. In a tensor whose largest element is `OUTLIERS` times the median, a scale that is a little too old saturates what
@@ -167,9 +167,9 @@ class Comparison:
     def table(self, worst: int | None = 20) -> str:
         """The table, of the `worst` layers and half as many other parameters at most; None: of all."""
         lines = ["fp8: " + self.summary()]
-        lines += [f"{item.name} has left its band: {item.flag}" for item in self.items if item.flag]
+        lines += [f"{item.name} is out of range: {item.flag}" for item in self.items if item.flag]
         if not any(item.flag for item in self.items):
-            lines.append("nothing has left its band")
+            lines.append("all layers are within the expected range")
         if self._unsteady is not None:
             name, sqnr = self._unsteady
             lines.append(
@@ -273,7 +273,7 @@ def _flagged(item: Compared, casts: Sequence[Mapping[str, Any]]) -> Compared:
         text = f"its largest element is {item.peak:.0f} times the median: outliers" if item.peak > OUTLIERS else ""
         return replace(item, flag=text)
     gemm = min(low, key=lambda gemm: _or(low[gemm], -math.inf) - EXPECTED[gemm])
-    text = "is not finite" if math.isnan(low[gemm]) else f"is at {low[gemm]:.1f} dB, and {EXPECTED[gemm]} dB is good order"
+    text = "is not finite" if math.isnan(low[gemm]) else f"{low[gemm]:.1f} dB, expected about {EXPECTED[gemm]}"
     shares = [(row[f"{what}%"], f"{row[f'{what}%']:.3g}% of its {row['role']} {how}")
               for row in casts for what, how in (("overflows", "saturate"), ("underflows", "become 0"))
               if row["role"] in ROLES[gemm] and (row[f"{what}%"] or 0) >= 0.01]  # fmt: skip

@@ -339,7 +339,7 @@ class _Component:
         text = f"{SLOWER}: {bf16 / (bf16 + lost):.2f}x at {count}"
         start = gemm.matmul.price.break_even_m
         if whole and start is None:
-            return f"{text}; gains at no {'number' if groups else 'm'}"
+            return f"{text}; never faster, at any {'number' if groups else 'm'}"
         if not whole or start is None or start <= gemm.m:
             return text
         return f"{text}; gains from {-(-start // groups)}" if groups else f"{text}; gains from m {start}"

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import logging
 import pickle
+import re
 from typing import Any
 
 import pytest
 import torch
 
-from fp8compile.config import options
+import fp8compile.distributed
+from fp8compile.config import options, peers
 from fp8compile.config.options import Options, parse
 from fp8compile.config.policy import load
 from fp8compile.config.recipe import Recipe
@@ -201,12 +204,67 @@ def test_unknown_key_lists_near_matches(key, meant):
     suggestions = message.partition("Did you mean ")[2].partition("?")[0]
     assert repr(key) in message and "'it'" in message
     assert suggestions.startswith(repr(meant)), message
-    assert all(name in message for name in options.OURS) and "torch._inductor.config" in message
+    assert "torch._inductor.config" not in message and len(message) < 200  # a near miss, and not the list of all
+
+
+@pytest.mark.parametrize("key", ["skip", "enable", "formats", "exclud"])
+def test_near_misses_are_ours_before_inductors(key):
+    """torch has 600 keys, and one of them is like anything."""
+    suggestions = error_of({key: 1}).partition("Did you mean ")[2]
+    assert not suggestions or set(re.findall(r"'(\w[\w.]*)'", suggestions)) <= set(options.OURS)
 
 
 def test_unknown_key_without_a_near_match():
     message = error_of({"qqqqqq": 1})
-    assert "Did you mean" not in message and "amax_history_len" in message
+    assert "Did you mean" not in message and "torch._inductor.config" in message
+    assert all(name in message for name in options.OURS)
+
+
+class DelayedScaling:
+    """Stands for TransformerEngine's."""
+
+
+class Name(enum.Enum):
+    """Stands for torchao's Float8LinearRecipeName."""
+
+    ROWWISE = "rowwise"
+
+
+@pytest.mark.parametrize(
+    "theirs, ours",
+    [
+        ("Float8CurrentScaling", "tensorwise"),
+        ("current", "tensorwise"),
+        ("dynamic", "tensorwise"),
+        ("MXFP8BlockScaling", "mxfp8"),
+        ("Float8BlockScaling", "blockwise"),
+        ("DelayedScaling", "delayed"),
+        (DelayedScaling, "delayed"),
+        (DelayedScaling(), "delayed"),
+        (Name.ROWWISE, "rowwise"),
+    ],
+)
+def test_recipes_by_the_names_of_other_libraries(theirs, ours):
+    assert f"'recipe' must be {ours!r}, " in error_of({"recipe": theirs})
+    assert parse({"recipe": ours}).recipe.name == ours
+    if isinstance(theirs, str):
+        assert f"must be {ours!r}, " in error_of({"policy": {"rules": [{"module": "*", "recipe": theirs}]}})
+
+
+def test_there_is_no_nvfp4():
+    assert "there is no NVFP4 here" in error_of({"recipe": "NVFP4BlockScaling"})
+
+
+def test_options_by_the_names_of_other_libraries():
+    """What a hint names exists: an option, or a function of the package."""
+    for theirs in peers._OPTIONS:
+        message = error_of({theirs: True})
+        assert f"unknown fp8 option {theirs!r}" in message and "Here it is" in message and "Did you mean" not in message
+        names = re.findall(r"Here it is '(\w+)'", message)
+        assert set(names) <= set(options.OURS), message
+    assert "fp8compile.distributed.fp8_all_gather(model)" in error_of({"enable_fsdp_float8_all_gather": True})
+    assert callable(fp8compile.distributed.fp8_all_gather)
+    assert "'policy'" in error_of({"module_filter_fn": lambda module, name: True})
 
 
 def test_keys_are_strings_and_options_a_mapping():

@@ -146,7 +146,7 @@ def test_table_dict_and_picture(tmp_path) -> None:
     case, compare = trained()
     found = compare(*case.args)
     text = str(found)
-    assert "nothing has left its band" in text and text.index("layers.0.up.weight") < text.index("norm.weight")
+    assert "all layers are within the expected range" in text and text.index("layers.0.up.weight") < text.index("norm.weight")
     assert len(found.rows()) == len(found) == len(list(found)) and found.flagged == []
     whole = json.loads(json.dumps(found.to_dict(), allow_nan=False))
     assert whole["rows"] == found.rows() and whole["flagged"] == [] and whole["deterministic"] is True

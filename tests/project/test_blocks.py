@@ -4,7 +4,7 @@
 * A `bash` block runs in the folder of these files. Pages with such a block are slow: each command imports torch.
 * A `text` block right behind one of them is what it prints. Numbers with a point may differ by a fifth; a line "..." stands for
   any lines.
-* A block whose first line is "# Not run by a test: why" is not run.
+* A block after the line "<!-- Not run by a test: why -->", or whose first line is "# Not run by a test: why", is not run.
 
 The older pages have fragments: `given` has the names that they take for granted.
 """
@@ -38,7 +38,7 @@ from tests.support.policies import load
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
-NOT_RUN = re.compile(r"# Not run by a test( of this page)?: \w+")
+NOT_RUN = re.compile(r"(# |<!-- )Not run by a test( of this page)?: \w+")
 COMPLETE = ("index.md", "tutorial.md", "how-to")  # pages whose code needs no names from here
 COMPILED = ("README.md", "docs/index.md")  # also run as users run them, through Inductor
 COSTLY = (  # each takes seconds to compile: slow
@@ -57,6 +57,7 @@ class Block:
     title: str | None
     code: str
     shown: str | None
+    before: str = ""  # the line in front of the fence
 
     @property
     def where(self) -> str:
@@ -64,7 +65,7 @@ class Block:
 
     @property
     def runs(self) -> bool:
-        return not NOT_RUN.match(self.code)
+        return not NOT_RUN.match(self.code) and not NOT_RUN.match(self.before)
 
 
 FENCE = re.compile(r"^( *)```(\w*)([^\n]*)\n(.*?)^\1```$(?:\n+^\1```text\n(.*?)^\1```$)?", re.M | re.S)
@@ -76,7 +77,8 @@ def blocks(page: Path) -> list[Block]:
         title = re.search(r'title="(.+?)"', fence[3])
         shown = textwrap.dedent(fence[5]) if fence[5] is not None else None
         line = text.count("\n", 0, fence.start()) + 1
-        found.append(Block(page, line, fence[2], title[1] if title else None, textwrap.dedent(fence[4]), shown))
+        before = text[: fence.start()].rstrip("\n").rpartition("\n")[2].strip()
+        found.append(Block(page, line, fence[2], title[1] if title else None, textwrap.dedent(fence[4]), shown, before))
     return found
 
 
@@ -162,7 +164,7 @@ def given(page: Path, folder: Path) -> dict[str, Any]:
 
 def run(page: Path, folder: Path) -> None:
     """Run the blocks of a page in a folder."""
-    if page.name == "README.md":
+    if has_commands(page):
         (folder / "examples").symlink_to(ROOT / "examples")
     for block in blocks(page):
         if block.title is not None:

@@ -19,7 +19,7 @@ from tests.project import settings_page
 
 ROOT = next(folder for folder in Path(__file__).parents if (folder / "pyproject.toml").exists())
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
-WRITTEN = [page for page in PAGES if page.name != "log.md"]
+NOTES = sorted((ROOT / "notes").glob("*.md"))  # records: no pages of the site
 
 
 def anchors(page: Path) -> set[str]:
@@ -30,7 +30,7 @@ def anchors(page: Path) -> set[str]:
     return {heading.strip().lower().replace(" ", "-") for heading in plain} | set(documented)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+@pytest.mark.parametrize("page", PAGES + NOTES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"```.*?```", "", page.read_text(), flags=re.S)):
         if re.match(r"[a-z]+:", target):
@@ -41,7 +41,7 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(linked), f"{page.name}: {target}"
 
 
-@pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.relative_to(ROOT).as_posix())
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_lines_are_short(page: Path) -> None:
     """Rows of tables may be long, and what a program prints: neither can be broken."""
     text = re.sub(r"^```text.*?^```", "", page.read_text(), flags=re.M | re.S)
@@ -50,7 +50,39 @@ def test_lines_are_short(page: Path) -> None:
 
 
 def test_the_readme_is_a_page() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
+LONG = {"CHANGELOG.md": 1000, "docs/architecture.md": 340, "docs/tutorial.md": 280}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_a_page_answers_one_question(page: Path) -> None:
+    name = page.relative_to(ROOT).as_posix()
+    assert len(page.read_text().splitlines()) <= LONG.get(name, 250), name
+
+
+CASES = {  # of README's table, by the names of the benchmarks
+    "Llama-3-8B layers, 8192 tokens": "llama-8b-layers",
+    "Llama-3.2-3B": "llama-3b",
+    "Llama-3.2-1B": "llama-1b",
+    "GPT-2 124M": "gpt2-124m",
+    "DiT-XL/2 blocks": "dit",
+    "Qwen3-30B-A3B layer, 8192 tokens": "moe",
+}
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_the_gains_are_those_of_the_benchmarks(page: str) -> None:
+    """`python -m benchmarks.tables --update` writes the tables that are read here."""
+    ceilings, everything = (ROOT / "docs/benchmarks.md").read_text(), (ROOT / "notes/benchmarks.md").read_text()
+    for title, case in CASES.items():
+        row = re.search(rf"^\| {re.escape(title)} \| (.*?)x \| (.*?)x \| (.*?) \|$", (ROOT / page).read_text(), re.M)
+        assert row is not None, title
+        theirs, ours = re.search(rf"^\| {case} +\| +[\d.]* *\| +([\d.]+) \| +([\d.]+) ", ceilings, re.M).groups()
+        table = everything[everything.index(f"**{case} |") :]
+        kept = re.search(r"^\| fp8-delayed +(?:\| +[\d.,]+ ){3}\| +([\d.]+) ", table, re.M)[1]
+        assert row.groups() == (ours, theirs, kept), title
 
 
 def test_every_option_has_a_row_and_every_row_is_an_option() -> None:

@@ -19,6 +19,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, get_args, get_type_hints
 
 from ...errors import OptionError, near
+from .. import peers
 from ..operators import MATMULS
 from ..recipe import RECIPES, SETTINGS, Recipe
 from . import match, patterns
@@ -348,7 +349,8 @@ class Policy(_Tables):
                 known = (*RECIPES, *self.recipes)
                 where = path if len(seen) == 1 else ("recipes", list(seen)[-2], "base")
                 shown = ", ".join(map(repr, known[:20])) + (", ..." if len(known) > 20 else "")
-                error = PolicyError.of("recipe" if len(seen) == 1 else "base", name, f"one of {shown}", near(name, known))
+                allowed = peers.recipe(name) or f"one of {shown}"
+                error = PolicyError.of("recipe" if len(seen) == 1 else "base", name, allowed, near(name, known))
                 raise error.under(*where)
             settings = {**self.recipes[name].settings, **settings}
             name = self.recipes[name].base or Recipe().name
