@@ -18,10 +18,8 @@ import fnmatch
 import functools
 import json
 import logging
-import math
 import os
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +28,7 @@ from ..errors import OptionError, near
 from ..logs import DEVICES_VARIABLE, get_logger, say_once
 from . import architectures
 from .gpu import Gpu, gfx_of
-from .toml import checked_keys, tomllib
+from .toml import tomllib
 
 if TYPE_CHECKING:
     import torch
@@ -252,7 +250,7 @@ def stored() -> dict[str, Device]:
 def _stored(path: Path, changed: int, size: int) -> dict[str, Device]:
     try:
         devices = [dataclasses.replace(_device(key, table), origin="calibrated") for key, table in _tables(path).items()]
-    except (OSError, ValueError) as error:  # TOMLDecodeError and UnicodeDecodeError are ValueErrors
+    except (OSError, ValueError, TypeError, AttributeError) as error:  # TOMLDecodeError and UnicodeDecodeError are ValueErrors
         fix = "Remove it, or run `python -m fp8compile calibrate` again."
         say_once(logger, logging.WARNING, f"fp8: {path} is ignored: {error}. {fix}")
         return {}
@@ -291,40 +289,15 @@ def _tables(path: Path) -> dict[str, dict[str, Any]]:
         return tomllib.load(file)
 
 
-def _device(key: str, table: Any) -> Device:
-    """The description in a table of a TOML file. Raises ValueError, which says what is wrong with the table."""
-    if not isinstance(table, Mapping):
-        raise ValueError(f"{key!r} is not a table")
-    names = [field.name for field in dataclasses.fields(Device) if field.name not in ("key", "origin")]
-    given = checked_keys(f"[{key}]", table, names, {"name", "sustained", "sms", "capability", "l2", "memory"})
-    for rates in {"peak", "sustained"} & set(given):
-        given[rates] = _rates(f"[{key}] {rates}", given[rates])
-    for name in ("sms", "l2", "memory", "clock_mhz", "launch", "memory_bus", "memory_clock_mhz"):
-        if name in given and not _is_number(given[name], least=0 if name.startswith(("memory_", "clock_")) else 1e-9):
-            raise ValueError(f"[{key}] {name} = {given[name]!r} is not a positive number")
-    capability = given["capability"]
-    if not (isinstance(capability, list) and len(capability) == 2 and all(isinstance(x, int) for x in capability)):
-        raise ValueError(f"[{key}] capability = {capability!r} is not [major, minor]")
-    if not isinstance(given["name"], str) or not isinstance(given.get("gfx", ""), str):
-        raise ValueError(f"[{key}] name and gfx must be strings")
-    for name in ("patterns", "aliases"):
-        given[name] = tuple(map(str, given.get(name, ())))
-    return Device(key=key, **{**given, "capability": tuple(capability)})
-
-
-def _rates(where: str, table: Any) -> Rates:
-    if not isinstance(table, Mapping) or not {"bf16", "bandwidth"} <= set(table) <= {*RATES, "bandwidth"}:
-        others = "fp8, fp8_precise, fp16 and fp32"
-        raise ValueError(f"{where} = {table!r} must give bf16 and bandwidth, and may give {others}, nothing else")
-    for name, value in table.items():
-        if not _is_number(value, least=0 if name.startswith("fp8") else 1e-9):
-            raise ValueError(f"{where}: {name} = {value!r} is not a positive number")
-    full = {"fp16": table["bf16"], "fp32": table["bf16"] / 2, **table}
-    return Rates(**{name: float(value) for name, value in full.items()})
-
-
-def _is_number(value: Any, least: float) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value >= least
+def _device(key: str, table: dict[str, Any]) -> Device:
+    """The description in a table of a TOML file. Raises TypeError for a key that is missing, or one too many."""
+    given = dict(table)
+    for rates in {"peak", "sustained"} & given.keys():
+        bf16 = given[rates].get("bf16", 0.0)
+        given[rates] = Rates(**{"fp16": bf16, "fp32": bf16 / 2, **given[rates]})
+    for name in {"capability", "patterns", "aliases"} & given.keys():
+        given[name] = tuple(given[name])
+    return Device(key=key, **given)
 
 
 # -- names -------------------------------------------------------------------------------------------------------------

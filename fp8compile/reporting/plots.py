@@ -45,45 +45,27 @@ class Curves:
 
 
 def read(path: str | Path) -> list[dict[str, Any]]:
-    """The rows of a monitor's file. Raises OptionError (a ValueError), which names the bad line, or says why there are none."""
-    rows = []
+    """The rows of a monitor's file, without those of comparisons (`compare_every`). Raises OptionError (a ValueError), which
+    names the first line that is none of a monitor's, or says why there are none."""
     try:
-        with open(path, encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
-                row = _row(path, number, line) if line.strip() else None
-                if row is not None:
-                    rows.append(row)
+        lines = Path(path).read_bytes().splitlines()
     except OSError as error:
         raise OptionError(f"{path}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise OptionError(f"{path} is no text: expected the JSON lines of fp8compile.monitor") from None
+    rows = []
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+            lacking = [key for key in NEEDED if key not in row]
+        except (ValueError, TypeError):
+            lacking, row = [*NEEDED], {}
+        if "compare" in row:
+            continue
+        if lacking:
+            raise OptionError(f"{path}, line {number} is none of fp8compile.monitor's: it has no {lacking[0]!r}")
+        rows.append(row)
     if not rows:
         raise OptionError(f"{path} has no lines: nothing has been measured yet")
     return rows
-
-
-def _row(path: str | Path, number: int, line: str) -> dict[str, Any] | None:
-    """One line; None for a row of a comparison (`compare_every`)."""
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise OptionError(f"{path}, line {number} is no JSON ({error}): expected the lines of fp8compile.monitor") from None
-    if isinstance(row, dict) and "compare" in row:
-        return None
-    missing = [key for key in NEEDED if not isinstance(row, dict) or key not in row]
-    if missing:
-        raise OptionError(f"{path}, line {number} is none of fp8compile.monitor's: it has no {missing[0]!r}")
-    bad = [key for key in NEEDED[3:] if row[key] is not None and not _is_number(row[key])]
-    bad += [] if type(row["step"]) is int else ["step"]
-    bad += [] if isinstance(row["name"], str) else ["name"]
-    bad += [] if isinstance(row["role"], str) and row["role"] in COLOURS else ["role"]
-    if bad:
-        raise OptionError(f"{path}, line {number} is none of fp8compile.monitor's: {bad[0]!r} is {row[bad[0]]!r}")
-    return row
-
-
-def _is_number(x: Any) -> bool:
-    return isinstance(x, (int, float)) and not isinstance(x, bool) and math.isfinite(x)
 
 
 def worst_first(rows: Iterable[Mapping[str, Any]]) -> list[Curves]:

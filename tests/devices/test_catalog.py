@@ -238,13 +238,10 @@ A_GPU = '[a]\nname = "a"\nsms = 1\ncapability = [9, 0]\nl2 = 1\nmemory = 1\nsust
     "text, wrong",
     [
         ("not toml at all [", None),
-        ("h100 = 3", "not a table"),
-        ('["a"]\nname = "a"\nsms = 1\n', "lacks capability"),
-        (A_GPU.replace("sms = 1", "sms = 0"), "sms = 0"),
-        (A_GPU.replace("[9, 0]", "90"), "capability"),
-        (A_GPU.replace("bf16 = 1.0", "bf16 = nan"), "bf16"),
-        (A_GPU.replace(", bandwidth = 1.0", ""), "bandwidth"),
-        ('["a"]\nname = "a"\nspeed = 1\n', "'speed'"),
+        ("h100 = 3", None),
+        ('["a"]\nname = "a"\nsms = 1\n', "'sustained'"),
+        (A_GPU.replace(", bandwidth = 1.0", ""), "'bandwidth'"),
+        (f"{A_GPU}speed = 1\n", "'speed'"),
         ("\xff\xfe", None),
     ],
 )

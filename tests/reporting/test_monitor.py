@@ -291,13 +291,11 @@ def test_plot(file: Path) -> None:
     ("text", "message"),
     [
         ("", "has no lines"),
-        ("step,loss\n1,2\n", "line 1 is no JSON"),
+        ("step,loss\n1,2\n", "line 1 is none of"),
         (
             json.dumps(LINES[0]) + "\n" + '{"step": 3, "loss": 2.0}\n',
             "line 2 is none of fp8compile.monitor's: it has no 'name'",
         ),
-        (json.dumps({**LINES[0], "role": "bias"}), "line 1 is none of .*'role' is 'bias'"),
-        (json.dumps({**LINES[0], "sqnr": "high"}), "line 1 is none of .*'sqnr' is 'high'"),
         ("[1, 2]", "it has no 'step'"),
     ],
 )
