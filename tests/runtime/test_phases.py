@@ -32,8 +32,8 @@ def seen() -> Iterator[list[str]]:
         yield found
 
 
-def scheduled(model: nn.Module, recipe: str = "delayed", **times: Any):
-    return torch.compile(model, backend="fp8", options={"recipe": recipe, "policy": {"schedule": times}})
+def scheduled(model: nn.Module, **times: Any):
+    return torch.compile(model, backend="fp8", options={"policy": {"schedule": times}})
 
 
 def step(run, optimizer, seed: int = 0, micro: int = 1, scale: float = 1.0) -> None:
@@ -58,11 +58,10 @@ def test_steps_not_calls_are_counted(seen: list[str], micro: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
-def test_weights_are_continuous(recipe: str) -> None:
+def test_weights_are_continuous() -> None:
     """In high-precision phases, results equal those of plain compilation from the same weights bit by bit; in FP8 not."""
     model, twin = make(SwiGlu), make(SwiGlu)
-    run = scheduled(model, recipe, warmup_steps=3, cooldown_at=5)
+    run = scheduled(model, warmup_steps=3, cooldown_at=5)
     optimizer = torch.optim.SGD(model.parameters(), 1.0, momentum=0.9)
     reference = torch.optim.SGD(twin.parameters(), 1.0, momentum=0.9)
     for i in range(8):
@@ -105,13 +104,9 @@ def test_two_compilations_and_no_more() -> None:
     assert [backward for _, backward in compiled] == [False, True] * 2
     assert len(fp8compile.report(model).graphs) == 1  # listed once
     assert fp8compile.report(model).fp8_flop_fraction == 1.0
-
-
-def test_no_schedule_is_one_compilation(seen: list[str]) -> None:
-    torch._dynamo.reset()
-    with hooks.halves() as compiled:
-        torch.compile(make(Mlp), backend="fp8")(noise(32, 128)).sum().backward()
-    assert len(compiled) == 2 and not seen
+    with hooks.halves() as compiled:  # without a schedule
+        torch.compile(make(SwiGlu), backend="fp8")(noise(32, 128)).sum().backward()
+    assert len(compiled) == 2
 
 
 @pytest.mark.slow
@@ -270,20 +265,6 @@ def test_small_graphs(make_model, options) -> None:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for i in range(3):
         step(run, optimizer, i)
-
-
-@pytest.mark.slow
-def test_a_second_model_begins_at_zero(seen: list[str]) -> None:
-    """A model does not count the steps of another model's optimizer, even before its own optimizer has taken a step."""
-    first, second = make(Mlp), make(SwiGlu)
-    run, run_second = scheduled(first, warmup_steps=2), scheduled(second, warmup_steps=2)
-    optimizer, optimizer_second = (torch.optim.SGD(m.parameters(), 0.1) for m in (first, second))
-    for i in range(4):
-        step(run, optimizer, i)
-    del seen[:]
-    for i in range(4):
-        step(run_second, optimizer_second, i)
-    assert seen == ["high_precision"] * 2 + ["fp8"] * 2
 
 
 def test_a_new_optimizer_goes_on(seen: list[str]) -> None:
