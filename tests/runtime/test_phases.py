@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -148,15 +148,9 @@ def test_set_step_before_an_optimizer_has_the_model() -> None:
     fp8compile.set_step(0, model)
     optimizer.step()
     assert hooks.steps_of(model) == 1
-
-
-def test_the_steps_of_a_model_whose_first_layer_is_frozen() -> None:
-    other, model = nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 2))
-    before, optimizer = torch.optim.SGD(other.parameters(), 0.1), torch.optim.SGD(model[1].parameters(), 0.1)
-    for _ in range(3):
-        before.step()
-    optimizer.step()
-    assert hooks.steps_of(model) == 1
+    frozen_first = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 2))
+    torch.optim.SGD(frozen_first[1].parameters(), 0.1).step()
+    assert hooks.steps_of(frozen_first) == 1
 
 
 def test_set_phase_without_a_schedule(caplog) -> None:
@@ -267,16 +261,6 @@ def test_small_graphs(make_model, options) -> None:
         step(run, optimizer, i)
 
 
-def test_a_new_optimizer_goes_on(seen: list[str]) -> None:
-    model = make(Mlp)
-    run = scheduled(model, warmup_steps=2)
-    for _ in range(3):
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        for i in range(2):
-            step(run, optimizer, i)
-    assert seen == ["high_precision"] * 2 + ["fp8"] * 4
-
-
 @pytest.mark.slow
 def test_a_callback_and_frozen_weights(seen: list[str]) -> None:
     """The callback sets the phase of the whole model, and is called once a step, however many optimizers there are."""
@@ -293,24 +277,28 @@ def test_a_callback_and_frozen_weights(seen: list[str]) -> None:
     assert asked == [2, 4] and seen == ["fp8"] * 2 + ["high_precision"] * 2
 
 
-def test_parameters_that_no_optimizer_has(seen: list[str]) -> None:
-    """Frozen parameters, and the full parameters that a sharded model passes to its graphs, count the training's steps."""
-    model, elsewhere = make(Mlp), nn.Parameter(torch.zeros(3))
-    run = scheduled(model, warmup_steps=2)
-    elsewhere.grad = torch.ones(3)
-    optimizer = torch.optim.SGD([elsewhere], 0.1)
-    for i in range(4):
-        run(noise(32, 128, seed=i)).sum().backward()
-        optimizer.step()
-    assert seen == ["high_precision"] * 2 + ["fp8"] * 2
-
-
-def test_a_compiled_optimizer(seen: list[str]) -> None:
-    model = make(Mlp)
-    run = scheduled(model, warmup_steps=2)
+def compiled_optimizer(model: nn.Module) -> Callable[[], Any]:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    compiled = torch.compile(lambda: optimizer.step(), backend="eager")
+    return torch.compile(lambda: optimizer.step(), backend="eager")
+
+
+def new_optimizers(model: nn.Module) -> Callable[[], Any]:
+    """A count goes on with the next optimizer."""
+    return lambda: torch.optim.SGD(model.parameters(), 0.1).step()
+
+
+def of_other_parameters(model: nn.Module) -> Callable[[], Any]:
+    """Frozen parameters, and the full parameters that a sharded model passes to its graphs, count the training's steps."""
+    elsewhere = nn.Parameter(torch.zeros(3))
+    elsewhere.grad = torch.ones(3)
+    return torch.optim.SGD([elsewhere], 0.1).step
+
+
+@pytest.mark.parametrize("optimizer", [compiled_optimizer, new_optimizers, of_other_parameters])
+def test_steps_of_every_optimizer(seen: list[str], optimizer: Callable[[nn.Module], Callable[[], Any]]) -> None:
+    model = make(Mlp)
+    run, stepped = scheduled(model, warmup_steps=2), optimizer(model)
     for i in range(4):
         run(noise(32, 128, seed=i)).sum().backward()
-        compiled()
+        stepped()
     assert seen == ["high_precision"] * 2 + ["fp8"] * 2
