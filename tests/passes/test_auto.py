@@ -194,21 +194,3 @@ def test_experts_whose_sides_do_not_fit(size, how):
                   policy={"rules": [{"fp8": "on"}]}, device="b200")
     assert {(r.gemm, r.how) for r in report.matmuls} == {(gemm, how) for gemm in ("fprop", "dgrad", "wgrad")}
     assert not hooks.slots_of(model)
-
-
-@pytest.mark.slow
-def test_explain_takes_it():
-    model, x = make(lambda: Mlp(1024, 4096), dtype=torch.bfloat16), noise(8192, 1024, dtype=torch.bfloat16)
-    for key in ("h100", "b200"):
-        recipe, where = DEVICES[key]
-        records = fp8compile.explain(model, x, options={"recipe": "auto"}, device=key).matmuls
-        assert {r.how for r in records if r.decision == "fp8"} == {f"{recipe} (auto on {where})"}, key
-
-
-@pytest.mark.slow
-def test_compare_takes_it():
-    given = {"options": {"recipe": "auto", "policy": ALL_FP8}, "loss": lambda y: y.square().mean()}
-    model = make(Mlp)
-    found = fp8compile.compare(model, noise(128, 128), device="b200", **given).to_dict()
-    given["options"] = {"recipe": "mxfp8", "policy": ALL_FP8}
-    assert found == fp8compile.compare(model, noise(128, 128), device="b200", **given).to_dict()
