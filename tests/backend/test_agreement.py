@@ -173,8 +173,8 @@ def test_frozen_weight(recipe: str, frozen: str) -> None:
     ],
 )
 def test_inputs_that_are_not_contiguous(recipe: str, lies: str, dynamic: bool | None, first: bool) -> None:
-    """Autograd computes the gradient of a column-major input as a matmul with a column for each token. Their number is free.
-    `first`: the first layer of a model has no dgrad, and its weight is read by fprop only."""
+    """Autograd computes the gradient of a column-major input as a matmul with a column for each token. Their number is
+    free. `first`: the first layer of a model has no dgrad, and its weight is read by fprop only."""
     model = make(Mlp)
     pair = Pair(model, recipe, dynamic=dynamic)
     for step, tokens in enumerate((40, 41, 23) if dynamic else (40, 40)):

@@ -153,7 +153,8 @@ def run(
     given["b_inv"] = scale_layouts.columns_first(b_inv) if b_block[0] == 1 else b_inv
     given |= {"m": None, "n": None, "k16": None}
     programs = -(-m // tile[0]) * -(-n // tile[1])
-    Interpreted(triton_kernels.fp8_gemm, tile)[(programs,)](**given, **constants((m, n, k), (a_block, b_block)))
+    fixed = constants((m, n, k), (a_block, b_block))
+    Interpreted(triton_kernels.fp8_gemm, tile)[(programs,)](**given, **fixed)
     return out
 
 

@@ -286,16 +286,18 @@ def of_rows_and_whole(w: Tensor) -> tuple:
     """rowwise_with_gw_hp: fprop reads a copy with one scale a row, dgrad the transposed copy with one scale for all."""
     scale, inverse = scales(w, False, [1, 0])
     whole = ops.current_scale(ops.amax(w), 448.0, 0)
-    return ops.quantize(w, scale, *E4M3, False, [1, 0]), inverse, ops.quantize(w, whole, *E4M3, True), ops.inverse(whole)
+    plain, turned = ops.quantize(w, scale, *E4M3, False, [1, 0]), ops.quantize(w, whole, *E4M3, True)
+    return plain, inverse, turned, ops.inverse(whole)
 
 
 def two_recipes(x: Tensor) -> tuple:
     """Readers with different recipes: one read makes three copies, with three kinds of scales."""
-    return *both(x, "mxfp8"), *both(x, "blockwise")[:2], ops.quantize(x, x.new_ones(1).float(), *E4M3, True), ops.amax(x)
+    turned = ops.quantize(x, x.new_ones(1).float(), *E4M3, True)
+    return *both(x, "mxfp8"), *both(x, "blockwise")[:2], turned, ops.amax(x)
 
 
 def both_gradients(x: Tensor) -> tuple:
-    """Of a gated activation: two matrices in one walk, and a bias gradient of each. Small numbers have exact sums."""
+    """Of a gated activation: two matrices in one walk, and a bias gradient of each. Sums of small numbers are exact."""
     dy = x.float().nan_to_num(0, 0, 0).clamp(-2, 2).round().to(x.dtype)
     return *both(dy * 2, "mxfp8"), *both(dy * dy, "mxfp8"), (dy * 2).sum(0), (dy * dy).sum(0)
 

@@ -169,7 +169,8 @@ def test_any_groups(sizes: list[int], nk: tuple[int, int], which: tuple, tile: t
         return assert_kernel(columns(sizes, n, k, a_block, b_block, seed=seed), tile=(*tile, 4, 1))
     k += 16 if a_block == MX_BLOCK and k % 32 else 0
     n += 16 if b_block == MX_TILE and n % 32 else 0
-    assert_kernel(operands(sizes, n, k, a_block, b_block, matrices, beyond=beyond, seed=seed), sum(sizes), tile=(*tile, 4, 1))
+    arguments = operands(sizes, n, k, a_block, b_block, matrices, beyond=beyond, seed=seed)
+    assert_kernel(arguments, sum(sizes), tile=(*tile, 4, 1))
 
 
 @pytest.mark.slow

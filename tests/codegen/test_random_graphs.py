@@ -1,13 +1,14 @@
 """Random graphs, fused against unfused: generated kernels write the same bits as the operators one by one.
 
-A case is a random program over a handful of tensors: pointwise chains, broadcasts, views, permutations, sums over rows and
-columns, operators that kernels do not support, and FP8 casts and amaxes in the middle and at the end. It runs once to make
-its inputs, and once to be traced; the graph runs operator by operator, and with kernels in Triton's interpreter.
+A case is a random program over a handful of tensors: pointwise chains, broadcasts, views, permutations, sums over
+rows and columns, operators that kernels do not support, and FP8 casts and amaxes in the middle and at the end. It runs
+once to make its inputs, and once to be traced; the graph runs operator by operator, and with kernels in Triton's
+interpreter.
 
 All results are compared bit by bit (every NaN equals every NaN). The last bit of some operators is not specified (an
-exponential, the larger of two zeros): both sides compute these as a kernel does, see `OPEN`. Sums are of signs, which are
-exact in any order. (test_expressions.py and test_kernels.py compare these with ATen's.) Kernels may touch only their own
-tensors (`support/interpreter.py`), and memory that is not written shows.
+exponential, the larger of two zeros): both sides compute these as a kernel does, see `OPEN`. Sums are of signs, which
+are exact in any order. (test_expressions.py and test_kernels.py compare these with ATen's.) Kernels may touch only
+their own tensors (`support/interpreter.py`), and memory that is not written shows.
 
 Case n is the same in each run. `FUZZ_CASES=2000 make weekly` runs more of them. A case that fails is made shorter before it
 is shown.
@@ -54,7 +55,8 @@ FP8 = ((torch.float8_e4m3fn, 448.0), (torch.float8_e5m2, 57344.0), (torch.float8
 NUMBERS = (0.5, -1.5, 2, 3.0, -1, 0.25, 0.0)
 POWERS = (2, 1, -1)
 EXTREMES = (0.0, -0.0, 3e38, -7e4, 1e-40, float("inf"), -float("inf"), float("nan"))
-UNARY = (torch.neg, torch.abs, torch.relu, torch.square, torch.sign, torch.reciprocal, torch.exp, torch.sigmoid, torch.clone)
+UNARY = (torch.neg, torch.abs, torch.relu, torch.square, torch.sign, torch.reciprocal, torch.exp)
+UNARY += (torch.sigmoid, torch.clone)
 BINARY = (torch.add, torch.mul, torch.sub, torch.div, torch.maximum, torch.minimum)
 COMPARISONS = (torch.gt, torch.le, torch.eq, torch.ne, torch.ge, torch.lt)
 
@@ -63,11 +65,11 @@ COMPARISONS = (torch.gt, torch.le, torch.eq, torch.ne, torch.ge, torch.lt)
 
 
 class Program:
-    """Tensors that grow in number by instructions. The numbers of an instruction choose among existing tensors: all are
-    valid. `given`: the inputs; without them they are made."""
+    """Tensors that grow in number by instructions. The numbers of an instruction choose among existing tensors: all
+    are valid. `given`: the inputs; without them they are made."""
 
-    def __init__(self, rows: tuple[int, int], columns: tuple[int, int], seed: int, side: int, given: tuple[Tensor, ...] = ()):
-        (b, t), (h, d) = rows, columns
+    def __init__(self, split: tuple[int, ...], seed: int, side: int, given: tuple[Tensor, ...] = ()):
+        b, t, h, d = split
         self.shapes = [(b * t, h * d), (b, t, h * d), (b, t, h, d), (b * t, h, d)]
         self.side = side  # of the blocks that share a scale
         self.seed, self.random, self.given = seed, random.Random(seed), given
@@ -343,8 +345,8 @@ class Program:
 
 
 INSTRUCTIONS = 2 * ["unary", "binary", "number", "blocks", "norm", "column_sum", "result"]
-INSTRUCTIONS += """quantize quantize_both current power gated broadcast fresh where compare mask cast reshape permute row_sum
-opaque amax back gather""".split()
+INSTRUCTIONS += """quantize quantize_both current power gated broadcast fresh where compare mask cast reshape
+permute row_sum opaque amax back gather""".split()
 MAKING = ["gated", "binary", "unary", "norm"]  # producers of casts with scales of blocks
 PAIRS = [(a, b) for a in range(1, 41) for b in range(1, 41) if a * b <= 40]
 
@@ -403,7 +405,7 @@ class Case:
     def run(self, given: tuple[Tensor, ...] = ()) -> Program:
         stretch = 5 if self.wide else 1
         rows, columns = (self.rows[0], self.rows[1] * stretch), (self.columns[0], self.columns[1] * stretch)
-        program = Program(rows, columns, self.seed, 128 if self.wide else 16, given)
+        program = Program((*rows, *columns), self.seed, 128 if self.wide else 16, given)
         program.fresh(self.layout, self.dtype + 3 * (self.layout // 4), self.layout)
         for what, *numbers in self.code:
             getattr(program, what)(*numbers)

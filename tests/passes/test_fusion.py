@@ -97,7 +97,7 @@ def of(name: str, recipe: str) -> Trained:
     return compared(build, [shape] * 2, recipe=recipe)
 
 
-CASES = [("mlps", "delayed"), ("rms norm, swiglu", "delayed"), ("rms norm, swiglu", "mxfp8"), ("experts", "delayed")]
+CASES = [("mlps", "delayed"), *(("rms norm, swiglu", recipe) for recipe in ("delayed", "mxfp8")), ("experts", "delayed")]
 CASES += [("block", "tensorwise"), ("checkpointed", "delayed"), ("checkpointed", "rowwise")]
 CASES += [("rms norm, swiglu", recipe) for recipe in ("rowwise", "rowwise_with_gw_hp", "blockwise")]
 CASES += [("experts", recipe) for recipe in ("rowwise_with_gw_hp", "blockwise", "mxfp8")]

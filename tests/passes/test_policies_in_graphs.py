@@ -109,7 +109,7 @@ def test_conditions_see_the_model() -> None:
 
 @pytest.mark.slow
 def test_layers_by_position() -> None:
-    """Also in parts: graph breaks leave three graphs of the model, the first layer is in one, and the last in another."""
+    """Also in parts: graph breaks leave three graphs, the first layer is in one of them, and the last in another."""
     edge = [{"name": side, "layers": f"{side} 1", "fp8": "off"} for side in ("first", "last")]
     model = make(lambda: Broken(Mlp(), Mlp(), Mlp()))
     found = decisions(model, policy=rules(*edge, extends="none"))

@@ -295,7 +295,7 @@ def of_other_parameters(model: nn.Module) -> Callable[[], Any]:
 
 
 @pytest.mark.parametrize("optimizer", [compiled_optimizer, new_optimizers, of_other_parameters])
-def test_steps_of_every_optimizer(seen: list[str], optimizer: Callable[[nn.Module], Callable[[], Any]]) -> None:
+def test_steps_of_every_optimizer(seen: list[str], optimizer: Callable[[nn.Module], Any]) -> None:
     model = make(Mlp)
     run, stepped = scheduled(model, warmup_steps=2), optimizer(model)
     for i in range(4):

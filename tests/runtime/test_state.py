@@ -129,8 +129,8 @@ def test_quantizes_with_the_scale_of_earlier_calls() -> None:
 @pytest.mark.cases(test=1, slow=1)
 @pytest.mark.parametrize("zeros", [3, 8])
 def test_a_slot_that_saw_only_zeros_is_cold(zeros: int) -> None:
-    """LoRA's B begins as zeros, and so do gradients of what is in front of it. After any number of calls with zeros, the
-    first non-zero amax gives the scale at once."""
+    """LoRA's B begins as zeros, and so do gradients of what is in front of it. After any number of calls with zeros,
+    the first non-zero amax gives the scale at once."""
     model = make(Mlp)
     nn.init.zeros_(model.down.weight)
     pair = Pair(model, amax_history_len=4)
@@ -161,7 +161,7 @@ def test_forwards_without_backward() -> None:
 
 
 def test_eval_and_no_grad_do_not_move_it() -> None:
-    """Before all training calls, between them, and between a forward and its backward. It is in high precision."""
+    """Before all training calls, between them, and between a forward and its backward. It is exact."""
     model = linear()
     run = compiled(model)
     x = noise(16, 128)
@@ -186,10 +186,12 @@ def test_eval_and_no_grad_do_not_move_it() -> None:
     assert slots_of(model)[GRADIENT].history() == padded([1.0, 8.0])
 
 
-@pytest.mark.parametrize(("options", "nested"), [({}, False), ({"current_scaling": (False, False, True)}, True)])
+@pytest.mark.parametrize(
+    ("options", "nested"), [({}, False), ({"current_scaling": (False, False, True)}, True)]
+)
 def test_reentrant_checkpoint_around_a_compiled_block(options: dict, nested: bool) -> None:
-    """Always the forward inside the backward moves the state; also with a checkpoint of the other kind inside, and
-    after a forward whose backward never came. (test_repeats.py has the other kind.)"""
+    """Always the forward inside the backward moves the state; also with a checkpoint of the other kind inside,
+    and after a forward whose backward never came. (test_repeats.py has the other kind.)"""
     model = make(Mlp)
     run = compiled(model, **options)
     if not nested:

@@ -44,8 +44,8 @@ def saved(x: Any) -> Any:
 
 
 class Zero(Mlp):
-    """The gradient of `up` is zero as long as nothing trains `down`, which begins as zeros: its slot is cold for 16 calls,
-    and cold and warm calls do not give the same bits."""
+    """The gradient of `up` is zero as long as nothing trains `down`, which begins as zeros: its slot is cold for 16
+    calls, and cold and warm calls do not give the same bits."""
 
     def __init__(self) -> None:
         super().__init__()

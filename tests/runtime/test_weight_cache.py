@@ -44,7 +44,8 @@ def frozen_up() -> nn.Module:
 
 @pytest.mark.cases(test=1, slow=2)
 @pytest.mark.parametrize(
-    ("build", "recipe"), [(Checkpointed, "blockwise"), (lambda: make(Uses), "delayed"), (frozen_up, "tensorwise")]
+    ("build", "recipe"),
+    [(Checkpointed, "blockwise"), (lambda: make(Uses), "delayed"), (frozen_up, "tensorwise")],
 )
 def test_one_cast_a_step(build: Callable[[], nn.Module], recipe: str) -> None:
     """And two more before the first step, when nobody knows that there is an optimizer."""

@@ -262,7 +262,7 @@ class Uses(nn.Module):
 
 
 class Positive(nn.Module):
-    """A linear with positive weights, and relu: in a row of them, values that are clipped make the next inputs too small."""
+    """A linear with positive weights, and relu: in a row, values that are clipped make the next inputs too small."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
