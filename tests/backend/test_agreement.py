@@ -159,48 +159,38 @@ def test_frozen_weight(recipe: str, frozen: str) -> None:
     train(Pair(model, recipe), "ss2s")
 
 
-@pytest.mark.slow
+@pytest.mark.cases(test=1, slow=4)
 @pytest.mark.parametrize(
-    ("recipe", "first"),
+    ("recipe", "lies", "dynamic", "first"),
     [
-        ("delayed", True),
-        ("blockwise", False),
-        pytest.param("delayed", False, marks=pytest.mark.slow),
-        pytest.param("rowwise", True, marks=pytest.mark.slow),
+        ("delayed", "columns", False, False),
+        ("rowwise", "columns", True, False),
+        ("rowwise", "columns", False, False),
+        ("delayed", "columns", True, False),
+        ("delayed", "strided", None, True),
+        ("blockwise", "strided", None, False),
+        ("rowwise", "strided", None, True),
     ],
 )
-def test_non_contiguous_input(recipe: str, first: bool) -> None:
-    """`first`: the first layer of a model has no dgrad, and its weight is read by fprop only."""
-    model = make(Mlp)
-    pair = Pair(model, recipe)
-    for step, factor in enumerate(MOVING[:3]):
-        x, grad = noise(128, 96, seed=step, scale=factor).t()[::2], noise(128, 48, seed=step).t()
-        pair.zero_grad()
-        leaves = [x.detach().requires_grad_(not first) for _ in "12"]
-        out, expected = pair.compiled(leaves[0]), pair.reference(leaves[1])
-        assert_close({"y": expected}, {"y": out}, pair.floor_db, f"step {step}")
-        pair.backward(out, expected, *([leaf] for leaf in leaves), grad)
-        pair.steps += 1
-    dgrads = {record.fqn for record in fp8compile.report(model).matmuls if record.gemm == "dgrad"}
-    assert dgrads == ({"down"} if first else {"up", "down"})
-
-
-@pytest.mark.cases(test=1, slow=2)
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
-def test_tokens_that_are_columns(recipe: str, dynamic: bool) -> None:
-    """Autograd computes the gradient of a column-major input as a matmul with a column for each token. Their number is free."""
+def test_inputs_that_are_not_contiguous(recipe: str, lies: str, dynamic: bool | None, first: bool) -> None:
+    """Autograd computes the gradient of a column-major input as a matmul with a column for each token. Their number is
+    free. `first`: the first layer of a model has no dgrad, and its weight is read by fprop only."""
     model = make(Mlp)
     pair = Pair(model, recipe, dynamic=dynamic)
     for step, tokens in enumerate((40, 41, 23) if dynamic else (40, 40)):
-        x, grad = noise(128, tokens, seed=step).t(), noise(tokens, 128, seed=step)
-        leaves = [x.detach().requires_grad_() for _ in "12"]
+        x, grad = noise(128, tokens, seed=step, scale=MOVING[step]).t(), noise(tokens, 128, seed=step)
+        if lies == "strided":
+            x, grad = noise(128, 2 * tokens, seed=step).t()[::2], noise(128, tokens, seed=step).t()
+        leaves = [x.detach().requires_grad_(not first) for _ in "12"]
         pair.zero_grad()
         out, expected = pair.compiled(leaves[0]), pair.reference(leaves[1])
         assert_close({"y": expected}, {"y": out}, pair.floor_db, f"step {step}")
         pair.backward(out, expected, *([leaf] for leaf in leaves), grad)
         pair.steps += 1
-    assert all(record.decision == "fp8" for record in fp8compile.report(model).matmuls)
+    records = fp8compile.report(model).matmuls
+    assert all(record.decision == "fp8" for record in records)
+    dgrads = {record.fqn for record in records if record.gemm == "dgrad"}
+    assert dgrads == ({"down"} if first else {"up", "down"})
 
 
 @pytest.mark.cases(slow=2)
@@ -277,19 +267,6 @@ def apart():
     torch._dynamo.reset()
 
 
-@pytest.mark.weekly
-@pytest.mark.usefixtures("apart")
-@pytest.mark.parametrize(("name", "recipe"), [("checkpointed_mlp", "delayed"), ("mlp", "tensorwise"), ("block", "delayed")])
-def test_after_a_recompile_for_another_shape(name: str, recipe: str) -> None:
-    """A static shape, a second one that recompiles (dynamic from there on), the first one again, and odd sizes."""
-    pair = Pair(make(BUILDS[name]), recipe, deep=name in DEEP)
-    *batch, width = shape_for(pair.model)
-    one = 1 if name != "block" else 3  # with one token, the gradients of q and k in attention are 0 except for rounding
-    for step, (rows, factor) in enumerate(zip((16, 16, 40, 16, 7, one, 33, 40, 64, 16), MOVING, strict=True)):
-        pair.step(noise(*batch[:-1], rows, width, seed=step, scale=factor))
-    pair.finish()
-
-
 def different_rows(pair: Pair) -> None:
     for step, (rows, factor) in enumerate(zip((16, 24, 40, 17, 3), MOVING, strict=False)):
         pair.step(noise(rows, 128, seed=step, scale=factor))
@@ -313,24 +290,7 @@ def test_dynamic(recipe: str, dynamic: bool) -> None:
 # Through Inductor: the graphs that differ most from each other. None that an earlier test has interpreted.
 
 
-@pytest.mark.weekly
-@pytest.mark.compiled
-@pytest.mark.usefixtures("apart")
-def test_inductor_block_delayed() -> None:
-    train(Pair(make(Block), deep=True), "ss2sssssss")
-
-
-@pytest.mark.weekly
-@pytest.mark.compiled
-@pytest.mark.usefixtures("apart")
-@pytest.mark.skipif(torch.__version__.startswith("2.11"), reason="emulate_precision_casts does not reach 2.11's CPU kernels")
-def test_inductor_checkpointed_bf16_tensorwise() -> None:
-    """Inductor omits the rounding to bf16 between fused operators, unless the option emulate_precision_casts is set."""
-    emulate = {"emulate_precision_casts": True}
-    train(Pair(make(lambda: Checkpointed(*relus()), BF16), "tensorwise", deep=True, inductor=emulate), "ssssss")
-
-
-@pytest.mark.weekly
+@pytest.mark.slow
 @pytest.mark.compiled
 @pytest.mark.usefixtures("apart")
 def test_inductor_dynamic_delayed() -> None:

@@ -9,7 +9,6 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 import fp8compile
 from fp8compile import compat
@@ -18,7 +17,7 @@ from fp8compile.dryrun.fake_gpu import unavailable
 from tests.support.executed import executed
 from tests.support.harness import ALL_FP8, Pair, histories, sqnr
 from tests.support.interpreter import OLD_INTERPRETER
-from tests.support.models import Experts, Moe
+from tests.support.models import Experts
 from tests.support.operands import ends
 from tests.support.reference import Reference
 from tests.support.reference_settings import RECIPES
@@ -169,20 +168,6 @@ def test_low_rank_updates_of_experts(added: bool, recipe: str) -> None:
     assert added or {("experts.gate_up_proj", "fprop"), ("experts.gate_up_proj", "dgrad")} <= found
 
 
-@pytest.mark.slow
-def test_float32_weights_are_quantized_as_they_are() -> None:
-    """A model that casts its float32 weights for the matmul, as torchtitan's experts do."""
-    torch.manual_seed(0)
-    pair = Pair(Experts(128, 128, 6), floor_db=30.0, policy=ALL_FP8)
-    for number in range(2):
-        train(pair, number, SIZES)
-    assert pair.model.down_proj.grad.dtype == torch.float32
-    assert {record.decision for record in fp8compile.report(pair.model).matmuls} == {"fp8"}
-    state = histories(pair.model)
-    for name, weight in pair.model.named_parameters():
-        assert state[name, "weight", 0][0][0] == weight.abs().max().item()
-
-
 @pytest.mark.cases(test=1, slow=1)
 @pytest.mark.parametrize("bad", [[100, 50, 60, 70, 80, 120], [0, 0, 0, 100, 200, TOKENS + 1]], ids=["decreasing", "too many"])
 def test_ends_that_make_no_sense_are_an_error(bad: list[int]) -> None:
@@ -197,28 +182,6 @@ def test_any_number_of_tokens() -> None:
     pair = Pair(made(count=4), "tensorwise", policy=ALL_FP8, dynamic=True)
     for number, sizes in enumerate(([16, 0, 3, 45], [1, 1, 1, 1], [0, 257, 16, 15])):
         train(pair, number, sizes, sum(sizes))
-
-
-@pytest.mark.slow
-def test_a_layer_of_experts_between_training_and_evaluation() -> None:
-    """Checkpointing, accumulation over two batches, an evaluation in between: as without them."""
-    grads = []
-    for kept in (True, False):
-        torch.manual_seed(0)
-        model = Moe(128, 128).to(BF16)
-        layer = torch.compile(model, backend="fp8", options={"policy": ALL_FP8})
-        for number in range(3):
-            x = torch.randn(40, 128, generator=torch.Generator().manual_seed(number)).to(BF16).requires_grad_()
-            y = layer(x) if kept else checkpoint(layer, x, use_reentrant=False)
-            y.backward(torch.ones_like(y))
-            if number == 1 and not kept:
-                model.eval()
-                with torch.no_grad():
-                    layer(x)
-                model.train()
-        grads.append({name: p.grad for name, p in model.named_parameters()})
-    for name, grad in grads[0].items():
-        assert torch.equal(grad, grads[1][name]), name
 
 
 def test_a_slice_of_a_stack_is_a_weight() -> None:

@@ -18,7 +18,6 @@ import torch
 from fp8compile.ir import ops
 from tests.support import fuzz_training, hooks
 from tests.support.fuzz_models import Model
-from tests.support.fuzz_protocols import Side
 from tests.support.fuzz_training import Case
 
 pytestmark = pytest.mark.shares_graphs  # by the planted errors
@@ -109,13 +108,3 @@ def test_errors_of_the_state_are_seen() -> None:
         assert "dB" in wrong(case)
     with hooks.through(twice):
         assert "in 1 calls, moved" in wrong(small())
-
-
-def test_both_sides_draw_the_same_numbers() -> None:
-    case = small()
-    xs = []
-    for fp8 in (False, True):
-        side = Side(case, case.model, fp8)
-        side.rng, side.shape = random.Random("0 0"), case.shapes[0]
-        xs.append(side.x())
-    assert torch.equal(*xs)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from statistics import median
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8compile
 from fp8compile.reporting.report import Report
-from tests.support.harness import grads_of, noise, sqnr
+from tests.support.harness import noise
 
 transformers = pytest.importorskip("transformers")
 
@@ -83,12 +82,6 @@ class CountMatmuls(TorchDispatchMode):
             a, b = args[self.OPS[func] : self.OPS[func] + 2]
             self.sizes[key(a.shape[0] if a.dim() == 3 else 1, *a.shape[-2:], b.shape[-1])] += 1
         return func(*args, **(kwargs or {}))
-
-
-def t5(attention: str, layers: int = 1) -> nn.Module:
-    sizes = dict(vocab_size=WORDS, d_model=256, d_kv=64, d_ff=512, num_layers=layers, num_heads=4, dropout_rate=0.0)
-    gated = dict(feed_forward_proj="gated-gelu", decoder_start_token_id=0, use_cache=False)
-    return transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, **gated))
 
 
 def counted(model: nn.Module, batch: dict[str, torch.Tensor]) -> Counter[tuple[int, ...]]:
@@ -171,34 +164,3 @@ def test_steps(name: str, attention: str, layers: int) -> None:
 @pytest.mark.compiled
 def test_steps_through_inductor() -> None:
     train("bert", "sdpa", evaluate=False)  # an evaluation would be one more graph to compile
-
-
-@pytest.mark.weekly
-@pytest.mark.parametrize(
-    ("build", "groups"),
-    [
-        (llama, {"q_proj k_proj v_proj": 1, "gate_proj up_proj": 1}),
-        (bert, {"query key value": 1}),
-        (t5, {"q k v": 2, "k v": 1, "wi_0 wi_1": 2}),  # cross-attention: k and v of each block by themselves
-    ],
-)
-def test_projections_of_one_tensor_are_merged(build, groups) -> None:
-    """As near to high precision as apart, and the checkpoint keeps its names and shapes."""
-    torch.manual_seed(0)
-    plain = build("eager")
-    found = []
-    rules = [{"kind": "output head", "fp8": "off"}, {"where": "n >= 128 and k >= 128", "fp8": "on"}]
-    for merge in (None, False, True):
-        torch._dynamo.reset()
-        model, call = (made := copy.deepcopy(plain)), made
-        if merge is not None:
-            options = {"recipe": "tensorwise", "policy": {"rules": rules}, "merge_matmuls": merge}
-            call = torch.compile(model, backend="fp8", options=options)
-        call(**tokens()).loss.backward()
-        found.append(grads_of(model))
-    merged = {record.merged for record in fp8compile.report(model).matmuls if record.merged}
-    assert Counter(" ".join(name.rpartition(".")[2] for name in names) for names in merged) == groups
-    assert {k: v.shape for k, v in model.state_dict().items()} == {k: v.shape for k, v in plain.state_dict().items()}
-    apart, together = ([sqnr(exact, got[name]) for name, exact in found[0].items()] for got in found[1:])
-    assert median(together) > median(apart) - 1
-    assert all(b > min(a, 40) - 4 for a, b in zip(apart, together, strict=True))

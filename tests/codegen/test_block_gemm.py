@@ -144,18 +144,17 @@ def run(
     a_block: Sequence[int],
     b_block: Sequence[int],
     tile: tuple[int, int] = (64, 32),
-    unknown: Sequence[str] = (),
 ) -> Tensor:
-    """The kernel's result, from the interpreter. `unknown`: which of the sizes m, n and k16 are arguments of the kernel."""
+    """The kernel's result, from the interpreter."""
     (m, k), n = a.shape, b.shape[0]
     out = torch.full((m, n), float("nan"), dtype=out_dtype)
     given: dict[str, Any] = {"a": a, "b": b, "bias": bias, "y": out}
     given["a_inv"] = scale_layouts.columns_first(a_inv) if a_block[0] == 1 else a_inv
     given["b_inv"] = scale_layouts.columns_first(b_inv) if b_block[0] == 1 else b_inv
-    given |= {key: number if key in unknown else None for key, number in (("m", m), ("n", n), ("k16", k // 16))}
+    given |= {"m": None, "n": None, "k16": None}
     programs = -(-m // tile[0]) * -(-n // tile[1])
-    sizes = [None if key in unknown else size for key, size in (("m", m), ("n", n), ("k16", k))]
-    Interpreted(triton_kernels.fp8_gemm, tile)[(programs,)](**given, **constants(sizes, (a_block, b_block)))
+    fixed = constants((m, n, k), (a_block, b_block))
+    Interpreted(triton_kernels.fp8_gemm, tile)[(programs,)](**given, **fixed)
     return out
 
 
@@ -214,16 +213,6 @@ def test_tiles_change_nothing_but_order(blocks: tuple) -> None:
     a_inv, b_inv = (torch.exp2(x.log2().round().clamp(-3, 3)) for x in (a_inv, b_inv))
     one, *others = (run(a, b, a_inv, b_inv, None, F32, *blocks, tile=tile) for tile in ((64, 32), (128, 128), (16, 64)))
     assert one.any() and all(torch.equal(one, other) for other in others)
-
-
-@pytest.mark.skipif(OLD_INTERPRETER, reason="Triton's interpreter takes no argument as the end of a range before 3.7")
-@pytest.mark.parametrize("blocks", PAIRS, ids=str)
-def test_kernel_with_sizes_as_arguments(blocks: tuple) -> None:
-    for m, k in ((33, 272), (70, 128)):
-        (a, a_inv), (b, b_inv) = operand(m, k, blocks[0]), operand(48, k, blocks[1], seed=1)
-        expected = ops.block_product(a, b, a_inv, b_inv, None, F32, False, *blocks)
-        got = run(a, b, a_inv, b_inv, None, F32, *blocks, unknown=("m", "k16"))
-        assert_product(expected, got, magnitudes(a, b, a_inv, b_inv, *blocks))
 
 
 def launched(call: Any, given: Sequence[Tensor], dynamic: bool) -> GraphModule:

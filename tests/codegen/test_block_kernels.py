@@ -20,7 +20,7 @@ from fp8compile.codegen import launch, masks, traffic
 from fp8compile.ir import ops
 from fp8compile.passes.fuse import fuse
 from tests.support import hooks
-from tests.support.groups import DTYPES, FNUZ, Made, Source, fused, trace
+from tests.support.groups import DTYPES, Made, Source, fused, trace
 from tests.support.interpreter import OLD_INTERPRETER, kernels_on_cpu
 from tests.support.kernel_checks import assert_bits, assert_close, layout
 
@@ -143,34 +143,6 @@ def test_other_tiles(recipe: str, config: tuple[int, int, int]) -> None:
     for shape in ((150, 300), (192, 128)):
         x = Source(*shape, torch.bfloat16, "extreme").full()
         check(made_of(lambda x: both(x, recipe, margin=1, power_of_2=False), (x,), config=config), (x,))
-
-
-@pytest.mark.parametrize("cast", FNUZ)
-def test_fnuz(cast: str) -> None:
-    if OLD_INTERPRETER:
-        pytest.skip("Triton's interpreter has no fnuz dtypes before 3.7")
-
-    def call(x: Tensor) -> tuple:
-        scale = ops.current_scale(ops.amax_blocks(x, True, [1, 128]), FNUZ[cast][1], 0, True)
-        return ops.quantize(x, scale, *FNUZ[cast], True, [1, 128]), ops.inverse(scale)
-
-    x = Source(40, 70, torch.bfloat16, "extreme").full()
-    made = made_of(call, (x,))
-    assert_kernels(made, "transposed blocks")
-    check(made, (x,))
-
-
-@pytest.mark.parametrize("recipe", ["rowwise", "mxfp8"])
-def test_a_permuted_tensor(recipe: str) -> None:
-    """The output of an attention with heads outside; the kernel reads it at its strides."""
-    x = Source(1, 1, torch.bfloat16)(2, 5, 65, 8)
-
-    def call(x: Tensor) -> tuple:
-        return both(x.permute(0, 2, 1, 3).reshape(130, 40), recipe)
-
-    made = made_of(call, (x,))
-    assert_kernels(made, *KERNELS[recipe])
-    check(made, (x,))
 
 
 @every_recipe
@@ -299,69 +271,55 @@ def test_a_scale_from_memory(recipe: str, transposed: bool, shape: tuple[int, in
     check(made, given)
 
 
-@every_recipe
-def test_scales_alone(recipe: str) -> None:
+def scales_alone(recipe: str) -> Callable[[Tensor], tuple]:
     """The forward saves the scales of a copy that the backward makes."""
-    block = BLOCKS[recipe]
 
     def call(x: Tensor) -> tuple:
-        scale, inverse = scales(x, False, block)
-        later = scales(x, True, block)
-        return ops.quantize(x, scale, *E4M3, False, block), inverse, *later
+        scale, inverse = scales(x, False, BLOCKS[recipe])
+        later = scales(x, True, BLOCKS[recipe])
+        return ops.quantize(x, scale, *E4M3, False, BLOCKS[recipe]), inverse, *later
 
-    x = Source(140, 150, torch.bfloat16, "extreme").full()
-    made = made_of(call, (x,))
-    more = {"rowwise": "row column_amax"}.get(recipe, "blocks blocks blocks")
-    assert_kernels(made, f"copy {more}")
-    check(made, (x,))
+    return call
 
 
-def test_only_scales() -> None:
-    """Scales of rows and of blocks, without a cast."""
-    x = Source(40, 150, torch.float16, "extreme").full()
-    for block, kind in (([1, 0], "row"), ([1, 32], "blocks")):
-        made = made_of(lambda x, block=block: scales(x, False, block), (x,))
-        assert_kernels(made, f"{kind} {kind}")
-        check(made, (x,))
-
-
-def test_a_weight_that_is_scaled_by_row_and_as_a_whole() -> None:
+def of_rows_and_whole(w: Tensor) -> tuple:
     """rowwise_with_gw_hp: fprop reads a copy with one scale a row, dgrad the transposed copy with one scale for all."""
-
-    def call(w: Tensor) -> tuple:
-        scale, inverse = scales(w, False, [1, 0])
-        whole = ops.current_scale(ops.amax(w), 448.0, 0)
-        return ops.quantize(w, scale, *E4M3, False, [1, 0]), inverse, ops.quantize(w, whole, *E4M3, True), ops.inverse(whole)
-
-    w = Source(150, 170, torch.bfloat16).full()
-    made = made_of(call, (w,))
-    assert_kernels(made, "copy row amax", "transposed number")
-    check(made, (w,))
+    scale, inverse = scales(w, False, [1, 0])
+    whole = ops.current_scale(ops.amax(w), 448.0, 0)
+    plain, turned = ops.quantize(w, scale, *E4M3, False, [1, 0]), ops.quantize(w, whole, *E4M3, True)
+    return plain, inverse, turned, ops.inverse(whole)
 
 
-def test_two_recipes_for_one_tensor() -> None:
+def two_recipes(x: Tensor) -> tuple:
     """Readers with different recipes: one read makes three copies, with three kinds of scales."""
-
-    def call(x: Tensor, scale: Tensor) -> tuple:
-        return *both(x, "mxfp8"), *both(x, "blockwise")[:2], ops.quantize(x, scale, *E4M3, True), ops.amax(x)
-
-    x = Source(140, 150, torch.bfloat16, "extreme").full()
-    made = made_of(call, (x, torch.ones(1)))
-    assert_kernels(made, "copy transposed blocks blocks copy transposed transposed amax")
-    check(made, (x, torch.ones(1)))
+    turned = ops.quantize(x, x.new_ones(1).float(), *E4M3, True)
+    return *both(x, "mxfp8"), *both(x, "blockwise")[:2], turned, ops.amax(x)
 
 
-def test_both_gradients_of_a_gated_activation() -> None:
-    """Two matrices in one walk, both in both layouts with scales of blocks, and a bias gradient of each."""
+def both_gradients(x: Tensor) -> tuple:
+    """Of a gated activation: two matrices in one walk, and a bias gradient of each. Sums of small numbers are exact."""
+    dy = x.float().nan_to_num(0, 0, 0).clamp(-2, 2).round().to(x.dtype)
+    return *both(dy * 2, "mxfp8"), *both(dy * dy, "mxfp8"), (dy * 2).sum(0), (dy * dy).sum(0)
 
-    def call(dy: Tensor, gate: Tensor, up: Tensor) -> tuple:
-        d_gate, d_up = dy * up, dy * gate
-        return *both(d_gate, "mxfp8"), *both(d_up, "mxfp8"), d_gate.sum(0), d_up.sum(0)
 
-    given = tuple(Source(70, 150, torch.bfloat16, "exact", seed=i).full() for i in range(3))
-    made = made_of(call, given)
-    assert_kernels(made, "copy transposed blocks blocks copy transposed blocks blocks sum sum")
-    check(made, given)
+MIXED: dict[str, tuple[Callable[[Tensor], tuple], list[str]]] = {
+    **{f"scales alone, {recipe}": (scales_alone(recipe), ["copy blocks blocks blocks"]) for recipe in BLOCKS},
+    "scales alone, rowwise": (scales_alone("rowwise"), ["copy row column_amax"]),
+    "only scales of rows": (lambda x: scales(x, False, [1, 0]), ["row row"]),
+    "only scales of blocks": (lambda x: scales(x, False, [1, 32]), ["blocks blocks"]),
+    "of rows and whole": (of_rows_and_whole, ["copy row amax", "transposed number"]),
+    "two recipes": (two_recipes, ["copy transposed blocks blocks copy transposed transposed amax"]),
+    "both gradients": (both_gradients, ["copy transposed blocks blocks copy transposed blocks blocks sum sum"]),
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_scales_and_copies_that_differ(name: str) -> None:
+    function, kernels = MIXED[name]
+    x = Source(140, 150, torch.bfloat16, "normal" if name == "both gradients" else "extreme").full()
+    made = made_of(function, (x,))
+    assert_kernels(made, *kernels)
+    check(made, (x,))
 
 
 # -- amaxes of columns -------------------------------------------------------------------------------------------------

@@ -195,22 +195,6 @@ def test_every_entry_is_covered() -> None:
     assert not covered - table, f"not in the table: {sorted(map(str, covered - table))}"
 
 
-@pytest.mark.xfail(strict=True, reason="to Triton's interpreter a variable that holds a number is no tensor; compiled, it is")
-def test_constants_alone() -> None:
-    """An operator whose operands are all constants: its source contains no tensor."""
-    x, scale = inputs(torch.bfloat16)[0], torch.tensor([1.5])
-
-    def graph(x: Tensor, scale: Tensor) -> tuple:
-        constant = aten.full.default([1], 3.0, dtype=torch.float32, device=x.device, pin_memory=False)
-        half = prims.convert_element_type.default(constant, torch.bfloat16)
-        number = prims.convert_element_type.default(aten.neg.default(half), x.dtype)
-        return aten.mul.Tensor(x, number), Cast().copy(aten.mul.Tensor(x, number), scale)
-
-    made = fused(trace(graph, (x, scale)))
-    for expected, got in zip(made.oracle(x, scale), made.fused(x, scale), strict=True):
-        assert torch.equal(expected.to(torch.float32).nan_to_num(7.0), got.to(torch.float32).nan_to_num(7.0))
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_casts_of_a_constant(dtype: str) -> None:
     """The gradient of a sum, when its value is a constant."""

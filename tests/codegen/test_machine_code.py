@@ -48,17 +48,6 @@ def compiled(target: str) -> list[tuple[Generated, Any]]:
     return made
 
 
-@pytest.mark.weekly
-def test_the_models_get_kernels_of_every_kind():
-    """The tests below compile many kernels: of norms, activations and their gradients, under both recipes."""
-    names = [kernel.name for kernel in kernels("form")]
-    for word in ("silu_mul", "silu_backward", "gelu", "gelu_backward", "layer_norm", "layer_norm_backward", "rsqrt", "sum"):
-        for end in ("cast", "amax"):
-            assert any(re.search(rf"{word}(_\w+)?_{end}_", name) for name in names), f"no kernel of {word} and {end}: {names}"
-    assert len(names) >= 25
-    assert len(kernels("text")) >= 60 and len({kernel.title for kernel in kernels("text")}) >= 15
-
-
 @pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_kernel_compiles_to_machine_code(target):
@@ -66,6 +55,7 @@ def test_every_kernel_compiles_to_machine_code(target):
     assert not failed, f"{len(failed)} kernels do not compile for {target}:\n" + "\n".join(
         f"{kernel.model}: {kernel.name}: {type(error).__name__}: {str(error)[-600:]}" for kernel, error in failed
     )
+    assert target.startswith("gfx") or len(compiled(target)) >= 15
     for kernel, made in compiled(target):
         binary = made.asm["hsaco" if target.startswith("gfx") else "cubin"]
         assert binary[:4] == b"\x7fELF", kernel.name
@@ -110,15 +100,6 @@ def finer(model: str, amd: bool = False) -> tuple[Generated, ...]:
         for kernel in _traced(model, recipe, amd=amd):
             found.setdefault(kernel.form, kernel)
     return tuple(found.values())
-
-
-@pytest.mark.weekly
-def test_the_finer_recipes_get_kernels_of_every_kind():
-    sources = [kernel.source for model in FINER for kernel in finer(model)]
-    assert len(sources) >= 25
-    texts = ("tl.atomic_max(column_amax0", "in range(0, 128, BLOCK_C)", "[BLOCK_R // 32, 32, BLOCK_C]", "BLOCK_C // 128, 128]")
-    for text in texts:
-        assert any(text in source for source in sources), text
 
 
 @pytest.mark.weekly
@@ -172,10 +153,6 @@ def stores(ptx: str) -> list[int]:
     """The bytes that one thread writes in each store to global memory."""
     found = re.findall(r"st\.global\S*?((?:\.v\d)?)\.[a-z](\d+)\b", ptx)
     return [int(vector[2:] or 1) * int(bits) // 8 for vector, bits in found]
-
-
-def test_stores_are_read_from_ptx():
-    assert stores("st.global.v4.b32 [a], {b}; @%p1 st.global.b8 [a], x; st.global.L1::no_allocate.v2.b64 [a], x") == [16, 1, 16]
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

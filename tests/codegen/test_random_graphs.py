@@ -1,12 +1,14 @@
 """Random graphs, fused against unfused: generated kernels write the same bits as the operators one by one.
 
-A case is a random program over a handful of tensors: pointwise chains, broadcasts, views, permutations, sums over rows and
-columns, operators that kernels do not support, and FP8 casts and amaxes in the middle and at the end. The program becomes the
-graph that Inductor would pass to `lower`. It runs once operator by operator, and once with kernels in Triton's interpreter.
+A case is a random program over a handful of tensors: pointwise chains, broadcasts, views, permutations, sums over
+rows and columns, operators that kernels do not support, and FP8 casts and amaxes in the middle and at the end. It runs
+once to make its inputs, and once to be traced; the graph runs operator by operator, and with kernels in Triton's
+interpreter.
 
-All results are compared bit by bit (every NaN equals every NaN). The last bit of some operators is not specified (a sum, an
-exponential, the larger of two zeros). Both sides compute these as a kernel does, and compare them with ATen's to a tolerance;
-see `Exact`. Kernels may touch only their own tensors (`support/interpreter.py`), and memory that is not written shows.
+All results are compared bit by bit (every NaN equals every NaN). The last bit of some operators is not specified (an
+exponential, the larger of two zeros): both sides compute these as a kernel does, see `OPEN`. Sums are of signs, which
+are exact in any order. (test_expressions.py and test_kernels.py compare these with ATen's.) Kernels may touch only
+their own tensors (`support/interpreter.py`), and memory that is not written shows.
 
 Case n is the same in each run. `FUZZ_CASES=2000 make weekly` runs more of them. A case that fails is made shorter before it
 is shown.
@@ -15,26 +17,26 @@ is shown.
 from __future__ import annotations
 
 import dataclasses
-import operator
 import os
 import random
 from collections import Counter
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx import Graph, GraphModule, Interpreter, Node
+from torch import Tensor
+from torch.fx import GraphModule, Interpreter
 
 from fp8compile import compat
 from fp8compile.ir import ops
 from fp8compile.passes.pipeline import run_post_grad
+from tests.support.groups import trace
 from tests.support.interpreter import Interpreted, kernels_on_cpu
 
 aten = torch.ops.aten
-prims = torch.ops.prims
 
 CASES = int(os.environ.get("FUZZ_CASES", "400"))  # of `make weekly`
 
@@ -50,162 +52,122 @@ WIDE, STRIPS = (128, 128, 1), (128, 32, 1)  # tiles of cases whose scales are of
 PROGRAMS = 3  # most tiles a case: the interpreter's time depends on the number of programs
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 FP8 = ((torch.float8_e4m3fn, 448.0), (torch.float8_e5m2, 57344.0), (torch.float8_e4m3fn, 224.0))
-NUMBERS = (0.5, -1.5, 2, 3.0, -1, 0.1, 0.0)
-
-
-def _ops(names: str, overload: str = "default") -> list[Any]:
-    return [getattr(getattr(aten, name), overload) for name in names.split()]
-
-
-UNARY = _ops("neg abs relu square sign sqrt rsqrt reciprocal exp sigmoid tanh log sin clone")
-BINARY = _ops("add mul sub div", "Tensor") + _ops("maximum minimum")
-COMPARISONS, SCALAR_COMPARISONS = _ops("gt le eq ne ge lt", "Tensor"), _ops("gt le eq ne ge lt", "Scalar")
-POWERS: dict[float, Callable[[torch.Tensor], torch.Tensor]] = {
-    2: lambda x: x * x,
-    3: lambda x: x * x * x,
-    0.5: lambda x: _sqrt(x),
-    -1: lambda x: 1.0 / x,
-    -0.5: lambda x: 1.0 / _sqrt(x),
-    -2: lambda x: 1.0 / (x * x),
-    1: lambda x: x,
-}
-
-MODE = FakeTensorMode()  # one for all cases: it caches the results of operators
+NUMBERS = (0.5, -1.5, 2, 3.0, -1, 0.25, 0.0)
+POWERS = (2, 1, -1)
+EXTREMES = (0.0, -0.0, 3e38, -7e4, 1e-40, float("inf"), -float("inf"), float("nan"))
+UNARY = (torch.neg, torch.abs, torch.relu, torch.square, torch.sign, torch.reciprocal, torch.exp)
+UNARY += (torch.sigmoid, torch.clone)
+BINARY = (torch.add, torch.mul, torch.sub, torch.div, torch.maximum, torch.minimum)
+COMPARISONS = (torch.gt, torch.le, torch.eq, torch.ne, torch.ge, torch.lt)
 
 
 # -- cases -------------------------------------------------------------------------------------------------------------
 
 
 class Program:
-    """A graph that grows by instructions. The numbers of an instruction choose among existing tensors: all are valid."""
+    """Tensors that grow in number by instructions. The numbers of an instruction choose among existing tensors: all
+    are valid. `given`: the inputs; without them they are made."""
 
-    def __init__(self, rows: tuple[int, int], columns: tuple[int, int], seed: int, side: int):
-        self.split = (*rows, *columns)
+    def __init__(self, split: tuple[int, ...], seed: int, side: int, given: tuple[Tensor, ...] = ()):
+        b, t, h, d = split
+        self.shapes = [(b * t, h * d), (b, t, h * d), (b, t, h, d), (b * t, h, d)]
         self.side = side  # of the blocks that share a scale
-        self.graph = Graph()
-        self.random = random.Random(seed)
-        self.generator = torch.Generator().manual_seed(seed)
-        self.inputs: list[torch.Tensor] = []
-        self.pool: list[Node] = []  # floating-point tensors
-        self.masks: list[Node] = []
-        self.scales: list[Node] = []
-        self.amaxes: list[Node] = []
-        self.results: list[Node] = []
-        self.last_input: Node | None = None
+        self.seed, self.random, self.given = seed, random.Random(seed), given
+        self.inputs: list[Tensor] = []
+        self.pool: list[Tensor] = []  # floating-point tensors
+        self.masks: list[Tensor] = []
+        self.scales: list[Tensor] = []
+        self.amaxes: list[Tensor] = []
+        self.results: list[Tensor] = []
 
     # tensors
 
-    @property
-    def shapes(self) -> list[tuple[int, ...]]:
-        b, t, h, d = self.split
-        return [(b * t, h * d), (b, t, h * d), (b, t, h, d), (b * t, h, d)]
+    def new(self, make: Callable[[torch.Generator, random.Random], Tensor]) -> Tensor:
+        number = len(self.inputs)
+        if self.given:
+            self.inputs.append(self.given[number])
+        else:
+            seed = 1000 * self.seed + number
+            self.inputs.append(make(torch.Generator().manual_seed(seed), random.Random(seed)))
+        return self.inputs[-1]
 
-    def placeholder(self, tensor: torch.Tensor) -> Node:
-        with self.graph.inserting_before() if self.last_input is None else self.graph.inserting_after(self.last_input):
-            node = self.graph.placeholder(f"in{len(self.inputs)}")
-        with MODE:
-            node.meta["val"] = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-        self.inputs.append(tensor)
-        self.last_input = node
-        return node
-
-    def input(self, shape: tuple[int, ...], dtype: torch.dtype, layout: int = 0, special: int = 0) -> Node:
+    def input(self, shape: tuple[int, ...], dtype: torch.dtype, layout: int = 0, special: int = 0) -> Tensor:
         """A new input. Layouts: contiguous, dimensions permuted, and a slice of a larger tensor."""
         order = list(range(len(shape)))
         if layout % 4 == 1:
             order.reverse()
         elif layout % 4 == 2:
             order[:2] = order[:2][::-1]
-        margin = 1 if layout % 4 == 3 and shape else 0
+        margin = 3 if layout % 4 == 3 and shape else 0
         base = [shape[d] for d in order]
         if margin:
-            base[-1] += 3
-        values = torch.randn(base, generator=self.generator) * (1.0, 1.0, 8.0, 1e-3)[special % 4]
-        if special % 16 >= 12:
-            flat = values.view(-1)
-            for _ in range(2):
-                extreme = self.random.choice((0.0, -0.0, 3e38, -7e4, 1e-40, float("inf"), -float("inf"), float("nan")))
-                flat[self.random.randrange(flat.numel())] = extreme
-        values = fenced(values > 0 if dtype == torch.bool else values.to(dtype))
-        if margin:
-            values = values[..., 2:-1]
-        inverse = [order.index(d) for d in range(len(order))]
-        return self.placeholder(values.permute(inverse))
+            base[-1] += margin
 
-    def full(self, number: int) -> Node:
+        def make(generator: torch.Generator, draw: random.Random) -> Tensor:
+            values = torch.randn(base, generator=generator) * (1.0, 1.0, 8.0, 1e-3)[special % 4]
+            if special % 16 >= 12:
+                for _ in range(2):
+                    values.view(-1)[draw.randrange(values.numel())] = draw.choice(EXTREMES)
+            values = fenced(values > 0 if dtype == torch.bool else values.to(dtype))
+            values = values[..., 2:-1] if margin else values
+            return values.permute([order.index(d) for d in range(len(order))])
+
+        return self.new(make)
+
+    def full(self, number: int) -> Tensor:
         """A floating-point tensor of the pool: half of the time the newest one, for deep graphs."""
         return self.pool[-1 - number // 2 % len(self.pool) * (number % 2)]
 
-    def emit(self, target: Any, *args: Any, **kwargs: Any) -> Node:
-        node = self.graph.call_function(target, args, kwargs)
-        node.meta["val"] = self.value(target, args, kwargs)
-        return node
+    def keep(self, x: Tensor) -> None:
+        (self.masks if x.dtype == torch.bool else self.pool).append(x)
 
-    @staticmethod
-    def value(target: Any, args: Any, kwargs: Any) -> Any:
-        given, given_kwargs = torch.fx.map_arg((args, kwargs), lambda n: n.meta["val"])
-        with MODE:
-            return target(*given, **given_kwargs)
-
-    def keep(self, node: Node) -> None:
-        (self.masks if node.meta["val"].dtype == torch.bool else self.pool).append(node)
-
-    def like(self, x: Node, number: int, kinds: list[Node]) -> Node | None:
+    def like(self, x: Tensor, number: int, kinds: list[Tensor]) -> Tensor | None:
         """A tensor of `kinds` that can be combined with x without making anything larger."""
-        shape = x.meta["val"].shape
-        fitting = [y for y in kinds if _broadcasts(y.meta["val"].shape, shape)]
+        fitting = [y for y in kinds if y is not x and _broadcasts(y.shape, x.shape)]
         return fitting[-1 - number % len(fitting)] if fitting else None
 
-    def vector(self, x: Node, a: int, b: int) -> Node:
+    def vector(self, x: Tensor, a: int, b: int) -> Tensor:
         """A new input that is broadcast to x."""
-        shape = list(x.meta["val"].shape)
-        kind = a % 5
-        if kind == 0:
-            shape = shape[-1:]
-        elif kind == 1:
-            shape[-1] = 1
-        elif kind == 2:
-            shape = shape[1:]
-        elif kind == 3:
-            shape = [1]
-        else:
-            shape[0] = 1
-        return self.input(tuple(shape), FLOATS[b % 3] if b % 4 else x.meta["val"].dtype, b // 4, a // 5)
+        shapes = [(*x.shape[-1:],), (*x.shape[:-1], 1), (*x.shape[1:],), (1,), (1, *x.shape[1:])]
+        shape = shapes[a % 5] if x.dim() else ()
+        return self.input(shape, FLOATS[b % 3] if b % 4 else x.dtype, b // 4, a // 5)
+
+    def mask_for(self, x: Tensor, number: int) -> Tensor:
+        found = self.like(x, number, self.masks)
+        return self.input(tuple(x.shape), torch.bool, number) if found is None else found
 
     @staticmethod
-    def whole(x: Node, dims: list[int]) -> bool:
+    def whole(x: Tensor, dims: list[int]) -> bool:
         """Whether a sum over `dims` sums the whole tensor, or sums nothing: then it is neither a row sum nor a column sum."""
-        shape = x.meta["val"].shape
-        return not shape or int(np.prod([shape[d] for d in dims])) in (1, x.meta["val"].numel())
+        return not x.dim() or prod(x.shape[d] for d in dims) in (1, x.numel())
 
     # instructions
 
     def unary(self, a: int, b: int, c: int) -> None:
-        target = UNARY[b % len(UNARY)]
-        kwargs = {"memory_format": torch.contiguous_format} if target is aten.clone.default and c % 2 else {}
-        self.keep(self.emit(target, self.full(a), **kwargs))
+        function = UNARY[b % len(UNARY)]
+        more = {"memory_format": torch.contiguous_format} if function is torch.clone and c % 2 else {}
+        self.keep(function(self.full(a), **more))
 
     def power(self, a: int, b: int, c: int) -> None:
-        self.keep(self.emit(aten.pow.Tensor_Scalar, self.full(a), list(POWERS)[b % len(POWERS)]))
+        self.keep(torch.pow(self.full(a), POWERS[b % len(POWERS)]))
 
     def number(self, a: int, b: int, c: int) -> None:
-        target = (aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor, aten.div.Tensor)[b % 4]
-        self.keep(self.emit(target, self.full(a), NUMBERS[c % len(NUMBERS)]))
+        self.keep(BINARY[b % 4](self.full(a), NUMBERS[c % len(NUMBERS)]))
 
     def binary(self, a: int, b: int, c: int) -> None:
-        x, target = self.full(a), BINARY[b % len(BINARY)]
-        y = self.like(x, c, [n for n in self.pool if n is not x])
+        x, function = self.full(a), BINARY[b % len(BINARY)]
+        y = self.like(x, c, self.pool)
         if y is None:
             y = self.vector(x, a // 2, c)
-        kwargs = {"alpha": (2, -1)[c % 2]} if target is aten.add.Tensor and c % 7 == 6 else {}
-        self.keep(self.emit(target, *((x, y) if c % 2 else (y, x)), **kwargs))
+        more = {"alpha": (2, -1)[c % 2]} if function is torch.add and c % 7 == 6 else {}
+        self.keep(function(*((x, y) if c % 2 else (y, x)), **more))
 
     def broadcast(self, a: int, b: int, c: int) -> None:
         x = self.full(a)
         y = self.vector(x, c, b // 8)
-        if b % 3 == 0 and y.meta["val"].dim():
-            y = self.emit(aten.expand.default, y, list(x.meta["val"].shape))
-        self.keep(self.emit(BINARY[b % len(BINARY)], x, y))
+        if b % 3 == 0 and y.dim():
+            y = y.expand(x.shape)
+        self.keep(BINARY[b % len(BINARY)](x, y))
 
     def fresh(self, a: int, b: int, c: int) -> None:
         self.keep(self.input(self.shapes[a % 4], FLOATS[b % 3], b // 3, c))
@@ -213,129 +175,76 @@ class Program:
     def gated(self, a: int, b: int, c: int) -> None:
         """x * sigmoid(y), with a new y."""
         x = self.full(a)
-        y = self.input(tuple(x.meta["val"].shape), FLOATS[b % 3], b // 3, c)
-        self.keep(self.emit(aten.mul.Tensor, x, self.emit(aten.sigmoid.default, y)))
+        self.keep(x * torch.sigmoid(self.input(tuple(x.shape), FLOATS[b % 3], b // 3, c)))
 
     def where(self, a: int, b: int, c: int) -> None:
         x = self.full(a)
-        mask = self.like(x, b, self.masks)
-        if mask is None:
-            mask = self.input(tuple(x.meta["val"].shape), torch.bool, b)
-        y = self.like(x, c, [n for n in self.pool if n is not x])
-        if y is None:
-            with MODE:
-                zero = torch.zeros((), dtype=x.meta["val"].dtype)
-            y = self.graph.call_function(aten.full.default, ([], 0.0), {"dtype": zero.dtype})
-            y.meta["val"] = zero
-        self.keep(self.emit(aten.where.self, mask, *((x, y) if c % 2 else (y, x))))
+        mask = self.mask_for(x, b)
+        found = self.like(x, c, self.pool)
+        y: Any = 0.0 if found is None else found
+        self.keep(torch.where(mask, *((x, y) if c % 2 else (y, x))))
 
     def compare(self, a: int, b: int, c: int) -> None:
         x = self.full(a)
-        y = self.like(x, c, [n for n in self.pool if n is not x]) if c % 2 else None
-        if y is None:
-            mask = self.emit(SCALAR_COMPARISONS[b % 6], x, (0.0, 0.5, -1.5, 2)[c % 4])
-        else:
-            mask = self.emit(COMPARISONS[b % 6], x, y)
-        if b % 8 == 7:
-            mask = self.emit(aten.logical_not.default, mask)
-        self.keep(mask)
+        y = self.like(x, c, self.pool) if c % 2 else None
+        mask = COMPARISONS[b % 6](x, (0.0, 0.5, -1.5, 2)[c % 4] if y is None else y)
+        self.keep(torch.logical_not(mask) if b % 8 == 7 else mask)
 
     def mask(self, a: int, b: int, c: int) -> None:
         """A mask in arithmetic, as in a dropout: x * mask * 2."""
         x = self.full(a)
-        mask = self.like(x, b, self.masks)
-        if mask is None:
-            mask = self.input(tuple(x.meta["val"].shape), torch.bool, b)
+        mask = self.mask_for(x, b)
         other = self.like(mask, c, self.masks)
-        if other is not None and c % 3 == 0:
-            mask = self.emit(aten.bitwise_and.Tensor, mask, other)
-        self.keep(self.emit(aten.mul.Tensor, x, mask))
+        self.keep(x * (mask & other if other is not None and c % 3 == 0 else mask))
 
     def cast(self, a: int, b: int, c: int) -> None:
-        target = (prims.convert_element_type.default, aten._to_copy.default)[c % 2]
-        dtype = FLOATS[b % 3]
-        x = self.full(a)
-        self.keep(self.emit(target, x, dtype) if c % 2 == 0 else self.emit(target, x, dtype=dtype))
+        self.keep(self.full(a).to(FLOATS[b % 3]))
 
     def reshape(self, a: int, b: int, c: int) -> None:
         x = self.full(a)
-        size = x.meta["val"].numel()
-        shapes = [*self.shapes, (self.split[0], -1), (-1, self.split[3])]
-        if size != int(np.prod(self.split)):
-            shapes = [(1, *x.meta["val"].shape), (size,)]
-        self.keep(self.view(x, list(shapes[b % len(shapes)])))
-
-    def view(self, x: Node, shape: list[int]) -> Node:
-        """A view as a pass writes it: with a copy first if the strides make a view impossible."""
-        value = x.meta["val"]
-        try:
-            torch.empty_strided(value.shape, value.stride(), device="meta").view(shape)  # fake tensors accept too much
-        except RuntimeError:
-            x = self.emit(aten.clone.default, x, memory_format=torch.contiguous_format)
-        return self.emit(aten.view.default, x, shape)
+        shapes: list[tuple[int, ...]] = [*self.shapes, (self.shapes[1][0], -1), (-1, self.shapes[2][3])]
+        if x.numel() != prod(self.shapes[0]):
+            shapes = [(1, *x.shape), (x.numel(),)]
+        self.keep(x.reshape(shapes[b % len(shapes)]))
 
     def permute(self, a: int, b: int, c: int) -> None:
         x = self.full(a)
-        order = list(range(x.meta["val"].dim()))
-        if len(order) == 2 and c % 3 == 0:
-            self.keep(self.emit(aten.t.default, x))
-            return
+        order = list(range(x.dim()))
         self.random.shuffle(order)
         if len(order) >= 2 and b % 2:
             order = [*order[1:], order[0]]
-        self.keep(self.emit(aten.permute.default, x, order))
+        self.keep(x.t() if len(order) == 2 and c % 3 == 0 else x.permute(order))
 
     def row_sum(self, a: int, b: int, c: int) -> None:
         x = self.full(a)
-        rank = x.meta["val"].dim()
-        dims = [-1, -2] if c % 4 == 3 and rank > 2 else [-1]
+        dims = [-1, -2] if c % 4 == 3 and x.dim() > 2 else [-1]
         if self.whole(x, dims):
             return
-        kind, keepdim = b % 4, b % 8 < 6
-        if kind == 3:
-            both = self.emit(aten.var_mean.correction, x, dims, correction=c % 2, keepdim=keepdim)
-            for i in ((0, 1), (1, 0), (0,), (1,))[c // 2 % 4]:
-                self.keep(self.emit(operator.getitem, both, i))
-        else:
-            target = (aten.mean.dim, aten.sum.dim_IntList)[kind % 2]
-            dtype = {"dtype": torch.float32} if c % 5 == 4 else {}
-            self.keep(self.emit(target, x, dims, keepdim, **dtype))
+        x = x.sign().float() if b % 2 or c % 5 == 4 else x.sign()
+        self.keep((x.mean if b % 2 else x.sum)(dims, keepdim=b % 8 < 6))
 
     def norm(self, a: int, b: int, c: int) -> None:
-        """x * rsqrt(mean(x**2) + eps), or the same with the mean of x subtracted first."""
+        """The product of x, or of the difference of x from its mean, and of a mean. (Means are of signs.)"""
         x = self.full(a)
         if self.whole(x, [-1]):
             return
-        if b % 2:
-            x = self.emit(prims.convert_element_type.default, x, torch.float32)
+        x = x.float() if b % 2 else x
         if c % 2:
-            both = self.emit(aten.var_mean.correction, x, [-1], correction=0, keepdim=True)
-            square, mean = (self.emit(operator.getitem, both, i) for i in range(2))
-            x = self.emit(aten.sub.Tensor, x, mean)
-        else:
-            square = self.emit(aten.mean.dim, self.emit(aten.pow.Tensor_Scalar, x, 2), [-1], True)
-        rstd = self.emit(aten.rsqrt.default, self.emit(aten.add.Tensor, square, 1e-5))
-        y = self.emit(aten.mul.Tensor, x, rstd)
-        if b % 3 == 0:
-            y = self.emit(prims.convert_element_type.default, y, torch.bfloat16)
+            x = x - x.sign().float().mean(-1, keepdim=True)
+        factor = x.sign().float().mean(-1, keepdim=True)
         if c % 3 == 0:
-            self.results.append(rstd)
-        self.pool.append(rstd)
-        self.keep(y)
+            self.results.append(factor)
+        self.pool.append(factor)
+        self.keep((x * factor).bfloat16() if b % 3 == 0 else x * factor)
 
     def column_sum(self, a: int, b: int, c: int) -> None:
         x = self.full(a)
-        rank = x.meta["val"].dim()
-        if rank < 2:
+        dims = list(range(x.dim() - 1 if b % 2 else 1))
+        if x.dim() < 2 or self.whole(x, dims):
             return
-        dims = list(range(rank - 1 if b % 2 else 1))
-        if self.whole(x, dims):
-            return
-        total = self.emit(aten.sum.dim_IntList, x, dims, c % 2 == 1)
-        if c % 3 == 0:
-            total = self.emit(prims.convert_element_type.default, total, FLOATS[b % 3])
-        if c % 4 == 3:
-            total = self.view(total, [-1])
+        total = x.sign().sum(dims, keepdim=c % 2 == 1)
+        total = total.to(FLOATS[b % 3]) if c % 3 == 0 else total
+        total = total.reshape(-1) if c % 4 == 3 else total
         self.results.append(total)
         if b % 4 == 0:
             self.keep(total)
@@ -343,125 +252,101 @@ class Program:
     def opaque(self, a: int, b: int, c: int) -> None:
         """An operator that kernels do not support."""
         x = self.full(a)
-        if not x.meta["val"].dim():
+        if not x.dim():
             return
-        if b % 3 == 0:
-            self.keep(self.emit(aten.flip.default, x, [c % x.meta["val"].dim()]))
-        elif b % 3 == 1:
-            self.keep(self.emit(aten.cumsum.default, x, c % x.meta["val"].dim()))
+        if b % 3 == 2:
+            self.results.append(-x[: max(1, x.shape[0] // 2)])
         else:
-            half = self.emit(aten.slice.Tensor, x, 0, 0, max(1, x.meta["val"].shape[0] // 2))
-            self.results.append(self.emit(aten.neg.default, half))
+            self.keep(x.cumsum(c % x.dim(), dtype=x.dtype) if b % 3 else x.flip(c % x.dim()))
 
-    def matrix(self, a: int, b: int) -> Node:
+    def matrix(self, a: int, b: int) -> Tensor:
         """A 2-D tensor to cast."""
         x = self.full(a)
-        shape = x.meta["val"].shape
-        if len(shape) == 2 and b % 8:
+        if x.dim() == 2 and b % 8:
             return x
-        if len(shape) < 2:
-            return self.view(x, [1, -1])
-        rows = (shape[:-1], shape[:1], shape[:-1])[b % 3]
-        return self.view(x, [int(np.prod(rows)), -1])
+        return x.reshape(prod(x.shape[: 1 if b % 3 == 1 else -1]) if x.dim() > 1 else 1, -1)
 
-    def scale(self, number: int) -> Node:
+    def scale(self, number: int) -> Tensor:
         """A scale, [1] float32: a new input, an element of a new vector, or an existing scale."""
         if number % 3 == 0 and self.scales:
             return self.scales[-1 - number // 3 % len(self.scales)]
         if number % 3 == 1:
-            vector = self.placeholder(torch.tensor([1.0, 2.0**-3, 17.5, 1e-3, 300.0]))
-            scale = self.emit(aten.as_strided.default, vector, [1], [1], number // 3 % 5)
+            vector = self.new(lambda *_: torch.tensor([1.0, 2.0**-3, 17.5, 1e-3, 300.0]))
+            self.scales.append(vector.as_strided([1], [1], number // 3 % 5))
         else:
-            scale = self.placeholder(torch.tensor([(0.3, 1.0, 20.0, 1e30)[number // 3 % 4]]))
-        self.scales.append(scale)
-        return scale
+            self.scales.append(self.new(lambda *_: torch.tensor([(0.3, 1.0, 20.0, 1e30)[number // 3 % 4]])))
+        return self.scales[-1]
 
     def quantize(self, a: int, b: int, c: int) -> None:
-        dtype, largest = FP8[c % 3]
-        self.results.append(self.emit(ops.quantize, self.matrix(a, b // 2), self.scale(c), dtype, largest, b % 2 == 1))
+        self.results.append(ops.quantize(self.matrix(a, b // 2), self.scale(c), *FP8[c % 3], b % 2 == 1))
 
     def quantize_both(self, a: int, b: int, c: int) -> None:
-        x, (dtype, largest) = self.matrix(a, b // 3), FP8[c % 3]
-        both = self.emit(ops.quantize_both, x, self.scale(c), dtype, largest)
-        self.results += [self.emit(operator.getitem, both, i) for i in ((0, 1), (0,), (1,))[b % 3]]
-
-    def two_scales(self, a: int, b: int, c: int) -> None:
-        x = self.matrix(a, b)
-        for number in (c, c + 1):
-            dtype, largest = FP8[number % 3]
-            self.results.append(self.emit(ops.quantize, x, self.scale(number), dtype, largest, (b + number) % 4 == 1))
+        both = ops.quantize_both(self.matrix(a, b // 3), self.scale(c), *FP8[c % 3])
+        self.results += [both[i] for i in ((0, 1), (0,), (1,))[b % 3]]
 
     def amax(self, a: int, b: int, c: int) -> None:
-        amax = self.emit(ops.amax, self.matrix(a, b))
-        self.amaxes.append(amax)
+        self.amaxes.append(ops.amax(self.matrix(a, b)))
         if c % 2:
-            self.results.append(amax)
+            self.results.append(self.amaxes[-1])
 
     def current(self, a: int, b: int, c: int) -> None:
         """Current scaling: the cast waits for the amax of its own tensor."""
         x, (dtype, largest) = self.matrix(a, b), FP8[c % 3]
-        amax = self.emit(ops.amax, x)
-        self.amaxes.append(amax)
-        scale = self.emit(ops.current_scale, amax, largest, c % 2)
+        self.amaxes.append(ops.amax(x))
+        scale = ops.current_scale(self.amaxes[-1], largest, c % 2)
         if c % 4 == 3:
-            self.results.append(self.emit(ops.inverse, scale))
+            self.results.append(ops.inverse(scale))
         if c % 5 == 4:
             self.scales.append(scale)  # other tensors may use this scale, too
         if b % 2:
-            both = self.emit(ops.quantize_both, x, scale, dtype, largest)
-            self.results += [self.emit(operator.getitem, both, i) for i in (0, 1)]
+            self.results += ops.quantize_both(x, scale, dtype, largest)
         else:
-            self.results.append(self.emit(ops.quantize, x, scale, dtype, largest, c % 3 == 2))
+            self.results.append(ops.quantize(x, scale, dtype, largest, c % 3 == 2))
 
     def blocks(self, a: int, b: int, c: int) -> None:
         """Casts with a scale a row or a block: different ones for each layout, except square blocks; one may be an input."""
         x, (dtype, largest) = self.matrix(a, b), FP8[c % 3]
-        block = [(1, self.side), (1, 0), (self.side, self.side), (1, self.side)][b % 4]
-        rows, columns = x.meta["val"].shape
+        block = [[1, self.side], [1, 0], [self.side, self.side], [1, self.side]][b % 4]
         scales = []
         for transposed in (False, True):
             if transposed and block[0] == block[1]:
-                scales.append(self.emit(aten.permute.default, scales[0], [1, 0]))
+                scales.append(scales[0].permute(1, 0))
             elif c % 8 == 7 and transposed:
-                shape = ops._amaxes(torch.empty(rows, columns, device="meta"), True, block).shape
-                scales.append(self.placeholder(fenced(torch.rand(shape, generator=self.generator) + 0.01)))
+                shape = ops.amax_blocks(x, True, block).shape
+                scales.append(self.new(lambda g, _, shape=shape: fenced(torch.rand(shape, generator=g) + 0.01)))
             else:
-                amax = self.emit(ops.amax_blocks, x, transposed, block)
-                scales.append(self.emit(ops.current_scale, amax, largest, c % 2, block[1] > 0 or c % 5 == 0))
+                amax = ops.amax_blocks(x, transposed, block)
+                scales.append(ops.current_scale(amax, largest, c % 2, block[1] > 0 or c % 5 == 0))
                 if c % 4:
-                    self.results.append(self.emit(ops.inverse, scales[-1]))
+                    self.results.append(ops.inverse(scales[-1]))
         if c % 3 < 2:
-            both = self.emit(ops.quantize_both, x, scales[0], dtype, largest, scales[1], block)
-            self.results += [self.emit(operator.getitem, both, i) for i in (0, 1)]
+            self.results += ops.quantize_both(x, scales[0], dtype, largest, scales[1], block)
         else:
             which = b // 4 % 2
-            self.results.append(self.emit(ops.quantize, x, scales[which], dtype, largest, bool(which), block))
+            self.results.append(ops.quantize(x, scales[which], dtype, largest, bool(which), block))
 
     def back(self, a: int, b: int, c: int) -> None:
         """Stands for a matmul: FP8 in, high precision out; the graph continues behind it."""
-        casts = [x for x in self.results if x.meta["val"].dtype in (torch.float8_e4m3fn, torch.float8_e5m2)]
+        casts = [x for x in self.results if x.dtype in (torch.float8_e4m3fn, torch.float8_e5m2)]
         if casts:
-            self.keep(self.emit(aten._to_copy.default, casts[-1 - a % len(casts)], dtype=FLOATS[b % 3]))
+            self.keep(casts[-1 - a % len(casts)].to(FLOATS[b % 3]))
 
     def result(self, a: int, b: int, c: int) -> None:
         self.results.append(self.full(a) if b % 4 or not self.masks else self.masks[c % len(self.masks)])
 
     def gather(self, a: int, b: int, c: int) -> None:
         if len(self.amaxes) > 1:
-            chosen = self.amaxes[::-1] if b % 2 else self.amaxes[a % 2 :]
-            self.results.append(self.emit(ops.gather, list(chosen)))
+            self.results.append(ops.gather(self.amaxes[::-1] if b % 2 else self.amaxes[a % 2 :]))
 
-    def finish(self, a: int, b: int, c: int) -> GraphModule:
+    def finish(self, a: int, b: int, c: int) -> None:
         self.quantize(a, b, c)
         if self.amaxes:
-            self.results.append(self.emit(ops.gather, self.amaxes))
-        self.graph.output(tuple(self.results))
-        return GraphModule(torch.nn.Module(), self.graph)
+            self.results.append(ops.gather(self.amaxes))
 
 
-INSTRUCTIONS = 2 * ["unary", "binary", "number", "blocks", "norm", "column_sum"]
-INSTRUCTIONS += """quantize quantize_both current two_scales power gated broadcast fresh where compare mask cast reshape permute
-row_sum opaque amax result back gather""".split()
+INSTRUCTIONS = 2 * ["unary", "binary", "number", "blocks", "norm", "column_sum", "result"]
+INSTRUCTIONS += """quantize quantize_both current power gated broadcast fresh where compare mask cast reshape
+permute row_sum opaque amax back gather""".split()
 MAKING = ["gated", "binary", "unary", "norm"]  # producers of casts with scales of blocks
 PAIRS = [(a, b) for a in range(1, 41) for b in range(1, 41) if a * b <= 40]
 
@@ -513,14 +398,19 @@ class Case:
                 return r, c, warps
         return BLOCKS[-1]
 
-    def build(self) -> tuple[GraphModule, list[torch.Tensor]]:
+    def build(self) -> tuple[GraphModule, tuple[Tensor, ...]]:
+        inputs = tuple(self.run().inputs)
+        return trace(lambda *given: tuple(self.run(given).results), inputs), inputs
+
+    def run(self, given: tuple[Tensor, ...] = ()) -> Program:
         stretch = 5 if self.wide else 1
         rows, columns = (self.rows[0], self.rows[1] * stretch), (self.columns[0], self.columns[1] * stretch)
-        program = Program(rows, columns, self.seed, 128 if self.wide else 16)
+        program = Program((*rows, *columns), self.seed, 128 if self.wide else 16, given)
         program.fresh(self.layout, self.dtype + 3 * (self.layout // 4), self.layout)
-        for what, *given in self.code:
-            getattr(program, what)(*given)
-        return program.finish(*self.last), program.inputs
+        for what, *numbers in self.code:
+            getattr(program, what)(*numbers)
+        program.finish(*self.last)
+        return program
 
     def shorter(self) -> list[Case]:
         """The cases with one instruction less."""
@@ -533,14 +423,14 @@ FENCE = 64  # unused elements before and behind a tensor
 GARBAGE = 0xFF  # in each byte of unwritten memory: NaN in every floating-point dtype
 
 
-def fenced(values: torch.Tensor) -> torch.Tensor:
+def fenced(values: Tensor) -> Tensor:
     """A copy in the middle of a larger allocation."""
     made = room(list(values.shape), list(values.contiguous().stride()), values.dtype)
     made.copy_(values)
     return made
 
 
-def room(shape: list[int], strides: list[int], dtype: torch.dtype) -> torch.Tensor:
+def room(shape: list[int], strides: list[int], dtype: torch.dtype) -> Tensor:
     extent = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) if all(shape) else 0
     memory = torch.full(((extent + 2 * FENCE) * dtype.itemsize,), GARBAGE, dtype=torch.uint8)
     return memory.view(dtype).as_strided(shape, strides, FENCE)
@@ -549,12 +439,24 @@ def room(shape: list[int], strides: list[int], dtype: torch.dtype) -> torch.Tens
 # -- running -----------------------------------------------------------------------------------------------------------
 
 
-class Exact(Interpreter):
-    """Runs a graph operator by operator. Where ATen does not specify the last bit, computes as a kernel with these blocks."""
+def _exp(x: Tensor) -> Tensor:
+    """As in the table of expressions: a power of two."""
+    with np.errstate(all="ignore"):
+        return torch.from_numpy(np.exp2((x * 1.4426950408889634).contiguous().numpy()))
 
-    def __init__(self, module: GraphModule, block: tuple[int, int, int]):
-        super().__init__(module)
-        self.block = block
+
+OPEN: dict[Any, Callable] = {
+    aten.exp.default: _exp,
+    aten.sigmoid.default: lambda x: 1.0 / (1 + _exp(-x)),
+    aten.add.Tensor: lambda x, y, alpha=1: x + alpha * y,
+    aten.relu.default: lambda x: torch.where(x <= 0, 0.0, x),
+    aten.maximum.default: lambda x, y: torch.where((x > y) | (x != x), x, y),
+    aten.minimum.default: lambda x, y: torch.where((x < y) | (x != x), x, y),
+}
+
+
+class Exact(Interpreter):
+    """Runs a graph operator by operator. Where ATen does not specify the last bit, computes as a kernel does."""
 
     def call_function(self, target: Any, args: tuple, kwargs: dict) -> Any:
         if target is aten.empty.memory_format:
@@ -562,124 +464,13 @@ class Exact(Interpreter):
         if target is aten.empty_strided.default:
             return room(args[0], args[1], kwargs["dtype"])
         result = super().call_function(target, args, kwargs)
-        if target in OPEN and not any(isinstance(x, torch.Tensor) and x.dtype == torch.float64 for x in args):
-            exact = OPEN[target](*(x.float() if isinstance(x, torch.Tensor) else x for x in args), **kwargs).to(result.dtype)
-        elif target in SUMS:
-            exact = self.total(target, *args, **kwargs)
-        else:
+        if target not in OPEN:
             return result
-        for one, aten_one in zip(_tuple(exact), _tuple(result), strict=True):
-            assert_near(aten_one, one, args, target)
-        if isinstance(result, torch.Tensor):
-            return torch.empty_like(result).copy_(exact)
-        return exact
-
-    def total(self, target: Any, x: torch.Tensor, dims: list[int], keepdim: bool = False, **kwargs: Any) -> Any:
-        keepdim = kwargs.get("keepdim", keepdim)
-        rank = x.dim()
-        over = sorted(d % rank for d in dims)
-        kept = [d for d in range(rank) if d not in over]
-        shape = [1 if d in over else n for d, n in enumerate(x.shape) if keepdim or d not in over]
-        rows = over == list(range(rank - len(over), rank))
-        count = int(np.prod([x.shape[d] for d in over]))
-        sides = x.permute(*kept, *over).reshape(-1, count) if rows else x.permute(*over, *kept).reshape(count, -1)
-        matrix = sides.float().contiguous().numpy()
-        dtype = kwargs.get("dtype") or x.dtype
-
-        def made(values: np.ndarray) -> torch.Tensor:
-            return torch.from_numpy(values).reshape(shape).to(dtype)
-
-        with np.errstate(all="ignore"):
-            total = self.of_rows(matrix) if rows else self.of_columns(matrix)
-            if target is aten.sum.dim_IntList:
-                return made(total)
-            mean = total / np.float32(count)
-            if target is aten.mean.dim:
-                return made(mean)
-            squares = (matrix - (mean[:, None] if rows else mean)) ** 2
-            squared = self.of_rows(squares) if rows else self.of_columns(squares)
-            return made(squared / np.float32(count - kwargs["correction"])), made(mean)
-
-    def of_rows(self, x: np.ndarray) -> np.ndarray:
-        """Adds block by block into one accumulator, and sums the accumulator at the end."""
-        width = self.block[1]
-        padded = np.pad(x, ((0, 0), (0, -x.shape[1] % width)))
-        into = np.zeros((x.shape[0], width), np.float32)
-        for start in range(0, padded.shape[1], width):
-            into = into + padded[:, start : start + width]
-        return into.sum(1)
-
-    def of_columns(self, x: np.ndarray) -> np.ndarray:
-        """Sums each block of rows, then the sums of the blocks in the same way; + 0 makes every zero positive."""
-        height = self.block[0]
-        padded = np.pad(x, ((0, -x.shape[0] % height), (0, 0))).reshape(-1, height, x.shape[1])
-        parts = padded[:, 0]
-        for i in range(1, height):
-            parts = parts + padded[:, i]
-        return self.of_columns(parts) if len(parts) > 1 else parts[0] + np.float32(0)
+        exact = OPEN[target](*(x.float() if isinstance(x, Tensor) else x for x in args), **kwargs)
+        return torch.empty_like(result).copy_(exact)
 
 
-def _numpy(function: Callable) -> Callable[[torch.Tensor], torch.Tensor]:
-    def call(x: torch.Tensor) -> torch.Tensor:
-        with np.errstate(all="ignore"):
-            return torch.from_numpy(function(x.contiguous().numpy()))
-
-    return call
-
-
-def _exp(x: torch.Tensor) -> torch.Tensor:
-    """As in the table of expressions: a power of two."""
-    return _numpy(np.exp2)(x * 1.4426950408889634)
-
-
-def _sqrt(x: torch.Tensor) -> torch.Tensor:
-    return _numpy(np.sqrt)(x)  # correctly rounded; ATen's is not if it comes from MKL
-
-
-OPEN: dict[Any, Callable] = {
-    aten.exp.default: _exp,
-    aten.log.default: _numpy(np.log),
-    aten.sin.default: _numpy(np.sin),
-    aten.tanh.default: lambda x: torch.tanh(x.double()).to(x.dtype),
-    aten.sigmoid.default: lambda x: 1.0 / (1 + _exp(-x)),
-    aten.add.Tensor: lambda x, y, alpha=1: x + alpha * y,
-    aten.sub.Tensor: lambda x, y: x - y,
-    aten.mul.Tensor: lambda x, y: x * y,
-    aten.div.Tensor: lambda x, y: x / y,
-    aten.sqrt.default: _sqrt,
-    aten.rsqrt.default: lambda x: 1.0 / _sqrt(x),
-    aten.pow.Tensor_Scalar: lambda x, exponent: POWERS[exponent](x),
-    aten.relu.default: lambda x: torch.where(x <= 0, 0.0, x),
-    aten.maximum.default: lambda x, y: torch.where((x > y) | (x != x), x, y),
-    aten.minimum.default: lambda x, y: torch.where((x < y) | (x != x), x, y),
-}
-SUMS = (aten.sum.dim_IntList, aten.mean.dim, aten.var_mean.correction)
-
-
-def _tuple(x: Any) -> tuple:
-    return x if isinstance(x, tuple) else (x,)
-
-
-def assert_near(expected: torch.Tensor, found: torch.Tensor, args: Any, target: Any) -> None:
-    """Equal to ATen's result, up to the effect of another order of summation."""
-    a, b = expected.double(), found.double()
-    assert a.shape == b.shape and expected.dtype == found.dtype, target
-    size = a.abs()
-    if target in (aten.add.Tensor, aten.sub.Tensor):  # in half precision, ATen may round a number first
-        size = sum((torch.as_tensor(x).double().abs() for x in args), start=size)
-    tolerance = 16 * torch.finfo(expected.dtype).eps * size + 1e-30
-    if target in (aten.exp.default, aten.sigmoid.default):  # the error of x log2(e) grows with x
-        tolerance += torch.finfo(torch.float32).eps * size * args[0].double().abs()
-    if target in SUMS:
-        x = args[0].double().nan_to_num(0.0, 0.0, 0.0)
-        size = x.square() if target is aten.var_mean.correction else x.abs()
-        tolerance += 8 * torch.finfo(torch.float32).eps * size.sum()
-    near = (a == b) | (a.isnan() & b.isnan()) | ((a - b).abs() <= tolerance)
-    near |= ~(a.isfinite() & b.isfinite())  # an intermediate overflow: depends on the order
-    assert near.all(), f"{target}: {found}, ATen has {expected}"
-
-
-def unequal(a: torch.Tensor, b: torch.Tensor) -> str:
+def unequal(a: Tensor, b: Tensor) -> str:
     """The difference between two tensors, in words; "" if they have the same bits, except the bits of NaN."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return f"{a.dtype} {tuple(a.shape)} and {b.dtype} {tuple(b.shape)}"
@@ -694,15 +485,12 @@ def unequal(a: torch.Tensor, b: torch.Tensor) -> str:
 
 def check(case: Case, seen: Counter) -> None:
     module, inputs = case.build()
-    block = case.blocks
     fused = compat.copy_graph(module)
-    for node, copy in zip(module.graph.nodes, fused.graph.nodes, strict=True):
-        copy.meta = dict(node.meta)
     before = [x.clone() for x in inputs]
-    expected = Exact(module, block).run(*inputs)
+    expected = Exact(module).run(*inputs)
     with kernels_on_cpu(**tiles(case)) as made:
         run_post_grad(fused.graph)
-        got = Exact(fused, block).run(*inputs)
+        got = Exact(fused).run(*inputs)
     count(made, seen)
     assert not any(map(unequal, before, inputs)), "a kernel writes into an input"
     for i, (a, b) in enumerate(zip(expected, got, strict=True)):
@@ -712,7 +500,7 @@ def check(case: Case, seen: Counter) -> None:
             results: Any = module.graph.find_nodes(op="output")[0].args[0]
             shapes = [f"in{n}: {x.dtype} {tuple(x.shape)} {x.stride()}" for n, x in enumerate(inputs)]
             raise AssertionError(
-                f"output {i} ({results[i].format_node()}), unfused and fused: {difference}\nblocks {block}\n"
+                f"output {i} ({results[i].format_node()}), unfused and fused: {difference}\nblocks {case.blocks}\n"
                 + "\n".join([*shapes, str(module.graph), str(fused.graph), shown])
             )
 

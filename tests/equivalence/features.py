@@ -25,7 +25,7 @@ from fp8compile.optim import AdamW
 from tests.equivalence.protocols import Run
 from tests.support import hooks
 from tests.support.harness import ALL_FP8
-from tests.support.models import Checkpointed, Mlp, Moe, ResidualMlp, Stack, SwiGlu, Uses, make
+from tests.support.models import Checkpointed, Gated, Mlp, Moe, ResidualMlp, Stack, Uses, make
 from tests.support.reference_settings import RECIPES
 
 BITWISE = math.inf
@@ -33,17 +33,6 @@ BF16 = torch.bfloat16
 Options = Mapping[str, Any]
 
 # -- models: shared by all cases, [batch, length, 128] -> the same --------------------------------------------------------
-
-
-class Gated(nn.Module):
-    """A norm and a gated feed-forward on a residual stream, as in Llama: gate and up read one tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.mlp = nn.RMSNorm(128), SwiGlu()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.mlp(self.norm(x))
 
 
 class Lora(nn.Module):

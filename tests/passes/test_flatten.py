@@ -24,8 +24,7 @@ WORDS, TOKENS = 2048, 256
 CHUNKED = {"auto_chunker.enable": True, "auto_chunker.amplify_ratio_threshold": 1, "auto_chunker.output_size_threshold": 1024}
 HEAD_OFF = {"rules": [{"module": "*head*", "fp8": "off"}, *ALL_FP8["rules"]]}
 IN_BF16 = ("float", "transformers", "returned", "two losses")
-LOSSES = ("plain",)
-SLOW = ("transformers", "ignored", "float", "capped", "tied", "autocast")
+LOSSES = ("plain", "transformers", "ignored", "float", "capped", "tied", "autocast")
 
 
 class Words(nn.Module):
@@ -80,7 +79,7 @@ def trained(loss: str, policy: Any = HEAD_OFF, **options: Any) -> tuple[list[dic
 
 
 @pytest.mark.cases(test=1, slow=2)
-@pytest.mark.parametrize("loss", [*LOSSES, *(pytest.param(loss, marks=pytest.mark.slow) for loss in SLOW)])
+@pytest.mark.parametrize("loss", LOSSES)
 def test_the_same_training_without_the_logits(loss: str) -> None:
     """Sums over chunks are rounded otherwise. In bf16, FP8 casts behind the head see other last bits, and round some values in
     the other direction."""

@@ -7,7 +7,6 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -21,20 +20,9 @@ from fp8compile.ir import state_page
 from tests.support import hooks
 from tests.support.harness import sqnr
 from tests.support.interpreter import Interpreted, kernels_on_cpu
-from tests.support.models import Block, Checkpointed, Mlp, Moe, SwiGlu
+from tests.support.models import Block, Checkpointed, Gated, Mlp, Moe
 
 BF16 = torch.bfloat16
-
-
-class RmsBlock(nn.Module):
-    """A norm, a gated MLP and a residual, as in Llama."""
-
-    def __init__(self, width: int = 128):
-        super().__init__()
-        self.norm, self.mlp = nn.RMSNorm(width), SwiGlu(width, 256)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.mlp(self.norm(x))
 
 
 class Alone(nn.Module):
@@ -96,7 +84,7 @@ def compared(build: Callable[[], nn.Module], shapes: list[tuple], **options: Any
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple]] = {
     "mlps": (lambda: nn.Sequential(Mlp(), Mlp(), Mlp()), (40, 128)),
-    "rms norm, swiglu": (RmsBlock, (2, 20, 128)),
+    "rms norm, swiglu": (Gated, (2, 20, 128)),
     "block": (Block, (2, 20, 128)),
     "checkpointed": (lambda: Checkpointed(Mlp()), (33, 128)),
     "experts": (Moe, (2, 20, 128)),
@@ -109,28 +97,28 @@ def of(name: str, recipe: str) -> Trained:
     return compared(build, [shape] * 2, recipe=recipe)
 
 
-EACH = [("mlps", "delayed"), ("rms norm, swiglu", "delayed"), ("rms norm, swiglu", "mxfp8"), ("experts", "delayed")]
-SLOW = [("block", "tensorwise"), ("checkpointed", "delayed"), ("checkpointed", "rowwise")]
-SLOW += [("rms norm, swiglu", recipe) for recipe in ("rowwise", "rowwise_with_gw_hp", "blockwise")]
-SLOW += [("experts", recipe) for recipe in ("rowwise_with_gw_hp", "blockwise", "mxfp8")]
+CASES = [("mlps", "delayed"), *(("rms norm, swiglu", recipe) for recipe in ("delayed", "mxfp8")), ("experts", "delayed")]
+CASES += [("block", "tensorwise"), ("checkpointed", "delayed"), ("checkpointed", "rowwise")]
+CASES += [("rms norm, swiglu", recipe) for recipe in ("rowwise", "rowwise_with_gw_hp", "blockwise")]
+CASES += [("experts", recipe) for recipe in ("rowwise_with_gw_hp", "blockwise", "mxfp8")]
 
 
 @pytest.mark.cases(test=1, slow=1)
-@pytest.mark.parametrize(("name", "recipe"), [*EACH, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)])
+@pytest.mark.parametrize(("name", "recipe"), CASES)
 def test_fused_training_is_training(name: str, recipe: str) -> None:
     assert any("update" in kernel for kernel in of(name, recipe).names) == (recipe == "delayed")
 
 
 @pytest.mark.slow
 def test_dynamic_rows() -> None:
-    made = compared(RmsBlock, [(2, 20, 128), (3, 7, 128)]).names
+    made = compared(Gated, [(2, 20, 128), (3, 7, 128)]).names
     assert len(set(made)) <= 14, "kernels take sizes as arguments: one compilation serves all"
 
 
 @pytest.mark.slow
 def test_blocks_of_128_rows_behind_sums_over_rows_are_two_kernels() -> None:
     """With 128 whole rows a program, 8192 tokens would give only 64 programs."""
-    found = compared(lambda: nn.Sequential(RmsBlock(), RmsBlock()), [(130, 128)], recipe="blockwise")
+    found = compared(lambda: nn.Sequential(Gated(), Gated()), [(130, 128)], recipe="blockwise")
     over_rows = [kernel for kernel in found.kernels if kernel.row_blocks]
     assert all(kernel.block[0] == 1 for kernel in over_rows)
     assert any("value" in [x.content for x in kernel.outputs] for kernel in over_rows), "a gradient that the residual reads"
@@ -141,7 +129,7 @@ def test_blocks_of_128_rows_behind_sums_over_rows_are_two_kernels() -> None:
 def test_recipes_of_one_tensor_that_do_not_go_together() -> None:
     """One gemm needs scales of rows, another gemm scales of blocks of 128 rows."""
     rules = [{"gemm": gemm, "recipe": recipe} for gemm, recipe in (("dgrad", "rowwise"), ("wgrad", "blockwise"))]
-    made = compared(RmsBlock, [(2, 20, 128)] * 2, policy={"rules": rules}).names
+    made = compared(Gated, [(2, 20, 128)] * 2, policy={"rules": rules}).names
     assert any("transpose_scale" in name for name in made)
 
 
@@ -190,21 +178,6 @@ def thousand(x: Tensor) -> Tensor:
 def test_a_chain_of_a_thousand_operators() -> None:
     found = train(lambda: Alone(thousand), [(16, 128)])
     assert found.made and found.steps[0]["y"].isfinite().all()
-
-
-def test_blocks_are_chosen_by_what_a_kernel_does() -> None:
-    def kernel(rows: bool, sums: bool, heavy: bool) -> Any:
-        more = dict(column_amaxes=(), block=(1, 1), span=0, outputs=())
-        return SimpleNamespace(row_blocks=rows, sums=("sum",) * sums, heavy=heavy, **more)
-
-    assert launch.configurations(kernel(False, False, False)) == launch.TILES[:2]
-    assert launch.configurations(kernel(False, False, True)) == launch.HEAVY_TILES[:2]
-    assert launch.configurations(kernel(True, False, False)) == launch.ROW_BLOCKS[:2]
-    with torch._inductor.config.patch(max_autotune=True):
-        assert launch.configurations(kernel(True, False, False)) == launch.ROW_BLOCKS[:3]
-    for heavy in (False, True):  # each block writes one row of partial sums, so all blocks have one height
-        for rows in (False, True):
-            assert len({height for height, _, _ in launch.configurations(kernel(rows, True, heavy))}) == 1
 
 
 @pytest.mark.cases(test=2, slow=2)

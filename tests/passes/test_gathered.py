@@ -122,9 +122,11 @@ def trained(weight: torch.Tensor, recipe: str) -> tuple[torch.Tensor, ...]:
     return y.detach(), x.grad, layer.weight.grad
 
 
-def test_a_matmul_with_one_scale_casts_what_blocks_left() -> None:
-    weight = of_blocks(128, 256)
-    results = [trained(given, "tensorwise") for given in (weight, weight + 0)]
+@pytest.mark.parametrize("recipe", ["tensorwise", pytest.param("rowwise", marks=pytest.mark.slow)])
+def test_a_matmul_with_other_scales_casts_what_fp8_left(recipe: str) -> None:
+    """One scale for all cannot read bytes that have a scale a block, nor a scale a row bytes that have one."""
+    weight = of_blocks(128, 256) if recipe == "tensorwise" else gathered()[0]
+    results = [trained(given, recipe) for given in (weight, weight + 0)]
     for one, other in zip(*results, strict=True):
         assert torch.equal(one, other)
 
@@ -199,12 +201,3 @@ def test_everything_else_reads_what_fp8_left_of_it() -> None:
     eager = torch.compile(nn.functional.linear, backend="aot_eager")
     assert torch.equal(eager(x, told), nn.functional.linear(x, values))
     assert said == ["aten.add.Tensor"]
-
-
-@pytest.mark.slow
-def test_a_matmul_that_wants_another_cast_casts_what_fp8_left_of_it() -> None:
-    """A recipe with a scale a row cannot read bytes that have one scale."""
-    weight, data, inverse = gathered()
-    results = [trained(given, "rowwise") for given in (weight, data.float() * inverse)]
-    for one, other in zip(*results, strict=True):
-        assert torch.equal(one, other)

@@ -35,10 +35,6 @@ def plain(layer: nn.Module, x: Tensor) -> Tensor:
     return x + torch.tanh(layer(x))
 
 
-def twice(layer: nn.Module, x: Tensor) -> Tensor:
-    return plain(layer, plain(layer, x))
-
-
 region = torch.compiler.nested_compile_region(plain)
 
 

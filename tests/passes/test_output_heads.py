@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -13,25 +12,13 @@ from torch import Tensor, nn
 
 import fp8compile
 from tests.support import hooks
+from tests.support.exact import Model
 from tests.support.harness import noise
 from tests.support.models import Attention, Block, Mlp, ResidualMlp, SwiGlu
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 LAST = "output head: the last matmul of the model, nothing follows it"
 WIDTH, CLASSES = 128, 160
-
-
-class Net(nn.Module):
-    """A model from a function `forward(self, x)` and named modules."""
-
-    def __init__(self, forward: Callable[[Any, Tensor], Any], **parts: nn.Module) -> None:
-        super().__init__()
-        self.function = forward
-        for name, part in parts.items():
-            self.add_module(name, part)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.function(self, x)
 
 
 class Several(nn.ModuleDict):
@@ -66,8 +53,8 @@ def trunk(m: Any, x: Tensor) -> Tensor:
     return m.norm(m.block(m.embed(x)))
 
 
-def text(forward: Callable[[Any, Tensor], Any], **parts: nn.Module) -> Net:
-    return Net(forward, embed=embedding(), block=ResidualMlp(), norm=norm(), **parts)
+def text(forward: Callable[[Any, Tensor], Any], **parts: nn.Module) -> Model:
+    return Model(forward, embed=embedding(), block=ResidualMlp(), norm=norm(), **parts)
 
 
 def heads_of_a_trunk(m: Any, tokens: Tensor) -> Any:
@@ -100,17 +87,17 @@ def test_heads_of_a_trunk() -> None:
     assert kept(model, TOKENS) == dict.fromkeys(sizes.keys() - {"in_an_mlp", "lora_down"}, LAST)
 
 
-HEADS: dict[str, tuple[Net, Tensor]] = {
+HEADS: dict[str, tuple[Model, Tensor]] = {
     "hidden states as well": (text(lambda m, x: (m.fc(h := trunk(m, x)), h), fc=linear()), TOKENS),
     "convolutions before": (
-        Net(lambda m, x: m.fc(m.conv(x).relu().mean((2, 3))), conv=nn.Conv2d(3, WIDTH, 4), fc=linear()),
+        Model(lambda m, x: m.fc(m.conv(x).relu().mean((2, 3))), conv=nn.Conv2d(3, WIDTH, 4), fc=linear()),
         PIXELS,
     ),
     "of features, behind a norm": (
-        Net(lambda m, x: m.fc(m.norm(F.gelu(m.body(x)))), body=linear(WIDTH), norm=norm(), fc=linear()),
+        Model(lambda m, x: m.fc(m.norm(F.gelu(m.body(x)))), body=linear(WIDTH), norm=norm(), fc=linear()),
         FEATURES,
     ),
-    "back to the width of the input": (Net(lambda m, x: m.fc(m.block(x)), block=ResidualMlp(), fc=linear(WIDTH)), FEATURES),
+    "back to the width of the input": (Model(lambda m, x: m.fc(m.block(x)), block=ResidualMlp(), fc=linear(WIDTH)), FEATURES),
 }
 
 
@@ -140,11 +127,11 @@ def parallel(m: Any, x: Tensor) -> Tensor:
 OF_TOKENS = {
     "a trunk": text(trunk),
     "a trunk with a pooler": text(lambda m, x: m.pooler(trunk(m, x)[:, 0]).tanh(), pooler=linear(WIDTH)),
-    "post-norm": Net(lambda m, x: m.norm((h := m.embed(x)) + m.mlp(h)), embed=embedding(), mlp=Mlp(), norm=norm()),
-    "norm of the branch": Net(lambda m, x: (h := m.embed(x)) + m.norm(m.mlp(h)), embed=embedding(), mlp=Mlp(), norm=norm()),
-    "a parallel block": Net(parallel, embed=embedding(), norm=norm(), a=Mlp(), b=Attention()),
-    "a gated residual": Net(gated_residual, embed=embedding(), norm=norm(), mlp=Mlp(), gate=linear(WIDTH)),
-    "added to some rows": Net(into_some_rows, embed=embedding(), block=ResidualMlp(), mlp=Mlp()),
+    "post-norm": Model(lambda m, x: m.norm((h := m.embed(x)) + m.mlp(h)), embed=embedding(), mlp=Mlp(), norm=norm()),
+    "norm of the branch": Model(lambda m, x: (h := m.embed(x)) + m.norm(m.mlp(h)), embed=embedding(), mlp=Mlp(), norm=norm()),
+    "a parallel block": Model(parallel, embed=embedding(), norm=norm(), a=Mlp(), b=Attention()),
+    "a gated residual": Model(gated_residual, embed=embedding(), norm=norm(), mlp=Mlp(), gate=linear(WIDTH)),
+    "added to some rows": Model(into_some_rows, embed=embedding(), block=ResidualMlp(), mlp=Mlp()),
     "a convolution behind": text(lambda m, x: m.conv(m.fc(trunk(m, x)).mT), fc=linear(), conv=nn.Conv1d(CLASSES, 4, 1)),
 }
 OF_FEATURES = {
@@ -167,32 +154,10 @@ def test_what_is_no_head(models: dict[str, nn.Module], x: Tensor) -> None:
     assert kept(Several(models), x) == {}
 
 
-def test_a_head_that_begins_small_does_not_turn_gradients_around() -> None:
-    """The gradients of a softmax sum to zero. Weights that begin near zero are almost equal after one step of Adam. So the
-    gradient of the trunk is a small difference of large sums."""
-    reference = Net(lambda m, x: m.to_logits(m.norm(F.gelu(m.body(x)))), body=linear(WIDTH), norm=norm(), to_logits=linear())
-    nn.init.trunc_normal_(reference.to_logits.weight, std=2e-5)
-    nn.init.zeros_(reference.to_logits.bias)
-    model = copy.deepcopy(reference)
-    run = torch.compile(model, backend="fp8", options={"recipe": "tensorwise"})
-    optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-3)
-    for step in range(4):
-        with torch.no_grad():
-            for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-                mine.copy_(theirs)
-        x, y = noise(4, WIDTH, seed=step), torch.arange(4) * 7
-        for one in (reference, model):
-            one.zero_grad()
-            F.cross_entropy((run if one is model else one)(x), y).backward()
-        gradients = [one.body.weight.grad.flatten() for one in (reference, model)]
-        assert torch.cosine_similarity(*gradients, dim=0) > 0.95, step
-        optimizer.step()
-
-
 @pytest.mark.slow
 def test_a_rule_of_the_user_wins() -> None:
     heads = {name: linear() for name in ("by_name", "by_kind", "with_a_setting", "without_a_rule")}
-    model = Net(lambda m, x: [m.get_submodule(name)(m.body(m.embed(x))) for name in heads],
+    model = Model(lambda m, x: [m.get_submodule(name)(m.body(m.embed(x))) for name in heads],
                 embed=embedding(), body=linear(WIDTH), **heads)  # fmt: skip
     rules = [{"module": "by_name", "fp8": "on"}, {"kind": "output head", "module": "by_kind", "fp8": "on"}]
     rules += [{"module": "with_a_setting", "margin": 1}]
@@ -209,9 +174,9 @@ def test_parts_that_are_compiled_by_themselves(wrapped: bool) -> None:
     """Two parts that would each end in a head as a model of their own. The first takes tokens, the second features. If an
     eager module calls the parts, the backend knows which modules follow a part."""
     tower = text(lambda m, x: m.project(trunk(m, x)), project=linear(WIDTH))
-    decoder = Net(lambda m, x: m.out(m.block(x)), block=ResidualMlp(), out=linear())
-    model = Net(lambda m, x: m.decoder(m.tower(x)), tower=tower, decoder=decoder)
-    outer = Net(lambda m, x: m.module(x), module=model) if wrapped else model
+    decoder = Model(lambda m, x: m.out(m.block(x)), block=ResidualMlp(), out=linear())
+    model = Model(lambda m, x: m.decoder(m.tower(x)), tower=tower, decoder=decoder)
+    outer = Model(lambda m, x: m.module(x), module=model) if wrapped else model
     for part in (tower, decoder):
         part.compile(backend="fp8")
     with hooks.traced():
@@ -232,7 +197,7 @@ def test_a_model_whose_graph_breaks() -> None:
         return m.fc(m.norm(x))
 
     parts = dict(embed=embedding(), norm=norm(), mlp=Mlp(), q=linear(256), o=linear(WIDTH, 256), fc=linear())
-    assert kept(Net(forward, **parts), TOKENS) == {"fc": LAST}
+    assert kept(Model(forward, **parts), TOKENS) == {"fc": LAST}
 
 
 TRANSFORMERS = {
@@ -263,7 +228,7 @@ def test_a_maximum_over_tokens_is_a_choice(dim: int, kept: bool) -> None:
     def forward(m: Any, x: Tensor) -> Tensor:
         return x.amax(dim, keepdim=True) + m.up(x).unflatten(1, (8, -1)).max(dim + (dim > 0)).values.mean()
 
-    model = Net(lambda m, x: forward(m, m.first(x)), first=linear(WIDTH), up=linear(256))
+    model = Model(lambda m, x: forward(m, m.first(x)), first=linear(WIDTH), up=linear(256))
     torch.compile(model, backend="fp8")(noise(2, 32, WIDTH)).sum().backward()
     reasons = {r.reason for r in fp8compile.report(model).matmuls if r.fqn == "up"}
     assert ("router gate: a maximum chooses between its tokens" in reasons) == kept, reasons
@@ -292,6 +257,6 @@ def test_what_chooses_entries_is_in_high_precision(name: str) -> None:
         h = x + CHOICES[name](m, m.first(x)).sum(-1, keepdim=True)
         return h + m.last(h)
 
-    model = Net(forward, first=linear(WIDTH), up=linear(256), spread=linear(256), last=Mlp())
+    model = Model(forward, first=linear(WIDTH), up=linear(256), spread=linear(256), last=Mlp())
     chooses = {"up", "spread"} if name == "with noise" else {"up"}
     assert kept(model, FEATURES) == dict.fromkeys(chooses, "router gate: its output decides which entries are chosen")

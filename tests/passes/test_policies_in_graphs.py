@@ -13,7 +13,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 import fp8compile
 from tests.support import hooks
 from tests.support.harness import Pair, compiled, noise
-from tests.support.models import Attention, Branches, Mlp, Stack, SwiGlu, make
+from tests.support.models import Attention, Block, Branches, Broken, Mlp, Stack, SwiGlu, make
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 
@@ -61,63 +61,34 @@ def test_settings_of_slots_that_share_a_page() -> None:
 
 
 def test_a_rule_for_one_gemm() -> None:
-    found = decisions(make(Mlp), policy=rules({"module": "down", "gemm": "wgrad", "fp8": "off", "name": "exact wgrad"}))
-    for (module, gemm), record in found.items():
-        kept = (module, gemm) == ("down", "wgrad")
-        assert record.decision == ("high_precision" if kept else "fp8")
-        assert (record.reason, record.rule) == (("exact wgrad", "exact wgrad") if kept else ("", ""))
-
-
-def test_gradients_where_one_gemm_is_kept() -> None:
     pair = Pair(
         make(Mlp),
-        policy=rules({"module": "up", "gemm": "wgrad", "fp8": "off"}),
+        policy=rules({"module": "up", "gemm": "wgrad", "fp8": "off", "name": "exact wgrad"}),
         overrides={"up.weight": {"override_linear_precision": (False, False, True)}},
     )
     for step in range(3):
         pair.step(noise(32, 128, seed=step))
     pair.finish()
+    for record in fp8compile.report(pair.model).matmuls:
+        kept = (record.fqn, record.gemm) == ("up", "wgrad")
+        assert record.decision == ("high_precision" if kept else "fp8")
+        assert (record.reason, record.rule) == (("exact wgrad", "exact wgrad") if kept else ("", ""))
 
 
-class Mixer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.v, self.o = nn.Linear(128, 128), nn.Linear(128, 128)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.o(self.v(x))
-
-
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mixer, self.mlp = Mixer(), SwiGlu()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.mlp(x + self.mixer(x))
-
-
-class Blocks(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(3))
-        self.head = nn.Linear(128, 256)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
+def blocks() -> nn.Module:
+    parts = {"layers": nn.Sequential(*(Block(gated=True) for _ in range(3))), "head": nn.Linear(128, 256)}
+    return nn.Sequential(OrderedDict(parts))
 
 
 @pytest.mark.slow
 def test_conditions_see_the_model() -> None:
     """Blocks by position, classes of surrounding modules, parameters, positions among the weights, sizes."""
     found = decisions(
-        make(Blocks),
+        make(blocks),
         policy=rules(
             {"name": "edge", "blocks": "first 1", "fp8": "off"},
             {"name": "edge", "blocks": "last 1", "fp8": "off"},
-            {"name": "mixer", "module_class": "Mixer", "parameter": "*.o.weight", "fp8": "off"},
+            {"name": "mixer", "module_class": "Attention", "parameter": "*.o.weight", "fp8": "off"},
             {"name": "wide", "where": "n > k and m >= 64", "kind": "output head", "fp8": "on"},
             {"name": "wide", "where": "n > k and m >= 64", "module": "*.mlp.*", "margin": 2},
         ),
@@ -133,33 +104,18 @@ def test_conditions_see_the_model() -> None:
             assert (record.decision, record.rule) == ("fp8", "wide")
         else:
             assert (record.decision, record.rule) == ("fp8", "down projection" if module.endswith(".down") else "")
-    assert len({module for module, _ in found}) == 16
-
-
-class Broken(nn.Module):
-    """Layers, with a graph break between them or without."""
-
-    def __init__(self, broken: bool) -> None:
-        super().__init__()
-        self.broken, self.first, self.second = broken, Mlp(), Mlp()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        if self.broken:
-            torch._dynamo.graph_break()
-        return self.second(x)
+    assert len({module for module, _ in found}) == 3 * 7 + 1
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("broken", [False, True])
-def test_layers_by_position(broken: bool) -> None:
-    """Also in parts: a graph break leaves two graphs of the model, the first layer is in one, and the last in the other."""
+def test_layers_by_position() -> None:
+    """Also in parts: graph breaks leave three graphs, the first layer is in one of them, and the last in another."""
     edge = [{"name": side, "layers": f"{side} 1", "fp8": "off"} for side in ("first", "last")]
-    model = make(lambda: Broken(broken))
+    model = make(lambda: Broken(Mlp(), Mlp(), Mlp()))
     found = decisions(model, policy=rules(*edge, extends="none"))
     kept = {module: record.rule for (module, _), record in found.items() if record.decision != "fp8"}
-    assert len(fp8compile.report(model).graphs) == 1 + broken
-    assert kept == {"first.up": "first", "second.down": "last"}
+    assert len(fp8compile.report(model).graphs) == 3
+    assert kept == {"first.up": "first", "third.down": "last"}
 
 
 def wrapped(block: nn.Module, how: str, **options: Any) -> nn.Module:
@@ -258,7 +214,7 @@ def test_strict_and_what_is_kept_on_purpose() -> None:
 
 @pytest.mark.slow
 def test_names_without_wrappers_and_a_rule_that_wants_an_output_head() -> None:
-    model = make(Blocks)
+    model = make(blocks)
     model.layers[1] = checkpoint_wrapper(model.layers[1])
     policy = rules({"module": "layers.1.mlp.*", "name": "one", "fp8": "off"}, {"module": "head", "name": "two", "fp8": "on"})
     found = decisions(model, policy=policy, strict=True)
@@ -276,12 +232,6 @@ def test_a_rule_that_matches_nothing(caplog: pytest.LogCaptureFixture) -> None:
     assert "mlp.*" in message and "rule 1" in message
     with pytest.raises(fp8compile.StrictError, match="mlp"):
         decisions(make(Attention), policy=policy, strict=True)
-
-
-def test_near_names_do_match(caplog: pytest.LogCaptureFixture) -> None:
-    decisions(nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128)), policy=rules({"module": "*.mlp.*", "fp8": "off"}))
-    (message,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
-    assert "*.mlp.*" in message and "'*.*'" not in message
 
 
 def test_what_a_rule_wants_and_cannot_have() -> None:
@@ -305,11 +255,6 @@ def test_the_device_decides() -> None:
     assert {record.decision for record in decisions(make(Mlp), rows=16).values()} == {"fp8"}
     on = rules({"module": "*", "fp8": "on"})
     assert {record.decision for record in decisions(make(Mlp), rows=16, device="h100", policy=on).values()} == {"fp8"}
-
-
-def test_an_unknown_device() -> None:
-    with pytest.raises(fp8compile.OptionError, match="h100"):
-        decisions(make(Mlp), device="h1000")
 
 
 @pytest.mark.slow
@@ -354,26 +299,6 @@ def test_branches_keep_their_own_edges() -> None:
     (graph,) = fp8compile.report(model).graphs
     names = [record.fqn for record in graph.matmuls]
     assert graph.edges and not any(names[i] == names[j] for i, j in graph.edges)
-
-
-@pytest.mark.slow
-def test_a_file_that_disappears(tmp_path) -> None:
-    """The next compilation raises an error; the model is unchanged, and trains uncompiled."""
-    file = tmp_path / "fp8.toml"
-    file.write_text('[[rules]]\nmodule = "down"\nfp8 = "off"\n')
-    model = make(Mlp)
-    run = torch.compile(model, backend="fp8", dynamic=False, options={"policy": str(file)})
-    run(noise(16, 128)).sum().backward()
-    assert {r.fqn for r in fp8compile.report(model).matmuls if r.decision != "fp8"} == {"down"}
-    before = {name: p.clone() for name, p in model.state_dict().items()}
-    file.unlink()
-    run(noise(16, 128)).sum().backward()  # runs code that was compiled before
-    with pytest.raises(fp8compile.OptionError, match="fp8.toml"):
-        run(noise(32, 128))
-    assert all(torch.equal(p, before[name]) for name, p in model.state_dict().items())
-    model.zero_grad()
-    model(noise(32, 128)).sum().backward()
-    assert all(p.grad is not None for p in model.parameters())
 
 
 def test_operands_of_two_dtypes_are_an_error_as_everywhere() -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -20,13 +19,12 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fp8compile
-from fp8compile.errors import StrictError
 from fp8compile.ir.records import MatmulRecord
 from fp8compile.reporting.report import Report
 from tests.support import hooks
 from tests.support.exact import Model, Several
 from tests.support.harness import noise, sqnr
-from tests.support.models import Mlp
+from tests.support.models import Attention, Heads, Mlp
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 
@@ -164,23 +162,6 @@ def checkpointed(x: torch.Tensor, module: nn.Module) -> torch.Tensor:
     return x + checkpoint(module, x, use_reentrant=False)
 
 
-class Attention(nn.Module):
-    """q, k, v, o around scaled_dot_product_attention, or around its two products written out."""
-
-    def __init__(self, written_out: bool) -> None:
-        super().__init__()
-        self.q, self.k, self.v, self.o = (nn.Linear(128, 128, bias=False) for _ in range(4))
-        self.written_out = written_out
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (p(x).unflatten(-1, (2, 64)).transpose(1, 2) for p in (self.q, self.k, self.v))
-        if self.written_out:
-            y = torch.softmax(q @ k.transpose(-1, -2) / 8.0, -1) @ v
-        else:
-            y = F.scaled_dot_product_attention(q, k, v)
-        return self.o(y.transpose(1, 2).flatten(2))
-
-
 def patches() -> nn.Module:
     """Attention behind a convolution. A residual: otherwise it would be the model's output head."""
 
@@ -188,7 +169,7 @@ def patches() -> nn.Module:
         x = m.patches(x[:, :24].reshape(-1, 3, 32, 32)).flatten(2).transpose(1, 2)
         return x + m.attention(x)
 
-    return Model(forward, patches=nn.Conv2d(3, 128, 8, 8), attention=Attention(written_out=False))
+    return Model(forward, patches=nn.Conv2d(3, 128, 8, 8), attention=Attention())
 
 
 def moe() -> nn.Module:
@@ -223,7 +204,7 @@ MODULES: list[tuple[nn.Module, dict[str, Any]]] = [
     # a matmul that the backward recomputes is listed once, under its own name
     (Model(lambda m, x: checkpointed(checkpointed(x, m.a), m.b), a=Mlp(), b=Mlp()),
      {"a.up": "fp8", "a.down": "fp8", "b.up": "fp8", "b.down": "fp8"}),
-    (Attention(written_out=True), {"q": "fp8", "k": "fp8", "v": "fp8", "o": "fp8", "": PRODUCTS}),
+    (Heads(heads=2), {"q": "fp8", "k": "fp8", "v": "fp8", "o": "fp8", "": PRODUCTS}),
     (patches(), {f"attention.{name}": "fp8" for name in "qkvo"}),
     (moe(), {f"experts.{i}.{name}": "fp8" for i in range(3) for name in ("up", "down")} | {"gate": "router gate"}),
     # a router is recognised by the operators that read its output, not by its size
@@ -336,14 +317,6 @@ def test_gradients_of_products_are_no_ones_wgrad(model: nn.Module, expected: dic
 
 
 @pytest.mark.slow
-def test_no_dgrad_for_data_and_no_wgrad_when_frozen():
-    model = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128).requires_grad_(False), nn.Linear(128, 128))
-    with hooks.traced():
-        torch.compile(model, backend="fp8")(noise(*X)).sum().backward()
-    check(fp8compile.report(model), {"0": (("fprop", "wgrad"), "fp8"), "1": (FROZEN, "fp8"), "2": "fp8"})
-
-
-@pytest.mark.slow
 def test_narrow_and_odd_sizes():
     model = nn.Sequential(nn.Linear(128, 64), nn.Linear(64, 200), nn.Linear(200, 168), nn.Linear(168, 144))
     wide = nn.Sequential(nn.Linear(144, 160), nn.Linear(160, 136))
@@ -361,15 +334,6 @@ def test_any_number_of_columns() -> None:
     model = root(lambda m, x: (m.w @ x.t()).t() + m.b, 256, 128)
     report = one_step(model, noise(23, 128))
     assert {r.gemm: r.decision for r in report.matmuls if r.gemm != "wgrad"} == {"fprop": "fp8", "dgrad": "fp8"}
-
-
-def test_no_rows():
-    model = nn.Sequential(nn.Linear(128, 128))
-    out = torch.compile(model, backend="fp8", dynamic=False)(torch.empty(0, 128, requires_grad=True))
-    out.sum().backward()
-    assert out.shape == (0, 128) and model[0].weight.grad is not None and not model[0].weight.grad.any()
-    for records in decisions(fp8compile.report(model)).values():
-        assert all(record.startswith("no rows") for gemm in records.values() for record in gemm)
 
 
 # -- dtypes and options ---------------------------------------------------------------------------------------------------
@@ -407,11 +371,6 @@ def test_a_matmul_into_another_dtype_is_left_alone():
     x = torch.empty(64, 256, dtype=torch.bfloat16, device="meta")
     (record,) = fp8compile.explain(Wide(), x, options={"policy": fp8compile.Policy(eval="fp8")}).matmuls
     assert (record.op, record.reason) == ("mm.dtype", "the overload mm.dtype is not rewritten")
-
-
-@pytest.mark.slow
-def test_float64_is_left_alone():
-    check(one_step(Mlp().double(), noise(*X).double(), floor=100.0), {"up": "dtype", "down": "dtype"})
 
 
 def test_complex_is_left_alone():
@@ -461,46 +420,14 @@ def test_quantized_tensors_are_left_alone():
     assert not [r for r in report.matmuls if r.decision == "fp8" and r.fqn != "linear"], str(report)
 
 
-@pytest.mark.slow
-def test_a_graph_break_in_between():
-    """Dynamo compiles the parts around code that it cannot trace; each matmul is in the report once."""
-
-    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
-        x = torch.tanh(m.before(x))
-        torch._dynamo.graph_break()
-        return m.after(x)
-
-    check(one_step(Model(forward, before=linear(), after=linear()), noise(*X)), {"before": "fp8", "after": "fp8"})
-
-
 # -- nothing to do -----------------------------------------------------------------------------------------------------------
 
 
-def warned(caplog: pytest.LogCaptureFixture, caught: list[warnings.WarningMessage]) -> list[str]:
-    """The messages at warning level, from `logging` or `warnings`."""
-    return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING and r.name.startswith("fp8compile")] + [
-        str(w.message) for w in caught
-    ]
-
-
 def test_a_model_without_an_eligible_matmul_warns_and_trains(caplog):
-    fp8_logger = logging.getLogger("fp8compile")
-    fp8_logger.addHandler(caplog.handler)  # whether or not it propagates
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            report = one_step(nn.Sequential(nn.Linear(64, 64)), noise(32, 64), floor=100.0)
-    finally:
-        fp8_logger.removeHandler(caplog.handler)
-    assert any("matmul" in message for message in warned(caplog, caught)), caplog.text
+    with caplog.at_level(logging.WARNING, logger="fp8compile"):
+        report = one_step(nn.Sequential(nn.Linear(64, 64)), noise(32, 64), floor=100.0)
+    assert "no matmul of Sequential becomes FP8" in caplog.text
     check(report, {"0": "under 128 wide"})
-
-
-def test_a_model_without_an_eligible_matmul_is_an_error_in_strict_mode():
-    compiled = torch.compile(nn.Linear(64, 64), backend="fp8", options={"strict": True})
-    with pytest.raises(Exception, match="(?i)matmul") as raised:
-        compiled(noise(32, 64)).sum().backward()
-    assert isinstance(raised.value, StrictError) or isinstance(getattr(raised.value, "inner_exception", None), StrictError)
 
 
 class Convolutions(nn.Module):

@@ -16,8 +16,8 @@ from fp8compile.config.recipe import Block, Recipe
 from fp8compile.ir import grouped, ops
 from tests.passes.test_recipes import count, graphs
 from tests.support import hooks
-from tests.support.harness import ALL_FP8, Pair, grads_of, noise
-from tests.support.models import Experts, Mlp, Stack, make, relus
+from tests.support.harness import ALL_FP8, grads_of, noise
+from tests.support.models import Experts, Mlp, make
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 
@@ -94,22 +94,6 @@ def test_both_directions_multiply_the_same_values():
     assert w8.shape == (272, 144) and inverse.shape == (9, 5)
     values = ops.values(w8, inverse, torch.float32, [32, 32])
     assert (values - model.weight).abs().max() <= model.weight.abs().max() / 16
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("build", "options"),
-    [(lambda: Mlp(144, 272), {}), (lambda: Stack(*relus()), {"cache_weights": True})],
-    ids=["uneven", "relus, cached"],
-)
-def test_training_against_the_reference(build: Callable[[], nn.Module], options: dict[str, Any]) -> None:
-    model = make(build)
-    width = next(model.parameters()).shape[1]
-    pair = Pair(model, "mxfp8", weight_tiles=True, deep=width == 128, **options)
-    for seed in range(3):
-        pair.step(noise(48, width, seed=seed))
-        pair.sgd(0.01)
-    pair.finish()
 
 
 def test_a_tile_of_one_number_spoils_no_other() -> None:

@@ -140,38 +140,6 @@ def test_no_bad_batch_leaves_a_trace(name: str) -> None:
     assert bool(histories(model)) is name.startswith("delayed")
 
 
-@pytest.mark.weekly
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        pytest.param({"amax_compute_algo": "most_recent"}, marks=pytest.mark.slow),
-        pytest.param({"on_overflow": "saturate"}, marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_faults_that_outlast_the_history(options: dict[str, Any]) -> None:
-    """5 bad batches in a row: a history of 4 holds only their amaxes, and the first good batch is cast by their scale."""
-    options, burst, first = {"amax_history_len": 4, **options}, 5, 30
-    starts = {first + i * (burst + RECOVERY): kind for i, kind in enumerate(("all zeros", "1e-30", "a loss of 1e-30"))}
-    steps = max(starts) + burst + RECOVERY
-    _, clean = train(options, {}, steps)
-    model, faulty = train(options, {start + i: kind for start, kind in starts.items() for i in range(burst)}, steps)
-    for start in starts:
-        recovered(clean, faulty, start + burst - 1, burst)
-    sound(model, "at the end")
-
-
-@pytest.mark.slow
-def test_a_run_that_starts_with_bad_batches() -> None:
-    """Slots are cold then: there is no scale to fall back to."""
-    _, clean = clean_run({})
-    for kind in FAULTS:
-        model, faulty = train({}, dict.fromkeys(range(3), kind), 3 + RECOVERY)
-        recovered(clean, faulty, 2, 3)
-        sound(model, f"{kind}, at the end")
-
-
 @pytest.mark.cases(test=2, slow=1)
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize(("fault", "said"), [

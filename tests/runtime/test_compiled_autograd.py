@@ -11,22 +11,9 @@ import torch._dynamo.compiled_autograd
 from torch import nn
 
 import fp8compile
+from tests.support.models import Mlp, make
 
 pytestmark = [pytest.mark.usefixtures("interpreted"), pytest.mark.compat]
-
-
-def layers() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(*[layer for _ in range(2) for layer in (nn.Linear(128, 128), nn.GELU())])
-
-
-class Net(nn.Module):
-    def __init__(self, drop: float = 0.0) -> None:
-        super().__init__()
-        self.net, self.drop = layers(), nn.Dropout(drop)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.drop(self.net(x))
 
 
 def small_loss(y: torch.Tensor) -> torch.Tensor:
@@ -53,14 +40,14 @@ def train(step: Callable, expected: nn.Module, model: nn.Module, calls: int = 3)
 @pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
 def test_backward_inside_of_the_compiled_step(recipe: str) -> None:
-    expected = Net()
+    expected = make(Mlp)
     model = copy.deepcopy(expected)
     with torch._dynamo.config.patch(compiled_autograd=True):
         step = torch.compile(lambda x: small_loss(model(x)).backward(), backend="fp8", options={"recipe": recipe})
         train(step, expected, model)
     report = fp8compile.report(model)
     assert report.fp8_flop_fraction == 1.0
-    assert [graph.name for graph in report.graphs] == ["Net, training"], report
+    assert [graph.name for graph in report.graphs] == ["Mlp, training"], report
 
 
 @pytest.mark.slow
@@ -75,7 +62,7 @@ def test_it_as_compiled() -> None:
 @pytest.mark.slow
 def test_a_whole_train_step() -> None:
     """Forward, backward and optimizer in one compiled function: the parameters are those of the eager step."""
-    expected = Net()
+    expected = make(Mlp)
     model = copy.deepcopy(expected)
     optimizers = [torch.optim.SGD(net.parameters(), 0.1, momentum=0.9) for net in (expected, model)]
 
@@ -98,7 +85,7 @@ def test_a_whole_train_step() -> None:
 
 def test_the_backward_alone() -> None:
     """Compiled autograd is on before the first call, and its compiler is ours."""
-    expected = Net()
+    expected = make(Mlp)
     model = copy.deepcopy(expected)
     run = torch.compile(model, backend="fp8")
 
@@ -113,7 +100,7 @@ def test_the_backward_alone() -> None:
 @pytest.mark.parametrize("backend", ["fp8", "aot_eager"])
 def test_a_model_that_was_compiled_before_is_refused(backend: str) -> None:
     """The backward compiled earlier expects state. With either backend, the error comes before any gradient is computed."""
-    model = Net()
+    model = make(Mlp)
     run = torch.compile(model, backend="fp8")
     run(torch.randn(16, 128)).sum().backward()
     model.zero_grad()
@@ -125,7 +112,7 @@ def test_a_model_that_was_compiled_before_is_refused(backend: str) -> None:
 
 @pytest.mark.slow
 def test_without_state_it_is_taken() -> None:
-    expected = Net()
+    expected = make(Mlp)
     model = copy.deepcopy(expected)
     run = torch.compile(model, backend="fp8", options={"recipe": "tensorwise"})
     small_loss(run(torch.randn(16, 128))).backward()
@@ -140,7 +127,7 @@ def test_without_state_it_is_taken() -> None:
 @pytest.mark.slow
 def test_eval_in_fp8_leaves_its_graph_alone() -> None:
     """The copied backward reads parameters and needs no gradients, but it is not an evaluation."""
-    expected = Net()
+    expected = make(Mlp)
     model = copy.deepcopy(expected)
     policy = {"eval": "fp8", "rules": [{"gemm": "dgrad", "fp8": "off"}]}
     with torch._dynamo.config.patch(compiled_autograd=True):

@@ -14,17 +14,9 @@ from torch.func import functional_call, grad, jacrev, jvp, vjp, vmap
 import fp8compile
 from fp8compile.ir.records import FP8
 from tests.support.harness import noise
+from tests.support.models import Mlp
 
 pytestmark = [pytest.mark.usefixtures("interpreted"), pytest.mark.shares_graphs]
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 128))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x)
 
 
 Weights = dict[str, Tensor]
@@ -66,7 +58,7 @@ def worst(expected: Any, got: Any) -> float:
 def test_with_parameters(name: str) -> None:
     """Matmuls with a parameter are FP8, also in the inner backward; the inner gradient of a weight is a matmul of two
     activations. The results, and gradients through them, are right."""
-    model = Net()
+    model = Mlp()
     parameters, x, y = dict(model.named_parameters()), noise(32, 128), noise(32, 128, seed=1)
     function = functions(model)[name]
     run = torch.compile(function, backend="fp8")
@@ -85,20 +77,20 @@ def test_with_parameters(name: str) -> None:
 def test_with_other_tensors(name: str) -> None:
     """Without a parameter no matmul has a weight. The model's report says where such graphs are."""
     torch._dynamo.reset()  # the report of all graphs is asked for
-    model = Net()
+    model = Mlp()
     tensors, x, y = {name: p.detach().clone() for name, p in model.named_parameters()}, noise(32, 128), noise(32, 128, seed=1)
     function = functions(model)[name]
     assert worst(function(tensors, x, y), torch.compile(function, backend="fp8")(tensors, x, y)) > 100
     assert {record.decision for record in fp8compile.report().matmuls} == {"high_precision"}
     assert "functional_call" in fp8compile.report(model).summary() and not fp8compile.report(model).outside
-    assert {record.fqn for record in fp8compile.report().matmuls} <= {"", "net.0", "net.2"}
+    assert {record.fqn for record in fp8compile.report().matmuls} <= {"", "up", "down"}
 
 
 @pytest.mark.cases(test=1, slow=1)
 @pytest.mark.parametrize("parameters", [True, False])
 def test_a_whole_step_in_a_function_says_so(parameters: bool, caplog: pytest.LogCaptureFixture) -> None:
     """No backward follows the graph, but it is no evaluation, and nobody finds out late that nothing ran in FP8."""
-    model = Net()
+    model = Mlp()
     weights = {name: p if parameters else p.detach() for name, p in model.named_parameters()}
 
     def step(weights: Weights, x: Tensor) -> Weights:

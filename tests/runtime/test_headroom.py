@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,38 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import fp8compile
 from fp8compile.config.recipe import Block
 from fp8compile.devices.formats import E4M3, E5M2, FORMATS, Format
 from fp8compile.ir import ops, state_page
 from fp8compile.ir.scale import scale_of
 from tests.support import hooks
-from tests.support.harness import compiled, load_scaling, noise, scaling_tensors
+from tests.support.harness import compiled, noise
 from tests.support.models import Mlp, make
 
 pytestmark = [pytest.mark.usefixtures("interpreted"), pytest.mark.shares_graphs]
-
-
-def cosine(a: Tensor, b: Tensor) -> float:
-    return float(F.cosine_similarity(a.double().flatten(), b.double().flatten(), dim=0))
-
-
-class Beside:
-    """A model in high precision, and a compiled copy that takes over its weights at every step."""
-
-    def __init__(self, plain: nn.Module, **options: Any) -> None:
-        self.plain, self.model = plain, copy.deepcopy(plain)
-        self.run = compiled(self.model, **options)
-
-    def step(self, loss: Callable[[Callable[..., Any]], Tensor]) -> tuple[float, list[float]]:
-        """The lowest cosine between a gradient and the exact one, and the ratios of their norms."""
-        self.model.load_state_dict(self.plain.state_dict())
-        for run, parameters in ((self.plain, self.plain), (self.run, self.model)):
-            parameters.zero_grad()
-            loss(run).backward()
-        pairs = [(p.grad, q.grad) for p, q in zip(self.plain.parameters(), self.model.parameters(), strict=True)]
-        assert all(a is not None and b is not None for a, b in pairs)
-        return min(cosine(a, b) for a, b in pairs), [float(b.norm() / a.norm()) for a, b in pairs]
 
 
 class Residual(nn.Module):
@@ -65,23 +40,18 @@ class Residual(nn.Module):
 @pytest.mark.parametrize(("scale", "head"), [(1.0, 2e-5), (1e-6, 0.02)], ids=["small head", "LayerScale"])
 def test_gradients_that_grow_in_the_first_steps(scale: float, head: float) -> None:
     """Adam changes every weight by its learning rate, however small the weight is, so gradients grow fast at first."""
-    both = Beside(make(lambda: Residual(scale, head)))
-    optimizer = torch.optim.AdamW(both.plain.parameters(), 1e-3)
+    plain, model = (make(lambda: Residual(scale, head)) for _ in range(2))
+    optimizer, run = torch.optim.AdamW(plain.parameters(), 1e-3), compiled(model)
     for step in range(6):
         x, y = noise(4, 65, 128, seed=step), torch.arange(4) + step
-        lowest, lengths = both.step(lambda run, x=x, y=y: F.cross_entropy(run(x), y))
-        assert lowest > 0.97 and min(lengths) > 0.9, f"step {step}: {lowest}, {lengths}"
+        model.load_state_dict(plain.state_dict())
+        for call, parameters in ((plain, plain), (run, model)):
+            parameters.zero_grad()
+            F.cross_entropy(call(x), y).backward()
+        for (name, p), q in zip(plain.named_parameters(), model.parameters(), strict=True):
+            assert F.cosine_similarity(p.grad.flatten(), q.grad.flatten(), dim=0) > 0.97, (step, name)
+            assert q.grad.norm() > 0.9 * p.grad.norm(), (step, name)
         optimizer.step()
-
-
-@pytest.mark.slow
-def test_a_small_last_batch() -> None:
-    """Under a mean loss a token's gradient grows as the batch shrinks."""
-    both = Beside(make(lambda: nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 128))), dynamic=True)
-    for batch in (32, 32, 5, 32, 1, 32):
-        x = noise(batch, 128, seed=batch)
-        lowest, lengths = both.step(lambda run, x=x: run(x).square().mean())
-        assert lowest > 0.98 and 0.95 < min(lengths) <= max(lengths) < 1.05, f"{batch} rows: {lowest}, {lengths}"
 
 
 # -- the limit of an overflow
@@ -140,42 +110,3 @@ def test_a_scale_of_its_own_amax_covers_a_tensor(form: Format, power_of_2: bool)
             amaxes = ops.amax(x) if block == (0, 0) else ops.amax_blocks(x, False, list(block))
             scales = scale_of(amaxes, form.max, 0, power_of_2)
             assert (amaxes.double() * scales.double()).max() <= form.max * (1 + 2**-23)
-
-
-@pytest.mark.cases(slow=2)
-@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "rowwise", "blockwise"])
-def test_nothing_saturates_by_its_own_amax(recipe: str) -> None:
-    """Nothing saturates in a first call with delayed scaling, nor in a later call with current scaling."""
-    model = make(Mlp)
-    options = {"current_scaling": (True, False, True)} if recipe == "delayed" else {}
-    run = compiled(model, recipe, **options)
-    fp8compile.stats(model, measure=True)
-    for scale in (1.0, 1e4):
-        out = run(noise(64, 128, scale=scale))
-        out.backward(torch.full_like(out, scale))
-        rows = [row for row in fp8compile.stats(model, measure=True) if row["recipe"] != "delayed" or scale == 1.0]
-        assert len(rows) >= 4 and all(row["overflows%"] == 0.0 for row in rows)
-
-
-# -- state from runs without headroom
-
-
-@pytest.mark.slow
-def test_a_state_with_another_margin_is_adapted() -> None:
-    """A loaded scale changes by the difference of the margins, and the next gradient fits."""
-    model = make(Mlp)
-    compiled(model, margin=0)(noise(16, 128)).sum().backward()
-    state, before = scaling_tensors(model), {key: slot.scale() for key, slot in hooks.slots_of(model).items()}
-    other = make(Mlp)
-    run = compiled(other)
-    with pytest.raises(fp8compile.StateError, match="FP8 maximum / 2..margin 57344, here 28"):
-        load_scaling(other, state, strict=True)
-        run(noise(16, 128))
-    load_scaling(other, state)
-    used = run(noise(16, 128))
-    for key, slot in hooks.slots_of(other).items():
-        assert slot.scale() == before[key] / (2048.0 if key[1] == "gradient" else 1.0)
-    (1000.0 * used.sum()).backward()
-    exact = make(Mlp)
-    (1000.0 * exact(noise(16, 128)).sum()).backward()
-    assert cosine(other.up.weight.grad, exact.up.weight.grad) > 0.99

@@ -14,29 +14,13 @@ from torch import Tensor, nn
 
 from tests.support import hooks
 from tests.support.harness import compiled, grads_of, load_scaling, noise, scaling_tensors, sqnr
+from tests.support.models import Positive, Stack
 
 pytestmark = [pytest.mark.usefixtures("interpreted"), pytest.mark.shares_graphs]
 
 
-class Block(nn.Module):
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(128, 128, bias=False)
-        self.linear.weight.data = noise(128, 128, seed=seed).abs() / 100
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x).relu()
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(map(Block, range(3)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
+def chain() -> nn.Module:
+    return Stack(*map(Positive, range(3)))
 
 
 def step(run: Callable[[Tensor], Tensor], model: nn.Module) -> list[Tensor]:
@@ -61,8 +45,8 @@ def in_another(model: nn.Module, weights: dict[str, Tensor]) -> None:
 
 
 def in_parts(model: nn.Module, weights: dict[str, Tensor]) -> None:
-    for i, block in enumerate(model.blocks):
-        block.linear.load_state_dict({"weight": weights[f"blocks.{i}.linear.weight"]})
+    for i, block in enumerate(model.inner):
+        block.linear.load_state_dict({"weight": weights[f"inner.{i}.linear.weight"]})
 
 
 def together(model: nn.Module, **options: Any) -> Callable[[Tensor], Tensor]:
@@ -70,14 +54,14 @@ def together(model: nn.Module, **options: Any) -> Callable[[Tensor], Tensor]:
 
 
 def block_by_block(model: nn.Module, **options: Any) -> Callable[[Tensor], Tensor]:
-    for block in model.blocks:
+    for block in model.inner:
         block.compile(backend="fp8", options={"recipe": "delayed", **options})
     return model
 
 
 def blocks_in_a_loop(model: nn.Module, **options: Any) -> Callable[[Tensor], Tensor]:
     block_by_block(model, **options)
-    return lambda x: functools.reduce(lambda x, block: block(x), model.blocks, x)
+    return lambda x: functools.reduce(lambda x, block: block(x), model.inner, x)
 
 
 def in_a_function(model: nn.Module, **options: Any) -> Callable[[Tensor], Tensor]:
@@ -93,7 +77,7 @@ def in_a_function(model: nn.Module, **options: Any) -> Callable[[Tensor], Tensor
 )
 def test_the_first_call_with_other_weights(compile_it: Any, load: Any, factor: float, options: dict[str, Any]) -> None:
     """Without the event, that call is noise, and the next one is right: see tests/runtime/test_overflow.py."""
-    model, plain = Net(), Net()
+    model, plain = chain(), chain()
     run = compile_it(model, **options)
     for _ in range(3):
         before = step(run, model)
@@ -107,7 +91,7 @@ def test_the_first_call_with_other_weights(compile_it: Any, load: Any, factor: f
 
 
 def test_where_overflows_saturate_loading_changes_nothing() -> None:
-    model = Net()
+    model = chain()
     run = compiled(model, on_overflow="saturate")
     step(run, model)
     model.load_state_dict(scaled(model, 1e-3))
@@ -118,7 +102,7 @@ def test_where_overflows_saturate_loading_changes_nothing() -> None:
 @pytest.mark.parametrize("state_first", [True, False])
 def test_state_that_is_loaded_with_the_weights_stays(state_first: bool) -> None:
     """Going back to a checkpoint gives the calls after it to the bit: none of them is cold."""
-    model = Net()
+    model = chain()
     run = compiled(model)
     for _ in range(3):
         step(run, model)
@@ -133,19 +117,19 @@ def test_state_that_is_loaded_with_the_weights_stays(state_first: bool) -> None:
 
 
 def test_a_model_that_is_saved_whole_does_not_need_the_package() -> None:
-    model = Net()
+    model = chain()
     step(compiled(model), model)
     content = pickle.dumps(model)
     assert b"fp8compile" not in content
     again = pickle.loads(content)
     again.load_state_dict(scaled(model, 2.0))
-    assert torch.equal(again.blocks[0].linear.weight, 2 * model.blocks[0].linear.weight)
+    assert torch.equal(again.inner[0].linear.weight, 2 * model.inner[0].linear.weight)
 
 
 def test_a_copy_of_a_model_is_seen_too() -> None:
-    model = copy.deepcopy(Net())
+    model = copy.deepcopy(chain())
     step(compiled(model), model)
-    other, plain = copy.deepcopy(model), Net()
+    other, plain = copy.deepcopy(model), chain()
     run = compiled(other)
     step(run, other)
     for net in (other, plain):

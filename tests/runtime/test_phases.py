@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -32,8 +32,8 @@ def seen() -> Iterator[list[str]]:
         yield found
 
 
-def scheduled(model: nn.Module, recipe: str = "delayed", **times: Any):
-    return torch.compile(model, backend="fp8", options={"recipe": recipe, "policy": {"schedule": times}})
+def scheduled(model: nn.Module, **times: Any):
+    return torch.compile(model, backend="fp8", options={"policy": {"schedule": times}})
 
 
 def step(run, optimizer, seed: int = 0, micro: int = 1, scale: float = 1.0) -> None:
@@ -58,11 +58,10 @@ def test_steps_not_calls_are_counted(seen: list[str], micro: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
-def test_weights_are_continuous(recipe: str) -> None:
+def test_weights_are_continuous() -> None:
     """In high-precision phases, results equal those of plain compilation from the same weights bit by bit; in FP8 not."""
     model, twin = make(SwiGlu), make(SwiGlu)
-    run = scheduled(model, recipe, warmup_steps=3, cooldown_at=5)
+    run = scheduled(model, warmup_steps=3, cooldown_at=5)
     optimizer = torch.optim.SGD(model.parameters(), 1.0, momentum=0.9)
     reference = torch.optim.SGD(twin.parameters(), 1.0, momentum=0.9)
     for i in range(8):
@@ -105,13 +104,9 @@ def test_two_compilations_and_no_more() -> None:
     assert [backward for _, backward in compiled] == [False, True] * 2
     assert len(fp8compile.report(model).graphs) == 1  # listed once
     assert fp8compile.report(model).fp8_flop_fraction == 1.0
-
-
-def test_no_schedule_is_one_compilation(seen: list[str]) -> None:
-    torch._dynamo.reset()
-    with hooks.halves() as compiled:
-        torch.compile(make(Mlp), backend="fp8")(noise(32, 128)).sum().backward()
-    assert len(compiled) == 2 and not seen
+    with hooks.halves() as compiled:  # without a schedule
+        torch.compile(make(SwiGlu), backend="fp8")(noise(32, 128)).sum().backward()
+    assert len(compiled) == 2
 
 
 @pytest.mark.slow
@@ -153,15 +148,9 @@ def test_set_step_before_an_optimizer_has_the_model() -> None:
     fp8compile.set_step(0, model)
     optimizer.step()
     assert hooks.steps_of(model) == 1
-
-
-def test_the_steps_of_a_model_whose_first_layer_is_frozen() -> None:
-    other, model = nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 2))
-    before, optimizer = torch.optim.SGD(other.parameters(), 0.1), torch.optim.SGD(model[1].parameters(), 0.1)
-    for _ in range(3):
-        before.step()
-    optimizer.step()
-    assert hooks.steps_of(model) == 1
+    frozen_first = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 2))
+    torch.optim.SGD(frozen_first[1].parameters(), 0.1).step()
+    assert hooks.steps_of(frozen_first) == 1
 
 
 def test_set_precision_without_a_schedule(caplog) -> None:
@@ -274,30 +263,6 @@ def test_small_graphs(make_model, options) -> None:
 
 
 @pytest.mark.slow
-def test_a_second_model_begins_at_zero(seen: list[str]) -> None:
-    """A model does not count the steps of another model's optimizer, even before its own optimizer has taken a step."""
-    first, second = make(Mlp), make(SwiGlu)
-    run, run_second = scheduled(first, warmup_steps=2), scheduled(second, warmup_steps=2)
-    optimizer, optimizer_second = (torch.optim.SGD(m.parameters(), 0.1) for m in (first, second))
-    for i in range(4):
-        step(run, optimizer, i)
-    del seen[:]
-    for i in range(4):
-        step(run_second, optimizer_second, i)
-    assert seen == ["high_precision"] * 2 + ["fp8"] * 2
-
-
-def test_a_new_optimizer_goes_on(seen: list[str]) -> None:
-    model = make(Mlp)
-    run = scheduled(model, warmup_steps=2)
-    for _ in range(3):
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        for i in range(2):
-            step(run, optimizer, i)
-    assert seen == ["high_precision"] * 2 + ["fp8"] * 4
-
-
-@pytest.mark.slow
 def test_a_callback_and_frozen_weights(seen: list[str]) -> None:
     """The callback sets the phase of the whole model, and is called once a step, however many optimizers there are."""
     model = make(Mlp)
@@ -313,24 +278,28 @@ def test_a_callback_and_frozen_weights(seen: list[str]) -> None:
     assert asked == [2, 4] and seen == ["fp8"] * 2 + ["high_precision"] * 2
 
 
-def test_parameters_that_no_optimizer_has(seen: list[str]) -> None:
-    """Frozen parameters, and the full parameters that a sharded model passes to its graphs, count the training's steps."""
-    model, elsewhere = make(Mlp), nn.Parameter(torch.zeros(3))
-    run = scheduled(model, warmup_steps=2)
-    elsewhere.grad = torch.ones(3)
-    optimizer = torch.optim.SGD([elsewhere], 0.1)
-    for i in range(4):
-        run(noise(32, 128, seed=i)).sum().backward()
-        optimizer.step()
-    assert seen == ["high_precision"] * 2 + ["fp8"] * 2
-
-
-def test_a_compiled_optimizer(seen: list[str]) -> None:
-    model = make(Mlp)
-    run = scheduled(model, warmup_steps=2)
+def compiled_optimizer(model: nn.Module) -> Callable[[], Any]:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    compiled = torch.compile(lambda: optimizer.step(), backend="eager")
+    return torch.compile(lambda: optimizer.step(), backend="eager")
+
+
+def new_optimizers(model: nn.Module) -> Callable[[], Any]:
+    """A count goes on with the next optimizer."""
+    return lambda: torch.optim.SGD(model.parameters(), 0.1).step()
+
+
+def of_other_parameters(model: nn.Module) -> Callable[[], Any]:
+    """Frozen parameters, and the full parameters that a sharded model passes to its graphs, count the training's steps."""
+    elsewhere = nn.Parameter(torch.zeros(3))
+    elsewhere.grad = torch.ones(3)
+    return torch.optim.SGD([elsewhere], 0.1).step
+
+
+@pytest.mark.parametrize("optimizer", [compiled_optimizer, new_optimizers, of_other_parameters])
+def test_steps_of_every_optimizer(seen: list[str], optimizer: Callable[[nn.Module], Any]) -> None:
+    model = make(Mlp)
+    run, stepped = scheduled(model, warmup_steps=2), optimizer(model)
     for i in range(4):
         run(noise(32, 128, seed=i)).sum().backward()
-        compiled()
+        stepped()
     assert seen == ["high_precision"] * 2 + ["fp8"] * 2

@@ -81,18 +81,13 @@ def trained(loops: int, checkpointed: bool, schedule: str, options: dict[str, An
         ("1F1B", 1, "delayed"),
         ("all forward", 2, "delayed"),
         ("one by one", 3, "current gradients"),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (
-                ("last first", 1, "current gradients"),
-                ("1F1B", 2, "interval"),
-                ("all forward", 1, "saturate"),
-                ("1F1B", 1, "cached weights"),
-                ("1F1B", 2, "tensorwise"),
-                ("last first", 2, "rowwise"),
-                ("all forward", 1, "blockwise"),
-            )
-        ),
+        ("last first", 1, "current gradients"),
+        ("1F1B", 2, "interval"),
+        ("all forward", 1, "saturate"),
+        ("1F1B", 1, "cached weights"),
+        ("1F1B", 2, "tensorwise"),
+        ("last first", 2, "rowwise"),
+        ("all forward", 1, "blockwise"),
     ],
 )
 def test_checkpoints_change_nothing(schedule: str, loops: int, options: str) -> None:

@@ -5,22 +5,17 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 import fp8compile
 from tests.support.harness import scaling_tensors
+from tests.support.models import Mlp
 
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 128))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.net(x)
+ROOT = Path(__file__).parents[2]
 
 
 def cosines(got: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
@@ -29,22 +24,8 @@ def cosines(got: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
 
 def in_threads(count: int, work: Callable[[int], None]) -> None:
     """Runs `work(0)`, `work(1)` ... each in a thread; raises the first error of a thread."""
-    errors: list[BaseException] = []
-
-    def run(i: int) -> None:
-        try:
-            work(i)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-        assert not thread.is_alive()
-    if errors:
-        raise errors[0]
+    with ThreadPoolExecutor(count) as pool:
+        list(pool.map(work, range(count)))
 
 
 @pytest.mark.slow
@@ -56,7 +37,7 @@ def test_models_of_their_own(interpreted) -> None:
         start = threading.Barrier(3)
 
         def work(i: int, start: threading.Barrier = start) -> None:
-            expected = Net()
+            expected = Mlp()
             model = copy.deepcopy(expected)
             run = torch.compile(model, backend="fp8")
             start.wait(60)
@@ -74,7 +55,7 @@ def test_models_of_their_own(interpreted) -> None:
 @pytest.mark.timeout(300)
 def test_one_model_cold_and_warm(interpreted) -> None:
     """Cold calls of one graph in several threads do not mix their values."""
-    model = Net()
+    model = Mlp()
     run = torch.compile(model, backend="fp8")
     x = torch.randn(512, 128)
     run(x).square().mean().backward()
@@ -95,9 +76,9 @@ def test_a_thread_that_is_not_the_main_one(interpreted) -> None:
     """Names, state and reports also work in a thread other than the main one."""
 
     def work(_: int) -> None:
-        model = Net()
+        model = Mlp()
         torch.compile(model, backend="fp8")(torch.randn(16, 128)).square().mean().backward()
-        assert {r.fqn for r in fp8compile.report(model).matmuls} == {"net.0", "net.2"}
+        assert {r.fqn for r in fp8compile.report(model).matmuls} == {"up", "down"}
         assert len(scaling_tensors(model)) > 5
 
     in_threads(1, work)

@@ -111,17 +111,6 @@ def test_a_read_is_found() -> None:
 
 
 @pytest.mark.slow
-def test_a_watch_of_a_cpu_reads() -> None:
-    """So these tests see what a GPU would wait for."""
-    with hooks.bodies():
-        training = Training(make(Mlp))
-        for number in range(2):
-            training.step(number)
-        with hooks.refusing_waits(), pytest.raises(hooks.Waited, match=r"item|__bool__|scalar"):
-            training.step(2)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("case", ["delayed", "checkpointed"])
 def test_fixed_inputs_stay_where_they_are(case: str) -> None:
     """Weights and pages of the state, in all calls. The recomputations of a checkpoint have a page of their own."""

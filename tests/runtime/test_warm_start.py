@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import pickle
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -30,7 +26,6 @@ from tests.support import hooks, warm
 from tests.support.models import Mlp
 
 by_thread = pytest.mark.skipif(not compat.options_by_thread(), reason="torch's options are those of the process")
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @contextlib.contextmanager
@@ -43,11 +38,11 @@ def caches(folder: Path) -> Iterator[None]:
         yield
 
 
-def again(kind: type[nn.Module], recipe: str = "delayed") -> tuple[dict[str, Any], dict[str, int]]:
+def again(kind: type[nn.Module]) -> tuple[dict[str, Any], dict[str, int]]:
     """What a compilation from nothing but the caches gives, and what it takes from them."""
     hooks.forget()
     counters.clear()
-    return warm.scene(kind, recipe), warm.counts()
+    return warm.scene(kind), warm.counts()
 
 
 def entries(cache: Path) -> list[Path]:
@@ -61,32 +56,13 @@ COLD, WARM = {"hit": 0, "miss": 2, "saved": 2, "bypass": 0}, {"hit": 2, "miss": 
 @by_thread
 @pytest.mark.compat
 @pytest.mark.compiled
-@pytest.mark.parametrize("recipe", ["delayed", pytest.param("blockwise", marks=pytest.mark.slow)])
-def test_a_warm_start_is_the_cold_one_to_the_bit(recipe: str, tmp_path: Path) -> None:
+def test_a_warm_start_is_the_cold_one_to_the_bit(tmp_path: Path) -> None:
     """Losses, gradients, scaling state, measured casts, statistics, the report and what an export asks for."""
     with caches(tmp_path):
-        (cold, first), (found, second) = (again(warm.Small, recipe) for _ in range(2))
+        (cold, first), (found, second) = (again(warm.Small) for _ in range(2))
     assert (first, second) == (COLD, WARM)
     assert found == cold
     assert cold["measured"] and cold["losses"] and any(cold["forwards"])
-
-
-@pytest.mark.weekly
-@by_thread
-@pytest.mark.compat
-@pytest.mark.compiled
-def test_processes_that_write_at_once_and_one_that_reads(tmp_path: Path) -> None:
-    def process(_: int) -> dict[str, Any]:
-        ours = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-        command = [sys.executable, "-c", "from tests.support import warm; warm.main('delayed', 'Small')"]
-        done = subprocess.run(command, env={**os.environ, **ours}, cwd=ROOT, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr[-3000:]
-        return json.loads(done.stdout.splitlines()[-1])
-
-    with ThreadPoolExecutor(2) as both:
-        one, other = both.map(process, range(2))
-    last = process(2)
-    assert last["cache"] == WARM and one["found"] == other["found"] == last["found"]
 
 
 @pytest.mark.slow

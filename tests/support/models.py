@@ -45,6 +45,17 @@ class SwiGlu(nn.Module):
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
+class Gated(nn.Module):
+    """A norm and a gated feed-forward on a residual stream, as in Llama: gate and up read one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mlp = nn.RMSNorm(128), SwiGlu()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(self.norm(x))
+
+
 class Attention(nn.Module):
     """Causal self-attention with separate q, k and v projections; [batch, time, width] -> the same."""
 
@@ -61,6 +72,31 @@ class Attention(nn.Module):
         q, k, v = (f(x).view(batch, time, self.heads, -1).transpose(1, 2) for f in (self.q, self.k, self.v))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.o(y.transpose(1, 2).reshape(batch, time, width))
+
+
+class Heads(Attention):
+    """Attention, written out. Of one head and with symbolic sizes, the input of `o` is a view of a bmm."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, time, width = x.shape
+        q, k, v = (f(x).view(batch, time, self.heads, width // self.heads).transpose(1, 2) for f in (self.q, self.k, self.v))
+        return self.o(((q @ k.transpose(-2, -1) * 0.1).softmax(-1) @ v).transpose(1, 2).reshape(batch, time, width))
+
+
+class NormalHeads(nn.Module):
+    """Attention with norms of q and k. Backward of a norm can read FP8, attention's cannot: v is not merged with them."""
+
+    def __init__(self, width: int = 256) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(width)
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.q_norm, self.k_norm = nn.RMSNorm(128), nn.RMSNorm(128)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        q, k, v = (layer(h).unflatten(-1, (-1, 128)) for layer in (self.q, self.k, self.v))
+        parts = (part.transpose(1, 2) for part in (self.q_norm(q), self.k_norm(k), v))
+        return x + self.o(F.scaled_dot_product_attention(*parts, is_causal=True).transpose(1, 2).flatten(-2))
 
 
 class Block(nn.Module):
@@ -223,6 +259,19 @@ class Uses(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).chunk(3, -1)
         return (q * k + v) @ self.qkv.weight[:128]
+
+
+class Positive(nn.Module):
+    """A linear with positive weights, and relu: in a row, values that are clipped make the next inputs too small."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(128, 128, bias=False)
+        drawn = torch.randn(128, 128, generator=torch.Generator().manual_seed(seed))
+        self.linear.weight.data = drawn.abs() / 100
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).relu()
 
 
 class Spelled(nn.Module):

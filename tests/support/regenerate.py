@@ -41,21 +41,8 @@ def weight_both_layouts(w: Tensor, scale: Tensor) -> Any:
     return both(w, scale)
 
 
-def row_major_only(x: Tensor, scale: Tensor) -> Any:
-    return ops.quantize(x, scale, *E4M3, False)
-
-
 def gelu(x: Tensor, scale: Tensor) -> Any:
     return both(aten.gelu(x), scale)
-
-
-def swiglu(gate: Tensor, up: Tensor, scale: Tensor) -> Any:
-    return both(aten.silu(gate) * up, scale)
-
-
-def gelu_backward_bias(dy: Tensor, x: Tensor, scale: Tensor) -> Any:
-    dx = aten.gelu_backward(dy, x, approximate="tanh")
-    return *both(dx, scale, E5M2), dx.sum([0])
 
 
 def swiglu_backward(dy: Tensor, gate: Tensor, up: Tensor, scale_gate: Tensor, scale_up: Tensor) -> Any:
@@ -66,32 +53,9 @@ def swiglu_backward(dy: Tensor, gate: Tensor, up: Tensor, scale_gate: Tensor, sc
     return *both(d_gate, scale_gate, E5M2), *both(d_up, scale_up, E5M2)
 
 
-def rms_norm(x: Tensor, weight: Tensor, scale: Tensor) -> Any:
-    wide = x.to(F32)
-    rstd = (wide.pow(2).mean([-1], True) + 1e-6).rsqrt()
-    return *both((wide * rstd * weight).to(BF16), scale), rstd
-
-
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, scale: Tensor) -> Any:
-    y, mean, rstd = aten.native_layer_norm(x, [x.shape[1]], weight, bias, 1e-5)
-    return *both(y, scale), mean, rstd
-
-
 def layer_norm_backward(dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, bias: Tensor, scale: Tensor) -> Any:
     dx, dw, db = aten.native_layer_norm_backward(dy, x, [x.shape[1]], mean, rstd, weight, bias, [True, True, True])
     return *both(dx, scale, E5M2), dw, db
-
-
-def attention_output(y: Tensor, scale: Tensor) -> Any:
-    """[batch, heads, time, head] -> [batch * time, heads * head]"""
-    batch, heads, time, head = y.shape
-    return both(y.transpose(1, 2).reshape(batch * time, heads * head), scale)
-
-
-def tensorwise_gelu(x: Tensor) -> Any:
-    """Two kernels: the scale of the second waits for the amax of the first."""
-    y = aten.gelu(x)
-    return ops.quantize_both(y, ops.current_scale(ops.amax(y), E4M3[1], 0), *E4M3)
 
 
 def dynamic_rows(x: Tensor, scale: Tensor) -> Any:
@@ -110,13 +74,6 @@ def mxfp8_swiglu(gate: Tensor, up: Tensor) -> Any:
     return in_blocks(aten.silu(gate) * up, [1, 32])
 
 
-def blockwise_weight(w: Tensor) -> Any:
-    """128 x 128: one scale for a block in both layouts."""
-    scale = ops.current_scale(ops.amax_blocks(w, False, [128, 128]), E4M3[1], 0, True)
-    inverse = ops.inverse(scale)
-    return *ops.quantize_both(w, scale, *E4M3, scale.t(), [128, 128]), inverse, inverse.t()
-
-
 def blockwise_gelu_backward_bias(dy: Tensor, x: Tensor) -> Any:
     """A tile of 128 x 128 would spill registers, so the kernel walks over it in strips."""
     dx = aten.gelu_backward(dy, x, approximate="tanh")
@@ -133,13 +90,8 @@ def rowwise_rms_norm(x: Tensor, weight: Tensor) -> Any:
 ONE = ((1,), F32)
 GROUPS: dict[Callable[..., Any], list[tuple[tuple[int, ...], torch.dtype]]] = {
     weight_both_layouts: [((14336, 4096), BF16), ONE],
-    row_major_only: [((8192, 4096), BF16), ONE],
     gelu: [((16384, 3072), BF16), ONE],
-    swiglu: [((8192, 14336), BF16), ((8192, 14336), BF16), ONE],
-    gelu_backward_bias: [((16384, 3072), BF16), ((16384, 3072), BF16), ONE],
     swiglu_backward: [((8192, 14336), BF16), ((8192, 14336), BF16), ((8192, 14336), BF16), ONE, ONE],
-    rms_norm: [((8192, 4096), BF16), ((4096,), BF16), ONE],
-    layer_norm: [((16384, 768), BF16), ((768,), BF16), ((768,), BF16), ONE],
     layer_norm_backward: [
         ((16384, 768), BF16),
         ((16384, 768), BF16),
@@ -149,11 +101,8 @@ GROUPS: dict[Callable[..., Any], list[tuple[tuple[int, ...], torch.dtype]]] = {
         ((768,), BF16),
         ONE,
     ],
-    attention_output: [((2, 32, 4096, 128), BF16), ONE],
-    tensorwise_gelu: [((1000, 3072), BF16)],
     dynamic_rows: [((1000, 512), BF16), ONE],
     mxfp8_swiglu: [((8192, 14336), BF16), ((8192, 14336), BF16)],
-    blockwise_weight: [((14336, 4096), BF16)],
     blockwise_gelu_backward_bias: [((16384, 3072), BF16), ((16384, 3072), BF16)],
     rowwise_rms_norm: [((8192, 4096), BF16), ((4096,), BF16)],
 }
