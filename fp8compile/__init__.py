@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from .reporting.stats import stats as stats
     from .runtime.calls import freeze_scaling_state as freeze_scaling_state
     from .runtime.checkpoint import ScalingState as ScalingState
-    from .runtime.frozen import restore_frozen_weights as restore_frozen_weights
+    from .runtime.frozen_weights import restore_frozen_weights as restore_frozen_weights
     from .runtime.phases import on_step as on_step
     from .runtime.phases import set_precision as set_precision
     from .runtime.phases import set_step as set_step
@@ -69,7 +69,7 @@ _MODULES = {
     "reporting.stats": ("Stats", "stats"),
     "runtime.calls": ("freeze_scaling_state",),
     "runtime.checkpoint": ("ScalingState",),
-    "runtime.frozen": ("restore_frozen_weights",),
+    "runtime.frozen_weights": ("restore_frozen_weights",),
     "runtime.phases": ("on_step", "set_precision", "set_step"),
     "runtime.weight_cache": ("refresh_weight_cache",),
 }

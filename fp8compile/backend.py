@@ -42,11 +42,11 @@ from .passes.pipeline import Rewritten, run_early_post_grad, run_joint, run_part
 from .passes.whole_model import whole_kinds
 from .reporting.findings import findings, tell
 from .reporting.kept import brief as kept_in_fp8
-from .runtime import all_gather, forwards, frozen, loads, probe, warm_start
+from .runtime import all_gather, forward_records, frozen_weights, loads, probe, warm_start
 from .runtime.all_gather import Gathers
 from .runtime.calls import Calls, Interface
 from .runtime.compiled_graph import CompiledGraph
-from .runtime.frozen import Candidates
+from .runtime.frozen_weights import Candidates
 from .runtime.halves import Halves
 from .runtime.inner import INDUCTOR, Inner
 from .runtime.ledger import LEDGER
@@ -113,7 +113,7 @@ def _reset() -> None:
     """Forget the reports and the casts of all graphs, which are gone."""
     LEDGER.clear()
     probe.forget()
-    forwards.forget()
+    forward_records.forget()
     all_gather.forget()
 
 
@@ -160,7 +160,7 @@ def _compile(
         loads.listen(roots(gm, inputs.packed))
     may_move = _cacheable(example_inputs, inputs, chosen) if learning and only is None else frozenset()
     asked = learning and only is None and any(recipe.frozen == "fp8" for recipe in chosen.policy.possible)
-    candidates, homes = frozen.candidates(gm, example_inputs, inputs, asked)
+    candidates, homes = frozen_weights.candidates(gm, example_inputs, inputs, asked)
     inputs = dataclasses.replace(inputs, frozen=candidates.stored | candidates.possible)
     plain = only is None and not may_move and not asked and inner is INDUCTOR
     facts = _facts(gm, example_inputs, inputs, chosen) if plain else None
@@ -188,7 +188,7 @@ def _compile(
                 job = dataclasses.replace(job, facts=None)
             if found:  # behind the handler, because the error holds the weights; the next trace of this frame reads them in FP8
                 example_inputs.clear()
-                frozen.freeze(found, homes, given, inputs.root)
+                frozen_weights.freeze(found, homes, given, inputs.root)
                 raise compat.restart("frozen weights are kept in FP8 only")
 
     if only is not None:
@@ -242,9 +242,9 @@ def _compile_once(job: Job, phase: str, cache: Cache, record: int | None) -> Com
         done = run_joint(graph, inputs, policy, device, formats.fnuz(), capacity, observes, cache, candidates.possible)
         if not observes:
             gatherable.update(all_gather.of_graph(done.gatherable, sharded, partial(_complain, chosen)))
-            frozen.check(inputs, candidates, done.gatherable, partial(_complain, chosen))
+            frozen_weights.check(inputs, candidates, done.gatherable, partial(_complain, chosen))
         if phase == FP8:
-            stored = frozen.records(inputs, candidates, done.gatherable)
+            stored = frozen_weights.records(inputs, candidates, done.gatherable)
             found = findings(done, inputs, policy.eval, device, stored)
             done, record = dataclasses.replace(done, findings=found), tell(found, partial(_complain, chosen))
         return done

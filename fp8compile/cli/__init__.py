@@ -34,14 +34,14 @@ except ModuleNotFoundError:
 
 from .. import __version__
 from ..errors import Fp8CompileError, StrictError, TuneError, one_line
-from .bench import bench
+from .bench_command import bench
 from .env import env
-from .errors import complain
-from .model import compare, estimate, explain
+from .messages import complain
+from .model_commands import compare, estimate, explain
 from .policy import policy
 from .target import TargetError
 from .tools import calibrate, devices, plot
-from .tune import tune
+from .tune_command import tune
 
 
 def main(argv: Sequence[str] | None = None) -> int:

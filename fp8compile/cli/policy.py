@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import click
 
 from ..errors import Fp8CompileError, did_you_mean, near
-from .errors import complain, usage
-from .model import check_device, explained, idle
+from .messages import complain, usage
+from .model_commands import check_device, explained, idle
 
 if TYPE_CHECKING:
     from ..ir.records import MatmulRecord
@@ -57,7 +57,7 @@ def check(file: str, target: str | None, inputs: tuple[str, ...], device: str | 
 @click.argument("name", required=False)
 def show(name: str | None) -> None:
     """Print a shipped policy, as a start for one's own. Without NAME: the names."""
-    from ..config.policy.files import BUILTIN, shipped
+    from ..config.policy.policy_files import BUILTIN, shipped
 
     if name is None:
         click.echo("\n".join(sorted(BUILTIN)))

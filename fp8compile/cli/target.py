@@ -32,7 +32,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ..errors import Fp8CompileError, did_you_mean, near, one_line
-from .errors import traceback_of
+from .messages import traceback_of
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from .errors import Failed, usage
+from .messages import Failed, usage
 
 
 @click.command()

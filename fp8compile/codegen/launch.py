@@ -126,7 +126,7 @@ def amax_bits(amaxes: Node) -> Node | None:
     return arg(amaxes, 0) if AMAX_BITS in amaxes.meta else None
 
 
-class Part(NamedTuple):
+class BufferPart(NamedTuple):
     """Where a copy lies in a larger matrix, the result of the node `whole`: from `first` on, along dimension `dim`."""
 
     whole: Node
@@ -139,7 +139,7 @@ class Launcher:
 
     MOST_RAISED = 4  # tensors that `fp8_raise` takes
 
-    def __init__(self, graph: Graph, amaxes: int, like: Node, columns: int = 0, parts: Mapping[int, Part] | None = None):
+    def __init__(self, graph: Graph, amaxes: int, like: Node, columns: int = 0, parts: Mapping[int, BufferPart] | None = None):
         """`amaxes`: how many amaxes of whole matrices there are. `columns`: elements for all amaxes of columns, as far as the
         width of the matrix is known. `parts`: outputs that are parts of larger matrices, by id."""
         self.graph, self.like = graph, like

@@ -46,23 +46,6 @@ from .autograd import (
     storage_of,
     unseen,
 )
-from .collectives import (
-    ALL_GATHER,
-    ALL_TO_ALL,
-    WAIT,
-    Alone,
-    all_gather,
-    different,
-    group_name,
-    has_groups,
-    in_pipeline,
-    inferring_shapes,
-    is_default_group,
-    largest,
-    rank_in,
-    ranks_of,
-    reduce_scatter,
-)
 from .dynamo import (
     add_input,
     as_parameter,
@@ -126,6 +109,23 @@ from .inductor import (
     no_version_check,
     random_prims,
     sources_hash,
+)
+from .process_groups import (
+    ALL_GATHER,
+    ALL_TO_ALL,
+    WAIT,
+    Alone,
+    all_gather,
+    different,
+    group_name,
+    has_groups,
+    in_pipeline,
+    inferring_shapes,
+    is_default_group,
+    largest,
+    rank_in,
+    ranks_of,
+    reduce_scatter,
 )
 from .regions import inline_regions
 from .shards import mesh_groups, parts

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from ..errors import Fp8CompileError, OptionError, one_line, one_line_where
 from ..ir.frozen import FrozenWeight
 from ..reporting.columns import aligned
-from ..reporting.layers import layers_of, microseconds, repeated, rows_of
+from ..reporting.layer_rows import layers_of, microseconds, repeated, rows_of
 from ..reporting.report import Report, report
 from .measure import Runner, by_torchao, in_turn, summarise
 

@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ..config.policy import Policy, load
-from ..config.policy.model import SETTINGS
 from ..config.policy.patterns import matcher
+from ..config.policy.policy_tables import SETTINGS
 from ..config.recipe import BUILT_IN, WHOLE
 from ..devices.formats import FP8_FORMATS
 from ..devices.gpu import Gpu
 from ..ir.records import FP8, MatmulRecord
-from ..reporting.layers import pattern
+from ..reporting.layer_rows import pattern
 
 
 class Candidate(NamedTuple):
@@ -46,7 +46,7 @@ def candidates(gpu: Gpu) -> tuple[Candidate, ...]:
 
 
 @dataclass(frozen=True, eq=False)
-class Group:
+class LayerGroup:
     """Layers whose names differ in numbers only. `name`: with * for the numbers. `where`: the condition of its rule.
     `settings`: what the policy that is extended sets for these layers."""
 
@@ -59,7 +59,7 @@ class Group:
 Choice = tuple[Candidate | None, ...]  # in the order of the groups
 
 
-def groups_of(matmuls: Sequence[MatmulRecord], policy: Policy) -> tuple[Group, ...]:
+def groups_of(matmuls: Sequence[MatmulRecord], policy: Policy) -> tuple[LayerGroup, ...]:
     """The groups of the matmuls that `policy` has in FP8."""
     rules = dict(zip(policy.labels, policy.rules, strict=True))
     names = {"module": {r.fqn for r in matmuls}, "parameter": {r.parameter for r in matmuls}}
@@ -72,7 +72,7 @@ def groups_of(matmuls: Sequence[MatmulRecord], policy: Policy) -> tuple[Group, .
     for (what, name), records in members.items():
         rule = rules.get(next(iter(records.values())).rule)
         settings = {key: getattr(rule, key) for key in SETTINGS if key != "fp8_format" and getattr(rule, key, None) is not None}
-        made.append(Group(name, {what: _condition(name, records, names[what])}, tuple(records), settings))
+        made.append(LayerGroup(name, {what: _condition(name, records, names[what])}, tuple(records), settings))
     return tuple(made)
 
 
@@ -84,7 +84,7 @@ def _condition(name: str, members: Collection[str], names: set[str]) -> str | li
     return list(members)
 
 
-def tables(groups: Sequence[Group], choice: Choice, extends: str) -> dict[str, Any]:
+def tables(groups: Sequence[LayerGroup], choice: Choice, extends: str) -> dict[str, Any]:
     """The policy of a choice, as the tables of a file."""
     rules = []
     for group, candidate in zip(groups, choice, strict=True):
@@ -102,6 +102,6 @@ def tables(groups: Sequence[Group], choice: Choice, extends: str) -> dict[str, A
     return {"extends": extends, "rules": rules}
 
 
-def policy_of(groups: Sequence[Group], choice: Choice, extends: str) -> Policy:
+def policy_of(groups: Sequence[LayerGroup], choice: Choice, extends: str) -> Policy:
     """The policy of a choice, for all of a training and no device."""
     return dataclasses.replace(load(tables(groups, choice, extends)), device=None, schedule=None)

@@ -85,7 +85,7 @@ def compare(
 
 
 @dataclass
-class Step:
+class ComparedStep:
     """What one run of the step made. `gradients`: by parameter. `rows`: those of `stats`, of an FP8 run."""
 
     loss: float
@@ -137,7 +137,7 @@ class Session:
             )
         return assembled(self.name, reference, again, noisy, fp8, _rank())
 
-    def taking(self, args: Any, kwargs: Any, loss: Loss | None = None) -> Callable[[str, Watched | None], Step]:
+    def taking(self, args: Any, kwargs: Any, loss: Loss | None = None) -> Callable[[str, Watched | None], ComparedStep]:
         """A function that takes the step in one phase, with the options in `given`, as often as it is called. Without a
         `Watched` only loss and gradients are found."""
         modules = modules_of((self.model, args, kwargs))
@@ -151,13 +151,13 @@ class Session:
         self.tap.names = {id(weight): name for name, weight in weights.items()}
         saved = {name: scaling_state(root) for name, root in roots.items()}
 
-        def step(phase: str, watched: Watched | None) -> Step:
+        def step(phase: str, watched: Watched | None) -> ComparedStep:
             with untouched(modules, self.codes), torch.enable_grad():
                 return self._step(phase, watched, (inputs(args), inputs(kwargs), loss), trained, roots, saved)
 
         return step
 
-    def check_finite(self, reference: Step) -> None:
+    def check_finite(self, reference: ComparedStep) -> None:
         if not math.isfinite(reference.loss):
             raise Fp8CompileError(
                 f"{self.who}: the loss of {self.name} is {reference.loss} in high precision on this batch, so there is nothing "
@@ -201,7 +201,7 @@ class Session:
         trained: Mapping[str, Tensor],
         roots: Mapping[str, nn.Module],
         saved: Mapping[str, Any],
-    ) -> Step:
+    ) -> ComparedStep:
         """One step, in the sandbox."""
         for graph in self.graphs:
             if hasattr(graph, "forget"):
@@ -234,7 +234,7 @@ class Session:
         found = {name: grad.detach() for name, grad in zip(trained, gradients, strict=True) if grad is not None}
         seen = watched or Watched()
         seen.sources.clear()
-        return Step(float(value.detach()), found, seen, rows)
+        return ComparedStep(float(value.detach()), found, seen, rows)
 
 
 def _of_one_rank(policy: Policy) -> Policy:

@@ -33,7 +33,7 @@ from ..reporting.columns import aligned
 from .observe import Likeness, sums
 
 if TYPE_CHECKING:
-    from .compare import Step
+    from .compare import ComparedStep
 
 EXPECTED = {"fprop": 28.5, "dgrad": 24.5, "wgrad": 24.5}  # dB
 ROLES = {"fprop": ("input", "weight"), "dgrad": ("gradient", "weight"), "wgrad": ("input", "gradient")}
@@ -225,7 +225,14 @@ def _or(x: float, other: float) -> float:
 # --- from runs ------------------------------------------------------------------------------------
 
 
-def assembled(model: str, reference: Step, again: Step | None, noisy: Step, fp8: Step, rank: int | None) -> Comparison:
+def assembled(
+    model: str,
+    reference: ComparedStep,
+    again: ComparedStep | None,
+    noisy: ComparedStep,
+    fp8: ComparedStep,
+    rank: int | None,
+) -> Comparison:
     """The comparison of the runs of one step."""
     casts: dict[str, list[Mapping[str, Any]]] = {}
     for row in fp8.rows:
@@ -256,7 +263,7 @@ def assembled(model: str, reference: Step, again: Step | None, noisy: Step, fp8:
     )
 
 
-def _own(fp8: Step, name: str, gemm: str, casts: Sequence[Mapping[str, Any]]) -> float | None:
+def _own(fp8: ComparedStep, name: str, gemm: str, casts: Sequence[Mapping[str, Any]]) -> float | None:
     """The own SQNR of a matmul. Where its product was not seen (experts, merged matmuls): what the casts of its operands leave,
     whose errors add. None if that is not known, either."""
     if (name, gemm) in fp8.watched.own:
@@ -299,13 +306,13 @@ def _like(reference: Any, test: Any) -> Likeness:
     return Likeness.of(sums(reference, test))
 
 
-def _whole(reference: Step, test: Step) -> Likeness:
+def _whole(reference: ComparedStep, test: ComparedStep) -> Likeness:
     """Of all gradients as one vector."""
     every = [sums(given, test.gradients[name]).cpu() for name, given in reference.gradients.items() if name in test.gradients]
     return Likeness.of(sum(every[1:], every[0])) if every else _like(None, None)
 
 
-def _unsteady(reference: Step, again: Step | None) -> tuple[str, float] | None:
+def _unsteady(reference: ComparedStep, again: ComparedStep | None) -> tuple[str, float] | None:
     """The parameter whose gradient differs most between two equal runs, with its SQNR; None if none differs."""
     if again is None:
         return None

@@ -26,7 +26,7 @@ from torch import nn
 from ..devices import catalog
 from ..devices.gpu import H200, Gpu
 from ..errors import Fp8CompileError, OptionError
-from ..reporting.layers import alike, joined, parts
+from ..reporting.layer_rows import alike, joined, parts
 from ..reporting.report import Report, report
 from . import roofline
 from .estimate_result import Cost, Estimate, LayerCost

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..reporting.columns import aligned
-from ..reporting.html import Page, TimedPart, Timing, render, section, title
-from ..reporting.layers import Part, Split, microseconds, percent, scaled
+from ..reporting.html import HtmlPage, TimedPart, Timing, render, section, title
+from ..reporting.layer_rows import Part, Split, microseconds, percent, scaled
 from ..reporting.report import Report
 from . import roofline
 
@@ -147,7 +147,7 @@ class Estimate:
         timing = Timing(said, _part(self._step).splits, tuple(parts), (_HEAD, *self._lines()))
         headline = f"{self.speedup:.2f}× on {self.device}, estimated"
         sections = tuple(map(section, self.report.graphs))
-        page = Page(title("estimate", self.report.graphs), headline, self.summary(), facts, sections, timing)
+        page = HtmlPage(title("estimate", self.report.graphs), headline, self.summary(), facts, sections, timing)
         return render(page, path)
 
     def _lines(self) -> list[tuple[str, ...]]:

@@ -28,9 +28,9 @@ from ..config.policy import VARIABLE
 from ..devices import catalog
 from ..errors import Fp8CompileError, OptionError, TuneError
 from ..ir.records import FP8, HIGH_PRECISION
-from ..reporting.layers import pattern
-from .candidates import Candidate, Choice, Group, candidates, groups_of, policy_of
-from .compare import Loss, Session, Step
+from ..reporting.layer_rows import pattern
+from .candidates import Candidate, Choice, LayerGroup, candidates, groups_of, policy_of
+from .compare import ComparedStep, Loss, Session
 from .observe import Watched, sums
 from .times import Times, of_modules, seconds
 from .tuned import Tuned, Whole
@@ -138,7 +138,7 @@ class _Errors:
         choice = tuple(candidate if i == j else None for j in range(len(self.groups)))
         return self.of(choice, f"{candidate.label}: {self.groups[i].name}")
 
-    def _squared(self, test: Step) -> float:
+    def _squared(self, test: ComparedStep) -> float:
         total = weights = 0.0
         for name, gradient in self.reference.gradients.items():
             count = int(torch.count_nonzero(gradient))  # rows of an embedding that the batch does not have are not trained
@@ -146,7 +146,7 @@ class _Errors:
             weights += count
         return total / weights if weights else 0.0
 
-    def _share(self, name: str, test: Step) -> float:
+    def _share(self, name: str, test: ComparedStep) -> float:
         """|error|^2 / |gradient|^2 of a parameter; 1 where the gradient is not finite."""
         if name not in test.gradients:
             return 1.0
@@ -157,7 +157,7 @@ class _Errors:
 class _Search:
     def __init__(self, errors: _Errors, times: Times, found: Sequence[Candidate], max_error: float):
         self.errors, self.times, self.candidates, self.max_error = errors, times, found, max_error
-        self.groups: tuple[Group, ...] = errors.groups
+        self.groups: tuple[LayerGroup, ...] = errors.groups
         self.estimated: dict[tuple[str | None, ...], float] = {}  # seconds of a step
         self.wholes: dict[Choice, Whole] = {}
 

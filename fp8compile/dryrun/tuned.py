@@ -13,7 +13,7 @@ from typing import Any
 from ..config.policy import Policy, load
 from ..errors import OptionError
 from ..reporting.columns import aligned
-from .candidates import Candidate, Choice, Group, tables
+from .candidates import Candidate, Choice, LayerGroup, tables
 
 HIGH = "high precision"
 
@@ -42,7 +42,7 @@ class Tuned:
     device: str
     max_error: float
     extends: str
-    groups: tuple[Group, ...]
+    groups: tuple[LayerGroup, ...]
     candidates: tuple[Candidate, ...]
     errors: tuple[Mapping[Candidate, float], ...]  # of each group alone
     saved: tuple[Mapping[str, float], ...]  # seconds, by group and recipe

@@ -20,10 +20,10 @@ from ..errors import ExportError
 from ..ir.inputs import plain
 from ..logs import get_logger
 from ..runtime.state import unwrapped
-from . import files
-from .casts import cast
-from .formats import FORMATS, pick
-from .layers import Chosen, choose
+from . import checkpoint_files
+from .checkpoint_formats import FORMATS, pick
+from .exported_layers import Chosen, choose
+from .weight_casts import cast
 
 logger = get_logger(__name__)
 
@@ -82,16 +82,16 @@ def export(
     """
     model = unwrapped(model)
     path = Path(directory)
-    files.check_installed()
-    files.check_directory(path, overwrite)
+    checkpoint_files.check_installed()
+    checkpoint_files.check_directory(path, overwrite)
     _check_whole(model)
     chosen = choose(model)
     if not chosen.layers:
         raise ExportError(_nothing(model, chosen))
     name = pick(format, chosen.layers.values())
     tensors = _tensors(model, chosen, name)
-    config = {**files.config_of(model), "quantization_config": FORMATS[name].config(chosen)}
-    written = files.write(path, tensors, config, max_shard_size)
+    config = {**checkpoint_files.config_of(model), "quantization_config": FORMATS[name].config(chosen)}
+    written = checkpoint_files.write(path, tensors, config, max_shard_size)
     recipes = {layer.name: layer.recipe for layer in chosen.layers.values()}
     made = Exported(path, name, recipes, chosen.ignored, chosen.left, tuple(written))
     logger.info("fp8: exported %s", made)
@@ -105,7 +105,7 @@ def _tensors(model: nn.Module, chosen: Chosen, format: str) -> dict[str, Tensor]
     found: dict[str, Tensor] = {}
     weights = {f"{name}.weight" if name else "weight": layer for name, layer in chosen.layers.items()}
     given = {plain(name): tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
-    high = files.own_memory({name: tensor for name, tensor in given.items() if name not in weights})
+    high = checkpoint_files.own_memory({name: tensor for name, tensor in given.items() if name not in weights})
     for name in given:
         if name in high:
             found[name] = high[name]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..errors import Fp8CompileError
 from . import ops
-from .gathered import GatheredWeight, same
+from .gathered_weight import GatheredWeight, same
 
 aten = torch.ops.aten
 FIX = "call fp8compile.restore_frozen_weights(model) first, which gives it back in its own dtype"

@@ -36,7 +36,7 @@ class Named:
 
 
 @dataclass(frozen=True)
-class Step:
+class NodeRecord:
     """One node. `target`: the input's name, or the operator's, as `torch.ops` or `operator` know it; "" for the output."""
 
     op: str
@@ -54,7 +54,7 @@ class Interpreted(GraphModule):
         return None
 
 
-def freeze(graph: Graph) -> tuple[Step, ...]:
+def freeze(graph: Graph) -> tuple[NodeRecord, ...]:
     """The nodes of a graph in order. Unfrozen says what cannot be frozen."""
     numbers: dict[Node, int] = {}
     steps = []
@@ -68,12 +68,12 @@ def freeze(graph: Graph) -> tuple[Step, ...]:
         else:
             raise Unfrozen(f"{node.op} {node.name}")
         args, kwargs = _frozen(node.args, numbers), _frozen(node.kwargs, numbers)
-        steps.append(Step(node.op, node.name, target, args, kwargs, node.meta.get(OPERAND)))
+        steps.append(NodeRecord(node.op, node.name, target, args, kwargs, node.meta.get(OPERAND)))
         numbers[node] = len(numbers)
     return tuple(steps)
 
 
-def thaw(steps: Iterable[Step]) -> GraphModule:
+def thaw(steps: Iterable[NodeRecord]) -> GraphModule:
     """A graph that computes the same, whose nodes have the same names. It has no other metadata than casts' operands."""
     graph, nodes = Graph(), list[Node]()
     for step in steps:

@@ -14,7 +14,7 @@ implementations below, plain torch on any device, are the reference: a cold call
     transposed(x8)                                  FP8 [R, C] -> [C, R padded to 16]
     scaled_mm(a, b, a_inv, b_inv, bias, ...)        [M, K], [N, K] -> [M, N]
     block_mm(a, b, a_inv, b_inv, bias, ...)         the same, where an operand has more than one scale
-    dequantize(data, inv, dtype)                    a weight that FSDP2 gathered in FP8, as it was (see `ir.gathered`)
+    dequantize(data, inv, dtype)                    a weight that FSDP2 gathered in FP8, as it was (see `ir.gathered_weight`)
     snapshot(page) -> scales; gather(amaxes) -> vector; update(page, scales, vector) -> page
 
 Layout: both operands of `scaled_mm` have the contracted dimension last ("K-major", what Hopper's FP8 tensor cores take).

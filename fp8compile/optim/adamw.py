@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from ..devices.support import casts_to_e4m3
 from ..logs import get_logger, say_once
 from ..runtime.weight_cache import behind_step, casts_of_step
-from .formats import from_blocks, to_blocks
+from .state_formats import from_blocks, to_blocks
 from .states import MASTERS, State, fresh, is_small, local, packed, vanilla
 from .update import compiled, factors, update, update_small, update_with_amax
 

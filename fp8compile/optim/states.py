@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .formats import FIRST, SECOND, empty, from_blocks, join, pack, split, to_blocks, unpack
+from .state_formats import FIRST, SECOND, empty, from_blocks, join, pack, split, to_blocks, unpack
 
 SMALL = 4096  # elements: below, packing saves nothing worth a kernel
 MASTERS = (None, "bf16+remainder", "float32")

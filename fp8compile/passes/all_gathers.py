@@ -18,7 +18,7 @@ import torch
 from torch.fx import Graph, Node
 
 from ..ir import ops
-from ..ir.all_gathers import AllGather, all_gather_of
+from ..ir.all_gather_nodes import AllGather, all_gather_of
 from ..ir.fx_utils import CASTS, SAME, Emitter, arg, aten, call_function, same_shape, value
 from ..ir.matmul import Matmul
 from .collectives import LAYOUT, SIZES, cast_local, choose, move, reason_against

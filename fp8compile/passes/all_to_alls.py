@@ -20,7 +20,7 @@ from collections.abc import Collection, Mapping
 import torch
 from torch.fx import Node
 
-from ..ir.all_to_alls import AllToAll, all_to_all_of, moved_from
+from ..ir.all_to_all_nodes import AllToAll, all_to_all_of, moved_from
 from ..ir.fx_utils import CASTS, Emitter, aten, call_function, value
 from ..ir.matmul import Matmul
 from .collectives import SIZES, cast_local, choose, move, reason_against

@@ -20,8 +20,8 @@ from torch.fx import Node
 from .. import compat
 from ..config.recipe import WHOLE
 from ..ir import ops
-from ..ir.all_gathers import AllGather, wire_dtype
-from ..ir.all_to_alls import AllToAll
+from ..ir.all_gather_nodes import AllGather, wire_dtype
+from ..ir.all_to_all_nodes import AllToAll
 from ..ir.fx_utils import CASTS, PERMUTES, SAME, VIEWS, Emitter, aten, call_function, hint, value
 from ..ir.matmul import Matmul, factors
 from ..ir.metadata import OPERAND

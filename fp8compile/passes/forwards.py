@@ -1,4 +1,4 @@
-"""forwards: what the graph says of the forward matmul of each weight, for an export (see `ir.forwards`). Changes nothing.
+"""forwards: what the graph says of the forward matmul of each weight, for an export (see `ir.forward`). Changes nothing.
 
     y = linear(x, w)      ->    {input of w: (Forward(recipe, how w and x are scaled, where their histories are),)}
 """
@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from .. import compat
-from ..ir.forwards import Forward, Slot
+from ..ir.forward import Forward, Slot
 from ..ir.matmul import Matmul
 from .gathered import arrived
 from .joint import Joint

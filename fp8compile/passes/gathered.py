@@ -1,5 +1,5 @@
-"""gathered: weights that FSDP2 gathers in FP8 (see `ir.gathered` and `runtime.all_gather`), and frozen weights that are kept in
-FP8 only (`ir.frozen`, `runtime.frozen`).
+"""gathered: weights that FSDP2 gathers in FP8 (see `ir.gathered_weight` and `runtime.all_gather`), and frozen weights that
+are kept in FP8 only (`ir.frozen`, `runtime.frozen_weights`).
 
     w = dequantize(data, inv); mm(x, permute(w))          fprop
     w_1 = dequantize(data, inv); mm(dy, w_1)              dgrad     ->  `unite`: w_1 is w

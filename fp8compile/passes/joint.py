@@ -13,7 +13,7 @@ from torch.fx import Graph, Node
 
 from ..config.policy import Policy
 from ..devices.catalog import Device
-from ..ir.forwards import Forward
+from ..ir.forward import Forward
 from ..ir.inputs import Inputs
 from ..ir.matmul import Matmul
 from ..ir.records import CollectiveRecord, Gatherable, OpaqueRecord

@@ -17,7 +17,7 @@ from torch.fx import Graph, Node
 
 from .. import compat
 from ..ir import ops
-from ..ir.all_gathers import all_gather_of
+from ..ir.all_gather_nodes import all_gather_of
 from ..ir.fx_utils import CASTS, PERMUTES, SAME, SLICES, VIEWS, arg, aten, behind, is_tensor, pointwise, root
 from ..ir.matmul import addend_of
 

@@ -20,7 +20,7 @@ from .. import compat
 from ..config.policy import Policy
 from ..devices.catalog import Device
 from ..errors import OptionError
-from ..ir.forwards import Forward
+from ..ir.forward import Forward
 from ..ir.inputs import Inputs
 from ..ir.matmul import Matmul
 from ..ir.records import CollectiveRecord, Findings, Gatherable, KeptRecord, OpaqueRecord
@@ -42,15 +42,15 @@ from .joint import Joint
 from .layouts import layouts
 from .lower import lower, lower_scales, split_casts
 from .merge import merge
-from .merged import write_merged
 from .plan import plan
 from .profitability import weigh
 from .quantize import quantize
 from .recast import recast
-from .save import Halves, save
+from .save import Partitioned, save
 from .scatters import scatters
 from .try_matmuls import try_matmuls
 from .update_state import update_state
+from .write_merged import write_merged
 
 logger = get_logger(__name__)
 
@@ -93,7 +93,7 @@ JOINT: tuple[Pass[Joint], ...] = (
     Pass("unspell", unspell),  # those that stay in high precision as they were
     Pass("update_state", update_state),  # the next scaling state
 )
-PARTITIONED: tuple[Pass[Halves], ...] = (
+PARTITIONED: tuple[Pass[Partitioned], ...] = (
     Pass("save", save, optional=True),  # large tensors that forward keeps, in FP8
 )
 EARLY_POST_GRAD: tuple[Pass[Graph], ...] = (
@@ -173,7 +173,7 @@ def run_joint(
 def run_partitioned(forward: GraphModule, backward: GraphModule, visible: int, fnuz: bool) -> tuple[KeptRecord, ...]:
     """Rewrite what a forward keeps for its backward, in both graphs in place; returns what it keeps in FP8. `visible`: how many
     outputs of forward its caller sees."""
-    halves = Halves(forward, backward, visible, fnuz)
+    halves = Partitioned(forward, backward, visible, fnuz)
     _run(PARTITIONED, halves, forward.graph)
     backward.graph.lint()
     return tuple(halves.kept)

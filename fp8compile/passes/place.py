@@ -78,16 +78,16 @@ def _sink(graph: Graph, groups: dict[Node, Made]) -> None:
             min(node.users).prepend(node)
 
 
-def _parts(graph: Graph, groups: dict[Node, Made]) -> dict[int, launch.Part]:
+def _parts(graph: Graph, groups: dict[Node, Made]) -> dict[int, launch.BufferPart]:
     """By the id of an output: where it belongs in a matrix all of whose parts come from kernels."""
-    found: dict[int, launch.Part] = {}
+    found: dict[int, launch.BufferPart] = {}
     for whole in graph.find_nodes(op="call_function", target=merged.side_by_side):
         parts, dim, first = arg(whole, 0), arg(whole, 1), 0
         if not all(x.target is operator.getitem and x.args[0] in groups and len(x.users) == 1 for x in parts):
             continue
         for part in parts:
             group, _ = groups[arg(part, 0)]
-            found[id(group.outputs[arg(part, 1)])] = launch.Part(whole, dim, first)
+            found[id(group.outputs[arg(part, 1)])] = launch.BufferPart(whole, dim, first)
             first += value(part).shape[dim]
     return found
 

@@ -46,7 +46,7 @@ class Gemm:
     tokens: int
     dtype: str
     out_bytes: int
-    reads: list[tuple[Cast, tuple[str, bool]]] = field(default_factory=list)  # each cast, with the layout that is read
+    reads: list[tuple[CastCost, tuple[str, bool]]] = field(default_factory=list)  # each cast, with the layout that is read
     known: dict[tuple[bool, float], float] = field(default_factory=dict)  # results of `seconds`, which a search asks often
 
     @property
@@ -96,7 +96,7 @@ class Base:
     source: Source
     weight: bool
     outside: bool  # does a matmul that stays in high precision in any case read the tensor?
-    casts: list[Cast] = field(default_factory=list)
+    casts: list[CastCost] = field(default_factory=list)
 
     def seconds(self, device: Device, chosen: set[Gemm], grown: float = 1.0) -> float:
         """Seconds for the FP8 copies that `chosen` read, and for the copy that readers in high precision need."""
@@ -120,7 +120,7 @@ class Base:
 
 
 @dataclass(eq=False)
-class Cast:
+class CastCost:
     """The FP8 copies of a tensor under one `Scaling` (its recipe), and who reads them in which layout. `gathered`: the plain
     copy is there (FSDP2 has gathered it, or a frozen weight is kept so), so nothing is cast. `kept`: the copies come from an
     earlier call (`cache_weights`), and cost nothing, as if gradients were accumulated over very many micro-batches. `turned`:
@@ -215,7 +215,7 @@ def _model(candidates: list[Matmul], kept: Container[int | None] = (), frozen: C
     arrive in FP8, where the recipe says so."""
     gemms: list[Gemm] = []
     bases: dict[Node, Base] = {}
-    casts: dict[OperandKey, Cast] = {}
+    casts: dict[OperandKey, CastCost] = {}
     nodes = {matmul.node for matmul in candidates}
     for matmul in candidates:
         gemm = Gemm(matmul, *_sizes(matmul))
@@ -237,7 +237,7 @@ def _model(candidates: list[Matmul], kept: Container[int | None] = (), frozen: C
                 stays = role == "weight" and matmul.recipe.cache_weights and not matmul.computed and matmul.weight_among(kept)
                 square = key.scaling.block.rows == key.scaling.block.columns
                 turned = stays and square and matmul.recipe.recast_weights is True
-                casts[key] = Cast(base, key.scaling.recipe, again, stored, stays, turned)
+                casts[key] = CastCost(base, key.scaling.recipe, again, stored, stays, turned)
                 base.casts.append(casts[key])
             layout = (str(matrix.shape), transposed)
             casts[key].readers.append((gemm, layout))

@@ -32,7 +32,7 @@ from ..ir.fx_utils import Emitter, Matrix, aten, call_function, same_shape, valu
 from ..ir.matmul import GEMMS, Matmul
 from ..ir.metadata import OPERAND, PRODUCT, RESULT
 from .addends import add, split_addend
-from .grouped import Groups, block_of
+from .expert_rows import Groups, block_of
 from .joint import Joint
 from .plan import Operand, Plan
 from .written import Copy, Written, whole
@@ -50,7 +50,7 @@ def quantize(joint: Joint) -> int:
 def _observe(graph: Graph, plan: Plan, pages: tuple[Node, Node]) -> Written:
     """Take the amax of each operand that has a slot, and leave the matmuls as they are: a high-precision phase that keeps
     histories."""
-    writer = _Writer(graph, plan, pages)
+    writer = _Quantizer(graph, plan, pages)
     for backward in (False, True):
         for operand in plan.direction(backward):
             writer.snapshot(backward)  # first: the update goes after the last amax, and reads the snapshot
@@ -60,7 +60,7 @@ def _observe(graph: Graph, plan: Plan, pages: tuple[Node, Node]) -> Written:
 
 def _quantize(graph: Graph, matmuls: list[Matmul], plan: Plan, pages: tuple[Node, Node] | None) -> Written:
     """Rewrite the decided matmuls; `pages` are the state inputs of forward and backward (None: no state)."""
-    writer = _Writer(graph, plan, pages)
+    writer = _Quantizer(graph, plan, pages)
     for backward in (False, True):
         if plan.direction(backward):
             writer.snapshot(backward)  # first: its readers are inserted right after inputs, and after views of inputs
@@ -70,7 +70,7 @@ def _quantize(graph: Graph, matmuls: list[Matmul], plan: Plan, pages: tuple[Node
     return writer.written
 
 
-class _Writer:
+class _Quantizer:
     def __init__(self, graph: Graph, plan: Plan, pages: tuple[Node, Node] | None):
         self.graph, self.plan, self.pages = graph, plan, pages
         self.written = Written(graph, next(node for node in graph.nodes if node.op != "placeholder"))

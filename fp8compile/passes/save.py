@@ -67,7 +67,7 @@ Columns = tuple[int, int]  # the first one, and the one behind the last
 
 
 @dataclass
-class Halves:
+class Partitioned:
     """A forward and its backward, behind the partitioner. `visible`: how many outputs of forward its caller sees; it keeps the
     others. `fnuz`: the device uses the fnuz FP8 encodings."""
 
@@ -83,13 +83,13 @@ class Halves:
         return output.args[0]  # type: ignore[return-value]
 
 
-def save(halves: Halves) -> int:
+def save(halves: Partitioned) -> int:
     """Rewrite both graphs in place, and note in `halves.kept` what is kept in FP8; returns how many tensors are."""
     kept = [x for x in halves.outputs[halves.visible :] if isinstance(x, Node) and is_tensor(x)]
     seen = {_memory(x) for x in halves.outputs[: halves.visible] if isinstance(x, Node)}
     readers = {node.name: node for node in halves.backward.graph.find_nodes(op="placeholder")}
     form, instead = pick(False, halves.fnuz), {}
-    of_memory: dict[Node, list[tuple[Node, list[Part]]]] = defaultdict(list)
+    of_memory: dict[Node, list[tuple[Node, list[SavedPart]]]] = defaultdict(list)
     for x in kept:
         of_memory[_memory(x)].append((x, _parts(readers[x.name]) if x.name in readers else []))
     for base, views in of_memory.items():
@@ -110,21 +110,21 @@ def save(halves: Halves) -> int:
     return len(halves.kept)
 
 
-class Part(NamedTuple):
+class SavedPart(NamedTuple):
     """Columns of an input of the backward (None: the whole tensor), and the nodes that stand for them."""
 
     columns: Columns | None
     nodes: list[Node]
 
 
-def _parts(reader: Node) -> list[Part]:
+def _parts(reader: Node) -> list[SavedPart]:
     """The parts by which backward reads an input: the tensor itself, unless it reads nothing but ranges of columns."""
     found: dict[Columns | None, list[Node]] = defaultdict(list)
     for node, columns in _slices(reader):
         found[columns].append(node)
     if None in found or any((end - first) % BLOCK.columns for first, end in found):  # type: ignore[misc]
-        return [Part(None, [reader])]
-    return [Part(columns, nodes) for columns, nodes in found.items()]
+        return [SavedPart(None, [reader])]
+    return [SavedPart(columns, nodes) for columns, nodes in found.items()]
 
 
 def _slices(x: Node) -> Iterator[tuple[Node, Columns | None]]:
@@ -149,7 +149,7 @@ def _slices(x: Node) -> Iterator[tuple[Node, Columns | None]]:
         yield user, columns
 
 
-def _reason(x: Node, parts: list[Part], seen: set[Node]) -> str:
+def _reason(x: Node, parts: list[SavedPart], seen: set[Node]) -> str:
     """Why a tensor is kept as it is; "" if it is kept in FP8."""
     tensor, base, nodes = value(x), _memory(x), [node for part in parts for node in part.nodes]
     if not nodes or not all(node.users for node in nodes):
@@ -171,7 +171,7 @@ def _reason(x: Node, parts: list[Part], seen: set[Node]) -> str:
     return delicate(x) or next(filter(None, map(unreadable, nodes)), "")
 
 
-def _kept(halves: Halves, x: Node, reader: Node, part: Part, form: Format) -> tuple[Node, Node]:
+def _kept(halves: Partitioned, x: Node, reader: Node, part: SavedPart, form: Format) -> tuple[Node, Node]:
     """Copy a part of a tensor in forward, and let backward read the copy; returns the copy and its scales."""
     graph = halves.forward.graph
     if part.columns is not None:

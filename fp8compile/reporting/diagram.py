@@ -18,7 +18,7 @@ from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 from ..ir.records import FP8, GraphReport, MatmulRecord
-from .layers import GEMMS, Layer, joined, parts, pattern, size_of, words
+from .layer_rows import GEMMS, Layer, joined, parts, pattern, size_of, words
 
 if TYPE_CHECKING:
     import networkx

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..ir.records import GraphReport
-from . import diagram, gathered, kept
-from .layers import Row, Split, flops, hidden_rows, layers_of, matmul_split, microseconds, rows_of, share
+from . import diagram, gather_rows, kept
+from .layer_rows import Row, Split, flops, hidden_rows, layers_of, matmul_split, microseconds, rows_of, share
 
 if TYPE_CHECKING:
     from markupsafe import Markup
@@ -83,7 +83,7 @@ class Timing:
 
 
 @dataclass(frozen=True)
-class Page:
+class HtmlPage:
     """The data that the template shows. Only an estimate has a `timing`."""
 
     title: str
@@ -107,12 +107,12 @@ def section(graph: GraphReport) -> Section:
     """The rows, times and diagram of one graph."""
     layers = layers_of(graph.matmuls)
     rows = rows_of(layers)
-    hidden, gathers = tuple(hidden_rows(graph.opaque)), tuple(gathered.rows_of_graph(graph.collectives))
+    hidden, gathers = tuple(hidden_rows(graph.opaque)), tuple(gather_rows.rows_of_graph(graph.collectives))
     saved = tuple(kept.rows(graph.kept))
     return Section(graph, rows, matmul_split(rows), hidden, diagram.draw(graph, layers), gathers, saved)
 
 
-def render(page: Page, path: str | Path | None = None) -> str:
+def render(page: HtmlPage, path: str | Path | None = None) -> str:
     """The page as HTML, also written to `path` if given."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 

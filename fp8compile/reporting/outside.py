@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from .columns import aligned
-from .layers import alike, repeated
+from .layer_rows import alike, repeated
 
 if TYPE_CHECKING:
     from torch import nn

@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING, Any
 from ..ir.records import FP8, GatherRecord, GraphReport, MatmulRecord, OpaqueRecord
 from ..runtime.ledger import LEDGER
 from ..runtime.parameters import share_records
-from . import gathered, html, kept, outside
+from . import gather_rows, html, kept, outside
 from .columns import aligned
-from .layers import Row, fraction, gemms, hidden_rows, layers_of, percent, repeated, rows_of, share, sizes_of, words
+from .layer_rows import Row, fraction, gemms, hidden_rows, layers_of, percent, repeated, rows_of, share, sizes_of, words
 from .outside import OutsideRecord
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class Report:
         if not self.matmuls:
             parts += dict.fromkeys(graph.note for graph in self.graphs if graph.note)
         parts += [outside.brief(self.outside)] if self.outside else []
-        parts += [gathered.brief(self.gathered)] if self.gathered else []
+        parts += [gather_rows.brief(self.gathered)] if self.gathered else []
         saved = [record for graph in counted.graphs for record in graph.kept]
         parts += [kept.brief(saved)] if saved else []
         frozen = [record for graph in counted.graphs for record in graph.frozen]
@@ -112,7 +112,7 @@ class Report:
         head = "\n* ".join([f"fp8: {self.summary()}", *self.notes])
         parts = [head, *(_graph_text(graph, collapse) for graph in self.graphs)]
         parts += [outside.text(self.outside)] if self.outside else []
-        return "\n\n".join(parts + ([gathered.text(self.gathered)] if self.gathered else []))
+        return "\n\n".join(parts + ([gather_rows.text(self.gathered)] if self.gathered else []))
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain dicts, lists, strings and numbers."""
@@ -148,12 +148,12 @@ class Report:
         facts += [(outside.OUTSIDE, f"{len(self.outside)} weights")] if self.outside else []
         whole = ", of what was compiled" if self.outside else ""
         headline = f"{percent(self.fp8_flop_fraction)} of matmul FLOPs in FP8{whole}" if self.matmuls else "No matmuls"
-        facts += [("all-gather", gathered.brief(self.gathered).removeprefix("all-gather: "))] if self.gathered else []
+        facts += [("all-gather", gather_rows.brief(self.gathered).removeprefix("all-gather: "))] if self.gathered else []
         title, left_out = html.title("report", self.graphs), tuple(outside.rows(self.outside))
-        sections, sent = tuple(map(html.section, self.graphs)), tuple(gathered.rows(self.gathered))
+        sections, sent = tuple(map(html.section, self.graphs)), tuple(gather_rows.rows(self.gathered))
         why = outside.why(self.outside)
         summary = "; ".join([self.summary(), *self.notes])
-        page = html.Page(title, headline, summary, tuple(facts), sections, None, left_out, why, sent)
+        page = html.HtmlPage(title, headline, summary, tuple(facts), sections, None, left_out, why, sent)
         return html.render(page, path)
 
     def __str__(self) -> str:
@@ -226,7 +226,7 @@ def _graph_text(graph: GraphReport, collapse: bool) -> str:
     if any(record.dynamic for record in graph.matmuls):
         text += "\n* dynamic shape: sizes of the call that was compiled"
     text += "".join(f"\n* {remark}" for remark in graph.remarks)
-    text += f"\n\n{gathered.in_graph(graph.collectives)}" if graph.collectives else ""
+    text += f"\n\n{gather_rows.in_graph(graph.collectives)}" if graph.collectives else ""
     text += f"\n\n{kept.text(graph.kept)}" if graph.kept else ""
     text += f"\n\n{kept.text_frozen(graph.frozen)}" if graph.frozen else ""
     if graph.opaque:

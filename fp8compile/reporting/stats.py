@@ -25,10 +25,10 @@ from ..ir.frozen import FrozenWeight
 from ..ir.state_page import Rows
 from ..runtime.compression import rows_of
 from ..runtime.parameters import find
-from ..runtime.probe import COLUMNS, Cast, Measurement
+from ..runtime.probe import COLUMNS, CastKind, Measurement
 from ..runtime.state import Page, Slot, named_weights, unwrapped
 from .columns import aligned
-from .layers import alike, repeated
+from .layer_rows import alike, repeated
 
 STATE = ("amax", "scale", "scale_inv", "scale_inv_min", "scale_inv_max")
 COSTLY = ("overflows%", "underflows%", "mse", "sqnr")
@@ -131,11 +131,11 @@ def table(model: nn.Module, measurement: Measurement | None = None) -> list[dict
     rows = []
     for parameter, weight in named_weights(model).items():
         known = find(weight)
-        slots, casts = known.slots, known.casts or {(role, use, ""): Cast("delayed", "") for role, use in known.slots}
+        slots, casts = known.slots, known.casts or {(role, use, ""): CastKind("delayed", "") for role, use in known.slots}
         found = known.measured if measurement is None else measurement.records.get(known, {})
         gathered = known.gathered.cast if known.gathered is not None else None
         stored = weight if isinstance(weight, FrozenWeight) else None
-        whole = gathered if stored is None else Cast.of("frozen", stored.data_.dtype)
+        whole = gathered if stored is None else CastKind.of("frozen", stored.data_.dtype)
         if whole is not None:  # no graph casts the weight
             casts = {**{name: cast for name, cast in casts.items() if name[0] != "weight"}, ("weight", 0, ""): whole}
         for name in sorted(casts, key=lambda name: (ROLES.index(name[0]), *name[1:])):

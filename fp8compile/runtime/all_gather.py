@@ -39,7 +39,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from .. import compat
 from ..config.policy import Schedule
 from ..errors import ShardingError, StrictError
-from ..ir.gathered import GatheredWeight
+from ..ir.gathered_weight import GatheredWeight
 from ..ir.inputs import plain
 from ..ir.records import FP8, HIGH_PRECISION, Gatherable, GatherRecord
 from ..logs import get_logger, say_once
@@ -55,7 +55,7 @@ logger = get_logger(__name__)
 UNREAD = "no compiled training graph has multiplied it yet"
 EARLY = 3  # so many agreements are read at once, the later ones a step later
 WEIGHT = ("weight", 0, "")  # a weight among statistics
-_all: weakref.WeakSet[AllGather] = weakref.WeakSet()
+_all: weakref.WeakSet[GatheredParameter] = weakref.WeakSet()
 _hooks: list[Any] = []
 
 
@@ -64,7 +64,7 @@ class Gathered:
     """One weight. `objection`: why it is never gathered in FP8; `verdict`: what the graphs that read it say."""
 
     parameter: compat.ShardedParameter
-    owner: AllGather
+    owner: GatheredParameter
     objection: str = ""
     verdict: Gatherable | None = None
     strict: bool = False
@@ -116,7 +116,7 @@ class Gathered:
         self.verdict = Gatherable(reason)
 
     @property
-    def cast(self) -> probe.Cast | None:
+    def cast(self) -> probe.CastKind | None:
         """As statistics show it; None if it is gathered in high precision."""
         return cast_of(form_of(self.code)) if self.code else None
 
@@ -153,7 +153,7 @@ def fp8_all_gather(model: nn.Module) -> None:
         return
     for parameter in parameters:
         _check(parameter)
-    _all.add(AllGather(model, parameters))
+    _all.add(GatheredParameter(model, parameters))
     if not _hooks:
         _hooks.append(register_optimizer_step_post_hook(_stepped))
 
@@ -191,7 +191,7 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-class AllGather:
+class GatheredParameter:
     """What is gathered for one model: hears from FSDP2 when a forward begins."""
 
     def __init__(self, model: nn.Module, parameters: Sequence[compat.ShardedParameter]):
@@ -273,7 +273,7 @@ class AllGather:
 class _Loaded:
     """A hook behind `load_state_dict`. An object, since a bound method would keep the model alive."""
 
-    def __init__(self, owner: AllGather):
+    def __init__(self, owner: GatheredParameter):
         self.owner = weakref.ref(owner)
 
     def __call__(self, *_: Any) -> None:

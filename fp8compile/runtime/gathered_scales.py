@@ -23,7 +23,7 @@ from .. import compat
 from ..config.recipe import Block, recipe_of
 from ..devices.formats import Format, pick
 from ..ir import ops
-from ..ir.gathered import GatheredWeight
+from ..ir.gathered_weight import GatheredWeight
 from ..ir.records import Gatherable
 from ..ir.scale import inverse_of, scale_of, scale_to, to_power_of_2
 from . import probe
@@ -51,9 +51,9 @@ def format_of(form: Gatherable) -> Format:
     return pick(False, form.fnuz)
 
 
-def cast_of(form: Gatherable) -> probe.Cast:
+def cast_of(form: Gatherable) -> probe.CastKind:
     """The cast, as statistics show it."""
-    return probe.Cast.of(recipe_of(False, Block(form.block, form.block)), format_of(form).dtype)
+    return probe.CastKind.of(recipe_of(False, Block(form.block, form.block)), format_of(form).dtype)
 
 
 def misfit(entry: Gathered, form: Gatherable) -> str:

@@ -22,7 +22,7 @@ from .state import LOCK
 _listening: WeakSet[nn.Module] = WeakSet()
 
 
-class _Loaded:
+class _LoadListener:
     """A hook of `load_state_dict`. A model that is saved whole must load where this package is not installed, so there the hook
     is one of the standard library that takes anything and does nothing."""
 
@@ -32,7 +32,7 @@ class _Loaded:
                 for slot in find(weight).slots.values():
                     slot.page.outdated = not slot.page.loaded
 
-    def __deepcopy__(self, _memo: Any) -> _Loaded:
+    def __deepcopy__(self, _memo: Any) -> _LoadListener:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -44,7 +44,7 @@ def listen(modules: Iterable[nn.Module]) -> None:
     for module in (part for whole in modules for part in whole.modules()):
         if module not in _listening:
             _listening.add(module)
-            module.register_load_state_dict_post_hook(_Loaded())
+            module.register_load_state_dict_post_hook(_LoadListener())
 
 
 def listen_to_callers() -> None:

@@ -6,8 +6,8 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..ir.forwards import Forward
-from . import forwards, probe
+from ..ir.forward import Forward
+from . import forward_records, probe
 from .calls import Interface
 
 
@@ -17,7 +17,7 @@ class Owners:
     def __init__(self, interface: Interface):
         self.interface = interface
         self.met: dict[tuple[int, ...], dict[int, weakref.ref]] = {}
-        self.casts: dict[tuple[int, probe.Name], probe.Cast] = {}  # what the graph quantizes
+        self.casts: dict[tuple[int, probe.Name], probe.CastKind] = {}  # what the graph quantizes
         self.forwards: Mapping[int, tuple[Forward, ...]] = {}  # how the fprops of its weights cast
         self.learns = interface.trains  # the graph has something to differentiate
 
@@ -32,11 +32,11 @@ class Owners:
         for i in self.interface.parameters:  # once a parameter is gone, another tensor may get its id
             owners[i] = weakref.ref(args[i], lambda _: met.pop(key, None))
         met[key] = owners
-        forwards.know(owners, self.forwards, self.learns)
+        forward_records.know(owners, self.forwards, self.learns)
         if self.interface.trains:
             probe.know(owners, self.casts)
 
-    def know(self, casts: Mapping[tuple[int, probe.Name], probe.Cast]) -> None:
+    def know(self, casts: Mapping[tuple[int, probe.Name], probe.CastKind]) -> None:
         """Record what one half, which was just compiled, quantizes."""
         self.casts.update(casts)
         if self.interface.trains:
@@ -47,4 +47,4 @@ class Owners:
         """Record how the fprops of the graph, which was just rewritten, cast."""
         self.forwards, self.learns = found, self.interface.trains and not inference
         for owners in list(self.met.values()):
-            forwards.know(owners, found, self.learns)
+            forward_records.know(owners, found, self.learns)

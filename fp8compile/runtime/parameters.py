@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
     from ..config.options import Options
     from .all_gather import Gathered
-    from .forwards import KnownForward
+    from .forward_records import KnownForward
     from .phases import Steps
-    from .probe import Cast, Name
+    from .probe import CastKind, Name
     from .repeats import Repeats
     from .state import Slot
 
@@ -36,7 +36,7 @@ class ParameterRecord:
     repeats: dict[frozenset[int], Repeats] = field(default_factory=dict)  # by the records of the weights of a graph
     loaded: str | None = None  # its name in a state that was loaded for it
     # what compiled graphs quantize with it, and what the last measurements found: see `probe`
-    casts: dict[Name, Cast] = field(default_factory=dict)
+    casts: dict[Name, CastKind] = field(default_factory=dict)
     measured: dict[Name, Tensor] = field(default_factory=dict)
     outdated: bool = False  # `casts` and `measured` come from graphs that are gone
     options: Options | None = None  # of the last training graph that was called with it

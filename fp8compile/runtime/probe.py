@@ -41,14 +41,14 @@ COLUMNS = (
 Name = tuple[str, int, str]  # role, use, layout: "" (both have the same values), "plain" or "transposed"
 
 
-class Cast(NamedTuple):
+class CastKind(NamedTuple):
     """How a tensor is quantized. `recipe` is that of its scale: "tensorwise" where delayed scaling has `current_scaling`."""
 
     recipe: str
     format: str  # "e4m3fn", "e5m2", ...
 
     @classmethod
-    def of(cls, recipe: str, dtype: torch.dtype) -> Cast:
+    def of(cls, recipe: str, dtype: torch.dtype) -> CastKind:
         """`dtype`: an FP8 one."""
         return cls(recipe, str(dtype).removeprefix("torch.float8_"))
 
@@ -228,7 +228,7 @@ def names_of(cast: Node) -> list[Name]:
     return [(operand.role, operand.use, "transposed" if copy.transposed else "plain") for copy in copies]
 
 
-def casts_of(graph: Graph) -> dict[tuple[int, Name], Cast]:
+def casts_of(graph: Graph) -> dict[tuple[int, Name], CastKind]:
     """Every tensor that a graph (before lowering) quantizes, by (input of its weight, name)."""
     found = {}
     for op in CASTS:
@@ -237,12 +237,12 @@ def casts_of(graph: Graph) -> dict[tuple[int, Name], Cast]:
             if operand is None:
                 continue
             recipe = recipe_of(bool(operand.settings.window), copies_at(node)[0].block)
-            cast = Cast.of(recipe, node.args[2])
+            cast = CastKind.of(recipe, node.args[2])
             found.update({(operand.input, name): cast for name in names_of(node)})
     return found
 
 
-def know(owners: Mapping[int, weakref.ref], casts: Mapping[tuple[int, Name], Cast]) -> None:
+def know(owners: Mapping[int, weakref.ref], casts: Mapping[tuple[int, Name], CastKind]) -> None:
     """Record that a graph with these weights makes these casts."""
     for (position, name), cast in casts.items():
         owner = owners[position]() if position in owners else None

@@ -22,7 +22,7 @@ from torch.fx import GraphModule
 
 from .. import compat
 from ..errors import Unfrozen, Unusable
-from ..ir.frozen_graph import Step, freeze, thaw
+from ..ir.frozen_graph import NodeRecord, freeze, thaw
 from ..ir.inputs import Inputs
 from ..logs import dump_dir, get_logger
 from ..passes import pipeline
@@ -50,7 +50,7 @@ class Half:
     device: str = ""
     inputs: tuple[str, ...] = ()
     marker: tuple[int, str] | None = None
-    casts: Mapping[tuple[int, probe.Name], probe.Cast] = field(default_factory=dict)
+    casts: Mapping[tuple[int, probe.Name], probe.CastKind] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Content:
     with the forward only."""
 
     half: Half
-    steps: tuple[Step, ...]
+    steps: tuple[NodeRecord, ...]
     whole: tuple[Rewritten, bool] | None = None
 
 
@@ -86,7 +86,7 @@ def unpacked(content: bytes | None) -> Content:
 class Later:
     """The interpreter of a frozen graph, which is made when a call first runs operator by operator."""
 
-    def __init__(self, steps: tuple[Step, ...], inner: Inner):
+    def __init__(self, steps: tuple[NodeRecord, ...], inner: Inner):
         self.steps, self.inner = steps, inner
         self.run: Any = None
 

@@ -141,7 +141,7 @@ def behind_step(optimizer: torch.optim.Optimizer, weights: Sequence[Tensor], ama
 
 
 @dataclass
-class _Kept:
+class _KeptCopies:
     """What was cast for a set of weights. Without a `stamp` there are no copies that could serve again."""
 
     references: list[weakref.ref] = field(default_factory=list)  # to the weights
@@ -172,13 +172,13 @@ class WeightCache:
         self.own = _Casts(hoisted.graph)
         given = with_amaxes(hoisted)
         self.given = _Casts(*given) if given is not None else None
-        self.kept: dict[tuple[int, ...], _Kept] = {}
+        self.kept: dict[tuple[int, ...], _KeptCopies] = {}
         self.called = False
         self.lock = threading.Lock()
         _STEPS.add(self)
 
     @property
-    def casts(self) -> dict[tuple[int, probe.Name], probe.Cast]:
+    def casts(self) -> dict[tuple[int, probe.Name], probe.CastKind]:
         return probe.casts_of(self.own.graph.graph)
 
     def empty(self, device: torch.device) -> Sequence[Tensor]:
@@ -198,7 +198,7 @@ class WeightCache:
             return kept.copies
         if kept is None:
             entries = self.kept
-            kept = _Kept([weakref.ref(weight, lambda _: entries.pop(key, None)) for weight in weights])
+            kept = _KeptCopies([weakref.ref(weight, lambda _: entries.pop(key, None)) for weight in weights])
         elif not kept.used:
             kept.wasted += 1
         kept.drop()
@@ -211,7 +211,7 @@ class WeightCache:
             kept.stamp, kept.copies = stamp, made
         return made
 
-    def due(self, ids: Collection[int]) -> list[tuple[_Kept, list[Tensor]]]:
+    def due(self, ids: Collection[int]) -> list[tuple[_KeptCopies, list[Tensor]]]:
         """What is to be cast at the end of a step of the optimizer with these parameters: what a forward has read since it was
         cast. The optimizer must have all weights that are trained, and one at least."""
         found = []

@@ -11,8 +11,8 @@ from importlib import resources
 import pytest
 
 from fp8compile.config.policy import BUILTIN, Defaults, NamedRecipe, Policy, Rule, Schedule, load, schema
-from fp8compile.config.policy.files import shipped
-from fp8compile.config.policy.model import SETTINGS, PolicyFile
+from fp8compile.config.policy.policy_files import shipped
+from fp8compile.config.policy.policy_tables import SETTINGS, PolicyFile
 from fp8compile.config.recipe import Recipe
 from fp8compile.devices.toml import tomllib
 from fp8compile.errors import OptionError

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8compile.optim import AdamW
-from fp8compile.optim.formats import to_blocks
+from fp8compile.optim.state_formats import to_blocks
 from fp8compile.optim.states import sizes
 from fp8compile.optim.update import compiled as compiled_update
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp8compile.optim.formats import (
+from fp8compile.optim.state_formats import (
     FIRST,
     SECOND,
     follow,

@@ -13,7 +13,7 @@ import fp8compile
 from fp8compile.devices import catalog
 from fp8compile.dryrun.fake_gpu import trace, unavailable
 from fp8compile.ir import ops
-from fp8compile.ir.gathered import GatheredWeight
+from fp8compile.ir.gathered_weight import GatheredWeight
 from fp8compile.ir.scale import inverse_of, scale_of
 from fp8compile.passes import profitability
 from tests.support import hooks

@@ -331,7 +331,7 @@ def test_a_float32_residual_is_written_beside_the_copy_for_bf16() -> None:
     base = replace(dy, fused=True, shared=True, itemsize=4)
     gemm = mock.Mock(itemsize=2)
     cost = profitability.Base(base, weight=False, outside=False)
-    cost.casts.append(profitability.Cast(cost, "delayed", False, readers=[(gemm, ("", False)), (gemm, ("", True))]))
+    cost.casts.append(profitability.CastCost(cost, "delayed", False, readers=[(gemm, ("", False)), (gemm, ("", True))]))
     high, fp8 = (1e6 * cost.seconds(H200, chosen) for chosen in (set(), {gemm}))
     byte = 1e6 * base.elements / H200.bandwidth
     assert high == pytest.approx((4 + 2) * byte) and fp8 == pytest.approx(4 * byte + (4 + 2) * byte + 2)

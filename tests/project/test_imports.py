@@ -7,6 +7,7 @@ import ast
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -207,6 +208,16 @@ def test_tests_enter_by_public_names_and_hooks() -> None:
     more = {file: rooms for file, rooms in found.items() if not {*rooms.split()} <= {*EXCEPTIONS.get(file, "").split()}}
     assert not more, f"these need a function in tests/{HOOKS}: {more}"
     assert found == EXCEPTIONS, "these reach inside no more: take them out of the list"
+
+
+def test_no_two_files_or_classes_have_one_name() -> None:
+    """But for the public classes that each host expects."""
+    files, classes = Counter[str](), Counter[str]()
+    for path in (ROOT / "fp8compile").rglob("*.py"):
+        files[path.name] += path.name not in ("__init__.py", "__main__.py")
+        if path.parent.name != "integrations":
+            classes.update(node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef))
+    assert not [name for name, count in (files + classes).items() if count > 1]
 
 
 def test_tests_know_nothing_of_benchmarks() -> None:

@@ -16,7 +16,7 @@ from fp8compile.dryrun.estimate_result import Cost, Estimate, LayerCost
 from fp8compile.ir.records import GatherRecord, GraphReport, MatmulRecord, OpaqueRecord
 from fp8compile.reporting import diagram
 from fp8compile.reporting.html import section
-from fp8compile.reporting.layers import flops, microseconds
+from fp8compile.reporting.layer_rows import flops, microseconds
 from fp8compile.reporting.outside import OutsideRecord
 from fp8compile.reporting.report import Report
 

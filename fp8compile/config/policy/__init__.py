@@ -12,10 +12,10 @@
 from __future__ import annotations
 
 from .condition import Where
-from .errors import PolicyError
-from .files import BUILTIN, VARIABLE, load
 from .match import Choice, Site
-from .model import Defaults, NamedRecipe, Policy, Rule, Schedule
+from .policy_errors import PolicyError
+from .policy_files import BUILTIN, VARIABLE, load
+from .policy_tables import Defaults, NamedRecipe, Policy, Rule, Schedule
 from .validation import schema
 
 __all__ = [

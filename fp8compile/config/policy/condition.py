@@ -17,7 +17,7 @@ from functools import lru_cache
 from types import CodeType
 
 from ...errors import did_you_mean, near
-from .errors import PolicyError
+from .policy_errors import PolicyError
 
 SIZES, FUNCTIONS = ("m", "n", "k"), {"min": min, "max": max}
 LARGEST_EXPONENT = 64

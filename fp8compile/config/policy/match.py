@@ -16,7 +16,7 @@ from . import patterns
 
 if TYPE_CHECKING:
     from ..recipe import Recipe
-    from .model import Policy, Rule
+    from .policy_tables import Policy, Rule
 
 SPAN = re.compile(r"(first|last) ([1-9][0-9]{0,4})")
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a component of a name that is a number

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any
 
-from .errors import PolicyError
+from .policy_errors import PolicyError
 
 PREFIX = "re:"
 _SET = re.compile(r"\[!?\]?[^\]]*\]")

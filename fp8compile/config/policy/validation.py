@@ -18,7 +18,7 @@ from types import NoneType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from ...errors import describe, did_you_mean, near, one_of
-from .errors import PolicyError
+from .policy_errors import PolicyError
 
 T = TypeVar("T")
 Check = Callable[[str, Any], Any]

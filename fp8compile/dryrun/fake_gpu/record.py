@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ...config.operators import MATMULS
 from ...ir.inputs import readable_module
 from ..placeholders import placeholder_callable
-from . import traffic
+from . import plan_traffic
 from .device import CUDA
 from .step import BLOCKS, FAST, PRECISE, Attention, Graph, Launch, MatmulLaunch, TensorLayout
 
@@ -159,7 +159,7 @@ class _Reader:
 
         if type(node).__name__ == "NopKernelSchedulerNode" or isinstance(node.node, ir.MultiOutput):
             return None
-        moved = traffic.moved(node, self.number)
+        moved = plan_traffic.moved(node, self.number)
         what: dict[str, Any] = {"fqn": _fqn(node), "backward": self.backward}
         if isinstance(node.node, ir.UserDefinedTritonKernel):
             written = {t.get_name(): t for t in node.node.mutable_args}

@@ -72,9 +72,9 @@ def cached_by_aotautograd() -> Patched:
 
 def forwards_of(parameter: Any) -> list[str]:
     """What an export asks for: the forward matmuls of a parameter."""
-    from fp8compile.runtime import forwards
+    from fp8compile.runtime import forward_records
 
-    return [str(known.forward) for known in forwards.of(parameter)]
+    return [str(known.forward) for known in forward_records.of(parameter)]
 
 
 # -- other passes --------------------------------------------------------------------------------------------------------

@@ -118,11 +118,11 @@ def steps_noticed() -> int:
 def weights_kept_in_fp8() -> Iterator[list[int]]:
     """An entry for each weight that a call keeps in FP8 only, as it does so: how many of them are still alive in high
     precision."""
-    from fp8compile.runtime import frozen
+    from fp8compile.runtime import frozen_weights
 
     found: list[int] = []
     before: list[weakref.ref] = []
-    stock = frozen._frozen
+    stock = frozen_weights._frozen
 
     def counting(module: nn.Module, name: str, form: Any) -> tuple[int, int]:
         before.append(weakref.ref(module._parameters[name]))  # type: ignore[arg-type]
@@ -130,23 +130,23 @@ def weights_kept_in_fp8() -> Iterator[list[int]]:
         found.append(sum(reference() is not None for reference in before))
         return sizes
 
-    with mock.patch.object(frozen, "_frozen", counting):
+    with mock.patch.object(frozen_weights, "_frozen", counting):
         yield found
 
 
 @contextlib.contextmanager
 def frozen_values() -> Iterator[list[torch.Tensor]]:
     """The FP8 values of weights that are put into modules inside."""
-    from fp8compile.runtime import frozen
+    from fp8compile.runtime import frozen_weights
 
     found: list[torch.Tensor] = []
-    stock = frozen._replace
+    stock = frozen_weights._replace
 
     def replace(module: Any, name: str, weight: Any, *rest: Any) -> Any:
         found.append(weight.data_)
         return stock(module, name, weight, *rest)
 
-    with mock.patch.object(frozen, "_replace", replace):
+    with mock.patch.object(frozen_weights, "_replace", replace):
         yield found
 
 

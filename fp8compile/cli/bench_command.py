@@ -7,8 +7,8 @@ from typing import Any
 
 import click
 
-from .errors import Failed, usage
-from .model import TARGET_HELP, autocast_option, prepared, talk_on_stderr, traced
+from .messages import Failed, usage
+from .model_commands import TARGET_HELP, autocast_option, prepared, talk_on_stderr, traced
 from .target import beside, load
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import click
 
-from .errors import usage
-from .model import TARGET_HELP, as_trained, autocast_option, hide_gpus, prepared, talk_on_stderr, traced
+from .messages import usage
+from .model_commands import TARGET_HELP, as_trained, autocast_option, hide_gpus, prepared, talk_on_stderr, traced
 from .target import beside, load
 
 

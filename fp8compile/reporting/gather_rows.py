@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ..ir.records import FP8, CollectiveRecord, GatherRecord
 from .columns import aligned
-from .layers import alike, repeated
+from .layer_rows import alike, repeated
 
 
 def brief(records: Sequence[GatherRecord]) -> str:

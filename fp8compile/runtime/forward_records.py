@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..ir.forwards import Forward, Slot
+from ..ir.forward import Forward, Slot
 from .parameters import all_records, find, record_of
 
 

@@ -16,8 +16,8 @@ from typing import Any
 from ...devices.toml import tomllib
 from ...errors import near
 from ...logs import POLICY_VARIABLE as VARIABLE
-from .errors import PolicyError
-from .model import Defaults, Policy, PolicyFile, given, label
+from .policy_errors import PolicyError
+from .policy_tables import Defaults, Policy, PolicyFile, given, label
 from .validation import made
 
 BUILTIN = ("default", "fast", "llama", "gpt2", "vit", "moe", "conservative", "accelerate-defaults")

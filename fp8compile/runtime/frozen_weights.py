@@ -54,7 +54,7 @@ class Home(NamedTuple):
     whole: nn.Module
 
 
-class Matrix(NamedTuple):
+class FrozenMatrix(NamedTuple):
     """A frozen matrix. `block`: that of its scales, if it is kept in FP8 only. `before`: its bytes without that."""
 
     before: int
@@ -66,7 +66,7 @@ class Candidates(NamedTuple):
     """The frozen `matrices` among the inputs of a graph. `possible`: those that may be kept in FP8 only; `refused`: why others
     may not. `asked`: some rule asks for it. Holds no tensor and no module: it lives as long as the compiled code."""
 
-    matrices: Mapping[int, Matrix]
+    matrices: Mapping[int, FrozenMatrix]
     possible: frozenset[int] = frozenset()
     refused: Mapping[int, str] = {}
     asked: bool = False
@@ -120,9 +120,9 @@ def candidates(
     return Candidates(matrices, frozenset(homes), refused, True), homes
 
 
-def _matrix(x: Tensor) -> Matrix:
+def _matrix(x: Tensor) -> FrozenMatrix:
     before = x.numel() * x.dtype.itemsize
-    return Matrix(before, x.nbytes, x.block) if isinstance(x, FrozenWeight) else Matrix(before, before, None)
+    return FrozenMatrix(before, x.nbytes, x.block) if isinstance(x, FrozenWeight) else FrozenMatrix(before, before, None)
 
 
 def freeze(found: Mapping[int, Gatherable], homes: Mapping[int, Home], example_inputs: Sequence[Any], of: str) -> None:

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from ..errors import ExportError, describe, did_you_mean, near
-from .casts import Cast
-from .layers import BLOCKS, GROUP, Chosen, Layer, Strategy
+from .exported_layers import BLOCKS, GROUP, Chosen, ExportedLayer, Strategy
+from .weight_casts import WeightCast
 
 COMPRESSED_TENSORS, FINE_GRAINED = "compressed-tensors", "fp8"
 MX = {"strategy": "group", "group_size": GROUP.columns, "scale_dtype": "torch.uint8"}
@@ -36,14 +36,14 @@ ARGUMENTS: Mapping[Strategy, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-class Format(NamedTuple):
+class CheckpointFormat(NamedTuple):
     """`tensors`: what replaces a layer's weight, by the names in the layer. `config`: the `quantization_config`."""
 
-    tensors: Callable[[Layer, Cast], dict[str, Tensor]]
+    tensors: Callable[[ExportedLayer, WeightCast], dict[str, Tensor]]
     config: Callable[[Chosen], dict[str, Any]]
 
 
-def pick(name: str | None, layers: Iterable[Layer]) -> str:
+def pick(name: str | None, layers: Iterable[ExportedLayer]) -> str:
     """The name of the format: `name`, or the recipes' own. ExportError if there is no such format, or it cannot hold them."""
     others = [layer for layer in layers if layer.strategy != "block"]
     if name is None:
@@ -62,13 +62,13 @@ def pick(name: str | None, layers: Iterable[Layer]) -> str:
 # --- compressed-tensors ---------------------------------------------------------------------------
 
 
-def _compressed(layer: Layer, cast: Cast) -> dict[str, Tensor]:
+def _compressed(layer: ExportedLayer, cast: WeightCast) -> dict[str, Tensor]:
     static = {"input_scale": layer.input_scale_inv.clone()} if layer.input_scale_inv is not None else {}
     scale = _e8m0(layer, cast.scale_inv) if layer.strategy == "group" else cast.scale_inv
     return {"weight": cast.values, "weight_scale": scale, **static}
 
 
-def _e8m0(layer: Layer, scale_inv: Tensor) -> Tensor:
+def _e8m0(layer: ExportedLayer, scale_inv: Tensor) -> Tensor:
     """The bytes of the scales, uint8 ``[out, in / 32]``; the rows of a tile get a copy each. Nothing is rounded: scales are
     powers of two, and their inverses lie between 2**-127 and 2**126 (`ir.scale`), which E8M0 holds."""
     rows = scale_inv.repeat_interleave(layer.scaling.block.rows, dim=0)[: layer.weight.shape[0]]
@@ -110,7 +110,7 @@ def _arguments(strategy: Strategy, static: bool) -> dict[str, Any]:
 # --- fine-grained FP8 -----------------------------------------------------------------------------
 
 
-def _fine_grained(layer: Layer, cast: Cast) -> dict[str, Tensor]:
+def _fine_grained(layer: ExportedLayer, cast: WeightCast) -> dict[str, Tensor]:
     return {"weight": cast.values, "weight_scale_inv": cast.scale_inv}
 
 
@@ -132,7 +132,7 @@ def _alone(name: str, layers: Iterable[str]) -> str:
     return f"^{re.escape(name)}$" if collides else name
 
 
-FORMATS: Mapping[str, Format] = {
-    COMPRESSED_TENSORS: Format(_compressed, _compressed_config),
-    FINE_GRAINED: Format(_fine_grained, _fine_grained_config),
+FORMATS: Mapping[str, CheckpointFormat] = {
+    COMPRESSED_TENSORS: CheckpointFormat(_compressed, _compressed_config),
+    FINE_GRAINED: CheckpointFormat(_fine_grained, _fine_grained_config),
 }

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..errors import Fp8CompileError, StrictError, one_line
-from .errors import Failed, usage, user_traceback
+from .messages import Failed, usage, user_traceback
 from .target import Target, beside, load
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from ..operators import MATMULS
 from ..recipe import RECIPES, SETTINGS, Recipe
 from . import match, patterns
 from .condition import Where
-from .errors import PolicyError
+from .policy_errors import PolicyError
 from .validation import FILE, LONGEST_NAME, choice, key, line, named_tables_of, several, table, table_of, tables_of, whole
 
 Gemm = Literal["fprop", "dgrad", "wgrad"]

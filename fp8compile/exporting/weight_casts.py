@@ -19,19 +19,19 @@ from ..devices.formats import E4M3
 from ..ir import ops
 from ..ir.frozen import FrozenWeight
 from ..ir.scale import inverse_of, scale_of
-from ..runtime import forwards
+from ..runtime import forward_records
 from ..runtime.state import Slot
-from .layers import Layer
+from .exported_layers import ExportedLayer
 
 
-class Cast(NamedTuple):
+class WeightCast(NamedTuple):
     """`values`: float8_e4m3fn ``[out, in]``. `scale_inv`: float32, as above. Both on the CPU."""
 
     values: Tensor
     scale_inv: Tensor
 
 
-def cast(layer: Layer) -> Cast:
+def cast(layer: ExportedLayer) -> WeightCast:
     """The weight of a layer, as the next forward of training would cast it.
 
     With a history, the scale is that of the history. If there is none, or the weight has just overflowed, it is that of the
@@ -40,14 +40,14 @@ def cast(layer: Layer) -> Cast:
     with torch.no_grad():
         weight = layer.weight
         if isinstance(weight, FrozenWeight) and Block(weight.block, weight.block) == layer.scaling.block:
-            return Cast(weight.data_.cpu(), weight.inv_.cpu())  # as it is kept
+            return WeightCast(weight.data_.cpu(), weight.inv_.cpu())  # as it is kept
         weight = weight.detach()
         scale = _scale(layer)
         values = ops.quantize(weight, scale, E4M3.dtype, E4M3.max, False, list(layer.scaling.block))
-        return Cast(values.cpu(), inverse_of(scale).cpu())
+        return WeightCast(values.cpu(), inverse_of(scale).cpu())
 
 
-def _scale(layer: Layer) -> Tensor:
+def _scale(layer: ExportedLayer) -> Tensor:
     weights: Sequence[Tensor] = layer.partners or (layer.weight,)
     scales = [_own_scale(weight, layer.scaling) for weight in weights]
     return torch.stack([scale.to(layer.weight.device) for scale in scales]).amin(0) if len(scales) > 1 else scales[0]
@@ -66,5 +66,5 @@ def _own_scale(weight: Tensor, scaling: Scaling) -> Tensor:
 
 
 def _slot(weight: Tensor) -> Slot | None:
-    found = (one.slot(one.forward.weight_slot, "weight") for one in forwards.of(weight))
+    found = (one.slot(one.forward.weight_slot, "weight") for one in forward_records.of(weight))
     return next((slot for slot in found if slot is not None), None)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from ..config.recipe import ROW, WHOLE, Block, Scaling
 from ..errors import ExportError
 from ..ir.inputs import plain
-from ..runtime import forwards
-from ..runtime.forwards import KnownForward
+from ..runtime import forward_records
+from ..runtime.forward_records import KnownForward
 from ..runtime.state import Slot
 
 BLOCKS, GROUP, TILE = Block(128, 128), Block(1, 32), Block(32, 32)
@@ -22,7 +22,7 @@ STRATEGIES: dict[Block, Strategy] = {WHOLE: "tensor", ROW: "channel", BLOCKS: "b
 
 
 @dataclass(frozen=True)
-class Layer:
+class ExportedLayer:
     """A Linear that is exported in FP8.
 
     `weight`: the parameter ``[out, in]``. `strategy`: what has a scale of its own: the tensor, an output channel (a row),
@@ -51,14 +51,14 @@ class Chosen:
     """`left`: why a layer whose forward matmul is FP8 stays in high precision. `ignored`: every module, by name, that owns a
     matrix and stays in high precision, those of `left` among them."""
 
-    layers: dict[str, Layer]
+    layers: dict[str, ExportedLayer]
     left: dict[str, str]
     ignored: tuple[str, ...]
 
 
 def choose(model: nn.Module) -> Chosen:
     """The layers of a bare module (see `runtime.state.unwrapped`). ExportError for what no server could run."""
-    layers: dict[str, Layer] = {}
+    layers: dict[str, ExportedLayer] = {}
     left: dict[str, str] = {}
     ignored: list[str] = []
     owners: dict[int, list[str]] = {}
@@ -70,7 +70,7 @@ def choose(model: nn.Module) -> Chosen:
         matrices = [parameter for parameter in module.parameters(recurse=False) if parameter.dim() > 1]
         why = ""
         for matrix in matrices:
-            known = forwards.of(matrix)
+            known = forward_records.of(matrix)
             if not known or any(one.forward.reason for one in known):
                 continue
             why = _obstacle(module, matrix, known, owners[id(matrix)])
@@ -108,7 +108,7 @@ def _obstacle(module: nn.Module, weight: Tensor, known: tuple[KnownForward, ...]
     return ""
 
 
-def _layer(name: str, weight: Tensor, known: tuple[KnownForward, ...]) -> Layer:
+def _layer(name: str, weight: Tensor, known: tuple[KnownForward, ...]) -> ExportedLayer:
     first = known[0].forward
     assert first.weight is not None and first.data is not None
     scaling = first.weight
@@ -118,7 +118,8 @@ def _layer(name: str, weight: Tensor, known: tuple[KnownForward, ...]) -> Layer:
             "on a CPU, compile the model there with fp8_encoding='ocp', call it once, and export that"
         )
     partners = tuple({id(tensor): tensor for one in known for tensor in one.partners()}.values())
-    return Layer(name, weight, first.recipe, STRATEGIES[scaling.block], scaling, known, partners, _input_scale_inv(known))
+    strategy, scale_inv = STRATEGIES[scaling.block], _input_scale_inv(known)
+    return ExportedLayer(name, weight, first.recipe, strategy, scaling, known, partners, scale_inv)
 
 
 def _input_scale_inv(known: Iterable[KnownForward]) -> Tensor | None:
@@ -133,7 +134,7 @@ def _input_scale_inv(known: Iterable[KnownForward]) -> Tensor | None:
     return torch.tensor([max(slot.scale_inv() for slot in slots)], dtype=torch.float32)
 
 
-def _refuse(layers: Iterable[Layer]) -> None:
+def _refuse(layers: Iterable[ExportedLayer]) -> None:
     """ExportError for a weight whose values cannot be exported."""
     for layer in layers:
         if not bool(layer.weight.detach().isfinite().all()):
