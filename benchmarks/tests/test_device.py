@@ -169,6 +169,7 @@ def started(folder: Path, *arguments: str, **more: str) -> subprocess.Popen[str]
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
+@pytest.mark.slow
 def test_a_part_that_raises_and_one_that_does_not_stop(tmp_path: Path) -> None:
     process = started(tmp_path, "raises", "deaf", "good", "--limit", "12", GIT_DIR="/nowhere")
     said = process.communicate(timeout=60)[0]

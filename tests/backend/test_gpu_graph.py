@@ -99,6 +99,7 @@ def test_bytes_outside_matmuls_of_a_llama_layer(recipe):
     assert ratio <= {"delayed": 1.4, "tensorwise": 1.9}[recipe]
 
 
+@pytest.mark.slow
 @RECIPES
 def test_bytes_kept_for_backward(recipe):
     """FP8 copies replace the bf16 activations. If both were kept, the bytes would be 1.29 times those of bf16."""

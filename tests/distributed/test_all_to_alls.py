@@ -50,8 +50,9 @@ def train(layer: Any, rank: int = 0, **options: Any) -> list[dict[str, Tensor]]:
     return steps(layer, torch.compile(layer, backend="fp8", options={"policy": ALL_FP8, **options}, fullgraph=True), rank)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize(("cls", "recipe"), [(Moved, "delayed"), pytest.param(Padded, "tensorwise", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("cls", "recipe"), [(Moved, "delayed"), (Padded, "tensorwise")])
 def test_the_same_bits_on_one_process(cls: type[Moved], recipe: str, one_process: str) -> None:
     """There the scale of what is sent is that of what comes. One byte a feature travels, in both directions."""
     found = []

@@ -72,7 +72,7 @@ def test_it_changes_nothing_to_the_bit(in_place: bool) -> None:
     assert state.keys() == other.keys() and all(torch.equal(state[name], other[name]) for name in state)
 
 
-def test_rows_and_steps() -> None:
+def test_rows_and_steps(tmp_path) -> None:
     """A step of three runs; rows that `fp8compile plot` leaves out; the batch and the gradients are those of the step."""
     model = make(Mlp)
     run, file = compiled(model), io.StringIO()
@@ -98,7 +98,10 @@ def test_rows_and_steps() -> None:
     kinds = {(row["name"], row["compare"]) for row in others}
     expected = {("up.weight", "layer"), ("down.weight", "layer"), ("up.bias", "parameter"), ("down.bias", "parameter")}
     assert kinds == expected
-    assert plots._row("run.jsonl", 1, json.dumps(whole)) is None
+    path = tmp_path / "run.jsonl"
+    path.write_text(file.getvalue())
+    with pytest.raises(fp8compile.OptionError, match="has no lines"):  # the rows of comparisons are not drawn
+        plots.read(path)
 
 
 def test_it_warns_of_a_layer_that_leaves_its_band(caplog) -> None:

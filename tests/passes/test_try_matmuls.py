@@ -69,6 +69,7 @@ def test_a_form_that_is_refused(
     assert min(sqnr(a, b) for a, b in zip(*steps, strict=True)) > 30
 
 
+@pytest.mark.slow
 def test_a_described_gpu_is_not_tried() -> None:
     tried = compile_mlp(64, recipe="rowwise")
     assert {*tried.flops} == {"fp8"} and not fp8compile.report().notes

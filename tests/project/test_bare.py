@@ -92,6 +92,7 @@ def run(folder: Path, how: str, more: str = "") -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_a_model_trains_and_what_is_missing_is_named(tmp_path: Path) -> None:
     lines = run(tmp_path, "hooks.lowered()")
     assert len(lines) == len(SAYS)
