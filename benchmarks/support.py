@@ -49,7 +49,7 @@ page, from the [descriptions of GPUs](cli.md#devices-calibrate), the tests that 
 {table}
 **{summary}**
 
-`auto` is `mxfp8` where that is not emulated, else `delayed`. Names are those that `--device` takes.{others}
+Names are those that `--device` takes.{others}
 What compiles may still be refused by a library, or be slow. Generated kernels also run in Triton's interpreter, and Inductor's
 plans for GPUs are executed on a CPU under the rules of ATen ([how](../CONTRIBUTING.md#tests)).
 
