@@ -1,4 +1,4 @@
-"""Public names of version 0.2 that have other names now. They go in the release after the next one.
+"""Public names of version 0.2 that have other names now. They work in 0.3 and 0.4 (CONTRIBUTING.md).
 
 The package asks here for each name that it does not know, also while it is imported. So this imports nothing.
 """
