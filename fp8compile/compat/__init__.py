@@ -1,6 +1,6 @@
 """All code that uses private parts of torch. They were read in torch 2.11, 2.13 and 2.15.
 
-    collectives process groups
+    process_groups  process groups, and what their ranks agree on
     dynamo      what Dynamo and AOTAutograd know about a graph
     fsdp        what FSDP2 manages
     flat        what FSDP1 manages
