@@ -204,7 +204,7 @@ class Run:
 
 
 def show_from(log: Path, position: int) -> int:
-    """Print what stands in a log from a position on; the position behind it."""
+    """Print what stands in a log from a position on; the position after it."""
     with log.open("rb") as file:
         file.seek(position)
         data = file.read()

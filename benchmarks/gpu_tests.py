@@ -51,7 +51,7 @@ def _said(**record: Any) -> None:
         lines.add(Path(os.environ[LINES]), record)
 
 
-@pytest.hookimpl(trylast=True)  # behind marks
+@pytest.hookimpl(trylast=True)  # after marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if PART not in os.environ:
         return

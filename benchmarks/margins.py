@@ -11,7 +11,7 @@ effect on gradients.
 casts    1,024 tokens of 512 normal features. Each token has its own size, log-uniform over 0 to 32 binades. Measures the signal
          to quantization noise ratio in dB of the whole tensor, and of the median token, where small elements count, too
 models   small models train in float32 without FP8: GPT and Llama on text, a vision transformer on synthetic classes, the same
-         behind a LayerScale of 1e-6 or with a head of 2e-5, a GPT of which every eighth batch is one sequence, not sixteen.
+         after a LayerScale of 1e-6 or with a head of 2e-5, a GPT of which every eighth batch is one sequence, not sixteen.
          Inputs, weights and gradients of their linears, in steps 1 to 16 and in the last 8 of 300, are cast as delayed scaling
          would do with each margin, with the package's own code for scales
 timm     five tiny vision transformers of timm, in their first 8 steps: the cosine between gradients in FP8 and in float32 on

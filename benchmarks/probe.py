@@ -1,7 +1,7 @@
 """A first look at a device, within a minute: `python -m benchmarks.probe`.
 
     facts      packages, and the device as torch, nvidia-smi and our catalog describe it
-    kernel     one generated kernel, compiled and run: its outputs are those of the eager operators, to the bit
+    kernel     one generated kernel, compiled and run: its outputs are those of the eager operators, bitwise
     matmuls    kinds of scaling x fprop, dgrad and wgrad of a linear x sizes x output dtypes x bias, each in a `try`, beside the
                product of the same values in float32
 
@@ -11,7 +11,7 @@ scales, values are normal and scales random; each element may be off by its roun
 are summed, because tensor cores keep about 14 bits of a sum. A result's memory is full of NaN before. Where the package itself
 would not make the call, a refusal or a wrong result is no fault.
 
-An error that leaves the device unusable to this process ends it; another process goes on behind that matmul.
+An error that leaves the device unusable to this process ends it; another process goes on after that matmul.
 """
 
 from __future__ import annotations

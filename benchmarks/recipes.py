@@ -434,7 +434,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--baseline", choices=list(ARMS), default=BASELINE, help="gaps are to this arm (default: %(default)s)")
     add("--seeds", type=train_gpt.positive_int, default=5, help="seeds 0, 1, ... of each arm (default: 5)")
     add("--steps", type=train_gpt.positive_int, default=Study.steps, help=f"of a run (default: {Study.steps})")
-    add("--experts", type=int, default=Study.experts, help="in the place of each MLP, two for each token (default: none)")
+    add("--experts", type=int, default=Study.experts, help="instead of each MLP, two for each token (default: none)")
     add("--demo", action="store_true", help="the demo's small GPT: 4 layers, 256 wide, 200 steps")
     add("--jobs", type=train_gpt.positive_int, default=2, help="processes of one thread at a time (default: 2)")
     add("--out", type=Path, default=PATH, help=f"results, continued if there are some (default: {PATH.name})")

@@ -299,7 +299,7 @@ def _written(now: _Instruction) -> list[str]:
 
 
 def _registers(now: _Instruction, operand: str) -> list[str]:
-    """A register that an instruction writes, and those behind it that hold the rest of a wide result."""
+    """A register that an instruction writes, and those after it that hold the rest of a wide result."""
     found = _REGISTER.match(operand)
     if not found:
         return []

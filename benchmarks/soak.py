@@ -14,10 +14,10 @@ kill       one process gets SIGKILL; the launcher ends the others and starts all
 weight     one rank's shard of a norm's weight is 4096 times too large in one step: what the norm gives overflows on that rank
            and on the one that shares the shard, but not on their tensor-parallel neighbours
 
-Results: one line of JSON a run. A step that ran twice, before the kill and behind it, has to have the same loss to the bit.
+Results: one line of JSON a run. A step that ran twice, before the kill and after it, has to have the same loss bitwise.
 `apart`: how far the copies that tensor-parallel neighbours have of one parameter are apart at the end, `drift`: at checkpoints.
 The last fault drives them apart, since it hits one copy of a norm's weight. DCP keeps one of the copies, so a run that resumed
-behind it could not go on to the bit.
+after it could not go on bitwise.
 """
 
 from __future__ import annotations
@@ -284,7 +284,7 @@ def _attempt(arm: str, study: Study, attempt: int, folder: str, deadline: float)
 
 
 def summary(steps: Sequence[Row], study: Study) -> Row:
-    """What is kept of the steps. `replayed`: steps that ran before the kill and again behind it, `alike` of them to the bit."""
+    """What is kept of the steps. `replayed`: steps that ran before the kill and again after it, `alike` of them bitwise."""
     last = {row["step"]: row for row in steps}
     first = {row["step"]: row for row in steps if row["attempt"] == 0}
     replayed = [row for row in steps if row["attempt"] and row["step"] in first]

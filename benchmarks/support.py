@@ -149,7 +149,7 @@ def ran(folder: Path) -> tuple[Ran, dict[str, Gpu]]:
 
 
 def target_of(gpu: Gpu, known: set[str]) -> str:
-    """The architecture that kernels were compiled for in the place of a GPU: its own, or another one of its family."""
+    """The architecture that kernels were compiled for instead of a GPU: its own, or another one of its family."""
     if gpu.target in known:
         return gpu.target
     family = {name: Gpu(major=int(name[3:-1]), minor=int(name[-1])) for name in sorted(known) if name.startswith("sm_")}

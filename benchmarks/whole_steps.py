@@ -5,7 +5,7 @@ The layers of Llama-3-8B (`--layers`, `--seq` tokens, `--accumulate` micro-batch
 Inductor's schedule, and a kernel takes the longer of its bytes and its FLOPs, plus a launch (`benchmarks.static`).
 
     plain            weights are cast in each micro-batch
-    cached           `cache_weights`: cast in the first forward behind a step
+    cached           `cache_weights`: cast in the first forward after a step
     cached-by-step   and the update computes the amaxes: `AdamW(.., fp8_weights=True)`
 
     micro ms    forward and backward of all micro-batches

@@ -113,7 +113,7 @@ class Processes:
             nn.utils.clip_grads_with_norm_(group, most, norm)
 
     def finish(self) -> None:
-        """Wait for all processes. A process that ends at once behind a collective can abort: gloo's thread may still hold the
+        """Wait for all processes. A process that ends at once after a collective can abort: gloo's thread may still hold the
         collective's tensor, and cannot free it when Python is gone."""
         if self.kind:
             dist.barrier()

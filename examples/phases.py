@@ -100,7 +100,7 @@ def main() -> None:
     plain, _ = run(config, text, args.steps, args.device, None)
     scheduled, compared = run(config, text, args.steps, args.device, schedule)
     for step, (before, after) in sorted(compared.items()):
-        same = "the same to the bit" if before == after else "CHANGED"
+        same = "bitwise the same" if before == after else "CHANGED"
         print(f"step {step}: weights and optimizer state across the switch: {same}")
     for name, start, stop in (
         ("bf16", 0, args.warmup_steps),

@@ -50,7 +50,7 @@ class Config:
     vocabulary: int  # at least 256, one for each byte; more entries only give the shapes of GPT-2
     steps: int
     batch_size: int
-    experts: int = 0  # in the place of each MLP; 0: none
+    experts: int = 0  # instead of each MLP; 0: none
     top_k: int = 2  # experts that compute a token
 
 
@@ -468,7 +468,7 @@ def parse_arguments(argv: list[str] | None = None) -> tuple[OneLineParser, argpa
     parser.add_argument("--recipe", choices=recipes, default="delayed", help="how scales are found (default: delayed)")
     formats = "hybrid: gradients are E5M2 (default: the recipe's)"
     parser.add_argument("--fp8-format", choices=("hybrid", "e4m3"), help=formats)
-    parser.add_argument("--experts", type=whole_number, default=0, help="experts in the place of each MLP (default: 0, none)")
+    parser.add_argument("--experts", type=whole_number, default=0, help="experts instead of each MLP (default: 0, none)")
     parser.add_argument("--top-k", type=positive_int, default=2, help="experts that compute a token (default: 2)")
     shared = "how the processes that torchrun started share the work (default: there is one)"
     parser.add_argument("--parallel", choices=KINDS, help=shared)

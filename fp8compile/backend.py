@@ -177,7 +177,7 @@ def _compile(
                 return _compile_once(job, phase, cache, record)
             except CapacityExceeded as error:  # a weight is used many times: the error says how many slots it takes
                 job = dataclasses.replace(job, capacity=(error.needed["forward"], max(1, error.needed["backward"])))
-            except CopiesMissing as error:  # known behind the pass that casts weights
+            except CopiesMissing as error:  # known after the pass that casts weights
                 if cache.copies:
                     raise
                 cache = dataclasses.replace(cache, copies=error.copies)
@@ -186,7 +186,7 @@ def _compile(
             except Unusable as error:
                 logger.debug("fp8: %s is compiled anew, for the cache cannot be read: %s", inputs.root, error)
                 job = dataclasses.replace(job, facts=None)
-            if found:  # behind the handler, because the error holds the weights; the next trace of this frame reads them in FP8
+            if found:  # after the handler, because the error holds the weights; the next trace of this frame reads them in FP8
                 example_inputs.clear()
                 frozen_weights.freeze(found, homes, given, inputs.root)
                 raise compat.restart("frozen weights are kept in FP8 only")

@@ -48,7 +48,7 @@ def fresh(request: pytest.FixtureRequest) -> Iterator[None]:
     and reaching the limit is an error. Tests of a file that is marked `shares_graphs` keep what the file's earlier tests have
     compiled: another instance of a class, with the same options and shapes, runs the same graph with a state of its own.
 
-    AOTAutograd's cache is off: tests put other passes in the place of ours, which is no part of a cache key.
+    AOTAutograd's cache is off: tests put other passes instead of ours, which is no part of a cache key.
     `FP8COMPILE_TEST_CACHE=1` leaves it on. The full garbage collection that Dynamo runs after each compilation is off, too. C++
     kernels of tests that are marked `compiled` share files.
 

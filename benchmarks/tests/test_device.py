@@ -158,7 +158,7 @@ def say(i):
 
 
 def started(folder: Path, *arguments: str, **more: str) -> subprocess.Popen[str]:
-    """benchmarks.device with `PARTS` in the place of its own; no torch is imported."""
+    """benchmarks.device with `PARTS` instead of its own; no torch is imported."""
     for name, body in PARTS.items():
         (folder / f"part_{name}.py").write_text(SAYS + body)
     steps = ", ".join(f"{name!r}: (device.Step(1, 'part_{name} {{common}}'),)" for name in PARTS)
@@ -293,7 +293,7 @@ def test_what_the_package_would_call() -> None:
 
 
 def ours(kind: probe.Kind) -> Any:
-    """The package's reference operators, in the place of ATen's matmuls, most of which no CPU has."""
+    """The package's reference operators, instead of ATen's matmuls, most of which no CPU has."""
 
     def call(a: Tensor, b: Tensor, a_inv: Tensor, b_inv: Tensor, *rest: Any) -> Tensor:
         if kind.form == "grouped":

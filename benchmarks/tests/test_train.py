@@ -169,7 +169,7 @@ def test_torchao_from_a_wheel(tmp_path):
 
 
 class Answers:
-    """In the place of all workers: each answer takes ten seconds of a clock of its own."""
+    """Instead of all workers: each answer takes ten seconds of a clock of its own."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now, self.asked = 0.0, list[str]()

@@ -58,7 +58,7 @@ def test_linears_and_norms_of_a_gpt_are_replaced(te):
 
 
 def test_linears_of_other_models_are_replaced_and_norms_stay(te):
-    """A Llama's norm goes to several linears, and the norm of a feed-forward block stands behind them."""
+    """A Llama's norm goes to several linears, and the norm of a feed-forward block stands after them."""
     llama = prepared("llama-8b-layers").model
     names = [name for name, kind in kinds(llama).items() if kind == "Linear"]
     assert len(names) == 7 * len(llama.blocks) and not any(isinstance(m, nn.Linear) for m in llama.modules())

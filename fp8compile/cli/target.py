@@ -6,7 +6,7 @@
         return model, args, kwargs          # model(*args, **kwargs)
         return dict(model=..., args=..., kwargs=...)
 
-A single tensor in the place of `args` is the only argument. A mapping in the place of `args` is `kwargs` (the result of a
+A single tensor instead of `args` is the only argument. A mapping instead of `args` is `kwargs` (the result of a
 tokenizer, for example). The function's name may be dotted. It may also name an existing nn.Module instead of a function. A
 file is loaded with its folder first on sys.path, but not as "__main__". A module is searched in the current folder first, as
 with `python -m`.

@@ -41,7 +41,7 @@ class Writer(Protocol):
 
 
 class Tiles:
-    """Appends the code for scales of blocks to `lines`, behind the values of the tile at hand."""
+    """Appends the code for scales of blocks to `lines`, after the values of the tile at hand."""
 
     def __init__(self, writer: Writer, lines: list[str], known: dict[Scale, str] | None = None):
         self.writer, self.lines = writer, lines
@@ -168,7 +168,7 @@ class Tiles:
         return before
 
     def scales_of_spans(self, pointers: dict[int, str]) -> None:
-        """Writes the lines behind the strips: the amaxes, the scales (computed from amaxes, or loaded), and the stores of those
+        """Writes the lines after the strips: the amaxes, the scales (computed from amaxes, or loaded), and the stores of those
         that are outputs."""
         for scale, into in list(self.known.items()):
             self.known[scale] = self.writer.name("t")

@@ -113,7 +113,7 @@ def launch_grouped(
 
 
 def launch_order(node: Node) -> list[Node]:
-    """Launch `triton_grouped.fp8_group_order` in the place of a `group_order`; returns the nodes of its results."""
+    """Launch `triton_grouped.fp8_group_order` instead of a `group_order`; returns the nodes of its results."""
     from .triton_grouped import fp8_group_order
 
     args: Any = node.args

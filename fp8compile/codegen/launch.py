@@ -254,7 +254,7 @@ class Launcher:
 
     def totals(self, before: Node, kernel: Kernel, outputs: list[Node]) -> dict[int, tuple[Node, Any, Any]]:
         """For each column sum of a kernel, by the id of its output: the vector that holds it, its first element there, and the
-        element behind its last."""
+        element after its last."""
         if not kernel.sums:
             return {}
         emit = self._emitter(before)

@@ -49,7 +49,7 @@ def lower_order(node: Node, inline: Callable[..., Node]) -> None:
 
 
 def _neighbours(node: Node, inline: Callable[..., Node], offs: Node) -> Node:
-    """Ends of groups that are neighbours in memory, as kernels of ours read them."""
+    """Ends of groups that are neighbours in memory, as our kernels read them."""
     return offs if value(offs).stride(0) == 1 else inline(node, copied, offs)
 
 

@@ -1,6 +1,6 @@
 """The lowering of FP8 matmuls: the forms that a matmul can take, and the choice between them.
 
-`lower_mm` chooses the form that an operator of ours becomes. Where operands have several scales, it depends on the device, the
+`lower_mm` chooses the form that one of our operators becomes. Where operands have several scales, it depends on the device, the
 blocks and the sizes: `scaled_mm_kind.how`.
 
 Arguments of all forms: a [M, K] and b [N, K], FP8, row-major; a_inv and b_inv, the inverses of their scales, float32, one a

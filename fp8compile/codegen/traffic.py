@@ -43,7 +43,7 @@ class Sizes:
 
 
 def fusable(node: Node, ours: tuple) -> bool:
-    """Would Inductor compute this node in a kernel with its neighbours? `ours`: operators of ours that are lowered to such
+    """Would Inductor compute this node in a kernel with its neighbours? `ours`: our operators that are lowered to such
     nodes."""
     if node.op != "call_function":
         return False
@@ -54,7 +54,7 @@ def compare(group: Group, sizes_of: Sizes, stored: set[Node], ours_too: tuple) -
     """(bytes of the group's kernel, bytes of Inductor's kernels for the same). `stored`: what other groups wrote.
 
     Inductor reads the inputs once for all outputs along rows, and once more for column sums and column amaxes. It reads them
-    once more for amaxes of blocks of several rows, if the blocks are one column wide or come behind sums over rows.
+    once more for amaxes of blocks of several rows, if the blocks are one column wide or come after sums over rows.
     """
     scales = [node for node, scale in group.scales.items() if scale.granularity == "tile"]
     reads = sum(map(sizes_of.bytes_of, (*group.inputs, *scales)))

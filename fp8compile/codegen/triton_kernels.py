@@ -133,7 +133,7 @@ def fp8_raise(
     BLOCK_C: tl.constexpr,
 ):
     # rows0..3: amaxes of rows, float32 [COUNT], or [n] where COUNT is None; amax0..3: int32 [1], the bits of the largest one.
-    # The bits of NaN are above those of infinity. Pairs behind the first may be None
+    # The bits of NaN are above those of infinity. Pairs after the first may be None
     i = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     inside = i < (n if COUNT is None else COUNT)
     bits = tl.load(rows0 + i, mask=inside, other=0.0).to(tl.int32, bitcast=True) & 0x7FFFFFFF
@@ -182,7 +182,7 @@ def fp8_begin(
 
 
 # The same rule in plain torch is `ir.state_page.next_page`: change both. `test_the_update_kernel_is_next_page` in
-# tests/passes/test_fusion.py compares them to the bit.
+# tests/passes/test_fusion.py compares them bitwise.
 @triton.jit
 def fp8_update(
     page,

@@ -305,7 +305,7 @@ def other_code(functions: Iterable[types.FunctionType]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def compiled_code_goes(kept: Collection[types.CodeType] = ()) -> Iterator[None]:
-    """On leaving, drop the code that Dynamo has compiled inside, also the code for the user's frames behind a graph break. A
+    """On leaving, drop the code that Dynamo has compiled inside, also the code for the user's frames after a graph break. A
     frame that had compiled code before keeps all of it, because Dynamo drops all code of a frame or none. So do the frames of
     `kept`. Inside, Dynamo does not learn which sizes are dynamic."""
     from torch._dynamo import config, convert_frame

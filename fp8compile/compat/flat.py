@@ -21,7 +21,7 @@ def packed(inputs: Sequence[Any]) -> frozenset[int]:
 
 
 def owners(args: Sequence[Any], positions: Iterable[int]) -> Sequence[Any]:
-    """The arguments of a call, with the original parameters in the place of the views at these positions."""
+    """The arguments of a call, with the original parameters instead of the views at these positions."""
     found, known = list(args), dict[int, dict[int, nn.Parameter]]()
     for i in positions:
         flat: Any = getattr(args[i], "_base", None)

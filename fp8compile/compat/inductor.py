@@ -34,7 +34,7 @@ def compile_fx(
     at_once: bool = False,
     restore: Callable[[Sequence[Saved]], None] | None = None,
 ) -> Any:
-    """Compile a Dynamo graph with Inductor, with our `inner_compile` in the place of its own. `at_once`: compile the backward
+    """Compile a Dynamo graph with Inductor, with our `inner_compile` instead of its own. `at_once`: compile the backward
     with the forward, even where AOTAutograd would wait until it is called.
 
     A hit in AOTAutogradCache skips the joint pass, and with it the state and the report. So the cache is off (FxGraphCache
@@ -159,7 +159,7 @@ class OneObject:
 
 class GraphPass(OneObject, CustomGraphPass):
     """`run` as one of Inductor's custom passes. `joint_custom_pre_pass` runs over forward and backward in one graph.
-    `post_grad_custom_post_pass` runs over a partitioned graph, behind all passes that expect a functional graph.
+    `post_grad_custom_post_pass` runs over a partitioned graph, after all passes that expect a functional graph.
 
     `key` tells apart passes that do different things. `users` is a pass of the user's own, which runs first. `facts`: what
     `run` reads beside the joint graph, for AOTAutograd's cache. (FxGraphCache has the graph that `run` has made.)

@@ -29,7 +29,7 @@ _alike: set[tuple[str, str]] = set()  # (group, what) that its ranks have agreed
 
 
 def all_gather(whole: torch.Tensor, part: torch.Tensor, group: Any) -> None:
-    """The parts of all ranks, behind one another. Renamed in 2.13."""
+    """The parts of all ranks, one after another. Renamed in 2.13."""
     (getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor)(whole, part, group=group)
 
 

@@ -16,7 +16,7 @@ OWNED = re.compile(r"\._(?:modules|parameters|buffers)\['([^']*)'\]")
 
 
 def inline_regions(gm: GraphModule) -> None:
-    """Put each region in the place of its calls, in `gm` and graphs inside of it. A region with options of its own stays.
+    """Put each region in place of its calls, in `gm` and graphs inside of it. A region with options of its own stays.
 
     All calls of a region share one graph, which was traced for the first of them, and has that one's module paths. In another
     call, nodes get the paths that its parameters tell, or none.

@@ -11,7 +11,7 @@ architecture) come from its shipped description, or from torch. The result is st
 
 The measuring functions take a timer: `Timer.seconds(function)` is the time of one call. It contains a constant: events are
 recorded in a few microseconds. So the time of a launch is a slope, that of many launches over that of fewer, and is measured
-behind work that keeps the device busy: else the host, which launches more slowly than the device runs, would be measured.
+after work that keeps the device busy: else the host, which launches more slowly than the device runs, would be measured.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     print(fp8compile.compare(model, tokens, labels=labels))
 
-The step (forward, loss, backward) runs operator by operator, four times, with the same weights, batch and random numbers:
+The step (forward, loss, backward) runs eagerly, four times, with the same weights, batch and random numbers:
 
     in high precision       the reference: the graph that a high-precision phase runs (`runtime.phases`)
     once more               is the model deterministic?
@@ -74,7 +74,7 @@ def compare(
     Under DDP, a rank compares its own batch, whether or not the others call `compare`, too. `Comparison.rank` is that rank.
     Only a model that communicates itself (SyncBatchNorm) needs the call on all ranks.
 
-    It takes four steps, run operator by operator, the tracing of two graphs, and the memory of an eager step, of the results of
+    It takes four steps, run eagerly, the tracing of two graphs, and the memory of an eager step, of the results of
     all forward matmuls, and of all tensors that FP8 casts.
 
     Raises Fp8CompileError if the model refuses the batch, if its loss is not finite, or if no matmul becomes FP8; OptionError

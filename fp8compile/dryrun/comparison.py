@@ -88,7 +88,7 @@ class Comparison:
     ``to_dict()`` is for JSON, ``plot(path)`` draws a picture. `flagged` are the rows that have left their band.
 
     `loss`, `loss_bf16`, `loss_fp8`: of the three runs. `gradient`, `gradient_bf16`: of all parameters as one vector.
-    `deterministic`: two runs in high precision with the same random numbers were equal to the bit (None: not asked).
+    `deterministic`: two runs in high precision with the same random numbers were bitwise equal (None: not asked).
     `rank`: of the process whose batch was compared (None: it trains alone).
     """
 

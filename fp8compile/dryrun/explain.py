@@ -76,7 +76,7 @@ def explain(
             known = len(LEDGER)
             if not known or isinstance(error, Fp8CompileError) or compat.is_of_backend(error):
                 raise
-            note = f"incomplete: behind graph {known - 1} the model raised {one_line_where(error)}"
+            note = f"incomplete: after graph {known - 1} the model raised {one_line_where(error)}"
         inner = {id(part) for module in modules for part in module.modules() if part is not module}
         outside = [record for module in modules if id(module) not in inner for record in report(module).outside]
         graphs = report().graphs
@@ -86,5 +86,5 @@ def explain(
         empty = "nothing was compiled: Dynamo found no graph in this model"
         found = Report(graphs, empty, note, outside, notes=notes)
     if note:
-        logger.warning("fp8: explain: %s. Values behind a graph break are zeros here, which may be why", note)
+        logger.warning("fp8: explain: %s. Values after a graph break are zeros here, which may be why", note)
     return found

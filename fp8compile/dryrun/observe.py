@@ -1,4 +1,4 @@
-"""Runs the graphs of a training step operator by operator, and compares what its matmuls make with an earlier run.
+"""Runs the graphs of a training step eagerly, and compares what its matmuls make with an earlier run.
 
 `fp8compile.compare` runs one step several times. The first run, in high precision, keeps the result of every forward matmul.
 Later runs are compared with it value by value, while they run. What is kept of a comparison are four sums for each tensor
@@ -6,7 +6,7 @@ Later runs are compared with it value by value, while they run. What is kept of 
 
 In an FP8 run, each FP8 matmul is also compared with the product of the tensors that were cast for it, in float32. That is the
 matmul's *own* error: what it inherits from the layers before it is in both products. So its own error finds the layer that is
-at fault, where errors of results and gradients spread to all layers behind it.
+at fault, where errors of results and gradients spread to all layers after it.
 
 Noise: `dithered` is what another bf16 kernel might have returned.
 """

@@ -5,7 +5,7 @@ with such a comparison: the arguments of its first call, the autocast that it wa
 to its outputs. So no loss has to be given: the comparison goes backward from the same gradients (for a model that returns its
 loss, that is the loss itself). Copies of the batch and of these gradients are kept from that call to the end of the step.
 
-Hooks see the call from outside of what Dynamo compiles, so nothing is compiled anew, and the training is the same to the bit.
+Hooks see the call from outside of what Dynamo compiles, so nothing is compiled anew, and the training is bitwise the same.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def monitor(model: nn.Module, every: int = 100, to: Any = "fp8compile.jsonl", co
     * a function, which is called with a list of such dicts.
 
     `compare_every`: also compare FP8 with high precision after every so many steps, on the batch that the model has just seen,
-    and warn of what has left its band (see `Comparison`). Its rows have "compare" in the place of "role": "step" for the whole
-    step, "layer" and "parameter" as in `Comparison.rows`. A comparison takes three steps, run operator by operator, and at the
+    and warn of what has left its band (see `Comparison`). Its rows have "compare" instead of "role": "step" for the whole
+    step, "layer" and "parameter" as in `Comparison.rows`. A comparison takes three steps, run eagerly, and at the
     first time the tracing of two graphs. `model` has to be the object that the training loop calls.
 
     In a distributed job, each process measures. Only rank 0 writes to a path or to "tensorboard:DIR"; each process uses the

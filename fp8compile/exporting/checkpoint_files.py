@@ -74,7 +74,7 @@ def config_of(model: nn.Module) -> dict[str, Any]:
 
 
 def write(directory: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any], max_shard_size: int | str) -> list[str]:
-    """Write the checkpoint, in the place of one that may be there: that one goes when all files are written. Returns their
+    """Write the checkpoint, instead of one that may be there: that one goes when all files are written. Returns their
     names."""
     from safetensors.torch import save_file
 

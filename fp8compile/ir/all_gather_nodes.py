@@ -3,8 +3,8 @@
     ag = all_gather_into_tensor(local [2, 8, 128], 4, group); wait = wait_tensor(ag)     [8, 8, 128]
     parts = split(wait, 2); whole = cat([parts[0], .., parts[3]], 1)                     [2, 32, 128]
 
-`whole` is the `AllGather` of `local` along dimension 1, behind the steps wait, split and cat. A gather along dimension 0 needs
-no cat. Where shards are uneven, the last ranks pad theirs, and a slice behind the gather drops the padding.
+`whole` is the `AllGather` of `local` along dimension 1, after the steps wait, split and cat. A gather along dimension 0 needs
+no cat. Where shards are uneven, the last ranks pad theirs, and a slice after the gather drops the padding.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class AllGather:
         return self.steps[0]
 
     def kept(self, rank: int) -> int | None:
-        """How much of the part of a rank remains behind the slice, along `dim`; None: all of it."""
+        """How much of the part of a rank remains after the slice, along `dim`; None: all of it."""
         part = value(self.local).shape[self.dim]
         if self.size is None or not isinstance(part, int):
             return None
@@ -52,7 +52,7 @@ class AllGather:
 
 
 def all_gather_of(node: Node) -> AllGather | None:
-    """The all-gather whose result `node` is, behind views and copies; None for any other tensor."""
+    """The all-gather whose result `node` is, after views and copies; None for any other tensor."""
     views: list[Node] = []
     while call_function(node, (*VIEWS, *SAME, aten.clone.default)):
         views.insert(0, node)
@@ -105,7 +105,7 @@ def _cat(node: Node) -> AllGather | None:
 
 
 def _slices(parts: list[Node]) -> bool:
-    """Are these slices of one tensor along dimension 0, one behind the other?"""
+    """Are these slices of one tensor along dimension 0, one after the other?"""
     start = 0
     for part in parts:
         if not call_function(part, (aten.slice.Tensor,)) or arg(part, 0) is not arg(parts[0], 0) or _dim(part, 1) != 0:

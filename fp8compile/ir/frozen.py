@@ -150,7 +150,7 @@ for _name in ("to", "cpu", "cuda", "half", "bfloat16", "float", "double"):
 
 
 def cast(weight: Tensor, dtype: torch.dtype, block: int, margin: int, power_of_2: bool) -> tuple[Tensor, Tensor]:
-    """A plain weight [R, C] in FP8, and the inverse of its scales: to the bit what a graph makes of it."""
+    """A plain weight [R, C] in FP8, and the inverse of its scales: bitwise what a graph makes of it."""
     blocks = [block, block]
     largest = torch.finfo(dtype).max
     amax = ops.amax_blocks(weight, False, blocks) if block else ops.amax(weight)

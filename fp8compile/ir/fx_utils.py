@@ -95,7 +95,7 @@ def hint(size) -> int:
 
 DATA = 8192
 
-fakes: dict[Any, Callable[..., Any]] = {}  # of operators of ours: returns an empty result of the right shape
+fakes: dict[Any, Callable[..., Any]] = {}  # of our operators: returns an empty result of the right shape
 
 
 class Emitter:

@@ -166,7 +166,7 @@ def _of_group(inverse: Tensor, block: Sequence[int], group: int, start: int, end
 
 
 def borders(offs: Tensor, size: int) -> list[tuple[int, int]]:
-    """The first row of each group and the one behind its last. Reads the device.
+    """The first row of each group and the one after its last. Reads the device.
 
     Raises Fp8CompileError if `offs` decrease, or are more than `size`."""
     ends = [0, *offs.tolist()]
@@ -177,7 +177,7 @@ def borders(offs: Tensor, size: int) -> list[tuple[int, int]]:
 
 
 def order_of(node: Node) -> Node | None:
-    """The padded order that an operator of ours was given: its argument `rows`."""
+    """The padded order that one of our operators was given: its argument `rows`."""
     position = _ROWS.get(node.target)  # type: ignore[arg-type]
     return None if position is None or len(node.args) <= position else node.args[position]  # type: ignore[return-value]
 

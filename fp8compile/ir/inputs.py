@@ -91,7 +91,7 @@ class Inputs:
     containers: dict[str, tuple[int, ...]]  # repeated blocks: "layers." -> (0, 1, ...) for `layers.0`, `layers.1`, ...
     parameter_names: frozenset[str]  # all parameters of the roots
     matrices: tuple[str, ...]  # 2-D parameters that are no embedding tables, in the order of the roots
-    last: frozenset[int]  # weights behind all matrices of the model that this graph does not read
+    last: frozenset[int]  # weights after all matrices of the model that this graph does not read
     rest: bool  # the model has matrices that this graph does not read
     whole: bool  # the graph reads every parameter of the roots
     part: bool  # the roots are inside of a compiled module whose own graph breaks

@@ -193,7 +193,7 @@ class Matmul:
         return (self.a, "weight" if self.a is weight else other), (self.b, "weight" if self.b is weight else other)
 
     def operand_key(self, matrix: Matrix, role: str) -> OperandKey:
-        """The key of the FP8 tensor that this gemm reads in the place of `matrix`."""
+        """The key of the FP8 tensor that this gemm reads instead of `matrix`."""
         offs = None if role == "weight" else self.offs
         return OperandKey(matrix.base, role == "gradient", self.recipe.scaling(role, self.gemm), offs)
 

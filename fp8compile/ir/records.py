@@ -161,12 +161,12 @@ class GraphReport:
 
 @dataclass(frozen=True)
 class Findings:
-    """What is told of a graph: its report, what is complained about before its summary, and what behind it."""
+    """What is told of a graph: its report, what is complained about before its summary, and what after it."""
 
     report: GraphReport
     training: bool
     before: tuple[str, ...] = ()
-    behind: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
 
 
 FORWARD = {"dgrad": "mkn", "wgrad": "kmn"}  # which of a gemm's own sizes are m, n and k of the forward

@@ -3,7 +3,7 @@
     scale     = fp8_max / (amax * 2**margin)         multiplies into FP8
     scale_inv = 1 / scale                            divides back
 
-Both are float32, computed in float64 and rounded once, so that eager and compiled code agree to the bit whatever
+Both are float32, computed in float64 and rounded once, so that eager and compiled code agree bitwise whatever
 instructions a compiler picks for a float32 division.
 
 The functions are written in plain torch with no data-dependent control flow: they run eagerly, on fake tensors and as

@@ -175,7 +175,7 @@ def next_page(page: Tensor, snapshot: Tensor, amax: Tensor) -> Tensor:
     """The page after a training call that saw `amax` (float32 `[n]`, n <= slots: the first n rows move).
 
     The Triton kernel `codegen.triton_kernels.fp8_update` is the same rule: change both.
-    `test_the_update_kernel_is_next_page` in tests/passes/test_fusion.py compares them to the bit.
+    `test_the_update_kernel_is_next_page` in tests/passes/test_fusion.py compares them bitwise.
 
     The old scales come from the snapshot, so that every compiler takes the snapshot before it writes the page.
 

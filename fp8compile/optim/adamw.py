@@ -35,8 +35,8 @@ class AdamW(Optimizer):
       the float32 master weight, 2 bytes a parameter; exact, for bf16 weights. "float32": a float32 copy, 4 bytes. Weights in
       float32 need none.
     * `fp8_weights`: the step also makes the FP8 weights of the next step, for models that are compiled with `backend="fp8"` and
-      `cache_weights=True`. No forward casts a weight then, and results are the same to the bit. After a write to `weight.data`
-      behind a step, call `fp8compile.refresh_weight_cache()`. Without `cache_weights` it has no effect, and warns once.
+      `cache_weights=True`. No forward casts a weight then, and results are bitwise the same. After a write to `weight.data`
+      after a step, call `fp8compile.refresh_weight_cache()`. Without `cache_weights` it has no effect, and warns once.
     * `compiled`: False runs the update as plain torch operators, slower, without waiting for a compilation. So do NVIDIA's
       GPUs before Ada (A100, RTX 30), for which Triton has no E4M3.
     * `foreach`, `fused`: are accepted and have no effect; the update is always one kernel a parameter.
@@ -136,7 +136,7 @@ class AdamW(Optimizer):
 
     def _hand_over(self, amaxes: dict[Tensor, Tensor]) -> None:
         """The amaxes of weights, from those of their blocks."""
-        if type(self).step is not AdamW.step:  # it may write weights behind this
+        if type(self).step is not AdamW.step:  # it may write weights after this
             return
         alike = defaultdict(list)
         for p, of_blocks in amaxes.items():
@@ -199,7 +199,7 @@ class AdamW(Optimizer):
         """Load torch.optim.AdamW's `state_dict()`, or ours. ValueError if it is another's; nothing is changed then."""
         found: dict[Tensor, State] = {}
 
-        def take(_: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:  # behind the hooks of others
+        def take(_: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:  # after the hooks of others
             found.update(self._packed(saved))
             return {**saved, "state": {}}
 

@@ -2,7 +2,7 @@
 
 A tensor is cut into blocks of 128 elements, in its logical order; the last block is filled up with zeros. Each block has a
 scale of its own, a power of two in float32. A power of two costs no precision, and makes packing exact the second time:
-`unpack(pack(unpack(pack(x)))) == unpack(pack(x))`. So a checkpoint in float32 resumes to the bit.
+`unpack(pack(unpack(pack(x)))) == unpack(pack(x))`. So a checkpoint in float32 resumes bitwise.
 
 | tensor                  | kept as                                     | bytes an element |
 |-------------------------|---------------------------------------------|------------------|

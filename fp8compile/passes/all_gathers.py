@@ -5,7 +5,7 @@
     local8 = quantize(local, scale); w8 = wait(all_gather(local8))
 
 In graphs, activations are gathered in front of a column-parallel linear where a sequence is sharded (sequence parallel), their
-gradients behind a row-parallel one, and weights where a model gathers its shards itself ("simple FSDP"). A tensor is moved if
+gradients after a row-parallel one, and weights where a model gathers its shards itself ("simple FSDP"). A tensor is moved if
 all that read it are FP8 matmuls which cast it alike, with one scale. The scale is that of the whole tensor, see
 `collectives`.
 """

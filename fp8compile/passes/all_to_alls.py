@@ -5,7 +5,7 @@
     local8 = quantize(local, scale); came = wait(all_to_all(local8)) / scale; y = mm(quantize(index(came, order), scale), ..)
 
 Expert parallelism sends tokens to their experts so, and in backward the gradients of the experts' results. The rows that come
-are read by steps that this pass leaves as they are: a permutation by expert, a row of zeros in front or behind. So they become
+are read by steps that this pass leaves as they are: a permutation by expert, a row of zeros before or after. So they become
 bf16 again, and the cast for the matmul gives back the bits that came: an FP8 value over the scale, rounded to bf16, is off by
 2^-8 at most, and neighbours in FP8 lie 2^-4 apart. The kernel that casts does both, and reads one byte an element.
 

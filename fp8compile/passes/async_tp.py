@@ -1,5 +1,5 @@
-"""async_tp: async tensor parallelism, where Inductor fuses an all-gather with the matmuls behind it, and a matmul with the
-reduce-scatter behind it (`torch._inductor.config._micro_pipeline_tp`).
+"""async_tp: async tensor parallelism, where Inductor fuses an all-gather with the matmuls after it, and a matmul with the
+reduce-scatter after it (`torch._inductor.config._micro_pipeline_tp`).
 
     y = view(scaled_mm(a8 [M, K], b8, ..), [B, T, N]); reduce_scatter(y)
 ->

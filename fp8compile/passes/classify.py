@@ -2,7 +2,7 @@
 (`output_heads` finds the heads that only their place in the model reveals.)
 
 The default policy keeps heads and gates in high precision: logits, and choices between experts, are sensitive to small
-errors. A down projection behind a gated activation reads a product of two projections, whose outliers grow suddenly.
+errors. A down projection after a gated activation reads a product of two projections, whose outliers grow suddenly.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ def _scores(node: Node) -> Iterator[Node]:
 
 
 def _reached(node: Node, through: Callable[[Node], bool], most: float = math.inf) -> Iterator[Node]:
-    """The nodes of forward that read a tensor, or what it becomes `through` others; it goes on behind `most` nodes at most."""
+    """The nodes of forward that read a tensor, or what it becomes `through` others; it goes on after `most` nodes at most."""
     seen, stack = {node}, [node]
     while stack:
         for user in stack.pop().users:

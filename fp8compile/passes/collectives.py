@@ -80,7 +80,7 @@ def reason_against(
     operands: Collection[Operand], wait: Node, through: Callable[[Node], bool], matmuls: Mapping[Node, Matmul]
 ) -> str:
     """Why the result of a collective, which these operands hold, cannot come in FP8: there is more than one scale, or something
-    else reads its values, behind nodes that they pass `through`. "" if it can."""
+    else reads its values, after nodes that they pass `through`. "" if it can."""
     for operand in operands:
         if operand.scaling.block != WHOLE:
             return f"recipe {operand.recipe.name!r} has more than one scale a tensor"

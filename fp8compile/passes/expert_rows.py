@@ -25,7 +25,7 @@ def block_of(operand: Operand, transposed: bool) -> Block:
 
 
 class Groups:
-    """Writes each node that depends on the ends of groups once. `after` makes an emitter behind a node (`_Writer.after`)."""
+    """Writes each node that depends on the ends of groups once. `after` makes an emitter after a node (`Written.after`)."""
 
     def __init__(self, after: Callable[..., Emitter]):
         self.after = after

@@ -7,7 +7,7 @@ experts, wait for the device at each call, and hide their matmuls:
     g = transformers.grouped_mm_fallback_backward(x, w, offs, dy)   ->   dx = _grouped_mm(dy, permute(w), offs)
     dx = g[0]; dw = g[1]                                                 dw = _grouped_mm(permute(x), dy, offs)
 
-`spell` writes them so, for `collect` and the passes behind it. `unspell` turns the matmuls that stay in high precision into
+`spell` writes them so, for `collect` and the passes after it. `unspell` turns the matmuls that stay in high precision into
 calls of transformers' operators again, one for each.
 """
 
@@ -69,7 +69,7 @@ def unspell(joint: Joint) -> int:
 
 
 def _replace(node: Node, emit: Emitter, a: Any, b: Any, offs: Any) -> None:
-    """Put a grouped matmul in the place of `node`. Not by the emitter: torch's own fake implementation takes bf16 only."""
+    """Put a grouped matmul in place of `node`. Not by the emitter: torch's own fake implementation takes bf16 only."""
     with node.graph.inserting_before(node):
         made = node.graph.call_function(aten._grouped_mm.default, (a, b, offs))
     made.meta.update({k: v for k, v in node.meta.items() if k in Emitter.KEEP} | emit.meta)

@@ -10,7 +10,7 @@ scales of rows, and of blocks that a tile holds. `grouping` extends it from ther
 whole matrix, or of its columns, needs another walk and so another group. Casts of other matrices join a group if they read the
 same tensors. A group becomes a kernel unless the kernel would move more bytes than Inductor's own kernels (`codegen.traffic`).
 
-Runs on a partitioned graph, behind Inductor's own passes. Operators that are not fused stay in the graph for `lower`; the debug
+Runs on a partitioned graph, after Inductor's own passes. Operators that are not fused stay in the graph for `lower`; the debug
 log says why.
 """
 

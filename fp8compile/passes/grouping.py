@@ -131,7 +131,7 @@ class Grouping:
         big = {x for x in walk.inputs if domain.is_full(x)}
         candidates: dict[Node, None] = {}
         stack = [*walk.members, *walk.inputs]
-        for _ in range(4):  # a sum may be a few operators away: behind x * dy, behind a view
+        for _ in range(4):  # a sum may be a few operators away: after x * dy, after a view
             following = []
             for node in stack:
                 for user in node.users:
@@ -181,7 +181,7 @@ def _readers(node: Node, members: dict[Node, None], sinks: set[Node]) -> list[No
 
 
 def _rounded(total: Node) -> Node:
-    """A sum as others read it: the last of the reshapes and casts behind it that are each the only reader."""
+    """A sum as others read it: the last of the reshapes and casts after it that are each the only reader."""
     node = total
     while len(node.users) == 1:
         user = next(iter(node.users))

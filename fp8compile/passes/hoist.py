@@ -6,7 +6,7 @@ The copies become inputs of the graph, and the operators that made them a graph 
 runtime calls it when a weight has changed (`runtime.weight_cache`). So under gradient accumulation a weight is cast once a step
 and not once a micro-batch.
 
-What moves is what is computed from parameters alone by operators of ours and by views. That holds for every recipe, and for
+What moves is what is computed from parameters alone by our operators and by views. That holds for every recipe, and for
 merged matmuls, whose copies are one buffer. With `cache_weights` a weight is scaled by its current amax, so nothing here reads
 or moves scaling state. With `recast_weights=True`, one copy of a weight is kept where that is enough (`turned`).
 
@@ -16,7 +16,7 @@ or moves scaling state. With `recast_weights=True`, one copy of a weight is kept
 
 It reads each weight once, for the cast.
 
-The inputs of a graph are fixed before it is traced, and the copies are known behind `quantize`. So a graph is traced twice: the
+The inputs of a graph are fixed before it is traced, and the copies are known after `quantize`. So a graph is traced twice: the
 first time ends with `CopiesMissing`, which says what inputs the second one needs.
 """
 
@@ -119,7 +119,7 @@ def hoist(joint: Joint) -> int:
 
 
 def _from(graph: Graph, weights: Mapping[Node, int]) -> dict[Node, bool]:
-    """What is computed from these inputs alone, in order; True: an operator of ours is on the way. Without the views at the
+    """What is computed from these inputs alone, in order; True: one of our operators is on the way. Without the views at the
     end, which the graph takes by itself: two views of one copy are one copy."""
     found = dict.fromkeys(weights, False)
     for node in graph.nodes:

@@ -61,7 +61,7 @@ def _grouped(matmul: Matmul) -> str | None:
 
 def _rows(matmul: Matmul) -> str | None:
     sizes = (matmul.m, matmul.n, matmul.k)
-    if any(map(is_data, sizes)) and (matmul.offs is None or compat.reorders()):  # experts need kernels of ours there
+    if any(map(is_data, sizes)) and (matmul.offs is None or compat.reorders()):  # experts need our kernels there
         return "rows that are counted from data (experts: grouped_mm needs no count)"
     return NO_ROWS if any(isinstance(size, int) and size == 0 for size in sizes) else None
 

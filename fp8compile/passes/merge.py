@@ -136,7 +136,7 @@ def _merged(fprops: list[Matmul], of_layer: Mapping[Matmul, list[Matmul]], ranks
     kept = [x for x in fprops if "recompute" not in x.node.meta and any(map(compat.is_backward, _readers(x.node, through)))]
     direct = [x for x in kept if any("attention" in str(user.target) for user in _readers(x.node))]
     if len(kept) == len(fprops) and 0 < len(direct) < len(fprops):
-        # attention reads a copy of its slice, and backward keeps that as well: behind norms of q and k, v stays apart
+        # attention reads a copy of its slice, and backward keeps that as well: after norms of q and k, v stays apart
         rest = [x for x in fprops if x not in direct]
         return _merged(rest, of_layer, ranks, save) if len(rest) > 1 else None
     if save:  # slices that are kept in FP8 do not keep the result of the matmul
@@ -157,7 +157,7 @@ def _readers(node: Node, through: tuple = ALIASES) -> Iterator[Node]:
 
 
 def total_of(parts: Collection[Node]) -> Node | None:
-    """The first sum that contains all of these tensors, each behind views and casts. What is summed up on the way has no other
+    """The first sum that contains all of these tensors, each after views and casts. What is summed up on the way has no other
     reader. None if there is no such sum."""
     paths = []
     for node in parts:

@@ -119,7 +119,7 @@ class Gradients:
     """Tells which weights' gradients the tensors of a joint graph become."""
 
     def __init__(self, graph: Graph, barriers: frozenset[Node]):
-        """`barriers`: the operators that multiply matrices. Behind a barrier, a gradient counts as another tensor."""
+        """`barriers`: the operators that multiply matrices. After a barrier, a gradient counts as another tensor."""
         outputs = compat.gradient_outputs(graph)
         self.known = outputs is not None
         self.inputs = {index for _, index in outputs or ()}

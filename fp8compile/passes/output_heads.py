@@ -1,4 +1,4 @@
-"""Find the last matmuls of the model, which are output heads, by the nodes before and behind them in the graph.
+"""Find the last matmuls of the model, which are output heads, by the nodes before and after them in the graph.
 
     hidden -> norm -> mm -> softcap, view, loss -> output      a head: nothing with a weight follows
     hidden -> norm -> mm, gelu, mm -> + hidden -> output       no head: its output goes back into the stream that it read
@@ -54,7 +54,7 @@ def _index(matmul: Matmul) -> int | None:
 def _ends(graph: Graph, known: dict[Node, Matmul]) -> list[Node]:
     """The matmuls whose output reaches an output of the forward and, on every path, no other weight. One product of two
     activations may be on a path: similarities of two projections are logits. Two may not: they are an attention."""
-    products: dict[Node, int] = {}  # the most products on a path behind a node; 2 also stands for a weight
+    products: dict[Node, int] = {}  # the most products on a path after a node; 2 also stands for a weight
     reaches: set[Node] = set()
     for node in reversed(graph.nodes):
         most = 0

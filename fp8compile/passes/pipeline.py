@@ -105,7 +105,7 @@ POST_GRAD: tuple[Pass[Graph], ...] = (
     Pass("split_casts", split_casts),  # a cast into both layouts becomes two
     Pass("try_matmuls", try_matmuls, optional=True),  # which FP8 matmuls the GPU's libraries refuse
     Pass("fuse", fuse, optional=True),  # casts, with what makes their tensors, become generated kernels
-    Pass("lower", lower),  # all other operators of ours become ATen and static kernels
+    Pass("lower", lower),  # all other our operators become ATen and static kernels
 )
 
 
@@ -201,8 +201,8 @@ def skipped() -> tuple[str, ...]:
 
 
 def _run(passes: Sequence[Pass[T]], subject: T, graph: Graph) -> None:
-    """Each pass in turn: log what changed, write the graph after it (FP8COMPILE_DUMP, tlparse). Check the graph: behind the
-    last pass, and while debugging behind each."""
+    """Each pass in turn: log what changed, write the graph after it (FP8COMPILE_DUMP, tlparse). Check the graph: after the
+    last pass, and while debugging after each."""
     leave_out, told = skipped(), logger.isEnabledFor(logging.DEBUG)
     for step in passes:
         if step.name in leave_out:

@@ -74,7 +74,7 @@ def _sink(graph: Graph, groups: dict[Node, Made]) -> None:
         reader = min(node.users)
         while reader in made and reader.users:
             reader = min(reader.users)
-        if node not in groups or reader.op != "output":  # not to the end, behind the graph's writes to its inputs
+        if node not in groups or reader.op != "output":  # not to the end, after the graph's writes to its inputs
             min(node.users).prepend(node)
 
 

@@ -1,6 +1,6 @@
 """save: keep large tensors for backward in FP8, with `save="fp8"`.
 
-Runs behind the partitioner, which has decided what forward keeps. In forward, a kept tensor x gets a copy in E4M3, with a power
+Runs after the partitioner, which has decided what forward keeps. In forward, a kept tensor x gets a copy in E4M3, with a power
 of two as the scale of each 1 x 128 elements; the copy is kept in its place. In backward all that read x read the copy.
 
     forward:  return (.., x)                backward:  dx = f(x)
@@ -63,12 +63,12 @@ logger = get_logger(__name__)
 
 LEAST = 1 << 20  # bytes of a tensor that is worth a copy
 SPLITS = (aten.split.Tensor, aten.split_with_sizes.default)
-Columns = tuple[int, int]  # the first one, and the one behind the last
+Columns = tuple[int, int]  # the first one, and the one after the last
 
 
 @dataclass
 class Partitioned:
-    """A forward and its backward, behind the partitioner. `visible`: how many outputs of forward its caller sees; it keeps the
+    """A forward and its backward, after the partitioner. `visible`: how many outputs of forward its caller sees; it keeps the
     others. `fnuz`: the device uses the fnuz FP8 encodings."""
 
     forward: GraphModule
@@ -216,7 +216,7 @@ def _cast_already(x: Node, form: Format) -> tuple[Node, Node] | None:
 
 
 def _read(graph: Graph, reader: Node, nodes: list[Node], copies: tuple[Node, Node]) -> None:
-    """Let a backward graph read the copy of an input in the place of nodes that stand for it, or for a part of it."""
+    """Let a backward graph read the copy of an input instead of nodes that stand for it, or for a part of it."""
     first = min(user for node in nodes for user in node.users)
     with graph.inserting_before(reader):
         copy, inverse = (graph.placeholder(node.name) for node in copies)

@@ -39,7 +39,7 @@ def turn(graph: Graph, copy: Node, other: Node) -> None:
 
 
 def _turns(copy: Node, late: Node) -> bool:
-    """Is `late` to the bit the transposition of `copy`?"""
+    """Is `late` bitwise the transposition of `copy`?"""
     rows, columns = value(copy).shape
     if not same_shape(value(late).shape, (columns, ops.padded_rows(rows))):
         return False

@@ -1,6 +1,6 @@
 """The kinds of matmuls in the whole graph, where only a part of it is compiled.
 
-DDPOptimizer cuts a graph where its buckets end. A product of two projections and the down projection behind it, a head and its
+DDPOptimizer cuts a graph where its buckets end. A product of two projections and the down projection after it, a head and its
 loss, or a gate and its softmax may then be in two graphs. So the forward of the whole graph is traced once, when the first part
 is compiled, and the matmuls of all parts keep the kinds that they have in the whole.
 """

@@ -53,17 +53,17 @@ def findings(
         learns = inside or (not inputs.training and any(matmul.gemm == "wgrad" for matmul in done.matmuls))
         text = (INSIDE if inside else LEARNS).format(inputs.root)
         return Findings(report, training, (), (text,) if learns and evaluates != "fp8" else ())
-    behind = []
+    after = []
     where = device.name if device is not None else "this device"
     emulated = [matmul for matmul in done.matmuls if matmul.fp8 and matmul.decision.emulated]
     if any(matmul.groups and matmul.recipe.built_in.needs is None for matmul in emulated):
-        why = "Inductor's options let it reorder the graph, so no kernel of ours can be launched there"
-        behind.append(f"experts in FP8 are emulated in bf16 on {where}, and not faster: {why}")
+        why = "Inductor's options let it reorder the graph, so no our kernel can be launched there"
+        after.append(f"experts in FP8 are emulated in bf16 on {where}, and not faster: {why}")
     for recipe in sorted({matmul.recipe.name for matmul in emulated if matmul.recipe.built_in.needs is not None}):
         *others, last = [repr(name) for name, made in BUILT_IN.items() if made.needs is None and made.cost is not None]
         whose = f": it is {BUILT_IN[recipe].whose}'s" if BUILT_IN[recipe].whose else ""
         what = f"{recipe} is emulated in bf16 on {where}, exact and not faster{whose}."
-        behind.append(f"{what} For FP8's speed take {', '.join(others)} or {last}")
+        after.append(f"{what} For FP8's speed take {', '.join(others)} or {last}")
     wanted = not inputs.part and any(x.wanted and x.weight is None and legality.fits(x) for x in done.matmuls)
     # no complaint about a part of a model that is only an embedding, a norm, convolutions, an output head, or an expert without
     # tokens in this step: such a part has no FP8, as it should be
@@ -71,8 +71,8 @@ def findings(
     kept = [matmul.decision.on_purpose or matmul.reason == legality.NO_ROWS for matmul in weighted]
     nothing = not all(kept) if kept else bool(done.opaque) and inputs.whole and not inputs.part
     if (nothing or wanted) and not any(matmul.fp8 for matmul in done.matmuls):
-        behind.append(f"no matmul of {inputs.root} becomes FP8: {Report([report]).summary()}")
-    return Findings(report, training, done.complaints, tuple(behind))
+        after.append(f"no matmul of {inputs.root} becomes FP8: {Report([report]).summary()}")
+    return Findings(report, training, done.complaints, tuple(after))
 
 
 def tell(found: Findings, complain: Callable[[str], None]) -> int:
@@ -81,12 +81,12 @@ def tell(found: Findings, complain: Callable[[str], None]) -> int:
     index = LEDGER.add(report)
     if not found.training:
         logger.info("fp8: %s: %s", report.name, report.note)
-        for complaint in found.behind:
+        for complaint in found.after:
             complain(complaint)
         return index
     for complaint in found.before:
         complain(complaint)
     logger.info("fp8: %s", Report([LEDGER.graph(index)]).summary())
-    for complaint in found.behind:
+    for complaint in found.after:
         complain(complaint)
     return index

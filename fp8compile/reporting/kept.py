@@ -10,9 +10,9 @@ from .layer_rows import alike, repeated
 
 
 def brief(records: Sequence[KeptRecord]) -> str:
-    """ "kept for backward in FP8: 623 MB in the place of 1,208"."""
+    """ "kept for backward in FP8: 623 MB instead of 1,208"."""
     before, after = (sum(sizes) / 1e6 for sizes in ([x.before for x in records], [x.bytes for x in records]))
-    return f"kept for backward in FP8: {after:,.4g} MB in the place of {before:,.4g}"
+    return f"kept for backward in FP8: {after:,.4g} MB instead of {before:,.4g}"
 
 
 def rows(records: Sequence[KeptRecord]) -> list[tuple[str, int, str, str, str]]:
@@ -31,10 +31,10 @@ def text(records: Sequence[KeptRecord]) -> str:
 
 
 def brief_frozen(records: Sequence[FrozenRecord]) -> str:
-    """ "frozen weights in FP8 only: 224 of 225, 6,980 MB in the place of 13,960"."""
+    """ "frozen weights in FP8 only: 224 of 225, 6,980 MB instead of 13,960"."""
     stored = [record for record in records if not record.reason]
     before, after = (sum(sizes) / 1e6 for sizes in ([x.before for x in stored], [x.bytes for x in stored]))
-    return f"frozen weights in FP8 only: {len(stored)} of {len(records)}, {after:,.4g} MB in the place of {before:,.4g}"
+    return f"frozen weights in FP8 only: {len(stored)} of {len(records)}, {after:,.4g} MB instead of {before:,.4g}"
 
 
 def text_frozen(records: Sequence[FrozenRecord]) -> str:

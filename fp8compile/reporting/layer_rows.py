@@ -294,7 +294,7 @@ def sizes_of(record: MatmulRecord) -> tuple[str, str, str, str]:
 
 
 def size_of(record: MatmulRecord) -> str:
-    """ "8 · 512* × 768 × 256": the batch, if there is one, and m, n and k of the forward matmul; * behind what is dynamic."""
+    """ "8 · 512* × 768 × 256": the batch, if there is one, and m, n and k of the forward matmul; * after what is dynamic."""
     m, n, k, batch = sizes_of(record)
     return f"{batch} · {m} × {n} × {k}" if batch else f"{m} × {n} × {k}"
 

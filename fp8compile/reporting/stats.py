@@ -101,7 +101,7 @@ def stats(model: nn.Module, measure: bool = False) -> Stats:
     measured call. overflows%, underflows%, mse and sqnr always come from the last measured call.
 
     `measure` asks for a measured call: the next training call of each compiled part of the model, forward and backward, runs
-    operator by operator (slower, with the memory of an eager step). Its results are the ordinary ones. Call `stats` again after
+    eagerly (slower, with the memory of an eager step). Its results are the ordinary ones. Call `stats` again after
     it to read the numbers.
 
     `model` is the module, or the wrapper that torch.compile or DDP made of it; TypeError for anything else. In a distributed

@@ -5,12 +5,12 @@
 
 Modules, parameters, `state_dict()` and optimizers stay as they are: the hooks hang on the tensors of the shards, where FSDP2
 looks for them. A weight is cast on each rank, in every gather, by the scale of the whole weight's current amax, or by those of
-its blocks' current amaxes: to the bit what the graph would have made of the gathered weight (`gathered_scales`).
+its blocks' current amaxes: bitwise what the graph would have made of the gathered weight (`gathered_scales`).
 
 Which weights: the first training calls gather all of them in high precision, and the compiled graphs say which ones nothing but
 FP8 matmuls read (`passes.gathered`). These are gathered in FP8 from the second step on. Their graphs are compiled once more
 then, for another kind of input. The ranks agree on it, or would gather different things: what each rank knows travels with the
-amaxes, in one all-reduce for all weights before the first forward behind an optimizer step, a backward that reduced gradients,
+amaxes, in one all-reduce for all weights before the first forward after an optimizer step, a backward that reduced gradients,
 or a loaded state: version counters of tensors do not tell (fused optimizers do not move them). What the graphs of some rank
 find out later counts one step later, so that no step waits for the device.
 
@@ -132,7 +132,7 @@ class Gathered:
 
 
 def fp8_all_gather(model: nn.Module) -> None:
-    """Have FSDP2 gather in FP8 what nothing but FP8 matmuls read. Behind `fully_shard(model)`, before or after compilation.
+    """Have FSDP2 gather in FP8 what nothing but FP8 matmuls read. After `fully_shard(model)`, before or after compilation.
 
     Called again, it only has scales computed anew before the next forward: call it if you wrote into weights between two
     forwards by hand, without a backward, an optimizer step or `load_state_dict` in between.
@@ -271,7 +271,7 @@ class GatheredParameter:
 
 
 class _Loaded:
-    """A hook behind `load_state_dict`. An object, since a bound method would keep the model alive."""
+    """A hook after `load_state_dict`. An object, since a bound method would keep the model alive."""
 
     def __init__(self, owner: GatheredParameter):
         self.owner = weakref.ref(owner)

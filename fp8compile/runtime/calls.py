@@ -1,8 +1,8 @@
 """How each call of a compiled graph runs: which pages it gets, and whether it is warm or cold.
 
 A *warm* call runs the code that Inductor made: the scale of a tensor is known before the tensor is computed. A *cold* call runs
-the same graph operator by operator, on the reference implementations in `ir.ops`. These take the current amax of a tensor whose
-slot has no scale yet. The first calls of a graph are cold, because some slot has seen no amax, or only zeros (behind a
+the same graph eagerly, on the reference implementations in `ir.ops`. These take the current amax of a tensor whose
+slot has no scale yet. The first calls of a graph are cold, because some slot has seen no amax, or only zeros (after a
 zero-initialised projection all gradients are zero). Such a slot has a scale of 1, which would flush small gradients to zero.
 The backward of a call runs as its forward did, because layouts and random numbers of saved tensors differ between the two ways.
 
@@ -11,9 +11,9 @@ the next layer grew as well. So a cold call uses the current amax of every tenso
 weights were loaded, for example, one cold call gives right results in all layers of the graph. The state update does not know
 how a call ran: a tensor beyond its limit in the cold call makes the next call cold, too. That second cold call is the last.
 
-A measured call (see `probe`) also runs operator by operator, but with the scales of a warm call. Any recipe can be measured.
+A measured call (see `probe`) also runs eagerly, but with the scales of a warm call. Any recipe can be measured.
 
-Where Inductor fuses, merges or reorders collectives, a rank that runs operator by operator would wait for collectives that the
+Where Inductor fuses, merges or reorders collectives, a rank that runs eagerly would wait for collectives that the
 others do not call. There, only the first call is cold, and an overflow saturates for one call more.
 
 The state moves once a training call. A forward inside of a running backward is a recomputation (eager checkpointing) if the
@@ -99,9 +99,9 @@ class Calls:
         self.book: Book | None = None  # None if no tensor of the graph has a slot
         self.groups: tuple[str, ...] = ()  # process groups over which amaxes are reduced
         self.decisions: tuple[str, ...] = ()  # about each matmul of a weight
-        self.together = False  # no rank may run a call operator by operator alone: warm calls have other collectives
+        self.together = False  # no rank may run a call eagerly alone: warm calls have other collectives
         self.agreed = False  # the ranks of those groups have compared their slots and decisions
-        self.marks = compat.TensorMarks()  # tensors that forwards run operator by operator have saved, each with its How
+        self.marks = compat.TensorMarks()  # tensors that forwards run eagerly have saved, each with its How
         self.local = threading.local()  # `call`: the call in progress on this thread
 
     def keep_state(self, done: Rewritten) -> None:
@@ -219,7 +219,7 @@ class Calls:
     # -- in a call --
 
     def forward(self, call: Call) -> How | None:
-        """How to run the forward of a call operator by operator; None: run the compiled code."""
+        """How to run the forward of a call eagerly; None: run the compiled code."""
         pages, look, again, _, ran = call
         cold, eagerly = False, look is not None
         if again and ran is not None:

@@ -142,7 +142,7 @@ class Compression:
     def reduce_shards(
         self, out: Tensor, flat: Tensor, group: Any, factor: float, shards: Sequence[compat.Shard], key: Any
     ) -> None:
-        """FSDP2's reduce-scatter. `flat` is [ranks, n], of which each row has the same `shards` behind one another; `out` [n]
+        """FSDP2's reduce-scatter. `flat` is [ranks, n], of which each row has the same `shards` one after another; `out` [n]
         becomes their sum over all ranks, times `factor`. One collective for large parameters, one for the rest."""
         chunks = flat.view(dist.get_world_size(group), -1)
         parts = list(zip(chunks.split([s.elements for s in shards], 1), out.split([s.elements for s in shards]), strict=True))

@@ -139,7 +139,7 @@ def freeze(found: Mapping[int, Gatherable], homes: Mapping[int, Home], example_i
     if _pretends is not None:
         return
     said = "state_dict() and all other readers get the values that FP8 has left of them"
-    sizes = f"{after / 1e6:,.4g} MB in the place of {before / 1e6:,.4g}"
+    sizes = f"{after / 1e6:,.4g} MB instead of {before / 1e6:,.4g}"
     if held:
         said += f". {held / 1e6:,.4g} MB are not free: something holds the old parameters. Give an optimizer only what trains"
     say_once(logger, logging.WARNING, f"fp8: {of}: {count} frozen weights are kept in FP8 only, {sizes}: {said}")
@@ -149,7 +149,7 @@ def _alike(home: Home) -> Iterator[tuple[nn.Module, str]]:
     """The home of a parameter, and those of the parameters that the compiled code of its root reads for modules like it."""
     parameter: Any = home.module._parameters[home.name]
     alike = parameter.shape, parameter.dtype, parameter.device
-    del parameter  # its memory is to be free behind the first one
+    del parameter  # its memory is to be free after the first one
     yield home.module, home.name
     path = next((path for path, module in home.root.named_modules() if module is home.module), None)
     siblings = [x for x in home.whole.modules() if type(x) is type(home.root) and x is not home.root]

@@ -3,7 +3,7 @@
     [amax of each weight, code of each weight, -code of each weight]        code: 0 bf16, else how it is cast
 
 A weight with one scale is scaled by the amax of all shards. A weight with scales of square blocks needs no amax of other ranks:
-its shards have whole blocks. Its scales travel behind its bytes. Amaxes are reduced as the bits of float32, in which NaN is the
+its shards have whole blocks. Its scales travel after its bytes. Amaxes are reduced as the bits of float32, in which NaN is the
 largest: gloo's maximum of numbers may lose one.
 
 Nothing here waits for the device. What the ranks have agreed on is copied to the host, and read one step later.

@@ -1,4 +1,4 @@
-"""Compiles the two halves that AOTAutograd makes of a graph, and keeps each graph for calls that run operator by operator."""
+"""Compiles the two halves that AOTAutograd makes of a graph, and keeps each graph for calls that run eagerly."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ class Halves:
 
 
 def _half(gm: GraphModule, backward: bool) -> Half:
-    """What is to know of a half whose calls may run operator by operator."""
+    """What is to know of a half whose calls may run eagerly."""
     placeholders, outputs = gm.graph.find_nodes(op="placeholder"), _outputs(gm)
     kinds = {value(node).device.type for node in gm.graph.nodes if is_tensor(node)}
     device = next((kind for kind in kinds if kind != "cpu"), "cpu")  # inputs that are numbers may be on the CPU

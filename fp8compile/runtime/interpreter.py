@@ -1,4 +1,4 @@
-"""Runs a graph operator by operator, on the reference implementations in `ops`: for cold calls, measured calls, and tests.
+"""Runs a graph eagerly, on the reference implementations in `ops`: for cold calls, measured calls, and tests.
 
 Autograd and the user's dispatch modes (selective checkpointing, counters) see such a run as they see a compiled one: as one
 opaque call. Its outputs are no views, and what it writes does not change a tensor's version counter.
@@ -24,7 +24,7 @@ UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)  # eager torch has no aran
 
 
 class How(NamedTuple):
-    """How a call runs operator by operator, forward and backward. `cold`: with the current amax where a stored scale is missing
+    """How a call runs eagerly, forward and backward. `cold`: with the current amax where a stored scale is missing
     or would saturate. `look`: measures every cast."""
 
     cold: bool

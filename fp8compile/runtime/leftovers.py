@@ -1,4 +1,4 @@
-"""Memory that the first calls of graphs leave in CUDA's caching allocator: they run operator by operator, with copies that no
+"""Memory that the first calls of graphs leave in CUDA's caching allocator: they run eagerly, with copies that no
 later call makes.
 
 The allocator reuses these blocks, and frees them before it gives up. But cuBLAS, NCCL and the pools of CUDA graphs cannot have

@@ -4,7 +4,7 @@ The update of a page makes a slot cold when an amax saturated and was a jump, to
 so small that the scale flushed a good part of the tensor to zero (an underflow). Such a slot has an age below zero and a newest
 amax above zero. A slot that never saw anything has a newest amax of zero. So age * amax is negative only after an overflow or
 an underflow. Both are overflows below: what the stored scale was not fit for. On a CPU the host reads the pages before each
-call. On a GPU that would wait for all queued work. There the products age * amax are copied to pinned memory behind a call's
+call. On a GPU that would wait for all queued work. There the products age * amax are copied to pinned memory after a call's
 backward. The host looks at them before a later call, once they have arrived. Until then calls are warm, with the scale that the
 update computed from the amax that overflowed.
 

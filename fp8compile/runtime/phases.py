@@ -153,7 +153,7 @@ def on_step(callback: Callback, model: nn.Module | None = None, every: int = 1) 
     is set as by `set_precision`; None changes nothing. Returns a function that removes the callback.
 
     `loss` is the last scalar that a graph with phases returned. It is None if no graph did, because the loss is computed
-    outside of the compiled code or behind a graph break. Reading it waits for the device. Each rank of a distributed job sees
+    outside of the compiled code or after a graph break. Reading it waits for the device. Each rank of a distributed job sees
     its own loss: reduce it before deciding.
     """
     if not callable(callback):

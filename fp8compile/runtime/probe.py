@@ -1,7 +1,7 @@
 """Measures what quantization does to tensors: how many elements overflow, how many vanish, how far the copies are off.
 
 An ordinary call computes none of this. A `Measurement` asks for it. Then the next training call of each graph of the model runs
-operator by operator, forward and backward, as a cold call does (`calls`), and measures every cast. Outputs, gradients and
+eagerly, forward and backward, as a cold call does (`calls`), and measures every cast. Outputs, gradients and
 scaling state of that call are the ordinary ones. The results stay on the device until they are read, so that a measured call
 does not wait.
 
@@ -127,7 +127,7 @@ def _fail(measurements: Sequence[Measurement]) -> None:
 
 @dataclass(eq=False)
 class Look:
-    """One call that runs operator by operator: to be measured or, if `measurements` is empty, because a call beside it is."""
+    """One call that runs eagerly: to be measured or, if `measurements` is empty, because a call beside it is."""
 
     key: tuple[int, ...]
     owners: Mapping[int, weakref.ref]  # by input of the graph
@@ -174,7 +174,7 @@ class Looking:
     open: dict[tuple[int, ...], Open] = field(default_factory=dict)
 
     def at(self, args: Sequence[Any], weights: Sequence[int], in_backward: bool, may_begin: bool) -> Look | None:
-        """The `Look` of a call that runs operator by operator, else None. `may_begin`: the call may begin a measurement."""
+        """The `Look` of a call that runs eagerly, else None. `may_begin`: the call may begin a measurement."""
         look = None
         with ending(ENDS, lambda: _fail(ACTIVE)):
             look = self._at(args, weights, in_backward, may_begin)
@@ -212,7 +212,7 @@ class Looking:
 
 @dataclass(eq=False)
 class Open:
-    """Forwards that ran operator by operator. Until their backwards have run, further forwards with the same weights run that
+    """Forwards that ran eagerly. Until their backwards have run, further forwards with the same weights run that
     way, too, because a recomputation cannot be attributed to one of them."""
 
     forwards: int = 0

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Ran:
-    """How a forward ran: cold; operator by operator, for being cold or measured. `page`: one with its scales, once the page of
+    """How a forward ran: cold; eagerly, for being cold or measured. `page`: one with its scales, once the page of
     the graph has moved on."""
 
     cold: bool = False

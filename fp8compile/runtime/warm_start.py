@@ -42,7 +42,7 @@ class Unknown(Exception):
 class Half:
     """One half of a graph, without its compiled code.
 
-    `wrapped`: its calls may run operator by operator; else the other fields are empty. `device`: the kind of device on which it
+    `wrapped`: its calls may run eagerly; else the other fields are empty. `device`: the kind of device on which it
     runs. `inputs`: their names. `marker`: which output of a forward marks a call (`calls.marks`), and the name of that tensor.
     """
 
@@ -84,7 +84,7 @@ def unpacked(content: bytes | None) -> Content:
 
 
 class Later:
-    """The interpreter of a frozen graph, which is made when a call first runs operator by operator."""
+    """The interpreter of a frozen graph, which is made when a call first runs eagerly."""
 
     def __init__(self, steps: tuple[NodeRecord, ...], inner: Inner):
         self.steps, self.inner = steps, inner

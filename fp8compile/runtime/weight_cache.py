@@ -16,10 +16,10 @@ because a replay runs no code of ours. New copies are new tensors: a backward th
 
 `fp8compile.optim.AdamW(.., fp8_weights=True)` has the casts made at the end of its step (`behind_step`), so that no forward
 casts. It hands over the amaxes of the weights that it wrote, so that the casts read each weight once. The copies are those that
-the next forward would make, to the bit. The forward casts, as ever, where a graph was not called since its last cast, where
-another optimizer has one of its weights or steps between, and where another library has a hook behind all steps. Amaxes are
+the next forward would make, bitwise. The forward casts, as ever, where a graph was not called since its last cast, where
+another optimizer has one of its weights or steps between, and where another library has a hook after all steps. Amaxes are
 computed anew if one of a graph's weights was not updated in this step (no gradient, frozen), was written since, or if a hook of
-the user's ran behind the update. Only a write to `weight.data` behind the step is not noticed: it needs `refresh_weight_cache`.
+the user's ran after the update. Only a write to `weight.data` after the step is not noticed: it needs `refresh_weight_cache`.
 """
 
 from __future__ import annotations
@@ -105,10 +105,10 @@ def _stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         return
     theirs, of_all = compat.hooks_behind_step(optimizer)
     if not all(getattr(hook, "__module__", "").startswith(f"{__package__}.") for hook in of_all):
-        say_once(logger, logging.INFO, "fp8_weights: forward casts weights, for a hook behind all steps may write to them")
+        say_once(logger, logging.INFO, "fp8_weights: forward casts weights, for a hook after all steps may write to them")
         return
     if theirs:
-        say_once(logger, logging.INFO, "fp8_weights: amaxes are computed anew, for a hook behind the step may write to weights")
+        say_once(logger, logging.INFO, "fp8_weights: amaxes are computed anew, for a hook after the step may write to weights")
     with compat.unseen():
         for cache in list(_STEPS.caches.values()):
             cache.cast_now(ids, {} if theirs else written)

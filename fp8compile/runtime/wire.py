@@ -1,4 +1,4 @@
-"""Gradients as bytes: E4M3 in blocks of 128 elements, and the scale of a block behind its bytes.
+"""Gradients as bytes: E4M3 in blocks of 128 elements, and the scale of a block after its bytes.
 
 Two ways across a process group. Nothing is ever added in FP8: what a rank receives is added up in float32.
 

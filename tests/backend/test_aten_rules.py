@@ -1,7 +1,7 @@
 """Each FP8 matmul that Inductor calls in its plan for a GPU is one that ATen takes there (`tests/support/aten.py`).
 
 The plans of steps are executed on a CPU, without their kernels: shapes, strides, dtypes and addresses are those of the plan,
-values are not. Behind them: each rule is broken once, and the call is refused.
+values are not. After them: each rule is broken once, and the call is refused.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ def grouped(rows: bool = True, n: int = 256, dtype: torch.dtype = E4M3, **change
 
 
 def shifted(x: Tensor) -> Tensor:
-    """x one element behind a multiple of 16 bytes."""
+    """x one element after a multiple of 16 bytes."""
     memory = torch.zeros(x.numel() + 1, dtype=x.dtype)[1:]
     return memory.as_strided(x.shape, x.stride(), memory.storage_offset())
 

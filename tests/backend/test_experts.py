@@ -260,7 +260,7 @@ def test_the_plan_for_a_gpu(recipe: str, dynamic: bool) -> None:
 @planning
 @pytest.mark.parametrize("recipe", ["mxfp8 tiles", "delayed", "rowwise"])
 def test_the_plan_for_a_gpu_without_the_matmul(recipe: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Blackwell takes a kernel of ours."""
+    """Blackwell takes a our kernel."""
     name, *tiles = recipe.split()
     if name == "mxfp8" and OLD_INTERPRETER:
         pytest.skip("Triton's interpreter has no `dot_scaled` before 3.7")
@@ -286,7 +286,7 @@ def test_the_plan_where_no_kernel_can_be_launched(caplog: pytest.LogCaptureFixtu
     [("tensorwise", "h200"), *(pytest.param(*x, marks=pytest.mark.slow) for x in (("blockwise", "b200"), ("rowwise", "h200")))],
 )
 def test_the_plan_for_rows_that_are_data(recipe: str, gpu: str) -> None:
-    """As in one graph with an all-to-all (torchtitan): Inductor keeps no strides there, so all casts are kernels of ours."""
+    """As in one graph with an all-to-all (torchtitan): Inductor keeps no strides there, so all casts are our kernels."""
     given = (B200,) if gpu == "b200" else ()
     with mock.patch.object(torch._dynamo.config, "capture_scalar_outputs", True), executed(0, *given) as plan:
         planned(recipe, Counted())

@@ -1,4 +1,4 @@
-"""Casts on sm_89, where Triton 3.6 converts float32 to FP8 through float16: kernels of ours convert by PTX there, in one step.
+"""Casts on sm_89, where Triton 3.6 converts float32 to FP8 through float16: our kernels convert by PTX there, in one step.
 
 No GPU executes the PTX here. So the bytes that a kernel stores are followed through it, and compared with Triton's own
 conversion for sm_90.

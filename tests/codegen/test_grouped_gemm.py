@@ -138,7 +138,7 @@ def test_rows(kinds: tuple) -> None:
 @pytest.mark.parametrize("kinds", OF_COLUMNS, ids=str)
 @pytest.mark.parametrize("rc", [(48, 80), (16, 32)], ids=str)
 def test_columns(kinds: tuple, rc: tuple[int, int]) -> None:
-    """An empty group's result is zeros; numbers behind the last group are NaN."""
+    """An empty group's result is zeros; numbers after the last group are NaN."""
     arguments = columns(SIZES, *rc, *kinds)
     assert_kernel(arguments)
     empty = grouped.grouped_mm(*arguments)[SIZES.index(0)]

@@ -2,7 +2,7 @@
 
 A case is a random program over a handful of tensors: pointwise chains, broadcasts, views, permutations, sums over
 rows and columns, operators that kernels do not support, and FP8 casts and amaxes in the middle and at the end. It runs
-once to make its inputs, and once to be traced; the graph runs operator by operator, and with kernels in Triton's
+once to make its inputs, and once to be traced; the graph runs eagerly, and with kernels in Triton's
 interpreter.
 
 All results are compared bit by bit (every NaN equals every NaN). The last bit of some operators is not specified (an
@@ -326,7 +326,7 @@ class Program:
             self.results.append(ops.quantize(x, scales[which], dtype, largest, bool(which), block))
 
     def back(self, a: int, b: int, c: int) -> None:
-        """Stands for a matmul: FP8 in, high precision out; the graph continues behind it."""
+        """Stands for a matmul: FP8 in, high precision out; the graph continues after it."""
         casts = [x for x in self.results if x.dtype in (torch.float8_e4m3fn, torch.float8_e5m2)]
         if casts:
             self.keep(casts[-1 - a % len(casts)].to(FLOATS[b % 3]))
@@ -419,7 +419,7 @@ class Case:
 
 # -- memory ------------------------------------------------------------------------------------------------------------
 
-FENCE = 64  # unused elements before and behind a tensor
+FENCE = 64  # unused elements before and after a tensor
 GARBAGE = 0xFF  # in each byte of unwritten memory: NaN in every floating-point dtype
 
 
@@ -456,7 +456,7 @@ OPEN: dict[Any, Callable] = {
 
 
 class Exact(Interpreter):
-    """Runs a graph operator by operator. Where ATen does not specify the last bit, computes as a kernel does."""
+    """Runs a graph eagerly. Where ATen does not specify the last bit, computes as a kernel does."""
 
     def call_function(self, target: Any, args: tuple, kwargs: dict) -> Any:
         if target is aten.empty.memory_format:

@@ -1,4 +1,4 @@
-"""What Inductor expects of a forward that runs operator by operator first."""
+"""What Inductor expects of a forward that runs eagerly first."""
 
 from __future__ import annotations
 

@@ -291,7 +291,7 @@ class OnRanks(Run):
     B   a bad batch on the last rank alone; no gradient is used
     x   forwards that have no backward get none
     A   load_state_dict(assign=True)
-    M   the tensors of shards are other ones, as behind `Module.to`
+    M   the tensors of shards are other ones, as after `Module.to`
     G   weights are written to by hand, and `fp8_all_gather` hears of it
     H F S   the phase is set: high precision, FP8, or that of the schedule
     """

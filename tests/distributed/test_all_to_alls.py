@@ -30,7 +30,7 @@ def one_graph() -> Any:
 
 
 class Padded(Moved):
-    """A row of zeros behind the rows that came, for places that no token takes, as in torchtitan."""
+    """A row of zeros after the rows that came, for places that no token takes, as in torchtitan."""
 
     def sorted(self, rows: Tensor, by_expert: Tensor) -> Tensor:
         return torch.vstack((rows, rows.new_zeros(1, rows.shape[-1])))[by_expert]

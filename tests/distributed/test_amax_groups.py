@@ -227,7 +227,7 @@ def _shards(rank: int, name: str) -> dict[str, Any]:
 @pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("name", RECIPES)
 def test_shards_have_the_amaxes_of_one_device(name: str) -> None:
-    """Histories of inputs and weights of the first layer to the bit; behind a first layer in FP8, products may be rounded
+    """Histories of inputs and weights of the first layer bitwise; after a first layer in FP8, products may be rounded
     elsewhere. Gradients are as exact as on one device; with current scaling they are the same but for the order of sums."""
     shards = on_ranks(2, _shards, name)
     for found in shards:

@@ -1,4 +1,4 @@
-"""Scaling state through torch.distributed.checkpoint: a run goes on to the bit on as many ranks, and on others where it can."""
+"""Scaling state through torch.distributed.checkpoint: a run goes on bitwise on as many ranks, and on others where it can."""
 
 from __future__ import annotations
 

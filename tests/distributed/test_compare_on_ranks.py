@@ -1,5 +1,5 @@
 """compare() and monitor(compare_every=...) of a model under DDP, on two ranks or on one of them alone: none waits for another,
-and the training goes on to the bit. A model that FSDP2 has sharded is refused, also on one rank alone."""
+and the training goes on bitwise. A model that FSDP2 has sharded is refused, also on one rank alone."""
 
 from __future__ import annotations
 

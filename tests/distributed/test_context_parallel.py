@@ -102,7 +102,7 @@ def reduce(steps: list[dict[str, Tensor]]) -> None:
 
 
 def compared(result: dict[str, Any]) -> dict[str, Any]:
-    """With the SQNR of each gradient of each step to high precision in the place of the gradients."""
+    """With the SQNR of each gradient of each step to high precision instead of the gradients."""
     high = result["high precision"]["gradients"]
     for way in ("one", "cp"):
         steps = zip(high, result[way].pop("gradients"), strict=True)

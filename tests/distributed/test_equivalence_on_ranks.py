@@ -1,7 +1,7 @@
 """Training on several ranks: sharded, it is that of replicas whose gradients are averaged; with a feature, it is that without.
 
 A case is two trainings by one protocol (tests/equivalence/protocols.py, and ranks.py for a few more events), on each rank:
-outputs, gradients, weights and scaling state have to be the same to the bit, or as near as promised.
+outputs, gradients, weights and scaling state have to be bitwise the same, or as near as promised.
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ def scheduled(given: dict[str, int], **more: Any) -> dict[str, Any]:
 
 FOREACH, FUSED = {"foreach": True}, {"fused": True}
 ALL_GATHERS = {
-    # evaluations, writes by hand, loaded weights, also behind a forward that has no backward; other tensors of shards
+    # evaluations, writes by hand, loaded weights, also after a forward that has no backward; other tensors of shards
     "gathered": gathered(
         "fbs fbsw fbs l fxl e fbs A efeb fbs M efeb Gfb Gefb fbs",
         reported(spares(0, 2, 2, 0, 1, 0, 2, 0, *[...] * 6, 2)), adam=FOREACH,

@@ -40,7 +40,7 @@ class Layer(nn.Module):
 
 
 class Masked(Layer):
-    """Tokens of other ranks' experts are sorted behind those of this rank's, as transformers does; the sum of all ranks'
+    """Tokens of other ranks' experts are sorted after those of this rank's, as transformers does; the sum of all ranks'
     results is the layer's."""
 
     def forward(self, x: Tensor) -> Tensor:

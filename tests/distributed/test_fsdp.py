@@ -40,7 +40,7 @@ def step(model: nn.Module, number: int, rank: int) -> float:
 
 
 def _state(rank: int) -> dict[str, Any]:
-    """A model that goes on from a state, which was loaded before it was sharded, behind its first call, or not at all."""
+    """A model that goes on from a state, which was loaded before it was sharded, after its first call, or not at all."""
     first = shard(build("mlps"))
     step(first, 0, rank), step(first, 1, rank)
     state, weights = scaling_tensors(first), {name: p.detach().clone() for name, p in first.named_parameters()}
@@ -154,7 +154,7 @@ def _recomputed_by_another_graph(rank: int) -> list[bool]:
 
 
 def test_a_batch_of_one_in_checkpoints() -> None:
-    """Gradients are those without checkpoints, to the bit."""
+    """Gradients are those without checkpoints, bitwise."""
     for found in on_ranks(2, _recomputed_by_another_graph):
         assert len(found) == 50 and all(found), found
 

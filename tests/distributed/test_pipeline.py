@@ -1,4 +1,4 @@
-"""Pipelines, on two and four processes: to the bit, they are their stages run by hand. Shape inference leaves no trace."""
+"""Pipelines, on two and four processes: bitwise, they are their stages run by hand. Shape inference leaves no trace."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ ON_TWO = [
     Case("1F1B"), Case("1F1B", "blockwise", static=True), Case("interleaved", "rowwise"), Case("interleaved", static=True),
     Case("GPipe", "tensorwise"),
 ]  # fmt: skip
-# Static shapes with DDP: behind an inference of shapes, DDP reduces the gradients of each microbatch of the first step, without
+# Static shapes with DDP: after an inference of shapes, DDP reduces the gradients of each microbatch of the first step, without
 # FP8 as well. The sums are then rounded in another order.
 ON_FOUR = [
     Case("1F1B", parallel="fsdp", options={"reduce_amax": "dp"}),

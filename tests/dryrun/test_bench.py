@@ -88,7 +88,7 @@ def test_the_table() -> None:
 
 
 class Made:
-    """In the place of an arm's runner."""
+    """Instead of an arm's runner."""
 
     def __init__(self, name: str, seen: list[str], fails: Exception | None = None):
         self.name, self.seen, self.fails = name, seen, fails

@@ -1,4 +1,4 @@
-"""compare(): a step in FP8 beside high precision. It finds planted faults, flags nothing healthy, and leaves nothing behind."""
+"""compare(): a step in FP8 beside high precision. It finds planted faults, flags nothing healthy, and leaves nothing after."""
 
 from __future__ import annotations
 
@@ -280,7 +280,7 @@ def test_a_model_that_is_not_deterministic() -> None:
 
 
 class Everything(nn.Module):
-    """BatchNorm statistics, dropout, a graph break, and behind it a counter and random numbers of Python."""
+    """BatchNorm statistics, dropout, a graph break, and after it a counter and random numbers of Python."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -350,7 +350,7 @@ def training(look: Callable[..., None], places: str = "") -> tuple[list[float], 
 @pytest.mark.parametrize("places", ["m", pytest.param("ba", marks=pytest.mark.slow)])
 def test_a_training_is_the_same_to_the_bit(places: str) -> None:
     """Also beside a comparison that fails. Neither the user's frames nor the counts of compilations change, also not for frames
-    behind a graph break."""
+    after a graph break."""
     compares: list[Compare] = []
     looks = []
 
@@ -458,7 +458,7 @@ def test_a_loss_that_only_fp8_breaks() -> None:
 @pytest.mark.weekly
 @pytest.mark.compiled
 def test_inductors_code_has_the_same_errors() -> None:
-    """What runs operator by operator here is, but for roundings, what Inductor compiles."""
+    """What runs eagerly here is, but for roundings, what Inductor compiles."""
     torch._dynamo.reset()  # no graph of an interpreted test
     case = mlp()
     found = by_name(fp8compile.compare(case.model, *case.args, loss=to_one))

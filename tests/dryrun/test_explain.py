@@ -221,7 +221,7 @@ def test_the_model_and_its_inputs_are_left_as_they_were():
 
 @pytest.mark.slow
 def test_reports_and_compiled_code_are_left_as_they_were():
-    """Also more often than Dynamo's recompile limit, and for frames behind a graph break, which explain compiles, too."""
+    """Also more often than Dynamo's recompile limit, and for frames after a graph break, which explain compiles, too."""
     from torch._dynamo.eval_frame import _debug_get_cache_entry_list as entries
 
     first = models.make(lambda: models.Broken(models.linear(), nn.Tanh(), models.linear()))
@@ -323,7 +323,7 @@ def test_what_follows_from_a_matmul_is_zero(caplog):
     model = models.make(lambda: Sliced(lambda y, lengths: (y.detach() * 0 + 28).amax().long()))
     report = fp8compile.explain(model, x(), torch.tensor([28]))
     assert {r.fqn for r in report.matmuls} == {"first.up", "first.down"}
-    assert "incomplete: behind graph " in report.summary() and "test_explain.py:" in report.summary()
+    assert "incomplete: after graph " in report.summary() and "test_explain.py:" in report.summary()
     assert "the model raised RuntimeError: cannot reshape" in report.summary()
     assert "zeros here" in caplog.text and "Traceback" not in str(report)
     assert report.to_dict()["summary"] == report.summary() and model.second.up.weight.grad is None

@@ -87,7 +87,7 @@ def test_groups_and_their_rules() -> None:
     assert groups[1].where == {"module": "b.*.x.up"} and groups[1].modules == ("b.0.x.up",)
     assert groups[2].where == {"module": ["b.1.gate"]}, "and b.0.gate stays as it is"
     down = groups[3]
-    assert down.settings == {"current_scaling": (True, False, False)}, "the shipped rule that is put behind ours"
+    assert down.settings == {"current_scaling": (True, False, False)}, "the shipped rule that is put after ours"
     rule = tables([down], (Candidate("delayed", "e4m3"),), "default")["rules"][0]
     assert rule["current_scaling"] == [True, False, False] and rule["fp8_format"] == "e4m3"
     assert "current_scaling" not in tables([down], (Candidate("rowwise"),), "default")["rules"][0]
@@ -132,7 +132,7 @@ def test_the_error_is_that_of_the_gradients_of_a_step(found: fp8compile.Tuned) -
 
 
 def test_nothing_is_left_behind() -> None:
-    """A training goes on to the bit as without it, and gradients are as before."""
+    """A training goes on bitwise as without it, and gradients are as before."""
     results = []
     for tuning in (False, True):
         case = an_mlp()

@@ -116,7 +116,7 @@ def test_a_layer_whose_rows_are_no_multiple_of_32(block: tuple[int, int], tmp_pa
 @every_block
 def test_compressed_tensors_reads_the_files(block: tuple[int, int], tmp_path: Path) -> None:
     """The configuration is that of its own preset, the compressor that it picks is the one we name, and decompressed weights
-    are ours to the bit. It decompresses to bf16, which holds FP8 values times powers of two."""
+    are ours bitwise. It decompresses to bf16, which holds FP8 values times powers of two."""
     pytest.importorskip("compressed_tensors")
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.compressors.format import infer_module_format

@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.usefixtures("interpreted"), pytest.mark.shares_graphs]
 
 BATCHES = 5
 # Two implementations that order sums differently, or divide where the other multiplies by an inverse, agree to 2**-22 (over
-# 100 dB), until one value rounds to the other FP8 neighbour: its 1/8 spreads through the layers behind it, to 25 dB at worst.
+# 100 dB), until one value rounds to the other FP8 neighbour: its 1/8 spreads through the layers after it, to 25 dB at worst.
 # That happens in a part of the batches, so the median has to be high. A wrong scale gives under 30 dB in every batch.
 MEDIAN_DB, WORST_DB = 60.0, 14.0
 E4M3 = OCP[0]
@@ -152,7 +152,7 @@ def test_mxfp8_loaded_with_compressed_tensors(tmp_path: Path) -> None:
 @pytest.mark.weekly
 @pytest.mark.parametrize("mixed", [False, True])
 def test_mxfp8_loaded_with_compressed_tensors_in_bf16(mixed: bool, tmp_path: Path) -> None:
-    """As it is. Sums that are rounded to bf16 differ in a bit now and then, and so do FP8 values behind them: about 40 dB.
+    """As it is. Sums that are rounded to bf16 differ in a bit now and then, and so do FP8 values after them: about 40 dB.
     Inputs that are not quantized give 28 dB. Mixed: scales of `rowwise` are rounded to bf16; a wrong layer is at 0 dB."""
     pytest.importorskip("compressed_tensors")
     model = llama().bfloat16()

@@ -40,7 +40,7 @@ def on_two_ranks(folder: Path, work: Callable[[int, str], Any]) -> tuple[Path, l
 
 
 def check_gradients(found: Sequence[Mapping[str, Tensor]], expected: Sequence[Mapping[str, Tensor]], count: int) -> None:
-    """Of each step, `count` parameters, to the bit."""
+    """Of each step, `count` parameters, bitwise."""
     for got, wanted in zip(found, expected, strict=True):
         assert got.keys() == wanted.keys() and len(got) == count
         assert [name for name in wanted if not torch.equal(got[name], wanted[name])] == []

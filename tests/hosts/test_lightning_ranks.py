@@ -140,7 +140,7 @@ def ranks(tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
 
 @pytest.mark.parametrize("how", ["ddp", "accumulated"])
 def test_training_is_that_of_replicas(ranks, how: str) -> None:
-    """Losses, gradients of each step and the weights at the end, to the bit; weights are the same on both ranks."""
+    """Losses, gradients of each step and the weights at the end, bitwise; weights are the same on both ranks."""
     _, found = ranks
     for one in found:
         ours, theirs = one[how], one["replica" if how == "ddp" else "accumulated replica"]

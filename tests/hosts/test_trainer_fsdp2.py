@@ -41,7 +41,7 @@ def ranks(tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
 
 
 def test_training_is_that_of_replicas(ranks) -> None:
-    """Gradients of each step, to the bit. Weights to rounding: AdamW updates parts of them, whose ends round otherwise."""
+    """Gradients of each step, bitwise. Weights to rounding: AdamW updates parts of them, whose ends round otherwise."""
     for one in ranks[1]:
         ours, theirs = one["callback"], one["replica"]
         assert ours["wrapper"] == "FSDPLlamaForCausalLM" and len(ours["gradients"]) == STEPS

@@ -119,7 +119,7 @@ def ranks(tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
 
 @pytest.mark.parametrize("how", ["ddp", "accumulated"])
 def test_training_is_that_of_replicas(ranks, how: str) -> None:
-    """Gradients of each step and the weights at the end, to the bit; and the same on both ranks."""
+    """Gradients of each step and the weights at the end, bitwise; and the same on both ranks."""
     _, found = ranks
     expected = [one["replica" if how == "ddp" else "accumulated replica"] for one in found]
     for ours, theirs in ((one[how], other) for one, other in zip(found, expected, strict=True)):

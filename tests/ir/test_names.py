@@ -49,7 +49,7 @@ def test_a_parameter(source: str, name: str) -> None:
         ("L['f'].__defaults__[0].layers.0", "layers.0"),
         ("L['f'].__kwdefaults__['model'].layers.0", "layers.0"),
         ("L['f'].__closure__[0].cell_contents.net.0", "net.0"),
-        # a host has put a function in the place of `forward`
+        # a host has put a function instead of `forward`
         ("L['self'].attention.forward.__closure__[0].cell_contents.__self__.qkv.w", "attention.qkv.w"),
         ("L['self'].mlp.forward.func.__self__.up", "mlp.up"),
         ("L['self'].forward.__func__.__wrapped__.__self__.up", "up"),
@@ -96,7 +96,7 @@ def traced():
 @pytest.mark.parametrize("replace", [_as_a_closure, pytest.param(_as_a_partial, marks=pytest.mark.slow), _as_a_method])
 @pytest.mark.usefixtures("traced")
 def test_a_replaced_forward_is_no_part_of_a_name(replace: Callable[[nn.Module], None]) -> None:
-    """A policy names modules as `named_modules` does, whatever a host has put in the place of their `forward`."""
+    """A policy names modules as `named_modules` does, whatever a host has put instead of their `forward`."""
     model = nn.Sequential(Net(), Net())
     for module in (model[0], model[1].net):
         replace(module)

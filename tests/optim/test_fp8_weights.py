@@ -1,4 +1,4 @@
-"""`AdamW(.., fp8_weights=True)`: the step makes the FP8 weights of the next step, to the bit as the next forward would.
+"""`AdamW(.., fp8_weights=True)`: the step makes the FP8 weights of the next step, bitwise as the next forward would.
 
 tests/equivalence trains with it and without; here is when weights are cast.
 """
@@ -295,7 +295,7 @@ def test_a_step_on_nan(value: float, recipe: str) -> None:
 
 @pytest.mark.parametrize("split", ["by kind", "by layer"])
 def test_two_optimizers(split: str) -> None:
-    """By kind: what the first one casts is old behind the second one's step, so it stops to cast. By layer: a weight that an
+    """By kind: what the first one casts is old after the second one's step, so it stops to cast. By layer: a weight that an
     optimizer lacks is cast in forward, and so are all of its graph's."""
     results = []
     for early in (False, True):

@@ -91,7 +91,7 @@ def test_casts_with_given_amaxes_read_each_weight_once(recipe: str) -> None:
 @pytest.mark.weekly
 @pytest.mark.parametrize(("dtype", "master"), [MASTERS[0], MASTERS[2]])
 def test_the_plan_of_a_gpu(dtype: torch.dtype, master: str | None) -> None:
-    """Executed on a CPU, the update with its amaxes and the casts that take them: to the bit as without."""
+    """Executed on a CPU, the update with its amaxes and the casts that take them: bitwise as without."""
     results = []
     for early in (False, True):
         torch._dynamo.reset()

@@ -147,8 +147,8 @@ def test_an_all_reduce_of_amaxes_is_waited_for_at_the_end() -> None:
 @needs_fake_gpu
 @cases(("delayed", 0))
 def test_async_tensor_parallelism_finds_the_matmuls(recipe: str, dim: int) -> None:
-    """With `_micro_pipeline_tp`, Inductor fuses each gather with the FP8 matmul behind it, and a matmul with the reduce-scatter
-    behind it. (These run on NCCL and symmetric memory only. Here Inductor is told that there are both.)"""
+    """With `_micro_pipeline_tp`, Inductor fuses each gather with the FP8 matmul after it, and a matmul with the reduce-scatter
+    after it. (These run on NCCL and symmetric memory only. Here Inductor is told that there are both.)"""
     model = SequenceParallel(dim).bfloat16()
     with ExitStack() as stack:
         stack.enter_context(mock.patch("torch.distributed.is_nccl_available", return_value=True))
@@ -158,7 +158,7 @@ def test_async_tensor_parallelism_finds_the_matmuls(recipe: str, dim: int) -> No
         assert order.count("fused_all_gather_scaled_matmul") == order.count("fused_scaled_matmul_reduce_scatter") == 1
         assert order.count("_scaled_mm") == left and not {"all_gather_into_tensor", "reduce_scatter_tensor", "mm"} & {*order}
         assert kernel in order
-    assert any("cast_transpose" in kernel for kernel in launches(made)[1])  # casts behind what Inductor has fused are ours
+    assert any("cast_transpose" in kernel for kernel in launches(made)[1])  # casts after what Inductor has fused are ours
 
 
 # --- what is moved, and what is not -----------------------------------------------------------------

@@ -81,7 +81,7 @@ def trained(loss: str, policy: Any = HEAD_OFF, **options: Any) -> tuple[list[dic
 @pytest.mark.cases(test=1, slow=2)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_the_same_training_without_the_logits(loss: str) -> None:
-    """Sums over chunks are rounded otherwise. In bf16, FP8 casts behind the head see other last bits, and round some values in
+    """Sums over chunks are rounded otherwise. In bf16, FP8 casts after the head see other last bits, and round some values in
     the other direction."""
     if loss == "capped" and torch.__version__ < "2.12":
         pytest.skip("torch 2.11 does not chunk a tanh")

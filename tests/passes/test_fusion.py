@@ -26,7 +26,7 @@ BF16 = torch.bfloat16
 
 
 class Alone(nn.Module):
-    """A linear behind a function of the input."""
+    """A linear after a function of the input."""
 
     def __init__(self, function: Callable[[Tensor], Tensor]):
         super().__init__()

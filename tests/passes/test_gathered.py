@@ -61,7 +61,7 @@ def cast(x: torch.Tensor, dtype: torch.dtype, largest: float) -> tuple[torch.Ten
 @pytest.mark.slow
 @pytest.mark.parametrize("recast", [False, True])
 def test_fp8_matmuls_read_what_was_gathered(recast: bool) -> None:
-    """fprop and dgrad, to the bit, from the gathered bytes: nothing is cast again."""
+    """fprop and dgrad, bitwise, from the gathered bytes: nothing is cast again."""
     weight, data, inverse = gathered()
     layer = Layer(weight)
     x = torch.randn(64, 256, requires_grad=True)
@@ -91,7 +91,7 @@ COMPILED = pytest.param(320, marks=[pytest.mark.compiled, pytest.mark.slow], id=
 @pytest.mark.cases(test=1, slow=1)
 @pytest.mark.parametrize("columns", [256, 320, COMPILED])  # the last block of a row may be a part
 def test_matmuls_with_block_scales_read_what_was_gathered(columns: int) -> None:
-    """fprop and dgrad, to the bit. dgrad reads the transposed bytes with the transposed scales."""
+    """fprop and dgrad, bitwise. dgrad reads the transposed bytes with the transposed scales."""
     weight = of_blocks(384, columns)
     data, inverse = weight.data_, weight.inv_
     layer = Layer(weight)

@@ -68,7 +68,7 @@ def build(function: Callable) -> nn.Module:
 def test_hooks() -> None:
     """Gemms are identified by the tensors that they read: their sizes are all equal."""
     cases = dict(HOOKS)
-    if torch.__version__ < "2.12":  # Dynamo of torch 2.11 puts an input that a hook reads behind its first use
+    if torch.__version__ < "2.12":  # Dynamo of torch 2.11 puts an input that a hook reads after its first use
         del cases["by the weight"], cases["by the input"]
     model = Several(build(function) for function, _ in cases.values())
     outputs = torch.compile(model, backend="fp8")(*(ternary(128, 128).requires_grad_() for _ in cases))

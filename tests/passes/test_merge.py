@@ -26,7 +26,7 @@ BF16 = torch.bfloat16
 
 
 class Three(nn.Module):
-    """Three layers of one tensor, and a fourth behind them."""
+    """Three layers of one tensor, and a fourth after them."""
 
     def __init__(self, bias: bool = False, widths: tuple[int, int, int] = (256, 128, 128)) -> None:
         super().__init__()

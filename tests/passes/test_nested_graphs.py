@@ -97,7 +97,7 @@ def checkpointed(model: nn.Module) -> Callable[[Tensor], Tensor]:
 @pytest.mark.parametrize("around", [itself, checkpointed])
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "rowwise"])
 def test_regions(recipe: str, around: Any) -> None:
-    """A model with regions trains as the one without them, to the bit, and has the same report: its share, names and rules."""
+    """A model with regions trains as the one without them, bitwise, and has the same report: its share, names and rules."""
     found = []
     for region in (False, True):
         torch._dynamo.reset()

@@ -93,7 +93,7 @@ HEADS: dict[str, tuple[Model, Tensor]] = {
         Model(lambda m, x: m.fc(m.conv(x).relu().mean((2, 3))), conv=nn.Conv2d(3, WIDTH, 4), fc=linear()),
         PIXELS,
     ),
-    "of features, behind a norm": (
+    "of features, after a norm": (
         Model(lambda m, x: m.fc(m.norm(F.gelu(m.body(x)))), body=linear(WIDTH), norm=norm(), fc=linear()),
         FEATURES,
     ),
@@ -132,7 +132,7 @@ OF_TOKENS = {
     "a parallel block": Model(parallel, embed=embedding(), norm=norm(), a=Mlp(), b=Attention()),
     "a gated residual": Model(gated_residual, embed=embedding(), norm=norm(), mlp=Mlp(), gate=linear(WIDTH)),
     "added to some rows": Model(into_some_rows, embed=embedding(), block=ResidualMlp(), mlp=Mlp()),
-    "a convolution behind": text(lambda m, x: m.conv(m.fc(trunk(m, x)).mT), fc=linear(), conv=nn.Conv1d(CLASSES, 4, 1)),
+    "a convolution after": text(lambda m, x: m.conv(m.fc(trunk(m, x)).mT), fc=linear(), conv=nn.Conv1d(CLASSES, 4, 1)),
 }
 OF_FEATURES = {
     "a linear": linear(),

@@ -1,5 +1,5 @@
 """The finer recipes in the graph: shared copies, tensors kept for backward, emulation. Also: the layers that are recognised as
-down projections behind a gated activation."""
+down projections after a gated activation."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """`save="fp8"`: what forward keeps for backward in FP8 (`passes.save`), each gradient is as exact. (tests/equivalence: outputs
-and state are those without it, to the bit.)"""
+and state are those without it, bitwise.)"""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class Twins:
         self.compiled = [compiled(x, save=kind, **how) for x, kind in zip(self.models, ("auto", "fp8"), strict=True)]
 
     def __call__(self, x: Tensor) -> list[tuple[Tensor, list[Tensor]]]:
-        """(output, the input as a leaf) of each; outputs are equal to the bit."""
+        """(output, the input as a leaf) of each; outputs are bitwise equal."""
         leaves = [leaf(x), leaf(x)]
         outputs = [function(given) for function, given in zip(self.compiled, leaves, strict=True)]
         assert torch.equal(*outputs)
@@ -213,7 +213,7 @@ def test_the_plan_for_a_gpu(name: str, recipe: str, dtype: torch.dtype) -> None:
 
 
 class Unkept(nn.Module):
-    """Kept tensors that have to stay as they are, each behind a linear."""
+    """Kept tensors that have to stay as they are, each after a linear."""
 
     def __init__(self, what: str, width: int = 128) -> None:
         super().__init__()

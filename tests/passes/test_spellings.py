@@ -163,7 +163,7 @@ def checkpointed(x: torch.Tensor, module: nn.Module) -> torch.Tensor:
 
 
 def patches() -> nn.Module:
-    """Attention behind a convolution. A residual: otherwise it would be the model's output head."""
+    """Attention after a convolution. A residual: otherwise it would be the model's output head."""
 
     def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
         x = m.patches(x[:, :24].reshape(-1, 3, 32, 32)).flatten(2).transpose(1, 2)
@@ -282,7 +282,7 @@ def dense_attention(m: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def detached(m: Any, x: torch.Tensor) -> torch.Tensor:
-    """A frozen linear, which has no autograd node, behind a matmul that has one."""
+    """A frozen linear, which has no autograd node, after a matmul that has one."""
     a, b = m.a(x).t(), m.b(x)
     return torch.mm(a, b) * torch.mm(x, m.frozen.weight).sum()
 

@@ -84,7 +84,7 @@ def test_half_the_memory(name: str) -> None:
     two, one = both(build, **options)
     weights = sum(p.numel() for p in build().parameters() if p.dim() > 1)
     assert weights <= one <= 1.01 * weights
-    assert 0.3 * weights < two - one <= 1.01 * weights  # of weights with dgrad: behind a batch, there is none
+    assert 0.3 * weights < two - one <= 1.01 * weights  # of weights with dgrad: after a batch, there is none
 
 
 def test_layouts_with_scales_of_their_own_are_both_kept() -> None:
@@ -156,7 +156,7 @@ def test_one_kernel_that_moves_2_bytes_an_element(
     code = backward.code
     copies = {name for name, x in backward.inputs.items() if x.dtype == torch.float8_e4m3fn and name.startswith("primals")}
     assert len(copies) == count and any(x.matmul is not None for x in backward.kernels)
-    for name in copies:  # the kernel that reads it is launched behind the first matmul, but for that of the last layer
+    for name in copies:  # the kernel that reads it is launched after the first matmul, but for that of the last layer
         (launch,) = re.findall(rf"\.run\({name}, (\w+), ", code)
         reader = rf"\.run\(.*\b{launch}\b" if recipe == "blockwise" else rf"_scaled_mm\(\w+, reinterpret_tensor\({launch}, "
         assert re.search(reader, code), name

@@ -128,7 +128,7 @@ def test_dtypes_of_outputs_and_gradients(recipe: str, dtype: torch.dtype) -> Non
 @pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 def test_a_model_that_is_cast_between_calls(dtype: torch.dtype) -> None:
-    """Behind `model.to(dtype)`, results are those of a model that always had this dtype. TE: tests/pytorch/test_sanity.py,
+    """After `model.to(dtype)`, results are those of a model that always had this dtype. TE: tests/pytorch/test_sanity.py,
     test_model_multiple_cast."""
     model = make(lambda: nn.Sequential(nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 128)))
     run, x = compiled(model, "tensorwise", policy=ALL_FP8), noise(16, 128)
@@ -210,7 +210,7 @@ def test_a_backward_in_high_precision(recipe: str) -> None:
 @pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("other", ["mxfp8", "blockwise", "rowwise"])
 def test_another_recipe_in_the_middle(other: str) -> None:
-    """Behind steps of `delayed`, a recipe without state computes what it does for a fresh model; back again, `delayed` goes on
+    """After steps of `delayed`, a recipe without state computes what it does for a fresh model; back again, `delayed` goes on
     from its histories. TE: tests/pytorch/test_recipe.py, test_dynamic_recipe_update and test_quantizer_update."""
     models = [make(lambda: nn.Linear(128, 128), BF16) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())

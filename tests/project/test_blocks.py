@@ -2,7 +2,7 @@
 
 * The Python blocks of a page share their names. A block with a title is the file of that name.
 * A `bash` block runs in the folder of these files. Pages with such a block are slow: each command imports torch.
-* A `text` block right behind one of them is what it prints. Numbers with a point may differ by a fifth; a line "..." stands for
+* A `text` block right after one of them is what it prints. Numbers with a point may differ by a fifth; a line "..." stands for
   any lines.
 * A block after the line "<!-- Not run by a test: why -->", or whose first line is "# Not run by a test: why", is not run.
 

@@ -290,7 +290,7 @@ def test_two_forwards_then_two_backwards(recipe: str) -> None:
 
 
 def test_a_forward_whose_backward_never_comes(looked) -> None:
-    """Later calls do not run operator by operator for ever."""
+    """Later calls do not run eagerly for ever."""
     model = linear()
     run = compiled(model, "tensorwise")
     fp8compile.stats(model, measure=True)

@@ -87,7 +87,7 @@ def compiled(model: nn.Module, recipe: str = "tensorwise", frozen: str = "fp8", 
 def trained(
     model: nn.Module, call: Callable[..., Tensor], rows: Sequence[int] = (48, 48, 48), micro: int = 1, autocast: bool = False
 ) -> list[Tensor]:
-    """Outputs and gradients of each step, and the trained parameters behind them. `micro` batches make a step; their forwards
+    """Outputs and gradients of each step, and the trained parameters after them. `micro` batches make a step; their forwards
     come before their backwards."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)  # is given the frozen weights, too
     found: list[Tensor] = []
@@ -272,7 +272,7 @@ def test_checkpoints_are_vanilla(tmp_path: Any) -> None:
     buffer.seek(0)
     plain.load_state_dict(torch.load(buffer))
     assert torch.equal(plain(batch(5)), model(batch(5)))  # both eager
-    # what was saved is loaded to the bit, and other values are cast
+    # what was saved is loaded bitwise, and other values are cast
     before = {name: (p.data_.clone(), p.inv_.clone()) for name, p in bases(model).items()}
     model.load_state_dict(safetensors.load_file(tmp_path / "model.safetensors"))
     for name, p in bases(model).items():
@@ -442,9 +442,9 @@ def test_only_what_nothing_but_fp8_matmuls_read(caplog: pytest.LogCaptureFixture
         "off.weight": "policy: rule 1",
     }
     text = str(fp8compile.report(model))
-    assert "frozen weights in FP8 only: 1 of 4, 0.01639 MB in the place of 0.06554" in text and "fp8 only" in text
+    assert "frozen weights in FP8 only: 1 of 4, 0.01639 MB instead of 0.06554" in text and "fp8 only" in text
     said = [record.getMessage() for record in caplog.records if "kept in FP8 only" in record.getMessage()]
-    assert len(said) == 1 and "1 frozen weights are kept in FP8 only, 0.01639 MB in the place of 0.06554" in said[0]
+    assert len(said) == 1 and "1 frozen weights are kept in FP8 only, 0.01639 MB instead of 0.06554" in said[0]
 
 
 def test_a_graph_that_casts_otherwise_says_so(caplog: pytest.LogCaptureFixture) -> None:

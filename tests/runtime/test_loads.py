@@ -101,7 +101,7 @@ def test_where_overflows_saturate_loading_changes_nothing() -> None:
 
 @pytest.mark.parametrize("state_first", [True, False])
 def test_state_that_is_loaded_with_the_weights_stays(state_first: bool) -> None:
-    """Going back to a checkpoint gives the calls after it to the bit: none of them is cold."""
+    """Going back to a checkpoint gives the calls after it bitwise: none of them is cold."""
     model = chain()
     run = compiled(model)
     for _ in range(3):

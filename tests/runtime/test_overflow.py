@@ -180,7 +180,7 @@ def trained(run, model: nn.Module) -> dict[str, Tensor]:
     ids=str,
 )
 def test_weights_loaded_later_against_the_reference(options: dict[str, Any], factor: float) -> None:
-    """On exact numbers, state, outputs and gradients are the reference's to the bit, step by step."""
+    """On exact numbers, state, outputs and gradients are the reference's bitwise, step by step."""
     model = chain()
     for weight in model.parameters():
         nn.init.constant_(weight, 1.75 / 128)

@@ -100,7 +100,7 @@ def reads() -> dict[str, Callable[[torch.Tensor], Any]]:
 
 
 def test_a_read_is_found() -> None:
-    """Each, planted in what runs before a forward, and behind a backward."""
+    """Each, planted in what runs before a forward, and after a backward."""
     with hooks.on_a_gpu() as gpu, hooks.bodies():
         training = Training(make(Mlp))
         for number in range(2):

@@ -1,4 +1,4 @@
-"""`cache_weights`: FP8 copies of weights serve until the weights change, to the bit as if they were cast in each call."""
+"""`cache_weights`: FP8 copies of weights serve until the weights change, bitwise as if they were cast in each call."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class ByHand:
 
 
 class Clamped(torch.optim.SGD):
-    """A hook of the user's writes to `.data` behind each step."""
+    """A hook of the user's writes to `.data` after each step."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model.parameters(), lr=1e-2)

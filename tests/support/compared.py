@@ -70,7 +70,7 @@ class Lora(nn.Module):
 
 
 class Normed(nn.Module):
-    """A norm before and behind each matmul, and on the gates."""
+    """A norm before and after each matmul, and on the gates."""
 
     def __init__(self) -> None:
         super().__init__()

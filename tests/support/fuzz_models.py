@@ -303,7 +303,7 @@ def experts(b: Block, x: Tensor) -> Tensor:
 
 
 def bare(b: Block, x: Tensor) -> Tensor:
-    """One matmul directly behind the other."""
+    """One matmul directly after the other."""
     one, two = (layer.weight() / layer.weight.size for layer in b.each)
     return Quantized.apply(residue(x) @ one.t() @ two)
 

@@ -105,7 +105,7 @@ def leaf(x: Tensor) -> Tensor:
 
 
 def gated_inputs(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """Overrides for a rule of the default policy: down projections behind a gated activation use current scaling of inputs."""
+    """Overrides for a rule of the default policy: down projections after a gated activation use current scaling of inputs."""
     names = [f"{name}.down.weight".lstrip(".") for name, module in model.named_modules() if isinstance(module, SwiGlu)]
     return {name: {"current_scaling": (True, False, False)} for name in names}
 

@@ -157,7 +157,7 @@ libdevice = _Library()
 
 @contextlib.contextmanager
 def _with_libdevice(names: dict[str, Any]):
-    """Inside, a kernel that reads these globals calls torch in the place of `libdevice`."""
+    """Inside, a kernel that reads these globals calls torch instead of `libdevice`."""
     real = names.get("libdevice")
     names["libdevice"] = libdevice
     try:

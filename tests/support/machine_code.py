@@ -210,7 +210,7 @@ def resources(compiled: Any) -> Resources:
 
 def instructions(compiled: Any) -> list[int]:
     """The instructions in the machine code of a kernel for an NVIDIA GPU: of all of it, then of the body of each loop. Slow
-    paths behind its end, such as those of exact divisions, do not count."""
+    paths after its end, such as those of exact divisions, do not count."""
     text = _printed(compiled, "nvdisasm", "-ndf", "-c")
     count, labels, loops = 0, {}, []
     for line in text.splitlines():

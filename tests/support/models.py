@@ -343,7 +343,7 @@ def relus(count: int = 2) -> list[nn.Module]:
 
 
 class Experts(nn.Module):
-    """Gated feed-forwards as stacks of matrices. `offs` are the ends of each expert's rows; rows behind the last end are zeros
+    """Gated feed-forwards as stacks of matrices. `offs` are the ends of each expert's rows; rows after the last end are zeros
     in the result. `turned`: the stacks lie as [E, inputs, outputs]."""
 
     def __init__(self, width: int = 128, hidden: int = 128, count: int = 4, turned: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""In the place of `dryrun.times.Times`, which compiles for minutes: a nanosecond for each weight of a linear, times a factor of
+"""Instead of `dryrun.times.Times`, which compiles for minutes: a nanosecond for each weight of a linear, times a factor of
 the recipe that a policy gives it."""
 
 from __future__ import annotations

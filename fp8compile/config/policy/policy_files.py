@@ -85,7 +85,7 @@ def _from_tables(
     beside: Path | None = None,
     chain: tuple[str, ...] = (),
 ) -> Policy:
-    """Validate `tables`, and put the rules of the policy that they extend behind theirs. `content` is their TOML text."""
+    """Validate `tables`, and put the rules of the policy that they extend after theirs. `content` is their TOML text."""
     try:
         file = made(PolicyFile, tables)
         base = None if file.extends == "none" else _extended(file.extends or "default", beside, chain)

@@ -1,4 +1,4 @@
-"""Golden files: what a chosen list of trainings computes, decides and generates, to the bit. The net of a refactoring.
+"""Golden files: what a chosen list of trainings computes, decides and generates, bitwise. The net of a refactoring.
 
     python -m tests.equivalence.golden check                  does this tree do what the files say? Prints what differs
     python -m tests.equivalence.golden write                  makes the files anew: read the diff, and commit it

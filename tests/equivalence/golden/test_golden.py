@@ -1,4 +1,4 @@
-"""What is computed, decided and generated is what the files of `expected/` say, to the bit."""
+"""What is computed, decided and generated is what the files of `expected/` say, bitwise."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ of options and reports need no compiler.
 Three ways to run a graph without Inductor's code generation, which takes seconds a graph:
 
 interpreted    as our joint passes leave it, on the reference implementations of our operators: decisions, state, numerics
-lowered        after our passes over each half, too: as Inductor would get it, operator by operator
+lowered        after our passes over each half, too: as Inductor would get it, eagerly
 traced         no half is run: what the passes decide and report
 """
 

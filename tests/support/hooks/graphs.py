@@ -70,7 +70,7 @@ def interpreted() -> Patched:
 
 
 def lowered() -> Patched:
-    """Inside, `backend="fp8"` runs the lowered graph operator by operator."""
+    """Inside, `backend="fp8"` runs the lowered graph eagerly."""
     from fp8compile.runtime.inner import INTERPRETER
 
     return _inner(INTERPRETER)
@@ -131,7 +131,7 @@ def sent(name: str) -> Iterator[list[tuple[torch.dtype, int]]]:
 
 @contextlib.contextmanager
 def widely() -> Iterator[None]:
-    """Inside, interpreted graphs compute in float64, operator by operator, and round each result once. So their bits depend
+    """Inside, interpreted graphs compute in float64, eagerly, and round each result once. So their bits depend
     neither on the order of sums nor on approximations of functions, which differ between machines."""
     from fp8compile.ir import products
 

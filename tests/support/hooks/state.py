@@ -169,7 +169,7 @@ def frozen(parameter: Any) -> bool:
 
 @contextlib.contextmanager
 def phases_afresh() -> Iterator[None]:
-    """Inside, no optimizer has stepped and no phase, step or callback was set. Behind it, all is as before."""
+    """Inside, no optimizer has stepped and no phase, step or callback was set. After it, all is as before."""
     from fp8compile.runtime import phases
 
     before, state = phases._state, phases._State()
@@ -216,7 +216,7 @@ def measured_casts() -> Iterator[list[str]]:
 
 
 def slow_calls() -> Patched:
-    """For each call of a half inside, whether it runs operator by operator for a measurement."""
+    """For each call of a half inside, whether it runs eagerly for a measurement."""
     from fp8compile.runtime.probe import Looking
 
     return noting(Looking, "at", lambda look, *_, **__: look is not None)
