@@ -119,7 +119,7 @@ def test_the_command_line_is_installed(python: Path, tmp_path: Path) -> None:
     assert "[[rules]]" in call(program, "policy", "show", "llama", cwd=tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_three_lines_train(python: Path, tmp_path: Path) -> None:
     file, summary = call(python, "-c", NOTEBOOK, cwd=tmp_path).splitlines()
     assert Path(file).is_relative_to(python.parents[1]) and "100.0% of matmul FLOPs" in summary
