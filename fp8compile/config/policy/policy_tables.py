@@ -240,7 +240,7 @@ class Policy(_Tables):
         has a separator, and any Path: a file. Another string: a shipped policy. A dict: the tables of a file. A Policy: itself.
         Raises PolicyError (a ValueError), also where a file cannot be read.
         """
-        return importlib.import_module(".files", __package__).load(source)  # which imports this module
+        return importlib.import_module(".policy_files", __package__).load(source)  # which imports this module
 
     def choose(self, site: match.Site) -> match.Choice:
         """The first rule whose conditions hold decides; without one, the default recipe where it pays."""
