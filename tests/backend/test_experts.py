@@ -256,7 +256,7 @@ def test_the_plan_for_a_gpu(recipe: str, dynamic: bool) -> None:
     assert dynamic or any("transpose" in kernel.name for kernel in plan.kernels if kernel.ours)
 
 
-@pytest.mark.cases(slow=1)
+@pytest.mark.weekly
 @planning
 @pytest.mark.parametrize("recipe", ["mxfp8 tiles", "delayed", "rowwise"])
 def test_the_plan_for_a_gpu_without_the_matmul(recipe: str, caplog: pytest.LogCaptureFixture) -> None:

@@ -84,7 +84,7 @@ def test_each_layer_has_six_matmuls_in_fp8_and_learns(name: str) -> None:
     assert list(model.state_dict()) == keys
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_float32_experts() -> None:
     """transformers calls operators of its own, which loop over the experts."""
     plain, model = make("Mixtral", torch.float32), make("Mixtral", torch.float32)

@@ -110,7 +110,7 @@ def test_kernels_of_the_finer_recipes_do_not_spill(model):
     assert not spilled, f"{len(spilled)} of {len(took)} kernels spill on sm_90:\n" + "\n".join(spilled)
 
 
-@pytest.mark.cases(slow=2)
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("target", [target for target in TARGETS if target != "sm_90"])
 def test_kernels_of_the_finer_recipes_compile_to_machine_code(target):
     """Of each recipe, one kernel of each title. For AMD, those of one model."""

@@ -58,7 +58,7 @@ CASES = [
 ]
 
 
-@pytest.mark.cases(test=4, slow=10)
+@pytest.mark.cases(test=4, slow=6)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_training_with_a_feature_is_training_without_it(case: Case) -> None:
     wrong = difference(case, case.features)

@@ -110,7 +110,7 @@ def test_a_server_in_eager(recipe: str, options: dict[str, Any], tmp_path: Path)
     assert_alike(outputs(compiled), outputs(theirs))
 
 
-@pytest.mark.cases(slow=1)
+@pytest.mark.weekly
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "rowwise", "blockwise"])
 def test_loaded_with_compressed_tensors(recipe: str, tmp_path: Path) -> None:
     """And by a server in eager. With `delayed`, training reads the same scales; evaluation has current ones."""

@@ -65,7 +65,7 @@ def test_a_warm_start_is_the_cold_one_to_the_bit(tmp_path: Path) -> None:
     assert cold["measured"] and cold["losses"] and any(cold["forwards"])
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @by_thread
 @pytest.mark.compiled
 def test_a_graph_is_retained_at_its_first_backward(tmp_path: Path) -> None:

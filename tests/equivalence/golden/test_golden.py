@@ -16,7 +16,7 @@ CASES = [
 ]
 
 
-@pytest.mark.cases(test=10, slow=len(CASES))
+@pytest.mark.cases(test=10, slow=24)
 @pytest.mark.parametrize(("kind", "name"), CASES)
 def test_it_is_what_it_was(kind: str, name: str) -> None:
     found = differences(KINDS[kind][0](name), EXPECTED)
