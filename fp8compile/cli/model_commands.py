@@ -70,7 +70,7 @@ def _model_options(function: Callable[..., Any] | None = None, html: bool = True
     return function
 
 
-@click.command(help="Every matmul of a model: FP8, or why not. Nothing is trained, and nothing is run." + TARGET_HELP)
+@click.command(help="Show which matmuls run in FP8, and why the others do not. Nothing is trained or run." + TARGET_HELP)
 @_model_options
 @click.option("--full", is_flag=True, help="A line for each layer, also of repeated blocks.")
 def explain(target: str, device: str | None, as_json: bool, html: str | None, full: bool, **given: Any) -> None:
@@ -81,7 +81,7 @@ def explain(target: str, device: str | None, as_json: bool, html: str | None, fu
         _insist(report, options, target)
 
 
-@click.command(help="The estimated time of a training step in bf16 and in FP8, on a GPU that need not be there." + TARGET_HELP)
+@click.command(help="Estimate the time of a training step in bf16 and in FP8, for a GPU that you need not have." + TARGET_HELP)
 @_model_options
 @click.option("--extrapolate", is_flag=True, help="Compile one and two of the repeated blocks, and extrapolate to all.")
 def estimate(

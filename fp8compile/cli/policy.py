@@ -28,7 +28,7 @@ def policy() -> None:
 @click.option("--input", "inputs", multiple=True, metavar="SHAPE[:DTYPE]", help="Input of the model, as in explain.")
 @click.option("--device", metavar="NAME", help="Device whose description decides what pays, as in explain.")
 def check(file: str, target: str | None, inputs: tuple[str, ...], device: str | None) -> int:
-    """Is a policy valid, and does each of its rules decide something? Exit status 1 if not.
+    """Validate a policy; with --model, report what each rule matches. Exit status 1 if something is wrong.
 
     FILE is a TOML file, or the name of a shipped policy. With --model, a matmul counts for the rule that decides about it, the
     first that matches; a rule without any is an error.

@@ -144,7 +144,7 @@ def stable_sort(graph: Graph) -> None:
 
 @contextlib.contextmanager
 def contraction_chosen() -> Iterator[None]:
-    """Inside, Inductor writes into its code whether the compiler may contract a our kernel. (No version takes this from a
+    """Inside, Inductor writes into its code whether the compiler may contract one of our kernels. (No version takes this from a
     launch. Read in 2.11, 2.13 and 2.15: CachingAutotuner compiles with `enable_fp_fusion` of `triton_meta`, if that has it.)
     Kernels of others, and Inductor's own, stay as they are."""
     from torch._inductor.codegen.wrapper import PythonWrapperCodegen
@@ -176,8 +176,8 @@ def contraction_chosen() -> Iterator[None]:
 
 @contextlib.contextmanager
 def accesses_known() -> Iterator[None]:
-    """Inside, Inductor finds out only once which arguments a our kernel writes (once more where an argument is not given).
-    By itself it compiles the kernel to Triton's IR for that, twice a launch, and the layers of a model launch the same ones, as
+    """Inside, Inductor finds out only once which arguments one of our kernels writes (once more where one is not given). By
+    itself it compiles the kernel to Triton's IR for that, twice a launch, and the layers of a model launch the same ones, as
     do the graphs of a model that is compiled block by block."""
     from torch._higher_order_ops import triton_kernel_wrap as module
 

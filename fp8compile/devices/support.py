@@ -21,7 +21,7 @@ def has_mx(gpu: Gpu | None) -> bool:
 
 
 def has_mx_of_either_major(gpu: Gpu | None) -> bool:
-    """Whether a our kernel multiplies 1 x 32 blocks whose bytes lie along either dimension at full speed."""
+    """Whether one of our kernels multiplies 1 x 32 blocks whose bytes lie along either dimension at full speed."""
     return gpu is not None and has_mx(gpu) and gpu.architecture.either_major
 
 

@@ -297,6 +297,5 @@ def loss_of(result: Any, loss: Loss | None, name: str, who: str) -> Tensor:
     what = type(found).__name__
     if isinstance(found, Tensor):
         what = f"a tensor {list(found.shape)}" + ("" if found.requires_grad else " without a gradient")
-    fix = "give loss= (--loss), a function that makes a scalar tensor of it"
-    wanted = fix if loss is None else "it has to be a scalar tensor"
-    raise OptionError(f"{who}: {source} {what}, which is no loss: {wanted}")
+    wanted = "give loss= (--loss), such as lambda out: out[1]" if loss is None else "it has to return a scalar tensor"
+    raise OptionError(f"{who} needs a scalar loss, but {source} {what}: {wanted}")

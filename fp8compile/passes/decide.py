@@ -53,7 +53,9 @@ def _decide(
         return []
     lost = [label for rule, label in zip(policy.rules, policy.labels, strict=True) if rule.blocks is not None]
     if sites and lost and not inputs.containers:
-        complaint = f"{', '.join(dict.fromkeys(lost))}: what is compiled here, {inputs.root}, has no repeated blocks to count"
+        which = ", ".join(dict.fromkeys(lost))
+        why = f"{inputs.root} is compiled alone, and has no first or last block"
+        complaint = f"{which}: ignored, as {why}; name a module instead"
         complaints[complaint] = None
     return [*complaints, *policy.unmatched(sites, inputs.modules, inputs.parameter_names, whole=inputs.whole)]
 

@@ -105,7 +105,7 @@ POST_GRAD: tuple[Pass[Graph], ...] = (
     Pass("split_casts", split_casts),  # a cast into both layouts becomes two
     Pass("try_matmuls", try_matmuls, optional=True),  # which FP8 matmuls the GPU's libraries refuse
     Pass("fuse", fuse, optional=True),  # casts, with what makes their tensors, become generated kernels
-    Pass("lower", lower),  # all other our operators become ATen and static kernels
+    Pass("lower", lower),  # all our other operators become ATen and static kernels
 )
 
 

@@ -152,7 +152,7 @@ class CastCost:
             return layouts * cost.transposed(device, tensor.elements) + cost.high_copy(device, tensor)
         scaling = COSTS[self.recipe]
         if tensor.scattered and scaling.walks == 1 and not compat.reorders():
-            tensor = replace(tensor, scattered=False)  # one walk of a our kernel is enough
+            tensor = replace(tensor, scattered=False)  # one walk of one of our kernels is enough
         return cost.casts(device, tensor, scaling, layouts, self.again)
 
 

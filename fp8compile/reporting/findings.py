@@ -42,7 +42,7 @@ def findings(
     how = "FP8, scaled by current amaxes" if evaluates == "fp8" else "high precision"
     note = "" if training else f"compiled in {how}: {why}"
     if not training and evaluates != "fp8" and (stored := sum(not weight.reason for weight in weights)):
-        note += f"; {stored} frozen weights have the values that FP8 has left of them"
+        note += f"; {stored} frozen weights have FP8-rounded values"
     nested = [record for hidden in done.opaque for record in hidden.matmuls]
     opaque = tuple(hidden for hidden in done.opaque if not hidden.matmuls)
     records = (*(matmul.record() for matmul in done.matmuls), *nested)
@@ -57,12 +57,12 @@ def findings(
     where = device.name if device is not None else "this device"
     emulated = [matmul for matmul in done.matmuls if matmul.fp8 and matmul.decision.emulated]
     if any(matmul.groups and matmul.recipe.built_in.needs is None for matmul in emulated):
-        why = "Inductor's options let it reorder the graph, so no our kernel can be launched there"
+        why = "Inductor's options let it reorder the graph, so none of our kernels can be launched there"
         after.append(f"experts in FP8 are emulated in bf16 on {where}, and not faster: {why}")
     for recipe in sorted({matmul.recipe.name for matmul in emulated if matmul.recipe.built_in.needs is not None}):
         *others, last = [repr(name) for name, made in BUILT_IN.items() if made.needs is None and made.cost is not None]
-        whose = f": it is {BUILT_IN[recipe].whose}'s" if BUILT_IN[recipe].whose else ""
-        what = f"{recipe} is emulated in bf16 on {where}, exact and not faster{whose}."
+        whose = f" (tensor cores of {BUILT_IN[recipe].whose} have it)" if BUILT_IN[recipe].whose else ""
+        what = f"{recipe} is emulated in bf16 on {where}: the same values, no speedup{whose}."
         after.append(f"{what} For FP8's speed take {', '.join(others)} or {last}")
     wanted = not inputs.part and any(x.wanted and x.weight is None and legality.fits(x) for x in done.matmuls)
     # no complaint about a part of a model that is only an embedding, a norm, convolutions, an output head, or an expert without

@@ -138,10 +138,11 @@ def freeze(found: Mapping[int, Gatherable], homes: Mapping[int, Home], example_i
             held += was if old() is not None else 0
     if _pretends is not None:
         return
-    said = "state_dict() and all other readers get the values that FP8 has left of them"
+    said = "state_dict() and all other readers get the FP8-rounded values"
     sizes = f"{after / 1e6:,.4g} MB instead of {before / 1e6:,.4g}"
     if held:
-        said += f". {held / 1e6:,.4g} MB are not free: something holds the old parameters. Give an optimizer only what trains"
+        fix = "an optimizer should get only parameters that train"
+        said += f". {held / 1e6:,.4g} MB are not freed: something still holds the old parameters ({fix})"
     say_once(logger, logging.WARNING, f"fp8: {of}: {count} frozen weights are kept in FP8 only, {sizes}: {said}")
 
 
@@ -235,7 +236,7 @@ def _plain_entries(module: nn.Module, state: dict[str, Any], prefix: str, _: Any
 @torch.no_grad()
 def restore_frozen_weights(model: nn.Module) -> None:
     """Give the weights of a model that are kept in FP8 only (`frozen="fp8"`) back as plain parameters of their own dtype, with
-    the values that FP8 has left of them. To be called before anything that writes to them or trains them: a merge of adapters,
+    the FP8-rounded values. To be called before anything that writes to them or trains them: a merge of adapters,
     `requires_grad_()`, `model.to()` another dtype or device.
 
     A further training call of a model that was compiled with `frozen="fp8"` keeps what is still frozen in FP8 only again.

@@ -260,7 +260,7 @@ def test_the_plan_for_a_gpu(recipe: str, dynamic: bool) -> None:
 @planning
 @pytest.mark.parametrize("recipe", ["mxfp8 tiles", "delayed", "rowwise"])
 def test_the_plan_for_a_gpu_without_the_matmul(recipe: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Blackwell takes a our kernel."""
+    """Blackwell takes one of our kernels."""
     name, *tiles = recipe.split()
     if name == "mxfp8" and OLD_INTERPRETER:
         pytest.skip("Triton's interpreter has no `dot_scaled` before 3.7")

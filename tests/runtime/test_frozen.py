@@ -187,7 +187,7 @@ def test_memory_is_free_before_the_next_weight_is_cast(caplog: pytest.LogCapture
                 compiled(model, "delayed")(batch(0)).float().mean().backward()
                 optimizer.step()
                 said = [x.getMessage() for x in caplog.records if "kept in FP8 only" in x.getMessage()]
-                assert ("0.1311 MB are not free: something holds" in said[-1]) is given
+                assert ("0.1311 MB are not freed: something still holds" in said[-1]) is given
     finally:
         gc.enable()
     assert alive == [0, 0, 1, 2]
@@ -400,7 +400,7 @@ def test_evaluation_reads_what_fp8_has_left(evaluate: str) -> None:
         wanted = compiled(twin, eval=evaluate)(batch(3)) if evaluate == "fp8" else twin(batch(3))
     assert torch.equal(out, wanted)
     note = [graph.note for graph in fp8compile.report(model).graphs if graph.note]
-    assert not note or "1 frozen weights have the values that FP8 has left" in note[-1] or evaluate == "fp8"
+    assert not note or "1 frozen weights have FP8-rounded values" in note[-1] or evaluate == "fp8"
 
 
 # --- which weights ----------------------------------------------------------------------------------
