@@ -21,7 +21,7 @@ from fp8compile.distributed import compress_gradients, fp8_hook
 from tests.support.harness import sqnr
 from tests.support.processes import on_ranks
 
-SHAPES = {"large": (96, 256), "odd": (77, 101), "tiny_scale": (64, 130), "bias": (300,), "small": (8, 8), "last": (130, 64)}
+SHAPES = {"large": (96, 256), "odd": (77, 101), "tiny_scale": (64, 130), "bias": (5000,), "small": (8, 8), "last": (130, 64)}
 
 
 class Given(nn.Module):
