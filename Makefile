@@ -1,4 +1,4 @@
-# make demo    train a small GPT in bf16 and in FP8 and compare them (under 4 minutes on 2 CPU cores)
+# make demo    train a small GPT in bf16 and in FP8 and compare them (some minutes on 2 CPU cores that multiply bf16)
 # make check   before each commit: lint, and the tests that need no model
 # make test    lint, and the tests that find nine faults of ten (5 minutes on 2 CPU cores)
 # make slow    the slow tests: machine code, several processes, training to a loss

@@ -1,6 +1,6 @@
 """Train a small GPT twice, in bf16 and with `torch.compile(model, backend="fp8")`, and compare.
 
-    python examples/train_gpt.py                                    # 2 CPU cores, under 4 minutes
+    python examples/train_gpt.py                                    # 2 CPU cores with bf16: minutes
     python examples/train_gpt.py --device cuda --config gpt2-124m
     torchrun --nproc-per-node 2 examples/train_gpt.py --parallel ddp    # or fsdp, or tp: see parallel.py
 
