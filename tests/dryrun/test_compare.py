@@ -413,7 +413,7 @@ def test_bad_input_gets_one_line(build, arguments, error, message) -> None:
     [
         (noise(ROWS, WIDTH) / 0, to_one, Fp8CompileError, "loss of Mlp is nan in high precision"),
         (noise(ROWS, WIDTH), None, OptionError, r"needs a scalar loss, but Mlp returned a tensor \[64, 128\]: give loss="),
-        (noise(ROWS, WIDTH), lambda y: y, OptionError, r"loss\(output\) returned a tensor \[64, 128\].* has to return a scalar"),
+        (noise(ROWS, WIDTH), lambda y: y, OptionError, r"loss\(output\) returned a tensor \[64, 128\].*has to return"),
         (noise(ROWS, WIDTH), lambda y: 1.0, OptionError, "returned float"),
     ],
 )
