@@ -108,7 +108,6 @@ from .inductor import (
     keep_saved_tensors,
     no_version_check,
     random_prims,
-    sources_hash,
 )
 from .process_groups import (
     ALL_GATHER,

@@ -96,8 +96,8 @@ def parse(options: Mapping[str, Any] | None = None, mode: str | None = None) -> 
 
 def _without_effect(policy: Policy, options: Mapping[str, Any]) -> list[str]:
     """A message about options that no recipe of the policy looks at. (What a recipe cannot do is an error of `Recipe`.)"""
-    asked = [name for name, value in options.items() if name in SETTINGS and value not in (False, "auto")]
-    unused = [name for name in asked if not any(map(SETTINGS[name].matters, policy.possible))]
+    given = ((name, value) for name, value in options.items() if name in SETTINGS)
+    unused = [name for name, value in given if SETTINGS[name].ignored(value, *policy.possible)]
     names = ", ".join(map(repr, unused))
     return [f"fp8 option {names}: no effect with recipe={policy.recipe.name!r}"] if unused else []
 

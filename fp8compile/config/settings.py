@@ -1,6 +1,6 @@
 """The description of a setting of a recipe: what it means, which values it takes, and for which recipes it matters.
 
-    interval: int = setting(1, "How many steps lie between two updates of a scale.", whole, "an integer >= 1", DELAYED)
+    interval: int = setting(1, "How many steps lie between two updates of a scale.", positive, "an integer >= 1", _delayed)
 
 `Recipe` checks its values with it. Options, keys of policies, the JSON Schema and the reference page come from it, too.
 """
@@ -26,6 +26,10 @@ class Setting:
     values: str
     check: Check
     matters: Callable[[Any], bool]
+
+    def ignored(self, value: Any, *recipes: Any) -> bool:
+        """Whether somebody asks for a value that none of these recipes looks at."""
+        return value not in (False, "auto") and not any(map(self.matters, recipes))
 
 
 def every(recipe: Any) -> bool:

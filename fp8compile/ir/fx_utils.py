@@ -68,6 +68,11 @@ def same_shape(a, b) -> bool:
     return len(a) == len(b) and all(map(same_size, a, b))
 
 
+def view_sizes(rows, columns) -> list:
+    """The sizes to view a tensor as a matrix by: one of them is left to torch, which no symbol then has to name."""
+    return [-1, columns] if isinstance(columns, int) and columns else [rows, -1]
+
+
 def known(size):
     """An int for a symbolic size that can have one value only, by what was asked when the graph was traced: FSDP2 and
     `dynamic=True` make the number of heads a symbol, and the features `heads * (128 // heads)`."""

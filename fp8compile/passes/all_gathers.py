@@ -19,7 +19,7 @@ from torch.fx import Graph, Node
 
 from ..ir import ops
 from ..ir.all_gather_nodes import AllGather, all_gather_of
-from ..ir.fx_utils import CASTS, SAME, Emitter, arg, aten, call_function, same_shape, value
+from ..ir.fx_utils import CASTS, SAME, Emitter, arg, aten, call_function, same_shape, value, view_sizes
 from ..ir.matmul import Matmul
 from .collectives import LAYOUT, SIZES, cast_local, choose, move, reason_against
 from .joint import Joint
@@ -56,8 +56,7 @@ def _carry(written: Written, operand: Operand, gather: AllGather, scale: Node, _
         if copy.shape not in matrices:
             matrices[copy.shape] = whole
             if not same_shape(value(whole).shape, (rows, columns)):
-                shape = [-1, columns] if isinstance(columns, int) and columns else [rows, -1]
-                matrices[copy.shape] = written.after(whole, operand)(aten.view.default, whole, shape)
+                matrices[copy.shape] = written.after(whole, operand)(aten.view.default, whole, view_sizes(rows, columns))
         made = matrices[copy.shape]
         if copy.transposed:
             made = written.after(made, operand)(ops.transposed, made)

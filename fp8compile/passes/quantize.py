@@ -14,8 +14,9 @@ With one scale a row or a block, the two layouts of a tensor have scales of thei
     amax_x = amax_blocks(x2d, False, block); scale_x = current_scale(amax_x); inv_x = inverse(scale_x)
     mm = block_mm(x8, w8, inv_x, inv_w, x_block, w_block)
 
-This is the canonical form. Everything else rewrites it: `stored` (weights that arrive in FP8), `moved` (tensors that a
-collective carries in FP8), `layouts` (what is kept for backward), `merged` (one matmul for several), `amax_groups`, `hoist`.
+This is the canonical form. Everything else rewrites it: `substitute` (weights that arrive in FP8), `move_all_gathers` and
+`move_all_to_alls` (tensors that a collective carries in FP8), `layouts` (what is kept for backward), `write_merged` (one matmul
+for several), `reduce_current`, `hoist`.
 
 The backward needs the scales of the forward unchanged, so scales are tagged MUST_SAVE.
 """
@@ -28,7 +29,7 @@ from torch.fx import Graph, Node
 from .. import compat
 from ..config.recipe import ROW_OF_GROUP, WHOLE
 from ..ir import ops
-from ..ir.fx_utils import Emitter, Matrix, aten, call_function, same_shape, value
+from ..ir.fx_utils import Emitter, Matrix, aten, call_function, same_shape, value, view_sizes
 from ..ir.matmul import GEMMS, Matmul
 from ..ir.metadata import OPERAND, PRODUCT, RESULT
 from .addends import add, split_addend
@@ -74,7 +75,7 @@ class _Quantizer:
     def __init__(self, graph: Graph, plan: Plan, pages: tuple[Node, Node] | None):
         self.graph, self.plan, self.pages = graph, plan, pages
         self.written = Written(graph, next(node for node in graph.nodes if node.op != "placeholder"))
-        self.at, self.after = self.written.at, self.written.after
+        self.after = self.written.after
         self.replaced: dict[Node, Node] = {}  # matmul -> its FP8 result, which may be an operand of the next matmul
         self.matrices: dict[tuple[Node, str], Node] = {}
         self.groups = Groups(self.after)
@@ -210,7 +211,7 @@ class _Quantizer:
             return base
         if key not in self.matrices:
             emit = self.after(base, operand)
-            shape = [-1, columns] if isinstance(columns, int) and columns else [rows, -1]
+            shape = view_sizes(rows, columns)
             # Inductor's patterns of attention end in a view of a bmm, and take its sizes for those of the heads
             view = aten._unsafe_view.default if call_function(base, (aten.bmm.default,)) else aten.view.default
             try:

@@ -11,7 +11,7 @@ The copies stay as they are, but with a scale for all of them. `place` lets the 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,20 +34,20 @@ def write_merged(joint: Joint) -> int:
     """Returns how many matmuls became part of another one."""
     if joint.form is None:
         return 0
+    operand_of = {node: copy.operand for copy, node in joint.form.casts.items()}
     for group in joint.merged:
-        _Group(joint.form, joint.plan, group).write()
+        _Group(joint.form, joint.plan, group, operand_of).write()
     if joint.merged:
         compat.stable_sort(joint.graph)
     return sum(len(group.every) - len(group.gemms) for group in joint.merged)
 
 
 class _Group:
-    def __init__(self, written: Written, plan: Plan, group: Merged):
-        self.written, self.graph, self.group = written, written.graph, group
+    def __init__(self, written: Written, plan: Plan, group: Merged, operand_of: Mapping[Node, Operand]):
+        self.written, self.graph, self.group, self.operand_of = written, written.graph, group, operand_of
         self.operands: dict[Matmul, tuple[Operand, ...]] = {
             matmul: tuple(plan.of(matrix, role, matmul) for matrix, role in matmul.roles) for matmul in group.every
         }
-        self.operand_of = {node: copy.operand for copy, node in written.casts.items()}
         self.wholes: dict[tuple[Node, ...], Node] = {}  # buffers, by the copies in them
 
     def write(self) -> None:

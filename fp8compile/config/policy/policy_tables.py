@@ -288,7 +288,7 @@ class Policy(_Tables):
         for i, rule in enumerate(self.rules):
             recipe = self._effective[i]
             for name, value in rule.settings.items() if self.owns(i) else ():
-                if value not in (False, "auto") and not SETTINGS[name].matters(recipe):
+                if SETTINGS[name].ignored(value, recipe):
                     rest = f"{name!r} has no effect with recipe {recipe.name!r}"
                     found.append(f"policy {self.source}, {self.labels[i]}: {rest}")
         return found
