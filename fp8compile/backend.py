@@ -31,7 +31,7 @@ from .config.options import Options, parse
 from .config.policy.match import places
 from .devices import catalog, formats, support
 from .devices.catalog import Device
-from .errors import CapacityExceeded, CopiesMissing, FrozenFound, OptionError, StrictError, Unusable
+from .errors import FrozenFound, OptionError, StrictError, Unusable
 from .ir import merged, ops, state_page
 from .ir.inputs import Inputs, capture, roots, unchosen
 from .ir.owner import in_owner
@@ -130,8 +130,8 @@ fp8.reset = _reset  # type: ignore[attr-defined]  # torch._dynamo.reset() calls 
 
 @dataclass(frozen=True)
 class Job:
-    """A graph to compile, and what a compilation has to know of it before. `history`: the longest of its recipes. `capacity`:
-    the rows of state for forward and backward; None: it has no state. `facts`: see `runtime.warm_start`; None: without the
+    """A graph to compile, and what a compilation has to know of it before. `history`: the longest of its recipes. `stateful`:
+    it gets inputs for the scaling state. `facts`: see `runtime.warm_start`; None: without the
     cache."""
 
     gm: GraphModule
@@ -141,7 +141,7 @@ class Job:
     inner: Inner
     candidates: Candidates
     history: int
-    capacity: tuple[int, int] | None
+    stateful: bool
     facts: str | None
 
 
@@ -153,10 +153,8 @@ def _compile(
     histories = [recipe.amax_history_len for recipe in chosen.policy.possible if recipe.delayed]
     if inputs.inlined and learning and histories:
         say_once(logger, logging.WARNING, f"fp8: {INLINED}")
-    guess = 16 * -(-3 * len(inputs.weights) // 16)
-    capacity = (guess, guess) if learning and histories and not inputs.inlined else None
-    capacity = None if only == HIGH_PRECISION else capacity
-    if capacity is not None:
+    stateful = learning and bool(histories) and not inputs.inlined and only != HIGH_PRECISION
+    if stateful:
         loads.listen(roots(gm, inputs.packed))
     may_move = _cacheable(example_inputs, inputs, chosen) if learning and only is None else frozenset()
     asked = learning and only is None and any(recipe.frozen == "fp8" for recipe in chosen.policy.possible)
@@ -165,22 +163,16 @@ def _compile(
     plain = only is None and not may_move and not asked and inner is INDUCTOR
     facts = _facts(gm, example_inputs, inputs, chosen) if plain else None
     history = max(histories, default=1)
-    job = Job(gm, example_inputs, inputs, chosen, inner, candidates, history, capacity, facts)
+    job = Job(gm, example_inputs, inputs, chosen, inner, candidates, history, stateful, facts)
 
     def compiled(phase: str, record: int | None = None) -> CompiledGraph:
         nonlocal job
-        first = len(inputs.names) + (2 if job.capacity is not None else 0)
-        cache = Cache(may_move, (), first)
+        first = len(inputs.names) + 2 * job.stateful
+        cache = Cache(may_move, first)
         while True:
             found: Mapping[int, Gatherable] = {}
             try:
                 return _compile_once(job, phase, cache, record)
-            except CapacityExceeded as error:  # a weight is used many times: the error says how many slots it takes
-                job = dataclasses.replace(job, capacity=(error.needed["forward"], max(1, error.needed["backward"])))
-            except CopiesMissing as error:  # known after the pass that casts weights
-                if cache.copies:
-                    raise
-                cache = dataclasses.replace(cache, copies=error.copies)
             except FrozenFound as error:
                 found = error.found
             except Unusable as error:
@@ -209,7 +201,7 @@ def _compile(
 def _compile_once(job: Job, phase: str, cache: Cache, record: int | None) -> CompiledGraph:
     """`record`: the graph's index in the ledger, if it is there."""
     example_inputs, inputs, chosen = job.example_inputs, job.inputs, job.chosen
-    policy, candidates, capacity, observes = chosen.policy, job.candidates, job.capacity, phase == HIGH_PRECISION
+    policy, candidates, observes = chosen.policy, job.candidates, phase == HIGH_PRECISION
     weights = tuple(sorted(inputs.weights, key=lambda i: (i not in inputs.parameters, i)))
     interface = Interface(
         weights=weights,
@@ -217,7 +209,8 @@ def _compile_once(job: Job, phase: str, cache: Cache, record: int | None) -> Com
         packed=tuple(sorted(inputs.packed)),
         names=tuple(inputs.names),
         history=job.history,
-        capacity=capacity,
+        stateful=job.stateful,
+        spare=cache.room,
         observes=observes,
         trains=inputs.training and inputs.grad,
     )
@@ -228,18 +221,18 @@ def _compile_once(job: Job, phase: str, cache: Cache, record: int | None) -> Com
         say_once(logger, logging.INFO, f"fp8: all-gather: {text}")
     gatherable: dict[int, Gatherable] = {}
     gm = compat.copy_graph(job.gm)  # compile_fx takes ownership, and Dynamo still reads the original's placeholders
-    if capacity is not None:
-        for direction, slots in zip(("forward", "backward"), capacity, strict=True):
-            page = state_page.new_page(slots, interface.history, example_inputs[weights[0]].device)
+    if job.stateful:
+        for direction in ("forward", "backward"):
+            page = state_page.new_page(1, interface.history, example_inputs[weights[0]].device)
             example_inputs = [*example_inputs, compat.add_input(gm, f"fp8_{direction}_state", page)]
-    for i, layout in enumerate(cache.copies):
-        copy = layout.empty(example_inputs[weights[0]].device)
+    for i in range(cache.room):
+        copy = torch.empty(1, device=example_inputs[weights[0]].device)
         example_inputs = [*example_inputs, compat.add_input(gm, f"fp8_copy_{i}", copy, stable=False)]
 
     def rewrite(graph: Graph) -> Rewritten:
         nonlocal record
         device = _description(chosen, graph)
-        done = run_joint(graph, inputs, policy, device, formats.fnuz(), capacity, observes, cache, candidates.possible)
+        done = run_joint(graph, inputs, policy, device, formats.fnuz(), job.stateful, observes, cache, candidates.possible)
         if not observes:
             gatherable.update(all_gather.of_graph(done.gatherable, sharded, partial(_complain, chosen)))
             frozen_weights.check(inputs, candidates, done.gatherable, partial(_complain, chosen))
@@ -267,7 +260,7 @@ def _compile_once(job: Job, phase: str, cache: Cache, record: int | None) -> Com
         **_lowering(chosen),
         "joint_custom_pre_pass": compat.GraphPass(
             halves.joint_pass,
-            f"{policy.key}-{capacity}-{phase}-{inputs.inlined}-{sorted(sharded)}-{skipped()}",
+            f"{policy.key}-{job.stateful}-{phase}-{inputs.inlined}-{sorted(sharded)}-{skipped()}",
             chosen.inductor.get("joint_custom_pre_pass"),
             job.facts or "",
         ),

@@ -68,31 +68,12 @@ class TuneError(Fp8CompileError):
     """No policy that `fp8compile.tune` tried is exact enough, or none is faster than bf16."""
 
 
-class CapacityExceeded(Fp8CompileError):
-    """Internal: a graph needs more scaling slots than were allocated; `needed` says how many of each kind."""
-
-    def __init__(self, needed: dict[str, int]) -> None:
-        super().__init__(needed)
-        self.needed = needed
-
-    def __str__(self) -> str:
-        return "more scaling slots are needed: " + ", ".join(f"{kind} {n}" for kind, n in self.needed.items())
-
-
 class Unusable(Fp8CompileError):
     """Internal: what an earlier process has kept of a graph cannot be read."""
 
 
 class Unfrozen(Fp8CompileError):
     """Internal: a graph holds something that cannot be written to a file as plain data."""
-
-
-class CopiesMissing(Fp8CompileError):
-    """Internal: a graph needs inputs for FP8 copies of weights; `copies` are their layouts."""
-
-    def __init__(self, copies: tuple[Any, ...]) -> None:
-        super().__init__(f"{len(copies)} FP8 copies of weights are inputs of this graph")
-        self.copies = copies
 
 
 class FrozenFound(Fp8CompileError):

@@ -16,8 +16,9 @@ or moves scaling state. With `recast_weights=True`, one copy of a weight is kept
 
 It reads each weight once, for the cast.
 
-The inputs of a graph are fixed before it is traced, and the copies are known after `quantize`. So a graph is traced twice: the
-first time ends with `CopiesMissing`, which says what inputs the second one needs.
+The inputs of a graph are fixed before it is traced, and the copies are known after `quantize`. So a graph has `ROOM` inputs to
+spare for each of these parameters. The copies take the first of them, which get their sizes here. What does not fit is cast in
+the graph.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ import torch
 from torch.fx import Graph, Node
 
 from .. import compat
-from ..errors import CopiesMissing
 from ..ir import merged, ops
-from ..ir.fx_utils import CASTS, PERMUTES, SAME, SLICES, VIEWS, arg, aten, behind, is_tensor, value
+from ..ir.fx_utils import CASTS, PERMUTES, SAME, SLICES, VIEWS, arg, aten, become, behind, is_tensor, value
 from .turned import turn, turned
 
 if TYPE_CHECKING:
     from .joint import Joint
 
+ROOM = 4  # in two layouts, each with scales of its own
 MADE: tuple = (ops.amax, ops.amax_blocks, ops.current_scale, ops.inverse, ops.quantize, ops.quantize_both, ops.transposed)
 MADE += (merged.largest, merged.side_by_side, merged.both_sides)
 PASSED_ON = (*VIEWS, *PERMUTES, *SLICES, *SAME, *CASTS, aten.clone.default, operator.getitem)
@@ -58,12 +59,15 @@ class Layout(NamedTuple):
 
 @dataclass(frozen=True)
 class Cache:
-    """`inputs`: the positions of the parameters whose casts may move. `copies`: the inputs that the graph has for them, from
+    """`inputs`: the positions of the parameters whose casts may move. The graph has `room` inputs for their copies, from
     position `first` on."""
 
     inputs: frozenset[int] = frozenset()
-    copies: tuple[Layout, ...] = ()
     first: int = 0
+
+    @property
+    def room(self) -> int:
+        return ROOM * len(self.inputs)
 
 
 NO_CACHE = Cache()
@@ -71,11 +75,13 @@ NO_CACHE = Cache()
 
 @dataclass(frozen=True)
 class Hoisted:
-    """The casts of a graph. `graph` has the parameters at the positions `inputs` as its inputs, and returns the copies."""
+    """The casts of a graph. `graph` has the parameters at the positions `inputs` as its inputs, and returns the copies.
+    `names`: those of the inputs that the rewritten graph has for the copies."""
 
     graph: Graph
     inputs: tuple[int, ...]
     copies: tuple[Layout, ...]
+    names: tuple[str, ...] = ()
 
     @property
     def bytes(self) -> int:
@@ -84,38 +90,44 @@ class Hoisted:
 
 def hoist(joint: Joint) -> int:
     """Move the casts, if there are any to move; returns how many copies that are. The amaxes that the state reads stay
-    (also that of a weight, where it is the input of another matmul). Raises CopiesMissing, before the graph is changed, if
-    it lacks inputs."""
+    (also that of a weight, where it is the input of another matmul)."""
     written = joint.form
-    if joint.inference or written is None:
+    if joint.inference or written is None or not joint.cache.inputs:
         return 0
     graph, matmuls, cache, amaxes = joint.graph, joint.matmuls, joint.cache, written.amaxes.values()
     placeholders = {compat.input_index(node): node for node in graph.find_nodes(op="placeholder")}
     wanted = {matmul.parameter for matmul in matmuls if matmul.fp8 and matmul.recipe.cache_weights}
     weights = {node: i for i, node in placeholders.items() if i in cache.inputs and node in wanted and compat.is_whole(node)}
-    moving = _from(graph, weights)
-    copies = [node for node, ours in moving.items() if ours and is_tensor(node) and any(x not in moving for x in node.users)]
-    copies = [node for node in copies if all(isinstance(size, int) for size in value(node).shape)]
+    moving, copies = _movable(graph, weights)
+    while len(copies) > cache.room:  # many layers with one weight, or slices of it
+        del weights[max(weights, key=lambda weight: len(_movable(graph, {weight: weights[weight]})[1]))]
+        moving, copies = _movable(graph, weights)
     keep = {matmul.parameter for matmul in matmuls if matmul.fp8 and matmul.recipe.recast_weights is not True}
     sparing = {node: i for node, i in weights.items() if node not in keep}
     alone = _from(graph, sparing) if sparing else {}
     spared = turned([node for node in copies if node in alone], moving)
     copies = [node for node in copies if node not in spared]
-    layouts = tuple(Layout(x.dtype, tuple(x.shape), tuple(x.stride())) for x in map(value, copies))
-    if layouts != cache.copies:
-        raise CopiesMissing(layouts)
     if not copies:
         return 0
+    layouts = tuple(Layout(x.dtype, tuple(x.shape), tuple(x.stride())) for x in map(value, copies))
     made, used = _extracted(copies, weights)
     for i, node in enumerate(copies):
+        become(placeholders[cache.first + i], value(node))
         node.replace_all_uses_with(placeholders[cache.first + i], lambda user: user not in moving)
     for node, other in spared.items():
         turn(graph, node, placeholders[cache.first + copies.index(other)])
     for node in reversed(moving):
         if node not in weights and not node.users and node not in amaxes:
             graph.erase_node(node)
-    joint.hoisted = Hoisted(made, used, layouts)
+    joint.hoisted = Hoisted(made, used, layouts, tuple(placeholders[cache.first + i].name for i in range(len(copies))))
     return len(copies)
+
+
+def _movable(graph: Graph, weights: Mapping[Node, int]) -> tuple[dict[Node, bool], list[Node]]:
+    """As `_from`; and the copies among them that the rest of the graph reads."""
+    moving = _from(graph, weights)
+    copies = [node for node, ours in moving.items() if ours and is_tensor(node) and any(x not in moving for x in node.users)]
+    return moving, [node for node in copies if all(isinstance(size, int) for size in value(node).shape)]
 
 
 def _from(graph: Graph, weights: Mapping[Node, int]) -> dict[Node, bool]:

@@ -36,7 +36,7 @@ class Joint:
     policy: Policy
     device: Device | None  # decides what pays; None: everything pays
     fnuz: bool  # the device uses the fnuz FP8 encodings
-    capacity: tuple[int, int] | None  # rows of the two state inputs; None: the graph has no state
+    stateful: bool  # the graph has two inputs for the scaling state, after those of the user
     high_precision: bool  # only observe the tensors that would be quantized
     inference: bool = False  # nothing to differentiate
     saves: bool = False  # the pass `save` follows

@@ -128,6 +128,11 @@ class Rewritten:
     forwards: Mapping[int, tuple[Forward, ...]] = field(default_factory=dict)  # the fprops of each weight, by input
     findings: Findings | None = None  # what the backend has told of it
 
+    @property
+    def added(self) -> tuple[str, ...]:
+        """The inputs of the graph that we have added, and that the passes have given a size."""
+        return (*self.pages, *(self.hoisted.names if self.hoisted is not None else ()))
+
 
 def run_joint(
     graph: Graph,
@@ -135,7 +140,7 @@ def run_joint(
     policy: Policy,
     device: Device | None,
     fnuz: bool,
-    capacity: tuple[int, int] | None,
+    stateful: bool,
     high_precision: bool = False,
     cache: Cache = NO_CACHE,
     freezable: frozenset[int] = frozenset(),
@@ -143,12 +148,11 @@ def run_joint(
     """Rewrite a joint graph in place. See `Joint` for the arguments. With `high_precision` the matmuls stay as they are, but
     amaxes are recorded, so that histories exist when FP8 begins.
 
-    Raises CapacityExceeded if the slots do not fit, CopiesMissing if other inputs are needed for the copies of `cache`, and
-    FrozenFound, before the graph is changed, if some of the `freezable` parameters can be kept in FP8 only.
+    Raises FrozenFound, before the graph is changed, if some of the `freezable` parameters can be kept in FP8 only.
     """
     inference = not compat.tag_backward(graph)
     saves = policy.save == "fp8" and inputs.training and not high_precision and "save" not in skipped()
-    joint = Joint(graph, inputs, policy, device, fnuz, capacity, high_precision, inference, saves, cache, freezable)
+    joint = Joint(graph, inputs, policy, device, fnuz, stateful, high_precision, inference, saves, cache, freezable)
     _run(JOINT, joint, graph)
     graph.eliminate_dead_code()
     done = Rewritten(

@@ -53,8 +53,11 @@ class CompiledGraph:
         first = args[interface.weights[0]]
         if isinstance(first, compat.FakeTensor):  # DDPOptimizer asks for the shapes of the outputs
             with fake_mode_of(first):
-                pages = (state_page.new_page(rows, interface.history, first.device) for rows in interface.capacity or ())
-                return self.function(*args, *pages, *(self.cache.empty(first.device) if self.cache is not None else ()))
+                keys = self.calls.book.keys if self.calls.book is not None else ((), ())
+                sizes = [state_page.rows_for(len(slots)) for slots in keys] if interface.stateful else []
+                pages = [state_page.new_page(rows, interface.history, first.device) for rows in sizes]
+                fakes = self.cache.empty(first.device) if self.cache is not None else ()
+                return self.function(*args, *pages, *self._with_spares(fakes, first.device))
         known = compat.owners(args, interface.packed) if interface.packed else args  # with the parameters that the user holds
         if isinstance(known[interface.weights[0]], nn.Parameter):
             key = self.owners.key(known)
@@ -68,15 +71,17 @@ class CompiledGraph:
         if self.cache is not None:
             with compat.unseen():
                 copies = self.cache.copies(args, look)
+        if interface.spare:
+            copies = self._with_spares(copies, first.device)
         if self.calls.book is not None:
             with compat.unseen():
                 call, *pages_of_call = self.calls.open(known, first.device, look)
             return self.calls.run(self.function, (*args, *pages_of_call, *copies), call)
         if self.calls.groups and not self.calls.agreed and interface.trains and not (DRY.get() or compat.inferring_shapes()):
             self.calls.agree()
-        if interface.capacity is not None:  # the graph does not read its state inputs
+        if interface.stateful:  # the graph does not read its state inputs
             if self.idle is None:
-                self.idle = state_page.new_page(interface.capacity[0], interface.history, first.device)
+                self.idle = state_page.new_page(state_page.rows_for(0), interface.history, first.device)
             args = (*args, self.idle, self.idle)
         args = (*args, *copies)
         if not looked_at:
@@ -90,6 +95,11 @@ class CompiledGraph:
         if self.calls.book is not None:
             self.calls.book.sets.clear()
             self.calls.book.by_pointer.clear()
+
+    def _with_spares(self, copies: Sequence[torch.Tensor], device: torch.device) -> Sequence[torch.Tensor]:
+        """The copies, and something for the inputs that were to spare and that the graph does not read."""
+        rest = self.interface.spare - len(copies)
+        return (*copies, *[torch.empty(1, device=device)] * rest) if rest else copies
 
     def _meet(self, key: tuple[int, ...], args: Sequence[Any]) -> None:
         """The first call with these parameters."""

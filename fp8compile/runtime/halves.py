@@ -57,6 +57,7 @@ class Halves:
         done, trains, backward = self.rewritten, self.calls.interface.trains, bool(kwargs.get("is_backward"))
         if backward:
             compat.keep_saved_tensors()
+        example_inputs = self._sized(gm, example_inputs)
         if not self.inner.computes or done is None or not (done.pages or (self.converts and trains)):
             compiled = self.inner.compile(gm, example_inputs, **kwargs)
             return self._kept(compiled, compiled, Half(), None, backward)
@@ -67,6 +68,12 @@ class Halves:
         half = _half(kept, backward)
         run = self._run(half, boxed(self.inner.eager(kept)), warm, done, backward)
         return self._kept(run, warm, half, kept, backward)
+
+    def _sized(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Sequence[Any]:
+        """The inputs of a half, with those that we have added as the passes have made them."""
+        ours = self.rewritten.added if self.rewritten is not None else ()
+        nodes = gm.graph.find_nodes(op="placeholder")
+        return [value(node) if node.name in ours else given for node, given in zip(nodes, example_inputs, strict=True)]
 
     def _kept(self, run: Boxed, compiled: Any, half: Half, graph: GraphModule | None, backward: bool) -> Any:
         """`run`, for AOTAutograd's cache if it is used."""

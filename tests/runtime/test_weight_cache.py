@@ -356,6 +356,28 @@ def test_weights_that_are_computed_are_cast_in_the_graph() -> None:
     assert same(*results)
 
 
+class Slices(nn.Module):
+    """One weight, read by parts: more copies than a graph has inputs for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.down = nn.Parameter(torch.randn(1024, 128) / 8), nn.Linear(128, 128)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(sum(torch.tanh(x @ part.t()) for part in self.weight.chunk(8)))
+
+
+def test_what_does_not_fit_is_cast_in_the_graph() -> None:
+    def run(cache: bool) -> list[dict[str, Tensor]]:
+        model = make(Slices)
+        return trained(model, compiled(model, cache, "tensorwise"), fused(model), 2, 2)
+
+    with counted() as casts:
+        found = run(True)
+    assert len(casts) == 2 + 1  # of `down` alone
+    assert same(found, run(False))
+
+
 @pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
 def test_a_product_of_two_weights(recipe: str) -> None:
