@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import nn
 
-from .runtime.all_gather import fp8_all_gather as fp8_all_gather
-from .runtime.compression import compress
-from .runtime.compression import hook as _hook
+from .features.compression.compression import compress
+from .features.compression.compression import hook as _hook
+from .features.fsdp_gather.all_gather import fp8_all_gather as fp8_all_gather
 
 __all__ = ["compress_gradients", "fp8_all_gather", "fp8_hook"]
 

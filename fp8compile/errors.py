@@ -11,7 +11,7 @@ import importlib
 import re
 import sys
 import traceback
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,12 +76,12 @@ class Unfrozen(Fp8CompileError):
     """Internal: a graph holds something that cannot be written to a file as plain data."""
 
 
-class FrozenFound(Fp8CompileError):
-    """Internal: a graph reads frozen weights that can be kept in FP8 only; `found` says how each is cast, by input."""
+class Retrace(Fp8CompileError):
+    """Internal: the model has to change before its graph is compiled. `then` changes it; Dynamo traces the frame again."""
 
-    def __init__(self, found: dict[int, Any]) -> None:
-        super().__init__(f"{len(found)} frozen weights can be kept in FP8 only")
-        self.found = found
+    def __init__(self, then: Callable[[], None]) -> None:
+        super().__init__("the model is changed, and its graph is traced again")
+        self.then = then
 
 
 def describe(value: Any, limit: int = 80) -> str:

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..devices.support import casts_to_e4m3
+from ..features.weight_cache.weight_cache import behind_step, casts_of_step
 from ..logs import get_logger, say_once
-from ..runtime.weight_cache import behind_step, casts_of_step
 from .state_formats import from_blocks, to_blocks
 from .states import MASTERS, State, fresh, is_small, local, packed, vanilla
 from .update import compiled, factors, update, update_small, update_with_amax

@@ -38,6 +38,7 @@ class Operand:
     reader: Node  # the first matmul that reads it, whose metadata the casts inherit
     offs: Node | None = None  # the ends of the groups that its rows are divided into
     either: bool = False  # its row-major copy serves all its readers
+    carried: bool = False  # a collective brings it in FP8
     slot: int = -1  # its row in the page of its direction; -1 with a recipe that keeps no state
 
     @property
@@ -67,6 +68,7 @@ def plan(joint: Joint) -> int:
         first = len(joint.inputs.names)
         joint.pages = by_index[first], by_index[first + 1]
         for page, count in zip(joint.pages, slots, strict=True):
+            joint.added.append(page.name)
             become(page, value(page).new_empty(rows_for(count), value(page).shape[1]))
     return len(joint.plan.operands)
 

@@ -72,7 +72,6 @@ class Interface:
     names: tuple[str, ...]  # of its inputs
     history: int  # amaxes that a slot keeps
     stateful: bool  # it has two inputs for its state
-    spare: int  # inputs for copies of weights, after those for its state
     observes: bool  # the graph moves the state but multiplies in high precision; its calls are never cold
     trains: bool  # the graph is for training, not for evaluation
 

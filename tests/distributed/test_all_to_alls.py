@@ -1,4 +1,4 @@
-"""All-to-alls that carry the FP8 values of experts' rows (`passes.all_to_alls`)."""
+"""All-to-alls that carry the FP8 values of experts' rows (`features.collectives.all_to_alls`)."""
 
 from __future__ import annotations
 

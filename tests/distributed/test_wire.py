@@ -11,8 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fp8compile
 from fp8compile.distributed import compress_gradients, fp8_hook
-from fp8compile.runtime.compression import Compression
-from fp8compile.runtime.wire import WIRE, dequantize, quantize, to_rows
+from fp8compile.features.compression.compression import Compression
+from fp8compile.features.compression.wire import WIRE, dequantize, quantize, to_rows
 
 ANY = st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=300)
 

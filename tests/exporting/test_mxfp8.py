@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import fp8compile
 from fp8compile.config.recipe import BUILT_IN
-from fp8compile.exporting.exported_layers import STRATEGIES
+from fp8compile.features.export.exported_layers import STRATEGIES
 from tests.exporting.small import Small, evaluated, tokens, trained
 from tests.support.harness import sqnr
 from tests.support.reference_casts import OCP, Quantized, quantize

@@ -11,9 +11,9 @@ import torch
 from fp8compile.devices import support
 from fp8compile.devices.gpu import Gpu
 from fp8compile.dryrun import fake_gpu
+from fp8compile.features.weight_cache.weight_cache import WeightCache
 from fp8compile.optim import AdamW, adamw
 from fp8compile.optim.update import compiled
-from fp8compile.runtime.weight_cache import WeightCache
 from tests.optim.test_adamw import MASTERS
 from tests.support import hooks
 from tests.support.cached import layer

@@ -1,4 +1,4 @@
-"""Matmuls of one input as one matmul (`passes.merge`): which are merged, and that they are as exact as apart.
+"""Matmuls of one input as one matmul (`features.merge.merge`): which are merged, and that they are as exact as apart.
 
 (tests/equivalence has the training loops.)"""
 

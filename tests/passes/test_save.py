@@ -1,5 +1,5 @@
-"""`save="fp8"`: what forward keeps for backward in FP8 (`passes.save`), each gradient is as exact. (tests/equivalence: outputs
-and state are those without it, bitwise.)"""
+"""`save="fp8"`: what forward keeps for backward in FP8, each gradient is as exact. (tests/equivalence: outputs and
+state are those without it, bitwise.)"""
 
 from __future__ import annotations
 

@@ -146,9 +146,9 @@ def on_a_gpu() -> Iterator[Gpu]:
 def refusing_waits(gpu: Gpu | None = None) -> Iterator[None]:
     """Inside, the host may not wait for what is on the GPU. What compiled code does is the device's, and not seen."""
     from fp8compile.compat import autograd
+    from fp8compile.features.weight_cache.weight_cache import WeightCache
     from fp8compile.runtime.calls import Calls
     from fp8compile.runtime.compiled_graph import CompiledGraph
-    from fp8compile.runtime.weight_cache import WeightCache
 
     gpu = gpu or Gpu()
     places = (CompiledGraph, "__call__"), (Calls, "backward"), (Calls, "backward_done"), (WeightCache, "cast_now")
@@ -206,7 +206,7 @@ def bodies() -> Iterator[list[Body]]:
 
 def addresses_of_copies() -> Patched:
     """Of each call that reads copies of `cache_weights`, where they are."""
-    from fp8compile.runtime.weight_cache import WeightCache
+    from fp8compile.features.weight_cache.weight_cache import WeightCache
 
     return noting(WeightCache, "copies", lambda made, *_, **__: [copy.data_ptr() for copy in made])
 
