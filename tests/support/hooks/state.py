@@ -91,8 +91,8 @@ def bytes_of_copies() -> Iterator[list[int]]:
     found: list[int] = []
     stock = KeptCopies.after
 
-    def after(self: KeptCopies, done: Any) -> None:
-        stock(self, done)
+    def after(self: KeptCopies, job: Any, done: Any) -> None:
+        stock(self, job, done)
         found.append(self.hoisted.bytes if self.hoisted is not None else 0)
 
     with mock.patch.object(KeptCopies, "after", after):
