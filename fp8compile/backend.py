@@ -27,7 +27,9 @@ from torch.fx import GraphModule
 from . import compat, features
 from .compilation import Compilation, Job, lowering, warn
 from .config.options import Options, parse
+from .config.policy import Policy
 from .config.policy.match import places
+from .config.recipe import SETTINGS, Recipe
 from .devices import catalog, formats, support
 from .errors import OptionError, Retrace, StrictError, Unusable
 from .ir.inputs import Inputs, capture, roots, unchosen
@@ -85,6 +87,7 @@ def fp8(
             logger.info("fp8: compiled autograd compiles the backwards of the graphs above in a graph of its own")
             return compat.compile_fx(gm, example_inputs, inner.compile, lowering(chosen))
         _check_encoding(inputs.devices, chosen)
+        _check_features(chosen)
         if inputs.training and inputs.grad:
             compat.inline_regions(gm)
         inputs = replace(inputs, kinds=whole_kinds(gm))
@@ -166,3 +169,17 @@ def _check_encoding(devices: frozenset[torch.device], chosen: Options) -> None:
         if recipe.fp8_encoding not in ("auto", *allowed):
             theirs = f"'auto' or {allowed[0]!r} on this GPU; a CPU emulates both"
             raise OptionError.of("fp8_encoding", recipe.fp8_encoding, theirs)
+
+
+def _check_features(options: Options) -> None:
+    """OptionError for a setting of a feature that this copy of the package does not have."""
+    policy, usual = options.policy, Recipe()
+    known = {"", *(feature.name for feature in features.FEATURES)}
+    missing = {key: one.feature for key, one in SETTINGS.items() if one.feature not in known}
+    for key, feature in missing.items():
+        for recipe in policy.possible:
+            if getattr(recipe, key) not in (False, getattr(usual, key)):
+                raise OptionError.of(key, getattr(recipe, key), f"{getattr(usual, key)!r}: features/{feature} is not here")
+    for key, value, usually in (("save", policy.save, Policy().save), ("schedule", policy.schedule, None)):
+        if value != usually and key not in known:
+            raise OptionError.of(key, value, f"{usually!r}: features/{key} is not here")

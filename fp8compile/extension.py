@@ -145,6 +145,14 @@ class Feature:
         """Records of these parameters for a report, by the name that `Report` has for them."""
         return {}
 
+    def wanted_amaxes(self, optimizer: torch.optim.Optimizer) -> frozenset[int] | None:
+        """The parameters (ids) whose amaxes it can use at the end of this optimizer's step. None if it needs none of this
+        optimizer, and expects none."""
+        return None
+
+    def step_wrote(self, optimizer: torch.optim.Optimizer, weights: Sequence[Tensor], amaxes: Sequence[Tensor]) -> None:
+        """Called in a step: it has written these weights, and their amaxes, of one element each, are exact."""
+
     def reset(self) -> None:
         """torch._dynamo.reset() was called: all graphs are gone."""
 

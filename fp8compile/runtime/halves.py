@@ -25,9 +25,9 @@ class Halves:
     """`joint_pass` becomes one of Inductor's passes over the joint graph; `compile` replaces Inductor's inner compiler.
 
     `rewrite` runs our passes over a joint graph; `after` hears what they did, here or in an earlier process. Then `rewritten`
-    is what they did (None: Inductor saw no joint graph, because the graph has no inputs), and `converts` tells whether some matmul
-    became FP8. With `keeps`, AOTAutograd's cache keeps the halves for later processes. Then `restore` may take the place of
-    both, and sets the same (`restored`).
+    is what they did (None: Inductor saw no joint graph, because the graph has no inputs), and `converts` tells whether some
+    matmul became FP8. With `keeps`, AOTAutograd's cache keeps the halves for later processes. Then `restore` may take the place
+    of both, and sets the same (`restored`).
     """
 
     def __init__(

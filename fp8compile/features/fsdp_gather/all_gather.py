@@ -130,16 +130,8 @@ class Gathered:
         return {"amax": amax, "scale": scale, **dict.fromkeys(("scale_inv", "scale_inv_min", "scale_inv_max"), inverse)}
 
 
-def fp8_all_gather(model: nn.Module) -> None:
-    """Have FSDP2 gather in FP8 what nothing but FP8 matmuls read. After `fully_shard(model)`, before or after compilation.
-
-    Called again, it only has scales computed anew before the next forward: call it if you wrote into weights between two
-    forwards by hand, without a backward, an optimizer step or `load_state_dict` in between.
-
-    ShardingError, a ValueError, names the parameter and the fix where this cannot work: nothing is sharded, parameters are
-    offloaded to the CPU or have an all-gather extension, `reshard_after_forward` is a number.
-    Weights are scaled by their current amax with `delayed`, too, and `mxfp8` and `rowwise` have `weight_tiles`.
-    """
+def gather_in_fp8(model: nn.Module) -> None:
+    """See `fp8compile.distributed.fp8_all_gather`."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"fp8_all_gather() takes a torch.nn.Module, not {type(model).__name__}")
     parameters = compat.sharded_parameters(model)

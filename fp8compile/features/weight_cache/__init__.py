@@ -13,7 +13,7 @@ from ...passes.joint import Joint
 from ...passes.pipeline import Rewritten
 from .hoist import ROOM, Cache, Hoisted
 from .hoist import hoist as run_hoist
-from .weight_cache import WeightCache
+from .weight_cache import WeightCache, casts_of_step, step_wrote
 
 if TYPE_CHECKING:
     import torch
@@ -65,6 +65,15 @@ class CachedWeights(Feature):
     def of_graph(self, job: Job, phase: str) -> GraphFeature | None:
         weights = _cacheable(job) if job.learns and job.only is None else frozenset()
         return KeptCopies(weights) if weights else None
+
+
+    def wanted_amaxes(self, optimizer: torch.optim.Optimizer) -> frozenset[int] | None:
+        return casts_of_step(optimizer)
+
+    def step_wrote(
+        self, optimizer: torch.optim.Optimizer, weights: Sequence[torch.Tensor], amaxes: Sequence[torch.Tensor]
+    ) -> None:
+        step_wrote(optimizer, weights, amaxes)
 
 
 def _cacheable(job: Job) -> frozenset[int]:

@@ -14,7 +14,7 @@ So a write to `weight.data` between two micro-batches of one step is the only on
 weights are cast with the others, and alone after each step of any optimizer. While a CUDA graph is captured, each call casts,
 because a replay runs no code of ours. New copies are new tensors: a backward that has not run yet keeps those of its forward.
 
-`fp8compile.optim.AdamW(.., fp8_weights=True)` has the casts made at the end of its step (`behind_step`), so that no forward
+`fp8compile.optim.AdamW(.., fp8_weights=True)` has the casts made at the end of its step (`step_wrote`), so that no forward
 casts. It hands over the amaxes of the weights that it wrote, so that the casts read each weight once. The copies are those that
 the next forward would make, bitwise. The forward casts, as ever, where a graph was not called since its last cast, where
 another optimizer has one of its weights or steps between, and where another library has a hook after all steps. Amaxes are
@@ -59,7 +59,7 @@ class _Steps:
         self.changes = 0  # steps of all optimizers, and calls of `refresh_weight_cache`
         self.inside: Any = WeakKeyDictionary()  # optimizer that is in its step -> ids of its parameters
         self.parameters: Any = WeakKeyDictionary()  # optimizer -> ids of its parameters, at its last step
-        self.written: Any = WeakKeyDictionary()  # optimizer -> what `behind_step` was told in this step
+        self.written: Any = WeakKeyDictionary()  # optimizer -> what `step_wrote` was told in this step
         self.caches: Any = WeakValueDictionary()  # all of this process, numbered: an order that ranks agree on
         self.made = 0
 
@@ -95,7 +95,7 @@ def _stepped(optimizer: torch.optim.Optimizer) -> None:
     written = _STEPS.written.pop(optimizer, None)
     if written is None:
         return
-    theirs, of_all = compat.hooks_behind_step(optimizer)
+    theirs, of_all = compat.hooks_after_step(optimizer)
     if not all(getattr(hook, "__module__", "").startswith(PACKAGE) for hook in of_all):
         say_once(logger, logging.INFO, "fp8_weights: forward casts weights, for a hook after all steps may write to them")
         return
@@ -125,7 +125,7 @@ def casts_of_step(optimizer: torch.optim.Optimizer) -> frozenset[int] | None:
     return frozenset(found & ids) if known else None
 
 
-def behind_step(optimizer: torch.optim.Optimizer, weights: Sequence[Tensor], amaxes: Sequence[Tensor]) -> None:
+def step_wrote(optimizer: torch.optim.Optimizer, weights: Sequence[Tensor], amaxes: Sequence[Tensor]) -> None:
     """To be called in a step: when it ends, the weights of this optimizer are cast for graphs that keep copies. `weights` are
     some that the step has written, and `amaxes` theirs, of one element each and exact."""
     pairs = zip(weights, amaxes, strict=True)

@@ -181,3 +181,10 @@ def halves() -> Iterator[list[tuple[torch.fx.GraphModule, bool]]]:
 
     with _inner(Inner(compile, before.computes, before.eager)):
         yield found
+
+
+def without_features() -> Any:
+    """Inside, the backend looks for features of the package in vain."""
+    from fp8compile import features
+
+    return mock.patch.object(features, "FEATURES", ())

@@ -146,12 +146,15 @@ def on_a_gpu() -> Iterator[Gpu]:
 def refusing_waits(gpu: Gpu | None = None) -> Iterator[None]:
     """Inside, the host may not wait for what is on the GPU. What compiled code does is the device's, and not seen."""
     from fp8compile.compat import autograd
-    from fp8compile.features.weight_cache.weight_cache import WeightCache
     from fp8compile.runtime.calls import Calls
     from fp8compile.runtime.compiled_graph import CompiledGraph
 
     gpu = gpu or Gpu()
-    places = (CompiledGraph, "__call__"), (Calls, "backward"), (Calls, "backward_done"), (WeightCache, "cast_now")
+    places: list[tuple[Any, str]] = [(CompiledGraph, "__call__"), (Calls, "backward"), (Calls, "backward_done")]
+    with contextlib.suppress(ModuleNotFoundError):  # in a copy without this feature
+        from fp8compile.features.weight_cache.weight_cache import WeightCache
+
+        places.append((WeightCache, "cast_now"))
 
     def within(stock: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:

@@ -13,7 +13,7 @@ from torch import nn
 
 import fp8compile
 from fp8compile import ExportError
-from tests.exporting.small import Small, tokens, trained
+from tests.features.export.small import Small, tokens, trained
 
 pytest.importorskip("safetensors")
 pytestmark = [pytest.mark.usefixtures("interpreted"), pytest.mark.shares_graphs]

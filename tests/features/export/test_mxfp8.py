@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import fp8compile
 from fp8compile.config.recipe import BUILT_IN
 from fp8compile.features.export.exported_layers import STRATEGIES
-from tests.exporting.small import Small, evaluated, tokens, trained
+from tests.features.export.small import Small, evaluated, tokens, trained
 from tests.support.harness import sqnr
 from tests.support.reference_casts import OCP, Quantized, quantize
 from tests.support.served import config_of, serve, tensors_of

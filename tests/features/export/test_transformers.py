@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import fp8compile
-from tests.exporting.small import WORDS, trained
+from tests.features.export.small import WORDS, trained
 from tests.support.harness import sqnr
 from tests.support.reference_casts import OCP, quantize
 from tests.support.served import config_of, serve, tensors_of
@@ -193,7 +193,7 @@ def test_which_layers_transformers_converts(tmp_path: Path) -> None:
     """Under its rules for names, the exported layers and no others become FP8, also where one name is the end of another."""
     from transformers.quantizers.quantizers_utils import should_convert_module
 
-    from tests.exporting.small import Small
+    from tests.features.export.small import Small
 
     model = nn.ModuleDict({"net": Small(), "1": nn.Linear(128, 96), "11": nn.Linear(128, 128)})
 

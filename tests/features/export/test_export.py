@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import fp8compile
-from tests.exporting.small import Small, evaluated, next_forward, tokens, trained
+from tests.features.export.small import Small, evaluated, next_forward, tokens, trained
 from tests.support.harness import load_scaling, sqnr
 from tests.support.hooks import slots_of
 from tests.support.reference_casts import OCP, Quantized, block_amaxes, quantize
