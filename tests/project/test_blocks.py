@@ -141,7 +141,7 @@ def given(page: Path, folder: Path) -> dict[str, Any]:
         return {}
     if page.name == "README.md":
         return {"torch": torch, "build": Sum, "tokens": torch.randn(64, 128), "targets": torch.randn(64, 256)}
-    if page.name == "distributed.md":
+    if page.name in ("distributed.md", "fp8-communication.md"):
         model = Blocks()
         return {"fp8compile": fp8compile, "fully_shard": fully_shard, "dcp": dcp, "model": model, "path": folder / "saved"}
     if page.name == "estimates.md":

@@ -15,6 +15,7 @@ import pytest
 import fp8compile
 from fp8compile import errors
 from fp8compile.config.options import OURS
+from fp8compile.config.recipe import RECIPES
 from tests.project import settings_page
 
 ROOT = next(folder for folder in Path(__file__).parents if (folder / "pyproject.toml").exists())
@@ -85,9 +86,24 @@ def test_the_gains_are_those_of_the_benchmarks(page: str) -> None:
         assert row.groups() == (ours, theirs, kept), title
 
 
-def test_every_option_has_a_row_and_every_row_is_an_option() -> None:
-    rows = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs" / "options.md").read_text(), re.M)
-    assert sorted(rows) == sorted(OURS)
+def test_precision_is_that_of_the_study() -> None:
+    """`python -m benchmarks.sqnr --update notes/accuracy.md` writes the tables that are read here."""
+    tables = (ROOT / "notes/accuracy.md").read_text().split("<!-- table: sqnr -->")[1].split("<!-- end -->")[0].split("\n\n")
+    normal, _, tokens = ({name: cells for name, *cells in rows(table)} for table in tables)
+    text = (ROOT / "docs/accuracy.md").read_text()
+    shown = rows(text[text.index("| | linear y") :].split("\n\n")[0])[2:]
+    assert [name for name, *_ in shown] == [name for name in normal if name in RECIPES or name == "tensorwise, e4m3"]
+    assert shown == [[name, *normal[name][:4], tokens[name][2]] for name, *_ in shown]
+
+
+def rows(table: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.strip().splitlines()]
+
+
+def test_every_option_is_in_one_table_and_every_row_is_an_option() -> None:
+    pages = [(ROOT / "docs" / page).read_text() for page in ("options.md", "reference/settings.md")]
+    named = [name for page in pages for name in re.findall(r"^\| `(\w+)` \|", page, re.M)]
+    assert sorted(named) == sorted(OURS)
 
 
 def test_the_settings_have_their_page() -> None:
