@@ -258,7 +258,7 @@ class Called(Exception):
 ON_A_GPU = {  # matmuls in FP8, of all
     "README.md": (5, 5),
     "docs/index.md": (5, 5),
-    "docs/how-to/which-layers.md": (5, 8),
+    "docs/report.md": (5, 8),
     "docs/how-to/lora.md": (3, 14),
     "docs/how-to/turn-off-a-layer.md": (2, 5),
     "docs/how-to/several-gpus.md": (11, 11),
