@@ -26,7 +26,8 @@ def page() -> str:
         default = Recipe.__dataclass_fields__[name].default
         looks = [recipe for recipe in RECIPES if setting.matters(Recipe(recipe))]
         which = "" if len(looks) == len(RECIPES) else f" Only for {', '.join(f'`{recipe}`' for recipe in looks)}."
-        values = re.sub(r"'(\w+)'", r'`"\1"`', f"{setting.values}; default: {'by recipe' if default is None else repr(default)}")
+        values = f"{setting.values}; default: {'by recipe' if default is None else repr(default)}"
+        values = re.sub(r"'(\w+)'", r'`"\1"`', values)
         rows.append(f"| `{name}` | {values} | {setting.meaning}{which} |\n")
     return HEAD + "".join(rows)
 
