@@ -11,9 +11,10 @@ from fp8compile.config.recipe import RECIPES, SETTINGS
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "settings.md"
 HEAD = """# Settings of a recipe
 
-Each is an option, `torch.compile(..., options={"margin": 1})`, a key of rules, `[defaults]` and `[recipes.NAME]` in a
-[policy](../policy.md), and a field of `fp8compile.Recipe`. A setting that has no effect with its recipe gives a warning; one
-that is impossible gives an error. [Options](../options.md#notes-on-settings) says more about some of them.
+How tensors are scaled, and how matmuls run. Each setting is an option, `torch.compile(..., options={"margin": 1})`, a key of
+rules, `[defaults]` and `[recipes.NAME]` in a [policy](../policy.md), and a field of `fp8compile.Recipe`. A setting that has
+no effect with its recipe gives a warning; one that is impossible gives an error. [Options](../options.md#notes-on-settings)
+says more about some of them.
 
 | setting | values | meaning |
 |---|---|---|
