@@ -30,8 +30,8 @@ class KeptCopies(GraphFeature):
 
     warm = False
 
-    def __init__(self, weights: frozenset[int]):
-        self.weights, self.inputs = weights, ROOM * len(weights)
+    def __init__(self, weights: frozenset[int], inputs: int):
+        self.weights, self.inputs = weights, inputs
         self.first = 0
         self.hoisted: Hoisted | None = None
         self.cache: WeightCache | None = None
@@ -41,7 +41,7 @@ class KeptCopies(GraphFeature):
 
     def before(self, job: Job, joint: Joint) -> None:
         joint.cached = self.weights
-        joint.extras.put(Cache(self.weights, self.first))
+        joint.extras.put(Cache(self.weights, self.first, self.inputs))
 
     def after(self, job: Job, done: Rewritten) -> None:
         self.hoisted = done.results.get(Hoisted)
@@ -64,7 +64,10 @@ class CachedWeights(Feature):
 
     def of_graph(self, job: Job, phase: str) -> GraphFeature | None:
         weights = _cacheable(job) if job.learns and job.only is None else frozenset()
-        return KeptCopies(weights) if weights else None
+        if not weights:
+            return None
+        nodes = job.gm.graph.find_nodes(op="placeholder")
+        return KeptCopies(weights, ROOM * sum(max(1, len(nodes[i].users)) for i in weights))
 
 
     def wanted_amaxes(self, optimizer: torch.optim.Optimizer) -> frozenset[int] | None:

@@ -17,8 +17,8 @@ or moves scaling state. With `recast_weights=True`, one copy of a weight is kept
 It reads each weight once, for the cast.
 
 The inputs of a graph are fixed before it is traced, and the copies are known after `quantize`. So a graph has `ROOM` inputs to
-spare for each of these parameters. The copies take the first of them, which get their sizes here. What does not fit is cast in
-the graph.
+spare for each use of these parameters. The copies take the first of them, which get their sizes here. What does not fit is
+cast in the graph.
 """
 
 from __future__ import annotations
@@ -65,10 +65,7 @@ class Cache:
 
     inputs: frozenset[int] = frozenset()
     first: int = 0
-
-    @property
-    def room(self) -> int:
-        return ROOM * len(self.inputs)
+    room: int = 0
 
 
 @dataclass(frozen=True)
