@@ -40,7 +40,7 @@ from ..logs import get_logger
 from ..passes.pipeline import Rewritten
 from . import leftovers, probe, state
 from .interpreter import How
-from .overflow import Overflow, say, say_not_finite
+from .overflow import Overflow, say, say_not_finite, watch_of
 from .repeats import Ran
 from .state import Book, PageSet
 
@@ -149,11 +149,23 @@ class Calls:
             ran = pages.begin()
             if pages.cold and pages.pending > state.PATIENCE:  # the backwards of these forwards do not come
                 pages.after_cold_call()
-            if pages.watch is not None and not pages.cold and not self.interface.observes:
-                overflows = pages.watch.before_call()
-                if overflows:
-                    self._overflowed(pages, overflows)
+            if pages.watched:
+                self._watch(pages)
         return Call(pages, look, again, ran=ran), forward, backward
+
+    def _watch(self, pages: PageSet) -> None:
+        """Before a call that moves these pages."""
+        if self.interface.observes:  # nothing is cast: nothing saturates
+            pages.forward.moves()
+            return
+        watch = pages.watch
+        if watch is None or not watch.here:
+            watch = pages.watch = watch_of(pages.forward.tensor.device)
+        if not pages.cold:
+            watch.look(pages.pages)
+        if pages.forward.found or pages.backward.found:
+            self._overflowed(pages, pages.overflows())
+        watch.begins(pages.forward)
 
     def agree(self) -> None:
         """Fp8CompileError if ranks of the groups have other slots, or decided otherwise, or do not come to compare. Checked
@@ -211,7 +223,7 @@ class Calls:
         for bad in [overflow for overflow in overflows if overflow.amax == math.inf][:1]:
             say_not_finite(bad, name)
         overflows = [overflow for overflow in overflows if overflow.amax < math.inf]
-        if overflows:
+        if overflows and not pages.cold:
             if not self.together:
                 pages.overflowed()
             say(overflows, name)
@@ -246,8 +258,9 @@ class Calls:
             how = How(True) if cold and not self.interface.observes else None
         if pages is not None:
             pages.pending = max(0, pages.pending - 1)
-            with compat.unseen(), state.LOCK:
-                pages.backward.refresh()
+            if pages.backward.stale:
+                with compat.unseen(), state.LOCK:
+                    pages.backward.refresh()
         if how is not None and how.look is not None:
             self.looking.backward(how.look)
         return how
@@ -262,8 +275,10 @@ class Calls:
 
     def _moved(self, pages: PageSet) -> None:
         """Called after the last update of a training call."""
-        with compat.unseen():
-            if pages.cold and (pages.was_cold or self.together):
+        if pages.cold and (pages.was_cold or self.together):
+            with compat.unseen():
                 pages.after_cold_call()
-            if pages.watch is not None and not self.interface.observes:
-                pages.watch.after_call()
+        if pages.watch is not None:
+            pages.watch.ended(pages.backward)
+        elif pages.watched:
+            pages.backward.moves()

@@ -70,8 +70,8 @@ class CompiledGraph:
                 copies = self.cache.copies(args, look)
         if self.calls.book is not None:
             with compat.unseen():
-                call, *pages_of_call = self.calls.open(known, first.device, look)
-            return self.calls.run(self.function, (*args, *pages_of_call, *copies), call)
+                call, forward, backward = self.calls.open(known, first.device, look)
+            return self.calls.run(self.function, (*args, forward, backward, *copies), call)
         if self.calls.groups and not self.calls.agreed and interface.trains and not (DRY.get() or compat.inferring_shapes()):
             self.calls.agree()
         if interface.capacity is not None:  # the graph does not read its state inputs

@@ -23,7 +23,7 @@ from ..ir import state_page
 from ..ir.inputs import plain
 from ..ir.state_page import Rows, SlotKey, SlotSettings
 from ..logs import get_logger
-from .overflow import Watch
+from .overflow import COLUMNS, Overflow, Watch
 from .parameters import find, record_of, share_records
 from .repeats import Ran, Repeats, repeats_of
 
@@ -60,6 +60,17 @@ class Page:
     outdated: bool = False  # weights were loaded since the last call: see `loads`
     name: str = ""  # of the only slot of a loaded page, while no graph has taken it over
     loading: Loading | None = None  # for the first graph that takes it over
+    moved: bool = False  # since the host has looked for overflows
+    found: Sequence[Overflow] = ()  # by the last look
+
+    def __post_init__(self) -> None:
+        # .data: autograd may have saved the page for a backward; views of .data do not share its version counter
+        self.rows = self.tensor.data.narrow(0, 0, len(self.homes)).narrow(1, 0, COLUMNS)
+        self.reference = weakref.ref(self)
+
+    def moves(self) -> None:
+        """What the host knew of its values is outdated."""
+        self.moved, self.found = True, ()
 
     @property
     def waits(self) -> bool:
@@ -92,6 +103,7 @@ class Page:
                 before.page.stale = True
             named[name] = Slot(self, row)
         self.stale = False
+        self.moves()
         if loaded:
             self.loaded = True
             if len(loaded) == len(self.homes):  # else a slot that was not loaded may have to be cold for longer
@@ -169,7 +181,8 @@ class PageSet:
     was_cold: bool = True  # the last forward was cold
     first: bool = True  # no forward was warm yet
     pending: int = 0  # training forwards whose backward has not run
-    watch: Watch | None = None  # for overflows, if some slot has a limit
+    watched: bool = False  # for overflows: some slot has a limit
+    watch: Watch | None = None  # of its last call
     copies: dict[int, torch.Tensor] = field(default_factory=dict)  # pages of forwards, for their recomputations
 
     def begin(self) -> Ran:
@@ -203,7 +216,7 @@ class PageSet:
         """Weights were loaded: as after an overflow, where those are watched."""
         for page in self.pages:
             page.outdated = False
-        if self.watch is not None:
+        if self.watched:
             self.overflowed()
 
     def resume(self) -> None:
@@ -211,7 +224,14 @@ class PageSet:
         patience = max((page.patience for page in self.pages if page.homes), default=PATIENCE)
         for page in self.pages:
             page.patience, page.loaded, page.outdated = patience, False, False
+            page.moves()
         self._is_cold()
+
+    def overflows(self) -> list[Overflow]:
+        """What the last look found, once."""
+        found = [*self.forward.found, *(overflow._replace(backward=True) for overflow in self.backward.found)]
+        self.forward.found = self.backward.found = ()
+        return found
 
     def begun(self) -> bool:
         return self.forward.begun() or self.backward.begun()
@@ -242,17 +262,17 @@ class Book:
 
     def open(self, args: Sequence[Any], device: torch.device) -> PageSet:
         """The pages for a call with these inputs, with the state that earlier calls of any graph left."""
-        owners = [args[i] for i in self.inputs]
-        key = tuple(map(id, owners))
+        key = tuple([id(args[i]) for i in self.inputs])
         with LOCK:
             found = self.sets.get(key)
             if found is None:
-                found = self._new(key, owners, device)
-            for page in found.pages:
-                page.refresh()
-            if found.forward.loaded or found.backward.loaded:
+                found = self._new(key, [args[i] for i in self.inputs], device)
+            forward, backward = found.forward, found.backward
+            forward.refresh()
+            backward.refresh()
+            if forward.loaded or backward.loaded:
                 found.resume()
-            if found.forward.outdated or found.backward.outdated:
+            if forward.outdated or backward.outdated:
                 found.other_weights()
         return found
 
@@ -276,8 +296,7 @@ class Book:
         refs = tuple(weakref.ref(owner, forget) for owner in owners)
         made = PageSet(forward, backward, refs, repeats_of(owners))
         made.cold = forward.cold() or backward.cold()
-        if any(setting.limit < float("inf") for page in made.pages for setting in page.settings):
-            made.watch = Watch(forward.tensor, len(forward.homes), backward.tensor, len(backward.homes))
+        made.watched = any(setting.limit < float("inf") for page in made.pages for setting in page.settings)
         self.sets[key] = made
         self.by_pointer[backward.tensor.data_ptr()] = made
         return made
