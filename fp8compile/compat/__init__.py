@@ -74,6 +74,7 @@ from .dynamo import (
     source_name,
     symbolic_kernels,
     tag_backward,
+    undisabled,
 )
 from .flat import freed, is_flattened, is_packed, on_refusal, owners, packed, shapes
 from .fsdp import (

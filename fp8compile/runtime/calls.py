@@ -136,13 +136,15 @@ class Calls:
         pages = self.book.open(args, device)
         forward, backward = pages.forward.tensor, pages.backward.tensor
         if DRY.get() or compat.inferring_shapes():
-            return Call(pages, look, dry=True), forward.clone(), backward.clone()
+            with compat.unseen():
+                return Call(pages, look, dry=True), forward.clone(), backward.clone()
         if not self.agreed:
             self.agree()
         again = (pages.pending > 0 and compat.recomputing()) or compat.repeating()
         if again:  # a recomputation uses the scales of its original, and leaves the state as it is
             ran = pages.repeats.original()
-            forward = pages.before(ran)
+            with compat.unseen():
+                forward = pages.before(ran)
             if not pages.backward.homes:  # no slots in backward, so it has no page by which `backward` could count it
                 pages.pending = max(0, pages.pending - 1)
         else:
@@ -276,8 +278,7 @@ class Calls:
     def _moved(self, pages: PageSet) -> None:
         """Called after the last update of a training call."""
         if pages.cold and (pages.was_cold or self.together):
-            with compat.unseen():
-                pages.after_cold_call()
+            pages.after_cold_call()
         if pages.watch is not None:
             pages.watch.ended(pages.backward)
         elif pages.watched:

@@ -40,7 +40,8 @@ class CompiledGraph:
         cache: WeightCache | None = None,
         options: Options | None = None,
     ):
-        self.function, self.interface, self.calls, self.owners = function, interface, calls, owners
+        self.function = compat.undisabled(function)  # Dynamo disables itself around a call of the whole
+        self.interface, self.calls, self.owners = interface, calls, owners
         self.record, self.converts, self.gathers = record, converts, gathers
         self.cache = cache  # of the FP8 copies of weights that the graph gets from outside
         self.options = options  # that it was compiled with
@@ -69,8 +70,7 @@ class CompiledGraph:
             with compat.unseen():
                 copies = self.cache.copies(args, look)
         if self.calls.book is not None:
-            with compat.unseen():
-                call, forward, backward = self.calls.open(known, first.device, look)
+            call, forward, backward = self.calls.open(known, first.device, look)
             return self.calls.run(self.function, (*args, forward, backward, *copies), call)
         if self.calls.groups and not self.calls.agreed and interface.trains and not (DRY.get() or compat.inferring_shapes()):
             self.calls.agree()

@@ -82,19 +82,23 @@ class Watch:
         self.running = max(0, self.running - 1)
         self._moves(page)
         if not (self.on_host or self.running or self.sent or torch.cuda.is_current_stream_capturing()):
-            with compat.unseen():
-                self._send(())
+            self._send(())
 
     def look(self, called: Sequence[Page]) -> None:
         """Before a call with these pages: find what moved slots say, as far as the host can know it without waiting."""
         if self.on_host:
             if any([page.moved for page in called]):
-                pages = self._take(called)
-                self._read([(page.reference, len(page.homes)) for page in pages], torch.cat([page.rows for page in pages]))
+                odd = [page for page in self._take(called) if page.odd()]
+                if odd:
+                    with compat.unseen():
+                        self._read([(page.reference, len(page.homes)) for page in odd], torch.cat([page.rows for page in odd]))
         elif not torch.cuda.is_current_stream_capturing():
             if self.sent and self.event.query():
                 sent, self.sent = self.sent, []
-                self._read(sent, self.arrived[: sum(count for _, count in sent)])
+                with compat.unseen():
+                    rows = self.arrived[: sum(count for _, count in sent)]
+                    if rows.amin().item() < 0:  # an age or a limit: nothing else is below zero
+                        self._read(sent, rows)
             if not self.sent and any([page.moved for page in called]):  # no call was known to be the last one
                 self.running = 0
                 self._send(called)
@@ -122,19 +126,18 @@ class Watch:
         count = sum(count for _, count in sent)
         if not count:
             return
-        if len(self.arrived) < count:
-            self.gathered = torch.empty(count, COLUMNS, device=self.device)
-            self.arrived = torch.zeros(count, COLUMNS, pin_memory=True)
-            self.event = torch.cuda.Event()
-        torch.cat([page.rows for page in pages], out=self.gathered[:count])
-        self.arrived[:count].copy_(self.gathered[:count], non_blocking=True)
-        self.event.record(torch.cuda.current_stream(self.device))  # the current device may be another one
+        with compat.unseen():
+            if len(self.arrived) < count:
+                self.gathered = torch.empty(count, COLUMNS, device=self.device)
+                self.arrived = torch.zeros(count, COLUMNS, pin_memory=True)
+                self.event = torch.cuda.Event()
+            torch.cat([page.rows for page in pages], out=self.gathered[:count])
+            self.arrived[:count].copy_(self.gathered[:count], non_blocking=True)
+            self.event.record(torch.cuda.current_stream(self.device))  # the current device may be another one
         self.sent = sent
 
     def _read(self, places: Sequence[tuple[weakref.ref[Page], int]], rows: Tensor) -> None:
         """Tell the pages what their rows say."""
-        if rows.amin().item() >= 0:  # no age or limit is below zero
-            return
         seen = Rows(rows)
         odd = torch.nonzero(seen.overflowed | seen.not_finite).flatten().tolist()
         if not odd:

@@ -66,6 +66,7 @@ class Page:
     def __post_init__(self) -> None:
         # .data: autograd may have saved the page for a backward; views of .data do not share its version counter
         self.rows = self.tensor.data.narrow(0, 0, len(self.homes)).narrow(1, 0, COLUMNS)
+        self.signs = Rows(self.rows).age, Rows(self.rows).limit
         self.reference = weakref.ref(self)
 
     def moves(self) -> None:
@@ -77,6 +78,12 @@ class Page:
         """Was it loaded, and may a graph still take it?"""
         return self.loading is not None and not self.loading.quiet
 
+    def odd(self) -> bool:
+        """Is there a slot without a scale, or with one that did not fit, or that saw what is not finite? Reads the device. (On a
+        CPU, lists of a few numbers are several times cheaper than operators.)"""
+        ages, limits = self.signs
+        return min(ages.tolist()) < 0 or min(limits.tolist()) < 0
+
     def cold(self) -> bool:
         """Is there a slot that has not seen a non-zero amax? Reads the device: for cold calls only."""
         return bool(Rows(self.tensor[: len(self.homes)]).cold.any())
@@ -84,6 +91,10 @@ class Page:
     def begun(self) -> bool:
         """Is there a slot that has seen a non-zero amax? Reads the device."""
         return not bool(Rows(self.tensor[: len(self.homes)]).cold.all())
+
+    @property
+    def changed(self) -> bool:
+        return self.stale or self.loaded or self.outdated
 
     def refresh(self) -> None:
         """Take the slots back, with their values, if another graph has taken some of them since."""
@@ -204,7 +215,8 @@ class PageSet:
         """Count a cold call, and find out whether it was the last."""
         for page in self.pages:
             page.patience = max(0, page.patience - 1)
-        self._is_cold()
+        with compat.unseen():
+            self._is_cold()
 
     def overflowed(self) -> None:
         """Make the next call cold, because a tensor has just overflowed."""
@@ -218,6 +230,15 @@ class PageSet:
             page.outdated = False
         if self.watched:
             self.overflowed()
+
+    def take_changes(self) -> None:
+        """Of the slots: by other graphs, and by what was loaded."""
+        for page in self.pages:
+            page.refresh()
+        if self.forward.loaded or self.backward.loaded:
+            self.resume()
+        if self.forward.outdated or self.backward.outdated:
+            self.other_weights()
 
     def resume(self) -> None:
         """Continue with loaded values."""
@@ -265,15 +286,10 @@ class Book:
         key = tuple([id(args[i]) for i in self.inputs])
         with LOCK:
             found = self.sets.get(key)
-            if found is None:
-                found = self._new(key, [args[i] for i in self.inputs], device)
-            forward, backward = found.forward, found.backward
-            forward.refresh()
-            backward.refresh()
-            if forward.loaded or backward.loaded:
-                found.resume()
-            if forward.outdated or backward.outdated:
-                found.other_weights()
+            if found is None or found.forward.changed or found.backward.changed:
+                with compat.unseen():
+                    found = found or self._new(key, [args[i] for i in self.inputs], device)
+                    found.take_changes()
         return found
 
     def _slots(self, keys: Sequence[SlotKey], owners: Sequence[Any]) -> list[tuple[Any, tuple[str, int]]]:
