@@ -206,8 +206,9 @@ def shown(tree: str, rows: list[dict[str, Any]]) -> None:
     def cell(one: dict[str, float]) -> str:
         return f"{one['median']:.0f} ({one['low']:.0f}-{one['high']:.0f})"
 
-    head = ["case", "arm", *(f"{part}{what}" for part in PARTS for what in (", us", " code", " host"))]
-    cells = [[row["case"], row["arm"], *(cell(row[part][key]) for part in PARTS for key in ("us", "code", "host"))] for row in rows]
+    keys = [(part, key) for part in PARTS for key in ("us", "code", "host")]
+    head = ["case", "arm", *(f"{part}, {key}" for part, key in keys)]
+    cells = [[row["case"], row["arm"], *(cell(row[part][key]) for part, key in keys)] for row in rows]
     print(f"### {tree}\n\n{table(cells, head, markdown=True)}\n", flush=True)
 
 

@@ -32,6 +32,7 @@ from .autograd import (
     capturing,
     checkpoint,
     compiled_autograd,
+    hooked,
     hooks_behind_step,
     in_backward,
     in_compiled_autograd,

@@ -115,6 +115,11 @@ def stream_of(device: torch.device) -> int:
     return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
 
 
+def hooked() -> bool:
+    """Has anyone set saved-tensor hooks for what runs now? A checkpoint has."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 def recomputing() -> bool:
     """Is a forward that runs now the recomputation of a checkpoint? A checkpoint sets saved-tensor hooks for it. A reentrant
     checkpoint sets none, and its second forward is no recomputation for us: the first one ran without gradients."""

@@ -60,7 +60,7 @@ def rows_vary(*tensors: torch.Tensor) -> None:
         torch._dynamo.maybe_mark_dynamic(tensor, 0)
 
 
-def undisabled(function: Callable[..., Any]) -> Callable[..., Any]:
+def undisabled(function: Any) -> Any:
     """What Dynamo's `disable` has wrapped. Read in 2.11, 2.13 and 2.15."""
     return getattr(function, "_torchdynamo_orig_callable", function)
 

@@ -140,7 +140,7 @@ class Calls:
                 return Call(pages, look, dry=True), forward.clone(), backward.clone()
         if not self.agreed:
             self.agree()
-        again = (pages.pending > 0 and compat.recomputing()) or compat.repeating()
+        again = compat.hooked() and self._again(pages)
         if again:  # a recomputation uses the scales of its original, and leaves the state as it is
             ran = pages.repeats.original()
             with compat.unseen():
@@ -153,7 +153,11 @@ class Calls:
                 pages.after_cold_call()
             if pages.watched:
                 self._watch(pages)
-        return Call(pages, look, again, ran=ran), forward, backward
+        return Call(pages, look, again, False, ran), forward, backward
+
+    def _again(self, pages: PageSet) -> bool:
+        """Is this forward a recomputation?"""
+        return (pages.pending > 0 and compat.recomputing()) or compat.repeating()
 
     def _watch(self, pages: PageSet) -> None:
         """Before a call that moves these pages."""
@@ -164,7 +168,7 @@ class Calls:
         if watch is None or not watch.here:
             watch = pages.watch = watch_of(pages.forward.tensor.device)
         if not pages.cold:
-            watch.look(pages.pages)
+            watch.look(pages.forward, pages.backward)
         if pages.forward.found or pages.backward.found:
             self._overflowed(pages, pages.overflows())
         watch.begins(pages.forward)

@@ -6,7 +6,7 @@ amax above zero. A slot that never saw anything has a newest amax of zero. Both 
 not fit for. An amax that is not finite moves nothing; the update leaves a mark, which stays until the host has seen it.
 
 A `Watch` knows which pages have moved since the host has last looked. On a CPU it looks before a call whose own page has moved,
-and at all pages that have moved by then: the first graph of a step looks for the others. On a GPU that would wait for all queued
+at all pages that have moved by then: the first graph of a step looks for the others. On a GPU that would wait for all queued
 work. There the rows are gathered when the last backward of a step has run, and copied to pinned memory. The host looks at them
 before a later call, once they have arrived. Until then calls are warm, with the scale that the update computed from the amax
 that overflowed.
@@ -84,7 +84,7 @@ class Watch:
         if not (self.on_host or self.running or self.sent or torch.cuda.is_current_stream_capturing()):
             self._send(())
 
-    def look(self, called: Sequence[Page]) -> None:
+    def look(self, *called: Page) -> None:
         """Before a call with these pages: find what moved slots say, as far as the host can know it without waiting."""
         if self.on_host:
             if any([page.moved for page in called]):

@@ -21,7 +21,7 @@ from .. import compat
 from ..errors import StateError
 from ..ir import state_page
 from ..ir.inputs import plain
-from ..ir.state_page import Rows, SlotKey, SlotSettings
+from ..ir.state_page import AGE, LIMIT, Rows, SlotKey, SlotSettings
 from ..logs import get_logger
 from .overflow import COLUMNS, Overflow, Watch
 from .parameters import find, record_of, share_records
@@ -66,7 +66,7 @@ class Page:
     def __post_init__(self) -> None:
         # .data: autograd may have saved the page for a backward; views of .data do not share its version counter
         self.rows = self.tensor.data.narrow(0, 0, len(self.homes)).narrow(1, 0, COLUMNS)
-        self.signs = Rows(self.rows).age, Rows(self.rows).limit
+        self.signs = self.rows.t()[AGE : LIMIT + 1 : LIMIT - AGE]
         self.reference = weakref.ref(self)
 
     def moves(self) -> None:
@@ -79,10 +79,10 @@ class Page:
         return self.loading is not None and not self.loading.quiet
 
     def odd(self) -> bool:
-        """Is there a slot without a scale, or with one that did not fit, or that saw what is not finite? Reads the device. (On a
-        CPU, lists of a few numbers are several times cheaper than operators.)"""
-        ages, limits = self.signs
-        return min(ages.tolist()) < 0 or min(limits.tolist()) < 0
+        """Is there a slot without a scale, or with one that did not fit, or that saw what is not finite? Reads the device. (On
+        a CPU, lists of a few numbers are several times cheaper than operators.)"""
+        ages, limits = self.signs.tolist()
+        return min(ages) < 0 or min(limits) < 0
 
     def cold(self) -> bool:
         """Is there a slot that has not seen a non-zero amax? Reads the device: for cold calls only."""
