@@ -111,7 +111,7 @@ def test_what_was_found_is_forgotten_when_the_page_moves() -> None:
     first.backward(torch.full_like(first, 1e9))
     with hooks.looks() as looks:
         other(x)
-    assert looks == [2], "the forward of the other one, and the backward with the overflow"
+    assert looks == [3], "the forwards of both, and the backward with the overflow"
     second.backward(torch.full_like(second, 1e9))
     with hooks.cold_calls() as cold:
         one(x)
