@@ -59,7 +59,7 @@ def ready(made: list[nn.Module]) -> list[nn.Module]:
 
 
 @pytest.mark.usefixtures("interpreted")
-def test_an_overflow_makes_the_next_call_of_its_graph_cold() -> None:
+def test_the_next_call_of_its_graph_is_cold() -> None:
     """The first graph of the step looks at the pages of all, and the call of another one is cold."""
     made = ready(layers())
     with hooks.cold_calls() as cold, hooks.looks() as looks:
