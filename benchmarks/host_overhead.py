@@ -26,7 +26,7 @@ import pstats
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -236,7 +236,7 @@ def profiled(tree: str, case: str, recipe: str | None, steps: int = 300) -> None
         pstats.Stats(profile).strip_dirs().sort_stats("tottime").print_stats(40)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", default=CASES, help=f"default: {CASES}")
     parser.add_argument("--recipes", default=RECIPES, help=f"default: {RECIPES}")
@@ -245,7 +245,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also add a line for each checkout to this file")
     parser.add_argument("--profile", action="store_true", help="where the time of the first case and recipe goes")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
-    given = parser.parse_args()
+    given = parser.parse_args(arguments)
     cases, recipes = given.cases.split(","), given.recipes.split(",")
     if given.worker:
         return worker(given.worker, recipes)
