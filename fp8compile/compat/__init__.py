@@ -33,7 +33,7 @@ from .autograd import (
     checkpoint,
     compiled_autograd,
     hooked,
-    hooks_behind_step,
+    hooks_after_step,
     in_backward,
     in_compiled_autograd,
     is_compiled,

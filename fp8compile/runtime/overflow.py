@@ -120,7 +120,7 @@ class Watch:
         return pages
 
     def _send(self, called: Iterable[Page]) -> None:
-        """One kernel for the rows of all pages (of 64 at a time), and one copy."""
+        """One operator for the rows of all pages, and one copy."""
         pages = self._take(called)
         sent = [(page.reference, len(page.homes)) for page in pages]
         count = sum(count for _, count in sent)

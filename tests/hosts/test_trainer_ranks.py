@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fp8compile
-from fp8compile.runtime.phases import steps_of
+from fp8compile.runtime.optimizer_steps import steps_of
 from tests.hosts.launched import average, check_gradients, gradients, launched, on_two_ranks, summary
 from tests.hosts.small import examples, llama, logged, saved, tokenizer, training_arguments, vanilla
 from tests.support.harness import scaling_tensors
