@@ -17,12 +17,12 @@ ROOT = Path(__file__).resolve().parents[1]
 CLOCKS = ("clocks.sm", "clocks.mem", "clocks.max.sm", "clocks.max.mem", "power.limit", "temperature.gpu", "driver_version")
 
 
-def output_of(*command: str) -> str | None:
+def output_of(*command: str, folder: Path = ROOT) -> str | None:
     """The stdout of a command; None if it cannot be run or fails."""
     if shutil.which(command[0]) is None:
         return None
     try:
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+        return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
     except (subprocess.SubprocessError, OSError):
         return None
 
@@ -52,10 +52,10 @@ def versions() -> dict[str, str | None]:
     }
 
 
-def commit() -> dict[str, Any]:
-    """The commit of the checkout, and whether the package, the benchmarks or the examples differ from it; None without git."""
-    name = output_of("git", "rev-parse", "HEAD")
-    changed = output_of("git", "status", "--porcelain", "--", "fp8compile", "benchmarks", "examples")
+def commit(tree: Path = ROOT) -> dict[str, Any]:
+    """The commit of a checkout, and whether the package, the benchmarks or the examples differ from it; None without git."""
+    name = output_of("git", "rev-parse", "HEAD", folder=tree)
+    changed = output_of("git", "status", "--porcelain", "--", "fp8compile", "benchmarks", "examples", folder=tree)
     return {"commit": name, "changed": None if changed is None else bool(changed)}
 
 

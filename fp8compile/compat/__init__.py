@@ -32,6 +32,7 @@ from .autograd import (
     capturing,
     checkpoint,
     compiled_autograd,
+    hooked,
     hooks_after_step,
     in_backward,
     in_compiled_autograd,
@@ -44,6 +45,7 @@ from .autograd import (
     saved_as_they_are,
     share_memory,
     storage_of,
+    stream_of,
     unseen,
 )
 from .dynamo import (
@@ -73,6 +75,7 @@ from .dynamo import (
     source_name,
     symbolic_kernels,
     tag_backward,
+    undisabled,
 )
 from .flat import freed, is_flattened, is_packed, on_refusal, owners, packed, shapes
 from .fsdp import (

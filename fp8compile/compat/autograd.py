@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -60,32 +61,43 @@ class _Kept:
         self.tensor = tensor
 
 
-@contextlib.contextmanager
-def saved_as_they_are(ours: Callable[[torch.Tensor], bool]) -> Iterator[None]:
+_NOTHING = contextlib.nullcontext()
+
+
+def saved_as_they_are(ours: Callable[[torch.Tensor], bool]) -> AbstractContextManager[Any]:
     """Inside, tensors that are `ours` are saved for backward without the user's saved-tensor hooks (offloading, compression).
     Those hooks hand back copies, and we find our tensors by their addresses."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if hooks is None:
-        yield
-        return
+        return _NOTHING
     pack, unpack = hooks
-    with torch.autograd.graph.saved_tensors_hooks(
+    return torch.autograd.graph.saved_tensors_hooks(
         lambda x: _Kept(x) if ours(x) else pack(x), lambda x: x.tensor if isinstance(x, _Kept) else unpack(x)
-    ):
-        yield
+    )
 
 
-@contextlib.contextmanager
-def unseen(values: Sequence[Any] = ()) -> Iterator[None]:
+def unseen(values: Sequence[Any] = ()) -> AbstractContextManager[Any]:
     """Inside, neither autograd nor the user's dispatch modes see what is computed, as they do not see into a compiled graph.
     With fake tensors among `values` this does nothing, because their mode has to see all operators."""
-    with contextlib.ExitStack() as stack:
-        if not any(isinstance(x, FakeTensor) for x in values):
-            stack.enter_context(torch._C._AutoDispatchBelowAutograd())
-            stack.enter_context(torch._C._ExcludeDispatchKeyGuard(VERSIONS_AND_VIEWS))
-            if torch._C._len_torch_dispatch_stack():
-                stack.enter_context(_disable_current_modes())
-        yield
+    return _NOTHING if any(isinstance(x, FakeTensor) for x in values) else _Unseen()
+
+
+class _Unseen:
+    """A class, because each call of a compiled graph pays for it."""
+
+    def __enter__(self) -> None:
+        self.guards = torch._C._AutoDispatchBelowAutograd(), torch._C._ExcludeDispatchKeyGuard(VERSIONS_AND_VIEWS)
+        for guard in self.guards:
+            guard.__enter__()
+        self.modes = _disable_current_modes() if torch._C._len_torch_dispatch_stack() else None
+        if self.modes is not None:
+            self.modes.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        if self.modes is not None:
+            self.modes.__exit__(*error)
+        for guard in reversed(self.guards):
+            guard.__exit__(*error)
 
 
 def in_backward() -> bool:
@@ -96,6 +108,16 @@ def in_backward() -> bool:
 def capturing() -> bool:
     """Is a CUDA graph being captured on this thread's stream?"""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def stream_of(device: torch.device) -> int:
+    """The stream of a CUDA device on which work is queued now; 0 for another device."""
+    return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
+
+
+def hooked() -> bool:
+    """Has anyone set saved-tensor hooks for what runs now? A checkpoint has."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def recomputing() -> bool:

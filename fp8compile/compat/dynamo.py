@@ -60,6 +60,11 @@ def rows_vary(*tensors: torch.Tensor) -> None:
         torch._dynamo.maybe_mark_dynamic(tensor, 0)
 
 
+def undisabled(function: Any) -> Any:
+    """What Dynamo's `disable` has wrapped. Read in 2.11, 2.13 and 2.15."""
+    return getattr(function, "_torchdynamo_orig_callable", function)
+
+
 def compiling() -> contextlib.AbstractContextManager[None]:
     """For a `make_fx` of ours: inside, `torch.compiler.is_compiling()` is true, as it is in Dynamo's part of a compilation from
     2.13 on. Up to 2.13, one flag of the process says that fx is tracing, and a compiled function that another thread calls

@@ -40,7 +40,7 @@ from ..logs import get_logger
 from ..passes.pipeline import Rewritten
 from . import leftovers, probe, state
 from .interpreter import How
-from .overflow import Overflow, say, say_not_finite
+from .overflow import Overflow, say, say_not_finite, watch_of
 from .repeats import Ran
 from .state import Book, PageSet
 
@@ -135,24 +135,42 @@ class Calls:
         pages = self.book.open(args, device)
         forward, backward = pages.forward.tensor, pages.backward.tensor
         if DRY.get() or compat.inferring_shapes():
-            return Call(pages, look, dry=True), forward.clone(), backward.clone()
+            with compat.unseen():
+                return Call(pages, look, dry=True), forward.clone(), backward.clone()
         if not self.agreed:
             self.agree()
-        again = (pages.pending > 0 and compat.recomputing()) or compat.repeating()
+        again = compat.hooked() and self._again(pages)
         if again:  # a recomputation uses the scales of its original, and leaves the state as it is
             ran = pages.repeats.original()
-            forward = pages.before(ran)
+            with compat.unseen():
+                forward = pages.before(ran)
             if not pages.backward.homes:  # no slots in backward, so it has no page by which `backward` could count it
                 pages.pending = max(0, pages.pending - 1)
         else:
             ran = pages.begin()
             if pages.cold and pages.pending > state.PATIENCE:  # the backwards of these forwards do not come
                 pages.after_cold_call()
-            if pages.watch is not None and not pages.cold and not self.interface.observes:
-                overflows = pages.watch.before_call()
-                if overflows:
-                    self._overflowed(pages, overflows)
-        return Call(pages, look, again, ran=ran), forward, backward
+            if pages.watched:
+                self._watch(pages)
+        return Call(pages, look, again, False, ran), forward, backward
+
+    def _again(self, pages: PageSet) -> bool:
+        """Is this forward a recomputation?"""
+        return (pages.pending > 0 and compat.recomputing()) or compat.repeating()
+
+    def _watch(self, pages: PageSet) -> None:
+        """Before a call that moves these pages."""
+        if self.interface.observes:  # nothing is cast: nothing saturates
+            pages.forward.moves()
+            return
+        watch = pages.watch
+        if watch is None or not watch.here:
+            watch = pages.watch = watch_of(pages.forward.tensor.device)
+        if not pages.cold:
+            watch.look(pages.forward, pages.backward)
+        if pages.forward.found or pages.backward.found:
+            self._overflowed(pages, pages.overflows())
+        watch.begins(pages.forward)
 
     def agree(self) -> None:
         """Fp8CompileError if ranks of the groups have other slots, or decided otherwise, or do not come to compare. Checked
@@ -210,7 +228,7 @@ class Calls:
         for bad in [overflow for overflow in overflows if overflow.amax == math.inf][:1]:
             say_not_finite(bad, name)
         overflows = [overflow for overflow in overflows if overflow.amax < math.inf]
-        if overflows:
+        if overflows and not pages.cold:
             if not self.together:
                 pages.overflowed()
             say(overflows, name)
@@ -245,8 +263,9 @@ class Calls:
             how = How(True) if cold and not self.interface.observes else None
         if pages is not None:
             pages.pending = max(0, pages.pending - 1)
-            with compat.unseen(), state.LOCK:
-                pages.backward.refresh()
+            if pages.backward.stale:
+                with compat.unseen(), state.LOCK:
+                    pages.backward.refresh()
         if how is not None and how.look is not None:
             self.looking.backward(how.look)
         return how
@@ -261,8 +280,9 @@ class Calls:
 
     def _moved(self, pages: PageSet) -> None:
         """Called after the last update of a training call."""
-        with compat.unseen():
-            if pages.cold and (pages.was_cold or self.together):
-                pages.after_cold_call()
-            if pages.watch is not None and not self.interface.observes:
-                pages.watch.after_call()
+        if pages.cold and (pages.was_cold or self.together):
+            pages.after_cold_call()
+        if pages.watch is not None:
+            pages.watch.ended(pages.backward)
+        elif pages.watched:
+            pages.backward.moves()

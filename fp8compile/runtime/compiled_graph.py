@@ -40,7 +40,8 @@ class CompiledGraph:
         parts: Sequence[GraphFeature] = (),
         options: Options | None = None,
     ):
-        self.function, self.interface, self.calls, self.owners = function, interface, calls, owners
+        self.function = compat.undisabled(function)  # Dynamo disables itself around a call of the whole
+        self.interface, self.calls, self.owners = interface, calls, owners
         self.record, self.converts, self.parts, self.options = record, converts, parts, options
         self.giving = [part for part in parts if part.inputs]  # those that give the graph inputs of its own
         self.idle: torch.Tensor | None = None  # a stand-in for state inputs that the graph does not read
@@ -68,9 +69,8 @@ class CompiledGraph:
                 part.measure(known, look)
         given = self._given(args, first.device, look) if self.giving else ()
         if self.calls.book is not None:
-            with compat.unseen():
-                call, *pages_of_call = self.calls.open(known, first.device, look)
-            return self.calls.run(self.function, (*args, *pages_of_call, *given), call)
+            call, forward, backward = self.calls.open(known, first.device, look)
+            return self.calls.run(self.function, (*args, forward, backward, *given), call)
         if self.calls.groups and not self.calls.agreed and interface.trains and not (DRY.get() or compat.inferring_shapes()):
             self.calls.agree()
         if interface.stateful:  # the graph does not read its state inputs

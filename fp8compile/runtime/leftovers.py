@@ -20,6 +20,7 @@ def before_call(pages: PageSet, cold: bool) -> None:
     """A forward with these pages begins, and is cold or warm."""
     global _some
     if not _allocates(pages.forward.tensor.device):
+        pages.first = False
         return
     if cold:
         _some = True

@@ -1,46 +1,54 @@
-"""How the host learns which tensors overflowed, without waiting for a GPU.
+"""How the host learns which tensors overflowed, without waiting for a GPU, and in one look for all graphs of a model.
 
 The update of a page makes a slot cold when an amax saturated and was a jump, too (it exceeded the slot's limit), or when it was
 so small that the scale flushed a good part of the tensor to zero (an underflow). Such a slot has an age below zero and a newest
-amax above zero. A slot that never saw anything has a newest amax of zero. So age * amax is negative only after an overflow or
-an underflow. Both are overflows below: what the stored scale was not fit for. On a CPU the host reads the pages before each
-call. On a GPU that would wait for all queued work. There the products age * amax are copied to pinned memory after a call's
-backward. The host looks at them before a later call, once they have arrived. Until then calls are warm, with the scale that the
-update computed from the amax that overflowed.
+amax above zero. A slot that never saw anything has a newest amax of zero. Both are overflows below: what the stored scale was
+not fit for. An amax that is not finite moves nothing; the update leaves a mark, which stays until the host has seen it.
 
-An amax that is not finite moves nothing; the update leaves a mark, which stays until the host has seen it: at once on a CPU,
-within `RARELY` calls on a GPU.
+A `Watch` knows which pages have moved since the host has last looked. On a CPU it looks before a call whose own page has moved,
+at all pages that have moved by then: the first graph of a step looks for the others. On a GPU that would wait for all queued
+work. There the rows are gathered when the last backward of a step has run, and copied to pinned memory. The host looks at them
+before a later call, once they have arrived. Until then calls are warm, with the scale that the update computed from the amax
+that overflowed.
+
+What was found of a page waits there for the next call of its graph, and is forgotten when the page moves.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..ir.state_page import Rows, fp8_max_of
+from .. import compat
+from ..ir.state_page import HISTORY, Rows, fp8_max_of
 from ..logs import get_logger, say_once
+
+if TYPE_CHECKING:
+    from .state import Page
 
 logger = get_logger(__name__)
 
 QUIET = 10.0  # seconds between lines about overflows
 SHOWN = 3  # tensors in a line
-RARELY = 64  # calls
+COLUMNS = HISTORY + 1  # of a page, that a look needs: up to the newest amax
 
 
 class Overflow(NamedTuple):
     """Slot `row` of the forward's or the backward's page saw `amax` when its scale covered no more than `covered`, or far
     more. An `amax` of infinity: one that was not finite."""
 
-    backward: bool
     row: int
     amax: float
     covered: float
+    backward: bool = False
 
     @property
     def apart(self) -> float:
@@ -49,64 +57,127 @@ class Overflow(NamedTuple):
 
 
 class Watch:
-    """Watches the first rows of two pages. The pages must keep their addresses."""
+    """Watches the pages that calls move on one thread, device and stream. Keeps no page alive. Pages keep their addresses."""
 
-    def __init__(self, forward: Tensor, forward_slots: int, backward: Tensor, backward_slots: int):
-        # .data: autograd may have saved the page for a backward; views of .data do not share its version counter
-        self.rows = (Rows(forward.data[:forward_slots]), Rows(backward.data[:backward_slots]))
-        self.parts = [(rows.age, rows.newest, rows.limit) for rows in self.rows if rows.tensor.shape[0]]
-        self.on_host, self.calls = forward.device.type != "cuda", 0
-        self.arriving: torch.cuda.Event | None = None
-        self.waiting = False
-        if not self.on_host:
-            self.products = torch.empty(forward_slots + backward_slots, device=forward.device)
-            self.pieces = self.products.split([age.shape[0] for age, *_ in self.parts])
-            self.arrived = torch.zeros(forward_slots + backward_slots, pin_memory=True)
-            self.event = torch.cuda.Event()
+    def __init__(self, device: torch.device):
+        self.device, self.on_host = device, device.type != "cuda"
+        self.thread, self.stream = threading.get_ident(), compat.stream_of(device)
+        self.moved: list[weakref.ref[Page]] = []  # since the last look, in the order of the calls
+        self.running = 0  # forwards whose backward has not run
+        self.sent: list[tuple[weakref.ref[Page], int]] = []  # whose rows are on their way to the host, and how many
+        self.gathered = self.arrived = torch.empty(0, COLUMNS)
 
-    def after_call(self) -> None:
-        """After the last update of a training call, start the copy to the host."""
-        if self.on_host or self.arriving is not None or torch.cuda.is_current_stream_capturing():
-            return
-        self.calls += 1
-        for (age, amax, limit), piece in zip(self.parts, self.pieces, strict=True):
-            torch.mul(age, amax, out=piece)
-            if self.calls % RARELY == 0:
-                torch.minimum(piece, limit, out=piece)
-        self.arrived.copy_(self.products, non_blocking=True)
-        self.event.record(torch.cuda.current_stream(self.products.device))  # the current device may be another one
-        self.arriving = self.event
+    @property
+    def here(self) -> bool:
+        """Is it that of a call that runs now?"""
+        return self.thread == threading.get_ident() and (self.on_host or self.stream == compat.stream_of(self.device))
 
-    def before_call(self) -> list[Overflow]:
-        """The overflows that made slots cold, and what was not finite, as far as the host knows without waiting."""
+    def begins(self, page: Page) -> None:
+        """A training forward begins, which will move its page."""
+        self.running += 1
+        self._moves(page)
+
+    def ended(self, page: Page) -> None:
+        """After the last update of a training call. After that of the last call of a step, start the copy to the host."""
+        self.running = max(0, self.running - 1)
+        self._moves(page)
+        if not (self.on_host or self.running or self.sent or torch.cuda.is_current_stream_capturing()):
+            self._send(())
+
+    def look(self, *called: Page) -> None:
+        """Before a call with these pages: find what moved slots say, as far as the host can know it without waiting."""
         if self.on_host:
-            seen = any(torch.minimum(torch.mul(age, amax), limit).amin().item() < 0 for age, amax, limit in self.parts)
-        else:
-            if self.arriving is None or torch.cuda.is_current_stream_capturing() or not self.arriving.query():
-                return []
-            self.arriving = None
-            seen = bool((self.arrived < 0).any())
-        return self._read() if seen else []
+            if any([page.moved for page in called]):
+                odd = [page for page in self._take(called) if page.odd()]
+                if odd:
+                    with compat.unseen():
+                        self._read([(page.reference, len(page.homes)) for page in odd], torch.cat([page.rows for page in odd]))
+        elif not torch.cuda.is_current_stream_capturing():
+            if self.sent and self.event.query():
+                sent, self.sent = self.sent, []
+                with compat.unseen():
+                    rows = self.arrived[: sum(count for _, count in sent)]
+                    if rows.amin().item() < 0:  # an age or a limit: nothing else is below zero
+                        self._read(sent, rows)
+            if not self.sent and any([page.moved for page in called]):  # no call was known to be the last one
+                self.running = 0
+                self._send(called)
 
-    def _read(self) -> list[Overflow]:
-        found = []
-        for backward, page in enumerate(self.rows):
-            rows = Rows(page.tensor.cpu())
-            columns = (rows.reach, rows.limit, rows.before.scale, rows.newest)
-            for row in torch.nonzero(rows.overflowed).flatten().tolist():
-                reach, limit, scale, amax = (column[row].item() for column in columns)
-                found.append(Overflow(bool(backward), row, amax, fp8_max_of(reach, abs(limit)) / scale))
-        return found + self._not_finite()
+    def _moves(self, page: Page) -> None:
+        if not page.moved:
+            self.moved.append(page.reference)
+        page.moves()
 
-    def _not_finite(self) -> list[Overflow]:
-        """What has a mark. Gradients alone wait for one more look: another graph may have an activation that came before."""
-        marked = [torch.nonzero(page.not_finite).flatten().tolist() for page in self.rows]
-        self.waiting = not marked[0] and bool(marked[1]) and not self.waiting
-        if self.waiting:
-            return []
-        for page in self.rows:
-            page.limit.abs_()
-        return [Overflow(bool(backward), row, math.inf, 0.0) for backward, rows in enumerate(marked) for row in rows]
+    def _take(self, called: Iterable[Page]) -> list[Page]:
+        """The pages that have moved. From now on they have not."""
+        references, self.moved = self.moved, []
+        pages = []
+        for page in (*[reference() for reference in references], *called):
+            if page is not None and page.moved:
+                page.moved = False
+                if page.homes:
+                    pages.append(page)
+        return pages
+
+    def _send(self, called: Iterable[Page]) -> None:
+        """One operator for the rows of all pages, and one copy."""
+        pages = self._take(called)
+        sent = [(page.reference, len(page.homes)) for page in pages]
+        count = sum(count for _, count in sent)
+        if not count:
+            return
+        with compat.unseen():
+            if len(self.arrived) < count:
+                self.gathered = torch.empty(count, COLUMNS, device=self.device)
+                self.arrived = torch.zeros(count, COLUMNS, pin_memory=True)
+                self.event = torch.cuda.Event()
+            torch.cat([page.rows for page in pages], out=self.gathered[:count])
+            self.arrived[:count].copy_(self.gathered[:count], non_blocking=True)
+            self.event.record(torch.cuda.current_stream(self.device))  # the current device may be another one
+        self.sent = sent
+
+    def _read(self, places: Sequence[tuple[weakref.ref[Page], int]], rows: Tensor) -> None:
+        """Tell the pages what their rows say."""
+        seen = Rows(rows)
+        odd = torch.nonzero(seen.overflowed | seen.not_finite).flatten().tolist()
+        if not odd:
+            return
+        slots = [(reference(), row) for reference, count in places for row in range(count)]
+        columns = (seen.overflowed, seen.not_finite, seen.reach, seen.limit, seen.before.scale, seen.newest)
+        marked: list[tuple[Page, int]] = []
+        for at in odd:
+            page, row = slots[at]
+            if page is None:
+                continue
+            overflowed, not_finite, reach, limit, scale, amax = (column[at].item() for column in columns)
+            if overflowed:
+                page.found = [*page.found, Overflow(row, amax, fp8_max_of(reach, abs(limit)) / scale)]
+            if not_finite:
+                marked.append((page, row))
+        if marked:  # the first one. Gradients follow from an activation that is not finite
+            page, row = next(((page, row) for page, row in marked if page.homes[row][1][0] != "gradient"), marked[0])
+            page.found = [*page.found, Overflow(row, math.inf, 0.0)]
+        for page in dict.fromkeys(page for page, _ in marked):
+            Rows(page.rows).limit.abs_()
+
+
+class _Watches(threading.local):
+    """Those of this thread, by device and stream."""
+
+    def __init__(self) -> None:
+        self.by_place: dict[tuple[torch.device, int], Watch] = {}
+
+
+_watches = _Watches()
+
+
+def watch_of(device: torch.device) -> Watch:
+    """The watch of the calls that run now. On one thread and stream, no page moves while it is read."""
+    place = device, compat.stream_of(device)
+    found = _watches.by_place.get(place)
+    if found is None:
+        found = _watches.by_place[place] = Watch(device)
+    return found
 
 
 class _Said:

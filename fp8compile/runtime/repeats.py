@@ -61,7 +61,8 @@ class Repeats:
         """A forward begins that is no recomputation, and will move the page of the last one."""
         before = self.pages() if self.pages is not None else None
         if before is not None and before.pending and self.last is not None and self.last.page is None:
-            self.last.page = state_page.page_before(before.forward.tensor)
+            with compat.unseen():
+                self.last.page = state_page.page_before(before.forward.tensor)
         checkpoint = compat.checkpoint()
         self.last, self.pages = Ran(), None
         if checkpoint is not None:

@@ -21,9 +21,9 @@ from .. import compat
 from ..errors import StateError
 from ..ir import state_page
 from ..ir.inputs import plain
-from ..ir.state_page import Rows, SlotKey, SlotSettings
+from ..ir.state_page import AGE, LIMIT, Rows, SlotKey, SlotSettings
 from ..logs import get_logger
-from .overflow import Watch
+from .overflow import COLUMNS, Overflow, Watch
 from .parameters import find, record_of, share_records
 from .repeats import Ran, Repeats, repeats_of
 
@@ -60,11 +60,29 @@ class Page:
     outdated: bool = False  # weights were loaded since the last call: see `loads`
     name: str = ""  # of the only slot of a loaded page, while no graph has taken it over
     loading: Loading | None = None  # for the first graph that takes it over
+    moved: bool = False  # since the host has looked for overflows
+    found: Sequence[Overflow] = ()  # by the last look
+
+    def __post_init__(self) -> None:
+        # .data: autograd may have saved the page for a backward; views of .data do not share its version counter
+        self.rows = self.tensor.data.narrow(0, 0, len(self.homes)).narrow(1, 0, COLUMNS)
+        self.signs = self.rows.t()[AGE : LIMIT + 1 : LIMIT - AGE]
+        self.reference = weakref.ref(self)
+
+    def moves(self) -> None:
+        """What the host knew of its values is outdated."""
+        self.moved, self.found = True, ()
 
     @property
     def waits(self) -> bool:
         """Was it loaded, and may a graph still take it?"""
         return self.loading is not None and not self.loading.quiet
+
+    def odd(self) -> bool:
+        """Is there a slot without a scale, or with one that did not fit, or that saw what is not finite? Reads the device. (On
+        a CPU, lists of a few numbers are several times cheaper than operators.)"""
+        ages, limits = self.signs.tolist()
+        return min(ages) < 0 or min(limits) < 0
 
     def cold(self) -> bool:
         """Is there a slot that has not seen a non-zero amax? Reads the device: for cold calls only."""
@@ -73,6 +91,10 @@ class Page:
     def begun(self) -> bool:
         """Is there a slot that has seen a non-zero amax? Reads the device."""
         return not bool(Rows(self.tensor[: len(self.homes)]).cold.all())
+
+    @property
+    def changed(self) -> bool:
+        return self.stale or self.loaded or self.outdated
 
     def refresh(self) -> None:
         """Take the slots back, with their values, if another graph has taken some of them since."""
@@ -92,6 +114,7 @@ class Page:
                 before.page.stale = True
             named[name] = Slot(self, row)
         self.stale = False
+        self.moves()
         if loaded:
             self.loaded = True
             if len(loaded) == len(self.homes):  # else a slot that was not loaded may have to be cold for longer
@@ -169,7 +192,8 @@ class PageSet:
     was_cold: bool = True  # the last forward was cold
     first: bool = True  # no forward was warm yet
     pending: int = 0  # training forwards whose backward has not run
-    watch: Watch | None = None  # for overflows, if some slot has a limit
+    watched: bool = False  # for overflows: some slot has a limit
+    watch: Watch | None = None  # of its last call
     copies: dict[int, torch.Tensor] = field(default_factory=dict)  # pages of forwards, for their recomputations
 
     def begin(self) -> Ran:
@@ -191,7 +215,8 @@ class PageSet:
         """Count a cold call, and find out whether it was the last."""
         for page in self.pages:
             page.patience = max(0, page.patience - 1)
-        self._is_cold()
+        with compat.unseen():
+            self._is_cold()
 
     def overflowed(self) -> None:
         """Make the next call cold, because a tensor has just overflowed."""
@@ -203,15 +228,31 @@ class PageSet:
         """Weights were loaded: as after an overflow, where those are watched."""
         for page in self.pages:
             page.outdated = False
-        if self.watch is not None:
+        if self.watched:
             self.overflowed()
+
+    def take_changes(self) -> None:
+        """Of the slots: by other graphs, and by what was loaded."""
+        for page in self.pages:
+            page.refresh()
+        if self.forward.loaded or self.backward.loaded:
+            self.resume()
+        if self.forward.outdated or self.backward.outdated:
+            self.other_weights()
 
     def resume(self) -> None:
         """Continue with loaded values."""
         patience = max((page.patience for page in self.pages if page.homes), default=PATIENCE)
         for page in self.pages:
             page.patience, page.loaded, page.outdated = patience, False, False
+            page.moves()
         self._is_cold()
+
+    def overflows(self) -> list[Overflow]:
+        """What the last look found, once."""
+        found = [*self.forward.found, *(overflow._replace(backward=True) for overflow in self.backward.found)]
+        self.forward.found = self.backward.found = ()
+        return found
 
     def begun(self) -> bool:
         return self.forward.begun() or self.backward.begun()
@@ -241,18 +282,13 @@ class Book:
 
     def open(self, args: Sequence[Any], device: torch.device) -> PageSet:
         """The pages for a call with these inputs, with the state that earlier calls of any graph left."""
-        owners = [args[i] for i in self.inputs]
-        key = tuple(map(id, owners))
+        key = tuple([id(args[i]) for i in self.inputs])
         with LOCK:
             found = self.sets.get(key)
-            if found is None:
-                found = self._new(key, owners, device)
-            for page in found.pages:
-                page.refresh()
-            if found.forward.loaded or found.backward.loaded:
-                found.resume()
-            if found.forward.outdated or found.backward.outdated:
-                found.other_weights()
+            if found is None or found.forward.changed or found.backward.changed:
+                with compat.unseen():
+                    found = found or self._new(key, [args[i] for i in self.inputs], device)
+                    found.take_changes()
         return found
 
     def _slots(self, keys: Sequence[SlotKey], owners: Sequence[Any]) -> list[tuple[Any, tuple[str, int]]]:
@@ -275,8 +311,7 @@ class Book:
         refs = tuple(weakref.ref(owner, forget) for owner in owners)
         made = PageSet(forward, backward, refs, repeats_of(owners))
         made.cold = forward.cold() or backward.cold()
-        if any(setting.limit < float("inf") for page in made.pages for setting in page.settings):
-            made.watch = Watch(forward.tensor, len(forward.homes), backward.tensor, len(backward.homes))
+        made.watched = any(setting.limit < float("inf") for page in made.pages for setting in page.settings)
         self.sets[key] = made
         self.by_pointer[backward.tensor.data_ptr()] = made
         return made

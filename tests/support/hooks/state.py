@@ -52,6 +52,13 @@ def cold_calls() -> Patched:
     return noting(Calls, "forward", lambda how, *_, **__: how is not None and how.cold)
 
 
+def looks() -> Patched:
+    """Of each look for overflows: at how many pages. (On a GPU it is what is copied for it.)"""
+    from fp8compile.runtime.overflow import Watch
+
+    return noting(Watch, "_take", lambda pages, *_, **__: len(pages))
+
+
 def weight_casts() -> Patched:
     """How often `cache_weights` casts: an entry a cast, the number of its weights."""
     from fp8compile.features.weight_cache.weight_cache import WeightCache

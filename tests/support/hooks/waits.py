@@ -105,7 +105,7 @@ class _Functions(TorchFunctionMode):
 @contextlib.contextmanager
 def on_a_gpu() -> Iterator[Gpu]:
     """Inside, pages are watched as on a GPU: by copies to pinned memory and events. Compile inside, too."""
-    from fp8compile.runtime import overflow, state
+    from fp8compile.runtime import overflow
 
     gpu = Gpu()
 
@@ -138,7 +138,11 @@ def on_a_gpu() -> Iterator[Gpu]:
             made = torch.zeros(*args, **kwargs)
             return gpu.pin(made) if pin_memory else made
 
-    with mock.patch.object(state, "Watch", OnGpu), mock.patch.object(overflow, "torch", Torch()):
+    with (
+        mock.patch.object(overflow, "Watch", OnGpu),
+        mock.patch.object(overflow, "_watches", overflow._Watches()),
+        mock.patch.object(overflow, "torch", Torch()),
+    ):
         yield gpu
 
 
