@@ -81,19 +81,19 @@ class Plan:
 
     def _backend(self, gm: GraphModule, inputs: Sequence[Tensor]) -> Any:
         # no cache: a cached graph could come from another plan
-        patches = {"post_grad_custom_post_pass": compat.GraphPass(self._lower, f"kernels-{self.fused}")}
-        return compat.compile_fx(gm, inputs, self._compile, {**patches, "fx_graph_cache": False})
+        patches = {"post_grad_custom_post_pass": compat.inductor.GraphPass(self._lower, f"kernels-{self.fused}")}
+        return compat.inductor.compile_fx(gm, inputs, self._compile, {**patches, "fx_graph_cache": False})
 
     def _compile(self, gm: GraphModule, inputs: Sequence[Tensor], **kwargs: Any) -> Any:
         if not self.interpreted:
-            return compat.compile_inner(gm, inputs, **kwargs)
+            return compat.inductor.compile_inner(gm, inputs, **kwargs)
         self._lower(gm.graph)
         gm.recompile()
         return boxed(Eager(gm))
 
     def _lower(self, graph: Graph) -> None:
         run_post_grad(graph)
-        self.generated += [_name(compat.launched(node)[0]) for node in compat.launches(graph)]
+        self.generated += [_name(compat.triton.launched(node)[0]) for node in compat.triton.launches(graph)]
 
 
 def _name(function: Any) -> str:

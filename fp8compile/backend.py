@@ -82,20 +82,20 @@ def fp8(
             refusal = f"{refused}: compiling in high precision"
             warn(chosen, refusal)
             LEDGER.add(GraphReport(0, inputs.root, (), (), refusal))
-            return compat.compile_fx(gm, example_inputs, inner.compile, chosen.inductor)
-        if compat.in_compiled_autograd():  # a copy of backwards that our passes have rewritten and reported
+            return compat.inductor.compile_fx(gm, example_inputs, inner.compile, chosen.inductor)
+        if compat.autograd.in_compiled_autograd():  # a copy of backwards that our passes have rewritten and reported
             logger.info("fp8: compiled autograd compiles the backwards of the graphs above in a graph of its own")
-            return compat.compile_fx(gm, example_inputs, inner.compile, lowering(chosen))
+            return compat.inductor.compile_fx(gm, example_inputs, inner.compile, lowering(chosen))
         _check_encoding(inputs.devices, chosen)
         _check_features(chosen)
         if inputs.training and inputs.grad:
-            compat.inline_regions(gm)
+            compat.regions.inline_regions(gm)
         inputs = replace(inputs, kinds=whole_kinds(gm))
         if any(rule.counts for rule in chosen.policy.rules):
             inputs = in_owner(gm, inputs, functools.partial(places, chosen.policy))
         return _compile(gm, example_inputs, inputs, chosen, inner, phase)
     except (OptionError, StrictError) as error:
-        raise compat.shown(error) from None
+        raise compat.dynamo.shown(error) from None
 
 
 def _reset() -> None:
@@ -110,10 +110,10 @@ def _refuse(mode: str | None = None, options: Mapping[str, Any] | None = None, *
     try:
         warn(parse(options, mode), FLAT)
     except (OptionError, StrictError) as error:
-        raise compat.shown(error) from None
+        raise compat.dynamo.shown(error) from None
 
 
-compat.on_refusal("fp8", _refuse)
+compat.flat.on_refusal("fp8", _refuse)
 fp8.reset = _reset  # type: ignore[attr-defined]  # torch._dynamo.reset() calls it
 
 
@@ -141,7 +141,7 @@ def _compile(
     except Retrace as again:
         after = again.then
     after()  # after the handler, because the error holds the weights
-    raise compat.restart("the model was changed")
+    raise compat.dynamo.restart("the model was changed")
 
 
 def _compiled(job: Job, phase: str, record: int | None = None) -> CompiledGraph:
@@ -156,7 +156,7 @@ def _facts(job: Job) -> str | None:
     """What decides about a graph beside the policy, if a later process may have it from AOTAutograd's cache, else None."""
     policy, theirs = job.options.policy, job.options.inductor
     passes = [name for name in theirs if "pass" in name or "partitioner" in name]
-    if policy.schedule is not None or passes or compat.cuda_graphs(theirs) or compat.reorders():
+    if policy.schedule is not None or passes or compat.inductor.cuda_graphs(theirs) or compat.triton.reorders():
         return None
     devices = sorted(job.inputs.devices, key=str)
     known = catalog.find(policy.device) if policy.device is not None else [catalog.of(device) for device in devices]

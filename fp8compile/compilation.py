@@ -96,7 +96,7 @@ class Compilation:
         self.parts: list[GraphFeature] = [part for part in made if part is not None]
         self.facts = job.facts if all(part.warm for part in self.parts) else None
         self.calls, self.owners = Calls(self.interface), Owners(self.interface)
-        self.calls.together = compat.changes_collectives(self.options.inductor)
+        self.calls.together = compat.inductor.changes_collectives(self.options.inductor)
         self.halves = Halves(job.inner, self._rewrite, self._after, self.calls, self.owners)
         self.halves.keeps = self.facts is not None
 
@@ -106,7 +106,7 @@ class Compilation:
         # DDPOptimizer expects one lazy backward for each graph, but with a schedule each graph is compiled twice
         at_once = self.options.policy.schedule is not None
         restore = self.halves.restore if self.facts is not None else None
-        function = compat.compile_fx(gm, example_inputs, self.halves.compile, self._patches(), at_once, restore)
+        function = compat.inductor.compile_fx(gm, example_inputs, self.halves.compile, self._patches(), at_once, restore)
         done = self.halves.rewritten
         if self.halves.restored:
             logger.debug("fp8: %s comes from AOTAutograd's cache", self.job.inputs.root)
@@ -122,18 +122,19 @@ class Compilation:
 
     def _with_inputs(self) -> tuple[GraphModule, list[Any]]:
         """A copy of the graph with inputs for the state and for features, and an example of each input."""
-        gm = compat.copy_graph(self.job.gm)  # compile_fx takes ownership, and Dynamo still reads the original's placeholders
+        # compile_fx takes ownership, and Dynamo still reads the original's placeholders
+        gm = compat.dynamo.copy_graph(self.job.gm)
         examples = list(self.job.given)
         device = examples[self.interface.weights[0]].device if self.interface.weights else torch.device("cpu")
         if self.interface.stateful:
             for direction in ("forward", "backward"):
                 page = state_page.new_page(1, self.interface.history, device)
-                examples.append(compat.add_input(gm, f"fp8_{direction}_state", page))
+                examples.append(compat.dynamo.add_input(gm, f"fp8_{direction}_state", page))
         for part in self.parts:
             part.place(len(examples))
             for i in range(part.inputs):
                 name = f"fp8_{type(part).__name__.lower()}_{i}"
-                examples.append(compat.add_input(gm, name, torch.empty(1, device=device), stable=False))
+                examples.append(compat.dynamo.add_input(gm, name, torch.empty(1, device=device), stable=False))
         return gm, examples
 
     def _rewrite(self, graph: Graph) -> Rewritten:
@@ -174,12 +175,12 @@ class Compilation:
         if after and theirs.get("custom_partitioner_fn"):
             self.job.warn("save='fp8' has no effect beside a custom_partitioner_fn, which decides what is kept")
         key = f"{policy.key}-{self.interface.stateful}-{self.phase}-{inputs.inlined}-{sorted(inputs.gathered)}-{skipped()}"
-        partitioner = compat.Partitioner(
+        partitioner = compat.inductor.Partitioner(
             [op.name() for op in RECOMPUTABLE], self._partitioned if after else None, f"-{after}-{skipped()}", inputs.packed
         )
         return {
             **lowering(self.options),
-            "joint_custom_pre_pass": compat.GraphPass(
+            "joint_custom_pre_pass": compat.inductor.GraphPass(
                 self.halves.joint_pass, key, theirs.get("joint_custom_pre_pass"), self.facts or ""
             ),
             "custom_partitioner_fn": theirs.get("custom_partitioner_fn") or partitioner,
@@ -197,9 +198,9 @@ def lowering(options: Options) -> dict[str, Any]:
     """The user's Inductor options, and our passes over each partitioned graph."""
     key, theirs = f"{options.policy.key}-{skipped()}", options.inductor
     ours: dict[str, Callable[[Graph], None]] = {"post_grad_custom_post_pass": run_post_grad}
-    if compat.async_tensor_parallel(theirs):
+    if compat.inductor.async_tensor_parallel(theirs):
         ours["post_grad_custom_pre_pass"] = run_early_post_grad
-    return {**theirs, **{name: compat.GraphPass(run, key, theirs.get(name)) for name, run in ours.items()}}
+    return {**theirs, **{name: compat.inductor.GraphPass(run, key, theirs.get(name)) for name, run in ours.items()}}
 
 
 def described(options: Options, graph: Graph) -> Device | None:

@@ -85,7 +85,7 @@ def launch_gemm(
     tiles = configurations(gpu, shared_memory(value(node).device), b_block)
     programs = [quotient(m + r - 1, r) * quotient(n + c - 1, c) for r, c, *_ in tiles]
     grids = [(launcher.number(emit, count), 1, 1) for count in programs]
-    compat.launch(emit, launch.tuned(fp8_gemm, tiles), grids, {**tensors, **numbers}, constants, contracts=True)
+    compat.triton.launch(emit, launch.tuned(fp8_gemm, tiles), grids, {**tensors, **numbers}, constants, contracts=True)
     return out
 
 

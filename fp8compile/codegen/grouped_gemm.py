@@ -108,7 +108,7 @@ def launch_grouped(
     for rows, columns, *_ in tiles:
         tall = quotient(m, rows) + groups if of_rows else groups * quotient(m + rows - 1, rows)
         grids.append((launcher.number(emit, tall * -(-n // columns)), 1, 1))
-    compat.launch(emit, launch.tuned(fp8_grouped, tiles), grids, {**tensors, **numbers}, constants, contracts=True)
+    compat.triton.launch(emit, launch.tuned(fp8_grouped, tiles), grids, {**tensors, **numbers}, constants, contracts=True)
     return out
 
 
@@ -132,7 +132,7 @@ def launch_order(node: Node) -> list[Node]:
     places = size_of(value(node)[0].shape[0])
     grid = (launcher.number(emit, quotient(places + block - 1, block)), 1, 1)
     tensors = {"offs": offs, **dict(zip(("rows", "ends", "groups"), made, strict=True))}
-    compat.launch(emit, launch.tuned(fp8_group_order, ((block, 1, 4),)), [grid], {**tensors, **numbers}, constants)
+    compat.triton.launch(emit, launch.tuned(fp8_group_order, ((block, 1, 4),)), [grid], {**tensors, **numbers}, constants)
     return made
 
 

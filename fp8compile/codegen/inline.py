@@ -46,9 +46,9 @@ class Inliner:
                     filled[i] = tensor
                 return function(*pytree.tree_unflatten(filled, spec))
 
-            with fake_mode_of(values), compat.compiling():
+            with fake_mode_of(values), compat.dynamo.compiling():
                 distinct = list(map(_distinct, values))
-                trace = make_fx(call, decomposition_table=compat.decompositions())(*distinct).graph
+                trace = make_fx(call, decomposition_table=compat.inductor.decompositions())(*distinct).graph
             for node in trace.nodes:
                 node.meta.clear()  # else it keeps the fake tensors of this compilation alive
             traces[key] = trace

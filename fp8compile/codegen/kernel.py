@@ -82,7 +82,7 @@ _CONVERSIONS = {torch.float8_e4m3fn: "rn.satfinite.e4m3x2.f32", torch.float8_e5m
 
 
 def converted(value: str, dtype: torch.dtype, by_ptx: bool = False) -> str:
-    """float32 to FP8 as text. `by_ptx`: where Triton's own conversion rounds twice (`compat.converts_through_float16`)."""
+    """float32 to FP8 as text. `by_ptx`: where Triton's own conversion rounds twice (`converts_through_float16`)."""
     if not by_ptx or dtype not in _CONVERSIONS:
         return f"{value}.to({TRITON_DTYPE[dtype]})"
     bits = f'tl.inline_asm_elementwise("{_CONVERT.format(_CONVERSIONS[dtype])}", "=r,f,f,f,f", [{value}], tl.uint8, True, 4)'
@@ -98,7 +98,7 @@ class _Writer:
     def __init__(self, group: Group):
         self.group, self.domain = group, group.domain
         gpu = gpu_of(group.outputs[0].node.meta["val"].device)
-        self.by_ptx = gpu is not None and not gpu.gfx and compat.converts_through_float16(gpu.capability)
+        self.by_ptx = gpu is not None and not gpu.gfx and compat.triton.converts_through_float16(gpu.capability)
         self.masks = Masks.of(group.domain)
         self.inputs = {node: f"x{i}" for i, node in enumerate(group.inputs)}
         self.scales: dict[Node, str] = {}

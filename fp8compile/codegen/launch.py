@@ -81,7 +81,7 @@ def configurations(kernel: Kernel) -> tuple[tuple[int, int, int], ...]:
         choices = tuple(x for x in choices if x[2] <= 8) or choices
     if kernel.sums:
         choices = tuple(x for x in choices if x[0] == choices[0][0])
-    return choices[: 3 if compat.max_autotune() else 2]
+    return choices[: 3 if compat.triton.max_autotune() else 2]
 
 
 def row_blocks(kernel: Kernel, walked: sympy.Expr) -> sympy.Expr:
@@ -175,7 +175,8 @@ class Launcher:
         configs = configurations(kernel)
         grids = [(self.number(emit, grid(kernel, walked, columns, config)), 1, 1) for config in configs]
         widths = {f"width{i}": value(outputs[i]).stride(0) for i, output in enumerate(kernel.outputs) if output.spaced}
-        compat.launch(emit, tuned(compat.load_kernel(kernel.name, kernel.source), configs), grids, tensors, widths)
+        loaded = compat.triton.load_kernel(kernel.name, kernel.source)
+        compat.triton.launch(emit, tuned(loaded, configs), grids, tensors, widths)
         wide = [
             emit(aten.view.default, emit(aten.view.dtype, x, torch.float32), [-1, output.replaces.meta["val"].shape[1]])
             for x, output in zip(by_column, kernel.column_amaxes, strict=True)
@@ -220,7 +221,7 @@ class Launcher:
         constants, arguments = self.size_arguments(emit, ("COUNT", "n", count, 1))
         constants |= dict.fromkeys([f"{name}{i}" for i in missing for name in ("rows", "amax")])
         grid = [(self.number(emit, _blocks(count, RAISED[0][0])), 1, 1)]
-        compat.launch(emit, tuned(fp8_raise, RAISED), grid, {**tensors, **arguments}, constants)
+        compat.triton.launch(emit, tuned(fp8_raise, RAISED), grid, {**tensors, **arguments}, constants)
 
     def _empty(self, emit: Emitter, output: Output, domain: Domain) -> Node:
         like = output.node.meta["val"]
@@ -278,7 +279,8 @@ class Launcher:
         constants = {"ROWS": int(rows), "COLUMNS": int(columns)}
         grid = [(_blocks(columns, c), 1, 1) for _, c, _ in PARTIAL_SUMS]
         launched = [(int(x), y, z) for x, y, z in grid]
-        compat.launch(emit, tuned(fp8_column_sums, PARTIAL_SUMS), launched, {"partial": partial, "total": total}, constants)
+        sums = tuned(fp8_column_sums, PARTIAL_SUMS)
+        compat.triton.launch(emit, sums, launched, {"partial": partial, "total": total}, constants)
         return total
 
     def size_arguments(self, emit: Emitter, *wanted: tuple[str, str, sympy.Expr, int]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -300,7 +302,7 @@ class Launcher:
             return expr
         if expr.is_Integer:
             return int(expr)
-        return compat.size_node(emit, expr, self._symbol)
+        return compat.triton.size_node(emit, expr, self._symbol)
 
     def _symbol(self, emit: Emitter, symbol: sympy.Symbol) -> Node:
         """A node with the value of a symbol: an input of the graph, or a size of a tensor."""

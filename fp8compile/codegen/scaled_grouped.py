@@ -38,7 +38,7 @@ aten = torch.ops.aten
 def lower_order(node: Node, inline: Callable[..., Node]) -> None:
     """Replace the results of a `group_order` by those of one kernel, or of plain torch where none can be launched."""
     items = list(node.users)
-    if compat.reorders():
+    if compat.triton.reorders():
         made = [inline(node, part, *node.args) for part in (_rows, _ends, _groups)]
     else:
         node.args = (_neighbours(node, inline, arg(node, 0)), *node.args[1:])
@@ -85,7 +85,7 @@ def lower_grouped_mm(node: Node, inline: Callable[..., Node], scales: tuple[Node
 def _way(node: Node) -> str:
     """The form of a `grouped_mm`."""
     a_block, b_block = node.args[-2:]
-    return how_grouped(gpu_of(value(node).device), a_block, b_block, not compat.reorders())  # type: ignore[arg-type]
+    return how_grouped(gpu_of(value(node).device), a_block, b_block, not compat.triton.reorders())  # type: ignore[arg-type]
 
 
 def spread_scales(graph: Graph, inline: Callable[..., Node]) -> dict[Node, tuple[Node, Node]]:

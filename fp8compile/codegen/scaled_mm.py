@@ -64,7 +64,7 @@ def form_of(node: Node) -> str:
     a, b, _, _, bias, out_dtype, fast_accum, a_block, b_block = args
     (m, k), n = value(a).shape, value(b).shape[0]
     made = product_dtype(None if bias is None else value(bias), out_dtype)
-    return scaled_mm_kind.how(gpu, a_block, b_block, m, n, k, made, fast_accum, not compat.reorders())
+    return scaled_mm_kind.how(gpu, a_block, b_block, m, n, k, made, fast_accum, not compat.triton.reorders())
 
 
 def call_of(node: Node, form: str) -> tuple[Callable[..., Tensor], tuple]:

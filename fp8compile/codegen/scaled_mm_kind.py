@@ -91,7 +91,7 @@ def _rowwise(gpu: Gpu, out_dtype: torch.dtype, fast_accum: bool) -> str:
         return AFTER
     if architecture.slow_rows and not fast_accum:  # its row-wise kernel promotes sums slowly; torchao scales afterwards, too
         return AFTER
-    return AFTER if out_dtype == torch.float32 and not compat.rowwise_returns_float32() else ROWWISE
+    return AFTER if out_dtype == torch.float32 and not compat.versions.rowwise_returns_float32() else ROWWISE
 
 
 def _cublas_blocks(a: Block, b: Block, m: Any, n: Any, k: Any) -> bool:

@@ -41,7 +41,7 @@ def launch_update(node: Node, page: Node, scales: Node, amax: Node) -> None:
     constants = {"SLOTS": slots, "LENGTH": history, "COUNT": count, "STRIDE": stride}
     tensors = {"page": page, "scales": scales, "amaxes": amaxes}
     kernel = launch.tuned(fp8_update, (configuration(history),), ("page",))
-    compat.launch(Emitter(node.graph, write, node), kernel, [(1, 1, 1)], tensors, constants)
+    compat.triton.launch(Emitter(node.graph, write, node), kernel, [(1, 1, 1)], tensors, constants)
     write.graph.erase_node(write)
 
 
@@ -61,7 +61,7 @@ def launch_begin(node: Node, page: Node) -> Node | None:
     programs = -(-max(slots * SNAPSHOT, count) // NUMBERS_AT_BEGIN)
     constants = {"SLOTS": slots, "WIDTH": width, "COUNT": count}
     kernel = launch.tuned(fp8_begin, ((NUMBERS_AT_BEGIN, 1, 4),))
-    compat.launch(emit, kernel, [(programs, 1, 1)], {"page": page, "scales": scales, "amaxes": zeros}, constants)
+    compat.triton.launch(emit, kernel, [(programs, 1, 1)], {"page": page, "scales": scales, "amaxes": zeros}, constants)
     vector.replace_all_uses_with(zeros)
     node.graph.erase_node(vector)
     return scales

@@ -130,7 +130,7 @@ def _mode_patches(mode: str | None) -> dict[str, Any]:
     from .. import compat  # here, because it imports Dynamo
 
     # a mode without joint-graph passes ("lite") leaves no place for FP8 to happen
-    modes = {name: patches for name, patches in compat.inductor_modes().items() if _keeps_passes(patches)}
+    modes = {name: patches for name, patches in compat.inductor.inductor_modes().items() if _keeps_passes(patches)}
     return dict(modes[one_of("mode", mode, modes)])
 
 
@@ -139,7 +139,7 @@ def _inductor_patches(given: dict[str, Any]) -> dict[str, Any]:
         return {}
     from .. import compat
 
-    current = compat.inductor_config()
+    current = compat.inductor.inductor_config()
     for key, value in given.items():
         if key not in current:
             error = OptionError(f"unknown fp8 option {key!r} (value {value!r}).{_meant(key, current)}")
@@ -147,7 +147,7 @@ def _inductor_patches(given: dict[str, Any]) -> dict[str, Any]:
             raise error
         if key in _PASSES and value is False:
             raise OptionError.of(key, value, "True (FP8 happens in these passes)")
-        expected = compat.inductor_type(key)
+        expected = compat.inductor.inductor_type(key)
         if not _fits(value, expected):
             wanted = getattr(expected, "__name__", str(expected))
             raise OptionError.of(key, value, f"{wanted} (an Inductor option, now {current[key]!r})")

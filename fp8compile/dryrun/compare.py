@@ -111,7 +111,7 @@ class Session:
         self.given = None if options is None else {name: value for name, value in options.items() if name != "strict"}
         self.device = device
         module = isinstance(self.model, nn.Module)
-        self.name = compat.class_name(type(self.model)) if module else getattr(self.model, "__name__", "model")
+        self.name = compat.fsdp.class_name(type(self.model)) if module else getattr(self.model, "__name__", "model")
         self.tap = Tap()
         self.graphs: list[Any] = []
         self.report: Report | None = None
@@ -251,7 +251,7 @@ def _of_one_rank(policy: Policy) -> Policy:
 
 def _rank() -> int | None:
     """This process's rank, where several train together."""
-    several = compat.has_groups() and dist.get_world_size() > 1
+    several = compat.process_groups.has_groups() and dist.get_world_size() > 1
     return dist.get_rank() if several else None
 
 
@@ -268,7 +268,7 @@ def check_places(tensors: Mapping[str, Tensor], who: str) -> None:
         if tensor.device.type == "meta":
             raise OptionError(f"{who}: {name} is on the meta device, and a step needs values; explain works without them")
         kind = "a DTensor (fully_shard, tensor parallelism)" if hasattr(tensor, "placements") else ""
-        kind = "a part of a flat parameter (FSDP1)" if compat.is_flattened(tensor) else kind
+        kind = "a part of a flat parameter (FSDP1)" if compat.flat.is_flattened(tensor) else kind
         if kind:
             raise OptionError(
                 f"{who}: {name} is {kind}, whose step needs all ranks; {who} the model on one device, before it is sharded"

@@ -142,7 +142,7 @@ class Compiler:
         from ..runtime.inner import INDUCTOR
 
         def inductor(gm: Any, example_inputs: Any) -> Any:
-            return compat.compile_fx(gm, example_inputs, INDUCTOR.compile, self.inductor)
+            return compat.inductor.compile_fx(gm, example_inputs, INDUCTOR.compile, self.inductor)
 
         return self._by_module(self._compiled(inductor, container, blocks)[0])
 

@@ -74,7 +74,7 @@ def explain(
             torch.compile(step, backend=backend)(*args, **kwargs)
         except Exception as error:
             known = len(LEDGER)
-            if not known or isinstance(error, Fp8CompileError) or compat.is_of_backend(error):
+            if not known or isinstance(error, Fp8CompileError) or compat.dynamo.is_of_backend(error):
                 raise
             note = f"incomplete: after graph {known - 1} the model raised {one_line_where(error)}"
         inner = {id(part) for module in modules for part in module.modules() if part is not module}

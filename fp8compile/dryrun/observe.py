@@ -194,7 +194,7 @@ class Observing(Eager):
         super().__init__(gm)
         self.tap = tap
         placeholders = gm.graph.find_nodes(op="placeholder")
-        self.positions = [(i, at) for at, node in enumerate(placeholders) if (i := compat.input_index(node)) is not None]
+        self.positions = [(i, at) for at, node in enumerate(placeholders) if (i := compat.dynamo.input_index(node)) is not None]
         self.given: dict[int, str] = {}
 
     def boxed_run(self, args_list: list[Any]) -> Any:

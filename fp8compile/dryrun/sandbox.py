@@ -137,7 +137,7 @@ def untouched(modules: Iterable[nn.Module], kept: Collection[types.CodeType] = (
         for root in roots:
             for part in root.modules():
                 part.__dict__["_compiled_call_impl"] = None  # undo module.compile(): the sandbox compiles
-                if compat.is_ddp(part):  # its own forward talks to other ranks, and waits for a backward
+                if compat.autograd.is_ddp(part):  # its own forward talks to other ranks, and waits for a backward
                     part.__dict__["forward"] = types.MethodType(torch.compiler.disable(_of_one_rank, recursive=False), part)
                 _replace(part, memory)
             if not root.training:
@@ -145,8 +145,8 @@ def untouched(modules: Iterable[nn.Module], kept: Collection[types.CodeType] = (
         stack.enter_context(_random_states())
         for remembers in (LEDGER, parameters, probe, *FEATURES, logs):
             stack.enter_context(remembers.set_aside())
-        stack.enter_context(compat.compiled_code_goes(kept))
-        stack.enter_context(compat.other_code(_forwards(roots)))
+        stack.enter_context(compat.dynamo.compiled_code_goes(kept))
+        stack.enter_context(compat.dynamo.other_code(_forwards(roots)))
         yield
 
 

@@ -72,7 +72,7 @@ def monitor(model: nn.Module, every: int = 100, to: Any = "fp8compile.jsonl", co
 
 def _check_called(model: nn.Module) -> None:
     """OptionError for a module of which only a wrapper can be compiled: a hook on it would change the compiled code."""
-    if isinstance(model, nn.Module) and not compat.is_compiled(model):
+    if isinstance(model, nn.Module) and not compat.autograd.is_compiled(model):
         raise OptionError(
             "monitor(compare_every=...): the model must be the object that the training loop calls, to see its batches: what "
             f"torch.compile(model, backend='fp8') returned; got a {type(model).__name__}"
@@ -122,7 +122,7 @@ class Comparing:
 
     def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[Any], None] | None:
         """A call of the model begins. Returns what to do with its output."""
-        if not self.waiting or not torch.is_grad_enabled() or compat.in_backward():
+        if not self.waiting or not torch.is_grad_enabled() or compat.autograd.in_backward():
             return None
         self.waiting = False
         with ending(self.ends, self.close):

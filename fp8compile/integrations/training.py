@@ -67,7 +67,7 @@ class Training:
             if module in self._done:
                 continue
             self._done.add(module)
-            if compat.is_compiled(module):
+            if compat.autograd.is_compiled(module):
                 given = [name for name in self.options if name in OURS]
                 level = logging.WARNING if given else logging.INFO
                 lost = f"; without effect: {', '.join(given)}" if given else ""
@@ -80,7 +80,7 @@ class Training:
         self.end()
         self._model, self._checked = weakref.ref(model), False
         set_step(step, model)
-        if compat.is_compiled(model):
+        if compat.autograd.is_compiled(model):
             self._measure(model)
 
     def stepped(self) -> None:

@@ -75,7 +75,7 @@ def all_gather_of(node: Node) -> AllGather | None:
 
 
 def _direct(node: Node) -> AllGather | None:
-    if not call_function(node, compat.WAIT) or not call_function(arg(node, 0), compat.ALL_GATHER):
+    if not call_function(node, compat.process_groups.WAIT) or not call_function(arg(node, 0), compat.process_groups.ALL_GATHER):
         return None
     return AllGather(arg(node, 0), (node,), 0)
 

@@ -103,7 +103,7 @@ def _operator(name: str) -> Any:
     space, *path = name.split(".")
     if space == "operator":
         return getattr(operator, path[0], None)
-    compat.random_prims()  # registers Inductor's own operators
+    compat.inductor.random_prims()  # registers Inductor's own operators
     found: Any = torch.ops
     for part in (space, *path):
         found = getattr(found, part, None)

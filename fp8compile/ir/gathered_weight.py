@@ -56,7 +56,7 @@ class GatheredWeight(Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"GatheredWeight({tuple(self.shape)}, dtype={self.dtype}, gathered in {self.data_.dtype})"
 
-    __torch_function__ = compat.no_torch_function  # type: ignore[assignment]
+    __torch_function__ = compat.autograd.no_torch_function  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]

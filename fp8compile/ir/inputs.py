@@ -134,27 +134,27 @@ def containers(modules: dict[str, str]) -> dict[str, tuple[int, ...]]:
 
 def module_classes(modules: Iterable[nn.Module]) -> dict[str, str]:
     """Name -> class name of all modules inside of these, "" for the modules themselves."""
-    return {plain(name): compat.class_name(type(part)) for module in modules for name, part in module.named_modules()}
+    return {plain(name): compat.fsdp.class_name(type(part)) for module in modules for name, part in module.named_modules()}
 
 
 def matrices(modules: Sequence[nn.Module]) -> tuple[str, ...]:
     """The names of the 2-D parameters that are no embedding tables."""
     tables = {id(part.weight) for module in modules for part in module.modules() if isinstance(part, nn.Embedding)}
     owned = {plain(name): p for module in modules for name, p in module.named_parameters()}
-    shapes = {key: shape for module in modules for key, shape in compat.shapes(module).items()}
+    shapes = {key: shape for module in modules for key, shape in compat.flat.shapes(module).items()}
     return tuple(name for name, p in owned.items() if len(shapes.get(id(p), p.shape)) == 2 and id(p) not in tables)
 
 
 def roots(gm: GraphModule, packed: Collection[int]) -> list[nn.Module]:
     """The modules through which a compiled frame reaches its weights."""
-    return list({id(module): module for module, _ in compat.root_modules(gm, packed).values()}.values())
+    return list({id(module): module for module, _ in compat.dynamo.root_modules(gm, packed).values()}.values())
 
 
 def unchosen(gm: GraphModule, inputs: Inputs, choose: Callable[[nn.Module, str], Any]) -> list[str]:
     """The matrices of the modules of which `choose(module, name)` is false. OptionError if it raises."""
     found = []
     for root in roots(gm, inputs.packed):
-        shapes = compat.shapes(root)
+        shapes = compat.flat.shapes(root)
         for path, module in root.named_modules():
             name = plain(path)
             own = [key for key, p in module.named_parameters(recurse=False) if len(shapes.get(id(p), p.shape)) > 1]
@@ -169,10 +169,10 @@ def unchosen(gm: GraphModule, inputs: Inputs, choose: Callable[[nn.Module, str],
 def capture(gm: GraphModule, inputs: Sequence[Any]) -> Inputs:
     """Read a Dynamo graph's inputs. Adds a guard on `training` of the modules in it."""
     names, weights, parameters, leaves = [], set(), set(), set()
-    packed = compat.packed(inputs)
+    packed = compat.flat.packed(inputs)
     for i, (placeholder, real) in enumerate(zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True)):
-        source = compat.source_name(placeholder)
-        source = compat.as_parameter(source) if i in packed else source
+        source = compat.dynamo.source_name(placeholder)
+        source = compat.dynamo.as_parameter(source) if i in packed else source
         names.append(readable(source) or placeholder.name)
         if isinstance(real, nn.Parameter) or (isinstance(real, torch.Tensor) and OWNED.search(source)):
             weights.add(i)
@@ -182,13 +182,13 @@ def capture(gm: GraphModule, inputs: Sequence[Any]) -> Inputs:
             leaves.add(i)
     leaves -= leaves if parameters else weights  # beside parameters, plain tensors are ordinary inputs
     weights |= leaves
-    found = compat.root_modules(gm, packed)
+    found = compat.dynamo.root_modules(gm, packed)
     for source in {id(module): source for module, source in found.values()}.values():
-        compat.guard_attribute(source, "training")
+        compat.dynamo.guard_attribute(source, "training")
     modules = list({id(module): module for module, _ in found.values()}.values())
     owned = {plain(name): p for module in modules for name, p in module.named_parameters()}
     parts = module_classes(modules)
-    classes = list(dict.fromkeys(compat.class_name(type(module)) for module in modules))
+    classes = list(dict.fromkeys(compat.fsdp.class_name(type(module)) for module in modules))
     last, rest = _last(found, names)
     return Inputs(
         names=tuple(names),
@@ -208,12 +208,12 @@ def capture(gm: GraphModule, inputs: Sequence[Any]) -> Inputs:
         last=frozenset(weights - {i for i in found if i not in last}),
         rest=rest,
         whole=bool(owned) and set(owned) <= set(names),
-        part=any(map(compat.is_part, modules)),
-        differentiates=compat.differentiates(gm),
-        inlined=compat.compiled_autograd(),
-        resharded=compat.resharded(inputs) | compat.freed(inputs),
+        part=any(map(compat.dynamo.is_part, modules)),
+        differentiates=compat.dynamo.differentiates(gm),
+        inlined=compat.autograd.compiled_autograd(),
+        resharded=compat.fsdp.resharded(inputs) | compat.flat.freed(inputs),
         packed=packed,
-        groups=compat.mesh_groups(inputs[i] for i in weights),
+        groups=compat.shards.mesh_groups(inputs[i] for i in weights),
     )
 
 
@@ -224,9 +224,9 @@ def _last(roots: Mapping[int, tuple[nn.Module, Any]], names: Sequence[str]) -> t
     order: dict[int, int] = {}
     matrices: set[int] = set()
     for module in {id(module): module for module, _ in roots.values()}.values():
-        whole = compat.outermost(module)
+        whole = compat.dynamo.outermost(module)
         tables = {id(part.weight) for part in whole.modules() if isinstance(part, nn.Embedding)}
-        shapes = compat.shapes(whole)
+        shapes = compat.flat.shapes(whole)
         for p in whole.parameters():
             order.setdefault(id(p), len(order))
             if len(shapes.get(id(p), p.shape)) == 2 and id(p) not in tables:

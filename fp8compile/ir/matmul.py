@@ -185,7 +185,7 @@ class Matmul:
         if weight is None:  # a wgrad
             # the gradient is the operand that was made in backward; if both were (the input is recomputed), the input is the
             # operand that fprop reads
-            late = [compat.is_backward(x.base) for x in (self.a, self.b)]
+            late = [compat.dynamo.is_backward(x.base) for x in (self.a, self.b)]
             read = self.fprop.other_operand.base if self.fprop is not None else None
             a_is_input = self.a.base is read if late[0] == late[1] else late[1]
             return (self.a, "input" if a_is_input else "gradient"), (self.b, "gradient" if a_is_input else "input")
@@ -210,11 +210,11 @@ class Matmul:
 
     def weight_among(self, inputs: Container[int | None]) -> bool:
         """Is the weight, or a slice of it, one of these inputs of the graph?"""
-        return self.parameter is not None and compat.input_index(self.parameter) in inputs
+        return self.parameter is not None and compat.dynamo.input_index(self.parameter) in inputs
 
     def product(self, nth: int) -> Product:
         """See `Product`."""
-        position = compat.input_index(self.parameter) if self.parameter is not None else None
+        position = compat.dynamo.input_index(self.parameter) if self.parameter is not None else None
         return Product(self.fqn, self.gemm, self.name, position, nth, self.groups, self.fp8)
 
     def record(self) -> MatmulRecord:

@@ -167,7 +167,7 @@ def inverse(scale: Tensor) -> Tensor:
 
 
 def _scales(page: Tensor) -> Tensor:
-    if compat.in_compiled_autograd():
+    if compat.autograd.in_compiled_autograd():
         raise Fp8CompileError(
             "this model was compiled with delayed scaling before compiled autograd was on, which now takes over its backward: "
             "its scales would be wrong. Switch compiled autograd on before the first call, or take recipe 'tensorwise'"
@@ -231,7 +231,7 @@ def agreed_scale(
     stored = agreed[index : index + 1]
     if not bool(agreed[-1]):
         return stored
-    amax = compat.largest(amax, group)
+    amax = compat.process_groups.largest(amax, group)
     return _stored_or_current(stored.nan_to_num(posinf=1.0), stored.isinf(), amax, fp8_max, margin, covers)
 
 

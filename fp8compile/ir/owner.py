@@ -29,11 +29,11 @@ Judge = Callable[[Sequence[Position | None], Sequence[Position]], str]
 
 def in_owner(gm: GraphModule, inputs: Inputs, judge: Judge) -> Inputs:
     """`inputs` with the place of the graph's only root module in the model that owns it."""
-    roots = {id(module): (module, source) for module, source in compat.root_modules(gm, inputs.packed).values()}
+    roots = {id(module): (module, source) for module, source in compat.dynamo.root_modules(gm, inputs.packed).values()}
     if len(roots) != 1:
         return inputs
     ((root, source),) = roots.values()
-    owner = compat.outermost(root)
+    owner = compat.dynamo.outermost(root)
     if not any(plain(name) for name, module in owner.named_modules() if module is root):
         return inputs  # the model itself, perhaps in a wrapper
     names = matrices([owner])
@@ -48,5 +48,5 @@ def in_owner(gm: GraphModule, inputs: Inputs, judge: Judge) -> Inputs:
         vars(module)[PLACE] = judge(blocks, [(i, len(names)) for i, _ in mine])
         place = here if module is root else place
     if place is not inputs:
-        compat.guard_attribute(source, PLACE)
+        compat.dynamo.guard_attribute(source, PLACE)
     return place

@@ -104,7 +104,7 @@ def compiled(function: Callable[..., Tensor | None]) -> Callable[..., Tensor | N
     call = torch.compile(function)
 
     def run(*args: Any) -> Tensor | None:
-        compat.rows_vary(*(x for x in args if isinstance(x, Tensor)))
+        compat.dynamo.rows_vary(*(x for x in args if isinstance(x, Tensor)))
         return call(*args)
 
     return run

@@ -45,10 +45,10 @@ def amax_groups(joint: Joint) -> int:
     operands, dimensions = joint.plan.operands.values(), joint.inputs.groups
     every = _named("reduce_amax", {x.recipe.reduce_amax for x in operands if x.slot >= 0}, dimensions)
     shards = _named("amax_group", {x.recipe.amax_group for x in operands if x.scaling.block == WHOLE}, dimensions)
-    if any(map(compat.is_default_group, every.values())) and compat.in_pipeline():
+    if any(map(compat.process_groups.is_default_group, every.values())) and compat.process_groups.in_pipeline():
         raise OptionError.of("reduce_amax", True, f"the process group of the ranks that share a pipeline stage{FIX}")
     with_history = {shards[x.recipe.amax_group] for x in operands if x.slot >= 0 and x.recipe.amax_group in shards}
-    ranks = {compat.ranks_of(name): name for name in (*every.values(), *with_history)}
+    ranks = {compat.process_groups.ranks_of(name): name for name in (*every.values(), *with_history)}
     needed = tuple(name for group, name in ranks.items() if not any(group < other for other in ranks))  # max covers its parts
     joint.groups = AmaxGroups(needed, shards)
     return len(joint.groups.every)
@@ -64,7 +64,7 @@ def _named(key: str, given: Collection[bool | str], dimensions: Mapping[str, str
         if one is False:
             continue
         try:
-            name = compat.group_name(one, dimensions)
+            name = compat.process_groups.group_name(one, dimensions)
         except ValueError:
             raise _unknown(key, one, dimensions) from None
         if name is not None:

@@ -47,7 +47,7 @@ class _Attribution:
     def __init__(self, graph: Graph, matmuls: list[Matmul], origins: Origins, barriers: frozenset[Node]):
         self.origins, self.barriers = origins, barriers
         self.gradients = Gradients(graph, barriers)
-        self.forward = [x for x in matmuls if not compat.is_backward(x.node)]
+        self.forward = [x for x in matmuls if not compat.dynamo.is_backward(x.node)]
         self.fprops = [x for x in self.forward if x.weight is not None]
         self.products = [x for x in self.forward if x.weight is None]
         self.order = {x: i for i, x in enumerate(self.fprops)}
@@ -59,7 +59,7 @@ class _Attribution:
             self.of_weight[root(fprop.weight)].append(fprop)  # type: ignore[arg-type]
             for source in self.sources(fprop):
                 self.of_source[source].append(fprop)
-        self.backward = [x for x in matmuls if compat.is_backward(x.node)]
+        self.backward = [x for x in matmuls if compat.dynamo.is_backward(x.node)]
         for matmul in self.backward:
             uncopied(matmul, origins)
 

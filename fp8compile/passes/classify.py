@@ -105,7 +105,7 @@ def _chooses(node: Node) -> bool:
     """Does forward use the place that this node finds? A codebook's distances, the keys that are nearest."""
     if call_function(node, EXTREMA):
         places = [user for user in node.users if call_function(user, (operator.getitem,)) and arg(user, 1) == 1]
-        return any(not compat.is_backward(user) for place in places for user in place.users)
+        return any(not compat.dynamo.is_backward(user) for place in places for user in place.users)
     return call_function(node, PLACES)
 
 
@@ -185,7 +185,7 @@ def _reached(node: Node, through: Callable[[Node], bool], most: float = math.inf
     seen, stack = {node}, [node]
     while stack:
         for user in stack.pop().users:
-            if user in seen or user.op != "call_function" or compat.is_backward(user):
+            if user in seen or user.op != "call_function" or compat.dynamo.is_backward(user):
                 continue
             seen.add(user)
             yield user

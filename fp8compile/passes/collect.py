@@ -66,14 +66,14 @@ def find(graph: Graph, inputs: Inputs) -> tuple[list[Matmul], list[OpaqueRecord]
     """The matmuls in the order of the graph, and the operators that hide matmuls."""
     weights, parameters = {}, []
     for node in graph.find_nodes(op="placeholder"):
-        index = compat.input_index(node)
+        index = compat.dynamo.input_index(node)
         if index in inputs.weights:
             weights[node] = inputs.names[index]
             parameters += [node] if index in inputs.parameters or index in inputs.leaves else []
     for node in graph.find_nodes(op="call_function", target=ops.dequantize):  # the scale belongs to the weight
         weights.pop(arg(node, 1), None)
     parameters = [node for node in parameters if node in weights]
-    origins = Origins(graph, sorted(weights, key=lambda x: compat.input_index(x) or 0), parameters)
+    origins = Origins(graph, sorted(weights, key=lambda x: compat.dynamo.input_index(x) or 0), parameters)
     matmuls: list[Matmul] = []
     opaque: list[OpaqueRecord] = []
     barriers = set()
@@ -83,7 +83,7 @@ def find(graph: Graph, inputs: Inputs) -> tuple[list[Matmul], list[OpaqueRecord]
         if form_of(node) is not None:
             matmuls.append(_matmul(node))
             barriers.add(node)
-            if not compat.is_backward(node):
+            if not compat.dynamo.is_backward(node):
                 _forward(matmuls[-1], origins, weights)
         elif (hidden := _hidden(node)) is not None:
             opaque.append(OpaqueRecord(_module_of(node), str(node.target), hidden, tuple(_nested(node, graph.owning_module))))
@@ -101,7 +101,7 @@ def edges(graph: Graph, matmuls: list[Matmul]) -> tuple[tuple[int, int], ...]:
         bits = 0
         for source in node.all_input_nodes:
             bits |= behind[source]
-        if node in number and not compat.is_backward(node):
+        if node in number and not compat.dynamo.is_backward(node):
             found += [(i, number[node]) for i in range(bits.bit_length()) if bits >> i & 1]
             bits = 1 << number[node]
         behind[node] = bits

@@ -114,7 +114,7 @@ def _site(matmul: Matmul, inputs: Inputs, layers: dict[str, int], kind: str) -> 
     m, n, k = (hint(size) for size in matmul.features)
     forward = matmul.fprop or matmul
     stack = forward.node.meta.get("nn_module_stack") or {}
-    classes = [compat.class_name(cls) for _, cls in reversed(list(stack.values()))]
+    classes = [compat.fsdp.class_name(cls) for _, cls in reversed(list(stack.values()))]
     classes += [inputs.root_class] if inputs.root_class else []  # the stack may begin below it
     return Site(
         module=matmul.fqn,

@@ -52,7 +52,7 @@ class Groups:
         of the padded order, and the inverse [E, C]."""
         rows, _, groups = self.order(operand, source)
         amax = emit(grouped.group_amax, source, operand.offs, rows, groups)
-        emit.meta["recompute"] = compat.MUST_SAVE
+        emit.meta["recompute"] = compat.inductor.MUST_SAVE
         scale = emit(ops.current_scale, amax, operand.format.max, operand.scaling.margin, operand.scaling.power_of_2)
         inverse = emit(ops.inverse, scale)
         emit.meta.pop("recompute")

@@ -64,11 +64,11 @@ class Seed:
 
 def fuse(graph: Graph) -> int:
     """Fuse in place; returns how many kernels were generated."""
-    if compat.reorders():
+    if compat.triton.reorders():
         return 0
     made = _Finder(graph).run()
     if made:
-        compat.stable_sort(graph)
+        compat.triton.stable_sort(graph)
         place(graph, made)
     return len(made)
 

@@ -79,7 +79,8 @@ def _substitute(written: Written, operand: Operand, data: Node, inverse: Node) -
         cast = written.casts.pop(copy)
         made = data
         if copy.transposed:
-            emit = written.after(data, operand, recompute=compat.MUST_SAVE if weight_kept(operand) else compat.MUST_RECOMPUTE)
+            kept = compat.inductor.MUST_SAVE if weight_kept(operand) else compat.inductor.MUST_RECOMPUTE
+            emit = written.after(data, operand, recompute=kept)
             turned = emit(aten.permute.default, data, [1, 0])
             made = emit(aten.clone.default, turned, memory_format=torch.contiguous_format)
         cast.replace_all_uses_with(made)
@@ -87,7 +88,7 @@ def _substitute(written: Written, operand: Operand, data: Node, inverse: Node) -
     for copy in [copy for copy in written.scales if copy.operand is operand]:
         made = inverse
         if copy.transposed:  # a view, which backward takes of what it has saved
-            emit = written.after(inverse, operand, recompute=compat.MUST_RECOMPUTE)
+            emit = written.after(inverse, operand, recompute=compat.inductor.MUST_RECOMPUTE)
             made = emit(aten.permute.default, inverse, [1, 0])
         written.scales.pop(copy)[1].replace_all_uses_with(made)
     written.amaxes.pop(operand, None)
@@ -114,7 +115,7 @@ def gatherable(graph: Graph, matmuls: list[Matmul], inputs: Inputs, fnuz: bool) 
     known = {matmul.node: matmul for matmul in matmuls}
     parts: dict[int, list[Node]] = defaultdict(list)
     for node in graph.find_nodes(op="placeholder"):
-        index = compat.input_index(node)
+        index = compat.dynamo.input_index(node)
         if index in inputs.parameters:
             parts[index].append(node)
     for index, nodes in parts.items():

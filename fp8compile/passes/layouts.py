@@ -40,13 +40,13 @@ def layouts(joint: Joint) -> int:
         # made again from two tensors that are kept in FP8, it would have their errors, too
         kept = kept or again and joint.saves and not read_again(source, most=1)
         if not kept and unasked and (again or kept_anyway(source)):
-            written.casts[late].meta["recompute"] = compat.MUST_RECOMPUTE
+            written.casts[late].meta["recompute"] = compat.inductor.MUST_RECOMPUTE
         else:
             _join(written, plain, late, kept)
             joined += 1
     for copy, node in written.casts.items():
         if copy.operand.either and copy.operand in written.late and copy.operand.reader.meta.get("recompute") is None:
-            node.meta["recompute"] = compat.MUST_SAVE if weight_kept(copy.operand) else compat.MUST_RECOMPUTE
+            node.meta["recompute"] = compat.inductor.MUST_SAVE if weight_kept(copy.operand) else compat.inductor.MUST_RECOMPUTE
     return joined
 
 
@@ -60,7 +60,7 @@ def _join(written: Written, plain: Copy, late: Copy, kept: bool) -> None:
     """One operator and one read for both layouts: forward writes its own copy and the one that backward reads."""
     one, other = (written.casts[copy] for copy in (plain, late))
     operand = plain.operand
-    recompute = compat.MUST_SAVE if kept else operand.reader.meta.get("recompute")
+    recompute = compat.inductor.MUST_SAVE if kept else operand.reader.meta.get("recompute")
     emit = written.after(max(*one.all_input_nodes, *other.all_input_nodes), operand, recompute=recompute)
     both = emit(ops.quantize_both, *both_args(copies_at(one)[0], copies_at(other)[0]))
     both.meta[OPERAND] = operand.key

@@ -61,7 +61,7 @@ def _grouped(matmul: Matmul) -> str | None:
 
 def _rows(matmul: Matmul) -> str | None:
     sizes = (matmul.m, matmul.n, matmul.k)
-    if any(map(is_data, sizes)) and (matmul.offs is None or compat.reorders()):  # experts need our kernels there
+    if any(map(is_data, sizes)) and (matmul.offs is None or compat.triton.reorders()):  # experts need our kernels there
         return "rows that are counted from data (experts: grouped_mm needs no count)"
     return NO_ROWS if any(isinstance(size, int) and size == 0 for size in sizes) else None
 
@@ -101,7 +101,7 @@ def unfit(weight: Matrix | None, recipe: Recipe) -> str | None:
 
 def late(matmul: Matmul) -> str | None:
     """Why the operands of a matmul have no FP8 copies; None if they may have."""
-    made_late = any(role != "gradient" and compat.is_backward(matrix.base) for matrix, role in matmul.roles)
+    made_late = any(role != "gradient" and compat.dynamo.is_backward(matrix.base) for matrix, role in matmul.roles)
     return "an input that is made in backward" if made_late else None
 
 

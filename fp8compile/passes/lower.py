@@ -46,7 +46,7 @@ def lower_scales(graph: Graph) -> int:
 
 
 def _in_kernels(node: Node) -> bool:
-    return value(node).device.type in launch.DEVICES and not compat.reorders()
+    return value(node).device.type in launch.DEVICES and not compat.triton.reorders()
 
 
 def split_casts(graph: Graph) -> int:
@@ -88,7 +88,7 @@ def lower(graph: Graph) -> int:
     lowering = _Lowering(graph)
     lowering.spread = scaled_grouped.spread_scales(graph, lowering.inline)
     replaced = lowering.run(LOWERED, lambda node: not _emulated(node))
-    compat.eliminate_dead_code(graph)
+    compat.triton.eliminate_dead_code(graph)
     left = [node.name for node in graph.nodes if ops.NAMESPACE in str(node.target) and not _emulated(node)]
     if left:
         raise Fp8CompileError(f"operators of fp8compile survived the lowering: {', '.join(left)}")
@@ -171,7 +171,7 @@ class _Lowering:
 
     def update(self, node: Node, *args) -> Node | None:
         page = value(node)
-        if page.device.type not in launch.DEVICES or state_page.Rows(page).length > LONGEST or compat.reorders():
+        if page.device.type not in launch.DEVICES or state_page.Rows(page).length > LONGEST or compat.triton.reorders():
             return self.inline(node, state_page.next_page, *args)
         launch_update(node, *args)
         return None

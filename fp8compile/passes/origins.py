@@ -26,7 +26,7 @@ from ..ir.matmul import addend_of
 _LAYOUT: tuple = (*CASTS, *VIEWS, *PERMUTES, *SLICES, *SAME, operator.getitem, aten.expand.default, aten.repeat.default)
 _LAYOUT += (aten.cat.default, aten.stack.default, aten.constant_pad_nd.default, aten.flip.default, aten.copy.default)
 _LAYOUT += (aten.slice_scatter.default, aten.select_scatter.default, aten.tril.default, aten.triu.default)
-_LAYOUT += (*compat.ALL_GATHER, *compat.WAIT)  # a model may gather the shards of its weights itself
+_LAYOUT += (*compat.process_groups.ALL_GATHER, *compat.process_groups.WAIT)  # a model may gather its shards itself
 _LAYOUT += (aten._conj.default, aten._conj_physical.default, aten.resolve_conj.default)
 _REDUCTIONS: tuple = (aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim, aten.amax.default)
 _REDUCTIONS += (aten.amin.default, aten.prod.default, aten.prod.dim_int, aten.var.correction, aten.var_mean.correction)
@@ -62,7 +62,7 @@ class Origins:
         for node in graph.nodes:
             if node.op != "output":
                 self.known[node] = self._of(node)
-                if compat.is_tangent(node) or not self.gradients.isdisjoint(node.all_input_nodes):
+                if compat.dynamo.is_tangent(node) or not self.gradients.isdisjoint(node.all_input_nodes):
                     self.gradients.add(node)
 
     def _of(self, node: Node) -> Origin:
@@ -93,7 +93,7 @@ class Origins:
     def computed(self, base: Node) -> Node | None:
         """The parameter that a computed weight counts as: the largest of its sources, the first among equals."""
         origin = self.known[base]
-        if origin.activation or origin.by or compat.is_backward(base):
+        if origin.activation or origin.by or compat.dynamo.is_backward(base):
             return None
         owners = [x for x in self.weights if x in origin.sources and x in self.parameters]
         return max(owners, key=_elements, default=None)
@@ -120,7 +120,7 @@ class Gradients:
 
     def __init__(self, graph: Graph, barriers: frozenset[Node]):
         """`barriers`: the operators that multiply matrices. After a barrier, a gradient counts as another tensor."""
-        outputs = compat.gradient_outputs(graph)
+        outputs = compat.dynamo.gradient_outputs(graph)
         self.known = outputs is not None
         self.inputs = {index for _, index in outputs or ()}
         self.bits: dict[Node, int] = {}  # input -> its bit
@@ -140,7 +140,7 @@ class Gradients:
 
     def wanted(self, sources: Iterable[Node]) -> bool:
         """Is one of these an input whose gradient the graph computes?"""
-        return any(compat.input_index(x) in self.inputs for x in sources if x.op == "placeholder")
+        return any(compat.dynamo.input_index(x) in self.inputs for x in sources if x.op == "placeholder")
 
     def reach(self, node: Node, sources: Iterable[Node], far: bool = False) -> bool:
         """Does a tensor become the gradient of one of these weights, with no barrier in between (`far`: or with some)? True
@@ -152,7 +152,7 @@ class Gradients:
 
     def bit(self, source: Node) -> int:
         if source not in self.bits:
-            index = compat.input_index(source)
+            index = compat.dynamo.input_index(source)
             self.bits[source] = 0 if index is None else 1 << index
         return self.bits[source]
 

@@ -48,7 +48,7 @@ def last_matmuls(matmuls: Sequence[Matmul], inputs: Inputs) -> frozenset[Matmul]
 
 
 def _index(matmul: Matmul) -> int | None:
-    return compat.input_index(matmul.parameter) if matmul.parameter is not None else None
+    return compat.dynamo.input_index(matmul.parameter) if matmul.parameter is not None else None
 
 
 def _ends(graph: Graph, known: dict[Node, Matmul]) -> list[Node]:
@@ -61,7 +61,7 @@ def _ends(graph: Graph, known: dict[Node, Matmul]) -> list[Node]:
         for user in node.users:
             if user.op == "output":
                 reaches.add(node)
-            elif not compat.is_backward(user):
+            elif not compat.dynamo.is_backward(user):
                 similarity = call_function(user, (aten.mm.default,)) and user not in known
                 most = max(most, products[user] + similarity if similarity or not contracts(user) else 2)
                 if user in reaches:
@@ -96,7 +96,7 @@ class _Flow:
         self.near: dict[Node, int] = {}  # the sources that a node depends on with no other in between; for a source, itself
         self.widths: list = []  # of the features among the graph's inputs
         for node in graph.nodes:
-            if node.op == "output" or compat.is_backward(node):
+            if node.op == "output" or compat.dynamo.is_backward(node):
                 continue
             before = near = 0
             for x in node.all_input_nodes:
@@ -127,7 +127,7 @@ class _Flow:
         """Is this node a floating-point input of the graph, and no weight? Such an input may be a stream of features."""
         if node.op != "placeholder" or not is_tensor(node) or not value(node).is_floating_point():
             return False
-        index = compat.input_index(node)
+        index = compat.dynamo.input_index(node)
         return index is not None and index < len(self.inputs.names) and index not in self.inputs.weights
 
     def _features(self, matmul: Matmul, near: int) -> list:
@@ -193,8 +193,8 @@ def _as_large(side: Node, total: Node) -> bool:
 def _is_squashed(node: Node) -> bool:
     """Does a tanh follow this node with no scale in between (a softcap has one)? Then the matmul is a pooler, whose output is
     features for modules outside of this graph."""
-    users = [user for user in node.users if not compat.is_backward(user)]
+    users = [user for user in node.users if not compat.dynamo.is_backward(user)]
     while len(users) == 1 and (call_function(users[0], THROUGH)):
-        users = [user for user in users[0].users if not compat.is_backward(user)]
+        users = [user for user in users[0].users if not compat.dynamo.is_backward(user)]
     squashed = [user for user in users if call_function(user, (aten.tanh.default,))]
     return bool(squashed) and len(squashed) == len(users)

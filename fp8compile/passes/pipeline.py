@@ -109,7 +109,7 @@ def run_joint(joint: Joint) -> Rewritten:
     """Rewrite a joint graph in place. With `high_precision` the matmuls stay as they are, but amaxes are recorded, so that
     histories exist when FP8 begins."""
     graph = joint.graph
-    joint.inference = not compat.tag_backward(graph)
+    joint.inference = not compat.dynamo.tag_backward(graph)
     _run(joint_passes(), joint, graph)
     graph.eliminate_dead_code()
 
@@ -170,7 +170,7 @@ def _run(passes: Sequence[Pass], subject: Any, graph: Graph) -> None:
             logger.info("fp8: %s is skipped (%s)", step.name, SKIP_VARIABLE)
             continue
         before, start = _operators(graph) if told else Counter(), time.perf_counter()
-        with compat.symbolic_kernels():
+        with compat.dynamo.symbolic_kernels():
             found = step.run(subject)
         if told:
             graph.lint()

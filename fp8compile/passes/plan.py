@@ -64,7 +64,7 @@ def plan(joint: Joint) -> int:
     joint.plan = _plan(joint.matmuls, joint.fnuz)
     slots = [len(joint.plan.direction(backward)) for backward in (False, True)]
     if any(slots) and joint.stateful:
-        by_index = {compat.input_index(node): node for node in joint.graph.find_nodes(op="placeholder")}
+        by_index = {compat.dynamo.input_index(node): node for node in joint.graph.find_nodes(op="placeholder")}
         first = len(joint.inputs.names)
         joint.pages = by_index[first], by_index[first + 1]
         for page, count in zip(joint.pages, slots, strict=True):
@@ -85,7 +85,7 @@ def _plan(matmuls: list[Matmul], fnuz: bool) -> Plan:
             uses[matmul.parameter] = use_of[matmul] + 1
     for matmul in (m for m in matmuls if m.fp8):
         use = use_of[matmul.fprop or matmul]
-        index = compat.input_index(matmul.parameter)  # type: ignore[arg-type]
+        index = compat.dynamo.input_index(matmul.parameter)  # type: ignore[arg-type]
         assert index is not None
         recipe = matmul.recipe
         for matrix, role in matmul.roles:

@@ -151,7 +151,7 @@ class CastCost:
         if self.gathered:
             return layouts * cost.transposed(device, tensor.elements) + cost.high_copy(device, tensor)
         scaling = COSTS[self.recipe]
-        if tensor.scattered and scaling.walks == 1 and not compat.reorders():
+        if tensor.scattered and scaling.walks == 1 and not compat.triton.reorders():
             tensor = replace(tensor, scattered=False)  # one walk of one of our kernels is enough
         return cost.casts(device, tensor, scaling, layouts, self.again)
 

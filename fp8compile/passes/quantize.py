@@ -147,7 +147,7 @@ class _Quantizer:
 
     def whole_scale(self, operand: Operand) -> tuple[Node, Node]:
         amax = self.amax(operand)
-        emit = self.after(amax, operand, recompute=compat.MUST_SAVE, ac_graph_id=None)
+        emit = self.after(amax, operand, recompute=compat.inductor.MUST_SAVE, ac_graph_id=None)
         if not operand.scaling.delayed:
             return current(emit, operand, amax)
         snapshot = self.snapshot(operand.backward)
@@ -155,7 +155,7 @@ class _Quantizer:
         if operand.offs is not None or operand.matrix.stack > 1:
             # Inductor's kernels read it, and expect an input of the backward at a multiple of 16 bytes. A stored inverse is
             # not at one: the backward takes it from the snapshot, which is
-            emit.meta["recompute"] = compat.MUST_RECOMPUTE
+            emit.meta["recompute"] = compat.inductor.MUST_RECOMPUTE
         return scale, emit(ops.delayed_inverse, snapshot, scale, operand.slot)
 
     def scales_of(self, operand: Operand, matrix: Matrix, transposed: bool) -> tuple[Node, Node]:
@@ -163,7 +163,7 @@ class _Quantizer:
         block = block_of(operand, transposed)
         if transposed and block.rows == block.columns:  # square blocks: the scales of the other layout, transposed
             known = self.scale_of(operand, matrix, False)
-            emit = self.after(known[1], operand, recompute=compat.MUST_SAVE, ac_graph_id=None)
+            emit = self.after(known[1], operand, recompute=compat.inductor.MUST_SAVE, ac_graph_id=None)
             scale, inverse = (emit(aten.permute.default, x, [1, 0]) for x in known)
             return scale, inverse
         source = self.matrix(matrix, operand)
@@ -179,7 +179,7 @@ class _Quantizer:
             amax = emit(ops.amax_blocks, source, False, [block.columns, 1])
         else:
             amax = emit(ops.amax_blocks, source, transposed, list(block), *rows)
-        emit.meta["recompute"] = compat.MUST_SAVE
+        emit.meta["recompute"] = compat.inductor.MUST_SAVE
         scale, inverse = current(emit, operand, amax)
         if stack:
             scale, inverse = (emit(aten.permute.default, x, [1, 0]) for x in (scale, inverse))
@@ -198,7 +198,7 @@ class _Quantizer:
             assert self.pages is not None
             page = self.pages[backward]
             tag = "is_backward" if backward else "is_forward"
-            emit = Emitter(self.graph, self.written.start, page, partitioner_tag=tag, recompute=compat.MUST_SAVE)
+            emit = Emitter(self.graph, self.written.start, page, partitioner_tag=tag, recompute=compat.inductor.MUST_SAVE)
             self.written.snapshots[backward] = emit(ops.snapshot, page)
         return self.written.snapshots[backward]
 

@@ -45,7 +45,7 @@ def unreadable(x: Node, joint: bool = False) -> str:
             seen.add(user)
             if user.op == "output":
                 return "it is a result of the backward"
-            if compat.is_checkpointed(user):
+            if compat.inductor.is_checkpointed(user):
                 return "the user's checkpointing starts from it"
             if call_function(user, (*THROUGH, *PARTS)):
                 stack.append(user)
@@ -74,5 +74,5 @@ def _steep(x: Node, joint: bool) -> str:
 def _readers(x: Node, joint: bool) -> Iterator[Node]:
     """What reads a tensor in backward; views and casts of it, where forward may make them."""
     for user in x.users:
-        if not joint or compat.is_backward(user) or call_function(user, (*THROUGH, *PARTS)):
+        if not joint or compat.dynamo.is_backward(user) or call_function(user, (*THROUGH, *PARTS)):
             yield user

@@ -37,7 +37,7 @@ def recast(joint: Joint) -> int:
         for matrix, role in matmul.roles:
             if role == "weight":
                 readers.setdefault(matrix.base, []).append(matmul)
-            elif role == "input" and not compat.is_backward(matrix.base):
+            elif role == "input" and not compat.dynamo.is_backward(matrix.base):
                 inputs[matrix.base] = hint(value(matrix.base).numel())
     saved, again = sum(inputs.values()), 0
     for weight, its in readers.items():

@@ -37,7 +37,7 @@ def kept_anyway(source: Node) -> bool:
     stack = list(base.users)
     while stack:
         reader = stack.pop()
-        if compat.is_backward(reader) and "attention" in str(reader.target):
+        if compat.dynamo.is_backward(reader) and "attention" in str(reader.target):
             return True
         stack += reader.users if reader.target in SAME else ()
     return False
@@ -47,7 +47,7 @@ def _read_in_backward(node: Node) -> bool:
     for user in node.users:
         if user.target in (*_RESHAPES, *CASTS) and _read_in_backward(user):
             return True
-        if compat.is_backward(user) and _pointwise(user):
+        if compat.dynamo.is_backward(user) and _pointwise(user):
             return True
     return False
 

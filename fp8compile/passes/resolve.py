@@ -124,7 +124,7 @@ def resolve(site: Site, facts: Facts, policy: Policy) -> Decision:
     either, emulated = False, not recipe.built_in.native(facts.gpu)
     if facts.grouped:
         a, b = (recipe.scaling(role, site.gemm).block for role in facts.roles)
-        emulated |= how_grouped(facts.gpu, a, b, not compat.reorders()) == EMULATED
+        emulated |= how_grouped(facts.gpu, a, b, not compat.triton.reorders()) == EMULATED
         either = b == recipe.built_in.tile and support.has_mx_of_either_major(facts.gpu) and not emulated
     return Decision(
         recipe=recipe,

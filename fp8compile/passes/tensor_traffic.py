@@ -65,7 +65,7 @@ def _producer_bytes(base: Node) -> int | None:
     """
     if not _computes(base):
         return None
-    late = compat.is_backward(base)
+    late = compat.dynamo.is_backward(base)
     members, inputs = {base}, dict[Node, None]()
     stack = [base]
     while stack:
@@ -74,7 +74,7 @@ def _producer_bytes(base: Node) -> int | None:
                 inputs[node] = None
         if not stack and len(members) < MOST_NODES:
             # with an empty stack only: a node may be met before its other readers are known to be members
-            stack = [x for x in inputs if _part(x) and compat.is_backward(x) == late and _internal(x, members, late)]
+            stack = [x for x in inputs if _part(x) and compat.dynamo.is_backward(x) == late and _internal(x, members, late)]
             members.update(stack)
             inputs = {node: None for node in inputs if node not in members}
     return sum(_bytes(node) for node in inputs)
@@ -82,7 +82,7 @@ def _producer_bytes(base: Node) -> int | None:
 
 def _internal(node: Node, members: set[Node], late: bool) -> bool:
     """Is a tensor read only inside of the kernel, or also by the backward, which computes it again?"""
-    return all(user in members or (not late and compat.is_backward(user)) for user in node.users)
+    return all(user in members or (not late and compat.dynamo.is_backward(user)) for user in node.users)
 
 
 def _part(node: Node) -> bool:
@@ -123,7 +123,7 @@ def _readers(base: Node) -> tuple[set[Node], bool]:
                 stack.append(user)
             elif not fusable(user, ()):
                 shared = True
-            elif compat.is_backward(user) == compat.is_backward(base) and not _reduces(user):
+            elif compat.dynamo.is_backward(user) == compat.dynamo.is_backward(base) and not _reduces(user):
                 shared = True
     return matmuls, shared
 

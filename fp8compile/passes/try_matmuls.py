@@ -50,7 +50,7 @@ def try_matmuls(graph: Graph) -> int:
             why = ""
             while form in NEXT and (refused := refusal(node, form)):
                 why, form = why or refused, NEXT[form]
-                form = EMULATED if form == TRITON and compat.reorders() else form
+                form = EMULATED if form == TRITON and compat.triton.reorders() else form
             if form != first:
                 node.meta[FORM] = form
                 changed += 1
@@ -71,7 +71,7 @@ def refusal(node: Node, form: str) -> str:
     key = (function, *map(str, torch.fx.node.map_aggregate(args, _described)))
     if key not in _found:
         try:
-            with compat.unseen():
+            with compat.autograd.unseen():
                 function(*map_arg(args, lambda x: _empty(value(x))))
             _found[key] = ""
         except torch.OutOfMemoryError:  # says nothing about the matmul

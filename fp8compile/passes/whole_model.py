@@ -27,7 +27,7 @@ KEPT = "fp8compile_kinds"  # key in the whole graph's metadata, which all its pa
 def whole_kinds(gm: GraphModule) -> Mapping[str, tuple[str, ...]] | None:
     """The kinds of the forward matmuls of each weight, by its name, in the graph that `gm` is a part of. None if `gm` is whole,
     or if the whole graph cannot be traced: then each part is classified by itself."""
-    found = compat.uncut(gm)
+    found = compat.split.uncut(gm)
     if found is None:
         return None
     whole, inputs = found
@@ -42,7 +42,7 @@ def whole_kinds(gm: GraphModule) -> Mapping[str, tuple[str, ...]] | None:
 
 def _kinds(gm: GraphModule, example_inputs: Any) -> dict[str, tuple[str, ...]]:
     inputs = capture(gm, example_inputs)
-    matmuls, _ = find(compat.forward_of(gm), inputs)
+    matmuls, _ = find(compat.split.forward_of(gm), inputs)
     found: dict[str, list[str]] = defaultdict(list)
     for matmul, kind in kinds(matmuls, inputs).items():
         found[matmul.name].append(kind)

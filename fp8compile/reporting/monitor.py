@@ -144,7 +144,7 @@ def monitor(model: nn.Module, every: int = 100, to: Any = "fp8compile.jsonl") ->
 def unwrapped_compiled(model: nn.Module) -> nn.Module:
     """The bare module; OptionError if neither the module nor a part of it was compiled."""
     inner = unwrapped(model)
-    if not compat.is_compiled(model) and not any(find(weight).casts for weight in named_weights(inner).values()):
+    if not compat.autograd.is_compiled(model) and not any(find(weight).casts for weight in named_weights(inner).values()):
         wanted = "compiled: what torch.compile(model, backend='fp8') returned, or a module that has been called once in FP8"
         raise OptionError(f"monitor(model): the model must be {wanted}; got a {type(inner).__name__} that is not")
     return inner

@@ -51,7 +51,7 @@ def find(model: nn.Module, read: set[int]) -> list[OutsideRecord]:
 
     found: dict[int, OutsideRecord] = {}
     root = unwrapped(model)
-    broken, shapes = _broken(root, root is not model), compat.shapes(root)
+    broken, shapes = _broken(root, root is not model), compat.flat.shapes(root)
     for name, module in root.named_modules():
         if isinstance(module, (Embedding, EmbeddingBag)) or "Norm" in type(module).__name__:
             continue
@@ -61,7 +61,7 @@ def find(model: nn.Module, read: set[int]) -> list[OutsideRecord]:
             if (matrix or (isinstance(module, Linear) and len(shape) == 2)) and id(parameter) not in read:
                 fqn = plain(name)
                 full, (rows, columns) = f"{fqn}.{last}" if fqn else last, shape
-                record = OutsideRecord(fqn, compat.class_name(type(module)), full, rows, columns, _why(name, broken))
+                record = OutsideRecord(fqn, compat.fsdp.class_name(type(module)), full, rows, columns, _why(name, broken))
                 found.setdefault(id(parameter), record)
     return list(found.values())
 
@@ -72,15 +72,15 @@ def _broken(root: nn.Module, compiled: bool) -> dict[str, str]:
     a wrapper."""
     from .. import compat
 
-    taken = (compat.is_fully_sharded, compat.is_packed)
+    taken = (compat.fsdp.is_fully_sharded, compat.flat.is_packed)
     managed = {name: module for name, module in root.named_modules() if any(took(module) for took in taken)}
     every = root.named_modules()
-    whole = [name for name, module in every if compat.is_compiled_itself(module) or (compiled and module is root)]
+    whole = [name for name, module in every if compat.autograd.is_compiled_itself(module) or (compiled and module is root)]
     found = {}
     for name, module in managed.items():
         inner = any(other != name and _within(other, name) for other in managed)
         if inner and any(_within(name, other) for other in whole):
-            kind = compat.class_name(type(getattr(module, "_fsdp_wrapped_module", module)))
+            kind = compat.fsdp.class_name(type(getattr(module, "_fsdp_wrapped_module", module)))
             found[name] = f"FSDP's hooks break the graph of {kind}, and what is left of it runs eagerly"
         else:
             found[name] = ""

@@ -101,7 +101,7 @@ class Calls:
         self.decisions: tuple[str, ...] = ()  # about each matmul of a weight
         self.together = False  # no rank may run a call eagerly alone: warm calls have other collectives
         self.agreed = False  # the ranks of those groups have compared their slots and decisions
-        self.marks = compat.TensorMarks()  # tensors that forwards run eagerly have saved, each with its How
+        self.marks = compat.autograd.TensorMarks()  # tensors that forwards run eagerly have saved, each with its How
         self.local = threading.local()  # `call`: the call in progress on this thread
 
     def keep_state(self, done: Rewritten) -> None:
@@ -116,7 +116,7 @@ class Calls:
         """`function(*args)`, with `call` in progress on this thread."""
         before, self.local.call = self.current, call
         try:
-            with compat.saved_as_they_are(self._is_ours):
+            with compat.autograd.saved_as_they_are(self._is_ours):
                 return function(*args)
         finally:
             self.local.call = before
@@ -134,15 +134,15 @@ class Calls:
         assert self.book is not None
         pages = self.book.open(args, device)
         forward, backward = pages.forward.tensor, pages.backward.tensor
-        if DRY.get() or compat.inferring_shapes():
-            with compat.unseen():
+        if DRY.get() or compat.process_groups.inferring_shapes():
+            with compat.autograd.unseen():
                 return Call(pages, look, dry=True), forward.clone(), backward.clone()
         if not self.agreed:
             self.agree()
-        again = compat.hooked() and self._again(pages)
+        again = compat.autograd.hooked() and self._again(pages)
         if again:  # a recomputation uses the scales of its original, and leaves the state as it is
             ran = pages.repeats.original()
-            with compat.unseen():
+            with compat.autograd.unseen():
                 forward = pages.before(ran)
             if not pages.backward.homes:  # no slots in backward, so it has no page by which `backward` could count it
                 pages.pending = max(0, pages.pending - 1)
@@ -156,7 +156,7 @@ class Calls:
 
     def _again(self, pages: PageSet) -> bool:
         """Is this forward a recomputation?"""
-        return (pages.pending > 0 and compat.recomputing()) or compat.repeating()
+        return (pages.pending > 0 and compat.autograd.recomputing()) or compat.autograd.repeating()
 
     def _watch(self, pages: PageSet) -> None:
         """Before a call that moves these pages."""
@@ -196,7 +196,7 @@ class Calls:
         self.agreed = True
 
     def _different(self, group: str, slots: str) -> dict[int, str]:
-        """As `compat.different`. Fp8CompileError names the ranks of a group that this one has waited for, and the graph."""
+        """As `process_groups.different`. Fp8CompileError names the ranks that this one has waited for, and the graph."""
         rank, graph = torch.distributed.get_rank(), slots[:200] or "no tensor with a history"
 
         def waiting(missing: list[int], seconds: float) -> None:
@@ -206,8 +206,8 @@ class Calls:
             )
 
         try:
-            return compat.different(group, slots, "\n".join(self.decisions), waiting)
-        except compat.Alone as alone:
+            return compat.process_groups.different(group, slots, "\n".join(self.decisions), waiting)
+        except compat.process_groups.Alone as alone:
             missing, seconds = alone.args
             raise Fp8CompileError(
                 f"reduce_amax, amax_group: rank {rank} has compiled a graph that ranks {missing} of the process group "
@@ -264,7 +264,7 @@ class Calls:
         if pages is not None:
             pages.pending = max(0, pages.pending - 1)
             if pages.backward.stale:
-                with compat.unseen(), state.LOCK:
+                with compat.autograd.unseen(), state.LOCK:
                     pages.backward.refresh()
         if how is not None and how.look is not None:
             self.looking.backward(how.look)

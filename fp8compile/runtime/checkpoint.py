@@ -98,7 +98,7 @@ class ScalingState:
             "slots": list(state),
             "lengths": [row.numel() for row in state.values()],
             "values": values,
-            "parts": compat.parts({name: weight for name, weight in self._weights().items() if name in owners}),
+            "parts": compat.shards.parts({name: weight for name, weight in self._weights().items() if name in owners}),
         }
         text = repr([own["slots"], own["lengths"], own["parts"]]).encode()
         known = self._gather(hashlib.sha256(text + bytes(values.view(torch.uint8).tolist())).hexdigest())
@@ -128,7 +128,7 @@ class ScalingState:
             saved = _opened(given)
             weights = self._weights()
             lacking = {name for state in saved["states"] for name in state["parts"]} - weights.keys()
-            found, different = _chosen(saved, self._rank, self._size, compat.parts(weights))
+            found, different = _chosen(saved, self._rank, self._size, compat.shards.parts(weights))
             if different:
                 refuse_or_warn(different, self.strict, FIX)
             found[VERSION_KEY] = torch.tensor([VERSION])
@@ -172,11 +172,11 @@ class ScalingState:
 
     @property
     def _size(self) -> int:
-        return dist.get_world_size(self.group) if compat.has_groups() else 1
+        return dist.get_world_size(self.group) if compat.process_groups.has_groups() else 1
 
     @property
     def _rank(self) -> int:
-        return dist.get_rank(self.group) if compat.has_groups() else 0
+        return dist.get_rank(self.group) if compat.process_groups.has_groups() else 0
 
     def _gather(self, mine: Any) -> list[Any]:
         if self._size == 1:

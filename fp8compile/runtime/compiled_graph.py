@@ -40,7 +40,7 @@ class CompiledGraph:
         parts: Sequence[GraphFeature] = (),
         options: Options | None = None,
     ):
-        self.function = compat.undisabled(function)  # Dynamo disables itself around a call of the whole
+        self.function = compat.dynamo.undisabled(function)  # Dynamo disables itself around a call of the whole
         self.interface, self.calls, self.owners = interface, calls, owners
         self.record, self.converts, self.parts, self.options = record, converts, parts, options
         self.giving = [part for part in parts if part.inputs]  # those that give the graph inputs of its own
@@ -57,7 +57,7 @@ class CompiledGraph:
                 sizes = [state_page.rows_for(len(slots)) for slots in keys] if interface.stateful else []
                 pages = [state_page.new_page(rows, interface.history, first.device) for rows in sizes]
                 return self.function(*args, *pages, *self._given(args, first.device, None, True))
-        known = compat.owners(args, interface.packed) if interface.packed else args  # with the parameters that the user holds
+        known = compat.flat.owners(args, interface.packed) if interface.packed else args  # those that the user holds
         if isinstance(known[interface.weights[0]], nn.Parameter):
             key = self.owners.key(known)
             if key not in self.owners.met:
@@ -71,8 +71,9 @@ class CompiledGraph:
         if self.calls.book is not None:
             call, forward, backward = self.calls.open(known, first.device, look)
             return self.calls.run(self.function, (*args, forward, backward, *given), call)
-        if self.calls.groups and not self.calls.agreed and interface.trains and not (DRY.get() or compat.inferring_shapes()):
-            self.calls.agree()
+        if self.calls.groups and not self.calls.agreed and interface.trains:
+            if not (DRY.get() or compat.process_groups.inferring_shapes()):
+                self.calls.agree()
         if interface.stateful:  # the graph does not read its state inputs
             if self.idle is None:
                 self.idle = state_page.new_page(state_page.rows_for(0), interface.history, first.device)
@@ -96,7 +97,7 @@ class CompiledGraph:
         """What features give the graph, and something for those of their inputs that it does not read."""
         found: list[torch.Tensor] = []
         for part in self.giving:
-            with compat.unseen() if not fake else contextlib.nullcontext():
+            with compat.autograd.unseen() if not fake else contextlib.nullcontext():
                 made = part.stand_ins(device) if fake else part.arguments(args, look)
             found += [*made, *[torch.empty(1, device=device)] * (part.inputs - len(made))]
         return found
@@ -120,8 +121,8 @@ class CompiledGraph:
 
     def _looks(self, args: Sequence[Any]) -> probe.Look | None:
         """The `Look` of a call that is measured, or runs beside one that is; None for any other call."""
-        if not self.interface.trains or not self.converts or self.interface.observes or compat.compiled_autograd():
+        if not self.interface.trains or not self.converts or self.interface.observes or compat.autograd.compiled_autograd():
             return None
-        may_begin = not compat.recomputing() and not compat.repeating()
-        may_begin = may_begin and not DRY.get() and not compat.inferring_shapes()
-        return self.calls.looking.at(args, self.interface.weights, compat.in_backward(), may_begin)
+        may_begin = not compat.autograd.recomputing() and not compat.autograd.repeating()
+        may_begin = may_begin and not DRY.get() and not compat.process_groups.inferring_shapes()
+        return self.calls.looking.at(args, self.interface.weights, compat.autograd.in_backward(), may_begin)

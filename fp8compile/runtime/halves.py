@@ -45,7 +45,7 @@ class Halves:
         self.keeps = self.restored = False
 
     def joint_pass(self, graph: Graph) -> None:
-        if not compat.is_joint_graph(graph):
+        if not compat.dynamo.is_joint_graph(graph):
             return  # a nested graph: `collect` lists the operator that contains it
         done = self.rewrite(graph)
         self._know(replace(done, matmuls=(), opaque=()), any(matmul.fp8 for matmul in done.matmuls))  # without the joint graph
@@ -59,14 +59,14 @@ class Halves:
         """Compile one half, and keep a copy of its graph as it was before."""
         done, trains, backward = self.rewritten, self.calls.interface.trains, bool(kwargs.get("is_backward"))
         if backward:
-            compat.keep_saved_tensors()
+            compat.inductor.keep_saved_tensors()
         example_inputs = self._sized(gm, example_inputs)
         if not self.inner.computes or done is None or not (done.pages or (self.converts and trains)):
             compiled = self.inner.compile(gm, example_inputs, **kwargs)
             return self._kept(compiled, compiled, Half(), None, backward)
         if done.pages:
             _check_update(gm, done.pages[backward], done.backward if backward else done.forward)
-        kept = compat.copy_graph(gm)
+        kept = compat.dynamo.copy_graph(gm)
         warm = self.inner.compile(gm, example_inputs, **kwargs)
         half = _half(kept, backward)
         run = self._run(half, boxed(self.inner.eager(kept)), warm, done, backward)
@@ -83,9 +83,9 @@ class Halves:
         if not self.keeps:
             return run
         whole = (self.rewritten, self.converts) if self.rewritten is not None and not backward else None
-        return compat.saved(run, compiled, packed(half, graph, whole), backward)
+        return compat.aot_cache.saved(run, compiled, packed(half, graph, whole), backward)
 
-    def restore(self, found: Sequence[compat.Saved]) -> None:
+    def restore(self, found: Sequence[compat.aot_cache.Saved]) -> None:
         """Make the halves that an earlier process has kept. Raises Unusable if this cannot be."""
         found = sorted(found, key=lambda one: one.backward)
         contents = [unpacked(one.content) for one in found]
@@ -152,7 +152,7 @@ def _half(gm: GraphModule, backward: bool) -> Half:
     made = [i for i, x in enumerate(outputs) if isinstance(x, Node) and x.op != "placeholder" and is_tensor(x)]
     # a view of an input has the same address in every call, and could not mark one of them
     inputs = [value(x) for x in placeholders if is_tensor(x)]
-    made = [i for i in made if not any(compat.share_memory(value(outputs[i]), x) for x in inputs)]
+    made = [i for i in made if not any(compat.autograd.share_memory(value(outputs[i]), x) for x in inputs)]
     marker = (made[-1], outputs[made[-1]].name) if made and not backward else None
     return Half(True, device, tuple(node.name for node in placeholders), marker, probe.casts_of(gm.graph))
 

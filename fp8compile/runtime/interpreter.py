@@ -57,7 +57,7 @@ class Eager(Interpreter):
             args = args[:5]  # without `covers`: saturates what a warm call saturates
         if target is ops.votes and not self.how.cold:
             args = (*args, False)
-        kind = compat.random_prims().get(target)
+        kind = compat.inductor.random_prims().get(target)
         return super().call_function(target, args, kwargs) if kind is None else _draw(kind, *args)
 
 
@@ -77,7 +77,7 @@ def boxed(interpreter: Any) -> Callable[..., Any]:
     def run(args: list[Any], how: How = AS_COMPILED) -> Any:
         one = copy.copy(interpreter)  # with its own `env`, so that values are freed with the copy
         one.env, one.how = {}, how
-        with compat.unseen(args):
+        with compat.autograd.unseen(args):
             return one.boxed_run(args)
 
     run._boxed_call = True  # type: ignore[attr-defined]

@@ -49,4 +49,4 @@ def listen(modules: Iterable[nn.Module]) -> None:
 
 def listen_to_callers() -> None:
     """As `listen`, for the modules that are being called: code that was compiled for one module may serve others."""
-    listen(module for module in compat.called() if module not in _listening)
+    listen(module for module in compat.dynamo.called() if module not in _listening)

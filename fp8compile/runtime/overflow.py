@@ -61,7 +61,7 @@ class Watch:
 
     def __init__(self, device: torch.device):
         self.device, self.on_host = device, device.type != "cuda"
-        self.thread, self.stream = threading.get_ident(), compat.stream_of(device)
+        self.thread, self.stream = threading.get_ident(), compat.autograd.stream_of(device)
         self.moved: list[weakref.ref[Page]] = []  # since the last look, in the order of the calls
         self.running = 0  # forwards whose backward has not run
         self.sent: list[tuple[weakref.ref[Page], int]] = []  # whose rows are on their way to the host, and how many
@@ -70,7 +70,7 @@ class Watch:
     @property
     def here(self) -> bool:
         """Is it that of a call that runs now?"""
-        return self.thread == threading.get_ident() and (self.on_host or self.stream == compat.stream_of(self.device))
+        return self.thread == threading.get_ident() and (self.on_host or self.stream == compat.autograd.stream_of(self.device))
 
     def begins(self, page: Page) -> None:
         """A training forward begins, which will move its page."""
@@ -90,12 +90,12 @@ class Watch:
             if any([page.moved for page in called]):
                 odd = [page for page in self._take(called) if page.odd()]
                 if odd:
-                    with compat.unseen():
+                    with compat.autograd.unseen():
                         self._read([(page.reference, len(page.homes)) for page in odd], torch.cat([page.rows for page in odd]))
         elif not torch.cuda.is_current_stream_capturing():
             if self.sent and self.event.query():
                 sent, self.sent = self.sent, []
-                with compat.unseen():
+                with compat.autograd.unseen():
                     rows = self.arrived[: sum(count for _, count in sent)]
                     if rows.amin().item() < 0:  # an age or a limit: nothing else is below zero
                         self._read(sent, rows)
@@ -126,7 +126,7 @@ class Watch:
         count = sum(count for _, count in sent)
         if not count:
             return
-        with compat.unseen():
+        with compat.autograd.unseen():
             if len(self.arrived) < count:
                 self.gathered = torch.empty(count, COLUMNS, device=self.device)
                 self.arrived = torch.zeros(count, COLUMNS, pin_memory=True)
@@ -173,7 +173,7 @@ _watches = _Watches()
 
 def watch_of(device: torch.device) -> Watch:
     """The watch of the calls that run now. On one thread and stream, no page moves while it is read."""
-    place = device, compat.stream_of(device)
+    place = device, compat.autograd.stream_of(device)
     found = _watches.by_place.get(place)
     if found is None:
         found = _watches.by_place[place] = Watch(device)

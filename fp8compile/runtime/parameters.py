@@ -58,7 +58,7 @@ def record_of(parameter: Any) -> ParameterRecord:
         from .. import compat  # imported late, because it imports Dynamo
 
         with _LOCK:
-            pairs = (pair for pair in compat.sharded_pairs() if any(tensor is parameter for tensor in pair))
+            pairs = (pair for pair in compat.fsdp.sharded_pairs() if any(tensor is parameter for tensor in pair))
             pair = next(pairs, (parameter,))
             record = next((_records[id(tensor)] for tensor in pair if id(tensor) in _records), None) or ParameterRecord()
             for tensor in pair:
@@ -72,7 +72,7 @@ def share_records(tensors: Iterable[Any]) -> None:
     from .. import compat  # late, as above
 
     wanted = set(map(id, tensors))
-    for pair in compat.sharded_pairs():
+    for pair in compat.fsdp.sharded_pairs():
         if wanted.isdisjoint(map(id, pair)):
             continue
         with _LOCK:

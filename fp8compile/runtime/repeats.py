@@ -61,9 +61,9 @@ class Repeats:
         """A forward begins that is no recomputation, and will move the page of the last one."""
         before = self.pages() if self.pages is not None else None
         if before is not None and before.pending and self.last is not None and self.last.page is None:
-            with compat.unseen():
+            with compat.autograd.unseen():
                 self.last.page = state_page.page_before(before.forward.tensor)
-        checkpoint = compat.checkpoint()
+        checkpoint = compat.autograd.checkpoint()
         self.last, self.pages = Ran(), None
         if checkpoint is not None:
             self.pages = weakref.ref(pages)
@@ -73,7 +73,7 @@ class Repeats:
     def original(self) -> Ran | None:
         """The forward that the one that begins now repeats: the last one, unless a checkpoint tells another. None if neither is
         known."""
-        checkpoint, self.number = compat.checkpoint(), 0
+        checkpoint, self.number = compat.autograd.checkpoint(), 0
         if checkpoint is None:
             return self.last
         region = self._region(checkpoint)
@@ -84,7 +84,7 @@ class Repeats:
         region.hook, self.number = checkpoint.hook, region.number
         return region.forwards[region.number] if region.number < len(region.forwards) else self.last
 
-    def _region(self, checkpoint: compat.Checkpoint) -> Region:
+    def _region(self, checkpoint: compat.autograd.Checkpoint) -> Region:
         return _regions.setdefault(checkpoint.frame, {}).setdefault(self, Region())
 
 

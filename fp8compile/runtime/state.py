@@ -166,7 +166,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
     """The module inside of the wrappers of torch.compile and DDP. TypeError if `model` is no module."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a torch.nn.Module, not {type(model).__name__}")
-    while hasattr(model, "_orig_mod") or compat.is_ddp(model):
+    while hasattr(model, "_orig_mod") or compat.autograd.is_ddp(model):
         model = model._orig_mod if hasattr(model, "_orig_mod") else model.module  # type: ignore[assignment]
     return model
 
@@ -215,7 +215,7 @@ class PageSet:
         """Count a cold call, and find out whether it was the last."""
         for page in self.pages:
             page.patience = max(0, page.patience - 1)
-        with compat.unseen():
+        with compat.autograd.unseen():
             self._is_cold()
 
     def overflowed(self) -> None:
@@ -286,7 +286,7 @@ class Book:
         with LOCK:
             found = self.sets.get(key)
             if found is None or found.forward.changed or found.backward.changed:
-                with compat.unseen():
+                with compat.autograd.unseen():
                     found = found or self._new(key, [args[i] for i in self.inputs], device)
                     found.take_changes()
         return found

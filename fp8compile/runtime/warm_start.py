@@ -1,9 +1,9 @@
 """What a later process needs of a graph whose compiled code is in AOTAutograd's cache, and under which facts it may have it.
 
 A hit in that cache skips our passes. What they would have found (the report, the layout of the scaling state, the graph that
-cold calls run) is in the same entry (`compat.Saved`). The entry's key has, beside all that AOTAutograd knows of, a hash of the
-`facts` that our passes read elsewhere: names and classes of modules, the description of the device. A graph about which not all
-facts are known for certain does not use the cache.
+cold calls run) is in the same entry (`compat.aot_cache.Saved`). The entry's key has, beside all that AOTAutograd knows of, a
+hash of the `facts` that our passes read elsewhere: names and classes of modules, the description of the device. A graph about
+which not all facts are known for certain does not use the cache.
 """
 
 from __future__ import annotations
@@ -99,18 +99,18 @@ class Later:
 def facts(gm: GraphModule, example_inputs: Sequence[Any], inputs: Inputs, others: Sequence[Any]) -> str | None:
     """A hash of what our passes read of a Dynamo graph, its inputs and this process, beside the policy, but is not in
     AOTAutograd's key for certain. `others`: more such facts. None if the graph should not use the cache."""
-    if not compat.cache_is_on():
+    if not compat.aot_cache.cache_is_on():
         return None
     try:
         if dump_dir() is not None or get_logger(pipeline.__name__).isEnabledFor(logging.DEBUG):
             raise Unknown("somebody wants to see the passes")
-        if compat.has_groups():
+        if compat.process_groups.has_groups():
             raise Unknown("there are process groups")
         if inputs.inlined or inputs.resharded or inputs.groups:
             raise Unknown("compiled autograd or FSDP2 owns its inputs")
         _no_constants(gm)
         _no_symbols(gm)
-        known = [compat.modules_of_nodes(gm), compat.modes(), _tensors(example_inputs), inputs, *others]
+        known = [compat.aot_cache.modules_of_nodes(gm), compat.aot_cache.modes(), _tensors(example_inputs), inputs, *others]
         return hashlib.sha256(_spelled(known).encode()).hexdigest()
     except Unknown as reason:
         logger.debug("fp8: %s does not use AOTAutograd's cache: %s", inputs.root, reason)
@@ -144,8 +144,8 @@ def _tensors(values: Sequence[Any]) -> list[Any]:
         sizes = (*x.shape, *x.stride(), x.storage_offset())
         if not all(type(size) is int for size in sizes):
             raise Unknown("a size is symbolic")
-        place = memory.setdefault(compat.storage_of(x), len(memory))
-        hooks = compat.has_hooks(x)
+        place = memory.setdefault(compat.autograd.storage_of(x), len(memory))
+        hooks = compat.aot_cache.has_hooks(x)
         found.append([sizes, x.dtype, x.device, x.requires_grad, x.is_leaf, isinstance(x, torch.nn.Parameter), place, hooks])
     return found
 

@@ -175,7 +175,7 @@ def test_computed_weights(recipe: str) -> None:
 @pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
 def test_casts_that_inductor_writes(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without generated kernels, operands still have the layout that tensor cores need."""
-    monkeypatch.setattr(compat, "reorders", lambda: True)
+    monkeypatch.setattr(compat.triton, "reorders", lambda: True)
     with executed() as plan:
         pair = pair_of(make(Turned), recipe)
         for step in range(3):

@@ -274,7 +274,7 @@ def test_the_plan_for_a_gpu_without_the_matmul(recipe: str, caplog: pytest.LogCa
 @planning
 def test_the_plan_where_no_kernel_can_be_launched(caplog: pytest.LogCaptureFixture) -> None:
     """Experts are multiplied in bf16, and a warning says so."""
-    with mock.patch.object(compat, "reorders", lambda: True), executed(gpu=B200) as plan:
+    with mock.patch.object(compat.triton, "reorders", lambda: True), executed(gpu=B200) as plan:
         planned("rowwise")
     assert plan.scaled == plan.launches("fp8_grouped") == 0 and "experts in FP8 are emulated in bf16" in caplog.text
 

@@ -33,7 +33,7 @@ def ptx(name: str, target: str, by_ptx: bool) -> str:
     cast = converted("tl.load(x + i)", dtype, by_ptx)
     source = "import triton\nimport triton.language as tl\n\n\n@triton.jit\ndef casts(x, y, BLOCK: tl.constexpr):\n"
     source += f"    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)\n    tl.store(y + i, {cast})\n"
-    function = compat.load_kernel("casts", source)
+    function = compat.triton.load_kernel("casts", source)
     return compile_function(function, {"x": "*fp32", "y": pointer}, {"BLOCK": 1024}, TARGETS[target], num_warps=4).asm["ptx"]
 
 
@@ -64,8 +64,8 @@ def stored(text: str) -> list[str]:
 def test_the_bytes_are_those_of_a_gpu_that_triton_converts_for(name: str) -> None:
     expected = [f"value {i} rn.satfinite.{name}.f32" for i in range(8)]
     assert stored(ptx(name, "sm_90", False)) == expected == stored(ptx(name, "sm_89", True))
-    assert ("cvt.rz.f16.f32" in ptx(name, "sm_89", False)) == OLD == compat.converts_through_float16((8, 9))
-    assert "cvt.rz.f16.f32" not in ptx(name, "sm_89", True) and not compat.converts_through_float16((9, 0))
+    assert ("cvt.rz.f16.f32" in ptx(name, "sm_89", False)) == OLD == compat.triton.converts_through_float16((8, 9))
+    assert "cvt.rz.f16.f32" not in ptx(name, "sm_89", True) and not compat.triton.converts_through_float16((9, 0))
 
 
 def plan_for(gpu: Gpu) -> Plan:
@@ -79,7 +79,7 @@ def plan_for(gpu: Gpu) -> Plan:
 
 @pytest.mark.parametrize(("gpu", "through"), [(RTX4090, True), (H100, True), (RTX4090, False)], ids=["sm_89", "sm_90", "newer"])
 def test_only_kernels_for_sm_89_convert_by_ptx(gpu: Gpu, through: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat, "converts_through_float16", lambda capability: through and capability == (8, 9))
+    monkeypatch.setattr(compat.triton, "converts_through_float16", lambda capability: through and capability == (8, 9))
     plan = plan_for(gpu)
     casts = [kernel for kernel in plan.kernels if kernel.ours and "_cast" in kernel.name]
     assert casts

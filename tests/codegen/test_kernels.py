@@ -214,5 +214,5 @@ def test_a_program_has_1024_threads_at_most(hip: str | None, most: int, monkeypa
     """An AMD warp has 64 threads, so fewer warps are allowed."""
     monkeypatch.setattr(torch.version, "hip", hip)
     source = f"import triton\n\n\n@triton.jit\ndef probe(x, BLOCK_R, BLOCK_C):  # {most}\n    pass\n"
-    made = launch.tuned(compat.load_kernel("probe", source), launch.HEAVY_TILES)
+    made = launch.tuned(compat.triton.load_kernel("probe", source), launch.HEAVY_TILES)
     assert max(config.num_warps for config in made.configs) == most

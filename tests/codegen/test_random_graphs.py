@@ -485,7 +485,7 @@ def unequal(a: Tensor, b: Tensor) -> str:
 
 def check(case: Case, seen: Counter) -> None:
     module, inputs = case.build()
-    fused = compat.copy_graph(module)
+    fused = compat.dynamo.copy_graph(module)
     before = [x.clone() for x in inputs]
     expected = Exact(module).run(*inputs)
     with kernels_on_cpu(**tiles(case)) as made:

@@ -29,5 +29,5 @@ def test_the_manager_of_cuda_graphs(is_backward: bool, device: int | None, recor
         mock.patch("torch._inductor.compile_fx.compile_fx_inner", lambda *_, **__: found.append("compiled")),
         torch._inductor.config.patch({"triton.cudagraphs": recorded}),
     ):
-        compat.compile_inner(gm, [], is_backward=is_backward, boxed_forward_device_index=box)
+        compat.inductor.compile_inner(gm, [], is_backward=is_backward, boxed_forward_device_index=box)
     assert found == [*made, "compiled"]

@@ -137,15 +137,15 @@ def test_a_graph_that_ddp_splits(one_process: str, kind: type[nn.Module]) -> Non
 @pytest.mark.weekly
 def test_the_whole_is_traced_once_if_it_can_be(one_process: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else each part decides from its own nodes."""
-    traced, trace = [], compat.forward_of
-    monkeypatch.setattr(compat, "forward_of", lambda gm: traced.append(gm) or trace(gm))
+    traced, trace = [], compat.split.forward_of
+    monkeypatch.setattr(compat.split, "forward_of", lambda gm: traced.append(gm) or trace(gm))
     whole, _ = both(Llama)
     assert len(traced) == 1
 
     def fails(gm: Any) -> Any:
         raise RuntimeError("an operator without a fake kernel")
 
-    monkeypatch.setattr(compat, "forward_of", fails)
+    monkeypatch.setattr(compat.split, "forward_of", fails)
     cut = trained(Llama, cut=True, steps=1)
     assert "mlp.down" in {key[0] for key, found in cut.decisions.items() if found != whole.decisions[key]}
 

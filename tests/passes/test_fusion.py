@@ -242,5 +242,5 @@ def test_an_operand_without_strides() -> None:
 def test_a_source_outlives_the_cache_that_it_came_from() -> None:
     source = "import triton\n\n\n@triton.jit\ndef outlives(x):\n    pass\n"
     with fresh_cache():
-        kernel = compat.load_kernel("outlives", source)
+        kernel = compat.triton.load_kernel("outlives", source)
     assert "def outlives" in inspect.getsource(kernel.fn)

@@ -25,7 +25,7 @@ from fp8compile.runtime import warm_start
 from tests.support import hooks, warm
 from tests.support.models import Mlp
 
-by_thread = pytest.mark.skipif(not compat.options_by_thread(), reason="torch's options are those of the process")
+by_thread = pytest.mark.skipif(not compat.aot_cache.options_by_thread(), reason="torch's options are those of the process")
 
 
 @contextlib.contextmanager
@@ -224,7 +224,7 @@ def test_graphs_that_do_not_use_the_cache(asked: list[str], monkeypatch: pytest.
         compile_until_enough(model, dynamic=dynamic, options=options)
         return bool(asked)
 
-    assert uses(Mlp()) == compat.options_by_thread()
+    assert uses(Mlp()) == compat.aot_cache.options_by_thread()
     assert not uses(Mlp(), save="fp8")
     assert not uses(Mlp(), cache_weights=True)
     assert not uses(Mlp(), policy={"schedule": {"warmup_steps": 1}})

@@ -311,7 +311,7 @@ class Plan:
 def executed(choice: int = 0, gpu: Gpu = H200, gaps: bool = False) -> Iterator[Plan]:
     """Inside, graphs are compiled for `gpu`, and run on the CPU. `gaps`: known gaps of its libraries are errors, too."""
     plan = Plan(choice, Library.here(gpu, support.cuda_version(), gaps))
-    copy = compat.copy_graph
+    copy = compat.dynamo.copy_graph
 
     def copy_graph(gm: GraphModule) -> GraphModule:  # the copy that cold calls run, on the CPU
         copied = copy(gm)
@@ -327,7 +327,7 @@ def executed(choice: int = 0, gpu: Gpu = H200, gaps: bool = False) -> Iterator[P
             described_gpu(gpu),
             retarget_graphs(),
             instead_of_loading(lambda lowering, code: plan.load(code)),
-            mock.patch.object(compat, "copy_graph", copy_graph),
+            mock.patch.object(compat.dynamo, "copy_graph", copy_graph),
             mock.patch.object(halves, "_on", lambda device, args: True),
         ):
             yield plan

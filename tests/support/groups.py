@@ -464,7 +464,7 @@ def trace(function: Callable, inputs: tuple, mode: str = "fake") -> GraphModule:
 
 
 def fused(gm: GraphModule, config: tuple[int, int, int] | None = None) -> Made:
-    copy = compat.copy_graph(gm)
+    copy = compat.dynamo.copy_graph(gm)
     with kernels_on_cpu(config), hooks.generated() as (noted, _):
         run_post_grad(copy.graph)
     copy.recompile()
@@ -475,7 +475,7 @@ def fused(gm: GraphModule, config: tuple[int, int, int] | None = None) -> Made:
 
 def unfused(gm: GraphModule) -> GraphModule:
     """The graph lowered without generated kernels."""
-    copy = compat.copy_graph(gm)
+    copy = compat.dynamo.copy_graph(gm)
     run_post_grad(copy.graph)
     copy.recompile()
     return copy

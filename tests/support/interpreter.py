@@ -270,7 +270,7 @@ def launched(call: Any, given: Any, target: Any, lower: Any, dynamic: bool) -> G
     traced.graph.erase_node(node)
     traced.graph.lint()
     traced.recompile()
-    assert len(compat.launches(traced.graph)) == 1
+    assert len(compat.triton.launches(traced.graph)) == 1
     return traced
 
 

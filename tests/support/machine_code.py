@@ -176,7 +176,7 @@ class Resources:
 
 def compile_kernel(kernel: Generated, config: Config, target: GPUTarget) -> Any:
     """Compiles a kernel for a target as Inductor would: pointers are declared multiples of 16."""
-    jitted = HANDWRITTEN.get(kernel.name) or compat.load_kernel(kernel.name, kernel.source)
+    jitted = HANDWRITTEN.get(kernel.name) or compat.triton.load_kernel(kernel.name, kernel.source)
     rows, columns, warps = config
     constants = {**dict(kernel.constants), "BLOCK_R": rows, "BLOCK_C": columns}
     return compile_function(jitted, dict(kernel.types), constants, target, num_warps=warps)

@@ -40,7 +40,7 @@ HEADS = (aten.mm.default, aten.addmm.default)
 def flatten(joint: Joint) -> int:
     """Let pointwise operators follow the matrix of the largest matmul directly; returns how many were moved before a view."""
     graph = joint.graph
-    if joint.inference or not compat.chunks():
+    if joint.inference or not compat.inductor.chunks():
         return 0
     outputs = [node for target in HEADS for node in graph.find_nodes(op="call_function", target=target)]
     sizes = {node: value(node).numel() for node in outputs}

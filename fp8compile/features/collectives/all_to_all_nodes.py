@@ -59,9 +59,9 @@ def _zeros(node: Node) -> bool:
 
 def all_to_all_of(node: Node) -> AllToAll | None:
     """The all-to-all whose values `node` holds; None for any other tensor."""
-    while not call_function(node, compat.WAIT):
+    while not call_function(node, compat.process_groups.WAIT):
         source = moved_from(node)
         if source is None:
             return None
         node = source
-    return AllToAll(arg(node, 0), node) if call_function(arg(node, 0), compat.ALL_TO_ALL) else None
+    return AllToAll(arg(node, 0), node) if call_function(arg(node, 0), compat.process_groups.ALL_TO_ALL) else None

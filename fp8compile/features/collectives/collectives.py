@@ -138,13 +138,14 @@ def move(joint: Joint, kind: type[C], carry: Callable[[Written, Operand, C, Node
         written.groups[operand] = sent.group
         if operand.scaling.delayed:
             agreed, number = _agreed(joint, written, operand, sent.group)
-            emit = written.at(sent.node, operand, recompute=compat.MUST_SAVE, ac_graph_id=None)
+            emit = written.at(sent.node, operand, recompute=compat.inductor.MUST_SAVE, ac_graph_id=None)
             scale = emit(ops.agreed_scale, agreed, amax, number, sent.group, *delayed(operand))
             inverse = emit(ops.inverse, scale)
         else:
             for group in dict.fromkeys(name for name in (sent.group, joint.groups.of(operand)) if name is not None):
                 amax = reduced(written.after(amax, operand, recompute=None, ac_graph_id=None), amax, group)
-            scale, inverse = current(written.after(amax, operand, recompute=compat.MUST_SAVE, ac_graph_id=None), operand, amax)
+            emit = written.after(amax, operand, recompute=compat.inductor.MUST_SAVE, ac_graph_id=None)
+            scale, inverse = current(emit, operand, amax)
         written.replace_scale(operand, scale, inverse)
         if not before.users:
             written.erase(before)
@@ -174,7 +175,7 @@ def _local_matrix(emit: Emitter, collective: Collective) -> Node:
     local = collective.local
     kept = None
     if isinstance(collective, AllGather) and collective.size is not None:
-        kept = collective.kept(compat.rank_in(collective.group))
+        kept = collective.kept(compat.process_groups.rank_in(collective.group))
     if kept == 0:
         return emit(aten.full.default, [1, 1], 0.0, dtype=torch.float32, device=value(local).device)
     if kept is not None:

@@ -140,7 +140,7 @@ class Compression:
 
     @torch.no_grad()
     def reduce_shards(
-        self, out: Tensor, flat: Tensor, group: Any, factor: float, shards: Sequence[compat.Shard], key: Any
+        self, out: Tensor, flat: Tensor, group: Any, factor: float, shards: Sequence[compat.fsdp.Shard], key: Any
     ) -> None:
         """FSDP2's reduce-scatter. `flat` is [ranks, n], of which each row has the same `shards` one after another; `out` [n]
         becomes their sum over all ranks, times `factor`. One collective for large parameters, one for the rest."""
@@ -152,7 +152,7 @@ class Compression:
         if small:
             given = torch.cat([theirs for theirs, _ in small], 1)
             result = torch.empty(given.shape[1], dtype=out.dtype, device=out.device)
-            compat.reduce_scatter(result, given.view(-1), group)
+            compat.process_groups.reduce_scatter(result, given.view(-1), group)
             for (_, mine), total in zip(small, (result * factor).split([mine.numel() for _, mine in small]), strict=True):
                 mine.copy_(total)
         if large:
@@ -170,7 +170,7 @@ _KNOWN: WeakKeyDictionary[nn.Module, Compression] = WeakKeyDictionary()
 def compress(model: nn.Module, min_elements: int, error_feedback: bool, sqnr_every: int) -> None:
     """Register the hooks: see `distributed.compress_gradients`."""
     wrapped = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
-    sharded = [module for module in model.modules() if compat.is_fully_sharded(module)]
+    sharded = [module for module in model.modules() if compat.fsdp.is_fully_sharded(module)]
     if not wrapped and not sharded:
         raise ValueError(
             "compress_gradients: the model is neither wrapped in DistributedDataParallel nor sharded by fully_shard; call it "
@@ -181,7 +181,7 @@ def compress(model: nn.Module, min_elements: int, error_feedback: bool, sqnr_eve
             "compress_gradients: error_feedback keeps a buffer as large as all gradients on each rank, which is what "
             "fully_shard avoids; it is for DistributedDataParallel"
         )
-    ranks = dist.get_world_size(wrapped[0].process_group) if wrapped else max(map(compat.shard_ranks, sharded))
+    ranks = dist.get_world_size(wrapped[0].process_group) if wrapped else max(map(compat.fsdp.shard_ranks, sharded))
     if ranks == 1:
         why = "no gradients are exchanged by DistributedDataParallel, or scattered by fully_shard, so that none is compressed"
         say_once(logger, logging.WARNING, f"compress_gradients: {why}")
@@ -191,7 +191,7 @@ def compress(model: nn.Module, min_elements: int, error_feedback: bool, sqnr_eve
         _KNOWN[module.module] = state
     for part in sharded:
         state = _KNOWN[part] = Compression(None, min_elements, False, sqnr_every)
-        compat.reduce_shards_by(part, state.reduce_shards)
+        compat.fsdp.reduce_shards_by(part, state.reduce_shards)
 
 
 def hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations, and takes no strings

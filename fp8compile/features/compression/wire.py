@@ -67,5 +67,5 @@ def all_reduce(rows: Tensor, group: Any) -> tuple[Tensor, Tensor]:
     part, sent = reduce_scatter(padded.unflatten(0, (ranks, -1)), group)
     mine = quantize(part)
     whole = torch.empty((ranks * mine.shape[0], WIRE), dtype=torch.uint8, device=rows.device)
-    compat.all_gather(whole, mine, group)
+    compat.process_groups.all_gather(whole, mine, group)
     return dequantize(whole)[:blocks], sent.flatten(0, 1)[:blocks]

@@ -17,7 +17,7 @@ def forwards(joint: Joint) -> int:
     """Note the fprops of each weight, by the graph's input that is the weight, in the order of the graph."""
     found: dict[int, tuple[Forward, ...]] = {}
     for matmul in joint.matmuls:
-        index = compat.input_index(matmul.parameter) if matmul.parameter is not None else None
+        index = compat.dynamo.input_index(matmul.parameter) if matmul.parameter is not None else None
         if matmul.gemm == "fprop" and index is not None:
             found[index] = (*found.get(index, ()), _forward(matmul, joint.plan))
     joint.results.put(Forwards(found))
@@ -36,7 +36,7 @@ def _forward(matmul: Matmul, plan: Plan) -> Forward:
         data=data.scaling,
         weight_slot=_slot(weight),
         data_slot=_slot(data),
-        together=tuple(compat.input_index(other.parameter) for other in matmul.merged),  # type: ignore[misc, arg-type]
+        together=tuple(compat.dynamo.input_index(other.parameter) for other in matmul.merged),  # type: ignore[misc, arg-type]
         whole=matmul.weight is matmul.parameter or arrived(matmul.weight),
         rows_are_outputs=stored.transposed == (matmul.b is stored),
         groups=matmul.groups,

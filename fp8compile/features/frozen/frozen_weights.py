@@ -82,22 +82,23 @@ def candidates(
     gm: GraphModule, example_inputs: Sequence[Any], inputs: Inputs, asked: bool
 ) -> tuple[Candidates, Mapping[int, Home]]:
     """To be asked within the backend. What the graph says of them is not known yet. And where the possible ones live."""
-    held = compat.owners(example_inputs, inputs.packed)  # FSDP1's views require gradients where any parameter of theirs does
+    # FSDP1's views require gradients where any parameter of theirs does
+    held = compat.flat.owners(example_inputs, inputs.packed)
     found = [i for i in sorted(inputs.parameters) if example_inputs[i].dim() == 2 and not held[i].requires_grad]
     matrices = {i: _matrix(example_inputs[i]) for i in found}
     if not asked:
         return Candidates(matrices), {}
-    roots = compat.root_modules(gm, inputs.packed)
+    roots = compat.dynamo.root_modules(gm, inputs.packed)
     places: dict[int, tuple[nn.Module, dict[int, list[tuple[nn.Module, str, str]]]]] = {}
     for root in {id(root): root for root, _ in roots.values()}.values():
-        whole = compat.outermost(root)
+        whole = compat.dynamo.outermost(root)
         known: dict[int, list[tuple[nn.Module, str, str]]] = {}
         for path, module in whole.named_modules():
             for name, parameter in module._parameters.items():
                 known.setdefault(id(parameter), []).append((module, name, plain(f"{path}.{name}".lstrip("."))))
         places[id(root)] = whole, known
-    sharded = {id(read) for _, read in compat.sharded_pairs()}
-    cut = compat.uncut(gm) is not None
+    sharded = {id(read) for _, read in compat.fsdp.sharded_pairs()}
+    cut = compat.split.uncut(gm) is not None
     homes: dict[int, Home] = {}
     refused: dict[int, str] = {}
     for i in (i for i, matrix in matrices.items() if matrix.block is None):
@@ -125,7 +126,7 @@ def freezable(joint: Joint) -> dict[int, Gatherable]:
     """Which parameters can be kept in FP8 only, and are asked to be so by each matmul that reads them."""
     asked: dict[int | None, bool] = {}
     for matmul in joint.matmuls:
-        index = compat.input_index(matmul.parameter) if matmul.parameter is not None else None
+        index = compat.dynamo.input_index(matmul.parameter) if matmul.parameter is not None else None
         asked[index] = asked.get(index, True) and matmul.recipe.frozen == "fp8"
     found = joint.gatherable.items()
     return {i: verdict for i, verdict in found if i in joint.freezable and not verdict.reason and asked.get(i, False)}
@@ -140,7 +141,7 @@ def freeze(found: Mapping[int, Gatherable], homes: Mapping[int, Home], example_i
     """Keep these parameters, and the same ones of modules of the same class, in FP8 only. The memory of each is free before the
     next one is cast, unless somebody else holds it. `example_inputs`: those that Dynamo gave. `of`: the name of the graph."""
     count = before = after = held = 0
-    compat.let_go(example_inputs, found)
+    compat.dynamo.let_go(example_inputs, found)
     for i, form in found.items():
         for module, name in _alike(homes[i]):
             old = weakref.ref(module._parameters[name])  # type: ignore[arg-type]
@@ -184,7 +185,7 @@ def _alike(home: Home) -> Iterator[tuple[nn.Module, str]]:
 
 def _compiled_by(module: nn.Module, by: nn.Module | None) -> Iterator[tuple[nn.Module, nn.Module | None]]:
     """Each module with the innermost one, itself or around it, that torch.compile has compiled."""
-    by = module if compat.is_compiled_itself(module) else by
+    by = module if compat.autograd.is_compiled_itself(module) else by
     yield module, by
     for child in module.children():
         yield from _compiled_by(child, by)

@@ -62,7 +62,7 @@ _all: weakref.WeakSet[GatheredParameter] = weakref.WeakSet()
 class Gathered:
     """One weight. `objection`: why it is never gathered in FP8; `verdict`: what the graphs that read it say."""
 
-    parameter: compat.ShardedParameter
+    parameter: compat.fsdp.ShardedParameter
     owner: GatheredParameter
     objection: str = ""
     verdict: Gatherable | None = None
@@ -134,7 +134,7 @@ def gather_in_fp8(model: nn.Module) -> None:
     """See `fp8compile.distributed.fp8_all_gather`."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"fp8_all_gather() takes a torch.nn.Module, not {type(model).__name__}")
-    parameters = compat.sharded_parameters(model)
+    parameters = compat.fsdp.sharded_parameters(model)
     if not parameters:
         raise ShardingError(f"fp8_all_gather: nothing of this {type(model).__name__} is sharded: call fully_shard(model) first")
     known = [entry for parameter in parameters if (entry := find(parameter.sharded).extras.get(Gathered)) is not None]
@@ -153,7 +153,7 @@ def _stepped(_: torch.optim.Optimizer) -> None:
         gather.written()
 
 
-def _check(parameter: compat.ShardedParameter) -> None:
+def _check(parameter: compat.fsdp.ShardedParameter) -> None:
     fixes = {
         "is offloaded to the CPU": (parameter.on_cpu, "fully_shard without CPUOffloadPolicy"),
         "has an all-gather extension already": (parameter.extended, "leave one of the two out"),
@@ -164,7 +164,7 @@ def _check(parameter: compat.ShardedParameter) -> None:
             raise ShardingError(f"fp8_all_gather: {parameter.name} {what}: {fix}")
 
 
-def _objection(parameter: compat.ShardedParameter) -> str:
+def _objection(parameter: compat.fsdp.ShardedParameter) -> str:
     """Why a parameter can never be gathered in FP8."""
     if parameter.is_tensor_parallel:
         return "a tensor-parallel parameter"
@@ -184,7 +184,7 @@ def _name(dtype: torch.dtype) -> str:
 class GatheredParameter:
     """What is gathered for one model: hears from FSDP2 when a forward begins."""
 
-    def __init__(self, model: nn.Module, parameters: Sequence[compat.ShardedParameter]):
+    def __init__(self, model: nn.Module, parameters: Sequence[compat.fsdp.ShardedParameter]):
         self.entries = [Gathered(parameter, self, _objection(parameter)) for parameter in parameters]
         self.possible = [entry for entry in self.entries if not entry.objection]
         groups: dict[int, list[Gathered]] = {}
@@ -204,7 +204,7 @@ class GatheredParameter:
         self.install()
         for module in {id(entry.parameter.module): entry.parameter.module for entry in self.possible}.values():
             module.register_load_state_dict_post_hook(_Loaded(self))
-        compat.listen(model, self)
+        compat.fsdp.listen(model, self)
 
     def install(self) -> None:
         """Hang the hooks on the tensors of the shards, where they are not: new tensors have none."""

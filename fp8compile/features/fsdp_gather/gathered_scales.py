@@ -155,7 +155,7 @@ class Scales:
         scale = torch.where(powers_of_2, to_power_of_2(scale), scale)
         if self.scale is None or self.inverse is None:
             self.scale, self.inverse = torch.empty_like(scale), scale.new_empty(len(scale), COLUMNS)
-        with torch.no_grad(), compat.no_versions(self.scale, self.inverse):
+        with torch.no_grad(), compat.fsdp.no_versions(self.scale, self.inverse):
             self.scale.copy_(scale)
             self.inverse.copy_(inverse_of(scale).unsqueeze(1).expand(-1, COLUMNS))
         self.amax = amaxes
@@ -176,7 +176,7 @@ class Scales:
         inverse = inverse_of(scale)
         if parameter.process_group.size() == 1:  # FSDP2 takes the first tensor alone then
             kept = self.blocks.setdefault(i, torch.empty_like(inverse))
-            with compat.no_versions(kept):
+            with compat.fsdp.no_versions(kept):
                 kept.copy_(inverse)
             return (data.view(torch.uint8),)
         return data.view(torch.uint8), inverse

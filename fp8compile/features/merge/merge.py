@@ -106,7 +106,7 @@ def _mergeable(matmul: Matmul) -> bool:
         forward = matmul.gemm == "fprop"
         shaped = weight is matmul.b and weight.base is matmul.parameter and weight.transposed is forward  # type: ignore[union-attr]
         shaped = shaped and not matmul.a.transposed and value(weight.base).dim() == 2  # type: ignore[union-attr]
-    late = matmul.gemm == "fprop" and compat.is_backward(matmul.node)
+    late = matmul.gemm == "fprop" and compat.dynamo.is_backward(matmul.node)
     return shaped and not matmul.flipped and isinstance(n, int) and n % 16 == 0 and not late and _addend(matmul) is not None
 
 
@@ -143,7 +143,8 @@ def _merged(fprops: list[Matmul], of_layer: Mapping[Matmul, list[Matmul]], ranks
     if "dgrad" in gemms and total is None:
         return None
     through = (*ALIASES, *CASTS)  # backward casts again what it reads in another dtype
-    kept = [x for x in fprops if "recompute" not in x.node.meta and any(map(compat.is_backward, _readers(x.node, through)))]
+    late = compat.dynamo.is_backward
+    kept = [x for x in fprops if "recompute" not in x.node.meta and any(map(late, _readers(x.node, through)))]
     direct = [x for x in kept if any("attention" in str(user.target) for user in _readers(x.node))]
     if len(kept) == len(fprops) and 0 < len(direct) < len(fprops):
         # attention reads a copy of its slice, and backward keeps that as well: after norms of q and k, v stays apart

@@ -39,7 +39,7 @@ def write_merged(joint: Joint) -> int:
     for group in groups:
         _Group(joint.form, joint.plan, group, operand_of).write()
     if groups:
-        compat.stable_sort(joint.graph)
+        compat.triton.stable_sort(joint.graph)
     return sum(len(group.every) - len(group.gemms) for group in groups)
 
 
@@ -67,7 +67,7 @@ class _Group:
             return
         amaxes = [self.written.amaxes[operand] for operand in operands]
         first = operands[0]
-        meta = {"recompute": compat.MUST_SAVE, "ac_graph_id": None}
+        meta = {"recompute": compat.inductor.MUST_SAVE, "ac_graph_id": None}
         if first.scaling.delayed:
             emit = self.written.after(max(scales), first, **meta)
             scale = emit(merged.least, scales)
@@ -145,7 +145,7 @@ class _Group:
         for part in (*plain, *late):  # the buffer of all of them is kept instead
             for node in (part, arg(part, 0)):
                 node.meta.pop("recompute", None)
-        emit = self.written.at(max(*plain, *late).next, operand, recompute=compat.MUST_SAVE)
+        emit = self.written.at(max(*plain, *late).next, operand, recompute=compat.inductor.MUST_SAVE)
         both = emit(merged.both_sides, plain, late)
         for i, parts in enumerate((plain, late)):
             self.wholes[tuple(parts)] = emit(operator.getitem, both, i)

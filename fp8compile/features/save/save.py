@@ -95,7 +95,7 @@ def save(halves: Partitioned) -> int:
             instead[x] = [node for part in parts for node in _kept(halves, x, readers[x.name], part, form)]
             _erase(readers[x.name])
     if instead:
-        compat.keep_instead(halves.forward.graph, halves.visible, instead)
+        compat.inductor.keep_instead(halves.forward.graph, halves.visible, instead)
         halves.forward.recompile()
         halves.backward.recompile()
     return len(halves.extras.of(SavedInFP8).records)
@@ -157,7 +157,7 @@ def _reason(x: Node, parts: list[SavedPart], seen: set[Node]) -> str:
         return f"its rows are not made of {BLOCK.columns} features each"
     if hint(tensor.numel()) * tensor.itemsize < LEAST:
         return "it is small"
-    if compat.no_version_check(x):
+    if compat.inductor.no_version_check(x):
         return "no version is checked"
     return delicate(x) or next(filter(None, map(unreadable, nodes)), "")
 

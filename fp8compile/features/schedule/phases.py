@@ -135,7 +135,7 @@ class ScheduledGraph:
     def phase(self, parameter: Tensor) -> str:
         """The phase of the model that has this parameter. A recomputation gets the phase of the call before it."""
         before, ticks = self.known.get(parameter, (None, -1))
-        if before is not None and (ticks == STEPS.ticks or compat.recomputing()):
+        if before is not None and (ticks == STEPS.ticks or compat.autograd.recomputing()):
             return before
         record_of(parameter).leads = True
         phase = _phase(parameter, self.schedule)
@@ -150,7 +150,7 @@ class ScheduledGraph:
         # both, or the first real call of the other one would get them
         if isinstance(args[self.first], compat.FakeTensor):
             return [graph(*args) for graph in self.graphs.values()][0]
-        result = self.graphs[self.phase(compat.owners(args, (self.first,))[self.first])](*args)
+        result = self.graphs[self.phase(compat.flat.owners(args, (self.first,))[self.first])](*args)
         if _phases.listeners:
             outputs = result if isinstance(result, (tuple, list)) else (result,)
             scalars = [x for x in outputs if isinstance(x, Tensor) and x.dim() == 0 and x.requires_grad]

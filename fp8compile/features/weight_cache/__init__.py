@@ -85,8 +85,8 @@ def _cacheable(job: Job) -> frozenset[int]:
     inputs, options = job.inputs, job.options
     if not any(recipe.cache_weights for recipe in options.policy.possible) or inputs.inlined:
         return frozenset()
-    if compat.cuda_graphs(options.inductor):
+    if compat.inductor.cuda_graphs(options.inductor):
         say_once(logger, logging.WARNING, "fp8: cache_weights has no effect with CUDA graphs, which copy what they read")
         return frozenset()
-    freed = {id(read) for _, read in compat.sharded_pairs()}
+    freed = {id(read) for _, read in compat.fsdp.sharded_pairs()}
     return frozenset(i for i in inputs.parameters if id(job.given[i]) not in freed and i not in inputs.packed)

@@ -89,9 +89,10 @@ def hoist(joint: Joint) -> int:
     if joint.inference or written is None or not cache.inputs:
         return 0
     graph, matmuls, amaxes = joint.graph, joint.matmuls, written.amaxes.values()
-    placeholders = {compat.input_index(node): node for node in graph.find_nodes(op="placeholder")}
+    placeholders = {compat.dynamo.input_index(node): node for node in graph.find_nodes(op="placeholder")}
     wanted = {matmul.parameter for matmul in matmuls if matmul.fp8 and matmul.recipe.cache_weights}
-    weights = {node: i for i, node in placeholders.items() if i in cache.inputs and node in wanted and compat.is_whole(node)}
+    known = {node: i for i, node in placeholders.items() if i in cache.inputs and node in wanted}
+    weights = {node: i for node, i in known.items() if compat.dynamo.is_whole(node)}
     moving, copies = _movable(graph, weights)
     while len(copies) > cache.room:  # many layers with one weight, or slices of it
         del weights[max(weights, key=lambda weight: len(_movable(graph, {weight: weights[weight]})[1]))]

@@ -25,7 +25,7 @@ def turned(copies: Iterable[Node], moving: Container[Node]) -> dict[Node, Node]:
     casts = [node for node in copies if node.target in (ops.quantize, merged.side_by_side)]
     found: dict[Node, Node] = {}
     for late in casts:
-        if late not in found.values() and all(user not in moving and compat.is_backward(user) for user in late.users):
+        if late not in found.values() and all(user not in moving and compat.dynamo.is_backward(user) for user in late.users):
             other = next((x for x in casts if x not in found and _turns(x, late)), None)
             if other is not None:
                 found[late] = other
@@ -34,7 +34,7 @@ def turned(copies: Iterable[Node], moving: Container[Node]) -> dict[Node, Node]:
 
 def turn(graph: Graph, copy: Node, other: Node) -> None:
     """Let the readers of a copy have `other`, transposed where the first of them is."""
-    emit = Emitter(graph, min(copy.users), copy, recompute=compat.MUST_RECOMPUTE, ac_graph_id=None)
+    emit = Emitter(graph, min(copy.users), copy, recompute=compat.inductor.MUST_RECOMPUTE, ac_graph_id=None)
     copy.replace_all_uses_with(emit(ops.transposed, other))
 
 

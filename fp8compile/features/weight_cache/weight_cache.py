@@ -95,13 +95,13 @@ def _stepped(optimizer: torch.optim.Optimizer) -> None:
     written = _STEPS.written.pop(optimizer, None)
     if written is None:
         return
-    theirs, of_all = compat.hooks_after_step(optimizer)
+    theirs, of_all = compat.autograd.hooks_after_step(optimizer)
     if not all(getattr(hook, "__module__", "").startswith(PACKAGE) for hook in of_all):
         say_once(logger, logging.INFO, "fp8_weights: forward casts weights, for a hook after all steps may write to them")
         return
     if theirs:
         say_once(logger, logging.INFO, "fp8_weights: amaxes are computed anew, for a hook after the step may write to weights")
-    with compat.unseen():
+    with compat.autograd.unseen():
         for cache in list(_STEPS.caches.values()):
             cache.cast_now(ids, {} if theirs else written)
 
@@ -241,7 +241,8 @@ class WeightCache:
             inputs = [*weights, torch.stack(list(amaxes)).float()] if amaxes else weights
             if casts.function is None:
                 with self.lock:
-                    casts.function = casts.function or compat.compile_fx(casts.graph, inputs, self.inner.compile, self.patches)
+                    compile_fx = compat.inductor.compile_fx
+                    casts.function = casts.function or compile_fx(casts.graph, inputs, self.inner.compile, self.patches)
             made = casts.function(*inputs)
         for copy, layout in zip(made, self.layouts, strict=True):
             if Layout(copy.dtype, tuple(copy.shape), tuple(copy.stride())) != layout:
@@ -251,7 +252,7 @@ class WeightCache:
 
 def _stamp(weights: Sequence[Tensor]) -> tuple | None:
     """Differs from an earlier one if some weight may have changed; None if nobody can tell."""
-    if any(weight.is_inference() for weight in weights) or compat.capturing():
+    if any(weight.is_inference() for weight in weights) or compat.autograd.capturing():
         return None
     return _STEPS.changes, *map(_mark, weights)
 

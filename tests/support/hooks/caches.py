@@ -53,13 +53,13 @@ def keys_of_passes() -> Iterator[set[Any]]:
     from fp8compile import compat
 
     found: set[Any] = set()
-    made = compat.GraphPass.__init__
+    made = compat.inductor.GraphPass.__init__
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         made(self, *args, **kwargs)
         found.add(self.uuid())
 
-    with mock.patch.object(compat.GraphPass, "__init__", init):
+    with mock.patch.object(compat.inductor.GraphPass, "__init__", init):
         yield found
 
 
@@ -95,7 +95,7 @@ def generated() -> Iterator[tuple[list[Any], list[dict[str, Any]]]]:
 
     kernels: list[Any] = []
     arguments: list[dict[str, Any]] = []
-    configurations, launched = launch.configurations, compat.launch
+    configurations, launched = launch.configurations, compat.triton.launch
 
     def configured(kernel: Any) -> Any:
         kernels.append(kernel)
@@ -105,7 +105,7 @@ def generated() -> Iterator[tuple[list[Any], list[dict[str, Any]]]]:
         arguments.append(given)
         return launched(emit, function, grids, given, *constants, **how)
 
-    with mock.patch.object(launch, "configurations", configured), mock.patch.object(compat, "launch", call):
+    with mock.patch.object(launch, "configurations", configured), mock.patch.object(compat.triton, "launch", call):
         yield kernels, arguments
 
 

@@ -23,7 +23,7 @@ def forget() -> None:
     from fp8compile import backend, compat
 
     torch._dynamo.reset()
-    compat.on_refusal("fp8", backend._refuse)  # as in a process that has just imported the backend
+    compat.flat.on_refusal("fp8", backend._refuse)  # as in a process that has just imported the backend
     forget_trainings()
 
 
@@ -176,7 +176,7 @@ def halves() -> Iterator[list[tuple[torch.fx.GraphModule, bool]]]:
     def compile(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         from fp8compile import compat
 
-        found.append((compat.copy_graph(gm), bool(kwargs.get("is_backward"))))
+        found.append((compat.dynamo.copy_graph(gm), bool(kwargs.get("is_backward"))))
         return before.compile(gm, example_inputs, **kwargs)
 
     with _inner(Inner(compile, before.computes, before.eager)):

@@ -34,14 +34,14 @@ def launched(see: Callable[..., Any], amd: bool = False) -> Iterator[None]:
     from fp8compile import compat
     from fp8compile.codegen import kernel
 
-    launch = compat.launch
+    launch = compat.triton.launch
 
     def noted(emit: Any, function: Any, grids: Any, arguments: dict[str, Any], constants: Any = None, contracts=False) -> Any:
         see(function, arguments, constants or {}, contracts)
         return launch(emit, function, grids, arguments, constants, contracts)
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(compat, "launch", noted))
+        stack.enter_context(mock.patch.object(compat.triton, "launch", noted))
         if amd:
             stack.enter_context(mock.patch.object(kernel, "saturates", lambda dtype: False))
         yield
