@@ -112,7 +112,7 @@ def capturing() -> bool:
 
 def stream_of(device: torch.device) -> int:
     """The stream of a CUDA device on which work is queued now; 0 for another device."""
-    return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
 def hooked() -> bool:
