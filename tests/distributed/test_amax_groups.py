@@ -19,6 +19,7 @@ import fp8compile
 from fp8compile.compat import process_groups
 from fp8compile.errors import Fp8CompileError, OptionError
 from fp8compile.runtime import calls
+from tests.distributed.ranks import whole
 from tests.support.gpu_steps import compile_mlp
 from tests.support.harness import sqnr
 from tests.support.hooks import slots_of
@@ -192,10 +193,6 @@ RECIPES: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
     "gated": (SwiGlu, {}),  # the default policy scales the input of its down projection by the current amax
 }
 STYLES = {"up": ColwiseParallel, "gate": ColwiseParallel, "down": RowwiseParallel}
-
-
-def whole(gradient: Any) -> Tensor:
-    return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
 
 
 def train(model: nn.Module) -> dict[str, Any]:

@@ -122,6 +122,10 @@ REPLICAS = {
     "ddp": Case(
         Way("ddp", recipe("delayed")), Way("replica", recipe("delayed"), compiled="around"), "fbs afbs", check=same_decisions
     ),
+    # of the graphs that DDP has cut, each keeps its own copies
+    "ddp, cached weights": Case(
+        Way("ddp", recipe("tensorwise", cache_weights=True)), Way("ddp", recipe("tensorwise")), "afbs afbs", "over buckets",
+    ),
 }  # fmt: skip
 # -- fp8_all_gather, and none ----------------------------------------------------------------------------------------------
 

@@ -70,25 +70,6 @@ def test_a_sharded_model_goes_on_from_its_state() -> None:
         assert "unexpected: blocks.7.up.weight.input.0 (the model has no blocks.7.up.weight)" in found["error"]
 
 
-def _phases(rank: int) -> list[float]:
-    """How far a call is from high precision, in dB, of a sharded model whose optimizer took three steps, and of one whose
-    optimizer took one step. The schedule begins FP8 after two."""
-    found = []
-    for steps in (3, 1):
-        model, plain = shard(build("mlps"), policy={"schedule": {"warmup_steps": 2}}), build("mlps")
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        for number in range(steps):
-            model(noise(32, 128, seed=number)).sum().backward()
-            optimizer.step()
-        found.append(sqnr(plain(noise(32, 128, seed=9)), model(noise(32, 128, seed=9))))
-    return found
-
-
-def test_phases_of_sharded_models_follow_their_own_optimizers() -> None:
-    for found in on_ranks(2, _phases):
-        assert 20.0 < found[0] < 60.0 and found[1] > 100.0
-
-
 def _classes(rank: int) -> list[tuple[set[tuple[str, str]], list[str]]]:
     """The decisions of a policy that names a class, and the classes in the report: without FSDP2, with sharded blocks, with one
     group for the whole model."""
