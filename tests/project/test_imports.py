@@ -132,7 +132,7 @@ EXCEPTIONS: dict[str, str] = {
     "hosts/test_trainer.py": "ir",
     "hosts/test_trainer_ranks.py": "runtime",
     "ir/test_torchao.py": "config",
-    "optim/test_kernels.py": "devices dryrun runtime",
+    "optim/test_kernels.py": "devices dryrun",
     "passes/test_all_gathers.py": "dryrun ir",
     "passes/test_flatten.py": "dryrun",
     "passes/test_fusion.py": "codegen compat ir",
