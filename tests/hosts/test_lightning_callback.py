@@ -15,13 +15,11 @@ import fp8compile
 from fp8compile.errors import OptionError, StrictError
 from fp8compile.ir.records import FP8
 from fp8compile.runtime.phases import steps_of
+from tests.hosts.small import STATE
 from tests.support.models import ResidualMlp
 
 lightning = pytest.importorskip("lightning")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.usefixtures("interpreted")]
-
-STATE = {"fp8/share", "fp8/matmuls", *(f"fp8/{role}/amax" for role in ("input", "weight", "gradient"))}
-
 
 class Lit(lightning.LightningModule):
     """Two networks, one of them in a list, and a module without parameters."""
