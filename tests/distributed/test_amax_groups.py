@@ -266,19 +266,3 @@ def test_all_reduces_of_a_graph(one_process: str, options: dict[str, Any], forwa
     step = compile_mlp(64, amax_group=one_process, **options)
     counts = [sum("all_reduce" in kernel.name for kernel in graph.kernels) for graph in step.graphs]
     assert counts == [forward, backward]
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("interpreted")
-def test_a_group_of_one_changes_nothing(one_process: str) -> None:
-    found = []
-    for options in ({}, {"amax_group": one_process}):
-        torch._dynamo.reset()
-        torch.manual_seed(0)
-        model = ResidualMlp()
-        policy = {"rules": [{"module": "up", "recipe": "tensorwise"}]}
-        model.compile(backend="fp8", options={"policy": policy, **options})
-        found.append(train(model))
-    assert found[0]["histories"] == found[1]["histories"] and found[0]["histories"]
-    for before, after in zip(found[0]["gradients"], found[1]["gradients"], strict=True):
-        assert all(torch.equal(gradient, after[name]) for name, gradient in before.items())

@@ -21,7 +21,7 @@ import fp8compile
 from fp8compile.optim import AdamW
 from tests.optim.test_adamw import MASTERS
 from tests.support import hooks
-from tests.support.cached import BF16, compiled, layer, same, trained
+from tests.support.cached import BF16, compiled, same, trained
 from tests.support.harness import grads_of, noise
 from tests.support.models import Mlp, make
 
@@ -81,12 +81,6 @@ def test_the_same_bits_and_no_cast_in_a_forward(recipe: str) -> None:
 @pytest.mark.parametrize("master", [master for dtype, master in MASTERS if dtype == BF16 and master])
 def test_masters(master: str) -> None:
     assert both(mlp, steps("tensorwise"), master=master) == ["forward"] * 3 + ["step+"] * 3
-
-
-@pytest.mark.slow
-def test_merged_matmuls_of_a_master() -> None:
-    found = both(layer, steps("delayed", 2, 1, merge_matmuls=True), master="bf16+remainder")
-    assert found == ["forward"] + ["step+"] * 2
 
 
 @pytest.mark.slow
@@ -249,15 +243,6 @@ def test_without_some_gradients() -> None:
         return found
 
     assert both(mlp, run) == ["forward", "step+", "step", "step+"]
-
-
-@pytest.mark.slow
-def test_frozen_weights() -> None:
-    def run(model: Any, optimizer: AdamW) -> list[dict[str, Tensor]]:
-        model.down.weight.requires_grad_(False)
-        return trained(model, compiled(model), optimizer, 3, 2)
-
-    assert both(mlp, run) == ["forward"] * 2 + ["step"] * 3
 
 
 @pytest.mark.parametrize(("value", "recipe"), [(float("nan"), "delayed"), (float("inf"), "tensorwise")])
