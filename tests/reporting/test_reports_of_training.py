@@ -203,10 +203,10 @@ def test_one_line_a_compile(lines):
     assert found == [{("fprop", 2 * n, 128), ("dgrad", 2 * n, 256), ("wgrad", 256, 2 * n)} for n in (32, 48)]
 
 
-def run_python(code: str) -> subprocess.CompletedProcess[str]:
+def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Runs a separate Python process with one thread; the test fails if the process fails."""
     path = os.pathsep.join([str(p) for p in sys.path if p])
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **environment}
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
     return done
@@ -233,6 +233,56 @@ def test_the_line_is_on_stderr_without_any_setup_and_importing_is_light():
     )
     assert len(re.findall(r"fp8.*2 of 2 matmuls, 100\.0% of matmul FLOPs", done.stderr)) == 1, done.stderr
     assert done.stdout == ""
+
+
+# -- compiled for real ---------------------------------------------------------------------------------------------------------
+
+WARM = """
+    import sys
+    import torch
+    import torch._inductor.config as config
+    from torch._dynamo.utils import counters
+    import fp8compile
+    from fp8compile.backend import fp8
+
+    config.fx_graph_cache = True
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(128, 128), torch.nn.Tanh())
+    x = torch.randn(32, 128)
+    for attempt in range(int(sys.argv[1])):
+        torch._dynamo.reset()
+        fp8compile.runtime.ledger.LEDGER.clear()
+        counters.clear()
+        compiled = torch.compile(model, backend=fp8)
+        for _ in range(3):
+            compiled(x).square().mean().backward()
+        report = fp8compile.report(model)
+        rows = sorted((r.fqn, r.gemm, r.m, r.n, r.k, r.decision, r.reason, r.recipe) for r in report.matmuls)
+        print(counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_miss"], rows, sep="|")
+    from fp8compile.runtime.state import slots_of
+    print(sorted(sum(value != 0 for value in slot.history()) for slot in slots_of(model).values()))
+"""
+
+
+@pytest.mark.weekly
+@pytest.mark.compiled
+def test_the_report_is_right_when_the_compile_came_from_a_warm_cache(tmp_path):
+    """Compiles twice in one process, then in another one: cache misses, then only hits; equal reports; the state moves."""
+
+    def run(attempts: int) -> tuple[list[tuple[int, int, str]], str]:
+        code = textwrap.dedent(WARM).replace("sys.argv[1]", repr(str(attempts)))
+        *attempts_out, slots = run_python(code, TORCHINDUCTOR_CACHE_DIR=str(tmp_path)).stdout.splitlines()
+        return [(int(hit), int(miss), found) for hit, miss, found in (line.split("|") for line in attempts_out)], slots
+
+    (cold, same_process), moved_twice = run(2)
+    ((*counts, other_process),), moved_once = run(1)
+    hits, misses = counts
+    assert cold[1] > 0 and cold[0] == 0
+    assert same_process[0] == cold[1] and same_process[1] == 0
+    assert hits == cold[1] and misses == 0
+    assert cold[2] == same_process[2] == other_process and cold[2].count("'fp8'") == 2  # the data has no dgrad
+    # three training calls each: six for the parameters of two compilations, three in the other process
+    assert moved_twice == "[6, 6, 6]" and moved_once == "[3, 3, 3]"
 
 
 @pytest.mark.cases(slow=2)
