@@ -188,7 +188,6 @@ def others(tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
     return on_two_ranks(tmp_path_factory.mktemp("others"), _others)
 
 
-@pytest.mark.weekly
 def test_a_run_that_resumes_goes_on_in_its_phase(others) -> None:
     check_resumed(others[1])
 
