@@ -56,6 +56,20 @@ class Gated(nn.Module):
         return x + self.mlp(self.norm(x))
 
 
+class Lora(nn.Module):
+    """A residual MLP of frozen linears; one has a trained update."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(128)
+        self.up, self.down = (nn.Linear(*sizes, bias=False).requires_grad_(False) for sizes in ((128, 256), (256, 128)))
+        self.a, self.b = nn.Linear(128, 128, bias=False), nn.Linear(128, 256, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        return x + self.down(F.gelu(self.up(h) + self.b(self.a(h))))
+
+
 class Attention(nn.Module):
     """Causal self-attention with separate q, k and v projections; [batch, time, width] -> the same."""
 
