@@ -93,12 +93,6 @@ def in_fp8(ours: Facts, theirs: Facts, rank: int) -> None:
     assert ours["fp8"] == theirs["fp8"] and ours["fp8"]
 
 
-def cut(ours: Facts, theirs: Facts, rank: int) -> None:
-    """DDP has cut the graph, and each part decides as the whole would."""
-    assert len(ours["graphs"]) > len(theirs["graphs"]) == 1
-    same_decisions(ours, theirs, rank)
-
-
 REPLICAS = {
     "gathered beside replicas": with_replicas(
         Way(options=recipe("tensorwise"), gather=True), "fbs fbs fxl fbs", model="mlps", check=in_fp8
@@ -127,10 +121,6 @@ REPLICAS = {
     "fsdp1 over 2 x 2": with_replicas(Way("fsdp1", recipe("blockwise"), mesh=(2, 2)), "afbs fbs", ranks=4),
     "ddp": Case(
         Way("ddp", recipe("delayed")), Way("replica", recipe("delayed"), compiled="around"), "fbs afbs", check=same_decisions
-    ),
-    "ddp cuts": Case(
-        Way("ddp", recipe("delayed")), Way("replica", recipe("delayed"), compiled="around"), "fbs afbs", "over buckets",
-        check=cut,
     ),
     # of the graphs that DDP has cut, each keeps its own copies
     "ddp, cached weights": Case(
