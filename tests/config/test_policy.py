@@ -255,7 +255,7 @@ def test_unusable_files(write, tmp_path):
     assert load(write("")).own == 0
 
 
-def test_circles(write, tmp_path):
+def test_circles(write):
     a = write('extends = "./b.toml"\n', "a.toml")
     write('extends = "./a.toml"\n', "b.toml")
     assert "extend each other in a circle" in refusal(a) and "b.toml" in refusal(a)
