@@ -129,13 +129,6 @@ def test_nothing_in_fp8_is_one_line_and_with_strict_an_error(tmp_path: Path, cap
         trainer(tmp_path, callback(strict=True)).fit(Functional(), batches())
 
 
-def test_bad_input_is_found_before_training() -> None:
-    with pytest.raises(OptionError, match="unknown fp8 option 'recpie'.*Did you mean 'recipe'"):
-        callback(recpie="delayed")
-    with pytest.raises(OptionError, match="missing.toml"):
-        callback(policy="missing.toml")
-
-
 def test_fabric(tmp_path: Path) -> None:
     """Fabric compiles what it is given again, with the same arguments, around its own wrapper."""
     fabric = lightning.Fabric(accelerator="cpu", devices=1)

@@ -80,20 +80,6 @@ def test_every_field_of_a_small_model():
 
 
 @pytest.mark.slow
-def test_two_models_have_their_own_reports():
-    """One is compiled in place."""
-    tiny, mlp = Tiny(), Mlp()
-    tiny.compile(backend="fp8")
-    train(tiny, 2, 32, 128)
-    train(torch.compile(mlp, backend="fp8", options={"recipe": "tensorwise"}), 16, 128)
-    assert rows(fp8compile.report(tiny)) == TINY_ROWS
-    assert not any(key.startswith("_orig_mod") for key in tiny.state_dict())
-    assert {r.fqn for r in fp8compile.report(mlp).matmuls} == {"up", "down"}
-    assert {r.recipe for r in fp8compile.report(mlp).matmuls} == {"tensorwise"}
-    assert len(fp8compile.report().matmuls) == 12 + 6 and len(fp8compile.report().graphs) == 2
-
-
-@pytest.mark.slow
 def test_two_models_of_one_class():
     """They may share code, but not reports; and a report keeps no model alive."""
     first, model = Mlp(), Mlp()
