@@ -200,19 +200,6 @@ class Ffn(nn.Module):
         return self.norm(self.down(F.gelu(self.up(x))))
 
 
-class Checkpointed(nn.Module):
-    """Modules in a row; the activations inside each module are recomputed in the backward."""
-
-    def __init__(self, *modules: nn.Module) -> None:
-        super().__init__()
-        self.inner = nn.ModuleList(modules)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for module in self.inner:
-            x = checkpoint(module, x, use_reentrant=False)
-        return x
-
-
 class Stack(nn.Module):
     """Modules in a row."""
 
@@ -226,12 +213,17 @@ class Stack(nn.Module):
         return x
 
 
-class Parallel(nn.Module):
-    """Modules side by side, on inputs of different scales: FP8 roundings of one module do not affect the others."""
+class Checkpointed(Stack):
+    """The activations inside each module are recomputed in the backward."""
 
-    def __init__(self, *modules: nn.Module) -> None:
-        super().__init__()
-        self.inner = nn.ModuleList(modules)
+    def forward(self, x: Tensor) -> Tensor:
+        for module in self.inner:
+            x = checkpoint(module, x, use_reentrant=False)
+        return x
+
+
+class Parallel(Stack):
+    """Modules side by side, on inputs of different scales: FP8 roundings of one module do not affect the others."""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.stack([module(x * (i + 1)) for i, module in enumerate(self.inner)])
