@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-import fp8compile
 from fp8compile.runtime.phases import steps_of
-from tests.hosts.launched import average, check_gradients, gradients, launched, on_two_ranks, summary
+from tests.hosts.launched import average, check_gradients, facts, gradients, launched, on_two_ranks
 from tests.hosts.small import STATE, examples, linears, llama, logged, saved, tokenizer, training_arguments, vanilla
-from tests.support.harness import scaling_tensors
 from tests.support.processes import warnings
 
 pytest.importorskip("accelerate")
@@ -64,11 +62,8 @@ def watcher() -> Any:
     return Watcher()
 
 
-def facts(run: Any, watched: Any) -> dict[str, Any]:
-    report = fp8compile.report(run.model)
-    found = {"rows": summary(report), "state": sorted(scaling_tensors(run.model)), "steps": watched.steps}
-    found |= {"wrapper": type(run.model_wrapped).__name__, "graphs": [graph.name for graph in report.graphs if graph.matmuls]}
-    found["outside"] = [record.parameter for record in report.outside]
+def ran(run: Any, watched: Any) -> dict[str, Any]:
+    found = {**facts(run.model), "steps": watched.steps, "wrapper": type(run.model_wrapped).__name__}
     found |= {"gradients": watched.gradients, "weights": run.model.state_dict(), "log": logged(run), "fed": run.fed}
     return found
 
@@ -78,7 +73,7 @@ def trained(folder: str, resume: str | None = None, options: Any = None, **more:
     watched = watcher()
     run = made(Path(folder), [fp8_callback(**(options or {})), watched], **more)
     run.train(resume_from_checkpoint=resume)
-    return facts(run, watched)
+    return ran(run, watched)
 
 
 def replica(batches: list[dict[str, torch.Tensor]], accumulate: int = 1) -> dict[str, Any]:
@@ -95,9 +90,7 @@ def replica(batches: list[dict[str, torch.Tensor]], accumulate: int = 1) -> dict
         seen.append(gradients(model))
         optimizer.step()
         optimizer.zero_grad()
-    report = fp8compile.report(model)
-    state = sorted(scaling_tensors(model))
-    return {"gradients": seen, "weights": model.state_dict(), "rows": summary(report), "state": state}
+    return {"gradients": seen, "weights": model.state_dict(), **facts(model)}
 
 
 def _train(rank: int, folder: str) -> dict[str, Any]:
@@ -179,7 +172,7 @@ def _trl(folder: str) -> dict[str, Any]:
     run = SFTTrainer(llama(2), args=args, train_dataset=data, processing_class=tokenizer(), callbacks=callbacks)
     run.fed = []
     run.train()
-    return facts(run, watched)
+    return ran(run, watched)
 
 
 @pytest.fixture(scope="module")
